@@ -1,0 +1,40 @@
+# Every target works in a fresh clone: it first makes the virtual environment, if that is missing or out of date.
+# `make VENV=/some/where test` uses another one.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.hf-blend-installed
+PYTEST_ARGS ?=
+COVERED := cache blend rotary selectors store
+
+.DEFAULT_GOAL := help
+.PHONY: help install quickstart test check bench eval
+
+help: ## say what each target does
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(STAMP) ## make the virtual environment with the tested versions
+
+$(STAMP): setup.cfg pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt "torch==2.13.0"
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev]"
+	touch $(STAMP)
+
+quickstart: $(STAMP) ## answer one question from reused chunks, on this machine's CPU
+	$(BIN)/python examples/quickstart.py
+
+test: $(STAMP) ## run the tests, with coverage and the reasons of what was skipped
+	$(BIN)/python -P -m pytest -rs -m "not network" $(COVERED:%=--cov=hf_blend.%) --cov-report=term $(PYTEST_ARGS)
+
+check: $(STAMP) ## lint, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP) ## measure time to first token and write benchmarks/results
+	$(BIN)/hf-blend bench
+
+eval: $(STAMP) ## score the answers and write their summary
+	$(BIN)/hf-blend eval

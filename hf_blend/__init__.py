@@ -1,0 +1,62 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Reuse the KV cache of RAG chunks inside stock Hugging Face models, recomputing only the tokens that need it.
+
+Public names are imported when first used, so that `import hf_blend` costs nothing and changes nothing.
+"""
+
+import importlib
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .version import __version__
+
+if TYPE_CHECKING:
+    from .cache import BlendCache
+    from .config import BlendConfig
+    from .errors import (
+        ConfigError,
+        HfBlendError,
+        MissingExtraError,
+        PluginNotFoundError,
+        PromptError,
+        StoreError,
+        UnsupportedModelError,
+    )
+    from .store import ChunkStore
+
+__all__ = [
+    "BlendCache",
+    "BlendConfig",
+    "ChunkStore",
+    "ConfigError",
+    "HfBlendError",
+    "MissingExtraError",
+    "PluginNotFoundError",
+    "PromptError",
+    "StoreError",
+    "UnsupportedModelError",
+    "__version__",
+]
+
+_HOMES = {"BlendCache": "cache", "BlendConfig": "config", "ChunkStore": "store"}  # the others live in errors
+
+_root = Path(__file__).resolve().parent.parent
+if (_root / "setup.cfg").is_file():  # a source checkout, not site-packages
+    __path__.append(str(_root))  # lets hf_blend.cli and hf_blend.evaluation be found beside us
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from its home when it is first asked for."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = importlib.import_module(f".{_HOMES.get(name, 'errors')}", __name__)
+    return globals().setdefault(name, getattr(home, name))
+
+
+def __dir__() -> list[str]:
+    """List the public names, imported or not."""
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,89 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What can go wrong. Every message has four parts: what, got, wanted, do.
+
+All errors are `HfBlendError`, and each is also the built-in error that fits, so that callers may catch either.
+"""
+
+import difflib
+import importlib
+from collections.abc import Iterable
+from types import ModuleType
+
+__all__ = [
+    "ConfigError",
+    "HfBlendError",
+    "MissingExtraError",
+    "PluginNotFoundError",
+    "PromptError",
+    "StoreError",
+    "UnsupportedModelError",
+    "import_extra",
+    "suggest",
+]
+
+
+class HfBlendError(Exception):
+    """Anything that hf_blend refuses, with the reason and the way out in its message."""
+
+
+class ConfigError(HfBlendError, ValueError):
+    """A setting is out of range, unknown, or contradicts another one."""
+
+
+class PromptError(HfBlendError, ValueError):
+    """The pieces of a prompt do not fit together."""
+
+
+class UnsupportedModelError(HfBlendError, NotImplementedError):
+    """The model does something that blending cannot reproduce."""
+
+
+class StoreError(HfBlendError, OSError):
+    """The chunk store cannot be opened, read or written."""
+
+
+class PluginNotFoundError(HfBlendError, LookupError):
+    """No method has that name; the message lists those that exist."""
+
+
+class MissingExtraError(HfBlendError, ImportError):
+    """An optional dependency is not installed; the message has the command that installs it."""
+
+
+def suggest(wrong: str, names: Iterable[str]) -> str:
+    """Say which name was probably meant.
+
+    Args:
+        wrong: what was asked for.
+        names: what exists.
+
+    Returns:
+        `"Did you mean 'x'? Available: x, y."`, without the question where nothing is near.
+    """
+    known = {name.replace("_", "-").lower(): name for name in sorted(names)}
+    near = difflib.get_close_matches(wrong.replace("_", "-").lower(), known, n=1)
+    question = f"Did you mean {known[near[0]]!r}? " if near else ""
+    return f"{question}Available: {', '.join(known.values()) or 'none'}."
+
+
+def import_extra(module: str, *, extra: str, wanted_by: str) -> ModuleType:
+    """Import a module of an optional dependency, or say how to install it.
+
+    Args:
+        module: dotted name of the module.
+        extra: the extra of hf-blend that brings it.
+        wanted_by: what the user asked for, as the subject of the message.
+
+    Returns:
+        The imported module.
+
+    Raises:
+        MissingExtraError: the module is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(
+            f'{wanted_by} needs {error.name}, which is not installed: pip install "hf-blend[{extra}]"'
+        ) from error

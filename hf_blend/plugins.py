@@ -1,0 +1,135 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Methods are files. To add one, add a file; nothing else is edited.
+
+A *kind* is a sub-package with a `base.py`, such as `selectors` or `store.tiers`. A *plugin* is a file beside it
+with exactly one public class that derives from a class of that `base.py`. Its name is the file's name, with `-`
+for `_`. Other distributions add plugins by entry points in the group `hf_blend.<kind>`; they cannot replace ours.
+"""
+
+import ast
+import importlib
+import logging
+import sys
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import ModuleType
+
+from .errors import ConfigError, PluginNotFoundError, suggest
+
+logger = logging.getLogger(__name__)
+
+
+def kinds() -> list[str]:
+    """List the kinds of plugin that exist: the sub-packages with a `base.py`."""
+    roots = [Path(folder) for folder in sys.modules["hf_blend"].__path__]
+    found = {".".join(base.parent.relative_to(roots[0]).parts) for base in roots[0].glob("**/base.py")}
+    return sorted(found)
+
+
+def describe(kind: str) -> dict[str, str]:
+    """Say what each plugin of a kind does, without importing any.
+
+    Args:
+        kind: the sub-package, such as `selectors` or `store.tiers`.
+
+    Returns:
+        Name → first line of the file's docstring, sorted by name.
+    """
+    ours = {name: line for name, (_, line) in _files(kind).items()}
+    theirs = {name: f"{point.value} (installed plugin)" for name, point in _installed(kind).items()}
+    return dict(sorted((theirs | ours).items()))
+
+
+def load(kind: str, name: str) -> type:
+    """Import one plugin, and none of its siblings.
+
+    Args:
+        kind: the sub-package, such as `selectors` or `store.tiers`.
+        name: the plugin's name; `-` and `_` are the same.
+
+    Returns:
+        The plugin's class.
+
+    Raises:
+        PluginNotFoundError: no such kind or name; the message suggests the nearest.
+        ConfigError: the file or entry point does not hold exactly one plugin.
+    """
+    wanted = name.replace("_", "-")
+    files = _files(kind)
+    base = importlib.import_module(f"hf_blend.{kind}.base")
+    if wanted in files:
+        return _only_plugin(importlib.import_module(f"hf_blend.{kind}.{files[wanted][0]}"), base)
+    installed = _installed(kind)
+    if wanted in installed:
+        return _checked(installed[wanted], base)
+    raise PluginNotFoundError(f"hf_blend.{kind} has no plugin named {name!r}. {suggest(wanted, describe(kind))}")
+
+
+@cache
+def _files(kind: str) -> dict[str, tuple[str, str]]:
+    """Name → (module name, first docstring line) of the files of a kind that hold a plugin."""
+    if kind not in kinds():
+        raise PluginNotFoundError(f"hf_blend has no kind of plugin named {kind!r}. {suggest(kind, kinds())}")
+    folder = Path(sys.modules["hf_blend"].__path__[0], *kind.split("."))
+    trees = {path.stem: ast.parse(path.read_text("utf-8")) for path in sorted(folder.glob("[!_]*.py"))}
+    return {
+        stem.replace("_", "-"): (stem, (ast.get_docstring(tree) or "").partition("\n")[0])
+        for stem, tree in trees.items()
+        if stem != "base" and _derives_from_base(tree)
+    }
+
+
+def _derives_from_base(tree: ast.Module) -> bool:
+    """Whether a file has a public class whose parent is imported from `base`."""
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    names = {
+        alias.asname or alias.name
+        for node in imports
+        if (node.module or "").rpartition(".")[2] == "base"
+        for alias in node.names
+    }
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
+    return any(isinstance(parent, ast.Name) and parent.id in names for node in classes for parent in node.bases)
+
+
+def _installed(kind: str) -> dict[str, EntryPoint]:
+    """Name → entry point of the plugins that other distributions offer for a kind."""
+    ours, found = _files(kind), {}
+    for point in entry_points(group=f"hf_blend.{kind}"):
+        name = point.name.replace("_", "-")
+        if name in ours or name in found:
+            logger.warning("ignoring the plugin %s: hf_blend.%s already has a %r", point.value, kind, name)
+        else:
+            found[name] = point
+    return found
+
+
+def _only_plugin(module: ModuleType, base: ModuleType) -> type:
+    """The one public class of a module that derives from a class of `base`."""
+    own = [member for member in vars(module).values() if isinstance(member, type)]
+    found = [cls for cls in own if cls.__module__ == module.__name__ and not cls.__name__.startswith("_")]
+    plugins = [cls for cls in found if issubclass(cls, _bases(base))]
+    if len(plugins) != 1:
+        raise ConfigError(
+            f"{module.__name__} defines {len(plugins)} public plugins ({[cls.__name__ for cls in plugins]}), but a "
+            "file holds exactly one. Give each its own file, or start the helper's name with an underscore."
+        )
+    return plugins[0]
+
+
+def _checked(point: EntryPoint, base: ModuleType) -> type:
+    """What an entry point loads, if it is a plugin of this kind."""
+    found = point.load()
+    if not (isinstance(found, type) and issubclass(found, _bases(base))):
+        raise ConfigError(
+            f"the entry point {point.name!r} ({point.value}) gives {found!r}, but a class deriving from one of "
+            f"{base.__name__} is wanted. Correct the entry point in the distribution that installed it."
+        )
+    return found
+
+
+def _bases(base: ModuleType) -> tuple[type, ...]:
+    """The classes that a kind's `base.py` defines."""
+    return tuple(c for c in vars(base).values() if isinstance(c, type) and c.__module__ == base.__name__)
