@@ -1,0 +1,230 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""The settings of a blend: one frozen dataclass that checks itself and round-trips through JSON."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import pairwise
+from numbers import Integral, Real
+from types import NoneType
+from typing import Any
+
+from .errors import ConfigError, suggest
+
+
+class Options(Mapping[str, Any]):
+    """A mapping that cannot change: JSON values, with lists kept as tuples. Hashable, equal to an equal dict."""
+
+    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
+        self._items = {_string(name): _frozen(value) for name, value in (options or {}).items()}
+
+    def __getitem__(self, name: str) -> Any:
+        return self._items[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._items.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._items)
+
+
+@dataclass(frozen=True)
+class BlendConfig:
+    """How much of the reused KV is recomputed, and which tokens those are.
+
+    Attributes:
+        recompute_ratio: share of the reusable tokens that is recomputed, 0–1.
+        selector: name of the method in `hf_blend.selectors` that chooses them.
+        selector_options: what that method takes, by name.
+        check_layers: layers at which tokens are chosen, increasing, from 1. Before the first, all are computed.
+        layer_ratios: share kept from each check layer on, never increasing; None derives it from recompute_ratio.
+        gradual: gradual filtering (CacheBlend, section 4.3): choose more at the first check layer, fewer at each
+            later one, so that the mean over the layers is recompute_ratio.
+        sink_ids: tokens that stand before each chunk while it is precomputed; None is the model's BOS, if any.
+        allow_unverified: use a model whose layers could not all be verified by the probe.
+        seed: for selectors that draw at random.
+    """
+
+    recompute_ratio: float = 0.15
+    selector: str = "kv-deviation"
+    selector_options: Mapping[str, Any] = field(default_factory=Options)
+    check_layers: tuple[int, ...] = (1,)
+    layer_ratios: tuple[float, ...] | None = None
+    gradual: bool = False
+    sink_ids: tuple[int, ...] | None = None
+    allow_unverified: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Bring each field to its type and refuse what makes no sense."""
+        checks = {
+            "recompute_ratio": _ratio,
+            "selector_options": _options,
+            "check_layers": _integers,
+            "layer_ratios": _ratios,
+            "sink_ids": _integers,
+        }
+        for name, check in checks.items():
+            value = getattr(self, name)
+            if value is not None or name not in ("layer_ratios", "sink_ids"):
+                object.__setattr__(self, name, check(name, value))
+        for name, kind in {"selector": str, "gradual": bool, "allow_unverified": bool, "seed": int}.items():
+            _instance(name, getattr(self, name), kind)
+        self._check_layers()
+        self._check_schedule()
+
+    def _check_layers(self) -> None:
+        layers = self.check_layers
+        if not layers or layers[0] < 1 or any(a >= b for a, b in pairwise(layers)):
+            raise ConfigError(
+                f"check_layers is {layers}, but layers from 1 on, in increasing order and each once, are wanted: "
+                "what layer 0 computes does not depend on the context, so nothing can be scored there. Try (1,)."
+            )
+
+    def _check_schedule(self) -> None:
+        ratios, layers = self.layer_ratios, self.check_layers
+        if ratios is not None and len(ratios) != len(layers):
+            raise ConfigError(
+                f"layer_ratios has {len(ratios)} values {ratios}, but one for each of the {len(layers)} check_layers "
+                f"{layers} is wanted. Give {len(layers)}, or leave layer_ratios out."
+            )
+        if ratios is not None and any(a < b for a, b in pairwise(ratios)):
+            raise ConfigError(
+                f"layer_ratios is {ratios}, but a token that was left out at one check layer cannot come back at a "
+                f"later one. Give them in falling order: {tuple(sorted(ratios, reverse=True))}."
+            )
+        if self.gradual and (ratios is not None or len(layers) < 2):
+            raise ConfigError(
+                f"gradual=True came with check_layers={layers} and layer_ratios={ratios}, but gradual filtering needs "
+                "two or more check layers and finds the ratios itself. Give check_layers=(1, 2) and no layer_ratios."
+            )
+
+    def ratios(self, num_layers: int) -> dict[int, float]:
+        """Say which share of the reusable tokens is kept from each check layer on.
+
+        The K/V of layer `l` are recomputed for the tokens chosen at the last check layer before `l`. With `gradual`,
+        the first check layer keeps twice the share of the last, and those between lie on a line; the scale is such
+        that the mean over the layers after the first check layer is `recompute_ratio`. No share exceeds 1.
+
+        Args:
+            num_layers: how many decoder layers the model has.
+
+        Returns:
+            Check layer → share of the reusable tokens, 0–1.
+
+        Raises:
+            ConfigError: the model has no such layer.
+        """
+        if self.check_layers[-1] >= num_layers:
+            raise ConfigError(
+                f"check_layers is {self.check_layers}, but the model has {num_layers} layers, 0 … {num_layers - 1}. "
+                f"Give check layers below {num_layers}."
+            )
+        if self.layer_ratios is not None:
+            return dict(zip(self.check_layers, self.layer_ratios, strict=True))
+        if self.gradual and self.recompute_ratio < 1:
+            return dict(zip(self.check_layers, self._gradual_ratios(num_layers), strict=True))
+        return dict.fromkeys(self.check_layers, self.recompute_ratio)
+
+    def _gradual_ratios(self, num_layers: int) -> list[float]:
+        last = len(self.check_layers) - 1
+        slopes = [2 - place / last for place in range(last + 1)]
+        ends = [*self.check_layers[1:], num_layers - 1]
+        spans = [end - start for start, end in zip(self.check_layers, ends, strict=True)]  # layers that each serves
+        budget = self.recompute_ratio * sum(spans)
+        for clipped in range(last + 1):  # shares that reach 1; the others share what is left
+            weight = sum(span * slope for span, slope in zip(spans[clipped:], slopes[clipped:], strict=True))
+            scale = (budget - sum(spans[:clipped])) / weight if weight else self.recompute_ratio
+            if scale * slopes[clipped] <= 1:
+                return [min(1.0, scale * slope) if place >= clipped else 1.0 for place, slope in enumerate(slopes)]
+        return [1.0] * (last + 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give the fields as JSON values: tuples become lists."""
+        return {entry.name: _thawed(getattr(self, entry.name)) for entry in fields(self)}
+
+    def to_json(self) -> str:
+        """Give the fields as one JSON document with sorted keys."""
+        return json.dumps(self.to_dict(), sort_keys=True)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "BlendConfig":
+        """Build a config from what `to_dict` gave, or from part of it.
+
+        Args:
+            values: field name → value; fields that are left out keep their defaults.
+
+        Returns:
+            The config.
+
+        Raises:
+            ConfigError: a name is unknown or a value is refused.
+        """
+        names = [entry.name for entry in fields(cls)]
+        for name in values:
+            if name not in names:
+                raise ConfigError(f"BlendConfig has no field {name!r}. {suggest(str(name), names)}")
+        return cls(**values)
+
+
+def _instance(name: str, value: Any, kind: type) -> Any:
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise ConfigError(f"{name} is {value!r}, a {type(value).__name__}. Give a {kind.__name__}.")
+    return value
+
+
+def _ratio(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) <= 1:  # also refuses NaN
+        raise ConfigError(f"{name} is {value!r}, but a share of the tokens, 0 … 1, is wanted. 15 % is 0.15.")
+    return float(value)
+
+
+def _sequence(name: str, value: Any) -> Sequence[Any]:
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise ConfigError(f"{name} is {value!r}, but several numbers are wanted. Give a tuple, even of one: (1,).")
+    return value
+
+
+def _ratios(name: str, value: Any) -> tuple[float, ...]:
+    return tuple(_ratio(name, one) for one in _sequence(name, value))
+
+
+def _integers(name: str, value: Any) -> tuple[int, ...]:
+    for one in _sequence(name, value):
+        if isinstance(one, bool) or not isinstance(one, Integral) or one < 0:
+            raise ConfigError(f"{name} holds {one!r}, but whole numbers from 0 on are wanted. Correct it: {value!r}.")
+    return tuple(map(int, value))
+
+
+def _options(name: str, value: Any) -> Options:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name} is {value!r}, but names with values are wanted. Give a dict, or leave it out.")
+    return Options(value)
+
+
+def _string(name: Any) -> str:
+    return _instance("the name of an option", name, str)
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return Options(value)
+    if isinstance(value, list | tuple):
+        return tuple(map(_frozen, value))
+    if not isinstance(value, str | int | float | NoneType) or (isinstance(value, float) and not math.isfinite(value)):
+        raise ConfigError(f"an option is {value!r}, a {type(value).__name__}. Give what JSON can hold.")
+    return value
+
+
+def _thawed(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _thawed(one) for name, one in value.items()}
+    return [_thawed(one) for one in value] if isinstance(value, tuple) else value
