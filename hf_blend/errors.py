@@ -61,10 +61,11 @@ def suggest(wrong: str, names: Iterable[str]) -> str:
     Returns:
         `"Did you mean 'x'? Available: x, y."`, without the question where nothing is near.
     """
-    known = {name.replace("_", "-").lower(): name for name in sorted(names)}
-    near = difflib.get_close_matches(wrong.replace("_", "-").lower(), known, n=1)
-    question = f"Did you mean {known[near[0]]!r}? " if near else ""
-    return f"{question}Available: {', '.join(known.values()) or 'none'}."
+    known = sorted(names)
+    plain = {name.replace("_", "-").lower(): name for name in known}
+    near = difflib.get_close_matches(wrong.replace("_", "-").lower(), plain, n=1)
+    question = f"Did you mean {plain[near[0]]!r}? " if near else ""
+    return f"{question}Available: {', '.join(known) or 'none'}."
 
 
 def import_extra(module: str, *, extra: str, wanted_by: str) -> ModuleType:

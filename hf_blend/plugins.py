@@ -23,9 +23,10 @@ logger = logging.getLogger(__name__)
 
 def kinds() -> list[str]:
     """List the kinds of plugin that exist: the sub-packages with a `base.py`."""
-    roots = [Path(folder) for folder in sys.modules["hf_blend"].__path__]
-    found = {".".join(base.parent.relative_to(roots[0]).parts) for base in roots[0].glob("**/base.py")}
-    return sorted(found)
+    package, *checkout = map(Path, sys.modules["hf_blend"].__path__)
+    found = {base.parent.relative_to(package) for base in package.glob("**/base.py")}
+    found |= {base.parent.relative_to(root) for root in checkout for base in root.glob("evaluation/**/base.py")}
+    return sorted(".".join(folder.parts) for folder in found)
 
 
 def describe(kind: str) -> dict[str, str]:
@@ -72,8 +73,8 @@ def _files(kind: str) -> dict[str, tuple[str, str]]:
     """Name → (module name, first docstring line) of the files of a kind that hold a plugin."""
     if kind not in kinds():
         raise PluginNotFoundError(f"hf_blend has no kind of plugin named {kind!r}. {suggest(kind, kinds())}")
-    folder = Path(sys.modules["hf_blend"].__path__[0], *kind.split("."))
-    trees = {path.stem: ast.parse(path.read_text("utf-8")) for path in sorted(folder.glob("[!_]*.py"))}
+    folders = [Path(root, *kind.split(".")) for root in sys.modules["hf_blend"].__path__]
+    trees = {path.stem: ast.parse(path.read_text("utf-8")) for f in folders for path in sorted(f.glob("[!_]*.py"))}
     return {
         stem.replace("_", "-"): (stem, (ast.get_docstring(tree) or "").partition("\n")[0])
         for stem, tree in trees.items()

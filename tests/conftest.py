@@ -118,5 +118,5 @@ def leaves_untouched(model: PreTrainedModel) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def untouched() -> Callable[[PreTrainedModel], Any]:
-    """Give `leaves_untouched`, for `with untouched(model): …`, which fails if anything of the model changed."""
+    """Give `leaves_untouched`, a context manager: whatever happens inside may not change the model."""
     return leaves_untouched

@@ -1,0 +1,146 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""A config is frozen, refuses what makes no sense, round-trips through JSON, and spends exactly its ratio."""
+
+import copy
+import json
+import pickle
+from dataclasses import FrozenInstanceError, fields
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_blend import BlendConfig, ConfigError
+
+REFUSED = [
+    ({"recompute_ratio": 1.5}, "1.5", "0.15"),
+    ({"recompute_ratio": -0.1}, "-0.1", "0.15"),
+    ({"recompute_ratio": float("nan")}, "nan", "0.15"),
+    ({"recompute_ratio": "0.5"}, "'0.5'", "0.15"),
+    ({"recompute_ratio": True}, "True", "0.15"),
+    ({"check_layers": (0,)}, "(0,)", "(1,)"),
+    ({"check_layers": ()}, "()", "(1,)"),
+    ({"check_layers": (2, 1)}, "(2, 1)", "(1,)"),
+    ({"check_layers": (2, 2)}, "(2, 2)", "(1,)"),
+    ({"check_layers": 1}, "1", "(1,)"),
+    ({"check_layers": (1.5,)}, "1.5", "whole numbers"),
+    ({"check_layers": (True,)}, "True", "whole numbers"),
+    ({"check_layers": (1, 2), "layer_ratios": (0.1,)}, "(0.1,)", "Give 2"),
+    ({"check_layers": (1, 2), "layer_ratios": (0.1, 0.2)}, "(0.1, 0.2)", "(0.2, 0.1)"),
+    ({"layer_ratios": (2.0,)}, "2.0", "0.15"),
+    ({"layer_ratios": 0.3}, "0.3", "tuple"),
+    ({"gradual": True}, "(1,)", "(1, 2)"),
+    ({"gradual": True, "check_layers": (1, 2), "layer_ratios": (0.2, 0.1)}, "(0.2, 0.1)", "no layer_ratios"),
+    ({"gradual": 1}, "1", "bool"),
+    ({"selector": None}, "None", "str"),
+    ({"selector_options": ["a"]}, "['a']", "dict"),
+    ({"selector_options": {"a": object()}}, "object", "JSON"),
+    ({"selector_options": {"a": [float("inf")]}}, "inf", "JSON"),
+    ({"selector_options": {1: 2}}, "1", "str"),
+    ({"sink_ids": (-1,)}, "-1", "from 0 on"),
+    ({"sink_ids": "abc"}, "'abc'", "tuple"),
+    ({"seed": 0.5}, "0.5", "int"),
+    ({"seed": True}, "True", "int"),
+    ({"allow_unverified": "yes"}, "'yes'", "bool"),
+]
+
+
+@pytest.mark.parametrize(("settings", "got", "remedy"), REFUSED)
+def test_a_refusal_names_the_field_the_value_and_the_remedy(settings, got, remedy):
+    with pytest.raises(ConfigError) as caught:
+        BlendConfig(**settings)
+    message = str(caught.value)
+    assert any(name in message for name in [*settings, "option"])
+    assert got in message
+    assert remedy in message
+
+
+def test_a_config_cannot_be_changed_not_even_its_options():
+    config = BlendConfig(selector_options={"blocks": [1, {"width": 2}]})
+    with pytest.raises(FrozenInstanceError):
+        config.seed = 1
+    with pytest.raises(TypeError):
+        config.selector_options["blocks"] = 1
+    with pytest.raises(TypeError):
+        config.selector_options["blocks"][1]["width"] = 3
+
+
+def test_a_config_does_not_follow_the_dict_it_was_made_from():
+    options = {"blocks": [1]}
+    config = BlendConfig(selector_options=options)
+    options["blocks"].append(2)
+    assert config.to_dict()["selector_options"] == {"blocks": [1]}
+
+
+def test_equal_configs_have_equal_hashes_and_copies_are_equal():
+    config = BlendConfig(selector_options={"a": [1], "b": None}, check_layers=[1, 3])
+    twin = BlendConfig(selector_options={"b": None, "a": (1,)}, check_layers=(1, 3))
+    assert config == twin == copy.deepcopy(config) == pickle.loads(pickle.dumps(config))
+    assert len({config, twin}) == 1
+
+
+FULL = BlendConfig(
+    recompute_ratio=0.3,
+    selector="random",
+    selector_options={"a": [1, 2.5, None, {"b": "c"}], "d": False},
+    check_layers=(1, 4),
+    layer_ratios=(0.5, 0.25),
+    sink_ids=(1, 7),
+    allow_unverified=True,
+    seed=3,
+)
+
+
+@pytest.mark.parametrize("config", [BlendConfig(), FULL, BlendConfig(gradual=True, check_layers=(1, 2))])
+def test_a_config_survives_json(config):
+    document = json.loads(config.to_json())
+    assert set(document) == {entry.name for entry in fields(BlendConfig)}
+    assert BlendConfig.from_dict(document) == config
+    assert BlendConfig.from_dict(document).to_json() == config.to_json()
+
+
+def test_a_part_of_a_config_is_enough():
+    assert BlendConfig.from_dict({"seed": 3}) == BlendConfig(seed=3)
+
+
+def test_an_unknown_field_is_refused_with_the_near_name():
+    with pytest.raises(ConfigError, match=r"no field 'recompute_rato'\. Did you mean 'recompute_ratio'\?"):
+        BlendConfig.from_dict({"recompute_rato": 0.1})
+
+
+def test_every_check_layer_keeps_the_same_share_unless_told_otherwise():
+    assert BlendConfig(recompute_ratio=0.2, check_layers=(1, 3)).ratios(8) == {1: 0.2, 3: 0.2}
+    assert BlendConfig(check_layers=(1, 3), layer_ratios=(0.4, 0.1)).ratios(8) == {1: 0.4, 3: 0.1}
+
+
+def test_gradual_filtering_starts_at_twice_the_share_at_which_it_ends():
+    ratios = BlendConfig(recompute_ratio=0.15, check_layers=(1, 2, 3), gradual=True).ratios(30)
+    assert ratios[1] == pytest.approx(2 * ratios[3])
+    assert ratios[1] - ratios[2] == pytest.approx(ratios[2] - ratios[3])
+
+
+def test_a_check_layer_that_the_model_does_not_have_is_refused():
+    with pytest.raises(ConfigError, match=r"\(1, 4\), but the model has 4 layers, 0 … 3\. Give check layers below 4"):
+        BlendConfig(check_layers=(1, 4)).ratios(4)
+
+
+@given(
+    ratio=st.floats(0, 1),
+    layers=st.lists(st.integers(1, 30), min_size=2, max_size=8, unique=True).map(sorted),
+    more_layers=st.integers(2, 40),
+)
+def test_gradual_filtering_spends_exactly_the_ratio_and_never_grows(ratio, layers, more_layers):
+    num_layers = layers[-1] + more_layers
+    ratios = BlendConfig(recompute_ratio=ratio, check_layers=layers, gradual=True).ratios(num_layers)
+    shares = list(ratios.values())
+    assert shares == sorted(shares, reverse=True)
+    assert all(0 <= share <= 1 for share in shares)
+    spent = [ratios[max(c for c in layers if c < layer)] for layer in range(layers[0] + 1, num_layers)]
+    assert sum(spent) / len(spent) == pytest.approx(ratio, abs=1e-9)
+
+
+@given(layers=st.lists(st.integers(1, 30), min_size=2, max_size=8, unique=True).map(sorted))
+def test_gradual_filtering_at_ratio_one_keeps_everything_at_every_layer(layers):
+    ratios = BlendConfig(recompute_ratio=1, check_layers=layers, gradual=True).ratios(layers[-1] + 1)
+    assert set(ratios.values()) == {1.0}

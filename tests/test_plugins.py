@@ -1,0 +1,129 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""A method is one file: it is described without being imported, loaded alone, and its name may be misspelt."""
+
+import importlib
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+import hf_blend
+from hf_blend import ConfigError, PluginNotFoundError, plugins
+
+BASE = (
+    '"""What a fruit is."""\n\n\nclass Fruit:\n    """Base."""\n\n\nclass Basket:\n    """Not a base for files."""\n'
+)
+PLUGIN = '"""{line}\n\nMore."""\n\nfrom .base import Fruit\n\n\nclass {name}(Fruit):\n    """Doc."""\n'
+
+
+@pytest.fixture
+def fruits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A kind of plugin named `fruits`, found where hf_blend itself is found."""
+    folder = tmp_path / "fruits"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("")
+    (folder / "base.py").write_text(BASE)
+    (folder / "red_apple.py").write_text(PLUGIN.format(line="Crunches.", name="RedApple"))
+    (folder / "pear.py").write_text(PLUGIN.format(line="Melts.", name="Pear"))
+    (folder / "knife.py").write_text('"""A helper, no plugin."""\n\n\nclass Knife:\n    """Doc."""\n')
+    (folder / "_seed.py").write_text("raise RuntimeError('private files are not looked at')\n")
+    monkeypatch.setattr(hf_blend, "__path__", [str(tmp_path), *hf_blend.__path__])
+    plugins._files.cache_clear()
+    importlib.invalidate_caches()
+    yield folder
+    plugins._files.cache_clear()
+    for name in [name for name in sys.modules if name.startswith("hf_blend.fruits")]:
+        del sys.modules[name]
+    vars(hf_blend).pop("fruits", None)
+
+
+def offer(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    """Pretend that a distribution with this entry point is installed."""
+    point = EntryPoint(name, value, "hf_blend.fruits")
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [point] if group == point.group else [])
+
+
+def test_plugins_are_described_without_being_imported(fruits):
+    assert plugins.describe("fruits") == {"pear": "Melts.", "red-apple": "Crunches."}
+    assert not [name for name in sys.modules if name.startswith("hf_blend.fruits")]
+
+
+@pytest.mark.parametrize("name", ["red-apple", "red_apple"])
+def test_loading_a_plugin_imports_it_alone_and_dashes_do_not_matter(fruits, name):
+    assert plugins.load("fruits", name).__name__ == "RedApple"
+    assert "hf_blend.fruits.pear" not in sys.modules
+
+
+def test_a_new_file_is_all_that_a_new_method_needs(fruits):
+    (fruits / "plum.py").write_text(PLUGIN.format(line="Sweet.", name="Plum"))
+    assert plugins.load("fruits", "plum").__name__ == "Plum"
+    assert plugins.describe("fruits")["plum"] == "Sweet."
+
+
+def test_a_wrong_name_is_answered_with_the_near_one_and_the_list(fruits):
+    with pytest.raises(PluginNotFoundError) as caught:
+        plugins.load("fruits", "red_aple")
+    assert str(caught.value) == (
+        "hf_blend.fruits has no plugin named 'red_aple'. Did you mean 'red-apple'? Available: pear, red-apple."
+    )
+
+
+@pytest.mark.parametrize("name", ["base", "__init__", "knife", "_seed", "../fruits/pear", ""])
+def test_what_is_not_a_plugin_cannot_be_loaded_as_one(fruits, name):
+    with pytest.raises(PluginNotFoundError, match="no plugin named"):
+        plugins.load("fruits", name)
+
+
+@pytest.mark.parametrize("call", [plugins.describe, lambda kind: plugins.load(kind, "pear")])
+def test_a_wrong_kind_is_answered_with_the_near_one(fruits, call):
+    with pytest.raises(PluginNotFoundError, match=r"no kind of plugin named 'fruit'\. Did you mean 'fruits'\?"):
+        call("fruit")
+
+
+def test_a_file_with_two_plugins_is_refused(fruits):
+    (fruits / "both.py").write_text(
+        PLUGIN.format(line="Two.", name="One")
+        + '\n\nclass Two(Fruit):\n    """Doc."""\n\n\nclass _Three(Fruit): ...\n'
+    )
+    with pytest.raises(ConfigError, match=r"2 public plugins \(\['One', 'Two'\]\).*own file"):
+        plugins.load("fruits", "both")
+
+
+def test_private_classes_and_imported_ones_do_not_count(fruits):
+    (fruits / "helped.py").write_text(
+        PLUGIN.format(line="One.", name="One") + "\n\nclass _Half(Fruit): ...\n\n\nSame = Fruit\n"
+    )
+    assert plugins.load("fruits", "helped").__name__ == "One"
+
+
+def test_an_installed_plugin_is_found_by_its_entry_point(fruits, monkeypatch):
+    (fruits / "_elsewhere.py").write_text(PLUGIN.format(line="Sour.", name="Lemon"))
+    offer(monkeypatch, "lemon_tree", "hf_blend.fruits._elsewhere:Lemon")
+    assert plugins.describe("fruits")["lemon-tree"] == "hf_blend.fruits._elsewhere:Lemon (installed plugin)"
+    assert plugins.load("fruits", "lemon-tree").__name__ == "Lemon"
+
+
+def test_an_installed_plugin_cannot_replace_ours(fruits, monkeypatch, caplog):
+    offer(monkeypatch, "pear", "json:JSONDecoder")
+    assert plugins.load("fruits", "pear").__name__ == "Pear"
+    assert plugins.describe("fruits")["pear"] == "Melts."
+    assert "json:JSONDecoder" in caplog.text
+
+
+@pytest.mark.parametrize("value", ["json:JSONDecoder", "json:dumps"])
+def test_an_entry_point_that_is_no_plugin_is_refused(fruits, monkeypatch, value):
+    offer(monkeypatch, "strange", value)
+    with pytest.raises(ConfigError, match=rf"'strange' \({value}\).*Correct the entry point"):
+        plugins.load("fruits", "strange")
+
+
+OURS = [(kind, name) for kind in plugins.kinds() for name in plugins.describe(kind)]
+
+
+@pytest.mark.parametrize(("kind", "name"), OURS)
+def test_every_plugin_of_ours_loads_and_has_a_first_line(kind, name):
+    assert issubclass(plugins.load(kind, name), object)
+    line = plugins.describe(kind)[name]
+    assert line.endswith("."), f"{kind}/{name}: the first docstring line is shown to users: {line!r}"
