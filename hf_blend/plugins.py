@@ -111,7 +111,7 @@ def _only_plugin(module: ModuleType, base: ModuleType) -> type:
     """The one public class of a module that derives from a class of `base`."""
     own = [member for member in vars(module).values() if isinstance(member, type)]
     found = [cls for cls in own if cls.__module__ == module.__name__ and not cls.__name__.startswith("_")]
-    plugins = [cls for cls in found if issubclass(cls, _bases(base))]
+    plugins = [cls for cls in found if _derives(cls, base)]
     if len(plugins) != 1:
         raise ConfigError(
             f"{module.__name__} defines {len(plugins)} public plugins ({[cls.__name__ for cls in plugins]}), but a "
@@ -123,7 +123,7 @@ def _only_plugin(module: ModuleType, base: ModuleType) -> type:
 def _checked(point: EntryPoint, base: ModuleType) -> type:
     """What an entry point loads, if it is a plugin of this kind."""
     found = point.load()
-    if not (isinstance(found, type) and issubclass(found, _bases(base))):
+    if not (isinstance(found, type) and _derives(found, base)):
         raise ConfigError(
             f"the entry point {point.name!r} ({point.value}) gives {found!r}, but a class deriving from one of "
             f"{base.__name__} is wanted. Correct the entry point in the distribution that installed it."
@@ -131,6 +131,6 @@ def _checked(point: EntryPoint, base: ModuleType) -> type:
     return found
 
 
-def _bases(base: ModuleType) -> tuple[type, ...]:
-    """The classes that a kind's `base.py` defines."""
-    return tuple(c for c in vars(base).values() if isinstance(c, type) and c.__module__ == base.__name__)
+def _derives(cls: type, base: ModuleType) -> bool:
+    """Whether a class has a parent that a kind's `base.py` defines; asks no protocol's `isinstance`."""
+    return any(parent.__module__ == base.__name__ for parent in cls.__mro__)

@@ -1,0 +1,160 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Imports flow one way, a method is known by its name only, and `import hf_blend` brings nothing heavy along."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import hf_blend
+from hf_blend import plugins
+
+ROOT = Path(__file__).resolve().parent.parent
+HOMES = {"hf_blend": ROOT / "hf_blend", "hf_blend.cli": ROOT / "cli", "hf_blend.evaluation": ROOT / "evaluation"}
+LEAVES = ("rotary", "families", "selectors", "correctors", "store.tiers", "store.eviction", "store.codecs")
+FLOW = (  # a module imports from its own line and from those above it; LEAVES not even from each other
+    ("errors", "version", "plugins"),
+    ("config", "report"),
+    ("masks", "prompt", "fingerprint", "anatomy", "store.chunk"),
+    LEAVES,
+    ("capture", "calibrate"),
+    ("store", "loading"),
+    ("plan", "realign", "layers", "cache", "hooks", "blend", "context", "sparse"),
+    ("evaluation",),
+    ("cli",),
+)
+
+
+def source_files() -> dict[str, Path]:
+    """Dotted name → file of every module that is installed."""
+    found = {}
+    for package, folder in HOMES.items():
+        for path in folder.rglob("*.py"):
+            parts = path.relative_to(folder).with_suffix("").parts
+            found[".".join([package, *parts]).removesuffix(".__init__")] = path
+    return found
+
+
+FILES = source_files()
+TREES = {name: ast.parse(path.read_text("utf-8")) for name, path in FILES.items()}
+PLUGINS = {f"hf_blend.{kind}.{name.replace('-', '_')}" for kind in plugins.kinds() for name in plugins.describe(kind)}
+
+
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Walk a tree, leaving out what only type checkers see."""
+    for child in ast.iter_child_nodes(node):
+        if not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)):
+            yield child
+            yield from statements(child)
+
+
+def imported(name: str) -> Iterator[tuple[str, str]]:
+    """Give (module, name in it or "") for all that a module imports, with relative names made absolute."""
+    package = name if FILES[name].stem == "__init__" else name.rpartition(".")[0]
+    for node in statements(TREES[name]):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            source = ".".join([*above, *filter(None, [node.module])])
+            for alias in node.names:
+                inner = f"{source}.{alias.name}"
+                yield (inner, "") if inner in FILES else (source, alias.name)
+
+
+EDGES = {name: {module for module, _ in imported(name) if module.startswith("hf_blend")} - {name} for name in FILES}
+
+
+def room(name: str) -> str:
+    """The longest entry of FLOW that a module belongs to; the package itself has none."""
+    inner = name.removeprefix("hf_blend").lstrip(".")
+    rooms = [one for line in FLOW for one in line if f"{inner}.".startswith(f"{one}.")]
+    return max(rooms, key=len, default="")
+
+
+def line(name: str) -> int:
+    """How far down FLOW a module stands."""
+    return next(place for place, rooms in enumerate(FLOW) if room(name) in rooms)
+
+
+MODULES = sorted(set(FILES) - {"hf_blend"})
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_flow_one_way(name):
+    assert room(name), f"{name} has no place in FLOW: say where it stands"
+    for target in EDGES[name] - {"hf_blend"}:
+        assert line(target) <= line(name), f"{name} imports {target}, which stands below it"
+        if room(name) in LEAVES and room(target) in LEAVES:
+            assert room(name) == room(target), f"{name} is a leaf and imports from another one: {target}"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_no_module_knows_a_method_by_its_file(name):
+    known = EDGES[name] & PLUGINS
+    assert not known, f"{name} imports {known}: load it by name with hf_blend.plugins"
+
+
+def test_no_two_modules_import_each_other_even_the_long_way_round():
+    list(TopologicalSorter(EDGES).static_order())  # raises CycleError with the cycle
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if room(name) not in ("cli", "evaluation")])
+def test_the_library_does_not_take_its_own_names_from_the_lazy_package(name):
+    lazy = {inner for module, inner in imported(name) if module == "hf_blend"}
+    assert not lazy, f"{name} imports {lazy} from hf_blend: take them from their own modules"
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if room(name) in ("cli", "evaluation")])
+def test_the_command_and_the_evaluation_use_public_names_only(name):
+    own = f"hf_blend.{room(name)}"
+    foreign = [pair for pair in imported(name) if pair[0].startswith("hf_blend") and not pair[0].startswith(own)]
+    private = [pair for pair in foreign if any(part.startswith("_") and part != "__version__" for part in pair)]
+    assert not private, f"{name} imports {private}"
+
+
+@pytest.mark.parametrize(
+    "path", [p for folder in ("tests", "examples", "benchmarks", "app") for p in (ROOT / folder).rglob("*.py")]
+)
+def test_nobody_imports_a_second_copy_of_the_mapped_packages(path):
+    nodes = list(ast.walk(ast.parse(path.read_text("utf-8"))))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
+    assert {name.partition(".")[0] for name in names}.isdisjoint({"cli", "evaluation"})
+
+
+LIGHT = {
+    "import hf_blend": ("torch", "transformers", "numpy", "huggingface_hub", "typer", "rich"),
+    "from hf_blend import BlendConfig, ConfigError; BlendConfig().ratios(4)": ("torch", "transformers", "numpy"),
+    "from hf_blend import plugins; [plugins.describe(kind) for kind in plugins.kinds()]": ("torch", "transformers"),
+    "import hf_blend.evaluation": ("torch", "transformers", "datasets", "evaluate"),
+}
+
+
+@pytest.mark.parametrize("statement", LIGHT)
+def test_light_imports_leave_heavy_packages_alone(statement):
+    code = f"import sys\n{statement}\nprint(*(m for m in {LIGHT[statement]} if m in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+def test_importing_hf_blend_changes_nothing_outside_it():
+    state = "[sys.path[:], sys.meta_path[:], dict(os.environ), warnings.filters[:], logging.root.handlers[:]]"
+    code = f"import logging, os, sys, warnings\nbefore = {state}\nimport hf_blend\nassert before == {state}"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize("name", hf_blend.__all__)
+def test_every_public_name_can_be_imported_and_is_listed(name):
+    assert getattr(hf_blend, name) is not None
+    assert name in dir(hf_blend)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="'hf_blend' has no attribute 'BlendCash'"):
+        _ = hf_blend.BlendCash

@@ -1,0 +1,120 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What is installed is what is here, and nothing else."""
+
+import ast
+import configparser
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import hf_blend
+
+ROOT = Path(__file__).resolve().parent.parent
+SETUP = configparser.ConfigParser()
+SETUP.read(ROOT / "setup.cfg", "utf-8")
+OPTIONS = SETUP["options"]
+FOLDERS = dict(entry.split(" = ") for entry in OPTIONS["package_dir"].split("\n") if entry)
+EXTRAS = SETUP["options.extras_require"]
+
+
+def requirements(*texts: str) -> list[Requirement]:
+    """Parse requirements, one a line, leaving out comments and our own extras."""
+    lines = [line.strip() for text in texts for line in text.split("\n") if line and not line.startswith("#")]
+    return [wanted for wanted in map(Requirement, lines) if wanted.name != "hf-blend"]
+
+
+def names(wanted: list[Requirement]) -> set[str]:
+    """The distributions that requirements are about."""
+    return {canonicalize_name(one.name) for one in wanted}
+
+
+PINS = requirements((ROOT / "constraints.txt").read_text("utf-8"))
+INSTALLED_BY_MAKE = requirements(OPTIONS["install_requires"], EXTRAS["dev"], EXTRAS["eval"])
+
+
+def folders_with_modules() -> set[str]:
+    """Dotted names of the folders that hold an `__init__.py`, as they would be installed."""
+    found = set()
+    for package, folder in FOLDERS.items():
+        for init in (ROOT / folder).rglob("__init__.py"):
+            found.add(".".join([package, *init.parent.relative_to(ROOT / folder).parts]))
+    return found
+
+
+def test_setup_cfg_lists_exactly_the_packages_that_exist():
+    assert sorted(OPTIONS["packages"].split()) == sorted(folders_with_modules())
+
+
+def test_every_folder_with_modules_is_a_package():
+    homes = {path.parent for folder in FOLDERS.values() for path in (ROOT / folder).rglob("*.py")}
+    assert not [folder for folder in homes if not (folder / "__init__.py").is_file()]
+
+
+def test_every_package_data_pattern_matches_something():
+    for package, patterns in SETUP["options.package_data"].items():
+        folder = ROOT / FOLDERS[package]
+        assert all(any(folder.glob(pattern)) for pattern in patterns.split()), (package, patterns)
+
+
+def test_the_library_is_typed():
+    assert (ROOT / "hf_blend" / "py.typed").is_file()
+
+
+def test_the_version_is_read_without_importing_the_library():
+    tree = ast.parse((ROOT / "hf_blend" / "version.py").read_text("utf-8"))
+    values = {node.targets[0].id: ast.literal_eval(node.value) for node in tree.body if isinstance(node, ast.Assign)}
+    assert values == {"__version__": hf_blend.__version__}
+
+
+def test_the_changelog_tells_of_this_version():
+    assert f"## {hf_blend.__version__}" in (ROOT / "CHANGELOG.md").read_text("utf-8")
+
+
+def test_everything_that_is_imported_is_declared():
+    needed = set()
+    for folder in FOLDERS.values():
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+                if isinstance(node, ast.Import):
+                    needed |= {alias.name.partition(".")[0] for alias in node.names}
+                elif isinstance(node, ast.ImportFrom) and not node.level:
+                    needed.add((node.module or "").partition(".")[0])
+    third_party = needed - set(sys.stdlib_module_names) - {"hf_blend"}
+    assert {canonicalize_name(name) for name in third_party} <= names(
+        requirements(OPTIONS["install_requires"], *EXTRAS.values())
+    )
+
+
+def test_all_that_make_installs_is_pinned_in_the_constraints():
+    assert names(INSTALLED_BY_MAKE) <= names(PINS)
+
+
+def test_the_pins_are_exact_and_allowed_by_setup_cfg():
+    assert all(str(pin.specifier).startswith("==") for pin in PINS)
+    versions = {canonicalize_name(pin.name): str(pin.specifier)[2:] for pin in PINS}
+    for wanted in INSTALLED_BY_MAKE:
+        assert versions[canonicalize_name(wanted.name)] in wanted.specifier
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_the_packages_their_data_and_nothing_else(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ["setup.cfg", "pyproject.toml", "README.md", "LICENSE", *FOLDERS.values()]:
+        (source / name).symlink_to(ROOT / name)
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path, source]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert {name.partition("/")[0] for name in held} == {"hf_blend"}
+    for package, folder in FOLDERS.items():
+        home = Path(*package.split("."))
+        modules = {str(home / path.relative_to(ROOT / folder)) for path in (ROOT / folder).rglob("*.py")}
+        assert modules <= held
+    assert "hf_blend/py.typed" in held
