@@ -1,0 +1,222 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""One chunk as bytes and back: every byte is checked before it is handed out.
+
+The file holds, in this order: token ids, sink ids, the rotary tables, then keys and values of one layer after the
+other, so that a layer is one read. Each tensor has its own digest: layers can be read, checked and used one by one.
+"""
+
+from collections.abc import Callable
+
+import torch
+import xxhash
+from torch import Tensor
+
+from .chunk import ChunkKey, ChunkKV
+from .header import DTYPES, HEADER_CAP_BYTES, Header, TensorPlan, hash_namespace
+from .tiers.base import EntryFault, Source
+
+__all__ = ["EntryReader", "encode_entry", "read_key"]
+
+CODEC = "raw"
+_MAX_BYTES_PER_TOKEN = 64 << 20  # ten times the KV of the widest models known; more is not a chunk
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def encode_entry(chunk: ChunkKV) -> list[memoryview]:
+    """Write a chunk as an entry; equal chunks give equal bytes.
+
+    Args:
+        chunk: on the CPU.
+
+    Returns:
+        The bytes in pieces: the header, then each tensor without a copy.
+    """
+    key = chunk.key
+    ids = [("token_ids", torch.tensor(key.token_ids)), ("sink_ids", torch.tensor(key.sink_ids, dtype=torch.int64))]
+    named = [*ids, *chunk.named_tensors()]
+    views = [_bytes_of(tensor) for _, tensor in named]
+    plans = tuple(
+        TensorPlan(name, _DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), _digest(view))
+        for (name, tensor), view in zip(named, views, strict=True)
+    )
+    header = Header(key.digest, key.fingerprint, hash_namespace(key.namespace), CODEC, chunk.layer_table, plans)
+    return [memoryview(header.encode()), *views]
+
+
+def read_key(source: Source, namespace: str) -> ChunkKey:
+    """Find out which chunk an entry holds, without reading its KV.
+
+    Args:
+        source: an open entry.
+        namespace: of the store.
+
+    Returns:
+        The key, whose digest is the one that the entry claims.
+
+    Raises:
+        EntryFault: namespace, if the entry belongs to another; otherwise as in `EntryReader`.
+    """
+    header, data_start = _read_header(source)
+    if header.namespace != hash_namespace(namespace):
+        raise EntryFault("namespace", f"the entry {header.key} belongs to another namespace", corrupt=False)
+    if [plan.name for plan in header.tensors[:2]] != ["token_ids", "sink_ids"]:
+        raise EntryFault("format", "the entry does not begin with its token ids")
+    token_ids, sink_ids = _read_ids(source, header, data_start)
+    key = ChunkKey(header.fingerprint, sink_ids, token_ids, namespace)
+    if key.digest != header.key:
+        raise EntryFault("key", f"the token ids are not those of {header.key}")
+    return key
+
+
+class EntryReader:
+    """An entry whose header was checked against its key; tensors are read and checked when asked for.
+
+    Args:
+        source: an open entry; it stays open, and whoever opened it closes it.
+        key: which chunk is wanted.
+
+    Raises:
+        EntryFault: the header is damaged, or belongs to another chunk.
+    """
+
+    def __init__(self, source: Source, key: ChunkKey) -> None:
+        self._source = source
+        self._key = key
+        self.header, data_start = _read_header(source)
+        _check_header(self.header, key)
+        self._places: dict[str, tuple[TensorPlan, int]] = {}
+        for plan in self.header.tensors:
+            self._places[plan.name] = (plan, data_start)
+            data_start += plan.nbytes
+        if _read_ids(source, self.header, self._places["token_ids"][1]) != (key.token_ids, key.sink_ids):
+            raise EntryFault("key", "the entry holds other tokens than its key")
+
+    def read(self) -> ChunkKV:
+        """Read everything into one buffer.
+
+        Returns:
+            The chunk, bit for bit as it was stored.
+
+        Raises:
+            EntryFault: truncated or digest.
+            OSError: it cannot be read now.
+        """
+        buffer = torch.empty(self.header.nbytes, dtype=torch.uint8)
+        start = self._places["token_ids"][1]
+
+        def take(name: str) -> Tensor:
+            plan, place = self._places[name]
+            return _read_tensor(self._source, plan, place, buffer[place - start : place - start + plan.nbytes])
+
+        layers = tuple(self._pair(take, "layer", place, "k", "v") for place in range(len(self.header.layer_table)))
+        tables = tuple(self._pair(take, "table", place, "cos", "sin") for place in range(_table_count(self.header)))
+        return ChunkKV(self._key, layers, tables, self.header.layer_table)
+
+    def layer(self, place: int) -> tuple[Tensor, Tensor]:
+        """Read keys and values of one layer, each `[kv_heads, tokens, head_dim]` as in `ChunkKV.layers`.
+
+        Args:
+            place: number of the layer.
+
+        Returns:
+            Keys and values.
+
+        Raises:
+            EntryFault: truncated or digest.
+            OSError: it cannot be read now.
+        """
+
+        def take(name: str) -> Tensor:
+            plan, start = self._places[name]
+            return _read_tensor(self._source, plan, start, torch.empty(plan.nbytes, dtype=torch.uint8))
+
+        return self._pair(take, "layer", place, "k", "v")
+
+    @staticmethod
+    def _pair(take: Callable[[str], Tensor], kind: str, place: int, *parts: str) -> tuple[Tensor, Tensor]:
+        first, second = (take(f"{kind}.{place}.{part}") for part in parts)
+        return first, second
+
+
+def _read_header(source: Source) -> tuple[Header, int]:
+    """The header and where the data begins; nothing is allocated before its size is known to be sane."""
+    length = bytearray(8)
+    source.read_into(0, memoryview(length))
+    size = int.from_bytes(length, "little")
+    if size > HEADER_CAP_BYTES:
+        raise EntryFault("format", f"a header of {size} bytes, at most {HEADER_CAP_BYTES} are read")
+    raw = bytearray(8 + size)
+    source.read_into(0, memoryview(raw))
+    header = Header.decode(bytes(raw))
+    excess = source.stat.nbytes - len(raw) - header.nbytes
+    if excess:
+        reason = "truncated" if excess < 0 else "format"
+        raise EntryFault(reason, f"{abs(excess)} bytes too {'few' if excess < 0 else 'many'}")
+    return header, len(raw)
+
+
+def _check_header(header: Header, key: ChunkKey) -> None:
+    if header.fingerprint != key.fingerprint:
+        raise EntryFault("fingerprint", f"computed by model {header.fingerprint}, not by {key.fingerprint}")
+    if header.key != key.digest or header.namespace != hash_namespace(key.namespace):
+        raise EntryFault("key", f"the entry is of chunk {header.key}")
+    if header.codec != CODEC:
+        raise EntryFault("codec", f"packed by {header.codec!r:.40}, which this version cannot read", corrupt=False)
+    if [(plan.name, *_frame(plan)) for plan in header.tensors] != _expected(header, key):
+        raise EntryFault("format", "names or shapes are not those of a chunk of this length")
+    if header.nbytes > (len(key.token_ids) + len(key.sink_ids)) * _MAX_BYTES_PER_TOKEN:
+        raise EntryFault("format", f"{header.nbytes} bytes are too many for {len(key.token_ids)} tokens")
+
+
+def _frame(plan: TensorPlan) -> tuple[int, int]:
+    """Number of axes, and length of the axis that counts tokens."""
+    axis = 1 if plan.name.startswith("layer") else 0
+    return len(plan.shape), plan.shape[axis] if len(plan.shape) > axis else -1
+
+
+def _expected(header: Header, key: ChunkKey) -> list[tuple[str, int, int]]:
+    tokens = len(key.token_ids)
+    tables = range(_table_count(header))
+    if not all(-1 <= table < len(tables) for table in header.layer_table):
+        raise EntryFault("format", f"layer_table names a table that is not there: {header.layer_table!r:.80}")
+    return [
+        ("token_ids", 1, tokens),
+        ("sink_ids", 1, len(key.sink_ids)),
+        *((f"table.{place}.{part}", 2, tokens) for place in tables for part in ("cos", "sin")),
+        *((f"layer.{place}.{part}", 3, tokens) for place in range(len(header.layer_table)) for part in ("k", "v")),
+    ]
+
+
+def _table_count(header: Header) -> int:
+    return sum(plan.name.startswith("table.") for plan in header.tensors) // 2
+
+
+def _read_ids(source: Source, header: Header, start: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    ids = []
+    for plan in header.tensors[:2]:
+        if plan.dtype != "I64" or len(plan.shape) != 1 or plan.nbytes > _MAX_BYTES_PER_TOKEN:
+            raise EntryFault("format", f"{plan.name} are {plan.dtype} {plan.shape}, wanted I64 in one axis")
+        ids.append(_read_tensor(source, plan, start, torch.empty(plan.nbytes, dtype=torch.uint8)).tolist())
+        start += plan.nbytes
+    return tuple(ids[0]), tuple(ids[1])
+
+
+def _read_tensor(source: Source, plan: TensorPlan, start: int, buffer: Tensor) -> Tensor:
+    """Fill `buffer` and check it while it is still in the processor's cache."""
+    view = memoryview(buffer.numpy())
+    source.read_into(start, view)
+    if _digest(view) != plan.digest:
+        raise EntryFault("digest", f"{plan.name} is not what was stored")
+    dtype = DTYPES[plan.dtype]
+    if buffer.storage_offset() % dtype.itemsize:
+        buffer = buffer.clone()
+    return buffer.view(dtype).view(plan.shape)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
+
+
+def _digest(data: memoryview) -> str:
+    return xxhash.xxh3_128_hexdigest(data)

@@ -1,0 +1,141 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Finding stored chunks inside any list of tokens, by content and at any offset."""
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+__all__ = ["ContentIndex", "IndexRecord", "pack_tokens"]
+
+_WIDTH = 4  # bytes of a packed token
+_HEAD_BYTES = 8 * _WIDTH  # chunks are told apart by their first 8 tokens, then compared whole
+
+
+@dataclass(frozen=True)
+class IndexRecord:
+    """What is known of a stored chunk without opening it.
+
+    Attributes:
+        fingerprint: of the model.
+        sink_ids: of its key.
+        packed: its token ids, 4 bytes each (`pack_tokens`).
+        nbytes: size of the entry in bytes.
+        created: when it was stored, seconds since 1970.
+    """
+
+    fingerprint: str
+    sink_ids: tuple[int, ...]
+    packed: bytes
+    nbytes: int
+    created: float
+
+    @property
+    def tokens(self) -> int:
+        """Length of the chunk in tokens."""
+        return len(self.packed) // _WIDTH
+
+
+class _Group:
+    """The chunks of one model and sink: length of head → head → length of chunk → chunks, all in bytes."""
+
+    def __init__(self) -> None:
+        self._heads: dict[int, dict[bytes, dict[int, set[bytes]]]] = {}
+        self._firsts: dict[bytes, int] = {}
+
+    def add(self, packed: bytes) -> None:
+        head = packed[:_HEAD_BYTES]
+        self._heads.setdefault(len(head), {}).setdefault(head, {}).setdefault(len(packed), set()).add(packed)
+        self._firsts[packed[:_WIDTH]] = self._firsts.get(packed[:_WIDTH], 0) + 1
+
+    def discard(self, packed: bytes) -> None:
+        head, first = packed[:_HEAD_BYTES], packed[:_WIDTH]
+        lengths = self._heads[len(head)][head]
+        lengths[len(packed)].discard(packed)
+        if not lengths[len(packed)]:
+            del lengths[len(packed)]
+        if not lengths:
+            del self._heads[len(head)][head]
+        self._firsts[first] -= 1
+        if not self._firsts[first]:
+            del self._firsts[first]
+
+    def find(self, prompt: bytes) -> Iterator[tuple[int, int]]:
+        """Start and stop in bytes, left to right, without overlap."""
+        start, firsts = 0, self._firsts
+        while start < len(prompt):
+            length = self._longest_at(prompt, start) if prompt[start : start + _WIDTH] in firsts else 0
+            if length:
+                yield start, start + length
+            start += length or _WIDTH
+
+    def _longest_at(self, prompt: bytes, start: int) -> int:
+        for width in sorted(self._heads, reverse=True):
+            lengths = self._heads[width].get(prompt[start : start + width], {})
+            for length in sorted(lengths, reverse=True):
+                if prompt[start : start + length] in lengths[length]:
+                    return length
+        return 0
+
+
+class ContentIndex:
+    """Stored chunks by digest and by content. One pass over a prompt, whatever the number of chunks."""
+
+    def __init__(self) -> None:
+        self._records: dict[str, IndexRecord] = {}
+        self._groups: dict[tuple[str, tuple[int, ...]], _Group] = {}
+
+    def add(self, digest: str, record: IndexRecord) -> None:
+        """Make a chunk findable; adding it again changes nothing.
+
+        Args:
+            digest: of its key.
+            record: what is known of it.
+        """
+        if digest not in self._records:
+            self._groups.setdefault((record.fingerprint, record.sink_ids), _Group()).add(record.packed)
+        self._records[digest] = record
+
+    def discard(self, digest: str) -> None:
+        """Forget a chunk, if it is known."""
+        record = self._records.pop(digest, None)
+        if record:
+            self._groups[record.fingerprint, record.sink_ids].discard(record.packed)
+
+    def find(self, fingerprint: str, sink_ids: Sequence[int], token_ids: Sequence[int]) -> list[tuple[int, int]]:
+        """Find the stored chunks of one model and sink: the longest at an offset, left to right, no overlap.
+
+        Args:
+            fingerprint: of the model.
+            sink_ids: the tokens that stood before the chunks when they were computed.
+            token_ids: any list of tokens.
+
+        Returns:
+            Start and stop of each, in tokens.
+        """
+        group = self._groups.get((fingerprint, tuple(sink_ids)))
+        if group is None:
+            return []
+        return [(start // _WIDTH, stop // _WIDTH) for start, stop in group.find(pack_tokens(token_ids))]
+
+    def items(self) -> list[tuple[str, IndexRecord]]:
+        """Everything that is known, by digest."""
+        return sorted(self._records.items())
+
+    def __contains__(self, digest: object) -> bool:
+        return digest in self._records
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+
+def pack_tokens(token_ids: Sequence[int]) -> bytes:
+    """Lay token ids side by side, 4 bytes each, so that comparing chunks is comparing bytes.
+
+    Args:
+        token_ids: any ids, each below 2**31.
+
+    Returns:
+        The packed ids.
+    """
+    return array("i", token_ids).tobytes()

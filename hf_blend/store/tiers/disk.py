@@ -1,0 +1,196 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""The disk tier: one immutable file per object, correct without locks, on local and shared file systems."""
+
+import contextlib
+import os
+import stat
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from ...errors import StoreError
+from .base import ObjectStat, check_name
+from .files import FileSource, is_abandoned, open_regular, sync_directory, write_atomically
+
+__all__ = ["DiskTier"]
+
+_SUFFIX = ".safetensors"
+_RACY_NS = 2_000_000_000  # a directory this young may change again without changing its time
+
+
+class DiskTier:
+    """Objects as files below `root`, in directories that only their owner may read.
+
+    Args:
+        root: made if it does not exist.
+        durable: an object that was put survives a power loss.
+
+    Raises:
+        StoreError: nothing can be kept there.
+    """
+
+    name = "disk"
+
+    def __init__(self, root: Path, *, durable: bool = True) -> None:
+        self.root = root
+        self._durable = durable
+        self._ready: set[Path] = set()
+        self._shards: dict[Path, tuple[int, frozenset[str]]] = {}
+        self._spaces: dict[str, tuple[tuple[frozenset[str], ...], frozenset[str]]] = {}
+        _make_root(root)
+
+    def open(self, name: str) -> FileSource | None:
+        """Open an object without following links and without blocking.
+
+        Args:
+            name: of the object.
+
+        Returns:
+            The open file, or None if there is none.
+
+        Raises:
+            EntryFault: foreign, something that is not a regular file stands there.
+            OSError: it cannot be opened now.
+        """
+        try:
+            return open_regular(self.path(name))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def contains(self, name: str) -> bool:
+        """Say whether the object is there."""
+        return self.stat(name) is not None
+
+    def stat(self, name: str) -> ObjectStat | None:
+        """Size and age of an object, or None if there is none."""
+        try:
+            info = os.lstat(self.path(name))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return ObjectStat(info.st_size, info.st_mtime) if stat.S_ISREG(info.st_mode) else None
+
+    def put_if_absent(self, name: str, parts: Sequence[memoryview]) -> bool:
+        """Write an object unless it is there; two writers at once both succeed and leave one file.
+
+        Args:
+            name: of the object.
+            parts: its bytes, one part after the other.
+
+        Returns:
+            False if it was there already.
+
+        Raises:
+            OSError: it could not be written; nothing is left behind.
+        """
+        path = self.path(name)
+        if self.contains(name):
+            return False
+        self._make_ready(path.parent)
+        try:
+            write_atomically(path, parts, durable=self._durable)
+        except FileNotFoundError:  # someone removed the directory since it was made ready
+            self._ready.clear()
+            self._make_ready(path.parent)
+            write_atomically(path, parts, durable=self._durable)
+        return True
+
+    def delete(self, name: str, source: FileSource | None = None) -> bool:
+        """Remove an object; with `source` only if the name still leads to that file."""
+        path = self.path(name)
+        try:
+            info = os.lstat(path)
+            if source is not None and (info.st_dev, info.st_ino) != source.identity:
+                return False
+            os.unlink(path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def names(self, space: str) -> frozenset[str]:
+        """All objects of a space. Only directories that changed are read again, so asking often is cheap."""
+        shards = tuple(self._shard_names(shard) for shard in self._subdirectories(self.root / "objects" / space))
+        known, names = self._spaces.get(space, ((), frozenset[str]()))
+        if len(known) == len(shards) and all(old is new for old, new in zip(known, shards, strict=True)):
+            return names
+        names = frozenset(f"{space}/{name[:2]}/{name}" for shard in shards for name in shard)
+        self._spaces[space] = (shards, names)
+        return names
+
+    def reclaim(self) -> int:
+        """Remove temporary files whose writers are gone.
+
+        Returns:
+            How many were removed.
+        """
+        spaces = self._subdirectories(self.root / "objects")
+        directories = [self.root / "index", *(shard for space in spaces for shard in self._subdirectories(space))]
+        temporary = (
+            Path(entry.path) for where in directories for entry in _entries(where) if entry.name.endswith(".tmp")
+        )
+        removed = 0
+        for path in filter(is_abandoned, temporary):
+            with contextlib.suppress(OSError):
+                path.unlink()
+                removed += 1
+        return removed
+
+    def path(self, name: str) -> Path:
+        """Where an object is kept."""
+        return self.root / "objects" / f"{check_name(name)}{_SUFFIX}"
+
+    def close(self) -> None:
+        """Nothing is held open between calls."""
+
+    def _make_ready(self, shard: Path) -> None:
+        """Make the directories down to `shard`, readable by their owner only, and their names durable."""
+        if shard in self._ready:
+            return
+        for directory in (shard.parent.parent, shard.parent, shard):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(directory, 0o700)
+            if self._durable:
+                sync_directory(directory.parent)
+        self._ready.add(shard)
+
+    def _shard_names(self, shard: Path) -> frozenset[str]:
+        now = time.time_ns()
+        changed = os.stat(shard).st_mtime_ns
+        seen, names = self._shards.get(shard, (-1, frozenset[str]()))
+        if seen == changed:
+            return names
+        found = frozenset(_stems(shard))
+        names = names if found == names else found
+        self._shards[shard] = (changed if now - changed > _RACY_NS else -1, names)
+        return names
+
+    def _subdirectories(self, directory: Path) -> list[Path]:
+        return sorted(Path(entry.path) for entry in _entries(directory) if entry.is_dir(follow_symlinks=False))
+
+
+def _stems(shard: Path) -> Iterator[str]:
+    for entry in _entries(shard):
+        stem = entry.name.removesuffix(_SUFFIX)
+        if len(stem) == 64 and stem != entry.name and stem.startswith(shard.name):
+            yield stem
+
+
+def _entries(directory: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(directory) as entries:
+            return list(entries)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _make_root(root: Path) -> None:
+    """Refuse a place that can never work; a place that is only read-only still serves what it holds."""
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (root / "objects").mkdir(mode=0o700, exist_ok=True)
+        os.scandir(root / "objects").close()
+    except OSError as error:
+        raise StoreError(
+            f"the chunk store cannot be kept at {root}: {error.strerror or error}. Give ChunkStore.open a directory "
+            'that you may write to, or "memory://" to keep chunks in memory only.'
+        ) from error

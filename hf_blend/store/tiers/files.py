@@ -1,0 +1,186 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Files that are whole or absent: written under a unique name, then renamed."""
+
+import contextlib
+import errno
+import functools
+import hashlib
+import os
+import re
+import secrets
+import socket
+import stat
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from .base import EntryFault, ObjectStat
+
+__all__ = ["FileSource", "is_abandoned", "open_regular", "sync_directory", "write_atomically"]
+
+_TEMPORARY = re.compile(r"[0-9a-z]+\.([0-9a-f]{12})\.([0-9]+)\.([0-9]+)\.[0-9a-f]{16}\.tmp")
+_MAX_CALL_BYTES = 1 << 30
+_FOREIGN_AGE_S = 24 * 3600.0
+
+
+class FileSource:
+    """An open entry file. It is read, never mapped: a file that shrinks under a map kills the process."""
+
+    def __init__(self, handle: int, info: os.stat_result) -> None:
+        self._handle = handle
+        self.stat = ObjectStat(info.st_size, info.st_mtime)
+        self.identity = (info.st_dev, info.st_ino)
+
+    def read_into(self, start: int, target: memoryview) -> None:
+        """Fill `target` from the bytes at `start`.
+
+        Args:
+            start: offset in the file, in bytes.
+            target: what to fill; its length says how much is read.
+
+        Raises:
+            EntryFault: truncated, the file ends before that.
+        """
+        while target:
+            count = os.preadv(self._handle, [target[:_MAX_CALL_BYTES]], start)
+            if not count:
+                raise EntryFault("truncated", f"the file ends at byte {start}, {len(target)} bytes too early")
+            start, target = start + count, target[count:]
+
+    def close(self) -> None:
+        """Close the file; closing twice is allowed."""
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
+
+
+def open_regular(path: Path) -> FileSource:
+    """Open a file for reading without following a link and without waiting for a pipe's other end.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        The open file.
+
+    Raises:
+        EntryFault: foreign, something that is not a regular file stands there.
+        OSError: it cannot be opened.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a socket or a device without a driver
+            raise EntryFault("foreign", f"{path} is not a regular file", corrupt=False) from None
+        raise
+    info = os.fstat(handle)
+    if not stat.S_ISREG(info.st_mode):
+        os.close(handle)
+        raise EntryFault("foreign", f"{path} is not a regular file", corrupt=False)
+    return FileSource(handle, info)
+
+
+def write_atomically(path: Path, parts: Sequence[memoryview | bytes], *, durable: bool) -> None:
+    """Write a file so that no reader, at any moment or after a crash, sees less than all of it.
+
+    Args:
+        path: where it should appear; a file of that name is replaced.
+        parts: its content, one after the other.
+        durable: return only when the content and the name have reached the device.
+
+    Raises:
+        OSError: nothing was changed and nothing is left behind (unless only the directory could not be synced).
+    """
+    temporary = path.with_name(f"{path.stem}.{_host()}.{os.getpid()}.{_start_ticks(os.getpid())}.{_random()}.tmp")
+    try:
+        _write_new(temporary, parts, durable)
+        os.rename(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    if durable:
+        sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable.
+
+    Args:
+        path: the directory.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def is_abandoned(path: Path) -> bool:
+    """Say whether a file is a temporary one whose writer is gone.
+
+    Args:
+        path: any file in a directory of the store.
+
+    Returns:
+        True if the writing process ran here and has ended, or ran elsewhere and the file is a day old.
+    """
+    match = _TEMPORARY.fullmatch(path.name)
+    if not match:
+        return False
+    host, pid, start = match.groups()
+    with contextlib.suppress(OSError):  # in doubt it stays
+        if host == _host():
+            return _start_ticks(int(pid)) != int(start)
+        return time.time() - path.lstat().st_mtime > _FOREIGN_AGE_S
+    return False
+
+
+def _write_new(path: Path, parts: Sequence[memoryview | bytes], durable: bool) -> None:
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        for part in parts:
+            _write_all(handle, memoryview(part))
+        if durable:
+            os.fdatasync(handle)
+    finally:
+        os.close(handle)
+
+
+def _write_all(handle: int, data: memoryview) -> None:
+    """The system may take less than it is given, and takes no more than 2 GiB at once."""
+    while data:
+        data = data[os.write(handle, data[:_MAX_CALL_BYTES]) :]
+
+
+def _random() -> str:
+    return secrets.token_hex(8)
+
+
+@functools.cache
+def _host() -> str:
+    """Processes with the same value see each other's process ids: same machine, same boot, same container."""
+    identity = [socket.gethostname()]
+    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
+        with contextlib.suppress(OSError):
+            identity.append(os.readlink(path) if "/ns/" in path else Path(path).read_text())
+    return hashlib.sha256("\0".join(identity).encode()).hexdigest()[:12]
+
+
+def _start_ticks(pid: int) -> int:
+    """When a process began, so that a reused process id is not taken for it; -1 if there is no such process."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return -1 if os.path.exists("/proc/self") else _start_without_proc(pid)
+    return int(fields.rpartition(")")[2].split()[19])
+
+
+def _start_without_proc(pid: int) -> int:
+    with contextlib.suppress(PermissionError):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return -1
+    return 0
