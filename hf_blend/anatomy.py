@@ -1,0 +1,139 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Where things are in a stock model: its decoder layers, and what each of them was called with.
+
+Nothing here knows the name of a model. A layer is described by what it receives, found through the signature of its
+`forward`, because some models pass these positionally and some call the cache `layer_past`.
+"""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .errors import UnsupportedModelError
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """Find the decoder layers of a causal language model, in the order in which they run.
+
+    Args:
+        model: a `PreTrainedModel` for causal language modelling.
+
+    Returns:
+        The layers, as many as the config's `num_hidden_layers`.
+
+    Raises:
+        UnsupportedModelError: there is no decoder, or no single list of that many layers in it.
+    """
+    config = text_config(model)
+    wanted = getattr(config, "num_hidden_layers", None)
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    lists = [child for child in decoder.children() if isinstance(child, nn.ModuleList) and len(child) == wanted]
+    if len(lists) != 1:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has {len(lists)} lists of {wanted} layers in its decoder, but exactly one is "
+            "wanted: the decoder layers. Blending cannot enter this model; use a decoder-only model for text."
+        )
+    return list(lists[0])
+
+
+def text_config(model: nn.Module) -> Any:
+    """The config that describes the text decoder; for a text-only model, the config itself."""
+    config = model.config
+    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+
+
+@dataclass
+class LayerCall:
+    """The arguments of one call of a decoder layer, by the names of its `forward`.
+
+    Attributes:
+        layer: the module that is called.
+        arguments: every argument by name, those of `**kwargs` included.
+        hidden_name: the name of the first parameter, which carries `[batch, rows, width]`.
+    """
+
+    layer: nn.Module
+    arguments: dict[str, Any]
+    hidden_name: str
+
+    @classmethod
+    def bind(cls, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "LayerCall":
+        """Give each positional argument its name."""
+        names = _parameter_names(type(layer))
+        return cls(layer, {**dict(zip(names, args, strict=False)), **kwargs}, names[0])
+
+    @property
+    def hidden(self) -> Tensor:
+        """The hidden states, `[batch, rows, width]`."""
+        return self.arguments[self.hidden_name]
+
+    def take_rows(self, index: Tensor, total: int) -> None:
+        """Keep some rows of every per-token argument.
+
+        A tensor is per token where its second axis has `total` entries; rotary tables may come as a tuple.
+
+        Args:
+            index: `[batch, kept]`, places among the `total` rows, sorted.
+            total: how many rows the arguments have now.
+        """
+        skip = {"attention_mask"}
+        self.arguments = {
+            name: value if name in skip else _rows(value, index, total) for name, value in self.arguments.items()
+        }
+
+    def run(self, **changes: Any) -> Any:
+        """Call the layer's own forward, past its hooks.
+
+        Args:
+            **changes: arguments to replace for this call only.
+
+        Returns:
+            What the layer returns.
+        """
+        arguments = {**self.arguments, **changes}
+        hidden = arguments.pop(self.hidden_name)
+        return self.layer.forward(hidden, **arguments)
+
+    def as_hook_result(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments in the form that a forward pre-hook returns."""
+        arguments = dict(self.arguments)
+        return (arguments.pop(self.hidden_name),), arguments
+
+
+@lru_cache(maxsize=256)
+def _parameter_names(layer_class: type[nn.Module]) -> tuple[str, ...]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = list(inspect.signature(layer_class.forward).parameters.values())[1:]
+    return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
+
+
+def _rows(value: Any, index: Tensor, total: int) -> Any:
+    if isinstance(value, tuple | list):
+        return type(value)(_rows(item, index, total) for item in value)
+    if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[1] != total:
+        return value
+    return gather_rows(value, index)
+
+
+def gather_rows(value: Tensor, index: Tensor) -> Tensor:
+    """Take rows along the second axis, each batch entry its own.
+
+    Args:
+        value: `[batch or 1, rows, …]`.
+        index: `[batch, kept]` places in `rows`.
+
+    Returns:
+        `[batch, kept, …]`.
+    """
+    index = index.to(value.device)
+    if index.shape[0] == 1 or (index == index[:1]).all():
+        return value.index_select(1, index[0])
+    value = value.expand(index.shape[0], *value.shape[1:])
+    shape = (*index.shape, *(1 for _ in value.shape[2:]))
+    return torch.take_along_dim(value, index.view(shape), dim=1)

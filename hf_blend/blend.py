@@ -1,0 +1,286 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""The fusor: one forward of the model in which stored KV stands in for most tokens.
+
+    layer 0 … check-1   every token that has no exact KV is computed
+    check layer         its K and V are computed for all of these, compared with the stored ones, the tokens are chosen;
+                        attention and MLP run for the chosen and the question only
+    deeper layers       only those are computed, against their own fresh K/V and the stored K/V of all others
+    last layer          past its K/V only the rows whose output is wanted
+
+To look before paying, a layer is run until its K and V reach the cache and left there by a private exception; then it is
+run again for the chosen rows. The layer's code is the model's own.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .anatomy import LayerCall, text_config
+from .config import BlendConfig
+from .errors import UnsupportedModelError
+from .layers import BlendLayer
+from .masks import row_mask
+from .plan import Plan, Slot
+from .realign import Realigner, mismatch
+from .report import BlendReport
+from .rotary.tables import rotary_table
+from .rows import Rows, highest
+from .selectors.base import KV, Selector, TokenView
+
+logger = logging.getLogger(__name__)
+
+MISMATCH_LIMIT = 0.05  # at layer 0, where K/V depend on the token alone; those of another token differ by about 1
+
+
+class _Reached(Exception):  # noqa: N818 - not an error: the way out of a layer whose K/V have been seen
+    """The K and V of the layer being looked at have reached the cache."""
+
+
+class Fusor:
+    """State of one forward; made when it begins, gone when it ends."""
+
+    def __init__(
+        self, model: nn.Module, layers: Sequence[BlendLayer], plan: Plan, past: int, config: BlendConfig,
+        selector: Selector, realigner: Realigner, report: BlendReport, wanted_rows: int | None = None,
+        truth: Callable[[], Sequence[KV]] | None = None,
+    ) -> None:
+        """Prepare a forward.
+
+        Args:
+            model: the model that runs.
+            layers: the cache's layers, holding `past` tokens each.
+            plan: which of the new tokens have stored KV.
+            past: tokens in the cache.
+            config: ratios and check layers.
+            selector: chooses the tokens.
+            realigner: lays stored KV.
+            report: is told what was computed.
+            wanted_rows: how many of the last rows the caller wants an output for; None for all that flow.
+            truth: computes K and V of every layer for all tokens, past and new, by a full prefill.
+        """
+        self._model, self._layers, self._plan, self._past = model, layers, plan, past
+        self._selector, self._realigner, self._report, self._wanted_rows = selector, realigner, report, wanted_rows
+        self._truth = truth
+        self._last = len(layers) - 1
+        self._ratios = config.ratios(len(layers)) if selector.needs_kv or selector.needs_full_prefill else {}
+        if self._ratios and selector.count(max(self._ratios.values()), plan.real.numel()) == 0:
+            self._ratios = {}  # nothing will be chosen, so there is nothing to compare
+        self._static_ratio = config.recompute_ratio
+        self._tokens = plan.real.shape[1]
+        self._exact, self._reusable = plan.where(exact=True), plan.where(exact=False)
+        self._rows: Rows | None = None  # None: all tokens, as the model passes them
+        self._opened: dict[int, KV] = {}
+        self._masks: dict[tuple[int, int], tuple[Any, Any]] = {}
+        self._is_looking = False
+        self._implementation = text_config(model)._attn_implementation or "eager"
+
+    def enter(self, index: int, call: LayerCall) -> LayerCall:
+        """Make a layer's arguments ready: only the rows that still flow, with their own lines of the mask.
+
+        Args:
+            index: which layer.
+            call: its arguments; hidden states hold the rows that left the layer before.
+
+        Returns:
+            The same call, changed.
+        """
+        self._realigner.learn(index, rotary_table(call.arguments))
+        model_mask = call.arguments.get("attention_mask")
+        if index == 0:
+            self._begin(call.hidden.device)
+        if self._rows is not None:
+            call.take_rows(self._rows.columns, self._tokens)
+            self._set_mask(call, model_mask)
+        if index in self._ratios and self._reusable.any():
+            self._look(index, call)
+            self._narrow(call, model_mask, self._chosen(index))
+        if index == self._last:
+            self._trim(index, call, model_mask)
+        self._report.saw_rows(index, self._flowing(), self._reusable)
+        return call
+
+    def update(self, index: int, keys: Tensor, values: Tensor) -> KV:
+        """Take the K and V of the rows that flow, and give back those of all tokens.
+
+        Args:
+            index: which layer.
+            keys: `[batch, kv_heads, rows, head_dim]`, rotated for the rows' positions.
+            values: `[batch, kv_heads, rows, head_dim]`.
+
+        Returns:
+            K and V of every token, past and new: fresh for the rows, stored for the others.
+        """
+        if index not in self._opened:
+            self._open(index, keys, values)
+        for whole, part in zip(self._opened[index], (keys, values), strict=True):
+            if self._rows is None:
+                whole.copy_(part)
+            else:
+                self._rows.write_states(whole, part)
+        if index == 0:
+            self._guard()
+        if self._is_looking:
+            raise _Reached
+        return self._layers[index].keys, self._layers[index].values
+
+    def _begin(self, device: torch.device) -> None:
+        """Leave out what needs no computing at all, and choose at once if nothing must be seen for it."""
+        self._plan.real, self._exact = self._plan.real.to(device), self._exact.to(device)
+        self._reusable = self._reusable.to(device)
+        if not self._plan.slots:
+            return
+        flows = self._plan.real & ~self._exact
+        if not self._ratios:
+            every = Rows.of(torch.ones_like(flows))[0]
+            picked = self._pick(self._view(0, every), self._static_ratio)
+            self._tell(every, picked)
+            flows = flows & (~self._reusable | picked)
+        if not flows.all():
+            self._rows = Rows.of(flows)[0]
+
+    def _open(self, index: int, keys: Tensor, values: Tensor) -> None:
+        """Open the new tokens' columns in a layer's buffers and lay what is stored."""
+        opened = self._layers[index].open(self._tokens, keys, values)
+        self._opened[index] = opened
+        if self._rows is None:
+            return
+        for states in opened:
+            states.masked_fill_(~self._plan.real[:, None, :, None].to(states.device), 0)  # NaN would pass a mask
+        narrowed = bool((self._reusable & ~self._flowing()).any())
+        slots = [slot for slot in self._plan.slots if slot.exact or narrowed]
+        self._realigner.lay(index, slots, *opened)
+
+    def _guard(self) -> None:
+        """Refuse chunks whose stored K/V at layer 0 are not what this model computes for these tokens here."""
+        if not bool((self._flowing() | ~self._reusable).all()):
+            return
+        for slot in [slot for slot in self._plan.slots if not slot.exact]:
+            fresh = tuple(states[slot.row, :, slot.columns] for states in self._opened[0])
+            error = mismatch(fresh, self._realigner.moved(0, slot, *fresh))
+            if error > MISMATCH_LIMIT:
+                self._refuse(slot, error)
+
+    def _refuse(self, slot: Slot, error: float) -> None:
+        logger.warning(
+            "chunk %s is computed anew: its stored K/V at layer 0 differ by %.2g from those of its tokens",
+            slot.chunk.key.digest[:12], error,
+        )
+        self._plan.drop(slot)
+        self._reusable[slot.row, slot.columns] = False
+        self._report.refused_chunks += 1
+
+    def _look(self, index: int, call: LayerCall) -> None:
+        """Run a layer until its K and V are known for the rows that flow, and no further."""
+        self._is_looking = True
+        try:
+            call.run()
+        except _Reached:
+            return
+        finally:
+            self._is_looking = False
+        raise UnsupportedModelError(
+            f"layer {index} of {type(self._model).__name__} ran to its end without handing K and V to the cache, but "
+            "blending waits for them there. Use full prefill for this model."
+        )
+
+    def _chosen(self, index: int) -> Tensor:
+        """Which of the flowing rows go on: `[batch, rows]`."""
+        started = time.perf_counter()
+        rows = self._rows or Rows.of(torch.ones_like(self._plan.real))[0]
+        picked = self._pick(self._view(index, rows), self._ratios[index])
+        self._report.looked(index, self._flowing(), self._reusable)
+        self._report.select_ms += 1e3 * (time.perf_counter() - started)
+        self._tell(rows, picked)
+        real = rows.take(self._plan.real)
+        return real & (~rows.take(self._reusable) | picked)
+
+    def _tell(self, rows: Rows, picked: Tensor) -> None:
+        """Note which tokens the first choice lets go on."""
+        if not self._report.chosen_columns:
+            columns = rows.columns + self._past
+            self._report.chosen_columns = [row[keep].tolist() for row, keep in zip(columns, picked, strict=True)]
+
+    def _pick(self, view: TokenView, ratio: float) -> Tensor:
+        """Let the selector score, and mark the highest: `[batch, rows]`."""
+        counts = torch.tensor([self._selector.count(ratio, int(tokens)) for tokens in self._reusable.sum(dim=1)])
+        if not counts.any():
+            return torch.zeros_like(view.reusable)
+        return highest(self._selector.score(view), view.reusable, counts)
+
+    def _view(self, index: int, rows: Rows) -> TokenView:
+        grids = {name: torch.full_like(self._plan.real, -1, dtype=torch.long) for name in ("chunk", "offset", "tokens")}
+        for slot in self._plan.slots:
+            if not slot.exact:
+                grids["chunk"][slot.row, slot.columns] = slot.number
+                grids["offset"][slot.row, slot.columns] = torch.arange(slot.chunk.tokens, device=rows.columns.device)
+                grids["tokens"][slot.row, slot.columns] = slot.chunk.tokens
+        chunk, offset, tokens = (rows.take(grid) for grid in grids.values())
+        reusable = rows.take(self._reusable) & ~rows.filler
+        view = TokenView(index, rows.columns, reusable, chunk, offset, tokens)
+        if index not in self._opened:
+            return view
+        fresh = self._opened[index]
+        return replace(
+            view, fresh=self._at(rows, fresh), stored=self._at(rows, self._stored(index, fresh)),
+            full_prefill=lambda: [self._at(rows, states) for states in self._full_prefill()],
+            stored_at=lambda layer: self._at(rows, self._stored(layer, fresh)),
+        )
+
+    def _at(self, rows: Rows, states: KV) -> KV:
+        """K and V at some rows; `[batch, kv_heads, rows, head_dim]`."""
+        if self._rows is None:
+            return states
+        return rows.take_states(states[0]), rows.take_states(states[1])
+
+    def _stored(self, index: int, states: KV) -> KV:
+        """A copy of K and V of all new tokens with the stored chunks laid over it, realigned."""
+        keys, values = (whole.clone() for whole in states)
+        self._realigner.lay(index, [slot for slot in self._plan.slots if not slot.exact], keys, values)
+        return keys, values
+
+    def _full_prefill(self) -> list[KV]:
+        """K and V of all new tokens as a full prefill of the model computes them; what the oracle looks at."""
+        self._report.full_prefills += 1
+        return [(keys[:, :, self._past :], values[:, :, self._past :]) for keys, values in self._truth()]
+
+    def _narrow(self, call: LayerCall, model_mask: Any, wanted: Tensor) -> None:
+        """Let only the wanted of the flowing rows go on."""
+        if bool(wanted.all()) and self._rows is not None:
+            return
+        before = wanted.shape[1]
+        rows = self._rows or Rows.of(torch.ones_like(wanted))[0]
+        self._rows, index = rows.keep(wanted)
+        call.take_rows(index, before)
+        self._set_mask(call, model_mask)
+
+    def _trim(self, index: int, call: LayerCall, model_mask: Any) -> None:
+        """In the last layer, go past K and V only with the rows whose output is wanted."""
+        flowing = self._tokens if self._rows is None else self._rows.columns.shape[1]
+        if self._wanted_rows is None or self._wanted_rows >= flowing or not self._plan.slots:
+            return
+        self._look(index, call)
+        self._report.looked(index, self._flowing(), self._reusable)
+        wanted = torch.zeros((self._plan.real.shape[0], flowing), dtype=torch.bool, device=call.hidden.device)
+        wanted[:, -self._wanted_rows :] = True
+        self._narrow(call, model_mask, wanted)
+
+    def _set_mask(self, call: LayerCall, model_mask: Any) -> None:
+        """Give the call its rows' lines of the mask; made once for each mask of the model and each set of rows."""
+        place = (id(model_mask), id(self._rows))
+        if place not in self._masks:
+            keys = self._past + self._tokens
+            mask = row_mask(model_mask, self._rows.columns, self._past, keys, self._implementation)
+            self._masks[place] = (mask, (model_mask, self._rows))  # kept alive, or the ids would be used again
+        call.arguments["attention_mask"] = self._masks[place][0]
+
+    def _flowing(self) -> Tensor:
+        """`[batch, tokens]`: which columns flow."""
+        if self._rows is None:
+            return torch.ones_like(self._plan.real)
+        return torch.zeros_like(self._plan.real).scatter_(1, self._rows.columns, True)

@@ -1,0 +1,268 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""`BlendCache`: a cache for stock `generate` that brings stored chunks with it.
+
+    store = ChunkStore.open("kv-store")
+    cache = BlendCache(model, store, recompute_ratio=0.15)
+    inputs = cache.inputs(tokenizer, prefix=system, chunks=documents, question=question)
+    output = model.generate(**inputs, past_key_values=cache, max_new_tokens=64)
+    print(cache.report)
+
+One object carries a request. It knows a prompt either from `inputs` or from the ids that `generate` passes to the model,
+enters the model's layers for the one forward that is the prefill, and behaves as any dynamic cache afterwards.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+
+from . import plugins
+from .anatomy import LayerCall, decoder_layers, text_config
+from .blend import Fusor
+from .calibrate import rotary_styles
+from .capture import capture
+from .config import BlendConfig
+from .errors import PromptError
+from .fingerprint import fingerprint
+from .flops import layer_costs
+from .hooks import Entry
+from .layers import BlendLayer
+from .plan import Planner
+from .prompt import Prompt, PromptBatch, batch, build
+from .realign import Realigner
+from .report import BlendReport
+from .selectors.base import KV
+from .store import ChunkStore
+
+
+class BlendCache(Cache):
+    """A `transformers.Cache` that fills itself with stored KV during prefill and has the model recompute a share of it.
+
+    Works with greedy search, sampling, beam search, assisted decoding and streaming, because `generate` sees a dynamic
+    cache: empty before the prefill, full after it. `report` says what the last prefill cost.
+    """
+
+    def __init__(
+        self, model: nn.Module, store: ChunkStore, config: BlendConfig | None = None, **settings: Any
+    ) -> None:
+        """Prepare a request. The model is not touched before its next forward with this cache.
+
+        Args:
+            model: a causal language model of transformers.
+            store: where chunks are kept.
+            config: the settings; the defaults where left out.
+            **settings: fields of `BlendConfig` that differ from `config`, such as `recompute_ratio=0.15`.
+
+        Raises:
+            ConfigError: a setting is refused.
+            UnsupportedModelError: the model cannot be blended exactly; `allow_unverified=True` uses it all the same.
+        """
+        self.config = BlendConfig.from_dict({**(config or BlendConfig()).to_dict(), **settings})
+        self.config.ratios(len(decoder_layers(model)))
+        self._selector = plugins.load("selectors", self.config.selector)(
+            self.config.selector_options, seed=self.config.seed
+        )
+        self.model, self.store = model, store
+        self.sink_ids = _sink(model) if self.config.sink_ids is None else self.config.sink_ids
+        self.report = BlendReport(self.config.recompute_ratio)
+        self._styles = rotary_styles(model)
+        self._entry = Entry(self, model, decoder_layers(model))
+        self._fusor: Fusor | None = None
+        self._expected: PromptBatch | None = None
+        self._past = 0
+        super().__init__(layers=[BlendLayer() for _ in self._styles])
+
+    def inputs(
+        self, tokenizer: Any, *, prefix: Any = None, chunks: Sequence[Any], question: Any
+    ) -> dict[str, Tensor]:
+        """Build the prompt of the next `generate` from its pieces. Chunks that the store lacks are computed then.
+
+        Args:
+            tokenizer: the model's tokenizer.
+            prefix: system prompt; BOS is put before it. None is BOS alone; token ids are taken as they are.
+            chunks: retrieved chunks, text or token ids, at least one. For a batch: one such list per request.
+            question: what the model is asked. For a batch: a list of questions, one per request.
+
+        Returns:
+            `input_ids` and `attention_mask`, `[batch, tokens]`, padded on the left, on the model's device.
+
+        Raises:
+            PromptError: a piece is empty, the pieces of a batch differ in number, or a prompt does not fit the model.
+        """
+        prompts = _prompts(tokenizer, prefix, chunks, question)
+        for prompt in prompts:
+            self._check_length(prompt)
+        pad_id = getattr(tokenizer, "pad_token_id", None)
+        self._expected = batch(prompts, 0 if pad_id is None else pad_id)
+        device = self.model.get_input_embeddings().weight.device
+        return {
+            "input_ids": self._expected.input_ids.to(device),
+            "attention_mask": self._expected.attention_mask.to(device),
+        }
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Take a layer's new K and V and give back all of its K and V.
+
+        Args:
+            key_states: `[batch, kv_heads, rows, head_dim]`, rotated for the rows' positions.
+            value_states: `[batch, kv_heads, rows, head_dim]`.
+            layer_idx: which layer.
+            *args: passed on to the layer.
+            **kwargs: passed on to the layer.
+
+        Returns:
+            K and V of all tokens, `[batch, kv_heads, tokens, head_dim]`.
+        """
+        if self._fusor is not None:
+            return self._fusor.update(layer_idx, key_states, value_states)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """How many tokens a layer holds. `generate` asks this just before the prefill, so the model is watched from here."""
+        if self._fusor is not None:
+            return self._past
+        length = super().get_seq_length(layer_idx)
+        if length == 0 or self._expected is not None:
+            self._entry.watch_model()
+        return length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Length and offset of the keys that new tokens will see. Models ask this before their first layer.
+
+        Args:
+            query_length: number of new tokens.
+            layer_idx: which layer.
+
+        Returns:
+            (keys, offset).
+        """
+        if self._fusor is None and query_length > 1:
+            self._begin_late(query_length)
+        return self._past + query_length if self._fusor else super().get_mask_sizes(query_length, layer_idx)[0], 0
+
+    def activate_past_recording(self) -> None:
+        """Called first by assisted decoding; nothing is ever forgotten here, so crop can always go back."""
+        self._entry.watch_model()
+
+    def __bool__(self) -> bool:
+        """Whether there is anything in the cache; some models drop a cache that is true too early."""
+        return super().get_seq_length() > 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "BlendCache":
+        """A cache with its own K and V, for the same model and store."""
+        twin = BlendCache(self.model, self.store, self.config)
+        twin.layers = copy.deepcopy(self.layers, memo)
+        twin.report = copy.deepcopy(self.report, memo)
+        return twin
+
+    def forward_begins(self, arguments: dict[str, Any]) -> None:
+        """Called by the hook on the model, with the arguments of its forward."""
+        if self._fusor is not None:
+            self.forward_ends(failed=True)  # the last forward was interrupted in a way that no hook sees
+        ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
+        if ids is None or ids.shape[1] < 2 or (mask is not None and mask.dim() != 2):
+            self._entry.leave()
+            return
+        keep = arguments.get("logits_to_keep")
+        self._begin(ids, mask, keep if isinstance(keep, int) and keep > 0 else None)
+
+    def layer_begins(self, index: int, call: LayerCall) -> LayerCall:
+        """Called by the hook on a decoder layer."""
+        return call if self._fusor is None else self._fusor.enter(index, call)
+
+    def forward_ends(self, failed: bool = False) -> None:
+        """Called by the hooks behind the last layer and the model; after a failure the cache is as it was before."""
+        if failed and self._fusor is not None:
+            for layer in self.layers:
+                layer.crop(min(0, self._past - layer.length))
+        self._fusor = None
+        self._entry.leave()
+
+    def _begin_late(self, query_length: int) -> None:
+        """A forward that no hook saw coming: its ids are known only if they were built by `inputs`."""
+        self._entry.leave()
+        expected, self._expected = self._expected, None
+        if expected is not None and expected.input_ids.shape[1] == query_length:
+            self._begin(expected.input_ids, expected.attention_mask, None, expected)
+
+    def _begin(
+        self, ids: Tensor, mask: Tensor | None, wanted_rows: int | None, expected: PromptBatch | None = None
+    ) -> None:
+        expected, self._expected = expected or self._expected, None
+        self._past = super().get_seq_length()
+        mask = torch.ones_like(ids) if mask is None else mask[:, -ids.shape[1] :]
+        if not bool((mask[:, 1:] >= mask[:, :-1]).all()):
+            self._entry.leave()  # padding inside or behind: computed plainly
+            return
+        rows = [row[keep.bool()].tolist() for row, keep in zip(ids.cpu(), mask.cpu(), strict=True)]
+        starts = [ids.shape[1] - len(row) for row in rows]
+        plan = self._planner().plan(rows, starts, ids.shape[1], _spans(expected, rows), self._past == 0)
+        self.report = BlendReport(
+            self.config.recompute_ratio, int(mask.sum()), 0, 0, plan.computed, plan.loaded,
+            _past=self._past, _costs=layer_costs(self.model),
+        )
+        self.report.reusable_tokens = int(plan.where(exact=False).sum())
+        self.report.exact_tokens = int(plan.where(exact=True).sum())
+        if not plan.slots:
+            self._entry.leave()
+            return
+        realigner = Realigner(self._styles, self.report)
+        self._fusor = Fusor(
+            self.model, self.layers, plan, self._past, self.config, self._selector, realigner, self.report,
+            wanted_rows, lambda: self._truth(ids, mask),
+        )
+        self._entry.enter_layers()
+
+    def _truth(self, ids: Tensor, mask: Tensor) -> list[KV]:
+        """K and V of a full prefill, for research; only for a prompt that starts the cache."""
+        if self._past:
+            raise PromptError(
+                f"the selector {self.config.selector!r} runs a full prefill of the whole prompt, but {self._past} tokens "
+                "are in the cache already and their ids are not known. Use it on a fresh cache."
+            )
+        positions = (mask.long().cumsum(-1) - 1).clamp_min(0)
+        return list(capture(self.model, ids, positions, mask).layers)
+
+    def _planner(self) -> Planner:
+        return Planner(self.model, self.store, fingerprint(self.model), tuple(self.sink_ids))
+
+    def _check_length(self, prompt: Prompt) -> None:
+        longest = getattr(text_config(self.model), "max_position_embeddings", None)
+        tokens = super().get_seq_length() + len(prompt.ids)
+        if longest is not None and tokens > longest:
+            raise PromptError(
+                f"the prompt has {tokens} tokens, but the model has {longest} positions. Leave chunks out or shorten "
+                "them."
+            )
+
+
+def _prompts(tokenizer: Any, prefix: Any, chunks: Sequence[Any], question: Any) -> list[Prompt]:
+    """One prompt per request: a list of questions is a batch."""
+    if isinstance(question, str) or not question or isinstance(question[0], int):
+        return [build(tokenizer, prefix, chunks, question)]
+    prefixes = [prefix] * len(question) if prefix is None or isinstance(prefix, str) else prefix
+    if not len(prefixes) == len(chunks) == len(question):
+        raise PromptError(
+            f"a batch of {len(question)} questions came with {len(chunks)} lists of chunks and {len(prefixes)} "
+            "prefixes. Give each question its own list of chunks."
+        )
+    return [build(tokenizer, *pieces) for pieces in zip(prefixes, chunks, question, strict=True)]
+
+
+def _spans(expected: PromptBatch | None, rows: Sequence[Sequence[int]]) -> list[list] | None:
+    """The chunks of each row, if these are the prompts that `inputs` built (a beam search repeats them)."""
+    known: Mapping[tuple[int, ...], list] = {prompt.ids: prompt.spans() for prompt in expected.prompts} if expected else {}
+    found = [known.get(tuple(row)) for row in rows]
+    return None if None in found or not found else found
+
+
+def _sink(model: nn.Module) -> tuple[int, ...]:
+    """The model's BOS, if it has exactly one."""
+    bos = getattr(text_config(model), "bos_token_id", None)
+    return (bos,) if isinstance(bos, int) else ()

@@ -1,0 +1,93 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Find out, by a short probe of the model itself, how the keys of each layer turn.
+
+The same tokens are run at two places. A layer whose values agree and whose keys map from one place to the other by some
+style can be moved; a model with a layer that does neither cannot be blended, and the layer is named.
+"""
+
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from . import plugins
+from .anatomy import text_config
+from .capture import Capture, capture
+from .errors import UnsupportedModelError
+from .rotary.base import RotaryStyle, compose
+
+PROBE_TOKENS = 20
+PROBE_SHIFT = 37  # not a multiple of a head's width, so that no frequency comes back to where it was
+TOLERANCE = {torch.float32: 2e-3, torch.float64: 1e-6}  # relative; a wrong style is off by about 1
+COARSE_TOLERANCE = 0.1  # bfloat16 and float16, and models whose matrix products are quantised
+
+_known: WeakKeyDictionary[nn.Module, tuple[type[RotaryStyle], ...]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """The style that came nearest for a layer that did not map."""
+
+    layer: int
+    error: float
+
+
+def rotary_styles(model: nn.Module) -> tuple[type[RotaryStyle], ...]:
+    """The rotary style of each layer, probed at first use and remembered while the model lives.
+
+    Args:
+        model: the model to probe with two forwards of 20 tokens.
+
+    Returns:
+        One style per decoder layer.
+
+    Raises:
+        UnsupportedModelError: a layer's K/V do not map from one place to another; it is named.
+    """
+    if model not in _known:
+        _known[model] = _calibrate(model)
+    return _known[model]
+
+
+def _calibrate(model: nn.Module) -> tuple[type[RotaryStyle], ...]:
+    vocabulary = text_config(model).vocab_size
+    ids = torch.randint(0, vocabulary, (1, PROBE_TOKENS), generator=torch.Generator().manual_seed(0))
+    places = torch.arange(PROBE_TOKENS)[None]
+    here, there = capture(model, ids, places), capture(model, ids, places + PROBE_SHIFT)
+    candidates = [plugins.load("rotary", name) for name in plugins.describe("rotary")]
+    return tuple(_style_of(model, index, here, there, candidates) for index in range(len(here.layers)))
+
+
+def _style_of(
+    model: nn.Module, index: int, here: Capture, there: Capture, candidates: list[type[RotaryStyle]]
+) -> type[RotaryStyle]:
+    (keys, values), (keys_there, values_there) = here.layers[index], there.layers[index]
+    tolerance = TOLERANCE.get(keys.dtype, COARSE_TOLERANCE)
+    errors = {style: _error(style, keys, keys_there, here.tables[index], there.tables[index]) for style in candidates}
+    best = min(errors, key=errors.__getitem__)
+    worst = max(errors[best], relative_error(values, values_there))
+    if worst > tolerance:
+        raise UnsupportedModelError(
+            f"layer {index} of {type(model).__name__} cannot be moved: the K/V of the same tokens at two places differ "
+            f"by {worst:.2g} of their size after the nearest rotary style ({best.__name__}), where {tolerance:g} is "
+            "allowed. Its K/V depend on absolute positions; use full prefill for this model."
+        )
+    return best
+
+
+def _error(style: type[RotaryStyle], keys: Tensor, wanted: Tensor, old: tuple | None, new: tuple | None) -> float:
+    moved = keys.clone()
+    if old is not None and new is not None:
+        cos, sin = compose(style, old, new)
+        if 2 * cos.shape[-1] > keys.shape[-1]:
+            return float("inf")
+        style.move(keys, (cos[:, None], sin[:, None]), out=moved)
+    return relative_error(moved, wanted)
+
+
+def relative_error(got: Tensor, wanted: Tensor) -> float:
+    """Largest difference of two tensors of one shape, over the largest size of the second."""
+    scale = wanted.abs().amax().clamp_min(torch.finfo(torch.float32).tiny)
+    return float((got.float() - wanted.float()).abs().amax() / scale)

@@ -1,0 +1,144 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Compute the KV of one chunk alone: behind a fixed sink, with nothing else before it, the sink cut off.
+
+KV is never cut out of a live request: what another prompt put before a chunk would travel with it, unseen.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .anatomy import LayerCall, decoder_layers
+from .errors import PromptError, UnsupportedModelError
+from .rotary.tables import Table, rotary_table
+from .store.chunk import ChunkKey, ChunkKV
+
+
+@dataclass(frozen=True)
+class Capture:
+    """What one plain forward left in the cache, and the tables with which it was rotated.
+
+    Attributes:
+        layers: (K, V) per layer, each `[batch, kv_heads, tokens, head_dim]`; K rotated for its positions.
+        tables: the rotary table that each layer was handed, None where there was none.
+    """
+
+    layers: tuple[tuple[Tensor, Tensor], ...]
+    tables: tuple[Table | None, ...]
+
+
+def capture_chunk(
+    model: nn.Module, token_ids: Sequence[int], sink_ids: Sequence[int], fingerprint: str, namespace: str = ""
+) -> ChunkKV:
+    """Compute a chunk's KV behind a sink, and cut the sink off.
+
+    Args:
+        model: the model to run.
+        token_ids: the chunk.
+        sink_ids: tokens before it, such as BOS or a system prompt; may be empty.
+        fingerprint: identity of the model, from `hf_blend.fingerprint`.
+        namespace: the tenant that the chunk belongs to.
+
+    Returns:
+        K and V of the chunk, K rotated for positions `len(sink_ids) … len(sink_ids) + tokens - 1`.
+
+    Raises:
+        PromptError: the chunk is empty, or longer than the model's positions.
+        UnsupportedModelError: a layer of the model leaves no K/V in its cache.
+    """
+    _check_length(model, token_ids, sink_ids)
+    captured = capture(model, torch.tensor([[*sink_ids, *token_ids]]))
+    start = len(sink_ids)
+    tables, layer_table = _distinct(captured.tables, start)
+    layers = tuple((keys[0, :, start:].clone(), values[0, :, start:].clone()) for keys, values in captured.layers)
+    return ChunkKV(ChunkKey(fingerprint, tuple(sink_ids), tuple(token_ids), namespace), layers, tables, layer_table)
+
+
+@torch.no_grad()
+def capture(
+    model: nn.Module, input_ids: Tensor, position_ids: Tensor | None = None, attention_mask: Tensor | None = None
+) -> Capture:
+    """Run the decoder once over some tokens and keep what its layers cached.
+
+    Args:
+        model: the model to run, left as it was, after an exception too.
+        input_ids: `[batch, tokens]`.
+        position_ids: `[batch, tokens]`; from 0 on where left out.
+        attention_mask: `[batch, tokens]`, 0 on padding; no padding where left out.
+
+    Returns:
+        K, V and rotary tables of every layer.
+
+    Raises:
+        UnsupportedModelError: a layer leaves no K/V of the form `[batch, heads, tokens, width]` in the cache.
+    """
+    from transformers import DynamicCache
+
+    layers = decoder_layers(model)
+    device = model.get_input_embeddings().weight.device
+    given = {"position_ids": position_ids, "attention_mask": attention_mask}
+    given = {name: value.to(device) for name, value in given.items() if value is not None}
+    cache = DynamicCache()  # without a config no layer forgets what lies outside its window
+    with _recorded_tables(layers) as tables:
+        model.get_decoder()(input_ids=input_ids.to(device), past_key_values=cache, use_cache=True, **given)
+    kept = tuple(_cached(model, cache, index, input_ids.shape[1]) for index in range(len(layers)))
+    return Capture(kept, tuple(tables.get(index) for index in range(len(layers))))
+
+
+@contextmanager
+def _recorded_tables(layers: list[nn.Module]) -> Iterator[dict[int, Table | None]]:
+    tables: dict[int, Table | None] = {}
+
+    def record(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tables[index] = rotary_table(LayerCall.bind(layer, args, kwargs).arguments)
+
+    handles = []
+    try:
+        for index, layer in enumerate(layers):
+            hook = lambda module, args, kwargs, index=index: record(index, module, args, kwargs)  # noqa: E731
+            handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
+        yield tables
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _cached(model: nn.Module, cache: Any, index: int, tokens: int) -> tuple[Tensor, Tensor]:
+    layer = cache.layers[index] if index < len(cache.layers) else None
+    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+    for states in (keys, values):
+        if not isinstance(states, Tensor) or states.dim() != 4 or states.shape[2] != tokens:
+            got = tuple(states.shape) if isinstance(states, Tensor) else type(states).__name__
+            raise UnsupportedModelError(
+                f"layer {index} of {type(model).__name__} left {got} in the cache, but keys and values of the form "
+                f"[batch, heads, {tokens}, width] are wanted. Blending needs them in every layer; use full prefill."
+            )
+    return keys, values
+
+
+def _distinct(per_layer: tuple[Table | None, ...], start: int) -> tuple[tuple[Table, ...], tuple[int, ...]]:
+    """The different tables among the layers', cut at the sink, and which layer has which (-1: none)."""
+    seen: dict[int, int] = {}
+    tables: list[Table] = []
+    for table in per_layer:
+        if table is not None and id(table[0]) not in seen:
+            seen[id(table[0])] = len(tables)
+            cos, sin = (part[0, start:].float().clone() for part in table)
+            tables.append((cos, sin))
+    return tuple(tables), tuple(-1 if table is None else seen[id(table[0])] for table in per_layer)
+
+
+def _check_length(model: nn.Module, token_ids: Sequence[int], sink_ids: Sequence[int]) -> None:
+    longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if not token_ids:
+        raise PromptError("a chunk has 0 tokens, but at least one is wanted. Leave empty documents out.")
+    if longest is not None and len(sink_ids) + len(token_ids) > longest:
+        raise PromptError(
+            f"a chunk of {len(token_ids)} tokens behind a sink of {len(sink_ids)} does not fit the model's {longest} "
+            "positions. Split it into shorter chunks."
+        )

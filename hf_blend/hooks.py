@@ -1,0 +1,99 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Entering a stock model for one forward, and leaving it as it was, after an exception too.
+
+Hooks are registered when a blended forward begins and removed when its last layer is done. They carry no state: each
+looks for its own cache among the arguments and does nothing without it, so plain calls and other caches pass through.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from .anatomy import LayerCall
+
+
+class Guest(Protocol):
+    """What enters: the cache of a request."""
+
+    def forward_begins(self, arguments: dict[str, Any]) -> None:
+        """The model is called with these keyword arguments."""
+
+    def layer_begins(self, index: int, call: LayerCall) -> LayerCall:
+        """A decoder layer is called; gives back the call that shall run."""
+
+    def forward_ends(self, failed: bool = False) -> None:
+        """The last layer is done, or an exception passed through."""
+
+
+class Entry:
+    """The hooks of one guest in one model."""
+
+    def __init__(self, guest: Guest, model: nn.Module, layers: list[nn.Module]) -> None:
+        self._guest = weakref.ref(guest)
+        self._model, self._layers = model, layers
+        self._outer: list[tuple[nn.Module, RemovableHandle]] = []
+        self._inner: list[tuple[nn.Module, RemovableHandle]] = []
+        self._finalizer = weakref.finalize(guest, _remove, self._outer, self._inner)
+        self._finalizer.atexit = False
+
+    def watch_model(self) -> None:
+        """See the next call of the model, to learn its ids."""
+        if not self._outer:
+            before = self._model.register_forward_pre_hook(self._model_begins, with_kwargs=True)
+            after = self._model.register_forward_hook(self._ended, with_kwargs=True, always_call=True)
+            self._outer += [(self._model, before), (self._model, after)]
+
+    def enter_layers(self) -> None:
+        """Stand before and behind every decoder layer."""
+        if self._inner:
+            return
+        for index, layer in enumerate(self._layers):
+            before = layer.register_forward_pre_hook(self._layer_hook(index), with_kwargs=True)
+            after = layer.register_forward_hook(self._layer_ended(index), with_kwargs=True, always_call=True)
+            self._inner += [(layer, before), (layer, after)]
+
+    def leave(self) -> None:
+        """Remove every hook."""
+        _remove(self._outer, self._inner)
+
+    def _model_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        guest = self._own(args, kwargs)
+        if guest is not None:
+            names = ("input_ids", "attention_mask")
+            guest.forward_begins({**dict(zip(names, args, strict=False)), **kwargs})
+
+    def _layer_hook(self, index: int) -> Callable[..., Any]:
+        def begins(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            guest = self._own(args, kwargs)
+            if guest is None:
+                return None
+            return guest.layer_begins(index, LayerCall.bind(layer, args, kwargs)).as_hook_result()
+
+        return begins
+
+    def _layer_ended(self, index: int) -> Callable[..., None]:
+        def ended(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            if self._own(args, kwargs) is not None and (output is None or index == len(self._layers) - 1):
+                self._ended(layer, args, kwargs, output)
+
+        return ended
+
+    def _ended(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        guest = self._own(args, kwargs)
+        if guest is not None:
+            guest.forward_ends(failed=output is None)
+
+    def _own(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Guest | None:
+        """The guest, if it is the cache that this call was given."""
+        guest = self._guest()
+        return guest if guest is not None and any(value is guest for value in (*args, *kwargs.values())) else None
+
+
+def _remove(*groups: list[tuple[nn.Module, RemovableHandle]]) -> None:
+    for group in groups:
+        while group:
+            group.pop()[1].remove()

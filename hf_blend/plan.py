@@ -1,0 +1,141 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Which columns of a prompt have stored KV: found by content, checked, computed where missing."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .capture import capture_chunk
+from .store.chunk import ChunkKey, ChunkKV
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A stored chunk at its place in one row of the batch.
+
+    Attributes:
+        row: the batch entry.
+        start: first column among the new tokens.
+        chunk: its KV.
+        exact: nothing stands before it but what it was computed behind, so its KV is that of a full prefill.
+        number: counts the chunks of a row from 0, in order.
+    """
+
+    row: int
+    start: int
+    chunk: ChunkKV
+    exact: bool
+    number: int
+
+    @property
+    def columns(self) -> slice:
+        """The columns that the chunk covers."""
+        return slice(self.start, self.start + self.chunk.tokens)
+
+
+@dataclass
+class Plan:
+    """What is known about the new tokens of one forward, before it runs.
+
+    Attributes:
+        slots: the stored chunks, by row and column.
+        real: `[batch, tokens]`, False on padding.
+        computed: how many chunks were missing and computed for this request.
+        loaded: how many came from the store.
+    """
+
+    slots: list[Slot]
+    real: Tensor
+    computed: int = 0
+    loaded: int = 0
+
+    def where(self, exact: bool) -> Tensor:
+        """`[batch, tokens]`: True where a slot with this exactness lies."""
+        mask = torch.zeros_like(self.real)
+        for slot in self.slots:
+            if slot.exact is exact:
+                mask[slot.row, slot.columns] = True
+        return mask
+
+    def drop(self, slot: Slot) -> None:
+        """Treat a chunk as if it had not been stored: its tokens are computed like a question's."""
+        self.slots.remove(slot)
+
+
+class Planner:
+    """Finds chunks in prompts, fetches them from a store, and computes those that are missing."""
+
+    def __init__(self, model: nn.Module, store: object, fingerprint: str, sink_ids: tuple[int, ...]) -> None:
+        self._model, self._store, self._fingerprint, self._sink_ids = model, store, fingerprint, sink_ids
+        self._fetched: dict[ChunkKey, ChunkKV] = {}
+
+    def plan(
+        self, rows: Sequence[Sequence[int]], starts: Sequence[int], width: int,
+        known: Sequence[Sequence[tuple[int, tuple[int, ...]]]] | None, at_beginning: bool,
+    ) -> Plan:
+        """Decide which columns are reused.
+
+        Args:
+            rows: the real token ids of each batch entry, without padding.
+            starts: the column at which each entry's first real token stands.
+            width: columns of the batch.
+            known: (first token, ids) of the chunks in each row, those that must be computed if they are missing;
+                None to look for stored chunks by content instead.
+            at_beginning: the rows begin at position 0, with nothing in the cache before them.
+
+        Returns:
+            The plan.
+        """
+        plan = Plan([], torch.zeros((len(rows), width), dtype=torch.bool))
+        for row, (ids, start) in enumerate(zip(rows, starts, strict=True)):
+            plan.real[row, start : start + len(ids)] = True
+            spans = self._found(ids, at_beginning) if known is None else self._wanted(known[row], ids, at_beginning)
+            self._place(plan, row, start, tuple(ids), spans, at_beginning)
+        self._fetched.clear()
+        return plan
+
+    def _found(self, ids: Sequence[int], at_beginning: bool) -> list[tuple[int, ChunkKey]]:
+        spans = self._store.find(self._fingerprint, self._sink_ids, ids)
+        first = ids[: spans[0][0]] if spans else ()
+        prefix = self._prefix(first, at_beginning)
+        known = tuple(first) == self._sink_ids or all(self._store.contains(key) for _, key in prefix)
+        return prefix + spans if known else spans
+
+    def _wanted(
+        self, known: Sequence[tuple[int, tuple[int, ...]]], ids: Sequence[int], at_beginning: bool
+    ) -> list[tuple[int, ChunkKey]]:
+        spans = [(start, self._key(chunk, self._sink_ids)) for start, chunk in known]
+        return self._prefix(ids[: spans[0][0]], at_beginning) + spans
+
+    def _prefix(self, ids: Sequence[int], at_beginning: bool) -> list[tuple[int, ChunkKey]]:
+        """What stands before the first chunk, as an entry of its own, computed behind nothing."""
+        return [(0, self._key(ids, ()))] if at_beginning and len(ids) else []
+
+    def _key(self, ids: Sequence[int], sink_ids: Sequence[int]) -> ChunkKey:
+        return ChunkKey(self._fingerprint, tuple(sink_ids), tuple(ids), self._store.namespace)
+
+    def _place(
+        self, plan: Plan, row: int, start: int, ids: tuple[int, ...], spans: list[tuple[int, ChunkKey]], beginning: bool
+    ) -> None:
+        exact_until = 0 if beginning else -1
+        for number, (offset, key) in enumerate(spans):
+            if offset + len(key.token_ids) >= len(ids):
+                continue  # the last token is always computed: its output is wanted
+            exact = offset == exact_until and ids[:offset] == key.sink_ids
+            plan.slots.append(Slot(row, start + offset, self._fetch(plan, key), exact, number))
+            exact_until = offset + len(key.token_ids) if exact else exact_until
+
+    def _fetch(self, plan: Plan, key: ChunkKey) -> ChunkKV:
+        if key not in self._fetched:
+            chunk = self._store.get(key)
+            if chunk is None:
+                chunk = capture_chunk(self._model, key.token_ids, key.sink_ids, key.fingerprint, key.namespace)
+                self._store.put(chunk)
+                plan.computed += 1
+            else:
+                plan.loaded += 1
+            self._fetched[key] = chunk
+        return self._fetched[key]

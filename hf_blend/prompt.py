@@ -1,0 +1,126 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts from pieces: token ids are built piece by piece and joined as ids, never as text.
+
+Tokenising the joined text would merge tokens across the seams, and no stored chunk would be found in it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import PromptError
+
+Piece = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One request as token ids.
+
+    Attributes:
+        prefix: what stands first, BOS included.
+        chunks: the retrieved chunks, in their order.
+        question: what stands last and is always computed.
+    """
+
+    prefix: tuple[int, ...]
+    chunks: tuple[tuple[int, ...], ...]
+    question: tuple[int, ...]
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """All token ids, in order."""
+        return (*self.prefix, *(token for chunk in self.chunks for token in chunk), *self.question)
+
+    def spans(self) -> list[tuple[int, tuple[int, ...]]]:
+        """(first column, token ids) of each chunk, counted from the first token of the prompt."""
+        spans, start = [], len(self.prefix)
+        for chunk in self.chunks:
+            spans.append((start, chunk))
+            start += len(chunk)
+        return spans
+
+
+@dataclass(frozen=True)
+class PromptBatch:
+    """Requests side by side, padded on the left.
+
+    Attributes:
+        prompts: the requests.
+        input_ids: `[batch, tokens]`.
+        attention_mask: `[batch, tokens]`, 0 on padding.
+    """
+
+    prompts: tuple[Prompt, ...]
+    input_ids: Tensor
+    attention_mask: Tensor
+
+
+def tokenize(tokenizer: Any, piece: Piece) -> tuple[int, ...]:
+    """Token ids of one piece, nothing added before or behind it.
+
+    Args:
+        tokenizer: any tokenizer of transformers; not used for a piece that is ids already.
+        piece: text or token ids.
+
+    Returns:
+        The ids.
+    """
+    if isinstance(piece, str):
+        return tuple(tokenizer.encode(piece, add_special_tokens=False))
+    return tuple(int(token) for token in piece)
+
+
+def build(tokenizer: Any, prefix: Piece | None, chunks: Sequence[Piece], question: Piece) -> Prompt:
+    """Turn the pieces of one request into ids.
+
+    Args:
+        tokenizer: tokenises the pieces that are text; its BOS, if it has one, goes in front of a text prefix.
+        prefix: system prompt or other beginning; None is BOS alone; ids are taken as they are.
+        chunks: the retrieved chunks, at least one, none empty.
+        question: what the model is asked, not empty.
+
+    Returns:
+        The request.
+
+    Raises:
+        PromptError: there is no chunk, or a piece is empty.
+    """
+    if isinstance(chunks, str) or not len(chunks):
+        raise PromptError(
+            f"chunks is {chunks!r}, but a list of at least one chunk is wanted. Without chunks there is nothing to "
+            "reuse: call generate without a BlendCache."
+        )
+    pieces = [tokenize(tokenizer, chunk) for chunk in chunks]
+    for number, ids in enumerate(pieces):
+        if not ids:
+            raise PromptError(f"chunk {number} is {chunks[number]!r} and has no token. Leave empty chunks out.")
+    asked = tokenize(tokenizer, question)
+    if not asked:
+        raise PromptError(f"question is {question!r} and has no token. Ask something; the model answers after it.")
+    bos = getattr(tokenizer, "bos_token_id", None)
+    front = () if bos is None or (prefix is not None and not isinstance(prefix, str)) else (bos,)
+    return Prompt((*front, *tokenize(tokenizer, prefix or ())), tuple(pieces), asked)
+
+
+def batch(prompts: Sequence[Prompt], pad_id: int) -> PromptBatch:
+    """Put requests side by side.
+
+    Args:
+        prompts: the requests, at least one.
+        pad_id: fills the columns before the shorter ones.
+
+    Returns:
+        Ids and attention mask, `[batch, tokens]`, padded on the left.
+    """
+    width = max(len(prompt.ids) for prompt in prompts)
+    ids = torch.full((len(prompts), width), pad_id)
+    mask = torch.zeros((len(prompts), width), dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt.ids) :] = torch.tensor(prompt.ids)
+        mask[row, width - len(prompt.ids) :] = 1
+    return PromptBatch(tuple(prompts), ids, mask)

@@ -1,0 +1,104 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Stored KV at its place in a prompt: keys moved to their new positions, always from the stored original."""
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .plan import Slot
+from .report import BlendReport
+from .rotary.base import RotaryStyle, compose
+from .rotary.tables import Table
+
+
+class Realigner:
+    """Lays stored chunks into a layer's buffers. The turn of a chunk is composed once per rotary table and kept."""
+
+    def __init__(self, styles: Sequence[type[RotaryStyle]], report: BlendReport) -> None:
+        self._styles, self._report = styles, report
+        self._turns: dict[tuple[int, int, int], tuple[Tensor, Tensor] | None] = {}
+        self._tables: dict[int, Table | None] = {}
+
+    def learn(self, layer: int, table: Table | None) -> None:
+        """Remember the rotary table that the model handed to a layer for the new tokens.
+
+        Args:
+            layer: which layer.
+            table: (cos, sin), `[batch or 1, tokens, width]`, at the positions of the prompt.
+        """
+        self._tables[layer] = table
+
+    def lay(self, layer: int, slots: Sequence[Slot], keys: Tensor, values: Tensor) -> None:
+        """Write stored chunks to their columns.
+
+        Args:
+            layer: which layer.
+            slots: the chunks to lay.
+            keys: `[batch, kv_heads, tokens, head_dim]`; the chunks' columns receive keys rotated for this prompt.
+            values: likewise; values carry no position and are copied.
+        """
+        started = time.perf_counter()
+        for slot in slots:
+            self._move(layer, slot, keys[slot.row, :, slot.columns])
+            values[slot.row, :, slot.columns].copy_(slot.chunk.layers[layer][1])
+        self._report.realign_ms += 1e3 * (time.perf_counter() - started)
+
+    def moved(self, layer: int, slot: Slot, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """A chunk's stored K and V as they would be laid.
+
+        Args:
+            layer: which layer.
+            slot: the chunk.
+            keys: `[kv_heads, tokens, head_dim]`, for shape, dtype and device only.
+            values: likewise.
+
+        Returns:
+            New keys, rotated for this prompt, and the stored values.
+        """
+        out = torch.empty_like(keys)
+        self._move(layer, slot, out)
+        return out, slot.chunk.layers[layer][1].to(values.device)
+
+    def _move(self, layer: int, slot: Slot, out: Tensor) -> None:
+        stored, turn = slot.chunk.layers[layer][0], self._turn(layer, slot)
+        if turn is None:
+            out.copy_(stored)
+        else:
+            self._styles[layer].move(stored.to(out.device), turn, out=out)
+
+    def _turn(self, layer: int, slot: Slot) -> tuple[Tensor, Tensor] | None:
+        """The turn of a chunk's keys in a layer, `[tokens, pairs]` each; None where they stay as they are."""
+        table = self._tables.get(layer)
+        number = slot.chunk.layer_table[layer]
+        if table is None or number < 0:
+            return None
+        place = (slot.row, slot.start, id(table[0]))
+        if place not in self._turns:
+            row = slot.row if table[0].shape[0] > 1 else 0
+            new = tuple(part[row, slot.columns] for part in table)
+            old = tuple(part.to(new[0].device) for part in slot.chunk.tables[number])
+            cos, sin = compose(self._styles[layer], old, (new[0], new[1]))
+            stays = bool((sin == 0).all() and (cos == 1).all())
+            self._turns[place] = None if stays else (cos, sin)
+        return self._turns[place]
+
+
+def mismatch(fresh: tuple[Tensor, Tensor], stored: tuple[Tensor, Tensor]) -> float:
+    """How far stored K/V are from fresh ones, as a share of the fresh ones' size.
+
+    Args:
+        fresh: (K, V) as computed in this prompt, `[kv_heads, tokens, head_dim]` each.
+        stored: (K, V) from the store at the same places, realigned.
+
+    Returns:
+        The larger of the two relative differences (Frobenius norms); NaN counts as infinite.
+    """
+    shares = [
+        float(torch.linalg.vector_norm((new - old).float()) / torch.linalg.vector_norm(new.float()).clamp_min(1e-20))
+        for new, old in zip(fresh, stored, strict=True)
+    ]
+    worst = max(shares)
+    return worst if worst == worst else float("inf")

@@ -1,0 +1,81 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a rotary style says: which dimensions of a key form a pair, and how a pair turns.
+
+Keys move by composing the model's own cos/sin tables, old against new, never by an angle of our own: that carries
+scaled, partial and per-layer frequencies and stays exact at any distance (1e-7 at 100 000 positions, where a rotation by a
+difference of angles is off by 4e-3). An attention factor (YaRN, longrope) multiplies both tables, so it is in the stored
+key once; the composition divides by the old table's and applies the new table's, so it is never applied twice.
+"""
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+
+class RotaryStyle(ABC):
+    """One way of pairing the dimensions of a key. Stateless: every method is a function of its arguments."""
+
+    @staticmethod
+    @abstractmethod
+    def pairs(table: Tensor) -> Tensor:
+        """Reduce a table to one entry per pair.
+
+        Args:
+            table: cos or sin as the model passes it, `[…, tokens, width]`.
+
+        Returns:
+            `[…, tokens, pairs]`, float32.
+        """
+
+    @staticmethod
+    @abstractmethod
+    def split(keys: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
+        """View the two members of each pair.
+
+        Args:
+            keys: `[…, tokens, head_dim]`; dimensions beyond the pairs are not rotated.
+            pairs: how many pairs turn.
+
+        Returns:
+            Two views of `keys`, each `[…, tokens, pairs]`; writing to them writes to `keys`.
+        """
+
+    @classmethod
+    def move(cls, keys: Tensor, turn: tuple[Tensor, Tensor], out: Tensor) -> None:
+        """Turn stored keys to their new positions.
+
+        Args:
+            keys: `[…, tokens, head_dim]`, rotated for their old positions; not written.
+            turn: (cos, sin) from `compose`, each `[…, tokens, pairs]` float32.
+            out: like `keys`; receives the keys rotated for the new positions, computed in float32, cast once.
+        """
+        cos, sin = turn
+        pairs = cos.shape[-1]
+        if 2 * pairs < keys.shape[-1]:
+            out.copy_(keys)
+        first, second = (half.float() for half in cls.split(keys, pairs))
+        to_first, to_second = cls.split(out, pairs)
+        to_first.copy_(torch.mul(first, cos).addcmul_(second, sin, value=-1))
+        to_second.copy_(torch.mul(second, cos).addcmul_(first, sin))
+
+
+def compose(style: type[RotaryStyle], old: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The turn that takes a key from its old position to its new one.
+
+    Args:
+        style: how the tables are laid out.
+        old: (cos, sin) tables at the positions where the keys stand, `[…, tokens, width]`.
+        new: (cos, sin) tables at the positions where they shall stand.
+
+    Returns:
+        (cos, sin) of the turn, `[…, tokens, pairs]`, float32; exactly (1, 0) where old and new tables are equal.
+    """
+    (cos_old, sin_old), (cos_new, sin_new) = (
+        tuple(style.pairs(table.float()) for table in pair) for pair in (old, new)
+    )
+    norm = cos_old * cos_old + sin_old * sin_old
+    cos = (cos_new * cos_old + sin_new * sin_old) / norm
+    sin = (sin_new * cos_old - cos_new * sin_old) / norm
+    return cos, sin

@@ -1,0 +1,21 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Pairs of neighbouring dimensions (2i, 2i + 1), the layout of Cohere, GLM and GPT-J."""
+
+from torch import Tensor
+
+from .base import RotaryStyle
+
+
+class Interleaved(RotaryStyle):
+    """The table repeats each angle twice in a row; with partial rotation only the first `width` dimensions turn."""
+
+    @staticmethod
+    def pairs(table: Tensor) -> Tensor:
+        """Keep every second entry of `[…, tokens, width]`."""
+        return table[..., ::2]
+
+    @staticmethod
+    def split(keys: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
+        """View `[…, tokens, head_dim]` as its even and odd dimensions, as far as they turn."""
+        return keys[..., 0 : 2 * pairs : 2], keys[..., 1 : 2 * pairs : 2]

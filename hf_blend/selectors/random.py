@@ -1,0 +1,22 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Recompute tokens drawn at random: the control that every rule must beat at equal cost."""
+
+import torch
+from torch import Tensor
+
+from .base import Selector, TokenView
+
+
+class Random(Selector):
+    """One score per (seed, column), so that a token's luck depends neither on the batch nor on the ratio."""
+
+    needs_kv = False
+
+    def score(self, view: TokenView) -> Tensor:
+        """Uniform scores, `[batch, tokens]`, seeded by the config's seed."""
+        start = view.columns.amin(dim=1, keepdim=True)
+        places = view.columns - start
+        generator = torch.Generator().manual_seed(self.seed)
+        luck = torch.rand(int(places.max()) + 1, generator=generator)
+        return luck.to(places.device)[places]
