@@ -26,7 +26,7 @@ FLOW = (  # a module imports from its own line and from those above it; LEAVES n
     ("store", "loading"),
     ("plan", "rows", "realign", "layers", "cache", "hooks", "blend", "context", "sparse"),
     ("evaluation",),
-    ("cli",),
+    ("cli", "__main__"),
 )
 
 
@@ -40,6 +40,7 @@ def source_files() -> dict[str, Path]:
     return found
 
 
+USERS = ("evaluation", "cli", "__main__")
 FILES = source_files()
 TREES = {name: ast.parse(path.read_text("utf-8")) for name, path in FILES.items()}
 PLUGINS = {f"hf_blend.{kind}.{name.replace('-', '_')}" for kind in plugins.kinds() for name in plugins.describe(kind)}
@@ -105,13 +106,13 @@ def test_no_two_modules_import_each_other_even_the_long_way_round():
     list(TopologicalSorter(EDGES).static_order())  # raises CycleError with the cycle
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if room(name) not in ("cli", "evaluation")])
+@pytest.mark.parametrize("name", [name for name in MODULES if room(name) not in USERS])
 def test_the_library_does_not_take_its_own_names_from_the_lazy_package(name):
     lazy = {inner for module, inner in imported(name) if module == "hf_blend"}
     assert not lazy, f"{name} imports {lazy} from hf_blend: take them from their own modules"
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if room(name) in ("cli", "evaluation")])
+@pytest.mark.parametrize("name", [name for name in MODULES if room(name) in USERS])
 def test_the_command_and_the_evaluation_use_public_names_only(name):
     own = f"hf_blend.{room(name)}"
     foreign = [pair for pair in imported(name) if pair[0].startswith("hf_blend") and not pair[0].startswith(own)]
@@ -133,6 +134,7 @@ LIGHT = {
     "import hf_blend": ("torch", "transformers", "numpy", "huggingface_hub", "typer", "rich"),
     "from hf_blend import BlendConfig, ConfigError; BlendConfig().ratios(4)": ("torch", "transformers", "numpy"),
     "from hf_blend import plugins; [plugins.describe(kind) for kind in plugins.kinds()]": ("torch", "transformers"),
+    "from hf_blend.cli.main import build; build(['--help'])": ("torch", "transformers", "numpy", "rich"),
     "import hf_blend.evaluation": ("torch", "transformers", "datasets", "evaluate"),
 }
 

@@ -1,0 +1,144 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""The command `hf-blend`: finds its commands among the files beside this one, and imports the one that is asked for.
+
+To add a command, add a file. The first line of its docstring is what `hf-blend --help` says; `__all__` names its
+functions: one with the file's name is the command itself, others are its sub-commands. A function's docstring is its
+help; the indented lines under `Examples:` become its epilog, and a test runs them. An example that ends in `# slow`
+or `# network` is run only where that is allowed.
+"""
+
+import ast
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any
+
+import typer
+
+from hf_blend.errors import HfBlendError
+from hf_blend.version import __version__
+
+HELPERS = {"main", "output"}
+EXIT_USAGE = 2  # a command that ran and failed ends by output.fail, with 1
+COMPLETION = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")  # where shells put the words while they complete a line
+
+
+def commands() -> dict[str, str]:
+    """Find the commands without importing them.
+
+    Returns:
+        Name → first line of the file's docstring, sorted by name.
+    """
+    files = [path for path in sorted(Path(__file__).parent.glob("[!_]*.py")) if path.stem not in HELPERS]
+    docstrings = {path.stem: ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "" for path in files}
+    return {stem.replace("_", "-"): text.partition("\n")[0] for stem, text in docstrings.items()}
+
+
+def split_examples(docstring: str) -> tuple[str, list[str]]:
+    """Take a docstring apart into its help and its examples.
+
+    Args:
+        docstring: with a block `Examples:` of indented command lines, or without.
+
+    Returns:
+        The text before the next section, and the command lines.
+    """
+    text, _, examples = inspect.cleandoc(docstring).partition("\nExamples:\n")
+    lines = [line.strip() for line in examples.split("\n\n")[0].splitlines() if line.strip()]
+    return text.partition("\nArgs:")[0].strip(), lines
+
+
+def functions(module: ModuleType) -> dict[str, Callable[..., Any]]:
+    """Give the commands in a file: its public functions, by the name that users type."""
+    return {name.replace("_", "-"): getattr(module, name) for name in module.__all__}
+
+
+def build(words: Sequence[str] = ()) -> typer.Typer:
+    """Put the command line together.
+
+    Args:
+        words: what was typed; commands that are not among it stay unimported.
+
+    Returns:
+        The app.
+    """
+    app = _group(f"Reuse the KV cache of RAG chunks. Version {__version__}.")
+    app.callback()(_root)
+    for name, line in commands().items():
+        if name in words:
+            _add(app, name, line)
+        else:
+            app.command(name, help=line)(lambda: None)
+    return app
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Run one command and exit: 0 ok, 1 failed, 2 wrong usage.
+
+    Args:
+        words: the arguments; None is what was typed.
+
+    Raises:
+        SystemExit: always, with the code.
+        HfBlendError: only with --traceback; without, its message is printed on stderr.
+    """
+    typed = list(sys.argv[1:] if words is None else words)
+    asked = [word for word in typed if word != "--traceback"]
+    try:
+        build([*asked, *(word for name in COMPLETION for word in os.environ.get(name, "").split())])(
+            asked, prog_name="hf-blend"
+        )
+    except (HfBlendError, OSError) as error:
+        if len(asked) < len(typed):
+            raise
+        typer.echo(f"hf-blend: {error}", err=True)
+        sys.exit(EXIT_USAGE)
+
+
+def _group(text: str) -> typer.Typer:
+    return typer.Typer(
+        help=text,
+        no_args_is_help=True,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    )
+
+
+def _add(app: typer.Typer, name: str, line: str) -> None:
+    found = functions(importlib.import_module(f".{name.replace('-', '_')}", __package__))
+    target = app
+    if list(found) != [name]:
+        app.add_typer(target := _group(line), name=name)
+    for command, function in found.items():
+        text, examples = split_examples(function.__doc__ or "")
+        epilog = "\n  ".join(["\b\nExamples:", *examples]) if examples else None
+        target.command(command, help=text, epilog=epilog)(function)
+
+
+def _versions(wanted: bool) -> None:
+    if wanted:
+        import platform
+        from importlib import metadata
+
+        packages = ("torch", "transformers", "accelerate", "safetensors", "huggingface_hub", "numpy")
+        lines = [f"{package} {metadata.version(package)}" for package in packages]
+        typer.echo("\n".join([f"hf-blend {__version__}", f"python {platform.python_version()}", *lines]))
+        raise typer.Exit
+
+
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_versions, is_eager=True, help="Show the versions that matter.")
+    ] = False,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from.")] = False,
+) -> None: ...
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a command says: a table to people, plain lines to pipes, one JSON document to programs.
+
+Units are read from names: `nbytes` and `…_bytes`, `…_ms`, `…_ratio`, `created` and `digest` are written for people on
+a terminal, and left as they are in pipes and JSON.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, NoReturn, TypeVar
+
+import typer
+
+__all__ = ["Json", "fail", "humanise", "progress", "say", "show"]
+
+Item = TypeVar("Item")
+Row = Mapping[str, Any]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+
+
+def show(document: Row | Sequence[Row], *, as_json: bool = False, title: str | None = None) -> None:
+    """Print a command's result on stdout.
+
+    Args:
+        document: one record, or rows with the same names.
+        as_json: print it as it is, as one JSON document.
+        title: of the table that people see.
+    """
+    if as_json:
+        typer.echo(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
+        return
+    for_people = sys.stdout.isatty()
+    write: Callable[[str, Any], str] = humanise if for_people else (lambda _, value: str(value))
+    if isinstance(document, Mapping):
+        heads: Row = {}
+        cells = [[name, write(name, value)] for name, value in document.items()]
+    else:
+        heads = document[0] if document else {}
+        cells = [[write(name, value) for name, value in row.items()] for row in document]
+    if for_people:
+        _table(heads, cells, title)
+    else:
+        typer.echo("".join("\t".join(line) + "\n" for line in cells), nl=False)
+
+
+def say(text: str) -> None:
+    """Tell people something beside the result, on stderr."""
+    typer.echo(text, err=True)
+
+
+def fail(text: str) -> NoReturn:
+    """End the command with exit code 1: it ran, and what it checked is not so.
+
+    Args:
+        text: what failed and what to do, for stderr.
+
+    Raises:
+        typer.Exit: always.
+    """
+    say(text)
+    raise typer.Exit(1)
+
+
+def progress(items: Iterable[Item], what: str, *, total: int | None = None, quiet: bool = False) -> Iterator[Item]:
+    """Show on stderr how far a loop is.
+
+    Args:
+        items: what is looped over.
+        what: said beside the bar.
+        total: how many there are; None asks `len`.
+        quiet: show nothing; also so where stderr is no terminal or the environment forbids bars.
+
+    Yields:
+        The items.
+    """
+    from rich.console import Console
+    from rich.progress import track
+
+    forbidden = any(os.environ.get(name) for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "TQDM_DISABLE"))
+    off = quiet or forbidden or not sys.stderr.isatty()
+    yield from track(items, what, total, console=Console(stderr=True), transient=True, disable=off)
+
+
+def humanise(name: str, value: Any) -> str:
+    """Write a value for people, in the unit that its name gives.
+
+    Args:
+        name: for example `read_bytes`.
+        value: in that unit.
+
+    Returns:
+        For example `3.1 MB`.
+    """
+    if isinstance(value, str):
+        return value[:12] if name in ("digest", "fingerprint") else value
+    if value is None or isinstance(value, bool):
+        return {None: "-", True: "yes", False: "no"}[value]
+    if name.endswith("bytes"):
+        return _bytes(value)
+    if name.endswith("_ms"):
+        return f"{value:,.1f} ms"
+    if name.endswith("_ratio"):
+        return f"{value:.1%}"
+    if name == "created":
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value))
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def _table(heads: Row, cells: Sequence[Sequence[str]], title: str | None) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", show_header=bool(heads))
+    for name, value in heads.items():
+        table.add_column(name.replace("_", " "), justify="right" if isinstance(value, int | float) else "left")
+    for line in cells:
+        table.add_row(*line)
+    Console(highlight=False, markup=False).print(table)

@@ -1,0 +1,239 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""The command starts light, speaks to people and to programs, and its exit code says how it went."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hf_blend.cli import main as command
+from hf_blend.cli import output
+
+import hf_blend
+from hf_blend import ChunkStore
+from hf_blend.store import ChunkKey, ChunkKV
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    """A place of its own for the default store, and a wide screen."""
+    monkeypatch.setenv("HF_BLEND_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def run(capsys):
+    """Run a command line; gives exit code, stdout and stderr."""
+
+    def run_words(*words):
+        with pytest.raises(SystemExit) as ended:
+            command.main(words)
+        return ended.value.code or 0, *capsys.readouterr()
+
+    return run_words
+
+
+@pytest.fixture
+def filled(tmp_path):
+    """A store on disk with two chunks of 5 and 7 tokens."""
+    folder = tmp_path / "kv"
+    with ChunkStore.open(folder) as store:
+        for tokens in (5, 7):
+            layer = (torch.zeros(2, tokens, 4), torch.ones(2, tokens, 4))
+            table = (torch.ones(tokens, 4), torch.zeros(tokens, 4))
+            store.put(ChunkKV(ChunkKey("ab" * 32, (1,), tuple(range(tokens))), (layer,), (table,), (0,)))
+    return str(folder)
+
+
+def test_help_lists_every_command_file_with_its_first_line(run):
+    code, out, _ = run("--help")
+    assert code == 0
+    names = {path.stem for path in (ROOT / "cli").glob("[!_]*.py")} - command.HELPERS
+    assert set(command.commands()) == {name.replace("_", "-") for name in names}
+    for name, line in command.commands().items():
+        assert name in out
+        assert line.split()[0] in out
+        assert line.endswith("."), f"cli/{name}: its first docstring line is shown to users: {line!r}"
+
+
+def test_help_imports_neither_torch_nor_any_command():
+    code = (
+        "import sys\nfrom hf_blend.cli.main import main\n"
+        "try: main(['--help'])\nexcept SystemExit: pass\n"
+        "print('imported:', *(m for m in sys.modules if m in ('torch', 'transformers', 'hf_blend.cli.store')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "imported:"
+
+
+@pytest.mark.parametrize("name", command.commands())
+def test_help_of_a_command_does_not_import_torch(name):
+    code = (
+        "import sys\nfrom hf_blend.cli.main import main\n"
+        f"try: main([{name!r}, '--help'])\nexcept SystemExit: pass\n"
+        "print('imported:', *(m for m in sys.modules if m in ('torch', 'transformers')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "imported:"
+
+
+def test_the_module_is_the_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "hf_blend", "--version"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith(f"hf-blend {hf_blend.__version__}\npython 3.")
+    assert f"torch {torch.__version__}" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["stor"], "Did you mean 'store'?"),
+        (["store", "stast"], "Did you mean 'stats'?"),
+        (["store", "ls", "--jsno"], "--json"),
+        (["--versoin"], "--version"),
+        (["store", "ls", "--limit", "0"], "greater than or equal to 1"),
+    ],
+)
+def test_wrong_usage_exits_with_2_and_suggests_the_near_name(run, words, hint):
+    code, out, err = run(*words)
+    assert code == 2
+    assert out == ""
+    assert hint in err
+
+
+def test_our_errors_are_one_message_on_stderr_and_no_traceback(run):
+    code, out, err = run("store", "ls", "--store", "nowhere")
+    assert (code, out) == (2, "")
+    assert err.startswith("hf-blend: there is no store at 'nowhere'")
+    assert "Traceback" not in err
+
+
+def test_looking_into_a_store_that_is_not_there_does_not_make_one(run, tmp_path):
+    run("store", "stats", "--store", "nowhere")
+    assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.parametrize("words", [["--traceback", "store", "ls"], ["store", "ls", "--traceback"]])
+def test_traceback_shows_where_an_error_came_from(words):
+    with pytest.raises(hf_blend.StoreError):
+        command.main([*words, "--store", "nowhere"])
+
+
+def test_json_is_one_document_and_nothing_else(run, filled):
+    code, out, err = run("store", "ls", "--store", filled, "--json")
+    entries = json.loads(out)
+    assert (code, err) == (0, "")
+    assert sorted(entry["tokens"] for entry in entries) == [5, 7]
+    assert {len(entry["digest"]) for entry in entries} == {64}
+
+
+def test_json_of_nothing_is_still_a_document(run):
+    code, out, err = run("store", "ls", "--json")
+    assert (code, json.loads(out), err) == (0, [], "")
+
+
+def test_an_empty_store_is_said_to_be_empty_on_stderr(run):
+    assert run("store", "ls") == (0, "", "The store holds no chunks.\n")
+
+
+def test_the_newest_chunk_comes_first_and_the_limit_holds(run, filled):
+    everything = json.loads(run("store", "ls", "--store", filled, "--json")[1])
+    assert [entry["created"] for entry in everything] == sorted((e["created"] for e in everything), reverse=True)
+    assert json.loads(run("store", "ls", "--store", filled, "--json", "--limit", "1")[1]) == everything[:1]
+
+
+def test_stats_add_up_what_ls_lists(run, filled):
+    entries = json.loads(run("store", "ls", "--store", filled, "--json")[1])
+    stats = json.loads(run("store", "stats", "--store", filled, "--json")[1])
+    assert stats["chunks"] == 2
+    assert stats["tokens"] == 12
+    assert stats["models"] == 1
+    assert stats["nbytes"] == sum(entry["nbytes"] for entry in entries)
+
+
+def test_chunks_of_another_namespace_are_not_shown(run, filled):
+    assert json.loads(run("store", "stats", "--store", filled, "--namespace", "other", "--json")[1])["chunks"] == 0
+
+
+def test_a_pipe_gets_plain_lines_of_tab_separated_values(run, filled):
+    _, out, _ = run("store", "stats", "--store", filled)
+    lines = dict(line.split("\t") for line in out.splitlines())
+    assert lines["tokens"] == "12"
+    assert out.isascii()
+
+
+def test_a_terminal_gets_a_table_with_units(run, filled, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    _, out, _ = run("store", "stats", "--store", filled)
+    (line,) = [line for line in out.splitlines() if "nbytes" in line]
+    assert " B " in line or " kB " in line
+    _, out, _ = run("store", "ls", "--store", filled)
+    assert "digest" in out
+    assert out.count("disk") == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("read_bytes", 3_140_000, "3.14 MB"),
+        ("nbytes", 12, "12 B"),
+        ("nbytes", 5e15, "5e+03 TB"),
+        ("load_ms", 1234.56, "1,234.6 ms"),
+        ("recompute_ratio", 0.15, "15.0%"),
+        ("digest", "ab" * 32, "abababababab"),
+        ("tokens", 12345, "12,345"),
+        ("speedup", 2.34567, "2.346"),
+        ("exact", True, "yes"),
+        ("exact", None, "-"),
+        ("selector", "none", "none"),
+    ],
+)
+def test_values_are_written_in_the_unit_of_their_name(name, value, text):
+    assert output.humanise(name, value) == text
+
+
+def test_a_command_that_failed_exits_with_1(run, tmp_path, monkeypatch):
+    (tmp_path / "burn.py").write_text(
+        '"""Burn."""\n\nfrom hf_blend.cli.output import fail\n\n__all__ = ["burn"]\n\n\n'
+        'def burn() -> None:\n    """Burn.\n\n    Examples:\n        hf-blend burn\n    """\n    fail("2 of 3 differ.")\n'
+    )
+    monkeypatch.setattr(command, "__file__", str(tmp_path / "main.py"))
+    monkeypatch.setattr(sys.modules["hf_blend.cli"], "__path__", [str(tmp_path)])
+    assert run("burn") == (1, "", "2 of 3 differ.\n")
+    code, out, _ = run("burn", "--help")
+    assert code == 0
+    assert "Examples:\n    hf-blend burn" in out
+    assert list(command.commands()) == ["burn"]
+    sys.modules.pop("hf_blend.cli.burn")
+
+
+def test_a_bar_is_not_drawn_where_nobody_looks(capsys):
+    assert list(output.progress([1, 2], "counting")) == [1, 2]
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("quiet_by", [{"HF_HUB_DISABLE_PROGRESS_BARS": "1"}, {"TQDM_DISABLE": "1"}, {}])
+def test_a_bar_is_drawn_on_stderr_unless_the_environment_forbids_it(capsys, monkeypatch, quiet_by):
+    for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "TQDM_DISABLE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in quiet_by.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert list(output.progress([1, 2], "counting")) == [1, 2]
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert ("counting" in err) == (not quiet_by)
+
+
+def test_a_shell_can_complete_sub_commands():
+    shell = {"COMP_WORDS": "hf-blend store ", "COMP_CWORD": "2", "_HF_BLEND_COMPLETE": "complete_bash"}
+    done = subprocess.run([sys.executable, "-m", "hf_blend"], cwd=ROOT, capture_output=True, text=True, env=shell)
+    assert done.stdout.split() == ["ls", "stats"]
