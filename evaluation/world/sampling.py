@@ -1,0 +1,89 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Questions about stories, and examples of both for evaluation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+from .story import Fact, Level, Story, tell
+from .words import QUESTIONS, TOWN_OF, TOWN_RELATIONS
+
+KIND_WEIGHTS = {"explicit": 0.20, "pronoun": 0.35, "role": 0.10, "town": 0.10, "two-hop": 0.25}
+SPLITS = ("train", "heldout")
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question about a story; `kind` says how the asked fact is told, or that two facts must be joined."""
+
+    text: str
+    answer: str
+    hops: int
+    kind: str
+
+
+@dataclass(frozen=True)
+class Example:
+    """One prompt in pieces and its answer.
+
+    Tokenise each piece alone with `add_special_tokens=False`, put the BOS token in front, and join.
+    """
+
+    prefix: str
+    chunks: tuple[str, ...]
+    question: str
+    answer: str
+    hops: int
+    kind: str
+
+    @property
+    def prompt_pieces(self) -> tuple[str, ...]:
+        """The prefix, the chunks and the question, in prompt order."""
+        return (self.prefix, *self.chunks, self.question)
+
+
+def questions(story: Story) -> list[Question]:
+    """List every question that a story answers, in the order of its facts."""
+    roles = {fact.subject: fact.value for fact in story.facts if fact.relation == "role"}
+    owners = {fact.value: fact.subject for fact in story.facts if fact.relation == "home"}
+    found = []
+    for fact in story.facts:
+        found.append(_ask(fact, fact.subject, 1, fact.told_by))
+        if fact.relation in TOWN_RELATIONS and fact.subject in owners:
+            found.append(_ask(fact, TOWN_OF.format(s=owners[fact.subject]), 2, "two-hop"))
+        elif fact.subject in roles and fact.relation != "role" and fact.told_by != "role":
+            found.append(_ask(fact, f"the {roles[fact.subject]}", 2, "two-hop"))
+    return found
+
+
+def _ask(fact: Fact, subject: str, hops: int, kind: str) -> Question:
+    return Question(QUESTIONS[fact.relation].format(s=subject), fact.value, hops, kind)
+
+
+def sample_examples(count: int, seed: int, split: str = "heldout") -> list[Example]:
+    """Draw examples, one question per story, with kinds in the shares of `KIND_WEIGHTS`.
+
+    Args:
+        count: number of examples.
+        seed: decides everything; the same seed gives the same examples.
+        split: "heldout" uses only combinations that training never saw, "train" only the others.
+
+    Returns:
+        The examples, all with an empty prefix: the BOS token alone stands before the first chunk.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"split is {split!r}, but it must be one of {', '.join(SPLITS)}. Use 'heldout' to measure.")
+    random = Random(f"{split}-{seed}")
+    return [_example(random, split == "heldout") for _ in range(count)]
+
+
+def _example(random: Random, heldout: bool) -> Example:
+    kind = random.choices(list(KIND_WEIGHTS), list(KIND_WEIGHTS.values()))[0]
+    while True:
+        story = tell(random, Level(), heldout)
+        fitting = [question for question in questions(story) if question.kind == kind]
+        if fitting:
+            chosen = random.choice(fitting)
+            return Example("", story.chunks, chosen.text, chosen.answer, chosen.hops, chosen.kind)
