@@ -16,6 +16,21 @@ import hf_blend
 from hf_blend import ChunkStore
 from hf_blend.store import ChunkKey, ChunkKV
 
+BURN = '''"""Burn."""
+
+from hf_blend.cli.output import fail
+
+__all__ = ["burn"]
+
+
+def burn() -> None:
+    """Burn.
+
+    Examples:
+        hf-blend burn
+    """
+    fail("2 of 3 differ.")
+'''
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -200,10 +215,7 @@ def test_values_are_written_in_the_unit_of_their_name(name, value, text):
 
 
 def test_a_command_that_failed_exits_with_1(run, tmp_path, monkeypatch):
-    (tmp_path / "burn.py").write_text(
-        '"""Burn."""\n\nfrom hf_blend.cli.output import fail\n\n__all__ = ["burn"]\n\n\n'
-        'def burn() -> None:\n    """Burn.\n\n    Examples:\n        hf-blend burn\n    """\n    fail("2 of 3 differ.")\n'
-    )
+    (tmp_path / "burn.py").write_text(BURN)
     monkeypatch.setattr(command, "__file__", str(tmp_path / "main.py"))
     monkeypatch.setattr(sys.modules["hf_blend.cli"], "__path__", [str(tmp_path)])
     assert run("burn") == (1, "", "2 of 3 differ.\n")

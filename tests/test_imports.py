@@ -19,8 +19,8 @@ HOMES = {"hf_blend": ROOT / "hf_blend", "hf_blend.cli": ROOT / "cli", "hf_blend.
 LEAVES = ("rotary", "families", "selectors", "correctors", "store.tiers", "store.eviction", "store.codecs")
 FLOW = (  # a module imports from its own line and from those above it; LEAVES not even from each other
     ("errors", "version", "plugins"),
-    ("config", "report"),
-    ("masks", "prompt", "fingerprint", "anatomy", "store.chunk"),
+    ("config",),
+    ("masks", "prompt", "checksum", "fingerprint", "anatomy", "flops", "report", "store.chunk"),
     LEAVES,
     ("capture", "calibrate"),
     ("store", "loading"),
