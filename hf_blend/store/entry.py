@@ -12,6 +12,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from ..errors import StoreError
 from .chunk import ChunkKey, ChunkKV
 from .header import DTYPES, HEADER_CAP_BYTES, Header, TensorPlan, hash_namespace
 from .tiers.base import EntryFault, Source
@@ -31,13 +32,16 @@ def encode_entry(chunk: ChunkKV) -> list[memoryview]:
 
     Returns:
         The bytes in pieces: the header, then each tensor without a copy.
+
+    Raises:
+        StoreError: a dtype that cannot be stored, or too many layers.
     """
     key = chunk.key
     ids = [("token_ids", torch.tensor(key.token_ids)), ("sink_ids", torch.tensor(key.sink_ids, dtype=torch.int64))]
     named = [*ids, *chunk.named_tensors()]
     views = [_bytes_of(tensor) for _, tensor in named]
     plans = tuple(
-        TensorPlan(name, _DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), _digest(view))
+        TensorPlan(name, _dtype_name(name, tensor), tuple(tensor.shape), _digest(view))
         for (name, tensor), view in zip(named, views, strict=True)
     )
     header = Header(key.digest, key.fingerprint, hash_namespace(key.namespace), CODEC, chunk.layer_table, plans)
@@ -212,6 +216,12 @@ def _read_tensor(source: Source, plan: TensorPlan, start: int, buffer: Tensor) -
     if buffer.storage_offset() % dtype.itemsize:
         buffer = buffer.clone()
     return buffer.view(dtype).view(plan.shape)
+
+
+def _dtype_name(name: str, tensor: Tensor) -> str:
+    if tensor.dtype not in _DTYPE_NAMES:
+        raise StoreError(f"{name} is {tensor.dtype}, wanted one of {', '.join(DTYPES)}. Convert it before storing.")
+    return _DTYPE_NAMES[tensor.dtype]
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

@@ -1,0 +1,359 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""The disk tier: whole or absent, whatever the file system does."""
+
+import errno
+import os
+import socket
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from hf_blend.errors import ConfigError, StoreError
+from hf_blend.store.tiers import files as files_module
+from hf_blend.store.tiers.base import EntryFault
+from hf_blend.store.tiers.disk import DiskTier
+from hf_blend.store.tiers.files import is_abandoned, write_atomically
+
+NAME = "ab/cd/" + "cd" * 32
+PARTS = [memoryview(b"head"), memoryview(b""), memoryview(b"x" * 5000)]
+CONTENT = b"head" + b"x" * 5000
+
+
+@pytest.fixture
+def tier(tmp_path):
+    return DiskTier(tmp_path / "store")
+
+
+def read(tier, name=NAME):
+    source = tier.open(name)
+    assert source is not None
+    content = bytearray(source.stat.nbytes)
+    source.read_into(0, memoryview(content))
+    source.close()
+    return bytes(content)
+
+
+def leftovers(tier):
+    return [path.name for path in tier.root.rglob("*") if path.is_file()]
+
+
+def failing(number, *, after=0):
+    """Give a function that works `after` times through the original, then raises."""
+
+    def patch(monkeypatch, name):
+        original, calls = getattr(os, name), []
+
+        def call(*args, **kwargs):
+            calls.append(args)
+            if len(calls) > after:
+                raise OSError(number, os.strerror(number))
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(files_module.os, name, call)
+
+    return patch
+
+
+def test_what_is_put_is_read_back(tier):
+    assert tier.open(NAME) is None
+    assert tier.stat(NAME) is None
+    assert tier.put_if_absent(NAME, PARTS)
+    assert not tier.put_if_absent(NAME, [memoryview(b"other")])
+    assert read(tier) == CONTENT
+    assert tier.contains(NAME)
+    assert tier.stat(NAME).nbytes == len(CONTENT)
+    assert tier.names("ab") == {NAME}
+    assert tier.delete(NAME)
+    assert not tier.delete(NAME)
+    assert tier.names("ab") == frozenset()
+
+
+def test_files_and_directories_are_private(tier):
+    old = os.umask(0)
+    try:
+        tier.put_if_absent(NAME, PARTS)
+    finally:
+        os.umask(old)
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in tier.root.rglob("*") if path.is_file()}
+    assert modes == {0o600}
+    folders = [tier.root, *(path for path in tier.root.rglob("*") if path.is_dir())]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folders} == {0o700}
+
+
+@pytest.mark.parametrize(
+    "name", ["", "../../etc", "ab/cd/xyz", "AB/cd/" + "cd" * 32, NAME + "/x", "ab/cd/" + "c" * 63]
+)
+def test_a_name_is_hex_or_nothing(tier, name):
+    with pytest.raises(ConfigError, match="hex digits"):
+        tier.path(name)
+
+
+def test_a_system_that_writes_a_few_bytes_at_a_time_still_writes_all(tier, monkeypatch):
+    original = os.write
+    monkeypatch.setattr(files_module.os, "write", lambda handle, data: original(handle, data[:7]))
+    tier.put_if_absent(NAME, PARTS)
+    assert read(tier) == CONTENT
+
+
+def test_a_system_that_reads_a_few_bytes_at_a_time_still_reads_all(tier, monkeypatch):
+    tier.put_if_absent(NAME, PARTS)
+    original = os.preadv
+    monkeypatch.setattr(files_module.os, "preadv", lambda handle, to, start: original(handle, [to[0][:7]], start))
+    assert read(tier) == CONTENT
+
+
+@pytest.mark.parametrize(
+    ("call", "number", "after"),
+    [
+        ("write", errno.ENOSPC, 0),
+        ("write", errno.EIO, 1),
+        ("fdatasync", errno.EIO, 0),
+        ("rename", errno.EXDEV, 0),
+        ("open", errno.EMFILE, 3),
+    ],
+)
+def test_a_failing_write_leaves_nothing_behind(tier, monkeypatch, call, number, after):
+    failing(number, after=after)(monkeypatch, call)
+    with pytest.raises(OSError, match=os.strerror(number)):
+        tier.put_if_absent(NAME, PARTS)
+    monkeypatch.undo()
+    assert leftovers(tier) == []
+    assert tier.put_if_absent(NAME, PARTS)
+    assert read(tier) == CONTENT
+
+
+def test_an_interrupted_write_leaves_nothing_behind(tier, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(files_module.os, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tier.put_if_absent(NAME, PARTS)
+    assert leftovers(tier) == []
+
+
+def test_data_is_synced_before_it_gets_its_name_and_the_name_after(tier, monkeypatch):
+    calls = []
+    for name in ("fdatasync", "rename", "fsync"):
+        original = getattr(os, name)
+        monkeypatch.setattr(files_module.os, name, lambda *a, n=name, o=original: (calls.append(n), o(*a))[1])
+    tier.put_if_absent(NAME, PARTS)
+    assert calls[-3:] == ["fdatasync", "rename", "fsync"]
+    assert calls[:-3] == ["fsync"] * 3  # the new directories
+    calls.clear()
+    scratch = DiskTier(tier.root.parent / "scratch", durable=False)
+    scratch.put_if_absent(NAME, PARTS)
+    assert calls == ["rename"]
+
+
+def test_a_directory_removed_while_running_is_made_again(tier):
+    import shutil
+
+    tier.put_if_absent(NAME, PARTS)
+    shutil.rmtree(tier.root / "objects" / "ab")
+    assert tier.open(NAME) is None
+    assert tier.names("ab") == frozenset()
+    assert tier.put_if_absent(NAME, PARTS)
+    assert read(tier) == CONTENT
+
+
+def plant_link(path, target):
+    target.write_bytes(b"secret")
+    path.symlink_to(target)
+
+
+def plant_dangling_link(path, target):
+    path.symlink_to(target)
+
+
+def plant_pipe(path, target):
+    os.mkfifo(path)
+
+
+def plant_socket(path, target):
+    here = os.getcwd()
+    os.chdir(path.parent)  # names of sockets are short
+    try:
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind("s")
+        os.rename("s", path.name)
+    finally:
+        os.chdir(here)
+
+
+def plant_directory(path, target):
+    path.mkdir()
+
+
+@pytest.mark.parametrize("plant", [plant_link, plant_dangling_link, plant_pipe, plant_socket, plant_directory])
+def test_what_is_not_a_file_is_refused_without_touching_it_or_waiting(tier, tmp_path, plant):
+    path, target = tier.path(NAME), tmp_path / "target"
+    path.parent.mkdir(parents=True)
+    plant(path, target)
+    before = target.exists() and target.read_bytes()
+    with pytest.raises(EntryFault) as caught:
+        tier.open(NAME)
+    assert (caught.value.reason, caught.value.corrupt) == ("foreign", False)
+    assert not tier.contains(NAME)
+    if plant is not plant_directory:
+        assert tier.put_if_absent(NAME, PARTS)  # takes the place of the link, never of what it leads to
+        assert read(tier) == CONTENT
+    assert (target.exists() and target.read_bytes()) == before
+
+
+def test_an_open_entry_stays_readable_after_it_is_deleted_or_replaced(tier):
+    tier.put_if_absent(NAME, PARTS)
+    source = tier.open(NAME)
+    tier.delete(NAME)
+    tier.put_if_absent(NAME, [memoryview(b"new")])
+    content = bytearray(source.stat.nbytes)
+    source.read_into(0, memoryview(content))
+    assert bytes(content) == CONTENT
+    assert not tier.delete(NAME, source)  # it is not that file any more
+    assert read(tier) == b"new"
+    source.close()
+    source.close()
+
+
+def test_names_follow_other_writers_and_are_the_same_object_while_nothing_changes(tier):
+    other = DiskTier(tier.root)
+    names = [f"ab/{number:02x}/{number:02x}" + "0" * 62 for number in range(20)]
+    for name in names[:10]:
+        other.put_if_absent(name, PARTS)
+    first = tier.names("ab")
+    assert first == set(names[:10])
+    assert tier.names("ab") is first
+    for name in names[10:]:
+        other.put_if_absent(name, PARTS)
+    other.delete(names[0])
+    assert tier.names("ab") == set(names[1:])
+    assert tier.names("00") == frozenset()
+
+
+def test_an_old_directory_is_not_read_again_until_it_changes(tier, monkeypatch):
+    tier.put_if_absent(NAME, PARTS)
+    shard = tier.path(NAME).parent
+    os.utime(shard, (1, 1))
+    tier.names("ab")
+    scanned = []
+    original = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: (scanned.append(Path(path).name), original(path))[1])
+    tier.names("ab")
+    assert shard.name not in scanned
+    tier.put_if_absent("ab/cd/" + "cd" * 31 + "00", PARTS)
+    assert len(tier.names("ab")) == 2
+
+
+def test_other_files_are_not_entries(tier):
+    tier.put_if_absent(NAME, PARTS)
+    shard = tier.path(NAME).parent
+    for name in ("notes.txt", "ff" * 32 + ".safetensors", "cd" * 32, "cd.safetensors"):
+        (shard / name).write_bytes(b"x")
+    (tier.root / "objects" / "file").write_bytes(b"x")
+    assert tier.names("ab") == {NAME}
+    tier.reclaim()
+    assert len(leftovers(tier)) == 6
+
+
+def orphan(tier, *, writer=None):
+    """A temporary file as a process leaves it when it is killed before the rename."""
+    code = (
+        "import os, sys, pathlib\n"
+        "from hf_blend.store.tiers import files\n"
+        "files.os.rename = lambda *paths: (print(flush=True), sys.stdin.read(), os._exit(9))\n"
+        "files.write_atomically(pathlib.Path(sys.argv[1]), [b'part'], durable=False)\n"
+    )
+    path = tier.path(NAME)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
+    )
+    process.stdout.readline()
+    return process
+
+
+def test_a_temporary_file_goes_when_its_writer_is_gone_and_not_before(tier):
+    with orphan(tier) as process:
+        assert len(leftovers(tier)) == 1
+        assert DiskTier(tier.root).reclaim() == 0
+        assert len(leftovers(tier)) == 1
+        process.kill()
+        process.wait()
+    assert DiskTier(tier.root).reclaim() == 1
+    assert leftovers(tier) == []
+
+
+def temporary(tmp_path, host, pid, start):
+    path = tmp_path / f"{'cd' * 32}.{host}.{pid}.{start}.{'0' * 16}.tmp"
+    path.write_bytes(b"part")
+    return path
+
+
+def test_a_process_id_that_was_used_again_is_not_the_writer(tmp_path):
+    here, me = files_module._host(), os.getpid()
+    assert is_abandoned(temporary(tmp_path, here, me, files_module._start_ticks(me) + 1))
+    assert not is_abandoned(temporary(tmp_path, here, me, files_module._start_ticks(me)))
+
+
+def test_the_temporary_file_of_another_machine_goes_after_a_day(tmp_path):
+    path = temporary(tmp_path, "0" * 12, 1, 1)
+    assert not is_abandoned(path)
+    os.utime(path, (1, 1))
+    assert is_abandoned(path)
+    path.unlink()
+    assert not is_abandoned(path)
+    assert not is_abandoned(tmp_path / "cdcd.tmp")
+
+
+def test_without_proc_a_living_process_is_known_by_its_id_alone(tmp_path, monkeypatch):
+    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
+        gone.wait()
+    monkeypatch.setattr(files_module, "Path", lambda path: Path(tmp_path / "nothing"))
+    monkeypatch.setattr(files_module.os.path, "exists", lambda path: False)
+    assert files_module._start_ticks(os.getpid()) == 0
+    assert files_module._start_ticks(gone.pid) == -1
+
+    def forbidden(*_):
+        raise PermissionError
+
+    monkeypatch.setattr(files_module.os, "kill", forbidden)
+    assert files_module._start_ticks(1) == 0
+
+
+def test_an_unusable_place_is_refused_with_a_way_out(tmp_path):
+    (tmp_path / "file").write_bytes(b"x")
+    for root in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(StoreError, match="cannot be kept at .*file.*memory://"):
+            DiskTier(root)
+
+
+def test_eight_writers_of_one_name_leave_one_whole_file(tier):
+    barrier = threading.Barrier(8)
+
+    def write():
+        barrier.wait()
+        DiskTier(tier.root).put_if_absent(NAME, PARTS)
+
+    threads = [threading.Thread(target=write) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert read(tier) == CONTENT
+    assert len(leftovers(tier)) == 1
+
+
+def test_a_file_is_replaced_in_one_step(tmp_path):
+    path = tmp_path / "index"
+    write_atomically(path, [b"old"], durable=False)
+    write_atomically(path, [b"new"], durable=True)
+    assert path.read_bytes() == b"new"
+    assert len(list(tmp_path.iterdir())) == 1

@@ -1,0 +1,336 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""One chunk as bytes: it comes back bit for bit, or it does not come back."""
+
+import json
+import re
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from safetensors.torch import load
+
+from hf_blend.errors import ConfigError, StoreError
+from hf_blend.store import ChunkKey
+from hf_blend.store.entry import EntryReader, encode_entry, read_key
+from hf_blend.store.header import HEADER_CAP_BYTES, Header, hash_namespace
+from hf_blend.store.tiers.base import EntryFault
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn]
+
+
+def header_of(content):
+    return content[: 8 + int.from_bytes(content[:8], "little")]
+
+
+def with_header(content, change):
+    """Change the JSON text of a header and keep its length field right."""
+    text = change(header_of(content)[8:].decode()).encode()
+    return len(text).to_bytes(8, "little") + text + content[len(header_of(content)) :]
+
+
+def reason_of(source, content, key):
+    with pytest.raises(EntryFault) as caught:
+        EntryReader(source(content), key).read()
+    return caught.value.reason
+
+
+def test_the_digest_of_a_key_never_changes():
+    key = ChunkKey("ab" * 32, (1,), (5, 6, 70000), "tenant ü")
+    assert key.digest == "536574e5f4801fbc9fb26909c88b4e14d68279b937021b92f71a7ca47ceb20f6"
+
+
+def test_the_digest_of_a_key_is_that_of_the_written_down_encoding():
+    import hashlib
+
+    def part(data):
+        return len(data).to_bytes(8, "little") + data
+
+    def ids(*values):
+        return part(b"".join(value.to_bytes(8, "little") for value in values))
+
+    text = part(b"hf_blend.key/1") + part(b"model") + part(b"ns") + ids(1, 2) + ids(3)
+    assert ChunkKey("model", (1, 2), (3,), "ns").digest == hashlib.sha256(text).hexdigest()
+
+
+def test_keys_that_differ_anywhere_have_different_digests():
+    base = ChunkKey("f", (1, 2), (3, 4), "ns")
+    others = [
+        replace(base, fingerprint="g"),
+        replace(base, sink_ids=(1,), token_ids=(2, 3, 4)),
+        replace(base, sink_ids=(1, 3)),
+        replace(base, token_ids=(4, 3)),
+        replace(base, token_ids=(3, 4, 0)),
+        replace(base, namespace=""),
+        ChunkKey("fn", (1, 2), (3, 4), "s"),
+        replace(base, namespace="n\udcff"),
+    ]
+    assert len({key.digest for key in [base, *others]}) == len(others) + 1
+
+
+@pytest.mark.parametrize("ids", [(1.5,), ("a",), (-1,), (2**31,), ()])
+def test_a_key_refuses_what_is_no_token(ids):
+    with pytest.raises(ConfigError, match="token"):
+        ChunkKey("f", (), ids)
+
+
+def test_a_key_takes_ids_from_tensors_and_lists():
+    assert ChunkKey("f", [], torch.tensor([3, 4])) == ChunkKey("f", (), (3, 4))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_chunk_comes_back_bit_for_bit(chunk, same, source, content, dtype):
+    stored = chunk(dtype=dtype)
+    same(EntryReader(source(content(stored)), stored.key).read(), stored)
+
+
+def test_an_odd_number_of_small_values_before_a_wide_type_is_no_obstacle(chunk, same, source, content):
+    mixed = chunk((5,))
+    narrow = mixed.layers[0][1][:1, :, :1].to(torch.float8_e5m2)
+    mixed = replace(mixed, layers=((mixed.layers[0][0], narrow), mixed.layers[1]))
+    same(EntryReader(source(content(mixed)), mixed.key).read(), mixed)
+
+
+def test_one_layer_can_be_read_alone(chunk, source, content):
+    stored = chunk(layers=3)
+    reader = EntryReader(source(content(stored)), stored.key)
+    for place, (keys, values) in enumerate(stored.layers):
+        got_keys, got_values = reader.layer(place)
+        assert got_keys.equal(keys)
+        assert got_values.equal(values)
+
+
+def test_any_safetensors_reader_opens_an_entry(chunk, content):
+    stored = chunk(dtype=torch.bfloat16)
+    tensors = load(content(stored))
+    assert tensors["token_ids"].tolist() == list(stored.key.token_ids)
+    assert tensors["sink_ids"].tolist() == list(stored.key.sink_ids)
+    assert tensors["layer.1.v"].equal(stored.layers[1][1])
+    assert len(tensors) == 8
+
+
+def test_equal_chunks_give_equal_bytes_and_the_data_is_aligned(chunk, content):
+    assert content(chunk()) == content(chunk())
+    assert len(header_of(content(chunk()))) % 64 == 0
+
+
+def test_keys_and_values_of_a_layer_lie_side_by_side_in_order(chunk, content):
+    rows = json.loads(header_of(content(chunk(layers=3)))[8:])
+    names = [name for name in rows if name != "__metadata__"]
+    stops = [rows[name]["data_offsets"] for name in names]
+    assert names[:4] == ["token_ids", "sink_ids", "table.0.cos", "table.0.sin"]
+    assert names[4:] == [f"layer.{place}.{part}" for place in range(3) for part in "kv"]
+    assert all(before[1] == after[0] for before, after in pairwise(stops))
+
+
+def test_no_text_of_the_user_is_in_the_file(chunk, content):
+    assert b"tenant" not in content(chunk(namespace="tenant"))
+    assert hash_namespace("tenant").encode() in content(chunk(namespace="tenant"))
+
+
+def test_every_flipped_bit_is_found(chunk, source, content):
+    stored = chunk((5, 6), layers=1, dtype=torch.bfloat16)
+    good = content(stored)
+    missed = []
+    for bit in range(len(good) * 8):
+        bad = bytearray(good)
+        bad[bit // 8] ^= 1 << bit % 8
+        try:
+            EntryReader(source(bytes(bad)), stored.key).read()
+            missed.append(bit)
+        except EntryFault:
+            pass
+    assert len(good) * 8 > 5000
+    assert not missed
+
+
+def test_a_flipped_bit_is_found_before_its_layer_is_used(chunk, source, content):
+    stored = chunk(layers=2)
+    bad = bytearray(content(stored))
+    bad[-1] ^= 1  # values of the last layer
+    reader = EntryReader(source(bytes(bad)), stored.key)
+    assert reader.layer(0)[0].equal(stored.layers[0][0])
+    with pytest.raises(EntryFault, match="digest"):
+        reader.layer(1)
+
+
+def test_every_truncation_and_every_addition_is_found(chunk, source, content):
+    stored = chunk((5, 6), layers=1)
+    good = content(stored)
+    reasons = {reason_of(source, good[:length], stored.key) for length in range(len(good))}
+    assert reasons == {"truncated"}
+    assert reason_of(source, good + b"\0", stored.key) == "format"
+
+
+def test_zeroed_and_swapped_parts_are_found(chunk, source, content):
+    stored = chunk((5, 6), layers=2)
+    good, start = content(stored), len(header_of(content(stored)))
+    for at in range(start, len(good) - 8, 8):
+        zeroed = good[:at] + bytes(8) + good[at + 8 :]
+        assert zeroed == good or reason_of(source, zeroed, stored.key) in ("digest", "key")
+    swapped = good[:-64] + good[-32:] + good[-64:-32]
+    assert reason_of(source, swapped, stored.key) == "digest"
+
+
+def test_the_body_of_another_entry_is_found(chunk, source, content):
+    one, other = chunk((5, 6, 7), seed=1), chunk((5, 6, 8), seed=2)
+    first, second = content(one), content(other)
+    start = len(header_of(first))
+    assert reason_of(source, first[:start] + second[start:], one.key) in ("digest", "key")
+    assert reason_of(source, second, one.key) == "key"
+
+
+def test_another_models_entry_is_refused_by_name(chunk, source, content):
+    stored = chunk()
+    other = chunk(fingerprint="cd" * 32)
+    assert reason_of(source, content(other), stored.key) == "fingerprint"
+    assert reason_of(source, content(chunk(namespace="b")), chunk(namespace="a").key) == "key"
+
+
+def test_renamed_tensors_are_found_even_with_a_fresh_manifest(chunk, source, content):
+    stored = chunk(layers=2)
+    good = content(stored)
+    renamed = with_header(good, lambda text: text.replace("layer.0.k", "layer.2.k"))
+    assert reason_of(source, renamed, stored.key) == "format"
+    header = Header.decode(header_of(good))
+    names = [plan.name for plan in header.tensors]
+    names[4], names[6] = names[6], names[4]
+    plans = tuple(replace(plan, name=name) for plan, name in zip(header.tensors, names, strict=True))
+    forged = replace(header, tensors=plans).encode() + good[len(header_of(good)) :]
+    assert reason_of(source, forged, stored.key) == "format"
+
+
+def test_another_dtype_in_the_header_is_found(chunk, source, content):
+    stored = chunk(dtype=torch.bfloat16)
+    bad = with_header(content(stored), lambda text: re.sub('"BF16"', '"F16"', text))
+    assert reason_of(source, bad, stored.key) == "format"
+
+
+def test_a_codec_of_a_later_version_is_a_miss_but_no_damage(chunk, source, content):
+    stored = chunk()
+    good = content(stored)
+    later = replace(Header.decode(header_of(good)), codec="int4").encode() + good[len(header_of(good)) :]
+    with pytest.raises(EntryFault) as caught:
+        EntryReader(source(later), stored.key)
+    assert (caught.value.reason, caught.value.corrupt) == ("codec", False)
+
+
+def metadata(**changes):
+    def change(text):
+        rows = json.loads(text)
+        for name, value in changes.items():
+            rows["__metadata__"][name] = value
+        return json.dumps(rows)
+
+    return change
+
+
+HOSTILE = {
+    "no JSON": lambda text: "{",
+    "a list": lambda text: "[]",
+    "no metadata": lambda text: "{}",
+    "metadata that is a text": lambda text: '{"__metadata__": "x"}',
+    "deep nesting": lambda text: "[" * 200_000,
+    "a repeated tensor": lambda text: text.replace('"sink_ids"', '"token_ids"'),
+    "a negative size": lambda text: text.replace("[3]", "[-3]", 1),
+    "a huge size": lambda text: text.replace("[3]", "[4611686018427387904]", 1),
+    "a fractional size": lambda text: text.replace("[3]", "[3.0]", 1),
+    "a true size": lambda text: text.replace("[1]", "[true]", 1),
+    "an unknown dtype": lambda text: text.replace('"I64"', '"I65"', 1),
+    "a space": lambda text: text.replace(",", ", ", 1),
+    "a table that is not there": metadata(layer_table="[0,7]"),
+    "a table that is a text": metadata(layer_table='["a"]'),
+    "a lost digest": metadata(digests="[]"),
+    "another provenance": lambda text: text.replace("isolated", "captured"),
+    "a later format": lambda text: text.replace("hf_blend.chunk/1", "hf_blend.chunk/2"),
+    "a million tensors": lambda text: json.dumps({f"layer.{n}.k": 0 for n in range(10**5)}),
+}
+
+
+@pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_header_is_refused(chunk, source, content, change):
+    stored = chunk()
+    bad = with_header(content(stored), change)
+    assert reason_of(source, bad, stored.key) == "format"
+    with pytest.raises(EntryFault, match="format"):
+        read_key(source(bad), "")
+
+
+def test_a_header_length_is_not_believed(chunk, source, content):
+    stored = chunk()
+    for length in (HEADER_CAP_BYTES + 1, 2**63, 2**64 - 1):
+        bad = length.to_bytes(8, "little") + content(stored)[8:]
+        assert reason_of(source, bad, stored.key) == "format"
+
+
+def forged(stored, content, **changes):
+    """An entry with a valid manifest by someone who knows the format."""
+    good = content(stored)
+    header = Header.decode(header_of(good))
+    changes = {name: change(header) for name, change in changes.items()}
+    return replace(header, **changes).encode() + good[len(header_of(good)) :]
+
+
+def test_a_valid_header_must_still_describe_a_chunk_of_this_length(chunk, source, content):
+    stored = chunk()
+    wrong_table = forged(stored, content, layer_table=lambda header: (0, 5))
+    assert reason_of(source, wrong_table, stored.key) == "format"
+    fewer_layers = forged(stored, content, layer_table=lambda header: (0,))
+    assert reason_of(source, fewer_layers, stored.key) == "format"
+
+    def flat(header):
+        first, *rest = header.tensors
+        return (replace(first, shape=(1, *first.shape)), *rest)
+
+    assert reason_of(source, forged(stored, content, tensors=flat), stored.key) == "format"
+
+
+def test_a_chunk_that_claims_absurd_amounts_is_refused_before_memory_is_taken(chunk, content):
+    stored = chunk((5,))
+    good = content(stored)
+    header = Header.decode(header_of(good))
+    wide = replace(header.tensors[-1], shape=(1 << 20, 1, 1 << 19))
+
+    class Endless:
+        def __init__(self, head, nbytes):
+            self.head, self.stat = head, type("stat", (), {"nbytes": nbytes})
+
+        def read_into(self, start, target):
+            target[:] = (self.head + bytes(len(target) + start))[start : start + len(target)]
+
+    absurd = replace(header, tensors=(*header.tensors[:-1], wide))
+    with pytest.raises(EntryFault, match="too many"):
+        EntryReader(Endless(absurd.encode(), len(absurd.encode()) + absurd.nbytes), stored.key)
+    ids = replace(header.tensors[0], shape=(1 << 39,))
+    absurd = replace(header, tensors=(ids, *header.tensors[1:]))
+    with pytest.raises(EntryFault, match="format"):
+        read_key(Endless(absurd.encode(), len(absurd.encode()) + absurd.nbytes), "")
+
+
+def test_the_key_of_an_entry_can_be_read_without_its_kv(chunk, source, content):
+    stored = chunk(namespace="n")
+    assert read_key(source(content(stored)), "n") == stored.key
+    with pytest.raises(EntryFault) as caught:
+        read_key(source(content(stored)), "other")
+    assert (caught.value.reason, caught.value.corrupt) == ("namespace", False)
+
+
+def test_reading_only_the_key_checks_it_too(chunk, source, content):
+    stored, other = chunk((5, 6, 7)), chunk((5, 6, 8))
+    mislabelled = forged(stored, content, key=lambda header: other.key.digest)
+    with pytest.raises(EntryFault, match="key"):
+        read_key(source(mislabelled), "")
+    reordered = forged(stored, content, tensors=lambda header: (*header.tensors[2:], *header.tensors[:2]))
+    with pytest.raises(EntryFault, match="does not begin"):
+        read_key(source(reordered), "")
+
+
+def test_an_entry_with_more_tensors_than_can_be_read_back_is_not_written(chunk):
+    with pytest.raises(StoreError, match=r"\d+ tensors are too many"):
+        encode_entry(chunk((5,), layers=5000))
+
+
+def test_a_dtype_that_cannot_be_stored_is_named(chunk):
+    with pytest.raises(StoreError, match="complex64"):
+        encode_entry(chunk().map(lambda tensor: tensor.to(torch.complex64)))
