@@ -3,6 +3,7 @@
 """What every test may use: tiny random models, and the promise that a model is left as it was found."""
 
 import copy
+import functools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -120,3 +121,50 @@ def leaves_untouched(model: PreTrainedModel) -> Iterator[None]:
 def untouched() -> Callable[[PreTrainedModel], Any]:
     """Give `leaves_untouched`, a context manager: whatever happens inside may not change the model."""
     return leaves_untouched
+
+
+class IdTokenizer:
+    """Stands in for a tokenizer: a letter is a token; ids pass through `tokenize` as they are."""
+
+    bos_token_id, pad_token_id = 1, 0
+
+    @staticmethod
+    def encode(text: str, add_special_tokens: bool = True) -> list[int]:
+        return [3 + ord(letter) % 120 for letter in text]
+
+
+@functools.cache
+def shared_tiny_model(model_type: str = "llama", attention: str = "sdpa", **config: Any) -> PreTrainedModel:
+    """Build a tiny model once for all tests that leave it as they found it."""
+    return build_tiny_model(model_type, attn_implementation=attention, **config)
+
+
+@pytest.fixture(scope="session")
+def shared_model() -> Iterator[Callable[..., PreTrainedModel]]:
+    """Give `shared_tiny_model`: `shared_model("qwen2", "eager")` is the same model at each call; do not change it."""
+    before = snapshot(shared_tiny_model())
+    yield shared_tiny_model
+    assert_same(before, snapshot(shared_tiny_model()))
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> type[IdTokenizer]:
+    """Give a tokenizer of letters, with BOS 1 and PAD 0."""
+    return IdTokenizer
+
+
+def random_ids(count: int, seed: int) -> list[int]:
+    """Draw token ids that are no special tokens."""
+    return torch.randint(3, 128, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def random_pieces(chunks: tuple[int, ...] = (17, 23, 31), prefix: int = 4, question: int = 9, seed: int = 0) -> dict:
+    """Draw the pieces of a request as token ids, of the given lengths; BOS and the prefix come first."""
+    drawn = [random_ids(length, 100 * seed + place) for place, length in enumerate((prefix, question, *chunks))]
+    return {"prefix": [1, *drawn[0]], "chunks": drawn[2:], "question": drawn[1]}
+
+
+@pytest.fixture(scope="session")
+def pieces() -> Callable[..., dict]:
+    """Give `random_pieces`: the keyword arguments of `BlendCache.inputs`, drawn as ids."""
+    return random_pieces
