@@ -6,6 +6,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.hf-blend-installed
 PYTEST_ARGS ?=
+# setup.cfg has -ra: pytest ends with the reason of every skip, and their count in its last line
 COVERED := cache blend rotary selectors store
 
 .DEFAULT_GOAL := help
@@ -26,11 +27,10 @@ quickstart: $(STAMP) ## answer one question from reused chunks, on this machine'
 	$(BIN)/python examples/quickstart.py
 
 test: $(STAMP) ## run the tests, with coverage and the reasons of what was skipped
-	$(BIN)/python -P -m pytest -rs -m "not network" $(COVERED:%=--cov=hf_blend.%) --cov-report=term $(PYTEST_ARGS)
+	$(BIN)/python -P -m pytest -m "not network" $(COVERED:%=--cov=hf_blend.%) --cov-report=term $(PYTEST_ARGS)
 
-check: $(STAMP) ## lint, format and types
+check: $(STAMP) ## lint and types
 	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 bench: $(STAMP) ## measure time to first token and write benchmarks/results

@@ -4,6 +4,7 @@
 
 import ast
 import configparser
+import re
 import subprocess
 import sys
 import zipfile
@@ -14,6 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import hf_blend
+from hf_blend.cli.main import commands
 
 ROOT = Path(__file__).resolve().parent.parent
 SETUP = configparser.ConfigParser()
@@ -100,6 +102,12 @@ def test_the_pins_are_exact_and_allowed_by_setup_cfg():
     versions = {canonicalize_name(pin.name): str(pin.specifier)[2:] for pin in PINS}
     for wanted in INSTALLED_BY_MAKE:
         assert versions[canonicalize_name(wanted.name)] in wanted.specifier
+
+
+def test_make_calls_only_commands_and_programs_that_exist():
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    assert set(re.findall(r"/hf-blend ([a-z-]+)", makefile)) <= set(commands())
+    assert all((ROOT / program).is_file() for program in re.findall(r"/python (\S+\.py)", makefile))
 
 
 @pytest.mark.slow
