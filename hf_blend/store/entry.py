@@ -105,8 +105,9 @@ class EntryReader:
         Raises:
             EntryFault: truncated or digest.
             OSError: it cannot be read now.
+            MemoryError: there is no room for it.
         """
-        buffer = torch.empty(self.header.nbytes, dtype=torch.uint8)
+        buffer = _allocate(self.header.nbytes)
         start = self._places["token_ids"][1]
 
         def take(name: str) -> Tensor:
@@ -129,11 +130,12 @@ class EntryReader:
         Raises:
             EntryFault: truncated or digest.
             OSError: it cannot be read now.
+            MemoryError: there is no room for it.
         """
 
         def take(name: str) -> Tensor:
             plan, start = self._places[name]
-            return _read_tensor(self._source, plan, start, torch.empty(plan.nbytes, dtype=torch.uint8))
+            return _read_tensor(self._source, plan, start, _allocate(plan.nbytes))
 
         return self._pair(take, "layer", place, "k", "v")
 
@@ -201,9 +203,16 @@ def _read_ids(source: Source, header: Header, start: int) -> tuple[tuple[int, ..
     for plan in header.tensors[:2]:
         if plan.dtype != "I64" or len(plan.shape) != 1 or plan.nbytes > _MAX_BYTES_PER_TOKEN:
             raise EntryFault("format", f"{plan.name} are {plan.dtype} {plan.shape}, wanted I64 in one axis")
-        ids.append(_read_tensor(source, plan, start, torch.empty(plan.nbytes, dtype=torch.uint8)).tolist())
+        ids.append(_read_tensor(source, plan, start, _allocate(plan.nbytes)).tolist())
         start += plan.nbytes
     return tuple(ids[0]), tuple(ids[1])
+
+
+def _allocate(nbytes: int) -> Tensor:
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8)
+    except RuntimeError as error:  # so torch says that memory is short
+        raise MemoryError(str(error)) from error
 
 
 def _read_tensor(source: Source, plan: TensorPlan, start: int, buffer: Tensor) -> Tensor:

@@ -4,6 +4,7 @@
 
 import contextlib
 import errno
+import time
 
 from torch import Tensor
 
@@ -11,7 +12,7 @@ from .catalog import Catalog
 from .chunk import ChunkKey, ChunkKV
 from .entry import EntryReader, encode_entry
 from .tally import Tally
-from .tiers.base import EntryFault, Source, Tier
+from .tiers.base import EntryFault, ObjectStat, Source, Tier
 from .tiers.memory import MemoryTier
 
 __all__ = ["TierStack"]
@@ -45,18 +46,17 @@ class TierStack:
             self._hold(chunk)
         return chunk
 
-    def put(self, chunk: ChunkKV) -> bool:
-        """Hold a chunk and write it behind.
+    def put(self, chunk: ChunkKV) -> None:
+        """Hold a chunk, write it behind, and tell the catalog.
 
         Args:
             chunk: to be copied, unless memory has it.
-
-        Returns:
-            True if the tier behind has it now.
         """
         held = self._memory.get(chunk.key.digest) or chunk.map(_own_copy)
         self._hold(held)
-        return self._write(held)
+        stat = self._write(held)
+        if stat or self._memory.contains(chunk.key.digest):
+            self._catalog.add(chunk.key, stat or ObjectStat(held.nbytes, time.time()), listed=stat is not None)
 
     def contains(self, digest: str) -> bool:
         """Say whether a tier has a chunk, without reading it."""
@@ -83,22 +83,22 @@ class TierStack:
         for digest in gone:
             self._catalog.forget_unlisted(digest)
 
-    def _write(self, chunk: ChunkKV) -> bool:
+    def _write(self, chunk: ChunkKV) -> ObjectStat | None:
         if self._behind is None:
-            return False
+            return None
         name = self._catalog.name(chunk.key.digest)
         try:
             if not self._behind.contains(name):
                 stored = self._behind.put_if_absent(name, encode_entry(chunk))
                 self._tally.count("stored", self._behind.name, int(stored))
-            return True
+            return self._behind.stat(name)
         except OSError as error:
             reason = errno.errorcode.get(error.errno or 0, type(error).__name__)
             self._tally.count("store_failures", reason)
             self._tally.warn_once(
                 f"chunks cannot be stored in the {self._behind.name} tier ({error}); they are kept in memory only"
             )
-            return False
+            return None
 
     def _load(self, key: ChunkKey) -> ChunkKV | None:
         source, name = None, self._catalog.name(key.digest)

@@ -5,7 +5,6 @@
 A fault costs time, never correctness: whatever is missing, damaged, foreign or unreadable is a miss with a reason.
 """
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,6 @@ from .header import hash_namespace
 from .location import resolve_location
 from .stack import TierStack
 from .tally import Tally
-from .tiers.base import ObjectStat
 from .tiers.disk import DiskTier
 from .tiers.memory import MemoryTier, default_memory_bytes
 
@@ -136,9 +134,7 @@ class ChunkStore:
                 "namespace, or compute the chunk for the store's."
             )
         chunk.check()
-        listed = self._stack.put(chunk)
-        if listed or self._memory.contains(key.digest):
-            self._catalog.add(key, ObjectStat(chunk.nbytes, time.time()), listed=listed)
+        self._stack.put(chunk)
 
     def add(
         self,

@@ -75,26 +75,26 @@ def files_in(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(objects)): path.read_bytes() for path in objects.rglob("*") if path.is_file()}
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def chunk() -> Callable[..., ChunkKV]:
     return build_chunk
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def same() -> Callable[[ChunkKV | None, ChunkKV], None]:
     return assert_same_chunk
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def source() -> type[BytesSource]:
     return BytesSource
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def content() -> Callable[[ChunkKV], bytes]:
     return content_of
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def files() -> Callable[[Path], dict[str, bytes]]:
     return files_in

@@ -331,7 +331,7 @@ def test_without_proc_a_living_process_is_known_by_its_id_alone(tmp_path, monkey
 def test_an_unusable_place_is_refused_with_a_way_out(tmp_path):
     (tmp_path / "file").write_bytes(b"x")
     for root in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(StoreError, match="cannot be kept at .*file.*memory://"):
+        with pytest.raises(StoreError, match=r"cannot be kept at .*file.*memory://"):
             DiskTier(root)
 
 

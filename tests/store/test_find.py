@@ -34,13 +34,13 @@ def naive(chunks: list[list[int]], prompt: list[int]) -> Iterator[tuple[int, int
         start += max(lengths, default=1)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(chunks=CHUNKS, prompt=TOKENS)
 def test_find_agrees_with_a_naive_search(chunks, prompt):
     assert index_of(chunks).find("f", (1,), prompt) == list(naive(chunks, prompt))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(chunks=CHUNKS, gone=st.sets(st.integers(0, 11)), prompt=TOKENS)
 def test_find_forgets_what_was_discarded(chunks, gone, prompt):
     index = index_of(chunks)

@@ -1,0 +1,615 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""The store as users see it: what was stored comes back exactly, and every fault is a miss with a reason."""
+
+import errno
+import logging
+import multiprocessing
+import os
+import random
+import re
+import shutil
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_blend.errors import ConfigError, PromptError, StoreError
+from hf_blend.store import ChunkKey, ChunkStore
+from hf_blend.store import store as store_module
+from hf_blend.store.tiers import files as files_module
+from hf_blend.store.tiers.memory import MemoryTier, default_memory_bytes
+
+STEPS = st.lists(st.tuples(st.sampled_from(["put", "get", "delete"]), st.integers(1, 9)), max_size=40)
+FORK = multiprocessing.get_context("fork")
+
+
+@pytest.fixture
+def root(tmp_path):
+    return tmp_path / "kv-store"
+
+
+@pytest.fixture
+def opened(root):
+    """Open the same directory again, as another process would."""
+    return lambda **settings: ChunkStore.open(root, **{"memory_bytes": 1 << 20, **settings})
+
+
+def path_of(root: Path, key: ChunkKey) -> Path:
+    (path,) = root.rglob(f"{key.digest}.safetensors")
+    return path
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_both_tiers_give_back_the_bits_that_were_put(opened, chunk, same, dtype):
+    stored = chunk(dtype=dtype)
+    store = opened()
+    assert store.get(stored.key) is None
+    store.put(stored)
+    same(store.get(stored.key), stored)
+    fresh = opened()
+    same(fresh.get(stored.key), stored)
+    same(fresh.get(stored.key), stored)
+    assert store.stats()["hits"] == {"memory": 1}
+    assert fresh.stats()["hits"] == {"disk": 1, "memory": 1}
+    assert store.stats()["misses"] == {"absent": 1}
+
+
+def test_a_hit_is_shared_and_a_put_is_copied(opened, chunk, same):
+    stored = chunk()
+    kept = stored.map(torch.clone)
+    store = opened()
+    store.put(stored)
+    stored.layers[0][0].zero_()
+    same(store.get(stored.key), kept)
+    assert store.get(stored.key) is store.get(stored.key)
+
+
+def test_a_view_of_a_large_buffer_is_stored_at_its_own_size(opened, chunk):
+    stored = chunk().map(lambda tensor: torch.cat([tensor, tensor], dim=-1)[..., : tensor.shape[-1]])
+    store = opened()
+    store.put(stored)
+    for _, tensor in store.get(stored.key).named_tensors():
+        assert tensor.is_contiguous()
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def test_gets_leave_the_bytes_on_disk_alone(opened, root, chunk, files):
+    store = opened()
+    chunks = [chunk((5, 6, number)) for number in range(3)]
+    for one in chunks:
+        store.put(one)
+    before = files(root)
+    fresh = opened()
+    for one in chunks:
+        fresh.get(one.key)
+        store.get(one.key)
+    fresh.find(chunks[0].key.fingerprint, (1,), [5, 6, 1])
+    fresh.close()
+    assert files(root) == before
+    assert len(before) == 3
+
+
+def damage_bit(path):
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 4
+    path.write_bytes(content)
+
+
+def damage_header(path):
+    content = bytearray(path.read_bytes())
+    content[40] ^= 4
+    path.write_bytes(content)
+
+
+def damage_length(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def damage_all(path):
+    path.write_bytes(b"")
+
+
+DAMAGES = [(damage_bit, "digest"), (damage_header, "format"), (damage_length, "truncated"), (damage_all, "truncated")]
+
+
+@pytest.mark.parametrize(("damage", "reason"), DAMAGES)
+def test_a_damaged_entry_is_a_miss_once_and_heals(opened, root, chunk, same, caplog, damage, reason):
+    stored = chunk()
+    opened().put(stored)
+    damage(path_of(root, stored.key))
+    store = opened()
+    with caplog.at_level(logging.WARNING):
+        assert store.get(stored.key) is None
+        assert store.get(stored.key) is None
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert stored.key.digest in warning
+    assert reason in warning
+    assert store.stats()["misses"] == {reason: 1, "absent": 1}
+    assert store.stats()["removed"] == {"corrupt": 1}
+    store.put(stored)
+    same(opened().get(stored.key), stored)
+
+
+def test_flips_anywhere_in_a_file_never_come_out(opened, root, chunk):
+    stored = chunk((5, 6), layers=1)
+    opened().put(stored)
+    path = path_of(root, stored.key)
+    good = path.read_bytes()
+    store = opened(memory_bytes=0)
+    for bit in random.Random(0).sample(range(len(good) * 8), 300):
+        bad = bytearray(good)
+        bad[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(bad)
+        assert store.get(stored.key) is None, f"bit {bit}"
+    assert store.stats()["removed"] == {"corrupt": 300}
+    path.write_bytes(good)
+    assert store.get(stored.key) is not None
+
+
+def test_swapped_entries_are_misses(opened, root, chunk):
+    one, other = chunk((5, 6, 7)), chunk((5, 6, 8))
+    store = opened()
+    store.put(one)
+    store.put(other)
+    first, second = path_of(root, one.key), path_of(root, other.key)
+    first_bytes = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(first_bytes)
+    fresh = opened()
+    assert fresh.get(one.key) is None
+    assert fresh.get(other.key) is None
+    assert fresh.stats()["misses"] == {"key": 2}
+
+
+def test_another_model_or_dtype_never_gets_a_chunk(opened, root, chunk):
+    stored = chunk()
+    opened().put(stored)
+    foreign = chunk(fingerprint="cd" * 32)
+    target = root / "objects" / path_of(root, stored.key).parts[-3] / foreign.key.digest[:2]
+    target.mkdir(exist_ok=True)
+    shutil.copy(path_of(root, stored.key), target / f"{foreign.key.digest}.safetensors")
+    store = opened()
+    assert store.get(foreign.key) is None
+    assert store.stats()["misses"] == {"fingerprint": 1}
+    assert store.find(foreign.key.fingerprint, (1,), [5, 6, 7]) == []
+
+
+def test_a_read_error_is_a_miss_and_the_entry_stays(opened, root, chunk, same, monkeypatch, caplog):
+    stored = chunk()
+    opened().put(stored)
+    store = opened()
+
+    def broken(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(files_module.os, "preadv", broken)
+    assert store.get(stored.key) is None
+    assert store.get(stored.key) is None
+    assert store.find(stored.key.fingerprint, (1,), [5, 6, 7]) == []
+    assert store.stats()["misses"] == {"io": 2}
+    assert len([one for one in caplog.records if one.levelno == logging.WARNING]) == 1
+    monkeypatch.undo()
+    same(store.get(stored.key), stored)
+    assert len(store.find(stored.key.fingerprint, (1,), [5, 6, 7])) == 1
+
+
+def test_too_little_memory_to_read_is_a_miss(opened, chunk, monkeypatch):
+    stored = chunk()
+    opened().put(stored)
+    store = opened()
+    original = torch.empty
+
+    def full(size, **kwargs):
+        if size > 100:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return original(size, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", full)
+    assert store.get(stored.key) is None
+    assert store.stats()["misses"] == {"memory": 1}
+    assert store.contains(stored.key)
+
+
+@pytest.mark.parametrize("plant", [Path.symlink_to, lambda path, _: os.mkfifo(path)], ids=["link", "pipe"])
+def test_a_planted_link_or_pipe_is_a_miss_and_is_not_touched(opened, root, chunk, tmp_path, plant):
+    stored = chunk()
+    opened().put(stored)
+    path = path_of(root, stored.key)
+    target = tmp_path / "target"
+    shutil.move(path, target)
+    before = target.read_bytes()
+    plant(path, target)
+    store = opened()
+    assert store.get(stored.key) is None
+    assert store.stats()["misses"] == {"foreign": 1}
+    assert not store.contains(stored.key)
+    assert target.read_bytes() == before
+    assert path.exists()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2], ids=str)
+def test_nan_and_infinity_are_never_stored(opened, root, chunk, files, value, dtype):
+    poisoned = chunk(dtype=dtype)
+    poisoned.layers[1][1].view(-1)[3:4].copy_(torch.tensor([value]))
+    store = opened()
+    with pytest.raises(StoreError, match=r"layer\.1\.v .* NaN or infinity"):
+        store.put(poisoned)
+    assert files(root) == {}
+    assert store.get(poisoned.key) is None
+
+
+def test_malformed_chunks_are_refused_by_name(opened, chunk):
+    good = chunk()
+    keys, values = good.layers[0]
+    wrong = {
+        "layer.0.k": replace(good, layers=((keys[:, :2], values), good.layers[1])),
+        "layer.0.v": replace(good, layers=((keys, values[None]), good.layers[1])),
+        "table.0.cos": replace(good, tables=((good.tables[0][0][:1], good.tables[0][1]),)),
+        "layer_table is": replace(good, layer_table=(0,)),
+        "layer_table": replace(good, layer_table=(0, 1)),
+    }
+    for name, bad in wrong.items():
+        with pytest.raises(StoreError, match=name):
+            opened().put(bad)
+
+
+def full_disk(monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(files_module.os, "write", full)
+
+
+def test_a_full_disk_costs_only_the_disk_copy(opened, root, chunk, same, files, monkeypatch, caplog):
+    store = opened()
+    full_disk(monkeypatch)
+    chunks = [chunk((5, 6, number)) for number in range(3)]
+    for one in chunks:
+        store.put(one)
+    monkeypatch.undo()
+    assert files(root) == {}
+    same(store.get(chunks[0].key), chunks[0])
+    assert len(store.find(chunks[0].key.fingerprint, (1,), [5, 6, 1])) == 1
+    assert store.stats()["store_failures"] == {"ENOSPC": 3}
+    assert store.stats()["bytes"]["disk"] == 0
+    assert len([one for one in caplog.records if one.levelno == logging.WARNING]) == 1
+    store.put(chunks[0])
+    same(opened().get(chunks[0].key), chunks[0])
+
+
+def test_a_chunk_that_could_be_kept_nowhere_is_not_announced(opened, chunk, monkeypatch):
+    store = opened(memory_bytes=0)
+    full_disk(monkeypatch)
+    store.put(chunk())
+    assert len(store) == 0
+
+
+def test_a_store_whose_directory_vanished_goes_on(opened, root, chunk, same):
+    store = opened(memory_bytes=0)
+    store.put(chunk())
+    shutil.rmtree(root / "objects")
+    assert store.get(chunk().key) is None
+    assert store.find(chunk().key.fingerprint, (1,), [5, 6, 7]) == []
+    store.put(chunk())
+    assert store.stats()["store_failures"] in ({}, {"ENOENT": 1})
+
+
+def test_a_key_of_another_namespace_is_never_answered(opened, chunk, same):
+    mine, theirs = chunk(namespace="a"), chunk(namespace="b")
+    a, b = opened(namespace="a"), opened(namespace="b")
+    a.put(mine)
+    b.put(theirs)
+    assert a.get(theirs.key) is None
+    assert a.stats()["misses"] == {"namespace": 1}
+    assert not a.contains(theirs.key)
+    assert not a.delete(theirs.key)
+    with pytest.raises(StoreError, match="another namespace"):
+        a.put(theirs)
+    assert [key for _, key in opened(namespace="a").find(mine.key.fingerprint, (1,), [5, 6, 7])] == [mine.key]
+    assert len(opened()) == 0
+    same(opened(namespace="b").get(theirs.key), theirs)
+
+
+@settings(max_examples=20, deadline=None)
+@given(namespace=st.text(max_size=50), fingerprint=st.text(st.characters(exclude_categories=["Cs"]), max_size=50))
+def test_paths_are_hex_whatever_the_user_types(tmp_path_factory, chunk, files, namespace, fingerprint):
+    root = tmp_path_factory.mktemp("store")
+    store = ChunkStore.open(root, namespace=namespace, durability="none", memory_bytes=0)
+    store.put(chunk(namespace=namespace, fingerprint=fingerprint))
+    (path,) = files(root)
+    assert re.fullmatch(r"[0-9a-f]{2}/[0-9a-f]{2}/[0-9a-f]{64}\.safetensors", path)
+    assert ChunkStore.open(root, namespace=namespace, memory_bytes=0).get(
+        chunk(namespace=namespace, fingerprint=fingerprint).key
+    )
+
+
+def test_neither_files_nor_logs_hold_the_namespace(opened, root, chunk, files, caplog):
+    store = opened(namespace="s3cret")
+    with caplog.at_level(logging.DEBUG):
+        store.put(chunk(namespace="s3cret"))
+        damage_bit(path_of(root, chunk(namespace="s3cret").key))
+        opened(namespace="s3cret").get(chunk(namespace="s3cret").key)
+        store.close()
+    everything = caplog.text + "".join(map(str, root.rglob("*")))
+    assert "s3cret" not in everything
+    assert all(b"s3cret" not in path.read_bytes() for path in root.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("scheme", ["s3", "redis", "hf", "file", "MEMORY-X"])
+def test_an_unknown_kind_of_store_is_refused_by_name_without_its_password(scheme):
+    with pytest.raises(ConfigError, match=f"{scheme}://") as caught:
+        ChunkStore.open(f"{scheme}://user:hunter2@host/bucket")
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("location", ["", " ", "a\0b"])
+def test_a_location_that_is_no_path_is_refused(location):
+    with pytest.raises(ConfigError, match="wanted a directory"):
+        ChunkStore.open(location)
+
+
+def test_wrong_settings_are_refused_with_what_exists(root):
+    with pytest.raises(ConfigError, match=r"'fulll'.*Did you mean 'full'"):
+        ChunkStore.open(root, durability="fulll")
+    with pytest.raises(ConfigError, match=r"memory_bytes is -1"):
+        ChunkStore.open(root, memory_bytes=-1)
+
+
+def test_a_place_below_a_file_is_refused_with_its_name_and_a_way_out(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(StoreError, match=r"file/store.*memory://"):
+        ChunkStore.open(tmp_path / "file" / "store")
+
+
+def set_assets_cache(monkeypatch, folder):
+    original = huggingface_hub.cached_assets_path
+    monkeypatch.delenv("HF_BLEND_HOME", raising=False)
+    monkeypatch.setattr(
+        huggingface_hub, "cached_assets_path", lambda *args, **names: original(*args, **names, assets_dir=folder)
+    )
+
+
+def test_the_default_place_is_the_assets_cache_or_the_home_that_was_set(tmp_path, chunk, monkeypatch):
+    set_assets_cache(monkeypatch, tmp_path / "assets")
+    ChunkStore.open(memory_bytes=0).put(chunk())
+    assert list((tmp_path / "assets").rglob("*.safetensors"))
+    monkeypatch.setenv("HF_BLEND_HOME", str(tmp_path / "home"))
+    ChunkStore.open(memory_bytes=0).put(chunk())
+    assert list((tmp_path / "home" / "chunks").rglob("*.safetensors"))
+
+
+def test_an_unusable_assets_cache_is_refused_with_a_way_out(tmp_path, monkeypatch):
+    (tmp_path / "file").write_bytes(b"")
+    set_assets_cache(monkeypatch, tmp_path / "file")
+    with pytest.raises(StoreError, match="HF_BLEND_HOME"):
+        ChunkStore.open()
+
+
+def test_a_memory_store_writes_nothing_and_forgets_what_it_drops(chunk, same, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    chunks = [chunk((5, 6, number)) for number in range(4)]
+    with ChunkStore.open("memory://", memory_bytes=2 * chunks[0].nbytes) as store:
+        for one in chunks:
+            store.put(one)
+        same(store.get(chunks[3].key), chunks[3])
+        assert store.get(chunks[0].key) is None
+        assert store.find(chunks[0].key.fingerprint, (1,), [5, 6, 0]) == []
+        assert len(store.find(chunks[0].key.fingerprint, (1,), [5, 6, 3])) == 1
+        assert [one.tier for one in store.entries()] == ["memory", "memory"]
+        assert store.stats()["evicted"] == {"memory": 2}
+        assert store.delete(chunks[3].key)
+        assert not store.contains(chunks[3].key)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_chunk_that_left_memory_is_still_found_on_disk(opened, chunk, same):
+    chunks = [chunk((5, 6, number)) for number in range(4)]
+    store = opened(memory_bytes=chunks[0].nbytes)
+    for one in chunks:
+        store.put(one)
+    assert len(store) == 4
+    for one in chunks:
+        same(store.get(one.key), one)
+
+
+def test_the_default_memory_is_a_quarter_of_what_is_free(root):
+    assert 0 < default_memory_bytes() <= 64 << 30
+    capacity = ChunkStore.open(root).stats()["capacity_bytes"]["memory"]
+    assert 0 < capacity <= 64 << 30
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(["put", "get", "delete"]), st.integers(1, 9)), max_size=40), st.integers(0, 9)
+)
+def test_memory_never_holds_more_than_its_cap_or_one_chunk_and_drops_the_least_recent(chunk, steps, cap_tokens):
+    unit = chunk((5,)).nbytes
+    tier, order = MemoryTier(cap_tokens * unit), []
+    for step, tokens in steps:
+        one = chunk(range(tokens))
+        digest = one.key.digest
+        if step == "put" and cap_tokens:
+            tier.put(one)
+            order = [(d, n) for d, n in order if d != digest] + [(digest, tokens)]
+            while sum(n for _, n in order) > cap_tokens and len(order) > 1:
+                order.pop(0)
+        elif step == "put":
+            assert tier.put(one) == []
+        elif step == "get":
+            known = [item for item in order if item[0] == digest]
+            assert (tier.get(digest) is not None) == bool(known)
+            order = [item for item in order if item[0] != digest] + known
+        else:
+            tier.delete(digest)
+            order = [(d, n) for d, n in order if d != digest]
+        assert tier.digests() == [d for d, _ in order]
+        assert tier.nbytes == sum(n for _, n in order) * unit
+        assert tier.nbytes <= cap_tokens * unit or len(order) == 1
+
+
+def test_entries_say_what_a_list_needs(opened, chunk):
+    store = opened()
+    store.put(chunk((5, 6, 7, 8)))
+    (entry,) = store.entries()
+    assert (entry.digest, entry.tokens, entry.tier) == (chunk((5, 6, 7, 8)).key.digest, 4, "memory+disk")
+    (fresh,) = opened().entries()
+    assert fresh.tier == "disk"
+    assert fresh.nbytes > chunk((5, 6, 7, 8)).nbytes
+    assert abs(fresh.created - entry.created) < 60
+    assert fresh.fingerprint == chunk().key.fingerprint
+
+
+def test_delete_removes_from_both_tiers(opened, chunk, files, root):
+    store = opened()
+    store.put(chunk())
+    assert store.delete(chunk().key)
+    assert not store.delete(chunk().key)
+    assert files(root) == {}
+    assert store.get(chunk().key) is None
+    assert len(store) == 0
+
+
+def test_a_delete_that_the_disk_refuses_is_an_error(opened, chunk, monkeypatch):
+    store = opened()
+    store.put(chunk())
+
+    def refused(path):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("hf_blend.store.tiers.disk.os.unlink", refused)
+    with pytest.raises(StoreError, match="cannot be removed"):
+        store.delete(chunk().key)
+
+
+def test_what_another_process_stores_or_removes_is_seen(opened, chunk, same):
+    mine, other = opened(), opened()
+    assert len(mine) == 0
+    other.put(chunk((5, 6, 7)))
+    other.put(chunk((8, 9)))
+    same(mine.get(chunk((5, 6, 7)).key), chunk((5, 6, 7)))
+    assert [start for start, _ in mine.find(chunk().key.fingerprint, (1,), [8, 9, 0, 5, 6, 7])] == [0, 3]
+    other.delete(chunk((8, 9)).key)
+    assert [start for start, _ in mine.find(chunk().key.fingerprint, (1,), [8, 9, 0, 5, 6, 7])] == [3]
+    other.delete(chunk((5, 6, 7)).key)
+    assert [start for start, _ in mine.find(chunk().key.fingerprint, (1,), [8, 9, 0, 5, 6, 7])] == [3]  # in memory
+    same(mine.get(chunk((5, 6, 7)).key), chunk((5, 6, 7)))
+
+
+def test_what_vanished_since_it_was_listed_is_forgotten(opened, root, chunk):
+    store = opened(memory_bytes=0)
+    store.put(chunk())
+    path_of(root, chunk().key).unlink()
+    assert store.get(chunk().key) is None
+    assert len(store) == 0
+
+
+def put_in_process(root, token_ids, barrier, chunk):
+    store = ChunkStore.open(root, memory_bytes=0)
+    barrier.wait()
+    for number in range(5):
+        store.put(chunk((*token_ids, number)))
+    os._exit(0)
+
+
+def test_processes_that_put_the_same_chunks_leave_one_good_copy_of_each(opened, root, chunk, same, files):
+    torch.set_num_threads(1)
+    barrier = FORK.Barrier(4)
+    workers = [FORK.Process(target=put_in_process, args=(root, (5, 6), barrier, chunk)) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert [worker.exitcode for worker in workers] == [0] * 4
+    store = opened()
+    for number in range(5):
+        same(store.get(chunk((5, 6, number)).key), chunk((5, 6, number)))
+    assert len(files(root)) == 5
+
+
+def test_threads_may_share_a_store(opened, chunk, same):
+    chunks = [chunk((5, 6, number), seed=number) for number in range(12)]
+    store = opened(memory_bytes=4 * chunks[0].nbytes, durability="none")
+    errors = []
+
+    def work(seed):
+        order = random.Random(seed)
+        try:
+            for _ in range(120):
+                one = order.choice(chunks)
+                step = order.random()
+                if step < 0.4:
+                    store.put(one)
+                elif step < 0.8:
+                    got = store.get(one.key)
+                    if got is not None:
+                        same(got, one)
+                elif step < 0.9:
+                    store.find(one.key.fingerprint, (1,), [*one.key.token_ids, 9] * 3)
+                else:
+                    store.delete(one.key)
+        except Exception as error:
+            errors.append(error)
+            raise
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert set(store.stats()["misses"]) <= {"absent"}
+    for one in chunks:
+        store.put(one)
+        same(store.get(one.key), one)
+
+
+class Tokenizer:
+    """One token per letter."""
+
+    bos_token_id = 9
+
+    def encode(self, text, add_special_tokens):
+        assert not add_special_tokens
+        return [ord(letter) % 100 for letter in text]
+
+
+def test_add_computes_what_is_missing_and_nothing_else(tiny_model, opened, same, monkeypatch):
+    from hf_blend import capture
+
+    model, calls = tiny_model("llama"), []
+    original = capture.capture_chunk
+    monkeypatch.setattr(capture, "capture_chunk", lambda *args: (calls.append(args[1]), original(*args))[1])
+    store = opened()
+    keys = store.add(model, Tokenizer(), ["abc", [10, 11], "abc"])
+    assert [key.sink_ids for key in keys] == [(1,)] * 3
+    assert keys[0] == keys[2]
+    assert calls == [(97, 98, 99), (10, 11)]
+    assert store.add(model, None, [[10, 11]]) == keys[1:2]
+    assert len(calls) == 2
+    stored = opened().get(keys[1])
+    same(stored, original(model, (10, 11), (1,), keys[1].fingerprint, ""))
+    (bare,) = store.add(model, None, [[10, 11]], sink_ids=())
+    assert bare.sink_ids == ()
+    assert store.get(bare) is not None
+
+
+def test_add_refuses_a_text_where_a_list_is_wanted(tiny_model, opened):
+    with pytest.raises(PromptError, match="wanted a list"):
+        opened().add(tiny_model("llama"), Tokenizer(), "abc")
+
+
+def test_a_model_without_bos_gets_no_sink():
+    class Config:
+        bos_token_id = None
+
+        def get_text_config(self, decoder):
+            return self
+
+    assert store_module._default_sink(type("Model", (), {"config": Config()})) == ()
