@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_blend.cli import main as command
-from hf_blend.cli import output
 
 import hf_blend
 from hf_blend import ChunkStore
+from hf_blend.cli import main as command
+from hf_blend.cli import output
 from hf_blend.store import ChunkKey, ChunkKV
 
 BURN = '''"""Burn."""

@@ -6,6 +6,7 @@ import importlib
 import shlex
 
 import pytest
+
 from hf_blend.cli.main import commands, functions, main, split_examples
 
 FUNCTIONS = {
