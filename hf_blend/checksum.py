@@ -29,8 +29,7 @@ def checksum(tensor: Tensor) -> str:
         16 hex digits, the same on every device.
     """
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    rows = _ROWS_ON_ACCELERATOR if data.device.type not in ("cpu", "meta") else 1
-    step, multipliers = rows * _ROW_LANES * 8, _multipliers(data.device)
+    step, multipliers = _rows_at_once(data.device) * _ROW_LANES * 8, _multipliers(data.device)
     whole = data.numel() // (_ROW_LANES * 8) * _ROW_LANES * 8
     blocks = [data[start : min(start + step, whole)] for start in range(0, whole, step)]
     sums = [_summed(_lanes(block).view(-1, _ROW_LANES), multipliers) for block in blocks]
@@ -41,6 +40,10 @@ def checksum(tensor: Tensor) -> str:
         width = min(len(total), _ROW_LANES)
         total = _summed(nn.functional.pad(total, (0, -len(total) % width)).view(-1, width), multipliers)
     return f"{total.item() % (1 << 64):016x}"
+
+
+def _rows_at_once(device: torch.device) -> int:
+    return 1 if device.type == "cpu" else _ROWS_ON_ACCELERATOR
 
 
 def _lanes(data: Tensor) -> Tensor:

@@ -1,0 +1,410 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Two models with one fingerprint have the same KV: whatever could change KV changes the fingerprint."""
+
+import copy
+import enum
+import gc
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from hf_blend import checksum as checksum_module
+from hf_blend import fingerprint as module
+from hf_blend.checksum import checksum
+from hf_blend.errors import UnsupportedModelError
+from hf_blend.fingerprint import IGNORED_CONFIG_FIELDS, describe_fingerprint, fingerprint
+
+CONFIGS = [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Gemma3TextConfig]
+
+
+@pytest.fixture
+def model(tiny_model):
+    return tiny_model("llama", num_hidden_layers=2)
+
+
+def test_the_same_model_built_again_has_the_same_fingerprint(tiny_model, model):
+    again = tiny_model("llama", num_hidden_layers=2)
+    assert fingerprint(again) == fingerprint(model)
+    assert len(fingerprint(model)) == 64
+    assert int(fingerprint(model), 16)
+
+
+def test_a_copy_and_a_saved_and_loaded_model_have_the_same_fingerprint(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert fingerprint(copy.deepcopy(model)) == fingerprint(model)
+    assert fingerprint(loaded) == fingerprint(model)
+
+
+ANOTHER_PROCESS = """
+import torch
+from hf_blend.fingerprint import fingerprint
+
+class Config:
+    def to_dict(self):
+        return {"theta": 1e4, "names": {"a", "b", "c"}, 1: None, "dtype": "ignored"}
+
+model = torch.nn.Linear(3, 5)
+model.config = Config()
+with torch.no_grad():
+    model.weight.copy_(torch.arange(15.0).view(5, 3))
+    model.bias.fill_(0.1)
+found = fingerprint(model)
+"""
+
+
+def test_the_fingerprint_is_the_same_in_every_process_and_never_changes():
+    here = {}
+    exec(ANOTHER_PROCESS, here)
+    done = subprocess.run(
+        [sys.executable, "-c", f"{ANOTHER_PROCESS}\nprint(found)"],
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "PYTHONHASHSEED": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == here["found"] == "b9dac03e4649028d5c663172194e47086d8782efd70663df6074c42b63c5ebd8"
+
+
+def test_any_single_weight_changes_the_fingerprint(model):
+    seen, draw = {fingerprint(model)}, random.Random(0)
+    for _, parameter in model.named_parameters():
+        place = draw.randrange(parameter.numel())
+        with torch.no_grad():
+            parameter.view(-1)[place] = torch.nextafter(parameter.view(-1)[place], torch.tensor(9e9))
+        seen.add(fingerprint(model))
+    assert len(seen) == 1 + len(list(model.parameters()))
+
+
+def test_a_weight_that_changed_back_gives_the_old_fingerprint(model):
+    before = fingerprint(model)
+    weight = model.model.layers[0].self_attn.k_proj.weight
+    with torch.no_grad():
+        weight.neg_()
+        assert fingerprint(model) != before
+        weight.neg_()
+    assert fingerprint(model) == before
+
+
+def test_swapping_two_layers_changes_the_fingerprint(model):
+    before = fingerprint(model)
+    layers = model.model.layers
+    layers[0].mlp, layers[1].mlp = layers[1].mlp, layers[0].mlp
+    assert fingerprint(model) != before
+
+
+def test_replaced_and_assigned_weights_are_seen(model):
+    seen = {fingerprint(model)}
+    projection = model.model.layers[0].self_attn.v_proj
+    projection.weight.data = projection.weight.data * 2
+    seen.add(fingerprint(model))
+    projection.weight = nn.Parameter(projection.weight.detach() * 2)
+    seen.add(fingerprint(model))
+    model.load_state_dict({name: tensor + 1 for name, tensor in model.state_dict().items()})
+    seen.add(fingerprint(model))
+    assert len(seen) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_another_dtype_is_another_model(model, dtype):
+    before = fingerprint(model)
+    assert fingerprint(model.to(dtype)) != before
+
+
+def test_rounding_the_weights_there_and_back_is_seen(model):
+    before = fingerprint(model)
+    assert fingerprint(model.half().float()) != before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10001.0}},
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
+        {"rms_norm_eps": 1e-5},
+        {"hidden_act": "gelu"},
+        {"max_position_embeddings": 513},
+        {"num_attention_heads": 2, "head_dim": 16, "num_key_value_heads": 2},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_another_config_is_another_model_even_with_the_same_weights(tiny_model, model, change):
+    assert fingerprint(tiny_model("llama", num_hidden_layers=2, **change)) != fingerprint(model)
+
+
+def test_a_config_that_changes_on_a_live_model_is_seen(model):
+    before = fingerprint(model)
+    model.config.rms_norm_eps = 0.5
+    assert fingerprint(model) != before
+
+
+def test_quantisation_settings_are_part_of_it(model):
+    seen = {fingerprint(model)}
+    for settings in ({"quant_method": "bitsandbytes", "load_in_8bit": True}, {"quant_method": "bitsandbytes"}):
+        model.config.quantization_config = settings
+        seen.add(fingerprint(model))
+    assert len(seen) == 3
+
+
+def test_names_and_ways_of_calling_are_no_part_of_it(model):
+    before = fingerprint(model)
+    model.config._name_or_path = "elsewhere"
+    model.config.use_cache = False
+    model.config.pad_token_id = 5
+    model.set_attn_implementation("eager")
+    assert fingerprint(model) == before
+
+
+def test_another_class_is_another_model(model):
+    before = fingerprint(model)
+    model.__class__ = type("OtherModel", (type(model),), {})
+    assert fingerprint(model) != before
+
+
+def mutations(value):
+    """Another value of the same kind."""
+    if isinstance(value, bool) or value is None:
+        return not value
+    if isinstance(value, (int, float)):
+        return value + 1
+    if isinstance(value, str):
+        return value + "x"
+    return [value]
+
+
+@pytest.mark.parametrize("config_class", CONFIGS, ids=lambda one: one.__name__)
+def test_every_field_of_a_config_is_in_the_fingerprint_or_on_the_reviewed_list(config_class):
+    fields = config_class().to_dict()
+    before = module._config_part(fields)
+    unseen = {
+        name for name, value in fields.items() if module._config_part({**fields, name: mutations(value)}) == before
+    }
+    assert unseen <= IGNORED_CONFIG_FIELDS
+    hidden = set(vars(config_class())) - set(fields)
+    assert hidden <= IGNORED_CONFIG_FIELDS, "fields that to_dict leaves out: does KV depend on them?"
+
+
+def test_the_reviewed_list_holds_at_every_depth_and_nothing_else_is_dropped():
+    nested = {"text_config": {"use_cache": True, "head_dim": 4}, "vision": [{"dtype": "x", "depth": 2}]}
+    assert module._config_part(nested) == {"text_config": {"head_dim": 4}, "vision": [{"depth": 2}]}
+
+
+def test_config_values_of_all_kinds_have_one_written_form():
+    class Colour(enum.Enum):
+        RED = "red"
+
+    values = {1: {"b", "a"}, "e": Colour.RED, "t": (1, 2), "d": torch.float16, "c": LlamaConfig(head_dim=3)}
+    plain = module._config_part(values)
+    assert plain["c"].pop("head_dim") == 3
+    assert {name: plain[name] for name in "1etd"} == {"1": ["a", "b"], "e": "red", "t": [1, 2], "d": "torch.float16"}
+
+
+def test_a_config_value_without_a_written_form_is_refused_by_name():
+    with pytest.raises(UnsupportedModelError, match=r"<object object at .*\(object\)"):
+        module._config_part({"odd": object()})
+
+
+def test_the_second_look_at_a_model_reads_no_weights(model, monkeypatch):
+    before = fingerprint(model)
+    monkeypatch.setattr(module, "checksum", lambda tensor: pytest.fail("a weight was read"))
+    assert fingerprint(model) == before
+
+
+def test_a_model_that_is_gone_is_forgotten(tiny_model):
+    gc.collect()
+    before = len(module._known)
+    model = tiny_model("llama", num_hidden_layers=1)
+    fingerprint(model)
+    assert len(module._known) == before + 1
+    del model
+    gc.collect()
+    assert len(module._known) == before
+
+
+def test_the_parts_of_a_fingerprint_can_be_shown(model):
+    parts = describe_fingerprint(model)
+    assert parts["fingerprint"] == fingerprint(model)
+    assert parts["model_class"] == "LlamaForCausalLM"
+    assert parts["config"]["rope_parameters"]["rope_theta"] == 10000.0
+    assert list(parts["dtypes"]) == ["torch.float32"]
+    assert parts["dtypes"]["torch.float32"] >= sum(parameter.nbytes for parameter in model.parameters())
+
+
+def test_adapters_count_and_so_does_switching_them(model):
+    seen = {fingerprint(model)}
+    projection = model.model.layers[0].self_attn.q_proj
+    for name, value in (
+        ("_active_adapter", ["a"]),
+        ("_active_adapter", ["b"]),
+        ("_disable_adapters", True),
+        ("merged_adapters", ["b"]),
+        ("scaling", {"b": 0.5}),
+    ):
+        setattr(projection, name, value)
+        seen.add(fingerprint(model))
+    assert len(seen) == 6
+
+
+def test_frequencies_that_grow_with_the_prompt_do_not_change_it(tiny_model):
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    model = tiny_model("llama", num_hidden_layers=1, rope_parameters=rope, max_position_embeddings=16)
+    before = fingerprint(model)
+    frequencies = model.model.rotary_emb.inv_freq.clone()
+    with torch.no_grad():
+        model(torch.arange(3, 43)[None])
+    assert not model.model.rotary_emb.inv_freq.equal(frequencies)
+    assert fingerprint(model) == before
+
+
+def test_frequencies_that_should_stand_still_are_part_of_it(model):
+    before = fingerprint(model)
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+    assert fingerprint(model) != before
+
+
+def test_weights_that_accelerate_put_on_disk_are_read_from_there(model, tmp_path):
+    from accelerate import cpu_offload, disk_offload
+
+    before = describe_fingerprint(model)["weights"]
+    offloaded = copy.deepcopy(model)
+    disk_offload(offloaded, tmp_path, execution_device=torch.device("cpu"))
+    assert offloaded.model.layers[0].mlp.up_proj.weight.is_meta
+    assert describe_fingerprint(offloaded)["weights"] == before
+    on_cpu = copy.deepcopy(model)
+    cpu_offload(on_cpu, torch.device("cpu"))
+    assert describe_fingerprint(on_cpu)["weights"] == before
+
+
+def test_a_model_without_weights_is_refused_by_name(model):
+    with pytest.raises(UnsupportedModelError, match=r"embed_tokens\.weight is on the meta device"):
+        fingerprint(model.to("meta"))
+
+
+def test_models_loaded_in_inference_mode_have_one_too(tiny_model, model):
+    with torch.inference_mode():
+        other = tiny_model("llama", num_hidden_layers=2)
+        assert fingerprint(other) == fingerprint(model)
+    assert fingerprint(other) == fingerprint(model)
+
+
+class Wrapped(torch.Tensor):
+    """A quantised tensor as torchao makes them: plain tensors inside."""
+
+    @staticmethod
+    def __new__(cls, data, scale):
+        wrapped = torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=torch.float32)
+        wrapped.data_part, wrapped.scale = data, scale
+        return wrapped
+
+    def __tensor_flatten__(self):
+        return ["data_part", "scale"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise NotImplementedError(function)
+
+
+def test_wrapped_weights_are_known_by_what_is_inside():
+    inside = torch.arange(6, dtype=torch.int8), torch.tensor([0.5])
+    row = module._row("w", Wrapped(*inside))
+    assert row == module._row("w", Wrapped(*(tensor.clone() for tensor in inside)))
+    assert row != module._row("w", Wrapped(inside[0], torch.tensor([0.6])))
+    assert row != module._row("w", Wrapped(inside[0] + 1, inside[1]))
+
+
+def quantised(scale=1.0, nested=0.0):
+    """A module that keeps its scales beside its weight, as bitsandbytes does."""
+    layer = nn.Linear(4, 4)
+    inner = type("Inner", (), {"absmax": torch.full((2,), nested), "code": torch.ones(4), "offset": None})()
+    outer = type(
+        "Outer", (), {"absmax": torch.full((2,), scale), "code": torch.ones(4), "offset": 1, "state2": inner}
+    )()
+    layer.weight.quant_state = outer
+    return layer
+
+
+def test_scales_of_quantised_weights_are_part_of_it(model):
+    seen = set()
+    for layer in (quantised(), quantised(scale=2.0), quantised(nested=1.0)):
+        with torch.no_grad():
+            layer.weight.zero_()
+            layer.bias.zero_()
+        model.extra = layer
+        seen.add(fingerprint(model))
+    for scale in (1.0, 2.0):
+        layer = nn.Linear(4, 4)
+        with torch.no_grad():
+            layer.weight.zero_()
+            layer.bias.zero_()
+        layer.weight.SCB = None
+        layer.state = type("State", (), {"SCB": torch.tensor([scale])})()
+        model.extra = layer
+        seen.add(fingerprint(model))
+        layer.weight.SCB, layer.state.SCB = layer.state.SCB, None
+        assert fingerprint(model) in seen
+    assert len(seen) == 5
+
+
+def test_repacking_4_bit_weights_is_no_change(model):
+    model.extra = quantised()
+    before = fingerprint(model)
+    model.extra.weight.data = model.extra.weight.data.flip(0)
+    assert fingerprint(model) == before
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 4096, 4097])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.bool], ids=str)
+def test_a_checksum_sees_every_place(size, dtype):
+    values = torch.randint(0, 2, (size,), generator=torch.Generator().manual_seed(0)).to(dtype)
+    sums = {checksum(values)}
+    for place in {0, size // 2, size - 1} & set(range(size)):
+        changed = values.clone()
+        changed[place] = 1 - changed[place].float()
+        sums.add(checksum(changed))
+    assert len(sums) == 1 + len({0, size // 2, size - 1} & set(range(size)))
+
+
+def test_a_checksum_sees_exchanged_values_and_exchanged_signs():
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    sums = {checksum(values)}
+    draw = random.Random(0)
+    for _ in range(300):
+        one, other = draw.sample(range(1000), 2)
+        exchanged = values.clone()
+        exchanged[[one, other]] = values[[other, one]]
+        negated = values.clone()
+        negated[[one, other]] *= -1
+        sums |= {checksum(exchanged), checksum(negated)}
+    assert len(sums) == 601
+
+
+def test_a_checksum_does_not_depend_on_strides_places_or_blocks(monkeypatch):
+    values = torch.randn(61, 37, generator=torch.Generator().manual_seed(0))
+    wanted = checksum(values)
+    assert checksum(values.t().contiguous().t()) == wanted
+    shifted = torch.cat([torch.zeros(1), values.view(-1)])[1:].view(61, 37)
+    assert shifted.storage_offset() == 1
+    assert checksum(shifted) == wanted
+
+
+def test_a_checksum_of_many_rows_is_the_same_however_many_are_summed_at_once(monkeypatch):
+    monkeypatch.setattr(checksum_module, "_ROW_LANES", 16)
+    values = torch.randn(2500, generator=torch.Generator().manual_seed(0))
+    wanted = checksum(values)
+    sums = {wanted}
+    for place in range(0, 2500, 50):
+        changed = values.clone()
+        changed[place] += 1
+        sums.add(checksum(changed))
+    assert len(sums) == 51
+    monkeypatch.setattr(checksum_module, "_rows_at_once", lambda device: 7)
+    assert checksum(values) == wanted
