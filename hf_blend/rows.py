@@ -86,7 +86,8 @@ def highest(scores: Tensor, eligible: Tensor, counts: Tensor) -> Tensor:
     Returns:
         `[batch, places]` boolean, exactly `counts` True in each entry (or all eligible, if fewer).
     """
-    scores = scores.float().nan_to_num(nan=float("-inf")).masked_fill(~eligible, float("-inf"))
+    lowest = torch.finfo(torch.float32).min  # above what is not eligible: that may never take the place of what is
+    scores = scores.float().nan_to_num(nan=lowest).clamp_min(lowest).masked_fill(~eligible, float("-inf"))
     order = torch.argsort(scores, dim=1, descending=True, stable=True)
     ranked = torch.arange(scores.shape[1], device=scores.device) < counts.to(scores.device)[:, None]
     return torch.zeros_like(eligible).scatter_(1, order, ranked) & eligible

@@ -1,0 +1,119 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Rows: sets of columns that only shrink, each batch entry its own; and the choice of the highest scores."""
+
+import math
+
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from hf_blend.rows import Rows, highest
+
+property_test = settings(max_examples=60, deadline=None)
+
+
+@st.composite
+def grids(draw, batch=None, places=None):
+    """`[batch, places]` boolean, at least one True in each entry."""
+    batch, places = batch or draw(st.integers(1, 4)), places or draw(st.integers(1, 12))
+    grid = torch.tensor(draw(st.lists(st.booleans(), min_size=batch * places, max_size=batch * places)))
+    grid = grid.view(batch, places)
+    for row in range(batch):
+        grid[row, draw(st.integers(0, places - 1))] = True
+    return grid
+
+
+def sets(rows):
+    """The columns of each entry, without the repetitions."""
+    return [columns[~filler].tolist() for columns, filler in zip(rows.columns, rows.filler, strict=True)]
+
+
+def wanted_sets(grid):
+    return [row.nonzero().flatten().tolist() for row in grid]
+
+
+@property_test
+@given(grids())
+def test_rows_hold_the_wanted_places_sorted_and_each_once(grid):
+    rows, index = Rows.of(grid)
+    assert sets(rows) == wanted_sets(grid)
+    assert torch.equal(index, rows.columns)
+    assert rows.columns.shape[1] == grid.sum(1).max()
+
+
+@property_test
+@given(grids())
+def test_a_filler_repeats_the_first_row_of_its_own_entry(grid):
+    rows, _ = Rows.of(grid)
+    assert torch.equal(rows.columns, rows.columns.sort(dim=1).values)
+    assert all(set(columns.tolist()) == set(wanted) for columns, wanted in zip(rows.columns, sets(rows), strict=True))
+    assert torch.equal(rows.columns[rows.filler], rows.columns[:, :1].expand_as(rows.columns)[rows.filler])
+
+
+@property_test
+@given(st.data())
+def test_keeping_some_rows_twice_is_keeping_what_both_want(data):
+    first = data.draw(grids())
+    second = data.draw(grids(batch=first.shape[0], places=first.shape[1])) & first
+    second[:, 0] |= ~second.any(1) & first[:, 0]
+    second |= first & ~second.any(1, keepdim=True)
+    rows, _ = Rows.of(first)
+    kept, index = rows.keep(rows.take(second))
+    assert sets(kept) == wanted_sets(second)
+    assert torch.equal(rows.columns.gather(1, index), kept.columns)
+
+
+@property_test
+@given(grids())
+def test_an_entry_is_the_same_beside_any_neighbours(grid):
+    for number, row in enumerate(sets(Rows.of(grid)[0])):
+        assert sets(Rows.of(grid[number : number + 1])[0]) == [row]
+
+
+@property_test
+@given(grids(), st.integers(0, 1000))
+def test_states_taken_and_written_back_change_nothing_and_touch_no_other_column(grid, seed):
+    batch, places = grid.shape
+    states = torch.randn(batch, 2, places, 3, generator=torch.Generator().manual_seed(seed))
+    rows, _ = Rows.of(grid)
+    taken = rows.take_states(states)
+    assert torch.equal(taken, torch.stack([states[row][:, columns] for row, columns in enumerate(rows.columns)]))
+    target = torch.full_like(states, 7.0)
+    rows.write_states(target, taken)
+    written = grid[:, None, :, None].expand_as(states)
+    assert torch.equal(target, torch.where(written, states, torch.tensor(7.0)))
+
+
+def test_a_grid_is_read_at_the_rows():
+    rows, _ = Rows.of(torch.tensor([[False, True, True], [True, False, False]]))
+    assert rows.take(torch.tensor([[10, 11, 12], [20, 21, 22]])).tolist() == [[11, 12], [20, 20]]
+
+
+@st.composite
+def choices(draw):
+    eligible = draw(grids())
+    size = eligible.numel()
+    value = st.sampled_from([0.0, 1.0, 1.0, 2.0, -3.5, float("nan"), float("-inf"), 1e30])
+    scores = torch.tensor(draw(st.lists(value, min_size=size, max_size=size))).view_as(eligible)
+    counts = torch.tensor([draw(st.integers(0, eligible.shape[1] + 2)) for _ in eligible])
+    return scores, eligible, counts
+
+
+@property_test
+@given(choices())
+@example((torch.tensor([[9.0, math.nan]]), torch.tensor([[False, True]]), torch.tensor([1])))
+def test_the_highest_are_those_of_a_plain_sort_with_the_earlier_first(choice):
+    scores, eligible, counts = choice
+    marked = highest(scores, eligible, counts)
+    for row, places in enumerate(eligible):
+        value = [-math.inf if math.isnan(score) else score for score in scores[row].tolist()]
+        order = sorted(places.nonzero().flatten().tolist(), key=lambda place: (-value[place], place))
+        assert wanted_sets(marked)[row] == sorted(order[: int(counts[row])])
+
+
+@property_test
+@given(choices())
+def test_asking_for_more_keeps_what_was_marked(choice):
+    scores, eligible, counts = choice
+    assert not (highest(scores, eligible, counts) & ~highest(scores, eligible, counts + 1)).any()
