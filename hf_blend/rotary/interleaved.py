@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs of neighbouring dimensions (2i, 2i + 1), the layout of Cohere, GLM and GPT-J."""
+"""Pairs of neighbouring dimensions (2i, 2i + 1), the layout of Cohere and GPT-J."""
 
 from torch import Tensor
 
