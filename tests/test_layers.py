@@ -1,0 +1,137 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""A cache layer: what was put in is what comes out, and no token costs a copy of the others."""
+
+import pytest
+import torch
+from transformers.cache_utils import DynamicLayer
+
+from hf_blend.layers import ROOM_TOKENS, BlendLayer
+
+
+def states(tokens, seed=0, batch=2, heads=2, width=4, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    keys = torch.randn(batch, heads, tokens, width, generator=generator).to(dtype)
+    return keys, torch.randn(batch, heads, tokens, width + 2, generator=generator).to(dtype)
+
+
+def filled(*lengths):
+    layer, reference = BlendLayer(), DynamicLayer()
+    for seed, length in enumerate(lengths):
+        layer.update(*states(length, seed))
+        reference.update(*states(length, seed))
+    return layer, reference
+
+
+def assert_equal(layer, reference):
+    assert layer.get_seq_length() == reference.get_seq_length()
+    assert torch.equal(layer.keys, reference.keys)
+    assert torch.equal(layer.values, reference.values)
+
+
+def test_it_holds_what_a_dynamic_layer_holds():
+    layer, reference = filled(5, 1, 1, 3)
+    assert_equal(layer, reference)
+    assert layer.get_mask_sizes(4) == reference.get_mask_sizes(4) == (14, 0)
+    assert layer.get_max_length() == -1
+    assert (layer.dtype, layer.device.type, layer.is_initialized) == (torch.float32, "cpu", True)
+
+
+def test_decoding_copies_nothing_until_the_room_is_used_up():
+    layer, _ = filled(40)
+    place = layer.keys.data_ptr()
+    for seed in range(ROOM_TOKENS):
+        layer.update(*states(1, seed))
+        assert layer.keys.data_ptr() == place
+    layer.update(*states(1))
+    assert layer.keys.data_ptr() != place
+
+
+def test_growing_beyond_the_room_keeps_every_token_and_is_rare():
+    layer, reference = filled(3)
+    places = set()
+    for seed in range(3 * ROOM_TOKENS):
+        layer.update(*states(1, seed))
+        reference.update(*states(1, seed))
+        places.add(layer.keys.data_ptr())
+    assert_equal(layer, reference)
+    assert len(places) <= 3
+
+
+def test_opened_columns_are_views_behind_what_is_there():
+    layer, reference = filled(5)
+    keys, values = layer.open(3, *states(1))
+    assert (keys.shape, values.shape) == ((2, 2, 3, 4), (2, 2, 3, 6))
+    new = states(3, 9)
+    keys.copy_(new[0])
+    values.copy_(new[1])
+    reference.update(*new)
+    assert_equal(layer, reference)
+
+
+@pytest.mark.parametrize("removed", [0, 1, 4, 6])
+def test_crop_forgets_the_last_tokens_and_goes_on_behind_the_rest(removed):
+    layer, reference = filled(5, 1)
+    layer.crop(-removed)
+    reference.keys, reference.values = (whole[:, :, : 6 - removed] for whole in (reference.keys, reference.values))
+    assert_equal(layer, reference)
+    layer.update(*states(2, 7))
+    reference.update(*states(2, 7))
+    assert_equal(layer, reference)
+
+
+@pytest.mark.parametrize("tokens", [1, -7])
+def test_crop_refuses_what_is_not_there(tokens):
+    layer, _ = filled(6)
+    with pytest.raises(ValueError, match=rf"crop\({tokens}\) was asked of a cache of 6 tokens.*-6 to 0.*reset"):
+        layer.crop(tokens)
+    assert layer.get_seq_length() == 6
+
+
+def test_crop_of_an_empty_layer_by_nothing_is_nothing():
+    layer = BlendLayer()
+    layer.crop(0)
+    assert layer.get_seq_length() == 0
+    assert not layer.is_initialized
+
+
+@pytest.mark.parametrize(
+    ("act", "argument"),
+    [
+        ("reorder_cache", torch.tensor([1, 1])),
+        ("batch_repeat_interleave", 3),
+        ("batch_select_indices", torch.tensor([1])),
+    ],
+)
+def test_batch_operations_are_those_of_a_dynamic_layer(act, argument):
+    layer, reference = filled(5, 1)
+    getattr(layer, act)(argument)
+    getattr(reference, act)(argument)
+    assert_equal(layer, reference)
+    new = states(1, 5, batch=layer.keys.shape[0])
+    layer.update(*new)
+    reference.update(*new)
+    assert_equal(layer, reference)
+
+
+@pytest.mark.parametrize(
+    ("act", "argument"),
+    [
+        ("reorder_cache", torch.tensor([0])),
+        ("batch_repeat_interleave", 3),
+        ("batch_select_indices", torch.tensor([0])),
+    ],
+)
+def test_batch_operations_on_an_empty_layer_do_nothing(act, argument):
+    layer = BlendLayer()
+    getattr(layer, act)(argument)
+    assert layer.get_seq_length() == 0
+
+
+def test_reset_forgets_everything_even_dtype_and_batch():
+    layer, _ = filled(5)
+    layer.reset()
+    assert (layer.get_seq_length(), layer.is_initialized) == (0, False)
+    keys, _ = layer.update(*states(2, 3, batch=1, dtype=torch.bfloat16))
+    assert keys.shape == (1, 2, 2, 4)
+    assert keys.dtype == torch.bfloat16

@@ -1,0 +1,125 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Scattered rows see exactly what they would see in a full prefill, whatever the model's mask looks like."""
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from hf_blend.masks import row_mask
+
+LOWEST = torch.finfo(torch.float32).min
+
+
+def scattered(batch, kept, rows, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.stack([torch.randperm(rows, generator=generator)[:kept].sort().values for _ in range(batch)])
+
+
+def full_mask(kind, batch, rows, past):
+    """The boolean mask `[batch, 1, rows, keys]` that a model makes for all its new tokens."""
+    queries, keys = torch.arange(rows)[:, None] + past, torch.arange(rows + past)
+    mask = keys <= queries
+    if kind == "sliding":
+        mask = mask & (keys > queries - 20)
+    mask = mask.expand(batch, 1, -1, -1).clone()
+    if kind == "padded":
+        for row in range(batch):
+            mask[row, :, :, : 5 * row] = False
+            mask[row, :, torch.arange(rows) + past < 5 * row] = True
+    return mask
+
+
+def attention_inputs(batch, rows, keys, heads=4, kv_heads=2, width=8):
+    generator = torch.Generator().manual_seed(1)
+    query = torch.randn(batch, heads, rows, width, generator=generator)
+    return query, *(torch.randn(batch, kv_heads, keys, width, generator=generator) for _ in range(2))
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "another"])
+@pytest.mark.parametrize("past", [0, 7])
+def test_without_a_mask_of_the_model_each_row_is_causal_at_its_own_place(implementation, past):
+    rows = scattered(2, 9, 30)
+    mask = row_mask(None, rows, past, 30 + past, implementation)
+    visible = mask if mask.dtype == torch.bool else mask == 0
+    for entry, places in enumerate(rows):
+        for line, place in enumerate(places):
+            seen = visible[entry if visible.shape[0] > 1 else 0, 0, line].nonzero().flatten().tolist()
+            assert seen == list(range(int(place) + past + 1))
+
+
+def test_each_implementation_gets_the_kind_of_mask_that_it_adds_or_applies():
+    rows = scattered(1, 4, 10)
+    assert row_mask(None, rows, 0, 10, "sdpa").dtype == torch.bool
+    assert row_mask(None, rows, 0, 10, "another").dtype == torch.bool
+    eager = row_mask(None, rows, 0, 10, "eager")
+    assert eager.dtype == torch.float32
+    assert set(eager.flatten().tolist()) == {0.0, LOWEST}
+
+
+@pytest.mark.parametrize("mask_batch", [1, 3])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_rows_carry_their_own_lines_of_the_models_mask(mask_batch, implementation):
+    additive = torch.randn(mask_batch, 2, 20, 26, generator=torch.Generator().manual_seed(0))
+    rows = scattered(3, 6, 20)
+    mask = row_mask(additive, rows, 6, 26, implementation)
+    for entry in range(3):
+        assert torch.equal(torch.as_tensor(mask)[entry], additive[entry % mask_batch][:, rows[entry]])
+
+
+@pytest.mark.parametrize("kind", ["causal", "sliding", "padded"])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("additive", [False, True], ids=["boolean", "additive"])
+@pytest.mark.parametrize("kept", [1, 40, 250])
+def test_attention_by_blocks_is_attention_under_the_dense_mask(kind, batch, additive, kept):
+    total, past = 300, 10
+    rows = scattered(batch, kept, total - 20) + 20
+    model_mask = full_mask(kind, batch, total, past)
+    dense = torch.stack([model_mask[entry, :, places] for entry, places in enumerate(rows)])
+    if additive:
+        model_mask = torch.zeros(model_mask.shape).masked_fill(~model_mask, LOWEST)
+    query, key, value = attention_inputs(batch, kept, total + past)
+    mask = row_mask(model_mask, rows, past, total + past, "sdpa")
+    got = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.3, enable_gqa=True)
+    wanted = scaled_dot_product_attention(query, key, value, attn_mask=dense, scale=0.3, enable_gqa=True)
+    assert type(got) is torch.Tensor
+    torch.testing.assert_close(got, wanted, atol=2e-6, rtol=0)
+
+
+def test_the_value_behind_a_row_does_not_reach_it():
+    rows = scattered(1, 60, 200)
+    query, key, value = attention_inputs(1, 60, 200)
+    mask = row_mask(None, rows, 0, 200, "sdpa")
+    before = scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+    place = int(rows[0, 30])
+    for states in (key, value):
+        states[:, :, place + 1 :] = 1e4
+    after = scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+    assert torch.equal(before[:, :, :31], after[:, :, :31])
+    assert not torch.equal(before[:, :, 31:], after[:, :, 31:])
+
+
+def test_a_whole_group_of_heads_may_share_one_line():
+    mask = row_mask(None, torch.tensor([[12]]), 0, 20, "sdpa")
+    query, key, value = attention_inputs(1, 6, 20)
+    got = scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+    wanted = scaled_dot_product_attention(query, key[:, :, :13], value[:, :, :13], enable_gqa=True)
+    torch.testing.assert_close(got, wanted, atol=2e-6, rtol=0)
+
+
+def test_a_bfloat16_query_keeps_its_dtype():
+    rows = scattered(1, 150, 200)
+    query, key, value = (states.bfloat16() for states in attention_inputs(1, 150, 200))
+    mask = row_mask(None, rows, 0, 200, "sdpa")
+    got = scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+    dense = torch.arange(200) <= rows[0][:, None]
+    wanted = scaled_dot_product_attention(query, key, value, attn_mask=dense, enable_gqa=True)
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got, wanted, atol=2e-2, rtol=0)
+
+
+def test_to_all_other_code_a_row_mask_is_a_tensor():
+    mask = row_mask(None, torch.tensor([[1, 3]]), 0, 5, "sdpa")
+    assert type(mask & mask) is torch.Tensor
+    assert mask[0, 0].tolist() == [[True, True, False, False, False], [True, True, True, True, False]]
+    assert torch.where(mask, 0.0, 1.0).sum() == 4
