@@ -25,6 +25,7 @@ FLOW = (  # a module imports from its own line and from those above it; LEAVES n
     ("capture", "calibrate"),
     ("store", "loading"),
     ("plan", "rows", "realign", "layers", "cache", "hooks", "blend", "context", "sparse"),
+    ("ladder",),
     ("evaluation",),
     ("cli", "__main__"),
 )
