@@ -73,7 +73,7 @@ class LayerCall:
         """The hidden states, `[batch, rows, width]`."""
         return self.arguments[self.hidden_name]
 
-    def take_rows(self, index: Tensor, total: int) -> None:
+    def take_rows(self, index: Tensor, total: int, with_hidden: bool = True) -> None:
         """Keep some rows of every per-token argument.
 
         A tensor is per token where its second axis has `total` entries; rotary tables may come as a tuple.
@@ -81,8 +81,9 @@ class LayerCall:
         Args:
             index: `[batch, kept]`, places among the `total` rows, sorted.
             total: how many rows the arguments have now.
+            with_hidden: False where the hidden states are those of the kept rows already.
         """
-        skip = {"attention_mask"}
+        skip = {"attention_mask"} if with_hidden else {"attention_mask", self.hidden_name}
         self.arguments = {
             name: value if name in skip else _rows(value, index, total) for name, value in self.arguments.items()
         }

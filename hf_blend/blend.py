@@ -95,7 +95,7 @@ class Fusor:
         if index == 0:
             self._begin(call.hidden.device)
         if self._rows is not None:
-            call.take_rows(self._rows.columns, self._tokens)
+            call.take_rows(self._rows.columns, self._tokens, with_hidden=index == 0)
             self._set_mask(call, model_mask)
         if index in self._ratios and self._reusable.any():
             self._look(index, call)
