@@ -69,9 +69,9 @@ class Fusor:
         self._truth = truth
         self._last = len(layers) - 1
         self._ratios = config.ratios(len(layers)) if selector.needs_kv or selector.needs_full_prefill else {}
-        if self._ratios and selector.count(max(self._ratios.values()), plan.real.numel()) == 0:
-            self._ratios = {}  # nothing will be chosen, so there is nothing to compare
         self._static_ratio = config.recompute_ratio
+        if self._ratios and selector.count(max(self._ratios.values()), plan.real.numel()) == 0:
+            self._ratios, self._static_ratio = {}, 0.0  # nothing will be chosen, so there is nothing to compare
         self._tokens = plan.real.shape[1]
         self._exact, self._reusable = plan.where(exact=True), plan.where(exact=False)
         self._rows: Rows | None = None  # None: all tokens, as the model passes them
