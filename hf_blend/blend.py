@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from .anatomy import LayerCall, text_config
+from .capture import Capture
 from .config import BlendConfig
 from .errors import UnsupportedModelError
 from .layers import BlendLayer
@@ -48,7 +49,7 @@ class Fusor:
     def __init__(
         self, model: nn.Module, layers: Sequence[BlendLayer], plan: Plan, past: int, config: BlendConfig,
         selector: Selector, realigner: Realigner, report: BlendReport, wanted_rows: int | None = None,
-        truth: Callable[[], Sequence[KV]] | None = None,
+        truth: Callable[[], Capture] | None = None,
     ) -> None:
         """Prepare a forward.
 
@@ -62,7 +63,7 @@ class Fusor:
             realigner: lays stored KV.
             report: is told what was computed.
             wanted_rows: how many of the last rows the caller wants an output for; None for all that flow.
-            truth: computes K and V of every layer for all tokens, past and new, by a full prefill.
+            truth: computes K, V and rotary tables of every layer for all tokens by a full prefill.
         """
         self._model, self._layers, self._plan, self._past = model, layers, plan, past
         self._selector, self._realigner, self._report, self._wanted_rows = selector, realigner, report, wanted_rows
@@ -247,7 +248,10 @@ class Fusor:
     def _full_prefill(self) -> list[KV]:
         """K and V of all new tokens as a full prefill of the model computes them; what the oracle looks at."""
         self._report.full_prefills += 1
-        return [(keys[:, :, self._past :], values[:, :, self._past :]) for keys, values in self._truth()]
+        truth = self._truth()
+        for layer, table in enumerate(truth.tables):
+            self._realigner.learn(layer, table)
+        return [(keys[:, :, self._past :], values[:, :, self._past :]) for keys, values in truth.layers]
 
     def _narrow(self, call: LayerCall, model_mask: Any, wanted: Tensor) -> None:
         """Let only the wanted of the flowing rows go on."""

@@ -24,7 +24,7 @@ from . import plugins
 from .anatomy import LayerCall, decoder_layers, text_config
 from .blend import Fusor
 from .calibrate import rotary_styles
-from .capture import capture
+from .capture import Capture, capture
 from .config import BlendConfig
 from .errors import PromptError
 from .fingerprint import fingerprint
@@ -35,7 +35,6 @@ from .plan import Planner
 from .prompt import Prompt, PromptBatch, batch, build
 from .realign import Realigner
 from .report import BlendReport
-from .selectors.base import KV
 from .store import ChunkStore
 
 
@@ -219,15 +218,15 @@ class BlendCache(Cache):
         )
         self._entry.enter_layers()
 
-    def _truth(self, ids: Tensor, mask: Tensor) -> list[KV]:
-        """K and V of a full prefill, for research; only for a prompt that starts the cache."""
+    def _truth(self, ids: Tensor, mask: Tensor) -> Capture:
+        """K, V and rotary tables of a full prefill, for research; only for a prompt that starts the cache."""
         if self._past:
             raise PromptError(
                 f"the selector {self.config.selector!r} runs a full prefill of the whole prompt, but {self._past} tokens "
                 "are in the cache already and their ids are not known. Use it on a fresh cache."
             )
         positions = (mask.long().cumsum(-1) - 1).clamp_min(0)
-        return list(capture(self.model, ids, positions, mask).layers)
+        return capture(self.model, ids, positions, mask)
 
     def _planner(self) -> Planner:
         return Planner(self.model, self.store, fingerprint(self.model), tuple(self.sink_ids))

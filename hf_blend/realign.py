@@ -23,13 +23,13 @@ class Realigner:
         self._tables: dict[int, Table | None] = {}
 
     def learn(self, layer: int, table: Table | None) -> None:
-        """Remember the rotary table that the model handed to a layer for the new tokens.
+        """Remember the rotary table that the model hands to a layer for the new tokens; the first is kept.
 
         Args:
             layer: which layer.
             table: (cos, sin), `[batch or 1, tokens, width]`, at the positions of the prompt.
         """
-        self._tables[layer] = table
+        self._tables.setdefault(layer, table)
 
     def lay(self, layer: int, slots: Sequence[Slot], keys: Tensor, values: Tensor) -> None:
         """Write stored chunks to their columns.
