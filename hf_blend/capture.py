@@ -84,18 +84,21 @@ def capture(
     given = {"position_ids": position_ids, "attention_mask": attention_mask}
     given = {name: value.to(device) for name, value in given.items() if value is not None}
     cache = DynamicCache()  # without a config no layer forgets what lies outside its window
-    with _recorded_tables(layers) as tables:
+    with _recorded_tables(layers, cache) as tables:
         model.get_decoder()(input_ids=input_ids.to(device), past_key_values=cache, use_cache=True, **given)
     kept = tuple(_cached(model, cache, index, input_ids.shape[1]) for index in range(len(layers)))
     return Capture(kept, tuple(tables.get(index) for index in range(len(layers))))
 
 
 @contextmanager
-def _recorded_tables(layers: list[nn.Module]) -> Iterator[dict[int, Table | None]]:
+def _recorded_tables(layers: list[nn.Module], cache: object) -> Iterator[dict[int, Table | None]]:
+    """The tables that the layers are handed in calls with this cache; other threads may run the model meanwhile."""
     tables: dict[int, Table | None] = {}
 
     def record(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tables[index] = rotary_table(LayerCall.bind(layer, args, kwargs).arguments)
+        arguments = LayerCall.bind(layer, args, kwargs).arguments
+        if any(value is cache for value in arguments.values()):
+            tables[index] = rotary_table(arguments)
 
     handles = []
     try:
