@@ -4,6 +4,7 @@
 
 Hooks are registered when a blended forward begins and removed when its last layer is done. They carry no state: each
 looks for its own cache among the arguments and does nothing without it, so plain calls and other caches pass through.
+A hook that ends while a call of another thread is about to run it is called without keyword arguments, by torch's doing.
 """
 
 import weakref
@@ -60,37 +61,41 @@ class Entry:
         """Remove every hook."""
         _remove(self._outer, self._inner)
 
-    def _model_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _model_begins(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> None:
         guest = self._own(args, kwargs)
-        if guest is not None:
+        if guest is not None and kwargs is not None:
             names = ("input_ids", "attention_mask")
             guest.forward_begins({**dict(zip(names, args, strict=False)), **kwargs})
 
     def _layer_hook(self, index: int) -> Callable[..., Any]:
-        def begins(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def begins(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
             guest = self._own(args, kwargs)
-            if guest is None:
+            if guest is None or kwargs is None:
                 return None
             return guest.layer_begins(index, LayerCall.bind(layer, args, kwargs)).as_hook_result()
 
         return begins
 
     def _layer_ended(self, index: int) -> Callable[..., None]:
-        def ended(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            if self._own(args, kwargs) is not None and (output is None or index == len(self._layers) - 1):
-                self._ended(layer, args, kwargs, output)
+        def ended(layer: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
+            if rest[-1] is None or index == len(self._layers) - 1:
+                self._ended(layer, args, *rest)
 
         return ended
 
-    def _ended(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def _ended(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
+        kwargs, output = rest if len(rest) == 2 else (None, *rest)
         guest = self._own(args, kwargs)
         if guest is not None:
             guest.forward_ends(failed=output is None)
 
-    def _own(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Guest | None:
+    def _own(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Guest | None:
         """The guest, if it is the cache that this call was given."""
         guest = self._guest()
-        return guest if guest is not None and any(value is guest for value in (*args, *kwargs.values())) else None
+        given = (*args, *(kwargs or {}).values())
+        return guest if guest is not None and any(value is guest for value in given) else None
 
 
 def _remove(*groups: list[tuple[nn.Module, RemovableHandle]]) -> None:
