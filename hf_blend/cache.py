@@ -164,6 +164,7 @@ class BlendCache(Cache):
         """Called by the hook on the model, with the arguments of its forward."""
         if self._fusor is not None:
             self.forward_ends(failed=True)  # the last forward was interrupted in a way that no hook sees
+            self._entry.watch_model()
         ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
         if ids is None or ids.shape[1] < 2 or (mask is not None and mask.dim() != 2):
             self._entry.leave()
@@ -245,7 +246,8 @@ def _prompts(tokenizer: Any, prefix: Any, chunks: Sequence[Any], question: Any) 
     """One prompt per request: a list of questions is a batch."""
     if isinstance(question, str) or not question or isinstance(question[0], int):
         return [build(tokenizer, prefix, chunks, question)]
-    prefixes = [prefix] * len(question) if prefix is None or isinstance(prefix, str) else prefix
+    shared = prefix is None or isinstance(prefix, str) or not prefix or isinstance(prefix[0], int)
+    prefixes = [prefix] * len(question) if shared else prefix
     if not len(prefixes) == len(chunks) == len(question):
         raise PromptError(
             f"a batch of {len(question)} questions came with {len(chunks)} lists of chunks and {len(prefixes)} "
