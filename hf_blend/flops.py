@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a token costs in a layer, counted by watching the model run: no table of architectures."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -69,7 +70,11 @@ def _measure(model: nn.Module) -> list[LayerCost]:
     layers, marker = decoder_layers(model), _Marker()
     before, after = [0.0] * len(layers), [0.0] * len(layers)
 
+    thread = threading.get_ident()  # others may run the model meanwhile
+
     def count(index: int, module: nn.Module) -> None:
+        if threading.get_ident() != thread:
+            return
         side = after if index in marker.reached else before
         side[index] += 2.0 * module.in_features * module.out_features
 
