@@ -27,7 +27,7 @@ quickstart: $(STAMP) ## answer one question from reused chunks, on this machine'
 	$(BIN)/python examples/quickstart.py
 
 test: $(STAMP) ## run the tests, with coverage and the reasons of what was skipped
-	$(BIN)/python -P -m pytest -m "not network" $(COVERED:%=--cov=hf_blend.%) --cov-report=term $(PYTEST_ARGS)
+	$(BIN)/python -P -m pytest $(COVERED:%=--cov=hf_blend.%) --cov-report=term $(PYTEST_ARGS)
 
 check: $(STAMP) ## lint and types
 	$(BIN)/ruff check .

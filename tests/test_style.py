@@ -145,7 +145,7 @@ def text_files() -> list[Path]:
     kinds = {".py", ".md", ".cfg", ".toml", ".txt", ".sh", ""}
     rooms = ["hf_blend", "cli", "evaluation", "tests", "examples", "benchmarks", "app", "model_cards", ".ci"]
     files = [path for room in rooms for path in (ROOT / room).rglob("*") if "__pycache__" not in path.parts]
-    files += [path for path in ROOT.iterdir() if path.name != ".git"]
+    files += [path for path in ROOT.iterdir() if path.name == ".gitignore" or not path.name.startswith(".")]
     return sorted(path for path in files if path.is_file() and path.suffix in kinds and path.stat().st_size < 200_000)
 
 
