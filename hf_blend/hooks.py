@@ -4,7 +4,7 @@
 
 Hooks are registered when a blended forward begins and removed when its last layer is done. They carry no state: each
 looks for its own cache among the arguments and does nothing without it, so plain calls and other caches pass through.
-A hook that ends while a call of another thread is about to run it is called without keyword arguments, by torch's doing.
+A hook that ends while another thread's call is about to run it is called by torch without its keyword arguments.
 """
 
 import weakref
