@@ -48,6 +48,11 @@ def text_config(model: nn.Module) -> Any:
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
+def kv_groups(layer: nn.Module) -> int:
+    """How many query heads share a key head in a layer, where transformers repeats the keys for them; else 1."""
+    return next((module.num_key_value_groups for module in layer.modules() if hasattr(module, "num_key_value_groups")), 1)
+
+
 @dataclass
 class LayerCall:
     """The arguments of one call of a decoder layer, by the names of its `forward`.

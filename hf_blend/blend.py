@@ -21,15 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .anatomy import LayerCall, text_config
+from .anatomy import LayerCall, kv_groups, text_config
 from .capture import Capture
 from .config import BlendConfig
 from .errors import UnsupportedModelError
 from .layers import BlendLayer
-from .masks import row_mask
+from .masks import RowMask, row_mask
 from .plan import Plan, Slot
 from .realign import Realigner, mismatch
-from .report import BlendReport
+from .report import BlendReport, Work
 from .rotary.tables import rotary_table
 from .rows import Rows, highest
 from .selectors.base import KV, Selector, TokenView
@@ -103,7 +103,7 @@ class Fusor:
             self._narrow(call, model_mask, self._chosen(index))
         if index == self._last:
             self._trim(index, call, model_mask)
-        self._report.saw_rows(index, self._flowing(), self._reusable)
+        self._note(index, kv_only=False)
         return call
 
     def update(self, index: int, keys: Tensor, values: Tensor) -> KV:
@@ -178,6 +178,7 @@ class Fusor:
 
     def _look(self, index: int, call: LayerCall) -> None:
         """Run a layer until its K and V are known for the rows that flow, and no further."""
+        self._note(index, kv_only=True)
         self._is_looking = True
         try:
             call.run()
@@ -195,7 +196,6 @@ class Fusor:
         started = time.perf_counter()
         rows = self._rows or Rows.of(torch.ones_like(self._plan.real))[0]
         picked = self._pick(self._view(index, rows), self._ratios[index])
-        self._report.looked(index, self._flowing(), self._reusable)
         self._report.select_ms += 1e3 * (time.perf_counter() - started)
         self._tell(rows, picked)
         real = rows.take(self._plan.real)
@@ -269,7 +269,6 @@ class Fusor:
         if self._wanted_rows is None or self._wanted_rows >= flowing or not self._plan.slots:
             return
         self._look(index, call)
-        self._report.looked(index, self._flowing(), self._reusable)
         wanted = torch.zeros((self._plan.real.shape[0], flowing), dtype=torch.bool, device=call.hidden.device)
         wanted[:, -self._wanted_rows :] = True
         self._narrow(call, model_mask, wanted)
@@ -281,7 +280,14 @@ class Fusor:
             keys = self._past + self._tokens
             mask = row_mask(model_mask, self._rows.columns, self._past, keys, self._implementation)
             self._masks[place] = (mask, (model_mask, self._rows))  # kept alive, or the ids would be used again
-        call.arguments["attention_mask"] = self._masks[place][0]
+        mask = self._masks[place][0]
+        if isinstance(mask, RowMask):
+            mask.group = kv_groups(call.layer)
+        call.arguments["attention_mask"] = mask
+
+    def _note(self, index: int, kv_only: bool) -> None:
+        """Tell the report what a layer is about to compute."""
+        self._report.computed(Work(index, kv_only, self._flowing(), self._reusable, self._plan.real))
 
     def _flowing(self) -> Tensor:
         """`[batch, tokens]`: which columns flow."""

@@ -204,11 +204,10 @@ class BlendCache(Cache):
         starts = [ids.shape[1] - len(row) for row in rows]
         plan = self._planner().plan(rows, starts, ids.shape[1], _spans(expected, rows), self._past == 0)
         self.report = BlendReport(
-            self.config.recompute_ratio, int(mask.sum()), 0, 0, plan.computed, plan.loaded,
-            _past=self._past, _costs=layer_costs(self.model),
+            self.config.recompute_ratio, int(mask.sum()), int(plan.where(exact=False).sum()),
+            int(plan.where(exact=True).sum()), plan.computed, plan.loaded,
+            past_tokens=self._past, _costs=layer_costs(self.model),
         )
-        self.report.reusable_tokens = int(plan.where(exact=False).sum())
-        self.report.exact_tokens = int(plan.where(exact=True).sum())
         if not plan.slots:
             self._entry.leave()
             return

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-BLOCK_ROWS = 96  # rows per block; smaller wastes less of the triangle, larger fills the kernels better
+BLOCK_QUERIES = 256  # queries per block, heads of a group counted; fewer waste less, more fill the kernels better
 
 
 def row_mask(model_mask: Tensor | None, rows: Tensor, past: int, keys: int, implementation: str) -> Tensor:
@@ -41,7 +41,7 @@ def row_mask(model_mask: Tensor | None, rows: Tensor, past: int, keys: int, impl
     else:
         mask = _cut(model_mask, rows)
     if implementation == "sdpa":
-        return RowMask.of(mask)
+        return RowMask.of(mask, rows[0] + past if model_mask is None and rows.shape[0] == 1 else None)
     if implementation == "eager" and mask.dtype == torch.bool:
         return torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, torch.finfo(torch.float32).min)
     return mask
@@ -62,7 +62,7 @@ class RowBlock:
     Attributes:
         rows: where the block lies among the kept rows.
         keys: the keys it reads.
-        bias: additive mask `[batch, 1, rows, keys]` in float32; None where every row sees every key.
+        bias: additive mask `[batch or 1, heads or 1, queries, keys]` in float32; None where every row sees every key.
     """
 
     rows: slice
@@ -74,15 +74,30 @@ class RowMask(Tensor):
     """A boolean or additive mask `[batch, heads or 1, rows, keys]` that attends by blocks of rows.
 
     Every operation but `scaled_dot_product_attention` sees a plain tensor.
+
+    Attributes:
+        group: how many query heads share a key head, where transformers repeats the keys for them; 1 if it does not.
+            The heads of a group are folded into rows, so that a block reads each key once.
     """
 
-    _blocks: list[RowBlock] | None
+    group: int
+    _columns: list[int] | None
+    _blocks: dict[int, list[RowBlock]]
 
     @classmethod
-    def of(cls, mask: Tensor) -> "RowMask":
-        """Wrap a mask, `[batch, heads or 1, rows, keys]`; no copy."""
+    def of(cls, mask: Tensor, columns: Tensor | None = None) -> "RowMask":
+        """Wrap a mask; no copy.
+
+        Args:
+            mask: `[batch, heads or 1, rows, keys]`.
+            columns: `[rows]`, if each row sees exactly the keys up to its own column: saves reading the mask.
+
+        Returns:
+            The same mask, which attends by blocks.
+        """
         wrapped = mask.as_subclass(cls)
-        wrapped._blocks = None
+        wrapped.group, wrapped._blocks = 1, {}
+        wrapped._columns = None if columns is None else columns.tolist()
         return wrapped
 
     @classmethod
@@ -90,38 +105,74 @@ class RowMask(Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Take over attention; hand everything else to plain tensors."""
-        kwargs = dict(kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
             if func is scaled_dot_product_attention:
-                return _attend(*args, **kwargs)
-            return func(*args, **kwargs)
+                return _attend(*args, **(kwargs or {}))
+            return func(*args, **(kwargs or {}))
 
-    def blocks(self) -> list[RowBlock]:
-        """The blocks of this mask, found once and kept."""
-        if self._blocks is None:
+    def blocks(self, group: int) -> list[RowBlock]:
+        """The blocks of this mask, found once and kept.
+
+        Args:
+            group: query heads that are folded into rows, so that each row of the mask stands for that many queries.
+
+        Returns:
+            The blocks, in order; together they hold every row once.
+        """
+        if group not in self._blocks:
+            step = max(1, BLOCK_QUERIES // group)
             with torch._C.DisableTorchFunctionSubclass():
-                self._blocks = _blocks_of(self.as_subclass(Tensor))
-        return self._blocks
+                plain = self.as_subclass(Tensor)
+                cut = _read_blocks(plain, step, group) if self._columns is None else self._causal_blocks(step, group)
+            self._blocks[group] = cut
+        return self._blocks[group]
+
+    def _causal_blocks(self, step: int, group: int) -> list[RowBlock]:
+        """Blocks of rows that see all keys up to their own column; runs of neighbours share one bias."""
+        columns, blocks, diagonal = self._columns or [], [], None
+        for start in range(0, len(columns), step):
+            block = columns[start : start + step]
+            rows, keys = slice(start, start + len(block)), slice(0, block[-1] + 1)
+            if block[-1] - block[0] == step - 1:
+                diagonal = _diagonal(step, group, columns[-1] + 1, self.device) if diagonal is None else diagonal
+                bias = diagonal[..., diagonal.shape[-1] - keys.stop :]
+            else:
+                places = torch.tensor(block, device=self.device)
+                seen = torch.arange(keys.stop, device=self.device) <= places[:, None]
+                bias = _folded(_additive(seen)[None, None], group)
+            blocks.append(RowBlock(rows, keys, bias))
+        return blocks
 
 
-def _blocks_of(mask: Tensor) -> list[RowBlock]:
-    """Cut a mask `[batch, heads or 1, rows, keys]` into blocks of rows with the keys that they need."""
+def _diagonal(rows: int, group: int, keys: int, device: torch.device) -> Tensor:
+    """Bias of neighbouring rows of which the last sees all keys: `[1, 1, group * rows, keys]`."""
+    behind = torch.arange(keys, device=device) - torch.arange(keys - rows, keys, device=device)[:, None]
+    return _folded(_additive(behind <= 0)[None, None], group)
+
+
+def _read_blocks(mask: Tensor, step: int, group: int) -> list[RowBlock]:
+    """Cut a mask `[batch, heads or 1, rows, keys]` into blocks with the keys that one of their rows sees."""
     visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
     blocks = []
-    for start in range(0, mask.shape[2], BLOCK_ROWS):
-        rows = slice(start, min(start + BLOCK_ROWS, mask.shape[2]))
+    for start in range(0, mask.shape[2], step):
+        rows = slice(start, min(start + step, mask.shape[2]))
         seen = visible[:, :, rows].flatten(0, 2).any(0).nonzero().flatten()
         keys = slice(int(seen[0]), int(seen[-1]) + 1) if len(seen) else slice(0, mask.shape[3])
-        part = visible[:, :, rows, keys]
-        bias = None if part.all() else _additive(mask[:, :, rows, keys])
+        part = mask[:, :, rows, keys]
+        bias = None if visible[:, :, rows, keys].all() else _folded(_additive(part), group)
         blocks.append(RowBlock(rows, keys, bias))
     return blocks
 
 
 def _additive(mask: Tensor) -> Tensor:
     if mask.dtype != torch.bool:
-        return mask.contiguous()
+        return mask
     return torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, float("-inf"))
+
+
+def _folded(bias: Tensor, group: int) -> Tensor:
+    """One line of the bias for each query of a group: `[batch, 1, group * rows, keys]`."""
+    return bias.repeat(1, 1, group, 1) if group > 1 else bias.contiguous()
 
 
 def _attend(
@@ -129,15 +180,20 @@ def _attend(
     scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:
     """Attention of scattered rows, `[batch, heads, rows, head_dim]`, block by block."""
-    if attn_mask.shape[2] == 1:  # one line for all queries: transformers folds the heads of a group into rows
+    if attn_mask.shape[2] == 1:  # one line for all queries: transformers has folded the heads of a group into rows
         return scaled_dot_product_attention(
             query, key, value, attn_mask.as_subclass(Tensor), dropout_p, scale=scale, enable_gqa=enable_gqa
         )
+    heads, group = query.shape[1], attn_mask.group if attn_mask.shape[1] == 1 else 1
+    if group > 1 and key.shape[1] == heads:
+        key, value = key[:, ::group], value[:, ::group]  # undo the repetition
     output = query.new_empty((*query.shape[:3], value.shape[-1]))
-    for block in attn_mask.blocks():
+    for block in attn_mask.blocks(group):
+        part = query[:, :, block.rows].reshape(query.shape[0], heads // group, -1, query.shape[3])
         bias = None if block.bias is None else block.bias.to(query.dtype)
-        output[:, :, block.rows] = scaled_dot_product_attention(
-            query[:, :, block.rows], key[:, :, block.keys], value[:, :, block.keys],
-            attn_mask=bias, dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa,
+        done = scaled_dot_product_attention(
+            part, key[:, :, block.keys], value[:, :, block.keys], bias, dropout_p, scale=scale,
+            enable_gqa=part.shape[1] != key.shape[1],
         )
+        output[:, :, block.rows] = done.reshape(query.shape[0], heads, -1, value.shape[-1])
     return output

@@ -2,12 +2,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a request cost: the one honest meter."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torch import Tensor
 
 from .flops import LayerCost
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one layer computed, as masks over the new tokens, `[batch, tokens]` each.
+
+    Attributes:
+        layer: which layer.
+        kv_only: it ran only until its K and V were known.
+        flowing: the columns it ran for.
+        reusable: the columns with stored KV that is not exact: the budget is about these.
+        real: the columns that are not padding.
+    """
+
+    layer: int
+    kv_only: bool
+    flowing: Tensor
+    reusable: Tensor
+    real: Tensor
 
 
 @dataclass
@@ -25,6 +44,7 @@ class BlendReport:
         full_prefills: full prefills that a selector asked for; research only.
         realign_ms: host time for moving stored KV to its place.
         select_ms: host time for scoring and choosing.
+        past_tokens: tokens that were in the cache before this prefill.
         chosen_columns: for each batch entry the reusable columns that the first choice let go on.
     """
 
@@ -38,40 +58,45 @@ class BlendReport:
     full_prefills: int = 0
     realign_ms: float = 0.0
     select_ms: float = 0.0
+    past_tokens: int = 0
     chosen_columns: list[list[int]] = field(default_factory=list)
-    _past: int = 0
     _costs: list[LayerCost] = field(default_factory=list, repr=False)
-    _spent_flops: float = field(default=0.0, repr=False)
-    _full_flops: float = field(default=0.0, repr=False)
-    _bound_flops: float = field(default=0.0, repr=False)
+    _work: list[Work] = field(default_factory=list, repr=False)
 
-    def saw_rows(self, layer: int, flowing: Tensor, reusable: Tensor) -> None:
-        """Charge a layer for the reusable tokens that run through it.
-
-        Args:
-            layer: which layer.
-            flowing: `[batch, tokens]`, the columns that it computes.
-            reusable: `[batch, tokens]`, the columns that the budget is about.
-        """
-        cost = self._costs[layer]
-        self._spent_flops += cost.of_columns((flowing & reusable).nonzero()[:, 1] + self._past)
-        self._full_flops += cost.of_columns(reusable.nonzero()[:, 1] + self._past)
-
-    def looked(self, layer: int, flowing: Tensor, reusable: Tensor) -> None:
-        """Charge a layer for the K and V of reusable tokens that were computed only to be looked at."""
-        self._spent_flops += self._costs[layer].before_kv * int((flowing & reusable).sum())
+    def computed(self, work: Work) -> None:
+        """Note that a layer ran, or ran as far as its K and V."""
+        self._work.append(work)
 
     @property
     def charged_budget(self) -> float:
         """FLOPs spent on the reusable tokens over those that a full prefill spends on them; 0 without any."""
-        if not self._full_flops:
-            return 0.0
-        return self._spent_flops / self._full_flops + self.full_prefills
+        full = sum(self._costs[work.layer].of_columns(self._columns(work.reusable)) for work in self._layers())
+        spent = sum(self._spent(work, work.flowing & work.reusable) for work in self._work)
+        return spent / full + self.full_prefills if full else 0.0
+
+    @property
+    def flop_bound(self) -> float:
+        """FLOPs of the decoder in a full prefill over those spent here: how much faster this prefill could be."""
+        full = sum(self._costs[work.layer].of_columns(self._columns(work.real)) for work in self._layers())
+        spent = sum(self._spent(work, work.flowing & work.real) for work in self._work)
+        return full / spent if spent else 1.0
+
+    def _layers(self) -> list[Work]:
+        """One entry per layer."""
+        return [work for work in self._work if not work.kv_only]
+
+    def _spent(self, work: Work, tokens: Tensor) -> float:
+        cost = self._costs[work.layer]
+        return cost.before_kv * int(tokens.sum()) if work.kv_only else cost.of_columns(self._columns(tokens))
+
+    def _columns(self, tokens: Tensor) -> Tensor:
+        """How many tokens stand before each token, in its row and in the cache."""
+        return tokens.nonzero()[:, 1] + self.past_tokens
 
     def as_dict(self) -> dict[str, Any]:
         """All figures as JSON values."""
-        shown = {name: value for name, value in asdict(self).items() if not name.startswith("_")}
-        return {**shown, "charged_budget": round(self.charged_budget, 6)}
+        shown = {entry.name: getattr(self, entry.name) for entry in fields(self) if not entry.name.startswith("_")}
+        return {**shown, "charged_budget": self.charged_budget, "flop_bound": self.flop_bound}
 
     def __str__(self) -> str:
         """One line for people."""
