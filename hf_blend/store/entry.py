@@ -6,13 +6,14 @@ The file holds, in this order: token ids, sink ids, the rotary tables, then keys
 other, so that a layer is one read. Each tensor has its own digest: layers can be read, checked and used one by one.
 """
 
+import struct
 from collections.abc import Callable
 
 import torch
 import xxhash
 from torch import Tensor
 
-from ..errors import StoreError
+from ..errors import ConfigError, StoreError
 from .chunk import ChunkKey, ChunkKV
 from .header import DTYPES, HEADER_CAP_BYTES, Header, TensorPlan, hash_namespace
 from .tiers.base import EntryFault, Source
@@ -21,6 +22,7 @@ __all__ = ["EntryReader", "encode_entry", "read_key"]
 
 CODEC = "raw"
 _MAX_BYTES_PER_TOKEN = 64 << 20  # ten times the KV of the widest models known; more is not a chunk
+_MAX_IDS = 1 << 24
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -61,15 +63,21 @@ def read_key(source: Source, namespace: str) -> ChunkKey:
     Raises:
         EntryFault: namespace, if the entry belongs to another; otherwise as in `EntryReader`.
     """
-    header, data_start = _read_header(source)
-    if header.namespace != hash_namespace(namespace):
-        raise EntryFault("namespace", f"the entry {header.key} belongs to another namespace", corrupt=False)
-    if [plan.name for plan in header.tensors[:2]] != ["token_ids", "sink_ids"]:
-        raise EntryFault("format", "the entry does not begin with its token ids")
-    token_ids, sink_ids = _read_ids(source, header, data_start)
-    key = ChunkKey(header.fingerprint, sink_ids, token_ids, namespace)
-    if key.digest != header.key:
-        raise EntryFault("key", f"the token ids are not those of {header.key}")
+    raw = _read_raw_header(source)
+    digest, fingerprint, space, tokens, sinks = Header.peek(raw)
+    if space != hash_namespace(namespace):
+        raise EntryFault("namespace", f"the entry {digest} belongs to another namespace", corrupt=False)
+    if tokens + sinks > _MAX_IDS:
+        raise EntryFault("format", f"{tokens + sinks} token ids are not a chunk")
+    ids = bytearray(8 * (tokens + sinks))
+    source.read_into(len(raw), memoryview(ids))
+    try:
+        values = struct.unpack(f"<{tokens + sinks}q", ids)
+        key = ChunkKey(fingerprint, values[tokens:], values[:tokens], namespace)
+    except (struct.error, ConfigError) as error:
+        raise EntryFault("key", f"the entry holds no token ids ({error})") from None
+    if key.digest != digest:
+        raise EntryFault("key", f"the token ids are not those of {digest}")
     return key
 
 
@@ -147,6 +155,16 @@ class EntryReader:
 
 def _read_header(source: Source) -> tuple[Header, int]:
     """The header and where the data begins; nothing is allocated before its size is known to be sane."""
+    raw = _read_raw_header(source)
+    header = Header.decode(raw)
+    excess = source.stat.nbytes - len(raw) - header.nbytes
+    if excess:
+        reason = "truncated" if excess < 0 else "format"
+        raise EntryFault(reason, f"{abs(excess)} bytes too {'few' if excess < 0 else 'many'}")
+    return header, len(raw)
+
+
+def _read_raw_header(source: Source) -> bytes:
     length = bytearray(8)
     source.read_into(0, memoryview(length))
     size = int.from_bytes(length, "little")
@@ -154,12 +172,7 @@ def _read_header(source: Source) -> tuple[Header, int]:
         raise EntryFault("format", f"a header of {size} bytes, at most {HEADER_CAP_BYTES} are read")
     raw = bytearray(8 + size)
     source.read_into(0, memoryview(raw))
-    header = Header.decode(bytes(raw))
-    excess = source.stat.nbytes - len(raw) - header.nbytes
-    if excess:
-        reason = "truncated" if excess < 0 else "format"
-        raise EntryFault(reason, f"{abs(excess)} bytes too {'few' if excess < 0 else 'many'}")
-    return header, len(raw)
+    return bytes(raw)
 
 
 def _check_header(header: Header, key: ChunkKey) -> None:

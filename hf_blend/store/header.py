@@ -34,7 +34,7 @@ DTYPES = {
     "I64": torch.int64,
     "U8": torch.uint8,
 }
-_MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+_MALFORMED = (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,28 @@ class Header:
         if canonical != raw:
             raise EntryFault("format", "the header is not what its content says")
         return header
+
+    @staticmethod
+    def peek(raw: bytes) -> tuple[str, str, str, int, int]:
+        """Read only what says which chunk an entry holds; what it says is still to be proved by its digest.
+
+        Args:
+            raw: length and JSON, as in the file.
+
+        Returns:
+            Digest of the key, fingerprint, hashed namespace, number of token ids and of sink ids; the ids follow the
+            header in this order.
+
+        Raises:
+            EntryFault: format.
+        """
+        try:
+            rows = json.loads(raw[8:])
+            named = [str(rows["__metadata__"][name]) for name in ("key", "fingerprint", "namespace")]
+            counts = [_checked_size(rows[name]["shape"][0]) for name in ("token_ids", "sink_ids")]
+        except _MALFORMED as error:
+            raise EntryFault("format", f"unreadable header ({type(error).__name__})") from None
+        return named[0], named[1], named[2], counts[0], counts[1]
 
     @property
     def nbytes(self) -> int:

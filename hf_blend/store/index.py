@@ -41,41 +41,41 @@ class _Group:
 
     def __init__(self) -> None:
         self._heads: dict[int, dict[bytes, dict[int, set[bytes]]]] = {}
-        self._firsts: dict[bytes, int] = {}
 
     def add(self, packed: bytes) -> None:
         head = packed[:_HEAD_BYTES]
         self._heads.setdefault(len(head), {}).setdefault(head, {}).setdefault(len(packed), set()).add(packed)
-        self._firsts[packed[:_WIDTH]] = self._firsts.get(packed[:_WIDTH], 0) + 1
 
     def discard(self, packed: bytes) -> None:
-        head, first = packed[:_HEAD_BYTES], packed[:_WIDTH]
-        lengths = self._heads[len(head)][head]
-        lengths[len(packed)].discard(packed)
-        if not lengths[len(packed)]:
-            del lengths[len(packed)]
-        if not lengths:
-            del self._heads[len(head)][head]
-        self._firsts[first] -= 1
-        if not self._firsts[first]:
-            del self._firsts[first]
+        head = packed[:_HEAD_BYTES]
+        heads = self._heads[len(head)]
+        heads[head][len(packed)].discard(packed)
+        if not heads[head][len(packed)]:
+            del heads[head][len(packed)]
+        if not heads[head]:
+            del heads[head]
+        if not heads:
+            del self._heads[len(head)]
 
     def find(self, prompt: bytes) -> Iterator[tuple[int, int]]:
         """Start and stop in bytes, left to right, without overlap."""
-        start, firsts = 0, self._firsts
+        start, tables = 0, sorted(self._heads.items(), reverse=True)
         while start < len(prompt):
-            length = self._longest_at(prompt, start) if prompt[start : start + _WIDTH] in firsts else 0
-            if length:
-                yield start, start + length
+            length = 0
+            for width, heads in tables:
+                lengths = heads.get(prompt[start : start + width])
+                if lengths and (length := _longest(lengths, prompt, start)):
+                    yield start, start + length
+                    break
             start += length or _WIDTH
 
-    def _longest_at(self, prompt: bytes, start: int) -> int:
-        for width in sorted(self._heads, reverse=True):
-            lengths = self._heads[width].get(prompt[start : start + width], {})
-            for length in sorted(lengths, reverse=True):
-                if prompt[start : start + length] in lengths[length]:
-                    return length
-        return 0
+
+def _longest(lengths: dict[int, set[bytes]], prompt: bytes, start: int) -> int:
+    """Length in bytes of the longest of some chunks that stands at `start`, or 0."""
+    for length in sorted(lengths, reverse=True):
+        if prompt[start : start + length] in lengths[length]:
+            return length
+    return 0
 
 
 class ContentIndex:
