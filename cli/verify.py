@@ -1,0 +1,45 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Check that blending is exact for a model."""
+
+from typing import Annotated
+
+import typer
+
+from .output import Json, fail, progress, show
+
+__all__ = ["verify"]
+
+Model = Annotated[str, typer.Argument(help="A path, a hub id, or tiny:TYPE for a small random model of a model type.")]
+Dtype = Annotated[list[str] | None, typer.Option("--dtype", help="float32, bfloat16 or float16; may be repeated.")]
+Attention = Annotated[list[str] | None, typer.Option("--attention", help="eager or sdpa; may be repeated.")]
+Rungs = Annotated[list[str] | None, typer.Option("--rung", help="Climb only this rung; may be repeated.")]
+Device = Annotated[str, typer.Option(help="Where to run the model.")]
+
+
+def verify(
+    model: Model,
+    dtype: Dtype = None,
+    attention: Attention = None,
+    rung: Rungs = None,
+    device: Device = "cpu",
+    json: Json = False,
+) -> None:
+    """Climb the ladder of exactness: small claims about blending, each measured on the model.
+
+    Exit code 0: every rung holds. 1: a rung fails or the model cannot be blended; which and why is said.
+
+    Examples:
+        hf-blend verify tiny:llama --dtype float32 --attention sdpa
+        hf-blend verify tiny:qwen3 --rung ratio_1 --json
+        hf-blend verify HuggingFaceTB/SmolLM2-135M-Instruct  # network
+    """
+    from hf_blend.ladder.ladder import ATTENTIONS, verify as climb
+
+    verdict = climb(
+        model, dtypes=dtype or ("float32", "bfloat16"), attention=attention or ATTENTIONS, rungs=rung, device=device
+    )
+    document = verdict.to_dict()
+    show(document if json else document["rungs"], as_json=json, title=model)
+    if not verdict.supported:
+        fail(f"{model} is not supported: {verdict.reason}")

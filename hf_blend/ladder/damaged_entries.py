@@ -1,0 +1,68 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""A tampered, truncated or swapped entry on disk is a miss: it is computed anew, and no logit changes."""
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from ..store import ChunkStore
+from .base import Outcome, Rung
+from .floor import distance
+from .subject import Subject
+
+RATIO = 0.3
+
+
+class DamagedEntries(Rung):
+    """Every kind of damage is done to every entry of a store on disk."""
+
+    def measure(self, subject: Subject) -> Outcome:
+        """Largest absolute difference of logits from those with a sound store; 0 is allowed."""
+        errors = []
+        for damage in (_flip, _truncate, _swap):
+            with tempfile.TemporaryDirectory() as folder:
+                wanted = _logits(subject, folder)
+                damage(_entries(folder))
+                with ChunkStore.open(folder, memory_bytes=0, durability="none") as store:
+                    got = subject.blend(subject.prompts[:1], RATIO, store)
+                if got.cache.report.loaded_chunks:
+                    return Outcome(float("inf"), 0.0, f"{damage.__name__[1:]}: {got.cache.report}")
+                errors.append(distance(got.logits, wanted))
+        return Outcome(max(errors), 0.0)
+
+
+def _logits(subject: Subject, folder: str) -> object:
+    with ChunkStore.open(folder, memory_bytes=0, durability="none") as store:
+        subject.blend(subject.prompts[:1], RATIO, store)
+        got = subject.blend(subject.prompts[:1], RATIO, store)
+    return got.logits if got.cache.report.loaded_chunks else got.logits * float("nan")
+
+
+def _entries(folder: str) -> list[Path]:
+    """The files of the chunks: the large ones."""
+    files = [path for path in Path(folder).rglob("*") if path.is_file()]
+    return sorted(path for path in files if path.suffix == ".safetensors") or sorted(files)
+
+
+def _flip(entries: list[Path]) -> None:
+    for path in entries:
+        content = bytearray(path.read_bytes())
+        content[-len(content) // 3] ^= 1
+        path.write_bytes(content)
+
+
+def _truncate(entries: list[Path]) -> None:
+    for path in entries:
+        path.write_bytes(path.read_bytes()[:-100])
+
+
+def _swap(entries: list[Path]) -> None:
+    contents = [path.read_bytes() for path in entries]
+    for path, content in zip(entries, contents[1:] + contents[:1], strict=True):
+        path.write_bytes(content)
+
+
+_Damage = Callable[[list[Path]], None]
+_ = shutil

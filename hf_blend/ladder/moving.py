@@ -1,0 +1,59 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Chunks taken to other places by the realigner, for the rungs that look at it alone."""
+
+from dataclasses import replace
+
+import torch
+
+from ..plan import Slot
+from ..realign import Realigner
+from ..report import BlendReport
+from ..store.chunk import ChunkKV
+from .subject import Subject
+
+CHUNK_TOKENS = 24
+NEAR, FAR = 41, 130  # places in the prompt, in tokens; neither is a multiple of the other
+
+
+def probe_chunk(subject: Subject) -> ChunkKV:
+    """A chunk that stands behind the sink, `CHUNK_TOKENS` long."""
+    return subject.chunk(subject.ids(CHUNK_TOKENS, seed=7))
+
+
+def home(subject: Subject) -> int:
+    """The first position of a probe chunk as it is stored."""
+    return len(subject.sink_ids)
+
+
+def moved(subject: Subject, chunk: ChunkKV, start: int) -> ChunkKV:
+    """Realign a chunk as a request does.
+
+    Args:
+        subject: whose model made the chunk.
+        chunk: the chunk; it is not changed.
+        start: the position that its first token shall have.
+
+    Returns:
+        A chunk whose keys are rotated for `start …`, with the tables of these positions.
+    """
+    realigner, slot = Realigner(subject.styles, BlendReport()), Slot(0, 0, chunk, False, 0)
+    tables, layers = list(chunk.tables), []
+    for index, table in enumerate(subject.tables_at(start, chunk.tokens)):
+        realigner.learn(index, table)
+        keys, values = (torch.full_like(states, float("nan"))[None] for states in chunk.layers[index])
+        realigner.lay(index, [slot], keys, values)
+        layers.append((keys[0], values[0]))
+        if table is not None and chunk.layer_table[index] >= 0:
+            tables[chunk.layer_table[index]] = tuple(part[0].float() for part in table)
+    return replace(chunk, layers=tuple(layers), tables=tuple(tables))
+
+
+def keys_apart(one: ChunkKV, other: ChunkKV) -> float:
+    """Largest difference of two chunks' keys, as a share of each layer's largest key; NaN counts as infinite."""
+    shares = [
+        float((a.float() - b.float()).abs().amax() / b.float().abs().amax())
+        for (a, _), (b, _) in zip(one.layers, other.layers, strict=True)
+    ]
+    worst = max(shares)
+    return worst if all(share == share for share in shares) else float("inf")

@@ -1,0 +1,34 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""One chunk at the beginning at ratio 0 is prefix caching, bit for bit."""
+
+import torch
+from transformers import DynamicCache
+
+from ..prompt import Prompt
+from .base import Outcome, Rung
+from .floor import device_of, distance
+from .subject import Subject
+
+
+class PrefixCache(Rung):
+    """Behind the sink, and without one, against a stock cache that holds the chunk and is continued with the question."""
+
+    def measure(self, subject: Subject) -> Outcome:
+        """Largest absolute difference of logits, and of any K or V at any layer; 0 is allowed."""
+        return Outcome(max(_error(subject, sink) for sink in {(), subject.sink_ids}), 0.0)
+
+
+@torch.no_grad()
+def _error(subject: Subject, sink: tuple[int, ...]) -> float:
+    prompt = Prompt(sink, subject.prompts[0].chunks[:1], subject.prompts[0].question)
+    got = subject.blend([prompt], 0.0, sink_ids=sink)
+    stock = DynamicCache()
+    first, question = (torch.tensor([ids], device=device_of(subject.model)) for ids in (
+        (*prompt.prefix, *prompt.chunks[0]), prompt.question))  # fmt: skip
+    subject.model(first, past_key_values=stock, use_cache=True)
+    wanted = subject.model(question, past_key_values=stock, use_cache=True).logits.float()
+    pairs = [(got.logits, wanted)]
+    for mine, layer in zip(got.layers, stock.layers, strict=True):
+        pairs += [(mine[0], layer.keys), (mine[1], layer.values)]
+    return max(distance(*pair) for pair in pairs)

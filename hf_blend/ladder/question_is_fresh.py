@@ -1,0 +1,28 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""The question is always computed: at ratio 0 its rows equal those of the plain model over the stored chunks."""
+
+import torch
+from transformers import DynamicCache
+
+from .base import Outcome, Rung
+from .floor import device_of, distance
+from .subject import Subject
+
+
+class QuestionIsFresh(Rung):
+    """The stock model continues a stock cache that holds the fused prefix and chunks."""
+
+    @torch.no_grad()
+    def measure(self, subject: Subject) -> Outcome:
+        """Largest absolute difference of the question's logits, over requests that run alone."""
+        errors = []
+        for prompt in subject.prompts:
+            got, stock = subject.blend([prompt], 0.0), DynamicCache()
+            for index, (keys, values) in enumerate(got.layers):
+                before = len(prompt.ids) - len(prompt.question)
+                stock.update(keys[:, :, :before].clone(), values[:, :, :before].clone(), index)
+            ids = torch.tensor([prompt.question], device=device_of(subject.model))
+            wanted = subject.model(ids, past_key_values=stock, use_cache=True).logits.float()
+            errors.append(distance(got.asked, wanted))
+        return Outcome(max(errors), subject.logit_tolerance)

@@ -1,0 +1,17 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""A chunk that is moved away and back is as it was, up to the rounding of two moves."""
+
+from .base import Outcome, Rung, rounding
+from .moving import FAR, home, keys_apart, moved, probe_chunk
+from .subject import Subject
+
+
+class RealignBack(Rung):
+    """The two turns are inverse whatever the tables hold, so only rounding is left."""
+
+    def measure(self, subject: Subject) -> Outcome:
+        """Largest difference of keys, as a share of the largest key."""
+        chunk = probe_chunk(subject)
+        back = moved(subject, moved(subject, chunk, FAR), home(subject))
+        return Outcome(keys_apart(back, chunk), rounding(subject.dtype, 0, moves=2))

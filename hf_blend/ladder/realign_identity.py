@@ -1,0 +1,16 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""A chunk that is moved by 0 keeps every bit."""
+
+from .base import Outcome, Rung
+from .moving import home, keys_apart, moved, probe_chunk
+from .subject import Subject
+
+
+class RealignIdentity(Rung):
+    """Where old and new tables are equal the turn is exactly 1."""
+
+    def measure(self, subject: Subject) -> Outcome:
+        """Largest difference of keys, as a share of the largest key; 0 is allowed."""
+        chunk = probe_chunk(subject)
+        return Outcome(keys_apart(moved(subject, chunk, home(subject)), chunk), 0.0)

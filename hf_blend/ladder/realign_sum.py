@@ -1,0 +1,17 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Moving a chunk by a and then by b is moving it by a + b, up to the rounding of three moves."""
+
+from .base import Outcome, Rung, rounding
+from .moving import FAR, NEAR, keys_apart, moved, probe_chunk
+from .subject import Subject
+
+
+class RealignSum(Rung):
+    """What is in between drops out of the composition, whatever the tables hold."""
+
+    def measure(self, subject: Subject) -> Outcome:
+        """Largest difference of keys, as a share of the largest key."""
+        chunk = probe_chunk(subject)
+        twice = moved(subject, moved(subject, chunk, NEAR), FAR)
+        return Outcome(keys_apart(twice, moved(subject, chunk, FAR)), rounding(subject.dtype, 0, moves=3))

@@ -1,0 +1,20 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Moving a chunk leaves every bit of its values."""
+
+import torch
+
+from .base import Outcome, Rung, violations
+from .moving import FAR, moved, probe_chunk
+from .subject import Subject
+
+
+class RealignValues(Rung):
+    """Values carry no position."""
+
+    def measure(self, subject: Subject) -> Outcome:
+        """Number of layers whose values changed; 0 is allowed."""
+        chunk = probe_chunk(subject)
+        pairs = zip(moved(subject, chunk, FAR).layers, chunk.layers, strict=True)
+        changed = [f"layer {index}" for index, (new, old) in enumerate(pairs) if not torch.equal(new[1], old[1])]
+        return violations(changed)
