@@ -142,7 +142,7 @@ class Catalog:
             self._seen = None
 
     def _read(self, name: str) -> None:
-        source = self._tier.open(name)
+        source = self._tier.open(name) if self._tier else None
         if source is None:
             return
         with contextlib.closing(source):

@@ -147,8 +147,8 @@ class Header:
             for (name, row), digest in zip(rows.items(), digests, strict=True)
         )
         layer_table = tuple(map(int, json.loads(metadata["layer_table"])))
-        names = (metadata[name] for name in ("key", "fingerprint", "namespace", "codec"))
-        return cls(*names, layer_table, tensors)
+        key, fingerprint, namespace, codec = (metadata[name] for name in ("key", "fingerprint", "namespace", "codec"))
+        return cls(key, fingerprint, namespace, codec, layer_table, tensors)
 
     def _metadata(self) -> dict[str, str]:
         fields = {

@@ -37,7 +37,7 @@ def save_snapshot(path: Path, records: Sequence[tuple[str, IndexRecord]]) -> Non
         records: digest and record of each entry.
     """
     groups = {group: place for place, group in enumerate(dict.fromkeys(map(_group, records)))}
-    columns = {
+    columns: dict[str, np.ndarray] = {
         "digests": np.frombuffer(bytes.fromhex("".join(digest for digest, _ in records)), np.uint8),
         "groups": np.array([groups[_group(row)] for row in records], np.int32),
         "lengths": np.array([len(record.packed) for _, record in records], np.int64),
@@ -98,6 +98,8 @@ def _parse(body: bytes) -> dict[str, IndexRecord]:
     stops = np.cumsum(columns["lengths"]).tolist()
     rows = zip([0, *stops], stops, *(columns[name].tolist() for name in ("groups", "nbytes", "created")), strict=False)
     return {
-        digests[64 * place : 64 * place + 64]: IndexRecord(*groups[group], packed[start:stop], nbytes, created)
+        digests[64 * place : 64 * place + 64]: IndexRecord(
+            groups[group][0], groups[group][1], packed[start:stop], nbytes, created
+        )
         for place, (start, stop, group, nbytes, created) in enumerate(rows)
     }

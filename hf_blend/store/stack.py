@@ -42,7 +42,6 @@ class TierStack:
             return chunk
         chunk = self._load(key)
         if chunk is not None:
-            self._tally.count("hits", self._behind.name)
             self._hold(chunk)
         return chunk
 
@@ -101,17 +100,23 @@ class TierStack:
             return None
 
     def _load(self, key: ChunkKey) -> ChunkKV | None:
-        source, name = None, self._catalog.name(key.digest)
-        try:
-            source = self._behind.open(name) if self._behind else None
-            if source is not None:
-                return EntryReader(source, key).read()
+        if self._behind is None:
             self.miss("absent")
-            self._catalog.forget(key.digest)
+            return None
+        source = None
+        try:
+            source = self._behind.open(self._catalog.name(key.digest))
+            if source is None:
+                self._catalog.forget(key.digest)
+                self.miss("absent")
+                return None
+            chunk = EntryReader(source, key).read()
+            self._tally.count("hits", self._behind.name)
+            return chunk
         except EntryFault as fault:
             self._refuse(key, fault.reason, fault)
             if fault.corrupt:
-                self._remove(key, source)
+                self._remove(self._behind, key, source)
         except (OSError, MemoryError) as error:
             self._refuse(key, "io" if isinstance(error, OSError) else "memory", error)
         finally:
@@ -123,10 +128,10 @@ class TierStack:
         self.miss(reason)
         self._tally.warn_once(f"stored chunk {key.digest} is not used and will be computed again: {fault}")
 
-    def _remove(self, key: ChunkKey, source: Source | None) -> None:
+    def _remove(self, behind: Tier, key: ChunkKey, source: Source | None) -> None:
         """Make room for a good entry, unless another process already put one there."""
         with contextlib.suppress(OSError):
-            removed = self._behind.delete(self._catalog.name(key.digest), source)
+            removed = behind.delete(self._catalog.name(key.digest), source)
             self._tally.count("removed", "corrupt", int(removed))
         self._catalog.forget(key.digest)
 

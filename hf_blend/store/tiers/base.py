@@ -44,6 +44,7 @@ class Source(Protocol):
     """One opened object. It stays readable, and the same, even if the object is deleted meanwhile."""
 
     stat: ObjectStat
+    identity: object  # equal for two sources of one object, different once the object was replaced
 
     def read_into(self, start: int, target: memoryview) -> None:
         """Fill `target` with the bytes from `start` on; raises EntryFault("truncated") if there are fewer."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ...errors import StoreError
-from .base import ObjectStat, check_name
+from .base import ObjectStat, Source, check_name
 from .files import FileSource, is_abandoned, open_regular, sync_directory, write_atomically
 
 __all__ = ["DiskTier"]
@@ -95,7 +95,7 @@ class DiskTier:
             write_atomically(path, parts, durable=self._durable)
         return True
 
-    def delete(self, name: str, source: FileSource | None = None) -> bool:
+    def delete(self, name: str, source: Source | None = None) -> bool:
         """Remove an object; with `source` only if the name still leads to that file."""
         path = self.path(name)
         try:

@@ -30,7 +30,7 @@ class FileSource:
     def __init__(self, handle: int, info: os.stat_result) -> None:
         self._handle = handle
         self.stat = ObjectStat(info.st_size, info.st_mtime)
-        self.identity = (info.st_dev, info.st_ino)
+        self.identity: object = (info.st_dev, info.st_ino)
 
     def read_into(self, start: int, target: memoryview) -> None:
         """Fill `target` from the bytes at `start`.
