@@ -86,6 +86,7 @@ class Realigner:
         return self._turns[place]
 
 
+@torch.no_grad()
 def mismatch(fresh: tuple[Tensor, Tensor], stored: tuple[Tensor, Tensor]) -> float:
     """How far stored K/V are from fresh ones, as a share of the fresh ones' size.
 
