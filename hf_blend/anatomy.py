@@ -50,7 +50,9 @@ def text_config(model: nn.Module) -> Any:
 
 def kv_groups(layer: nn.Module) -> int:
     """How many query heads share a key head in a layer, where transformers repeats the keys for them; else 1."""
-    return next((module.num_key_value_groups for module in layer.modules() if hasattr(module, "num_key_value_groups")), 1)
+    return next(
+        (module.num_key_value_groups for module in layer.modules() if hasattr(module, "num_key_value_groups")), 1
+    )
 
 
 @dataclass

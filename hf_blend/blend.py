@@ -3,13 +3,13 @@
 """The fusor: one forward of the model in which stored KV stands in for most tokens.
 
     layer 0 … check-1   every token that has no exact KV is computed
-    check layer         its K and V are computed for all of these, compared with the stored ones, the tokens are chosen;
-                        attention and MLP run for the chosen and the question only
+    check layer         its K and V are computed for all of these and compared with the stored ones; the tokens are
+                        chosen; attention and MLP run for the chosen and the question only
     deeper layers       only those are computed, against their own fresh K/V and the stored K/V of all others
     last layer          past its K/V only the rows whose output is wanted
 
-To look before paying, a layer is run until its K and V reach the cache and left there by a private exception; then it is
-run again for the chosen rows. The layer's code is the model's own.
+To look before paying, a layer is run until its K and V reach the cache and left there by a private exception; then it
+is run again for the chosen rows. The layer's code is the model's own.
 """
 
 import logging
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 MISMATCH_LIMIT = 0.05  # at layer 0, where K/V depend on the token alone; those of another token differ by about 1
 
 
-class _Reached(Exception):  # noqa: N818 - not an error: the way out of a layer whose K/V have been seen
+class _Reached(Exception):
     """The K and V of the layer being looked at have reached the cache."""
 
 
@@ -47,8 +47,16 @@ class Fusor:
     """State of one forward; made when it begins, gone when it ends."""
 
     def __init__(
-        self, model: nn.Module, layers: Sequence[BlendLayer], plan: Plan, past: int, config: BlendConfig,
-        selector: Selector, realigner: Realigner, report: BlendReport, wanted_rows: int | None = None,
+        self,
+        model: nn.Module,
+        layers: Sequence[BlendLayer],
+        plan: Plan,
+        past: int,
+        config: BlendConfig,
+        selector: Selector,
+        realigner: Realigner,
+        report: BlendReport,
+        wanted_rows: int | None = None,
         truth: Callable[[], Capture] | None = None,
     ) -> None:
         """Prepare a forward.
@@ -170,7 +178,8 @@ class Fusor:
     def _refuse(self, slot: Slot, error: float) -> None:
         logger.warning(
             "chunk %s is computed anew: its stored K/V at layer 0 differ by %.2g from those of its tokens",
-            slot.chunk.key.digest[:12], error,
+            slot.chunk.key.digest[:12],
+            error,
         )
         self._plan.drop(slot)
         self._reusable[slot.row, slot.columns] = False
@@ -215,7 +224,9 @@ class Fusor:
         return highest(self._selector.score(view), view.reusable, counts)
 
     def _view(self, index: int, rows: Rows) -> TokenView:
-        grids = {name: torch.full_like(self._plan.real, -1, dtype=torch.long) for name in ("chunk", "offset", "tokens")}
+        grids = {
+            name: torch.full_like(self._plan.real, -1, dtype=torch.long) for name in ("chunk", "offset", "tokens")
+        }
         for slot in self._plan.slots:
             if not slot.exact:
                 grids["chunk"][slot.row, slot.columns] = slot.number
@@ -228,7 +239,9 @@ class Fusor:
             return view
         fresh = self._opened[index]
         return replace(
-            view, fresh=self._at(rows, fresh), stored=self._at(rows, self._stored(index, fresh)),
+            view,
+            fresh=self._at(rows, fresh),
+            stored=self._at(rows, self._stored(index, fresh)),
             full_prefill=lambda: [self._at(rows, states) for states in self._full_prefill()],
             stored_at=lambda layer: self._at(rows, self._stored(layer, fresh)),
         )

@@ -8,8 +8,8 @@
     output = model.generate(**inputs, past_key_values=cache, max_new_tokens=64)
     print(cache.report)
 
-One object carries a request. It knows a prompt either from `inputs` or from the ids that `generate` passes to the model,
-enters the model's layers for the one forward that is the prefill, and behaves as any dynamic cache afterwards.
+One object carries a request. It knows a prompt either from `inputs` or from the ids that `generate` passes to the
+model, enters the model's layers for the one forward that is the prefill, and behaves as any dynamic cache afterwards.
 """
 
 import copy
@@ -39,7 +39,7 @@ from .store import ChunkStore
 
 
 class BlendCache(Cache):
-    """A `transformers.Cache` that fills itself with stored KV during prefill and has the model recompute a share of it.
+    """A `transformers.Cache` that brings stored KV into the prefill and has the model recompute a share of it.
 
     Works with greedy search, sampling, beam search, assisted decoding and streaming, because `generate` sees a dynamic
     cache: empty before the prefill, full after it. `report` says what the last prefill cost.
@@ -75,9 +75,7 @@ class BlendCache(Cache):
         self._past = 0
         super().__init__(layers=[BlendLayer() for _ in self._styles])
 
-    def inputs(
-        self, tokenizer: Any, *, prefix: Any = None, chunks: Sequence[Any], question: Any
-    ) -> dict[str, Tensor]:
+    def inputs(self, tokenizer: Any, *, prefix: Any = None, chunks: Sequence[Any], question: Any) -> dict[str, Tensor]:
         """Build the prompt of the next `generate` from its pieces. Chunks that the store lacks are computed then.
 
         Args:
@@ -123,7 +121,7 @@ class BlendCache(Cache):
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """How many tokens a layer holds. `generate` asks this just before the prefill, so the model is watched from here."""
+        """How many tokens a layer holds. `generate` asks just before the prefill, so the model is watched from here."""
         if self._fusor is not None:
             return self._past
         length = super().get_seq_length(layer_idx)
@@ -204,17 +202,30 @@ class BlendCache(Cache):
         starts = [ids.shape[1] - len(row) for row in rows]
         plan = self._planner().plan(rows, starts, ids.shape[1], _spans(expected, rows), self._past == 0)
         self.report = BlendReport(
-            self.config.recompute_ratio, int(mask.sum()), int(plan.where(exact=False).sum()),
-            int(plan.where(exact=True).sum()), plan.computed, plan.loaded,
-            past_tokens=self._past, _costs=layer_costs(self.model),
+            self.config.recompute_ratio,
+            int(mask.sum()),
+            int(plan.where(exact=False).sum()),
+            int(plan.where(exact=True).sum()),
+            plan.computed,
+            plan.loaded,
+            past_tokens=self._past,
+            _costs=layer_costs(self.model),
         )
         if not plan.slots:
             self._entry.leave()
             return
         realigner = Realigner(self._styles, self.report)
         self._fusor = Fusor(
-            self.model, self.layers, plan, self._past, self.config, self._selector, realigner, self.report,
-            wanted_rows, lambda: self._truth(ids, mask),
+            self.model,
+            self.layers,
+            plan,
+            self._past,
+            self.config,
+            self._selector,
+            realigner,
+            self.report,
+            wanted_rows,
+            lambda: self._truth(ids, mask),
         )
         self._entry.enter_layers()
 
@@ -222,8 +233,8 @@ class BlendCache(Cache):
         """K, V and rotary tables of a full prefill, for research; only for a prompt that starts the cache."""
         if self._past:
             raise PromptError(
-                f"the selector {self.config.selector!r} runs a full prefill of the whole prompt, but {self._past} tokens "
-                "are in the cache already and their ids are not known. Use it on a fresh cache."
+                f"the selector {self.config.selector!r} runs a full prefill of the whole prompt, but {self._past} "
+                "tokens are in the cache already and their ids are not known. Use it on a fresh cache."
             )
         positions = (mask.long().cumsum(-1) - 1).clamp_min(0)
         return capture(self.model, ids, positions, mask)
@@ -257,7 +268,9 @@ def _prompts(tokenizer: Any, prefix: Any, chunks: Sequence[Any], question: Any) 
 
 def _spans(expected: PromptBatch | None, rows: Sequence[Sequence[int]]) -> list[list] | None:
     """The chunks of each row, if these are the prompts that `inputs` built (a beam search repeats them)."""
-    known: Mapping[tuple[int, ...], list] = {prompt.ids: prompt.spans() for prompt in expected.prompts} if expected else {}
+    known: Mapping[tuple[int, ...], list] = (
+        {prompt.ids: prompt.spans() for prompt in expected.prompts} if expected else {}
+    )
     found = [known.get(tuple(row)) for row in rows]
     return None if None in found or not found else found
 

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find out, by a short probe of the model itself, how the keys of each layer turn.
 
-The same tokens are run at two places. A layer whose values agree and whose keys map from one place to the other by some
-style can be moved; a model with a layer that does neither cannot be blended, and the layer is named.
+The same tokens are run at two places. A layer whose values agree and whose keys map from one place to the other by
+some style can be moved; a model with a layer that does neither cannot be blended, and the layer is named.
 """
 
 from dataclasses import dataclass
@@ -70,8 +70,8 @@ def _style_of(
     worst = max(errors[best], relative_error(values, values_there))
     if worst > tolerance:
         raise UnsupportedModelError(
-            f"layer {index} of {type(model).__name__} cannot be moved: the K/V of the same tokens at two places differ "
-            f"by {worst:.2g} of their size after the nearest rotary style ({best.__name__}), where {tolerance:g} is "
+            f"layer {index} of {type(model).__name__} cannot be moved: the K/V of the same tokens at two places "
+            f"differ by {worst:.2g} of their size after the nearest rotary style ({best.__name__}), where {tolerance:g} is "
             "allowed. Its K/V depend on absolute positions; use full prefill for this model."
         )
     return best

@@ -61,9 +61,7 @@ class Entry:
         """Remove every hook."""
         _remove(self._outer, self._inner)
 
-    def _model_begins(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
-    ) -> None:
+    def _model_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         guest = self._own(args, kwargs)
         if guest is not None and kwargs is not None:
             names = ("input_ids", "attention_mask")

@@ -51,7 +51,9 @@ class BlendLayer(CacheLayerMixin):
         self._show(end)
         return self.keys[:, :, start:], self.values[:, :, start:]
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Append new tokens.
 
         Args:

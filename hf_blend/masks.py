@@ -2,12 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exact masks for scattered rows, and attention that does not pay for what they hide.
 
-When only some tokens flow through a layer, no kernel's built-in causal mask fits: aligned at the bottom right it lets a
-row see tokens behind it. So each row carries its own line of the mask, cut out of the mask that the model made for all
+When only some tokens flow through a layer, no kernel's built-in causal mask fits: aligned at the bottom right it lets
+a row see tokens behind it. So each row carries its own line of the mask, cut out of the mask that the model made for all
 rows (padding and windows included), or built from the rows' columns where the model left it out.
 
-`RowMask` is such a mask, a boolean tensor that any code may use. Handed to `scaled_dot_product_attention` it also does the
-work: sorted rows are taken in blocks, and a block reads keys only where one of its rows may look.
+`RowMask` is such a mask, a boolean tensor that any code may use. Handed to `scaled_dot_product_attention` it also does
+the work: sorted rows are taken in blocks, and a block reads keys only where one of its rows may look.
 """
 
 from collections.abc import Callable, Mapping
@@ -176,8 +176,14 @@ def _folded(bias: Tensor, group: int) -> Tensor:
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: RowMask, dropout_p: float = 0.0, is_causal: bool = False,
-    scale: float | None = None, enable_gqa: bool = False,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: RowMask,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
 ) -> Tensor:
     """Attention of scattered rows, `[batch, heads, rows, head_dim]`, block by block."""
     if attn_mask.shape[2] == 1:  # one line for all queries: transformers has folded the heads of a group into rows
@@ -192,7 +198,12 @@ def _attend(
         part = query[:, :, block.rows].reshape(query.shape[0], heads // group, -1, query.shape[3])
         bias = None if block.bias is None else block.bias.to(query.dtype)
         done = scaled_dot_product_attention(
-            part, key[:, :, block.keys], value[:, :, block.keys], bias, dropout_p, scale=scale,
+            part,
+            key[:, :, block.keys],
+            value[:, :, block.keys],
+            bias,
+            dropout_p,
+            scale=scale,
             enable_gqa=part.shape[1] != key.shape[1],
         )
         output[:, :, block.rows] = done.reshape(query.shape[0], heads, -1, value.shape[-1])

@@ -73,8 +73,12 @@ class Planner:
         self._fetched: dict[ChunkKey, ChunkKV] = {}
 
     def plan(
-        self, rows: Sequence[Sequence[int]], starts: Sequence[int], width: int,
-        known: Sequence[Sequence[tuple[int, tuple[int, ...]]]] | None, at_beginning: bool,
+        self,
+        rows: Sequence[Sequence[int]],
+        starts: Sequence[int],
+        width: int,
+        known: Sequence[Sequence[tuple[int, tuple[int, ...]]]] | None,
+        at_beginning: bool,
     ) -> Plan:
         """Decide which columns are reused.
 
@@ -118,7 +122,13 @@ class Planner:
         return ChunkKey(self._fingerprint, tuple(sink_ids), tuple(ids), self._store.namespace)
 
     def _place(
-        self, plan: Plan, row: int, start: int, ids: tuple[int, ...], spans: list[tuple[int, ChunkKey]], beginning: bool
+        self,
+        plan: Plan,
+        row: int,
+        start: int,
+        ids: tuple[int, ...],
+        spans: list[tuple[int, ChunkKey]],
+        beginning: bool,
     ) -> None:
         exact_until = 0 if beginning else -1
         for number, (offset, key) in enumerate(spans):

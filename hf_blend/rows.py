@@ -40,7 +40,7 @@ class Rows:
         order = torch.argsort((~wanted).to(torch.uint8), dim=1, stable=True)[:, :width]
         filler = torch.arange(width, device=wanted.device) >= counts
         index = torch.where(filler, order[:, :1], order)
-        index, place = index.sort(dim=1, stable=True)
+        index = index.sort(dim=1).values
         # behind the sort a repetition is any row equal to the one before it
         repeated = torch.zeros_like(filler)
         repeated[:, 1:] = index[:, 1:] == index[:, :-1]

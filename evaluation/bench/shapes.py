@@ -11,21 +11,45 @@ from hf_blend.errors import ConfigError, suggest
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
-        "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 8192,
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 512,
+        "max_position_embeddings": 8192,
     },
     "smollm2-135m": {
-        "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
-        "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152, "max_position_embeddings": 8192,
+        "model_type": "llama",
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49152,
+        "max_position_embeddings": 8192,
         "tie_word_embeddings": True,
     },
     "llama-3.1-8b": {
-        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
     },
     "mistral-7b": {
-        "model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32768, "max_position_embeddings": 32768,
+        "model_type": "mistral",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 32768,
+        "max_position_embeddings": 32768,
         "sliding_window": None,
     },
 }
@@ -51,7 +75,9 @@ def random_model(shape: str, dtype: torch.dtype, device: str, seed: int = 0) -> 
     if shape not in SHAPES:
         raise ConfigError(f"there is no shape named {shape!r}. {suggest(shape, SHAPES)}")
     settings = dict(SHAPES[shape])
-    config = AutoConfig.for_model(settings.pop("model_type"), **settings, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    config = AutoConfig.for_model(
+        settings.pop("model_type"), **settings, bos_token_id=1, eos_token_id=2, pad_token_id=0
+    )
     torch.manual_seed(seed)
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()

@@ -123,8 +123,13 @@ def _run(model: nn.Module, store: ChunkStore, pieces: dict[str, Any], plan: Ttft
         cache = BlendCache(model, store, recompute_ratio=key, selector=plan.selector)
         inputs = cache.inputs(_Tokens, **pieces)
     model.generate(
-        **inputs, past_key_values=cache, streamer=clock, do_sample=False, eos_token_id=None,
-        min_new_tokens=DECODED_TOKENS, max_new_tokens=DECODED_TOKENS,
+        **inputs,
+        past_key_values=cache,
+        streamer=clock,
+        do_sample=False,
+        eos_token_id=None,
+        min_new_tokens=DECODED_TOKENS,
+        max_new_tokens=DECODED_TOKENS,
     )
     figures = {"ttft_ms": clock.ttft_ms, "decode_tokens_s": clock.decode_tokens_s}
     return {**figures, "report": cache.report} if cache is not None else figures
@@ -159,7 +164,14 @@ def machine(plan: TtftPlan) -> dict[str, Any]:
 
     device = torch.cuda.get_device_name() if plan.device.startswith("cuda") else platform.processor() or "cpu"
     return {
-        "device": device, "threads": torch.get_num_threads(), "dtype": plan.dtype, "shape": plan.shape,
-        "rounds": plan.rounds, "selector": plan.selector, "torch": torch.__version__,
-        "transformers": transformers.__version__, "hf_blend": __version__, "python": platform.python_version(),
+        "device": device,
+        "threads": torch.get_num_threads(),
+        "dtype": plan.dtype,
+        "shape": plan.shape,
+        "rounds": plan.rounds,
+        "selector": plan.selector,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "hf_blend": __version__,
+        "python": platform.python_version(),
     }

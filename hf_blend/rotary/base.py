@@ -3,9 +3,9 @@
 """What a rotary style says: which dimensions of a key form a pair, and how a pair turns.
 
 Keys move by composing the model's own cos/sin tables, old against new, never by an angle of our own: that carries
-scaled, partial and per-layer frequencies and stays exact at any distance (1e-7 at 100 000 positions, where a rotation by a
-difference of angles is off by 4e-3). An attention factor (YaRN, longrope) multiplies both tables, so it is in the stored
-key once; the composition divides by the old table's and applies the new table's, so it is never applied twice.
+scaled, partial and per-layer frequencies and stays exact at any distance (1e-7 at 100 000 positions, where a rotation
+by a difference of angles is off by 4e-3). An attention factor (YaRN, longrope) multiplies both tables, so it is in the
+stored key once; the composition divides by the old table's and applies the new table's: it is never applied twice.
 """
 
 from abc import ABC, abstractmethod

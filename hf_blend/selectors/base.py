@@ -3,15 +3,15 @@
 """What a selector sees, and what it promises.
 
 Promises, kept by tests that run over every selector found: scores are finite, a function of the view and the options
-alone, and independent of the batch they are computed in; so the chosen sets are deterministic, nested as the ratio grows,
-and of exactly the asked size.
+alone, and independent of the batch they are computed in; so the chosen sets are deterministic, nested as the ratio
+grows, and of exactly the asked size.
 """
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -55,7 +55,7 @@ class Selector(ABC):
 
     needs_kv = True  # False: the choice needs no computed layer, so it is made before the first
     needs_full_prefill = False  # True: for research; costs as much as what blending saves
-    defaults: Mapping[str, Any] = {}
+    defaults: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, options: Mapping[str, Any], seed: int = 0) -> None:
         """Check the options.

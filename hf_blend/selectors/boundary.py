@@ -6,6 +6,9 @@ Source: EPIC (arXiv 2410.15332), section 4: the first k tokens of each chunk act
 Differs: the budget is a share of the tokens, as everywhere here, so k grows until it is used up, in all chunks alike.
 """
 
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
 import torch
 from torch import Tensor
 
@@ -17,7 +20,7 @@ class Boundary(Selector):
     """Nearest to the edge first. Option `edge`: "head" (EPIC), "tail" or "both"."""
 
     needs_kv = False
-    defaults = {"edge": "head"}
+    defaults: ClassVar[Mapping[str, Any]] = {"edge": "head"}
 
     def score(self, view: TokenView) -> Tensor:
         """Minus the distance to the edge in tokens, `[batch, tokens]`."""

@@ -6,6 +6,9 @@ Source: CacheBlend (arXiv 2405.16444), section 4.3. Differs: scores are summed i
 realignment, which leaves the distance unchanged, since a rotation keeps lengths.
 """
 
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
 from torch import Tensor
 
 from ..errors import ConfigError
@@ -15,7 +18,7 @@ from .base import Selector, TokenView, squared_distance
 class KvDeviation(Selector):
     """Squared distance, summed over heads and dimensions. Option `on`: "v" (as the released code), "k" or "kv"."""
 
-    defaults = {"on": "v"}
+    defaults: ClassVar[Mapping[str, Any]] = {"on": "v"}
 
     def score(self, view: TokenView) -> Tensor:
         """Squared distance of fresh and stored states, `[batch, tokens]`."""

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recompute the tokens whose stored KV is farthest from that of a full prefill, over all later layers. For research.
 
-It runs the full prefill that blending is meant to save, and its charged budget says so: it shows what a rule that looks
-only at true deviations could reach, not a way to be fast.
+It runs the full prefill that blending is meant to save, and its charged budget says so: it shows what a rule that sees
+true deviations could reach, not a way to be fast.
 """
 
 import torch

@@ -1,0 +1,121 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Ask a question over documents, and see what reusing their KV changes."""
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .output import Json, fail, say, show
+
+if TYPE_CHECKING:
+    from hf_blend.evaluation.asking import Asked, Reply
+
+__all__ = ["ask"]
+
+Question = Annotated[str | None, typer.Argument(help="The question; without one, the bundled questions are asked.")]
+Files = Annotated[list[str] | None, typer.Argument(help="Documents to ask about; - is standard input.")]
+Model = Annotated[str | None, typer.Option(help="Hub id or path; the default is the bundled reference model.")]
+Store = Annotated[str | None, typer.Option("--store", help="Folder of the chunk store; the default is the library's.")]
+Ratio = Annotated[float, typer.Option(help="Share of the reusable tokens that is recomputed, 0 to 1.")]
+Selector = Annotated[str, typer.Option(help="Which tokens are recomputed.")]
+Compare = Annotated[bool, typer.Option("--compare", help="Beside blending, also full prefill and full reuse.")]
+ChunkTokens = Annotated[int, typer.Option(min=1, help="Documents are cut into chunks of this many tokens.")]
+System = Annotated[str | None, typer.Option(help="Text before the documents.")]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Where an answer is cut.")]
+Unverified = Annotated[bool, typer.Option("--allow-unverified", help="Use a model that was not found to be exact.")]
+
+
+def ask(
+    question: Question = None,
+    files: Files = None,
+    model: Model = None,
+    store: Store = None,
+    ratio: Ratio = 0.3,
+    selector: Selector = "kv-deviation",
+    compare: Compare = False,
+    chunk_tokens: ChunkTokens = 512,
+    system: System = None,
+    max_new_tokens: MaxNewTokens = 32,
+    allow_unverified: Unverified = False,
+    json: Json = False,
+) -> None:
+    """Answer from documents, reusing what is stored of them and storing what is not.
+
+    Examples:
+        hf-blend ask --store /tmp/hf-blend-example
+        hf-blend ask --store /tmp/hf-blend-example --compare --json
+        hf-blend ask "Who keeps the light?" notes.txt --model HuggingFaceTB/SmolLM2-135M-Instruct  # network
+    """
+    from hf_blend import BlendConfig, ChunkStore
+    from hf_blend.evaluation import asking
+    from hf_blend.evaluation.bundled import load_model
+
+    if question is not None and not files:
+        fail(f"the question {question!r} came without documents. Name files behind it, or - for standard input.")
+    config = BlendConfig(recompute_ratio=ratio, selector=selector, allow_unverified=allow_unverified)
+    loaded, tokenizer = load_model(model)
+    replies: list[Reply] = []
+    with ChunkStore.open(store) as opened:
+        for asked in _asked(tokenizer, question, files or [], chunk_tokens, system):
+            for method in asking.methods(config, compare):
+                stream = None if json or compare else _stream
+                replies.append(asking.ask(loaded, tokenizer, opened, asked, method, max_new_tokens, stream))
+                if stream:
+                    typer.echo()
+            if compare and not json:
+                _marked(asked, replies[-1])
+    _result(replies, compare, json)
+
+
+def _asked(
+    tokenizer: Any, question: str | None, files: list[str], chunk_tokens: int, system: str | None
+) -> "list[Asked]":
+    from hf_blend.evaluation.asking import Asked, pieces, read_documents, split
+    from hf_blend.evaluation.bundled import quickstart_questions
+
+    if question is None:
+        given = quickstart_questions()
+        names = ("prefix", "chunks", "question")
+        return [Asked({name: one[name] for name in names}, one["question"], one["answer"]) for one in given]
+    chunks = [chunk for text in read_documents(files, sys.stdin) for chunk in split(tokenizer, text, chunk_tokens)]
+    return [Asked(pieces(tokenizer, chunks, question, system), question)]
+
+
+def _stream(text: str) -> None:
+    typer.echo(text, nl=False)
+
+
+def _marked(asked: "Asked", reply: "Reply") -> None:
+    """Show the documents with the recomputed tokens standing out."""
+    typer.echo(typer.style(f"\n{asked.question}", bold=True))
+    words = [typer.style(text, reverse=True) if chosen else text for text, chosen in reply.tokens]
+    plain = [f"[{text}]" if chosen else text for text, chosen in reply.tokens]
+    typer.echo(" ".join(words if sys.stdout.isatty() else plain))
+
+
+def _result(replies: "list[Reply]", compare: bool, json: bool) -> None:
+    reports = [reply.answer.report for reply in replies if reply.answer.report]
+    chunks = {
+        "computed": sum(report.computed_chunks for report in reports),
+        "loaded": sum(report.loaded_chunks for report in reports),
+    }
+    rows = [reply.row for reply in replies]
+    if json:
+        show({"rows": rows, "chunks": chunks}, as_json=True)
+    elif compare:
+        typer.echo()
+        show([_readable(row) for row in rows], title="recomputed tokens stand out above")
+    if not json:
+        say(f"{chunks['loaded']} chunks loaded, {chunks['computed']} computed")
+
+
+def _readable(row: dict[str, Any]) -> dict[str, Any]:
+    right = {True: "right", False: "WRONG", None: ""}[row["correct"]]
+    return {
+        **row,
+        "correct": right,
+        "ttft_ms": round(row["ttft_ms"], 1),
+        "charged_budget": f"{row['charged_budget']:.0%}",
+    }

@@ -1,0 +1,65 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Measure speed on this machine, as ratios taken in one run."""
+
+from typing import Annotated
+
+import typer
+
+from .output import Json, say, show
+
+__all__ = ["ttft"]
+
+RATIOS = [1.0, 0.15, 0.05, 0.0]
+
+Shape = Annotated[str, typer.Option(help="Shape of the model; its weights are random.")]
+Chunks = Annotated[int, typer.Option(min=1, help="Chunks before the question.")]
+ChunkTokens = Annotated[int, typer.Option(min=1, help="Tokens in each chunk.")]
+QuestionTokens = Annotated[int, typer.Option(min=1, help="Tokens in the question.")]
+Ratios = Annotated[list[float], typer.Option(metavar="RATIO ...", help="Recompute ratios, 0 to 1, as many as wanted.")]
+More = Annotated[list[float] | None, typer.Argument(hidden=True)]  # the ratios behind the first: an option takes one
+Selector = Annotated[str, typer.Option(help="Which tokens are recomputed.")]
+Rounds = Annotated[int, typer.Option(min=1, help="How often each is measured; the median counts.")]
+Dtype = Annotated[str, typer.Option(help="Of weights and KV.")]
+Device = Annotated[str, typer.Option(help="Where the model runs, such as cpu or cuda.")]
+
+
+def ttft(
+    more: More = None,
+    shape: Shape = "smollm2-135m",
+    chunks: Chunks = 8,
+    chunk_tokens: ChunkTokens = 512,
+    question_tokens: QuestionTokens = 64,
+    ratios: Ratios = RATIOS,
+    selector: Selector = "kv-deviation",
+    rounds: Rounds = 5,
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
+    json: Json = False,
+) -> None:
+    """Time to the first token: stock full prefill against blending with every chunk in memory.
+
+    Examples:
+        hf-blend bench ttft --shape tiny --chunks 3 --chunk-tokens 64 --question-tokens 8 --rounds 1 --json
+        hf-blend bench ttft --shape smollm2-135m --ratios 0.15 0.05  # slow
+    """
+    from hf_blend.evaluation.bench.ttft import TtftPlan, measure_ttft
+
+    asked = (*ratios, *(more or ()))
+    plan = TtftPlan(
+        shape,
+        chunks,
+        chunk_tokens,
+        question_tokens,
+        asked,
+        selector=selector,
+        rounds=rounds,
+        dtype=dtype,
+        device=device,
+    )
+    found = measure_ttft(plan, progress=say)
+    show(
+        found if json else found["rows"],
+        as_json=json,
+        title=f"{shape}, full prefill {found['full']['ttft_ms']:.0f} ms",
+    )

@@ -1,0 +1,137 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""One question answered by one method: the text, whether it is right, when its first token came, what it cost."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_blend import BlendCache, ChunkStore
+from hf_blend.config import BlendConfig
+from hf_blend.prompt import build
+from hf_blend.report import BlendReport
+
+MAX_NEW_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to answer.
+
+    Attributes:
+        name: what tables call it.
+        config: how to blend; None is a full prefill by stock `generate`.
+    """
+
+    name: str
+    config: BlendConfig | None = None
+
+
+FULL_PREFILL = Method("full prefill")
+FULL_REUSE = Method("full reuse", BlendConfig(recompute_ratio=0.0, selector="none"))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back.
+
+    Attributes:
+        text: the answer, special tokens left out.
+        ttft_ms: from the call to the first new token; computing missing chunks included.
+        report: what blending cost; None for a full prefill.
+        input_ids: the prompt, `[tokens]`.
+    """
+
+    text: str
+    ttft_ms: float
+    report: BlendReport | None
+    input_ids: Tensor
+
+
+@dataclass
+class Listener:
+    """A streamer that passes the answer on while it is written, and notes when it began."""
+
+    tokenizer: Any
+    tell: Callable[[str], None] | None = None
+    first: float | None = None
+    _ids: list[int] = field(default_factory=list)
+    _told: str = ""
+    _prompt_seen: bool = False
+
+    def put(self, value: Tensor) -> None:
+        """Take new tokens; the first call brings the prompt."""
+        if not self._prompt_seen:
+            self._prompt_seen = True
+            return
+        if self.first is None:
+            self.first = time.perf_counter()
+        self._ids += value.flatten().tolist()
+        if self.tell:
+            text = self.tokenizer.decode(self._ids, skip_special_tokens=True)
+            self.tell(text[len(self._told) :])
+            self._told = text
+
+    def end(self) -> None:
+        """Nothing is held back."""
+
+
+def answer(
+    model: nn.Module,
+    tokenizer: Any,
+    store: ChunkStore,
+    method: Method,
+    pieces: dict[str, Any],
+    tell: Callable[[str], None] | None = None,
+    max_new_tokens: int = MAX_NEW_TOKENS,
+) -> Answer:
+    """Answer one question greedily.
+
+    Args:
+        model: a causal language model.
+        tokenizer: its tokenizer.
+        store: where chunks are kept; a full prefill does not look at it.
+        method: how to answer.
+        pieces: `prefix`, `chunks` and `question`, as `BlendCache.inputs` takes them.
+        tell: is given the answer piece by piece, while it is written.
+        max_new_tokens: where the answer is cut.
+
+    Returns:
+        The answer.
+    """
+    listener = Listener(tokenizer, tell)
+    started = time.perf_counter()
+    if method.config is None:
+        ids = build(tokenizer, pieces.get("prefix"), pieces["chunks"], pieces["question"]).ids
+        device = model.get_input_embeddings().weight.device
+        inputs = {"input_ids": torch.tensor([ids], device=device)}
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        cache = None
+    else:
+        cache = BlendCache(model, store, method.config)
+        inputs = cache.inputs(tokenizer, **pieces)
+    output = model.generate(
+        **inputs, past_key_values=cache, streamer=listener, do_sample=False, max_new_tokens=max_new_tokens
+    )
+    prompt = inputs["input_ids"][0]
+    text = tokenizer.decode(output[0, len(prompt) :], skip_special_tokens=True).strip()
+    ttft_ms = 1e3 * ((listener.first or time.perf_counter()) - started)
+    return Answer(text, ttft_ms, cache.report if cache else None, prompt.cpu())
+
+
+def is_right(text: str, wanted: str) -> bool:
+    """Exact match, but for case, space around it and a full stop behind it."""
+    return _plain(text) == _plain(wanted)
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.lower().strip(" .\n").split())
+
+
+def share_right(rights: Sequence[bool]) -> float:
+    """Share of right answers, 0–1."""
+    return sum(rights) / len(rights) if rights else 0.0

@@ -1,0 +1,27 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Intervals for means of paired scores, by resampling the examples."""
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+RESAMPLES = 2000
+
+
+def interval(scores: ArrayLike, level: float = 0.95, seed: int = 0) -> tuple[float, float]:
+    """Percentile bootstrap interval of a mean (Efron 1979).
+
+    For a paired comparison give the differences: each example is then resampled with both of its scores.
+
+    Args:
+        scores: one per example, at least one.
+        level: how sure, 0–1.
+        seed: of the resampling; the same scores and seed give the same interval.
+
+    Returns:
+        Lower and upper end.
+    """
+    values = np.asarray(scores, dtype=float)
+    draws = np.random.default_rng(seed).integers(0, len(values), size=(RESAMPLES, len(values)))
+    low, high = np.quantile(values[draws].mean(axis=1), [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
