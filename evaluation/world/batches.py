@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Training batches: a story and many questions about it in one sequence, and random repeats.
+"""Training batches: a story and many questions about it in one sequence.
 
 Each question sees the story and itself but no other question, and its positions go on from the story's end, so a
 sequence holds many independent prompts at the price of one story.
@@ -18,7 +18,6 @@ from .story import Level, Story, tell
 from .tokens import BOS, EOS, encode, vocabulary
 
 NO_LABEL = -100
-_FIRST_WORD = 3
 
 
 @dataclass(frozen=True)
@@ -74,16 +73,6 @@ def _append(row: Row, ids: list[int], chunk: int, question: int, weight: float, 
     row.chunk.extend([chunk] * len(ids))
     row.question.extend([question] * len(ids))
     row.weights.extend([weight] * len(ids))
-
-
-def repeat_row(random: Random, length: int) -> Row:
-    """Random words, then the same words again: what teaches a model to copy by what came before."""
-    half = random.randint(8, (length - 1) // 3)
-    words = [random.randrange(_FIRST_WORD, len(vocabulary())) for _ in range(half)]
-    row = Row([vocabulary()[BOS]], [0], [0], [0], [0.0], [])
-    while len(row.ids) + half <= length:
-        _append(row, words, 1, 0, 0.1 if len(row.ids) > 1 else 0.0)
-    return row
 
 
 def story_row(random: Random, level: Level, length: int, heldout: bool, story_weight: float = 0.02) -> Row:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
+from random import Random
 
 import torch
 import transformers
@@ -20,16 +21,16 @@ from transformers import GenerationConfig, LlamaForCausalLM
 import hf_blend
 from hf_blend.errors import StoreError
 
-from .batches import pack
-from .sampling import Example, Question, sample_examples
-from .scoring import score, score_examples
+from .sampling import Example, examples_of, sample_examples
+from .scoring import score_examples
 from .stages import STAGES
+from .story import Level, tell
 from .tokens import BOS, EOS, build_tokenizer, vocabulary
-from .train import SEED, read_checkpoint
+from .train import SEED, Progress, read_checkpoint
 
 BUNDLED = Path(hf_blend.__file__).resolve().parent / "bundled"
 MAX_WEIGHT_BYTES = 16_000_000
-TESTED_EXAMPLES = 1000
+TESTED_EXAMPLES, TESTED_SEED = 1000, 1
 DOCUMENT_SEED = 7
 DOCUMENT_SETS = 4
 
@@ -57,20 +58,22 @@ def export_model(model: LlamaForCausalLM, folder: Path, record: dict) -> None:
         )
 
 
-def training_record(model: LlamaForCausalLM, progress: dict) -> dict:
+def training_record(model: LlamaForCausalLM, progress: Progress) -> dict:
     """Say how the model came to be and what it scores on held-out examples, by kind."""
-    examples = sample_examples(TESTED_EXAMPLES, seed=0)
-    scores = {
-        way: {kind: {"exact_match": share, "n": count} for kind, (share, count) in found.items()}
-        for way, found in score_examples(model, examples).items()
-    }
+    examples = sample_examples(TESTED_EXAMPLES, seed=TESTED_SEED)
+    kinds = Counter(example.kind for example in examples)
     return {
         "seed": SEED,
-        "tokens": progress["tokens"],
-        "minutes": round(progress["seconds"] / 60, 1),
+        "tokens": progress.tokens,
+        "minutes": round(progress.seconds / 60, 1),
         "parameters": model.num_parameters(),
         "stages": [asdict(stage) for stage in STAGES],
-        "heldout": {"split": "heldout", "seed": 0, "examples": TESTED_EXAMPLES, "scores": scores},
+        "heldout": {
+            "split": "heldout",
+            "seed": TESTED_SEED,
+            "n": {"all": len(examples), **dict(sorted(kinds.items()))},
+            "exact_match": score_examples(model, examples),
+        },
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
     }
 
@@ -78,16 +81,48 @@ def training_record(model: LlamaForCausalLM, progress: dict) -> dict:
 def pick_documents(model: LlamaForCausalLM) -> list[list[Example]]:
     """Choose document sets for a quickstart, by rule.
 
-    Held-out stories are taken in order of sampling with `DOCUMENT_SEED`; of each, up to four questions that lean on
-    another chunk are asked. The first sets whose questions full prefill answers all, and full reuse gets mostly wrong,
-    are kept. So they show where reuse fails; they do not show how often.
+    Held-out stories are taken in the order of sampling with `DOCUMENT_SEED`; of each, the first four questions that
+    lean on another chunk are asked. Kept are the first stories of which full prefill answers all four and full reuse
+    at most one. So they show what fails without recomputing; they do not show how often.
     """
-    sets = []
-    for example in sample_examples(200, DOCUMENT_SEED):
-        asked = _leaning(example)
-        right = score_examples(model, asked)
-        if len(asked) == 4 and right["full"]["all"][0] == 1 and right["reuse"]["all"][0] < 0.5:
-            sets.append(asked)
-        if len(sets) == DOCUMENT_SETS:
-            break
-    return sets
+    random = Random(DOCUMENT_SEED)
+    kept = []
+    while len(kept) < DOCUMENT_SETS:
+        leaning = [one for one in examples_of(tell(random, Level(), heldout=True)) if one.kind != "explicit"][:4]
+        if len(leaning) < 4:
+            continue
+        right = score_examples(model, leaning)
+        if right["full"]["all"] == 1 and right["reuse"]["all"] <= 0.25:
+            kept.append(leaning)
+    return kept
+
+
+def export_documents(sets: list[list[Example]], folder: Path) -> None:
+    """Write each chunk to a text file, and all questions with their chunks to `questions.json`."""
+    for number, examples in enumerate(sets, start=1):
+        place = folder / f"story_{number}"
+        place.mkdir(parents=True, exist_ok=True)
+        for old in place.glob("*.txt"):
+            old.unlink()
+        for index, chunk in enumerate(examples[0].chunks, start=1):
+            (place / f"chunk_{index:02d}.txt").write_text(chunk)
+    records = [
+        {"story": number, **asdict(example)} for number, examples in enumerate(sets, start=1) for example in examples
+    ]
+    (folder / "questions.json").write_text(json.dumps(records, indent=1) + "\n")
+
+
+def main() -> None:
+    """Read the command line and write the package data."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--checkpoint", type=Path, required=True, help="a file written by the training program")
+    parser.add_argument("--folder", type=Path, default=BUNDLED, help="where reference/ and documents/ go")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    model, progress, _ = read_checkpoint(options.checkpoint)
+    export_model(model, options.folder / "reference", training_record(model, progress))
+    export_documents(pick_documents(model), options.folder / "documents")
+
+
+if __name__ == "__main__":
+    main()

@@ -8,6 +8,7 @@ Gradients may be a step or two old when they are used.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -73,7 +74,8 @@ def _work(
 ) -> None:
     torch.set_num_threads(1)
     random = Random(seed)
-    while True:
+    trainer = os.getppid()
+    while os.getppid() == trainer:
         wait_while(pause_file)
         model.zero_grad(set_to_none=True)
         work(model, random)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""The reference model: a small stock Llama with grouped queries, and how it grows deeper."""
+"""The reference model: a small stock Llama with grouped queries, and how its weights start."""
 
 from __future__ import annotations
 
@@ -10,14 +10,20 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from .tokens import BOS, EOS, vocabulary
 
 
-def build_model(layers: int) -> LlamaForCausalLM:
+_LAYERS = 8
+_CONSTANT = 0.3
+_PAIRS = 6
+_SHARPNESS = 1.0
+
+
+def build_model() -> LlamaForCausalLM:
     """Build an untrained model; seed torch first."""
     ids = vocabulary()
     config = LlamaConfig(
         vocab_size=len(ids),
         hidden_size=128,
         intermediate_size=256,
-        num_hidden_layers=layers,
+        num_hidden_layers=_LAYERS,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
@@ -29,50 +35,47 @@ def build_model(layers: int) -> LlamaForCausalLM:
         pad_token_id=ids[EOS],
     )
     model = LlamaForCausalLM(config)
-    for layer in model.model.layers:
-        _start_matching(layer.self_attn, config)
+    start_reading(model)
     return model
 
 
 @torch.no_grad()
-def _start_matching(attention: torch.nn.Module, config: LlamaConfig) -> None:
-    """Let every head begin by looking for its own token and copying it (after mimetic initialisation, 2023).
+def start_reading(model: LlamaForCausalLM) -> None:
+    """Give untrained weights the rough shape of reading: gather the last few words, then look for the like.
 
-    Queries equal keys and outputs undo values, up to noise; without this, binding names to facts takes far longer.
+    In the first layer each head starts out looking a fixed number of tokens back; in the others queries start equal
+    to keys, and everywhere outputs undo values, up to noise (after mimetic initialisation, Trockman and Kolter 2023).
+    Without this, training stays for many millions of tokens at a model that knows what is asked but not of whom.
     """
+    config = model.config
+    model.model.embed_tokens.weight[:, 0] = _CONSTANT
+    for layer in model.model.layers:
+        _match(layer.self_attn, config)
+    _look_back(model.model.layers[0].self_attn, config)
+
+
+def _match(attention: torch.nn.Module, config: LlamaConfig) -> None:
     groups = config.num_attention_heads // config.num_key_value_heads
-    noise = torch.randn_like(attention.q_proj.weight) * 0.03
-    shared = attention.k_proj.weight.view(config.num_key_value_heads, config.head_dim, -1).mul_(1.6)
-    attention.q_proj.weight.copy_(shared.repeat_interleave(groups, 0).reshape(noise.shape) + noise)
-    values = attention.v_proj.weight.view(config.num_key_value_heads, config.head_dim, -1)
-    attention.o_proj.weight.add_(values.repeat_interleave(groups, 0).reshape(noise.shape).mT)
+    shape = (config.num_key_value_heads, config.head_dim, config.hidden_size)
+    attention.k_proj.weight.mul_(2.5)[:, 0] = 0
+    keys, values = attention.k_proj.weight.view(shape), attention.v_proj.weight.view(shape)
+    keys[:, :_PAIRS] = keys[:, config.head_dim // 2 : config.head_dim // 2 + _PAIRS] = 0
+    values.copy_(values[:1].expand(shape))
+    queries = keys.repeat_interleave(groups, 0).reshape(attention.q_proj.weight.shape)
+    attention.q_proj.weight.copy_(queries + torch.randn_like(queries) * 0.02)
+    attention.q_proj.weight[:, 0] = 0
+    attention.o_proj.weight.mul_(0.3).add_(values.repeat_interleave(groups, 0).reshape(queries.shape).mT)
 
 
-def deepen(model: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
-    """Return a deeper model that computes the same: a new layer, silent at first, after each of the last old ones.
-
-    Args:
-        model: the trained model.
-        layers: decoder layers wanted, at most twice as many as there are.
-    """
-    old = len(model.model.layers)
-    if layers == old:
-        return model
-    if not old < layers <= 2 * old:
-        raise ValueError(f"layers is {layers}, but a model of {old} layers grows to {old} … {2 * old}. Choose one.")
-    deeper = build_model(layers)
-    deeper.model.embed_tokens.load_state_dict(model.model.embed_tokens.state_dict())
-    deeper.model.norm.load_state_dict(model.model.norm.state_dict())
-    place = 0
-    for index, layer in enumerate(model.model.layers):
-        deeper.model.layers[place].load_state_dict(layer.state_dict())
-        place += 1
-        if index >= 2 * old - layers:
-            _silence(deeper.model.layers[place])
-            place += 1
-    return deeper
-
-
-def _silence(layer: torch.nn.Module) -> None:
-    torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
-    torch.nn.init.zeros_(layer.mlp.down_proj.weight)
+def _look_back(attention: torch.nn.Module, config: LlamaConfig) -> None:
+    half = config.head_dim // 2
+    pairs = torch.arange(_PAIRS)
+    angles = config.rope_parameters["rope_theta"] ** (-pairs / half)
+    attention.q_proj.weight.mul_(0.2)
+    attention.k_proj.weight.mul_(0.2)
+    for head in range(config.num_key_value_heads):
+        attention.k_proj.weight[head * config.head_dim + pairs, 0] = _SHARPNESS
+    for head in range(config.num_attention_heads):
+        first, turn = head * config.head_dim, angles * (head + 1)
+        attention.q_proj.weight[first + pairs, 0] = _SHARPNESS * turn.cos()
+        attention.q_proj.weight[first + half + pairs, 0] = -_SHARPNESS * turn.sin()

@@ -7,6 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
+from hf_blend.errors import ConfigError
+
 from .story import Fact, Level, Story, tell
 from .words import QUESTIONS, TOWN_OF, TOWN_RELATIONS
 
@@ -58,6 +60,11 @@ def questions(story: Story) -> list[Question]:
     return found
 
 
+def examples_of(story: Story) -> list[Example]:
+    """List one example per question that a story answers."""
+    return [Example("", story.chunks, one.text, one.answer, one.hops, one.kind) for one in questions(story)]
+
+
 def _ask(fact: Fact, subject: str, hops: int, kind: str) -> Question:
     return Question(QUESTIONS[fact.relation].format(s=subject), fact.value, hops, kind)
 
@@ -74,7 +81,7 @@ def sample_examples(count: int, seed: int, split: str = "heldout") -> list[Examp
         The examples, all with an empty prefix: the BOS token alone stands before the first chunk.
     """
     if split not in SPLITS:
-        raise ValueError(f"split is {split!r}, but it must be one of {', '.join(SPLITS)}. Use 'heldout' to measure.")
+        raise ConfigError(f"split is {split!r}, but it must be one of {', '.join(SPLITS)}. Use 'heldout' to measure.")
     random = Random(f"{split}-{seed}")
     return [_example(random, split == "heldout") for _ in range(count)]
 
@@ -82,8 +89,6 @@ def sample_examples(count: int, seed: int, split: str = "heldout") -> list[Examp
 def _example(random: Random, heldout: bool) -> Example:
     kind = random.choices(list(KIND_WEIGHTS), list(KIND_WEIGHTS.values()))[0]
     while True:
-        story = tell(random, Level(), heldout)
-        fitting = [question for question in questions(story) if question.kind == kind]
+        fitting = [one for one in examples_of(tell(random, Level(), heldout)) if one.kind == kind]
         if fitting:
-            chosen = random.choice(fitting)
-            return Example("", story.chunks, chosen.text, chosen.answer, chosen.hops, chosen.kind)
+            return random.choice(fitting)

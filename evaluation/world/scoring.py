@@ -5,17 +5,22 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from random import Random
 
 import torch
 from transformers import LlamaForCausalLM
 
-from .batches import Row, attention_mask, collate, repeat_row, story_row
-from .story import Level
+from .batches import Row, attention_mask, collate, pack, story_row
+from .sampling import Example, Question
+from .story import Level, Story
 from .tokens import EOS, vocabulary
 
 
-@torch.no_grad()
+_ROWS_AT_ONCE = 32
+_LONGEST = 1024
+
+
 def score(model: LlamaForCausalLM, rows: list[Row], length: int, reuse: bool) -> dict[str, float]:
     """Return the share of exactly right answers (the word, then the end) by kind of question, and over all.
 
@@ -25,17 +30,34 @@ def score(model: LlamaForCausalLM, rows: list[Row], length: int, reuse: bool) ->
         length: tokens to pad to.
         reuse: let chunks see only themselves and BOS, see `attention_mask`.
     """
-    batch = collate(rows, length)
-    output = model(batch.ids, attention_mask=attention_mask(batch, reuse), position_ids=batch.positions)
-    best = output.logits.argmax(-1)
     right = defaultdict(list)
-    for index, row in enumerate(rows):
-        for place, question in row.asked:
-            answer, end = best[index, place : place + 2].tolist()
-            correct = answer == vocabulary()[question.answer] and end == vocabulary()[EOS]
-            right[question.kind].append(correct)
-            right["all"].append(correct)
+    for kind, correct in _judge(model, rows, length, reuse):
+        right[kind].append(correct)
+        right["all"].append(correct)
     return {kind: sum(found) / len(found) for kind, found in sorted(right.items())}
+
+
+@torch.no_grad()
+def _judge(model: LlamaForCausalLM, rows: list[Row], length: int, reuse: bool) -> Iterator[tuple[str, bool]]:
+    for first in range(0, len(rows), _ROWS_AT_ONCE):
+        some = rows[first : first + _ROWS_AT_ONCE]
+        batch = collate(some, length)
+        output = model(batch.ids, attention_mask=attention_mask(batch, reuse), position_ids=batch.positions)
+        best = output.logits.argmax(-1)
+        for index, row in enumerate(some):
+            for place, question in row.asked:
+                answer, end = best[index, place : place + 2].tolist()
+                yield question.kind, answer == vocabulary()[question.answer] and end == vocabulary()[EOS]
+
+
+def score_examples(model: LlamaForCausalLM, examples: list[Example]) -> dict[str, dict[str, float]]:
+    """Score examples, each alone in its prompt, with full prefill ("full") and with full reuse ("reuse")."""
+    rows = [
+        pack(Story(one.chunks, ()), [Question(one.question, one.answer, one.hops, one.kind)], _LONGEST, 0.0)
+        for one in examples
+    ]
+    length = max(len(row.ids) for row in rows)
+    return {"full": score(model, rows, length, False), "reuse": score(model, rows, length, True)}
 
 
 def heldout_scores(model: LlamaForCausalLM, level: Level, length: int, count: int) -> dict[str, dict[str, float]]:
@@ -43,13 +65,3 @@ def heldout_scores(model: LlamaForCausalLM, level: Level, length: int, count: in
     random = Random("scores")
     rows = [story_row(random, level, length, True) for _ in range(count)]
     return {"full": score(model, rows, length, False), "reuse": score(model, rows, length, True)}
-
-
-@torch.no_grad()
-def copying_score(model: LlamaForCausalLM, length: int) -> float:
-    """Return the share of right guesses in the repeats of random words."""
-    random = Random("copying")
-    batch = collate([repeat_row(random, length) for _ in range(4)], length)
-    output = model(batch.ids, attention_mask=attention_mask(batch), position_ids=batch.positions)
-    counted = batch.weights > 0
-    return (output.logits.argmax(-1) == batch.labels)[counted].float().mean().item()

@@ -4,12 +4,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from .story import Level
 
-NAMES_ONLY = Level(people=(2, 3), facts=(3, 5), pronoun_share=0.0, role_share=0.0, town_share=0.2, filler_share=0.1)
-SOME_PRONOUNS = replace(NAMES_ONLY, pronoun_share=0.5, role_share=0.2, town_share=0.3)
+PAIRS = Level((3, 4), (1, 1), 0.0, 0.0, 0.0, 0.0, relations=("home", "food"))
+SOME_PRONOUNS = Level((2, 4), (2, 4), 0.5, 0.3, 0.4, 0.1)
 FULL = Level()
 
 
@@ -17,20 +17,18 @@ FULL = Level()
 class Stage:
     """One stretch of training with its own warm-up and decay of the learning rate.
 
-    `layers` is how many decoder layers the model has from here on; `length` is tokens per row, `rows` rows per step;
-    `repeat_share` is the share of rows that are random repeats; `mixed_share` is the share of story rows taken from
-    the easier `SOME_PRONOUNS`.
+    `length` is tokens per row, `rows` rows per batch and `steps` batches; a share `easy_share` of the rows is drawn
+    from the level `easy` instead.
     """
 
     name: str
     level: Level
-    layers: int
     length: int
     rows: int
     steps: int
     learning_rate: float
-    repeat_share: float = 0.0
-    mixed_share: float = 0.0
+    easy: Level = FULL
+    easy_share: float = 0.0
     decay_share: float = 0.6
 
     def rate(self, step: int) -> float:
@@ -41,8 +39,7 @@ class Stage:
 
 
 STAGES = (
-    Stage("names", NAMES_ONLY, 4, 144, 16, 2400, 3e-3, repeat_share=0.3),
-    Stage("pronouns", SOME_PRONOUNS, 4, 144, 16, 3000, 3e-3, repeat_share=0.15),
-    Stage("full", FULL, 4, 224, 12, 4000, 3e-3, mixed_share=0.3),
-    Stage("deep", FULL, 8, 224, 12, 5000, 2e-3, mixed_share=0.2),
+    Stage("pairs", PAIRS, length=64, rows=32, steps=700, learning_rate=2e-3),
+    Stage("pronouns", SOME_PRONOUNS, length=160, rows=16, steps=2000, learning_rate=2e-3, easy=PAIRS, easy_share=0.1),
+    Stage("full", FULL, length=224, rows=12, steps=5000, learning_rate=2e-3, easy=SOME_PRONOUNS, easy_share=0.3),
 )

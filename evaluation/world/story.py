@@ -36,6 +36,7 @@ class Level:
     role_share: float = 0.5
     town_share: float = 0.5
     filler_share: float = 0.15
+    relations: tuple[str, ...] = PERSON_RELATIONS
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,7 @@ class _Teller:
         return [(relation, value) for relation, value in drawn if value is not None]
 
     def person(self, name: str, pronoun: str) -> _Person:
-        count = self.random.randint(*self.level.facts)
-        relations = self.random.sample(PERSON_RELATIONS, count)
+        relations = self.random.sample(self.level.relations, self.random.randint(*self.level.facts))
         facts = self.draw(name, sorted(relations, key=lambda relation: relation != "role"))
         person = _Person(name, pronoun, facts)
         if person.role and len(facts) > 2 and self.chance(self.level.role_share):

@@ -19,12 +19,12 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import LlamaForCausalLM
 
-from .batches import Batch, attention_mask, collate, repeat_row, story_row
+from .batches import Batch, attention_mask, collate, story_row
 from .helpers import Helper, wait_while
-from .model import build_model, deepen
+from .model import build_model
 from .muon import Muon
-from .scoring import copying_score, heldout_scores
-from .stages import SOME_PRONOUNS, STAGES, Stage
+from .scoring import heldout_scores
+from .stages import STAGES, Stage
 
 logger = logging.getLogger(__name__)
 SEED = 20261120
@@ -53,7 +53,7 @@ class Trainer:
             pause_file: training sleeps while this exists.
         """
         self.folder, self.compiled, self.helped, self.pause_file = folder, compiled, helped, pause_file
-        self.model = build_model(STAGES[0].layers)
+        self.model = build_model()
         self.progress = Progress()
         self.restored: dict | None = None
 
@@ -65,7 +65,6 @@ class Trainer:
     def save(self, optimizers: list[torch.optim.Optimizer], name: str | None = None) -> None:
         """Write weights, optimizer state and progress in one go."""
         state = {
-            "layers": len(self.model.model.layers),
             "weights": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in optimizers],
             "progress": asdict(self.progress),
@@ -76,18 +75,13 @@ class Trainer:
 
     def load(self) -> None:
         """Go back to the last checkpoint."""
-        state = torch.load(self.checkpoint, weights_only=True)
-        self.model = build_model(state["layers"])
-        self.model.load_state_dict(state["weights"])
-        self.progress = Progress(**state["progress"])
-        self.restored = state
+        self.model, self.progress, self.restored = read_checkpoint(self.checkpoint)
 
     def run(self, stage: Stage) -> None:
         """Train one stage from its start, or from where the checkpoint stands in it."""
         resumed = self.progress.stage == stage.name and self.restored is not None
         if not resumed:
             self.progress.stage, self.progress.step = stage.name, 0
-            self.model = deepen(self.model, stage.layers)
         optimizers = make_optimizers(self.model)
         if resumed:
             for optimizer, state in zip(optimizers, self.restored["optimizers"], strict=True):
@@ -134,15 +128,22 @@ class Trainer:
     def _report(self, stage: Stage, losses: list[float]) -> None:
         place = self.progress
         scores = heldout_scores(self.model, stage.level, stage.length, 24)
-        copied = copying_score(self.model, stage.length)
         shown = {
             way: " ".join(f"{kind} {share:.2f}" for kind, share in kinds.items()) for way, kinds in scores.items()
         }
         logger.info(
-            "%s %d/%d, %.2f M tokens, %.1f min, rate %.1e, loss %.3f, copying %.2f | full: %s | reuse: %s",
+            "%s %d/%d, %.2f M tokens, %.1f min, rate %.1e, loss %.3f | full: %s | reuse: %s",
             stage.name, place.step, stage.steps, place.tokens / 1e6, place.seconds / 60, stage.rate(place.step),
-            sum(losses) / max(1, len(losses)), copied, shown["full"], shown["reuse"],
+            sum(losses) / max(1, len(losses)), shown["full"], shown["reuse"],
         )
+
+
+def read_checkpoint(file: Path) -> tuple[LlamaForCausalLM, Progress, dict]:
+    """Return the model, how far it was trained, and all that the file holds."""
+    state = torch.load(file, weights_only=True)
+    model = build_model()
+    model.load_state_dict(state["weights"])
+    return model, Progress(**state["progress"]), state
 
 
 def make_optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
@@ -161,13 +162,8 @@ def make_optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
 
 def make_batch(stage: Stage, random: Random) -> Batch:
     """Draw the rows of one step."""
-    rows = []
-    for _ in range(stage.rows):
-        if random.random() < stage.repeat_share:
-            rows.append(repeat_row(random, stage.length))
-        else:
-            level = SOME_PRONOUNS if random.random() < stage.mixed_share else stage.level
-            rows.append(story_row(random, level, stage.length, False))
+    levels = [stage.easy if random.random() < stage.easy_share else stage.level for _ in range(stage.rows)]
+    rows = [story_row(random, level, stage.length, heldout=False) for level in levels]
     return collate(rows, stage.length)
 
 
