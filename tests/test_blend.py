@@ -1,0 +1,535 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""The fusor against plain models: equal to a full prefill where it must be, to an independent reference elsewhere."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from hf_blend import BlendCache, ChunkStore
+from hf_blend.anatomy import decoder_layers
+from hf_blend.calibrate import rotary_styles
+from hf_blend.errors import ConfigError, PromptError, UnsupportedModelError
+from hf_blend.fingerprint import fingerprint
+from hf_blend.rotary.base import compose
+from hf_blend.store.chunk import ChunkKey, ChunkKV
+
+FAMILIES = {"llama": {}, "mistral": {"sliding_window": 24}, "qwen2": {}, "qwen3": {"head_dim": 16}}
+LAYERS, CHECK, BOS = 4, 1, (1,)
+everywhere = pytest.mark.parametrize("attention", ["eager", "sdpa"])
+families = pytest.mark.parametrize("family", FAMILIES)
+BATCH = ({"chunks": (17, 23, 31)}, {"chunks": (29,), "seed": 1}, {"chunks": (20, 12), "seed": 2, "question": 5})
+
+
+@pytest.fixture
+def blend(tokenizer):
+    """Run one prefill: `blend(model, store, *requests, recompute_ratio=0.3)` gives the last rows' logits and the cache."""
+
+    def run(model, store, *requests, keep=1, **settings):
+        cache = BlendCache(model, store, **settings)
+        given = requests[0] if len(requests) == 1 else {name: [one[name] for one in requests] for name in requests[0]}
+        inputs = cache.inputs(tokenizer, **given)
+        cache.get_seq_length()  # as generate does, so that the model is watched
+        places = (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0)
+        with torch.no_grad():
+            output = model(**inputs, position_ids=places, past_key_values=cache, logits_to_keep=keep)
+        return output.logits, cache
+
+    return run
+
+
+def laid_out(requests):
+    """Ids, mask, positions `[batch, tokens]` of requests padded on the left, and the first column of each."""
+    rows = [[*one["prefix"], *sum(one["chunks"], []), *one["question"]] for one in requests]
+    width = max(map(len, rows))
+    ids, starts = torch.zeros((len(rows), width), dtype=torch.long), [width - len(row) for row in rows]
+    for row, (tokens, start) in enumerate(zip(rows, starts, strict=True)):
+        ids[row, start:] = torch.tensor(tokens)
+    mask = torch.stack([torch.arange(width) >= start for start in starts]).long()
+    return ids, mask, (mask.cumsum(-1) - 1).clamp_min(0), starts
+
+
+@torch.no_grad()
+def full(model, requests, cache=None, keep=1):
+    """Logits of the last rows and the cache of a plain forward."""
+    ids, mask, places, _ = laid_out(requests)
+    cache = DynamicCache() if cache is None else cache
+    logits = model(ids, attention_mask=mask, position_ids=places, past_key_values=cache, logits_to_keep=keep).logits
+    return logits, cache
+
+
+def spans(request, start):
+    """First column and ids of each chunk of a request whose first token stands at column `start`."""
+    place = start + len(request["prefix"])
+    for chunk in request["chunks"]:
+        yield place, chunk
+        place += len(chunk)
+
+
+@torch.no_grad()
+def stale(model, requests):
+    """K and V of chunks computed alone by the plain model at the positions of the prompt, sink shifted along.
+
+    Attention sees differences of positions only, so this is the stored KV after an exact realignment, found without
+    realigning anything. Gives (K, V) per layer, `[batch, kv_heads, tokens, head_dim]`, and where chunks lie.
+    """
+    ids, _, _, starts = laid_out(requests)
+    lies, layers = torch.zeros(ids.shape, dtype=torch.bool), None
+    for row, (request, start) in enumerate(zip(requests, starts, strict=True)):
+        for column, chunk in spans(request, start):
+            if request["prefix"] == [*BOS] and column == start + 1:
+                continue  # exact
+            places = torch.arange(len(chunk) + 1)[None] + column - start - 1
+            cache = DynamicCache()
+            model(torch.tensor([[*BOS, *chunk]]), position_ids=places, past_key_values=cache)
+            if layers is None:
+                shapes = [(one.keys.shape[1], ids.shape[1], one.keys.shape[3]) for one in cache.layers]
+                layers = [tuple(torch.zeros(len(requests), *shape) for _ in "kv") for shape in shapes]
+            columns = slice(column, column + len(chunk))
+            lies[row, columns] = True
+            for (keys, values), one in zip(layers, cache.layers, strict=True):
+                keys[row, :, columns], values[row, :, columns] = one.keys[0, :, 1:], one.values[0, :, 1:]
+    return layers, lies
+
+
+class SplicingCache(DynamicCache):
+    """The reference: every row is computed at every layer, and K and V of what is not chosen are replaced."""
+
+    def __init__(self, layers, lies, ratios):
+        super().__init__()
+        self.stale, self.lies, self.ratios = layers, lies, ratios
+        self.chosen = lies
+        self.sets = {}
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        if layer_idx > min(self.ratios):
+            replaced = (self.lies & ~self.chosen)[:, None, :, None]
+            key_states, value_states = (
+                torch.where(replaced, old, new)
+                for old, new in zip(self.stale[layer_idx], (key_states, value_states), strict=True)
+            )
+        if layer_idx in self.ratios:
+            self.chosen = self.choose(value_states, self.stale[layer_idx][1], self.ratios[layer_idx])
+        self.sets[layer_idx] = self.chosen
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def choose(self, fresh, old, ratio):
+        chosen = torch.zeros_like(self.lies)
+        for row, candidates in enumerate(self.chosen):
+            columns = candidates.nonzero().flatten().tolist()
+            score = {column: float((fresh - old)[row, :, column].square().sum()) for column in columns}
+            count = math.ceil(ratio * int(self.lies[row].sum()) - 1e-9)
+            chosen[row, sorted(columns, key=score.get, reverse=True)[:count]] = True
+        return chosen
+
+
+def assert_close(got, wanted, allowed=1e-5):
+    error = (got - wanted).abs()
+    assert error.max() <= allowed, f"max {error.max():.3g}, mean {error.mean():.3g}, {allowed:g} allowed"
+
+
+def real_states(cache, mask):
+    """K and V of all layers at real columns, side by side."""
+    return torch.cat(
+        [s.transpose(1, 2)[mask.bool()].flatten() for one in cache.layers for s in (one.keys, one.values)]
+    )
+
+
+def columns_of(grid):
+    return [row.nonzero().flatten().tolist() for row in grid]
+
+
+@families
+@everywhere
+@pytest.mark.parametrize("batch", [1, 3])
+def test_ratio_one_through_the_sparse_path_is_a_full_prefill(shared_model, pieces, blend, family, attention, batch):
+    model = shared_model(family, attention, **FAMILIES[family])
+    requests = [pieces(**one) for one in BATCH[:batch]]
+    logits, cache = blend(model, ChunkStore.open("memory://"), *requests, recompute_ratio=1.0, keep=5)
+    wanted, reference = full(model, requests, keep=5)
+    assert_close(logits, wanted)
+    mask = laid_out(requests)[1]
+    assert_close(real_states(cache, mask), real_states(reference, mask))
+    assert min(cache.report.exact_tokens, cache.report.reusable_tokens) > 0, "nothing was blended"
+
+
+def test_in_bfloat16_ratio_one_is_as_near_to_a_full_prefill_as_another_full_prefill(tiny_model, pieces, blend):
+    requests = [pieces(seed=seed) for seed in range(3)]
+    eager, sdpa = (tiny_model(attn_implementation=name, weight_scale=3.0).bfloat16() for name in ("eager", "sdpa"))
+    wanted, other = full(sdpa, requests)[0].float(), full(eager, requests)[0].float()
+    got, _ = blend(sdpa, ChunkStore.open("memory://"), *requests, recompute_ratio=1.0)
+    floor = (wanted - other).abs().max()
+    assert floor > 0
+    assert_close(got.float(), wanted, 2 * float(floor))
+
+
+@families
+@everywhere
+@pytest.mark.parametrize("batch", [1, 3])
+def test_blending_is_splicing_stale_states_into_a_full_prefill(shared_model, pieces, blend, family, attention, batch):
+    model = shared_model(family, attention, **FAMILIES[family])
+    requests = [pieces(**one) for one in BATCH[:batch]]
+    reference = SplicingCache(*stale(model, requests), {CHECK: 0.3})
+    wanted, _ = full(model, requests, reference)
+    got, cache = blend(model, ChunkStore.open("memory://"), *requests, recompute_ratio=0.3)
+    assert cache.report.chosen_columns == columns_of(reference.chosen)
+    assert_close(got, wanted)
+    assert (full(model, requests)[0] - wanted).abs().max() > 1e-2, "the reference is a full prefill: nothing is tested"
+
+
+@pytest.mark.parametrize(
+    ("settings", "ratios"),
+    [
+        ({"check_layers": (2,), "recompute_ratio": 0.2}, {2: 0.2}),
+        ({"check_layers": (3,), "recompute_ratio": 0.2}, {3: 0.2}),
+        ({"check_layers": (1, 2), "layer_ratios": (0.5, 0.2)}, {1: 0.5, 2: 0.2}),
+        ({"check_layers": (1, 2, 3), "layer_ratios": (0.8, 0.4, 0.0)}, {1: 0.8, 2: 0.4, 3: 0.0}),
+        ({"check_layers": (1, 2), "gradual": True, "recompute_ratio": 0.3}, {1: 0.4, 2: 0.2}),
+    ],
+)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_later_and_several_check_layers_choose_among_what_still_flows(
+    shared_model, pieces, blend, settings, ratios, batch
+):
+    model, requests = shared_model(), [pieces(**one) for one in BATCH[:batch]]
+    reference = SplicingCache(*stale(model, requests), ratios)
+    wanted, _ = full(model, requests, reference)
+    got, cache = blend(model, ChunkStore.open("memory://"), *requests, **settings)
+    assert cache.report.chosen_columns == columns_of(reference.sets[min(ratios)])
+    assert_close(got, wanted)
+
+
+def test_the_reference_notices_one_token_that_is_not_spliced(shared_model, pieces, blend):
+    model, requests = shared_model(), [pieces()]
+    layers, lies = stale(model, requests)
+    lies[0, 40] = False
+    wanted, _ = full(model, requests, SplicingCache(layers, lies, {CHECK: 0.3}))
+    got, _ = blend(model, ChunkStore.open("memory://"), *requests, recompute_ratio=0.3)
+    assert (got - wanted).abs().max() > 1e-4
+
+
+def test_two_layers_are_enough(shared_model, pieces, blend):
+    model, requests = shared_model(num_hidden_layers=2), [pieces()]
+    wanted, _ = full(model, requests, SplicingCache(*stale(model, requests), {1: 0.3}))
+    assert_close(blend(model, ChunkStore.open("memory://"), *requests, recompute_ratio=0.3)[0], wanted)
+
+
+def test_an_entry_of_a_batch_is_what_it_is_alone(shared_model, pieces, blend):
+    model, store, requests = shared_model(), ChunkStore.open("memory://"), [pieces(**one) for one in BATCH]
+    together, cache = blend(model, store, *requests, recompute_ratio=0.15)
+    starts = laid_out(requests)[3]
+    for row, request in enumerate(requests):
+        alone, single = blend(model, store, request, recompute_ratio=0.15)
+        assert_close(together[row], alone[0])
+        moved = [column + starts[row] for column in single.report.chosen_columns[0]]
+        assert cache.report.chosen_columns[row] == moved
+
+
+@torch.no_grad()
+def test_an_entry_without_chunks_computes_every_row_and_disturbs_no_other(shared_model, pieces):
+    model, store = shared_model(), ChunkStore.open("memory://")
+    known, unknown = pieces(), pieces(chunks=(90,), seed=3)
+    unknown["prefix"] = unknown["prefix"] + unknown["chunks"].pop()
+    store.add(model, None, known["chunks"])
+    ids, mask, places, starts = laid_out([unknown, known])
+    assert starts[0] == 0, "the entry that computes everything must be as wide as the batch"
+    results = []
+    for rows in ([0, 1], [0], [1]):
+        cache = BlendCache(model, store, recompute_ratio=0.3)
+        cache.get_seq_length()
+        begin = min(starts[row] for row in rows)
+        given = {"attention_mask": mask[rows, begin:], "position_ids": places[rows, begin:], "logits_to_keep": 1}
+        results.append(model(ids[rows, begin:], past_key_values=cache, **given).logits)
+    assert_close(results[0], torch.cat(results[1:]))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_one_chunk_behind_its_sink_at_ratio_zero_is_prefix_caching_bit_for_bit(shared_model, pieces, blend, attention):
+    model, store, request = shared_model("llama", attention), ChunkStore.open("memory://"), pieces((40,), prefix=0)
+    got, cache = blend(model, store, request, recompute_ratio=0.0, keep=9)
+    keys = [ChunkKey(fingerprint(model), (), BOS), ChunkKey(fingerprint(model), BOS, request["chunks"][0])]
+    stored, past = [store.get(key) for key in keys], DynamicCache()
+    for layer in range(LAYERS):
+        joined = (torch.cat([chunk.layers[layer][part] for chunk in stored], 1)[None] for part in (0, 1))
+        past.update(*joined, layer)
+    wanted = model(torch.tensor([request["question"]]), past_key_values=past, logits_to_keep=9).logits
+    assert torch.equal(got, wanted)
+    for mine, theirs in zip(cache.layers, past.layers, strict=True):
+        assert torch.equal(mine.keys, theirs.keys)
+        assert torch.equal(mine.values, theirs.values)
+    assert_close(got, full(model, [request], keep=9)[0])
+    assert (cache.report.exact_tokens, cache.report.reusable_tokens, cache.report.charged_budget) == (41, 0, 0)
+
+
+def stored_chunks(model, store, request):
+    return [store.get(ChunkKey(fingerprint(model), BOS, chunk)) for chunk in request["chunks"]]
+
+
+@families
+def test_what_was_not_chosen_is_the_realigned_store_bit_for_bit(shared_model, pieces, blend, family):
+    model, store, request = shared_model(family, **FAMILIES[family]), ChunkStore.open("memory://"), pieces()
+    _, cache = blend(model, store, request, recompute_ratio=0.3)
+    places = torch.arange(len(laid_out([request])[0][0]))[None]
+    tables, chosen = model.model.rotary_emb(torch.zeros(1), places), set(cache.report.chosen_columns[0])
+    for (start, _), chunk in zip(spans(request, 0), stored_chunks(model, store, request), strict=True):
+        columns = range(start, start + chunk.tokens)
+        left = [column for column in columns if column not in chosen]
+        assert left
+        new = tuple(part[0, start : start + chunk.tokens] for part in tables)
+        for layer in range(CHECK + 1, LAYERS):
+            style, keys = rotary_styles(model)[layer], torch.empty_like(chunk.layers[layer][0])
+            style.move(chunk.layers[layer][0], compose(style, chunk.tables[0], new), out=keys)
+            inside = [column - start for column in left]
+            assert torch.equal(cache.layers[layer].keys[0][:, left], keys[:, inside])
+            assert torch.equal(cache.layers[layer].values[0][:, left], chunk.layers[layer][1][:, inside])
+
+
+def test_a_request_changes_no_byte_of_the_store_and_repeats_bit_for_bit(shared_model, pieces, blend):
+    model, store, request = shared_model(), ChunkStore.open("memory://"), pieces()
+    store.add(model, None, request["chunks"])
+    before = [chunk.map(torch.clone) for chunk in stored_chunks(model, store, request)]
+    first, cache = blend(model, store, request, recompute_ratio=0.3)
+    cache.layers[2].keys.fill_(7.0)
+    second, again = blend(model, store, request, recompute_ratio=0.3)
+    assert torch.equal(first, second)
+    assert cache.report.chosen_columns == again.report.chosen_columns
+    for was, now in zip(before, stored_chunks(model, store, request), strict=True):
+        assert all(
+            torch.equal(old, new) for (_, old), (_, new) in zip(was.named_tensors(), now.named_tensors(), strict=True)
+        )
+
+
+@pytest.mark.parametrize("selector", ["kv-deviation", "boundary"])
+def test_no_state_moves_when_a_later_token_changes(shared_model, pieces, blend, selector):
+    model, store, request = shared_model(), ChunkStore.open("memory://"), pieces()
+    other = {**request, "question": [*request["question"][:4], 77, 78, 79, 80, 81]}
+    settings = {"selector": selector, "recompute_ratio": 0.3}
+    first, second = (blend(model, store, one, **settings)[1] for one in (request, other))
+    same = len(laid_out([request])[0][0]) - 5
+    for one, two in zip(first.layers, second.layers, strict=True):
+        assert torch.equal(one.keys[:, :, :same], two.keys[:, :, :same])
+        assert torch.equal(one.values[:, :, :same], two.values[:, :, :same])
+        assert not torch.equal(one.values[:, :, same:], two.values[:, :, same:])
+
+
+def test_no_state_moves_when_a_later_chunk_changes(shared_model, pieces, blend):
+    model, store, request = shared_model(), ChunkStore.open("memory://"), pieces()
+    other = {**request, "chunks": [*request["chunks"][:2], pieces(seed=9)["chunks"][2]]}
+    settings = {"selector": "boundary", "recompute_ratio": 0.3}
+    first, second = (blend(model, store, one, **settings)[1] for one in (request, other))
+    same = 5 + 17 + 23
+    chosen = [[column for column in one.report.chosen_columns[0] if column < same] for one in (first, second)]
+    assert chosen[0] == chosen[1]
+    assert len(chosen[0]) > 5
+    for one, two in zip(first.layers, second.layers, strict=True):
+        assert torch.equal(one.keys[:, :, :same], two.keys[:, :, :same])
+        assert not torch.equal(one.keys[:, :, same:], two.keys[:, :, same:])
+
+
+def recomputed(model, store, request, cache, layer):
+    """The chunk columns whose values in a layer are not the stored ones."""
+    columns = []
+    for (start, _), chunk in zip(spans(request, 0), stored_chunks(model, store, request), strict=True):
+        now = cache.layers[layer].values[0, :, start : start + chunk.tokens]
+        differs = (now != chunk.layers[layer][1]).flatten(2).any(2).any(0)
+        columns += (differs.nonzero().flatten() + start).tolist()
+    return set(columns)
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.3, 0.55])
+def test_gradual_filtering_never_grows_with_depth_and_spends_the_ratio_on_average(shared_model, pieces, blend, ratio):
+    model, store, request = shared_model(num_hidden_layers=6), ChunkStore.open("memory://"), pieces()
+    settings = {"recompute_ratio": ratio, "gradual": True, "check_layers": (1, 2, 4)}
+    _, cache = blend(model, store, request, **settings)
+    sets = [recomputed(model, store, request, cache, layer) for layer in range(1, 6)]
+    assert len(sets[0]) == 71
+    assert all(later <= earlier for earlier, later in pairwise(sets))
+    assert len(sets[1]) > len(sets[-1])
+    assert abs(sum(map(len, sets[1:])) / 4 - ratio * 71) <= 1
+    assert sets[1] == set(cache.report.chosen_columns[0])
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.01, 0.15, 0.5, 0.99, 1.0])
+def test_the_choice_is_sorted_unique_within_the_chunks_and_of_the_asked_size(shared_model, pieces, blend, ratio):
+    _, cache = blend(shared_model(), ChunkStore.open("memory://"), pieces(), recompute_ratio=ratio)
+    chosen = cache.report.chosen_columns[0]
+    assert len(chosen) == math.ceil(ratio * 71)
+    assert chosen == sorted(set(chosen))
+    assert set(chosen) <= set(range(5, 5 + 71))
+
+
+def test_the_choice_is_nested_as_the_ratio_grows(shared_model, pieces, blend):
+    model, store = shared_model(), ChunkStore.open("memory://")
+    sets = [
+        set(blend(model, store, pieces(), recompute_ratio=ratio)[1].report.chosen_columns[0])
+        for ratio in (0.05, 0.1, 0.3, 0.7)
+    ]
+    assert all(small < large for small, large in pairwise(sets))
+
+
+def test_question_and_tokens_that_are_not_stored_are_always_fresh(shared_model, pieces, blend):
+    model, store, request = shared_model(), ChunkStore.open("memory://"), pieces()
+    store.add(model, None, [request["chunks"][0], request["chunks"][2]])
+    cache = BlendCache(model, store, recompute_ratio=0.0)
+    cache.get_seq_length()
+    ids, _, _, _ = laid_out([request])
+    with torch.no_grad():
+        model(ids, past_key_values=cache, logits_to_keep=1)
+    layers, lies = stale(model, [request])
+    lies[:, 5 + 17 : 5 + 17 + 23] = False  # the second chunk is not stored: fresh, as the prefix and the question are
+    reference = SplicingCache(layers, lies, {0: 0.0})
+    full(model, [request], reference)
+    assert_close(real_states(cache, torch.ones_like(ids)), real_states(reference, torch.ones_like(ids)))
+
+
+def test_the_prefix_and_the_first_chunk_behind_its_sink_are_never_recomputed_nor_charged(shared_model, pieces, blend):
+    model, store, request = shared_model(), ChunkStore.open("memory://"), pieces(prefix=0)
+    _, cache = blend(model, store, request, recompute_ratio=0.5)
+    assert (cache.report.exact_tokens, cache.report.reusable_tokens) == (1 + 17, 23 + 31)
+    assert min(cache.report.chosen_columns[0]) >= 18
+    assert not recomputed(model, store, request, cache, 2) & set(range(18))
+    system = pieces()
+    _, cache = blend(model, store, system, recompute_ratio=0.5)
+    assert (cache.report.exact_tokens, cache.report.reusable_tokens) == (5, 71)
+
+
+@pytest.mark.parametrize("prefix", [0, 4])
+@pytest.mark.parametrize("selector", ["none", "kv-deviation"])
+def test_exact_states_stay_those_of_a_full_prefill(shared_model, pieces, blend, prefix, selector):
+    model, request = shared_model(), pieces(prefix=prefix)
+    _, cache = blend(model, ChunkStore.open("memory://"), request, recompute_ratio=0.0, selector=selector)
+    _, reference = full(model, [request])
+    for mine, plain in zip(cache.layers, reference.layers, strict=True):
+        exact = cache.report.exact_tokens
+        assert_close(mine.keys[:, :, :exact], plain.keys[:, :, :exact])
+
+
+def forge(store, model, victim, other):
+    """Put the states of one chunk under the key of another of the same length."""
+    stolen = store.get(ChunkKey(fingerprint(model), BOS, other))
+    store.put(ChunkKV(ChunkKey(fingerprint(model), BOS, victim), stolen.layers, stolen.tables, stolen.layer_table))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_states_of_another_chunk_are_refused_and_computed_fresh(shared_model, pieces, blend, batch, caplog):
+    model, store, request = shared_model(), ChunkStore.open("memory://"), pieces()
+    other = pieces(seed=5)["chunks"][1]
+    store.add(model, None, [*request["chunks"], other])
+    store.delete(ChunkKey(fingerprint(model), BOS, request["chunks"][1]))
+    forge(store, model, request["chunks"][1], other)
+    requests = [request, pieces(seed=4, chunks=(50, 30, 20))][:batch]
+    got, cache = blend(model, store, *requests, recompute_ratio=0.3)
+    layers, lies = stale(model, requests)
+    start = laid_out(requests)[3][0] + 5 + 17
+    lies[0, start : start + 23] = False
+    wanted, _ = full(model, requests, SplicingCache(layers, lies, {CHECK: 0.3}))
+    assert_close(got, wanted)
+    assert cache.report.refused_chunks == 1
+    assert "is computed anew" in caplog.text
+
+
+def test_with_every_chunk_refused_the_request_is_a_full_prefill(shared_model, pieces, blend):
+    model, store, request = shared_model(), ChunkStore.open("memory://"), pieces((20, 20))
+    others = [pieces((20,), seed=seed)["chunks"][0] for seed in (7, 8)]
+    store.add(model, None, others)
+    for victim, other in zip(request["chunks"], others, strict=True):
+        forge(store, model, victim, other)
+    got, cache = blend(model, store, request, recompute_ratio=0.3)
+    assert cache.report.refused_chunks == 2
+    assert cache.report.chosen_columns in ([], [[]])
+    assert_close(got, full(model, [request])[0])
+
+
+@pytest.mark.parametrize("selector", ["boundary", "random"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_selector_that_needs_no_states_chooses_before_the_first_layer(shared_model, pieces, blend, selector, batch):
+    model, requests = shared_model(), [pieces(**one) for one in BATCH[:batch]]
+    got, cache = blend(model, ChunkStore.open("memory://"), *requests, recompute_ratio=0.3, selector=selector)
+    layers, lies = stale(model, requests)
+    reference = SplicingCache(layers, lies, {-1: 1.0})
+    reference.chosen = torch.zeros_like(lies)
+    for row, columns in enumerate(cache.report.chosen_columns):
+        assert len(columns) == math.ceil(0.3 * int(lies[row].sum()))
+        reference.chosen[row, columns] = True
+    assert_close(got, full(model, requests, reference)[0])
+
+
+def test_the_selector_full_is_a_full_prefill_and_none_is_full_reuse(shared_model, pieces, blend):
+    model, store, request = shared_model(), ChunkStore.open("memory://"), pieces()
+    everything, _ = blend(model, store, request, selector="full", recompute_ratio=0.1)
+    assert_close(everything, full(model, [request])[0])
+    nothing, cache = blend(model, store, request, selector="none", recompute_ratio=0.9)
+    assert torch.equal(nothing, blend(model, store, request, recompute_ratio=0.0)[0])
+    assert cache.report.charged_budget == 0
+
+
+def test_the_oracle_chooses_by_the_true_deviation_of_all_later_layers(shared_model, pieces, blend):
+    model, request = shared_model(), pieces()
+    _, cache = blend(model, ChunkStore.open("memory://"), request, selector="oracle", recompute_ratio=0.3)
+    layers, lies = stale(model, [request])
+    truth, score = full(model, [request])[1], torch.zeros(lies.shape)
+    for layer in range(CHECK, LAYERS):
+        true_states = (truth.layers[layer].keys, truth.layers[layer].values)
+        for old, new in zip(layers[layer], true_states, strict=True):
+            scale = new.square().sum((1, 3)).mean(1, keepdim=True)
+            score += (old - new).square().sum((1, 3)) / scale
+    wanted = score.masked_fill(~lies, -1).argsort(descending=True)[0][: math.ceil(0.3 * 71)]
+    assert cache.report.chosen_columns[0] == sorted(wanted.tolist())
+    assert cache.report.full_prefills == 1
+    assert cache.report.charged_budget > 1
+
+
+def test_layer_ratios_of_zero_choose_nothing(shared_model, pieces, blend):
+    model, store, request = shared_model(), ChunkStore.open("memory://"), pieces()
+    got, cache = blend(model, store, request, layer_ratios=(0.0,))
+    assert cache.report.chosen_columns == [[]]
+    assert torch.equal(got, blend(model, store, request, recompute_ratio=0.0)[0])
+
+
+def test_a_forward_that_records_gradients_gives_the_same_logits(shared_model, pieces, tokenizer):
+    model, store, logits = shared_model(), ChunkStore.open("memory://"), []
+    for with_gradients in (False, True):
+        cache = BlendCache(model, store, recompute_ratio=0.3)
+        inputs = cache.inputs(tokenizer, **pieces())
+        with torch.set_grad_enabled(with_gradients):
+            logits.append(model(**inputs, past_key_values=cache, logits_to_keep=1).logits)
+    assert torch.equal(logits[0], logits[1].detach())
+
+
+def test_a_layer_that_hands_nothing_to_the_cache_is_named(tiny_model, pieces, blend, monkeypatch):
+    model, store = tiny_model(), ChunkStore.open("memory://")
+    blend(model, store, pieces())
+    monkeypatch.setattr(decoder_layers(model)[CHECK], "forward", lambda hidden_states, **_: hidden_states)
+    with pytest.raises(UnsupportedModelError, match="layer 1 of LlamaForCausalLM ran to its end"):
+        blend(model, store, pieces())
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "text"),
+    [
+        ({"recompute_ratio": 1.5}, ConfigError, r"1\.5.*0 … 1"),
+        ({"recompute_ratio": -0.1}, ConfigError, r"-0\.1.*0 … 1"),
+        ({"selector": "kv_devation"}, LookupError, "kv-deviation"),
+        ({"selector_options": {"onn": "k"}}, ConfigError, "'onn'.*on"),
+        ({"check_layers": (4,)}, ConfigError, r"\(4,\).*4 layers"),
+        ({"ratio": 0.1}, ConfigError, "recompute_ratio"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_before_the_model_runs(shared_model, settings, error, text):
+    with pytest.raises(error, match=text):
+        BlendCache(shared_model(), ChunkStore.open("memory://"), **settings)
+
+
+def test_the_oracle_is_refused_behind_tokens_that_it_does_not_know(shared_model, pieces, tokenizer):
+    model, store, request = shared_model(), ChunkStore.open("memory://"), pieces()
+    cache = BlendCache(model, store, selector="oracle")
+    with torch.no_grad():
+        model(torch.tensor([[1, 5, 6, 7]]), past_key_values=cache)
+        cache.inputs(tokenizer, **request)
+        with pytest.raises(PromptError, match=r"'oracle'.*4 tokens are in the cache.*fresh cache"):
+            model(laid_out([request])[0], past_key_values=cache)
+    assert cache.get_seq_length() == 4
