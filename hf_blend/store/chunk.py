@@ -45,7 +45,7 @@ class ChunkKey:
     @cached_property
     def digest(self) -> str:
         """The name of the chunk: 64 lowercase hex digits, the same in every process and on every machine."""
-        parts = (self.fingerprint.encode(), self.namespace.encode("utf-8", "surrogatepass"))
+        parts = (text.encode("utf-8", "surrogatepass") for text in (self.fingerprint, self.namespace))
         state = hashlib.sha256()
         for part in (_KEY_FORMAT, *parts, _packed(self.sink_ids), _packed(self.token_ids)):
             state.update(len(part).to_bytes(8, "little"))

@@ -34,7 +34,7 @@ DTYPES = {
     "I64": torch.int64,
     "U8": torch.uint8,
 }
-_MALFORMED = (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError)
+_MALFORMED = (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError, StoreError)
 
 
 @dataclass(frozen=True)

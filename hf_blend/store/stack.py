@@ -51,7 +51,9 @@ class TierStack:
         Args:
             chunk: to be copied, unless memory has it.
         """
-        held = self._memory.get(chunk.key.digest) or chunk.map(_own_copy)
+        held = self._memory.get(chunk.key.digest)
+        if held is None or held.key != chunk.key:
+            held = chunk.map(_own_copy)
         self._hold(held)
         stat = self._write(held)
         if stat or self._memory.contains(chunk.key.digest):

@@ -93,6 +93,17 @@ def test_an_odd_number_of_small_values_before_a_wide_type_is_no_obstacle(chunk, 
     same(EntryReader(source(content(mixed)), mixed.key).read(), mixed)
 
 
+def test_absurd_but_empty_shapes_do_no_harm(chunk, source, content):
+    stored = chunk()
+    header = Header.decode(header_of(content(stored)))
+    for shape in ((0, 3, 1 << 39), (1 << 39, 3, 0)):
+        empty = replace(header.tensors[-1], shape=shape, digest="99aa06d3014798d86001c324468d497f")
+        bad = replace(header, tensors=(*header.tensors[:-1], empty))
+        body = content(stored)[len(header_of(content(stored))) :][: bad.nbytes]
+        values = EntryReader(source(bad.encode() + body), stored.key).read().layers[1][1]
+        assert values.shape == shape
+
+
 def test_one_layer_can_be_read_alone(chunk, source, content):
     stored = chunk(layers=3)
     reader = EntryReader(source(content(stored)), stored.key)
@@ -290,6 +301,12 @@ def test_a_valid_header_must_still_describe_a_chunk_of_this_length(chunk, source
         return (replace(first, shape=(1, *first.shape)), *rest)
 
     assert reason_of(source, forged(stored, content, tensors=flat), stored.key) == "format"
+
+    def fractions(header):
+        first, *rest = header.tensors
+        return (replace(first, dtype="F64"), *rest)
+
+    assert reason_of(source, forged(stored, content, tensors=fractions), stored.key) == "format"
 
 
 def test_a_chunk_that_claims_absurd_amounts_is_refused_before_memory_is_taken(chunk, content):

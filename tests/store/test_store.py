@@ -167,6 +167,20 @@ def test_swapped_entries_are_misses(opened, root, chunk):
     assert fresh.stats()["misses"] == {"key": 2}
 
 
+def test_two_keys_with_one_digest_never_get_each_others_chunk(opened, chunk, same, monkeypatch):
+    monkeypatch.setattr(ChunkKey, "digest", "00" * 32)
+    one, other = chunk((5, 6, 7), seed=1), chunk((5, 6, 8), seed=2)
+    store = opened()
+    store.put(one)
+    same(store.get(one.key), one)
+    assert store.get(other.key) is None
+    assert store.stats()["misses"] == {"key": 1}
+    store.put(one)
+    store.put(other)
+    same(store.get(other.key), other)
+    assert opened().get(other.key) is None
+
+
 def test_another_model_or_dtype_never_gets_a_chunk(opened, root, chunk):
     stored = chunk()
     opened().put(stored)
@@ -243,6 +257,14 @@ def test_nan_and_infinity_are_never_stored(opened, root, chunk, files, value, dt
         store.put(poisoned)
     assert files(root) == {}
     assert store.get(poisoned.key) is None
+
+
+def test_packed_and_empty_tensors_hold_no_nan(opened, chunk, same):
+    whole = chunk().map(lambda tensor: tensor[..., :0] if tensor.ndim == 3 else tensor)
+    packed = chunk((5, 6)).map(lambda tensor: tensor.to(torch.int8) if tensor.ndim == 3 else tensor)
+    for one in (whole, packed):
+        opened().put(one)
+        same(opened().get(one.key), one)
 
 
 def test_malformed_chunks_are_refused_by_name(opened, chunk):
@@ -464,6 +486,20 @@ def test_entries_say_what_a_list_needs(opened, chunk):
     assert fresh.nbytes > chunk((5, 6, 7, 8)).nbytes
     assert abs(fresh.created - entry.created) < 60
     assert fresh.fingerprint == chunk().key.fingerprint
+
+
+def test_what_is_in_memory_is_contained_whatever_the_disk_says(opened, root, chunk, monkeypatch):
+    store = opened()
+    store.put(chunk())
+    assert store.contains(chunk().key)
+    assert opened().contains(chunk().key)
+
+    def broken(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("hf_blend.store.tiers.disk.DiskTier.contains", broken)
+    assert store.contains(chunk().key)
+    assert not opened().contains(chunk().key)
 
 
 def test_delete_removes_from_both_tiers(opened, chunk, files, root):
