@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tampered, truncated or swapped entry on disk is a miss: it is computed anew, and no logit changes."""
 
-import shutil
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
+
+from torch import Tensor
 
 from ..store import ChunkStore
 from .base import Outcome, Rung
@@ -24,7 +24,7 @@ class DamagedEntries(Rung):
         for damage in (_flip, _truncate, _swap):
             with tempfile.TemporaryDirectory() as folder:
                 wanted = _logits(subject, folder)
-                damage(_entries(folder))
+                damage(sorted(Path(folder).rglob("*.safetensors")))
                 with ChunkStore.open(folder, memory_bytes=0, durability="none") as store:
                     got = subject.blend(subject.prompts[:1], RATIO, store)
                 if got.cache.report.loaded_chunks:
@@ -33,17 +33,12 @@ class DamagedEntries(Rung):
         return Outcome(max(errors), 0.0)
 
 
-def _logits(subject: Subject, folder: str) -> object:
+def _logits(subject: Subject, folder: str) -> Tensor:
+    """Logits of a request whose chunks come from sound entries; NaN if they do not, so that nothing passes unread."""
     with ChunkStore.open(folder, memory_bytes=0, durability="none") as store:
         subject.blend(subject.prompts[:1], RATIO, store)
         got = subject.blend(subject.prompts[:1], RATIO, store)
-    return got.logits if got.cache.report.loaded_chunks else got.logits * float("nan")
-
-
-def _entries(folder: str) -> list[Path]:
-    """The files of the chunks: the large ones."""
-    files = [path for path in Path(folder).rglob("*") if path.is_file()]
-    return sorted(path for path in files if path.suffix == ".safetensors") or sorted(files)
+    return got.logits * float("nan") if got.cache.report.computed_chunks else got.logits
 
 
 def _flip(entries: list[Path]) -> None:
@@ -62,7 +57,3 @@ def _swap(entries: list[Path]) -> None:
     contents = [path.read_bytes() for path in entries]
     for path, content in zip(entries, contents[1:] + contents[:1], strict=True):
         path.write_bytes(content)
-
-
-_Damage = Callable[[list[Path]], None]
-_ = shutil

@@ -5,8 +5,8 @@
 A blended prefill adds up the same numbers in another order, so it can be no nearer to a plain one than plain ones are to
 each other. Every prompt is run whole and alone, and again in each of these ways, without any of our code in the model:
 
-    other attention   eager in place of sdpa, or the other way round
-    pieces            in three pieces, each continuing the cache of those before
+    other attention   eager in place of sdpa, or the other way round; alone and side by side
+    pieces            in 2, 3 and 7 pieces, each continuing the cache of those before
     batch             side by side with the other prompts, padded on the left
 
 The floor is the largest difference over all ways, prompts and rows: more rows than any claim of the ladder looks at.
@@ -23,7 +23,7 @@ from ..anatomy import text_config
 from ..prompt import Prompt, batch
 from ..selectors.base import KV
 
-PIECES = 3
+PIECES = (2, 3, 7)
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,11 @@ def measure_floor(model: nn.Module, prompts: Sequence[Prompt]) -> Floor:
         The floor under the model's dtype and attention implementation.
     """
     wanted = [prefill(model, [prompt])[0] for prompt in prompts]
-    ways = [in_pieces(model, prompts), prefill(model, prompts)]
+    ways = [prefill(model, prompts), *(in_pieces(model, prompts, count) for count in PIECES)]
     other = "eager" if attention_of(model) != "eager" else "sdpa"
     if other in attentions(model):
         with attending(model, other):
-            ways.append([prefill(model, [prompt])[0] for prompt in prompts])
+            ways += [[prefill(model, [prompt])[0] for prompt in prompts], prefill(model, prompts)]
     pairs = [(one, other) for way in ways for one, other in zip(wanted, way, strict=True)]
     return Floor(
         max(distance(one.logits, other.logits) for one, other in pairs),
@@ -99,12 +99,13 @@ def prefill(model: nn.Module, prompts: Sequence[Prompt]) -> list[Prefill]:
 
 
 @torch.no_grad()
-def in_pieces(model: nn.Module, prompts: Sequence[Prompt]) -> list[Prefill]:
+def in_pieces(model: nn.Module, prompts: Sequence[Prompt], count: int) -> list[Prefill]:
     """Run each prompt alone, in pieces that continue each other's cache.
 
     Args:
         model: the model.
         prompts: one or more.
+        count: number of pieces.
 
     Returns:
         Logits, K and V of each prompt.
@@ -114,7 +115,7 @@ def in_pieces(model: nn.Module, prompts: Sequence[Prompt]) -> list[Prefill]:
     done = []
     for prompt in prompts:
         cache, logits = DynamicCache(), []
-        for piece in torch.tensor([prompt.ids], device=device_of(model)).tensor_split(PIECES, dim=1):
+        for piece in torch.tensor([prompt.ids], device=device_of(model)).tensor_split(count, dim=1):
             logits.append(model(piece, past_key_values=cache, use_cache=True).logits.float())
         done.append(_cut(torch.cat(logits, dim=1), cache, 0, len(prompt.ids)))
     return done

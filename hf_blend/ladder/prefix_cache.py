@@ -22,13 +22,23 @@ class PrefixCache(Rung):
 @torch.no_grad()
 def _error(subject: Subject, sink: tuple[int, ...]) -> float:
     prompt = Prompt(sink, subject.prompts[0].chunks[:1], subject.prompts[0].question)
-    got = subject.blend([prompt], 0.0, sink_ids=sink)
-    stock = DynamicCache()
-    first, question = (torch.tensor([ids], device=device_of(subject.model)) for ids in (
-        (*prompt.prefix, *prompt.chunks[0]), prompt.question))  # fmt: skip
-    subject.model(first, past_key_values=stock, use_cache=True)
-    wanted = subject.model(question, past_key_values=stock, use_cache=True).logits.float()
+    got, stock = subject.blend([prompt], 0.0, sink_ids=sink), _filled(subject, prompt)
+    ids = torch.tensor([prompt.question], device=device_of(subject.model))
+    wanted = subject.model(ids, past_key_values=stock, use_cache=True).logits.float()
     pairs = [(got.logits, wanted)]
     for mine, layer in zip(got.layers, stock.layers, strict=True):
         pairs += [(mine[0], layer.keys), (mine[1], layer.values)]
     return max(distance(*pair) for pair in pairs)
+
+
+def _filled(subject: Subject, prompt: Prompt) -> DynamicCache:
+    """A stock cache with sink and chunk. A product of one row may round unlike that of many, so the sink's columns come
+    from a forward of the sink alone, as they do in a store that many chunks share."""
+    full, device = DynamicCache(), device_of(subject.model)
+    subject.model(torch.tensor([prompt.prefix + prompt.chunks[0]], device=device), past_key_values=full, use_cache=True)
+    if prompt.prefix:
+        sink, tokens = DynamicCache(), len(prompt.prefix)
+        subject.model(torch.tensor([prompt.prefix], device=device), past_key_values=sink, use_cache=True)
+        for whole, part in zip(full.layers, sink.layers, strict=True):
+            whole.keys[:, :, :tokens], whole.values[:, :, :tokens] = part.keys, part.values
+    return full

@@ -1,0 +1,150 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Trust in a model is earned once: its layers are calibrated, then it is blended in the small and compared with itself.
+
+The self-test is the rung that sees most: ratio 1.0 through the sparse path against a plain forward, about 24 random tokens
+with two chunks. A mask, a position or a cache that a family treats in its own way shows there as an error of tens of per
+cent; noise stays below the bound of the dtype, or near what the model does to itself when it is run in two pieces.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from .anatomy import text_config
+from .calibrate import rotary_styles
+from .errors import HfBlendError, UnsupportedModelError
+from .rotary.base import RotaryStyle
+from .store import ChunkStore
+
+__all__ = ["ensure_trusted"]
+
+logger = logging.getLogger(__name__)
+
+PREFIX_TOKENS, CHUNK_TOKENS, QUESTION_TOKENS = 2, 8, 6
+BOUNDS = {torch.float64: 1e-6, torch.float32: 1e-3}  # share of the logits' size; what is wrong is off by about 0.3
+COARSE_BOUND = 0.05  # bfloat16 and float16, and models whose matrix products are quantised
+FLOORS = 4.0  # one comparison of two plain forwards is a small sample of the noise, so this many of it are allowed
+FAILURES = (ArithmeticError, AttributeError, HfBlendError, LookupError, RuntimeError, TypeError, ValueError)
+
+_complaints: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], str]] = WeakKeyDictionary()  # "": none
+_warned: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+_testing: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+_lock = threading.RLock()
+
+
+def ensure_trusted(
+    model: nn.Module, make_cache: Callable[..., Any], allow_unverified: bool = False
+) -> tuple[type[RotaryStyle], ...]:
+    """Find out whether a model can be blended exactly, once for each dtype and attention that it is used with.
+
+    Args:
+        model: a causal language model; it is left as it was.
+        make_cache: `BlendCache`; called with the model, a store and settings, it may call this function again.
+        allow_unverified: use a model that fails the self-test, with one warning.
+
+    Returns:
+        The rotary style of each layer.
+
+    Raises:
+        UnsupportedModelError: a layer cannot be moved, or blending does not reproduce the model's own logits.
+    """
+    with _lock, _evaluating(model):
+        styles = rotary_styles(model)
+        if model in _testing:
+            return styles
+        complaint = _complaint(model, make_cache)
+        if complaint and not allow_unverified:
+            raise UnsupportedModelError(complaint)
+        if complaint and model not in _warned:
+            _warned[model] = True
+            logger.warning("used although it is not verified: %s", complaint)
+    return styles
+
+
+def _complaint(model: nn.Module, make_cache: Callable[..., Any]) -> str:
+    """What speaks against the model as it is now; empty if nothing does."""
+    known = _complaints.setdefault(model, {})
+    place = (model.dtype, getattr(text_config(model), "_attn_implementation", None))
+    if place not in known:
+        _testing[model] = True
+        try:
+            known[place] = _tested(model, make_cache)
+        finally:
+            del _testing[model]
+    return known[place]
+
+
+def _tested(model: nn.Module, make_cache: Callable[..., Any]) -> str:
+    name = type(model).__name__
+    do = "Use full prefill for this model, or pass allow_unverified=True to blend it all the same; run hf-blend verify."
+    try:
+        error, allowed = _compare(model, make_cache)
+    except FAILURES as broken:
+        return (
+            f"{name} cannot be blended: the self-test ended in {type(broken).__name__}: {broken} Wanted were the logits "
+            f"of a plain forward. {do}"
+        )
+    if error <= allowed:
+        return ""
+    return (
+        f"{name} cannot be blended exactly: with every token recomputed its logits are off by {error:.2g} of their size "
+        f"in {str(model.dtype).removeprefix('torch.')}, where {allowed:.2g} is allowed. {do}"
+    )
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Without dropout; every module has its own mode back afterwards."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@torch.no_grad()
+def _compare(model: nn.Module, make_cache: Callable[..., Any]) -> tuple[float, float]:
+    """The error of a blended forward, and what is allowed; shares of the logits' size."""
+    pieces, device = _pieces(text_config(model).vocab_size), model.get_input_embeddings().weight.device
+    cache = make_cache(model, ChunkStore.open("memory://"), recompute_ratio=1.0, sink_ids=())
+    inputs = cache.inputs(None, prefix=pieces[0], chunks=pieces[1:3], question=pieces[3])
+    ids = inputs["input_ids"].to(device)
+    wanted = model(ids, use_cache=False).logits[:, PREFIX_TOKENS:]
+    cache.get_seq_length()  # as generate does: the model is watched from here
+    got = model(**inputs, past_key_values=cache, use_cache=True).logits[:, -wanted.shape[1] :]
+    bound = BOUNDS.get(model.dtype, COARSE_BOUND)
+    return _share(got, wanted), max(bound, FLOORS * _floor(model, ids, wanted))
+
+
+def _floor(model: nn.Module, ids: Tensor, wanted: Tensor) -> float:
+    """How far the plain model is from itself when it is run in two pieces."""
+    from transformers import DynamicCache
+
+    cache, half = DynamicCache(), ids.shape[1] // 2
+    parts = [model(part, past_key_values=cache, use_cache=True).logits for part in (ids[:, :half], ids[:, half:])]
+    return _share(torch.cat(parts, dim=1)[:, PREFIX_TOKENS:], wanted)
+
+
+def _pieces(vocabulary: int) -> list[list[int]]:
+    """Random prefix, two chunks and question, as token ids."""
+    lengths = (PREFIX_TOKENS, CHUNK_TOKENS, CHUNK_TOKENS, QUESTION_TOKENS)
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(vocabulary, (count,), generator=generator).tolist() for count in lengths]
+
+
+def _share(got: Tensor, wanted: Tensor) -> float:
+    """Size of a difference over the size of what is wanted (Frobenius norms); NaN and other shapes are infinite."""
+    if got.shape != wanted.shape:
+        return float("inf")
+    share = float(torch.linalg.vector_norm((got - wanted).float()) / torch.linalg.vector_norm(wanted.float()))
+    return share if share == share else float("inf")
