@@ -26,7 +26,7 @@ BATCH = ({"chunks": (17, 23, 31)}, {"chunks": (29,), "seed": 1}, {"chunks": (20,
 
 @pytest.fixture
 def blend(tokenizer):
-    """Run one prefill: `blend(model, store, *requests, recompute_ratio=0.3)` gives the last rows' logits and the cache."""
+    """Run one prefill: `blend(model, store, *requests, recompute_ratio=0.3)` gives the last logits and the cache."""
 
     def run(model, store, *requests, keep=1, **settings):
         cache = BlendCache(model, store, **settings)

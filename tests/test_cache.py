@@ -1,0 +1,477 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""One cache, one request: what it reuses, what it refuses, and that it leaves the model and itself as they were."""
+
+import copy
+import gc
+import threading
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from hf_blend import BlendCache, ChunkStore
+from hf_blend.anatomy import decoder_layers
+from hf_blend.errors import PromptError
+from hf_blend.fingerprint import fingerprint
+from hf_blend.store.chunk import ChunkKey
+
+GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+
+
+def store():
+    return ChunkStore.open("memory://")
+
+
+def ids_of(request):
+    return torch.tensor([[*request["prefix"], *sum(request["chunks"], []), *request["question"]]])
+
+
+def generate(model, cache, inputs, **changes):
+    inputs = inputs if isinstance(inputs, dict) else {"input_ids": inputs, "attention_mask": torch.ones_like(inputs)}
+    return model.generate(**inputs, past_key_values=cache, **{**GREEDY, **changes})
+
+
+def hooks(model):
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
+
+def test_a_cache_that_is_never_used_leaves_nothing_on_the_model(shared_model, untouched):
+    model = shared_model()
+    with untouched(model):
+        cache = BlendCache(model, store())
+        assert hooks(model) == 0
+        assert not cache
+        assert len(cache) == 4
+
+
+def test_a_cache_that_is_dropped_before_its_forward_takes_its_hooks_along(shared_model):
+    model = shared_model()
+    cache = BlendCache(model, store())
+    assert cache.get_seq_length() == 0
+    assert hooks(model) == 2
+    del cache
+    gc.collect()
+    assert hooks(model) == 0
+
+
+def test_generate_leaves_the_model_untouched(tiny_model, pieces, tokenizer, untouched):
+    model = tiny_model()
+    with untouched(model):
+        cache = BlendCache(model, store())
+        generate(model, cache, cache.inputs(tokenizer, **pieces()))
+        assert cache.report.reusable_tokens == 71
+
+
+def test_a_missing_chunk_is_computed_stored_and_used_and_loaded_the_next_time(shared_model, pieces, tokenizer):
+    model, kept, request = shared_model(), store(), pieces()
+    kept.add(model, None, request["chunks"][:1])
+    reports = []
+    for _ in range(2):
+        cache = BlendCache(model, kept, recompute_ratio=0.15)
+        generate(model, cache, cache.inputs(tokenizer, **request))
+        reports.append(cache.report)
+    assert [(one.computed_chunks, one.loaded_chunks) for one in reports] == [(3, 1), (0, 4)]  # with the prefix
+    assert reports[0].chosen_columns == reports[1].chosen_columns
+    assert [one.reusable_tokens for one in reports] == [71, 71]
+
+
+def test_a_chunk_that_occurs_twice_is_fetched_once(shared_model, pieces, tokenizer):
+    model, kept, request = shared_model(), store(), pieces()
+    request["chunks"] = [request["chunks"][0], request["chunks"][1], request["chunks"][0]]
+    cache = BlendCache(model, kept, recompute_ratio=1.0)
+    output = generate(model, cache, cache.inputs(tokenizer, **request))
+    assert (cache.report.computed_chunks, cache.report.reusable_tokens) == (3, 17 + 23 + 17)
+    assert torch.equal(output, model.generate(ids_of(request), **GREEDY))
+
+
+@pytest.mark.parametrize("offset", [0, 1, 7])
+def test_stored_chunks_are_found_by_content_at_any_offset_of_plain_ids(shared_model, pieces, offset):
+    model, kept, request = shared_model(), store(), pieces()
+    kept.add(model, None, request["chunks"])
+    filler = pieces(prefix=40, seed=6)["prefix"][1:]
+    ids = torch.tensor([[1, *filler[:offset], *request["chunks"][2], *filler[:3], *request["chunks"][0], 9, 8, 7]])
+    cache = BlendCache(model, kept, recompute_ratio=0.0)
+    generate(model, cache, ids)
+    assert cache.report.loaded_chunks == 2
+    assert cache.report.computed_chunks == (0 if offset else 1)  # directly behind its sink: the sink is an entry too
+    assert cache.report.reusable_tokens + cache.report.exact_tokens == (48 if offset else 49)
+    again = BlendCache(model, kept, recompute_ratio=1.0)
+    assert torch.equal(generate(model, again, ids), model.generate(ids, **GREEDY))
+
+
+def test_plain_ids_and_built_inputs_are_the_same_request(shared_model, pieces, tokenizer):
+    model, kept, request = shared_model(), store(), pieces()
+    built = BlendCache(model, kept, recompute_ratio=0.15)
+    first = generate(model, built, built.inputs(tokenizer, **request))
+    found = BlendCache(model, kept, recompute_ratio=0.15)
+    assert torch.equal(first, generate(model, found, ids_of(request)))
+    assert found.report.chosen_columns == built.report.chosen_columns
+    assert found.report.exact_tokens == built.report.exact_tokens == 5
+
+
+def test_a_prompt_without_stored_chunks_is_a_plain_request(shared_model, pieces, untouched):
+    model, ids = shared_model(), ids_of(pieces())
+    with untouched(model):
+        cache = BlendCache(model, store(), recompute_ratio=0.0)
+        assert torch.equal(generate(model, cache, ids), model.generate(ids, **GREEDY))
+    assert (cache.report.reusable_tokens, cache.report.prompt_tokens) == (0, ids.shape[1])
+
+
+def test_a_prompt_that_ends_with_a_chunk_has_its_last_chunk_computed(shared_model, pieces):
+    model, kept, request = shared_model(), store(), {**pieces(), "question": []}
+    kept.add(model, None, request["chunks"])
+    cache = BlendCache(model, kept, recompute_ratio=0.0)
+    generate(model, cache, ids_of(request))
+    assert cache.report.reusable_tokens == 17 + 23
+
+
+@pytest.mark.parametrize("padding", ["right", "inside"])
+def test_padding_anywhere_but_on_the_left_is_computed_plainly(shared_model, pieces, padding):
+    model, kept, request = shared_model(), store(), pieces()
+    kept.add(model, None, request["chunks"])
+    ids, mask = ids_of(request), torch.ones_like(ids_of(request))
+    mask[0, -1 if padding == "right" else 20] = 0
+    cache = BlendCache(model, kept, recompute_ratio=0.0)
+    cache.get_seq_length()
+    with torch.no_grad():
+        got = model(ids, attention_mask=mask, past_key_values=cache).logits
+        assert torch.equal(got, model(ids, attention_mask=mask, past_key_values=DynamicCache()).logits)
+    assert hooks(model) == 0
+
+
+@torch.no_grad()
+def test_a_forward_that_no_hook_saw_coming_uses_what_inputs_built(shared_model, pieces, tokenizer):
+    model, kept = shared_model(), store()
+    logits = []
+    for watch in (False, True):
+        cache = BlendCache(model, kept, recompute_ratio=0.15)
+        inputs = cache.inputs(tokenizer, **pieces())
+        if watch:
+            cache.get_seq_length()
+        logits.append(model(**inputs, past_key_values=cache).logits)
+        assert cache.report.reusable_tokens == 71
+        assert cache.get_seq_length() == inputs["input_ids"].shape[1]
+    assert torch.equal(logits[0], logits[1])
+    assert hooks(model) == 0
+
+
+@torch.no_grad()
+def test_embeddings_instead_of_ids_and_masks_of_four_axes_are_computed_plainly(shared_model, pieces):
+    model, kept, request = shared_model(), store(), pieces()
+    kept.add(model, None, request["chunks"])
+    ids = ids_of(request)
+    plain = model(ids).logits
+    cache = BlendCache(model, kept, recompute_ratio=0.0)
+    cache.get_seq_length()
+    got = model(inputs_embeds=model.get_input_embeddings()(ids), past_key_values=cache).logits
+    assert torch.equal(got, plain)
+    cache = BlendCache(model, kept, recompute_ratio=0.0)
+    cache.get_seq_length()
+    mask = torch.full((ids.shape[1],) * 2, torch.finfo(torch.float32).min).triu(1)[None, None]
+    torch.testing.assert_close(model(ids, attention_mask=mask, past_key_values=cache).logits, plain)
+    assert hooks(model) == 0
+
+
+class Boom(RuntimeError):
+    pass
+
+
+def fail_in(monkeypatch, module, error, calls_before=0):
+    """Let a module's forward raise, from its `calls_before + 1`st call on."""
+    count, original = iter(range(1000)), module.forward
+
+    def forward(*args, **kwargs):
+        if next(count) >= calls_before:
+            raise error
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(module, "forward", forward)
+
+
+@pytest.mark.parametrize("layer", range(4))
+@pytest.mark.parametrize("calls_before", [0, 1])
+def test_an_exception_in_any_layer_leaves_model_and_cache_as_before(
+    tiny_model, pieces, tokenizer, untouched, monkeypatch, layer, calls_before
+):
+    model, kept, request = tiny_model(), store(), pieces()
+    first = BlendCache(model, kept, recompute_ratio=0.3)
+    wanted = generate(model, first, first.inputs(tokenizer, **request))
+    with untouched(model):
+        cache = BlendCache(model, kept, recompute_ratio=0.3)
+        inputs = cache.inputs(tokenizer, **request)
+        with monkeypatch.context() as patch:
+            fail_in(patch, decoder_layers(model)[layer].mlp, Boom(), calls_before)
+            with pytest.raises(Boom):
+                generate(model, cache, inputs)
+        assert hooks(model) == 0
+    if calls_before == 0:
+        assert [one.get_seq_length() for one in cache.layers] == [0] * 4
+        assert torch.equal(generate(model, cache, inputs), wanted)
+
+
+@pytest.mark.parametrize("place", ["embed_tokens", "norm", "lm_head"])
+def test_an_exception_outside_the_layers_leaves_no_hook(tiny_model, pieces, tokenizer, untouched, monkeypatch, place):
+    model, request = tiny_model(), pieces()
+    module = getattr(model, place, None) or getattr(model.model, place)
+    with untouched(model):
+        cache = BlendCache(model, store(), recompute_ratio=0.3)
+        inputs = cache.inputs(tokenizer, **request)
+        with monkeypatch.context() as patch:
+            fail_in(patch, module, Boom(), calls_before=4 if place == "embed_tokens" else 0)
+            with pytest.raises(Boom):
+                generate(model, cache, inputs)
+        assert hooks(model) == 0
+
+
+def test_an_exception_between_layers_leaves_model_and_cache_as_before(tiny_model, pieces, tokenizer, untouched):
+    model, kept, request = tiny_model(), store(), pieces()
+
+    def interfere(*_):
+        raise Boom
+
+    with untouched(model):
+        cache = BlendCache(model, kept, recompute_ratio=0.3)
+        inputs = cache.inputs(tokenizer, **request)
+        kept.add(model, None, request["chunks"])
+        generate(model, BlendCache(model, kept), inputs)
+        handle = decoder_layers(model)[2].register_forward_pre_hook(interfere)
+        with pytest.raises(Boom):
+            generate(model, cache, inputs)
+        handle.remove()
+    assert [one.get_seq_length() for one in cache.layers] == [0] * 4
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_after_an_interrupt_the_next_request_works_with_the_same_cache_and_others(
+    tiny_model, pieces, tokenizer, untouched, monkeypatch, layer
+):
+    model, kept, request = tiny_model(), store(), pieces()
+    first = BlendCache(model, kept, recompute_ratio=0.3)
+    wanted = generate(model, first, first.inputs(tokenizer, **request))
+    with untouched(model):
+        cache = BlendCache(model, kept, recompute_ratio=0.3)
+        inputs = cache.inputs(tokenizer, **request)
+        with monkeypatch.context() as patch:
+            fail_in(patch, decoder_layers(model)[layer].mlp, KeyboardInterrupt())
+            with pytest.raises(KeyboardInterrupt):
+                generate(model, cache, inputs)
+        plain = model.generate(ids_of(request), **GREEDY)
+        other = BlendCache(model, kept, recompute_ratio=1.0)
+        assert torch.equal(generate(model, other, inputs), plain)
+        assert torch.equal(generate(model, cache, inputs), wanted)
+        assert hooks(model) == 0
+
+
+def test_the_request_after_an_interrupt_may_fail_between_layers(tiny_model, pieces, tokenizer, monkeypatch):
+    model, kept, request = tiny_model(), store(), pieces()
+    cache = BlendCache(model, kept, recompute_ratio=0.3)
+    inputs = cache.inputs(tokenizer, **request)
+    with monkeypatch.context() as patch:
+        fail_in(patch, decoder_layers(model)[2].mlp, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            generate(model, cache, inputs)
+
+    def interfere(*_):
+        raise Boom
+
+    handle = decoder_layers(model)[2].register_forward_pre_hook(interfere)
+    with pytest.raises(Boom):
+        generate(model, cache, inputs)
+    handle.remove()
+    assert hooks(model) == 0
+    assert [one.get_seq_length() for one in cache.layers] == [0] * 4
+
+
+def test_a_plain_request_beside_a_blended_one_is_unaffected(shared_model, pieces, tokenizer):
+    model, request = shared_model(), pieces()
+    plain = model.generate(ids_of(request), **GREEDY)
+    logits = model(ids_of(request)).logits
+    cache = BlendCache(model, store(), recompute_ratio=0.0)
+    inputs = cache.inputs(tokenizer, **request)
+    cache.get_seq_length()  # the hooks stand, and wait for their own cache
+    assert hooks(model) == 2
+    assert torch.equal(model.generate(ids_of(request), **GREEDY), plain)
+    assert torch.equal(model(ids_of(request)).logits, logits)
+    generate(model, cache, inputs)
+    assert torch.equal(model.generate(ids_of(request), **GREEDY), plain)
+
+
+@torch.no_grad()
+def test_two_caches_whose_steps_alternate_do_not_see_each_other(shared_model, pieces, tokenizer):
+    model, kept = shared_model(), store()
+    requests = [pieces(), pieces((40, 11), seed=1)]
+    alone = []
+    for request in requests:
+        cache = BlendCache(model, kept, recompute_ratio=0.15)
+        alone.append(generate(model, cache, cache.inputs(tokenizer, **request)))
+    caches = [BlendCache(model, kept, recompute_ratio=0.15) for _ in requests]
+    inputs = [one.inputs(tokenizer, **request)["input_ids"] for one, request in zip(caches, requests, strict=True)]
+    for cache in caches:
+        cache.get_seq_length()
+    rows = [ids.clone() for ids in inputs]
+    for _ in range(GREEDY["max_new_tokens"]):
+        for number, cache in enumerate(caches):
+            logits = model(inputs[number], past_key_values=cache, logits_to_keep=1).logits
+            inputs[number] = logits[:, -1].argmax(-1, keepdim=True)
+            rows[number] = torch.cat((rows[number], inputs[number]), 1)
+    assert all(torch.equal(row, output) for row, output in zip(rows, alone, strict=True))
+
+
+def test_caches_in_threads_do_not_see_each_other(tiny_model, pieces, tokenizer, untouched):
+    model = tiny_model()
+    requests = [pieces(seed=seed) for seed in range(4)]
+
+    def ask(request, kept, results, place):
+        cache = BlendCache(model, kept, recompute_ratio=0.15)
+        results[place] = generate(model, cache, cache.inputs(tokenizer, **request), max_new_tokens=3)
+
+    alone, together, shared = [None] * 4, [None] * 4, store()
+    with untouched(model):
+        for place, request in enumerate(requests):
+            ask(request, store(), alone, place)
+        threads = [
+            threading.Thread(target=ask, args=(request, shared, together, place))
+            for place, request in enumerate(requests)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert all(torch.equal(one, other) for one, other in zip(alone, together, strict=True))
+
+
+@torch.no_grad()
+def test_a_chunk_computed_while_another_thread_runs_the_model_has_its_own_tables(tiny_model, pieces, tokenizer):
+    model, request = tiny_model(), pieces((17,))
+    inside, done = threading.Event(), threading.Event()
+
+    def other_thread():
+        inside.wait(30)
+        model(torch.arange(3, 60)[None], position_ids=torch.arange(200, 257)[None])
+        done.set()
+
+    def let_the_other_run(*_):
+        inside.set()
+        done.wait(30)
+
+    kept, quiet = store(), store()
+    quiet.add(model, None, request["chunks"])
+    thread = threading.Thread(target=other_thread)
+    thread.start()
+    handle = decoder_layers(model)[3].register_forward_pre_hook(
+        lambda *_: None if inside.is_set() else let_the_other_run()
+    )
+    kept.add(model, None, request["chunks"])
+    handle.remove()
+    thread.join()
+    key = ChunkKey(fingerprint(model), (1,), request["chunks"][0])
+    for (_, one), (_, other) in zip(kept.get(key).named_tensors(), quiet.get(key).named_tensors(), strict=True):
+        assert torch.equal(one, other)
+
+
+@torch.no_grad()
+def test_hooks_that_end_in_the_middle_of_another_call_do_no_harm(tiny_model, pieces, tokenizer, monkeypatch):
+    model, kept = tiny_model(), store()
+    runner, ending = (BlendCache(model, kept, recompute_ratio=0.15) for _ in range(2))
+    inputs = [one.inputs(tokenizer, **pieces()) for one in (runner, ending)]
+    wanted = model(**inputs[0], past_key_values=BlendCache(model, kept), logits_to_keep=1)
+    for cache in (runner, ending):
+        cache.get_seq_length()
+    ending._entry.enter_layers()
+    layer_begins = runner.layer_begins
+
+    def end_the_other(index, call):
+        if index == 1:
+            ending._entry.leave()  # as another thread's last layer does
+        return layer_begins(index, call)
+
+    monkeypatch.setattr(runner, "layer_begins", end_the_other)
+    got = model(**inputs[0], past_key_values=runner, logits_to_keep=1)
+    assert got.logits.shape == wanted.logits.shape
+    assert hooks(model) == 0
+
+
+def test_a_copy_has_its_own_states_and_goes_on_alike(shared_model, pieces, tokenizer):
+    model = shared_model()
+    cache = BlendCache(model, store(), recompute_ratio=0.15)
+    output = generate(model, cache, cache.inputs(tokenizer, **pieces()))
+    twin = copy.deepcopy(cache)
+    assert twin.report.as_dict() == cache.report.as_dict()
+    twin.layers[0].keys.fill_(0)
+    assert cache.layers[0].keys.abs().sum() > 0
+    fresh = copy.deepcopy(cache)
+    assert torch.equal(generate(model, cache, output), generate(model, fresh, output))
+
+
+def test_after_reset_the_cache_serves_another_request(shared_model, pieces, tokenizer):
+    model, kept = shared_model(), store()
+    cache = BlendCache(model, kept, recompute_ratio=0.15)
+    wanted = generate(model, cache, cache.inputs(tokenizer, **pieces()))
+    generate_other = pieces((30,), seed=2)
+    cache.reset()
+    generate(model, cache, cache.inputs(tokenizer, **generate_other))
+    cache.reset()
+    assert torch.equal(generate(model, cache, cache.inputs(tokenizer, **pieces())), wanted)
+    assert cache.report.reusable_tokens == 71
+
+
+def test_a_model_without_bos_keeps_chunks_behind_nothing(tiny_model, pieces, tokenizer):
+    model, kept, request = tiny_model(bos_token_id=None), store(), pieces()
+    cache = BlendCache(model, kept, recompute_ratio=1.0)
+    assert cache.sink_ids == ()
+    output = generate(model, cache, cache.inputs(tokenizer, **request))
+    assert torch.equal(output, model.generate(ids_of(request), **GREEDY))
+    again = BlendCache(model, kept, recompute_ratio=1.0)
+    request["prefix"] = request["chunks"].pop(0)
+    assert torch.equal(generate(model, again, ids_of(request)), model.generate(ids_of(request), **GREEDY))
+    assert again.report.exact_tokens == 17
+
+
+def test_a_sink_of_ones_own_stands_before_each_chunk(shared_model, pieces, tokenizer):
+    model, kept, request = shared_model(), store(), pieces()
+    cache = BlendCache(model, kept, sink_ids=tuple(request["prefix"]), recompute_ratio=0.0)
+    generate(model, cache, cache.inputs(tokenizer, **request))
+    assert (cache.report.exact_tokens, cache.report.reusable_tokens) == (5 + 17, 23 + 31)
+    assert kept.contains(ChunkKey(fingerprint(model), request["prefix"], request["chunks"][1]))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"chunks": []}, r"chunks is \[\].*at least one chunk.*without a BlendCache"),
+        ({"chunks": "text"}, "chunks is 'text'"),
+        ({"chunks": [[5, 6], []]}, r"chunk 1 is \[\].*Leave empty chunks out"),
+        ({"chunks": [[5, 6], ""]}, "chunk 1 is ''"),
+        ({"question": ""}, "question is ''.*Ask something"),
+        ({"question": []}, r"question is \[\]"),
+        ({"chunks": [[5] * 600]}, "the prompt has 614 tokens.*512 positions.*shorten"),
+        ({"question": [[4, 5], [6, 7]]}, "2 questions came with 3 lists of chunks and 2 prefixes"),
+    ],
+)
+def test_pieces_that_make_no_prompt_are_refused_with_the_remedy(shared_model, pieces, tokenizer, change, text):
+    cache = BlendCache(shared_model(), store())
+    with pytest.raises(PromptError, match=rf"(?s){text}"):
+        cache.inputs(tokenizer, **{**pieces(), **change})
+
+
+def test_a_batch_is_a_list_of_questions_padded_on_the_left(shared_model, pieces, tokenizer):
+    cache, first, second = BlendCache(shared_model(), store()), pieces((20, 12)), pieces((9,), seed=1)
+    inputs = cache.inputs(
+        tokenizer,
+        prefix=first["prefix"],
+        chunks=[first["chunks"], second["chunks"]],
+        question=[first["question"], second["question"]],
+    )
+    second["prefix"] = first["prefix"]
+    assert inputs["input_ids"][0].tolist() == ids_of(first)[0].tolist()
+    assert inputs["input_ids"][1].tolist() == [0] * 23 + ids_of(second)[0].tolist()
+    assert inputs["attention_mask"].sum(1).tolist() == [46, 23]
+
+
+def test_text_is_tokenised_piece_by_piece_with_bos_in_front(shared_model, tokenizer):
+    cache = BlendCache(shared_model(), store())
+    ids = cache.inputs(tokenizer, prefix="ab", chunks=["cd", "e"], question="f")["input_ids"]
+    assert ids.tolist() == [[1, *tokenizer.encode("abcdef")]]
+    ids = cache.inputs(tokenizer, chunks=["cd"], question="f")["input_ids"]
+    assert ids.tolist() == [[1, *tokenizer.encode("cdf")]]
