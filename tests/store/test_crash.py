@@ -11,7 +11,7 @@ import torch
 
 from hf_blend.store import ChunkStore
 
-KILLS = 40
+KILLS = 30
 
 
 def write_until_killed(root, chunk, first, acknowledge):
