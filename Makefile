@@ -10,7 +10,7 @@ PYTEST_ARGS ?=
 COVERED := cache blend rotary selectors store
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test check bench eval
+.PHONY: help install quickstart test test-slow check bench eval
 
 help: ## say what each target does
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,6 +28,9 @@ quickstart: $(STAMP) ## answer one question from reused chunks, on this machine'
 
 test: $(STAMP) ## run the tests, with coverage and the reasons of what was skipped
 	$(BIN)/python -P -m pytest $(COVERED:%=--cov=hf_blend.%) --cov-report=term $(PYTEST_ARGS)
+
+test-slow: $(STAMP) ## run the tests that take minutes
+	$(BIN)/python -P -m pytest -m "slow and not network" $(PYTEST_ARGS)
 
 check: $(STAMP) ## lint and types
 	$(BIN)/ruff check .

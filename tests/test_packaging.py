@@ -10,7 +10,6 @@ import sys
 import zipfile
 from pathlib import Path
 
-import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -110,7 +109,6 @@ def test_make_calls_only_commands_and_programs_that_exist():
     assert all((ROOT / program).is_file() for program in re.findall(r"/python (\S+\.py)", makefile))
 
 
-@pytest.mark.slow
 def test_the_wheel_holds_the_packages_their_data_and_nothing_else(tmp_path):
     source = tmp_path / "source"
     source.mkdir()
