@@ -13,16 +13,14 @@ is run again for the chosen rows. The layer's code is the model's own.
 """
 
 import logging
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .anatomy import LayerCall, kv_groups, text_config
-from .capture import Capture
+from .choice import Chooser
 from .config import BlendConfig
 from .errors import UnsupportedModelError
 from .layers import BlendLayer
@@ -31,8 +29,8 @@ from .plan import Plan, Slot
 from .realign import Realigner, mismatch
 from .report import BlendReport, Work
 from .rotary.tables import rotary_table
-from .rows import Rows, highest
-from .selectors.base import KV, Selector, TokenView
+from .rows import Rows
+from .selectors.base import KV
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +51,11 @@ class Fusor:
         plan: Plan,
         past: int,
         config: BlendConfig,
-        selector: Selector,
+        chooser: Chooser,
         realigner: Realigner,
         report: BlendReport,
         wanted_rows: int | None = None,
-        truth: Callable[[], Capture] | None = None,
+        ids_seen: bool = True,
     ) -> None:
         """Prepare a forward.
 
@@ -67,20 +65,19 @@ class Fusor:
             plan: which of the new tokens have stored KV.
             past: tokens in the cache.
             config: ratios and check layers.
-            selector: chooses the tokens.
+            chooser: chooses the tokens.
             realigner: lays stored KV.
             report: is told what was computed.
             wanted_rows: how many of the last rows the caller wants an output for; None for all that flow.
-            truth: computes K, V and rotary tables of every layer for all tokens by a full prefill.
+            ids_seen: the plan was made from the ids that the model was called with. If not, nothing stored is believed
+                before its K and V at layer 0 were compared with those of the tokens that are really there.
         """
         self._model, self._layers, self._plan, self._past = model, layers, plan, past
-        self._selector, self._realigner, self._report, self._wanted_rows = selector, realigner, report, wanted_rows
-        self._truth = truth
+        self._chooser, self._realigner, self._report = chooser, realigner, report
+        self._wanted_rows, self._ids_seen = wanted_rows, ids_seen
         self._last = len(layers) - 1
-        self._ratios = config.ratios(len(layers)) if selector.needs_kv or selector.needs_full_prefill else {}
+        self._ratios = chooser.schedule(config, len(layers), plan.real.numel())
         self._static_ratio = config.recompute_ratio
-        if self._ratios and selector.count(max(self._ratios.values()), plan.real.numel()) == 0:
-            self._ratios, self._static_ratio = {}, 0.0  # nothing will be chosen, so there is nothing to compare
         self._tokens = plan.real.shape[1]
         self._exact, self._reusable = plan.where(exact=True), plan.where(exact=False)
         self._rows: Rows | None = None  # None: all tokens, as the model passes them
@@ -102,7 +99,7 @@ class Fusor:
         self._realigner.learn(index, rotary_table(call.arguments))
         model_mask = call.arguments.get("attention_mask")
         if index == 0:
-            self._begin(call.hidden.device)
+            self._begin(call)
         if self._rows is not None:
             call.take_rows(self._rows.columns, self._tokens, with_hidden=index == 0)
             self._set_mask(call, model_mask)
@@ -138,17 +135,18 @@ class Fusor:
             raise _Reached
         return self._layers[index].keys, self._layers[index].values
 
-    def _begin(self, device: torch.device) -> None:
+    def _begin(self, call: LayerCall) -> None:
         """Leave out what needs no computing at all, and choose at once if nothing must be seen for it."""
+        device = call.hidden.device
         self._plan.real, self._exact = self._plan.real.to(device), self._exact.to(device)
         self._reusable = self._reusable.to(device)
+        if not self._ids_seen:
+            self._look(0, call)
         if not self._plan.slots:
             return
         flows = self._plan.real & ~self._exact
         if not self._ratios:
-            every = Rows.of(torch.ones_like(flows))[0]
-            picked = self._pick(self._view(0, every), self._static_ratio)
-            self._tell(every, picked)
+            picked = self._chooser.choose(0, Rows.every(flows), self._reusable, None, self._static_ratio)
             flows = flows & (~self._reusable | picked)
         if not flows.all():
             self._rows = Rows.of(flows)[0]
@@ -167,13 +165,13 @@ class Fusor:
 
     def _guard(self) -> None:
         """Refuse chunks whose stored K/V at layer 0 are not what this model computes for these tokens here."""
-        if not bool((self._flowing() | ~self._reusable).all()):
-            return
-        for slot in [slot for slot in self._plan.slots if not slot.exact]:
-            fresh = tuple(states[slot.row, :, slot.columns] for states in self._opened[0])
-            error = mismatch(fresh, self._realigner.moved(0, slot, *fresh))
-            if error > MISMATCH_LIMIT:
-                self._refuse(slot, error)
+        flowing = self._flowing()
+        for slot in list(self._plan.slots):
+            if bool(flowing[slot.row, slot.columns].all()):
+                fresh = tuple(states[slot.row, :, slot.columns] for states in self._opened[0])
+                error = mismatch(fresh, self._realigner.moved(0, slot, *fresh))
+                if error > MISMATCH_LIMIT:
+                    self._refuse(slot, error)
 
     def _refuse(self, slot: Slot, error: float) -> None:
         logger.warning(
@@ -182,7 +180,7 @@ class Fusor:
             error,
         )
         self._plan.drop(slot)
-        self._reusable[slot.row, slot.columns] = False
+        self._reusable[slot.row, slot.columns] = self._exact[slot.row, slot.columns] = False
         self._report.refused_chunks += 1
 
     def _look(self, index: int, call: LayerCall) -> None:
@@ -202,76 +200,16 @@ class Fusor:
 
     def _chosen(self, index: int) -> Tensor:
         """Which of the flowing rows go on: `[batch, rows]`."""
-        started = time.perf_counter()
-        rows = self._rows or Rows.of(torch.ones_like(self._plan.real))[0]
-        picked = self._pick(self._view(index, rows), self._ratios[index])
-        self._report.select_ms += 1e3 * (time.perf_counter() - started)
-        self._tell(rows, picked)
-        real = rows.take(self._plan.real)
-        return real & (~rows.take(self._reusable) | picked)
-
-    def _tell(self, rows: Rows, picked: Tensor) -> None:
-        """Note which tokens the first choice lets go on."""
-        if not self._report.chosen_columns:
-            columns = rows.columns + self._past
-            self._report.chosen_columns = [row[keep].tolist() for row, keep in zip(columns, picked, strict=True)]
-
-    def _pick(self, view: TokenView, ratio: float) -> Tensor:
-        """Let the selector score, and mark the highest: `[batch, rows]`."""
-        counts = torch.tensor([self._selector.count(ratio, int(tokens)) for tokens in self._reusable.sum(dim=1)])
-        if not counts.any():
-            return torch.zeros_like(view.reusable)
-        return highest(self._selector.score(view), view.reusable, counts)
-
-    def _view(self, index: int, rows: Rows) -> TokenView:
-        grids = {
-            name: torch.full_like(self._plan.real, -1, dtype=torch.long) for name in ("chunk", "offset", "tokens")
-        }
-        for slot in self._plan.slots:
-            if not slot.exact:
-                grids["chunk"][slot.row, slot.columns] = slot.number
-                grids["offset"][slot.row, slot.columns] = torch.arange(slot.chunk.tokens, device=rows.columns.device)
-                grids["tokens"][slot.row, slot.columns] = slot.chunk.tokens
-        chunk, offset, tokens = (rows.take(grid) for grid in grids.values())
-        reusable = rows.take(self._reusable) & ~rows.filler
-        view = TokenView(index, rows.columns, reusable, chunk, offset, tokens)
-        if index not in self._opened:
-            return view
-        fresh = self._opened[index]
-        return replace(
-            view,
-            fresh=self._at(rows, fresh),
-            stored=self._at(rows, self._stored(index, fresh)),
-            full_prefill=lambda: [self._at(rows, states) for states in self._full_prefill()],
-            stored_at=lambda layer: self._at(rows, self._stored(layer, fresh)),
-        )
-
-    def _at(self, rows: Rows, states: KV) -> KV:
-        """K and V at some rows; `[batch, kv_heads, rows, head_dim]`."""
-        if self._rows is None:
-            return states
-        return rows.take_states(states[0]), rows.take_states(states[1])
-
-    def _stored(self, index: int, states: KV) -> KV:
-        """A copy of K and V of all new tokens with the stored chunks laid over it, realigned."""
-        keys, values = (whole.clone() for whole in states)
-        self._realigner.lay(index, [slot for slot in self._plan.slots if not slot.exact], keys, values)
-        return keys, values
-
-    def _full_prefill(self) -> list[KV]:
-        """K and V of all new tokens as a full prefill of the model computes them; what the oracle looks at."""
-        self._report.full_prefills += 1
-        truth = self._truth()
-        for layer, table in enumerate(truth.tables):
-            self._realigner.learn(layer, table)
-        return [(keys[:, :, self._past :], values[:, :, self._past :]) for keys, values in truth.layers]
+        rows = self._rows or Rows.every(self._plan.real)
+        picked = self._chooser.choose(index, rows, self._reusable, self._opened.get(index), self._ratios[index])
+        return rows.take(self._plan.real) & (~rows.take(self._reusable) | picked)
 
     def _narrow(self, call: LayerCall, model_mask: Any, wanted: Tensor) -> None:
         """Let only the wanted of the flowing rows go on."""
         if bool(wanted.all()) and self._rows is not None:
             return
         before = wanted.shape[1]
-        rows = self._rows or Rows.of(torch.ones_like(wanted))[0]
+        rows = self._rows or Rows.every(wanted)
         self._rows, index = rows.keep(wanted)
         call.take_rows(index, before)
         self._set_mask(call, model_mask)

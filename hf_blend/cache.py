@@ -13,7 +13,7 @@ model, enters the model's layers for the one forward that is the prefill, and be
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,19 +23,20 @@ from transformers import Cache
 from . import plugins
 from .anatomy import LayerCall, decoder_layers, text_config
 from .blend import Fusor
-from .calibrate import rotary_styles
 from .capture import Capture, capture
+from .choice import Chooser
 from .config import BlendConfig
 from .errors import PromptError
 from .fingerprint import fingerprint
 from .flops import layer_costs
 from .hooks import Entry
 from .layers import BlendLayer
-from .plan import Planner
-from .prompt import Prompt, PromptBatch, batch, build
+from .plan import Plan, Planner
+from .prompt import Prompt, PromptBatch, batch, build_all
 from .realign import Realigner
 from .report import BlendReport
 from .store import ChunkStore
+from .trust import ensure_trusted
 
 
 class BlendCache(Cache):
@@ -68,7 +69,7 @@ class BlendCache(Cache):
         self.model, self.store = model, store
         self.sink_ids = _sink(model) if self.config.sink_ids is None else self.config.sink_ids
         self.report = BlendReport(self.config.recompute_ratio)
-        self._styles = rotary_styles(model)
+        self._styles = ensure_trusted(model, BlendCache, self.config.allow_unverified)
         self._entry = Entry(self, model, decoder_layers(model))
         self._fusor: Fusor | None = None
         self._expected: PromptBatch | None = None
@@ -90,7 +91,7 @@ class BlendCache(Cache):
         Raises:
             PromptError: a piece is empty, the pieces of a batch differ in number, or a prompt does not fit the model.
         """
-        prompts = _prompts(tokenizer, prefix, chunks, question)
+        prompts = build_all(tokenizer, prefix, chunks, question)
         for prompt in prompts:
             self._check_length(prompt)
         pad_id = getattr(tokenizer, "pad_token_id", None)
@@ -121,7 +122,7 @@ class BlendCache(Cache):
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """How many tokens a layer holds. `generate` asks just before the prefill, so the model is watched from here."""
+        """How many tokens a layer holds. `generate` asks just before the prefill: the model is watched from here."""
         if self._fusor is not None:
             return self._past
         length = super().get_seq_length(layer_idx)
@@ -185,49 +186,58 @@ class BlendCache(Cache):
     def _begin_late(self, query_length: int) -> None:
         """A forward that no hook saw coming: its ids are known only if they were built by `inputs`."""
         self._entry.leave()
-        expected, self._expected = self._expected, None
+        expected = self._expected
         if expected is not None and expected.input_ids.shape[1] == query_length:
-            self._begin(expected.input_ids, expected.attention_mask, None, expected)
+            self._begin(expected.input_ids, expected.attention_mask, ids_seen=False)
+        self._expected = None
 
-    def _begin(
-        self, ids: Tensor, mask: Tensor | None, wanted_rows: int | None, expected: PromptBatch | None = None
-    ) -> None:
-        expected, self._expected = expected or self._expected, None
+    def _begin(self, ids: Tensor, mask: Tensor | None, wanted_rows: int | None = None, ids_seen: bool = True) -> None:
+        """Plan a forward, and enter the layers if anything of it is stored."""
         self._past = super().get_seq_length()
         mask = torch.ones_like(ids) if mask is None else mask[:, -ids.shape[1] :]
-        if not bool((mask[:, 1:] >= mask[:, :-1]).all()):
-            self._entry.leave()  # padding inside or behind: computed plainly
-            return
-        rows = [row[keep.bool()].tolist() for row, keep in zip(ids.cpu(), mask.cpu(), strict=True)]
-        starts = [ids.shape[1] - len(row) for row in rows]
-        plan = self._planner().plan(rows, starts, ids.shape[1], _spans(expected, rows), self._past == 0)
-        self.report = BlendReport(
-            self.config.recompute_ratio,
-            int(mask.sum()),
-            int(plan.where(exact=False).sum()),
-            int(plan.where(exact=True).sum()),
-            plan.computed,
-            plan.loaded,
-            past_tokens=self._past,
-            _costs=layer_costs(self.model),
-        )
-        if not plan.slots:
+        plan = self._plan(ids, mask)
+        self._expected = None
+        if plan is None or not plan.slots:
             self._entry.leave()
             return
         realigner = Realigner(self._styles, self.report)
+        chooser = Chooser(
+            self._selector, plan, self._past, realigner, self.report, truth=lambda: self._truth(ids, mask)
+        )
         self._fusor = Fusor(
             self.model,
             self.layers,
             plan,
             self._past,
             self.config,
-            self._selector,
+            chooser,
             realigner,
             self.report,
             wanted_rows,
-            lambda: self._truth(ids, mask),
+            ids_seen,
         )
         self._entry.enter_layers()
+
+    def _plan(self, ids: Tensor, mask: Tensor) -> Plan | None:
+        """Which columns have stored KV; None where padding stands elsewhere than in front."""
+        if not bool((mask[:, 1:] >= mask[:, :-1]).all()):
+            return None
+        rows = [row[keep.bool()].tolist() for row, keep in zip(ids.cpu(), mask.cpu(), strict=True)]
+        starts = [ids.shape[1] - len(row) for row in rows]
+        known = self._expected.spans(rows) if self._expected is not None else None
+        planner = Planner(self.model, self.store, fingerprint(self.model), tuple(self.sink_ids))
+        plan = planner.plan(rows, starts, ids.shape[1], known, self._past == 0)
+        self.report = BlendReport(
+            nominal_ratio=self.config.recompute_ratio,
+            prompt_tokens=int(mask.sum()),
+            reusable_tokens=int(plan.where(exact=False).sum()),
+            exact_tokens=int(plan.where(exact=True).sum()),
+            computed_chunks=plan.computed,
+            loaded_chunks=plan.loaded,
+            past_tokens=self._past,
+            _costs=layer_costs(self.model),
+        )
+        return plan
 
     def _truth(self, ids: Tensor, mask: Tensor) -> Capture:
         """K, V and rotary tables of a full prefill, for research; only for a prompt that starts the cache."""
@@ -239,9 +249,6 @@ class BlendCache(Cache):
         positions = (mask.long().cumsum(-1) - 1).clamp_min(0)
         return capture(self.model, ids, positions, mask)
 
-    def _planner(self) -> Planner:
-        return Planner(self.model, self.store, fingerprint(self.model), tuple(self.sink_ids))
-
     def _check_length(self, prompt: Prompt) -> None:
         longest = getattr(text_config(self.model), "max_position_embeddings", None)
         tokens = super().get_seq_length() + len(prompt.ids)
@@ -250,29 +257,6 @@ class BlendCache(Cache):
                 f"the prompt has {tokens} tokens, but the model has {longest} positions. Leave chunks out or shorten "
                 "them."
             )
-
-
-def _prompts(tokenizer: Any, prefix: Any, chunks: Sequence[Any], question: Any) -> list[Prompt]:
-    """One prompt per request: a list of questions is a batch."""
-    if isinstance(question, str) or not question or isinstance(question[0], int):
-        return [build(tokenizer, prefix, chunks, question)]
-    shared = prefix is None or isinstance(prefix, str) or not prefix or isinstance(prefix[0], int)
-    prefixes = [prefix] * len(question) if shared else prefix
-    if not len(prefixes) == len(chunks) == len(question):
-        raise PromptError(
-            f"a batch of {len(question)} questions came with {len(chunks)} lists of chunks and {len(prefixes)} "
-            "prefixes. Give each question its own list of chunks."
-        )
-    return [build(tokenizer, *pieces) for pieces in zip(prefixes, chunks, question, strict=True)]
-
-
-def _spans(expected: PromptBatch | None, rows: Sequence[Sequence[int]]) -> list[list] | None:
-    """The chunks of each row, if these are the prompts that `inputs` built (a beam search repeats them)."""
-    known: Mapping[tuple[int, ...], list] = (
-        {prompt.ids: prompt.spans() for prompt in expected.prompts} if expected else {}
-    )
-    found = [known.get(tuple(row)) for row in rows]
-    return None if None in found or not found else found
 
 
 def _sink(model: nn.Module) -> tuple[int, ...]:

@@ -3,8 +3,8 @@
 """Exact masks for scattered rows, and attention that does not pay for what they hide.
 
 When only some tokens flow through a layer, no kernel's built-in causal mask fits: aligned at the bottom right it lets
-a row see tokens behind it. So each row carries its own line of the mask, cut out of the mask that the model made for all
-rows (padding and windows included), or built from the rows' columns where the model left it out.
+a row see tokens behind it. So each row carries its own line of the mask, cut out of the mask that the model made for
+all rows (padding and windows included), or built from the rows' columns where the model left it out.
 
 `RowMask` is such a mask, a boolean tensor that any code may use. Handed to `scaled_dot_product_attention` it also does
 the work: sorted rows are taken in blocks, and a block reads keys only where one of its rows may look.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .capture import capture_chunk
+from .prompt import Span
 from .store.chunk import ChunkKey, ChunkKV
 
 
@@ -77,7 +78,7 @@ class Planner:
         rows: Sequence[Sequence[int]],
         starts: Sequence[int],
         width: int,
-        known: Sequence[Sequence[tuple[int, tuple[int, ...]]]] | None,
+        known: Sequence[Sequence[Span]] | None,
         at_beginning: bool,
     ) -> Plan:
         """Decide which columns are reused.
@@ -108,9 +109,7 @@ class Planner:
         known = tuple(first) == self._sink_ids or all(self._store.contains(key) for _, key in prefix)
         return prefix + spans if known else spans
 
-    def _wanted(
-        self, known: Sequence[tuple[int, tuple[int, ...]]], ids: Sequence[int], at_beginning: bool
-    ) -> list[tuple[int, ChunkKey]]:
+    def _wanted(self, known: Sequence[Span], ids: Sequence[int], at_beginning: bool) -> list[tuple[int, ChunkKey]]:
         spans = [(start, self._key(chunk, self._sink_ids)) for start, chunk in known]
         return self._prefix(ids[: spans[0][0]], at_beginning) + spans
 

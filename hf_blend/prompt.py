@@ -15,6 +15,7 @@ from torch import Tensor
 from .errors import PromptError
 
 Piece = str | Sequence[int]
+Span = tuple[int, tuple[int, ...]]  # (first token, token ids) of a chunk in its prompt
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Prompt:
         """All token ids, in order."""
         return (*self.prefix, *(token for chunk in self.chunks for token in chunk), *self.question)
 
-    def spans(self) -> list[tuple[int, tuple[int, ...]]]:
+    def spans(self) -> list[Span]:
         """(first column, token ids) of each chunk, counted from the first token of the prompt."""
         spans, start = [], len(self.prefix)
         for chunk in self.chunks:
@@ -58,6 +59,19 @@ class PromptBatch:
     prompts: tuple[Prompt, ...]
     input_ids: Tensor
     attention_mask: Tensor
+
+    def spans(self, rows: Sequence[Sequence[int]]) -> list[list[Span]] | None:
+        """The chunks of rows of token ids, if every row is one of these prompts (a beam search repeats them).
+
+        Args:
+            rows: the real token ids of each batch entry.
+
+        Returns:
+            The spans of each row; None if a row is another prompt.
+        """
+        known = {prompt.ids: prompt.spans() for prompt in self.prompts}
+        found = [known.get(tuple(row)) for row in rows]
+        return None if None in found else [spans for spans in found if spans is not None]
 
 
 def tokenize(tokenizer: Any, piece: Piece) -> tuple[int, ...]:
@@ -124,3 +138,30 @@ def batch(prompts: Sequence[Prompt], pad_id: int) -> PromptBatch:
         ids[row, width - len(prompt.ids) :] = torch.tensor(prompt.ids)
         mask[row, width - len(prompt.ids) :] = 1
     return PromptBatch(tuple(prompts), ids, mask)
+
+
+def build_all(tokenizer: Any, prefix: Any, chunks: Sequence[Any], question: Any) -> list[Prompt]:
+    """Turn the pieces of one request, or of a batch of them, into ids.
+
+    Args:
+        tokenizer: tokenises the pieces that are text.
+        prefix: of all requests, or a list with one for each.
+        chunks: of one request, or a list of such lists.
+        question: text or ids of one question, or a list of questions: then it is a batch.
+
+    Returns:
+        One prompt per request.
+
+    Raises:
+        PromptError: a piece is empty, or the pieces of a batch differ in number.
+    """
+    if isinstance(question, str) or not question or isinstance(question[0], int):
+        return [build(tokenizer, prefix, chunks, question)]
+    shared = prefix is None or isinstance(prefix, str) or not prefix or isinstance(prefix[0], int)
+    prefixes = [prefix] * len(question) if shared else prefix
+    if not len(prefixes) == len(chunks) == len(question):
+        raise PromptError(
+            f"a batch of {len(question)} questions came with {len(chunks)} lists of chunks and {len(prefixes)} "
+            "prefixes. Give each question its own list of chunks."
+        )
+    return [build(tokenizer, *pieces) for pieces in zip(prefixes, chunks, question, strict=True)]

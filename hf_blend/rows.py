@@ -46,6 +46,11 @@ class Rows:
         repeated[:, 1:] = index[:, 1:] == index[:, :-1]
         return cls(index, repeated), index
 
+    @classmethod
+    def every(cls, grid: Tensor) -> "Rows":
+        """All places of a `[batch, places]` grid."""
+        return cls.of(torch.ones_like(grid, dtype=torch.bool))[0]
+
     def keep(self, wanted: Tensor) -> tuple["Rows", Tensor]:
         """Keep some of these rows.
 
@@ -65,6 +70,10 @@ class Rows:
     def take_states(self, states: Tensor) -> Tensor:
         """The columns of `[batch, heads, tokens, width]` at these rows: `[batch, heads, rows, width]`."""
         return gather_rows(states.transpose(1, 2), self.columns).transpose(1, 2)
+
+    def take_pair(self, states: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """`take_states` of K and of V."""
+        return self.take_states(states[0]), self.take_states(states[1])
 
     def write_states(self, states: Tensor, rows: Tensor) -> None:
         """Write `[batch, heads, rows, width]` to these rows' columns of `[batch, heads, tokens, width]`."""

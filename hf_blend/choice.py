@@ -1,0 +1,118 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Choosing tokens at a layer: what the selector is shown, how many it may have, and which it gets."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .capture import Capture
+from .config import BlendConfig
+from .plan import Plan
+from .realign import Realigner
+from .report import BlendReport
+from .rows import Rows, highest
+from .selectors.base import KV, Selector, TokenView
+
+
+class Chooser:
+    """Asks a selector on behalf of one forward."""
+
+    def __init__(
+        self,
+        selector: Selector,
+        plan: Plan,
+        past: int,
+        realigner: Realigner,
+        report: BlendReport,
+        truth: Callable[[], Capture] | None = None,
+    ) -> None:
+        """Prepare for one forward.
+
+        Args:
+            selector: scores tokens.
+            plan: which of the new tokens have stored KV.
+            past: tokens in the cache before these.
+            realigner: lays stored KV beside the fresh.
+            report: is told what was chosen, and how long it took.
+            truth: computes K, V and rotary tables of every layer for all tokens by a full prefill; for research.
+        """
+        self._selector, self._plan, self._past = selector, plan, past
+        self._realigner, self._report, self._truth = realigner, report, truth
+
+    def schedule(self, config: BlendConfig, num_layers: int, tokens: int) -> dict[int, float]:
+        """Check layer → ratio; empty if the choice needs nothing computed, or nothing will be chosen.
+
+        Args:
+            config: what was asked for.
+            num_layers: of the model.
+            tokens: at most so many are reusable.
+
+        Returns:
+            The check layers that are really looked at.
+        """
+        if not (self._selector.needs_kv or self._selector.needs_full_prefill):
+            return {}
+        ratios = config.ratios(num_layers)
+        return ratios if self._selector.count(max(ratios.values()), tokens) else {}
+
+    def choose(self, index: int, rows: Rows, reusable: Tensor, fresh: KV | None, ratio: float) -> Tensor:
+        """Choose the tokens that are recomputed from a layer on.
+
+        Args:
+            index: which layer.
+            rows: the rows that flow there.
+            reusable: `[batch, tokens]`, the columns to choose among.
+            fresh: (K, V) of all new tokens at this layer, `[batch, kv_heads, tokens, head_dim]`; None if not known.
+            ratio: share of the reusable tokens to choose.
+
+        Returns:
+            `[batch, rows]`, True for the chosen ones.
+        """
+        started = time.perf_counter()
+        counts = torch.tensor([self._selector.count(ratio, int(tokens)) for tokens in reusable.sum(dim=1)])
+        view = self._view(index, rows, reusable, fresh)
+        scores = self._selector.score(view) if counts.any() else torch.zeros_like(view.reusable, dtype=torch.float32)
+        picked = highest(scores, view.reusable, counts)
+        if not self._report.chosen_columns:
+            columns = rows.columns + self._past
+            self._report.chosen_columns = [row[keep].tolist() for row, keep in zip(columns, picked, strict=True)]
+        self._report.select_ms += 1e3 * (time.perf_counter() - started)
+        return picked
+
+    def _view(self, index: int, rows: Rows, reusable: Tensor, fresh: KV | None) -> TokenView:
+        names = ("chunk", "offset", "tokens")
+        grids = {name: torch.full_like(reusable, -1, dtype=torch.long) for name in names}
+        for slot in self._plan.slots:
+            if not slot.exact:
+                grids["chunk"][slot.row, slot.columns] = slot.number
+                grids["offset"][slot.row, slot.columns] = torch.arange(slot.chunk.tokens, device=reusable.device)
+                grids["tokens"][slot.row, slot.columns] = slot.chunk.tokens
+        chunk, offset, tokens = (rows.take(grid) for grid in grids.values())
+        view = TokenView(index, rows.columns, rows.take(reusable) & ~rows.filler, chunk, offset, tokens)
+        if fresh is None:
+            return view
+        return replace(
+            view,
+            fresh=rows.take_pair(fresh),
+            stored=rows.take_pair(self._stored(index, fresh)),
+            full_prefill=lambda: [rows.take_pair(states) for states in self._full_prefill()],
+            stored_at=lambda layer: rows.take_pair(self._stored(layer, fresh)),
+        )
+
+    def _stored(self, index: int, states: KV) -> KV:
+        """A copy of K and V of all new tokens with the stored chunks laid over it, realigned."""
+        keys, values = (whole.clone() for whole in states)
+        self._realigner.lay(index, [slot for slot in self._plan.slots if not slot.exact], keys, values)
+        return keys, values
+
+    def _full_prefill(self) -> list[KV]:
+        """K and V of all new tokens as a full prefill of the model computes them; what the oracle looks at."""
+        self._report.full_prefills += 1
+        truth = self._truth()
+        for layer, table in enumerate(truth.tables):
+            self._realigner.learn(layer, table)
+        return [(keys[:, :, self._past :], values[:, :, self._past :]) for keys, values in truth.layers]
