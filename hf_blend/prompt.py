@@ -61,7 +61,9 @@ class PromptBatch:
     attention_mask: Tensor
 
     def spans(self, rows: Sequence[Sequence[int]]) -> list[list[Span]] | None:
-        """The chunks of rows of token ids, if every row is one of these prompts (a beam search repeats them).
+        """The chunks of rows of token ids, if every row begins with one of these prompts.
+
+        A beam search repeats prompts; assisted decoding puts its candidates behind them.
 
         Args:
             rows: the real token ids of each batch entry.
@@ -69,9 +71,14 @@ class PromptBatch:
         Returns:
             The spans of each row; None if a row is another prompt.
         """
-        known = {prompt.ids: prompt.spans() for prompt in self.prompts}
-        found = [known.get(tuple(row)) for row in rows]
-        return None if None in found else [spans for spans in found if spans is not None]
+        longest_first = sorted(self.prompts, key=lambda prompt: -len(prompt.ids))
+        found = []
+        for row in rows:
+            prompt = next((one for one in longest_first if tuple(row[: len(one.ids)]) == one.ids), None)
+            if prompt is None:
+                return None
+            found.append(prompt.spans())
+        return found
 
 
 def tokenize(tokenizer: Any, piece: Piece) -> tuple[int, ...]:
