@@ -23,8 +23,9 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev]"
 	touch $(STAMP)
 
-quickstart: $(STAMP) ## answer one question from reused chunks, on this machine's CPU
-	$(BIN)/python examples/quickstart.py
+quickstart: $(STAMP) ## answer questions by full prefill, full reuse and blending; then the speed on a larger shape
+	$(BIN)/hf-blend ask --compare --store $(VENV)/quickstart
+	$(BIN)/hf-blend bench ttft --chunks 6 --chunk-tokens 256 --question-tokens 32 --rounds 3 --ratios 0.3 0.15 0.05
 
 test: $(STAMP) ## run the tests, with coverage and the reasons of what was skipped
 	$(BIN)/python -P -m pytest $(COVERED:%=--cov=hf_blend.%) --cov-report=term $(PYTEST_ARGS)
@@ -36,8 +37,9 @@ check: $(STAMP) ## lint and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-bench: $(STAMP) ## measure time to first token and write benchmarks/results
-	$(BIN)/hf-blend bench
+bench: $(STAMP) ## measure time to first token and write it to benchmarks/results
+	mkdir -p benchmarks/results
+	$(BIN)/hf-blend bench ttft --json > benchmarks/results/ttft.json
 
-eval: $(STAMP) ## score the answers and write their summary
-	$(BIN)/hf-blend eval
+eval: $(STAMP) ## score the reference model on held-out questions and write it to benchmarks/results
+	$(BIN)/python -m hf_blend.evaluation.reference --count 500 --output benchmarks/results/reference.json

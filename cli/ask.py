@@ -11,6 +11,7 @@ from .output import Json, fail, say, show
 
 if TYPE_CHECKING:
     from hf_blend.evaluation.asking import Asked, Reply
+    from hf_blend.report import BlendReport
 
 __all__ = ["ask"]
 
@@ -44,8 +45,8 @@ def ask(
     """Answer from documents, reusing what is stored of them and storing what is not.
 
     Examples:
-        hf-blend ask --store /tmp/hf-blend-example
-        hf-blend ask --store /tmp/hf-blend-example --compare --json
+        hf-blend ask --store my-chunks
+        hf-blend ask --store my-chunks --compare --json
         hf-blend ask "Who keeps the light?" notes.txt --model HuggingFaceTB/SmolLM2-135M-Instruct  # network
     """
     from hf_blend import BlendConfig, ChunkStore
@@ -57,8 +58,11 @@ def ask(
     config = BlendConfig(recompute_ratio=ratio, selector=selector, allow_unverified=allow_unverified)
     loaded, tokenizer = load_model(model)
     replies: list[Reply] = []
+    reports: list[BlendReport] = []
     with ChunkStore.open(store) as opened:
         for asked in _asked(tokenizer, question, files or [], chunk_tokens, system):
+            if compare and (warmed := asking.warm(loaded, tokenizer, opened, asked, asking.Method("blend", config))):
+                reports.append(warmed)
             for method in asking.methods(config, compare):
                 stream = None if json or compare else _stream
                 replies.append(asking.ask(loaded, tokenizer, opened, asked, method, max_new_tokens, stream))
@@ -66,7 +70,8 @@ def ask(
                     typer.echo()
             if compare and not json:
                 _marked(asked, replies[-1])
-    _result(replies, compare, json)
+    reports += [reply.answer.report for reply in replies if reply.answer.report and not compare]
+    _result(replies, reports, compare, json)
 
 
 def _asked(
@@ -95,8 +100,7 @@ def _marked(asked: "Asked", reply: "Reply") -> None:
     typer.echo(" ".join(words if sys.stdout.isatty() else plain))
 
 
-def _result(replies: "list[Reply]", compare: bool, json: bool) -> None:
-    reports = [reply.answer.report for reply in replies if reply.answer.report]
+def _result(replies: "list[Reply]", reports: "list[BlendReport]", compare: bool, json: bool) -> None:
     chunks = {
         "computed": sum(report.computed_chunks for report in reports),
         "loaded": sum(report.loaded_chunks for report in reports),

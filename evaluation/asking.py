@@ -13,6 +13,7 @@ from hf_blend import ChunkStore
 from hf_blend.config import BlendConfig
 from hf_blend.errors import PromptError
 from hf_blend.prompt import tokenize
+from hf_blend.report import BlendReport
 
 from .answering import FULL_PREFILL, FULL_REUSE, Answer, Method, answer, is_right
 
@@ -54,6 +55,22 @@ def methods(config: BlendConfig, compare: bool) -> list[Method]:
     """Blending, and beside it the two ends of the scale if they are compared."""
     blend = Method("blend", config)
     return [FULL_PREFILL, FULL_REUSE, blend] if compare else [blend]
+
+
+def warm(model: nn.Module, tokenizer: Any, store: ChunkStore, asked: Asked, method: Method) -> BlendReport | None:
+    """Answer once without looking at the time, so that every chunk is stored and the model is known.
+
+    Args:
+        model: a causal language model.
+        tokenizer: its tokenizer.
+        store: receives the chunks.
+        asked: the question.
+        method: how to answer.
+
+    Returns:
+        What it cost, the chunks computed among it.
+    """
+    return answer(model, tokenizer, store, method, asked.pieces, max_new_tokens=1).report
 
 
 def ask(

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import nn
@@ -143,13 +143,18 @@ def main(words: Sequence[str] | None = None) -> None:
     model, tokenizer = load_model()
     examples = sample_examples(chosen.count, chosen.seed)
     tried = methods(chosen.selectors, chosen.ratios, chosen.check_layers)
-    lines = score(model, tokenizer, examples, tried, lambda text: print(text, file=sys.stderr, flush=True))
+    lines = score(model, tokenizer, examples, tried, lambda text: _say(f"{text}\n", sys.stderr))
     document = _document(model, chosen, [line.row(lines[0]) for line in lines])
     text = json.dumps(document, indent=2)
     if chosen.output:
         chosen.output.parent.mkdir(parents=True, exist_ok=True)
         chosen.output.write_text(text + "\n", encoding="utf-8")
-    print(text)
+    _say(f"{text}\n", sys.stdout)
+
+
+def _say(text: str, where: TextIO) -> None:
+    where.write(text)
+    where.flush()
 
 
 def _document(model: nn.Module, chosen: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str, Any]:

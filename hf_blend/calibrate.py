@@ -70,9 +70,9 @@ def _style_of(
     worst = max(errors[best], relative_error(values, values_there))
     if worst > tolerance:
         raise UnsupportedModelError(
-            f"layer {index} of {type(model).__name__} cannot be moved: the K/V of the same tokens at two places "
-            f"differ by {worst:.2g} of their size after the nearest rotary style ({best.__name__}), where {tolerance:g} "
-            "is allowed. Its K/V depend on absolute positions; use full prefill for this model."
+            f"layer {index} of {type(model).__name__} cannot be moved: the K/V of the same tokens at two "
+            f"places differ by {worst:.2g} of their size after the nearest rotary style ({best.__name__}), where "
+            f"{tolerance:g} is allowed. Its K/V depend on absolute positions; use full prefill for this model."
         )
     return best
 

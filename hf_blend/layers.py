@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from .errors import ConfigError
+
 ROOM_TOKENS = 256  # spare columns behind the prompt; an answer that outgrows them costs one copy per doubling
 
 
@@ -89,10 +91,10 @@ class BlendLayer(CacheLayerMixin):
             tokens_to_remove: how many, as a negative number; 0 removes nothing.
 
         Raises:
-            ValueError: the number is positive, or larger than what the layer holds.
+            ConfigError: the number is positive, or larger than what the layer holds.
         """
         if not -self.length <= tokens_to_remove <= 0:
-            raise ValueError(
+            raise ConfigError(
                 f"crop({tokens_to_remove}) was asked of a cache of {self.length} tokens, but a number from "
                 f"{-self.length} to 0 is wanted: the tokens to remove, negative. To empty a cache call reset()."
             )
