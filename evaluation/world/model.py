@@ -9,7 +9,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from .tokens import BOS, EOS, vocabulary
 
-
 _LAYERS = 8
 _CONSTANT = 0.3
 _PAIRS = 6

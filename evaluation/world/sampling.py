@@ -72,6 +72,8 @@ def _ask(fact: Fact, subject: str, hops: int, kind: str) -> Question:
 def sample_examples(count: int, seed: int, split: str = "heldout") -> list[Example]:
     """Draw examples, one question per story, with kinds in the shares of `KIND_WEIGHTS`.
 
+    Only contested answers are asked for, see `is_contested`.
+
     Args:
         count: number of examples.
         seed: decides everything; the same seed gives the same examples.
@@ -89,6 +91,14 @@ def sample_examples(count: int, seed: int, split: str = "heldout") -> list[Examp
 def _example(random: Random, heldout: bool) -> Example:
     kind = random.choices(list(KIND_WEIGHTS), list(KIND_WEIGHTS.values()))[0]
     while True:
-        fitting = [one for one in examples_of(tell(random, Level(), heldout)) if one.kind == kind]
+        story = tell(random, Level(), heldout)
+        fitting = [one for one in examples_of(story) if one.kind == kind and is_contested(story, one.answer)]
         if fitting:
             return random.choice(fitting)
+
+
+def is_contested(story: Story, answer: str) -> bool:
+    """Tell whether two other people, or one other town, have something of the answer's sort; else it can be guessed."""
+    relations = {fact.value: fact.relation for fact in story.facts}
+    same = list(relations.values()).count(relations[answer])
+    return same >= (2 if relations[answer] in TOWN_RELATIONS else 3)

@@ -16,7 +16,6 @@ from .sampling import Example, Question
 from .story import Level, Story
 from .tokens import EOS, vocabulary
 
-
 _ROWS_AT_ONCE = 32
 _LONGEST = 1024
 

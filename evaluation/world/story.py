@@ -31,7 +31,7 @@ class Level:
     """How hard a story is; shares are probabilities between 0 and 1."""
 
     people: tuple[int, int] = (4, 5)
-    facts: tuple[int, int] = (2, 4)
+    facts: tuple[int, int] = (3, 4)
     pronoun_share: float = 0.9
     role_share: float = 0.5
     town_share: float = 0.5
@@ -80,6 +80,7 @@ class _Teller:
         self.chunks: list[str] = []
         self.facts: list[Fact] = []
         self.used: set[str] = set()
+        self.about_towns = random.choice(TOWN_RELATIONS)
 
     def chance(self, share: float) -> bool:
         return self.random.random() < share
@@ -134,7 +135,7 @@ class _Teller:
             self.chunks.append(self.random.choice(FILLERS) + "\n")
 
     def town(self, name: str) -> None:
-        facts = self.draw(name, [self.random.choice(TOWN_RELATIONS)])
+        facts = self.draw(name, [self.about_towns])
         if facts and self.chance(self.level.pronoun_share):
             self.chunk(["that town"], name, "town", facts)
         elif facts:

@@ -66,6 +66,10 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         ]
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, unk_token=UNKNOWN, pad_token=EOS,
+        tokenizer_object=tokenizer,
+        bos_token=BOS,
+        eos_token=EOS,
+        unk_token=UNKNOWN,
+        pad_token=EOS,
         clean_up_tokenization_spaces=False,
     )

@@ -133,8 +133,15 @@ class Trainer:
         }
         logger.info(
             "%s %d/%d, %.2f M tokens, %.1f min, rate %.1e, loss %.3f | full: %s | reuse: %s",
-            stage.name, place.step, stage.steps, place.tokens / 1e6, place.seconds / 60, stage.rate(place.step),
-            sum(losses) / max(1, len(losses)), shown["full"], shown["reuse"],
+            stage.name,
+            place.step,
+            stage.steps,
+            place.tokens / 1e6,
+            place.seconds / 60,
+            stage.rate(place.step),
+            sum(losses) / max(1, len(losses)),
+            shown["full"],
+            shown["reuse"],
         )
 
 
@@ -206,9 +213,7 @@ def main() -> None:
     parser.add_argument("--pause-file", type=Path, help="sleep while this file exists")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-    logging.basicConfig(
-        filename=options.folder / "train.log", level=logging.INFO, format="%(asctime)s %(message)s"
-    )
+    logging.basicConfig(filename=options.folder / "train.log", level=logging.INFO, format="%(asctime)s %(message)s")
     torch.set_num_threads(options.threads)
     torch.manual_seed(SEED)
     trainer = Trainer(options.folder, options.compile, options.helper, options.pause_file)

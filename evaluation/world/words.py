@@ -42,9 +42,7 @@ VALUES = {
         "lantern hammer rope mirror compass kettle basket whistle drum ladder needle shovel bucket "
         "hatchet satchel telescope pillow violin flute spade".split()
     ),
-    "month": tuple(
-        "January February March April May June July August September October November December".split()
-    ),
+    "month": tuple("January February March April May June July August September October November December".split()),
     "craft": tuple(
         "glass lace copper bells carpets clocks silk paper salt leather amber barrels pottery boats wool "
         "ink soap tiles knives candles".split()
