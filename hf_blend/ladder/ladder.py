@@ -154,11 +154,25 @@ def climb(
             verdict.floors.append({"dtype": dtype, "attention": implementation, **asdict(subject.floor)})
             for name in rungs or rung_names():
                 logger.info("%s in %s with %s attention", name, dtype, implementation)
-                verdict.rungs.append(_measured(plugins.load(KIND, name)(), subject, name, dtype, implementation))
+                verdict.rungs.append(measure(name, subject, dtype, implementation))
 
 
-def _measured(rung: Rung, subject: Subject, name: str, dtype: str, implementation: str) -> RungResult:
-    """A rung that breaks is a rung that fails."""
+def measure(name: str, subject: Subject, dtype: str, implementation: str) -> RungResult:
+    """Try one rung; one that breaks is one that fails.
+
+    Args:
+        name: of the rung.
+        subject: the model and its requests.
+        dtype: the name of its dtype, for the result.
+        implementation: its attention, for the result.
+
+    Returns:
+        What was measured.
+
+    Raises:
+        PluginNotFoundError: there is no such rung.
+    """
+    rung: Rung = plugins.load(KIND, name)()
     try:
         outcome = rung.measure(subject)
     except FAILURES as error:

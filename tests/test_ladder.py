@@ -1,0 +1,326 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""The ladder holds for the families that are promised, and every rung falls when what it claims is broken."""
+
+import itertools
+import json
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hf_blend.cli.main import main
+from transformers import PreTrainedModel
+
+from hf_blend import blend, choice, hooks, layers, plan, realign, rows
+from hf_blend.anatomy import LayerCall
+from hf_blend.errors import ConfigError, UnsupportedModelError
+from hf_blend.ladder.floor import attending, attention_of
+from hf_blend.ladder.ladder import DTYPES, RungResult, Verdict, climb, measure, rung_names, verify
+from hf_blend.ladder.subject import FLOAT32_LOGITS, Subject
+from hf_blend.ladder.zoo import tiny_model
+from hf_blend.selectors.base import Selector
+from hf_blend.store import entry
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+PER_FAMILY = [
+    *(name for name in rung_names() if name.startswith("ratio_1")),
+    "causality", "fused_ratio", "layer_0", "prefix_cache", "question_is_fresh", "unchosen_bytes",
+]  # fmt: skip
+KEYS = {"name", "dtype", "attention", "passed", "max_abs_error", "tolerance"}
+
+
+@cache
+def model_of(family: str, dtype: str = "float32") -> PreTrainedModel:
+    """One tiny model of a family; the rungs leave it as it was, which is a rung."""
+    return tiny_model(family).to(DTYPES[dtype])
+
+
+def tried(name: str, family: str = "llama") -> RungResult:
+    """One rung in float32 with sdpa."""
+    with attending(model_of(family), "sdpa"):
+        return measure(name, Subject(model_of(family)), "float32", "sdpa")
+
+
+def climbed(family: str, dtype: str, attention: str, rungs: list[str] | None) -> Verdict:
+    verdict = Verdict(family)
+    climb(verdict, model_of(family, dtype), dtype, [attention], rungs)
+    return verdict
+
+
+@pytest.mark.parametrize(("dtype", "attention"), [("float32", "sdpa"), ("bfloat16", "eager")])
+def test_every_rung_holds_for_a_llama(dtype, attention):
+    verdict = climbed("llama", dtype, attention, None)
+    assert verdict.supported, verdict.reason
+    assert [rung.name for rung in verdict.rungs] == list(rung_names())
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_blending_is_exact_for_every_promised_family(family, dtype, attention):
+    verdict = climbed(family, dtype, attention, PER_FAMILY)
+    assert verdict.supported, verdict.reason
+    if dtype == "float32":
+        exact = [rung for rung in verdict.rungs if rung.name in ("ratio_1", "ratio_1_batch", "ratio_1_ignores_store")]
+        assert all(rung.tolerance == FLOAT32_LOGITS for rung in exact), "the floor of float32 is above what is promised"
+
+
+def hold(*_: Any, **__: Any) -> None:
+    """Do nothing."""
+
+
+def wrong_turn(style: Any, old: Any, new: Any) -> Any:
+    cos, sin = COMPOSE(style, old, new)
+    angle = torch.tensor(0.01)
+    return cos * angle.cos() - sin * angle.sin(), sin * angle.cos() + cos * angle.sin()
+
+
+def stretching_turn(style: Any, old: Any, new: Any) -> Any:
+    cos, sin = COMPOSE(style, old, new)
+    return cos * 1.001, sin * 1.001
+
+
+def turn_by_half(style: Any, old: Any, new: Any) -> Any:
+    """The way back is not the way there: only what stands to the right of the old place is moved."""
+    cos, sin = COMPOSE(style, old, new)
+    return (torch.ones_like(cos), torch.zeros_like(sin)) if sin[0, -1] < 0 else (cos, sin)
+
+
+def one_step_each(style: Any, old: Any, new: Any) -> Any:
+    """Every real move goes a little too far, so two moves go farther than one."""
+    cos, sin = COMPOSE(style, old, new)
+    return (cos, sin) if bool((sin == 0).all()) else wrong_turn(style, old, new)
+
+
+def looking_ahead(mask: Any, rows: Any, past: int, keys: int, implementation: str) -> Any:
+    return ROW_MASK(mask, (rows + 1).clamp_max(keys - past - 1), past, keys, implementation)
+
+
+def without_padding(mask: Any, rows: Any, past: int, keys: int, implementation: str) -> Any:
+    return ROW_MASK(None, rows, past, keys, implementation)
+
+
+def values_shifted(self: Any, layer: int, slots: Any, keys: Any, values: Any) -> None:
+    LAY(self, layer, slots, keys, values)
+    for slot in slots:
+        values[slot.row, :, slot.columns] = values[slot.row, :, slot.columns].roll(1, dims=1)
+
+
+def store_written(self: Any, layer: int, slots: Any, keys: Any, values: Any) -> None:
+    LAY(self, layer, slots, keys, values)
+    for slot in slots:
+        slot.chunk.layers[layer][0].mul_(1.0001)
+
+
+def stored_coarsely(*arguments: Any) -> Any:
+    return CAPTURE_CHUNK(*arguments).map(lambda states: states.bfloat16().to(states.dtype))
+
+
+def only_the_last_of_the_question(self: Any, index: int) -> Any:
+    kept = CHOSEN(self, index)
+    kept[:, -9:-1] = False
+    return kept
+
+
+def question_from_a_stale_place(self: Any, *arguments: Any) -> None:
+    BEGIN(self, *arguments)
+    if self._rows is not None:
+        self._rows = rows.Rows(self._rows.columns - 1, self._rows.filler)
+
+
+def only_keys_written(self: Any, states: Any, fresh: Any) -> None:
+    if next(WRITES) % 2 == 0:  # K and V are written in turn
+        WRITE_STATES(self, states, fresh)
+
+
+def rotated_for_other_places(self: Any, index: Any, *arguments: Any, **kwargs: Any) -> None:
+    table = self.arguments["position_embeddings"]
+    TAKE_ROWS(self, index, *arguments, **kwargs)
+    self.arguments["position_embeddings"] = tuple(part[:, : index.shape[1]] for part in table)
+
+
+def one_too_few(self: Any, ratio: float, tokens: int) -> int:
+    return int(ratio * tokens)
+
+
+def by_lot(scores: Any, eligible: Any, counts: Any) -> Any:
+    return HIGHEST(torch.rand(scores.shape), eligible, counts)
+
+
+def anyone(self: Any, args: Any, kwargs: Any) -> Any:
+    return self._guest() if any(hasattr(value, "forward_begins") for value in (*args, *kwargs.values())) else None
+
+
+def left_only_on_success(self: Any, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+    if output is not None:
+        ENDED(self, module, args, kwargs, output)
+
+
+def answer_spoilt(self: Any, keys: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
+    return LAYER_UPDATE(self, keys, -values, *args, **kwargs)
+
+
+COMPOSE, ROW_MASK, LAY, HIGHEST = realign.compose, blend.row_mask, realign.Realigner.lay, choice.highest
+CAPTURE_CHUNK, CHOSEN, BEGIN = plan.capture_chunk, blend.Fusor._chosen, blend.Fusor._begin
+TAKE_ROWS, WRITES = LayerCall.take_rows, itertools.count()
+WRITE_STATES, ENDED, LAYER_UPDATE = rows.Rows.write_states, hooks.Entry._ended, layers.BlendLayer.update
+
+BREAKS: list[tuple[str, Any, str, Callable[..., Any]]] = [  # rung, owner, attribute, what is put in its place
+    ("realign_identity", realign, "compose", wrong_turn),
+    ("realign_back", realign, "compose", turn_by_half),
+    ("realign_sum", realign, "compose", one_step_each),
+    ("realign_norm", realign, "compose", stretching_turn),
+    ("realign_values", realign.Realigner, "lay", values_shifted),
+    ("layer_0", realign, "compose", one_step_each),
+    ("prefix_cache", plan, "capture_chunk", stored_coarsely),
+    ("ratio_1", blend, "row_mask", looking_ahead),
+    ("ratio_1", blend.Fusor, "_chosen", only_the_last_of_the_question),
+    ("ratio_1_batch", blend, "row_mask", without_padding),
+    ("ratio_1_states", blend, "row_mask", looking_ahead),
+    ("ratio_1_text", layers.BlendLayer, "update", answer_spoilt),
+    ("ratio_1_ignores_store", rows.Rows, "write_states", only_keys_written),
+    ("fused_ratio", blend, "row_mask", looking_ahead),
+    ("fused_ratio", LayerCall, "take_rows", rotated_for_other_places),
+    ("question_is_fresh", blend.Fusor, "_begin", question_from_a_stale_place),
+    ("unchosen_bytes", plan, "capture_chunk", stored_coarsely),
+    ("causality", blend, "row_mask", looking_ahead),
+    ("store_bytes", realign.Realigner, "lay", store_written),
+    ("same_bits", choice, "highest", by_lot),
+    ("selection", Selector, "count", one_too_few),
+    ("selection", choice, "highest", by_lot),
+    ("untouched", hooks.Entry, "leave", hold),
+    ("untouched_after_error", hooks.Entry, "_ended", left_only_on_success),
+    ("two_caches", hooks.Entry, "_own", anyone),
+    ("damaged_entries", entry, "_digest", lambda data: "0" * 32),
+    ("stale_entries", blend.Fusor, "_guard", hold),
+    ("stale_entries", None, "fingerprint", lambda model: "0" * 64),
+]  # fmt: skip
+
+
+def break_it(monkeypatch: pytest.MonkeyPatch, owner: Any, attribute: str, instead: Callable[..., Any]) -> None:
+    if owner is None:  # a function that several modules imported
+        for name in ("cache", "ladder.subject"):
+            monkeypatch.setattr(f"hf_blend.{name}.{attribute}", instead)
+    else:
+        monkeypatch.setattr(owner, attribute, instead)
+
+
+@pytest.mark.parametrize(("rung", "owner", "attribute", "instead"), BREAKS, ids=lambda value: getattr(value, "__name__", value))
+def test_a_rung_falls_when_what_it_claims_is_broken(rung, owner, attribute, instead, monkeypatch):
+    assert tried(rung).passed
+    model = model_of("llama")
+    before = {module: (dict(module._forward_hooks), dict(module._forward_pre_hooks)) for module in model.modules()}
+    try:
+        with monkeypatch.context() as patch:
+            break_it(patch, owner, attribute, instead)
+            outcome = tried(rung)
+    finally:
+        for module, (after_hooks, before_hooks) in before.items():
+            module._forward_hooks.clear(), module._forward_pre_hooks.clear()
+            module._forward_hooks.update(after_hooks), module._forward_pre_hooks.update(before_hooks)
+    assert not outcome.passed, outcome
+
+
+def test_a_window_that_is_forgotten_breaks_a_mistral(monkeypatch):
+    monkeypatch.setattr(blend, "row_mask", without_padding)
+    assert not tried("ratio_1", "mistral").passed
+
+
+def test_every_rung_is_shown_to_fall():
+    assert set(rung_names()) == {rung for rung, *_ in BREAKS}
+
+
+def test_the_tiny_models_depend_on_their_context_so_that_a_wrong_blend_shows():
+    for family in FAMILIES:
+        with attending(model_of(family), "sdpa"):
+            blended, prompts = Subject(model_of(family)), Subject(model_of(family)).prompts[:1]
+            off = (blended.blend(prompts, 0.0).asked - blended.asked(prompts)).abs().amax()
+        assert off > 1000 * FLOAT32_LOGITS, f"{family} is only off by {off:.2g} without any recompute"
+
+
+def test_the_floor_of_bfloat16_is_measured_and_the_same_each_time():
+    floors = [Subject(model_of("llama", "bfloat16")).floor for _ in range(2)]
+    assert floors[0] == floors[1]
+    assert 1e-3 < floors[0].logits < 0.1
+    assert attention_of(model_of("llama", "bfloat16")) == "sdpa", "the model has its own attention back"
+
+
+def test_a_tiny_model_is_the_same_at_every_build_and_leaves_the_random_state_alone():
+    state = torch.random.get_rng_state()
+    one, other = tiny_model("qwen2"), tiny_model("qwen2")
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    assert one.config.num_key_value_heads < one.config.num_attention_heads
+
+
+def test_a_tiny_model_keeps_what_makes_its_type_and_its_window_is_shorter_than_a_chunk():
+    assert tiny_model("mistral").config.sliding_window < 17
+    assert set(tiny_model("gemma3_text").config.layer_types) == {"sliding_attention", "full_attention"}
+
+
+def test_a_type_that_does_not_exist_is_wrong_usage_with_a_suggestion():
+    with pytest.raises(ConfigError, match="no causal language model of type 'lama'.*Did you mean 'llama'"):
+        tiny_model("lama")
+
+
+def test_a_type_that_cannot_be_built_says_why():
+    with pytest.raises(UnsupportedModelError, match="no tiny model of type 'llama' can be built: .*hidden"):
+        tiny_model("llama", hidden_size="wide")
+
+
+@pytest.mark.parametrize(("family", "why"), [("gpt2", "layer 0 of GPT2LMHeadModel cannot be moved"), ("mamba", "layer 0 of MambaForCausalLM")])
+def test_a_model_that_cannot_be_blended_is_refused_with_its_layer(family, why):
+    verdict = verify(f"tiny:{family}", dtypes=["float32"])
+    assert not verdict.supported
+    assert verdict.reason.startswith(why)
+    assert verdict.rungs == []
+
+
+def run(*words: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", *words])
+    return ended.value.code or 0
+
+
+def test_the_command_prints_one_json_document_with_the_promised_keys(capsys):
+    assert run("tiny:qwen3", "--rung", "ratio_1", "--rung", "realign_values", "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert {"model", "supported", "reason", "rungs"} <= set(document)
+    assert (document["model"], document["supported"], document["reason"]) == ("tiny:qwen3", True, None)
+    assert all(set(rung) >= KEYS for rung in document["rungs"])
+    measured = {(rung["name"], rung["dtype"], rung["attention"]) for rung in document["rungs"]}
+    names, dtypes, attention = (set(values) for values in zip(*measured, strict=True))
+    assert (names, dtypes, attention) == ({"ratio_1", "realign_values"}, {"float32", "bfloat16"}, {"eager", "sdpa"})
+    assert len(measured) == 8
+
+
+def test_the_command_names_the_rung_that_fails_and_ends_with_1(monkeypatch, capsys):
+    monkeypatch.setattr(blend, "row_mask", looking_ahead)
+    assert run("tiny:llama", "--dtype", "float32", "--rung", "causality", "--json") == 1
+    out, err = capsys.readouterr()
+    document = json.loads(out)
+    assert not document["supported"]
+    assert not document["rungs"][0]["passed"]
+    assert "causality" in document["reason"]
+    assert "causality" in err
+
+
+def test_the_command_ends_with_1_and_the_reason_where_a_model_is_refused(capsys):
+    assert run("tiny:gpt2", "--json") == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out)["rungs"] == []
+    assert "layer 0 of GPT2LMHeadModel" in err
+
+
+@pytest.mark.parametrize("words", [["tiny:lama"], ["tiny:llama", "--rung", "ratio_2"], ["tiny:llama", "--dtype", "int8"]])
+def test_wrong_usage_ends_with_2(words, capsys):
+    assert run(*words) == 2
+    assert "Did you mean" in capsys.readouterr().err or "int8" in words
+
+
+def test_a_checkpoint_folder_is_verified_like_a_tiny_model(tmp_path, capsys):
+    model_of("llama").save_pretrained(tmp_path)
+    assert run(str(tmp_path), "--dtype", "float32", "--rung", "ratio_1", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["model"] == str(tmp_path)

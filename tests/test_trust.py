@@ -1,0 +1,91 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""A model is tested once before it is blended, refused if it is off, and left as it was."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from hf_blend import BlendCache, ChunkStore, blend, trust
+from hf_blend.errors import UnsupportedModelError
+from hf_blend.trust import ensure_trusted
+
+ROW_MASK = blend.row_mask
+
+
+def looking_ahead(mask: Any, rows: Any, past: int, keys: int, implementation: str) -> Any:
+    return ROW_MASK(mask, (rows + 1).clamp_max(keys - past - 1), past, keys, implementation)
+
+
+@pytest.fixture
+def forwards(monkeypatch):
+    """How often the self-test compared."""
+    calls = []
+    compare = trust._compare
+    monkeypatch.setattr(trust, "_compare", lambda *arguments: calls.append(1) or compare(*arguments))
+    return calls
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_the_promised_families_pass_with_room(family, dtype, tiny_model):
+    model = tiny_model(family).to(dtype)
+    error, allowed = trust._compare(model, BlendCache)
+    assert error < allowed / 2
+    assert len(ensure_trusted(model, BlendCache)) == model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_whose_blend_is_off_is_refused_with_the_way_out(dtype, tiny_model, monkeypatch):
+    monkeypatch.setattr(blend, "row_mask", looking_ahead)
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(UnsupportedModelError, match=f"off by .* in {name}, where .* is allowed.*allow_unverified=True"):
+        ensure_trusted(tiny_model().to(dtype), BlendCache)
+
+
+def test_a_self_test_that_breaks_is_a_refusal_and_says_how(tiny_model, monkeypatch):
+    def broken(*_: Any) -> None:
+        raise RuntimeError("the shapes 3 and 4 do not match")
+
+    monkeypatch.setattr(blend, "row_mask", broken)
+    with pytest.raises(UnsupportedModelError, match="ended in RuntimeError: the shapes 3 and 4 do not match"):
+        ensure_trusted(tiny_model(), BlendCache)
+
+
+def test_the_user_may_overrule_it_and_is_warned_once(tiny_model, monkeypatch, caplog):
+    monkeypatch.setattr(blend, "row_mask", looking_ahead)
+    model = tiny_model()
+    with caplog.at_level(logging.WARNING, "hf_blend"):
+        for _ in range(3):
+            BlendCache(model, ChunkStore.open("memory://"), allow_unverified=True)
+    assert [record.message for record in caplog.records if "not verified" in record.message] == [caplog.messages[0]]
+    with pytest.raises(UnsupportedModelError):
+        BlendCache(model, ChunkStore.open("memory://"))
+
+
+def test_without_a_style_there_is_nothing_to_blend_with_so_nothing_overrules_it(tiny_model):
+    model = tiny_model("gpt2", num_key_value_heads=4)
+    with pytest.raises(UnsupportedModelError, match="layer 0"):
+        ensure_trusted(model, BlendCache, allow_unverified=True)
+
+
+def test_a_model_is_tested_once_and_again_with_another_attention(tiny_model, forwards):
+    model = tiny_model()
+    for _ in range(3):
+        BlendCache(model, ChunkStore.open("memory://"))
+    assert len(forwards) == 1
+    model.set_attn_implementation("eager")
+    BlendCache(model, ChunkStore.open("memory://"))
+    assert len(forwards) == 2
+
+
+def test_the_self_test_leaves_the_model_as_it_was_in_training_too(tiny_model, untouched):
+    model = tiny_model()
+    model.train()
+    model.lm_head.eval()
+    with untouched(model):
+        ensure_trusted(model, BlendCache)
+    assert model.training
+    assert not model.lm_head.training
