@@ -5,6 +5,7 @@
 import copy
 import gc
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -322,22 +323,14 @@ def test_caches_in_threads_do_not_see_each_other(tiny_model, pieces, tokenizer, 
     model = tiny_model()
     requests = [pieces(seed=seed) for seed in range(4)]
 
-    def ask(request, kept, results, place):
+    def ask(request, kept):
         cache = BlendCache(model, kept, recompute_ratio=0.15)
-        results[place] = generate(model, cache, cache.inputs(tokenizer, **request), max_new_tokens=3)
+        return generate(model, cache, cache.inputs(tokenizer, **request), max_new_tokens=3)
 
-    alone, together, shared = [None] * 4, [None] * 4, store()
-    with untouched(model):
-        for place, request in enumerate(requests):
-            ask(request, store(), alone, place)
-        threads = [
-            threading.Thread(target=ask, args=(request, shared, together, place))
-            for place, request in enumerate(requests)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    shared = store()
+    with untouched(model), ThreadPoolExecutor(4) as pool:
+        alone = [ask(request, store()) for request in requests]
+        together = list(pool.map(ask, requests, [shared] * 4))
     assert all(torch.equal(one, other) for one, other in zip(alone, together, strict=True))
 
 
