@@ -77,7 +77,7 @@ class Fusor:
         self._wanted_rows, self._ids_seen = wanted_rows, ids_seen
         self._last = len(layers) - 1
         self._ratios = chooser.schedule(config, len(layers), plan.real.numel())
-        self._static_ratio = config.recompute_ratio
+        self._static_ratio = chooser.static_ratio(config)
         self._tokens = plan.real.shape[1]
         self._exact, self._reusable = plan.where(exact=True), plan.where(exact=False)
         self._rows: Rows | None = None  # None: all tokens, as the model passes them

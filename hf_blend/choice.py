@@ -59,6 +59,17 @@ class Chooser:
         ratios = config.ratios(num_layers)
         return ratios if self._selector.count(max(ratios.values()), tokens) else {}
 
+    def static_ratio(self, config: BlendConfig) -> float:
+        """Share that is chosen before the first layer, where `schedule` is empty.
+
+        Args:
+            config: what was asked for.
+
+        Returns:
+            The ratio; 0 for a selector that has to see K and V, because it is asked then only if it chooses nothing.
+        """
+        return 0.0 if self._selector.needs_kv or self._selector.needs_full_prefill else config.recompute_ratio
+
     def choose(self, index: int, rows: Rows, reusable: Tensor, fresh: KV | None, ratio: float) -> Tensor:
         """Choose the tokens that are recomputed from a layer on.
 
