@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from .output import Json, fail, progress, show
+from .output import Json, fail, show
 
 __all__ = ["verify"]
 
@@ -34,7 +34,8 @@ def verify(
         hf-blend verify tiny:qwen3 --rung ratio_1 --json
         hf-blend verify HuggingFaceTB/SmolLM2-135M-Instruct  # network
     """
-    from hf_blend.ladder.ladder import ATTENTIONS, verify as climb
+    from hf_blend.ladder.ladder import ATTENTIONS
+    from hf_blend.ladder.ladder import verify as climb
 
     verdict = climb(
         model, dtypes=dtype or ("float32", "bfloat16"), attention=attention or ATTENTIONS, rungs=rung, device=device

@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Trust in a model is earned once: its layers are calibrated, then it is blended in the small and compared with itself.
+"""Trust in a model is earned once: its layers are calibrated, then it is blended in the small, next to itself.
 
-The self-test is the rung that sees most: ratio 1.0 through the sparse path against a plain forward, about 24 random tokens
-with two chunks. A mask, a position or a cache that a family treats in its own way shows there as an error of tens of per
-cent; noise stays below the bound of the dtype, or near what the model does to itself when it is run in two pieces.
+The self-test is the rung that sees most: ratio 1.0 through the sparse path against a plain forward, 24 random tokens
+with two chunks. A mask, a position or a cache that a family treats in its own way shows there as a large error; noise
+stays below the bound of the dtype, or near what the model does to itself when it is run in two pieces.
 """
 
 import logging
@@ -83,19 +83,21 @@ def _complaint(model: nn.Module, make_cache: Callable[..., Any]) -> str:
 
 def _tested(model: nn.Module, make_cache: Callable[..., Any]) -> str:
     name = type(model).__name__
-    do = "Use full prefill for this model, or pass allow_unverified=True to blend it all the same; run hf-blend verify."
+    do = (
+        "Use full prefill for this model, or pass allow_unverified=True to blend it all the same; run hf-blend verify."
+    )
     try:
         error, allowed = _compare(model, make_cache)
     except FAILURES as broken:
         return (
-            f"{name} cannot be blended: the self-test ended in {type(broken).__name__}: {broken} Wanted were the logits "
-            f"of a plain forward. {do}"
+            f"{name} cannot be blended: the self-test ended in {type(broken).__name__}: {broken} Wanted were the "
+            f"logits of a plain forward. {do}"
         )
     if error <= allowed:
         return ""
     return (
-        f"{name} cannot be blended exactly: with every token recomputed its logits are off by {error:.2g} of their size "
-        f"in {str(model.dtype).removeprefix('torch.')}, where {allowed:.2g} is allowed. {do}"
+        f"{name} cannot be blended exactly: with every token recomputed its logits are off by {error:.2g} of their "
+        f"size in {str(model.dtype).removeprefix('torch.')}, where {allowed:.2g} is allowed. {do}"
     )
 
 

@@ -41,7 +41,7 @@ def test_the_promised_families_pass_with_room(family, dtype, tiny_model):
 def test_a_model_whose_blend_is_off_is_refused_with_the_way_out(dtype, tiny_model, monkeypatch):
     monkeypatch.setattr(blend, "row_mask", looking_ahead)
     name = str(dtype).removeprefix("torch.")
-    with pytest.raises(UnsupportedModelError, match=f"off by .* in {name}, where .* is allowed.*allow_unverified=True"):
+    with pytest.raises(UnsupportedModelError, match=f"off by .* in {name}, where .*allow_unverified=True"):
         ensure_trusted(tiny_model().to(dtype), BlendCache)
 
 

@@ -3,8 +3,8 @@
 """What a rung is: one claim, measured on one model.
 
 The first line of a rung's file is its claim. A rung measures an error and says what is allowed, and where that comes
-from: 0 where the claim is about bits, else the measured floor or a count of roundings, never a number that happened to
-pass. A rung must be able to fail: where a claim could hold because nothing happened, the rung checks that something did.
+from: 0 where the claim is about bits, else the measured floor or a count of roundings, never a number that happened
+to pass. A rung must be able to fail: where a claim could hold because nothing happened, it checks that something did.
 """
 
 from abc import ABC, abstractmethod

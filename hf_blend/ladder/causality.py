@@ -62,5 +62,7 @@ def _other(subject: Subject, ids: Sequence[int], place: int) -> tuple[int, ...]:
 
 
 def _apart(before: Sequence[KV], after: Sequence[KV], columns: slice) -> float:
-    pairs = [(a[:, columns], b[:, columns]) for one in zip(before, after, strict=True) for a, b in zip(*one, strict=True)]
+    pairs = [
+        (a[:, columns], b[:, columns]) for one in zip(before, after, strict=True) for a, b in zip(*one, strict=True)
+    ]
     return max(distance(a, b) for a, b in pairs)

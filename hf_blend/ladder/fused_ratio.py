@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Between 0 and 1 the sparse path equals a dense forward in which the slots that were not chosen hold the stored K and V.
+"""Between 0 and 1 the sparse path equals a dense forward in which the slots not chosen hold the stored K and V.
 
-The dense forward knows nothing of rows, hooks or masks: the plain model runs all tokens with a plain cache that lays the
-stored K and V over what was computed, at the layers behind the check layer.
+The dense forward knows nothing of rows, hooks or masks: the plain model runs all tokens with a plain cache that lays
+the stored K and V over what was computed, at the layers behind the check layer.
 """
 
 from collections.abc import Sequence

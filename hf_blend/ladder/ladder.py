@@ -100,8 +100,13 @@ def rung_names() -> dict[str, str]:
 
 
 def verify(
-    name: str, *, dtypes: Sequence[str] = ("float32", "bfloat16"), attention: Sequence[str] = ATTENTIONS,
-    rungs: Sequence[str] | None = None, device: str = "cpu", load: Callable[..., nn.Module] = load_model,
+    name: str,
+    *,
+    dtypes: Sequence[str] = ("float32", "bfloat16"),
+    attention: Sequence[str] = ATTENTIONS,
+    rungs: Sequence[str] | None = None,
+    device: str = "cpu",
+    load: Callable[..., nn.Module] = load_model,
 ) -> Verdict:
     """Climb the ladder with one model.
 
@@ -177,9 +182,7 @@ def measure(name: str, subject: Subject, dtype: str, implementation: str) -> Run
         outcome = rung.measure(subject)
     except FAILURES as error:
         return RungResult(name, dtype, implementation, False, None, None, f"{type(error).__name__}: {error}")
-    return RungResult(
-        name, dtype, implementation, outcome.passed, _finite(outcome), outcome.tolerance, outcome.detail
-    )
+    return RungResult(name, dtype, implementation, outcome.passed, _finite(outcome), outcome.tolerance, outcome.detail)
 
 
 def _finite(outcome: Outcome) -> float | None:

@@ -12,7 +12,7 @@ from .subject import Subject
 
 
 class PrefixCache(Rung):
-    """Behind the sink, and without one, against a stock cache that holds the chunk and is continued with the question."""
+    """With a sink and without, against a stock cache that holds the chunk and is continued with the question."""
 
     def measure(self, subject: Subject) -> Outcome:
         """Largest absolute difference of logits, and of any K or V at any layer; 0 is allowed."""
@@ -32,10 +32,15 @@ def _error(subject: Subject, sink: tuple[int, ...]) -> float:
 
 
 def _filled(subject: Subject, prompt: Prompt) -> DynamicCache:
-    """A stock cache with sink and chunk. A product of one row may round unlike that of many, so the sink's columns come
-    from a forward of the sink alone, as they do in a store that many chunks share."""
+    """A stock cache with sink and chunk.
+
+    A product of one row may round unlike that of many, so the sink's columns come from a forward of the sink alone, as
+    they do in a store, where many chunks share it.
+    """
     full, device = DynamicCache(), device_of(subject.model)
-    subject.model(torch.tensor([prompt.prefix + prompt.chunks[0]], device=device), past_key_values=full, use_cache=True)
+    subject.model(
+        torch.tensor([prompt.prefix + prompt.chunks[0]], device=device), past_key_values=full, use_cache=True
+    )
     if prompt.prefix:
         sink, tokens = DynamicCache(), len(prompt.prefix)
         subject.model(torch.tensor([prompt.prefix], device=device), past_key_values=sink, use_cache=True)

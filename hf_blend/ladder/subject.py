@@ -109,7 +109,9 @@ class Subject:
         cache.get_seq_length()
         return self.model(**inputs, past_key_values=cache, use_cache=True).logits.float()
 
-    def blend(self, prompts: Sequence[Prompt], ratio: float, store: ChunkStore | None = None, **settings: Any) -> Blended:
+    def blend(
+        self, prompts: Sequence[Prompt], ratio: float, store: ChunkStore | None = None, **settings: Any
+    ) -> Blended:
         """Prefill prompts with stored chunks.
 
         Args:

@@ -22,7 +22,9 @@ class TwoCaches(Rung):
         prompts = subject.prompts[:2]
         wanted = [_steps(subject, [prompt])[0] for prompt in prompts]
         got = _steps(subject, prompts)
-        return Outcome(max(distance(a, b) for pair in zip(wanted, got, strict=True) for a, b in zip(*pair, strict=True)), 0.0)
+        return Outcome(
+            max(distance(a, b) for pair in zip(wanted, got, strict=True) for a, b in zip(*pair, strict=True)), 0.0
+        )
 
 
 @torch.no_grad()

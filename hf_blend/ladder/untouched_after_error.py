@@ -14,7 +14,7 @@ from .traces import differences, hooks_of, traces
 RATIO = 0.3
 
 
-class _Burst(Exception):  # noqa: N818 - raised on purpose
+class _Burst(Exception):
     """The exception that passes through."""
 
 

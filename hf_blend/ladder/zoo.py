@@ -107,8 +107,8 @@ def _build(model_type: str, seed: int, fields: dict[str, Any]) -> nn.Module:
         count = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
     if count > MOST_PARAMETERS:
         raise UnsupportedModelError(
-            f"no tiny model of type {model_type!r} can be built: it would have {count:,} parameters, {MOST_PARAMETERS:,} "
-            "at most are wanted. Verify a checkpoint of it instead."
+            f"no tiny model of type {model_type!r} can be built: it would have {count:,} parameters, at most "
+            f"{MOST_PARAMETERS:,} are wanted. Verify a checkpoint of it instead."
         )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
