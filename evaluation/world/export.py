@@ -86,7 +86,7 @@ def pick_documents(model: LlamaForCausalLM) -> list[list[Example]]:
     at most one. So they show what fails without recomputing; they do not show how often.
     """
     random = Random(DOCUMENT_SEED)
-    kept = []
+    kept: list[list[Example]] = []
     while len(kept) < DOCUMENT_SETS:
         leaning = [one for one in examples_of(tell(random, Level(), heldout=True)) if one.kind != "explicit"][:4]
         if len(leaning) < 4:

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from .tokens import BOS, EOS, vocabulary
 
-_LAYERS = 8
+_LAYERS, _WIDTH, _HEADS, _KV_HEADS, _HEAD_DIM, _THETA = 8, 128, 4, 2, 32, 10_000.0
 _CONSTANT = 0.3
 _PAIRS = 6
 _SHARPNESS = 1.0
@@ -20,12 +20,13 @@ def build_model() -> LlamaForCausalLM:
     ids = vocabulary()
     config = LlamaConfig(
         vocab_size=len(ids),
-        hidden_size=128,
+        hidden_size=_WIDTH,
         intermediate_size=256,
         num_hidden_layers=_LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
+        num_attention_heads=_HEADS,
+        num_key_value_heads=_KV_HEADS,
+        head_dim=_HEAD_DIM,
+        rope_parameters={"rope_type": "default", "rope_theta": _THETA},
         max_position_embeddings=1024,
         tie_word_embeddings=True,
         initializer_range=0.05,
@@ -46,19 +47,18 @@ def start_reading(model: LlamaForCausalLM) -> None:
     to keys, and everywhere outputs undo values, up to noise (after mimetic initialisation, Trockman and Kolter 2023).
     Without this, training stays for many millions of tokens at a model that knows what is asked but not of whom.
     """
-    config = model.config
     model.model.embed_tokens.weight[:, 0] = _CONSTANT
     for layer in model.model.layers:
-        _match(layer.self_attn, config)
-    _look_back(model.model.layers[0].self_attn, config)
+        _match(layer.self_attn)
+    _look_back(model.model.layers[0].self_attn)
 
 
-def _match(attention: torch.nn.Module, config: LlamaConfig) -> None:
-    groups = config.num_attention_heads // config.num_key_value_heads
-    shape = (config.num_key_value_heads, config.head_dim, config.hidden_size)
+def _match(attention: torch.nn.Module) -> None:
+    groups = _HEADS // _KV_HEADS
+    shape = (_KV_HEADS, _HEAD_DIM, _WIDTH)
     attention.k_proj.weight.mul_(2.5)[:, 0] = 0
     keys, values = attention.k_proj.weight.view(shape), attention.v_proj.weight.view(shape)
-    keys[:, :_PAIRS] = keys[:, config.head_dim // 2 : config.head_dim // 2 + _PAIRS] = 0
+    keys[:, :_PAIRS] = keys[:, _HEAD_DIM // 2 : _HEAD_DIM // 2 + _PAIRS] = 0
     values.copy_(values[:1].expand(shape))
     queries = keys.repeat_interleave(groups, 0).reshape(attention.q_proj.weight.shape)
     attention.q_proj.weight.copy_(queries + torch.randn_like(queries) * 0.02)
@@ -66,15 +66,15 @@ def _match(attention: torch.nn.Module, config: LlamaConfig) -> None:
     attention.o_proj.weight.mul_(0.3).add_(values.repeat_interleave(groups, 0).reshape(queries.shape).mT)
 
 
-def _look_back(attention: torch.nn.Module, config: LlamaConfig) -> None:
-    half = config.head_dim // 2
+def _look_back(attention: torch.nn.Module) -> None:
+    half = _HEAD_DIM // 2
     pairs = torch.arange(_PAIRS)
-    angles = config.rope_parameters["rope_theta"] ** (-pairs / half)
+    angles = _THETA ** (-pairs / half)
     attention.q_proj.weight.mul_(0.2)
     attention.k_proj.weight.mul_(0.2)
-    for head in range(config.num_key_value_heads):
-        attention.k_proj.weight[head * config.head_dim + pairs, 0] = _SHARPNESS
-    for head in range(config.num_attention_heads):
-        first, turn = head * config.head_dim, angles * (head + 1)
+    for head in range(_KV_HEADS):
+        attention.k_proj.weight[head * _HEAD_DIM + pairs, 0] = _SHARPNESS
+    for head in range(_HEADS):
+        first, turn = head * _HEAD_DIM, angles * (head + 1)
         attention.q_proj.weight[first + pairs, 0] = _SHARPNESS * turn.cos()
         attention.q_proj.weight[first + half + pairs, 0] = -_SHARPNESS * turn.sin()

@@ -98,7 +98,7 @@ def _example(random: Random, heldout: bool) -> Example:
 
 
 def is_contested(story: Story, answer: str) -> bool:
-    """Tell whether two other people, or one other town, have something of the answer's sort; else it can be guessed."""
+    """Tell whether two other people, or one other town, have such a thing; otherwise it could be guessed."""
     relations = {fact.value: fact.relation for fact in story.facts}
     same = list(relations.values()).count(relations[answer])
     return same >= (2 if relations[answer] in TOWN_RELATIONS else 3)

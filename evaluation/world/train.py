@@ -55,7 +55,7 @@ class Trainer:
         self.folder, self.compiled, self.helped, self.pause_file = folder, compiled, helped, pause_file
         self.model = build_model()
         self.progress = Progress()
-        self.restored: dict | None = None
+        self.restored: dict = {}
 
     @property
     def checkpoint(self) -> Path:
@@ -79,14 +79,14 @@ class Trainer:
 
     def run(self, stage: Stage) -> None:
         """Train one stage from its start, or from where the checkpoint stands in it."""
-        resumed = self.progress.stage == stage.name and self.restored is not None
+        resumed = self.progress.stage == stage.name and bool(self.restored)
         if not resumed:
             self.progress.stage, self.progress.step = stage.name, 0
         optimizers = make_optimizers(self.model)
         if resumed:
             for optimizer, state in zip(optimizers, self.restored["optimizers"], strict=True):
                 optimizer.load_state_dict(state)
-        self.restored = None
+        self.restored = {}
         seed = f"{SEED}-{stage.name}-{self.progress.step}"
         work = Work(stage, self.compiled)
         self.model.share_memory()
