@@ -3,7 +3,7 @@
 """The floor: how far two full prefills of one model differ that are equal on paper.
 
 A blended prefill adds up the same numbers in another order, so it can be no nearer to a plain one than plain ones are
-to each other. Every prompt is run whole and alone, and again in each of these ways, with none of our code in the model:
+to each other. Every prompt is run whole and alone, and again in each of these ways, none of our code in the model:
 
     other attention   eager in place of sdpa, or the other way round; alone and side by side
     pieces            in 2, 3 and 7 pieces, each continuing the cache of those before
