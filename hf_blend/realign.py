@@ -19,7 +19,7 @@ class Realigner:
 
     def __init__(self, styles: Sequence[type[RotaryStyle]], report: BlendReport) -> None:
         self._styles, self._report = styles, report
-        self._turns: dict[tuple[int, int, int], tuple[Tensor, Tensor] | None] = {}
+        self._turns: dict[tuple[object, ...], tuple[Tensor, Tensor] | None] = {}
         self._tables: dict[int, Table | None] = {}
 
     def learn(self, layer: int, table: Table | None) -> None:
@@ -75,7 +75,7 @@ class Realigner:
         number = slot.chunk.layer_table[layer]
         if table is None or number < 0:
             return None
-        place = (slot.row, slot.start, id(table[0]))
+        place = (slot.row, slot.start, number, id(table[0]), self._styles[layer])
         if place not in self._turns:
             row = slot.row if table[0].shape[0] > 1 else 0
             new = tuple(part[row, slot.columns] for part in table)
@@ -101,5 +101,4 @@ def mismatch(fresh: tuple[Tensor, Tensor], stored: tuple[Tensor, Tensor]) -> flo
         float(torch.linalg.vector_norm((new - old).float()) / torch.linalg.vector_norm(new.float()).clamp_min(1e-20))
         for new, old in zip(fresh, stored, strict=True)
     ]
-    worst = max(shares)
-    return worst if worst == worst else float("inf")
+    return max(share if share == share else float("inf") for share in shares)
