@@ -1,0 +1,146 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""The hooks come for one forward, see only their own cache, and go."""
+
+import gc
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from hf_blend.anatomy import decoder_layers
+from hf_blend.hooks import Entry
+
+
+class Guest(DynamicCache):
+    """A cache that writes down what it is told."""
+
+    def __init__(self):
+        super().__init__()
+        self.told, self.entry, self.enters_layers = [], None, True
+
+    def forward_begins(self, arguments):
+        self.told.append(("begins", sorted(arguments)))
+        if self.enters_layers:
+            self.entry.enter_layers()
+
+    def layer_begins(self, index, call):
+        self.told.append(index)
+        return call
+
+    def forward_ends(self, failed=False):
+        self.told.append("failed" if failed else "ends")
+        self.entry.leave()
+
+
+@pytest.fixture
+def model(tiny_model):
+    return tiny_model(num_hidden_layers=2)
+
+
+def guest_in(model):
+    guest = Guest()
+    guest.entry = Entry(guest, model, decoder_layers(model))
+    return guest
+
+
+def hooks(model):
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
+
+@torch.no_grad()
+def run(model, cache, *args, **kwargs):
+    return model(*(args or (torch.arange(3, 9)[None],)), past_key_values=cache, **kwargs).logits
+
+
+def test_a_guest_sees_its_forward_from_beginning_to_end_and_changes_nothing(model, untouched):
+    wanted = run(model, DynamicCache())
+    with untouched(model):
+        guest = guest_in(model)
+        guest.entry.watch_model()
+        assert torch.equal(run(model, guest, use_cache=True), wanted)
+    assert guest.told == [("begins", ["input_ids", "past_key_values", "use_cache"]), 0, 1, "ends"]
+
+
+def test_arguments_given_by_place_have_their_names(model):
+    guest = guest_in(model)
+    guest.entry.watch_model()
+    run(model, guest, torch.arange(3, 9)[None], torch.ones(1, 6, dtype=torch.long))
+    assert guest.told[0] == ("begins", ["attention_mask", "input_ids", "past_key_values"])
+
+
+def test_other_caches_and_plain_calls_pass_through(model):
+    guest = guest_in(model)
+    guest.entry.watch_model()
+    guest.entry.enter_layers()
+    run(model, DynamicCache())
+    run(model, None, use_cache=False)
+    assert guest.told == []
+    guest.entry.leave()
+
+
+def test_entering_and_watching_twice_is_once(model):
+    guest = guest_in(model)
+    for _ in range(2):
+        guest.entry.watch_model()
+        guest.entry.enter_layers()
+    assert hooks(model) == 2 + 2 * 2
+    for _ in range(2):
+        guest.entry.leave()
+        assert hooks(model) == 0
+
+
+@pytest.mark.parametrize("place", [0, 1, "norm"])
+def test_a_failure_is_told_and_every_hook_goes(model, monkeypatch, place):
+    guest = guest_in(model)
+    guest.entry.watch_model()
+    module = model.model.norm if place == "norm" else decoder_layers(model)[place].mlp
+
+    def fail(*_, **__):
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(module, "forward", fail)
+    with pytest.raises(RuntimeError, match="boom"):
+        run(model, guest)
+    assert guest.told[-1] == ("ends" if place == "norm" else "failed")
+    assert hooks(model) == 0
+
+
+def test_a_failure_between_the_layers_is_told_by_the_hook_on_the_model(model):
+    guest = guest_in(model)
+    guest.enters_layers = False
+    guest.entry.watch_model()
+    handle = decoder_layers(model)[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(model, guest)
+    handle.remove()
+    assert guest.told[1:] == ["failed"]
+    assert hooks(model) == 0
+
+
+def test_a_guest_that_dies_takes_its_hooks_along(model):
+    guest = guest_in(model)
+    guest.entry.watch_model()
+    guest.entry.enter_layers()
+    entry = guest.entry
+    del guest
+    gc.collect()
+    assert hooks(model) == 0
+    entry.leave()
+
+
+def test_hooks_called_without_keyword_arguments_do_nothing(model):
+    """Torch does so to a hook that was removed while the call that holds it goes on."""
+    guest, other = guest_in(model), guest_in(model)
+    handles = [
+        model.register_forward_pre_hook(lambda *_: other.entry.leave()),
+        decoder_layers(model)[0].register_forward_pre_hook(lambda *_: other.entry.leave()),
+        decoder_layers(model)[1].register_forward_hook(lambda *_: other.entry.leave()),
+    ]
+    for enter in (other.entry.watch_model, other.entry.enter_layers):
+        enter()
+        run(model, DynamicCache())
+    assert other.told == guest.told == []
+    for handle in handles:
+        handle.remove()
+    assert hooks(model) == 0

@@ -1,0 +1,157 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Stored chunks at their place in a prompt: keys as the model computes them there, values untouched."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from hf_blend.calibrate import relative_error, rotary_styles
+from hf_blend.capture import capture, capture_chunk
+from hf_blend.plan import Slot
+from hf_blend.realign import Realigner, mismatch
+from hf_blend.report import BlendReport
+
+CHUNK = tuple(range(10, 40))
+LONG = {"max_position_embeddings": 4096}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 256}
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0 + 0.1 * i for i in range(8)],
+    "long_factor": [1.0 + 0.7 * i for i in range(8)], "factor": 8.0, "original_max_position_embeddings": 64,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}  # fmt: skip
+MODELS = {
+    "llama": ("llama", {}),
+    "mistral": ("mistral", {"sliding_window": 16}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "partial": ("phi", {"partial_rotary_factor": 0.5}),
+    "interleaved": ("cohere", {}),
+    "yarn": ("llama", {"rope_parameters": YARN}),
+    "llama3": ("llama", {"rope_parameters": LLAMA3}),
+    "dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
+    "without positions in some": ("smollm3", {"no_rope_layers": [1, 0, 1, 0]}),
+    "without positions first": ("smollm3", {"no_rope_layers": [0, 1, 0, 1]}),
+}
+
+
+def laid(model, chunk, start, total, slots=None):
+    """Realign a chunk to `start` in a prompt of `total` tokens; gives the realigner and (K, V) of each layer."""
+    tables = capture(model, torch.full((1, total), 5)).tables
+    realigner, states = Realigner(rotary_styles(model), BlendReport()), []
+    for layer, (keys, values) in enumerate(chunk.layers):
+        realigner.learn(layer, tables[layer])
+        whole = tuple(torch.full((1, part.shape[0], total, part.shape[2]), 7.0) for part in (keys, values))
+        realigner.lay(layer, slots or [Slot(0, start, chunk, False, 0)], *whole)
+        states.append(whole)
+    return realigner, states
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("start", [3, 450])
+def test_layer_zero_of_a_realigned_chunk_is_that_of_a_full_prefill(tiny_model, name, start):
+    model_type, config = MODELS[name]
+    model = tiny_model(model_type, **{**LONG, **config})
+    plain, total = DynamicCache(), start + len(CHUNK) + 4
+    model(torch.tensor([[*[5] * start, *CHUNK, 6, 7, 8, 9]]), past_key_values=plain)
+    _, states = laid(model, capture_chunk(model, CHUNK, (1,), "f"), start, total)
+    here = slice(start, start + len(CHUNK))
+    assert relative_error(states[0][0][:, :, here], plain.layers[0].keys[:, :, here]) < 2e-6
+    assert relative_error(states[0][1][:, :, here], plain.layers[0].values[:, :, here]) < 2e-6
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("first", [0, 1])
+def test_layers_that_share_a_table_turn_by_their_own_styles(tiny_model, first):
+    model = tiny_model("smollm3", no_rope_layers=[first, 1 - first, first, 1 - first])
+    chunk, moved, places = capture_chunk(model, CHUNK, (1,), "f"), DynamicCache(), torch.arange(31)[None] + 49
+    model(torch.tensor([[1, *CHUNK]]), position_ids=places, past_key_values=moved)
+    _, states = laid(model, chunk, 50, 90)
+    for (keys, _), plain in zip(states, moved.layers, strict=True):
+        assert relative_error(keys[:, :, 50:80], plain.keys[:, :, 1:]) < 5e-6
+
+
+@torch.no_grad()
+def test_a_chunk_stored_under_short_factors_moves_to_a_prompt_under_long_ones(tiny_model):
+    model = tiny_model("llama", **LONG, rope_parameters=LONGROPE)
+    chunk, plain = capture_chunk(model, CHUNK, (1,), "f"), DynamicCache()
+    ids = torch.tensor([[*[5] * 100, *CHUNK, 6]])
+    short, long = (capture(model, ids[:, :length]).tables[0][0][0, 1] for length in (40, 131))
+    assert not torch.allclose(short, long), "the model did not change its factors: nothing is tested"
+    model(ids, past_key_values=plain)
+    _, states = laid(model, chunk, 100, 131)
+    assert relative_error(states[0][0][:, :, 100:130], plain.layers[0].keys[:, :, 100:130]) < 2e-6
+
+
+@pytest.mark.parametrize("start", [1, 40])
+def test_values_are_copied_and_no_other_column_is_touched(shared_model, start):
+    chunk = capture_chunk(shared_model(), CHUNK, (1,), "f")
+    _, states = laid(shared_model(), chunk, start, 90)
+    for (keys, values), (stored_keys, stored_values) in zip(states, chunk.layers, strict=True):
+        assert torch.equal(values[0, :, start : start + 30], stored_values)
+        assert torch.equal(keys[0, :, start : start + 30], stored_keys) is (start == 1)
+        for whole in (keys, values):
+            assert (whole[:, :, :start] == 7).all()
+            assert (whole[:, :, start + 30 :] == 7).all()
+
+
+def test_the_stored_original_is_never_written(shared_model):
+    chunk = capture_chunk(shared_model(), CHUNK, (1,), "f")
+    before = [tensor.clone() for _, tensor in chunk.named_tensors()]
+    _, states = laid(shared_model(), chunk, 1, 60)
+    for keys, values in states:
+        keys.fill_(0)
+        values.fill_(0)
+    assert all(torch.equal(was, now) for was, (_, now) in zip(before, chunk.named_tensors(), strict=True))
+
+
+def test_a_chunk_may_stand_in_several_places(shared_model):
+    chunk = capture_chunk(shared_model(), CHUNK, (1,), "f")
+    both = [Slot(0, 5, chunk, False, 0), Slot(0, 50, chunk, False, 1)]
+    _, together = laid(shared_model(), chunk, 0, 90, both)
+    for start in (5, 50):
+        _, alone = laid(shared_model(), chunk, start, 90)
+        assert torch.equal(together[1][0][:, :, start : start + 30], alone[1][0][:, :, start : start + 30])
+
+
+def test_what_would_be_laid_can_be_had_without_laying_it(shared_model):
+    chunk = capture_chunk(shared_model(), CHUNK, (1,), "f")
+    realigner, states = laid(shared_model(), chunk, 20, 60)
+    keys, values = realigner.moved(2, Slot(0, 20, chunk, False, 0), *chunk.layers[2])
+    assert torch.equal(keys, states[2][0][0, :, 20:50])
+    assert torch.equal(values, chunk.layers[2][1])
+
+
+def test_each_row_of_a_batch_turns_by_its_own_positions(shared_model):
+    model, chunk = shared_model(), capture_chunk(shared_model(), CHUNK, (1,), "f")
+    places = torch.stack((torch.arange(60), (torch.arange(60) - 15).clamp_min(0)))
+    table = model.model.rotary_emb(torch.zeros(1), places)
+    realigner = Realigner(rotary_styles(model), BlendReport())
+    realigner.learn(0, table)
+    keys, values = (torch.zeros(2, part.shape[0], 60, part.shape[2]) for part in chunk.layers[0])
+    realigner.lay(0, [Slot(0, 20, chunk, False, 0), Slot(1, 20, chunk, False, 0)], keys, values)
+    for row, start in enumerate((20, 5)):
+        _, alone = laid(model, chunk, start, 60)
+        assert torch.equal(keys[row, :, 20:50], alone[0][0][0, :, start : start + 30])
+
+
+def test_the_first_table_of_a_layer_is_kept(shared_model):
+    model, chunk = shared_model(), capture_chunk(shared_model(), CHUNK, (1,), "f")
+    realigner, states = laid(model, chunk, 20, 60)
+    realigner.learn(0, model.model.rotary_emb(torch.zeros(1), torch.arange(100, 160)[None]))
+    keys, _ = realigner.moved(0, Slot(0, 20, chunk, False, 0), *chunk.layers[0])
+    assert torch.equal(keys, states[0][0][0, :, 20:50])
+
+
+def test_mismatch_is_relative_and_takes_the_worse_of_keys_and_values():
+    ones = torch.ones(2, 5, 4)
+    assert mismatch((ones, ones), (ones, ones)) == 0
+    assert mismatch((ones, ones), (ones, 1.5 * ones)) == pytest.approx(0.5)
+    assert mismatch((100 * ones, ones), (150 * ones, ones)) == pytest.approx(0.5)
+    assert mismatch((ones, ones), (ones, ones * float("nan"))) == float("inf")
+    assert mismatch((ones, ones), (ones * float("nan"), 2 * ones)) == float("inf")
+    assert mismatch((ones.bfloat16(), ones.bfloat16()), (ones.bfloat16(), 2 * ones.bfloat16())) == pytest.approx(1)

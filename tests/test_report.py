@@ -1,0 +1,112 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""The meter is honest: the charged budget is what a count by hand gives."""
+
+import json
+
+import pytest
+import torch
+
+from hf_blend import BlendCache, ChunkStore
+from hf_blend.flops import layer_costs
+from hf_blend.report import BlendReport
+
+LAYERS, REUSABLE = 4, range(5, 76)
+BEFORE = 2 * 64 * (64 + 32 + 32)  # queries, keys, values of the tiny model
+AFTER = 2 * (64 * 64 + 3 * 64 * 128)  # output projection, and the three matrices of the MLP
+PER_KEY = 2 * 2 * 64  # scores and sums, over all heads
+
+
+def whole(columns, keys_before=0):
+    return sum(BEFORE + AFTER + PER_KEY * (column + keys_before + 1) for column in columns)
+
+
+@pytest.fixture
+def report(shared_model, pieces, tokenizer):
+    """The report of one request with 5 exact, 71 reusable and 9 other tokens."""
+
+    def run(request=None, **settings):
+        model = shared_model(**settings.pop("config", {}))
+        cache = BlendCache(model, ChunkStore.open("memory://"), **settings)
+        inputs = cache.inputs(tokenizer, **(request or pieces()))
+        model.generate(**inputs, past_key_values=cache, max_new_tokens=2, do_sample=False, eos_token_id=None)
+        return cache.report
+
+    return run
+
+
+def test_the_cost_of_a_layer_is_counted_not_looked_up(shared_model):
+    costs = layer_costs(shared_model())
+    assert [(one.before_kv, one.after_kv, one.per_key) for one in costs] == [(BEFORE, AFTER, PER_KEY)] * LAYERS
+    assert costs[0].of_columns(torch.tensor([3, 10])) == whole([3, 10])
+
+
+def test_counting_the_cost_leaves_the_model_untouched(tiny_model, untouched):
+    model = tiny_model()
+    with untouched(model):
+        assert layer_costs(model) is layer_costs(model)
+
+
+@pytest.mark.parametrize("ratio", [0.15, 0.5, 1.0])
+def test_the_charged_budget_is_what_a_count_by_hand_gives(report, ratio):
+    got = report(recompute_ratio=ratio)
+    chosen = got.chosen_columns[0]
+    spent = whole(REUSABLE)  # layer 0: all
+    spent += BEFORE * len(REUSABLE) + whole(chosen)  # check layer: all to look, then the chosen
+    spent += whole(chosen)  # layer 2
+    spent += BEFORE * len(chosen)  # the last layer computes K and V; only the last row goes on
+    assert got.charged_budget == pytest.approx(spent / (LAYERS * whole(REUSABLE)), rel=1e-6)
+
+
+def test_a_choice_before_the_first_layer_is_charged_for_the_chosen_alone(report):
+    got = report(recompute_ratio=0.3, selector="boundary")
+    chosen = got.chosen_columns[0]
+    wanted = (3 * whole(chosen) + BEFORE * len(chosen)) / (LAYERS * whole(REUSABLE))
+    assert got.charged_budget == pytest.approx(wanted, rel=1e-6)
+
+
+def test_the_ends_of_the_scale(report):
+    assert report(selector="none").charged_budget == 0
+    assert 0.75 < report(selector="full").charged_budget <= 1
+    assert report(recompute_ratio=0.0).charged_budget == 0
+    deep = report(recompute_ratio=1.0, config={"num_hidden_layers": 8})
+    assert 0.9 < deep.charged_budget < 1.1
+
+
+@pytest.mark.parametrize("layers", [4, 8])
+def test_with_check_layer_one_the_first_layer_is_always_paid(report, layers):
+    got = report(recompute_ratio=0.02, config={"num_hidden_layers": layers})
+    assert 1 / layers < got.charged_budget < 1.5 / layers + 0.05
+
+
+def test_a_full_prefill_for_research_is_charged_in_full(report):
+    plain, oracle = report(recompute_ratio=0.15), report(recompute_ratio=0.15, selector="oracle")
+    assert oracle.full_prefills == 1
+    assert 1 < oracle.charged_budget == pytest.approx(1 + plain.charged_budget, rel=0.2)
+
+
+def test_only_exact_chunks_cost_nothing(report, pieces):
+    got = report(request=pieces((30,), prefix=0))
+    assert (got.reusable_tokens, got.exact_tokens, got.charged_budget) == (0, 31, 0)
+    assert got.flop_bound > 2
+
+
+def test_the_bound_falls_as_more_is_recomputed(report):
+    bounds = [report(recompute_ratio=ratio).flop_bound for ratio in (0.0, 0.15, 0.5, 1.0)]
+    assert bounds == sorted(bounds, reverse=True)
+    assert bounds[0] > 3
+
+
+def test_before_any_request_there_is_nothing_to_say():
+    fresh = BlendReport(0.15)
+    assert (fresh.charged_budget, fresh.flop_bound) == (0, 1)
+
+
+def test_a_report_is_one_line_for_people_and_json_for_programs(report):
+    got = report(recompute_ratio=0.15)
+    shown = json.loads(json.dumps(got.as_dict()))
+    assert shown["charged_budget"] == got.charged_budget
+    assert shown["chosen_columns"] == got.chosen_columns
+    assert not [name for name in shown if name.startswith("_")]
+    assert "85 tokens: 5 exact, 71 reusable, of which 11 recomputed (nominal 15%, charged" in str(got)
+    assert "\n" not in str(got)
