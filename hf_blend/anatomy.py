@@ -72,7 +72,7 @@ class LayerCall:
     @classmethod
     def bind(cls, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "LayerCall":
         """Give each positional argument its name."""
-        names = _parameter_names(type(layer))
+        names = _parameter_names(type(layer))  # type: ignore[arg-type]
         return cls(layer, {**dict(zip(names, args, strict=False)), **kwargs}, names[0])
 
     @property

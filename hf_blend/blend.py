@@ -102,7 +102,7 @@ class Fusor:
             self._begin(call)
         if self._rows is not None:
             call.take_rows(self._rows.columns, self._tokens, with_hidden=index == 0)
-            self._set_mask(call, model_mask)
+            self._set_mask(call, model_mask, self._rows)
         if index in self._ratios and self._reusable.any():
             self._look(index, call)
             self._narrow(call, model_mask, self._chosen(index))
@@ -212,7 +212,7 @@ class Fusor:
         rows = self._rows or Rows.every(wanted)
         self._rows, index = rows.keep(wanted)
         call.take_rows(index, before)
-        self._set_mask(call, model_mask)
+        self._set_mask(call, model_mask, self._rows)
 
     def _trim(self, index: int, call: LayerCall, model_mask: Any) -> None:
         """In the last layer, go past K and V only with the rows whose output is wanted."""
@@ -224,13 +224,13 @@ class Fusor:
         wanted[:, -self._wanted_rows :] = True
         self._narrow(call, model_mask, wanted)
 
-    def _set_mask(self, call: LayerCall, model_mask: Any) -> None:
+    def _set_mask(self, call: LayerCall, model_mask: Any, rows: Rows) -> None:
         """Give the call its rows' lines of the mask; made once for each mask of the model and each set of rows."""
-        place = (id(model_mask), id(self._rows))
+        place = (id(model_mask), id(rows))
         if place not in self._masks:
             keys = self._past + self._tokens
-            mask = row_mask(model_mask, self._rows.columns, self._past, keys, self._implementation)
-            self._masks[place] = (mask, (model_mask, self._rows))  # kept alive, or the ids would be used again
+            mask = row_mask(model_mask, rows.columns, self._past, keys, self._implementation)
+            self._masks[place] = (mask, (model_mask, rows))  # kept alive, or the ids would be used again
         mask = self._masks[place][0]
         if isinstance(mask, RowMask):
             mask.group = kv_groups(call.layer)

@@ -74,7 +74,8 @@ class BlendCache(Cache):
         self._fusor: Fusor | None = None
         self._expected: PromptBatch | None = None
         self._past = 0
-        super().__init__(layers=[BlendLayer() for _ in self._styles])
+        self._kept = [BlendLayer() for _ in self._styles]
+        super().__init__(layers=[*self._kept])
 
     def inputs(self, tokenizer: Any, *, prefix: Any = None, chunks: Sequence[Any], question: Any) -> dict[str, Tensor]:
         """Build the prompt of the next `generate` from its pieces. Chunks that the store lacks are computed then.
@@ -155,7 +156,8 @@ class BlendCache(Cache):
     def __deepcopy__(self, memo: dict[int, Any]) -> "BlendCache":
         """A cache with its own K and V, for the same model and store."""
         twin = BlendCache(self.model, self.store, self.config)
-        twin.layers = copy.deepcopy(self.layers, memo)
+        twin._kept = copy.deepcopy(self._kept, memo)
+        twin.layers = [*twin._kept]
         twin.report = copy.deepcopy(self.report, memo)
         return twin
 
@@ -178,7 +180,7 @@ class BlendCache(Cache):
     def forward_ends(self, failed: bool = False) -> None:
         """Called by the hooks behind the last layer and the model; after a failure the cache is as it was before."""
         if failed and self._fusor is not None:
-            for layer in self.layers:
+            for layer in self._kept:
                 layer.crop(min(0, self._past - layer.length))
         self._fusor = None
         self._entry.leave()
@@ -206,7 +208,7 @@ class BlendCache(Cache):
         )
         self._fusor = Fusor(
             self.model,
-            self.layers,
+            self._kept,
             plan,
             self._past,
             self.config,

@@ -28,7 +28,7 @@ class Chooser:
         past: int,
         realigner: Realigner,
         report: BlendReport,
-        truth: Callable[[], Capture] | None = None,
+        truth: Callable[[], Capture],
     ) -> None:
         """Prepare for one forward.
 

@@ -45,13 +45,14 @@ class BlendLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         start, end = self.length, self.length + tokens
         if self._buffers is None or self._buffers[0].shape[2] < end:
-            old = (None, None) if self._buffers is None else (self.keys, self.values)
-            room = max(ROOM_TOKENS, start)
-            self._buffers = tuple(
-                _buffer(states, end + room, kept) for states, kept in zip((key_states, value_states), old, strict=True)
+            capacity = end + max(ROOM_TOKENS, start)
+            keys, values = self._buffers or (None, None)
+            self._buffers = (
+                _buffer(key_states, capacity, keys, start),
+                _buffer(value_states, capacity, values, start),
             )
         self._show(end)
-        return self.keys[:, :, start:], self.values[:, :, start:]
+        return self._buffers[0][:, :, start:end], self._buffers[1][:, :, start:end]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -130,10 +131,10 @@ class BlendLayer(CacheLayerMixin):
             self.keys, self.values = (buffer[:, :, :length] for buffer in self._buffers)
 
 
-def _buffer(states: Tensor, capacity: int, kept: Tensor | None) -> Tensor:
-    """A buffer like `states` with `capacity` columns, the first of which hold `kept`."""
+def _buffer(states: Tensor, capacity: int, old: Tensor | None, tokens: int) -> Tensor:
+    """A buffer like `states` with `capacity` columns, the first of which hold the first `tokens` of the old one."""
     batch, heads, _, width = states.shape
     buffer = torch.empty((batch, heads, capacity, width), dtype=states.dtype, device=states.device)
-    if kept is not None:
-        buffer[:, :, : kept.shape[2]] = kept
+    if old is not None:
+        buffer[:, :, :tokens] = old[:, :, :tokens]
     return buffer

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .capture import capture_chunk
 from .prompt import Span
+from .store import ChunkStore
 from .store.chunk import ChunkKey, ChunkKV
 
 
@@ -69,7 +70,7 @@ class Plan:
 class Planner:
     """Finds chunks in prompts, fetches them from a store, and computes those that are missing."""
 
-    def __init__(self, model: nn.Module, store: object, fingerprint: str, sink_ids: tuple[int, ...]) -> None:
+    def __init__(self, model: nn.Module, store: ChunkStore, fingerprint: str, sink_ids: tuple[int, ...]) -> None:
         self._model, self._store, self._fingerprint, self._sink_ids = model, store, fingerprint, sink_ids
         self._fetched: dict[ChunkKey, ChunkKV] = {}
 

@@ -20,6 +20,10 @@ from ..errors import ConfigError, suggest
 KV = tuple[Tensor, Tensor]
 
 
+def _unavailable(*_: Any) -> Any:
+    raise ConfigError("a selector asked for K and V, got none computed yet. Set needs_kv = True on its class.")
+
+
 @dataclass(frozen=True)
 class TokenView:
     """The tokens that flow through a layer, as a selector sees them. Nothing in it may be written.
@@ -46,8 +50,13 @@ class TokenView:
     chunk_tokens: Tensor
     fresh: KV | None = None
     stored: KV | None = None
-    full_prefill: Callable[[], Sequence[KV]] | None = None
-    stored_at: Callable[[int], KV] | None = None
+    full_prefill: Callable[[], Sequence[KV]] = _unavailable
+    stored_at: Callable[[int], KV] = _unavailable
+
+    @property
+    def both(self) -> tuple[KV, KV]:
+        """(fresh, stored); an error for a selector that declares that it needs neither."""
+        return (self.fresh, self.stored) if self.fresh and self.stored else _unavailable()
 
 
 class Selector(ABC):

@@ -9,6 +9,7 @@ realignment, which leaves the distance unchanged, since a rotation keeps lengths
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from ..errors import ConfigError
@@ -25,4 +26,5 @@ class KvDeviation(Selector):
         parts = {"k": (0,), "v": (1,), "kv": (0, 1)}.get(self.options["on"])
         if parts is None:
             raise ConfigError(f"kv-deviation compares on {self.options['on']!r}; give on='v', 'k' or 'kv'.")
-        return sum(squared_distance(view.fresh[part], view.stored[part]) for part in parts)
+        fresh, stored = view.both
+        return torch.stack([squared_distance(fresh[part], stored[part]) for part in parts]).sum(dim=0)
