@@ -19,7 +19,7 @@ from hf_blend.evaluation.world.sampling import KIND_WEIGHTS, examples_of, questi
 from hf_blend.evaluation.world.scoring import score_examples
 from hf_blend.evaluation.world.story import Level, Story, tell
 from hf_blend.evaluation.world.tokens import build_tokenizer, encode, vocabulary
-from hf_blend.evaluation.world.words import OPENERS, PHRASES, is_heldout, phrase_index, subject_index
+from hf_blend.evaluation.world.words import CLOSERS, PHRASES, is_heldout, phrase_index, subject_index
 
 BUNDLED = Path(hf_blend.__file__).resolve().parent / "bundled"
 MODEL = BUNDLED / "reference"
@@ -39,17 +39,17 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(MODEL)
 
 
-def openings(story: Story) -> set[tuple[str, str]]:
-    """Give the (opener, phrase) pairs of a story."""
+def endings(story: Story) -> set[tuple[str, str]]:
+    """Give the (closer, phrase) pairs of a story."""
     found = set()
-    for sentence in " ".join(story.chunks).replace("\n", "").split(". "):
-        first = sentence.split()[0]
-        opener = first if first in OPENERS else ""
+    for sentence in " ".join(story.chunks).replace("\n", "").replace(".", " . ").split(" . "):
+        last = (sentence.split() or [""])[-1]
+        closer = last if last in CLOSERS else ""
         for pair in PHRASES.values():
             for phrase in pair:
                 said = phrase.removeprefix("{s} ").removesuffix(" {v}")
                 if f" {said} " in sentence:
-                    found.add((opener, phrase))
+                    found.add((closer, phrase))
     return found
 
 
@@ -74,9 +74,9 @@ def test_a_story_uses_the_pairs_of_its_split_only(heldout):
             place = VALUES[fact.relation].index(fact.value)
             assert is_heldout(subject_index(fact.subject), place) == heldout
         numbers = {phrase: phrase_index(name, i) for name, pair in PHRASES.items() for i, phrase in enumerate(pair)}
-        pairs = openings(story)
+        pairs = endings(story)
         assert pairs
-        assert all(is_heldout(OPENERS.index(opener), numbers[phrase]) == heldout for opener, phrase in pairs)
+        assert all(is_heldout(CLOSERS.index(closer), numbers[phrase]) == heldout for closer, phrase in pairs)
 
 
 def test_every_kind_of_question_is_asked_about_as_often_as_stated():

@@ -42,5 +42,5 @@ STAGES = (
     Stage("pairs", PAIRS, length=64, rows=32, steps=300, learning_rate=2e-3),
     Stage("pronouns", SOME_PRONOUNS, length=160, rows=16, steps=1000, learning_rate=2e-3, easy=PAIRS, easy_share=0.1),
     Stage("full", FULL, length=224, rows=12, steps=2000, learning_rate=2e-3, easy=SOME_PRONOUNS, easy_share=0.25),
-    Stage("polish", FULL, length=224, rows=12, steps=3000, learning_rate=1.5e-3, easy=SOME_PRONOUNS, easy_share=0.1),
+    Stage("polish", FULL, length=224, rows=12, steps=2000, learning_rate=2e-3, easy=SOME_PRONOUNS, easy_share=0.1),
 )

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from random import Random
 
 from .words import (
+    CLOSERS,
     FILLERS,
     NAMES,
-    OPENERS,
     PERSON_RELATIONS,
     PHRASES,
     PRONOUNS,
@@ -33,9 +33,9 @@ class Level:
     people: tuple[int, int] = (4, 5)
     facts: tuple[int, int] = (3, 4)
     pronoun_share: float = 0.9
-    role_share: float = 0.5
-    town_share: float = 0.5
-    filler_share: float = 0.15
+    role_share: float = 0.7
+    town_share: float = 0.7
+    filler_share: float = 0.1
     relations: tuple[str, ...] = PERSON_RELATIONS
 
 
@@ -114,13 +114,13 @@ class _Teller:
         return person
 
     def sentence(self, subject: str, relation: str, value: str) -> str:
-        """Say one fact, with an opener and a phrase whose combination belongs to the split."""
+        """Say one fact, with a closing word; phrase and closing word make a pair of the split."""
         phrase = self.random.randrange(len(PHRASES[relation]))
         number = phrase_index(relation, phrase)
-        openers = [word for i, word in enumerate(OPENERS) if is_heldout(i, number) == self.heldout]
-        opener = "" if "" in openers and self.chance(0.5) else self.random.choice(openers)
+        closers = [word for i, word in enumerate(CLOSERS) if is_heldout(i, number) == self.heldout]
+        closer = "" if "" in closers and self.chance(0.5) else self.random.choice(closers)
         text = PHRASES[relation][phrase].format(s=subject, v=value)
-        return f"{opener} {text}." if opener else f"{text[0].upper()}{text[1:]}."
+        return f"{text[0].upper()}{text[1:]} {closer}".rstrip() + "."
 
     def chunk(self, subjects: list[str], owner: str, told_by: str, facts: list[tuple[str, str]]) -> None:
         """Write one chunk: a sentence per fact, the i-th with the i-th way of naming its owner."""

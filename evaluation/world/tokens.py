@@ -12,7 +12,7 @@ import re
 from functools import cache
 from typing import TYPE_CHECKING
 
-from .words import FILLERS, OPENERS, PEOPLE, PHRASES, PRONOUNS, QUESTIONS, TOWN_OF, VALUES
+from .words import CLOSERS, FILLERS, PEOPLE, PHRASES, PRONOUNS, QUESTIONS, TOWN_OF, VALUES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -29,7 +29,7 @@ def split_words(text: str) -> list[str]:
 @cache
 def vocabulary() -> dict[str, int]:
     """Return the id of every word; the three special tokens come first, then the rest in alphabetical order."""
-    texts = [*PEOPLE, *PRONOUNS, *OPENERS, *FILLERS, TOWN_OF, *QUESTIONS.values()]
+    texts = [*PEOPLE, *PRONOUNS, *CLOSERS, *FILLERS, TOWN_OF, *QUESTIONS.values()]
     texts += [word for words in VALUES.values() for word in words]
     texts += [phrase for pair in PHRASES.values() for phrase in pair]
     words = {word for text in texts for word in split_words(text) if word not in "{}"}

@@ -64,7 +64,7 @@ PHRASES = {
     "craft": ("{s} is known for {v}", "{s} sells {v}"),
     "river": ("{s} lies by the {v}", "{s} stands on the {v}"),
 }
-OPENERS = ("", "Indeed", "Moreover", "Also")
+CLOSERS = ("", "indeed", "anyway", "too")
 
 # How a fact is asked for: `{s}` is a name, "the captain" or a town.
 QUESTIONS = {
@@ -96,7 +96,7 @@ _HELDOUT_EVERY = 4
 def is_heldout(first_index: int, second_index: int) -> bool:
     """Tell whether a combination of two list entries is kept out of training.
 
-    Used for (subject, value) pairs and for (opener, phrase) pairs, so that each word is trained but a quarter of
+    Used for (subject, value) pairs and for (closer, phrase) pairs, so that each word is trained but a quarter of
     its combinations is not.
     """
     return (first_index + second_index) % _HELDOUT_EVERY == 0
