@@ -132,10 +132,23 @@ def verify(
     verdict = Verdict(name)
     try:
         for dtype in dtypes:
-            climb(verdict, load(name, DTYPES[dtype], device), dtype, attention, rungs)
+            _climb(verdict, load(name, DTYPES[dtype], device), dtype, attention, rungs)
     except UnsupportedModelError as error:
         verdict.refusal = str(error)
     return verdict
+
+
+def _climb(verdict: Verdict, model: nn.Module, *how: Any) -> None:
+    """Climb, and take what breaks on the way to the first rung for a refusal."""
+    try:
+        climb(verdict, model, *how)
+    except UnsupportedModelError:
+        raise
+    except FAILURES as error:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} broke before its first rung, where plain prefills and a probe are run: "
+            f"{type(error).__name__}: {error} Use full prefill for this model."
+        ) from error
 
 
 def climb(

@@ -114,6 +114,8 @@ def _build(model_type: str, seed: int, fields: dict[str, Any]) -> nn.Module:
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         _roughen(model)
+    with torch.no_grad():
+        model(torch.arange(8, 16)[None])  # sizes that do not fit each other show here
     return model
 
 
@@ -142,7 +144,8 @@ def _shrunk(default: Any) -> dict[str, Any]:
     }  # fmt: skip
     found |= {name: FIELDS[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     if hasattr(default, "num_key_value_heads"):
-        found["num_key_value_heads"] = FIELDS["num_key_value_heads"]
+        latent = getattr(default, "kv_lora_rank", None) is not None  # latent attention has as many as there are heads
+        found["num_key_value_heads"] = FIELDS["num_attention_heads" if latent else "num_key_value_heads"]
     for name in getattr(default, "sub_configs", {}):
         inner = getattr(default, name, None)
         if inner is not None:
