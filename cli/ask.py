@@ -110,7 +110,7 @@ def _result(replies: "list[Reply]", reports: "list[BlendReport]", compare: bool,
         show({"rows": rows, "chunks": chunks}, as_json=True)
     elif compare:
         typer.echo()
-        show([_readable(row) for row in rows], title="recomputed tokens stand out above")
+        show([_readable(row) for row in rows], title="recomputed tokens stand out above", header=True)
     if not json:
         say(f"{chunks['loaded']} chunks loaded, {chunks['computed']} computed")
 

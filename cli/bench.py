@@ -58,8 +58,10 @@ def ttft(
         device=device,
     )
     found = measure_ttft(plan, progress=say)
+    title = f"{shape}, full prefill {found['full']['ttft_ms']:.0f} ms"
     show(
         found if json else found["rows"],
         as_json=json,
-        title=f"{shape}, full prefill {found['full']['ttft_ms']:.0f} ms",
+        title=title,
+        header=True,
     )

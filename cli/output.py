@@ -22,13 +22,16 @@ Row = Mapping[str, Any]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 
 
-def show(document: Row | Sequence[Row], *, as_json: bool = False, title: str | None = None) -> None:
+def show(
+    document: Row | Sequence[Row], *, as_json: bool = False, title: str | None = None, header: bool = False
+) -> None:
     """Print a command's result on stdout.
 
     Args:
         document: one record, or rows with the same names.
         as_json: print it as it is, as one JSON document.
         title: of the table that people see.
+        header: name the columns in pipes too.
     """
     if as_json:
         typer.echo(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
@@ -44,7 +47,8 @@ def show(document: Row | Sequence[Row], *, as_json: bool = False, title: str | N
     if for_people:
         _table(heads, cells, title)
     else:
-        typer.echo("".join("\t".join(line) + "\n" for line in cells), nl=False)
+        lines = [list(heads), *cells] if header and heads else cells
+        typer.echo("".join("\t".join(line) + "\n" for line in lines), nl=False)
 
 
 def say(text: str) -> None:

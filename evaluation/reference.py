@@ -28,6 +28,7 @@ from .bundled import load_model
 from .world.sampling import Example, sample_examples
 
 RATIOS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
+CONTROLS, CONTROL_RATIOS = ("boundary", "random"), (0.15, 0.3)  # what every rule must beat at equal cost
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Line:
 
 
 def methods(selectors: Sequence[str], ratios: Sequence[float], check_layers: Sequence[int]) -> list[Method]:
-    """Full prefill, full reuse, and each selector at each ratio.
+    """Full prefill, full reuse, each selector at each ratio, and the controls.
 
     Args:
         selectors: names of selectors.
@@ -76,11 +77,10 @@ def methods(selectors: Sequence[str], ratios: Sequence[float], check_layers: Seq
     Returns:
         The methods, the two ends of the scale first.
     """
-    blends = [
-        Method(name, BlendConfig(recompute_ratio=ratio, selector=name, check_layers=tuple(check_layers)))
-        for name in selectors
-        for ratio in ratios
-    ]
+    tried = [(name, ratio) for name in selectors for ratio in ratios]
+    tried += [(name, ratio) for name in CONTROLS if name not in selectors for ratio in CONTROL_RATIOS]
+    layers = tuple(check_layers)
+    blends = [Method(name, BlendConfig(recompute_ratio=r, selector=name, check_layers=layers)) for name, r in tried]
     return [FULL_PREFILL, FULL_REUSE, *blends]
 
 
@@ -135,7 +135,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=500, help="held-out questions")
     parser.add_argument("--seed", type=int, default=1, help="which questions")
-    parser.add_argument("--selectors", nargs="+", default=["kv-deviation", "boundary", "random"])
+    parser.add_argument("--selectors", nargs="+", default=["kv-deviation"])
     parser.add_argument("--ratios", nargs="+", type=float, default=list(RATIOS))
     parser.add_argument("--check-layers", nargs="+", type=int, default=[1])
     parser.add_argument("--output", type=Path, help="JSON file to write")

@@ -1,0 +1,51 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""`hf-blend ask` in processes of its own: what one stores, the next one loads."""
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def run(*words: str) -> dict:
+    done = subprocess.run([sys.executable, "-m", "hf_blend", *words], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*.safetensors")
+    }
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return tmp_path_factory.mktemp("store")
+
+
+@pytest.fixture(scope="module")
+def first(store):
+    return run("ask", "--json", "--store", str(store))
+
+
+def test_a_second_process_loads_what_the_first_computed_and_answers_alike(store, first):
+    before = contents(store)
+    second = run("ask", "--json", "--store", str(store))
+    assert first["chunks"]["computed"] > 0
+    assert second["chunks"]["computed"] == 0
+    assert second["chunks"]["loaded"] > 0
+    assert [row["answer"] for row in second["rows"]] == [row["answer"] for row in first["rows"]]
+    assert before
+    assert contents(store) == before
+
+
+def test_every_row_has_the_keys_that_programs_rely_on(first):
+    keys = {"method", "question", "answer", "correct", "ttft_ms", "charged_budget"}
+    assert all(keys <= set(row) for row in first["rows"])
+    assert {row["method"] for row in first["rows"]} == {"blend"}

@@ -1,0 +1,148 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""The reference model is asked in earnest: answers, scores and timings come from real runs of the bundled model."""
+
+import json
+import random
+
+import pytest
+
+from hf_blend import BlendConfig, ChunkStore, ConfigError, PromptError
+from hf_blend.evaluation import answering, asking, reference
+from hf_blend.evaluation.bench.shapes import random_model
+from hf_blend.evaluation.bench.ttft import TtftPlan, measure_ttft
+from hf_blend.evaluation.bootstrap import interval
+from hf_blend.evaluation.bundled import load_model, quickstart_questions
+from hf_blend.evaluation.world.sampling import sample_examples
+
+EVERYTHING = answering.Method("all", BlendConfig(recompute_ratio=1.0))
+
+
+@pytest.fixture(scope="module")
+def bundled():
+    return load_model()
+
+
+@pytest.fixture(scope="module")
+def examples():
+    return sample_examples(12, seed=11)
+
+
+def test_recomputing_everything_answers_like_full_prefill_and_right(bundled, examples):
+    full, blend = reference.score(*bundled, examples, [answering.FULL_PREFILL, EVERYTHING])
+    assert blend.rights == full.rights
+    assert sum(full.rights) >= 10
+
+
+def test_a_row_pairs_each_question_with_full_prefill(examples):
+    full = reference.Line("full", None, (True, True, False, True), None, (1.0,) * 4)
+    other = reference.Line("other", 0.3, (True, False, False, True), 0.4, (1.0,) * 4)
+    row = other.row(full)
+    assert row["difference_to_full"] == -0.25
+    assert row["difference_interval"][0] <= -0.25 <= row["difference_interval"][1] <= 0
+    assert (row["exact_match"], row["n"], row["charged_budget"]) == (0.5, 4, 0.4)
+
+
+def test_the_scale_has_both_ends_and_the_controls():
+    tried = reference.methods(["kv-deviation"], [0.1, 0.2], [1])
+    assert [method.name for method in tried[:2]] == ["full prefill", "full reuse"]
+    assert {method.name for method in tried[2:]} == {"kv-deviation", "boundary", "random"}
+
+
+def test_the_evaluation_writes_what_it_prints(tmp_path, capsys):
+    path = tmp_path / "deep" / "result.json"
+    reference.main(["--count", "3", "--ratios", "0.3", "--output", str(path)])
+    document = json.loads(path.read_text("utf-8"))
+    assert document == json.loads(capsys.readouterr().out)
+    assert {row["n"] for row in document["rows"]} == {3}
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted", "right"), [("Selby.", "selby", True), (" a  b ", "a b", True), ("ab", "a", False)]
+)
+def test_an_answer_is_right_but_for_case_space_and_a_full_stop(text, wanted, right):
+    assert answering.is_right(text, wanted) is right
+
+
+def test_an_interval_holds_the_mean_repeats_itself_and_narrows_with_more_examples():
+    draw = random.Random(0)
+    few, many = ([draw.random() for _ in range(count)] for count in (20, 2000))
+    low, high = interval(few)
+    assert low < sum(few) / 20 < high
+    assert interval(few) == (low, high)
+    assert interval(many)[1] - interval(many)[0] < (high - low) / 5
+    assert interval([1.0] * 9) == (1.0, 1.0)
+
+
+def test_the_answer_is_streamed_as_it_is_returned(bundled):
+    question = quickstart_questions()[0]
+    pieces = {name: question[name] for name in ("prefix", "chunks", "question")}
+    heard: list[str] = []
+    got = answering.answer(*bundled, ChunkStore.open("memory://"), EVERYTHING, pieces, heard.append)
+    assert "".join(heard).strip() == got.text != ""
+
+
+def test_a_reply_marks_the_recomputed_tokens_and_no_others(bundled):
+    question = quickstart_questions()[0]
+    asked = asking.Asked({name: question[name] for name in ("prefix", "chunks", "question")}, "?", question["answer"])
+    blend = answering.Method("blend", BlendConfig(recompute_ratio=0.2))
+    reply = asking.ask(*bundled, ChunkStore.open("memory://"), asked, blend, 8)
+    marked = sum(chosen for _, chosen in reply.tokens)
+    assert marked == len(reply.answer.report.chosen_columns[0]) > 0
+    assert marked < len(reply.tokens)
+    assert set(reply.row) == {"method", "question", "answer", "correct", "ttft_ms", "charged_budget"}
+
+
+def test_documents_are_cut_into_chunks_that_join_to_the_document(bundled):
+    _, tokenizer = bundled
+    text = " ".join(quickstart_questions()[0]["chunks"])
+    chunks = asking.split(tokenizer, text, 7)
+    assert [token for chunk in chunks for token in chunk] == tokenizer.encode(text, add_special_tokens=False)
+    assert {len(chunk) for chunk in chunks[:-1]} == {7}
+
+
+def test_a_missing_document_is_named():
+    with pytest.raises(PromptError, match="no-such-file"):
+        asking.read_documents(["no-such-file"], [])
+
+
+def test_documents_come_from_standard_input_too():
+    assert asking.read_documents(["-"], ["a\n", "b"]) == ["a\nb"]
+
+
+class Chat:
+    """A tokenizer of letters with a chat template."""
+
+    chat_template = "yes"
+
+    def apply_chat_template(self, turns, tokenize, add_generation_prompt):
+        assert not tokenize
+        assert add_generation_prompt
+        return f"<user>{turns[0]['content']}</user><assistant>"
+
+    def encode(self, text, add_special_tokens):
+        return [ord(letter) for letter in text]
+
+
+def test_a_chat_template_stands_around_the_documents():
+    pieces = asking.pieces(Chat(), ["abc"], "why?", None)
+    assert "".join(map(chr, pieces["prefix"])).startswith("<user>Answer")
+    assert "".join(map(chr, pieces["question"])).endswith("Question: why?</user><assistant>")
+    assert pieces["chunks"] == ["abc"]
+
+
+def test_the_bench_reports_every_ratio_beside_its_bound():
+    plan = TtftPlan("tiny", chunks=3, chunk_tokens=48, question_tokens=8, ratios=(1.0, 0.2), rounds=1)
+    told: list[str] = []
+    found = measure_ttft(plan, told.append)
+    everything, some = found["rows"]
+    assert everything["charged_budget"] > some["charged_budget"] > 1 / 8
+    assert some["flop_bound"] > everything["flop_bound"] > 0.9
+    assert some["reusable_tokens"] == 96
+    assert some["exact_tokens"] == 49
+    assert len(told) == 6
+
+
+def test_an_unknown_shape_gets_a_suggestion():
+    with pytest.raises(ConfigError, match=r"smollm2_135.*Did you mean 'smollm2-135m'"):
+        random_model("smollm2_135", None, "cpu")
