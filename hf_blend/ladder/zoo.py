@@ -22,8 +22,8 @@ MOST_PARAMETERS = 20_000_000  # more means that the config did not shrink
 FIELDS = {
     "vocab_size": 128, "hidden_size": 64, "embedding_size": 64, "intermediate_size": 128, "ffn_dim": 128,
     "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2, "num_kv_heads": 2,
-    "head_dim": 16, "rotary_dim": 16, "query_pre_attn_scalar": 16, "max_position_embeddings": 512, "sliding_window": 16,
-    "attention_window_size": 16, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    "head_dim": 16, "rotary_dim": 16, "query_pre_attn_scalar": 16, "max_position_embeddings": 512,
+    "sliding_window": 16, "attention_window_size": 16, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
     "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 4, "num_local_experts": 4,
     "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
     "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
