@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from .anatomy import LayerCall, kv_groups, text_config
+from .attention import Detour
 from .choice import Chooser
 from .config import BlendConfig
 from .errors import UnsupportedModelError
@@ -78,12 +79,13 @@ class Fusor:
         self._last = len(layers) - 1
         self._ratios = chooser.schedule(config, len(layers), plan.real.numel())
         self._static_ratio = chooser.static_ratio(config)
-        self._tokens = plan.real.shape[1]
+        self._tokens, self._padded = plan.real.shape[1], not bool(plan.real.all())
         self._exact, self._reusable = plan.where(exact=True), plan.where(exact=False)
         self._rows: Rows | None = None  # None: all tokens, as the model passes them
         self._opened: dict[int, KV] = {}
         self._masks: dict[tuple[int, int], tuple[Any, Any]] = {}
         self._is_looking = False
+        self._detour: Detour | None = None
         self._implementation = text_config(model)._attn_implementation or "eager"
 
     def enter(self, index: int, call: LayerCall) -> LayerCall:
@@ -133,7 +135,14 @@ class Fusor:
             self._guard()
         if self._is_looking:
             raise _Reached
+        if self._detour is not None:
+            self._detour.open()
         return self._layers[index].keys, self._layers[index].values
+
+    def end(self) -> None:
+        """Leave no trace in the model's config, also where a layer ended early."""
+        if self._detour is not None:
+            self._detour.close()
 
     def _begin(self, call: LayerCall) -> None:
         """Leave out what needs no computing at all, and choose at once if nothing must be seen for it."""
@@ -157,8 +166,9 @@ class Fusor:
         self._opened[index] = opened
         if self._rows is None:
             return
-        for states in opened:
-            states.masked_fill_(~self._plan.real[:, None, :, None].to(states.device), 0)  # NaN would pass a mask
+        if self._padded:
+            for states in opened:
+                states.masked_fill_(~self._plan.real[:, None, :, None].to(states.device), 0)  # NaN would pass a mask
         narrowed = bool((self._reusable & ~self._flowing()).any())
         slots = [slot for slot in self._plan.slots if slot.exact or narrowed]
         self._realigner.lay(index, slots, *opened)
@@ -233,7 +243,7 @@ class Fusor:
             self._masks[place] = (mask, (model_mask, rows))  # kept alive, or the ids would be used again
         mask = self._masks[place][0]
         if isinstance(mask, RowMask):
-            mask.group = kv_groups(call.layer)
+            mask.group, self._detour = kv_groups(call.layer), Detour(call.layer)
         call.arguments["attention_mask"] = mask
 
     def _note(self, index: int, kv_only: bool) -> None:

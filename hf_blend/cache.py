@@ -179,6 +179,8 @@ class BlendCache(Cache):
 
     def forward_ends(self, failed: bool = False) -> None:
         """Called by the hooks behind the last layer and the model; after a failure the cache is as it was before."""
+        if self._fusor is not None:
+            self._fusor.end()
         if failed and self._fusor is not None:
             for layer in self._kept:
                 layer.crop(min(0, self._past - layer.length))

@@ -175,6 +175,40 @@ def _folded(bias: Tensor, group: int) -> Tensor:
     return bias.repeat(1, 1, group, 1) if group > 1 else bias.contiguous()
 
 
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: RowMask, dropout: float = 0.0, scale: float | None = None
+) -> Tensor:
+    """Attention of scattered rows, block by block.
+
+    Args:
+        query: `[batch, heads, rows, head_dim]`.
+        key: `[batch, kv_heads, keys, head_dim]`; `heads` is `mask.group` times `kv_heads`.
+        value: `[batch, kv_heads, keys, value_dim]`.
+        mask: which keys each row sees.
+        dropout: share of the weights that is dropped.
+        scale: of the scores; None is one over the root of `head_dim`.
+
+    Returns:
+        `[batch, heads, rows, value_dim]`.
+    """
+    heads, group = query.shape[1], mask.group if mask.shape[1] == 1 else 1
+    output = query.new_empty((*query.shape[:3], value.shape[-1]))
+    for block in mask.blocks(group):
+        part = query[:, :, block.rows].reshape(query.shape[0], heads // group, -1, query.shape[3])
+        bias = None if block.bias is None else block.bias.to(query.dtype)
+        done = scaled_dot_product_attention(
+            part,
+            key[:, :, block.keys],
+            value[:, :, block.keys],
+            bias,
+            dropout,
+            scale=scale,
+            enable_gqa=part.shape[1] != key.shape[1],
+        )
+        output[:, :, block.rows] = done.reshape(query.shape[0], heads, -1, value.shape[-1])
+    return output
+
+
 def _attend(
     query: Tensor,
     key: Tensor,
@@ -185,26 +219,11 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attention of scattered rows, `[batch, heads, rows, head_dim]`, block by block."""
+    """`scaled_dot_product_attention` with a `RowMask`."""
+    heads, group = query.shape[1], attn_mask.group
     if attn_mask.shape[2] == 1:  # one line for all queries: transformers has folded the heads of a group into rows
-        return scaled_dot_product_attention(
-            query, key, value, attn_mask.as_subclass(Tensor), dropout_p, scale=scale, enable_gqa=enable_gqa
-        )
-    heads, group = query.shape[1], attn_mask.group if attn_mask.shape[1] == 1 else 1
-    if group > 1 and key.shape[1] == heads:
+        plain = attn_mask.as_subclass(Tensor)
+        return scaled_dot_product_attention(query, key, value, plain, dropout_p, scale=scale, enable_gqa=enable_gqa)
+    if group > 1 and attn_mask.shape[1] == 1 and key.shape[1] == heads:
         key, value = key[:, ::group], value[:, ::group]  # undo the repetition
-    output = query.new_empty((*query.shape[:3], value.shape[-1]))
-    for block in attn_mask.blocks(group):
-        part = query[:, :, block.rows].reshape(query.shape[0], heads // group, -1, query.shape[3])
-        bias = None if block.bias is None else block.bias.to(query.dtype)
-        done = scaled_dot_product_attention(
-            part,
-            key[:, :, block.keys],
-            value[:, :, block.keys],
-            bias,
-            dropout_p,
-            scale=scale,
-            enable_gqa=part.shape[1] != key.shape[1],
-        )
-        output[:, :, block.rows] = done.reshape(query.shape[0], heads, -1, value.shape[-1])
-    return output
+    return attend(query, key, value, attn_mask, dropout_p, scale)

@@ -25,7 +25,7 @@ FLOW = (  # a module imports from its own line and from those above it; LEAVES n
     LEAVES,
     ("capture", "calibrate"),
     ("store", "loading"),
-    ("plan", "rows", "realign", "layers", "cache", "choice", "hooks", "blend", "trust", "context", "sparse"),
+    ("plan", "rows", "realign", "layers", "cache", "choice", "attention", "hooks", "blend", "trust", "context", "sparse"),
     ("ladder",),
     ("evaluation",),
     ("cli", "__main__"),

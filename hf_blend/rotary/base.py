@@ -47,7 +47,7 @@ class RotaryStyle(ABC):
         """Turn stored keys to their new positions.
 
         Args:
-            keys: `[…, tokens, head_dim]`, rotated for their old positions; not written.
+            keys: `[…, tokens, head_dim]`, rotated for their old positions; not written, not the memory of `out`.
             turn: (cos, sin) from `compose`, each `[…, tokens, pairs]` float32.
             out: like `keys`; receives the keys rotated for the new positions, computed in float32, cast once.
         """
@@ -57,6 +57,10 @@ class RotaryStyle(ABC):
             out.copy_(keys)
         first, second = (half.float() for half in cls.split(keys, pairs))
         to_first, to_second = cls.split(out, pairs)
+        if out.dtype == torch.float32:  # no need of a place to compute in
+            torch.mul(first, cos, out=to_first).addcmul_(second, sin, value=-1)
+            torch.mul(second, cos, out=to_second).addcmul_(first, sin)
+            return
         to_first.copy_(torch.mul(first, cos).addcmul_(second, sin, value=-1))
         to_second.copy_(torch.mul(second, cos).addcmul_(first, sin))
 
