@@ -9,6 +9,9 @@ from typing import Any
 from torch import nn
 
 
+REFERENCE = str(files("hf_blend") / "bundled" / "reference")  # folder of the bundled model
+
+
 def load_model(name: str | None = None) -> tuple[nn.Module, Any]:
     """Load a model and its tokenizer.
 
@@ -20,7 +23,7 @@ def load_model(name: str | None = None) -> tuple[nn.Module, Any]:
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    source = str(files("hf_blend") / "bundled" / "reference") if name is None else name
+    source = REFERENCE if name is None else name
     model = AutoModelForCausalLM.from_pretrained(source, dtype="auto").eval()
     return model, AutoTokenizer.from_pretrained(source)
 

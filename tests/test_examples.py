@@ -1,0 +1,18 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Every program in examples/ runs, offline, and ends well."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAMS = sorted((Path(__file__).resolve().parent.parent / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.name)
+def test_the_example_runs_and_says_something(program, tmp_path):
+    done = subprocess.run([sys.executable, str(program)], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
