@@ -58,16 +58,18 @@ def export_model(model: LlamaForCausalLM, folder: Path, record: dict) -> None:
         )
 
 
-def training_record(model: LlamaForCausalLM, progress: Progress) -> dict:
+def training_record(model: LlamaForCausalLM, progress: Progress, remark: str) -> dict:
     """Say how the model came to be and what it scores on held-out examples, by kind."""
     examples = sample_examples(TESTED_EXAMPLES, seed=TESTED_SEED)
+    names = [stage.name for stage in STAGES]
     kinds = Counter(example.kind for example in examples)
     return {
         "seed": SEED,
+        "remark": remark,
         "tokens": progress.tokens,
         "minutes": round(progress.seconds / 60, 1),
         "parameters": model.num_parameters(),
-        "stages": [asdict(stage) for stage in STAGES],
+        "stages": [asdict(stage) for stage in STAGES[: names.index(progress.stage) + 1]],
         "heldout": {
             "split": "heldout",
             "seed": TESTED_SEED,
@@ -117,10 +119,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--checkpoint", type=Path, required=True, help="a file written by the training program")
     parser.add_argument("--folder", type=Path, default=BUNDLED, help="where reference/ and documents/ go")
+    parser.add_argument("--remark", default="", help="what training.json should say about this run")
     options = parser.parse_args()
     torch.set_num_threads(1)
     model, progress, _ = read_checkpoint(options.checkpoint)
-    export_model(model, options.folder / "reference", training_record(model, progress))
+    export_model(model, options.folder / "reference", training_record(model, progress, options.remark))
     export_documents(pick_documents(model), options.folder / "documents")
 
 

@@ -30,6 +30,7 @@ class Stage:
     easy: Level = FULL
     easy_share: float = 0.0
     decay_share: float = 0.6
+    weight_decay: float = 0.02
 
     def rate(self, step: int) -> float:
         """Return the learning rate at a step: short warm-up, plateau, linear decay to 3 % of the peak."""
@@ -41,6 +42,7 @@ class Stage:
 STAGES = (
     Stage("pairs", PAIRS, length=64, rows=32, steps=300, learning_rate=2e-3),
     Stage("pronouns", SOME_PRONOUNS, length=160, rows=16, steps=1000, learning_rate=2e-3, easy=PAIRS, easy_share=0.1),
-    Stage("full", FULL, length=224, rows=12, steps=2000, learning_rate=2e-3, easy=SOME_PRONOUNS, easy_share=0.25),
+    Stage("full", FULL, length=224, rows=12, steps=1550, learning_rate=2e-3, easy=SOME_PRONOUNS, easy_share=0.25),
     Stage("polish", FULL, length=224, rows=12, steps=2000, learning_rate=2e-3, easy=SOME_PRONOUNS, easy_share=0.1),
+    Stage("settle", FULL, length=224, rows=12, steps=900, learning_rate=1e-3, decay_share=0.9, weight_decay=0.3),
 )

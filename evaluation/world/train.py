@@ -82,7 +82,7 @@ class Trainer:
         resumed = self.progress.stage == stage.name and bool(self.restored)
         if not resumed:
             self.progress.stage, self.progress.step = stage.name, 0
-        optimizers = make_optimizers(self.model)
+        optimizers = make_optimizers(self.model, stage.weight_decay)
         if resumed:
             for optimizer, state in zip(optimizers, self.restored["optimizers"], strict=True):
                 optimizer.load_state_dict(state)
@@ -153,13 +153,13 @@ def read_checkpoint(file: Path) -> tuple[LlamaForCausalLM, Progress, dict]:
     return model, Progress(**state["progress"]), state
 
 
-def make_optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
+def make_optimizers(model: LlamaForCausalLM, weight_decay: float) -> list[torch.optim.Optimizer]:
     """Muon for the matrices inside the layers, AdamW for embeddings and norms."""
     inner = [weight for name, weight in model.named_parameters() if weight.ndim == 2 and "embed" not in name]
     known = {id(weight) for weight in inner}
     outer = [weight for weight in model.parameters() if id(weight) not in known]
     optimizers = [
-        Muon(inner, lr=0.0, momentum=0.95, weight_decay=0.02),
+        Muon(inner, lr=0.0, momentum=0.95, weight_decay=weight_decay),
         torch.optim.AdamW(outer, lr=0.0, betas=(0.9, 0.98), weight_decay=0.0, fused=True),
     ]
     for optimizer, share in zip(optimizers, (1.0, 0.5), strict=True):
