@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from ..errors import ConfigError, UnsupportedModelError, suggest
@@ -30,8 +31,8 @@ FIELDS = {
     "global_head_dim": 16, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128,
     "laurel_rank": 8, "num_kv_shared_layers": 0, "altup_num_inputs": 2, "first_k_dense_replace": 1,
 }  # fmt: skip
-WRONG_CONFIG = (ArithmeticError, AttributeError, AssertionError, ImportError, LookupError, RuntimeError, TypeError,
-                ValueError)  # fmt: skip
+WRONG_CONFIG = (ArithmeticError, AttributeError, AssertionError, ImportError, LookupError, RuntimeError,
+                StrictDataclassError, TypeError, ValueError)  # fmt: skip
 
 
 def load_model(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> nn.Module:
