@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_blend.masks import row_mask
+from hf_blend.masks import attend, row_mask
 
 LOWEST = torch.finfo(torch.float32).min
 
@@ -123,3 +123,56 @@ def test_to_all_other_code_a_row_mask_is_a_tensor():
     assert type(mask & mask) is torch.Tensor
     assert mask[0, 0].tolist() == [[True, True, False, False, False], [True, True, True, True, False]]
     assert torch.where(mask, 0.0, 1.0).sum() == 4
+
+
+def dense_attention(query, key, value, rows):
+    seen = torch.arange(key.shape[2]) <= rows[0][:, None]
+    return scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=0.3, enable_gqa=True)
+
+
+@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("kept", ["neighbours", "runs", "scattered", "few"])
+def test_causal_blocks_found_from_the_columns_alone_are_those_of_the_dense_mask(group, kept):
+    columns = {
+        "neighbours": list(range(40, 700)),
+        "runs": [*range(300), *range(310, 350, 3), *range(400, 690), 699],
+        "scattered": list(range(5, 700, 2)),
+        "few": [3, 4, 5],
+    }
+    rows = torch.tensor([columns[kept]])
+    query, key, value = attention_inputs(1, rows.shape[1], 700)
+    mask = row_mask(None, rows, 0, 700, "sdpa")
+    mask.group = group
+    wanted = dense_attention(query, key, value, rows)
+    repeated = (states.repeat_interleave(group, 1) for states in (key, value))  # as transformers does, for group 2
+    got = scaled_dot_product_attention(query, *repeated, attn_mask=mask, scale=0.3, enable_gqa=group == 1)
+    torch.testing.assert_close(got, wanted, atol=2e-6, rtol=0)
+    torch.testing.assert_close(attend(query, key, value, mask, scale=0.3), wanted, atol=2e-6, rtol=0)
+    held = [place for block in mask.blocks(group) for place in range(block.rows.start, block.rows.stop)]
+    assert held == list(range(rows.shape[1]))
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_heads_that_see_different_keys_are_not_folded(heads):
+    generator = torch.Generator().manual_seed(3)
+    additive = torch.randn(1, heads, 120, 120, generator=generator).masked_fill(
+        ~torch.ones(120, 120).tril().bool(), LOWEST
+    )
+    rows = scattered(1, 70, 120)
+    query, key, value = attention_inputs(1, 70, 120)
+    mask = row_mask(additive, rows, 0, 120, "sdpa")
+    mask.group = 2
+    dense = additive[:, :, rows[0]]
+    wanted = scaled_dot_product_attention(query, key, value, attn_mask=dense, scale=0.3, enable_gqa=True)
+    torch.testing.assert_close(attend(query, key, value, mask, scale=0.3), wanted, atol=2e-6, rtol=0)
+
+
+def test_a_row_that_sees_no_key_disturbs_no_other():
+    seen = torch.ones(6, 6).tril().bool()
+    seen[2] = False
+    mask = row_mask(seen[None, None], torch.arange(6)[None], 0, 6, "sdpa")
+    query, key, value = attention_inputs(1, 6, 6)
+    got = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.3, enable_gqa=True)
+    wanted = dense_attention(query, key, value, torch.arange(6)[None])
+    others = [0, 1, 3, 4, 5]
+    torch.testing.assert_close(got[:, :, others], wanted[:, :, others], atol=2e-6, rtol=0)
