@@ -43,6 +43,7 @@ class RotaryStyle(ABC):
         """
 
     @classmethod
+    @torch.no_grad()
     def move(cls, keys: Tensor, turn: tuple[Tensor, Tensor], out: Tensor) -> None:
         """Turn stored keys to their new positions.
 
