@@ -20,7 +20,7 @@ Files = Annotated[list[str] | None, typer.Argument(help="Documents to ask about;
 Model = Annotated[str | None, typer.Option(help="Hub id or path; the default is the bundled reference model.")]
 Store = Annotated[str | None, typer.Option("--store", help="Folder of the chunk store; the default is the library's.")]
 Ratio = Annotated[float, typer.Option(help="Share of the reusable tokens that is recomputed, 0 to 1.")]
-Selector = Annotated[str, typer.Option(help="Which tokens are recomputed.")]
+Selector = Annotated[str, typer.Option(help="Which tokens are recomputed: a method, with its options.")]
 Compare = Annotated[bool, typer.Option("--compare", help="Beside blending, also full prefill and full reuse.")]
 ChunkTokens = Annotated[int, typer.Option(min=1, help="Documents are cut into chunks of this many tokens.")]
 System = Annotated[str | None, typer.Option(help="Text before the documents.")]
@@ -34,7 +34,7 @@ def ask(
     model: Model = None,
     store: Store = None,
     ratio: Ratio = 0.3,
-    selector: Selector = "kv-deviation",
+    selector: Selector = "kv-deviation:on=k",
     compare: Compare = False,
     chunk_tokens: ChunkTokens = 512,
     system: System = None,
@@ -49,13 +49,14 @@ def ask(
         hf-blend ask --store my-chunks --compare --json
         hf-blend ask "Who keeps the light?" notes.txt --model HuggingFaceTB/SmolLM2-135M-Instruct  # network
     """
-    from hf_blend import BlendConfig, ChunkStore
+    from hf_blend import ChunkStore
     from hf_blend.evaluation import asking
+    from hf_blend.evaluation.answering import blend_config
     from hf_blend.evaluation.bundled import load_model
 
     if question is not None and not files:
         fail(f"the question {question!r} came without documents. Name files behind it, or - for standard input.")
-    config = BlendConfig(recompute_ratio=ratio, selector=selector, allow_unverified=allow_unverified)
+    config = blend_config(selector, recompute_ratio=ratio, allow_unverified=allow_unverified)
     loaded, tokenizer = load_model(model)
     replies: list[Reply] = []
     reports: list[BlendReport] = []

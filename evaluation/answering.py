@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.config import BlendConfig
+from hf_blend.errors import ConfigError
 from hf_blend.prompt import build
 from hf_blend.report import BlendReport
 
@@ -33,6 +34,29 @@ class Method:
 
 FULL_PREFILL = Method("full prefill")
 FULL_REUSE = Method("full reuse", BlendConfig(recompute_ratio=0.0, selector="none"))
+
+
+def blend_config(selector: str, **settings: Any) -> BlendConfig:
+    """Settings of a blend, with the selector's options behind its name.
+
+    Args:
+        selector: a name, or a name with options such as `kv-deviation:on=k`.
+        **settings: other fields of `BlendConfig`.
+
+    Returns:
+        The config.
+
+    Raises:
+        ConfigError: an option has no value, or a setting is refused.
+    """
+    name, _, options = selector.partition(":")
+    pairs = [option.partition("=") for option in options.split(",") if option]
+    for option, equals, value in pairs:
+        if not equals or not value:
+            raise ConfigError(
+                f"the option {option!r} of {selector!r} has no value. Write name:option=value,option=value."
+            )
+    return BlendConfig(selector=name, selector_options={option: value for option, _, value in pairs}, **settings)
 
 
 @dataclass(frozen=True)

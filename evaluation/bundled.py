@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-
 REFERENCE = str(files("hf_blend") / "bundled" / "reference")  # folder of the bundled model
 
 

@@ -18,16 +18,16 @@ import torch
 from torch import nn
 
 from hf_blend import ChunkStore
-from hf_blend.config import BlendConfig
 from hf_blend.fingerprint import fingerprint
 from hf_blend.version import __version__
 
-from .answering import FULL_PREFILL, FULL_REUSE, Answer, Method, answer, is_right
+from .answering import FULL_PREFILL, FULL_REUSE, Answer, Method, answer, blend_config, is_right
 from .bootstrap import interval
 from .bundled import load_model
 from .world.sampling import Example, sample_examples
 
 RATIOS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
+SELECTORS = ("kv-deviation:on=k", "kv-deviation:on=v")
 CONTROLS, CONTROL_RATIOS = ("boundary", "random"), (0.15, 0.3)  # what every rule must beat at equal cost
 
 
@@ -80,7 +80,7 @@ def methods(selectors: Sequence[str], ratios: Sequence[float], check_layers: Seq
     tried = [(name, ratio) for name in selectors for ratio in ratios]
     tried += [(name, ratio) for name in CONTROLS if name not in selectors for ratio in CONTROL_RATIOS]
     layers = tuple(check_layers)
-    blends = [Method(name, BlendConfig(recompute_ratio=r, selector=name, check_layers=layers)) for name, r in tried]
+    blends = [Method(name, blend_config(name, recompute_ratio=r, check_layers=layers)) for name, r in tried]
     return [FULL_PREFILL, FULL_REUSE, *blends]
 
 
@@ -135,7 +135,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=500, help="held-out questions")
     parser.add_argument("--seed", type=int, default=1, help="which questions")
-    parser.add_argument("--selectors", nargs="+", default=["kv-deviation"])
+    parser.add_argument("--selectors", nargs="+", default=list(SELECTORS))
     parser.add_argument("--ratios", nargs="+", type=float, default=list(RATIOS))
     parser.add_argument("--check-layers", nargs="+", type=int, default=[1])
     parser.add_argument("--output", type=Path, help="JSON file to write")
