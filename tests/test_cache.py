@@ -264,24 +264,18 @@ def test_after_an_interrupt_the_next_request_works_with_the_same_cache_and_other
         assert hooks(model) == 0
 
 
-def test_the_request_after_an_interrupt_may_fail_between_layers(tiny_model, pieces, tokenizer, monkeypatch):
+@pytest.mark.parametrize("place", ["rotary_emb", "norm"])
+def test_the_request_after_an_interrupt_may_fail_outside_the_layers(tiny_model, pieces, tokenizer, monkeypatch, place):
     model, kept, request = tiny_model(), store(), pieces()
     cache = BlendCache(model, kept, recompute_ratio=0.3)
     inputs = cache.inputs(tokenizer, **request)
-    with monkeypatch.context() as patch:
-        fail_in(patch, decoder_layers(model)[2].mlp, KeyboardInterrupt())
-        with pytest.raises(KeyboardInterrupt):
-            generate(model, cache, inputs)
-
-    def interfere(*_):
-        raise Boom
-
-    handle = decoder_layers(model)[2].register_forward_pre_hook(interfere)
-    with pytest.raises(Boom):
-        generate(model, cache, inputs)
-    handle.remove()
+    for module, error in ((decoder_layers(model)[2].mlp, KeyboardInterrupt()), (getattr(model.model, place), Boom())):
+        with monkeypatch.context() as patch:
+            fail_in(patch, module, error)
+            with pytest.raises(type(error)):
+                generate(model, cache, inputs)
     assert hooks(model) == 0
-    assert [one.get_seq_length() for one in cache.layers] == [0] * 4
+    assert len({one.get_seq_length() for one in cache.layers}) == 1
 
 
 def test_a_plain_request_beside_a_blended_one_is_unaffected(shared_model, pieces, tokenizer):
