@@ -133,7 +133,7 @@ class RowMask(Tensor):
         for start in range(0, len(columns), step):
             block = columns[start : start + step]
             rows, keys = slice(start, start + len(block)), slice(0, block[-1] + 1)
-            if block[-1] - block[0] == step - 1:
+            if len(block) == step and block[-1] - block[0] == step - 1:
                 diagonal = _diagonal(step, group, columns[-1] + 1, self.device) if diagonal is None else diagonal
                 bias = diagonal[..., diagonal.shape[-1] - keys.stop :]
             else:

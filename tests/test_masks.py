@@ -4,9 +4,12 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_blend.masks import attend, row_mask
+from hf_blend import masks
+from hf_blend.masks import RowMask, attend, row_mask
 
 LOWEST = torch.finfo(torch.float32).min
 
@@ -176,3 +179,24 @@ def test_a_row_that_sees_no_key_disturbs_no_other():
     wanted = dense_attention(query, key, value, torch.arange(6)[None])
     others = [0, 1, 3, 4, 5]
     torch.testing.assert_close(got[:, :, others], wanted[:, :, others], atol=2e-6, rtol=0)
+
+
+@given(
+    kept=st.sets(st.integers(0, 63), min_size=1),
+    group=st.sampled_from([1, 2, 4]),
+    queries=st.sampled_from([4, 8, 16]),
+)
+@settings(max_examples=300, deadline=None)
+def test_any_columns_cut_into_blocks_of_any_size_give_attention_under_the_dense_mask(kept, group, queries):
+    columns = torch.tensor(sorted(kept))
+    dense = (torch.arange(64) <= columns[:, None])[None, None]
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 4, len(columns), 8, generator=generator)
+    key, value = torch.randn(2, 1, 4 // group, 64, 8, generator=generator)
+    mask = RowMask.of(dense, columns)
+    mask.group = group
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(masks, "BLOCK_QUERIES", queries)
+        got = masks.attend(query, key, value, mask)
+    wanted = scaled_dot_product_attention(query, key, value, dense, enable_gqa=True)
+    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=0)
