@@ -11,33 +11,43 @@ from dataclasses import replace
 from ..prompt import Prompt
 from ..selectors.base import KV
 from .base import Outcome, Rung
-from .floor import distance
+from .floor import distance, in_pieces
 from .subject import Subject
 
 RATIO = 0.5
+PIECE_TOKENS = (2, 3, 4, 8, 16, 32, 64, 128)  # in each, experts multiply other numbers of rows
 
 
 class Causality(Rung):
     """A token is changed in the middle of a chunk, at its end, and in the question."""
 
     def measure(self, subject: Subject) -> Outcome:
-        """Largest change of any K or V before the token.
+        """Largest change of any K or V before the token; 0 is allowed.
 
-        Allowed is 0, if the plain model moves nothing there either. A mixture of experts may: a token that goes to
-        another expert changes the shapes in which others are computed; then the floor is allowed.
+        A mixture of experts is another matter: a token that goes to another expert changes the shapes in which others
+        are computed. Where the plain model moves states before the token as well, the floor is allowed.
         """
         prompt = subject.prompts[0]
-        before, plain_before = _states(subject, prompt), subject.plain([prompt])[0].layers
-        error, plain_error, moved = 0.0, 0.0, 0.0
-        for changed, place in _changes(subject, prompt):
+        before, error, moved = _states(subject, prompt), 0.0, 0.0
+        changes = _changes(subject, prompt)
+        for changed, place in changes:
             after = _states(subject, changed)
             error = max(error, _apart(before, after, slice(0, place)))
             moved = max(moved, _apart(before, after, slice(place, None)))
-            plain_after = subject.plain([changed])[0].layers
-            plain_error = max(plain_error, _apart(plain_before, plain_after, slice(0, place)))
         if not moved:
             return Outcome(float("inf"), 0.0, "the changed tokens changed nothing, so nothing was shown")
-        return Outcome(error, subject.floor.states if plain_error else 0.0)
+        return Outcome(error, subject.floor.states if error and _moves_plainly(subject, prompt, changes) else 0.0)
+
+
+def _moves_plainly(subject: Subject, prompt: Prompt, changes: Sequence[tuple[Prompt, int]]) -> bool:
+    """Whether the plain model, whole or in pieces of some length, moves states before a changed token."""
+    for pieces in sorted({max(1, len(prompt.ids) // tokens) for tokens in PIECE_TOKENS}):
+        before = in_pieces(subject.model, [prompt], pieces)[0].layers
+        for changed, place in changes:
+            after = in_pieces(subject.model, [changed], pieces)[0].layers
+            if _apart(before, after, slice(0, place)):
+                return True
+    return False
 
 
 def _states(subject: Subject, prompt: Prompt) -> list[KV]:

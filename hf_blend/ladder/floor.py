@@ -6,6 +6,7 @@ A blended prefill adds up the same numbers in another order, so it can be no nea
 to each other. Every prompt is run whole and alone, and again in each of these ways, none of our code in the model:
 
     other attention   eager in place of sdpa, or the other way round; alone and side by side
+    other kernel      torch's plain attention kernel in place of its fused one; alone and side by side
     pieces            in 2, 3 and 7 pieces, each continuing the cache of those before
     batch             side by side with the other prompts, padded on the left
 
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..anatomy import text_config
 from ..prompt import Prompt, batch
@@ -66,6 +68,8 @@ def measure_floor(model: nn.Module, prompts: Sequence[Prompt]) -> Floor:
     """
     wanted = [prefill(model, [prompt])[0] for prompt in prompts]
     ways = [prefill(model, prompts), *(in_pieces(model, prompts, count) for count in PIECES)]
+    with sdpa_kernel(SDPBackend.MATH):
+        ways += [[prefill(model, [prompt])[0] for prompt in prompts], prefill(model, prompts)]
     other = "eager" if attention_of(model) != "eager" else "sdpa"
     if other in attentions(model):
         with attending(model, other):
