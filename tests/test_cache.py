@@ -269,6 +269,8 @@ def test_the_request_after_an_interrupt_may_fail_outside_the_layers(tiny_model, 
     model, kept, request = tiny_model(), store(), pieces()
     cache = BlendCache(model, kept, recompute_ratio=0.3)
     inputs = cache.inputs(tokenizer, **request)
+    generate(model, cache, inputs)  # fills the store, so that the interrupt comes in the blended forward
+    cache.reset()
     for module, error in ((decoder_layers(model)[2].mlp, KeyboardInterrupt()), (getattr(model.model, place), Boom())):
         with monkeypatch.context() as patch:
             fail_in(patch, module, error)

@@ -129,18 +129,17 @@ def test_a_guest_that_dies_takes_its_hooks_along(model):
     entry.leave()
 
 
-def test_hooks_called_without_keyword_arguments_do_nothing(model):
+@pytest.mark.parametrize("place", ["before the model", "behind the model", "before a layer", "behind a layer"])
+def test_hooks_called_without_keyword_arguments_do_nothing(model, place):
     """Torch does so to a hook that was removed while the call that holds it goes on."""
-    guest, other = guest_in(model), guest_in(model)
-    handles = [
-        model.register_forward_pre_hook(lambda *_: other.entry.leave()),
-        decoder_layers(model)[0].register_forward_pre_hook(lambda *_: other.entry.leave()),
-        decoder_layers(model)[1].register_forward_hook(lambda *_: other.entry.leave()),
-    ]
-    for enter in (other.entry.watch_model, other.entry.enter_layers):
-        enter()
-        run(model, DynamicCache())
-    assert other.told == guest.told == []
-    for handle in handles:
-        handle.remove()
+    guest, called = guest_in(model), []
+    module = model if place.endswith("model") else decoder_layers(model)[1]
+    register = module.register_forward_pre_hook if place.startswith("before") else module.register_forward_hook
+    handle = register(lambda *_: called.append(guest.entry.leave()))
+    guest.entry.watch_model()
+    guest.entry.enter_layers()
+    run(model, DynamicCache())
+    assert called
+    assert guest.told == []
+    handle.remove()
     assert hooks(model) == 0
