@@ -95,15 +95,15 @@ def _recorded_tables(layers: list[nn.Module], cache: object) -> Iterator[dict[in
     """The tables that the layers are handed in calls with this cache; other threads may run the model meanwhile."""
     tables: dict[int, Table | None] = {}
 
-    def record(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        arguments = LayerCall.bind(layer, args, kwargs).arguments
+    def record(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
+        arguments = LayerCall.bind(layer, args, kwargs or {}).arguments  # None: as in `hf_blend.hooks`
         if any(value is cache for value in arguments.values()):
             tables[index] = rotary_table(arguments)
 
     handles = []
     try:
         for index, layer in enumerate(layers):
-            hook = lambda module, args, kwargs, index=index: record(index, module, args, kwargs)  # noqa: E731
+            hook = lambda module, args, kwargs=None, index=index: record(index, module, args, kwargs)  # noqa: E731
             handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
         yield tables
     finally:
