@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_blend.anatomy import decoder_layers
-from hf_blend.capture import capture, capture_chunk
+from hf_blend.capture import _recorded_tables, capture, capture_chunk
 from hf_blend.errors import PromptError, UnsupportedModelError
 
 CHUNK = tuple(range(10, 40))
@@ -87,3 +87,15 @@ def test_a_layer_that_caches_something_else_is_named_with_what_it_left(tiny_mode
     monkeypatch.setattr(DynamicCache, "update", lambda *args, **kwargs: (cut(*args, **kwargs), args[1:3])[1])
     with pytest.raises(UnsupportedModelError, match=r"layer 1 of .* left \(1, 2, 5, 16\) in the cache"):
         capture(model, torch.tensor([CHUNK]))
+
+
+@torch.no_grad()
+def test_a_capture_that_ends_in_the_middle_of_another_call_does_no_harm(tiny_model):
+    model = tiny_model()
+    layer, recording = decoder_layers(model)[1], _recorded_tables(decoder_layers(model), DynamicCache())
+    handle = layer.register_forward_pre_hook(lambda *_: recording.__exit__(None, None, None))
+    tables = recording.__enter__()
+    model(torch.tensor([CHUNK]), past_key_values=DynamicCache())
+    handle.remove()
+    assert tables == {}
+    assert not layer._forward_pre_hooks
