@@ -96,8 +96,9 @@ def _stream(text: str) -> None:
 def _marked(asked: "Asked", reply: "Reply") -> None:
     """Show the documents with the recomputed tokens standing out."""
     typer.echo(typer.style(f"\n{asked.question}", bold=True))
-    words = [typer.style(text, reverse=True) if chosen else text for text, chosen in reply.tokens]
-    plain = [f"[{text}]" if chosen else text for text, chosen in reply.tokens]
+    shown = [(text.replace("\n", "\u23ce") if chosen else text, chosen) for text, chosen in reply.tokens]
+    words = [typer.style(text, reverse=True) if chosen else text for text, chosen in shown]
+    plain = [f"[{text}]" if chosen else text for text, chosen in shown]
     typer.echo(" ".join(words if sys.stdout.isatty() else plain))
 
 

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure speed on this machine, as ratios taken in one run."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -60,8 +60,12 @@ def ttft(
     found = measure_ttft(plan, progress=say)
     title = f"{shape}, full prefill {found['full']['ttft_ms']:.0f} ms"
     show(
-        found if json else found["rows"],
+        found if json else [_readable(row) for row in found["rows"]],
         as_json=json,
         title=title,
         header=True,
     )
+
+
+def _readable(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()}
