@@ -96,10 +96,13 @@ def _stream(text: str) -> None:
 def _marked(asked: "Asked", reply: "Reply") -> None:
     """Show the documents with the recomputed tokens standing out."""
     typer.echo(typer.style(f"\n{asked.question}", bold=True))
-    shown = [(text.replace("\n", "\u23ce") if chosen else text, chosen) for text, chosen in reply.tokens]
-    words = [typer.style(text, reverse=True) if chosen else text for text, chosen in shown]
-    plain = [f"[{text}]" if chosen else text for text, chosen in shown]
-    typer.echo(" ".join(words if sys.stdout.isatty() else plain))
+    typer.echo(" ".join(_mark(text) if chosen else text for text, chosen in reply.tokens))
+
+
+def _mark(text: str) -> str:
+    """A recomputed token, standing out on a terminal and in a pipe."""
+    shown = text.replace("\n", "\u23ce")
+    return (typer.style(shown, reverse=True) if sys.stdout.isatty() else f"[{shown}]") + "\n" * text.count("\n")
 
 
 def _result(replies: "list[Reply]", reports: "list[BlendReport]", compare: bool, json: bool) -> None:
