@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.hf-blend-installed
 PYTEST_ARGS ?=
 # setup.cfg has -ra: pytest ends with the reason of every skip, and their count in its last line
-COVERED := cache blend rotary selectors store
+COVERED := attention blend cache choice hooks layers masks plan realign rotary rows selectors store
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart test test-slow check bench eval
