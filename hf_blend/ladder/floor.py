@@ -16,6 +16,7 @@ The floor is the largest difference over all ways, prompts and rows: more rows t
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -170,6 +171,11 @@ def attending(model: nn.Module, implementation: str) -> Iterator[None]:
         model.set_attn_implementation(before)
 
 
+def kv_of(cache: Any) -> list[KV]:
+    """(K, V) of each layer of a cache, `[batch, kv_heads, tokens, head_dim]`; not copied."""
+    return [(layer.keys, layer.values) for layer in cache.layers]
+
+
 def distance(one: Tensor, other: Tensor) -> float:
     """Largest absolute difference of two tensors of one shape; NaN counts as infinite."""
     if one.shape != other.shape:
@@ -184,6 +190,6 @@ def _apart(one: Sequence[KV], other: Sequence[KV]) -> float:
     return max(distance(a, b) for pair in zip(one, other, strict=True) for a, b in zip(*pair, strict=True))
 
 
-def _cut(logits: Tensor, cache: object, row: int, tokens: int) -> Prefill:
-    layers = tuple((layer.keys[row, :, -tokens:], layer.values[row, :, -tokens:]) for layer in cache.layers)
+def _cut(logits: Tensor, cache: Any, row: int, tokens: int) -> Prefill:
+    layers = tuple((keys[row, :, -tokens:], values[row, :, -tokens:]) for keys, values in kv_of(cache))
     return Prefill(logits[row, -tokens:], layers)

@@ -8,7 +8,7 @@ from transformers import DynamicCache
 
 from ..prompt import Prompt
 from .base import Outcome, Rung
-from .floor import device_of, distance
+from .floor import device_of, distance, kv_of
 from .subject import Blended, Subject
 
 
@@ -42,11 +42,12 @@ def _continued(subject: Subject, prompt: Prompt, stock: DynamicCache) -> Tensor:
     if prompt.prefix:
         alone, tokens = DynamicCache(), len(prompt.prefix + prompt.chunks[0])
         _run(subject, prompt.prefix, alone)
-        for whole, part in zip(stock.layers, alone.layers, strict=True):
-            forgotten = tokens - whole.keys.shape[2]  # outside of the window
+        for whole, part in zip(kv_of(stock), kv_of(alone), strict=True):
+            forgotten = tokens - whole[0].shape[2]  # outside of the window
             kept = max(0, len(prompt.prefix) - forgotten)
             if kept:
-                whole.keys[:, :, :kept], whole.values[:, :, :kept] = part.keys[:, :, -kept:], part.values[:, :, -kept:]
+                for states, sink in zip(whole, part, strict=True):
+                    states[:, :, :kept] = sink[:, :, -kept:]
     return _run(subject, prompt.question, stock)
 
 
@@ -57,9 +58,6 @@ def _run(subject: Subject, ids: tuple[int, ...], cache: DynamicCache) -> Tensor:
 
 def _apart(got: Blended, logits: Tensor, stock: DynamicCache) -> float:
     pairs = [(got.logits, logits)]
-    for mine, layer in zip(got.layers, stock.layers, strict=True):
-        pairs += [
-            (one[:, :, -layer.keys.shape[2] :], other)
-            for one, other in zip(mine, (layer.keys, layer.values), strict=True)
-        ]
+    for mine, kept in zip(got.layers, kv_of(stock), strict=True):
+        pairs += [(one[:, :, -other.shape[2] :], other) for one, other in zip(mine, kept, strict=True)]
     return max(distance(*pair) for pair in pairs)

@@ -21,7 +21,7 @@ from ..rotary.tables import Table
 from ..selectors.base import KV
 from ..store import ChunkStore
 from ..store.chunk import ChunkKV
-from .floor import Floor, Prefill, device_of, measure_floor, placed, prefill
+from .floor import Floor, Prefill, device_of, kv_of, measure_floor, placed, prefill
 
 FLOAT32_LOGITS = 1e-5  # asked of float32 even where the floor is lower
 LENGTHS = (((17, 23, 31), 9), ((29, 12), 14), ((20, 20, 11, 8), 6))  # chunks and question of each request, in tokens
@@ -50,7 +50,7 @@ class Blended:
     @property
     def layers(self) -> list[KV]:
         """(K, V) of each layer, `[batch, kv_heads, tokens, head_dim]`."""
-        return [(layer.keys, layer.values) for layer in self.cache.layers]
+        return kv_of(self.cache)
 
 
 class Subject:
@@ -100,7 +100,7 @@ class Subject:
 
     def inputs(self, cache: BlendCache, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
         """Announce prompts to a cache, and give what the model is called with: ids, mask and positions."""
-        pieces = {"prefix": [p.prefix for p in prompts], "chunks": [p.chunks for p in prompts]}
+        pieces: dict[str, Any] = {"prefix": [p.prefix for p in prompts], "chunks": [p.chunks for p in prompts]}
         return placed(self.model, cache.inputs(None, **pieces, question=[p.question for p in prompts]))
 
     @torch.no_grad()

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from ..anatomy import decoder_layers
+from ..cache import BlendCache
 from .base import Outcome, Rung, violations
 from .floor import distance
 from .subject import Subject
@@ -35,7 +36,7 @@ class UntouchedAfterError(Rung):
         return violations(wrong)
 
 
-def _burst(subject: Subject, cache: object, layer: nn.Module, index: int) -> list[str]:
+def _burst(subject: Subject, cache: BlendCache, layer: nn.Module, index: int) -> list[str]:
     """Run a request into an exception; gives back what was wrong on the way."""
     hooks: list[int] = []
 

@@ -56,11 +56,12 @@ def load_model(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu
     from transformers import AutoModelForCausalLM
 
     try:
-        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
     except ValueError as error:
         raise UnsupportedModelError(
             f"{name} does not load as a causal language model: {_short(error)} Blending needs a decoder-only model."
         ) from error
+    return model.to(device).eval()
 
 
 def tiny_types() -> list[str]:
@@ -139,7 +140,7 @@ def _tiny_config(model_type: str, fields: dict[str, Any]) -> Any:
 
 def _shrunk(default: Any) -> dict[str, Any]:
     """Small values for those fields that a config has; its inner configs likewise."""
-    found = {
+    found: dict[str, Any] = {
         name: value for name, value in FIELDS.items()
         if getattr(default, name, None) is not None and not isinstance(getattr(type(default), name, None), property)
     }  # fmt: skip
