@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole of it: store the KV of documents once, then answer over them inside stock `generate`.
 
-    python examples/rag.py
+Run it with `python examples/rag.py`.
 """
 
 import tempfile
