@@ -93,9 +93,11 @@ def test_a_layer_that_caches_something_else_is_named_with_what_it_left(tiny_mode
 def test_a_capture_that_ends_in_the_middle_of_another_call_does_no_harm(tiny_model):
     model = tiny_model()
     layer, recording = decoder_layers(model)[1], _recorded_tables(decoder_layers(model), DynamicCache())
-    handle = layer.register_forward_pre_hook(lambda *_: recording.__exit__(None, None, None))
+    ended = []
+    handle = layer.register_forward_pre_hook(lambda *_: ended.append(recording.__exit__(None, None, None)))
     tables = recording.__enter__()
     model(torch.tensor([CHUNK]), past_key_values=DynamicCache())
     handle.remove()
+    assert ended
     assert tables == {}
     assert not layer._forward_pre_hooks
