@@ -48,6 +48,12 @@ def text_config(model: nn.Module) -> Any:
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
+def default_sink(model: nn.Module) -> tuple[int, ...]:
+    """The tokens behind which chunks are computed unless others are asked for: the model's BOS, if it has just one."""
+    bos = getattr(text_config(model), "bos_token_id", None)
+    return (bos,) if isinstance(bos, int) else ()
+
+
 def kv_groups(layer: nn.Module) -> int:
     """How many query heads share a key head in a layer, where transformers repeats the keys for them; else 1."""
     return next(

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from . import plugins
-from .anatomy import LayerCall, decoder_layers, text_config
+from .anatomy import LayerCall, decoder_layers, default_sink, text_config
 from .blend import Fusor
 from .capture import Capture, capture
 from .choice import Chooser
@@ -32,7 +32,7 @@ from .flops import layer_costs
 from .hooks import Entry
 from .layers import BlendLayer
 from .plan import Plan, Planner
-from .prompt import Prompt, PromptBatch, batch, build_all
+from .prompt import PromptBatch, batch, build_all, check_lengths
 from .realign import Realigner
 from .report import BlendReport
 from .store import ChunkStore
@@ -67,7 +67,7 @@ class BlendCache(Cache):
             self.config.selector_options, seed=self.config.seed
         )
         self.model, self.store = model, store
-        self.sink_ids = _sink(model) if self.config.sink_ids is None else self.config.sink_ids
+        self.sink_ids = default_sink(model) if self.config.sink_ids is None else self.config.sink_ids
         self.report = BlendReport(self.config.recompute_ratio)
         self._styles = ensure_trusted(model, BlendCache, self.config.allow_unverified)
         self._entry = Entry(self, model, decoder_layers(model))
@@ -93,8 +93,7 @@ class BlendCache(Cache):
             PromptError: a piece is empty, the pieces of a batch differ in number, or a prompt does not fit the model.
         """
         prompts = build_all(tokenizer, prefix, chunks, question)
-        for prompt in prompts:
-            self._check_length(prompt)
+        check_lengths(prompts, super().get_seq_length(), text_config(self.model))
         pad_id = getattr(tokenizer, "pad_token_id", None)
         self._expected = batch(prompts, 0 if pad_id is None else pad_id)
         device = self.model.get_input_embeddings().weight.device
@@ -252,18 +251,3 @@ class BlendCache(Cache):
             )
         positions = (mask.long().cumsum(-1) - 1).clamp_min(0)
         return capture(self.model, ids, positions, mask)
-
-    def _check_length(self, prompt: Prompt) -> None:
-        longest = getattr(text_config(self.model), "max_position_embeddings", None)
-        tokens = super().get_seq_length() + len(prompt.ids)
-        if longest is not None and tokens > longest:
-            raise PromptError(
-                f"the prompt has {tokens} tokens, but the model has {longest} positions. Leave chunks out or shorten "
-                "them."
-            )
-
-
-def _sink(model: nn.Module) -> tuple[int, ...]:
-    """The model's BOS, if it has exactly one."""
-    bos = getattr(text_config(model), "bos_token_id", None)
-    return (bos,) if isinstance(bos, int) else ()

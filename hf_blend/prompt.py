@@ -172,3 +172,22 @@ def build_all(tokenizer: Any, prefix: Any, chunks: Sequence[Any], question: Any)
             "prefixes. Give each question its own list of chunks."
         )
     return [build(tokenizer, *pieces) for pieces in zip(prefixes, chunks, question, strict=True)]
+
+
+def check_lengths(prompts: Sequence[Prompt], held: int, config: Any) -> None:
+    """Refuse a prompt that does not fit the model.
+
+    Args:
+        prompts: the requests.
+        held: tokens that the cache holds already.
+        config: of the text model.
+
+    Raises:
+        PromptError: a prompt reaches past the model's positions.
+    """
+    longest = getattr(config, "max_position_embeddings", None)
+    tokens = held + max(len(prompt.ids) for prompt in prompts)
+    if longest is not None and tokens > longest:
+        raise PromptError(
+            f"the prompt has {tokens} tokens, but the model has {longest} positions. Leave chunks out or shorten them."
+        )

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from torch import nn
 
+from ..anatomy import default_sink
 from ..errors import ConfigError, PromptError, StoreError, suggest
 from .catalog import Catalog
 from .chunk import ChunkKey, ChunkKV
@@ -166,7 +167,7 @@ class ChunkStore:
         if isinstance(chunks, str):
             raise PromptError(f"chunks is the text {chunks!r:.60}, wanted a list of chunks. Write [text].")
         identity = fingerprint(model)
-        sink = _default_sink(model) if sink_ids is None else tuple(sink_ids)
+        sink = default_sink(model) if sink_ids is None else tuple(sink_ids)
         keys = [ChunkKey(identity, sink, tokenize(tokenizer, chunk), self.namespace) for chunk in chunks]
         for key in dict.fromkeys(keys):
             if not self.contains(key):
@@ -250,10 +251,8 @@ class ChunkStore:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def __bool__(self) -> bool:
+        return True  # an empty store is a store: `store or other` must not drop it
+
     def __len__(self) -> int:
         return len(self._catalog.items())
-
-
-def _default_sink(model: nn.Module) -> tuple[int, ...]:
-    bos = getattr(model.config.get_text_config(decoder=True), "bos_token_id", None)
-    return () if bos is None else (bos,)

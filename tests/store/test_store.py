@@ -19,9 +19,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_blend.anatomy import default_sink
 from hf_blend.errors import ConfigError, PromptError, StoreError
 from hf_blend.store import ChunkKey, ChunkStore
-from hf_blend.store import store as store_module
 from hf_blend.store.tiers import files as files_module
 from hf_blend.store.tiers.memory import MemoryTier, default_memory_bytes
 
@@ -641,11 +641,12 @@ def test_add_refuses_a_text_where_a_list_is_wanted(tiny_model, opened):
         opened().add(tiny_model("llama"), Tokenizer(), "abc")
 
 
-def test_a_model_without_bos_gets_no_sink():
+def test_a_model_without_bos_gets_no_sink_and_an_empty_store_is_true():
     class Config:
         bos_token_id = None
 
         def get_text_config(self, decoder):
             return self
 
-    assert store_module._default_sink(type("Model", (), {"config": Config()})) == ()
+    assert default_sink(type("Model", (), {"config": Config()})) == ()
+    assert ChunkStore.open("memory://")
