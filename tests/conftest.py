@@ -34,7 +34,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 @pytest.fixture(autouse=True, scope="session")
 def two_threads() -> None:
     """Use the same number of threads everywhere, so that timings and sums do not depend on the machine."""
-    torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
+    torch.set_num_threads(1)
 
 
 def build_tiny_model(
