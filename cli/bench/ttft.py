@@ -1,12 +1,12 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Measure speed on this machine, as ratios taken in one run."""
+"""Time to the first token."""
 
 from typing import Annotated, Any
 
 import typer
 
-from .output import Json, say, show
+from ..output import Json, say, show
 
 __all__ = ["ttft"]
 
