@@ -15,6 +15,9 @@ from .version import __version__
 if TYPE_CHECKING:
     from .cache import BlendCache
     from .config import BlendConfig
+    from .context.context_shift import ShiftCache
+    from .context.self_extend import self_extend
+    from .context.sequence_cache import SequenceCache
     from .errors import (
         ConfigError,
         HfBlendError,
@@ -35,12 +38,22 @@ __all__ = [
     "MissingExtraError",
     "PluginNotFoundError",
     "PromptError",
+    "SequenceCache",
+    "ShiftCache",
     "StoreError",
     "UnsupportedModelError",
     "__version__",
+    "self_extend",
 ]
 
-_HOMES = {"BlendCache": "cache", "BlendConfig": "config", "ChunkStore": "store"}  # the others live in errors
+_HOMES = {  # the others live in errors
+    "BlendCache": "cache",
+    "BlendConfig": "config",
+    "ChunkStore": "store",
+    "SequenceCache": "context.sequence_cache",
+    "ShiftCache": "context.context_shift",
+    "self_extend": "context.self_extend",
+}
 
 _root = Path(__file__).resolve().parent.parent
 if (_root / "setup.cfg").is_file():  # a source checkout, not site-packages

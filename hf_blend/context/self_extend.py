@@ -1,0 +1,192 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Self-Extend: plain attention to near tokens, grouped positions for far ones, so that no distance is untrained.
+
+    with self_extend(model):
+        model.generate(**inputs, max_new_tokens=64)
+
+A key at distance of at least the window is seen as if positions were divided by the group size, rounding down; the
+queries are moved by window - window // group, so that the two scales meet at the window's edge (Jin et al. 2024,
+arXiv 2401.01325, equations 3 and 4). Keys and queries are turned from where the model has put them, by the model's own
+tables. Inside the block the model computes eager attention; outside, nothing of this is left.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import eager_mask
+
+from ..anatomy import kv_groups, text_config
+from ..errors import ConfigError, UnsupportedModelError
+from ..rotary.base import RotaryStyle, compose
+from .sequence_cache import has_windows
+from .tables import TableSource
+
+NAME = "hf_blend_self_extend"
+EXTENSION = 4  # times the trained length, where nothing else is asked for
+UNKNOWN_ARGUMENTS = ("sliding_window", "softcap", "s_aux", "position_bias")  # that change attention in some family
+
+_active: ContextVar["Extension"] = ContextVar("self_extend")
+
+
+@dataclass(frozen=True)
+class Extension:
+    """How far tokens are seen.
+
+    Attributes:
+        source: the model's rotary tables.
+        window_tokens: keys nearer than this keep their distance.
+        group_tokens: this many neighbouring far positions count as one.
+    """
+
+    source: TableSource
+    window_tokens: int
+    group_tokens: int
+
+
+@contextmanager
+def self_extend(
+    model: nn.Module,
+    *,
+    trained_tokens: int | None = None,
+    max_tokens: int | None = None,
+    window_tokens: int | None = None,
+    group_tokens: int | None = None,
+) -> Iterator[Extension]:
+    """Let a model attend beyond its trained length while the block runs.
+
+    Args:
+        model: a causal language model with rotary positions and full attention in every layer.
+        trained_tokens: the longest prompt it was trained on; None is its `max_position_embeddings`.
+        max_tokens: the longest prompt that is wanted; None is four times the trained length.
+        window_tokens: keys nearer than this keep their distance; None is half of the trained length.
+        group_tokens: far positions are divided by this; None is the least with which `max_tokens` stays within the
+            trained length.
+
+    Yields:
+        What was chosen.
+
+    Raises:
+        ConfigError: a number is out of range, or no group is large enough.
+        UnsupportedModelError: the model has windows of its own, or keys that cannot be moved.
+    """
+    extension = _extension(model, trained_tokens, max_tokens, window_tokens, group_tokens)
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, eager_mask)
+    config = text_config(model)
+    before = config._attn_implementation_internal
+    token = _active.set(extension)
+    try:
+        config._attn_implementation_internal = NAME
+        yield extension
+    finally:
+        config._attn_implementation_internal = before
+        _active.reset(token)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """The attention function of transformers, with two scales of distance.
+
+    Args:
+        module: the attention module.
+        query: `[batch, heads, rows, head_dim]`, rotated for the rows' positions.
+        key: `[batch, kv_heads, keys, head_dim]`, rotated likewise.
+        value: `[batch, kv_heads, keys, value_dim]`.
+        attention_mask: 0 or the least number of the dtype, `[batch, 1, rows, keys]`.
+        scaling: of the scores.
+        dropout: share of the weights that is dropped.
+        **kwargs: refused where they change attention in a way that is not known here.
+
+    Returns:
+        `[batch, rows, heads, value_dim]`, and the weights.
+    """
+    extension = _active.get()
+    _refuse_arguments(module, kwargs)
+    positions = _positions(attention_mask)
+    rows = positions[:, -query.shape[2] :]
+    window, group = extension.window_tokens, extension.group_tokens
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    far_query = _moved(extension.source, layer, query, rows, rows // group + window - window // group)
+    far_key = _moved(extension.source, layer, key, positions, positions // group)
+    groups = kv_groups(module)
+    near = query @ key.repeat_interleave(groups, 1).transpose(2, 3)
+    far = far_query @ far_key.repeat_interleave(groups, 1).transpose(2, 3)
+    is_near = (rows[:, :, None] - positions[:, None, :] < window)[:, None]
+    scores = torch.where(is_near, near, far) * scaling + attention_mask
+    weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
+    output = weights @ value.repeat_interleave(groups, 1)
+    return output.transpose(1, 2).contiguous(), weights
+
+
+def _extension(
+    model: nn.Module, trained: int | None, longest: int | None, window: int | None, group: int | None
+) -> Extension:
+    if has_windows(model):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} attends within windows of its own in some layers, which sees no far tokens to "
+            "group. Self-Extend needs full attention in every layer."
+        )
+    trained = trained or getattr(text_config(model), "max_position_embeddings", None)
+    if trained is None or trained < 2:
+        raise ConfigError(f"the trained length is {trained}, wanted 2 or more. Pass trained_tokens.")
+    longest = longest or EXTENSION * trained
+    window = trained // 2 if window is None else window
+    if not 1 <= window < trained:
+        raise ConfigError(f"window_tokens is {window}, wanted 1 to {trained - 1}, below the trained length.")
+    if group is None:
+        group = max(1, math.ceil((longest - window) / (trained - window)))
+    if group < 1:
+        raise ConfigError(f"group_tokens is {group}, wanted a whole number from 1 on.")
+    return Extension(TableSource.of(model), window, group)
+
+
+def _refuse_arguments(module: nn.Module, kwargs: dict[str, Any]) -> None:
+    for name in UNKNOWN_ARGUMENTS:
+        if kwargs.get(name) is not None:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} attends with {name}, which Self-Extend does not know. Use it with a model "
+                "of plain softmax attention."
+            )
+
+
+def _positions(mask: Tensor) -> Tensor:
+    """Positions of the keys, `[batch, keys]`: padding, which the last row does not see, does not count."""
+    seen = mask[:, 0, -1] == 0
+    return (seen.long().cumsum(-1) - 1).clamp_min(0)
+
+
+def _moved(source: TableSource, layer: int, states: Tensor, old: Tensor, new: Tensor) -> Tensor:
+    """Queries or keys `[batch, heads, tokens, head_dim]` turned from old to new positions, `[batch, tokens]` each."""
+    moved = torch.empty_like(states)
+    style = source.styles[layer]
+    for row in range(states.shape[0]):
+        turn = _turn(source, layer, style, old[row], new[row])
+        if turn is None:
+            moved[row] = states[row]
+        else:
+            style.move(states[row], turn, out=moved[row])
+    return moved
+
+
+def _turn(
+    source: TableSource, layer: int, style: type[RotaryStyle], old: Tensor, new: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    before, after = source.tables(old)[layer], source.tables(new)[layer]
+    return None if before is None or after is None else compose(style, before, after)

@@ -1,0 +1,116 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Self-Extend computes what the paper's equations say, and nothing of it is left behind."""
+
+import math
+
+import pytest
+import torch
+
+from hf_blend import ConfigError, UnsupportedModelError, self_extend
+from hf_blend.ladder.zoo import tiny_model
+
+WINDOW, GROUP = 8, 4
+TOLERANCE = 2e-5
+MODEL = tiny_model("llama", num_hidden_layers=1)
+
+
+def prompt(tokens, seed=0):
+    return torch.randint(3, 100, (1, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def rotated(states, positions):
+    """Llama's rotation, written out: `[heads, tokens, width]` at `[tokens]`."""
+    half = states.shape[-1] // 2
+    angles = positions[:, None] * 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+    first, second = states[..., :half].double(), states[..., half:].double()
+    return torch.cat([first * angles.cos() - second * angles.sin(), first * angles.sin() + second * angles.cos()], -1)
+
+
+def by_hand(model, ids):
+    """Logits of a model of one layer, with distances as in equations 3 and 4 of the paper."""
+    block, config = model.model.layers[0], model.config
+    hidden = block.input_layernorm(model.model.embed_tokens(ids))[0]
+    attention, places = block.self_attn, torch.arange(ids.shape[1])
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+    query, key, value = (
+        part(hidden).view(ids.shape[1], -1, config.head_dim).transpose(0, 1) for part in projections
+    )
+    groups = config.num_attention_heads // config.num_key_value_heads
+    key, value = key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)
+    near = rotated(query, places) @ rotated(key, places).transpose(1, 2)
+    far_places = places // GROUP + WINDOW - WINDOW // GROUP
+    far = rotated(query, far_places) @ rotated(key, places // GROUP).transpose(1, 2)
+    distance = places[:, None] - places[None]
+    scores = torch.where(distance < WINDOW, near, far) / math.sqrt(config.head_dim)
+    weights = scores.masked_fill(distance < 0, -math.inf).softmax(-1)
+    mixed = (weights @ value.double()).float().transpose(0, 1).reshape(ids.shape[1], -1)
+    hidden = model.model.embed_tokens(ids)[0] + attention.o_proj(mixed)
+    hidden = hidden + block.mlp(block.post_attention_layernorm(hidden))
+    return model.lm_head(model.model.norm(hidden))
+
+
+@torch.no_grad()
+def test_attention_is_that_of_the_equations():
+    ids = prompt(40)
+    with self_extend(MODEL, trained_tokens=16, window_tokens=WINDOW, group_tokens=GROUP):
+        got = MODEL(ids).logits[0]
+    assert float((got - by_hand(MODEL, ids)).abs().max()) <= TOLERANCE
+    assert float((MODEL(ids).logits[0] - got).abs().max()) > 100 * TOLERANCE
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "cohere", "gpt_neox", "qwen3"])
+def test_groups_of_one_change_nothing(name):
+    model, ids = tiny_model(name), prompt(40)
+    wanted = model(ids).logits
+    with self_extend(model, trained_tokens=16, group_tokens=1):
+        got = model(ids).logits
+    assert float((got - wanted).abs().max()) <= TOLERANCE * float(wanted.abs().max())
+
+
+@torch.no_grad()
+def test_the_model_is_as_before_after_the_block_and_after_an_exception():
+    ids = prompt(40)
+    before, implementation = MODEL(ids).logits, MODEL.config._attn_implementation
+    with pytest.raises(IndexError), self_extend(MODEL, trained_tokens=16):
+        MODEL(ids + 1000)
+    assert MODEL.config._attn_implementation == implementation
+    assert torch.equal(MODEL(ids).logits, before)
+
+
+@torch.no_grad()
+def test_decoding_and_padding_give_what_one_forward_gives():
+    ids = prompt(48)
+    padded = torch.cat([torch.zeros((1, 5), dtype=torch.long), ids], 1)
+    mask = torch.cat([torch.zeros((1, 5), dtype=torch.long), torch.ones_like(ids)], 1)
+    with self_extend(MODEL, trained_tokens=16, window_tokens=WINDOW, group_tokens=GROUP):
+        whole = MODEL(ids).logits[0, 40:]
+        first = MODEL(ids[:, :40], use_cache=True)
+        rest = MODEL(ids[:, 40:], past_key_values=first.past_key_values).logits[0]
+        places = (mask.cumsum(-1) - 1).clamp_min(0)
+        beside = MODEL(padded, attention_mask=mask, position_ids=places).logits[0, 45:]
+    assert float((rest - whole).abs().max()) <= TOLERANCE
+    assert float((beside - whole).abs().max()) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("trained", "longest", "window", "group"), [(64, 256, 32, 7), (64, 64, 32, 1), (100, 300, 50, 5)]
+)
+def test_the_least_group_that_keeps_far_tokens_within_the_trained_length(trained, longest, window, group):
+    with self_extend(MODEL, trained_tokens=trained, max_tokens=longest) as extension:
+        assert (extension.window_tokens, extension.group_tokens) == (window, group)
+    assert (longest - 1) // group + window - window // group < trained + 1
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"window_tokens": 0}, {"window_tokens": 64}, {"group_tokens": 0}, {"trained_tokens": 1}]
+)
+def test_numbers_out_of_range_are_refused(wrong):
+    with pytest.raises(ConfigError), self_extend(MODEL, **{"trained_tokens": 64, **wrong}):
+        pass
+
+
+def test_models_with_windows_of_their_own_are_refused():
+    with pytest.raises(UnsupportedModelError, match="windows"), self_extend(tiny_model("gemma3_text")):
+        pass

@@ -1,0 +1,275 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""A sequence cache holds the keys that a direct computation at its positions gives, and leaves the model alone."""
+
+import gc
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import DynamicCache, TextIteratorStreamer
+
+from hf_blend.capture import capture
+from hf_blend.context.context_shift import ShiftCache
+from hf_blend.context.sequence_cache import SequenceCache
+from hf_blend.errors import ConfigError, PromptError, UnsupportedModelError
+from hf_blend.ladder.zoo import tiny_model
+
+FAMILIES = ("llama", "gpt_neox", "cohere2", "gemma3_text")
+TOLERANCE = 1e-5
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 128}
+MODELS = {name: tiny_model(name) for name in FAMILIES}
+
+
+def prompt(tokens, seed=0):
+    return torch.randint(3, 100, (1, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def filled(model, tokens=24):
+    cache = SequenceCache(model)
+    with torch.no_grad(), cache:
+        model(prompt(tokens), past_key_values=cache)
+    return cache
+
+
+def direct(model, cache):
+    """Layer-0 K and V, which do not depend on context, computed at the positions of the active sequence."""
+    ids, positions = torch.tensor([cache.tokens()]), torch.tensor([cache.positions()])
+    return capture(model, ids, positions).layers[0]
+
+
+def apart(got, wanted):
+    return float((got - wanted).abs().max()) if got.numel() else 0.0
+
+
+MOVES = st.lists(
+    st.one_of(
+        st.tuples(st.just("remove"), st.just(0), st.integers(0, 20), st.integers(0, 40)),
+        st.tuples(st.just("shift"), st.just(0), st.integers(0, 20), st.none(), st.integers(-8, 30)),
+        st.tuples(st.just("divide"), st.just(0), st.integers(0, 20), st.none(), st.integers(1, 3)),
+        st.tuples(st.just("copy"), st.just(0), st.just(1)),
+    ),
+    max_size=6,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(MOVES, st.sampled_from(["llama", "gpt_neox"]))
+def test_keys_after_any_program_are_those_of_a_direct_computation(program, name):
+    model = MODELS[name]
+    cache = filled(model)
+    for operation, *arguments in program:
+        getattr(cache, operation)(*arguments)
+    cache.compact()
+    if cache.get_seq_length():
+        for got, wanted in zip((cache.layers[0].keys, cache.layers[0].values), direct(model, cache), strict=True):
+            assert apart(got, wanted) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_hundred_shifts_of_one_are_one_shift_of_a_hundred(name):
+    many, once = filled(MODELS[name]), filled(MODELS[name])
+    for _ in range(100):
+        many.shift(0, 0, None, 1)
+        many.compact()
+    once.shift(0, 0, None, 100)
+    once.compact()
+    for one, other in zip(many.layers, once.layers, strict=True):
+        assert torch.equal(one.keys, other.keys)
+        assert torch.equal(one.values, other.values)
+
+
+def test_the_factor_of_yarn_is_applied_once_however_often_keys_move():
+    model = tiny_model("llama", rope_parameters=YARN)
+    cache = filled(model)
+    size = float(cache.layers[0].keys.norm())
+    for _ in range(20):
+        cache.shift(0, 0, None, 3)
+        cache.compact()
+    assert float(cache.layers[0].keys.norm()) == pytest.approx(size, rel=1e-5)
+    assert apart(cache.layers[0].keys, direct(model, cache)[0]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_generate_without_operations_is_plain_generate(name):
+    model, ids = MODELS[name], prompt(20)
+    wanted = model.generate(ids, max_new_tokens=12, do_sample=False)
+    assert torch.equal(model.generate(ids, past_key_values=SequenceCache(model), max_new_tokens=12), wanted)
+
+
+def test_prompt_lookup_decoding_crops_what_was_guessed_wrong():
+    model, ids = MODELS["llama"], prompt(20).repeat(1, 2)
+    wanted = model.generate(ids, max_new_tokens=12, do_sample=False)
+    cache = SequenceCache(model)
+    got = model.generate(ids, past_key_values=cache, max_new_tokens=12, prompt_lookup_num_tokens=3)
+    assert torch.equal(got, wanted)
+
+
+def test_a_sequence_goes_on_as_if_nothing_was_done_to_its_copy():
+    model = MODELS["llama"]
+    cache, alone = filled(model), filled(model)
+    cache.copy(0, 1)
+    cache.use(1)
+    cache.remove(1, 4, 9)
+    cache.shift(1, 9, None, -5)
+    with torch.no_grad(), cache, alone:
+        model(prompt(3, seed=1), past_key_values=cache)
+        cache.use(0)
+        got = model(prompt(5, seed=2), past_key_values=cache).logits
+        wanted = model(prompt(5, seed=2), past_key_values=alone).logits
+    assert apart(got, wanted) <= TOLERANCE
+    pieces = prompt(24)[0, :4], prompt(24)[0, 9:], prompt(3, seed=1)[0]
+    assert cache.tokens(1) == torch.cat(pieces).tolist()
+    assert cache.positions(1) == list(range(22))
+
+
+def test_removing_the_end_of_a_sequence_is_as_if_it_had_never_been_there():
+    model = MODELS["gpt_neox"]
+    cache, short = filled(model, 24), filled(model, 18)
+    cache.remove(0, 18)
+    with torch.no_grad(), cache, short:
+        got = model(prompt(5, seed=2), past_key_values=cache).logits
+        wanted = model(prompt(5, seed=2), past_key_values=short).logits
+    assert apart(got, wanted) <= TOLERANCE
+
+
+def test_forgotten_tokens_free_their_storage():
+    cache = filled(MODELS["llama"], 400)
+    cache.remove(0, 10)
+    cache.compact()
+    assert cache.nbytes < filled(MODELS["llama"], 280).nbytes
+
+
+def test_a_plain_call_with_moved_tokens_is_refused_and_does_no_harm():
+    model = MODELS["llama"]
+    cache = filled(model)
+    cache.remove(0, 2, 5)
+    with pytest.raises(ConfigError, match="with cache"):
+        model(prompt(2), past_key_values=cache)
+    with cache:
+        model(prompt(2), past_key_values=cache)
+    assert cache.positions()[-2:] == [24, 25]
+
+
+def test_holes_are_refused_where_layers_attend_within_windows():
+    model = MODELS["gemma3_text"]
+    cache = filled(model)
+    cache.remove(0, 2, 5)
+    with pytest.raises(ConfigError, match="holes"), cache:
+        model(prompt(2), past_key_values=cache)
+    cache.shift(0, 5, None, -3)
+    with cache:
+        model(prompt(2), past_key_values=cache)
+    assert cache.positions() == list(range(23))
+
+
+def test_several_requests_and_padding_are_refused():
+    model = MODELS["llama"]
+    with pytest.raises(PromptError, match="one request"):
+        model.generate(prompt(6).repeat(2, 1), past_key_values=SequenceCache(model), max_new_tokens=2)
+    assert not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_frequencies_that_depend_on_the_prompt_are_refused(kind):
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8} if kind == "longrope" else {}
+    rope = {**YARN, "rope_type": kind, **factors}
+    with pytest.raises(UnsupportedModelError, match=kind):
+        SequenceCache(tiny_model("llama", rope_parameters=rope))
+
+
+def test_no_hook_is_left_by_generate_or_by_a_cache_that_is_gone():
+    model = MODELS["llama"]
+    model.generate(prompt(8), past_key_values=SequenceCache(model), max_new_tokens=3)
+    assert not model._forward_pre_hooks
+    assert not model._forward_hooks
+    cache = SequenceCache(model)
+    assert not cache.is_compileable
+    del cache
+    gc.collect()
+    assert not model._forward_pre_hooks
+
+
+def test_a_forward_that_fails_leaves_the_cache_as_it_was(monkeypatch):
+    model = MODELS["llama"]
+    cache = filled(model)
+    before = cache.tokens()
+    monkeypatch.setattr(model.model.layers[2].mlp, "forward", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model.generate(torch.cat([prompt(24), prompt(4, 1)], 1), past_key_values=cache, max_new_tokens=2)
+    monkeypatch.undo()
+    assert cache.tokens() == before
+    assert not model._forward_pre_hooks
+    with torch.no_grad(), cache, filled(model) as fresh:
+        got, wanted = (model(prompt(5, 2), past_key_values=one).logits for one in (cache, fresh))
+    assert torch.equal(got, wanted)
+
+
+def turned(keys, delta):
+    """Llama's rotation by a difference of positions, written out."""
+    half = keys.shape[-1] // 2
+    angles = delta * 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+    first, second = keys[..., :half].double(), keys[..., half:].double()
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], -1).float()
+
+
+def test_a_shift_drops_half_and_goes_on_as_a_cache_moved_by_hand():
+    model, ids, more = MODELS["llama"], prompt(40), prompt(2, seed=5)
+    cache, by_hand = ShiftCache(model, window_tokens=40, keep_tokens=4), DynamicCache()
+    with torch.no_grad(), cache:
+        model(ids, past_key_values=cache)
+        got = model(more, past_key_values=cache).logits
+        model(ids, past_key_values=by_hand)
+        for layer in by_hand.layers:
+            layer.keys = torch.cat([layer.keys[:, :, :4], turned(layer.keys[:, :, 22:], -18)], 2)
+            layer.values = torch.cat([layer.values[:, :, :4], layer.values[:, :, 22:]], 2)
+        wanted = model(more, past_key_values=by_hand).logits
+    assert apart(got, wanted) <= 2e-5
+    assert cache.positions() == list(range(24))
+    assert cache.shifts == 1
+
+
+def test_generation_goes_on_past_the_window_in_bounded_memory():
+    model = MODELS["llama"]
+    cache = ShiftCache(model, window_tokens=32, keep_tokens=4)
+    streamer = TextIteratorStreamer(Decoder(), skip_prompt=True)
+    out = model.generate(
+        prompt(10), past_key_values=cache, max_new_tokens=640, min_new_tokens=640, do_sample=True, streamer=streamer
+    )
+    assert out.shape[1] == 650
+    assert cache.get_seq_length() <= 32
+    assert cache.shifts >= 40
+    assert cache.nbytes <= 1.5 * with_room(model, 32)  # K twice: as computed, and as it stands
+    assert cache.tokens()[:4] == prompt(10)[0, :4].tolist()
+    assert cache.tokens()[4:] == out[0, -len(cache.tokens()) + 3 : -1].tolist()
+
+
+class Decoder:
+    """The least that a streamer asks of a tokenizer."""
+
+    def decode(self, ids, **_):
+        return " ".join(map(str, ids))
+
+
+def with_room(model, tokens):
+    """What a plain cache of so many tokens takes, with the spare room of our buffers."""
+    config = model.config
+    return 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * (tokens + 256)
+
+
+def test_a_prompt_longer_than_the_window_is_read_in_parts():
+    model = MODELS["llama"]
+    cache = ShiftCache(model, window_tokens=32)
+    with pytest.raises(PromptError, match="prefill_chunk_size"):
+        model.generate(prompt(100), past_key_values=cache, max_new_tokens=4)
+    model.generate(prompt(100), past_key_values=cache, max_new_tokens=4, prefill_chunk_size=8)
+    assert cache.get_seq_length() <= 32
+    assert cache.tokens()[:4] == prompt(100)[0, :4].tolist()
+
+
+@pytest.mark.parametrize(("window", "keep"), [(8, 7), (8, -1), (1, 0)])
+def test_a_window_without_room_is_refused(window, keep):
+    with pytest.raises(ConfigError, match="keep_tokens"):
+        ShiftCache(MODELS["llama"], window_tokens=window, keep_tokens=keep)

@@ -1,0 +1,142 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Sequence operations against a plain list of (token, position) for each sequence."""
+
+from itertools import count
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_blend.context.cells import Cells
+from hf_blend.errors import ConfigError
+
+SEQUENCES = st.integers(0, 3)
+PLACES = st.integers(-1, 24)
+STOPS = st.none() | PLACES
+OPERATION = st.one_of(
+    st.tuples(st.just("append"), SEQUENCES, st.integers(1, 6)),
+    st.tuples(st.just("remove"), st.none() | SEQUENCES, PLACES, STOPS),
+    st.tuples(st.just("copy"), SEQUENCES, SEQUENCES, PLACES, STOPS),
+    st.tuples(st.just("keep"), SEQUENCES),
+    st.tuples(st.just("shift"), SEQUENCES, PLACES, STOPS, st.integers(-9, 9)),
+    st.tuples(st.just("divide"), SEQUENCES, PLACES, STOPS, st.integers(1, 4)),
+    st.tuples(st.just("crop"), SEQUENCES, st.integers(0, 4)),
+    st.tuples(st.just("compact")),
+)
+
+
+class Plain:
+    """The same operations, one token at a time."""
+
+    def __init__(self):
+        self.rows, self._names = {}, count()
+
+    def row(self, sequence):
+        return self.rows.setdefault(sequence, [])
+
+    def append(self, sequence, tokens):
+        start = max((position for _, position in self.row(sequence)), default=-1) + 1
+        added = [(next(self._names), start + place) for place in range(tokens)]
+        self.row(sequence).extend(added)
+        return added
+
+    def remove(self, sequence, start, stop):
+        for number in list(self.rows) if sequence is None else [sequence]:
+            self.rows[number] = [pair for pair in self.row(number) if not inside(pair[1], start, stop)]
+
+    def copy(self, source, target, start, stop):
+        there = {token for token, _ in self.row(target)}
+        found = [pair for pair in self.row(source) if inside(pair[1], start, stop) and pair[0] not in there]
+        self.row(target).extend(found)
+
+    def keep(self, sequence):
+        self.rows = {sequence: self.row(sequence)}
+
+    def shift(self, sequence, start, stop, delta):
+        moved = [(token, at + delta if inside(at, start, stop) else at) for token, at in self.row(sequence)]
+        self.rows[sequence] = [pair for pair in moved if pair[1] >= 0]
+
+    def divide(self, sequence, start, stop, by):
+        self.rows[sequence] = [
+            (token, at // by if inside(at, start, stop) else at) for token, at in self.row(sequence)
+        ]
+
+    def crop(self, sequence, tokens):
+        row = self.row(sequence)
+        self.rows[sequence] = row[: len(row) - tokens]
+
+
+def inside(position, start, stop):
+    return position >= max(0, start) and (stop is None or position < stop)
+
+
+def run(program):
+    """Run a program on both; gives the cells, the plain model and which token each cell holds."""
+    cells, plain, names = Cells(), Plain(), []
+    for name, *arguments in program:
+        if name == "crop":
+            arguments[1] = min(arguments[1], len(plain.row(arguments[0])))
+        if name == "append":
+            names = names[: cells.count] + [token for token, _ in plain.append(*arguments)]
+            cells.append(*arguments)
+        elif name == "compact":
+            names = [names[cell] for cell in cells.compact().tolist()]
+        else:
+            getattr(plain, name)(*arguments)
+            getattr(cells, name)(*arguments)
+        check(cells, plain, names)
+
+
+def check(cells, plain, names):
+    for sequence in range(4):
+        held, positions = cells.row(sequence)
+        found = list(zip([names[cell] for cell in held.tolist()], positions.tolist(), strict=True))
+        assert found == plain.row(sequence)
+    assert all(cell < cells.count for cell in cells.held().tolist())
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(OPERATION, max_size=25))
+def test_any_program_gives_what_a_plain_list_gives(program):
+    run(program)
+
+
+@pytest.mark.slow
+@settings(max_examples=10_000, deadline=None)
+@given(st.lists(OPERATION, max_size=40))
+def test_ten_thousand_programs_give_what_a_plain_list_gives(program):
+    run(program)
+
+
+def test_after_compaction_the_storage_has_no_hole():
+    cells = Cells()
+    cells.append(0, 10)
+    cells.copy(0, 1, 6)
+    cells.remove(0, 2, 8)
+    assert cells.compact().tolist() == [0, 1, 6, 7, 8, 9]
+    assert cells.count == 6
+    assert cells.row(1)[0].tolist() == [2, 3, 4, 5]
+
+
+def test_a_new_token_goes_behind_the_highest_position():
+    cells = Cells()
+    cells.append(0, 4)
+    cells.shift(0, 2, 3, 7)
+    assert cells.append(0, 2).tolist() == [10, 11]
+
+
+@pytest.mark.parametrize("by", [0, -2])
+def test_positions_are_not_divided_by_less_than_one(by):
+    with pytest.raises(ConfigError, match="from 1 on"):
+        Cells().divide(0, 0, None, by)
+
+
+def test_positions_of_tokens_of_another_sequence_stay():
+    cells = Cells()
+    cells.append(0, 3)
+    cells.copy(0, 1)
+    cells.shift(1, 0, None, 5)
+    assert cells.row(0)[1].tolist() == [0, 1, 2]
+    assert torch.equal(cells.row(0)[0], cells.row(1)[0])
