@@ -24,6 +24,14 @@ class Cells:
         self._rows: dict[int, Row] = {}
         self.count = 0  # cells ever given out and not compacted away
 
+    @classmethod
+    def of(cls, rows: dict[int, Row], storage: Tensor) -> "Cells":
+        """Sequences by number over a storage that has as many cells as `storage` has entries."""
+        cells = cls()
+        cells._rows = {number: (row.clone(), at.clone()) for number, (row, at) in rows.items()}
+        cells.count = len(storage)
+        return cells
+
     def __iter__(self) -> Iterator[int]:
         return iter(sorted(self._rows))
 

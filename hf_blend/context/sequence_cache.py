@@ -23,6 +23,7 @@ from transformers import Cache
 from ..anatomy import decoder_layers, text_config
 from ..errors import ConfigError, PromptError
 from ..rotary.base import compose
+from .cells import Cells
 from .sequence_layer import SequenceLayer
 from .sequence_ops import SequenceOps
 from .steering import Steering
@@ -50,6 +51,7 @@ class SequenceCache(SequenceOps, Cache):
         """
         self.model = model
         self._source = TableSource.of(model)
+        self._device = model.get_input_embeddings().weight.device
         SequenceOps.__init__(self)
         self._origins = torch.empty(0, dtype=torch.long)  # by cell: the position that its key is rotated for
         self._is_laid, self._pending = True, _NOTHING
@@ -94,6 +96,41 @@ class SequenceCache(SequenceOps, Cache):
                 if layer.is_initialized:
                     layer.restore(*layer.stored(kept))
         self._lay()
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything that the cache holds, by name: `ids` and `origins` by cell, `active`, cells and positions of each
+        sequence, and K (rotated for the origins) and V of each layer, `[kv_heads, cells, width]`.
+        """
+        self.compact()
+        found = {"ids": self._ids[: self._cells.count], "origins": self._origins[: self._cells.count]}
+        found["active"] = torch.tensor(self.active)
+        for number in self._cells:
+            found[f"sequence.{number}"] = torch.stack(self._cells.row(number))
+        for index, layer in enumerate(self._sequence_layers):
+            if layer.is_initialized:
+                for part, states in zip("kv", layer.stored(torch.arange(self._cells.count)), strict=True):
+                    found[f"layer.{index}.{part}"] = states.contiguous()
+        return found
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Hold what `state` gave, and nothing else.
+
+        Args:
+            state: of a cache for the same model; its tensors are copied.
+
+        Raises:
+            KeyError: something is missing; the cache is then as it was.
+        """
+        rows = {name: tensor for name, tensor in state.items() if name.startswith("sequence.")}
+        cells = Cells.of({int(name.partition(".")[2]): (row[0], row[1]) for name, row in rows.items()}, state["ids"])
+        layers = [SequenceLayer() for _ in self._sequence_layers]
+        for index, layer in enumerate(layers if cells.count else ()):
+            keys, values = (state[f"layer.{index}.{part}"] for part in "kv")
+            layer.restore(keys.to(self._device), values.to(self._device))
+        active, ids, origins = int(state["active"]), state["ids"].clone(), state["origins"].clone()
+        self.active, self._cells, self._ids, self._origins = active, cells, ids, origins
+        self._sequence_layers, self.layers = layers, [*layers]
+        self._changed()
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -1,0 +1,120 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""A saved session comes back bit for bit, and nothing else ever comes back."""
+
+import copy
+import os
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from hf_blend import SequenceCache, StoreError
+from hf_blend.context.session import load_session, save_session
+from hf_blend.evaluation.bundled import REFERENCE
+from hf_blend.ladder.zoo import tiny_model
+
+SMALL = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8}
+MODEL = tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(REFERENCE)
+
+
+def prompt(tokens, seed=0):
+    return torch.randint(3, 100, (1, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def conversation(model, tokens=20):
+    cache = SequenceCache(model)
+    with torch.no_grad(), cache:
+        model(prompt(tokens), past_key_values=cache)
+        cache.copy(0, 3, 0, tokens // 2)
+        cache.remove(0, 5, 8)
+        cache.shift(0, 8, None, -3)
+        model(prompt(4, 1), past_key_values=cache)
+    return cache
+
+
+def states(cache):
+    return [(name, tensor.clone()) for name, tensor in sorted(cache.state().items())]
+
+
+def same(one, other):
+    return [name for name, _ in one] == [name for name, _ in other] and all(
+        torch.equal(a, b) for (_, a), (_, b) in zip(one, other, strict=True)
+    )
+
+
+@torch.no_grad()
+def test_a_round_trip_is_bit_exact_and_goes_on_the_same(tmp_path, tokenizer):
+    cache, again = conversation(MODEL), SequenceCache(MODEL)
+    size = save_session(cache, tmp_path / "chat", tokenizer)
+    assert size == os.path.getsize(tmp_path / "chat")
+    load_session(again, tmp_path / "chat", tokenizer)
+    assert same(states(cache), states(again))
+    assert again.tokens() == cache.tokens()
+    assert again.positions(3) == cache.positions(3)
+    with cache, again:
+        got, wanted = (MODEL(prompt(5, 2), past_key_values=one).logits for one in (again, cache))
+    assert torch.equal(got, wanted)
+
+
+def test_an_empty_cache_is_a_session_too(tmp_path):
+    save_session(SequenceCache(MODEL), tmp_path / "empty")
+    cache = conversation(MODEL)
+    load_session(cache, tmp_path / "empty")
+    assert cache.get_seq_length() == 0
+    with torch.no_grad(), cache:
+        MODEL(prompt(5), past_key_values=cache)
+    assert cache.tokens() == prompt(5)[0].tolist()
+
+
+def test_every_truncation_and_every_flipped_bit_of_a_small_file_is_refused(tmp_path):
+    model = tiny_model("llama", **SMALL)
+    path = tmp_path / "chat"
+    save_session(conversation(model, 9), path)
+    whole, cache = path.read_bytes(), conversation(model, 12)
+    before = states(cache)
+    damaged = [whole[:length] for length in range(len(whole))]
+    for place in range(len(whole)):
+        damaged.append(whole[:place] + bytes([whole[place] ^ (1 << place % 8)]) + whole[place + 1 :])
+    damaged.append(whole + b"\0")
+    for content in damaged:
+        path.write_bytes(content)
+        with pytest.raises(StoreError):
+            load_session(cache, path)
+    assert same(states(cache), before)
+    path.write_bytes(whole)
+    load_session(cache, path)
+
+
+def other_tokenizer(tokenizer):
+    other = copy.deepcopy(tokenizer)
+    other.add_tokens(["unheard"])
+    return other
+
+
+@pytest.mark.parametrize("name", ["model", "rope", "tokenizer"])
+def test_a_session_of_another_model_tokenizer_or_rope_is_refused_by_name(tmp_path, tokenizer, name):
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    model = {"model": lambda: tiny_model("llama", seed=1), "rope": lambda: tiny_model("llama", rope_parameters=rope)}
+    save_session(conversation(MODEL), tmp_path / "chat", tokenizer)
+    cache = conversation(model.get(name, lambda: MODEL)())
+    before = states(cache)
+    with pytest.raises(StoreError, match=f"another {name}"):
+        load_session(cache, tmp_path / "chat", other_tokenizer(tokenizer) if name == "tokenizer" else tokenizer)
+    assert same(states(cache), before)
+
+
+def test_what_is_no_session_is_refused(tmp_path):
+    cache = SequenceCache(MODEL)
+    (tmp_path / "text").write_text("hello")
+    (tmp_path / "link").symlink_to(tmp_path / "text")
+    for name in ("text", "link", "absent", "."):
+        with pytest.raises(StoreError):
+            load_session(cache, tmp_path / name)
+    with pytest.raises(StoreError, match="cannot be written"):
+        save_session(cache, tmp_path / "no" / "folder")
