@@ -1,0 +1,70 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Say how large a cache gets, from a model's config alone."""
+
+from typing import Annotated, Any
+
+import typer
+
+from .output import Json, show
+
+__all__ = ["size"]
+
+Model = Annotated[str, typer.Argument(help="A path, a hub id, or tiny:TYPE; only its config is read.")]
+Context = Annotated[int, typer.Option(min=1, help="Tokens of prompt and answer together.")]
+Batch = Annotated[int, typer.Option(min=1, help="Requests at once.")]
+Dtype = Annotated[str | None, typer.Option(help="Of K and V, such as bfloat16; the model's own where left out.")]
+
+
+def size(model: Model, context: Context = 32768, batch: Batch = 1, dtype: Dtype = None, json: Json = False) -> None:
+    """Bytes of a cache, and what they would be without grouped heads, without windows, and in int8.
+
+    Examples:
+        hf-blend size tiny:gemma3_text --context 4096
+        hf-blend size tiny:llama --context 131072 --batch 8 --dtype bfloat16 --json
+        hf-blend size meta-llama/Llama-3.1-8B --context 131072  # network
+    """
+    import psutil
+
+    from hf_blend.context.size import cache_size
+
+    found = cache_size(_config(model), context_tokens=context, batch=batch, dtype=_dtype(dtype))
+    free_bytes = psutil.virtual_memory().available
+    document: dict[str, Any] = {
+        "model": model,
+        "context_tokens": context,
+        "batch": batch,
+        "dtype": str(found.dtype).removeprefix("torch."),
+        "layers": len(found.layers),
+        "bytes_per_token": found.bytes_per_token,
+        "cache_bytes": found.nbytes,
+        "without_groups_bytes": found.without_groups_nbytes,
+        "without_windows_bytes": found.without_windows_nbytes,
+        "int8_bytes": found.int8_nbytes,
+        "free_memory_bytes": free_bytes,
+        "requests_that_fit": free_bytes * batch // found.nbytes,
+    }
+    show(document, as_json=json, title=f"cache of {model}")
+
+
+def _config(model: str) -> Any:
+    from hf_blend.ladder.zoo import TINY, tiny_model
+
+    if model.startswith(TINY):
+        return tiny_model(model.removeprefix(TINY)).config
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(model)
+
+
+def _dtype(name: str | None) -> Any:
+    import torch
+
+    from hf_blend.errors import ConfigError, suggest
+
+    if name is None:
+        return None
+    known = ("float32", "bfloat16", "float16", "float8_e4m3fn")
+    if name not in known:
+        raise ConfigError(f"no dtype named {name!r}. {suggest(name, known)}")
+    return getattr(torch, name)

@@ -1,0 +1,173 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""How many bytes a cache takes, from a model's config alone: nothing is loaded.
+
+Which layers there are, and how many tokens each keeps, is asked of transformers' own `DynamicCache`; how wide a token
+is follows from the config. What other ways of keeping it would take is stated beside it: every head of its own (no
+grouping), every layer in full (no windows), int8.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError, UnsupportedModelError
+
+INT8_SCALE_BYTES = 4  # a float32 scale for each token's V, and for each channel's K in a block
+INT8_BLOCK_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class LayerSize:
+    """One decoder layer's part of a cache.
+
+    Attributes:
+        kv_heads: heads that are kept.
+        query_heads: heads that attend.
+        key_width: numbers per head and token in K.
+        value_width: numbers per head and token in V.
+        window_tokens: most tokens that are kept; None for all.
+    """
+
+    kv_heads: int
+    query_heads: int
+    key_width: int
+    value_width: int
+    window_tokens: int | None
+
+    def tokens(self, context: int) -> int:
+        """How many of `context` tokens are kept."""
+        return context if self.window_tokens is None else min(context, self.window_tokens)
+
+    @property
+    def token_width(self) -> int:
+        """Numbers that one token takes."""
+        return self.kv_heads * (self.key_width + self.value_width)
+
+
+@dataclass(frozen=True)
+class CacheSize:
+    """A cache's size for some context and batch."""
+
+    layers: tuple[LayerSize, ...]
+    context_tokens: int
+    batch: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        """What one more token takes while no window is full."""
+        return sum(layer.token_width for layer in self.layers) * self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """What the whole cache takes."""
+        return self._sum(lambda layer: layer.token_width * layer.tokens(self.context_tokens) * self.dtype.itemsize)
+
+    @property
+    def without_windows_nbytes(self) -> int:
+        """What it would take if every layer kept every token."""
+        return self._sum(lambda layer: layer.token_width * self.context_tokens * self.dtype.itemsize)
+
+    @property
+    def without_groups_nbytes(self) -> int:
+        """What it would take if every query head had keys and values of its own."""
+        return self._sum(
+            lambda layer: (
+                layer.token_width
+                // layer.kv_heads
+                * layer.query_heads
+                * layer.tokens(self.context_tokens)
+                * self.dtype.itemsize
+            )
+        )
+
+    @property
+    def int8_nbytes(self) -> int:
+        """What it takes in int8, with scales per channel of K in blocks of 64 tokens and per token of V."""
+        return self._sum(lambda layer: _int8_bytes(layer, layer.tokens(self.context_tokens)))
+
+    def _sum(self, count: Any) -> int:
+        return self.batch * sum(count(layer) for layer in self.layers)
+
+
+def cache_size(config: Any, *, context_tokens: int, batch: int = 1, dtype: torch.dtype | None = None) -> CacheSize:
+    """Compute the size of a cache.
+
+    Args:
+        config: of a decoder-only model, or of one whose text part is meant.
+        context_tokens: prompt and answer together.
+        batch: requests at once.
+        dtype: of K and V; None is the config's.
+
+    Returns:
+        The size, layer by layer.
+
+    Raises:
+        ConfigError: a number is out of range, or the config does not say how wide a token is.
+        UnsupportedModelError: a layer keeps something else than K and V of tokens.
+    """
+    if context_tokens < 1 or batch < 1:
+        raise ConfigError(f"context is {context_tokens} and batch {batch}, but numbers from 1 on are wanted.")
+    text = config.get_text_config(decoder=True)
+    dtype = dtype or getattr(text, "dtype", None) or torch.float32
+    return CacheSize(tuple(_layers(text)), context_tokens, batch, dtype)
+
+
+def _layers(config: Any) -> list[LayerSize]:
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+    kept = DynamicCache(config=config).layers
+    found = []
+    for index, layer in enumerate(kept):
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            if getattr(layer, "is_dummy", False):
+                continue
+            raise UnsupportedModelError(
+                f"layer {index} of a {config.model_type} model keeps a {type(layer).__name__.removesuffix('Layer')} "
+                "state, not K and V of tokens, so its size does not follow from the context. Measure it instead."
+            )
+        window = layer.sliding_window - 1 if layer.is_sliding else None
+        found.append(LayerSize(*_widths(config, index, len(kept)), window))
+    return found
+
+
+def _widths(config: Any, index: int, layers: int) -> tuple[int, int, int, int]:
+    """KV heads, query heads, width of K and of V in a layer."""
+    own = getattr(config, "per_layer_config", None)
+    config = own[index] if own is not None and len(own) == layers else config
+    query_heads = _first(config, "num_attention_heads")
+    latent, rotary = (getattr(config, name, None) for name in ("kv_lora_rank", "qk_rope_head_dim"))
+    if latent and rotary:  # latent attention: one latent for all heads, and one rotated key
+        return 1, query_heads, latent, rotary
+    kind = (getattr(config, "layer_types", None) or [""] * layers)[index]
+    is_global = kind == "full_attention" and getattr(config, "global_head_dim", None)
+    width = config.global_head_dim if is_global else getattr(config, "head_dim", None)
+    width = width or _first(config, "hidden_size") // query_heads
+    return _kv_heads(config, query_heads, bool(is_global)), query_heads, width, width
+
+
+def _kv_heads(config: Any, query_heads: int, is_global: bool) -> int:
+    if is_global and getattr(config, "num_global_key_value_heads", None):
+        return int(config.num_global_key_value_heads)
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+        return 1
+    for name in ("num_key_value_heads", "num_kv_heads"):
+        if getattr(config, name, None):
+            return int(getattr(config, name))
+    return query_heads
+
+
+def _first(config: Any, name: str) -> int:
+    value = getattr(config, name, None)
+    if not value:
+        raise ConfigError(f"the config of a {config.model_type} model has no {name}, so its cache cannot be sized.")
+    return int(value)
+
+
+def _int8_bytes(layer: LayerSize, tokens: int) -> int:
+    blocks = -(-tokens // INT8_BLOCK_TOKENS)
+    scales = layer.key_width * blocks + tokens
+    return layer.kv_heads * (tokens * (layer.key_width + layer.value_width) + INT8_SCALE_BYTES * scales)
