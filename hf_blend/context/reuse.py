@@ -1,0 +1,140 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Reusing a conversation's cache for a prompt that is almost the same: edited, cut, or with something put in.
+
+`fit` is llama.cpp's `--cache-reuse`: the longest common prefix stays, matching runs behind it are moved up to it, and
+nothing is computed for them, so they remember what was cut out. `blended` finds matching runs at any later place too
+and has a share of their tokens recomputed, because they lost, or gained, what stands before them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..cache import BlendCache
+from ..errors import ConfigError
+from ..fingerprint import fingerprint
+from ..store import ChunkStore
+from ..store.chunk import ChunkKey, ChunkKV
+from .sequence_cache import SequenceCache
+from .tables import TableSource
+
+MIN_RUN_TOKENS = 32  # shorter runs are mostly chance, and moving them is not worth what it does to the answer
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What of a prompt a cache holds now: its first `prefix_tokens` exactly, `moved_tokens` behind them as moved."""
+
+    prefix_tokens: int
+    moved_tokens: int
+
+
+def fit(cache: SequenceCache, token_ids: Sequence[int], *, min_run_tokens: int = MIN_RUN_TOKENS) -> Fit:
+    """Let a cache hold as much of a prompt as it can without computing anything.
+
+    Afterwards `generate` with all of `token_ids` and this cache computes only the rest; at least one token is left.
+
+    Args:
+        cache: whose active sequence is changed; it holds the first tokens of the prompt afterwards.
+        token_ids: the new prompt.
+        min_run_tokens: shorter matching runs are not moved.
+
+    Returns:
+        How much was kept and moved.
+    """
+    held, wanted = cache.tokens(), list(token_ids)[:-1]
+    _check(held, min_run_tokens)
+    prefix = _common(held, wanted)
+    place, reader = prefix, prefix  # in the prompt, and in what the cache held
+    while reader < len(held) and place < len(wanted):
+        run = _common(held[reader:], wanted[place:])
+        if run < min_run_tokens:
+            reader += 1
+            continue
+        _close_up(cache, place, reader - (len(held) - cache.get_seq_length()))
+        place, reader = place + run, reader + run
+    cache.crop(place - cache.get_seq_length())
+    return Fit(prefix, place - prefix)
+
+
+def blended(
+    cache: SequenceCache, token_ids: Sequence[int], *, min_run_tokens: int = MIN_RUN_TOKENS, **settings: Any
+) -> BlendCache:
+    """Make a blend cache for a prompt out of what a conversation's cache holds.
+
+    Args:
+        cache: left as it is.
+        token_ids: the new prompt; pass it to `generate` with the cache that is returned.
+        min_run_tokens: shorter matching runs are computed.
+        **settings: fields of `BlendConfig`, such as `recompute_ratio`.
+
+    Returns:
+        A cache that brings the matching runs along: the common prefix exactly, the others blended.
+    """
+    cache.compact()
+    held, wanted = cache.tokens(), list(token_ids)
+    _check(held, min_run_tokens)
+    store = ChunkStore.open("memory://", memory_bytes=1 << 62)  # of this request alone: what is in it saw a context
+    for start, place, tokens in SequenceMatcher(None, held, wanted, autojunk=False).get_matching_blocks():
+        is_prefix = start == place == 0
+        if tokens and (is_prefix or tokens >= min_run_tokens):
+            store.put(chunk_of(cache, start, start + tokens))
+    return BlendCache(cache.model, store, **{**settings, "sink_ids": ()})
+
+
+def chunk_of(cache: SequenceCache, start: int, stop: int) -> ChunkKV:
+    """A part of the active sequence as a chunk. It saw what stood before it: never put it into a shared store.
+
+    Args:
+        cache: laid out, see `SequenceCache.compact`.
+        start: its first token, counted as attention sees them.
+        stop: the token behind its last.
+
+    Returns:
+        Its K, rotated for the positions where it stands, and V, with the tables of these positions.
+    """
+    ids, positions = tuple(cache.tokens()[start:stop]), torch.tensor(cache.positions()[start:stop])
+    tables, layer_table = _distinct(TableSource.of(cache.model), positions)
+    whole = [(layer.keys[0], layer.values[0]) for layer in cache.layers]
+    layers = tuple((keys[:, start:stop].clone(), values[:, start:stop].clone()) for keys, values in whole)
+    return ChunkKV(ChunkKey(fingerprint(cache.model), (), ids), layers, tables, layer_table)
+
+
+def _distinct(source: TableSource, positions: Tensor) -> tuple[tuple[tuple[Tensor, Tensor], ...], tuple[int, ...]]:
+    """The different tables among the layers', in float32, and which layer has which (-1: none)."""
+    found: dict[int, int] = {}
+    tables: list[tuple[Tensor, Tensor]] = []
+    per_layer = source.tables(positions)
+    for table in per_layer:
+        if table is not None and id(table) not in found:
+            found[id(table)] = len(tables)
+            tables.append((table[0].float(), table[1].float()))
+    return tuple(tables), tuple(-1 if table is None else found[id(table)] for table in per_layer)
+
+
+def _close_up(cache: SequenceCache, place: int, start: int) -> None:
+    """Drop what stands between `place` and `start`, both in columns, and move the rest up."""
+    positions = cache.positions()
+    if start > place:
+        cache.remove(cache.active, positions[place], positions[start])
+        cache.shift(cache.active, positions[start], None, positions[place] - positions[start])
+
+
+def _common(held: Sequence[int], wanted: Sequence[int]) -> int:
+    """How many tokens agree from the first on."""
+    pairs = zip(held, wanted, strict=False)
+    return next((place for place, (one, other) in enumerate(pairs) if one != other), min(len(held), len(wanted)))
+
+
+def _check(held: list[int], min_run_tokens: int) -> None:
+    if min_run_tokens < 1:
+        raise ConfigError(f"min_run_tokens is {min_run_tokens}, wanted 1 or more.")
+    if any(token < 0 for token in held):
+        raise ConfigError(
+            "the cache holds tokens whose ids are not known. Fill it through generate() or inside `with cache:`."
+        )
