@@ -4,7 +4,6 @@
 
 import contextlib
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from .chunk import ChunkKey
 from .entry import read_key
 from .header import hash_namespace
 from .index import ContentIndex, IndexRecord, pack_tokens
+from .locks import new_lock
 from .snapshot import load_snapshot, save_snapshot
 from .tiers.base import EntryFault, ObjectStat, Tier
 
@@ -23,59 +23,60 @@ _SAVE_EVERY = 1024  # entries that were read one by one since the index was save
 
 
 class Catalog:
-    """The chunks of one namespace, in memory and in a tier that other processes may write to.
+    """The chunks of one namespace, in memory and in tiers that other processes may write to.
 
     Args:
         namespace: whose chunks.
-        tier: where they are kept, or None.
+        tiers: where they are kept.
         snapshot: where the index itself is kept, or None.
         is_held: says whether a chunk is in memory.
     """
 
     def __init__(
-        self, namespace: str, tier: Tier | None, snapshot: Path | None, is_held: Callable[[str], bool]
+        self, namespace: str, tiers: Sequence[Tier], snapshot: Path | None, is_held: Callable[[str], bool]
     ) -> None:
         self._namespace = namespace
         self._space = hash_namespace(namespace)[:2]
-        self._tier = tier
+        self._tiers = tuple(tiers)
         self._snapshot = snapshot
+        self._saved: dict[str, IndexRecord] | None = None
         self._is_held = is_held
         self._index = ContentIndex()
-        self._seen: frozenset[str] | None = None
-        self._listed: set[str] = set()
-        self._skipped: set[str] = set()
+        self._seen: dict[str, frozenset[str]] = {}
+        self._listed: dict[str, set[str]] = {tier.name: set() for tier in tiers}
+        self._skipped: set[tuple[str, str]] = set()
         self._unsaved = 0
-        self._lock = threading.RLock()
+        self._lock = new_lock()
 
     def name(self, digest: str) -> str:
         """What an entry is called in the tier."""
         return f"{self._space}/{digest[:2]}/{digest}"
 
-    def add(self, key: ChunkKey, stat: ObjectStat, *, listed: bool) -> None:
+    def add(self, key: ChunkKey, stat: ObjectStat, where: Sequence[str]) -> None:
         """Take up a chunk that was just stored.
 
         Args:
             key: of the chunk.
             stat: its size and time.
-            listed: whether it reached the tier.
+            where: names of the tiers that have it.
         """
         with self._lock:
             self._index.add(key.digest, _record(key, stat))
-            if listed:
-                self._list(self.name(key.digest))
+            for tier in where:
+                self._list(tier, self.name(key.digest))
 
-    def forget(self, digest: str) -> None:
-        """Drop a chunk that turned out to be gone, unless it is held in memory."""
+    def forget(self, digest: str, tier: str | None = None) -> None:
+        """Drop a chunk that turned out to be gone from a tier, or from all; it stays known while some place has it."""
         with self._lock:
-            self._listed.discard(self.name(digest))
-            if not self._is_held(digest):
-                self._index.discard(digest)
+            for name in self._listed if tier is None else [tier]:
+                self._listed[name].discard(self.name(digest))
+            self.forget_unlisted(digest)
 
     def forget_unlisted(self, digest: str) -> None:
-        """Drop a chunk that left memory, unless the tier has it."""
+        """Drop a chunk that left memory, unless a tier has it."""
         with self._lock:
-            if self.name(digest) not in self._listed:
-                self.forget(digest)
+            if not self.places(digest) and not self._is_held(digest):
+                self._index.discard(digest)
 
     def find(self, fingerprint: str, sink_ids: Sequence[int], token_ids: Sequence[int]) -> list[tuple[int, int]]:
         """As `ContentIndex.find`, over what is stored now."""
@@ -89,72 +90,78 @@ class Catalog:
             self.refresh()
             return self._index.items()
 
-    def is_listed(self, digest: str) -> bool:
-        """Say whether the tier had a chunk when it was last looked at."""
-        return self.name(digest) in self._listed
+    def places(self, digest: str) -> list[str]:
+        """Names of the tiers that had a chunk when they were last looked at."""
+        return [tier for tier, names in self._listed.items() if self.name(digest) in names]
+
+    def owns(self, name: str) -> bool:
+        """Say whether an object of a tier is a chunk of this namespace that is known."""
+        return name[-64:] in self._index and self.name(name[-64:]) == name
 
     def refresh(self) -> None:
         """Take up what other processes stored or removed; costs next to nothing if they did not."""
-        if self._tier is None:
-            return
-        try:
-            names = self._tier.names(self._space)
-        except OSError as error:
-            logger.info("the entries cannot be listed now (%s)", error)
-            return
-        if names is self._seen:
-            return
-        first, self._seen = self._seen is None, names
-        for name in self._listed - names:
-            self.forget(name[-64:])
-        self._learn_all(names - self._listed - self._skipped, use_snapshot=first)
+        for tier in self._tiers:
+            try:
+                names = tier.names(self._space)
+            except OSError as error:
+                logger.info("the entries of the %s tier cannot be listed now (%s)", tier.name, error)
+                continue
+            if names is not self._seen.get(tier.name):
+                self._seen[tier.name] = names
+                self._take_up(tier, names)
 
     def save(self) -> None:
         """Keep the index for the next opening, if it changed."""
         with self._lock:
             if self._snapshot is not None and self._unsaved:
-                save_snapshot(self._snapshot, [row for row in self._index.items() if self.is_listed(row[0])])
+                save_snapshot(self._snapshot, [row for row in self._index.items() if self.places(row[0])])
                 self._unsaved = 0
 
-    def _learn_all(self, names: frozenset[str], *, use_snapshot: bool) -> None:
-        if not names:
-            return
-        saved = load_snapshot(self._snapshot) if use_snapshot and self._snapshot is not None else {}
-        for name in names:
+    def _take_up(self, tier: Tier, names: frozenset[str]) -> None:
+        listed = self._listed[tier.name]
+        for name in listed - names:
+            self.forget(name[-64:], tier.name)
+        new = names - listed
+        if new and self._saved is None:
+            self._saved = load_snapshot(self._snapshot) if self._snapshot is not None else {}
+        for name in new:
             digest = name[-64:]
-            if digest in saved:
-                self._index.add(digest, saved[digest])
-                self._listed.add(name)
-            else:
-                self._learn(name)
+            record = (self._saved or {}).get(digest)
+            if digest not in self._index and record is not None:
+                self._index.add(digest, record)
+            if digest in self._index:
+                listed.add(name)
+            elif (tier.name, name) not in self._skipped:
+                self._learn(tier, name)
+        self._saved = {}  # what appears later is newer than the snapshot
         if self._unsaved >= _SAVE_EVERY:
             self.save()
 
-    def _learn(self, name: str) -> None:
+    def _learn(self, tier: Tier, name: str) -> None:
         """Read which chunk an entry holds; what is not a readable chunk of ours is passed over."""
         try:
-            self._read(name)
+            self._read(tier, name)
         except EntryFault as fault:
             logger.info("%s is not listed (%s)", name, fault)
-            self._skipped.add(name)
+            self._skipped.add((tier.name, name))
         except OSError as error:
             logger.info("%s cannot be read now (%s)", name, error)
-            self._seen = None
+            self._seen.pop(tier.name, None)
 
-    def _read(self, name: str) -> None:
-        source = self._tier.open(name) if self._tier else None
+    def _read(self, tier: Tier, name: str) -> None:
+        source = tier.open(name)
         if source is None:
             return
         with contextlib.closing(source):
             key = read_key(source, self._namespace)
             if self.name(key.digest) != name:
                 raise EntryFault("key", f"it is {key.digest}")
-            self.add(key, source.stat, listed=True)
+            self.add(key, source.stat, [tier.name])
 
-    def _list(self, name: str) -> None:
-        if name not in self._listed:
-            self._listed.add(name)
-            self._skipped.discard(name)
+    def _list(self, tier: str, name: str) -> None:
+        if name not in self._listed[tier]:
+            self._listed[tier].add(name)
+            self._skipped.discard((tier, name))
             self._unsaved += 1
 
 

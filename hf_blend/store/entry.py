@@ -6,6 +6,7 @@ The file holds, in this order: token ids, sink ids, the rotary tables, then keys
 other, so that a layer is one read. Each tensor has its own digest: layers can be read, checked and used one by one.
 """
 
+import hashlib
 import struct
 from collections.abc import Callable
 
@@ -26,11 +27,12 @@ _MAX_IDS = 1 << 24
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def encode_entry(chunk: ChunkKV) -> list[memoryview]:
+def encode_entry(chunk: ChunkKV, secret: bytes | None = None) -> list[memoryview]:
     """Write a chunk as an entry; equal chunks give equal bytes.
 
     Args:
         chunk: on the CPU.
+        secret: signs the entry; its digests are then sha256, which nobody can meet with other bytes.
 
     Returns:
         The bytes in pieces: the header, then each tensor without a copy.
@@ -43,11 +45,11 @@ def encode_entry(chunk: ChunkKV) -> list[memoryview]:
     named = [*ids, *chunk.named_tensors()]
     views = [_bytes_of(tensor) for _, tensor in named]
     plans = tuple(
-        TensorPlan(name, _dtype_name(name, tensor), tuple(tensor.shape), _digest(view))
+        TensorPlan(name, _dtype_name(name, tensor), tuple(tensor.shape), _digest(view, secret))
         for (name, tensor), view in zip(named, views, strict=True)
     )
     header = Header(key.digest, key.fingerprint, hash_namespace(key.namespace), CODEC, chunk.layer_table, plans)
-    return [memoryview(header.encode()), *views]
+    return [memoryview(header.encode(secret)), *views]
 
 
 def read_key(source: Source, namespace: str) -> ChunkKey:
@@ -87,21 +89,23 @@ class EntryReader:
     Args:
         source: an open entry; it stays open, and whoever opened it closes it.
         key: which chunk is wanted.
+        secret: that the entry must be signed with; None accepts only entries that are not signed.
 
     Raises:
-        EntryFault: the header is damaged, or belongs to another chunk.
+        EntryFault: the header is damaged, belongs to another chunk, or was not signed with the secret (auth).
     """
 
-    def __init__(self, source: Source, key: ChunkKey) -> None:
+    def __init__(self, source: Source, key: ChunkKey, secret: bytes | None = None) -> None:
         self._source = source
         self._key = key
-        self.header, data_start = _read_header(source)
+        self._secret = secret
+        self.header, data_start = _read_header(source, secret)
         _check_header(self.header, key)
         self._places: dict[str, tuple[TensorPlan, int]] = {}
         for plan in self.header.tensors:
             self._places[plan.name] = (plan, data_start)
             data_start += plan.nbytes
-        if _read_ids(source, self.header, self._places["token_ids"][1]) != (key.token_ids, key.sink_ids):
+        if self._read_ids() != (key.token_ids, key.sink_ids):
             raise EntryFault("key", "the entry holds other tokens than its key")
 
     def read(self) -> ChunkKV:
@@ -120,7 +124,7 @@ class EntryReader:
 
         def take(name: str) -> Tensor:
             plan, place = self._places[name]
-            return _read_tensor(self._source, plan, place, buffer[place - start : place - start + plan.nbytes])
+            return self._fill(plan, place, buffer[place - start : place - start + plan.nbytes])
 
         layers = tuple(self._pair(take, "layer", place, "k", "v") for place in range(len(self.header.layer_table)))
         tables = tuple(self._pair(take, "table", place, "cos", "sin") for place in range(_table_count(self.header)))
@@ -143,9 +147,29 @@ class EntryReader:
 
         def take(name: str) -> Tensor:
             plan, start = self._places[name]
-            return _read_tensor(self._source, plan, start, _allocate(plan.nbytes))
+            return self._fill(plan, start, _allocate(plan.nbytes))
 
         return self._pair(take, "layer", place, "k", "v")
+
+    def _read_ids(self) -> tuple[tuple[int, ...], ...]:
+        ids = []
+        for name in ("token_ids", "sink_ids"):
+            plan, start = self._places[name]
+            if plan.dtype != "I64":
+                raise EntryFault("format", f"{plan.name} are {plan.dtype}, wanted I64")
+            ids.append(tuple(self._fill(plan, start, _allocate(plan.nbytes)).tolist()))
+        return tuple(ids)
+
+    def _fill(self, plan: TensorPlan, start: int, buffer: Tensor) -> Tensor:
+        """Fill `buffer` and check it while it is still in the processor's cache."""
+        view = memoryview(buffer.numpy())
+        self._source.read_into(start, view)
+        if _digest(view, self._secret) != plan.digest:
+            raise EntryFault("digest", f"{plan.name} is not what was stored")
+        dtype = DTYPES[plan.dtype]
+        if buffer.storage_offset() % dtype.itemsize:
+            buffer = buffer.clone()
+        return buffer.view(dtype).view(plan.shape)
 
     @staticmethod
     def _pair(take: Callable[[str], Tensor], kind: str, place: int, *parts: str) -> tuple[Tensor, Tensor]:
@@ -153,10 +177,10 @@ class EntryReader:
         return first, second
 
 
-def _read_header(source: Source) -> tuple[Header, int]:
+def _read_header(source: Source, secret: bytes | None) -> tuple[Header, int]:
     """The header and where the data begins; nothing is allocated before its size is known to be sane."""
     raw = _read_raw_header(source)
-    header = Header.decode(raw)
+    header = Header.decode(raw, secret)
     excess = source.stat.nbytes - len(raw) - header.nbytes
     if excess:
         reason = "truncated" if excess < 0 else "format"
@@ -211,33 +235,11 @@ def _table_count(header: Header) -> int:
     return sum(plan.name.startswith("table.") for plan in header.tensors) // 2
 
 
-def _read_ids(source: Source, header: Header, start: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    ids = []
-    for plan in header.tensors[:2]:
-        if plan.dtype != "I64":
-            raise EntryFault("format", f"{plan.name} are {plan.dtype}, wanted I64")
-        ids.append(_read_tensor(source, plan, start, _allocate(plan.nbytes)).tolist())
-        start += plan.nbytes
-    return tuple(ids[0]), tuple(ids[1])
-
-
 def _allocate(nbytes: int) -> Tensor:
     try:
         return torch.empty(nbytes, dtype=torch.uint8)
     except RuntimeError as error:  # so torch says that memory is short
         raise MemoryError(str(error)) from error
-
-
-def _read_tensor(source: Source, plan: TensorPlan, start: int, buffer: Tensor) -> Tensor:
-    """Fill `buffer` and check it while it is still in the processor's cache."""
-    view = memoryview(buffer.numpy())
-    source.read_into(start, view)
-    if _digest(view) != plan.digest:
-        raise EntryFault("digest", f"{plan.name} is not what was stored")
-    dtype = DTYPES[plan.dtype]
-    if buffer.storage_offset() % dtype.itemsize:
-        buffer = buffer.clone()
-    return buffer.view(dtype).view(plan.shape)
 
 
 def _dtype_name(name: str, tensor: Tensor) -> str:
@@ -250,5 +252,6 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
 
 
-def _digest(data: memoryview) -> str:
-    return xxhash.xxh3_128_hexdigest(data)
+def _digest(data: memoryview, secret: bytes | None) -> str:
+    """Fast against accidents; where someone may do it on purpose, cryptographic and bound by the signed header."""
+    return xxhash.xxh3_128_hexdigest(data) if secret is None else hashlib.sha256(data).hexdigest()

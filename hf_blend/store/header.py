@@ -8,6 +8,7 @@ padded content cannot pass, and `manifest` (sha256) keeps a changed digit from b
 """
 
 import hashlib
+import hmac
 import json
 import math
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ __all__ = ["DTYPES", "HEADER_CAP_BYTES", "Header", "TensorPlan", "hash_namespace
 FORMAT = "hf_blend.chunk/1"
 PROVENANCE = "isolated"  # computed from the chunk alone; KV cut out of a live request has no way into the store
 HEADER_CAP_BYTES = 1 << 20
+_SIGNED = "hmac-sha256:"
 DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
@@ -72,9 +74,19 @@ class Header:
     layer_table: tuple[int, ...]
     tensors: tuple[TensorPlan, ...]
 
-    def encode(self) -> bytes:
-        """The only form of this header: length and JSON, padded so that the data begins at a multiple of 64 bytes."""
-        rows: dict[str, object] = {"__metadata__": self._metadata()}
+    def encode(self, secret: bytes | None = None) -> bytes:
+        """The only form of this header: length and JSON, padded so that the data begins at a multiple of 64 bytes.
+
+        Args:
+            secret: signs the manifest (HMAC-SHA256).
+
+        Returns:
+            The bytes.
+
+        Raises:
+            StoreError: it would be too large to be read back.
+        """
+        rows: dict[str, object] = {"__metadata__": self._metadata(secret)}
         start = 0
         for plan in self.tensors:
             stop = start + plan.nbytes
@@ -90,25 +102,31 @@ class Header:
         return len(text).to_bytes(8, "little") + text
 
     @classmethod
-    def decode(cls, raw: bytes) -> "Header":
+    def decode(cls, raw: bytes, secret: bytes | None = None) -> "Header":
         """Read a header.
 
         Args:
             raw: length and JSON, as in the file.
+            secret: that it must be signed with; None accepts only a header that is not signed.
 
         Returns:
             The header.
 
         Raises:
-            EntryFault: format, unless `raw` is exactly the canonical form of a header.
+            EntryFault: format, unless `raw` is exactly the canonical form of a header; auth, if it is signed and
+                should not be, or the other way round, or with another secret.
         """
         try:
-            header = cls._from_rows(json.loads(raw[8:]))
-            canonical = header.encode()
+            rows = json.loads(raw[8:])
+            header, signed = cls._from_rows(rows), rows["__metadata__"]["manifest"].startswith(_SIGNED)
+            canonical = header.encode(secret)
         except _MALFORMED as error:
             raise EntryFault("format", f"unreadable header ({type(error).__name__})") from None
-        if canonical != raw:
-            raise EntryFault("format", "the header is not what its content says")
+        if signed != (secret is not None):
+            wanted = "signed" if secret else "unsigned"
+            raise EntryFault("auth", f"the entry is {'' if signed else 'not '}signed, wanted {wanted}", corrupt=False)
+        if not hmac.compare_digest(canonical, raw):
+            raise EntryFault("auth" if secret else "format", "the header is not what its content says")
         return header
 
     @staticmethod
@@ -140,17 +158,17 @@ class Header:
 
     @classmethod
     def _from_rows(cls, rows: dict[str, dict]) -> "Header":
-        metadata = rows.pop("__metadata__")
+        metadata = rows["__metadata__"]
         digests = json.loads(metadata["digests"])
         tensors = tuple(
             TensorPlan(name, row["dtype"], tuple(map(_checked_size, row["shape"])), digest)
-            for (name, row), digest in zip(rows.items(), digests, strict=True)
+            for (name, row), digest in zip(list(rows.items())[1:], digests, strict=True)
         )
         layer_table = tuple(map(int, json.loads(metadata["layer_table"])))
         key, fingerprint, namespace, codec = (metadata[name] for name in ("key", "fingerprint", "namespace", "codec"))
         return cls(key, fingerprint, namespace, codec, layer_table, tensors)
 
-    def _metadata(self) -> dict[str, str]:
+    def _metadata(self, secret: bytes | None) -> dict[str, str]:
         fields = {
             "format": FORMAT,
             "provenance": PROVENANCE,
@@ -162,7 +180,13 @@ class Header:
             "digests": _compact([plan.digest for plan in self.tensors]),
         }
         listed = [fields, [(plan.name, plan.dtype, plan.shape, plan.digest) for plan in self.tensors]]
-        return {**fields, "manifest": "sha256:" + hashlib.sha256(_compact(listed).encode()).hexdigest()}
+        return {**fields, "manifest": _manifest(_compact(listed).encode(), secret)}
+
+
+def _manifest(listed: bytes, secret: bytes | None) -> str:
+    if secret is None:
+        return "sha256:" + hashlib.sha256(listed).hexdigest()
+    return _SIGNED + hmac.new(secret, listed, hashlib.sha256).hexdigest()
 
 
 def hash_namespace(namespace: str) -> str:

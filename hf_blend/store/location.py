@@ -6,9 +6,11 @@ import os
 import re
 from pathlib import Path
 
+from .. import plugins
 from ..errors import ConfigError, StoreError
+from .tiers.base import Tier
 
-__all__ = ["resolve_location"]
+__all__ = ["open_remote", "resolve_location"]
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
 
@@ -40,6 +42,32 @@ def resolve_location(location: str | Path | None) -> Path | None:
     raise ConfigError(
         f"no store of the kind {match[1]}:// exists (what follows it is not shown: it may hold a password). "
         'Give ChunkStore.open a directory, or "memory://".'
+    )
+
+
+def open_remote(url: str) -> Tier:
+    """Open the tier that a URL names.
+
+    Args:
+        url: such as `redis://host:6379/0` or `s3://bucket/folder`.
+
+    Returns:
+        The tier of the first kind that knows the scheme.
+
+    Raises:
+        ConfigError: no kind of tier knows it.
+    """
+    match = _SCHEME.fullmatch(url)
+    schemes = set()
+    for name in plugins.describe("store.tiers") if match else ():
+        kind: type[Tier] = plugins.load("store.tiers", name)
+        if match and match[1].lower() in kind.schemes:
+            return kind.from_url(url)
+        schemes |= set(kind.schemes)
+    asked = match[1] if match else "without a scheme"
+    raise ConfigError(
+        f"no remote tier of the kind {asked} exists (what follows it is not shown: it may hold a password). Give a "
+        f"URL of one of these kinds: {', '.join(sorted(schemes))}."
     )
 
 

@@ -8,7 +8,7 @@ checked against the entry itself before any KV is used.
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,13 +20,14 @@ from .index import IndexRecord
 from .tiers.base import EntryFault
 from .tiers.files import open_regular, write_atomically
 
-__all__ = ["load_snapshot", "save_snapshot"]
+__all__ = ["load_order", "load_snapshot", "save_order", "save_snapshot"]
 
 logger = logging.getLogger(__name__)
 
 _FORMAT = "hf_blend.index/1"
 _DIGEST_BYTES = 16
 _MAX_BYTES = 4 << 30
+_UNUSABLE = (OSError, EntryFault, SafetensorError, ValueError, KeyError)
 
 
 def save_snapshot(path: Path, records: Sequence[tuple[str, IndexRecord]]) -> None:
@@ -46,12 +47,7 @@ def save_snapshot(path: Path, records: Sequence[tuple[str, IndexRecord]]) -> Non
         "packed": np.frombuffer(b"".join(record.packed for _, record in records), np.uint8),
         "about": np.frombuffer(json.dumps([_FORMAT, list(groups)]).encode(), np.uint8),
     }
-    body = save(columns)
-    try:
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        write_atomically(path, [xxhash.xxh3_128_digest(body), body], durable=False)
-    except OSError as error:
-        logger.info("the index at %s could not be saved (%s); the next opening reads the entries", path, error)
+    _save_columns(path, columns)
 
 
 def load_snapshot(path: Path) -> dict[str, IndexRecord]:
@@ -65,9 +61,52 @@ def load_snapshot(path: Path) -> dict[str, IndexRecord]:
     """
     try:
         return _parse(_read(path))
-    except (OSError, EntryFault, SafetensorError, ValueError, KeyError) as error:
+    except _UNUSABLE as error:
         logger.info("no usable index at %s (%s); reading the entries instead", path, error)
         return {}
+
+
+def save_order(path: Path, states: Mapping[str, Sequence[float]]) -> None:
+    """Write what an eviction policy remembers; a failure is logged and costs only a better choice of who leaves.
+
+    Args:
+        path: of the file; its directory is made if needed.
+        states: name of the object → numbers, as many for each.
+    """
+    names = "".join(name.replace("/", "") for name in states)
+    columns = {
+        "names": np.frombuffer(bytes.fromhex(names), np.uint8),
+        "states": np.array(list(states.values()), np.float64).reshape(len(states), -1),
+    }
+    _save_columns(path, columns)
+
+
+def load_order(path: Path) -> dict[str, tuple[float, ...]]:
+    """Read it back.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        Numbers by name of the object; none if the file is missing or not exactly what was written.
+    """
+    try:
+        columns = load(_read(path))
+        names, states = columns["names"].tobytes().hex(), columns["states"].tolist()
+    except _UNUSABLE as error:
+        logger.info("no usable order at %s (%s)", path, error)
+        return {}
+    rows = (names[68 * place : 68 * place + 68] for place in range(len(states)))
+    return {f"{row[:2]}/{row[2:4]}/{row[4:]}": tuple(state) for row, state in zip(rows, states, strict=True)}
+
+
+def _save_columns(path: Path, columns: dict[str, np.ndarray]) -> None:
+    body = save(columns)
+    try:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        write_atomically(path, [xxhash.xxh3_128_digest(body), body], durable=False)
+    except OSError as error:
+        logger.info("the index at %s could not be saved (%s); the next opening reads the entries", path, error)
 
 
 def _group(row: tuple[str, IndexRecord]) -> tuple[str, tuple[int, ...]]:

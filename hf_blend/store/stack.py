@@ -1,141 +1,215 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""The tiers of a store one behind the other: ask memory first, then disk, and believe neither."""
+"""The tiers of a store one behind the other: ask the nearest first, and believe none."""
 
 import contextlib
 import errno
 import time
+from collections.abc import Sequence
 
 from torch import Tensor
 
+from .bounded import BoundedTier
 from .catalog import Catalog
 from .chunk import ChunkKey, ChunkKV
 from .entry import EntryReader, encode_entry
+from .held import HeldChunks
 from .tally import Tally
-from .tiers.base import EntryFault, ObjectStat, Source, Tier
-from .tiers.memory import MemoryTier
+from .tiers.base import EntryFault, ObjectStat, Source
 
 __all__ = ["TierStack"]
 
 
 class TierStack:
-    """Memory, and the tier behind it. A fault never leaves here: it is a miss, counted, and warned of once.
+    """Chunks held ready to use, and behind them tiers that keep bytes, the nearest first.
+
+    A fault never leaves here: it is a miss, counted, and warned of once. A chunk that comes from a farther tier is
+    held, and copied to the nearer ones. A chunk that is put goes to every tier.
 
     Args:
-        memory: the tier that is asked first.
-        behind: the tier that keeps bytes, or None.
+        held: the places asked first.
+        tiers: the tiers that keep bytes, each under its cap.
         catalog: is told of what came and went.
         tally: counts what happened.
+        secret: proves who wrote an entry; None accepts every writer.
+        ttl_s: age in seconds at which an entry is no longer used; None is never.
     """
 
-    def __init__(self, memory: MemoryTier, behind: Tier | None, catalog: Catalog, tally: Tally) -> None:
-        self._memory = memory
-        self._behind = behind
+    def __init__(
+        self,
+        held: Sequence[HeldChunks],
+        tiers: Sequence[BoundedTier],
+        catalog: Catalog,
+        tally: Tally,
+        *,
+        secret: bytes | None = None,
+        ttl_s: float | None = None,
+    ) -> None:
+        self.held = tuple(held)
+        self.tiers = tuple(tiers)
         self._catalog = catalog
         self._tally = tally
+        self._secret = secret
+        self._ttl_s = ttl_s
 
     def get(self, key: ChunkKey) -> ChunkKV | None:
-        """Fetch a chunk, and hold it in memory from then on."""
-        chunk = self._memory.get(key.digest)
-        if chunk is not None and chunk.key == key:
-            self._tally.count("hits", "memory")
-            return chunk
-        chunk = self._load(key)
-        if chunk is not None:
-            self._hold(chunk)
-        return chunk
+        """Fetch a chunk, and hold it from then on."""
+        for place in self.held:
+            chunk = place.get(key.digest)
+            if chunk is not None and chunk.key == key:
+                self._tally.count("hits", place.name)
+                return chunk
+        reasons = []
+        for distance, tier in enumerate(self.tiers):
+            with self._tally.timed("load_seconds", tier.name):
+                chunk, reason = self._load(tier, key, self.tiers[:distance])
+            if chunk is not None:
+                self._tally.count("hits", tier.name)
+                return self._hold(chunk)
+            reasons.append(reason)
+        self.miss(next((reason for reason in reasons if reason != "absent"), "absent"))
+        return None
 
     def put(self, chunk: ChunkKV) -> None:
-        """Hold a chunk, write it behind, and tell the catalog.
+        """Hold a chunk, write it to every tier, and tell the catalog.
 
         Args:
-            chunk: to be copied, unless memory has it.
+            chunk: to be copied, unless it is held already.
         """
-        held = self._memory.get(chunk.key.digest)
-        if held is None or held.key != chunk.key:
-            held = chunk.map(_own_copy)
-        self._hold(held)
-        stat = self._write(held)
-        if stat or self._memory.contains(chunk.key.digest):
-            self._catalog.add(chunk.key, stat or ObjectStat(held.nbytes, time.time()), listed=stat is not None)
+        digest = chunk.key.digest
+        mine = next((one for one in (place.get(digest) for place in self.held) if one and one.key == chunk.key), None)
+        if mine is None:
+            mine = chunk.map(_own_copy)
+        self._hold(mine)
+        stats = {tier.name: self._write(tier, mine) for tier in self.tiers}
+        known = next((stat for stat in stats.values() if stat), None)
+        if known or self.is_held(digest):
+            where = [name for name, stat in stats.items() if stat]
+            self._catalog.add(chunk.key, known or ObjectStat(mine.nbytes, time.time()), where)
 
     def contains(self, digest: str) -> bool:
         """Say whether a tier has a chunk, without reading it."""
-        if self._memory.contains(digest):
+        if self.is_held(digest):
             return True
-        with contextlib.suppress(OSError):
-            return self._behind is not None and self._behind.contains(self._catalog.name(digest))
+        for tier in self.tiers:
+            with contextlib.suppress(OSError):
+                if tier.contains(self._catalog.name(digest)):
+                    return True
         return False
 
+    def is_held(self, digest: str) -> bool:
+        """Say whether a chunk is ready to use."""
+        return any(place.contains(digest) for place in self.held)
+
     def delete(self, digest: str) -> bool:
-        """Remove a chunk from every tier; raises OSError if the tier behind refuses."""
-        removed = self._behind is not None and self._behind.delete(self._catalog.name(digest))
-        removed = self._memory.delete(digest) or removed
+        """Remove a chunk from every tier; raises OSError if one refuses."""
+        removed = [tier.delete(self._catalog.name(digest)) for tier in self.tiers]
+        removed += [place.delete(digest) for place in self.held]
         self._catalog.forget(digest)
-        return removed
+        return any(removed)
+
+    def set_pin(self, digest: str, pinned: bool) -> None:
+        """Keep a chunk from being evicted from any tier, or let it; raises OSError if a tier cannot note it."""
+        for place in self.held:
+            place.set_pin(digest, pinned)
+        for tier in self.tiers:
+            tier.set_pin(self._catalog.name(digest), pinned)
+
+    def weigh(self, digest: str, important_ratio: float) -> None:
+        """Tell every tier which share of a chunk's tokens turned out to be important."""
+        for place in self.held:
+            place.weigh(digest, important_ratio)
+        for tier in self.tiers:
+            tier.use(self._catalog.name(digest), important_ratio)
 
     def miss(self, reason: str) -> None:
         """Count a miss."""
         self._tally.count("misses", reason)
 
-    def _hold(self, chunk: ChunkKV) -> None:
-        gone = self._memory.put(chunk)
-        self._tally.count("evicted", "memory", len(gone))
+    def _hold(self, chunk: ChunkKV) -> ChunkKV:
+        for place in self.held:
+            self._forget(place, place.put(chunk))
+        return next((one for one in (place.get(chunk.key.digest) for place in self.held) if one), chunk)
+
+    def _forget(self, place: HeldChunks, gone: Sequence[str]) -> None:
+        self._tally.count("evicted", place.name, len(gone))
         for digest in gone:
             self._catalog.forget_unlisted(digest)
 
-    def _write(self, chunk: ChunkKV) -> ObjectStat | None:
-        if self._behind is None:
-            return None
+    def _write(self, tier: BoundedTier, chunk: ChunkKV) -> ObjectStat | None:
         name = self._catalog.name(chunk.key.digest)
         try:
-            if not self._behind.contains(name):
-                stored = self._behind.put_if_absent(name, encode_entry(chunk))
-                self._tally.count("stored", self._behind.name, int(stored))
-            return self._behind.stat(name)
+            if not tier.contains(name):
+                with self._tally.timed("store_seconds", tier.name):
+                    stored = tier.put_if_absent(name, encode_entry(chunk, self._secret))
+                self._tally.count("stored", tier.name, int(stored))
+            return tier.stat(name)
         except OSError as error:
-            reason = errno.errorcode.get(error.errno or 0, type(error).__name__)
-            self._tally.count("store_failures", reason)
-            self._tally.warn_once(
-                f"chunks cannot be stored in the {self._behind.name} tier ({error}); they are kept in memory only"
-            )
+            self._refuse_write(tier, error)
             return None
 
-    def _load(self, key: ChunkKey) -> ChunkKV | None:
-        if self._behind is None:
-            self.miss("absent")
-            return None
+    def _copy(self, source: Source, key: ChunkKey, tier: BoundedTier) -> None:
+        name, content = self._catalog.name(key.digest), bytearray(source.stat.nbytes)
+        try:
+            source.read_into(0, memoryview(content))
+            if tier.put_if_absent(name, [memoryview(content)]):
+                self._tally.count("stored", tier.name)
+            self._catalog.add(key, source.stat, [tier.name])
+        except OSError as error:
+            self._refuse_write(tier, error)
+
+    def _refuse_write(self, tier: BoundedTier, error: OSError) -> None:
+        reason = errno.errorcode.get(error.errno or 0, type(error).__name__)
+        self._tally.count("store_failures", reason)
+        self._tally.warn_once(f"chunks cannot be stored in the {tier.name} tier ({error}); other tiers may have them")
+
+    def _load(self, tier: BoundedTier, key: ChunkKey, nearer: Sequence[BoundedTier]) -> tuple[ChunkKV | None, str]:
+        """The chunk and "", or None and why not."""
         source = None
         try:
-            source = self._behind.open(self._catalog.name(key.digest))
+            source = tier.open(self._catalog.name(key.digest))
             if source is None:
-                self._catalog.forget(key.digest)
-                self.miss("absent")
-                return None
-            chunk = EntryReader(source, key).read()
-            self._tally.count("hits", self._behind.name)
-            return chunk
+                self._catalog.forget(key.digest, tier.name)
+                return None, "absent"
+            return self._read(tier, key, source, nearer), ""
         except EntryFault as fault:
-            self._refuse(key, fault.reason, fault)
+            self._warn(key, tier, fault)
             if fault.corrupt:
-                self._remove(self._behind, key, source)
+                self._remove(tier, key, source, "expired" if fault.reason == "expired" else "corrupt")
+            return None, fault.reason
         except (OSError, MemoryError) as error:
-            self._refuse(key, "io" if isinstance(error, OSError) else "memory", error)
+            self._warn(key, tier, error)
+            return None, "io" if isinstance(error, OSError) else "memory"
         finally:
             if source is not None:
                 source.close()
-        return None
 
-    def _refuse(self, key: ChunkKey, reason: str, fault: BaseException) -> None:
-        self.miss(reason)
+    def _read(self, tier: BoundedTier, key: ChunkKey, source: Source, nearer: Sequence[BoundedTier]) -> ChunkKV:
+        """Nothing that is read is used, or copied to a nearer tier, before all of it was checked."""
+        age_s = abs(time.time() - source.stat.created)  # an entry from the future is as old as it is far off
+        if self._ttl_s is not None and age_s > self._ttl_s:
+            raise EntryFault("expired", f"it was stored {age_s:.0f} s ago, {self._ttl_s:.0f} s are allowed")
+        reader = EntryReader(source, key, self._secret)
+        with contextlib.ExitStack() as reserved:
+            for place in self.held[-1:]:
+                self._forget(place, reserved.enter_context(place.reserve(reader.header.nbytes)))
+            chunk = reader.read()
+        for other in nearer:
+            if other.is_local:
+                self._copy(source, key, other)
+        return chunk
+
+    def _warn(self, key: ChunkKey, tier: BoundedTier, fault: BaseException) -> None:
+        reason = fault.reason if isinstance(fault, EntryFault) else type(fault).__name__
+        self._tally.count("load_failures", f"{tier.name}:{reason}")
         self._tally.warn_once(f"stored chunk {key.digest} is not used and will be computed again: {fault}")
 
-    def _remove(self, behind: Tier, key: ChunkKey, source: Source | None) -> None:
+    def _remove(self, tier: BoundedTier, key: ChunkKey, source: Source | None, cause: str) -> None:
         """Make room for a good entry, unless another process already put one there."""
         with contextlib.suppress(OSError):
-            removed = behind.delete(self._catalog.name(key.digest), source)
-            self._tally.count("removed", "corrupt", int(removed))
-        self._catalog.forget(key.digest)
+            removed = tier.delete(self._catalog.name(key.digest), source)
+            self._tally.count("removed", cause, int(removed))
+        self._catalog.forget(key.digest, tier.name)
 
 
 def _own_copy(tensor: Tensor) -> Tensor:

@@ -5,68 +5,61 @@
 A fault costs time, never correctness: whatever is missing, damaged, foreign or unreadable is a miss with a reason.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from torch import nn
 
+from .. import plugins
 from ..anatomy import default_sink
 from ..errors import ConfigError, PromptError, StoreError, suggest
 from .catalog import Catalog
 from .chunk import ChunkKey, ChunkKV
 from .header import hash_namespace
-from .location import resolve_location
+from .held import HeldChunks
+from .limits import Limits
+from .location import open_remote, resolve_location
 from .stack import TierStack
 from .tally import Tally
-from .tiers.disk import DiskTier
-from .tiers.memory import MemoryTier, default_memory_bytes
+from .tiers.base import Tier
+from .upkeep import EntryInfo, Upkeep
 
 __all__ = ["ChunkStore", "EntryInfo"]
 
 _DURABILITIES = ("full", "none")
 
 
-@dataclass(frozen=True)
-class EntryInfo:
-    """One stored chunk, for lists.
-
-    Attributes:
-        digest: of its key.
-        fingerprint: of its model.
-        tokens: its length in tokens.
-        nbytes: its size in bytes.
-        tier: where it is: memory, disk, or memory+disk.
-        created: when it was stored, seconds since 1970.
-    """
-
-    digest: str
-    fingerprint: str
-    tokens: int
-    nbytes: int
-    tier: str
-    created: float
-
-
-class ChunkStore:
+class ChunkStore(Upkeep):
     """KV of chunks by what they were computed from. Open one with `ChunkStore.open`; threads may share it.
 
     Args:
-        memory: the tier that is asked first.
-        disk: the tier behind it, or None.
+        held: the places in memory that are asked first, the nearest first.
+        tiers: the tiers behind them that keep bytes, the nearest first.
         namespace: only chunks of this namespace are seen.
+        index: folder for copies of the index and of the order of eviction, or None.
+        limits: caps, quotas and ages.
+        secret: signs entries and refuses those that are not signed with it; None signs nothing.
     """
 
-    def __init__(self, memory: MemoryTier, disk: DiskTier | None = None, *, namespace: str = "") -> None:
+    def __init__(
+        self,
+        held: Sequence[HeldChunks],
+        tiers: Sequence[Tier] = (),
+        *,
+        namespace: str = "",
+        index: Path | None = None,
+        limits: Limits = Limits(),  # noqa: B008 (frozen)
+        secret: bytes | None = None,
+    ) -> None:
         self.namespace = namespace
-        self._memory = memory
         self._tally = Tally()
-        snapshot = disk.root / "index" / f"{hash_namespace(namespace)[:32]}.index" if disk else None
-        self._catalog = Catalog(namespace, disk, snapshot, memory.contains)
-        self._stack = TierStack(memory, disk, self._catalog, self._tally)
-        if disk:
-            self._tally.count("removed", "orphans", disk.reclaim())
+        snapshot = index / f"{hash_namespace(namespace)[:32]}.index" if index else None
+        self._catalog = Catalog(namespace, tiers, snapshot, lambda digest: self._stack.is_held(digest))
+        bounded = [limits.bound(tier, index, self._catalog.owns, self._was_evicted) for tier in tiers]
+        self._stack = TierStack(held, bounded, self._catalog, self._tally, secret=secret, ttl_s=limits.ttl_s)
+        for tier in tiers:
+            self._tally.count("removed", "orphans", tier.reclaim())
 
     @classmethod
     def open(
@@ -74,8 +67,16 @@ class ChunkStore:
         location: str | Path | None = None,
         *,
         memory_bytes: int | None = None,
-        durability: str = "full",
+        disk_bytes: int | None = None,
+        device: str | None = None,
+        device_bytes: int = 0,
+        remote: str | None = None,
+        eviction: str = "lru",
         namespace: str = "",
+        quota_bytes: int | None = None,
+        ttl_s: float | None = None,
+        durability: str = "full",
+        secret: bytes | None = None,
     ) -> Self:
         """Open a store, making it if it does not exist.
 
@@ -83,9 +84,18 @@ class ChunkStore:
             location: a directory; "memory://" keeps nothing on disk; None is `$HF_BLEND_HOME`, or else the assets
                 folder of the Hugging Face cache.
             memory_bytes: most that the memory tier may hold; None is a quarter of what is available.
+            disk_bytes: most that the directory may hold, all namespaces together; None is what it holds now and half
+                of what is free.
+            device: where `device_bytes` are held, such as "cuda".
+            device_bytes: most that is held on the device.
+            remote: URL of a tier behind the disk, shared with other machines.
+            eviction: name of the policy that says which chunk leaves a full tier.
+            namespace: keeps tenants apart: no chunk is seen from another namespace.
+            quota_bytes: most that this namespace may hold in each tier; None is up to the cap.
+            ttl_s: age in seconds at which a chunk is no longer used; None is never.
             durability: "full" makes a stored chunk survive a power loss, "none" is for scratch; neither ever gives
                 wrong KV.
-            namespace: keeps tenants apart: no chunk is seen from another namespace.
+            secret: where others may write to the store: signs what is stored, and refuses what is not signed so.
 
         Returns:
             The store.
@@ -94,16 +104,17 @@ class ChunkStore:
             ConfigError: an argument is out of range, or the location is of a kind that does not exist.
             StoreError: nothing can be kept at the location.
         """
-        if durability not in _DURABILITIES:
-            raise ConfigError(f"no durability named {durability!r}. {suggest(str(durability), _DURABILITIES)}")
-        if memory_bytes is not None and memory_bytes < 0:
-            raise ConfigError(
-                f"memory_bytes is {memory_bytes}, wanted 0 or more. Leave it out for a quarter of memory."
-            )
-        memory = MemoryTier(default_memory_bytes() if memory_bytes is None else memory_bytes)
+        limits = Limits(memory_bytes, disk_bytes, device_bytes, quota_bytes, ttl_s, eviction)
+        limits.check()
+        _check_durability(durability)
         root = resolve_location(location)
-        disk = DiskTier(root, durable=durability == "full") if root else None
-        return cls(memory, disk, namespace=namespace)
+        tiers: list[Tier] = []
+        if root:
+            tiers.append(plugins.load("store.tiers", "disk")(root, durable=durability == "full"))
+        if remote:
+            tiers.append(open_remote(remote))
+        index = root / "index" if root else None
+        return cls(limits.hold(device), tiers, namespace=namespace, index=index, limits=limits, secret=secret)
 
     def get(self, key: ChunkKey) -> ChunkKV | None:
         """Fetch a chunk. Its tensors are shared: never write to them.
@@ -216,34 +227,26 @@ class ChunkStore:
                 f"chunk {key.digest} cannot be removed: {error}. Check who owns the files of the store."
             ) from error
 
-    def entries(self) -> Iterator[EntryInfo]:
-        """Walk over what is stored in this namespace, in the order of digests."""
-        for digest, record in self._catalog.items():
-            where = (("memory", self._memory.contains(digest)), ("disk", self._catalog.is_listed(digest)))
-            tier = "+".join(name for name, there in where if there)
-            yield EntryInfo(digest, record.fingerprint, record.tokens, record.nbytes, tier, record.created)
+    def weigh(self, key: ChunkKey, important_ratio: float) -> None:
+        """Say which share of a chunk's tokens turned out to be important, for the policy "importance".
 
-    def stats(self) -> dict[str, Any]:
-        """Count what happened since opening, and what is held now.
-
-        Returns:
-            `hits`, `stored` and `evicted` by tier, `misses` by reason, `store_failures` by error, `removed` by cause
-            (corrupt, orphans), `entries`, and `bytes` and `capacity_bytes` by tier.
+        Args:
+            key: which chunk.
+            important_ratio: 0 to 1.
         """
-        groups = ("hits", "misses", "stored", "store_failures", "evicted", "removed")
-        records = self._catalog.items()
-        disk_bytes = sum(record.nbytes for digest, record in records if self._catalog.is_listed(digest))
-        return {
-            **{group: self._tally.group(group) for group in groups},
-            "entries": len(records),
-            "bytes": {"memory": self._memory.nbytes, "disk": disk_bytes},
-            "capacity_bytes": {"memory": self._memory.cap_bytes},
-        }
+        self._stack.weigh(key.digest, min(1.0, max(0.0, important_ratio)))
 
     def close(self) -> None:
-        """Save the index and let go of the memory; closing twice is allowed."""
+        """Save the index, and let go of memory and connections; closing twice is allowed."""
         self._catalog.save()
-        self._memory.clear()
+        for tier in self._stack.tiers:
+            tier.close()
+        for place in self._stack.held:
+            place.clear()
+
+    def _was_evicted(self, tier: str, name: str) -> None:
+        self._tally.count("evicted", tier)
+        self._catalog.forget(name[-64:], tier)
 
     def __enter__(self) -> Self:
         return self
@@ -256,3 +259,8 @@ class ChunkStore:
 
     def __len__(self) -> int:
         return len(self._catalog.items())
+
+
+def _check_durability(durability: str) -> None:
+    if durability not in _DURABILITIES:
+        raise ConfigError(f"no durability named {durability!r}. {suggest(str(durability), _DURABILITIES)}")

@@ -2,9 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What happened in a store: counts by kind and name, and each warning once."""
 
+import contextlib
 import logging
-import threading
-from collections import Counter
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+
+from .locks import new_lock
 
 __all__ = ["Tally"]
 
@@ -18,8 +22,28 @@ class Tally:
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, str]] = Counter()
+        self._seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
         self._warned: set[str] = set()
-        self._lock = threading.Lock()
+        self._lock = new_lock()
+
+    @contextlib.contextmanager
+    def timed(self, stage: str, name: str) -> Iterator[None]:
+        """Add the time that a block takes to `seconds`, under a stage such as "load_seconds" and a name."""
+        began_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._seconds[stage, name] += time.perf_counter() - began_s
+
+    def seconds(self) -> dict[str, dict[str, float]]:
+        """Time by stage and name, in seconds."""
+        with self._lock:
+            stages = {stage for stage, _ in self._seconds}
+            return {
+                stage: {name: value for (one, name), value in sorted(self._seconds.items()) if one == stage}
+                for stage in sorted(stages)
+            }
 
     def count(self, group: str, name: str, by: int = 1) -> None:
         """Add to one count.

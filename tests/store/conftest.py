@@ -10,7 +10,9 @@ import torch
 
 from hf_blend.store import ChunkKey, ChunkKV
 from hf_blend.store.entry import encode_entry
-from hf_blend.store.tiers.base import EntryFault, ObjectStat
+from hf_blend.store.tiers.base import Tier
+from hf_blend.store.tiers.disk import DiskTier
+from hf_blend.store.tiers.memory import BytesSource, MemoryTier
 
 FINGERPRINT = "ab" * 32
 
@@ -48,23 +50,6 @@ def assert_same_chunk(got: ChunkKV | None, wanted: ChunkKV) -> None:
         assert tensor.contiguous().view(-1).view(torch.uint8).equal(wanted_tensor.reshape(-1).view(torch.uint8))
 
 
-class BytesSource:
-    """An opened entry that is bytes."""
-
-    def __init__(self, content: bytes) -> None:
-        self.content = content
-        self.stat = ObjectStat(len(content), 0.0)
-
-    def read_into(self, start: int, target: memoryview) -> None:
-        part = self.content[start : start + len(target)]
-        if len(part) < len(target):
-            raise EntryFault("truncated", "the bytes end")
-        target[:] = part
-
-    def close(self) -> None:
-        pass
-
-
 def content_of(chunk: ChunkKV) -> bytes:
     return b"".join(encode_entry(chunk))
 
@@ -98,3 +83,15 @@ def content() -> Callable[[ChunkKV], bytes]:
 @pytest.fixture(scope="session")
 def files() -> Callable[[Path], dict[str, bytes]]:
     return files_in
+
+
+TIER_FACTORIES: dict[str, Callable[[Path], Tier]] = {
+    "memory": lambda folder: MemoryTier(),
+    "disk": lambda folder: DiskTier(folder / "store"),
+}
+
+
+@pytest.fixture(params=TIER_FACTORIES)
+def tier_factory(request) -> Callable[[Path], Tier]:
+    """Makes a tier of each kind; gets an empty folder."""
+    return TIER_FACTORIES[request.param]

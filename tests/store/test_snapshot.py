@@ -22,7 +22,7 @@ def root(tmp_path, chunk):
 
 
 def index_of(root):
-    (path,) = (root / "index").iterdir()
+    (path,) = (root / "index").glob("*.index")
     return path
 
 

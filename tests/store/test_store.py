@@ -22,8 +22,9 @@ from hypothesis import strategies as st
 from hf_blend.anatomy import default_sink
 from hf_blend.errors import ConfigError, PromptError, StoreError
 from hf_blend.store import ChunkKey, ChunkStore
+from hf_blend.store.eviction.lru import Lru
+from hf_blend.store.held import HeldChunks, default_memory_bytes
 from hf_blend.store.tiers import files as files_module
-from hf_blend.store.tiers.memory import MemoryTier, default_memory_bytes
 
 STEPS = st.lists(st.tuples(st.sampled_from(["put", "get", "delete"]), st.integers(1, 9)), max_size=40)
 FORK = multiprocessing.get_context("fork")
@@ -453,7 +454,7 @@ def test_the_default_memory_is_a_quarter_of_what_is_free(root):
 )
 def test_memory_never_holds_more_than_its_cap_or_one_chunk_and_drops_the_least_recent(chunk, steps, cap_tokens):
     unit = chunk((5,)).nbytes
-    tier, order = MemoryTier(cap_tokens * unit), []
+    tier, order = HeldChunks(cap_tokens * unit, Lru()), []
     for step, tokens in steps:
         one = chunk(range(tokens))
         digest = one.key.digest

@@ -7,13 +7,14 @@ bytes never change under their name, so every reader sees one generation, and tw
 """
 
 import re
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from ...errors import ConfigError
 
-__all__ = ["EntryFault", "ObjectStat", "Source", "Tier", "check_name"]
+__all__ = ["EntryFault", "ObjectStat", "Source", "Tier", "check_name", "is_name"]
 
 _NAME = re.compile(r"[0-9a-f]{2}/[0-9a-f]{2}/[0-9a-f]{64}")
 
@@ -53,31 +54,76 @@ class Source(Protocol):
         """Let go of it; closing twice is allowed."""
 
 
-class Tier(Protocol):
-    """A place for immutable objects. Every method may raise OSError: that is a transient fault, not an absence."""
+class Tier(ABC):
+    """A place for immutable objects. Every method may raise OSError: that is a transient fault, not an absence.
+
+    Threads share a tier, so every method may run in several at once. Nothing waits longer than a deadline of its own:
+    a tier whose server is gone says so by OSError, and soon.
+
+    Attributes:
+        name: what counters call it; no two tiers of a store have the same.
+        schemes: of the URLs that `from_url` understands, such as ("redis", "rediss"); none for a tier without URLs.
+        is_local: its bytes are on this machine, so that chunks from farther tiers are worth copying here.
+    """
 
     name: str
+    schemes: ClassVar[tuple[str, ...]] = ()
+    is_local: bool = True
 
+    @classmethod
+    def from_url(cls, url: str) -> "Tier":
+        """Open the tier that a URL names; must not fail, nor wait long, because a server is away."""
+        raise NotImplementedError(f"{cls.__name__} has no URLs")
+
+    @abstractmethod
     def open(self, name: str) -> Source | None:
         """Open an object, or None if there is none; raises EntryFault("foreign") for something else in its place."""
 
-    def contains(self, name: str) -> bool:
-        """Say whether the object is there, without reading it."""
-
+    @abstractmethod
     def put_if_absent(self, name: str, parts: Sequence[memoryview]) -> bool:
         """Store the parts one after the other; visible only when complete. False if the object was there already."""
 
+    @abstractmethod
     def delete(self, name: str, source: Source | None = None) -> bool:
         """Remove an object; with `source`, only if it is still that one. False if there was nothing to remove."""
 
+    @abstractmethod
     def names(self, space: str) -> frozenset[str]:
         """All names that begin with `space/`; the same frozenset as last time if nothing changed."""
 
+    @abstractmethod
     def stat(self, name: str) -> ObjectStat | None:
         """Size and age of an object, or None if there is none."""
 
-    def close(self) -> None:
-        """Let go of connections; what was stored stays."""
+    def contains(self, name: str) -> bool:
+        """Say whether the object is there, without reading it."""
+        return self.stat(name) is not None
+
+    def listing(self) -> Iterator[tuple[str, ObjectStat]]:
+        """Walk over every object of every space, with its size and age."""
+        for number in range(256):
+            for name in sorted(self.names(f"{number:02x}")):
+                found = self.stat(name)
+                if found:
+                    yield name, found
+
+    def set_pin(self, name: str, pinned: bool) -> None:  # noqa: B027 (may do nothing)
+        """Remember that an object must not be evicted, or that it may; tiers that cannot remember do nothing."""
+
+    def pins(self) -> frozenset[str]:
+        """Names of the objects that must not be evicted, as far as the tier remembers."""
+        return frozenset()
+
+    def reclaim(self) -> int:
+        """Remove what writers that are gone left half-written.
+
+        Returns:
+            How many were removed.
+        """
+        return 0
+
+    def close(self) -> None:  # noqa: B027 (may do nothing)
+        """Let go of connections and threads; what was stored stays. Closing twice is allowed."""
 
 
 def check_name(name: str) -> str:
@@ -92,6 +138,11 @@ def check_name(name: str) -> str:
     Raises:
         ConfigError: the name has another form.
     """
-    if not _NAME.fullmatch(name):
+    if not is_name(name):
         raise ConfigError(f"object name {name!r:.90} is not of the form xx/yy/<64 hex digits>. Use ChunkKey.digest.")
     return name
+
+
+def is_name(name: str) -> bool:
+    """Say whether a text has the form of an object's name."""
+    return _NAME.fullmatch(name) is not None

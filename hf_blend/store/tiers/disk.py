@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ...errors import StoreError
-from .base import ObjectStat, Source, check_name
+from .base import ObjectStat, Source, Tier, check_name, is_name
 from .files import FileSource, is_abandoned, open_regular, sync_directory, write_atomically
 
 __all__ = ["DiskTier"]
@@ -19,7 +19,7 @@ _SUFFIX = ".safetensors"
 _RACY_NS = 2_000_000_000  # a directory this young may change again without changing its time
 
 
-class DiskTier:
+class DiskTier(Tier):
     """Objects as files below `root`, in directories that only their owner may read.
 
     Args:
@@ -57,10 +57,6 @@ class DiskTier:
             return open_regular(self.path(name))
         except (FileNotFoundError, NotADirectoryError):
             return None
-
-    def contains(self, name: str) -> bool:
-        """Say whether the object is there."""
-        return self.stat(name) is not None
 
     def stat(self, name: str) -> ObjectStat | None:
         """Size and age of an object, or None if there is none."""
@@ -139,8 +135,31 @@ class DiskTier:
         """Where an object is kept."""
         return self.root / "objects" / f"{check_name(name)}{_SUFFIX}"
 
-    def close(self) -> None:
-        """Nothing is held open between calls."""
+    def listing(self) -> Iterator[tuple[str, ObjectStat]]:
+        """Walk over every object of every space, with its size and age."""
+        for space in self._subdirectories(self.root / "objects"):
+            for shard in self._subdirectories(space):
+                for entry in _entries(shard):
+                    name = f"{space.name}/{shard.name}/{entry.name.removesuffix(_SUFFIX)}"
+                    if entry.name.endswith(_SUFFIX) and is_name(name) and entry.is_file(follow_symlinks=False):
+                        info = entry.stat(follow_symlinks=False)
+                        yield name, ObjectStat(info.st_size, info.st_mtime)
+
+    def set_pin(self, name: str, pinned: bool) -> None:
+        """Remember that an object must not be evicted, or that it may: an empty file beside the entries."""
+        path = self.root / "pins" / check_name(name)
+        if pinned:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+        else:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+
+    def pins(self) -> frozenset[str]:
+        """Names of the objects that must not be evicted."""
+        shards = [shard for space in self._subdirectories(self.root / "pins") for shard in self._subdirectories(space)]
+        names = (f"{shard.parent.name}/{shard.name}/{entry.name}" for shard in shards for entry in _entries(shard))
+        return frozenset(filter(is_name, names))
 
     def _make_ready(self, shard: Path) -> None:
         """Make the directories down to `shard`, readable by their owner only, and their names durable."""

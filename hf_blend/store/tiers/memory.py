@@ -1,88 +1,92 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""The memory tier: verified chunks, ready to use, the least recently used leaving first."""
+"""Objects as bytes in the memory of this process: for tests, and as the simplest tier there is."""
 
 import threading
-from collections import OrderedDict
+import time
+from collections.abc import Sequence
 
-from ..chunk import ChunkKV
+from .base import EntryFault, ObjectStat, Source, Tier, check_name
 
-__all__ = ["MemoryTier", "default_memory_bytes"]
-
-_MAX_DEFAULT_BYTES = 64 << 30
+__all__ = ["BytesSource", "MemoryTier"]
 
 
-class MemoryTier:
-    """Chunks by digest, together never larger than the cap, or than the one chunk that was put last.
+class BytesSource:
+    """An opened object that is bytes.
 
     Args:
-        cap_bytes: how much may be held; 0 holds nothing.
+        content: the object.
+        created: when it was stored, seconds since 1970.
     """
 
-    name = "memory"
+    def __init__(self, content: bytes, created: float = 0.0) -> None:
+        self.content = content
+        self.stat = ObjectStat(len(content), created)
+        self.identity: object = id(content)
 
-    def __init__(self, cap_bytes: int) -> None:
-        self.cap_bytes = cap_bytes
-        self.nbytes = 0
-        self._chunks: OrderedDict[str, ChunkKV] = OrderedDict()
+    def read_into(self, start: int, target: memoryview) -> None:
+        """Fill `target` with the bytes from `start` on; raises EntryFault("truncated") if there are fewer."""
+        part = memoryview(self.content)[start : start + len(target)]
+        if len(part) < len(target):
+            raise EntryFault("truncated", f"the bytes end {len(target) - len(part)} too early")
+        target[:] = part
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+class MemoryTier(Tier):
+    """Objects by name in a dictionary; they are gone with the process."""
+
+    name = "bytes"
+
+    def __init__(self) -> None:
+        self.objects: dict[str, BytesSource] = {}
+        self._names: dict[str, frozenset[str]] = {}
+        self._pins: frozenset[str] = frozenset()
         self._lock = threading.Lock()
 
-    def get(self, digest: str) -> ChunkKV | None:
-        """Find a chunk and make it the most recently used one."""
+    def open(self, name: str) -> Source | None:
+        """Open an object, or None if there is none."""
+        return self.objects.get(check_name(name))
+
+    def put_if_absent(self, name: str, parts: Sequence[memoryview]) -> bool:
+        """Store the parts one after the other; False if the object was there already."""
+        source = BytesSource(b"".join(parts), time.time())
         with self._lock:
-            if digest in self._chunks:
-                self._chunks.move_to_end(digest)
-            return self._chunks.get(digest)
+            if name in self.objects:
+                return False
+            self.objects[check_name(name)] = source
+            self._names.pop(name[:2], None)
+        return True
 
-    def contains(self, digest: str) -> bool:
-        """Say whether a chunk is held, without using it."""
-        return digest in self._chunks
-
-    def put(self, chunk: ChunkKV) -> list[str]:
-        """Hold a chunk.
-
-        Args:
-            chunk: to be shared with everyone who asks for it.
-
-        Returns:
-            The digests of the chunks that had to leave.
-        """
-        if not self.cap_bytes:
-            return []
+    def delete(self, name: str, source: Source | None = None) -> bool:
+        """Remove an object; with `source`, only if it is still that one."""
         with self._lock:
-            self._remove(chunk.key.digest)
-            self._chunks[chunk.key.digest] = chunk
-            self.nbytes += chunk.nbytes
-            gone = []
-            while self.nbytes > self.cap_bytes and len(self._chunks) > 1:
-                gone.append(next(iter(self._chunks)))
-                self._remove(gone[-1])
-            return gone
+            found = self.objects.get(name)
+            if found is None or (source is not None and source.identity != found.identity):
+                return False
+            del self.objects[name]
+            self._names.pop(name[:2], None)
+        return True
 
-    def delete(self, digest: str) -> bool:
-        """Let a chunk go; False if it was not held."""
+    def names(self, space: str) -> frozenset[str]:
+        """All names of a space; the same frozenset as last time if nothing changed."""
         with self._lock:
-            return self._remove(digest)
+            if space not in self._names:
+                self._names[space] = frozenset(name for name in self.objects if name[:2] == space)
+            return self._names[space]
 
-    def digests(self) -> list[str]:
-        """What is held, the least recently used first."""
+    def stat(self, name: str) -> ObjectStat | None:
+        """Size and age of an object, or None if there is none."""
+        found = self.objects.get(check_name(name))
+        return found.stat if found else None
+
+    def set_pin(self, name: str, pinned: bool) -> None:
+        """Remember, as long as the process lives, that an object must not be evicted, or that it may."""
         with self._lock:
-            return list(self._chunks)
+            self._pins = self._pins | {name} if pinned else self._pins - {name}
 
-    def clear(self) -> None:
-        """Let everything go."""
-        with self._lock:
-            self._chunks.clear()
-            self.nbytes = 0
-
-    def _remove(self, digest: str) -> bool:
-        chunk = self._chunks.pop(digest, None)
-        self.nbytes -= chunk.nbytes if chunk else 0
-        return chunk is not None
-
-
-def default_memory_bytes() -> int:
-    """A quarter of the memory that is available now, at most 64 GiB."""
-    import psutil
-
-    return min(psutil.virtual_memory().available // 4, _MAX_DEFAULT_BYTES)
+    def pins(self) -> frozenset[str]:
+        """Names of the objects that must not be evicted."""
+        return self._pins

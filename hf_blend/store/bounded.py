@@ -1,0 +1,240 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""A tier under a cap: something leaves before something new comes in."""
+
+import errno
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from .budget import Budget
+from .eviction.base import EvictionPolicy
+from .locks import new_lock
+from .snapshot import load_order, save_order
+from .tiers.base import Source, Tier
+from .wrapped import WrappedTier
+
+__all__ = ["BoundedTier"]
+
+logger = logging.getLogger(__name__)
+
+_SAVE_EVERY = 1024  # uses since the order was saved
+_LOOK_EVERY_S = 2.0  # at what other processes stored, and at most a fiftieth of the time
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class BoundedTier(WrappedTier):
+    """Passes everything on to another tier, and keeps its bytes, with those being written, below a cap.
+
+    What is in the tier is counted when the first object is put, and again every few seconds while objects are put, so
+    several processes together may pass the cap by what they put in between.
+
+    Args:
+        tier: where the objects are.
+        cap_bytes: how much it may hold in all namespaces; None is without end, but a full device still evicts.
+        spare_bytes: instead of `cap_bytes`: how much more it may hold than it does at first.
+        policy: says who leaves first.
+        order: a file in which the policy's memory survives a restart, or None.
+        owned: says whether an object belongs to this store's namespace.
+        quota_bytes: how much those objects may take together; None is up to the cap.
+        on_evicted: is told the name and the size of what had to leave.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        cap_bytes: int | None,
+        policy: EvictionPolicy,
+        *,
+        spare_bytes: int | None = None,
+        order: Path | None = None,
+        owned: Callable[[str], bool] | None = None,
+        quota_bytes: int | None = None,
+        on_evicted: Callable[[str, int], None] | None = None,
+    ) -> None:
+        super().__init__(tier)
+        self.owned = owned
+        self.quota_bytes = quota_bytes
+        self.on_evicted = on_evicted
+        self._spare_bytes = spare_bytes
+        self._order = order
+        self._budget = Budget(cap_bytes, policy)
+        self._lock = new_lock()
+        self._next_look_s = -1.0
+        self._unsaved = 0
+        self._restored = False
+        self._stuck: frozenset[str] = frozenset()
+
+    @property
+    def cap_bytes(self) -> int | None:
+        """How much the tier may hold, in bytes."""
+        with self._lock:
+            self._look()
+            return self._budget.cap_bytes
+
+    @property
+    def nbytes(self) -> int:
+        """What it holds in all namespaces and what is being written, in bytes."""
+        with self._lock:
+            self._look()
+            return self._budget.nbytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        """What it holds and may not be evicted, in bytes."""
+        with self._lock:
+            self._look()
+            return self._budget.pinned_bytes
+
+    def open(self, name: str) -> Source | None:
+        """Open an object, and count this as a use of it."""
+        source = self.tier.open(name)
+        if source is not None:
+            self.use(name)
+        return source
+
+    def put_if_absent(self, name: str, parts: Sequence[memoryview]) -> bool:
+        """Make room, then store; raises OSError(ENOSPC) if what is pinned and in flight leaves no room.
+
+        Args:
+            name: of the object.
+            parts: its bytes, one part after the other.
+
+        Returns:
+            False if it was there already.
+        """
+        nbytes, stored = sum(map(len, parts)), None
+        self._reserve(nbytes)
+        try:
+            stored = self._put(name, parts, nbytes)
+        finally:
+            with self._lock:
+                self._budget.in_flight_bytes -= nbytes
+                if stored is not None:
+                    self._budget.add(name, nbytes)
+                    self._count_use()
+        return stored
+
+    def delete(self, name: str, source: Source | None = None) -> bool:
+        """Remove an object; with `source`, only if it is still that one."""
+        removed = self.tier.delete(name, source)
+        if removed:
+            with self._lock:
+                self._budget.remove(name)
+        return removed
+
+    def set_pin(self, name: str, pinned: bool) -> None:
+        """Keep an object from being evicted, also after a restart if the tier behind remembers, or let it go."""
+        with self._lock:
+            self._budget.set_pin(name, pinned)
+        self.tier.set_pin(name, pinned)
+
+    def use(self, name: str, important_ratio: float | None = None) -> None:
+        """Tell the policy of a use, or of which share of an object's tokens turned out to be important."""
+        with self._lock:
+            if not self._restored:
+                self._look()
+            self._budget.use(name, important_ratio)
+            self._count_use()
+
+    def shrink(self, wanted_bytes: int) -> int:
+        """Evict until no more than so many bytes are left, or only what is pinned.
+
+        Args:
+            wanted_bytes: how much may stay, over all namespaces.
+
+        Returns:
+            How many bytes left.
+        """
+        with self._lock:
+            self._next_look_s = -1.0
+            self._look()
+            before = self._budget.nbytes
+            self._evict(lambda: self._budget.victims(0, owned=lambda _: True, quota_bytes=wanted_bytes))
+            return before - self._budget.nbytes
+
+    def close(self) -> None:
+        """Save the order, and close the tier behind."""
+        with self._lock:
+            self._save()
+        self.tier.close()
+
+    def _reserve(self, nbytes: int) -> None:
+        with self._lock:
+            self._look()
+            owned, quota_bytes = self.owned, self.quota_bytes
+            if owned is not None and quota_bytes is not None:
+                self._evict(lambda: self._budget.victims(nbytes, owned=owned, quota_bytes=quota_bytes))
+            self._evict(lambda: self._budget.victims(nbytes))
+            if not self._budget.fits(nbytes):
+                raise OSError(
+                    errno.ENOSPC,
+                    f"{nbytes} bytes do not fit: of {self.cap_bytes} bytes {self._budget.pinned_bytes} are pinned and "
+                    f"{self._budget.in_flight_bytes} are being written",
+                )
+            self._budget.in_flight_bytes += nbytes
+
+    def _put(self, name: str, parts: Sequence[memoryview], nbytes: int) -> bool:
+        """Store; on a full device once more, after as much was evicted as is wanted."""
+        try:
+            return self.tier.put_if_absent(name, parts)
+        except OSError as error:
+            with self._lock:
+                wanted_bytes = self._budget.nbytes - 2 * nbytes  # of which nbytes are these, in flight
+                if error.errno not in _FULL or not self.shrink(max(0, wanted_bytes)):
+                    raise
+        return self.tier.put_if_absent(name, parts)
+
+    def _evict(self, choose: Callable[[], list[str]]) -> None:
+        """Delete what is chosen, until nothing is; what cannot be deleted stays and counts as pinned from then on."""
+        while names := choose():
+            for name in names:
+                self._evict_one(name)
+
+    def _evict_one(self, name: str) -> None:
+        try:
+            self.tier.delete(name)
+        except OSError as error:
+            logger.warning("chunk %s cannot be evicted (%s) and stays", name[-64:], error)
+            self._stuck |= {name}
+            self._budget.set_pin(name, True)
+            return
+        nbytes = self._budget.remove(name)
+        if self.on_evicted is not None:
+            self.on_evicted(name, nbytes)
+
+    def _look(self) -> None:
+        """Count what is there, unless that was done a moment ago."""
+        began_s = time.monotonic()
+        if began_s < self._next_look_s:
+            return
+        try:
+            found = {name: (stat.nbytes, stat.created) for name, stat in self.tier.listing()}
+            pins = self.tier.pins()
+        except OSError as error:
+            logger.info("the %s tier cannot be listed now (%s)", self.name, error)
+            return
+        self._budget.replace(found, pins | self._stuck)
+        if not self._restored:
+            self._restore()
+        now_s = time.monotonic()
+        self._next_look_s = now_s + max(_LOOK_EVERY_S, 50 * (now_s - began_s))
+
+    def _restore(self) -> None:
+        """At the first look."""
+        self._restored = True
+        if self._order is not None:
+            self._budget.policy.restore(load_order(self._order))
+        if self._spare_bytes is not None:
+            self._budget.cap_bytes = self._budget.nbytes + self._spare_bytes
+
+    def _count_use(self) -> None:
+        self._unsaved += 1
+        if self._unsaved >= _SAVE_EVERY:
+            self._save()
+
+    def _save(self) -> None:
+        if self._order is not None and self._restored and self._unsaved:
+            save_order(self._order, self._budget.policy.states())
+        self._unsaved = 0

@@ -1,0 +1,121 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes by name under a cap, and who must leave so that more fit."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+from .eviction.base import EvictionPolicy
+
+__all__ = ["Budget"]
+
+
+class Budget:
+    """The book of one tier. It moves no bytes itself, and whoever owns it holds a lock around every call.
+
+    Args:
+        cap_bytes: how much there may be, pinned and in flight included; None is without end.
+        policy: says who leaves first.
+
+    Attributes:
+        in_flight_bytes: what is being written or loaded and has no name yet.
+    """
+
+    def __init__(self, cap_bytes: int | None, policy: EvictionPolicy) -> None:
+        self.cap_bytes = cap_bytes
+        self.policy = policy
+        self.in_flight_bytes = 0
+        self._sizes: dict[str, int] = {}
+        self._total = 0
+        self._pins: set[str] = set()
+        self._last_s = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """All bytes that count, with those in flight."""
+        return self._total + self.in_flight_bytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes that may not leave."""
+        return sum(self._sizes.get(name, 0) for name in self._pins)
+
+    def add(self, name: str, nbytes: int, stamp_s: float | None = None) -> None:
+        """Enter an object, or correct its size.
+
+        Args:
+            name: of the object.
+            nbytes: its size.
+            stamp_s: when it was last used, seconds since 1970; None is now.
+        """
+        self._total += nbytes - self._sizes.get(name, 0)
+        self._sizes[name] = nbytes
+        self.policy.use(name, self._now_s() if stamp_s is None else stamp_s)
+
+    def use(self, name: str, important_ratio: float | None = None) -> None:
+        """Count a use of an object, if it is entered."""
+        if name in self._sizes:
+            self.policy.use(name, self._now_s(), important_ratio)
+
+    def remove(self, name: str) -> int:
+        """Strike an object off; its pin stays for its return. Gives the bytes that it took."""
+        nbytes = self._sizes.pop(name, 0)
+        self._total -= nbytes
+        self.policy.forget(name)
+        return nbytes
+
+    def replace(self, found: Mapping[str, tuple[int, float]], pins: Iterable[str]) -> None:
+        """Take over what is really there.
+
+        Args:
+            found: name → size in bytes, and time of writing in seconds since 1970, which is the first use of an
+                object that was not known yet.
+            pins: names of what may not leave.
+        """
+        for name in self._sizes.keys() - found.keys():
+            self.remove(name)
+        for name in sorted(found.keys() - self._sizes.keys(), key=lambda name: found[name][1]):
+            self.add(name, *found[name])
+        self._pins = set(pins)
+
+    def set_pin(self, name: str, pinned: bool) -> None:
+        """Keep an object from leaving, or let it."""
+        (self._pins.add if pinned else self._pins.discard)(name)
+
+    def fits(self, nbytes: int) -> bool:
+        """Say whether so many more bytes stay below the cap."""
+        return self._excess(nbytes) <= 0
+
+    def victims(self, nbytes: int, *, owned: Callable[[str], bool] | None = None, quota_bytes: int = 0) -> list[str]:
+        """Choose who leaves so that more bytes fit; nobody is struck off yet.
+
+        Args:
+            nbytes: how many more.
+            owned: look only at these objects, which together may have `quota_bytes`; None is all, under the cap.
+            quota_bytes: see `owned`.
+
+        Returns:
+            Names, in the order in which the policy lets go; too few if the others are pinned.
+        """
+        excess = self._excess(nbytes) if owned is None else nbytes + self._bytes_of(owned) - quota_bytes
+        chosen: list[str] = []
+        if excess <= 0:
+            return chosen
+        for name in self.policy.victims():
+            if name not in self._pins and (owned is None or owned(name)):
+                chosen.append(name)
+                excess -= self._sizes[name]
+                if excess <= 0:
+                    break
+        return chosen
+
+    def _excess(self, nbytes: int) -> int:
+        return 0 if self.cap_bytes is None else self.nbytes + nbytes - self.cap_bytes
+
+    def _bytes_of(self, owned: Callable[[str], bool]) -> int:
+        return sum(size for name, size in self._sizes.items() if owned(name))
+
+    def _now_s(self) -> float:
+        """A clock that only goes forward: use after use, whatever happens to the system's."""
+        self._last_s = max(time.time(), self._last_s + 1e-6)
+        return self._last_s

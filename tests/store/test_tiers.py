@@ -1,0 +1,151 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What every tier promises. A new tier is tested here as soon as `tier_factories` in conftest.py makes one."""
+
+import threading
+
+import pytest
+
+from hf_blend.errors import ConfigError
+from hf_blend.store import ChunkStore
+from hf_blend.store.tiers.base import EntryFault, Tier
+
+NAMES = [f"{number:02x}/{number:02x}/{number:02x}{0:062x}" for number in range(3)]
+
+
+@pytest.fixture
+def tier(tier_factory, tmp_path):
+    opened = tier_factory(tmp_path)
+    yield opened
+    opened.close()
+    opened.close()
+
+
+def content(tier: Tier, name: str) -> bytes | None:
+    source = tier.open(name)
+    if source is None:
+        return None
+    target = bytearray(source.stat.nbytes)
+    source.read_into(0, memoryview(target))
+    source.close()
+    source.close()
+    return bytes(target)
+
+
+def put(tier: Tier, name: str, *parts: bytes) -> bool:
+    return tier.put_if_absent(name, [memoryview(part) for part in parts])
+
+
+def test_a_tier_gives_back_what_was_put(tier):
+    assert put(tier, NAMES[0], b"one", b"", b"two")
+    assert content(tier, NAMES[0]) == b"onetwo"
+    assert tier.contains(NAMES[0])
+    assert tier.stat(NAMES[0]).nbytes == 6
+
+
+def test_what_is_not_there_is_none(tier):
+    assert tier.open(NAMES[0]) is None
+    assert tier.stat(NAMES[0]) is None
+    assert not tier.contains(NAMES[0])
+    assert not tier.delete(NAMES[0])
+
+
+def test_what_is_there_is_not_replaced(tier):
+    assert put(tier, NAMES[0], b"first")
+    assert not put(tier, NAMES[0], b"other")
+    assert content(tier, NAMES[0]) == b"first"
+
+
+def test_parts_of_an_object_can_be_read_and_its_end_is_noticed(tier):
+    put(tier, NAMES[0], bytes(range(100)))
+    source, target = tier.open(NAMES[0]), bytearray(5)
+    source.read_into(90, memoryview(target))
+    assert bytes(target) == bytes(range(90, 95))
+    with pytest.raises(EntryFault, match="truncated"):
+        source.read_into(97, memoryview(target))
+    source.close()
+
+
+def test_an_opened_object_stays_as_it_is_when_it_is_deleted_and_put_again(tier):
+    put(tier, NAMES[0], b"first")
+    source, target = tier.open(NAMES[0]), bytearray(5)
+    assert tier.delete(NAMES[0])
+    put(tier, NAMES[0], b"other")
+    source.read_into(0, memoryview(target))
+    assert bytes(target) == b"first"
+    assert not tier.delete(NAMES[0], source)
+    source.close()
+    assert content(tier, NAMES[0]) == b"other"
+
+
+def test_an_object_is_deleted_by_its_source(tier):
+    put(tier, NAMES[0], b"bad")
+    source = tier.open(NAMES[0])
+    assert tier.delete(NAMES[0], source)
+    source.close()
+    assert tier.open(NAMES[0]) is None
+
+
+def test_names_are_listed_by_space_and_the_list_is_the_same_while_nothing_changes(tier):
+    for name in NAMES:
+        put(tier, name, b"x")
+    assert tier.names("01") == {NAMES[1]}
+    assert tier.names("01") is tier.names("01")
+    tier.delete(NAMES[1])
+    assert tier.names("01") == frozenset()
+    assert tier.names("77") == frozenset()
+
+
+def test_everything_is_listed_with_its_size(tier):
+    for number, name in enumerate(NAMES):
+        put(tier, name, bytes(number + 1))
+    assert {name: stat.nbytes for name, stat in tier.listing()} == dict(zip(NAMES, (1, 2, 3), strict=True))
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "", "aa/bb/" + "g" * 64, "AA/bb/" + "0" * 64, NAMES[0] + "\n"])
+def test_a_name_that_is_not_hex_is_refused(tier, name):
+    with pytest.raises(ConfigError, match="not of the form"):
+        put(tier, name, b"x")
+    with pytest.raises(ConfigError, match="not of the form"):
+        tier.open(name)
+
+
+def test_two_writers_of_one_name_leave_one_whole_object(tier):
+    barrier, stored = threading.Barrier(4), []
+
+    def write():
+        barrier.wait()
+        stored.append(put(tier, NAMES[0], b"a" * 4096, b"b" * 4096))
+
+    threads = [threading.Thread(target=write) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert any(stored)
+    assert content(tier, NAMES[0]) == b"a" * 4096 + b"b" * 4096
+
+
+def test_a_store_on_a_tier_loads_what_it_stored_and_refuses_what_was_changed(tier, chunk, same):
+    store, stored = ChunkStore([], [tier]), chunk()
+    store.put(stored)
+    same(store.get(stored.key), stored)
+    (name, _), *others = tier.listing()
+    assert not others
+    good = content(tier, name)
+    for position in range(0, len(good), 97):
+        tier.delete(name)
+        put(tier, name, good[:position], bytes([good[position] ^ 1]), good[position + 1 :])
+        assert store.get(stored.key) is None
+    assert not tier.contains(name), "what cannot become good is removed"
+    store.put(stored)
+    same(ChunkStore([], [tier]).get(stored.key), stored)
+    assert len(store) == 1
+
+
+def test_pins_are_remembered_or_none_are(tier):
+    put(tier, NAMES[0], b"x")
+    tier.set_pin(NAMES[0], True)
+    assert tier.pins() <= {NAMES[0]}
+    tier.set_pin(NAMES[0], False)
+    assert tier.pins() == frozenset()
