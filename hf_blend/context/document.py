@@ -1,0 +1,140 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Long documents: computed once in chunks, then asked over a window of chunks, or over those that a retriever picks.
+
+    document = Document(model, tokenizer, store, text)
+    document.precompute(progress=tqdm)
+    document.ask("Who signed it?", retrieve=retriever, max_new_tokens=32)
+    for start, answer in document.ask_windows("Who signed it?", window_chunks=8):
+        ...
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from ..cache import BlendCache
+from ..errors import ConfigError
+from ..prompt import tokenize
+from ..store import ChunkStore
+
+Retriever = Callable[[str, Sequence[str]], Sequence[int]]  # question and chunk texts → places of the chunks to read
+Progress = Callable[[Iterable[Any]], Iterable[Any]]  # such as tqdm
+
+
+class Document:
+    """A text cut into chunks whose KV is stored once and blended for every question."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        store: ChunkStore,
+        text: str,
+        *,
+        chunk_tokens: int = 512,
+        prefix: str | None = None,
+        **settings: Any,
+    ) -> None:
+        """Cut the text. Nothing is computed yet.
+
+        Args:
+            model: a causal language model.
+            tokenizer: its tokenizer.
+            store: keeps the chunks.
+            text: the document.
+            chunk_tokens: most tokens in a chunk; lines are kept whole where they fit.
+            prefix: system prompt before the chunks.
+            **settings: fields of `BlendConfig`, such as `recompute_ratio`.
+
+        Raises:
+            ConfigError: the text is empty, or `chunk_tokens` below 1.
+        """
+        if not text or chunk_tokens < 1:
+            raise ConfigError(f"a text of {len(text)} letters in chunks of {chunk_tokens} tokens: both must be above 0.")
+        self.model, self.tokenizer, self.store = model, tokenizer, store
+        self.prefix, self._settings = prefix, settings
+        self.chunks = list(_cut(tokenizer, text, chunk_tokens))
+        self._texts = [tokenizer.decode(ids) for ids in self.chunks]
+
+    def precompute(self, progress: Progress = iter) -> int:
+        """Compute and store every chunk that is not stored yet.
+
+        Args:
+            progress: wraps the loop over the chunks, such as `tqdm`.
+
+        Returns:
+            How many chunks the document has.
+        """
+        for ids in progress(self.chunks):
+            self.store.add(self.model, self.tokenizer, [ids], sink_ids=self._settings.get("sink_ids"))
+        return len(self.chunks)
+
+    def ask(self, question: str, *, retrieve: Retriever | None = None, **options: Any) -> str:
+        """Answer from the chunks that a retriever picks, in the order in which it gives them.
+
+        Args:
+            question: what is asked.
+            retrieve: picks places of chunks; None reads the whole document.
+            **options: for `generate`, such as `max_new_tokens`.
+
+        Returns:
+            The answer.
+
+        Raises:
+            ConfigError: the retriever picked nothing, or a place that does not exist.
+        """
+        places = range(len(self.chunks)) if retrieve is None else [int(place) for place in retrieve(question, self._texts)]
+        if not places or not all(0 <= place < len(self.chunks) for place in places):
+            raise ConfigError(f"the retriever picked {list(places)}, wanted places from 0 to {len(self.chunks) - 1}.")
+        return self._answer(question, [self.chunks[place] for place in places], options)
+
+    def ask_windows(
+        self, question: str, *, window_chunks: int = 8, step_chunks: int | None = None, **options: Any
+    ) -> Iterator[tuple[int, str]]:
+        """Answer from one window of neighbouring chunks after the other.
+
+        Args:
+            question: what is asked.
+            window_chunks: how many chunks are read at once.
+            step_chunks: how far the window moves; None is its own length.
+            **options: for `generate`.
+
+        Yields:
+            The first chunk of each window, and the answer from it.
+
+        Raises:
+            ConfigError: a length is below 1.
+        """
+        step = window_chunks if step_chunks is None else step_chunks
+        if window_chunks < 1 or step < 1:
+            raise ConfigError(f"windows of {window_chunks} chunks at a step of {step}: both must be 1 or more.")
+        for start in range(0, len(self.chunks), step):
+            yield start, self._answer(question, self.chunks[start : start + window_chunks], options)
+            if start + window_chunks >= len(self.chunks):
+                return
+
+    def _answer(self, question: str, chunks: Sequence[Sequence[int]], options: dict[str, Any]) -> str:
+        cache = BlendCache(self.model, self.store, **self._settings)
+        inputs = cache.inputs(self.tokenizer, prefix=self.prefix, chunks=list(chunks), question=question)
+        output = self.model.generate(**inputs, past_key_values=cache, **options)  # type: ignore[operator]
+        return str(self.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)).strip()
+
+
+def _cut(tokenizer: Any, text: str, most_tokens: int) -> Iterator[tuple[int, ...]]:
+    """Whole lines as long as they fit; a line that is too long alone is cut anywhere."""
+    chunk: tuple[int, ...] = ()
+    for line in text.splitlines(keepends=True):
+        ids = tuple(tokenize(tokenizer, line))
+        if chunk and len(chunk) + len(ids) > most_tokens:
+            yield chunk
+            chunk = ()
+        for start in range(0, max(1, len(ids)), most_tokens):
+            part = ids[start : start + most_tokens]
+            if len(chunk) + len(part) > most_tokens:
+                yield chunk
+                chunk = ()
+            chunk += part
+    if chunk:
+        yield chunk
