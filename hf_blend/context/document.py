@@ -6,7 +6,9 @@
     document.precompute(progress=tqdm)
     document.ask("Who signed it?", retrieve=retriever, max_new_tokens=32)
     for start, answer in document.ask_windows("Who signed it?", window_chunks=8):
-        ...
+        print(start, answer)
+
+Later questions find the chunks in the store, whatever else stands in their prompts.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -52,7 +54,7 @@ class Document:
             ConfigError: the text is empty, or `chunk_tokens` below 1.
         """
         if not text or chunk_tokens < 1:
-            raise ConfigError(f"a text of {len(text)} letters in chunks of {chunk_tokens} tokens: both must be above 0.")
+            raise ConfigError(f"{len(text)} letters in chunks of {chunk_tokens} tokens: both must be above 0.")
         self.model, self.tokenizer, self.store = model, tokenizer, store
         self.prefix, self._settings = prefix, settings
         self.chunks = list(_cut(tokenizer, text, chunk_tokens))
@@ -85,9 +87,10 @@ class Document:
         Raises:
             ConfigError: the retriever picked nothing, or a place that does not exist.
         """
-        places = range(len(self.chunks)) if retrieve is None else [int(place) for place in retrieve(question, self._texts)]
+        picked = range(len(self.chunks)) if retrieve is None else retrieve(question, self._texts)
+        places = [int(place) for place in picked]
         if not places or not all(0 <= place < len(self.chunks) for place in places):
-            raise ConfigError(f"the retriever picked {list(places)}, wanted places from 0 to {len(self.chunks) - 1}.")
+            raise ConfigError(f"the retriever picked {places}, wanted places from 0 to {len(self.chunks) - 1}.")
         return self._answer(question, [self.chunks[place] for place in places], options)
 
     def ask_windows(
