@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from .anatomy import LayerCall, kv_groups, text_config
 from .attention import Detour
+from .cache_layers import layer_sizes
 from .choice import Chooser
 from .config import BlendConfig
 from .errors import UnsupportedModelError
-from .layers import BlendLayer
 from .masks import RowMask, row_mask
 from .plan import Plan, Slot
 from .realign import Realigner, mismatch
@@ -48,7 +48,7 @@ class Fusor:
     def __init__(
         self,
         model: nn.Module,
-        layers: Sequence[BlendLayer],
+        layers: Sequence[Any],
         plan: Plan,
         past: int,
         config: BlendConfig,
@@ -77,13 +77,15 @@ class Fusor:
         self._chooser, self._realigner, self._report = chooser, realigner, report
         self._wanted_rows, self._ids_seen = wanted_rows, ids_seen
         self._last = len(layers) - 1
-        self._ratios = chooser.schedule(config, len(layers), plan.real.numel())
-        self._static_ratio = chooser.static_ratio(config)
+        self._first_ratio, self._ratios = chooser.schedule(config, len(layers), plan.real.numel())
         self._tokens, self._padded = plan.real.shape[1], not bool(plan.real.all())
+        self._sizes = [layer_sizes(layer, past, self._tokens) for layer in layers]
         self._exact, self._reusable = plan.where(exact=True), plan.where(exact=False)
+        for grid in (self._exact, self._reusable):
+            grid[:, self._tokens - min(wanted_rows or 1, self._tokens) :] = False  # an output is wanted there
         self._rows: Rows | None = None  # None: all tokens, as the model passes them
         self._opened: dict[int, KV] = {}
-        self._masks: dict[tuple[int, int], tuple[Any, Any]] = {}
+        self._masks: dict[tuple[int, int, int], tuple[Any, Any]] = {}
         self._is_looking = False
         self._detour: Detour | None = None
         self._implementation = text_config(model)._attn_implementation or "eager"
@@ -98,16 +100,17 @@ class Fusor:
         Returns:
             The same call, changed.
         """
-        self._realigner.learn(index, rotary_table(call.arguments))
+        self._settle(index)
+        self._realigner.learn(index, rotary_table(call.arguments, call.layer))
         model_mask = call.arguments.get("attention_mask")
         if index == 0:
             self._begin(call)
         if self._rows is not None:
             call.take_rows(self._rows.columns, self._tokens, with_hidden=index == 0)
-            self._set_mask(call, model_mask, self._rows)
+            self._set_mask(index, call, model_mask, self._rows)
         if index in self._ratios and self._reusable.any():
             self._look(index, call)
-            self._narrow(call, model_mask, self._chosen(index))
+            self._narrow(index, call, model_mask, self._chosen(index))
         if index == self._last:
             self._trim(index, call, model_mask)
         self._note(index, kv_only=False)
@@ -140,9 +143,16 @@ class Fusor:
         return self._layers[index].keys, self._layers[index].values
 
     def end(self) -> None:
-        """Leave no trace in the model's config, also where a layer ended early."""
+        """Leave no trace in the model's config, also after a failure, and no more in the cache than stays."""
         if self._detour is not None:
             self._detour.close()
+        self._settle(len(self._layers))
+
+    def _settle(self, index: int) -> None:
+        """The layers before this one are done: what they hold beyond their windows is given back."""
+        for done in [layer for layer in self._opened if layer < index]:
+            del self._opened[done]
+            self._layers[done].settle()
 
     def _begin(self, call: LayerCall) -> None:
         """Leave out what needs no computing at all, and choose at once if nothing must be seen for it."""
@@ -154,8 +164,8 @@ class Fusor:
         if not self._plan.slots:
             return
         flows = self._plan.real & ~self._exact
-        if not self._ratios:
-            picked = self._chooser.choose(0, Rows.every(flows), self._reusable, None, self._static_ratio)
+        if self._first_ratio is not None:
+            picked = self._chooser.choose(0, Rows.every(flows), self._reusable, None, self._first_ratio)
             flows = flows & (~self._reusable | picked)
         if not flows.all():
             self._rows = Rows.of(flows)[0]
@@ -214,7 +224,7 @@ class Fusor:
         picked = self._chooser.choose(index, rows, self._reusable, self._opened.get(index), self._ratios[index])
         return rows.take(self._plan.real) & (~rows.take(self._reusable) | picked)
 
-    def _narrow(self, call: LayerCall, model_mask: Any, wanted: Tensor) -> None:
+    def _narrow(self, layer: int, call: LayerCall, model_mask: Any, wanted: Tensor) -> None:
         """Let only the wanted of the flowing rows go on."""
         if bool(wanted.all()) and self._rows is not None:
             return
@@ -222,7 +232,7 @@ class Fusor:
         rows = self._rows or Rows.every(wanted)
         self._rows, index = rows.keep(wanted)
         call.take_rows(index, before)
-        self._set_mask(call, model_mask, self._rows)
+        self._set_mask(layer, call, model_mask, self._rows)
 
     def _trim(self, index: int, call: LayerCall, model_mask: Any) -> None:
         """In the last layer, go past K and V only with the rows whose output is wanted."""
@@ -232,14 +242,14 @@ class Fusor:
         self._look(index, call)
         wanted = torch.zeros((self._plan.real.shape[0], flowing), dtype=torch.bool, device=call.hidden.device)
         wanted[:, -self._wanted_rows :] = True
-        self._narrow(call, model_mask, wanted)
+        self._narrow(index, call, model_mask, wanted)
 
-    def _set_mask(self, call: LayerCall, model_mask: Any, rows: Rows) -> None:
+    def _set_mask(self, index: int, call: LayerCall, model_mask: Any, rows: Rows) -> None:
         """Give the call its rows' lines of the mask; made once for each mask of the model and each set of rows."""
-        place = (id(model_mask), id(rows))
+        keys, offset = self._sizes[index]
+        place = (id(model_mask), id(rows), offset)
         if place not in self._masks:
-            keys = self._past + self._tokens
-            mask = row_mask(model_mask, rows.columns, self._past, keys, self._implementation)
+            mask = row_mask(model_mask, rows.columns, self._past - offset, keys, self._implementation)
             self._masks[place] = (mask, (model_mask, rows))  # kept alive, or the ids would be used again
         mask = self._masks[place][0]
         if isinstance(mask, RowMask):
@@ -248,7 +258,7 @@ class Fusor:
 
     def _note(self, index: int, kv_only: bool) -> None:
         """Tell the report what a layer is about to compute."""
-        self._report.computed(Work(index, kv_only, self._flowing(), self._reusable, self._plan.real))
+        self._report.computed(Work(index, kv_only, self._flowing(), self._reusable, self._plan.real, self._past))
 
     def _flowing(self) -> Tensor:
         """`[batch, tokens]`: which columns flow."""

@@ -16,25 +16,24 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
 
 from . import plugins
 from .anatomy import LayerCall, decoder_layers, default_sink, text_config
 from .blend import Fusor
-from .capture import Capture, capture
-from .choice import Chooser
+from .cache_layers import cache_layers
+from .choice import Chooser, FullPrefill
 from .config import BlendConfig
-from .errors import PromptError
 from .fingerprint import fingerprint
 from .flops import layer_costs
 from .hooks import Entry
-from .layers import BlendLayer
 from .plan import Plan, Planner
-from .prompt import PromptBatch, batch, build_all, check_lengths
+from .prompt import History, batch, build_all, check_lengths
 from .realign import Realigner
 from .report import BlendReport
+from .request import Brought, Coming, is_plain
 from .store import ChunkStore
 from .trust import ensure_trusted
 
@@ -72,12 +71,21 @@ class BlendCache(Cache):
         self._styles = ensure_trusted(model, BlendCache, self.config.allow_unverified)
         self._entry = Entry(self, model, decoder_layers(model))
         self._fusor: Fusor | None = None
-        self._expected: PromptBatch | None = None
-        self._past = 0
-        self._kept = [BlendLayer() for _ in self._styles]
+        self._coming, self._resume = Coming(), Coming()
+        self._history = History()
+        self._past, self._before = 0, []
+        self._kept = cache_layers(text_config(model), len(self._styles))
         super().__init__(layers=[*self._kept])
 
-    def inputs(self, tokenizer: Any, *, prefix: Any = None, chunks: Sequence[Any], question: Any) -> dict[str, Tensor]:
+    def inputs(
+        self,
+        tokenizer: Any,
+        *,
+        prefix: Any = None,
+        chunks: Sequence[Any],
+        question: Any,
+        history: Tensor | Sequence[int] | None = None,
+    ) -> dict[str, Tensor]:
         """Build the prompt of the next `generate` from its pieces. Chunks that the store lacks are computed then.
 
         Args:
@@ -85,22 +93,25 @@ class BlendCache(Cache):
             prefix: system prompt; BOS is put before it. None is BOS alone; token ids are taken as they are.
             chunks: retrieved chunks, text or token ids, at least one. For a batch: one such list per request.
             question: what the model is asked. For a batch: a list of questions, one per request.
+            history: to go on with a conversation in this cache, what the last `generate` returned,
+                `[batch, tokens]`. Its K and V stay, the new pieces come behind it; no BOS, and there may be no chunk.
 
         Returns:
-            `input_ids` and `attention_mask`, `[batch, tokens]`, padded on the left, on the model's device.
+            `input_ids` and `attention_mask`, `[batch, tokens]`, padded on the left, on the model's device; the whole
+            conversation with `history`, as `generate` wants it.
 
         Raises:
             PromptError: a piece is empty, the pieces of a batch differ in number, or a prompt does not fit the model.
         """
-        prompts = build_all(tokenizer, prefix, chunks, question)
-        check_lengths(prompts, super().get_seq_length(), text_config(self.model))
         pad_id = getattr(tokenizer, "pad_token_id", None)
-        self._expected = batch(prompts, 0 if pad_id is None else pad_id)
+        known = self._history.extended(history, pad_id, self.model.generation_config.eos_token_id)
+        prompts = build_all(tokenizer, prefix, chunks, question, known.rows())
+        held = 0 if known else super().get_seq_length()
+        check_lengths(prompts, held, text_config(self.model))
+        made = batch(prompts, 0 if pad_id is None else pad_id, known)
+        self._coming, self._history = Coming(made, held), History(made.input_ids, made.attention_mask)
         device = self.model.get_input_embeddings().weight.device
-        return {
-            "input_ids": self._expected.input_ids.to(device),
-            "attention_mask": self._expected.attention_mask.to(device),
-        }
+        return {"input_ids": made.input_ids.to(device), "attention_mask": made.attention_mask.to(device)}
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -126,7 +137,7 @@ class BlendCache(Cache):
         if self._fusor is not None:
             return self._past
         length = super().get_seq_length(layer_idx)
-        if length == 0 or self._expected is not None:
+        if length == 0 or self._coming:
             self._entry.watch_model()
         return length
 
@@ -142,11 +153,27 @@ class BlendCache(Cache):
         """
         if self._fusor is None and query_length > 1:
             self._begin_late(query_length)
-        return self._past + query_length if self._fusor else super().get_mask_sizes(query_length, layer_idx)[0], 0
+        if self._fusor is not None and isinstance(self._kept[layer_idx], CacheLayerMixin):
+            return self._kept[layer_idx].sizes_behind(self._past, query_length)
+        return super().get_mask_sizes(query_length, layer_idx)
 
     def activate_past_recording(self) -> None:
-        """Called first by assisted decoding; nothing is ever forgotten here, so crop can always go back."""
+        """Called first by assisted decoding: from now on windows wait for `crop` before they forget."""
+        super().activate_past_recording()
         self._entry.watch_model()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens, in every layer or in none.
+
+        Args:
+            tokens_to_remove: how many, as a negative number; 0 removes only what no later token can see.
+
+        Raises:
+            ConfigError: a layer does not hold so many, or a window has forgotten what stood before them.
+        """
+        for layer in self._layers():
+            layer.check_crop(tokens_to_remove)
+        super().crop(tokens_to_remove)
 
     def __bool__(self) -> bool:
         """Whether there is anything in the cache; some models drop a cache that is true too early."""
@@ -165,12 +192,13 @@ class BlendCache(Cache):
         if self._fusor is not None:
             self.forward_ends(failed=True)  # the last forward was interrupted in a way that no hook sees
             self._entry.watch_model()
-        ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
-        if ids is None or ids.shape[1] < 2 or (mask is not None and mask.dim() != 2):
+        if is_plain(arguments):
+            self._coming = Coming()
             self._entry.leave()
             return
         keep = arguments.get("logits_to_keep")
-        self._begin(ids, mask, keep if isinstance(keep, int) and keep > 0 else None)
+        wanted = keep if isinstance(keep, int) and keep > 0 else None
+        self._begin(arguments["input_ids"], arguments.get("attention_mask"), wanted)
 
     def layer_begins(self, index: int, call: LayerCall) -> LayerCall:
         """Called by the hook on a decoder layer."""
@@ -181,73 +209,55 @@ class BlendCache(Cache):
         if self._fusor is not None:
             self._fusor.end()
         if failed and self._fusor is not None:
-            for layer in self._kept:
-                layer.crop(min(0, self._past - layer.length))
-        self._fusor = None
-        self._entry.leave()
+            for layer, snapshot in zip(self._layers(), self._before, strict=True):
+                layer.restore(snapshot)
+            self._coming = self._resume
+        self._fusor, self._before = None, []
+        self._entry.leave(watching=self._coming.is_begun and not failed)
 
     def _begin_late(self, query_length: int) -> None:
         """A forward that no hook saw coming: its ids are known only if they were built by `inputs`."""
         self._entry.leave()
-        expected = self._expected
-        if expected is not None and expected.input_ids.shape[1] == query_length:
-            self._begin(expected.input_ids, expected.attention_mask, ids_seen=False)
-        self._expected = None
+        expected = self._coming.next_ids(super().get_seq_length(), query_length)
+        if expected is None:
+            self._coming = Coming()
+        else:
+            self._begin(*expected, ids_seen=False)
 
     def _begin(self, ids: Tensor, mask: Tensor | None, wanted_rows: int | None = None, ids_seen: bool = True) -> None:
         """Plan a forward, and enter the layers if anything of it is stored."""
         self._past = super().get_seq_length()
-        mask = torch.ones_like(ids) if mask is None else mask[:, -ids.shape[1] :]
-        plan = self._plan(ids, mask)
-        self._expected = None
+        brought = Brought.of(ids, mask, max(0, self._past - self._coming.held))
+        plan = self._plan(brought) if brought is not None else None
         if plan is None or not plan.slots:
-            self._entry.leave()
+            self._coming = self._coming if plan is not None else Coming()
+            self._entry.leave(watching=self._coming.is_begun)
             return
+        self._before = [layer.snapshot() for layer in self._layers()]
         realigner = Realigner(self._styles, self.report)
-        chooser = Chooser(
-            self._selector, plan, self._past, realigner, self.report, truth=lambda: self._truth(ids, mask)
-        )
-        self._fusor = Fusor(
-            self.model,
-            self._kept,
-            plan,
-            self._past,
-            self.config,
-            chooser,
-            realigner,
-            self.report,
-            wanted_rows,
-            ids_seen,
-        )
+        truth = FullPrefill(self.model, self.config.selector, ids, mask, self._past)
+        chooser = Chooser(self._selector, plan, self._past, realigner, self.report, truth)
+        given = (self.model, self._kept, plan, self._past, self.config, chooser, realigner, self.report)
+        self._fusor = Fusor(*given, wanted_rows, ids_seen)
         self._entry.enter_layers()
 
-    def _plan(self, ids: Tensor, mask: Tensor) -> Plan | None:
-        """Which columns have stored KV; None where padding stands elsewhere than in front."""
-        if not bool((mask[:, 1:] >= mask[:, :-1]).all()):
-            return None
-        rows = [row[keep.bool()].tolist() for row, keep in zip(ids.cpu(), mask.cpu(), strict=True)]
-        starts = [ids.shape[1] - len(row) for row in rows]
-        known = self._expected.spans(rows) if self._expected is not None else None
+    def _plan(self, brought: Brought) -> Plan:
+        """Which columns have stored KV; the report begins anew, or goes on where a prompt comes in parts."""
         planner = Planner(self.model, self.store, fingerprint(self.model), tuple(self.sink_ids))
-        plan = planner.plan(rows, starts, ids.shape[1], known, self._past == 0)
-        self.report = BlendReport(
-            nominal_ratio=self.config.recompute_ratio,
-            prompt_tokens=int(mask.sum()),
+        goes_on, self._resume = self._coming.is_begun, self._coming
+        plan, self._coming = self._coming.plan(planner, brought, self._past)
+        if not goes_on:
+            nominal = self.config.nominal_ratio(len(self._kept))
+            self.report = BlendReport(nominal, past_tokens=self._past, _costs=layer_costs(self.model))
+        self.report.planned(
+            prompt_tokens=sum(map(len, brought.rows)),
             reusable_tokens=int(plan.where(exact=False).sum()),
             exact_tokens=int(plan.where(exact=True).sum()),
             computed_chunks=plan.computed,
             loaded_chunks=plan.loaded,
-            past_tokens=self._past,
-            _costs=layer_costs(self.model),
         )
         return plan
 
-    def _truth(self, ids: Tensor, mask: Tensor) -> Capture:
-        """K, V and rotary tables of a full prefill, for research; only for a prompt that starts the cache."""
-        if self._past:
-            raise PromptError(
-                f"the selector {self.config.selector!r} runs a full prefill of the whole prompt, but {self._past} "
-                "tokens are in the cache already and their ids are not known. Use it on a fresh cache."
-            )
-        positions = (mask.long().cumsum(-1) - 1).clamp_min(0)
-        return capture(self.model, ids, positions, mask)
+    def _layers(self) -> list[Any]:
+        """The layers that keep K and V."""
+        return [layer for layer in self._kept if isinstance(layer, CacheLayerMixin)]

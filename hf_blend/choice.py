@@ -4,18 +4,48 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .capture import Capture
+from .capture import Capture, capture
 from .config import BlendConfig
+from .errors import PromptError
 from .plan import Plan
 from .realign import Realigner
 from .report import BlendReport
 from .rows import Rows, highest
 from .selectors.base import KV, Selector, TokenView
+
+
+@dataclass(frozen=True)
+class FullPrefill:
+    """K, V and rotary tables of a full prefill, for research; only for a prompt that starts the cache.
+
+    Attributes:
+        model: the model to run.
+        selector: the name of the method that asks for it.
+        ids: `[batch, tokens]`.
+        mask: `[batch, tokens]`, 0 on padding; None: no padding.
+        past: tokens in the cache before these.
+    """
+
+    model: nn.Module
+    selector: str
+    ids: Tensor
+    mask: Tensor | None
+    past: int
+
+    def __call__(self) -> Capture:
+        """Run it."""
+        if self.past:
+            raise PromptError(
+                f"the selector {self.selector!r} runs a full prefill of the whole prompt, but {self.past} tokens are "
+                "in the cache already and their ids are not known. Use it on a fresh cache."
+            )
+        positions = None if self.mask is None else (self.mask.long().cumsum(-1) - 1).clamp_min(0)
+        return capture(self.model, self.ids, positions, self.mask)
 
 
 class Chooser:
@@ -42,9 +72,14 @@ class Chooser:
         """
         self._selector, self._plan, self._past = selector, plan, past
         self._realigner, self._report, self._truth = realigner, report, truth
+        self._chosen_before = list(report.chosen_columns)  # in earlier parts of the same prompt
+        self._is_first = True
 
-    def schedule(self, config: BlendConfig, num_layers: int, tokens: int) -> dict[int, float]:
-        """Check layer → ratio; empty if the choice needs nothing computed, or nothing will be chosen.
+    def schedule(self, config: BlendConfig, num_layers: int, tokens: int) -> tuple[float | None, dict[int, float]]:
+        """When tokens are chosen, and how many.
+
+        A selector that needs no K and V chooses before the first layer, with the first check layer's ratio, and again
+        at the later check layers. If nothing is to be chosen at all, that is settled before the first layer too.
 
         Args:
             config: what was asked for.
@@ -52,23 +87,15 @@ class Chooser:
             tokens: at most so many are reusable.
 
         Returns:
-            The check layers that are really looked at.
+            The ratio of the choice before the first layer, or None if none is made there; check layer → ratio.
         """
-        if not (self._selector.needs_kv or self._selector.needs_full_prefill):
-            return {}
         ratios = config.ratios(num_layers)
-        return ratios if self._selector.count(max(ratios.values()), tokens) else {}
-
-    def static_ratio(self, config: BlendConfig) -> float:
-        """Share that is chosen before the first layer, where `schedule` is empty.
-
-        Args:
-            config: what was asked for.
-
-        Returns:
-            The ratio; 0 for a selector that has to see K and V, because it is asked then only if it chooses nothing.
-        """
-        return 0.0 if self._selector.needs_kv or self._selector.needs_full_prefill else config.recompute_ratio
+        if not self._selector.count(max(ratios.values()), tokens):
+            return 0.0, {}
+        if self._selector.needs_kv or self._selector.needs_full_prefill:
+            return None, ratios
+        first = min(ratios)
+        return ratios[first], {layer: ratio for layer, ratio in ratios.items() if layer > first}
 
     def choose(self, index: int, rows: Rows, reusable: Tensor, fresh: KV | None, ratio: float) -> Tensor:
         """Choose the tokens that are recomputed from a layer on.
@@ -88,9 +115,11 @@ class Chooser:
         view = self._view(index, rows, reusable, fresh)
         scores = self._selector.score(view) if counts.any() else torch.zeros_like(view.reusable, dtype=torch.float32)
         picked = highest(scores, view.reusable, counts)
-        if not self._report.chosen_columns:
-            columns = rows.columns + self._past
-            self._report.chosen_columns = [row[keep].tolist() for row, keep in zip(columns, picked, strict=True)]
+        if self._is_first:
+            columns = [row[keep].tolist() for row, keep in zip(rows.columns + self._past, picked, strict=True)]
+            before = self._chosen_before or [[] for _ in columns]
+            self._report.chosen_columns = [old + new for old, new in zip(before, columns, strict=True)]
+            self._is_first = False
         self._report.select_ms += 1e3 * (time.perf_counter() - started)
         return picked
 
@@ -100,7 +129,8 @@ class Chooser:
         for slot in self._plan.slots:
             if not slot.exact:
                 grids["chunk"][slot.row, slot.columns] = slot.number
-                grids["offset"][slot.row, slot.columns] = torch.arange(slot.chunk.tokens, device=reusable.device)
+                places = torch.arange(slot.inside.start, slot.inside.stop, device=reusable.device)
+                grids["offset"][slot.row, slot.columns] = places
                 grids["tokens"][slot.row, slot.columns] = slot.chunk.tokens
         chunk, offset, tokens = (rows.take(grid) for grid in grids.values())
         view = TokenView(index, rows.columns, rows.take(reusable) & ~rows.filler, chunk, offset, tokens)

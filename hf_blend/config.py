@@ -134,11 +134,30 @@ class BlendConfig:
             return dict(zip(self.check_layers, self._gradual_ratios(num_layers), strict=True))
         return dict.fromkeys(self.check_layers, self.recompute_ratio)
 
+    def nominal_ratio(self, num_layers: int) -> float:
+        """The share that is asked for over all: the mean over the layers behind the first check layer.
+
+        Args:
+            num_layers: how many decoder layers the model has.
+
+        Returns:
+            `recompute_ratio`, unless `layer_ratios` say otherwise.
+        """
+        if self.layer_ratios is None:
+            return self.recompute_ratio
+        spans = self._spans(num_layers)
+        weighted = sum(span * ratio for span, ratio in zip(spans, self.layer_ratios, strict=True))
+        return weighted / sum(spans) if any(spans) else self.layer_ratios[-1]
+
+    def _spans(self, num_layers: int) -> list[int]:
+        """For each check layer how many layers recompute what was chosen there."""
+        ends = [*self.check_layers[1:], num_layers - 1]
+        return [end - start for start, end in zip(self.check_layers, ends, strict=True)]
+
     def _gradual_ratios(self, num_layers: int) -> list[float]:
         last = len(self.check_layers) - 1
         slopes = [2 - place / last for place in range(last + 1)]
-        ends = [*self.check_layers[1:], num_layers - 1]
-        spans = [end - start for start, end in zip(self.check_layers, ends, strict=True)]  # layers that each serves
+        spans = self._spans(num_layers)
         budget = self.recompute_ratio * sum(spans)
         for clipped in range(last + 1):  # shares that reach 1; the others share what is left
             weight = sum(span * slope for span, slope in zip(spans[clipped:], slopes[clipped:], strict=True))

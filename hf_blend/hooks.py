@@ -38,7 +38,8 @@ class Entry:
         self._model, self._layers = model, layers
         self._outer: list[tuple[nn.Module, RemovableHandle]] = []
         self._inner: list[tuple[nn.Module, RemovableHandle]] = []
-        self._finalizer = weakref.finalize(guest, _remove, self._outer, self._inner)
+        self._raising: nn.Module | None = None
+        self._finalizer = weakref.finalize(guest, _remove, None, self._outer, self._inner)
         self._finalizer.atexit = False
 
     def watch_model(self) -> None:
@@ -53,25 +54,33 @@ class Entry:
         if self._inner:
             return
         for index, layer in enumerate(self._layers):
-            before = layer.register_forward_pre_hook(self._layer_hook(index), with_kwargs=True)
             after = layer.register_forward_hook(self._layer_ended(index), with_kwargs=True, always_call=True)
+            before = layer.register_forward_pre_hook(self._layer_hook(index, after), with_kwargs=True)
             self._inner += [(layer, before), (layer, after)]
 
-    def leave(self) -> None:
-        """Remove every hook."""
-        _remove(self._outer, self._inner)
+    def leave(self, watching: bool = False) -> None:
+        """Remove every hook.
+
+        Args:
+            watching: keep those on the model, because more of the same prompt is to come.
+        """
+        _remove(self._raising, self._inner)
+        if not watching:
+            _remove(self._raising, self._outer)
 
     def _model_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         guest = self._own(args, kwargs)
         if guest is not None and kwargs is not None:
+            _stand_last(module, *(handle for _, handle in self._outer))
             names = ("input_ids", "attention_mask")
             guest.forward_begins({**dict(zip(names, args, strict=False)), **kwargs})
 
-    def _layer_hook(self, index: int) -> Callable[..., Any]:
+    def _layer_hook(self, index: int, after: RemovableHandle) -> Callable[..., Any]:
         def begins(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
             guest = self._own(args, kwargs)
             if guest is None or kwargs is None:
                 return None
+            _stand_last(layer, after)
             return guest.layer_begins(index, LayerCall.bind(layer, args, kwargs)).as_hook_result()
 
         return begins
@@ -87,7 +96,9 @@ class Entry:
         kwargs, output = rest if len(rest) == 2 else (None, *rest)
         guest = self._own(args, kwargs)
         if guest is not None:
+            self._raising = module if output is None else None
             guest.forward_ends(failed=output is None)
+            self._raising = None
 
     def _own(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Guest | None:
         """The guest, if it is the cache that this call was given."""
@@ -96,7 +107,24 @@ class Entry:
         return guest if guest is not None and any(value is guest for value in given) else None
 
 
-def _remove(*groups: list[tuple[nn.Module, RemovableHandle]]) -> None:
+def _stand_last(module: nn.Module, *handles: RemovableHandle) -> None:
+    """Be called behind all other hooks: after an exception torch walks along them, and only the last may go then."""
+    for handle in handles:
+        if handle.id in module._forward_hooks:
+            module._forward_hooks.move_to_end(handle.id)
+
+
+def _remove(raising: nn.Module | None, *groups: list[tuple[nn.Module, RemovableHandle]]) -> None:
+    """Remove hooks, but none from the midst of those along which torch walks; that one goes with the next removal."""
     for group in groups:
+        staying = [entry for entry in group if entry[0] is raising and _is_followed(*entry)]
         while group:
-            group.pop()[1].remove()
+            entry = group.pop()
+            if entry not in staying:
+                entry[1].remove()
+        group.extend(staying)
+
+
+def _is_followed(module: nn.Module, handle: RemovableHandle) -> bool:
+    hooks = module._forward_hooks
+    return handle.id in hooks and next(reversed(hooks)) != handle.id

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One layer of a blend cache: K and V in buffers that are allocated once, with room for the answer."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
@@ -33,6 +35,8 @@ class BlendLayer(CacheLayerMixin):
     def open(self, tokens: int, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Make place for new tokens behind those that the layer holds.
 
+        Until `settle` is called, `keys` and `values` show all that the new tokens may look at, themselves included.
+
         Args:
             tokens: how many columns to open.
             key_states: any keys of this layer, `[batch, kv_heads, rows, head_dim]`: heads, width, dtype and device.
@@ -45,14 +49,12 @@ class BlendLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         start, end = self.length, self.length + tokens
         if self._buffers is None or self._buffers[0].shape[2] < end:
-            capacity = end + max(ROOM_TOKENS, start)
-            keys, values = self._buffers or (None, None)
-            self._buffers = (
-                _buffer(key_states, capacity, keys, start),
-                _buffer(value_states, capacity, values, start),
-            )
+            self._move(key_states, value_states, end + max(ROOM_TOKENS, start), slice(0, start))
         self._show(end)
-        return self._buffers[0][:, :, start:end], self._buffers[1][:, :, start:end]
+        return self._columns(slice(start, end))
+
+    def settle(self) -> None:
+        """The attention over the opened columns is done: forget what no later token can see."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -66,30 +68,46 @@ class BlendLayer(CacheLayerMixin):
             **kwargs: unused; part of the interface.
 
         Returns:
-            All keys and values that the layer holds now.
+            All keys and values that the new tokens may look at.
         """
         keys, values = self.open(key_states.shape[2], key_states, value_states)
         keys.copy_(key_states)
         values.copy_(value_states)
-        return self.keys, self.values
+        seen = self.keys, self.values
+        self.settle()
+        return seen
+
+    def sizes_behind(self, past: int, tokens: int) -> tuple[int, int]:
+        """Length and offset of the keys that `tokens` new tokens see behind `past` others."""
+        return past + tokens, 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that `query_length` new tokens will see."""
-        return self.length + query_length, 0
+        return self.sizes_behind(self.length, query_length)
 
     def get_seq_length(self) -> int:
-        """How many tokens the layer holds."""
+        """How many tokens have gone through the layer."""
         return self.length
 
     def get_max_length(self) -> int:
         """No maximum: -1."""
         return -1
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens.
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, spare columns included."""
+        return sum(buffer.untyped_storage().nbytes() for buffer in self._buffers or ())
 
-        Args:
-            tokens_to_remove: how many, as a negative number; 0 removes nothing.
+    def snapshot(self) -> Any:
+        """What `restore` needs to take back every token that comes from now on."""
+        return self.length
+
+    def restore(self, snapshot: Any) -> None:
+        """Forget the tokens that came since a snapshot; nothing else may have happened in between."""
+        self.crop(snapshot - self.length)
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Refuse a `crop` that this layer could not do.
 
         Raises:
             ConfigError: the number is positive, or larger than what the layer holds.
@@ -99,6 +117,17 @@ class BlendLayer(CacheLayerMixin):
                 f"crop({tokens_to_remove}) was asked of a cache of {self.length} tokens, but a number from "
                 f"{-self.length} to 0 is wanted: the tokens to remove, negative. To empty a cache call reset()."
             )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens.
+
+        Args:
+            tokens_to_remove: how many, as a negative number; 0 removes nothing.
+
+        Raises:
+            ConfigError: the number is positive, or larger than what the layer can take back.
+        """
+        self.check_crop(tokens_to_remove)
         if self.is_initialized:
             self._show(self.length + tokens_to_remove)
 
@@ -128,13 +157,23 @@ class BlendLayer(CacheLayerMixin):
     def _show(self, length: int) -> None:
         self.length = length
         if self._buffers is not None:
-            self.keys, self.values = (buffer[:, :, :length] for buffer in self._buffers)
+            self.keys, self.values = self._columns(slice(0, length))
+
+    def _columns(self, columns: slice) -> tuple[Tensor, Tensor]:
+        """Views of some columns of both buffers."""
+        keys, values = self._buffers  # type: ignore[misc]
+        return keys[:, :, columns], values[:, :, columns]
+
+    def _move(self, key_states: Tensor, value_states: Tensor, capacity: int, kept: slice) -> None:
+        """Go on in buffers of another capacity that begin with the kept columns of those used so far."""
+        old = (None, None) if self._buffers is None else self._columns(kept)
+        self._buffers = (_buffer(key_states, capacity, old[0]), _buffer(value_states, capacity, old[1]))
 
 
-def _buffer(states: Tensor, capacity: int, old: Tensor | None, tokens: int) -> Tensor:
-    """A buffer like `states` with `capacity` columns, the first of which hold the first `tokens` of the old one."""
+def _buffer(states: Tensor, capacity: int, old: Tensor | None) -> Tensor:
+    """A buffer like `states` with `capacity` columns, the first of which hold the old states."""
     batch, heads, _, width = states.shape
     buffer = torch.empty((batch, heads, capacity, width), dtype=states.dtype, device=states.device)
     if old is not None:
-        buffer[:, :, :tokens] = old[:, :, :tokens]
+        buffer[:, :, : old.shape[2]] = old
     return buffer

@@ -24,6 +24,8 @@ class Slot:
         chunk: its KV.
         exact: nothing stands before it but what it was computed behind, so its KV is that of a full prefill.
         number: counts the chunks of a row from 0, in order.
+        first: the first token of the chunk that lies here; the ones before lie in an earlier part of the prompt.
+        count: how many tokens of it lie here; all from `first` on where left out.
     """
 
     row: int
@@ -31,11 +33,46 @@ class Slot:
     chunk: ChunkKV
     exact: bool
     number: int
+    first: int = 0
+    count: int | None = None
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens of the chunk lie here."""
+        return self.chunk.tokens - self.first if self.count is None else self.count
 
     @property
     def columns(self) -> slice:
         """The columns that the chunk covers."""
-        return slice(self.start, self.start + self.chunk.tokens)
+        return slice(self.start, self.start + self.tokens)
+
+    @property
+    def inside(self) -> slice:
+        """The tokens of the chunk that lie here."""
+        return slice(self.first, self.first + self.tokens)
+
+    def states(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Stored (K, V) of a layer, `[kv_heads, tokens, head_dim]` each, K rotated for the chunk's own positions."""
+        keys, values = self.chunk.layers[layer]
+        return keys[:, self.inside], values[:, self.inside]
+
+    def table(self, number: int) -> tuple[Tensor, Tensor]:
+        """(cos, sin) for which stored K are rotated, `[tokens, rotary_width]` each; one of the chunk's tables."""
+        cos, sin = self.chunk.tables[number]
+        return cos[self.inside], sin[self.inside]
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The prompt that a row of new tokens belongs to.
+
+    Attributes:
+        ids: of all its real tokens.
+        seen: how many of them went before the row.
+    """
+
+    ids: tuple[int, ...]
+    seen: int = 0
 
 
 @dataclass
@@ -81,6 +118,7 @@ class Planner:
         width: int,
         known: Sequence[Sequence[Span]] | None,
         at_beginning: bool,
+        wholes: Sequence[Whole] | None = None,
     ) -> Plan:
         """Decide which columns are reused.
 
@@ -88,18 +126,21 @@ class Planner:
             rows: the real token ids of each batch entry, without padding.
             starts: the column at which each entry's first real token stands.
             width: columns of the batch.
-            known: (first token, ids) of the chunks in each row, those that must be computed if they are missing;
-                None to look for stored chunks by content instead.
-            at_beginning: the rows begin at position 0, with nothing in the cache before them.
+            known: (first token, ids) of the chunks in each row's prompt, those that must be computed if they are
+                missing; None to look for stored chunks by content instead.
+            at_beginning: the prompts begin at position 0, with nothing in the cache before them.
+            wholes: the prompts that the rows are parts of; where left out, each row is its own.
 
         Returns:
             The plan.
         """
         plan = Plan([], torch.zeros((len(rows), width), dtype=torch.bool))
-        for row, (ids, start) in enumerate(zip(rows, starts, strict=True)):
-            plan.real[row, start : start + len(ids)] = True
+        wholes = [Whole(tuple(ids)) for ids in rows] if wholes is None else wholes
+        for row, (new, start, whole) in enumerate(zip(rows, starts, wholes, strict=True)):
+            plan.real[row, start : start + len(new)] = True
+            ids = whole.ids
             spans = self._found(ids, at_beginning) if known is None else self._wanted(known[row], ids, at_beginning)
-            self._place(plan, row, start, tuple(ids), spans, at_beginning)
+            self._place(plan, row, start, len(new), whole, spans, at_beginning)
         self._fetched.clear()
         return plan
 
@@ -112,7 +153,7 @@ class Planner:
 
     def _wanted(self, known: Sequence[Span], ids: Sequence[int], at_beginning: bool) -> list[tuple[int, ChunkKey]]:
         spans = [(start, self._key(chunk, self._sink_ids)) for start, chunk in known]
-        return self._prefix(ids[: spans[0][0]], at_beginning) + spans
+        return self._prefix(ids[: spans[0][0]] if spans else (), at_beginning) + spans
 
     def _prefix(self, ids: Sequence[int], at_beginning: bool) -> list[tuple[int, ChunkKey]]:
         """What stands before the first chunk, as an entry of its own, computed behind nothing."""
@@ -126,17 +167,23 @@ class Planner:
         plan: Plan,
         row: int,
         start: int,
-        ids: tuple[int, ...],
+        new: int,
+        whole: Whole,
         spans: list[tuple[int, ChunkKey]],
         beginning: bool,
     ) -> None:
         exact_until = 0 if beginning else -1
         for number, (offset, key) in enumerate(spans):
-            if offset + len(key.token_ids) >= len(ids):
+            end = offset + len(key.token_ids)
+            if end >= max(len(whole.ids), whole.seen + new):
                 continue  # the last token is always computed: its output is wanted
-            exact = offset == exact_until and ids[:offset] == key.sink_ids
-            plan.slots.append(Slot(row, start + offset, self._fetch(plan, key), exact, number))
-            exact_until = offset + len(key.token_ids) if exact else exact_until
+            exact = offset == exact_until and whole.ids[:offset] == key.sink_ids
+            exact_until = end if exact else exact_until
+            first, last = max(offset, whole.seen), min(end, whole.seen + new - 1)  # a part's last token flows too
+            if first < last:
+                place = start + first - whole.seen
+                chunk = self._fetch(plan, key)
+                plan.slots.append(Slot(row, place, chunk, exact, number, first - offset, last - first))
 
     def _fetch(self, plan: Plan, key: ChunkKey) -> ChunkKV:
         if key not in self._fetched:

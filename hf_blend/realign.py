@@ -42,8 +42,10 @@ class Realigner:
         """
         started = time.perf_counter()
         for slot in slots:
-            self._move(layer, slot, keys[slot.row, :, slot.columns])
-            values[slot.row, :, slot.columns].copy_(slot.chunk.layers[layer][1])
+            places = (keys[slot.row, :, slot.columns], values[slot.row, :, slot.columns])
+            turning = self._styles[layer].slot
+            self._move(layer, slot, places[turning])
+            places[1 - turning].copy_(slot.states(layer)[1 - turning])
         self._report.realign_ms += 1e3 * (time.perf_counter() - started)
 
     def moved(self, layer: int, slot: Slot, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,12 +60,14 @@ class Realigner:
         Returns:
             New keys, rotated for this prompt, and the stored values.
         """
-        out = torch.empty_like(keys)
-        self._move(layer, slot, out)
-        return out, slot.chunk.layers[layer][1].to(values.device)
+        turning = self._styles[layer].slot
+        stored = [part.to(keys.device) for part in slot.states(layer)]
+        stored[turning] = torch.empty_like((keys, values)[turning])
+        self._move(layer, slot, stored[turning])
+        return stored[0], stored[1]
 
     def _move(self, layer: int, slot: Slot, out: Tensor) -> None:
-        stored, turn = slot.chunk.layers[layer][0], self._turn(layer, slot)
+        stored, turn = slot.states(layer)[self._styles[layer].slot], self._turn(layer, slot)
         if turn is None:
             out.copy_(stored)
         else:
@@ -79,7 +83,7 @@ class Realigner:
         if place not in self._turns:
             row = slot.row if table[0].shape[0] > 1 else 0
             new = tuple(part[row, slot.columns] for part in table)
-            old = tuple(part.to(new[0].device) for part in slot.chunk.tables[number])
+            old = tuple(part.to(new[0].device) for part in slot.table(number))
             cos, sin = compose(self._styles[layer], old, (new[0], new[1]))
             stays = bool((sin == 0).all() and (cos == 1).all())
             self._turns[place] = None if stays else (cos, sin)

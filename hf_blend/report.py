@@ -20,6 +20,7 @@ class Work:
         flowing: the columns it ran for.
         reusable: the columns with stored KV that is not exact: the budget is about these.
         real: the columns that are not padding.
+        past: tokens that were in the cache before these columns.
     """
 
     layer: int
@@ -27,6 +28,7 @@ class Work:
     flowing: Tensor
     reusable: Tensor
     real: Tensor
+    past: int = 0
 
 
 @dataclass
@@ -34,7 +36,8 @@ class BlendReport:
     """Tokens, charged budget and time of one prefill.
 
     Attributes:
-        nominal_ratio: the share of the reusable tokens that was asked for.
+        nominal_ratio: the share of the reusable tokens that was asked for; where it differs from layer to layer, the
+            mean over the layers behind the first check layer.
         prompt_tokens: real tokens of the prompt, all batch entries.
         reusable_tokens: those with stored KV that is not exact: the ones that a choice is made among.
         exact_tokens: those with stored KV that a full prefill would have computed just so; never recomputed.
@@ -63,6 +66,11 @@ class BlendReport:
     _costs: list[LayerCost] = field(default_factory=list, repr=False)
     _work: list[Work] = field(default_factory=list, repr=False)
 
+    def planned(self, **counts: int) -> None:
+        """Add to the figures of these names; a prompt that comes in parts is planned part by part."""
+        for name, count in counts.items():
+            setattr(self, name, getattr(self, name) + count)
+
     def computed(self, work: Work) -> None:
         """Note that a layer ran, or ran as far as its K and V."""
         self._work.append(work)
@@ -70,28 +78,29 @@ class BlendReport:
     @property
     def charged_budget(self) -> float:
         """FLOPs spent on the reusable tokens over those that a full prefill spends on them; 0 without any."""
-        full = sum(self._costs[work.layer].of_columns(self._columns(work.reusable)) for work in self._layers())
+        full = sum(self._costs[work.layer].of_columns(self._columns(work, work.reusable)) for work in self._layers())
         spent = sum(self._spent(work, work.flowing & work.reusable) for work in self._work)
         return spent / full + self.full_prefills if full else 0.0
 
     @property
     def flop_bound(self) -> float:
         """FLOPs of the decoder in a full prefill over those spent here: how much faster this prefill could be."""
-        full = sum(self._costs[work.layer].of_columns(self._columns(work.real)) for work in self._layers())
+        full = sum(self._costs[work.layer].of_columns(self._columns(work, work.real)) for work in self._layers())
         spent = sum(self._spent(work, work.flowing & work.real) for work in self._work)
         return full / spent if spent else 1.0
 
     def _layers(self) -> list[Work]:
-        """One entry per layer."""
+        """One entry per layer, and per part of a prompt that came in parts."""
         return [work for work in self._work if not work.kv_only]
 
     def _spent(self, work: Work, tokens: Tensor) -> float:
         cost = self._costs[work.layer]
-        return cost.before_kv * int(tokens.sum()) if work.kv_only else cost.of_columns(self._columns(tokens))
+        return cost.before_kv * int(tokens.sum()) if work.kv_only else cost.of_columns(self._columns(work, tokens))
 
-    def _columns(self, tokens: Tensor) -> Tensor:
+    @staticmethod
+    def _columns(work: Work, tokens: Tensor) -> Tensor:
         """How many tokens stand before each token, in its row and in the cache."""
-        return tokens.nonzero()[:, 1] + self.past_tokens
+        return tokens.nonzero()[:, 1] + work.past
 
     def as_dict(self) -> dict[str, Any]:
         """All figures as JSON values."""

@@ -33,6 +33,7 @@ def blend(tokenizer):
         given = requests[0] if len(requests) == 1 else {name: [one[name] for one in requests] for name in requests[0]}
         inputs = cache.inputs(tokenizer, **given)
         cache.get_seq_length()  # as generate does, so that the model is watched
+        cache.activate_past_recording()  # so that every column can be looked at, also outside a window
         places = (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0)
         with torch.no_grad():
             output = model(**inputs, position_ids=places, past_key_values=cache, logits_to_keep=keep)

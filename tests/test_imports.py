@@ -21,7 +21,7 @@ LEAVES = ("rotary", "families", "selectors", "correctors", "store.tiers", "store
 FLOW = (  # a module imports from its own line and from those above it; LEAVES not even from each other
     ("errors", "version", "plugins"),
     ("config",),
-    ("masks", "prompt", "checksum", "fingerprint", "anatomy", "flops", "report", "store.chunk"),
+    ("masks", "history", "prompt", "checksum", "fingerprint", "anatomy", "flops", "report", "store.chunk"),
     LEAVES,
     ("capture", "calibrate"),
     ("store", "loading"),
@@ -30,6 +30,9 @@ FLOW = (  # a module imports from its own line and from those above it; LEAVES n
         "rows",
         "realign",
         "layers",
+        "sliding_layer",
+        "cache_layers",
+        "request",
         "cache",
         "choice",
         "attention",

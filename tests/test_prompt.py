@@ -68,14 +68,28 @@ def prompts():
     return batch([build(None, [1], [[5, 6]], [7]), build(None, [1], [[5, 6]], [7, 8, 9])], pad_id=0)
 
 
-def test_rows_are_known_again_repeated_in_any_order_and_with_candidates_behind_them():
+def found(rows, seen=None):
     made = prompts()
-    assert made.spans([[1, 5, 6, 7, 8, 9], [1, 5, 6, 7], [1, 5, 6, 7, 70, 71]]) == [[(1, (5, 6))]] * 3
+    prompt = made.find(rows, seen or [0] * len(rows))
+    return prompt and [made.prompts.index(one) for one in prompt]
+
+
+def test_rows_are_known_again_repeated_in_any_order_and_with_candidates_behind_them():
+    assert found([[1, 5, 6, 7, 8, 9], [1, 5, 6, 7], [1, 5, 6, 7, 70, 71]]) == [1, 0, 0]
+    assert found([[1, 5, 6, 7], [1, 5, 6, 7], [1, 5, 6, 7, 8, 9], [1, 5, 6, 7, 8, 9]]) == [0, 0, 1, 1]
+
+
+def test_rows_are_known_by_their_parts_too():
+    assert found([[1, 5], [1, 5]]) == [0, 1]
+    assert found([[6, 7], [6, 7, 8, 9]], [2, 2]) == [0, 1]
+    assert found([[], [8, 9]], [0, 4]) == [0, 1]
 
 
 def test_a_row_that_is_another_prompt_makes_none_known():
-    assert prompts().spans([[1, 5, 6, 7], [1, 5, 6]]) is None
-    assert prompts().spans([[1, 5, 70, 7]]) is None
+    assert found([[1, 5, 6, 7], [1, 5, 9]]) is None
+    assert found([[1, 5, 70, 7]]) is None
+    assert found([[6, 70]], [2]) is None
+    assert found([[70]], [4]) is None, "what comes behind a prompt is no part of it"
 
 
 @pytest.mark.parametrize("prefix", [None, "x", [1, 2], ()])

@@ -105,7 +105,11 @@ class Subject:
 
     @torch.no_grad()
     def forward(self, cache: BlendCache, inputs: dict[str, Tensor]) -> Tensor:
-        """One forward with a cache, entered as `generate` enters: logits, float32."""
+        """One forward with a cache, entered as `generate` enters: logits, float32.
+
+        Local layers go on holding what lies outside their windows, for the rungs that look at it.
+        """
+        cache.activate_past_recording()
         cache.get_seq_length()
         return self.model(**inputs, past_key_values=cache, use_cache=True).logits.float()
 

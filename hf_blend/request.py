@@ -1,0 +1,130 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a cache knows of the prompt that is coming, and which part of it a forward brings."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .plan import Plan, Planner, Whole
+from .prompt import Prompt, PromptBatch
+
+
+@dataclass(frozen=True)
+class Brought:
+    """The new tokens of one forward.
+
+    Attributes:
+        rows: the real token ids of each batch entry.
+        starts: the column at which each entry's first real token stands.
+        seen: how many real tokens of each entry went before, counted from where its prompt begins.
+        width: columns.
+    """
+
+    rows: list[list[int]]
+    starts: list[int]
+    seen: list[int]
+    width: int
+
+    @classmethod
+    def of(cls, ids: Tensor, mask: Tensor | None, before: int) -> "Brought | None":
+        """Read the arguments of a forward.
+
+        Args:
+            ids: `[batch, tokens]`, new tokens only.
+            mask: `[batch, …]`, 0 on padding, with or without columns for what is in the cache; None: no padding.
+            before: columns of the same prompt that are in the cache.
+
+        Returns:
+            The new tokens; None where padding stands elsewhere than in front of them.
+        """
+        width = ids.shape[1]
+        own = torch.ones_like(ids) if mask is None else mask[:, -width:].to(ids.device)
+        if not bool((own[:, 1:] >= own[:, :-1]).all()):
+            return None
+        rows = [row[keep.bool()].tolist() for row, keep in zip(ids.cpu(), own.cpu(), strict=True)]
+        past = None if mask is None or mask.shape[1] < width + before else mask[:, : mask.shape[1] - width]
+        seen = [before] * len(rows) if past is None else past[:, past.shape[1] - before :].sum(dim=1).tolist()
+        return cls(rows, [width - len(row) for row in rows], [int(count) for count in seen], width)
+
+
+class Coming:
+    """The prompts that `BlendCache.inputs` built, until their last tokens have been brought."""
+
+    def __init__(self, batch: PromptBatch | None = None, held: int = 0) -> None:
+        """Expect some prompts, or nothing.
+
+        Args:
+            batch: the prompts.
+            held: columns in the cache that stand before them and are no part of them.
+        """
+        self.batch, self.held = batch, held
+        self.is_begun = False  # a part of the prompts has been brought, and more is to come
+
+    def __bool__(self) -> bool:
+        """Whether anything is expected."""
+        return self.batch is not None
+
+    def next_ids(self, past: int, tokens: int) -> tuple[Tensor, Tensor] | None:
+        """The ids and the mask of the next forward, if it goes on with these prompts.
+
+        Args:
+            past: columns in the cache.
+            tokens: columns of the forward.
+
+        Returns:
+            `[batch, tokens]` ids and `[batch, columns up to these]` mask; None if there are not so many.
+        """
+        start, end = past - self.held, past - self.held + tokens
+        if self.batch is None or start < 0 or end > self.batch.input_ids.shape[1]:
+            return None
+        return self.batch.input_ids[:, start:end], self.batch.attention_mask[:, :end]
+
+    def plan(self, planner: Planner, brought: Brought, past: int) -> tuple[Plan, "Coming"]:
+        """Plan a forward.
+
+        Args:
+            planner: finds and fetches chunks.
+            brought: its tokens.
+            past: columns in the cache.
+
+        Returns:
+            The plan, and what is still expected behind this forward.
+        """
+        rows, starts, width = brought.rows, brought.starts, brought.width
+        prompts = None if self.batch is None else self.batch.find(rows, brought.seen)
+        if prompts is None:
+            return planner.plan(rows, starts, width, None, past == 0), Coming()
+        wholes = [Whole(prompt.ids, seen) for prompt, seen in zip(prompts, brought.seen, strict=True)]
+        beginning = self.held == 0 and not any(prompt.history for prompt in prompts)
+        plan = planner.plan(rows, starts, width, [prompt.spans() for prompt in prompts], beginning, wholes)
+        return plan, self._rest(prompts, brought)
+
+    def _rest(self, prompts: Sequence[Prompt], brought: Brought) -> "Coming":
+        missing = (
+            seen + len(row) < len(prompt.ids)
+            for row, seen, prompt in zip(brought.rows, brought.seen, prompts, strict=True)
+        )
+        if not any(missing):
+            return Coming()
+        rest = Coming(self.batch, self.held)
+        rest.is_begun = True
+        return rest
+
+
+def is_plain(arguments: dict[str, Any]) -> bool:
+    """Whether a forward is one that is not blended: single tokens, no ids, a mask of one's own, or outputs by place.
+
+    Args:
+        arguments: of the model's forward, by name.
+
+    Returns:
+        True where every token has to be computed, or is.
+    """
+    ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
+    if ids is None or ids.shape[1] < 2 or (mask is not None and getattr(mask, "dim", int)() != 2):
+        return True
+    return isinstance(arguments.get("logits_to_keep"), Tensor) or arguments.get("labels") is not None
