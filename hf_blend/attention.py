@@ -6,8 +6,13 @@
 So the name of the model's attention is changed to ours when a layer has handed over its K and V, and changed back
 when the attention function begins, which is the next thing that happens. Whoever else comes by in between, on another
 thread, gets the stock function: without a `RowMask` ours is the stock one.
+
+`Glance` uses the same door to see what a layer's attention is given: there queries and keys are normed and rotated,
+for any family.
 """
 
+import threading
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,7 +22,14 @@ from transformers.masking_utils import sdpa_mask
 
 from .masks import RowMask, attend
 
-STOCK, OURS = "sdpa", "hf_blend_rows"
+STOCK, OURS, GLANCE = "sdpa", "hf_blend_rows", "hf_blend_glance"
+Taker = Callable[..., tuple[Tensor, None]]  # what an attention function of transformers is
+
+_taking = threading.local()  # who takes the next attention call of this thread
+
+
+class Reached(Exception):
+    """A layer has come as far as it should."""
 
 
 class Detour:
@@ -76,3 +88,56 @@ def attend_rows(
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     output = attend(query, key, value, attention_mask, dropout, scaling)
     return output.transpose(1, 2).contiguous(), None
+
+
+class Glance:
+    """Gives the next attention call of a layer to somebody, whatever attention the model uses."""
+
+    def __init__(self, layer: nn.Module, take: Taker) -> None:
+        """Find the config that a layer's attention reads its function from.
+
+        Args:
+            layer: a decoder layer.
+            take: is called in place of the attention function, with its arguments; may raise `Reached`.
+        """
+        configs = {id(one.config): one.config for one in layer.modules() if hasattr(one, "config")}
+        found = [config for config in configs.values() if hasattr(config, "_attn_implementation_internal")]
+        self._config, self._take, self._before = (found[0] if len(found) == 1 else None), take, None
+
+    def open(self) -> None:
+        """Take the next call; a layer whose attention is not found goes its own way."""
+        if self._config is not None and self._config._attn_implementation != GLANCE:
+            AttentionInterface.register(GLANCE, show_rows)
+            AttentionMaskInterface.register(GLANCE, sdpa_mask)
+            self._before = self._config._attn_implementation_internal
+            _taking.glance, self._config._attn_implementation_internal = self, GLANCE
+
+    def close(self) -> None:
+        """Give the name back, if the call has not done so."""
+        if self._config is not None and self._config._attn_implementation == GLANCE:
+            self._config._attn_implementation_internal = self._before
+        _taking.glance = None
+
+    def take(self, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        """Close, and pass the call on."""
+        self.close()
+        return self._take(*args, **kwargs)
+
+
+def show_rows(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """The attention function of transformers that a `Glance` stands behind; for another thread the stock one.
+
+    Args:
+        module: the attention module.
+        query: `[batch, heads, rows, head_dim]`.
+        key: `[batch, kv_heads, keys, head_dim]`.
+        value: `[batch, kv_heads, keys, value_dim]`.
+        *args: mask and whatever else is given by place.
+        **kwargs: whatever is given by name.
+
+    Returns:
+        What the taker returns: `[batch, rows, heads, value_dim]`, and no weights.
+    """
+    glance = getattr(_taking, "glance", None)
+    take = sdpa_attention_forward if glance is None else glance.take
+    return take(module, query, key, value, *args, **kwargs)

@@ -13,33 +13,32 @@ is run again for the chosen rows. The layer's code is the model's own.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .anatomy import LayerCall, kv_groups, text_config
-from .attention import Detour
+from .attention import Detour, Glance, Reached
 from .cache_layers import layer_sizes
 from .choice import Chooser
 from .config import BlendConfig
+from .correcting import Repair
 from .errors import UnsupportedModelError
 from .masks import RowMask, row_mask
 from .plan import Plan, Slot
 from .realign import Realigner, mismatch
+from .probing import Listener, sight
 from .report import BlendReport, Work
 from .rotary.tables import rotary_table
 from .rows import Rows
+from .selectors.attention import Attention
 from .selectors.base import KV
 
 logger = logging.getLogger(__name__)
 
 MISMATCH_LIMIT = 0.05  # at layer 0, where K/V depend on the token alone; those of another token differ by about 1
-
-
-class _Reached(Exception):
-    """The K and V of the layer being looked at have reached the cache."""
 
 
 class Fusor:
@@ -54,9 +53,11 @@ class Fusor:
         config: BlendConfig,
         chooser: Chooser,
         realigner: Realigner,
+        repair: Repair,
         report: BlendReport,
         wanted_rows: int | None = None,
         ids_seen: bool = True,
+        listener: Listener | None = None,
     ) -> None:
         """Prepare a forward.
 
@@ -68,14 +69,16 @@ class Fusor:
             config: ratios and check layers.
             chooser: chooses the tokens.
             realigner: lays stored KV.
+            repair: corrects what is not recomputed.
             report: is told what was computed.
             wanted_rows: how many of the last rows the caller wants an output for; None for all that flow.
             ids_seen: the plan was made from the ids that the model was called with. If not, nothing stored is believed
                 before its K and V at layer 0 were compared with those of the tokens that are really there.
+            listener: is given every layer's attention.
         """
         self._model, self._layers, self._plan, self._past = model, layers, plan, past
         self._chooser, self._realigner, self._report = chooser, realigner, report
-        self._wanted_rows, self._ids_seen = wanted_rows, ids_seen
+        self._wanted_rows, self._ids_seen, self._repair = wanted_rows, ids_seen, repair
         self._last = len(layers) - 1
         self._first_ratio, self._ratios = chooser.schedule(config, len(layers), plan.real.numel())
         self._tokens, self._padded = plan.real.shape[1], not bool(plan.real.all())
@@ -87,6 +90,8 @@ class Fusor:
         self._opened: dict[int, KV] = {}
         self._masks: dict[tuple[int, int, int], tuple[Any, Any]] = {}
         self._is_looking = False
+        self._glance: Glance | None = None
+        self._listener = listener
         self._detour: Detour | None = None
         self._implementation = text_config(model)._attn_implementation or "eager"
 
@@ -109,11 +114,13 @@ class Fusor:
             call.take_rows(self._rows.columns, self._tokens, with_hidden=index == 0)
             self._set_mask(index, call, model_mask, self._rows)
         if index in self._ratios and self._reusable.any():
-            self._look(index, call)
-            self._narrow(index, call, model_mask, self._chosen(index))
+            seen = self._look(index, call, self._chooser.wants_attention(index))
+            self._narrow(index, call, model_mask, self._chosen(index, seen))
         if index == self._last:
             self._trim(index, call, model_mask)
-        self._note(index, kv_only=False)
+        if self._listener is not None:
+            self._glance = self._glancing(index, call, self._listener.take)
+        self._note(index, kv_only=self._listener is not None and index == self._listener.last)
         return call
 
     def update(self, index: int, keys: Tensor, values: Tensor) -> KV:
@@ -129,23 +136,29 @@ class Fusor:
         """
         if index not in self._opened:
             self._open(index, keys, values)
+            if self._rows is not None:
+                self._repair.keep(index, self._opened[index])
         for whole, part in zip(self._opened[index], (keys, values), strict=True):
             if self._rows is None:
                 whole.copy_(part)
             else:
                 self._rows.write_states(whole, part)
+        self._repair.apply(index, self._opened[index], self._flowing)
         if index == 0:
             self._guard()
-        if self._is_looking:
-            raise _Reached
-        if self._detour is not None:
+        if self._glance is not None:
+            self._glance.open()
+        elif self._is_looking:
+            raise Reached
+        elif self._detour is not None:
             self._detour.open()
         return self._layers[index].keys, self._layers[index].values
 
     def end(self) -> None:
         """Leave no trace in the model's config, also after a failure, and no more in the cache than stays."""
-        if self._detour is not None:
-            self._detour.close()
+        for door in (self._detour, self._glance):
+            if door is not None:
+                door.close()
         self._settle(len(self._layers))
 
     def _settle(self, index: int) -> None:
@@ -203,25 +216,40 @@ class Fusor:
         self._reusable[slot.row, slot.columns] = self._exact[slot.row, slot.columns] = False
         self._report.refused_chunks += 1
 
-    def _look(self, index: int, call: LayerCall) -> None:
-        """Run a layer until its K and V are known for the rows that flow, and no further."""
+    def _glancing(self, index: int, call: LayerCall, take: Callable[[int, Attention], Any]) -> Glance:
+        """A way to see what the rows that flow look at in a layer."""
+        rows = self._rows or Rows.every(self._plan.real)
+        return Glance(call.layer, sight(rows.columns, self._tokens, self._report.charge, lambda seen: take(index, seen)))
+
+    def _look(self, index: int, call: LayerCall, further: bool = False) -> Attention | None:
+        """Run a layer until its K and V are known for the rows that flow, or further until its attention begins."""
         self._note(index, kv_only=True)
+        found: list[Attention] = []
+
+        def take(_: int, seen: Attention) -> None:
+            found.append(seen)
+            raise Reached
+
         self._is_looking = True
+        self._glance = self._glancing(index, call, take) if further else None
         try:
             call.run()
-        except _Reached:
-            return
+        except Reached:
+            return found[0] if found else None
         finally:
-            self._is_looking = False
+            if self._glance is not None:
+                self._glance.close()
+            self._is_looking, self._glance = False, None
         raise UnsupportedModelError(
             f"layer {index} of {type(self._model).__name__} ran to its end without handing K and V to the cache, but "
             "blending waits for them there. Use full prefill for this model."
         )
 
-    def _chosen(self, index: int) -> Tensor:
+    def _chosen(self, index: int, seen: Attention | None) -> Tensor:
         """Which of the flowing rows go on: `[batch, rows]`."""
         rows = self._rows or Rows.every(self._plan.real)
-        picked = self._chooser.choose(index, rows, self._reusable, self._opened.get(index), self._ratios[index])
+        fresh, ratio = self._opened.get(index), self._ratios[index]
+        picked = self._chooser.choose(index, rows, self._reusable, fresh, ratio, seen)
         return rows.take(self._plan.real) & (~rows.take(self._reusable) | picked)
 
     def _narrow(self, layer: int, call: LayerCall, model_mask: Any, wanted: Tensor) -> None:

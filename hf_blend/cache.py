@@ -14,6 +14,7 @@ model, enters the model's layers for the one forward that is the prefill, and be
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,14 +27,17 @@ from .blend import Fusor
 from .cache_layers import cache_layers
 from .choice import Chooser, FullPrefill
 from .config import BlendConfig
+from .correcting import Repair
 from .fingerprint import fingerprint
 from .flops import layer_costs
 from .hooks import Entry
 from .plan import Plan, Planner
+from .probing import Listener, run_probe
 from .prompt import History, batch, build_all, check_lengths
 from .realign import Realigner
 from .report import BlendReport
 from .request import Brought, Coming, is_plain
+from .selectors.base import Hear
 from .store import ChunkStore
 from .trust import ensure_trusted
 
@@ -65,15 +69,17 @@ class BlendCache(Cache):
         self._selector = plugins.load("selectors", self.config.selector)(
             self.config.selector_options, seed=self.config.seed
         )
+        self._corrector = plugins.load("correctors", self.config.corrector)(self.config.corrector_options)
         self.model, self.store = model, store
         self.sink_ids = default_sink(model) if self.config.sink_ids is None else self.config.sink_ids
         self.report = BlendReport(self.config.recompute_ratio)
         self._styles = ensure_trusted(model, BlendCache, self.config.allow_unverified)
         self._entry = Entry(self, model, decoder_layers(model))
         self._fusor: Fusor | None = None
+        self.listener: Listener | None = None  # is given every layer's attention in a blended forward
         self._coming, self._resume = Coming(), Coming()
         self._history = History()
-        self._past, self._before = 0, []
+        self._past, self._before, self._is_announced = 0, [], False
         self._kept = cache_layers(text_config(model), len(self._styles))
         super().__init__(layers=[*self._kept])
 
@@ -193,9 +199,11 @@ class BlendCache(Cache):
             self.forward_ends(failed=True)  # the last forward was interrupted in a way that no hook sees
             self._entry.watch_model()
         if is_plain(arguments):
+            self.report.planned(prompt_tokens=len(arguments["input_ids"]) if self._coming.is_begun else 0)
             self._coming = Coming()
             self._entry.leave()
             return
+        self._is_announced = True
         keep = arguments.get("logits_to_keep")
         wanted = keep if isinstance(keep, int) and keep > 0 else None
         self._begin(arguments["input_ids"], arguments.get("attention_mask"), wanted)
@@ -212,11 +220,13 @@ class BlendCache(Cache):
             for layer, snapshot in zip(self._layers(), self._before, strict=True):
                 layer.restore(snapshot)
             self._coming = self._resume
-        self._fusor, self._before = None, []
+        self._fusor, self._before, self._is_announced = None, [], False
         self._entry.leave(watching=self._coming.is_begun and not failed)
 
     def _begin_late(self, query_length: int) -> None:
         """A forward that no hook saw coming: its ids are known only if they were built by `inputs`."""
+        if self._is_announced and self._coming:
+            return
         self._entry.leave()
         expected = self._coming.next_ids(super().get_seq_length(), query_length)
         if expected is None:
@@ -236,9 +246,11 @@ class BlendCache(Cache):
         self._before = [layer.snapshot() for layer in self._layers()]
         realigner = Realigner(self._styles, self.report)
         truth = FullPrefill(self.model, self.config.selector, ids, mask, self._past)
-        chooser = Chooser(self._selector, plan, self._past, realigner, self.report, truth)
-        given = (self.model, self._kept, plan, self._past, self.config, chooser, realigner, self.report)
-        self._fusor = Fusor(*given, wanted_rows, ids_seen)
+        probe = partial(self._probe, ids, mask)
+        chooser = Chooser(self._selector, plan, self._past, realigner, self.report, truth, probe)
+        repair = Repair(self._corrector, plan, realigner, self.report)
+        given = (self.model, self._kept, plan, self._past, self.config, chooser, realigner, repair, self.report)
+        self._fusor = Fusor(*given, wanted_rows, ids_seen, self.listener)
         self._entry.enter_layers()
 
     def _plan(self, brought: Brought) -> Plan:
@@ -257,6 +269,17 @@ class BlendCache(Cache):
             loaded_chunks=plan.loaded,
         )
         return plan
+
+    def _probe(self, ids: Tensor, mask: Tensor | None, hear: Hear, last: int | None, anchors: Tensor | None) -> None:
+        """A pass of the question alone, through a cache of its own that holds what this one held before."""
+        twin = BlendCache(self.model, self.store, BlendConfig(0.0, "none", sink_ids=tuple(self.sink_ids), allow_unverified=True))
+        twin._kept = copy.deepcopy(self._kept)
+        for layer, snapshot in zip(twin._layers(), self._before, strict=True):
+            layer.restore(copy.deepcopy(snapshot))
+        twin.layers, twin._styles, twin._coming = [*twin._kept], self._styles, self._resume
+        twin.report = BlendReport(_costs=layer_costs(self.model))
+        twin.listener = Listener(hear, last, anchors)
+        self.report.charge(run_probe(self.model, twin, ids, mask))
 
     def _layers(self) -> list[Any]:
         """The layers that keep K and V."""

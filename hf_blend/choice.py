@@ -16,7 +16,8 @@ from .plan import Plan
 from .realign import Realigner
 from .report import BlendReport
 from .rows import Rows, highest
-from .selectors.base import KV, Selector, TokenView
+from .selectors.attention import Attention
+from .selectors.base import KV, Hear, Selector, TokenView
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class Chooser:
         realigner: Realigner,
         report: BlendReport,
         truth: Callable[[], Capture],
+        probe: Callable[[Hear, int | None, Tensor | None], None],
     ) -> None:
         """Prepare for one forward.
 
@@ -69,9 +71,12 @@ class Chooser:
             realigner: lays stored KV beside the fresh.
             report: is told what was chosen, and how long it took.
             truth: computes K, V and rotary tables of every layer for all tokens by a full prefill; for research.
+            probe: runs the question alone over what is stored, see `TokenView`.
         """
         self._selector, self._plan, self._past = selector, plan, past
         self._realigner, self._report, self._truth = realigner, report, truth
+        self._probe = probe
+        self._first_scores: Tensor | None = None
         self._chosen_before = list(report.chosen_columns)  # in earlier parts of the same prompt
         self._is_first = True
 
@@ -79,7 +84,7 @@ class Chooser:
         """When tokens are chosen, and how many.
 
         A selector that needs no K and V chooses before the first layer, with the first check layer's ratio, and again
-        at the later check layers. If nothing is to be chosen at all, that is settled before the first layer too.
+        at the later check layers; so does one that chooses at layer 0, from what it sees there. If nothing is to be chosen at all, that is settled before the first layer too.
 
         Args:
             config: what was asked for.
@@ -90,14 +95,35 @@ class Chooser:
             The ratio of the choice before the first layer, or None if none is made there; check layer → ratio.
         """
         ratios = config.ratios(num_layers)
+        if self._selector.at_layer_0:
+            first = min(ratios)
+            ratios = {0: ratios[first], **{layer: ratio for layer, ratio in ratios.items() if layer > first}}
         if not self._selector.count(max(ratios.values()), tokens):
             return 0.0, {}
-        if self._selector.needs_kv or self._selector.needs_full_prefill:
+        if self._sees_layers:
             return None, ratios
         first = min(ratios)
         return ratios[first], {layer: ratio for layer, ratio in ratios.items() if layer > first}
 
-    def choose(self, index: int, rows: Rows, reusable: Tensor, fresh: KV | None, ratio: float) -> Tensor:
+    @property
+    def _sees_layers(self) -> bool:
+        """Whether the selector has to see something that is computed in this prompt."""
+        one = self._selector
+        return one.needs_kv or one.needs_full_prefill or one.needs_attention
+
+    def wants_attention(self, index: int) -> bool:
+        """Whether the selector has to see what the rows look at in a check layer."""
+        return self._selector.needs_attention and (index == 0 or not self._selector.at_layer_0)
+
+    def choose(
+        self,
+        index: int,
+        rows: Rows,
+        reusable: Tensor,
+        fresh: KV | None,
+        ratio: float,
+        attention: Attention | None = None,
+    ) -> Tensor:
         """Choose the tokens that are recomputed from a layer on.
 
         Args:
@@ -106,6 +132,7 @@ class Chooser:
             reusable: `[batch, tokens]`, the columns to choose among.
             fresh: (K, V) of all new tokens at this layer, `[batch, kv_heads, tokens, head_dim]`; None if not known.
             ratio: share of the reusable tokens to choose.
+            attention: what the rows look at in this layer, if it was asked for.
 
         Returns:
             `[batch, rows]`, True for the chosen ones.
@@ -113,7 +140,9 @@ class Chooser:
         started = time.perf_counter()
         counts = torch.tensor([self._selector.count(ratio, int(tokens)) for tokens in reusable.sum(dim=1)])
         view = self._view(index, rows, reusable, fresh)
-        scores = self._selector.score(view) if counts.any() else torch.zeros_like(view.reusable, dtype=torch.float32)
+        if attention is not None:
+            view = replace(view, attention=lambda: attention)
+        scores = self._scores(view) if counts.any() else torch.zeros_like(view.reusable, dtype=torch.float32)
         picked = highest(scores, view.reusable, counts)
         if self._is_first:
             columns = [row[keep].tolist() for row, keep in zip(rows.columns + self._past, picked, strict=True)]
@@ -122,6 +151,16 @@ class Chooser:
             self._is_first = False
         self._report.select_ms += 1e3 * (time.perf_counter() - started)
         return picked
+
+    def _scores(self, view: TokenView) -> Tensor:
+        """Scores of the rows; a selector that scores before the check layers keeps to what it said there."""
+        if self._first_scores is not None:
+            return view.take(self._first_scores)
+        scores = self._selector.score(view)
+        if self._selector.at_layer_0 or not self._sees_layers:
+            grid = torch.zeros(self._plan.real.shape, dtype=scores.dtype, device=scores.device)
+            self._first_scores = grid.scatter(1, view.columns, scores)
+        return scores
 
     def _view(self, index: int, rows: Rows, reusable: Tensor, fresh: KV | None) -> TokenView:
         names = ("chunk", "offset", "tokens")
@@ -133,7 +172,17 @@ class Chooser:
                 grids["offset"][slot.row, slot.columns] = places
                 grids["tokens"][slot.row, slot.columns] = slot.chunk.tokens
         chunk, offset, tokens = (rows.take(grid) for grid in grids.values())
-        view = TokenView(index, rows.columns, rows.take(reusable) & ~rows.filler, chunk, offset, tokens)
+        view = TokenView(
+            index,
+            rows.columns,
+            rows.take(reusable) & ~rows.filler,
+            chunk,
+            offset,
+            tokens,
+            stored_alone=lambda layer: rows.take_pair(self._alone(layer)),
+            probe=self._probe,
+            num_layers=self._realigner.num_layers,
+        )
         if fresh is None:
             return view
         return replace(
@@ -149,6 +198,15 @@ class Chooser:
         keys, values = (whole.clone() for whole in states)
         self._realigner.lay(index, [slot for slot in self._plan.slots if not slot.exact], keys, values)
         return keys, values
+
+    def _alone(self, layer: int) -> KV:
+        """K and V of all new tokens as they are stored, zero elsewhere."""
+        batch, tokens = self._plan.real.shape
+        like = self._plan.slots[0].states(layer)
+        keys, values = (part.new_zeros(batch, part.shape[0], tokens, part.shape[2]) for part in like)
+        for slot in self._plan.slots:
+            keys[slot.row, :, slot.columns], values[slot.row, :, slot.columns] = slot.states(layer)
+        return keys.to(self._plan.real.device), values.to(self._plan.real.device)
 
     def _full_prefill(self) -> list[KV]:
         """K and V of all new tokens as a full prefill of the model computes them; what the oracle looks at."""

@@ -44,6 +44,9 @@ class BlendConfig:
         recompute_ratio: share of the reusable tokens that is recomputed, 0–1.
         selector: name of the method in `hf_blend.selectors` that chooses them.
         selector_options: what that method takes, by name.
+        corrector: name of the method in `hf_blend.correctors` that changes what is not recomputed; "none" changes
+            nothing.
+        corrector_options: what that method takes, by name.
         check_layers: layers at which tokens are chosen, increasing, from 1. Before the first, all are computed.
         layer_ratios: share kept from each check layer on, never increasing; None derives it from recompute_ratio.
         gradual: gradual filtering (CacheBlend, section 4.3): choose more at the first check layer, fewer at each
@@ -56,6 +59,8 @@ class BlendConfig:
     recompute_ratio: float = 0.15
     selector: str = "kv-deviation"
     selector_options: Mapping[str, Any] = field(default_factory=Options)
+    corrector: str = "none"
+    corrector_options: Mapping[str, Any] = field(default_factory=Options)
     check_layers: tuple[int, ...] = (1,)
     layer_ratios: tuple[float, ...] | None = None
     gradual: bool = False
@@ -68,6 +73,7 @@ class BlendConfig:
         checks = {
             "recompute_ratio": _ratio,
             "selector_options": _options,
+            "corrector_options": _options,
             "check_layers": _integers,
             "layer_ratios": _ratios,
             "sink_ids": _integers,
@@ -76,7 +82,7 @@ class BlendConfig:
             value = getattr(self, name)
             if value is not None or name not in ("layer_ratios", "sink_ids"):
                 object.__setattr__(self, name, check(name, value))
-        for name, kind in {"selector": str, "gradual": bool, "allow_unverified": bool, "seed": int}.items():
+        for name, kind in {"selector": str, "corrector": str, "gradual": bool, "allow_unverified": bool, "seed": int}.items():
             _instance(name, getattr(self, name), kind)
         self._check_layers()
         self._check_schedule()

@@ -22,6 +22,11 @@ class Realigner:
         self._turns: dict[tuple[object, ...], tuple[Tensor, Tensor] | None] = {}
         self._tables: dict[int, Table | None] = {}
 
+    @property
+    def num_layers(self) -> int:
+        """How many layers the model has."""
+        return len(self._styles)
+
     def learn(self, layer: int, table: Table | None) -> None:
         """Remember the rotary table that the model hands to a layer for the new tokens; the first is kept.
 
@@ -65,6 +70,26 @@ class Realigner:
         stored[turning] = torch.empty_like((keys, values)[turning])
         self._move(layer, slot, stored[turning])
         return stored[0], stored[1]
+
+    def unturned(self, layer: int, keys: Tensor, back: bool = False) -> Tensor:
+        """Keys of all new tokens as they would be at position 0.
+
+        Args:
+            layer: which layer.
+            keys: `[batch, kv_heads, tokens, head_dim]`, rotated for the prompt's positions.
+            back: the other way round: from position 0 to the prompt's positions.
+
+        Returns:
+            New keys; the same where the layer does not rotate.
+        """
+        table = self._tables.get(layer)
+        if table is None:
+            return keys.clone()
+        zero = (torch.ones_like(table[0]), torch.zeros_like(table[1]))
+        turn = compose(self._styles[layer], *((zero, table) if back else (table, zero)))
+        out = torch.empty_like(keys)
+        self._styles[layer].move(keys, (turn[0][:, None], turn[1][:, None]), out=out)
+        return out
 
     def _move(self, layer: int, slot: Slot, out: Tensor) -> None:
         stored, turn = slot.states(layer)[self._styles[layer].slot], self._turn(layer, slot)

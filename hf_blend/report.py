@@ -45,6 +45,7 @@ class BlendReport:
         loaded_chunks: chunks that came from the store.
         refused_chunks: chunks whose stored KV was not that of their tokens; computed like a question.
         full_prefills: full prefills that a selector asked for; research only.
+        scoring_flops: spent to choose and to correct beside the layers' own work: attention scores, probes, shifts.
         realign_ms: host time for moving stored KV to its place.
         select_ms: host time for scoring and choosing.
         past_tokens: tokens that were in the cache before this prefill.
@@ -59,6 +60,7 @@ class BlendReport:
     loaded_chunks: int = 0
     refused_chunks: int = 0
     full_prefills: int = 0
+    scoring_flops: float = 0.0
     realign_ms: float = 0.0
     select_ms: float = 0.0
     past_tokens: int = 0
@@ -75,19 +77,27 @@ class BlendReport:
         """Note that a layer ran, or ran as far as its K and V."""
         self._work.append(work)
 
+    def charge(self, flops: float) -> None:
+        """Note work of choosing and correcting that is no layer's own."""
+        self.scoring_flops += flops
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of the decoder spent here, on all tokens, and of choosing and correcting."""
+        return sum(self._spent(work, work.flowing & work.real) for work in self._work) + self.scoring_flops
+
     @property
     def charged_budget(self) -> float:
         """FLOPs spent on the reusable tokens over those that a full prefill spends on them; 0 without any."""
         full = sum(self._costs[work.layer].of_columns(self._columns(work, work.reusable)) for work in self._layers())
         spent = sum(self._spent(work, work.flowing & work.reusable) for work in self._work)
-        return spent / full + self.full_prefills if full else 0.0
+        return (spent + self.scoring_flops) / full + self.full_prefills if full else 0.0
 
     @property
     def flop_bound(self) -> float:
         """FLOPs of the decoder in a full prefill over those spent here: how much faster this prefill could be."""
         full = sum(self._costs[work.layer].of_columns(self._columns(work, work.real)) for work in self._layers())
-        spent = sum(self._spent(work, work.flowing & work.real) for work in self._work)
-        return full / spent if spent else 1.0
+        return full / self.flops if self.flops else 1.0
 
     def _layers(self) -> list[Work]:
         """One entry per layer, and per part of a prompt that came in parts."""

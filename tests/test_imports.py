@@ -38,6 +38,8 @@ FLOW = (  # a module imports from its own line and from those above it; LEAVES n
         "attention",
         "hooks",
         "blend",
+        "correcting",
+        "probing",
         "trust",
         "context",
         "sparse",

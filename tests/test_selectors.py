@@ -11,7 +11,8 @@ import torch
 from hf_blend import plugins
 from hf_blend.errors import ConfigError
 from hf_blend.rows import highest
-from hf_blend.selectors.base import Selector, TokenView
+from hf_blend.selectors.attention import Attention, received
+from hf_blend.selectors.base import Selector, TokenView, by_turns, layer_numbers
 
 SELECTORS = plugins.describe("selectors")
 CHUNKS, QUESTION, LAYERS, CHECK = (7, 12, 5), 4, 4, 1
@@ -33,10 +34,36 @@ def view(seeds=(0,), pad=0):
         for kind in ("fresh", "stored", "truth")
     )
     columns = torch.arange(pad, pad + len(spans)).expand(len(seeds), -1)
+    attention = _attention(seeds, columns, pad)
     return TokenView(
         CHECK, columns, number >= 0, number, offset, length,
-        fresh[CHECK], stored[CHECK], lambda: truth, lambda layer: stored[layer],
+        fresh[CHECK], stored[CHECK], lambda: truth, lambda layer: stored[layer], lambda layer: stored[layer],
+        lambda: attention, lambda *wanted: _probe(attention, *wanted), LAYERS,
     )  # fmt: skip
+
+
+def _attention(seeds, columns, pad):
+    """Random queries, keys and values of every column, those of the padding among the keys hidden."""
+    drawn = []
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(1000 + seed)
+        drawn.append([torch.randn(heads, columns.shape[1], 6, generator=generator) for heads in (4, 2, 2)])
+    queries, keys, values = (torch.stack(part) for part in zip(*drawn, strict=True))
+    keys, values = (torch.nn.functional.pad(part, (0, 0, pad, 0)) for part in (keys, values))
+    places = torch.arange(keys.shape[2])
+    mask = (places <= columns[..., None]) & (places >= pad)
+    return Attention(queries, keys, values, columns, 0, mask[:, None], 6**-0.5)
+
+
+def _probe(attention, hear, last, anchors):
+    """Tell of the same attention, of the last rows only, as if it were that of every layer."""
+    rows = slice(-QUESTION, None)
+    part = replace(
+        attention, queries=attention.queries[:, :, rows], columns=attention.columns[:, rows],
+        mask=attention.mask[:, :, rows],
+    )  # fmt: skip
+    for layer in range(LAYERS if last is None else last + 1):
+        hear(layer, part, part.weights(slice(None)))
 
 
 def _states(seed, tokens):
@@ -124,6 +151,8 @@ def test_without_states_only_those_score_that_declare_it(name):
     if one.needs_kv or one.needs_full_prefill:
         pytest.skip("it has to see K and V")
     bare = replace(view(), fresh=None, stored=None, full_prefill=None, stored_at=None)
+    if not one.needs_attention:
+        bare = replace(bare, attention=None)
     assert torch.equal(one.score(bare), one.score(view()))
 
 

@@ -13,15 +13,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from ..errors import ConfigError, suggest
+from .attention import Attention
 
 KV = tuple[Tensor, Tensor]
+Hear = Callable[[int, Attention, Tensor], None]  # is told a layer, what the question's rows see there, their weights
 
 
 def _unavailable(*_: Any) -> Any:
     raise ConfigError("a selector asked for K and V, got none computed yet. Set needs_kv = True on its class.")
+
+
+def _no_attention(*_: Any) -> Any:
+    raise ConfigError("a selector asked for queries, got none computed yet. Set needs_attention = True on its class.")
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,13 @@ class TokenView:
         stored: (K, V) from the store, K realigned to the same positions; equal to `fresh` where not reusable.
         full_prefill: computes (K, V) of every layer as a full prefill would have them, for all columns; for research.
         stored_at: stored (K, V) of a layer at the tokens of this view, realigned.
+        stored_alone: stored (K, V) of a layer at the tokens of this view, K rotated for where each chunk was computed,
+            zero where nothing is stored; needs nothing computed.
+        attention: what the tokens of this view look at in this layer; for selectors with `needs_attention`.
+        probe: runs the question alone over the stored KV of all chunks. `probe(hear, last, anchors)` tells `hear` of
+            each layer up to `last` (None: all); with `anchors`, `[batch, columns]`, the question itself looks at
+            those only, while `hear` is told of all. Charged.
+        num_layers: how many layers the model has.
     """
 
     layer: int
@@ -52,6 +66,40 @@ class TokenView:
     stored: KV | None = None
     full_prefill: Callable[[], Sequence[KV]] = _unavailable
     stored_at: Callable[[int], KV] = _unavailable
+    stored_alone: Callable[[int], KV] = _unavailable
+    attention: Callable[[], Attention] = _no_attention
+    probe: Callable[[Hear, int | None, Tensor | None], None] = _no_attention
+    num_layers: int = 1
+
+    def is_question(self, columns: Tensor) -> Tensor:
+        """Which columns stand behind the last token with stored KV of their entry.
+
+        Args:
+            columns: `[batch, rows]`, counted as in `columns`.
+
+        Returns:
+            `[batch, rows]`.
+        """
+        last = self.columns.masked_fill(~self.reusable, -1).amax(dim=1, keepdim=True)
+        return columns > last.to(columns.device)
+
+    def same_chunk(self, rows: slice, columns: int) -> Tensor:
+        """Which columns belong to the chunk of each of some tokens.
+
+        Args:
+            rows: which tokens of this view.
+            columns: how many columns there are.
+
+        Returns:
+            `[batch, rows, columns]`; a token without stored KV has no chunk, and shares it with none.
+        """
+        numbers = self.chunk.masked_fill(~self.reusable, -1)
+        where = numbers.new_full((numbers.shape[0], columns), -2).scatter(1, self.columns, numbers)
+        return where[:, None] == numbers[:, rows, None].masked_fill(numbers[:, rows, None] < 0, -3)
+
+    def take(self, grid: Tensor) -> Tensor:
+        """The entries of a `[batch, columns]` grid at the tokens of this view."""
+        return grid.gather(1, self.columns.to(grid.device))
 
     @property
     def both(self) -> tuple[KV, KV]:
@@ -64,6 +112,8 @@ class Selector(ABC):
 
     needs_kv = True  # False: the choice needs no computed layer, so it is made before the first
     needs_full_prefill = False  # True: for research; costs as much as what blending saves
+    needs_attention = False  # True: wants the queries of the layer at which it chooses
+    at_layer_0 = False  # True: chooses at layer 0, from what can be seen there, before the first check layer
     defaults: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, options: Mapping[str, Any], seed: int = 0) -> None:
@@ -82,8 +132,40 @@ class Selector(ABC):
                     f"{type(self).__name__} has no option {name!r} (got {options[name]!r}). "
                     f"{suggest(name, self.defaults)}"
                 )
-        self.options = {**self.defaults, **options}
+        self.options = {**self.defaults, **{name: self._typed(name, value) for name, value in options.items()}}
         self.seed = seed
+
+    def _typed(self, name: str, value: Any) -> Any:
+        """A number or truth value that came as text, from a command line, is read by the type of its default."""
+        kind = type(self.defaults[name])
+        if not isinstance(value, str) or kind not in (bool, int, float):
+            return value
+        try:
+            return {"true": True, "false": False}[value.lower()] if kind is bool else kind(value)
+        except (KeyError, ValueError) as error:
+            raise ConfigError(
+                f"{type(self).__name__} has {name}={value!r}, but a {kind.__name__} is wanted, such as "
+                f"{self.defaults[name]!r}."
+            ) from error
+
+    def choice(self, name: str, choices: Sequence[Any]) -> Any:
+        """Read an option that is one of some values.
+
+        Args:
+            name: of the option.
+            choices: the values.
+
+        Returns:
+            The value.
+
+        Raises:
+            ConfigError: it is none of them.
+        """
+        value = self.options[name]
+        if value not in choices:
+            known = " or ".join(f"{name}={one!r}" for one in choices)
+            raise ConfigError(f"{type(self).__name__} has {name}={value!r}; give {known}.")
+        return value
 
     def count(self, ratio: float, tokens: int) -> int:
         """How many of `tokens` reusable tokens are recomputed at a nominal `ratio`."""
@@ -105,3 +187,62 @@ class Selector(ABC):
 def squared_distance(fresh: Tensor, stored: Tensor) -> Tensor:
     """Sum of squares over heads and width of the difference of `[batch, heads, tokens, width]`: `[batch, tokens]`."""
     return (fresh.float() - stored.float()).square_().sum(dim=(1, 3))
+
+
+def norms(states: Tensor) -> Tensor:
+    """Length over heads and width of `[batch, heads, tokens, width]`: `[batch, tokens]` float32."""
+    return states.float().square().sum(dim=(1, 3)).sqrt()
+
+
+def layer_numbers(given: Any, num_layers: int) -> list[int]:
+    """Read which layers an option names.
+
+    Args:
+        given: "all", "last", "middle" (the middle third), a number, several, or text such as "0,1".
+        num_layers: how many there are.
+
+    Returns:
+        The layers, increasing.
+
+    Raises:
+        ConfigError: it is none of these, or the model has no such layer.
+    """
+    third = num_layers / 3
+    named = {
+        "all": range(num_layers),
+        "last": [num_layers - 1],
+        "middle": range(math.floor(third), max(math.ceil(2 * third), 1)),
+    }
+    if isinstance(given, str) and given in named:
+        return list(named[given])
+    parts = given.split(",") if isinstance(given, str) else given if isinstance(given, Sequence) else [given]
+    try:
+        layers = sorted({int(part) for part in parts})
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"layers is {given!r}, but 'all', 'last', 'middle' or numbers are wanted, such as 0,1."
+        ) from error
+    if not layers or layers[0] < 0 or layers[-1] >= num_layers:
+        raise ConfigError(f"layers is {given!r}, but the model has layers 0 … {num_layers - 1}. Give some of these.")
+    return layers
+
+
+def by_turns(scores: Tensor, chunk: Tensor, shares: Tensor) -> Tensor:
+    """Let chunks take turns: each gives its highest scored tokens first, in proportion to its share.
+
+    Args:
+        scores: `[batch, tokens]`.
+        chunk: `[batch, tokens]`, number of each token's chunk; -1 for none.
+        shares: `[batch, tokens]`, above 0, the same for all tokens of a chunk.
+
+    Returns:
+        `[batch, tokens]`, in the order of the turns, higher first: the first `n` hold about n × share of each chunk.
+    """
+    turns = torch.full_like(scores, -torch.inf)
+    for row in range(scores.shape[0]):
+        for number in chunk[row].unique().tolist():
+            own = (chunk[row] == number).nonzero().flatten()
+            order = own[torch.argsort(scores[row, own], descending=True, stable=True)]
+            places = torch.arange(1, len(own) + 1, device=scores.device, dtype=scores.dtype)
+            turns[row, order] = -places / shares[row, order].clamp_min(1e-9)
+    return turns

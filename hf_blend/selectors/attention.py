@@ -1,0 +1,133 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What some rows of a layer look at: their queries against the keys of every column, at true positions."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BLOCK_ROWS = 128  # rows that are scored at once; bounds the memory to heads x 128 x keys floats
+
+
+def _free(flops: float) -> None:
+    """Charge nothing."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Queries, keys and values of one layer as its attention function gets them.
+
+    Attributes:
+        queries: `[batch, heads, rows, head_dim]`, normed, rotated for the rows' positions.
+        keys: `[batch, kv_heads, keys, head_dim]`, of all columns: `past` ones from the cache, then the new tokens.
+        values: `[batch, kv_heads, keys, value_dim]`.
+        columns: `[batch, rows]`, where each row stands among the new tokens, sorted.
+        past: keys before the first new token.
+        mask: `[batch or 1, heads or 1, rows, keys]`, boolean or additive; None: each row sees the keys up to its own.
+        scaling: of the scores.
+        softcap: bound of the scores, if the model has one.
+        charge: is told the FLOPs of what is computed here.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    columns: Tensor
+    past: int = 0
+    mask: Tensor | None = None
+    scaling: float = 1.0
+    softcap: float | None = None
+    charge: Callable[[float], None] = _free
+
+    def blocks(self, start: int = 0) -> Iterator[slice]:
+        """Cut the rows from `start` on into blocks."""
+        for first in range(start, self.queries.shape[2], BLOCK_ROWS):
+            yield slice(first, min(first + BLOCK_ROWS, self.queries.shape[2]))
+
+    def visible(self, rows: slice) -> Tensor:
+        """Which keys some rows see: `[batch or 1, heads or 1, rows, keys]`."""
+        if self.mask is None:
+            places = torch.arange(self.keys.shape[2], device=self.keys.device)
+            return (places <= self.columns[:, rows, None] + self.past)[:, None]
+        part = self.mask[:, :, rows]
+        return part if part.dtype == torch.bool else part > torch.finfo(part.dtype).min / 2
+
+    def weights(self, rows: slice, only: Tensor | None = None) -> Tensor:
+        """Share of attention that each key gets from some rows.
+
+        Args:
+            rows: which rows.
+            only: `[batch or 1, rows or 1, keys]`, the keys among which it is shared out; None for all.
+
+        Returns:
+            `[batch, heads, rows, keys]` float32; sums to 1 over the keys, 0 where a row does not look.
+        """
+        visible = self.visible(rows) if only is None else self.visible(rows) & only[:, None]
+        batch, heads, _, width = self.queries.shape
+        kv_heads, count = self.keys.shape[1:3]
+        queries = self.queries[:, :, rows].reshape(batch, kv_heads, -1, width).float()
+        scores = (queries @ self.keys.float().transpose(2, 3)).view(batch, heads, -1, count) * self.scaling
+        if self.softcap:
+            scores = torch.tanh(scores / self.softcap) * self.softcap
+        self._charge(visible, width)
+        scores = scores.masked_fill(~visible, torch.finfo(torch.float32).min)
+        return scores.softmax(dim=-1) * visible
+
+    def outputs(self, weights: Tensor) -> Tensor:
+        """What the rows take from the values.
+
+        Args:
+            weights: `[batch, heads, rows, keys]`, as `weights` gives them.
+
+        Returns:
+            `[batch, heads, rows, value_dim]` float32.
+        """
+        batch, heads, rows, count = weights.shape
+        kv_heads, width = self.values.shape[1], self.values.shape[3]
+        self._charge(weights > 0, width)
+        folded = weights.reshape(batch, kv_heads, -1, count)
+        return (folded @ self.values.float()).view(batch, heads, rows, width)
+
+    def first_key(self) -> Tensor:
+        """`[batch]`: the first key that the last row sees, where models put what they do not need."""
+        seen = self.visible(slice(self.queries.shape[2] - 1, None))[:, 0, 0]
+        return seen.to(torch.uint8).argmax(dim=-1).expand(self.queries.shape[0])
+
+    def _charge(self, visible: Tensor, width: float) -> None:
+        """Two FLOPs for each number that is multiplied and added, for each head and each key that is seen."""
+        batch, heads = self.queries.shape[:2]
+        share = batch * heads / (visible.shape[0] * visible.shape[1])
+        self.charge(2.0 * width * share * float(visible.sum()))
+
+
+def received(
+    attention: Attention, weights: Tensor, wanted: Tensor, reduce: str = "mean", by_value: bool = False
+) -> Tensor:
+    """How much each new token is looked at by some rows.
+
+    Args:
+        attention: whose weights they are.
+        weights: `[batch, heads, rows, keys]`.
+        wanted: `[batch, rows]`, the rows that count, at least one of each entry.
+        reduce: "mean", "l2" or "max" over the rows that count, or "last" for the last of them alone; heads are
+            averaged first, but for "max".
+        by_value: weigh each token by the length of its value.
+
+    Returns:
+        `[batch, columns]` float32, one for each new token.
+    """
+    shares = weights[..., attention.past :] * wanted[:, None, :, None]
+    if by_value:
+        lengths = attention.values[:, :, attention.past :].float().norm(dim=-1).mean(dim=1)
+        shares = shares * lengths[:, None, None]
+    if reduce == "max":
+        return shares.amax(dim=(1, 2))
+    shares = shares.mean(dim=1)
+    if reduce == "l2":
+        return shares.norm(dim=1)
+    if reduce == "last":
+        last = (wanted * torch.arange(1, wanted.shape[1] + 1, device=wanted.device)).argmax(dim=1)
+        return shares[torch.arange(len(last), device=last.device), last]
+    return shares.sum(dim=1) / wanted.sum(dim=1, keepdim=True)
