@@ -24,7 +24,7 @@ FLOW = (  # a module imports from its own line and from those above it; LEAVES n
     ("masks", "history", "prompt", "checksum", "fingerprint", "anatomy", "flops", "report", "store.chunk"),
     LEAVES,
     ("capture", "calibrate"),
-    ("store", "loading"),
+    ("store", "loading", "testing"),
     (
         "plan",
         "rows",

@@ -76,7 +76,7 @@ def save_order(path: Path, states: Mapping[str, Sequence[float]]) -> None:
     names = "".join(name.replace("/", "") for name in states)
     columns = {
         "names": np.frombuffer(bytes.fromhex(names), np.uint8),
-        "states": np.array(list(states.values()), np.float64).reshape(len(states), -1),
+        "states": np.array(list(states.values()), np.float64),
     }
     _save_columns(path, columns)
 

@@ -184,7 +184,8 @@ class DiskTier(Tier):
         return names
 
     def _subdirectories(self, directory: Path) -> list[Path]:
-        return sorted(Path(entry.path) for entry in _entries(directory) if entry.is_dir(follow_symlinks=False))
+        paths = sorted(entry.path for entry in _entries(directory) if entry.is_dir(follow_symlinks=False))
+        return list(map(Path, paths))
 
 
 def _stems(shard: Path) -> Iterator[str]:

@@ -49,10 +49,11 @@ class FileSource:
             start, target = start + count, target[count:]
 
     def close(self) -> None:
-        """Close the file; closing twice is allowed."""
-        if self._handle >= 0:
-            os.close(self._handle)
-            self._handle = -1
+        """Close the file; closing twice is allowed, and nothing that was read depends on it."""
+        handle, self._handle = self._handle, -1
+        if handle >= 0:
+            with contextlib.suppress(OSError):
+                os.close(handle)
 
 
 def open_regular(path: Path) -> FileSource:

@@ -1,0 +1,84 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Processes and threads that store, read, evict, delete and damage the same few chunks at the same time."""
+
+import os
+import random
+import struct
+import threading
+
+from hf_blend.store import ChunkStore
+
+from .base import FaultClass, is_same, name_of, tiny_chunk
+
+PROCESSES = 3
+THREADS = 2
+CHUNKS = 6
+
+
+class Races(FaultClass):
+    """Every operation meets others on the same files; each one is counted as a fault."""
+
+    share = 0.05
+
+    def inject(self, count: int) -> None:
+        """Let them loose, and add up what they saw."""
+        each = count // (PROCESSES * THREADS) + 1
+        pipes, children = [], []
+        for _ in range(PROCESSES):
+            receive, send = os.pipe()
+            seed = self.random.randrange(1 << 30)
+            child = os.fork()
+            if child == 0:
+                try:
+                    os.close(receive)
+                    os.write(send, struct.pack("<qq", *self._loose(each, seed)))
+                finally:
+                    os._exit(0)
+            os.close(send)
+            children.append(child)
+            pipes.append(receive)
+        for child, pipe in zip(children, pipes, strict=True):
+            told = os.read(pipe, 16)
+            os.close(pipe)
+            os.waitpid(child, 0)
+            done, wrong = struct.unpack("<qq", told) if len(told) == 16 else (0, 1)
+            self.outcome.wrong_kv += wrong
+            self.outcome.faults += done
+        self.outcome.regions["operations"] = self.outcome.faults
+
+    def _loose(self, each: int, seed: int) -> tuple[int, int]:
+        counts = [0, 0]
+        cap_bytes = (CHUNKS - 2) * 1600
+        store = ChunkStore.open(self.folder, memory_bytes=4000, disk_bytes=cap_bytes, durability="none")
+        threads = [threading.Thread(target=self._use, args=(store, each, seed + n, counts)) for n in range(THREADS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return counts[0], counts[1]
+
+    def _use(self, store: ChunkStore, each: int, seed: int, counts: list[int]) -> None:
+        draw = random.Random(seed)
+        chunks = [tiny_chunk(number) for number in range(CHUNKS)]
+        for _ in range(each):
+            chunk, act = draw.choice(chunks), draw.random()
+            if act < 0.4:
+                store.put(chunk)
+            elif act < 0.85:
+                got = store.get(chunk.key)
+                counts[1] += got is not None and not is_same(got, chunk)
+            elif act < 0.95:
+                store.delete(chunk.key)
+            else:
+                self._damage(chunk.key, draw)
+            counts[0] += 1
+
+    def _damage(self, key: object, draw: random.Random) -> None:
+        path = self.folder / "objects" / f"{name_of(key)}.safetensors"
+        try:
+            with open(path, "r+b") as entry:
+                entry.seek(draw.randrange(1400))
+                entry.write(draw.randbytes(2))
+        except FileNotFoundError:
+            return

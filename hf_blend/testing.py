@@ -1,0 +1,217 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Faults on purpose, for tests of what is built on a store.
+
+tier = FaultyTier(MemoryTier(), seed=7, rates={"read.flip": 0.1, "put.full": 0.05})
+store = ChunkStore([], [tier])
+"""
+
+import errno
+import os
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from .errors import ConfigError, suggest
+from .store.tiers.base import EntryFault, ObjectStat, Source, Tier
+from .store.wrapped import WrappedTier
+
+__all__ = ["FAULTS", "FaultyTier"]
+
+FAULTS = {
+    "open.io": "raises EIO",
+    "open.denied": "raises EACCES",
+    "open.timeout": "raises ETIMEDOUT after `delay_s`",
+    "open.absent": "says that the object is not there",
+    "open.other": "opens another object",
+    "read.io": "raises EIO",
+    "read.flip": "changes one bit",
+    "read.zero": "gives zeros",
+    "read.truncate": "ends too early",
+    "read.late": "takes `delay_s` longer",
+    "put.io": "raises EIO",
+    "put.full": "raises ENOSPC",
+    "put.torn": "raises EIO and leaves the first half under the name",
+    "put.lost": "says that it stored, and did not",
+    "put.flip": "stores one changed bit",
+    "stat.io": "raises EIO",
+    "names.io": "raises EIO",
+    "delete.io": "raises EIO",
+}
+
+
+class _FaultySource:
+    """An open object whose reads can fail."""
+
+    def __init__(self, source: Source, owner: "FaultyTier") -> None:
+        self.stat = source.stat
+        self.identity = source.identity
+        self._source = source
+        self._owner = owner
+
+    def read_into(self, start: int, target: memoryview) -> None:
+        fault = self._owner.draw("read")
+        if fault == "io":
+            raise _error(errno.EIO)
+        if fault == "truncate":
+            raise EntryFault("truncated", f"the object ends before byte {start + len(target)}")
+        if fault == "late":
+            time.sleep(self._owner.delay_s)
+        self._source.read_into(start, target)
+        if fault == "zero":
+            target[:] = bytes(len(target))
+        if fault == "flip" and target:
+            place = self._owner.below(len(target) * 8)
+            target[place // 8] ^= 1 << place % 8
+
+    def close(self) -> None:
+        self._source.close()
+
+
+class FaultyTier(WrappedTier):
+    """A tier in front of another that fails now and then, the same way for the same seed.
+
+    Args:
+        tier: the tier behind.
+        seed: of the faults.
+        rates: fault → probability with each operation; `FAULTS` names them.
+        delay_s: how long late operations take, in seconds.
+
+    Attributes:
+        counts: how often each fault happened.
+
+    Raises:
+        ConfigError: no fault of that name, or the probabilities of an operation sum to more than 1.
+    """
+
+    def __init__(
+        self, tier: Tier, seed: int = 0, rates: Mapping[str, float] | None = None, delay_s: float = 0.0
+    ) -> None:
+        super().__init__(tier)
+        self.delay_s = delay_s
+        self.counts: Counter[str] = Counter()
+        self._random = random.Random(seed)
+        self._armed: list[str] = []
+        self._lock = threading.Lock()
+        self._rates: dict[str, dict[str, float]] = {}
+        self.set_rates(rates or {})
+
+    def set_rates(self, rates: Mapping[str, float]) -> None:
+        """Choose other faults.
+
+        Args:
+            rates: as for the class.
+
+        Raises:
+            ConfigError: as for the class.
+        """
+        found: dict[str, dict[str, float]] = {}
+        for name, rate in rates.items():
+            operation, _, fault = _checked(name).partition(".")
+            found.setdefault(operation, {})[fault] = rate
+        for operation, faults in found.items():
+            if not 0 <= sum(faults.values()) <= 1 or min(faults.values()) < 0:
+                raise ConfigError(f"the rates of {operation} are {faults}, wanted at most 1 together. Lower them.")
+        self._rates = found
+
+    def arm(self, fault: str) -> None:
+        """Let the next operation that it fits fail in this way, once."""
+        with self._lock:
+            self._armed.append(_checked(fault))
+
+    def draw(self, operation: str) -> str:
+        """Decide whether an operation fails now: the name of the fault, or ""."""
+        with self._lock:
+            fault = self._decide(operation)
+            if fault:
+                self.counts[f"{operation}.{fault}"] += 1
+            return fault
+
+    def below(self, stop: int) -> int:
+        """A random number from 0 to `stop` - 1."""
+        with self._lock:
+            return self._random.randrange(stop)
+
+    def open(self, name: str) -> Source | None:
+        """Open an object, an other one, or none."""
+        fault = self.draw("open")
+        if fault == "timeout":
+            time.sleep(self.delay_s)
+        if fault in ("io", "denied", "timeout"):
+            raise _error({"io": errno.EIO, "denied": errno.EACCES, "timeout": errno.ETIMEDOUT}[fault])
+        if fault == "absent":
+            return None
+        if fault == "other":
+            others = sorted(self.tier.names(name[:2]) - {name})
+            name = others[self.below(len(others))] if others else name
+        source = self.tier.open(name)
+        return _FaultySource(source, self) if source is not None else None
+
+    def put_if_absent(self, name: str, parts: Sequence[memoryview]) -> bool:
+        """Store, or not, or something else."""
+        fault = self.draw("put")
+        if fault in ("io", "full"):
+            raise _error(errno.EIO if fault == "io" else errno.ENOSPC)
+        if fault == "lost":
+            return True
+        if fault == "torn":
+            content = b"".join(parts)
+            self.tier.put_if_absent(name, [memoryview(content[: len(content) // 2])])
+            raise _error(errno.EIO)
+        if fault == "flip":
+            content = bytearray(b"".join(parts))
+            place = self.below(len(content) * 8)
+            content[place // 8] ^= 1 << place % 8
+            return self.tier.put_if_absent(name, [memoryview(content)])
+        return self.tier.put_if_absent(name, parts)
+
+    def delete(self, name: str, source: Source | None = None) -> bool:
+        """Remove, or fail."""
+        self._may_fail("delete")
+        return self.tier.delete(name, source)
+
+    def names(self, space: str) -> frozenset[str]:
+        """List, or fail."""
+        self._may_fail("names")
+        return self.tier.names(space)
+
+    def stat(self, name: str) -> ObjectStat | None:
+        """Look, or fail."""
+        self._may_fail("stat")
+        return self.tier.stat(name)
+
+    def contains(self, name: str) -> bool:
+        """Look, or fail."""
+        self._may_fail("stat")
+        return self.tier.contains(name)
+
+    def _may_fail(self, operation: str) -> None:
+        if self.draw(operation):
+            raise _error(errno.EIO)
+
+    def _decide(self, operation: str) -> str:
+        for name in self._armed:
+            if name.startswith(f"{operation}."):
+                self._armed.remove(name)
+                return name.partition(".")[2]
+        faults = self._rates.get(operation)
+        if not faults:
+            return ""
+        at = self._random.random()
+        for fault, rate in faults.items():
+            at -= rate
+            if at < 0:
+                return fault
+        return ""
+
+
+def _checked(name: str) -> str:
+    if name not in FAULTS:
+        raise ConfigError(f"there is no fault {name!r}. {suggest(name, FAULTS)}")
+    return name
+
+
+def _error(number: int) -> OSError:
+    return OSError(number, os.strerror(number))
