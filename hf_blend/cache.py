@@ -237,7 +237,7 @@ class BlendCache(Cache):
     def _begin(self, ids: Tensor, mask: Tensor | None, wanted_rows: int | None = None, ids_seen: bool = True) -> None:
         """Plan a forward, and enter the layers if anything of it is stored."""
         self._past = super().get_seq_length()
-        brought = Brought.of(ids, mask, max(0, self._past - self._coming.held))
+        brought = Brought.of(ids, mask, max(0, self._past - self._coming.held), bool(self._coming))
         plan = self._plan(brought) if brought is not None else None
         if plan is None or not plan.slots:
             self._coming = self._coming if plan is not None else Coming()

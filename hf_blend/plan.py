@@ -69,10 +69,19 @@ class Whole:
     Attributes:
         ids: of all its real tokens.
         seen: how many of them went before the row.
+        columns: where the row's tokens stand, if there is padding between them; empty: one behind the other.
     """
 
     ids: tuple[int, ...]
     seen: int = 0
+    columns: tuple[int, ...] = ()
+
+    def place(self, start: int, first: int, count: int) -> int | None:
+        """The column of the row's token `first`, if `count` tokens stand there side by side; else None."""
+        if not self.columns:
+            return start + first
+        columns = self.columns[first : first + count]
+        return columns[0] if columns[-1] - columns[0] == count - 1 else None
 
 
 @dataclass
@@ -137,7 +146,7 @@ class Planner:
         plan = Plan([], torch.zeros((len(rows), width), dtype=torch.bool))
         wholes = [Whole(tuple(ids)) for ids in rows] if wholes is None else wholes
         for row, (new, start, whole) in enumerate(zip(rows, starts, wholes, strict=True)):
-            plan.real[row, start : start + len(new)] = True
+            plan.real[row, list(whole.columns) or slice(start, start + len(new))] = True
             ids = whole.ids
             spans = self._found(ids, at_beginning) if known is None else self._wanted(known[row], ids, at_beginning)
             self._place(plan, row, start, len(new), whole, spans, at_beginning)
@@ -180,8 +189,8 @@ class Planner:
             exact = offset == exact_until and whole.ids[:offset] == key.sink_ids
             exact_until = end if exact else exact_until
             first, last = max(offset, whole.seen), min(end, whole.seen + new - 1)  # a part's last token flows too
-            if first < last:
-                place = start + first - whole.seen
+            place = whole.place(start, first - whole.seen, last - first) if first < last else None
+            if place is not None:
                 chunk = self._fetch(plan, key)
                 plan.slots.append(Slot(row, place, chunk, exact, number, first - offset, last - first))
 

@@ -22,33 +22,38 @@ class Brought:
         starts: the column at which each entry's first real token stands.
         seen: how many real tokens of each entry went before, counted from where its prompt begins.
         width: columns.
+        columns: where each entry's tokens stand; empty where they stand one behind the other.
     """
 
     rows: list[list[int]]
     starts: list[int]
     seen: list[int]
     width: int
+    columns: list[tuple[int, ...]]
 
     @classmethod
-    def of(cls, ids: Tensor, mask: Tensor | None, before: int) -> "Brought | None":
+    def of(cls, ids: Tensor, mask: Tensor | None, before: int, is_built: bool = False) -> "Brought | None":
         """Read the arguments of a forward.
 
         Args:
             ids: `[batch, tokens]`, new tokens only.
             mask: `[batch, …]`, 0 on padding, with or without columns for what is in the cache; None: no padding.
             before: columns of the same prompt that are in the cache.
+            is_built: the prompt is one of `BlendCache.inputs`; behind a history it has padding between its tokens.
 
         Returns:
             The new tokens; None where padding stands elsewhere than in front of them.
         """
         width = ids.shape[1]
-        own = torch.ones_like(ids) if mask is None else mask[:, -width:].to(ids.device)
-        if not bool((own[:, 1:] >= own[:, :-1]).all()):
+        own = torch.ones_like(ids).cpu() if mask is None else mask[:, -width:].cpu()
+        gaps = (own[:, 1:] < own[:, :-1]).any(dim=1)
+        if gaps.any() and not (is_built and own[:, -1].all()):
             return None
-        rows = [row[keep.bool()].tolist() for row, keep in zip(ids.cpu(), own.cpu(), strict=True)]
+        rows = [row[keep.bool()].tolist() for row, keep in zip(ids.cpu(), own, strict=True)]
+        columns = [tuple(keep.nonzero().flatten().tolist()) if gap else () for keep, gap in zip(own, gaps, strict=True)]
         past = None if mask is None or mask.shape[1] < width + before else mask[:, : mask.shape[1] - width]
         seen = [before] * len(rows) if past is None else past[:, past.shape[1] - before :].sum(dim=1).tolist()
-        return cls(rows, [width - len(row) for row in rows], [int(count) for count in seen], width)
+        return cls(rows, [width - len(row) for row in rows], [int(count) for count in seen], width, columns)
 
 
 class Coming:
@@ -97,8 +102,12 @@ class Coming:
         rows, starts, width = brought.rows, brought.starts, brought.width
         prompts = None if self.batch is None else self.batch.find(rows, brought.seen)
         if prompts is None:
-            return planner.plan(rows, starts, width, None, past == 0), Coming()
-        wholes = [Whole(prompt.ids, seen) for prompt, seen in zip(prompts, brought.seen, strict=True)]
+            others = [Whole(tuple(row), 0, columns) for row, columns in zip(rows, brought.columns, strict=True)]
+            return planner.plan(rows, starts, width, None, past == 0, others), Coming()
+        wholes = [
+            Whole(prompt.ids, seen, columns)
+            for prompt, seen, columns in zip(prompts, brought.seen, brought.columns, strict=True)
+        ]
         beginning = self.held == 0 and not any(prompt.history for prompt in prompts)
         plan = planner.plan(rows, starts, width, [prompt.spans() for prompt in prompts], beginning, wholes)
         return plan, self._rest(prompts, brought)

@@ -81,7 +81,7 @@ class BlendSlidingLayer(BlendLayer):
         """
         super().check_crop(tokens_to_remove)
         left, needed = self._end - self._start + tokens_to_remove, self.length + tokens_to_remove
-        if left < min(needed, self.sliding_window - 1):
+        if max(0, left) < min(needed, self.sliding_window - 1):
             raise ConfigError(
                 f"crop({tokens_to_remove}) was asked of a layer with a window of {self.sliding_window} tokens that "
                 f"keeps {self._end - self._start} of {self.length}: the window before them is gone. Call "

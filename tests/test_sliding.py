@@ -1,0 +1,208 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Layers with a window: exact for scattered rows, and nothing is held that the window cannot see."""
+
+import functools
+
+import pytest
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+from hf_blend import BlendCache, ChunkStore
+from hf_blend.anatomy import decoder_layers
+from hf_blend.errors import ConfigError
+from hf_blend.ladder.fused_ratio import FusedRatio
+from hf_blend.ladder.subject import Subject
+from hf_blend.ladder.zoo import tiny_model as zoo_model
+from hf_blend.layers import ROOM_TOKENS, BlendLayer
+from hf_blend.sliding_layer import BlendSlidingLayer
+
+WINDOW = 16  # of every model in the zoo
+FOUR_WINDOWS = {"chunks": (12, 15, 20), "question": 12}  # with BOS and a prefix of 4: 64 tokens
+BATCH = (FOUR_WINDOWS, {"chunks": (29, 9), "seed": 1}, {"chunks": (7,), "seed": 2, "question": 5})
+GREEDY = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
+families = pytest.mark.parametrize("family", ["mistral", "gemma3_text", "cohere2", "gpt_oss", "olmo3"])
+everywhere = pytest.mark.parametrize("attention", ["eager", "sdpa"])
+
+
+@functools.cache
+def model_of(family, attention="eager"):
+    model = zoo_model(family)
+    if attention == "sdpa" and not model._supports_sdpa:
+        pytest.skip(f"{family} has no sdpa attention")
+    model.set_attn_implementation(attention)
+    return model
+
+
+def prepared(model, tokenizer, requests, kept=None, **settings):
+    cache = BlendCache(model, kept or ChunkStore.open("memory://"), **settings)
+    given = requests[0] if len(requests) == 1 else {name: [one[name] for one in requests] for name in requests[0]}
+    return cache, cache.inputs(tokenizer, **given)
+
+
+def run(model, inputs, cache=None, **changes):
+    return model.generate(**inputs, past_key_values=cache, **{**GREEDY, **changes})
+
+
+@torch.no_grad()
+def prefill(model, inputs, cache):
+    cache.get_seq_length()
+    places = (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0)
+    return model(**inputs, position_ids=places, past_key_values=cache, logits_to_keep=1).logits
+
+
+def sliding(cache):
+    return [layer for layer in cache.layers if layer.is_sliding]
+
+
+@families
+@everywhere
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_prompt_of_four_windows_is_exact(pieces, tokenizer, family, attention, batch):
+    model, requests = model_of(family, attention), [pieces(**one) for one in BATCH[:batch]]
+    cache, inputs = prepared(model, tokenizer, requests, recompute_ratio=1.0)
+    assert inputs["input_ids"].shape[1] == 4 * WINDOW
+    error = (prefill(model, inputs, cache) - prefill(model, inputs, DynamicCache(config=model.config))).abs().max()
+    assert error <= 1e-5
+    assert cache.report.reusable_tokens > 0
+    cache, inputs = prepared(model, tokenizer, requests, recompute_ratio=1.0)
+    assert torch.equal(run(model, inputs, cache), run(model, inputs))
+
+
+@families
+@everywhere
+def test_scattered_rows_see_their_windows(family, attention):
+    outcome = FusedRatio().measure(Subject(model_of(family, attention)))
+    assert outcome.error <= 1e-5
+
+
+@families
+def test_a_window_and_the_answer_is_all_that_is_held(pieces, tokenizer, family):
+    model = model_of(family)
+    cache, inputs = prepared(model, tokenizer, [pieces(**FOUR_WINDOWS)])
+    prefill(model, inputs, cache)
+    assert cache.is_sliding == DynamicCache(config=model.config).is_sliding
+    token = sum(states[:, :, :1].nbytes for states in (cache.layers[0].keys, cache.layers[0].values))
+    assert sliding(cache)
+    for layer in sliding(cache):
+        assert layer.get_seq_length() == 4 * WINDOW
+        assert layer.keys.shape[2] == WINDOW - 1
+        assert layer.nbytes <= WINDOW * token
+    cache, inputs = prepared(model, tokenizer, [pieces(**FOUR_WINDOWS)])
+    run(model, inputs, cache)
+    for layer in cache.layers:
+        assert layer.get_seq_length() == 4 * WINDOW + 39
+        if layer.is_sliding:
+            assert layer.nbytes <= (WINDOW + 39) * token
+        else:
+            assert layer.keys.shape[2] == 4 * WINDOW + 39
+
+
+@pytest.mark.parametrize("mode", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 4}, {"prefill_chunk_size": 13}])
+@pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
+def test_windows_roll_in_every_mode(pieces, tokenizer, family, mode):
+    model = model_of(family, "sdpa")
+    cache, inputs = prepared(model, tokenizer, [pieces(**FOUR_WINDOWS)], recompute_ratio=1.0)
+    assert torch.equal(run(model, inputs, cache, **mode), run(model, inputs, **mode))
+    assert cache.report.reusable_tokens > 0
+
+
+@torch.no_grad()
+def test_an_exception_puts_the_windows_back(pieces, tokenizer, monkeypatch):
+    model, request = zoo_model("gemma3_text"), pieces(**FOUR_WINDOWS)
+    cache, inputs = prepared(model, tokenizer, [request])
+    output = run(model, inputs, cache)
+    before = [(layer.keys.clone(), layer.get_seq_length(), layer.get_mask_sizes(5)) for layer in cache.layers]
+    inputs = cache.inputs(tokenizer, chunks=pieces((20, 11), seed=4)["chunks"], question=[5, 6, 7], history=output)
+    with monkeypatch.context() as patch:
+        patch.setattr(decoder_layers(model)[3].mlp, "forward", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run(model, inputs, cache)
+    for layer, (keys, length, sizes) in zip(cache.layers, before, strict=True):
+        assert torch.equal(layer.keys, keys)
+        assert (layer.get_seq_length(), layer.get_mask_sizes(5)) == (length, sizes)
+
+
+def states(tokens, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(2, 2, tokens, width, generator=generator) for width in (4, 6))
+
+
+@pytest.mark.parametrize("recording", [False, True])
+@pytest.mark.parametrize("window", [2, 5, 16, 40])
+def test_it_shows_what_a_dynamic_sliding_layer_shows(window, recording):
+    mine, theirs = BlendSlidingLayer(window), DynamicSlidingWindowLayer(window)
+    draw = torch.Generator().manual_seed(window)
+    if recording:
+        mine.activate_past_recording()
+        theirs.activate_past_recording()
+    for seed in range(60):
+        tokens = int(torch.randint(1, 4 if seed % 5 else 50, (), generator=draw))
+        assert mine.get_mask_sizes(tokens) == theirs.get_mask_sizes(tokens)
+        new = states(tokens, seed)
+        for got, wanted in zip(mine.update(*new), theirs.update(*new), strict=True):
+            assert torch.equal(got, wanted)
+        if recording:
+            removed = -int(torch.randint(0, tokens, (), generator=draw))
+            mine.crop(removed)
+            theirs.crop(removed)
+        elif seed % 7 == 0:
+            order = torch.tensor([1, 0])
+            mine.reorder_cache(order)
+            theirs.reorder_cache(order)
+        assert mine.get_seq_length() == theirs.get_seq_length()
+        assert torch.equal(mine.keys, theirs.keys)
+        assert torch.equal(mine.values, theirs.values)
+        assert mine.nbytes <= 2 * 2 * (4 + 6) * 4 * (2 * window + 50)
+    assert mine.get_max_length() == theirs.get_max_length() == window
+
+
+def test_rolling_copies_the_window_once_per_room():
+    layer, places = BlendSlidingLayer(ROOM_TOKENS), set()
+    layer.update(*states(3 * ROOM_TOKENS, 0))
+    for seed in range(2 * ROOM_TOKENS):
+        layer.update(*states(1, seed))
+        places.add(layer._buffers[0].data_ptr())
+    assert len(places) <= 3
+
+
+def test_a_crop_into_a_forgotten_window_is_refused_and_changes_nothing(pieces, tokenizer):
+    model = model_of("gemma3_text")
+    cache, inputs = prepared(model, tokenizer, [pieces(**FOUR_WINDOWS)])
+    prefill(model, inputs, cache)
+    with pytest.raises(ConfigError, match=r"(?s)crop\(-1\).*window of 16.*keeps 15 of 64.*activate_past_recording"):
+        cache.crop(-1)
+    assert {layer.get_seq_length() for layer in cache.layers} == {64}
+    cache.crop(0)
+    cache.crop(-64)
+    assert {layer.get_seq_length() for layer in cache.layers} == {0}
+
+
+def test_as_long_as_the_window_is_not_full_it_can_be_cropped():
+    layer = BlendSlidingLayer(10)
+    layer.update(*states(9, 0))
+    layer.crop(-4)
+    assert (layer.get_seq_length(), layer.keys.shape[2], layer.get_mask_sizes(2)) == (5, 5, (7, 0))
+    layer.reset()
+    layer.crop(0)
+    assert (layer.get_seq_length(), layer.nbytes, layer.is_initialized) == (0, 0, False)
+
+
+def test_a_snapshot_brings_back_an_empty_and_a_rolled_window():
+    layer = BlendSlidingLayer(6)
+    empty = layer.snapshot()
+    layer.update(*states(20, 0))
+    kept, filled = layer.keys.clone(), layer.snapshot()
+    layer.update(*states(30, 1))
+    layer.restore(filled)
+    assert torch.equal(layer.keys, kept)
+    assert layer.get_seq_length() == 20
+    layer.restore(empty)
+    assert (layer.get_seq_length(), layer.is_initialized) == (0, False)
+
+
+def test_models_without_windows_have_plain_layers(shared_model):
+    cache = BlendCache(shared_model(), ChunkStore.open("memory://"))
+    assert [type(layer) for layer in cache.layers] == [BlendLayer] * 4
+    assert not any(cache.is_sliding)
