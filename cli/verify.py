@@ -1,16 +1,19 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Check that blending is exact for a model."""
+"""Check that blending is exact for a model, or for every model type."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from .output import Json, fail, show
+from .output import Json, fail, progress, show
 
 __all__ = ["verify"]
 
-Model = Annotated[str, typer.Argument(help="A path, a hub id, or tiny:TYPE for a small random model of a model type.")]
+Model = Annotated[
+    str | None, typer.Argument(help="A path, a hub id, or tiny:TYPE for a small random model of a model type.")
+]
+All = Annotated[bool, typer.Option("--all", help="Every causal model type of the installed transformers, tiny.")]
 Dtype = Annotated[list[str] | None, typer.Option("--dtype", help="float32, bfloat16 or float16; may be repeated.")]
 Attention = Annotated[list[str] | None, typer.Option("--attention", help="eager or sdpa; may be repeated.")]
 Rungs = Annotated[list[str] | None, typer.Option("--rung", help="Climb only this rung; may be repeated.")]
@@ -18,7 +21,8 @@ Device = Annotated[str, typer.Option(help="Where to run the model.")]
 
 
 def verify(
-    model: Model,
+    model: Model = None,
+    every: All = False,
     dtype: Dtype = None,
     attention: Attention = None,
     rung: Rungs = None,
@@ -27,20 +31,42 @@ def verify(
 ) -> None:
     """Climb the ladder of exactness: small claims about blending, each measured on the model.
 
-    Exit code 0: every rung holds. 1: a rung fails or the model cannot be blended; which and why is said.
+    Exit code 0: every rung holds. 1: a rung fails or the model cannot be blended; which and why is said. With --all
+    every type is either exact in float32 or refused with a reason, and the exit code is 1 if one crashed.
 
     Examples:
         hf-blend verify tiny:llama --dtype float32 --attention sdpa
         hf-blend verify tiny:qwen3 --rung ratio_1 --json
+        hf-blend verify --all --json  # slow
         hf-blend verify HuggingFaceTB/SmolLM2-135M-Instruct  # network
     """
     from hf_blend.ladder.ladder import ATTENTIONS
     from hf_blend.ladder.ladder import verify as climb
 
+    if (model is None) != every:
+        raise typer.BadParameter("Give a model, or --all.")
+    if every:
+        _verify_all(json)
+        return
     verdict = climb(
-        model, dtypes=dtype or ("float32", "bfloat16"), attention=attention or ATTENTIONS, rungs=rung, device=device
+        model or "",
+        dtypes=dtype or ("float32", "bfloat16"),
+        attention=attention or ATTENTIONS,
+        rungs=rung,
+        device=device,
     )
     document = verdict.to_dict()
     show(document if json else document["rungs"], as_json=json, title=model)
     if not verdict.supported:
         fail(f"{model} is not supported: {verdict.reason}")
+
+
+def _verify_all(json: bool) -> None:
+    from hf_blend.ladder.everything import verify_types
+    from hf_blend.ladder.zoo import tiny_types
+
+    rows: list[dict[str, Any]] = list(progress(verify_types(), "model types", total=len(tiny_types())))
+    show({"models": rows} if json else rows, as_json=json, title="model types", header=True)
+    crashed = [row["model"] for row in rows if str(row["reason"]).startswith("crashed")]
+    if crashed:
+        fail(f"{len(crashed)} model types broke in an unforeseen way: {', '.join(crashed)}.")

@@ -17,6 +17,9 @@ from torch import Tensor, nn
 
 from .errors import UnsupportedModelError
 
+TOKEN_STATES = ("", "SlidingWindow", "Dummy")  # cache layers of transformers, less "Dynamic" and "Layer"
+UNREADABLE = (AttributeError, LookupError, TypeError, ValueError)  # a config that transformers' own cache refuses
+
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """Find the decoder layers of a causal language model, in the order in which they run.
@@ -30,16 +33,67 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     Raises:
         UnsupportedModelError: there is no decoder, or no single list of that many layers in it.
     """
-    config = text_config(model)
-    wanted = getattr(config, "num_hidden_layers", None)
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
-    lists = [child for child in decoder.children() if isinstance(child, nn.ModuleList) and len(child) == wanted]
+    wanted = getattr(text_config(model), "num_hidden_layers", None)
+    lists = _lists_of(decoder_of(model), wanted)
     if len(lists) != 1:
         raise UnsupportedModelError(
             f"{type(model).__name__} has {len(lists)} lists of {wanted} layers in its decoder, but exactly one is "
             "wanted: the decoder layers. Blending cannot enter this model; use a decoder-only model for text."
         )
     return list(lists[0])
+
+
+def decoder_of(model: nn.Module) -> nn.Module:
+    """The module that holds the decoder layers: what `get_decoder` gives, or what is inside that (Llama 4)."""
+    decoder: nn.Module = model.get_decoder() if hasattr(model, "get_decoder") else model
+    wanted = getattr(text_config(model), "num_hidden_layers", None)
+    if not _lists_of(decoder, wanted):
+        inner = [child for child in decoder.children() if _lists_of(child, wanted)]
+        return inner[0] if len(inner) == 1 else decoder
+    return decoder
+
+
+def refuse_other_states(model: nn.Module) -> None:
+    """Refuse a model some of whose layers keep something else than K and V of each token.
+
+    Args:
+        model: asked by way of the cache that transformers makes for its config.
+
+    Raises:
+        UnsupportedModelError: naming the layer and what it keeps.
+    """
+    complaint = other_states(text_config(model))
+    if complaint:
+        raise UnsupportedModelError(f"{type(model).__name__} cannot be blended: {complaint}")
+
+
+def other_states(config: Any) -> str:
+    """What a config says against keeping K and V of each token in every layer; empty if nothing.
+
+    Args:
+        config: of a text model; transformers is asked which cache it makes for it.
+
+    Returns:
+        A sentence that names the first such layer and its kind.
+    """
+    from transformers import DynamicCache
+
+    try:
+        kept = DynamicCache(config=config).layers
+    except UNREADABLE:
+        return ""  # what it keeps shows when it is run
+    for index, layer in enumerate(kept):
+        name = type(layer).__name__.removeprefix("Dynamic").removesuffix("Layer")
+        if name not in TOKEN_STATES:
+            return (
+                f"layer {index} keeps a state of another kind ({name}) than K and V of each token, which cannot stand "
+                "behind other tokens. Use full prefill."
+            )
+    return ""
+
+
+def _lists_of(module: nn.Module, wanted: int | None) -> list[nn.ModuleList]:
+    return [child for child in module.children() if isinstance(child, nn.ModuleList) and len(child) == wanted]
 
 
 def text_config(model: nn.Module) -> Any:
@@ -130,9 +184,13 @@ def _parameter_names(layer_class: type[nn.Module]) -> tuple[str, ...]:
 def _rows(value: Any, index: Tensor, total: int) -> Any:
     if isinstance(value, tuple | list):
         return type(value)(_rows(item, index, total) for item in value)
-    if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[1] != total:
+    if not isinstance(value, Tensor) or value.dim() < 2:
         return value
-    return gather_rows(value, index)
+    if value.shape[1] == total:
+        return gather_rows(value, index)
+    if value.dim() == 4 and value.shape[1:3] == (index.shape[0], total):  # several streams of hidden states: Gemma 3n
+        return torch.stack([gather_rows(stream, index) for stream in value])
+    return value
 
 
 def gather_rows(value: Tensor, index: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .anatomy import LayerCall, decoder_layers
+from .anatomy import LayerCall, decoder_layers, decoder_of
 from .errors import PromptError, UnsupportedModelError
 from .rotary.tables import Table, rotary_table
 from .store.chunk import ChunkKey, ChunkKV
@@ -85,7 +85,7 @@ def capture(
     given = {name: value.to(device) for name, value in given.items() if value is not None}
     cache = DynamicCache()  # without a config no layer forgets what lies outside its window
     with _recorded_tables(layers, cache) as tables:
-        model.get_decoder()(input_ids=input_ids.to(device), past_key_values=cache, use_cache=True, **given)
+        decoder_of(model)(input_ids=input_ids.to(device), past_key_values=cache, use_cache=True, **given)
     kept = tuple(_cached(model, cache, index, input_ids.shape[1]) for index in range(len(layers)))
     return Capture(kept, tuple(tables.get(index) for index in range(len(layers))))
 
@@ -98,7 +98,7 @@ def _recorded_tables(layers: list[nn.Module], cache: object) -> Iterator[dict[in
     def record(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
         arguments = LayerCall.bind(layer, args, kwargs or {}).arguments  # None: as in `hf_blend.hooks`
         if any(value is cache for value in arguments.values()):
-            tables[index] = rotary_table(arguments)
+            tables[index] = rotary_table(arguments, layer)
 
     handles = []
     try:

@@ -1,24 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Between 0 and 1 the sparse path equals a dense forward in which the slots not chosen hold the stored K and V.
+"""Between 0 and 1 the sparse path equals a dense forward in which the slots not chosen hold the stored K and V."""
 
-The dense forward knows nothing of rows, hooks or masks: the plain model runs all tokens with a plain cache that lays
-the stored K and V over what was computed, at the layers behind the check layer.
-"""
-
-from collections.abc import Sequence
-from typing import Any
-
-import torch
-from torch import Tensor
-from transformers import DynamicCache
-
-from ..prompt import Prompt
-from ..selectors.base import KV
 from .base import Outcome, Rung
-from .floor import distance
-from .slots import unchosen
-from .subject import Blended, Subject
+from .spliced import fused_error
+from .subject import Subject
 
 RATIO = 0.3
 
@@ -29,29 +15,4 @@ class FusedRatio(Rung):
     def measure(self, subject: Subject) -> Outcome:
         """Largest absolute difference of the questions' logits."""
         groups = [subject.prompts[:1], subject.prompts]
-        return Outcome(max(_error(subject, group) for group in groups), subject.logit_tolerance)
-
-
-@torch.no_grad()
-def _error(subject: Subject, prompts: Sequence[Prompt]) -> float:
-    got = subject.blend(prompts, RATIO)
-    dense = _Spliced(got, unchosen(got), got.cache.config.check_layers[0])
-    wanted = subject.model(**subject.inputs(subject.cache(0.0), prompts), past_key_values=dense, use_cache=True).logits
-    return distance(got.asked, wanted[:, -got.asked.shape[1] :].float())
-
-
-class _Spliced(DynamicCache):
-    """Lays K and V that a blended request kept from its store over those that were computed."""
-
-    def __init__(self, got: Blended, slots: Tensor, check_layer: int) -> None:
-        super().__init__()
-        self._got, self._slots, self._check_layer = got, slots[:, None, :, None], check_layer
-
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> KV:
-        """Append, then lay the stored K and V over the slots that were not chosen."""
-        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if layer_idx <= self._check_layer:
-            return keys, values
-        stored = self._got.layers[layer_idx]
-        slots = self._slots.to(keys.device)
-        return torch.where(slots, stored[0], keys), torch.where(slots, stored[1], values)
+        return Outcome(max(fused_error(subject, group, RATIO) for group in groups), subject.logit_tolerance)

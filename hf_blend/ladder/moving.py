@@ -5,6 +5,7 @@
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from ..plan import Slot
 from ..realign import Realigner
@@ -49,11 +50,21 @@ def moved(subject: Subject, chunk: ChunkKV, start: int) -> ChunkKV:
     return replace(chunk, layers=tuple(layers), tables=tuple(tables))
 
 
-def keys_apart(one: ChunkKV, other: ChunkKV) -> float:
+def turning(subject: Subject, chunk: ChunkKV) -> list[Tensor]:
+    """Of each layer's (K, V) the tensor that turns with the position, `[kv_heads, tokens, head_dim]`."""
+    return [pair[style.slot] for pair, style in zip(chunk.layers, subject.styles, strict=True)]
+
+
+def still(subject: Subject, chunk: ChunkKV) -> list[Tensor]:
+    """Of each layer's (K, V) the tensor that carries no position."""
+    return [pair[1 - style.slot] for pair, style in zip(chunk.layers, subject.styles, strict=True)]
+
+
+def keys_apart(subject: Subject, one: ChunkKV, other: ChunkKV) -> float:
     """Largest difference of two chunks' keys, as a share of each layer's largest key; NaN counts as infinite."""
     shares = [
         float((a.float() - b.float()).abs().amax() / b.float().abs().amax())
-        for (a, _), (b, _) in zip(one.layers, other.layers, strict=True)
+        for a, b in zip(turning(subject, one), turning(subject, other), strict=True)
     ]
     worst = max(shares)
     return worst if all(share == share for share in shares) else float("inf")

@@ -14,4 +14,4 @@ class RealignBack(Rung):
         """Largest difference of keys, as a share of the largest key."""
         chunk = probe_chunk(subject)
         back = moved(subject, moved(subject, chunk, FAR), home(subject))
-        return Outcome(keys_apart(back, chunk), rounding(subject.dtype, 0, moves=2))
+        return Outcome(keys_apart(subject, back, chunk), rounding(subject.dtype, 0, moves=2))

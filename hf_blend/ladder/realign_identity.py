@@ -13,4 +13,4 @@ class RealignIdentity(Rung):
     def measure(self, subject: Subject) -> Outcome:
         """Largest difference of keys, as a share of the largest key; 0 is allowed."""
         chunk = probe_chunk(subject)
-        return Outcome(keys_apart(moved(subject, chunk, home(subject)), chunk), 0.0)
+        return Outcome(keys_apart(subject, moved(subject, chunk, home(subject)), chunk), 0.0)

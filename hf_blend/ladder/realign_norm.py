@@ -6,7 +6,7 @@ import torch
 
 from ..store.chunk import ChunkKV
 from .base import Outcome, Rung, rounding
-from .moving import FAR, moved, probe_chunk
+from .moving import FAR, moved, probe_chunk, turning
 from .subject import Subject
 
 
@@ -19,7 +19,7 @@ class RealignNorm(Rung):
         far = moved(subject, chunk, FAR)
         shares = [
             float((_lengths(keys) - _lengths(before)).abs().amax() / _lengths(before).amax())
-            for (keys, _), (before, _) in zip(far.layers, chunk.layers, strict=True)
+            for keys, before in zip(turning(subject, far), turning(subject, chunk), strict=True)
         ]
         return Outcome(max(shares), rounding(subject.dtype, 0, moves=1) + _unevenness(chunk, far))
 

@@ -14,4 +14,4 @@ class RealignSum(Rung):
         """Largest difference of keys, as a share of the largest key."""
         chunk = probe_chunk(subject)
         twice = moved(subject, moved(subject, chunk, NEAR), FAR)
-        return Outcome(keys_apart(twice, moved(subject, chunk, FAR)), rounding(subject.dtype, 0, moves=3))
+        return Outcome(keys_apart(subject, twice, moved(subject, chunk, FAR)), rounding(subject.dtype, 0, moves=3))

@@ -5,16 +5,16 @@
 import torch
 
 from .base import Outcome, Rung, violations
-from .moving import FAR, moved, probe_chunk
+from .moving import FAR, moved, probe_chunk, still
 from .subject import Subject
 
 
 class RealignValues(Rung):
-    """Values carry no position."""
+    """Values carry no position; where attention is latent, what is cached as the keys does not."""
 
     def measure(self, subject: Subject) -> Outcome:
         """Number of layers whose values changed; 0 is allowed."""
         chunk = probe_chunk(subject)
-        pairs = zip(moved(subject, chunk, FAR).layers, chunk.layers, strict=True)
-        changed = [f"layer {index}" for index, (new, old) in enumerate(pairs) if not torch.equal(new[1], old[1])]
+        pairs = zip(still(subject, moved(subject, chunk, FAR)), still(subject, chunk), strict=True)
+        changed = [f"layer {index}" for index, (new, old) in enumerate(pairs) if not torch.equal(new, old)]
         return violations(changed)

@@ -13,6 +13,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
+from ..anatomy import other_states
 from ..errors import ConfigError, UnsupportedModelError, suggest
 
 TINY = "tiny:"
@@ -30,7 +31,20 @@ FIELDS = {
     "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
     "global_head_dim": 16, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128,
     "laurel_rank": 8, "num_kv_shared_layers": 0, "altup_num_inputs": 2, "first_k_dense_replace": 1,
+    "ffn_hidden_size": 128, "expert_ffn_hidden_size": 32, "num_global_key_value_heads": 2, "n_shared_experts": 1,
+    "num_layers": LAYERS, "moe_topk": 2, "zero_expert_num": 2,
 }  # fmt: skip
+EXTRA: dict[str, dict[str, Any]] = {  # what a type asks for beyond the names that many share
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": theta}
+            for kind, theta in (("sliding_attention", 1e4), ("full_attention", 1e6))
+        },
+    },
+    "lfm2_moe": {"layer_types": ["full_attention"] * LAYERS},
+    "zaya": {"num_experts_per_tok": 1},
+}
 WRONG_CONFIG = (ArithmeticError, AttributeError, AssertionError, ImportError, LookupError, RuntimeError,
                 StrictDataclassError, TypeError, ValueError)  # fmt: skip
 
@@ -92,19 +106,46 @@ def tiny_model(model_type: str, *, seed: int = 0, **fields: Any) -> nn.Module:
             f"transformers has no causal language model of type {model_type!r}. {near}Give the model_type of a "
             "config.json, such as tiny:llama."
         )
+    refusal = refused_by_config(model_type)
+    if refusal:
+        raise UnsupportedModelError(refusal)
+    failures: list[BaseException] = []
+    for fill in (False, True):  # some types leave at None what they cannot do without, others mean None
+        try:
+            return _build(model_type, seed, fields, fill)
+        except WRONG_CONFIG as error:
+            failures.append(error)
+    raise UnsupportedModelError(
+        f"no tiny model of type {model_type!r} can be built: {type(failures[0]).__name__}: {_short(failures[0])} Its "
+        "config does not shrink by the common field names; verify a checkpoint of it instead."
+    ) from failures[0]
+
+
+def refused_by_config(model_type: str) -> str:
+    """Why no model of a type can be blended, as far as its default config tells; empty if it does not.
+
+    Args:
+        model_type: as in `config.json`.
+
+    Returns:
+        A sentence, naming what stands in the way.
+    """
+    from transformers import AutoConfig
+
     try:
-        return _build(model_type, seed, fields)
-    except WRONG_CONFIG as error:
-        raise UnsupportedModelError(
-            f"no tiny model of type {model_type!r} can be built: {type(error).__name__}: {_short(error)} Its config "
-            "does not shrink by the common field names; verify a checkpoint of it instead."
-        ) from error
+        config = AutoConfig.for_model(model_type).get_text_config(decoder=True)
+    except WRONG_CONFIG:
+        return ""
+    if getattr(config, "is_encoder_decoder", False):
+        return f"{model_type} models are encoder-decoders, but only decoders that read prompts themselves are blended."
+    complaint = other_states(config)
+    return f"{model_type} models cannot be blended: {complaint}" if complaint else ""
 
 
-def _build(model_type: str, seed: int, fields: dict[str, Any]) -> nn.Module:
+def _build(model_type: str, seed: int, fields: dict[str, Any], fill: bool) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
-    config = _tiny_config(model_type, fields)
+    config = _tiny_config(model_type, fields, fill)
     with torch.device("meta"):
         count = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
     if count > MOST_PARAMETERS:
@@ -131,19 +172,16 @@ def _roughen(model: nn.Module) -> None:
             weight.add_(SPREAD * torch.randn_like(weight))
 
 
-def _tiny_config(model_type: str, fields: dict[str, Any]) -> Any:
+def _tiny_config(model_type: str, fields: dict[str, Any], fill: bool) -> Any:
     from transformers import AutoConfig
 
     default = AutoConfig.for_model(model_type)
-    return AutoConfig.for_model(model_type, **{**_shrunk(default), **fields})
+    return AutoConfig.for_model(model_type, **{**_shrunk(default, fill), **EXTRA.get(model_type, {}), **fields})
 
 
-def _shrunk(default: Any) -> dict[str, Any]:
-    """Small values for those fields that a config has; its inner configs likewise."""
-    found: dict[str, Any] = {
-        name: value for name, value in FIELDS.items()
-        if getattr(default, name, None) is not None and not isinstance(getattr(type(default), name, None), property)
-    }  # fmt: skip
+def _shrunk(default: Any, fill: bool) -> dict[str, Any]:
+    """Small values for those fields that a config has, with `fill` those at None too; its inner configs likewise."""
+    found = {name: value for name, value in FIELDS.items() if _has(default, name, fill)}
     found |= {name: FIELDS[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     if hasattr(default, "num_key_value_heads"):
         latent = getattr(default, "kv_lora_rank", None) is not None  # latent attention has as many as there are heads
@@ -151,11 +189,20 @@ def _shrunk(default: Any) -> dict[str, Any]:
     for name in getattr(default, "sub_configs", {}):
         inner = getattr(default, name, None)
         if inner is not None:
-            found[name] = _shrunk(inner)
+            found[name] = _shrunk(inner, fill)
     kinds = list(dict.fromkeys(getattr(default, "layer_types", None) or ()))
     if 1 < len(kinds) <= LAYERS and not isinstance(getattr(type(default), "layer_types", None), property):
         found["layer_types"] = _layer_types(kinds)
     return found
+
+
+def _has(config: Any, name: str, fill: bool) -> bool:
+    if isinstance(getattr(type(config), name, None), property):
+        return False
+    try:
+        return hasattr(config, name) if fill else getattr(config, name, None) is not None
+    except RuntimeError:  # its layers differ in it
+        return True
 
 
 def _layer_types(kinds: Sequence[str]) -> list[str]:

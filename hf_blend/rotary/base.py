@@ -9,13 +9,20 @@ stored key once; the composition divides by the old table's and applies the new 
 """
 
 from abc import ABC, abstractmethod
+from functools import cache
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 
 class RotaryStyle(ABC):
-    """One way of pairing the dimensions of a key. Stateless: every method is a function of its arguments."""
+    """One way of pairing the dimensions of a key. Stateless: every method is a function of its arguments.
+
+    `slot` says which of the two tensors that a layer hands to its cache turns: 0, the keys, for nearly all models.
+    """
+
+    slot: ClassVar[int] = 0
 
     @staticmethod
     @abstractmethod
@@ -64,6 +71,21 @@ class RotaryStyle(ABC):
             return
         to_first.copy_(torch.mul(first, cos).addcmul_(second, sin, value=-1))
         to_second.copy_(torch.mul(second, cos).addcmul_(first, sin))
+
+
+@cache
+def in_values(style: type[RotaryStyle]) -> type[RotaryStyle]:
+    """The same style for a layer whose rotary key is handed to the cache in the place of the values.
+
+    Latent attention (DeepSeek-V2 and -V3, MiniCPM3) does so; what does not turn is in the place of the keys.
+
+    Args:
+        style: any style.
+
+    Returns:
+        A style with `slot` 1; the same class for the same argument.
+    """
+    return type(f"{style.__name__}InValues", (style,), {"slot": 1, "__doc__": style.__doc__})
 
 
 def compose(style: type[RotaryStyle], old: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -1,26 +1,58 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""The rotary tables that a model hands to its layers, as (cos, sin) of real numbers."""
+"""The rotary tables with which a layer turns its keys, as (cos, sin) of real numbers.
+
+Most models make one table and hand it to every layer. Some layers make their own, from positions that they are handed.
+"""
 
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 Table = tuple[Tensor, Tensor]
 
+_parts = WeakIdKeyDictionary()  # layers that share a complex table share its parts, which are known by identity
 
-def rotary_table(arguments: dict[str, Any]) -> Table | None:
-    """Find the rotary table among the arguments of a decoder layer.
+
+def rotary_table(arguments: dict[str, Any], layer: nn.Module | None = None) -> Table | None:
+    """Find the rotary table of a decoder layer.
 
     Args:
-        arguments: the layer's arguments by name, as `LayerCall` holds them.
+        arguments: the layer's arguments by name, as `LayerCall` holds them, for all tokens of a forward.
+        layer: the layer, for those that make their table themselves.
 
     Returns:
         (cos, sin), each `[batch or 1, tokens, width]` as the model made them, scaling factors included; None where
-        the layer is handed no table in a form that is understood.
+        the layer has no table in a form that is understood.
     """
     table = arguments.get("position_embeddings")
+    if table is None and layer is not None:
+        return _own_table(layer, arguments)
+    if isinstance(table, Tensor) and table.is_complex() and table.dim() == 3:
+        return _parts.setdefault(table, (table.real, table.imag))
+    return _pair(table)
+
+
+def _pair(table: Any) -> Table | None:
     if isinstance(table, tuple | list) and len(table) == 2 and all(isinstance(part, Tensor) for part in table):
         cos, sin = table
         return (cos, sin) if cos.shape == sin.shape and cos.dim() == 3 and cos.is_floating_point() else None
+    return None
+
+
+@torch.no_grad()
+def _own_table(layer: nn.Module, arguments: dict[str, Any]) -> Table | None:
+    """The table of a layer with a rotary module (Moshi), or a buffer of sines and cosines (GPT-J), of its own."""
+    positions = arguments.get("position_ids")
+    if not isinstance(positions, Tensor) or positions.dim() != 2:
+        return None
+    for module in layer.modules():
+        if isinstance(getattr(module, "inv_freq", None), Tensor):
+            return _pair(module(module.inv_freq, positions))
+        buffer = getattr(module, "embed_positions", None)
+        if isinstance(buffer, Tensor) and buffer.dim() == 2:
+            sin, cos = buffer.to(positions.device)[positions].chunk(2, dim=-1)
+            return cos, sin
     return None
