@@ -77,6 +77,7 @@ class Chooser:
         self._realigner, self._report, self._truth = realigner, report, truth
         self._probe = probe
         self._first_scores: Tensor | None = None
+        self._asked_before = False  # those scores are of a selector that has yet to see layer 0
         self._chosen_before = list(report.chosen_columns)  # in earlier parts of the same prompt
         self._is_first = True
 
@@ -96,14 +97,20 @@ class Chooser:
         """
         ratios = config.ratios(num_layers)
         if self._selector.at_layer_0:
-            first = min(ratios)
-            ratios = {0: ratios[first], **{layer: ratio for layer, ratio in ratios.items() if layer > first}}
+            ratios = self._from_layer_0(config, ratios, num_layers)
         if not self._selector.count(max(ratios.values()), tokens):
             return 0.0, {}
         if self._sees_layers:
-            return None, ratios
+            return self._selector.candidates(ratios[0]) if 0 in ratios else None, ratios
         first = min(ratios)
         return ratios[first], {layer: ratio for layer, ratio in ratios.items() if layer > first}
+
+    def _from_layer_0(self, config: BlendConfig, ratios: dict[int, float], num_layers: int) -> dict[int, float]:
+        """The schedule of a selector that chooses at layer 0 what others choose at the first check layer."""
+        is_open = config.layer_ratios is None and not config.gradual and len(ratios) == 1
+        own = self._selector.schedule(config.recompute_ratio, num_layers) if is_open else None
+        first = min(ratios)
+        return own or {0: ratios[first], **{layer: ratio for layer, ratio in ratios.items() if layer > first}}
 
     @property
     def _sees_layers(self) -> bool:
@@ -154,9 +161,11 @@ class Chooser:
 
     def _scores(self, view: TokenView) -> Tensor:
         """Scores of the rows; a selector that scores before the check layers keeps to what it said there."""
-        if self._first_scores is not None:
+        if self._first_scores is not None and not (self._asked_before and view.fresh is not None):
             return view.take(self._first_scores)
-        scores = self._selector.score(view)
+        earlier = None if self._first_scores is None else view.take(self._first_scores)
+        scores = self._selector.score(replace(view, earlier=earlier))
+        self._asked_before = self._selector.at_layer_0 and view.fresh is None
         if self._selector.at_layer_0 or not self._sees_layers:
             grid = torch.zeros(self._plan.real.shape, dtype=scores.dtype, device=scores.device)
             self._first_scores = grid.scatter(1, view.columns, scores)
@@ -182,6 +191,7 @@ class Chooser:
             stored_alone=lambda layer: rows.take_pair(self._alone(layer)),
             probe=self._probe,
             num_layers=self._realigner.num_layers,
+            chunks=torch.where(reusable, grids["chunk"], -1),
         )
         if fresh is None:
             return view

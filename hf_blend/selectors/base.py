@@ -54,6 +54,8 @@ class TokenView:
             each layer up to `last` (None: all); with `anchors`, `[batch, columns]`, the question itself looks at
             those only, while `hear` is told of all. Charged.
         num_layers: how many layers the model has.
+        chunks: `[batch, columns]`, number of each column's chunk, -1 for none; also of columns that flow no more.
+        earlier: `[batch, tokens]`, what this selector said of these tokens before the first layer, if it was asked.
     """
 
     layer: int
@@ -70,6 +72,8 @@ class TokenView:
     attention: Callable[[], Attention] = _no_attention
     probe: Callable[[Hear, int | None, Tensor | None], None] = _no_attention
     num_layers: int = 1
+    chunks: Tensor | None = None
+    earlier: Tensor | None = None
 
     def is_question(self, columns: Tensor) -> Tensor:
         """Which columns stand behind the last token with stored KV of their entry.
@@ -94,7 +98,9 @@ class TokenView:
             `[batch, rows, columns]`; a token without stored KV has no chunk, and shares it with none.
         """
         numbers = self.chunk.masked_fill(~self.reusable, -1)
-        where = numbers.new_full((numbers.shape[0], columns), -2).scatter(1, self.columns, numbers)
+        where = self.chunks
+        if where is None:
+            where = numbers.new_full((numbers.shape[0], columns), -2).scatter(1, self.columns, numbers)
         return where[:, None] == numbers[:, rows, None].masked_fill(numbers[:, rows, None] < 0, -3)
 
     def take(self, grid: Tensor) -> Tensor:
@@ -166,6 +172,29 @@ class Selector(ABC):
             known = " or ".join(f"{name}={one!r}" for one in choices)
             raise ConfigError(f"{type(self).__name__} has {name}={value!r}; give {known}.")
         return value
+
+    def candidates(self, ratio: float) -> float | None:
+        """Share of the tokens that a selector at layer 0 wants to see there; it is asked before, by its `score`.
+
+        Args:
+            ratio: share that is chosen at layer 0.
+
+        Returns:
+            A share, 0–1; None sees all, and is asked at layer 0 only.
+        """
+        return None
+
+    def schedule(self, ratio: float, num_layers: int) -> dict[int, float] | None:
+        """When a selector at layer 0 chooses, where the config leaves that open.
+
+        Args:
+            ratio: what the config asks for, the mean over the layers.
+            num_layers: how many layers the model has.
+
+        Returns:
+            Layer → share kept from there on, beginning with layer 0; None keeps to the config's check layers.
+        """
+        return None
 
     def count(self, ratio: float, tokens: int) -> int:
         """How many of `tokens` reusable tokens are recomputed at a nominal `ratio`."""

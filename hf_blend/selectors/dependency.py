@@ -7,7 +7,8 @@ The second is known at layer 0 for the price of its queries: queries, keys and v
 so all that is wrong with a chunk begins with what its tokens take from earlier chunks there. `missing` is the distance
 between what a token takes from all keys and what it takes from its own chunk and the sink. `read` is the attention of
 the question's last token over the stored KV, in layers where models bind (`layers`). The score is their product.
-Nothing else of layer 0 is computed for tokens that are not chosen; what is computed is charged.
+Nothing else of layer 0 is computed for tokens that are not chosen, and only `candidates` times as many as will be
+chosen are looked at there, those that are read most. What is computed is charged.
 
 Source: ours; the product follows KVShare (arXiv 2503.16525), the probe ProphetKV (2602.02579). With `closure`, a token
 also counts for what it gives at layer 0 to tokens that are read: a token repaired without what it depends on stays
@@ -25,14 +26,30 @@ from .base import Selector, TokenView, layer_numbers
 
 
 class Dependency(Selector):
-    """What is read times what is missing. Options: `layers` and `reduce` of the reading, `closure` (0: none)."""
+    """What is read times what is missing.
+
+    Options: `layers` and `reduce` of the reading, `candidates` (how many of those that are read are looked at, as a
+    multiple of those that are chosen; 0: all), `closure` (0: none).
+    """
 
     needs_attention = True
     at_layer_0 = True
-    defaults: ClassVar[Mapping[str, Any]] = {"layers": "1", "reduce": "last", "closure": 0.0}
+    defaults: ClassVar[Mapping[str, Any]] = {"layers": "1", "reduce": "last", "candidates": 3.0, "closure": 0.0}
+
+    def candidates(self, ratio: float) -> float | None:
+        """See `Selector.candidates`."""
+        return min(1.0, self.options["candidates"] * ratio) or None
 
     def score(self, view: TokenView) -> Tensor:
-        """Attention from the question times the missing part at layer 0, `[batch, tokens]`."""
+        """Attention from the question times the missing part at layer 0, `[batch, tokens]`; before it, the first."""
+        read = self._read(view) if view.earlier is None else view.earlier
+        if view.fresh is None:
+            return read
+        missing, given = self._missing(view, read * view.reusable)
+        return (read + self.options["closure"] * view.take(given)) * missing
+
+    def _read(self, view: TokenView) -> Tensor:
+        """Attention that each token gets from the question, `[batch, tokens]`."""
         layers = layer_numbers(self.options["layers"], view.num_layers)
         reduce = self.choice("reduce", ("last", "mean", "l2", "max"))
         found: list[Tensor] = []
@@ -42,9 +59,7 @@ class Dependency(Selector):
                 found.append(received(seen, weights, view.is_question(seen.columns), reduce))
 
         view.probe(hear, layers[-1], None)
-        read = torch.stack(found).mean(dim=0)
-        missing, given = self._missing(view, view.take(read) * view.reusable)
-        return (view.take(read) + self.options["closure"] * view.take(given)) * missing
+        return view.take(torch.stack(found).mean(dim=0))
 
     def _missing(self, view: TokenView, read: Tensor) -> tuple[Tensor, Tensor]:
         """How far each token's output at layer 0 is from that of its chunk alone, and what the read tokens look at."""
