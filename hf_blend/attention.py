@@ -18,11 +18,13 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .errors import UnsupportedModelError
 from .masks import RowMask, attend
 
-STOCK, OURS, GLANCE = "sdpa", "hf_blend_rows", "hf_blend_glance"
+STOCK, OURS, GLANCE = "sdpa", "hf_blend_rows_over_", "hf_blend_glance"  # OURS: before the name of the stock one
 Taker = Callable[..., tuple[Tensor, None]]  # what an attention function of transformers is
 
 _taking = threading.local()  # who takes the next attention call of this thread
@@ -30,6 +32,11 @@ _taking = threading.local()  # who takes the next attention call of this thread
 
 class Reached(Exception):
     """A layer has come as far as it should."""
+
+
+def is_flash(implementation: str) -> bool:
+    """Whether an attention implementation is one of flash attention, which transformers knows by its name too."""
+    return "flash" in implementation
 
 
 class Detour:
@@ -44,17 +51,22 @@ class Detour:
         found = [module for module in layer.modules() if hasattr(module, "num_key_value_groups")]
         self._config = getattr(found[0], "config", None) if len(found) == 1 else None
 
+    def __bool__(self) -> bool:
+        """Whether the layer's attention was found."""
+        return self._config is not None
+
     def open(self) -> None:
-        """Take the next call; a layer whose attention is not found, or is not sdpa, goes its own way."""
-        if self._config is not None and self._config._attn_implementation == STOCK:
-            AttentionInterface.register(OURS, attend_rows)
-            AttentionMaskInterface.register(OURS, sdpa_mask)
-            self._config._attn_implementation_internal = OURS
+        """Take the next call; a layer whose attention is not found, or is not sdpa or flash, goes its own way."""
+        name = None if self._config is None else self._config._attn_implementation
+        if name is not None and not name.startswith(OURS) and (name == STOCK or is_flash(name)):
+            AttentionInterface.register(OURS + name, attend_rows)
+            AttentionMaskInterface.register(OURS + name, ALL_MASK_ATTENTION_FUNCTIONS[name])
+            self._config._attn_implementation_internal = OURS + name
 
     def close(self) -> None:
         """Give the name back, if the call has not done so."""
-        if self._config is not None and self._config._attn_implementation == OURS:
-            self._config._attn_implementation_internal = STOCK
+        if self._config is not None and self._config._attn_implementation.startswith(OURS):
+            self._config._attn_implementation_internal = self._config._attn_implementation.removeprefix(OURS)
 
 
 def attend_rows(
@@ -82,9 +94,18 @@ def attend_rows(
     Returns:
         `[batch, rows, heads, value_dim]`, and no weights.
     """
-    module.config._attn_implementation_internal = STOCK
-    special = kwargs.get("position_bias") is not None or kwargs.get("softcap") is not None
-    if special or not isinstance(attention_mask, RowMask) or attention_mask.shape[2] == 1:
+    stock = module.config._attn_implementation.removeprefix(OURS)
+    module.config._attn_implementation_internal = stock
+    if not isinstance(attention_mask, RowMask):
+        take = ALL_ATTENTION_FUNCTIONS[stock]
+        return take(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+    special = [name for name in ("position_bias", "softcap", "s_aux") if kwargs.get(name) is not None]
+    if special and is_flash(stock):
+        raise UnsupportedModelError(
+            f"attention is {stock} with {' and '.join(special)}, but scattered rows go through sdpa, which has none. "
+            "Load the model with attn_implementation='eager'."
+        )
+    if special or attention_mask.shape[2] == 1:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     output = attend(query, key, value, attention_mask, dropout, scaling)
     return output.transpose(1, 2).contiguous(), None

@@ -19,19 +19,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .anatomy import LayerCall, kv_groups, text_config
+from .anatomy import LayerCall
 from .attention import Detour, Glance, Reached
-from .cache_layers import layer_sizes
 from .choice import Chooser
 from .config import BlendConfig
 from .correcting import Repair
 from .errors import UnsupportedModelError
-from .masks import RowMask, row_mask
 from .plan import Plan, Slot
-from .realign import Realigner, mismatch
 from .probing import Listener, sight
+from .realign import Realigner, mismatch
 from .report import BlendReport, Work
 from .rotary.tables import rotary_table
+from .row_masks import RowMasks
 from .rows import Rows
 from .selectors.attention import Attention
 from .selectors.base import KV
@@ -82,18 +81,16 @@ class Fusor:
         self._last = len(layers) - 1
         self._first_ratio, self._ratios = chooser.schedule(config, len(layers), plan.real.numel())
         self._tokens, self._padded = plan.real.shape[1], not bool(plan.real.all())
-        self._sizes = [layer_sizes(layer, past, self._tokens) for layer in layers]
+        self._masks = RowMasks(model, layers, past, self._tokens)
         self._exact, self._reusable = plan.where(exact=True), plan.where(exact=False)
         for grid in (self._exact, self._reusable):
             grid[:, self._tokens - min(wanted_rows or 1, self._tokens) :] = False  # an output is wanted there
         self._rows: Rows | None = None  # None: all tokens, as the model passes them
         self._opened: dict[int, KV] = {}
-        self._masks: dict[tuple[int, int, int], tuple[Any, Any]] = {}
         self._is_looking = False
         self._glance: Glance | None = None
         self._listener = listener
         self._detour: Detour | None = None
-        self._implementation = text_config(model)._attn_implementation or "eager"
 
     def enter(self, index: int, call: LayerCall) -> LayerCall:
         """Make a layer's arguments ready: only the rows that still flow, with their own lines of the mask.
@@ -112,7 +109,7 @@ class Fusor:
             self._begin(call)
         if self._rows is not None:
             call.take_rows(self._rows.columns, self._tokens, with_hidden=index == 0)
-            self._set_mask(index, call, model_mask, self._rows)
+            self._detour = self._masks.give(index, call, model_mask, self._rows)
         if index in self._ratios and self._reusable.any():
             seen = self._look(index, call, self._chooser.wants_attention(index))
             self._narrow(index, call, model_mask, self._chosen(index, seen))
@@ -219,7 +216,8 @@ class Fusor:
     def _glancing(self, index: int, call: LayerCall, take: Callable[[int, Attention], Any]) -> Glance:
         """A way to see what the rows that flow look at in a layer."""
         rows = self._rows or Rows.every(self._plan.real)
-        return Glance(call.layer, sight(rows.columns, self._tokens, self._report.charge, lambda seen: take(index, seen)))
+        heard = sight(rows.columns, self._tokens, self._report.charge, lambda seen: take(index, seen))
+        return Glance(call.layer, heard)
 
     def _look(self, index: int, call: LayerCall, further: bool = False) -> Attention | None:
         """Run a layer until its K and V are known for the rows that flow, or further until its attention begins."""
@@ -260,7 +258,7 @@ class Fusor:
         rows = self._rows or Rows.every(wanted)
         self._rows, index = rows.keep(wanted)
         call.take_rows(index, before)
-        self._set_mask(layer, call, model_mask, self._rows)
+        self._detour = self._masks.give(layer, call, model_mask, self._rows)
 
     def _trim(self, index: int, call: LayerCall, model_mask: Any) -> None:
         """In the last layer, go past K and V only with the rows whose output is wanted."""
@@ -271,18 +269,6 @@ class Fusor:
         wanted = torch.zeros((self._plan.real.shape[0], flowing), dtype=torch.bool, device=call.hidden.device)
         wanted[:, -self._wanted_rows :] = True
         self._narrow(index, call, model_mask, wanted)
-
-    def _set_mask(self, index: int, call: LayerCall, model_mask: Any, rows: Rows) -> None:
-        """Give the call its rows' lines of the mask; made once for each mask of the model and each set of rows."""
-        keys, offset = self._sizes[index]
-        place = (id(model_mask), id(rows), offset)
-        if place not in self._masks:
-            mask = row_mask(model_mask, rows.columns, self._past - offset, keys, self._implementation)
-            self._masks[place] = (mask, (model_mask, rows))  # kept alive, or the ids would be used again
-        mask = self._masks[place][0]
-        if isinstance(mask, RowMask):
-            mask.group, self._detour = kv_groups(call.layer), Detour(call.layer)
-        call.arguments["attention_mask"] = mask
 
     def _note(self, index: int, kv_only: bool) -> None:
         """Tell the report what a layer is about to compute."""

@@ -16,35 +16,63 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.nn.functional import scaled_dot_product_attention
 
 BLOCK_QUERIES = 256  # queries per block, heads of a group counted; fewer waste less, more fill the kernels better
 
 
-def row_mask(model_mask: Tensor | None, rows: Tensor, past: int, keys: int, implementation: str) -> Tensor:
+def row_mask(
+    model_mask: Tensor | BlockMask | None, rows: Tensor, past: int, keys: int, implementation: str
+) -> Tensor | BlockMask:
     """The mask of some rows, for the attention implementation that the model uses.
 
     Args:
         model_mask: what the model passes to the layer for all its rows, `[batch, heads or 1, rows, keys]`, boolean
-            (True: may look) or additive; None where the model relies on a causal kernel.
+            (True: may look) or additive; a block mask for flex; None where the model relies on a causal kernel.
         rows: `[batch, kept]`, sorted places of the kept rows among the new tokens.
         past: keys in the cache before the new tokens.
         keys: all keys, past and new.
         implementation: the model's attention implementation, such as `"sdpa"`.
 
     Returns:
-        `[batch, heads or 1, kept, keys]`: a `RowMask` for sdpa, an additive mask for eager, a boolean one otherwise.
+        `[batch, heads or 1, kept, keys]`: a `RowMask` for sdpa, an additive mask for eager, a block mask for flex, a
+        boolean one otherwise.
     """
-    if model_mask is None:
-        columns = torch.arange(keys, device=rows.device)
-        mask = (columns <= (rows + past).unsqueeze(-1)).unsqueeze(1)
-    else:
-        mask = _cut(model_mask, rows)
+    if isinstance(model_mask, BlockMask):
+        return _cut_blocks(model_mask, rows, keys)
+    mask = local_mask(rows, past, keys, None) if model_mask is None else _cut(model_mask, rows)
     if implementation == "sdpa":
         return RowMask.of(mask, rows[0] + past if model_mask is None and rows.shape[0] == 1 else None)
     if implementation == "eager" and mask.dtype == torch.bool:
         return torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, torch.finfo(torch.float32).min)
     return mask
+
+
+def local_mask(rows: Tensor, past: int, keys: int, window: int | None) -> Tensor:
+    """Which keys each row sees where nothing is padding.
+
+    Args:
+        rows: `[batch, kept]`, places among the new tokens.
+        past: keys before the new tokens.
+        keys: all keys.
+        window: how many keys a row sees at most, its own included; None: all before it.
+
+    Returns:
+        `[batch, 1, kept, keys]` boolean.
+    """
+    columns, places = torch.arange(keys, device=rows.device), (rows + past)[:, None, :, None]
+    return columns <= places if window is None else (columns <= places) & (columns > places - window)
+
+
+def _cut_blocks(model_mask: BlockMask, rows: Tensor, keys: int) -> BlockMask:
+    """The same mask, asked at the rows' places."""
+    places = rows.to(model_mask.kv_num_blocks.device)
+
+    def at_rows(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        return model_mask.mask_mod(batch, head, places[batch, row], key)
+
+    return create_block_mask(at_rows, rows.shape[0], None, rows.shape[1], keys, device=places.device)
 
 
 def _cut(model_mask: Tensor, rows: Tensor) -> Tensor:

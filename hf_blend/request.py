@@ -50,7 +50,8 @@ class Brought:
         if gaps.any() and not (is_built and own[:, -1].all()):
             return None
         rows = [row[keep.bool()].tolist() for row, keep in zip(ids.cpu(), own, strict=True)]
-        columns = [tuple(keep.nonzero().flatten().tolist()) if gap else () for keep, gap in zip(own, gaps, strict=True)]
+        pairs = zip(own, gaps, strict=True)
+        columns = [tuple(keep.nonzero().flatten().tolist()) if gap else () for keep, gap in pairs]
         past = None if mask is None or mask.shape[1] < width + before else mask[:, : mask.shape[1] - width]
         seen = [before] * len(rows) if past is None else past[:, past.shape[1] - before :].sum(dim=1).tolist()
         return cls(rows, [width - len(row) for row in rows], [int(count) for count in seen], width, columns)

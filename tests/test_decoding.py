@@ -215,7 +215,8 @@ def test_ratios_of_layers_are_shown_and_kept_by_selectors_that_see_no_states(sha
     assert cache.report.nominal_ratio == pytest.approx((2 * 0.5 + 2 * 0.2) / 4)
     chosen = cache.report.chosen_columns[0]
     assert len(chosen) == 36
-    fresh, stale = (prepared(model, tokenizer, [request], recompute_ratio=ratio, selector="random") for ratio in (0.5, 0.0))
+    others = ({"recompute_ratio": ratio, "selector": "random"} for ratio in (0.5, 0.0))
+    fresh, stale = (prepared(model, tokenizer, [request], **other) for other in others)
     for other, inputs in (fresh, stale):
         run(model, inputs, other)
     differs = [

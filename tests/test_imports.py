@@ -36,6 +36,7 @@ FLOW = (  # a module imports from its own line and from those above it; LEAVES n
         "cache",
         "choice",
         "attention",
+        "row_masks",
         "hooks",
         "blend",
         "correcting",

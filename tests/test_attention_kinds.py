@@ -1,0 +1,132 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Attention implementations beside eager and sdpa: flex is exact as it is, flash attention goes through sdpa."""
+
+import functools
+import logging
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from hf_blend import BlendCache, ChunkStore, row_masks
+from hf_blend.errors import UnsupportedModelError
+from hf_blend.ladder.fused_ratio import FusedRatio
+from hf_blend.ladder.subject import Subject
+from hf_blend.ladder.zoo import tiny_model as zoo_model
+
+GREEDY = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+BATCH = ({"chunks": (17, 23, 31)}, {"chunks": (29,), "seed": 1})
+FLASH = "flash_attention_2"
+
+
+def flash(module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, **_):
+    """What flash attention computes, with the only mask it knows: rows at the end, a window, padding in front."""
+    rows, keys = query.shape[2], key.shape[2]
+    behind = torch.arange(keys)[None] - torch.arange(keys - rows, keys)[:, None]
+    seen = (behind <= 0) & (behind > -(sliding_window or keys + 1))
+    if attention_mask is not None:
+        assert attention_mask.dim() == 2
+        seen = seen & attention_mask[:, None, None, -keys:].bool()
+    seen = seen | (behind == 0)  # a row of padding sees itself
+    done = scaled_dot_product_attention(query, key, value, seen, scale=scaling, enable_gqa=True)
+    return done.transpose(1, 2).contiguous(), None
+
+
+@pytest.fixture
+def flash_model(monkeypatch):
+    """Models whose attention is a stand-in for flash attention, which is not installed here."""
+    monkeypatch.setitem(AttentionInterface._global_mapping, FLASH, flash)
+    monkeypatch.setattr(row_masks, "_told", set())
+
+    def build(family):
+        model = zoo_model(family)
+        for module in model.modules():
+            if hasattr(module, "config"):
+                module.config._attn_implementation_internal = FLASH
+        return model
+
+    return build
+
+
+def prepared(model, tokenizer, requests, **settings):
+    cache = BlendCache(model, ChunkStore.open("memory://"), **settings)
+    given = requests[0] if len(requests) == 1 else {name: [one[name] for one in requests] for name in requests[0]}
+    return cache, cache.inputs(tokenizer, **given)
+
+
+def run(model, inputs, cache=None):
+    return model.generate(**inputs, past_key_values=cache, **GREEDY)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_flash_attention_goes_through_sdpa_and_says_so_once(
+    flash_model, pieces, tokenizer, untouched, caplog, family, batch
+):
+    model, requests = flash_model(family), [pieces(**one) for one in BATCH[:batch]]
+    with untouched(model), caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            cache, inputs = prepared(model, tokenizer, requests, recompute_ratio=1.0)
+            assert torch.equal(run(model, inputs, cache), run(model, inputs))
+            assert cache.report.reusable_tokens > 0
+    told = [record.message for record in caplog.records if "scattered rows" in record.message]
+    assert len(told) == 1
+    assert FLASH in told[0]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_with_flash_attention_scattered_rows_are_those_of_sdpa(flash_model, pieces, tokenizer, family, batch):
+    results, stock = [], zoo_model(family)
+    stock.set_attn_implementation("sdpa")
+    for model in (flash_model(family), stock):
+        cache, inputs = prepared(model, tokenizer, [pieces(**one) for one in BATCH[:batch]], recompute_ratio=0.3)
+        cache.get_seq_length()
+        places = (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0)
+        logits = model(**inputs, position_ids=places, past_key_values=cache, logits_to_keep=1).logits
+        results.append((logits, cache.report.chosen_columns))
+    assert (results[0][0] - results[1][0]).abs().max() <= 1e-5
+    assert results[0][1] == results[1][1]
+
+
+def test_flash_attention_with_what_sdpa_lacks_is_refused(flash_model, pieces, tokenizer):
+    with pytest.raises(UnsupportedModelError, match=rf"(?s){FLASH} with softcap.*attn_implementation='eager'"):
+        prepared(flash_model("gemma2"), tokenizer, [pieces()])
+
+
+@pytest.fixture
+def uncompiled():
+    """Transformers compiles flex attention, which takes a minute on a CPU."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@functools.cache
+def flex_model(family):
+    model = zoo_model(family)
+    model.set_attn_implementation("flex_attention")
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile.*")
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text"])
+@pytest.mark.parametrize("batch", [1, 2])
+@torch.no_grad()
+def test_flex_attention_is_exact(pieces, tokenizer, uncompiled, family, batch):
+    model, requests = flex_model(family), [pieces(**one) for one in BATCH[:batch]]
+    cache, inputs = prepared(model, tokenizer, requests, recompute_ratio=1.0)
+    places = (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0)
+    cache.get_seq_length()
+    got = model(**inputs, position_ids=places, past_key_values=cache, logits_to_keep=1).logits
+    wanted = model(**inputs, position_ids=places, logits_to_keep=1).logits
+    assert (got - wanted).abs().max() <= 1e-5
+    assert cache.report.reusable_tokens > 0
+
+
+@pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile.*")
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_with_flex_attention_scattered_rows_are_exact(uncompiled, family):
+    assert FusedRatio().measure(Subject(flex_model(family))).error <= 1e-5
