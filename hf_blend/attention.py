@@ -57,8 +57,8 @@ class Detour:
 
     def open(self) -> None:
         """Take the next call; a layer whose attention is not found, or is not sdpa or flash, goes its own way."""
-        name = None if self._config is None else self._config._attn_implementation
-        if name is not None and not name.startswith(OURS) and (name == STOCK or is_flash(name)):
+        name = "" if self._config is None else self._config._attn_implementation or ""
+        if self._config is not None and not name.startswith(OURS) and (name == STOCK or is_flash(name)):
             AttentionInterface.register(OURS + name, attend_rows)
             AttentionMaskInterface.register(OURS + name, ALL_MASK_ATTENTION_FUNCTIONS[name])
             self._config._attn_implementation_internal = OURS + name

@@ -36,7 +36,7 @@ from .probing import Listener, run_probe
 from .prompt import History, batch, build_all, check_lengths
 from .realign import Realigner
 from .report import BlendReport
-from .request import Brought, Coming, is_plain
+from .request import Brought, Coming, check_new, is_plain
 from .selectors.base import Hear
 from .store import ChunkStore
 from .trust import ensure_trusted
@@ -79,7 +79,8 @@ class BlendCache(Cache):
         self.listener: Listener | None = None  # is given every layer's attention in a blended forward
         self._coming, self._resume = Coming(), Coming()
         self._history = History()
-        self._past, self._before, self._is_announced = 0, [], False
+        self._past, self._is_announced = 0, False
+        self._before: list[Any] = []
         self._kept = cache_layers(text_config(model), len(self._styles))
         super().__init__(layers=[*self._kept])
 
@@ -203,6 +204,7 @@ class BlendCache(Cache):
             self._coming = Coming()
             self._entry.leave()
             return
+        check_new(arguments, super().get_seq_length())
         self._is_announced = True
         keep = arguments.get("logits_to_keep")
         wanted = keep if isinstance(keep, int) and keep > 0 else None
@@ -272,7 +274,8 @@ class BlendCache(Cache):
 
     def _probe(self, ids: Tensor, mask: Tensor | None, hear: Hear, last: int | None, anchors: Tensor | None) -> None:
         """A pass of the question alone, through a cache of its own that holds what this one held before."""
-        twin = BlendCache(self.model, self.store, BlendConfig(0.0, "none", sink_ids=tuple(self.sink_ids), allow_unverified=True))
+        settings = BlendConfig(0.0, "none", sink_ids=tuple(self.sink_ids), allow_unverified=True)
+        twin = BlendCache(self.model, self.store, settings)
         twin._kept = copy.deepcopy(self._kept)
         for layer, snapshot in zip(twin._layers(), self._before, strict=True):
             layer.restore(copy.deepcopy(snapshot))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .errors import PromptError
 from .plan import Plan, Planner, Whole
 from .prompt import Prompt, PromptBatch
 
@@ -138,3 +139,24 @@ def is_plain(arguments: dict[str, Any]) -> bool:
     if ids is None or ids.shape[1] < 2 or (mask is not None and getattr(mask, "dim", int)() != 2):
         return True
     return isinstance(arguments.get("logits_to_keep"), Tensor) or arguments.get("labels") is not None
+
+
+def check_new(arguments: dict[str, Any], past: int) -> None:
+    """Refuse a forward that brings again what is in the cache, as stock assisted decoding does on a filled cache.
+
+    Args:
+        arguments: of the model's forward, by name.
+        past: tokens in the cache.
+
+    Raises:
+        PromptError: the positions begin at 0 again, and there are as many as the cache holds, and more.
+    """
+    ids, places = arguments["input_ids"], arguments.get("position_ids")
+    if not past or places is None or places.dim() != 2 or ids.shape[0] != 1 or ids.shape[1] <= past:
+        return
+    if int(places[0, -1]) + 1 == ids.shape[1]:
+        raise PromptError(
+            f"the model was given {ids.shape[1]} tokens from position 0 on, but the {past} first of them are in the "
+            "cache already: assisted decoding of transformers passes the whole prompt. Call reset() before it, or go "
+            "on without an assistant."
+        )

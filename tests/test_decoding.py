@@ -86,6 +86,21 @@ def test_a_turn_needs_no_chunk_and_text_gets_no_second_bos(shared_model, pieces,
         cache.inputs(tokenizer, chunks=[], question="why")
 
 
+def test_assisted_decoding_of_a_later_turn_is_refused_until_the_cache_is_reset(shared_model, pieces, tokenizer):
+    """Stock `generate` passes the whole prompt then, whatever is cached; with a plain cache it garbles the text."""
+    model = shared_model()
+    cache, inputs = prepared(model, tokenizer, [pieces()], recompute_ratio=1.0)
+    output = run(model, inputs, cache, prompt_lookup_num_tokens=3)
+    inputs = cache.inputs(tokenizer, **new_pieces(pieces, 5), history=output)
+    held = cache.get_seq_length()
+    with pytest.raises(PromptError, match=rf"(?s)the {held} first of them are in the cache.*Call reset"):
+        run(model, inputs, cache, prompt_lookup_num_tokens=3)
+    assert cache.get_seq_length() == held
+    cache.reset()
+    assert torch.equal(run(model, inputs, cache, prompt_lookup_num_tokens=3), run(model, inputs))
+    assert cache.report.reusable_tokens == 35
+
+
 @pytest.mark.parametrize("size", [7, 25, 64])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
