@@ -47,10 +47,9 @@ def decoder_of(model: nn.Module) -> nn.Module:
     """The module that holds the decoder layers: what `get_decoder` gives, or what is inside that (Llama 4)."""
     decoder: nn.Module = model.get_decoder() if hasattr(model, "get_decoder") else model
     wanted = getattr(text_config(model), "num_hidden_layers", None)
-    if not _lists_of(decoder, wanted):
-        inner = [child for child in decoder.children() if _lists_of(child, wanted)]
-        return inner[0] if len(inner) == 1 else decoder
-    return decoder
+    base = getattr(model, "base_model", model)  # ModernBERT's decoder gives its head, Llama 4 the model itself
+    inside = list(model.children()) if decoder is model else []
+    return next((module for module in (decoder, base, *inside) if _lists_of(module, wanted)), decoder)
 
 
 def refuse_other_states(model: nn.Module) -> None:
@@ -102,6 +101,12 @@ def text_config(model: nn.Module) -> Any:
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
+def layer_configs(config: Any, count: int) -> list[Any]:
+    """One config for each of `count` layers; the same one for all where they do not differ."""
+    own = getattr(config, "per_layer_config", None)
+    return list(own) if own is not None and len(own) == count else [config] * count
+
+
 def default_sink(model: nn.Module) -> tuple[int, ...]:
     """The tokens behind which chunks are computed unless others are asked for: the model's BOS, if it has just one."""
     bos = getattr(text_config(model), "bos_token_id", None)
@@ -143,7 +148,8 @@ class LayerCall:
     def take_rows(self, index: Tensor, total: int, with_hidden: bool = True) -> None:
         """Keep some rows of every per-token argument.
 
-        A tensor is per token where its second axis has `total` entries; rotary tables may come as a tuple.
+        A tensor is per token where its second axis has `total` entries, or the third of four; rotary tables may come
+        as a tuple.
 
         Args:
             index: `[batch, kept]`, places among the `total` rows, sorted.
@@ -152,7 +158,8 @@ class LayerCall:
         """
         skip = {"attention_mask"} if with_hidden else {"attention_mask", self.hidden_name}
         self.arguments = {
-            name: value if name in skip else _rows(value, index, total) for name, value in self.arguments.items()
+            name: value if name in skip else _rows(value, index, total, name == self.hidden_name)
+            for name, value in self.arguments.items()
         }
 
     def run(self, **changes: Any) -> Any:
@@ -181,16 +188,18 @@ def _parameter_names(layer_class: type[nn.Module]) -> tuple[str, ...]:
     return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
 
 
-def _rows(value: Any, index: Tensor, total: int) -> Any:
+def _rows(value: Any, index: Tensor, total: int, is_hidden: bool) -> Any:
     if isinstance(value, tuple | list):
-        return type(value)(_rows(item, index, total) for item in value)
+        return type(value)(_rows(item, index, total, is_hidden) for item in value)
     if not isinstance(value, Tensor) or value.dim() < 2:
         return value
     if value.shape[1] == total:
         return gather_rows(value, index)
-    if value.dim() == 4 and value.shape[1:3] == (index.shape[0], total):  # several streams of hidden states: Gemma 3n
+    if value.dim() != 4 or value.shape[2] != total:
+        return value
+    if is_hidden:  # several streams of hidden states, `[streams, batch, rows, width]`: Gemma 3n
         return torch.stack([gather_rows(stream, index) for stream in value])
-    return value
+    return gather_rows(value.transpose(1, 2), index).transpose(1, 2)  # by head: a factor of the queries, a bias
 
 
 def gather_rows(value: Tensor, index: Tensor) -> Tensor:

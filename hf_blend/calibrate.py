@@ -70,7 +70,8 @@ def _style_of(
     tolerance = TOLERANCE.get(pair[0].dtype, COARSE_TOLERANCE)
     tables = here.tables[index], there.tables[index]
     errors = {style: _error(style, pair, there_pair, *tables) for style in candidates}
-    best = min(errors, key=errors.__getitem__)
+    probe = torch.ones(1, pair[0].shape[-1])
+    best = min(errors, key=lambda style: (errors[style], style.pairs(probe).shape[-1]))  # of equals what turns least
     if errors[best] > tolerance:
         raise UnsupportedModelError(
             f"layer {index} of {type(model).__name__} cannot be moved: the K/V of the same tokens at two "

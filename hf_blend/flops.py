@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from .anatomy import decoder_layers, text_config
+from .anatomy import decoder_layers, decoder_of, layer_configs, text_config
 
 _known: WeakKeyDictionary[nn.Module, list["LayerCost"]] = WeakKeyDictionary()
 
@@ -80,11 +80,14 @@ def _measure(model: nn.Module) -> list[LayerCost]:
 
     with _watched(layers, count):
         device = model.get_input_embeddings().weight.device
-        model.get_decoder()(input_ids=torch.zeros((1, 4), dtype=torch.long, device=device), past_key_values=marker)
-    config = text_config(model)
+        decoder_of(model)(input_ids=torch.zeros((1, 4), dtype=torch.long, device=device), past_key_values=marker)
+    per_key = [_per_key(config) for config in layer_configs(text_config(model), len(layers))]
+    return [LayerCost(*costs) for costs in zip(before, after, per_key, strict=True)]
+
+
+def _per_key(config: Any) -> float:
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    per_key = 4.0 * config.num_attention_heads * width
-    return [LayerCost(first, second, per_key) for first, second in zip(before, after, strict=True)]
+    return 4.0 * config.num_attention_heads * width
 
 
 @contextmanager

@@ -44,7 +44,7 @@ def row_mask(
     mask = local_mask(rows, past, keys, None) if model_mask is None else _cut(model_mask, rows)
     if implementation == "sdpa":
         return RowMask.of(mask, rows[0] + past if model_mask is None and rows.shape[0] == 1 else None)
-    if implementation == "eager" and mask.dtype == torch.bool:
+    if implementation == "eager" and model_mask is None:  # a boolean mask that a model made is what it wants
         return torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, torch.finfo(torch.float32).min)
     return mask
 

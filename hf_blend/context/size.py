@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..anatomy import layer_configs
 from ..errors import ConfigError, UnsupportedModelError
 
 INT8_SCALE_BYTES = 4  # a float32 scale for each token's V, and for each channel's K in a block
@@ -136,8 +137,7 @@ def _layers(config: Any) -> list[LayerSize]:
 
 def _widths(config: Any, index: int, layers: int) -> tuple[int, int, int, int]:
     """KV heads, query heads, width of K and of V in a layer."""
-    own = getattr(config, "per_layer_config", None)
-    config = own[index] if own is not None and len(own) == layers else config
+    config = layer_configs(config, layers)[index]
     query_heads = _first(config, "num_attention_heads")
     latent, rotary = (getattr(config, name, None) for name in ("kv_lora_rank", "qk_rope_head_dim"))
     if latent and rotary:  # latent attention: one latent for all heads, and one rotated key

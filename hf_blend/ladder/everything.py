@@ -49,7 +49,7 @@ def _row(model_type: str, attention: tuple[str, ...]) -> dict[str, Any]:
         verdict = verify(TINY + model_type, dtypes=[DTYPE], attention=attention[:1], rungs=RUNGS, load=load)
         if not verdict.rungs and verdict.refusal is None:
             verdict = verify(TINY + model_type, dtypes=[DTYPE], attention=attention[1:], rungs=RUNGS, load=load)
-    except FAILURES as error:
+    except (*FAILURES, AssertionError, ImportError, OSError) as error:
         return _found(False, f"crashed: {type(error).__name__}: {error}", loaded, None)
     errors = [rung.max_abs_error for rung in verdict.rungs if rung.name in MEASURED]
     known = [error for error in errors if error is not None]

@@ -113,6 +113,8 @@ def tiny_model(model_type: str, *, seed: int = 0, **fields: Any) -> nn.Module:
     for fill in (False, True):  # some types leave at None what they cannot do without, others mean None
         try:
             return _build(model_type, seed, fields, fill)
+        except UnsupportedModelError:
+            raise
         except WRONG_CONFIG as error:
             failures.append(error)
     raise UnsupportedModelError(
