@@ -10,7 +10,7 @@ PYTEST_ARGS ?=
 COVERED := attention blend cache choice hooks layers masks plan realign rotary rows selectors store
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-slow check bench eval
+.PHONY: faults help install quickstart test test-slow check bench eval
 
 help: ## say what each target does
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +40,12 @@ check: $(STAMP) ## lint and types
 bench: $(STAMP) ## measure time to first token and write it to benchmarks/results
 	mkdir -p benchmarks/results
 	$(BIN)/hf-blend bench ttft --json > benchmarks/results/ttft.json
+
+FAULTS ?= 50000
+KILLS ?= 1000
+
+faults: $(STAMP) ## inject FAULTS faults and KILLS kills into stores, and write what was found to benchmarks/results
+	$(BIN)/python -P -m hf_blend.evaluation.faults --faults $(FAULTS) --kills $(KILLS) --output benchmarks/results/faults.json
 
 eval: $(STAMP) ## score the reference model on held-out questions and write it to benchmarks/results
 	$(BIN)/python -m hf_blend.evaluation.reference --count 500 --output benchmarks/results/reference.json

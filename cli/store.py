@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Look into a chunk store."""
+"""Look into a chunk store, check it, and keep it small."""
 
 from collections import Counter
 from dataclasses import asdict
@@ -9,18 +9,110 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hf_blend.errors import StoreError
+from hf_blend.errors import ConfigError, StoreError
 
-from .output import Json, say, show
+from .output import Json, fail, say, show
 
 if TYPE_CHECKING:
     from hf_blend.store import ChunkStore
 
-__all__ = ["ls", "stats"]
+__all__ = ["check", "gc", "ls", "pin", "rm", "stats"]
 
 Store = Annotated[str | None, typer.Option("--store", help="Folder of the store; the default is that of the library.")]
 Namespace = Annotated[str, typer.Option(help="Look at the chunks of this namespace.")]
 Limit = Annotated[int | None, typer.Option(min=1, help="Show the newest N only.")]
+
+Digests = Annotated[list[str] | None, typer.Argument(metavar="DIGEST ...", help="Digests, or how they begin.")]
+Model = Annotated[str | None, typer.Option(help="All chunks of the models whose fingerprint begins so.")]
+All = Annotated[bool, typer.Option("--all", help="All chunks of the namespace.")]
+
+
+def check(
+    store: Store = None,
+    namespace: Namespace = "",
+    repair: Annotated[bool, typer.Option("--repair", help="Remove what can never become good.")] = False,
+    json: Json = False,
+) -> None:
+    """Read and verify every entry; exit code 1 if one is damaged and stays.
+
+    Examples:
+        hf-blend store check
+        hf-blend store check --repair --json
+    """
+    with _opened(store, namespace) as opened:
+        found = list(opened.check(repair=repair))
+    bad = [one for one in found if one.reason not in ("", "namespace")]
+    whole = [one for one in found if not one.reason]
+    document = {
+        "whole": len(whole),
+        "nbytes": sum(one.nbytes for one in whole),
+        "damaged": len(bad),
+        "removed": sum(one.removed for one in bad),
+        "reasons": dict(Counter(one.reason for one in bad)),
+    }
+    show(document, as_json=json)
+    left = [one for one in bad if not one.removed]
+    if left:
+        names = ", ".join(f"{one.digest} ({one.reason})" for one in left[:5])
+        fail(f"{len(left)} of {len(found)} entries cannot be used: {names}. Run hf-blend store check --repair.")
+
+
+def gc(
+    store: Store = None,
+    namespace: Namespace = "",
+    to_bytes: Annotated[int | None, typer.Option(min=0, help="Evict until this is left, in all namespaces.")] = None,
+    ttl_s: Annotated[float | None, typer.Option(min=0, help="Remove chunks older than this, in seconds.")] = None,
+    json: Json = False,
+) -> None:
+    """Remove what crashed writers left, what is too old, and the chunks that would be evicted first.
+
+    Examples:
+        hf-blend store gc --ttl-s 2592000
+        hf-blend store gc --to-bytes 1000000000 --json
+    """
+    with _opened(store, namespace, ttl_s=ttl_s) as opened:
+        orphans = opened.stats()["removed"].get("orphans", 0)  # opening removes them
+        found = opened.collect(to_bytes)
+    show({**found, "orphans": found["orphans"] + orphans}, as_json=json)
+
+
+def rm(
+    digests: Digests = None,
+    everything: All = False,
+    model: Model = None,
+    store: Store = None,
+    namespace: Namespace = "",
+    json: Json = False,
+) -> None:
+    """Remove chunks.
+
+    Examples:
+        hf-blend store rm --model 0123abcd
+        hf-blend store rm --all --json
+    """
+    with _opened(store, namespace) as opened:
+        show({"removed": opened.remove(_chosen(opened, digests, everything, model))}, as_json=json)
+
+
+def pin(
+    digests: Digests = None,
+    everything: All = False,
+    model: Model = None,
+    off: Annotated[bool, typer.Option("--off", help="Let them be evicted again.")] = False,
+    store: Store = None,
+    namespace: Namespace = "",
+    json: Json = False,
+) -> None:
+    """Keep chunks from being evicted; they still count against the caps.
+
+    Examples:
+        hf-blend store pin --all
+        hf-blend store pin --all --off --json
+    """
+    with _opened(store, namespace) as opened:
+        chosen = _chosen(opened, digests, everything, model)
+        opened.set_pins(chosen, not off)
+    show({"unpinned" if off else "pinned": len(chosen)}, as_json=json)
 
 
 def ls(store: Store = None, namespace: Namespace = "", limit: Limit = None, json: Json = False) -> None:
@@ -46,7 +138,7 @@ def stats(store: Store = None, namespace: Namespace = "", json: Json = False) ->
         hf-blend store stats --json
     """
     with _opened(store, namespace) as opened:
-        entries = list(opened.entries())
+        entries, now = list(opened.entries()), opened.stats()
     tiers = Counter(entry.tier for entry in entries)
     show(
         {
@@ -55,12 +147,15 @@ def stats(store: Store = None, namespace: Namespace = "", json: Json = False) ->
             "nbytes": sum(entry.nbytes for entry in entries),
             "models": len({entry.fingerprint for entry in entries}),
             **{f"chunks_in_{tier}": count for tier, count in sorted(tiers.items())},
+            "pinned": sum(entry.pinned for entry in entries),
+            "disk_bytes": now["bytes"].get("disk", 0),
+            "disk_capacity_bytes": now["capacity_bytes"].get("disk"),
         },
         as_json=json,
     )
 
 
-def _opened(location: str | None, namespace: str) -> "ChunkStore":
+def _opened(location: str | None, namespace: str, ttl_s: float | None = None) -> "ChunkStore":
     from hf_blend.store import ChunkStore
 
     if location is not None and "://" not in location and not Path(location).expanduser().is_dir():
@@ -68,4 +163,24 @@ def _opened(location: str | None, namespace: str) -> "ChunkStore":
             f"there is no store at {location!r}: no such folder. Give the folder that ChunkStore.open was given, or "
             "leave --store out for the default one."
         )
-    return ChunkStore.open(location, memory_bytes=0, namespace=namespace)
+    return ChunkStore.open(location, memory_bytes=0, namespace=namespace, ttl_s=ttl_s)
+
+
+def _chosen(store: "ChunkStore", digests: list[str] | None, everything: bool, model: str | None) -> list[str]:
+    """Full digests of the chunks that were named in one of the three ways."""
+    if not (digests or everything or model):
+        raise ConfigError("no chunk was named. Give digests, --model or --all; hf-blend store ls shows what there is.")
+    entries = list(store.entries())
+    if digests:
+        return [_completed(digest, [entry.digest for entry in entries]) for digest in digests]
+    return [entry.digest for entry in entries if everything or entry.fingerprint.startswith(model or "")]
+
+
+def _completed(beginning: str, digests: list[str]) -> str:
+    found = [digest for digest in digests if digest.startswith(beginning)]
+    if len(found) != 1:
+        raise StoreError(
+            f"{len(found)} stored chunks have a digest that begins with {beginning!r}, wanted one. Look it up with "
+            "hf-blend store ls."
+        )
+    return found[0]

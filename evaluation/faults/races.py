@@ -7,6 +7,8 @@ import random
 import struct
 import threading
 
+import torch
+
 from hf_blend.store import ChunkStore
 
 from .base import FaultClass, is_same, name_of, tiny_chunk
@@ -59,6 +61,7 @@ class Races(FaultClass):
         return counts[0], counts[1]
 
     def _use(self, store: ChunkStore, each: int, seed: int, counts: list[int]) -> None:
+        torch.set_num_threads(1)  # a forked child must not wake the pool of threads that it did not inherit
         draw = random.Random(seed)
         chunks = [tiny_chunk(number) for number in range(CHUNKS)]
         for _ in range(each):

@@ -35,7 +35,7 @@ class Catalog:
     def __init__(
         self, namespace: str, tiers: Sequence[Tier], snapshot: Path | None, is_held: Callable[[str], bool]
     ) -> None:
-        self._namespace = namespace
+        self.namespace = namespace
         self._space = hash_namespace(namespace)[:2]
         self._tiers = tuple(tiers)
         self._snapshot = snapshot
@@ -89,6 +89,12 @@ class Catalog:
         with self._lock:
             self.refresh()
             return self._index.items()
+
+    def names(self, tier: str) -> frozenset[str]:
+        """Names of all objects in the space of this namespace in a tier, readable or not."""
+        with self._lock:
+            self.refresh()
+            return self._seen.get(tier, frozenset())
 
     def places(self, digest: str) -> list[str]:
         """Names of the tiers that had a chunk when they were last looked at."""
@@ -153,7 +159,7 @@ class Catalog:
         if source is None:
             return
         with contextlib.closing(source):
-            key = read_key(source, self._namespace)
+            key = read_key(source, self.namespace)
             if self.name(key.digest) != name:
                 raise EntryFault("key", f"it is {key.digest}")
             self.add(key, source.stat, [tier.name])

@@ -6,18 +6,38 @@ import contextlib
 import errno
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from .bounded import BoundedTier
 from .catalog import Catalog
 from .chunk import ChunkKey, ChunkKV
-from .entry import EntryReader, encode_entry
+from .entry import EntryReader, encode_entry, read_key
 from .held import HeldChunks
 from .tally import Tally
 from .tiers.base import EntryFault, ObjectStat, Source
 
-__all__ = ["TierStack"]
+__all__ = ["Finding", "TierStack"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check of one entry found.
+
+    Attributes:
+        digest: of its key, as its name says.
+        tier: where it is.
+        nbytes: its size in bytes.
+        reason: why it cannot be used, or "" if it is whole; "namespace" for one of another tenant.
+        removed: whether it was.
+    """
+
+    digest: str
+    tier: str
+    nbytes: int
+    reason: str = ""
+    removed: bool = False
 
 
 class TierStack:
@@ -115,6 +135,45 @@ class TierStack:
         for tier in self.tiers:
             tier.set_pin(self._catalog.name(digest), pinned)
 
+    def pins(self) -> frozenset[str]:
+        """Digests of the chunks that some tier was told not to evict."""
+        return frozenset(name[-64:] for tier in self.tiers for name in tier.pins())
+
+    def examine(self, tier: BoundedTier, name: str, repair: bool) -> Finding:
+        """Read and verify one entry.
+
+        Args:
+            tier: where it is.
+            name: of the entry.
+            repair: remove it if it can never become good.
+
+        Returns:
+            What was found.
+        """
+        source, digest = None, name[-64:]
+        try:
+            source = tier.tier.open(name)
+            if source is None:
+                return Finding(digest, tier.name, 0, "absent")
+            key = read_key(source, self._catalog.namespace)
+            if self._catalog.name(key.digest) != name:
+                raise EntryFault("key", f"it is {key.digest}")
+            EntryReader(source, key, self._secret).read()
+            return Finding(digest, tier.name, source.stat.nbytes)
+        except EntryFault as fault:
+            removed = repair and fault.corrupt and self._remove(tier, digest, source, "corrupt")
+            return Finding(digest, tier.name, source.stat.nbytes if source else 0, fault.reason, removed)
+        except (OSError, MemoryError) as error:
+            return Finding(digest, tier.name, 0, type(error).__name__)
+        finally:
+            if source is not None:
+                source.close()
+
+    def expire(self, tier: BoundedTier) -> int:
+        """Remove the entries of this namespace that are too old from a tier, and say how many there were."""
+        old = [name for name in self._catalog.names(tier.name) if self._is_old(tier.tier.stat(name))]
+        return sum(self._remove(tier, name[-64:], None, "expired") for name in old)
+
     def weigh(self, digest: str, important_ratio: float) -> None:
         """Tell every tier which share of a chunk's tokens turned out to be important."""
         for place in self.held:
@@ -175,7 +234,7 @@ class TierStack:
         except EntryFault as fault:
             self._warn(key, tier, fault)
             if fault.corrupt:
-                self._remove(tier, key, source, "expired" if fault.reason == "expired" else "corrupt")
+                self._remove(tier, key.digest, source, "expired" if fault.reason == "expired" else "corrupt")
             return None, fault.reason
         except (OSError, MemoryError) as error:
             self._warn(key, tier, error)
@@ -186,9 +245,8 @@ class TierStack:
 
     def _read(self, tier: BoundedTier, key: ChunkKey, source: Source, nearer: Sequence[BoundedTier]) -> ChunkKV:
         """Nothing that is read is used, or copied to a nearer tier, before all of it was checked."""
-        age_s = abs(time.time() - source.stat.created)  # an entry from the future is as old as it is far off
-        if self._ttl_s is not None and age_s > self._ttl_s:
-            raise EntryFault("expired", f"it was stored {age_s:.0f} s ago, {self._ttl_s:.0f} s are allowed")
+        if self._is_old(source.stat):
+            raise EntryFault("expired", f"it was stored more than {self._ttl_s} s ago")
         reader = EntryReader(source, key, self._secret)
         with contextlib.ExitStack() as reserved:
             for place in self.held[-1:]:
@@ -204,12 +262,18 @@ class TierStack:
         self._tally.count("load_failures", f"{tier.name}:{reason}")
         self._tally.warn_once(f"stored chunk {key.digest} is not used and will be computed again: {fault}")
 
-    def _remove(self, tier: BoundedTier, key: ChunkKey, source: Source | None, cause: str) -> None:
+    def _is_old(self, stat: ObjectStat | None) -> bool:
+        """An entry from the future is as old as it is far off: clocks differ, and nothing lives for ever."""
+        return self._ttl_s is not None and stat is not None and abs(time.time() - stat.created) > self._ttl_s
+
+    def _remove(self, tier: BoundedTier, digest: str, source: Source | None, cause: str) -> bool:
         """Make room for a good entry, unless another process already put one there."""
+        removed = False
         with contextlib.suppress(OSError):
-            removed = tier.delete(self._catalog.name(key.digest), source)
+            removed = tier.delete(self._catalog.name(digest), source)
             self._tally.count("removed", cause, int(removed))
-        self._catalog.forget(key.digest, tier.name)
+        self._catalog.forget(digest, tier.name)
+        return removed
 
 
 def _own_copy(tensor: Tensor) -> Tensor:

@@ -220,12 +220,7 @@ class ChunkStore(Upkeep):
         """
         if key.namespace != self.namespace:
             return False
-        try:
-            return self._stack.delete(key.digest)
-        except OSError as error:
-            raise StoreError(
-                f"chunk {key.digest} cannot be removed: {error}. Check who owns the files of the store."
-            ) from error
+        return bool(self.remove([key.digest]))
 
     def weigh(self, key: ChunkKey, important_ratio: float) -> None:
         """Say which share of a chunk's tokens turned out to be important, for the policy "importance".

@@ -2,17 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an operator does with a store: list, count, pin, check and clean it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import StoreError
 from .catalog import Catalog
 from .chunk import ChunkKey
-from .stack import TierStack
+from .stack import Finding, TierStack
 from .tally import Tally
 
-__all__ = ["EntryInfo", "Upkeep"]
+__all__ = ["EntryInfo", "Finding", "Upkeep"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class EntryInfo:
         nbytes: its size in bytes.
         tier: where it is: memory, disk, or memory+disk.
         created: when it was stored, seconds since 1970.
+        pinned: whether it may not be evicted.
     """
 
     digest: str
@@ -34,6 +35,7 @@ class EntryInfo:
     nbytes: int
     tier: str
     created: float
+    pinned: bool = False
 
 
 class Upkeep:
@@ -52,18 +54,86 @@ class Upkeep:
         Raises:
             StoreError: the disk refuses.
         """
-        self._set_pin(key, True)
+        self.set_pins([key.digest], True)
 
     def unpin(self, key: ChunkKey) -> None:
         """Let a chunk be evicted again; arguments and errors as in `pin`."""
-        self._set_pin(key, False)
+        self.set_pins([key.digest], False)
+
+    def set_pins(self, digests: Iterable[str], pinned: bool) -> None:
+        """Pin chunks, or let them go, by their digests.
+
+        Args:
+            digests: as `entries` names them.
+            pinned: whether they may no longer be evicted.
+
+        Raises:
+            StoreError: the disk refuses.
+        """
+        for digest in digests:
+            try:
+                self._stack.set_pin(digest, pinned)
+            except OSError as error:
+                raise _refused(f"the pin of chunk {digest} cannot be noted", error) from error
+
+    def remove(self, digests: Iterable[str]) -> int:
+        """Remove chunks from every tier by their digests.
+
+        Args:
+            digests: as `entries` names them.
+
+        Returns:
+            How many there were.
+
+        Raises:
+            StoreError: a tier refuses.
+        """
+        removed = 0
+        for digest in digests:
+            try:
+                removed += self._stack.delete(digest)
+            except OSError as error:
+                raise _refused(f"chunk {digest} cannot be removed", error) from error
+        return removed
+
+    def check(self, *, repair: bool = False) -> Iterator[Finding]:
+        """Read every entry of this namespace in every tier and verify all of it.
+
+        Args:
+            repair: remove what can never become good.
+
+        Yields:
+            One finding for each entry, whole or not.
+        """
+        for tier in self._stack.tiers:
+            for name in sorted(self._catalog.names(tier.name)):
+                yield self._stack.examine(tier, name, repair)
+
+    def collect(self, wanted_bytes: int | None = None) -> dict[str, int]:
+        """Remove what writers that are gone left behind, what is too old, and what is above the caps.
+
+        Args:
+            wanted_bytes: evict until no more than this is left in each tier, all namespaces together.
+
+        Returns:
+            `orphans` and `expired` removed, and `freed_bytes` by eviction.
+        """
+        found = {"orphans": 0, "expired": 0, "freed_bytes": 0}
+        for tier in self._stack.tiers:
+            found["orphans"] += tier.reclaim()
+            found["expired"] += self._stack.expire(tier)
+            limits = [value for value in (wanted_bytes, tier.cap_bytes) if value is not None]
+            found["freed_bytes"] += tier.shrink(min(limits)) if limits else 0
+        return found
 
     def entries(self) -> Iterator[EntryInfo]:
         """Walk over what is stored in this namespace, in the order of digests."""
+        pins = self._stack.pins()
         for digest, record in self._catalog.items():
             held = [place.name for place in self._stack.held if place.contains(digest)]
             where = "+".join([*held, *self._catalog.places(digest)])
-            yield EntryInfo(digest, record.fingerprint, record.tokens, record.nbytes, where, record.created)
+            about = (record.fingerprint, record.tokens, record.nbytes)
+            yield EntryInfo(digest, *about, where, record.created, digest in pins)
 
     def stats(self) -> dict[str, Any]:
         """Count what happened since opening, and what is held now.
@@ -85,10 +155,6 @@ class Upkeep:
             "capacity_bytes": {name: place.cap_bytes for name, place in places.items()},
         }
 
-    def _set_pin(self, key: ChunkKey, pinned: bool) -> None:
-        try:
-            self._stack.set_pin(key.digest, pinned)
-        except OSError as error:
-            raise StoreError(
-                f"the pin of chunk {key.digest} cannot be noted: {error}. Check who owns the folder of the store."
-            ) from error
+
+def _refused(what: str, error: OSError) -> StoreError:
+    return StoreError(f"{what}: {error}. Check who owns the files of the store.")

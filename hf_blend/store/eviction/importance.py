@@ -15,6 +15,7 @@ from .base import EvictionPolicy, State
 _DECAY = math.log(2) / 512  # of the frequency, per use of the tier
 _NEW_SHARE = 0.3  # of the newest measurement in the moving average of the important share
 _LEAST_SHARE = 1e-3
+_UNKNOWN = -1.0  # share of a chunk that was never weighed
 
 
 class Importance(EvictionPolicy):
@@ -27,15 +28,20 @@ class Importance(EvictionPolicy):
     def updated(self, state: State | None, stamp_s: float, important_ratio: float | None) -> State:
         """Score, log of the aged frequency, share of important tokens, number of the use."""
         if state is not None and important_ratio is not None:  # tells of a use that was counted already
-            share = state[2] + _NEW_SHARE * (important_ratio - state[2])
-            return (state[1] + math.log(max(share, _LEAST_SHARE)), state[1], share, state[3])
-        self._uses = max(self._uses, int(state[3]) if state else 0) + 1
+            known = state[2] if state[2] >= 0 else important_ratio
+            share = known + _NEW_SHARE * (important_ratio - known)
+            return (_score(state[1], share), state[1], share, state[3])
+        self._uses += 1
         now = _DECAY * self._uses
-        frequency, share = (state[1], state[2]) if state else (-math.inf, 1.0)
+        frequency, share = (state[1], state[2]) if state else (-math.inf, _UNKNOWN)
         frequency = now + math.log1p(math.exp(frequency - now))
-        return (frequency + math.log(max(share, _LEAST_SHARE)), frequency, share, float(self._uses))
+        return (_score(frequency, share), frequency, share, float(self._uses))
 
     def restore(self, states: Mapping[str, State]) -> None:
         """As in `EvictionPolicy`; uses are counted on from the last one remembered."""
         super().restore(states)
         self._uses = max([self._uses, *(int(state[3]) for state in self._states.values())])
+
+
+def _score(frequency: float, share: float) -> float:
+    return frequency + (0.0 if share < 0 else math.log(max(share, _LEAST_SHARE)))
