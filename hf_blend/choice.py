@@ -85,7 +85,8 @@ class Chooser:
         """When tokens are chosen, and how many.
 
         A selector that needs no K and V chooses before the first layer, with the first check layer's ratio, and again
-        at the later check layers; so does one that chooses at layer 0, from what it sees there. If nothing is to be chosen at all, that is settled before the first layer too.
+        at the later check layers; so does one that chooses at layer 0, from what it sees there. If nothing is to be
+        chosen at all, that is settled before the first layer too.
 
         Args:
             config: what was asked for.
@@ -151,7 +152,7 @@ class Chooser:
             view = replace(view, attention=lambda: attention)
         scores = self._scores(view) if counts.any() else torch.zeros_like(view.reusable, dtype=torch.float32)
         picked = highest(scores, view.reusable, counts)
-        if self._is_first:
+        if self._is_first and not (self._asked_before and fresh is None):  # candidates are no choice yet
             columns = [row[keep].tolist() for row, keep in zip(rows.columns + self._past, picked, strict=True)]
             before = self._chosen_before or [[] for _ in columns]
             self._report.chosen_columns = [old + new for old, new in zip(before, columns, strict=True)]
@@ -181,6 +182,7 @@ class Chooser:
                 grids["offset"][slot.row, slot.columns] = places
                 grids["tokens"][slot.row, slot.columns] = slot.chunk.tokens
         chunk, offset, tokens = (rows.take(grid) for grid in grids.values())
+        chunk = chunk.masked_fill(~rows.take(reusable) | rows.filler, -1)
         view = TokenView(
             index,
             rows.columns,

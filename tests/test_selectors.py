@@ -11,8 +11,8 @@ import torch
 from hf_blend import plugins
 from hf_blend.errors import ConfigError
 from hf_blend.rows import highest
-from hf_blend.selectors.attention import Attention, received
-from hf_blend.selectors.base import Selector, TokenView, by_turns, layer_numbers
+from hf_blend.selectors.attention import Attention
+from hf_blend.selectors.base import Selector, TokenView
 
 SELECTORS = plugins.describe("selectors")
 CHUNKS, QUESTION, LAYERS, CHECK = (7, 12, 5), 4, 4, 1

@@ -37,7 +37,7 @@ class Auto(Selector):
     def schedule(self, ratio: float, num_layers: int) -> dict[int, float] | None:
         """See `Selector.schedule`."""
         early = max(1, round(num_layers * EARLY))
-        first = min(1.0, FRONT * ratio)
+        first = min(1.0, FRONT * ratio, ratio * num_layers / early)
         rest = max(0.0, ratio * num_layers - first * early) / max(1, num_layers - early)
         return {0: first, early: min(first, rest)} if early < num_layers else {0: ratio}
 

@@ -79,13 +79,15 @@ class TokenView:
         """Which columns stand behind the last token with stored KV of their entry.
 
         Args:
-            columns: `[batch, rows]`, counted as in `columns`.
+            columns: `[batch, rows]`, sorted, counted as in `columns`; one that is repeated counts once.
 
         Returns:
             `[batch, rows]`.
         """
+        again = torch.zeros_like(columns, dtype=torch.bool)
+        again[:, 1:] = columns[:, 1:] == columns[:, :-1]
         last = self.columns.masked_fill(~self.reusable, -1).amax(dim=1, keepdim=True)
-        return columns > last.to(columns.device)
+        return (columns > last.to(columns.device)) & ~again
 
     def same_chunk(self, rows: slice, columns: int) -> Tensor:
         """Which columns belong to the chunk of each of some tokens.

@@ -16,7 +16,7 @@ from .base import Selector, TokenView, layer_numbers, norms
 
 
 class StoredImportance(Selector):
-    """Length of stored K or V. Options: `on` (k, v or kv: their product), `order` ("longest", "shortest"), `layers`."""
+    """Length of stored K or V. Options: `on` (k, v or kv: the product), `order` ("longest", "shortest"), `layers`."""
 
     needs_kv = False
     defaults: ClassVar[Mapping[str, Any]] = {"on": "k", "order": "longest", "layers": "all"}

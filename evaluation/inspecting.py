@@ -1,0 +1,184 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What happens inside one prompt when its chunks are reused: the measurements behind `hf-blend inspect`.
+
+After CacheBlend (arXiv 2405.16444), figures 6 to 8: attention deviation against the recompute ratio, KV deviation of
+the tokens, and the rank correlation of that deviation between neighbouring layers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_blend import BlendCache, ChunkStore, plugins
+from hf_blend.config import BlendConfig
+from hf_blend.errors import PromptError
+from hf_blend.probing import Listener
+from hf_blend.selectors.attention import Attention
+
+from .answering import blend_config
+
+RATIOS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0)
+MASS = 0.9  # of attention, that a token's keys together have to hold
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What was found in one prompt. Lists by layer, inner lists by reusable token.
+
+    Attributes:
+        tokens: text of each reusable token.
+        columns: where it stands in the prompt.
+        deviation: how far its stored K and V are from those of a full prefill, over the mean size of K and V there.
+        rank_correlation: Spearman's, of the deviation with that of the layer before; None at layer 0 and where it is
+            the same for all tokens.
+        sparsity: share of the keys that is needed to hold 90 % of what a token of the question looks at.
+        chosen: by selector, which of the tokens it takes.
+        ratio: at which ratio they were taken.
+        attention_deviation: by ratio, distance of the question's attention from that of a full prefill, over its
+            size, mean over the layers.
+        selector: by which the tokens for `attention_deviation` were chosen.
+    """
+
+    tokens: list[str]
+    columns: list[int]
+    deviation: list[list[float]]
+    rank_correlation: list[float | None]
+    sparsity: list[float]
+    chosen: dict[str, list[bool]]
+    ratio: float
+    attention_deviation: dict[str, float]
+    selector: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as JSON values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """One run: K and V of each layer, the question's attention in each, and which columns were recomputed."""
+
+    states: list[tuple[Tensor, Tensor]]
+    attention: list[Tensor]
+    chosen: list[int]
+
+
+class Inspector:
+    """Looks at one prompt of one model."""
+
+    def __init__(self, model: nn.Module, tokenizer: Any, store: ChunkStore, pieces: dict[str, Any]) -> None:
+        """Run a full prefill and full reuse.
+
+        Args:
+            model: a causal language model.
+            tokenizer: its tokenizer.
+            store: where chunks are kept.
+            pieces: `prefix`, `chunks` and `question`, as `BlendCache.inputs` takes them.
+
+        Raises:
+            PromptError: nothing of the prompt is reused.
+        """
+        self._model, self._tokenizer, self._store, self._pieces = model, tokenizer, store, pieces
+        self._ids: list[int] = []
+        self._rows = 1  # of the question
+        full = self._run(BlendConfig(1.0, "full"))
+        if not full.chosen:
+            raise PromptError(f"nothing of {pieces['chunks']!r:.80} can be reused. Give two chunks or more.")
+        self._rows = len(self._ids) - full.chosen[-1] - 1
+        self.columns = full.chosen
+        self._full = self._run(BlendConfig(1.0, "full"))
+        self._reuse = self._run(BlendConfig(0.0, "none"))
+
+    def look(self, selectors: Sequence[str] | None, ratio: float, ratios: Sequence[float] = RATIOS) -> Inspection:
+        """Measure.
+
+        Args:
+            selectors: names, with options such as `kv-deviation:on=k`; None for all that there are. Tokens for the
+                attention deviation are chosen by the first.
+            ratio: at which they are compared.
+            ratios: for the attention deviation.
+
+        Returns:
+            What was found.
+        """
+        names = list(selectors or (name for name in plugins.describe("selectors") if name not in ("full", "none")))
+        chosen = {name: set(self._run(blend_config(name, recompute_ratio=ratio)).chosen) for name in names}
+        first = "auto" if selectors is None else names[0]
+        return Inspection(
+            [self._tokenizer.decode([self._ids[column]]) for column in self.columns],
+            self.columns,
+            deviation := self._deviation(),
+            [None, *(rank_correlation(*pair) for pair in pairwise(deviation))],
+            [_sparsity(weights) for weights in self._full.attention],
+            {name: [column in taken for column in self.columns] for name, taken in chosen.items()},
+            ratio,
+            {str(one): self._attention_deviation(blend_config(first, recompute_ratio=one)) for one in ratios},
+            first,
+        )
+
+    @torch.no_grad()
+    def _run(self, config: BlendConfig) -> _Seen:
+        cache = BlendCache(self._model, self._store, config)
+        attention: list[Tensor] = []
+
+        def hear(layer: int, seen: Attention, weights: Tensor) -> None:
+            attention.append(weights[0, :, -self._rows :])
+
+        cache.listener = Listener(hear)
+        inputs = cache.inputs(self._tokenizer, **self._pieces)
+        self._model(**inputs, past_key_values=cache)
+        self._ids = inputs["input_ids"][0].tolist()
+        states = [(layer.keys, layer.values) for layer in cache.layers]
+        return _Seen(states, attention, (cache.report.chosen_columns or [[]])[0])
+
+    def _deviation(self) -> list[list[float]]:
+        found = []
+        for full, reuse in zip(self._full.states, self._reuse.states, strict=True):
+            total = torch.zeros(len(self.columns))
+            for true, stored in zip(full, reuse, strict=True):
+                true, stored = (part[0, :, self.columns].float().cpu() for part in (true, stored))
+                size = true.square().sum(dim=(0, 2)).mean().clamp_min(1e-20)
+                total += (true - stored).square().sum(dim=(0, 2)) / size
+            found.append(total.sqrt().tolist())
+        return found
+
+    def _attention_deviation(self, config: BlendConfig) -> float:
+        got = self._run(config).attention
+        shares = [
+            float((own - full).norm() / full.norm()) for own, full in zip(got, self._full.attention, strict=True)
+        ]
+        return sum(shares) / len(shares)
+
+
+def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float | None:
+    """Spearman's correlation, equal values sharing their mean rank.
+
+    Args:
+        first: values.
+        second: as many others.
+
+    Returns:
+        -1 to 1; None if one of them is the same everywhere, up to rounding.
+    """
+    ranks = [_ranks(torch.tensor(values, dtype=torch.float64)) for values in (first, second)]
+    centred = [part - part.mean() for part in ranks]
+    size = float(centred[0].norm() * centred[1].norm())
+    flat = any(max(values) - min(values) < 1e-5 for values in (first, second))
+    return None if flat or size == 0 else float(centred[0] @ centred[1]) / size
+
+
+def _ranks(values: Tensor) -> Tensor:
+    below = (values[:, None] > values).sum(dim=1)
+    return below + ((values[:, None] == values).sum(dim=1) - 1) / 2
+
+
+def _sparsity(weights: Tensor) -> float:
+    """Mean over heads and rows of `[heads, rows, keys]` of the share of keys that holds `MASS`."""
+    ordered = weights.sort(dim=-1, descending=True).values.cumsum(dim=-1)
+    needed = (ordered < MASS).sum(dim=-1) + 1
+    return float(needed.float().mean()) / weights.shape[-1]
