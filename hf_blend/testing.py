@@ -161,10 +161,10 @@ class FaultyTier(WrappedTier):
             self.tier.put_if_absent(name, [memoryview(content[: len(content) // 2])])
             raise _error(errno.EIO)
         if fault == "flip":
-            content = bytearray(b"".join(parts))
-            place = self.below(len(content) * 8)
-            content[place // 8] ^= 1 << place % 8
-            return self.tier.put_if_absent(name, [memoryview(content)])
+            changed = bytearray(b"".join(parts))
+            place = self.below(len(changed) * 8)
+            changed[place // 8] ^= 1 << place % 8
+            return self.tier.put_if_absent(name, [memoryview(changed)])
         return self.tier.put_if_absent(name, parts)
 
     def delete(self, name: str, source: Source | None = None) -> bool:

@@ -17,6 +17,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("faults.json"), help="the report")
     parser.add_argument("--earlier", type=Path, nargs="*", default=[], help="reports to take into this one")
+    parser.add_argument("--only", nargs="*", default=[], help="names of classes")
     given = parser.parse_args()
 
     def tell(line: str) -> None:
@@ -25,7 +26,7 @@ def main() -> int:
 
     from .aftermath import Aftermath
 
-    report = run_faults(given.faults, given.kills, given.seed, given.output, tell, Aftermath().check, given.earlier)
+    report = run_faults(given.faults, given.kills, given.seed, given.output, tell, Aftermath().check, given.earlier, given.only)
     broken = {name: report[name] for name in COUNTS if report[name]}
     broken |= {name: report["after"][name] for name in ("different", "leaks") if report["after"][name]}
     counts = f"{report['faults']} faults, {report['kills']} of them kills, {report['seconds']} s"

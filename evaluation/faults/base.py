@@ -9,6 +9,8 @@ acknowledged and not damaged since is there; every call comes back.
 import contextlib
 import random
 import signal
+import sys
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -23,7 +25,7 @@ from hf_blend.store.header import hash_namespace
 
 __all__ = ["FaultClass", "Outcome", "content_of", "is_same", "name_of", "tiny_chunk"]
 
-HANG_S = 60  # of one batch
+HANG_S = 60  # of one batch, or of one kill and the look after it
 BATCH = 200
 FINGERPRINT = "ab" * 32
 
@@ -133,6 +135,7 @@ class FaultClass(ABC):
         try:
             yield
         except TimeoutError:
+            sys.stderr.write(traceback.format_exc())
             self.outcome.hangs += 1
         finally:
             signal.alarm(0)

@@ -5,6 +5,7 @@
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from .base import FaultClass, tiny_chunk
@@ -42,7 +43,7 @@ class CallKills(Killing, FaultClass):
         self._count_calls(acknowledge)
         for number in range(first + 1, first + 4):
             store.put(tiny_chunk(number))
-            _quietly(lambda number=number: pipe(number))
+            _quietly(partial(pipe, number))
         store.pin(tiny_chunk(first + 3).key)
         store.unpin(tiny_chunk(first + 3).key)
         store.put(tiny_chunk(first + 999))

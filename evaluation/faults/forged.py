@@ -56,7 +56,7 @@ class Forged(FaultClass):
         stop = 8 + int.from_bytes(content[:8], "little")
         rows = json.loads(content[8:stop])
         row = rows[self.random.choice([name for name in rows if name != "__metadata__"])]
-        changes = ({"shape": [-1]}, {"dtype": "F64"}, {"data_offsets": [0, 1 << 50]}, {"shape": []})
+        changes: tuple[dict, ...] = ({"shape": [-1]}, {"dtype": "F64"}, {"data_offsets": [0, 1 << 50]}, {"shape": []})
         row.update(self.random.choice(changes))
         header = json.dumps(rows, separators=(",", ":")).encode()
         header += b" " * (-(8 + len(header)) % 64)

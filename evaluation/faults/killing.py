@@ -4,6 +4,7 @@
 
 import os
 import shutil
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -27,6 +28,7 @@ class Killing(base.FaultClass):
     def inject(self, count: int) -> None:
         """Kill so many children."""
         for _ in range(count):
+            signal.alarm(base.HANG_S)
             if self.outcome.kills % KEPT == 0:
                 shutil.rmtree(self.folder, ignore_errors=True)
                 self.folder.mkdir()

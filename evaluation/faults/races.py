@@ -9,7 +9,7 @@ import threading
 
 import torch
 
-from hf_blend.store import ChunkStore
+from hf_blend.store import ChunkKey, ChunkStore
 
 from .base import FaultClass, is_same, name_of, tiny_chunk
 
@@ -77,7 +77,7 @@ class Races(FaultClass):
                 self._damage(chunk.key, draw)
             counts[0] += 1
 
-    def _damage(self, key: object, draw: random.Random) -> None:
+    def _damage(self, key: ChunkKey, draw: random.Random) -> None:
         path = self.folder / "objects" / f"{name_of(key)}.safetensors"
         try:
             with open(path, "r+b") as entry:

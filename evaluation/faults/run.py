@@ -31,6 +31,7 @@ def run_faults(
     tell: Callable[[str], None],
     after: Callable[[], dict[str, int]],
     earlier: Sequence[Path] = (),
+    only: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Inject at least so many faults and kills.
 
@@ -42,6 +43,7 @@ def run_faults(
         tell: is told of the progress.
         after: looks at the process after each class: name → how often it found something wrong.
         earlier: reports of other runs, whose classes are taken into this one.
+        only: names of classes; none is all of them.
 
     Returns:
         The report.
@@ -53,8 +55,8 @@ def run_faults(
     classes: dict[str, dict] = {name: row for one in reports for name, row in one["classes"].items()}
     seeds = sorted({seed, *(other for one in reports for other in one["seeds"])})
     report: dict[str, Any] = {}
-    kinds = {name: plugins.load(KIND, name) for name in plugins.describe(KIND)}
-    wanted = {name: kind for name, kind in kinds.items() if (kills if kind.kill_share else faults)}
+    kinds: dict[str, Any] = {name: plugins.load(KIND, name) for name in plugins.describe(KIND)}
+    wanted = {name: kinds[name] for name in only or kinds if (kills if kinds[name].kill_share else faults)}
     for name, kind in sorted(wanted.items(), key=lambda item: -item[1].kill_share):
         outcome = _run_class(kind, name, faults, kills, seed)
         classes[name] = outcome | {"after": after()}

@@ -9,7 +9,7 @@ from hf_blend.store.tiers.memory import BytesSource, MemoryTier
 
 from .base import FaultClass, content_of, name_of, tiny_chunk
 
-CHANGES = {
+CHANGES: dict[str, dict] = {
     "fingerprint": {"fingerprint": "cd" * 32},
     "fingerprint, one digit": {"fingerprint": "ab" * 31 + "ac"},
     "sink": {"sink_ids": ()},

@@ -74,7 +74,7 @@ def save_order(path: Path, states: Mapping[str, Sequence[float]]) -> None:
         states: name of the object → numbers, as many for each.
     """
     names = "".join(name.replace("/", "") for name in states)
-    columns = {
+    columns: dict[str, np.ndarray] = {
         "names": np.frombuffer(bytes.fromhex(names), np.uint8),
         "states": np.array(list(states.values()), np.float64),
     }

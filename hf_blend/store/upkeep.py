@@ -145,7 +145,7 @@ class Upkeep:
             namespace.
         """
         groups = ("hits", "misses", "load_failures", "stored", "store_failures", "evicted", "removed")
-        places = {place.name: place for place in (*self._stack.held, *self._stack.tiers)}
+        places: dict[str, Any] = {place.name: place for place in (*self._stack.held, *self._stack.tiers)}
         return {
             **{group: self._tally.group(group) for group in groups},
             "seconds": self._tally.seconds(),
