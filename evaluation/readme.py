@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+MOST_LETTERS = 140  # of a reason in a table
 PLACE = re.compile(r"<!--table:(?P<name>\w+)-->\n.*?<!--end-->", re.DOTALL)
 
 
@@ -29,7 +30,7 @@ def filled(text: str, results: Path) -> str:
 
 def _table(name: str, results: Path) -> str:
     document = json.loads((results / f"{name}.json").read_text("utf-8"))
-    lines = {"reference": _reference, "ttft": _ttft}[name](document)
+    lines = TABLES[name](document)
     return "\n".join([f"<!--table:{name}-->", *lines, "<!--end-->"])
 
 
@@ -67,6 +68,92 @@ def _ttft(document: dict[str, Any]) -> list[str]:
         cells = [*shares, *speed, *spent]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def _families(document: dict[str, Any]) -> list[str]:
+    """Every model type: exact, or the reason why not."""
+    rows = document["models"]
+    exact = [row for row in rows if row["supported"]]
+    lines = [
+        f"<details><summary>{len(exact)} of {len(rows)} model types are exact; the others are refused, each with its "
+        "reason</summary>",
+        "",
+        "| type | result | rotary style | windows | largest error | seconds |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in sorted(rows, key=lambda row: not row["supported"]):
+        error = "" if row["max_abs_error"] is None else f"{row['max_abs_error']:.1e}"
+        result = "exact" if row["supported"] else _short(row["reason"])
+        cells = [row["model"], result, row["rotary"], row["window"], error, f"{row['seconds']:.1f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, "", "</details>"]
+
+
+def _short(reason: str) -> str:
+    """The first sentence of a reason, on one line and without what would break a table."""
+    text = " ".join(reason.replace("|", "/").split())
+    return text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS].rsplit(' ', 1)[0]} …"
+
+
+def _context_shift(document: dict[str, Any]) -> list[str]:
+    """Shifted beside fresh."""
+    reading, writing = document["reading"], document["writing"]
+    low, high = reading["answers_difference_interval"]
+    held, unbounded = writing["cache_bytes"] / 1e6, writing["unbounded_cache_bytes"] / 1e6
+    return [
+        f"{reading['tokens']} tokens read and {writing['tokens']} written through a window of "
+        f"{document['window_tokens']}: {held:.1f} MB of cache, where {unbounded:.1f} MB would be needed for all.",
+        "",
+        "| after a shift | shifted cache | fresh prefill of the same tokens | difference |",
+        "|---|---|---|---|",
+        f"| right answers, n = {reading['questions']} | {reading['answers_shifted']:.3f} | "
+        f"{reading['answers_fresh']:.3f} | {reading['answers_shifted'] - reading['answers_fresh']:+.3f} "
+        f"[{low:+.3f}, {high:+.3f}] |",
+        f"| loss on the next chunk, {reading['shifts']} shifts | {reading['loss_shifted']:.3f} | "
+        f"{reading['loss_fresh']:.3f} | {reading['loss_shifted'] - reading['loss_fresh']:+.3f} |",
+    ]
+
+
+def _self_extend(document: dict[str, Any]) -> list[str]:
+    """Needle questions beyond the trained length."""
+    lines = [
+        f"Trained length {document['trained_tokens']} tokens.",
+        "",
+        "| prompt | plain | Self-Extend | window, group |",
+        "|---|---|---|---|",
+    ]
+    for row in document["rows"]:
+        scores = [f"{row[name]:.3f} [{row[f'{name}_interval'][0]:.3f}, {row[f'{name}_interval'][1]:.3f}]"
+                  for name in ("plain", "extended")]  # fmt: skip
+        size = f"{row['mean_tokens']:.0f} tokens, n = {row['n']}"
+        lines.append(f"| {size} | {' | '.join(scores)} | {row['window_tokens']}, {row['group_tokens']} |")
+    return lines
+
+
+def _session(document: dict[str, Any]) -> list[str]:
+    """Time to the first token, turn by turn."""
+    lines = [
+        f"Shape of {document['shape']}, {document['dtype']}, {document['threads']} threads, median of "
+        f"{document['rounds']}.",
+        "",
+        "| turn | prompt | full prefill | kept cache | speed-up | with loading the file |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in document["rows"]:
+        times = [f"{row['full_ms']:.0f} ms", f"{row['kept_ms']:.0f} ms"]
+        speed = [f"{row['speedup']:.1f} x", f"{row['speedup_with_load']:.1f} x"]
+        lines.append(f"| {row['turn']} | {row['prompt_tokens']} tokens | {' | '.join([*times, *speed])} |")
+    return lines
+
+
+TABLES = {
+    "reference": _reference,
+    "ttft": _ttft,
+    "families": _families,
+    "context_shift": _context_shift,
+    "self_extend": _self_extend,
+    "session": _session,
+}
 
 
 def _share(value: float | None) -> str:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_blend import ChunkStore, ConfigError, PromptError, SequenceCache
+from hf_blend import ChunkStore, ConfigError, PromptError, SequenceCache, UnsupportedModelError
 from hf_blend.context.conversation import Conversation
 from hf_blend.context.reuse import blended, fit
 from hf_blend.evaluation.bundled import load_model
@@ -157,6 +157,12 @@ def test_a_turn_that_was_shifted_out_is_brought_back(reference):
     chat.cache.compact()
     for one, other in zip(chat.cache.layers, fresh.layers, strict=True):
         assert apart(one.keys, other.keys) <= 1e-4
+
+
+def test_a_turn_is_not_put_back_where_layers_forget(reference):
+    chat = Conversation(tiny_model("gemma3_text"), reference[1], archive=ChunkStore.open("memory://"))
+    with pytest.raises(UnsupportedModelError, match="windows"):
+        chat.recall(0)
 
 
 def test_bad_input_changes_nothing(reference):

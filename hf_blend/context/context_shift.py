@@ -36,9 +36,9 @@ class ShiftCache(SequenceCache):
         """
         super().__init__(model)
         longest = getattr(text_config(model), "max_position_embeddings", None)
-        self.window_tokens = longest if window_tokens is None else window_tokens
+        self.window_tokens = int((longest if window_tokens is None else window_tokens) or 0)
         self.keep_tokens, self.shifts = keep_tokens, 0
-        if self.window_tokens is None or not 0 <= keep_tokens < self.window_tokens - 1:
+        if not 0 <= keep_tokens < self.window_tokens - 1:
             raise ConfigError(
                 f"keep_tokens is {keep_tokens} and window_tokens {self.window_tokens}, but at least two tokens must "
                 "fit behind those that are kept. Give a larger window_tokens."
@@ -54,7 +54,7 @@ class ShiftCache(SequenceCache):
             PromptError: they do not fit behind those that are kept.
         """
         held = self._cells.next_position(self.active)
-        over = held + tokens - int(self.window_tokens or 0)
+        over = held + tokens - self.window_tokens
         if over <= 0:
             return
         rest = held - self.keep_tokens

@@ -18,10 +18,11 @@ import torch
 from torch import nn
 
 from ..cache import BlendCache
-from ..errors import ConfigError, PromptError
+from ..errors import ConfigError, PromptError, UnsupportedModelError
 from ..store import ChunkStore
 from .context_shift import ShiftCache
 from .reuse import chunk_of
+from .sequence_cache import has_windows
 from .session import load_session, save_session
 
 
@@ -114,7 +115,13 @@ class Conversation:
 
         Raises:
             ConfigError: there is no archive, or no such turn.
+            UnsupportedModelError: some layers of the model attend within windows, and forget what lies outside.
         """
+        if has_windows(self.model):
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} attends within windows in some layers, whose KV a blended prefill does "
+                "not keep whole, so a turn cannot be put back. Ask again with the turn's text."
+            )
         if self.archive is None or not 0 <= turn < len(self.turns):
             raise ConfigError(
                 f"turn {turn} of {len(self.turns)} cannot be recalled: an archive and a turn from 0 on are wanted."
@@ -147,7 +154,7 @@ class Conversation:
 
     @property
     def _device(self) -> torch.device:
-        return self.model.get_input_embeddings().weight.device  # type: ignore[operator]
+        return self.model.get_input_embeddings().weight.device
 
     def _generate(self, ids: list[int], options: dict[str, Any]) -> list[int]:
         parts = {"prefill_chunk_size": max(1, (self.cache.window_tokens - self.cache.keep_tokens) // 2)}
@@ -180,7 +187,8 @@ class Conversation:
         tokens = len(ids)
         state = {"ids": torch.tensor(ids), "origins": torch.arange(tokens), "active": torch.tensor(self.cache.active)}
         state[f"sequence.{self.cache.active}"] = torch.stack([torch.arange(tokens)] * 2)
-        for index, layer in enumerate(blend.layers):
+        layers: list[Any] = blend.layers
+        for index, layer in enumerate(layers):
             state[f"layer.{index}.k"], state[f"layer.{index}.v"] = (
                 part[0, :, :tokens].clone() for part in (layer.keys, layer.values)
             )

@@ -121,7 +121,7 @@ class Document:
     def _answer(self, question: str, chunks: Sequence[Sequence[int]], options: dict[str, Any]) -> str:
         cache = BlendCache(self.model, self.store, **self._settings)
         inputs = cache.inputs(self.tokenizer, prefix=self.prefix, chunks=list(chunks), question=question)
-        output = self.model.generate(**inputs, past_key_values=cache, **options)  # type: ignore[operator]
+        output = self.model.generate(**inputs, past_key_values=cache, **options)
         return str(self.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)).strip()
 
 

@@ -100,7 +100,8 @@ def chunk_of(cache: SequenceCache, start: int, stop: int) -> ChunkKV:
     """
     ids, positions = tuple(cache.tokens()[start:stop]), torch.tensor(cache.positions()[start:stop])
     tables, layer_table = _distinct(TableSource.of(cache.model), positions)
-    whole = [(layer.keys[0], layer.values[0]) for layer in cache.layers]
+    shown: list[Any] = cache.shown()
+    whole = [(layer.keys[0], layer.values[0]) for layer in shown]
     layers = tuple((keys[:, start:stop].clone(), values[:, start:stop].clone()) for keys, values in whole)
     return ChunkKV(ChunkKey(fingerprint(cache.model), (), ids), layers, tables, layer_table)
 

@@ -121,7 +121,7 @@ def attend(
     positions = _positions(attention_mask)
     rows = positions[:, -query.shape[2] :]
     window, group = extension.window_tokens, extension.group_tokens
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    layer = int(module.layer_idx)
     far_query = _moved(extension.source, layer, query, rows, rows // group + window - window // group)
     far_key = _moved(extension.source, layer, key, positions, positions // group)
     groups = kv_groups(module)

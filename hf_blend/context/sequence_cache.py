@@ -97,6 +97,11 @@ class SequenceCache(SequenceOps, Cache):
                     layer.restore(*layer.stored(kept))
         self._lay()
 
+    def shown(self) -> list[SequenceLayer]:
+        """The layers, with `keys` and `values` of the active sequence laid out as attention sees them."""
+        self.compact()
+        return self._sequence_layers
+
     def state(self) -> dict[str, Tensor]:
         """Everything that the cache holds, by name: `ids` and `origins` by cell, `active`, cells and positions of each
         sequence, and K (rotated for the origins) and V of each layer, `[kv_heads, cells, width]`.

@@ -120,7 +120,7 @@ def _layers(config: Any) -> list[LayerSize]:
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-    kept = DynamicCache(config=config).layers
+    kept: list[Any] = DynamicCache(config=config).layers
     found = []
     for index, layer in enumerate(kept):
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):

@@ -183,7 +183,7 @@ def _tiny_config(model_type: str, fields: dict[str, Any], fill: bool) -> Any:
 
 def _shrunk(default: Any, fill: bool) -> dict[str, Any]:
     """Small values for those fields that a config has, with `fill` those at None too; its inner configs likewise."""
-    found = {name: value for name, value in FIELDS.items() if _has(default, name, fill)}
+    found: dict[str, Any] = {name: value for name, value in FIELDS.items() if _has(default, name, fill)}
     found |= {name: FIELDS[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     if hasattr(default, "num_key_value_heads"):
         latent = getattr(default, "kv_lora_rank", None) is not None  # latent attention has as many as there are heads
