@@ -26,11 +26,12 @@ def main() -> int:
 
     from .aftermath import Aftermath
 
-    report = run_faults(given.faults, given.kills, given.seed, given.output, tell, Aftermath().check, given.earlier, given.only)
+    counts = (given.faults, given.kills, given.seed)
+    report = run_faults(*counts, given.output, tell, Aftermath().check, given.earlier, given.only)
     broken = {name: report[name] for name in COUNTS if report[name]}
     broken |= {name: report["after"][name] for name in ("different", "leaks") if report["after"][name]}
-    counts = f"{report['faults']} faults, {report['kills']} of them kills, {report['seconds']} s"
-    tell(f"{counts}: {broken or 'all promises kept'}")
+    summary = f"{report['faults']} faults, {report['kills']} of them kills, {report['seconds']} s"
+    tell(f"{summary}: {broken or 'all promises kept'}")
     return 1 if broken else 0
 
 
