@@ -78,7 +78,8 @@ def prompt_of(model: nn.Module, tokenizer: Any, store: ChunkStore, pieces: dict[
     cache = BlendCache(model, store, selector="none", recompute_ratio=0.0)
     inputs = cache.inputs(tokenizer, **pieces)
     model(**inputs, past_key_values=cache)
-    stale = tuple((layer.keys.clone(), layer.values.clone()) for layer in cache.layers)
+    layers: list[Any] = list(cache.layers)
+    stale = tuple((layer.keys.clone(), layer.values.clone()) for layer in layers)
     ids = inputs["input_ids"]
     return Prompt(ids, stale, reusable, list(range(reusable[-1] + 1, ids.shape[1])), target)
 

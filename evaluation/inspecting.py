@@ -133,7 +133,8 @@ class Inspector:
         inputs = cache.inputs(self._tokenizer, **self._pieces)
         self._model(**inputs, past_key_values=cache)
         self._ids = inputs["input_ids"][0].tolist()
-        states = [(layer.keys, layer.values) for layer in cache.layers]
+        layers: list[Any] = list(cache.layers)
+        states = [(layer.keys, layer.values) for layer in layers]
         return _Seen(states, attention, (cache.report.chosen_columns or [[]])[0])
 
     def _deviation(self) -> list[list[float]]:

@@ -162,13 +162,18 @@ def rows(world: str, tried: Sequence[Method], asked: Sequence[Example], tell_row
         full = rights if full is None else full
         low, high = interval(rights)
         gap_low, gap_high = interval([float(own) - float(theirs) for own, theirs in zip(rights, full, strict=True)])
-        row = {"task": "reference-world" if world == "reference" else f"reference-world/{world}", "model": "reference"}
-        row |= {"method": one.name.replace(" ", "-"), "ratio": one.config.recompute_ratio if one.config else None}
+        task = "reference-world" if world == "reference" else f"reference-world/{world}"
+        name, ratio = one.name.replace(" ", "-"), one.config.recompute_ratio if one.config else None
+        row: dict[str, Any] = {"task": task, "model": "reference", "method": name, "ratio": ratio}
         row |= {"n": len(asked), "score": sum(rights) / len(rights), "low": low, "high": high}
         row |= {"share_of_full": sum(rights) / max(1, sum(full)), "gap_low": gap_low, "gap_high": gap_high}
         made.append({**row, "charged_budget": charged, "ttft_ms": None})
         tell_row(made[-1])
     return made
+
+
+def _say(row: Any) -> None:
+    sys.stderr.write(json.dumps(row) + "\n")
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -186,7 +191,7 @@ def main(words: Sequence[str] | None = None) -> None:
     chosen = parser.parse_args(words)
     tried = [FULL_PREFILL, FULL_REUSE, *map(method, chosen.methods)]
     asked = examples(chosen.world, chosen.count, chosen.seed)
-    made = rows(chosen.world, tried, asked, lambda row: sys.stderr.write(json.dumps(row) + "\n"))
+    made = rows(chosen.world, tried, asked, _say)
     made = [{**row, "seed": chosen.seed} for row in made]
     if chosen.output:
         known = json.loads(chosen.output.read_text("utf-8"))["rows"] if chosen.output.exists() else []

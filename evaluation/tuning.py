@@ -143,7 +143,9 @@ class Measure:
         """
         self._model, self._tokenizer, self._prompts, self._store = model, tokenizer, prompts, store
         self.by_answer = all(prompt.wanted is not None for prompt in prompts)
-        self._full = [self._answered(FULL_PREFILL, one)[0] if self.by_answer else self._logits(one) for one in prompts]
+        by_answer = self.by_answer
+        full = [self._answered(FULL_PREFILL, one)[0] if by_answer else self._logits(one) for one in prompts]
+        self._full: list[Any] = full
 
     def __call__(self, config: BlendConfig) -> Point:
         """Measure one config.
