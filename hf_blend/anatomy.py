@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from .errors import UnsupportedModelError
 
 TOKEN_STATES = ("", "SlidingWindow", "Dummy")  # cache layers of transformers, less "Dynamic" and "Layer"
+_reshaping: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 UNREADABLE = (AttributeError, LookupError, TypeError, ValueError)  # a config that transformers' own cache refuses
 
 
@@ -50,6 +52,33 @@ def decoder_of(model: nn.Module) -> nn.Module:
     base = getattr(model, "base_model", model)  # ModernBERT's decoder gives its head, Llama 4 the model itself
     inside = list(model.children()) if decoder is model else []
     return next((module for module in (decoder, base, *inside) if _lists_of(module, wanted)), decoder)
+
+
+def wants_all_rows(model: nn.Module) -> bool:
+    """Whether a decoder reshapes what leaves its last layer to the length of the prompt, as GPT-J and CodeGen do.
+
+    Args:
+        model: probed at first use with one forward of 4 tokens, and remembered while it lives.
+    """
+    if model not in _reshaping:
+        _reshaping[model] = _breaks_on_fewer_rows(model)
+    return _reshaping[model]
+
+
+@torch.no_grad()
+def _breaks_on_fewer_rows(model: nn.Module) -> bool:
+    def drop(layer: nn.Module, args: Any, output: Any) -> Any:
+        return (output[0][:, 1:], *output[1:]) if isinstance(output, tuple) else output[..., 1:, :]
+
+    handle = decoder_layers(model)[-1].register_forward_hook(drop)
+    try:
+        device = model.get_input_embeddings().weight.device  # type: ignore[operator]
+        decoder_of(model)(input_ids=torch.zeros((1, 4), dtype=torch.long, device=device), use_cache=False)
+    except RuntimeError:
+        return True
+    finally:
+        handle.remove()
+    return False
 
 
 def refuse_other_states(model: nn.Module) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from .anatomy import LayerCall
+from .anatomy import LayerCall, wants_all_rows
 
 
 class Guest(Protocol):
@@ -34,6 +34,7 @@ class Entry:
     """The hooks of one guest in one model."""
 
     def __init__(self, guest: Guest, model: nn.Module, layers: list[nn.Module]) -> None:
+        self._tokens = 0  # of the call that is watched
         self._guest = weakref.ref(guest)
         self._model, self._layers = model, layers
         self._outer: list[tuple[nn.Module, RemovableHandle]] = []
@@ -73,7 +74,9 @@ class Entry:
         if guest is not None and kwargs is not None:
             _stand_last(module, *(handle for _, handle in self._outer))
             names = ("input_ids", "attention_mask")
-            guest.forward_begins({**dict(zip(names, args, strict=False)), **kwargs})
+            arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+            self._tokens = 0 if arguments.get("input_ids") is None else arguments["input_ids"].shape[1]
+            guest.forward_begins(arguments)
 
     def _layer_hook(self, index: int, after: RemovableHandle) -> Callable[..., Any]:
         def begins(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
@@ -85,10 +88,15 @@ class Entry:
 
         return begins
 
-    def _layer_ended(self, index: int) -> Callable[..., None]:
-        def ended(layer: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
-            if rest[-1] is None or index == len(self._layers) - 1:
+    def _layer_ended(self, index: int) -> Callable[..., Any]:
+        def ended(layer: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
+            output, is_last = rest[-1], index == len(self._layers) - 1
+            is_own = self._own(args, rest[0] if len(rest) == 2 else None) is not None
+            if output is None or is_last:
                 self._ended(layer, args, *rest)
+            if is_own and is_last and output is not None and self._tokens and wants_all_rows(self._model):
+                return _behind_zeros(output, self._tokens)
+            return None
 
         return ended
 
@@ -105,6 +113,13 @@ class Entry:
         guest = self._guest()
         given = (*args, *(kwargs or {}).values())
         return guest if guest is not None and any(value is guest for value in given) else None
+
+
+def _behind_zeros(output: Any, tokens: int) -> Any:
+    """A layer's output with rows of zeros in front, so that there are `tokens`; the last rows are those asked for."""
+    if isinstance(output, tuple):
+        return (_behind_zeros(output[0], tokens), *output[1:])
+    return nn.functional.pad(output, (0, 0, tokens - output.shape[1], 0))
 
 
 def _stand_last(module: nn.Module, *handles: RemovableHandle) -> None:
