@@ -1,0 +1,81 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Families that differ in how they turn keys or pass rows, and those that are refused, by what stands in the way."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_blend import BlendCache, ChunkStore, UnsupportedModelError
+from hf_blend.calibrate import rotary_styles
+from hf_blend.ladder.everything import verify_types
+from hf_blend.ladder.zoo import tiny_model, tiny_types
+
+RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "families.json"
+STYLES = {
+    "gpt_oss": "half narrow",
+    "deepseek_v3": "half in values",
+    "llama4_text": "interleaved narrow + unrotated",
+    "gptj": "interleaved narrow",
+    "nanochat": "half reversed",
+}
+
+
+@pytest.mark.parametrize("name", STYLES)
+def test_the_family_is_exact_with_its_own_rotary_style(name):
+    (row,) = verify_types([name])
+    assert row["supported"], row["reason"]
+    assert row["rotary"] == STYLES[name]
+    assert row["max_abs_error"] <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [
+        ("qwen3_next", "LinearAttention"),
+        ("bamba", "LinearAttention"),
+        ("deepseek_v32", "Indexed"),
+        ("bart", "encoder-decoder"),
+        ("gpt2", "no rotary table"),
+        ("hunyuan_v1_dense", "turns its keys in a way that is not known"),
+    ],
+)
+def test_the_family_is_refused_for_what_stands_in_the_way(name, cause):
+    (row,) = verify_types([name])
+    assert not row["supported"]
+    assert cause in row["reason"]
+
+
+@pytest.mark.parametrize("name", ["gemma3n_text", "gemma4_text"])
+def test_a_model_whose_layers_take_the_kv_of_others_is_refused_by_the_first_such_layer(name):
+    model = tiny_model(name, num_kv_shared_layers=2, layer_types=["sliding_attention", "full_attention"] * 2)
+    with pytest.raises(UnsupportedModelError, match="layer 2 .* left NoneType in the cache"):
+        BlendCache(model, ChunkStore.open("memory://"))
+
+
+@pytest.mark.parametrize("name", ["gptj", "codegen"])
+def test_a_decoder_that_reshapes_its_output_generates_as_it_does_alone(name):
+    model = tiny_model(name)
+    cache = BlendCache(model, ChunkStore.open("memory://"), recompute_ratio=1.0)
+    pieces = {"prefix": [3, 4], "chunks": [list(range(10, 30)), list(range(40, 60))], "question": [5, 6, 7]}
+    inputs = cache.inputs(None, **pieces)
+    got = model.generate(**inputs, past_key_values=cache, max_new_tokens=6, do_sample=False)
+    assert torch.equal(got, model.generate(inputs["input_ids"], max_new_tokens=6, do_sample=False))
+    assert cache.report.reusable_tokens > 0
+
+
+def test_an_expert_that_flips_in_bfloat16_is_not_taken_for_a_wrong_style():
+    styles = rotary_styles(tiny_model("mixtral").bfloat16())
+    assert {style.__name__ for style in styles} == {"Half"}
+
+
+def test_the_committed_table_has_every_type_and_at_least_forty_exact_ones():
+    rows = json.loads(RESULTS.read_text("utf-8"))["models"]
+    exact = [row for row in rows if row["supported"] and row["max_abs_error"] <= 1e-5]
+    assert len(exact) >= 40
+    assert all(row["reason"] for row in rows if not row["supported"])
+    assert not [row["model"] for row in rows if re.match("crashed", row["reason"] or "")]
+    assert {row["model"] for row in rows} >= set(tiny_types()) & {"llama", "mistral", "gemma3_text", "qwen3", "phi3"}
