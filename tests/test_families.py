@@ -52,7 +52,7 @@ def test_the_family_is_refused_for_what_stands_in_the_way(name, cause):
 @pytest.mark.parametrize("name", ["gemma3n_text", "gemma4_text"])
 def test_a_model_whose_layers_take_the_kv_of_others_is_refused_by_the_first_such_layer(name):
     model = tiny_model(name, num_kv_shared_layers=2, layer_types=["sliding_attention", "full_attention"] * 2)
-    with pytest.raises(UnsupportedModelError, match="layer 2 .* left NoneType in the cache"):
+    with pytest.raises(UnsupportedModelError, match=r"layer 2 .* left NoneType in the cache"):
         BlendCache(model, ChunkStore.open("memory://"))
 
 
