@@ -82,7 +82,8 @@ class BlendConfig:
             value = getattr(self, name)
             if value is not None or name not in ("layer_ratios", "sink_ids"):
                 object.__setattr__(self, name, check(name, value))
-        for name, kind in {"selector": str, "corrector": str, "gradual": bool, "allow_unverified": bool, "seed": int}.items():
+        kinds = {"selector": str, "corrector": str, "gradual": bool, "allow_unverified": bool, "seed": int}
+        for name, kind in kinds.items():
             _instance(name, getattr(self, name), kind)
         self._check_layers()
         self._check_schedule()

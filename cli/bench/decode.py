@@ -1,0 +1,37 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Decoding speed."""
+
+from typing import Annotated
+
+import typer
+
+from ..output import Json, say, show
+
+__all__ = ["decode"]
+
+Shape = Annotated[str, typer.Option(help="Shape of the model; its weights are random.")]
+Contexts = Annotated[list[int], typer.Option("--context", min=1, help="Tokens in the cache; may be repeated.")]
+Tokens = Annotated[int, typer.Option(min=1, help="Tokens decoded in a turn.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Turns of each cache; the median counts.")]
+Dtype = Annotated[str, typer.Option(help="Of weights and KV.")]
+
+
+def decode(
+    shape: Shape = "smollm2-135m",
+    context: Contexts = [1024, 4096, 16384],  # noqa: B006
+    tokens: Tokens = 8,
+    rounds: Rounds = 7,
+    dtype: Dtype = "float32",
+    json: Json = False,
+) -> None:
+    """Tokens a second with a blend cache beside transformers' dynamic and static caches, in turns.
+
+    Examples:
+        hf-blend bench decode --shape tiny --context 64 --tokens 2 --rounds 1 --json
+        hf-blend bench decode --context 4096  # slow
+    """
+    from hf_blend.evaluation.bench.decode import DecodePlan, measure_decode
+
+    found = measure_decode(DecodePlan(shape, tuple(context), tokens, rounds, dtype), progress=say)
+    show(found if json else found["rows"], as_json=json, title=f"{shape}, decoding", header=True)
