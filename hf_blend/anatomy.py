@@ -72,7 +72,7 @@ def _breaks_on_fewer_rows(model: nn.Module) -> bool:
 
     handle = decoder_layers(model)[-1].register_forward_hook(drop)
     try:
-        device = model.get_input_embeddings().weight.device  # type: ignore[operator]
+        device = model.get_input_embeddings().weight.device
         decoder_of(model)(input_ids=torch.zeros((1, 4), dtype=torch.long, device=device), use_cache=False)
     except RuntimeError:
         return True

@@ -145,7 +145,8 @@ class Upkeep:
             namespace.
         """
         groups = ("hits", "misses", "load_failures", "stored", "store_failures", "evicted", "removed")
-        places: dict[str, Any] = {place.name: place for place in (*self._stack.held, *self._stack.tiers)}
+        all_places: list[Any] = [*self._stack.held, *self._stack.tiers]
+        places = {place.name: place for place in all_places}
         return {
             **{group: self._tally.group(group) for group in groups},
             "seconds": self._tally.seconds(),
