@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hf_blend import blend, choice, hooks, layers, plan, realign, rows
+from hf_blend import blend, choice, hooks, layers, plan, realign, row_masks, rows
 from hf_blend.anatomy import LayerCall
 from hf_blend.cli.main import main
 from hf_blend.errors import ConfigError, UnsupportedModelError
@@ -168,7 +168,7 @@ def answer_spoilt(self: Any, keys: Any, values: Any, *args: Any, **kwargs: Any) 
     return LAYER_UPDATE(self, keys, -values, *args, **kwargs)
 
 
-COMPOSE, ROW_MASK, LAY, HIGHEST = realign.compose, blend.row_mask, realign.Realigner.lay, choice.highest
+COMPOSE, ROW_MASK, LAY, HIGHEST = realign.compose, row_masks.row_mask, realign.Realigner.lay, choice.highest
 CAPTURE_CHUNK, CHOSEN, BEGIN = plan.capture_chunk, blend.Fusor._chosen, blend.Fusor._begin
 TAKE_ROWS, WRITES = LayerCall.take_rows, itertools.count()
 WRITE_STATES, ENDED, LAYER_UPDATE = rows.Rows.write_states, hooks.Entry._ended, layers.BlendLayer.update
@@ -180,18 +180,20 @@ BREAKS: list[tuple[str, Any, str, Callable[..., Any]]] = [  # rung, owner, attri
     ("realign_norm", realign, "compose", stretching_turn),
     ("realign_values", realign.Realigner, "lay", values_shifted),
     ("layer_0", realign, "compose", one_step_each),
+    ("moved_chunk", realign, "compose", one_step_each),
     ("prefix_cache", plan, "capture_chunk", stored_coarsely),
-    ("ratio_1", blend, "row_mask", looking_ahead),
+    ("ratio_1", row_masks, "row_mask", looking_ahead),
     ("ratio_1", blend.Fusor, "_chosen", only_the_last_of_the_question),
-    ("ratio_1_batch", blend, "row_mask", without_padding),
-    ("ratio_1_states", blend, "row_mask", looking_ahead),
+    ("ratio_1_batch", row_masks, "row_mask", without_padding),
+    ("all_but_one", row_masks, "row_mask", looking_ahead),
+    ("ratio_1_states", row_masks, "row_mask", looking_ahead),
     ("ratio_1_text", layers.BlendLayer, "update", answer_spoilt),
     ("ratio_1_ignores_store", rows.Rows, "write_states", only_keys_written),
-    ("fused_ratio", blend, "row_mask", looking_ahead),
+    ("fused_ratio", row_masks, "row_mask", looking_ahead),
     ("fused_ratio", LayerCall, "take_rows", rotated_for_other_places),
     ("question_is_fresh", blend.Fusor, "_begin", question_from_a_stale_place),
     ("unchosen_bytes", plan, "capture_chunk", stored_coarsely),
-    ("causality", blend, "row_mask", looking_ahead),
+    ("causality", row_masks, "row_mask", looking_ahead),
     ("store_bytes", realign.Realigner, "lay", store_written),
     ("same_bits", choice, "highest", by_lot),
     ("selection", Selector, "count", one_too_few),
@@ -231,7 +233,7 @@ def test_a_rung_falls_when_what_it_claims_is_broken(rung, owner, attribute, inst
 
 
 def test_a_window_that_is_forgotten_breaks_a_mistral(monkeypatch):
-    monkeypatch.setattr(blend, "row_mask", without_padding)
+    monkeypatch.setattr(row_masks, "row_mask", without_padding)
     assert not tried("ratio_1", "mistral").passed
 
 
@@ -307,7 +309,7 @@ def test_the_command_prints_one_json_document_with_the_promised_keys(capsys):
 
 
 def test_the_command_names_the_rung_that_fails_and_ends_with_1(monkeypatch, capsys):
-    monkeypatch.setattr(blend, "row_mask", looking_ahead)
+    monkeypatch.setattr(row_masks, "row_mask", looking_ahead)
     assert run("tiny:llama", "--dtype", "float32", "--rung", "causality", "--json") == 1
     out, err = capsys.readouterr()
     document = json.loads(out)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from hf_blend import BlendCache, ChunkStore, blend, trust
+from hf_blend import BlendCache, ChunkStore, row_masks, trust
 from hf_blend.errors import UnsupportedModelError
 from hf_blend.trust import ensure_trusted
 
-ROW_MASK = blend.row_mask
+ROW_MASK = row_masks.row_mask
 
 
 def looking_ahead(mask: Any, rows: Any, past: int, keys: int, implementation: str) -> Any:
@@ -39,7 +39,7 @@ def test_the_promised_families_pass_with_room(family, dtype, tiny_model):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_whose_blend_is_off_is_refused_with_the_way_out(dtype, tiny_model, monkeypatch):
-    monkeypatch.setattr(blend, "row_mask", looking_ahead)
+    monkeypatch.setattr(row_masks, "row_mask", looking_ahead)
     name = str(dtype).removeprefix("torch.")
     with pytest.raises(UnsupportedModelError, match=f"off by .* in {name}, where .*allow_unverified=True"):
         ensure_trusted(tiny_model().to(dtype), BlendCache)
@@ -49,13 +49,13 @@ def test_a_self_test_that_breaks_is_a_refusal_and_says_how(tiny_model, monkeypat
     def broken(*_: Any) -> None:
         raise RuntimeError("the shapes 3 and 4 do not match")
 
-    monkeypatch.setattr(blend, "row_mask", broken)
+    monkeypatch.setattr(row_masks, "row_mask", broken)
     with pytest.raises(UnsupportedModelError, match="ended in RuntimeError: the shapes 3 and 4 do not match"):
         ensure_trusted(tiny_model(), BlendCache)
 
 
 def test_the_user_may_overrule_it_and_is_warned_once(tiny_model, monkeypatch, caplog):
-    monkeypatch.setattr(blend, "row_mask", looking_ahead)
+    monkeypatch.setattr(row_masks, "row_mask", looking_ahead)
     model = tiny_model()
     with caplog.at_level(logging.WARNING, "hf_blend"):
         for _ in range(3):
