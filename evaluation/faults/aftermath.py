@@ -61,7 +61,7 @@ class Aftermath:
 
     def _through_faults(self) -> torch.Tensor:
         """A blended generation while its store fails under it: what is missed is computed, to the same bits."""
-        from hf_blend.store.tiers.memory import MemoryTier
+        from .memory import MemoryTier
 
         self._faulty_seed += 1
         tier = FaultyTier(MemoryTier(), self._faulty_seed, FAULTY)

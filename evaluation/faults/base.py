@@ -19,6 +19,7 @@ from typing import ClassVar
 
 import torch
 
+from hf_blend.errors import ConfigError
 from hf_blend.store import ChunkKey, ChunkKV, ChunkStore
 from hf_blend.store.entry import encode_entry
 from hf_blend.store.header import hash_namespace
@@ -95,7 +96,9 @@ class FaultClass(ABC):
             with self._alarm():
                 self.inject(min(count - before, BATCH))
             if self.done == before and not self.outcome.hangs:
-                raise RuntimeError(f"{type(self).__name__} injected nothing of {count - before} faults")
+                raise ConfigError(
+                    f"{type(self).__name__} injected nothing, where {count - before} more are wanted. Mend its inject()."
+                )
             if self.outcome.hangs:
                 break
         return self.outcome

@@ -3,9 +3,10 @@
 """One bit changes, anywhere in an entry: in its length, its header, its ids, its tables, its keys and values."""
 
 from hf_blend.store import ChunkStore
-from hf_blend.store.tiers.memory import BytesSource, MemoryTier
+from hf_blend.store.tiers.base import BytesSource
 
 from .base import FaultClass, content_of, name_of, tiny_chunk
+from .memory import MemoryTier
 
 CHUNKS = 8
 ON_DISK = 20  # one in so many goes through a file

@@ -3,10 +3,10 @@
 """A tier answers nothing, or only errors, or late: the tiers before it serve what they have, the rest is a miss."""
 
 from hf_blend.store import ChunkStore
-from hf_blend.store.tiers.memory import MemoryTier
 from hf_blend.testing import FaultyTier
 
 from .base import FaultClass, tiny_chunk
+from .memory import MemoryTier
 
 DEAD = {"open.io": 0.5, "open.timeout": 0.5, "put.io": 1.0, "stat.io": 1.0, "names.io": 1.0, "delete.io": 1.0}
 

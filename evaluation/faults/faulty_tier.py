@@ -4,10 +4,10 @@
 
 from hf_blend.errors import StoreError
 from hf_blend.store import ChunkKV, ChunkStore
-from hf_blend.store.tiers.memory import MemoryTier
 from hf_blend.testing import FAULTS, FaultyTier
 
 from .base import FaultClass, tiny_chunk
+from .memory import MemoryTier
 
 COSTLY = {"put.lost", "put.flip", "put.torn", "put.full", "open.other", "read.flip", "read.zero", "read.truncate"}
 CHUNKS = 6

@@ -6,9 +6,10 @@ import json
 from dataclasses import replace
 
 from hf_blend.store import ChunkStore
-from hf_blend.store.tiers.memory import BytesSource, MemoryTier
+from hf_blend.store.tiers.base import BytesSource
 
 from .base import FaultClass, content_of, name_of, tiny_chunk
+from .memory import MemoryTier
 
 SECRET = b"the store's own"
 HOSTILE = (

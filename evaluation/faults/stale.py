@@ -5,9 +5,10 @@
 from dataclasses import replace
 
 from hf_blend.store import ChunkStore
-from hf_blend.store.tiers.memory import BytesSource, MemoryTier
+from hf_blend.store.tiers.base import BytesSource
 
 from .base import FaultClass, content_of, name_of, tiny_chunk
+from .memory import MemoryTier
 
 CHANGES: dict[str, dict] = {
     "fingerprint": {"fingerprint": "cd" * 32},

@@ -3,9 +3,10 @@
 """Whole and valid bytes in the wrong place: another entry, another body, tensors that changed places."""
 
 from hf_blend.store import ChunkStore
-from hf_blend.store.tiers.memory import BytesSource, MemoryTier
+from hf_blend.store.tiers.base import BytesSource
 
 from .base import FaultClass, content_of, name_of, tiny_chunk
+from .memory import MemoryTier
 
 
 class Swapped(FaultClass):

@@ -3,9 +3,10 @@
 """An entry ends too early or too late, or a part of it reads as zeros, as after a loss of power."""
 
 from hf_blend.store import ChunkStore
-from hf_blend.store.tiers.memory import BytesSource, MemoryTier
+from hf_blend.store.tiers.base import BytesSource
 
 from .base import FaultClass, content_of, name_of, tiny_chunk
+from .memory import MemoryTier
 
 
 class Truncations(FaultClass):

@@ -10,9 +10,9 @@ import torch
 
 from hf_blend.store import ChunkKey, ChunkKV
 from hf_blend.store.entry import encode_entry
-from hf_blend.store.tiers.base import Tier
+from hf_blend.store.tiers.base import BytesSource, Tier
 from hf_blend.store.tiers.disk import DiskTier
-from hf_blend.store.tiers.memory import BytesSource, MemoryTier
+from hf_blend.store.tiers.memory import MemoryTier
 
 FINGERPRINT = "ab" * 32
 

@@ -14,7 +14,7 @@ from typing import ClassVar, Protocol
 
 from ...errors import ConfigError
 
-__all__ = ["EntryFault", "ObjectStat", "Source", "Tier", "check_name", "is_name"]
+__all__ = ["BytesSource", "EntryFault", "ObjectStat", "Source", "Tier", "check_name", "is_name"]
 
 _NAME = re.compile(r"[0-9a-f]{2}/[0-9a-f]{2}/[0-9a-f]{64}")
 
@@ -52,6 +52,30 @@ class Source(Protocol):
 
     def close(self) -> None:
         """Let go of it; closing twice is allowed."""
+
+
+class BytesSource:
+    """An opened object that is bytes.
+
+    Args:
+        content: the object.
+        created: when it was stored, seconds since 1970.
+    """
+
+    def __init__(self, content: bytes, created: float = 0.0) -> None:
+        self.content = content
+        self.stat = ObjectStat(len(content), created)
+        self.identity: object = id(content)
+
+    def read_into(self, start: int, target: memoryview) -> None:
+        """Fill `target` with the bytes from `start` on; raises EntryFault("truncated") if there are fewer."""
+        part = memoryview(self.content)[start : start + len(target)]
+        if len(part) < len(target):
+            raise EntryFault("truncated", f"the bytes end {len(target) - len(part)} too early")
+        target[:] = part
+
+    def close(self) -> None:
+        """Nothing is held open."""
 
 
 class Tier(ABC):

@@ -6,33 +6,9 @@ import threading
 import time
 from collections.abc import Sequence
 
-from .base import EntryFault, ObjectStat, Source, Tier, check_name
+from .base import BytesSource, ObjectStat, Source, Tier, check_name
 
-__all__ = ["BytesSource", "MemoryTier"]
-
-
-class BytesSource:
-    """An opened object that is bytes.
-
-    Args:
-        content: the object.
-        created: when it was stored, seconds since 1970.
-    """
-
-    def __init__(self, content: bytes, created: float = 0.0) -> None:
-        self.content = content
-        self.stat = ObjectStat(len(content), created)
-        self.identity: object = id(content)
-
-    def read_into(self, start: int, target: memoryview) -> None:
-        """Fill `target` with the bytes from `start` on; raises EntryFault("truncated") if there are fewer."""
-        part = memoryview(self.content)[start : start + len(target)]
-        if len(part) < len(target):
-            raise EntryFault("truncated", f"the bytes end {len(target) - len(part)} too early")
-        target[:] = part
-
-    def close(self) -> None:
-        """Nothing is held open."""
+__all__ = ["MemoryTier"]
 
 
 class MemoryTier(Tier):
