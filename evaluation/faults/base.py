@@ -97,7 +97,7 @@ class FaultClass(ABC):
                 self.inject(min(count - before, BATCH))
             if self.done == before and not self.outcome.hangs:
                 raise ConfigError(
-                    f"{type(self).__name__} injected nothing, where {count - before} more are wanted. Mend its inject()."
+                    f"{type(self).__name__} injected nothing of {count - before} more that are wanted. Mend it."
                 )
             if self.outcome.hangs:
                 break
