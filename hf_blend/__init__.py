@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         StoreError,
         UnsupportedModelError,
     )
+    from .sparse.decoding import sparse_decoding
     from .store import ChunkStore
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "UnsupportedModelError",
     "__version__",
     "self_extend",
+    "sparse_decoding",
 ]
 
 _HOMES = {  # the others live in errors
@@ -53,6 +55,7 @@ _HOMES = {  # the others live in errors
     "SequenceCache": "context.sequence_cache",
     "ShiftCache": "context.context_shift",
     "self_extend": "context.self_extend",
+    "sparse_decoding": "sparse.decoding",
 }
 
 _root = Path(__file__).resolve().parent.parent

@@ -182,6 +182,11 @@ class BlendCache(Cache):
             layer.check_crop(tokens_to_remove)
         super().crop(tokens_to_remove)
 
+    @property
+    def is_expecting(self) -> bool:
+        """Whether the next forward is known to bring stored chunks."""
+        return bool(self._coming)
+
     def __bool__(self) -> bool:
         """Whether there is anything in the cache; some models drop a cache that is true too early."""
         return super().get_seq_length() > 0

@@ -25,6 +25,7 @@ class BlendLayer(CacheLayerMixin):
     def __init__(self) -> None:
         super().__init__()
         self.length = 0
+        self.unchanged_tokens = 0  # the first so many are as they were when somebody last set this
         self._buffers: tuple[Tensor, Tensor] | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -130,11 +131,12 @@ class BlendLayer(CacheLayerMixin):
         self.check_crop(tokens_to_remove)
         if self.is_initialized:
             self._show(self.length + tokens_to_remove)
+            self.unchanged_tokens = min(self.unchanged_tokens, self.length)
 
     def reset(self) -> None:
         """Forget everything."""
         self.keys = self.values = self._buffers = None
-        self.length, self.is_initialized = 0, False
+        self.length, self.unchanged_tokens, self.is_initialized = 0, 0, False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Give every beam the past of the beam that it continues; `beam_idx` is `[batch]`."""
@@ -151,7 +153,7 @@ class BlendLayer(CacheLayerMixin):
             self._replace([buffer.index_select(0, indices.to(buffer.device)) for buffer in self._buffers])
 
     def _replace(self, buffers: list[Tensor]) -> None:
-        self._buffers = (buffers[0], buffers[1])
+        self._buffers, self.unchanged_tokens = (buffers[0], buffers[1]), 0
         self._show(self.length)
 
     def _show(self, length: int) -> None:

@@ -17,7 +17,10 @@ from hf_blend import plugins
 
 ROOT = Path(__file__).resolve().parent.parent
 HOMES = {"hf_blend": ROOT / "hf_blend", "hf_blend.cli": ROOT / "cli", "hf_blend.evaluation": ROOT / "evaluation"}
-LEAVES = ("rotary", "families", "selectors", "correctors", "store.tiers", "store.eviction", "store.codecs")
+LEAVES = (
+    *("rotary", "families", "selectors", "correctors", "sparse.methods"),
+    *("store.tiers", "store.eviction", "store.codecs"),
+)
 FLOW = (  # a module imports from its own line and from those above it; LEAVES not even from each other
     ("errors", "version", "plugins"),
     ("config",),

@@ -281,7 +281,10 @@ def test_a_type_that_cannot_be_built_says_why():
 
 @pytest.mark.parametrize(
     ("family", "why"),
-    [("gpt2", "layer 0 of GPT2LMHeadModel cannot be moved"), ("mamba", "layer 0 of MambaForCausalLM")],
+    [
+        ("gpt2", "layer 0 of GPT2LMHeadModel cannot be moved"),
+        ("mamba", "mamba models cannot be blended: layer 0 keeps a state"),
+    ],
 )
 def test_a_model_that_cannot_be_blended_is_refused_with_its_layer(family, why):
     verdict = verify(f"tiny:{family}", dtypes=["float32"])

@@ -66,7 +66,7 @@ def measure_decode(plan: DecodePlan, progress: Callable[[str], None] | None = No
 def _row(model: nn.Module, context: int, plan: DecodePlan) -> dict[str, Any]:
     room = (plan.rounds + 1) * plan.tokens
     caches = _caches(model, context, room)
-    _fill(model, list(caches.values()), context, plan.seed)
+    fill(model, list(caches.values()), context, plan.seed)
     rates: dict[str, list[float]] = {name: [] for name in caches}
     for number in range(plan.rounds + 1):  # the first round warms up
         for name, cache in caches.items():
@@ -86,7 +86,7 @@ def _caches(model: nn.Module, context: int, room: int) -> dict[str, Cache]:
     return {OURS: BlendCache(model, ChunkStore.open("memory://")), DYNAMIC: DynamicCache(), STATIC: static}
 
 
-def _fill(model: Any, caches: list[Cache], context: int, seed: int) -> None:
+def fill(model: Any, caches: list[Cache], context: int, seed: int) -> None:
     """The same random K and V in every layer of every cache, `[1, kv_heads, context, head_dim]`."""
     config, generator = model.config, torch.Generator().manual_seed(seed)
     shape = (1, config.num_key_value_heads, context, config.hidden_size // config.num_attention_heads)
@@ -100,11 +100,12 @@ def _decode(model: nn.Module, cache: Cache, position: int, tokens: int) -> float
     """Tokens a second."""
     started = time.perf_counter()
     for place in range(position, position + tokens):
-        _step(model, cache, place)
+        step(model, cache, place)
     return tokens / (time.perf_counter() - started)
 
 
-def _step(model: nn.Module, cache: Cache, place: int) -> Tensor:
+def step(model: nn.Module, cache: Cache, place: int) -> Tensor:
+    """Decode one token at a position; its logits, `[1, 1, vocabulary]`."""
     positions = torch.tensor([[place]])
     output: Tensor = model(torch.tensor([[7]]), past_key_values=cache, position_ids=positions, use_cache=True).logits
     return output

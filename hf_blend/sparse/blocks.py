@@ -1,0 +1,127 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""One layer of a cache as blocks: their representations, and a compact copy of those that are selected.
+
+    tokens    | block 0 | block 1 | … | block n-1 | rest          n complete blocks before the new tokens
+    copy      | selected blocks, in order | all from the tail's first token on |
+
+What the cache itself changes (a crop, another order of its beams) is seen by its layer's `unchanged_tokens`.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .config import SparseConfig
+from .layout import Layout
+from .lock import Selection
+from .methods.base import BlockMethod
+
+KV = tuple[Tensor, Tensor]
+ROOM_TOKENS = 128  # spare columns behind a compact copy
+
+
+class BlockedLayer:
+    """Blocks of one layer.
+
+    Args:
+        layer: a layer of a blend cache that holds every token, such as `BlendLayer`.
+        config: size of blocks, and which are always in.
+        method: represents and scores them.
+    """
+
+    def __init__(self, layer: Any, config: SparseConfig, method: BlockMethod) -> None:
+        self._layer, self._config, self._method = layer, config, method
+        self._made: Tensor | None = None
+        self._prepared: Any = None
+        self._copy: KV | None = None
+        self._layout: Layout | None = None  # of the copy, which holds the first `_held` tokens of the context
+        self._held = 0
+        layer.unchanged_tokens = 0
+
+    def complete(self, past: int) -> int:
+        """Complete blocks before the new tokens."""
+        return past // self._config.block_tokens
+
+    def scores(self, queries: Tensor, past: int) -> Tensor:
+        """What the method says of every complete block.
+
+        Args:
+            queries: `[batch, heads, rows, head_dim]`, rotated.
+            past: tokens before the new ones.
+
+        Returns:
+            `[batch, rows, blocks]` float32; infinite for blocks that are always in.
+        """
+        blocks = self._represented(self.complete(past))
+        batch, heads, rows, width = queries.shape
+        grouped = queries.reshape(batch, blocks.shape[1], -1, rows, width)
+        scores = self._method.score(grouped, blocks, self._prepared).float()
+        always = self._config.first_blocks, scores.shape[-1] - self._config.recent_blocks
+        scores[..., : always[0]] = scores[..., max(0, always[1]) :] = math.inf
+        return scores
+
+    def count(self, past: int) -> int:
+        """How many complete blocks a step looks at."""
+        always = self._config.first_blocks + self._config.recent_blocks
+        return min(self.complete(past), max(always, math.ceil(self._config.share * self.complete(past))))
+
+    def select(self, scores: Tensor, past: int) -> Selection:
+        """The blocks with the highest scores, `[blocks]`."""
+        chosen = scores.topk(self.count(past)).indices.sort().values
+        return Selection(tuple(chosen.tolist()), self.complete(past) * self._config.block_tokens)
+
+    def attended(self, selections: Sequence[Selection]) -> tuple[Layout, Tensor, Tensor]:
+        """The K and V that a step looks at.
+
+        Args:
+            selections: one per request.
+
+        Returns:
+            Their layout, K and V, `[batch, kv_heads, columns, head_dim]`.
+        """
+        layout, held = self._layout, 0
+        if layout is not None and layout.selections == tuple(selections):
+            held = min(self._held, self._layer.unchanged_tokens)
+        else:
+            layout = Layout(selections, self._config.block_tokens)
+        total = self._layer.length
+        used = layout.fixed + total - layout.tail
+        if held < layout.tail or self._copy is None or self._copy[0].shape[2] < used:
+            self._copy, held = self._gathered(layout, used + ROOM_TOKENS), layout.tail
+        for copy, states in zip(self._copy, (self._layer.keys, self._layer.values), strict=True):
+            copy[:, :, layout.fixed + held - layout.tail : used] = states[:, :, held:]
+        self._layout, self._held = layout, total
+        return layout, self._copy[0][:, :, :used], self._copy[1][:, :, :used]
+
+    def settle(self) -> None:
+        """A step is over: from now on the layer says what changes."""
+        self._layer.unchanged_tokens = self._layer.length
+
+    def _gathered(self, layout: Layout, capacity: int) -> KV:
+        """Buffers that begin with the selected blocks."""
+        index = layout.inside.to(self._layer.keys.device)
+        return self._buffer(self._layer.keys, index, capacity), self._buffer(self._layer.values, index, capacity)
+
+    @staticmethod
+    def _buffer(states: Tensor, index: Tensor, capacity: int) -> Tensor:
+        batch, heads, _, width = states.shape
+        buffer = states.new_empty((batch, heads, capacity, width))
+        for row in range(batch):  # an index of rows copies whole vectors; gather would want one number for each value
+            torch.index_select(states[row], 1, index[row], out=buffer[row, :, : index.shape[1]])
+        return buffer
+
+    def _represented(self, count: int) -> Tensor:
+        """The representations of the first blocks, made for those that are new or changed."""
+        size = self._config.block_tokens
+        known = 0 if self._made is None else min(self._made.shape[2], self._layer.unchanged_tokens // size)
+        if known < count or self._made is None:
+            keys = self._layer.keys[:, :, known * size : count * size].unflatten(2, (count - known, size))
+            if known == 0:
+                self._prepared = self._method.prepare(keys)
+            new = self._method.represent(keys, self._prepared)
+            self._made = new if known == 0 or self._made is None else torch.cat([self._made[:, :, :known], new], dim=2)
+        return self._made[:, :, :count]

@@ -1,0 +1,62 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""The settings of sparse decoding."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..config import Options
+from ..errors import ConfigError
+
+MOST_STEP_TOKENS = 64  # a forward with more new tokens is a prefill, and sees everything
+
+
+@dataclass(frozen=True)
+class SparseConfig:
+    """How many blocks a decoding step looks at, and how long a selection holds.
+
+    Attributes:
+        share: of a context's blocks that a step looks at, above 0 up to 1; 1 is dense, bit for bit.
+        block_tokens: tokens of a block.
+        method: name of the method in `hf_blend.sparse.methods` that scores blocks.
+        method_options: what that method takes, by name.
+        first_blocks: blocks at the beginning that are always looked at.
+        recent_blocks: complete blocks at the end that are always looked at; the unfinished one is, too.
+        min_tokens: contexts shorter than this are dense.
+        lock: hold a selection; False selects anew in every step.
+        checkpoint_interval: after this many steps a held selection is compared with a new one.
+        update_threshold: it is kept if at most this many blocks are in one of the two and not in the other.
+        lock_duration: after this many steps a selection is dropped, however well it compares.
+    """
+
+    share: float = 0.25
+    block_tokens: int = 64
+    method: str = "gsa"
+    method_options: Mapping[str, Any] = field(default_factory=Options)
+    first_blocks: int = 1
+    recent_blocks: int = 2
+    min_tokens: int = 2048
+    lock: bool = True
+    checkpoint_interval: int = 8
+    update_threshold: int = 2
+    lock_duration: int = 16
+
+    def __post_init__(self) -> None:
+        """Refuse what makes no sense."""
+        object.__setattr__(self, "method_options", Options(self.method_options))
+        if not 0 < self.share <= 1:
+            raise ConfigError(f"share is {self.share}, wanted a number above 0 and up to 1. Try 0.25.")
+        least = {
+            "block_tokens": 1,
+            "first_blocks": 0,
+            "recent_blocks": 0,
+            "min_tokens": 0,
+            "checkpoint_interval": 1,
+            "update_threshold": 0,
+            "lock_duration": 1,
+        }
+        for name, floor in least.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < floor:
+                raise ConfigError(f"{name} is {value!r}, wanted a whole number from {floor} on.")

@@ -1,0 +1,123 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""A selection that holds: lock, checkpoint, unlock, as in KVStar's description of multi-step consistency.
+
+    unlocked ── get ──> locked ── get ──> locked                 the same selection, without looking
+                        locked ── checkpoint_interval ──> compare with a new one: kept, or changed
+                        locked ── lock_duration, unlock ──> unlocked
+
+The description resets its one step counter at each checkpoint, so that its lock duration is never reached. Here the
+age of a selection and the steps since it was last compared are counted apart.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .config import SparseConfig
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a step looks at.
+
+    Attributes:
+        blocks: numbers of the selected blocks, increasing.
+        tail: the first token behind the blocks among which was chosen; from there on everything is looked at.
+    """
+
+    blocks: tuple[int, ...]
+    tail: int
+
+    def differences(self, newer: "Selection", block_tokens: int) -> int:
+        """Blocks that are in one of two selections only, among those from which both could choose."""
+        common = min(self.tail, newer.tail) // block_tokens
+        return len({one for one in set(self.blocks) ^ set(newer.blocks) if one < common})
+
+
+@dataclass
+class LockMetrics:
+    """What locks went through.
+
+    Attributes:
+        locks: selections that were locked.
+        unlocks: selections that were given up, asked or by age.
+        kept: checkpoints that kept the selection.
+        changed: checkpoints that changed it.
+        steps: steps that were served.
+    """
+
+    locks: int = 0
+    unlocks: int = 0
+    kept: int = 0
+    changed: int = 0
+    steps: int = 0
+
+    @property
+    def update_rate(self) -> float:
+        """Share of the checkpoints that changed the selection; 0 if there was none."""
+        return self.changed / max(1, self.kept + self.changed)
+
+
+class SelectionLock:
+    """The selection of one request in one layer.
+
+    Args:
+        config: how long it holds.
+        metrics: is told what happens; may be shared.
+    """
+
+    def __init__(self, config: SparseConfig, metrics: LockMetrics) -> None:
+        self._config, self._metrics = config, metrics
+        self.selection: Selection | None = None
+        self.age_steps = self.unchecked_steps = 0
+
+    @property
+    def is_locked(self) -> bool:
+        """Whether a selection is held."""
+        return self.selection is not None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next step needs to know what would be selected now."""
+        if not self._config.lock or self.selection is None:
+            return True
+        return min(self._config.lock_duration - self.age_steps, self._interval - self.unchecked_steps) <= 0
+
+    @property
+    def _interval(self) -> int:
+        return self._config.checkpoint_interval
+
+    def get(self, select: Callable[[], Selection], steps: int = 1) -> Selection:
+        """The selection of the next step.
+
+        Args:
+            select: says what would be selected now; called only if `is_due`.
+            steps: how many tokens the step yields.
+
+        Returns:
+            What the step looks at.
+        """
+        self._metrics.steps += 1
+        selection = self._renew(select()) if self.selection is None or self.is_due else self.selection
+        self.age_steps, self.unchecked_steps = self.age_steps + steps, self.unchecked_steps + steps
+        return selection
+
+    def unlock(self) -> None:
+        """Give the selection up."""
+        if self.selection is not None:
+            self._metrics.unlocks += 1
+        self.selection, self.age_steps, self.unchecked_steps = None, 0, 0
+
+    def _renew(self, new: Selection) -> Selection:
+        if self.selection is not None and (not self._config.lock or self.age_steps >= self._config.lock_duration):
+            self.unlock()
+        if self.selection is None:
+            self._metrics.locks += 1
+        elif self.selection.differences(new, self._config.block_tokens) <= self._config.update_threshold:
+            self._metrics.kept += 1
+            self.unchecked_steps = 0
+            return self.selection
+        else:
+            self._metrics.changed += 1
+        self.selection, self.age_steps, self.unchecked_steps = new, 0, 0
+        return new

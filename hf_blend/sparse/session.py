@@ -1,0 +1,243 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What sparse decoding remembers of one cache: locks per layer and request, rounds of speculation, figures.
+
+A step of one token selects with its own query, if its lock is due. A round of several tokens (a draft that is
+verified) sees what was selected before it, draft and target alike; the scores of all its rows are kept, and when the
+cache shows how many tokens were accepted, the row of the last one is what selects. All accepted: the lock goes on.
+Fewer: it is given up, and selected anew.
+"""
+
+import statistics
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import plugins
+from ..cache import BlendCache
+from ..layers import BlendLayer
+from .blocks import BlockedLayer
+from .config import MOST_STEP_TOKENS, SparseConfig
+from .layout import Layout
+from .lock import LockMetrics, Selection, SelectionLock
+from .looking import cut_mask, is_cut, kept_mass
+
+Few = tuple[Tensor, Tensor, Any]  # K, V and mask of what is looked at
+
+
+@dataclass
+class SparseMetrics(LockMetrics):
+    """What happened.
+
+    Attributes:
+        rounds: rounds of several tokens.
+        full_rounds: of these, accepted whole.
+        proposed: drafted tokens that were verified in them.
+        accepted: of these, the accepted ones.
+        compared_rounds: rounds in which a draft model's selections were compared with the target's.
+        equal_rounds: of these, with the same selections.
+        dense_steps: steps of a layer that looked at everything although its context is long enough.
+    """
+
+    rounds: int = 0
+    full_rounds: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    compared_rounds: int = 0
+    equal_rounds: int = 0
+    dense_steps: int = 0
+
+
+@dataclass
+class _Layer:
+    held: BlendLayer
+    blocks: BlockedLayer
+    locks: list[SelectionLock] = field(default_factory=list)
+    scores: Tensor | None = None  # of a round, `[batch, rows, blocks]`
+
+
+class SparseSession:
+    """Sparse decoding of one cache.
+
+    Args:
+        cache: whose steps are sparse.
+        config: the settings.
+        watch_mass: measure the share of attention that is kept.
+    """
+
+    def __init__(self, cache: BlendCache, config: SparseConfig, watch_mass: bool = False) -> None:
+        self.config, self.metrics = config, SparseMetrics()
+        self._cache, self._watch_mass = cache, watch_mass
+        method = plugins.load("sparse.methods", config.method)(config.method_options)
+        full = {n: one for n, one in enumerate(cache.layers) if isinstance(one, BlendLayer) and not one.is_sliding}
+        self.layers = {index: _Layer(one, BlockedLayer(one, config, method)) for index, one in full.items()}
+        self._masses: list[float] = []
+        self.thread: int | None = None  # that generates
+        self._past = self._rows = 0  # of the forward that runs, or of the round whose outcome is not known yet
+        self._seen: dict[int, tuple[Selection, ...]] = {}  # by the target in this round
+        self._drafted: dict[int, tuple[Selection, ...]] = {}  # by the draft, under the target's number of the layer
+
+    @property
+    def kept_mass(self) -> float | None:
+        """Mean share of attention that the selected blocks hold; None if it was not watched."""
+        return statistics.fmean(self._masses) if self._masses else None
+
+    def draft(self, num_layers: int) -> "Draft":
+        """The view of a draft model with so many layers."""
+        return Draft(self, num_layers)
+
+    def owns(self, cache: Any) -> bool:
+        """Whether a forward with this cache is ours; it then says which thread generates."""
+        if cache is self._cache:
+            self.thread = threading.get_ident()
+        return cache is self._cache
+
+    def begin(self, tokens: int) -> bool:
+        """A forward of the model begins, with so many new tokens. True if it shall be sparse."""
+        if self._cache.is_expecting or self.config.share == 1:
+            return False
+        self.know_outcome()
+        past = self._length()
+        if past == 0 or past + tokens < self.config.min_tokens or tokens > MOST_STEP_TOKENS:
+            self.unlock()
+            return False
+        self._past, self._rows, self._seen = past, tokens, {}
+        return True
+
+    def end(self, failed: bool) -> None:
+        """The forward is over."""
+        for layer in self.layers.values():
+            layer.blocks.settle()
+        if failed or self._rows == 1:
+            self._rows = 0
+            return
+        self.metrics.rounds += 1
+        if self._drafted:
+            self.metrics.compared_rounds += 1
+            self.metrics.equal_rounds += all(self._seen.get(n) == one for n, one in self._drafted.items())
+            self._drafted = {}
+
+    def unlock(self) -> None:
+        """Give up every selection."""
+        for layer in self.layers.values():
+            for lock in layer.locks:
+                lock.unlock()
+
+    def know_outcome(self) -> None:
+        """The cache shows how many tokens of the last round were accepted: lock, compare or select anew."""
+        accepted, rows, self._rows = self._length() - self._past, self._rows, 0
+        if not 1 <= accepted <= rows:
+            return
+        self.metrics.full_rounds += accepted == rows
+        self.metrics.proposed += rows - 1
+        self.metrics.accepted += accepted - 1
+        for layer in self.layers.values():
+            scores, layer.scores = layer.scores, None
+            if scores is None:
+                continue
+            for row, lock in enumerate(layer.locks):
+                if accepted < rows:
+                    lock.unlock()
+                lock.get(lambda: layer.blocks.select(scores[row, accepted - 1], self._past), accepted)  # noqa: B023
+
+    def held(self, index: int) -> tuple[Selection, ...]:
+        """The selections that a layer's requests hold; empty if one holds none."""
+        found = [lock.selection for lock in self.layers[index].locks] if index in self.layers else []
+        known = [one for one in found if one is not None]
+        return tuple(known) if len(known) == len(found) else ()
+
+    def few(
+        self, index: int, query: Tensor, key: Tensor, value: Tensor, mask: Any, name: str, scaling: float | None
+    ) -> Few | None:
+        """What a layer's attention is given instead of its whole context; None to leave it as it is.
+
+        Args:
+            index: which layer.
+            query: `[batch, heads, rows, head_dim]`.
+            key: `[batch, kv_heads, keys, head_dim]`.
+            value: `[batch, kv_heads, keys, value_dim]`.
+            mask: the model's.
+            name: of the attention function.
+            scaling: of the scores.
+
+        Returns:
+            K, V and mask.
+        """
+        layer = self.layers.get(index)
+        if layer is None or key.shape[2] != layer.held.length or not is_cut(mask, name):
+            return None
+        selections = self._selections(layer, query, key.shape[2] - query.shape[2])
+        self._seen[index] = tuple(selections)
+        if not selections:
+            self.metrics.dense_steps += 1
+            return None
+        layout, keys, values = layer.blocks.attended(selections)
+        if self._watch_mass and query.shape[2] == 1:
+            self._masses.append(kept_mass(query, key, layout, scaling))
+        cut = cut_mask(mask, layout, query, key.shape[2], name)
+        return None if cut is NotImplemented else (keys, values, cut)
+
+    def _selections(self, layer: _Layer, query: Tensor, past: int) -> Sequence[Selection]:
+        if len(layer.locks) != query.shape[0]:
+            layer.locks = [SelectionLock(self.config, self.metrics) for _ in range(query.shape[0])]
+        for lock in layer.locks:
+            if lock.selection is not None and lock.selection.tail > past:  # the context was cut
+                lock.unlock()
+        if query.shape[2] > 1:
+            layer.scores = layer.blocks.scores(query, past)
+            held = [lock.selection for lock in layer.locks]
+            return [one for one in held if one is not None] if all(held) else []
+        scores = layer.blocks.scores(query, past)[:, 0] if any(lock.is_due for lock in layer.locks) else None
+        select = layer.blocks.select
+        return [lock.get(lambda: select(scores[row], past)) for row, lock in enumerate(layer.locks)]  # type: ignore[index] # noqa: B023
+
+    def _length(self) -> int:
+        return next((layer.held.length for layer in self.layers.values()), 0)
+
+
+class Draft:
+    """The same selections for a draft model, whose layers are fewer.
+
+    Args:
+        session: of the target.
+        num_layers: of the draft model.
+    """
+
+    def __init__(self, session: SparseSession, num_layers: int) -> None:
+        self._session = session
+        last = max(1, num_layers - 1)
+        targets = max(session.layers)
+        self._target = [round(index * targets / last) for index in range(num_layers)]
+
+    def owns(self, cache: Any) -> bool:
+        """Whether a forward of the draft model with this cache is one of our generation."""
+        return cache is not None and threading.get_ident() == self._session.thread
+
+    def begin(self, tokens: int) -> bool:
+        """A forward of the draft model begins."""
+        self._session.know_outcome()
+        return tokens <= MOST_STEP_TOKENS and self._session.config.share < 1
+
+    def end(self, failed: bool) -> None:
+        """The forward is over."""
+
+    def few(
+        self, index: int, query: Tensor, key: Tensor, value: Tensor, mask: Any, name: str, scaling: float | None
+    ) -> Few | None:
+        """See `SparseSession.few`; nothing is selected here."""
+        target = self._target[index]
+        selections = self._session.held(target)
+        is_early = bool(selections) and key.shape[2] - query.shape[2] < max(one.tail for one in selections)
+        if target in self._session.layers:
+            self._session._drafted[target] = () if is_early else selections
+        if not selections or is_early or len(selections) != query.shape[0] or not is_cut(mask, name):
+            return None
+        layout = Layout(selections, self._session.config.block_tokens)
+        cut = cut_mask(mask, layout, query, key.shape[2], name)
+        columns = layout.columns(key.shape[2]).to(key.device)
+        taken = [torch.stack([one[row][:, columns[row]] for row in range(len(columns))]) for one in (key, value)]
+        return None if cut is NotImplemented else (taken[0], taken[1], cut)

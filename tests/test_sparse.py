@@ -1,0 +1,241 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Decoding over selected blocks: exact where all are selected, a mask's equal where few are, nothing left behind."""
+
+import threading
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from hf_blend import BlendCache, ChunkStore, ConfigError, UnsupportedModelError, plugins, sparse_decoding
+from hf_blend.ladder.zoo import tiny_model
+from hf_blend.sparse.config import SparseConfig
+from hf_blend.sparse.decoding import _attention_configs
+
+SMALL = {"share": 0.4, "block_tokens": 8, "min_tokens": 0, "recent_blocks": 1}
+METHODS = sorted(plugins.describe("sparse.methods"))
+
+
+def prompt(tokens: int = 150, batch: int = 1) -> dict[str, torch.Tensor]:
+    ids = torch.randint(5, 90, (batch, tokens), generator=torch.Generator().manual_seed(3))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def new_cache(model: Any) -> BlendCache:
+    return BlendCache(model, ChunkStore.open("memory://"))
+
+
+def generated(model: Any, inputs: dict[str, torch.Tensor], new_tokens: int = 24, **settings: Any) -> Any:
+    base = {"max_new_tokens": new_tokens, "eos_token_id": None, "do_sample": False, "output_logits": True}
+    output = model.generate(**inputs, **{**base, **settings}, return_dict_in_generate=True)
+    return output.sequences, torch.stack(output.logits, 1) if output.logits is not None else None
+
+
+@pytest.fixture(scope="module", params=["sdpa", "eager"])
+def model(request):
+    made = tiny_model("llama")
+    made.set_attn_implementation(request.param)
+    return made
+
+
+def padded() -> dict[str, torch.Tensor]:
+    inputs = prompt(150, 3)
+    for row, tokens in enumerate((0, 37, 90)):
+        inputs["attention_mask"][row, :tokens] = 0
+        inputs["input_ids"][row, :tokens] = 0
+    return inputs
+
+
+@pytest.mark.parametrize("make", [prompt, padded])
+def test_all_blocks_give_what_dense_decoding_gives(model, make):
+    ids, logits = generated(model, make(), past_key_values=new_cache(model))
+    cache = new_cache(model)
+    with sparse_decoding(model, cache, **{**SMALL, "share": 0.9999}) as sparse:
+        few_ids, few_logits = generated(model, make(), past_key_values=cache)
+    assert sparse.metrics.steps
+    assert torch.equal(ids, few_ids)
+    torch.testing.assert_close(logits, few_logits, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("settings", [{"share": 1.0}, {"min_tokens": 10_000}])
+def test_switched_off_it_is_dense_to_the_bit(model, settings):
+    ids, logits = generated(model, prompt(), past_key_values=new_cache(model))
+    cache = new_cache(model)
+    with sparse_decoding(model, cache, **{**SMALL, **settings}) as sparse:
+        few_ids, few_logits = generated(model, prompt(), past_key_values=cache)
+    assert torch.equal(ids, few_ids)
+    assert torch.equal(logits, few_logits)
+    assert sparse.metrics.steps == 0
+
+
+class Masked:
+    """Dense attention of one step over some columns, which a mask shuts in each layer: the plain way."""
+
+    def __init__(self, model: Any, sparse: Any) -> None:
+        self.calls: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        few = sparse.few
+
+        def watched(index: int, query: Any, key: Any, value: Any, mask: Any, name: str, scaling: Any) -> Any:
+            found = few(index, query, key, value, mask, name, scaling)
+            if found is not None:
+                self.calls.append((index, self._wanted(sparse, index, query, key, value, mask, scaling), query))
+                keys, values, cut = found
+                self.calls[-1] = (index, self.calls[-1][1], self._attention(query, keys, values, cut, scaling))
+            return found
+
+        sparse.few = watched
+
+    def _wanted(self, sparse: Any, index: int, query: Any, key: Any, value: Any, mask: Any, scaling: Any) -> Any:
+        batch, _, rows, _ = query.shape
+        total, size = key.shape[2], sparse.config.block_tokens
+        seen = torch.zeros(batch, 1, rows, total, dtype=torch.bool)
+        for row, selection in enumerate(sparse._seen[index]):
+            for block in selection.blocks:
+                seen[row, :, :, block * size : (block + 1) * size] = True
+            seen[row, :, :, selection.tail :] = True
+        seen &= torch.arange(total) <= torch.arange(total - rows, total)[:, None]
+        if mask is not None:
+            seen = seen & (mask if mask.dtype == torch.bool else mask == 0)
+        return self._attention(query, key, value, seen, scaling)
+
+    def _attention(self, query: Any, key: Any, value: Any, mask: Any, scaling: Any) -> Any:
+        group = query.shape[1] // key.shape[1]
+        scores = query @ key.repeat_interleave(group, 1).transpose(2, 3) * scaling
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -1e30) if mask.dtype == torch.bool else scores + mask
+        return scores.softmax(-1) @ value.repeat_interleave(group, 1)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("make", "settings"),
+    [
+        (prompt, {}),
+        (padded, {}),
+        (prompt, {"num_beams": 3, "output_logits": False}),
+        (prompt, {"prompt_lookup_num_tokens": 5}),
+    ],
+    ids=["one", "padded", "beams", "lookup"],
+)
+def test_it_attends_to_the_selected_blocks_and_the_tail_and_nothing_else(model, make, settings, method):
+    cache = new_cache(model)
+    with sparse_decoding(model, cache, method=method, **SMALL) as sparse:
+        watched = Masked(model, sparse)
+        generated(model, make(), past_key_values=cache, **settings)
+    assert len(watched.calls) > 20
+    for _, wanted, got in watched.calls:
+        seen = ~wanted.isnan()
+        torch.testing.assert_close(got[seen], wanted[seen], rtol=0, atol=2e-6)
+
+
+def test_requests_of_a_batch_hold_their_own_selections(model):
+    cache = new_cache(model)
+    with sparse_decoding(model, cache, **SMALL) as sparse:
+        generated(model, prompt(150, 3), past_key_values=cache)
+    assert len({one.blocks for one in sparse.held(1)}) > 1
+
+
+def test_the_model_is_left_as_it_was_after_an_exception_too(model):
+    cache, plain = new_cache(model), [dict(module._forward_hooks) for module in model.modules()]
+    names = [config._attn_implementation for config in _attention_configs(model)]
+
+    def fail(*_: Any) -> None:
+        if len(model.model.layers[1]._forward_pre_hooks) and cache.get_seq_length() > 150:
+            raise KeyError("on purpose")
+
+    handle = model.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(KeyError, match="on purpose"), sparse_decoding(model, cache, **SMALL):
+        generated(model, prompt(), past_key_values=cache)
+    handle.remove()
+    assert [config._attn_implementation for config in _attention_configs(model)] == names
+    assert [dict(module._forward_hooks) for module in model.modules()] == plain
+
+
+def test_another_cache_and_another_thread_stay_dense(model):
+    ids, logits = generated(model, prompt(), past_key_values=DynamicCache())
+    cache, found = new_cache(model), []
+    with sparse_decoding(model, cache, **SMALL):
+        found.append(generated(model, prompt(), past_key_values=DynamicCache()))
+        dense = partial(generated, model, prompt(), past_key_values=DynamicCache())
+        other = threading.Thread(target=lambda: found.append(dense()))
+        other.start()
+        generated(model, prompt(), past_key_values=cache)
+        other.join()
+    for got_ids, got_logits in found:
+        assert torch.equal(got_ids, ids)
+        assert torch.equal(got_logits, logits)
+
+
+def test_a_cache_that_was_cut_is_read_anew(model):
+    cache = new_cache(model)
+    with sparse_decoding(model, cache, **SMALL) as sparse:
+        generated(model, prompt(), past_key_values=cache)
+        cache.crop(-60)
+        other = torch.randint(5, 90, (1, 70), generator=torch.Generator().manual_seed(8))
+        with torch.no_grad():
+            model(other, past_key_values=cache)
+            watched = Masked(model, sparse)
+            for token in (7, 9, 11):
+                model(torch.tensor([[token]]), past_key_values=cache)
+    assert len(watched.calls) == 3 * len(sparse.layers)
+    for _, wanted, got in watched.calls:
+        torch.testing.assert_close(got, wanted, rtol=0, atol=2e-6)
+
+
+def draft_model() -> Any:
+    config = tiny_model("llama").config
+    config.num_hidden_layers = 2
+    torch.manual_seed(5)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6])
+def test_draft_and_verification_of_a_round_see_the_same_selection(model, share):
+    cache, draft = new_cache(model), draft_model()
+    draft.set_attn_implementation(model.config._attn_implementation)
+    with sparse_decoding(model, cache, draft=draft, **{**SMALL, "share": share}) as sparse:
+        settings = {"assistant_model": draft, "output_logits": False}
+        generated(model, prompt(), past_key_values=cache, **settings)
+    metrics = sparse.metrics
+    assert metrics.compared_rounds > 3
+    assert metrics.equal_rounds == metrics.compared_rounds
+    assert metrics.full_rounds < metrics.rounds
+    assert metrics.unlocks, "a round that is not accepted whole gives its lock up"
+
+
+def test_windows_are_not_selected_from(model):
+    gemma = tiny_model("gemma3_text")
+    cache = new_cache(gemma)
+    with sparse_decoding(gemma, cache, **SMALL) as sparse:
+        generated(gemma, prompt(), past_key_values=cache)
+    kinds = gemma.config.layer_types
+    assert set(sparse.layers) == {n for n, kind in enumerate(kinds) if kind == "full_attention"}
+    mistral = tiny_model("mistral")
+    if mistral.config.sliding_window:
+        with pytest.raises(UnsupportedModelError, match="windows"), sparse_decoding(mistral, new_cache(mistral)):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"share": 0.0}, "share is 0.0"),
+        ({"share": 1.5}, "share is 1.5"),
+        ({"block_tokens": 0}, "block_tokens is 0"),
+        ({"lock_duration": 0}, "lock_duration is 0"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        SparseConfig(**settings)
+
+
+def test_the_mass_of_all_blocks_is_one(model):
+    for share, least in ((0.9999, 0.9999), (0.3, 0.2)):
+        cache = new_cache(model)
+        with sparse_decoding(model, cache, watch_mass=True, **{**SMALL, "share": share}) as sparse:
+            generated(model, prompt(), past_key_values=cache)
+        assert least < sparse.kept_mass < 1.0001
