@@ -65,11 +65,22 @@ def measure_self_extend(
 
 
 def _prompts(tokenizer: Any, examples: list[Example], multiple: int, random: Random) -> list[list[int]]:
-    return [_prompt(tokenizer, example, multiple * TRAINED_TOKENS * (multiple > 1), random) for example in examples]
+    tokens = multiple * TRAINED_TOKENS * (multiple > 1)
+    return [story_prompt(tokenizer, example, tokens, random) for example in examples]
 
 
-def _prompt(tokenizer: Any, example: Example, tokens: int, random: Random) -> list[int]:
-    """BOS, filler, the story, filler, the question: at least so many tokens."""
+def story_prompt(tokenizer: Any, example: Example, tokens: int, random: Random) -> list[int]:
+    """Put a story among sentences that say nothing.
+
+    Args:
+        tokenizer: the reference model's.
+        example: the story and its question.
+        tokens: how long the prompt is at least.
+        random: places the story.
+
+    Returns:
+        BOS, filler, the story, filler, the question.
+    """
     encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
     story = [token for chunk in example.chunks for token in encode(chunk)]
     question, filler = encode(example.question), list[list[int]]()

@@ -57,7 +57,7 @@ class BlockedLayer:
             `[batch, rows, blocks]` float32; infinite for blocks that are always in.
         """
         blocks = self._represented(self.complete(past))
-        batch, heads, rows, width = queries.shape
+        batch, _, rows, width = queries.shape
         grouped = queries.reshape(batch, blocks.shape[1], -1, rows, width)
         scores = self._method.score(grouped, blocks, self._prepared).float()
         always = self._config.first_blocks, scores.shape[-1] - self._config.recent_blocks
