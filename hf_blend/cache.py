@@ -34,6 +34,7 @@ from .hooks import Entry
 from .plan import Plan, Planner
 from .probing import Listener, run_probe
 from .prompt import History, batch, build_all, check_lengths
+from .quantised import silence_casts
 from .realign import Realigner
 from .report import BlendReport
 from .request import Brought, Coming, check_new, is_plain
@@ -73,6 +74,7 @@ class BlendCache(Cache):
         self.model, self.store = model, store
         self.sink_ids = default_sink(model) if self.config.sink_ids is None else self.config.sink_ids
         self.report = BlendReport(self.config.recompute_ratio)
+        silence_casts(model, self)
         self._styles = ensure_trusted(model, BlendCache, self.config.allow_unverified)
         self._entry = Entry(self, model, decoder_layers(model))
         self._fusor: Fusor | None = None

@@ -47,6 +47,7 @@ FLOW = (  # a module imports from its own line and from those above it; LEAVES n
         "trust",
         "context",
         "sparse",
+        "quantised",
     ),
     ("ladder",),
     ("evaluation",),

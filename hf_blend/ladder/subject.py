@@ -17,6 +17,7 @@ from ..calibrate import rotary_styles
 from ..capture import capture, capture_chunk
 from ..fingerprint import fingerprint
 from ..prompt import Prompt, batch
+from ..quantised import silence_casts
 from ..rotary.tables import Table
 from ..selectors.base import KV
 from ..store import ChunkStore
@@ -65,6 +66,7 @@ class Subject:
         Raises:
             UnsupportedModelError: the model cannot be blended at all.
         """
+        silence_casts(model, self)
         self.model = model
         self.styles = rotary_styles(model)
         self.num_layers = len(decoder_layers(model))

@@ -1,0 +1,99 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""bitsandbytes models from saved checkpoints, on the CPU: the ladder holds, and their KV is nobody else's."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from hf_blend import BlendCache, ChunkStore
+from hf_blend.fingerprint import fingerprint
+from hf_blend.ladder.ladder import verify
+from hf_blend.ladder.zoo import load_model, tiny_model
+from hf_blend.quantised import LOGGER
+
+pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+
+KINDS: dict[str, dict[str, Any]] = {
+    "8bit": {"load_in_8bit": True},
+    "8bit-exact": {"load_in_8bit": True, "llm_int8_threshold": 0.0},
+    "4bit": {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32},
+    "4bit-bfloat16": {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.bfloat16},
+}
+RUNGS = ("layer_0", "ratio_1", "ratio_1_batch", "all_but_one", "fused_ratio", "causality", "untouched")
+OUTLIER_FEATURES, OUTLIER_SCALE = 3, 40.0  # above the threshold of 6 in some rows and below it in others
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Checkpoints of one model, quantised in each way, whose first norm makes a few features large."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    root = tmp_path_factory.mktemp("quantised")
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.model.layers[1].input_layernorm.weight[:OUTLIER_FEATURES] *= OUTLIER_SCALE
+    model.save_pretrained(root / "plain")
+    for kind, settings in KINDS.items():
+        dtype = torch.bfloat16 if kind == "4bit-bfloat16" else torch.float32
+        how = {"quantization_config": BitsAndBytesConfig(**settings), "device_map": {"": "cpu"}, "dtype": dtype}
+        AutoModelForCausalLM.from_pretrained(root / "plain", **how).save_pretrained(root / kind)
+    return root
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_ladder_holds_within_the_measured_floor(kind, folder):
+    verdict = verify(str(folder / kind), dtypes=["float32"], attention=["sdpa"], rungs=RUNGS)
+    assert verdict.supported, verdict.reason
+    assert len(verdict.rungs) == len(RUNGS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_rung_holds(kind, folder):
+    verdict = verify(str(folder / kind), dtypes=["float32"])
+    assert verdict.supported, verdict.reason
+
+
+def test_without_a_threshold_8_bit_is_exact_and_with_one_its_floor_is_measured(folder):
+    exact = verify(str(folder / "8bit-exact"), dtypes=["float32"], attention=["sdpa"], rungs=["ratio_1"])
+    found = verify(str(folder / "8bit"), dtypes=["float32"], attention=["sdpa"], rungs=["ratio_1"])
+    assert exact.rungs[0].max_abs_error < 1e-5
+    assert found.rungs[0].max_abs_error <= found.rungs[0].tolerance
+    assert found.floors[0]["logits"] > 5 * exact.floors[0]["logits"], "outliers depend on the rows beside them"
+
+
+def test_each_way_to_quantise_has_its_own_kv(folder):
+    names = {kind: fingerprint(load_model(str(folder / kind))) for kind in ("plain", *KINDS)}
+    assert len(set(names.values())) == len(names)
+    assert fingerprint(load_model(str(folder / "8bit"))) == names["8bit"], "and the same one at every load"
+
+
+@pytest.mark.parametrize("other", ["plain", "4bit"])
+def test_chunks_of_another_precision_are_not_used(other, folder):
+    store = ChunkStore.open("memory://")
+    pieces: dict[str, Any] = {"prefix": [5, 6], "chunks": [list(range(10, 40))], "question": [7, 8]}
+    for kind, computed in ((other, 2), ("8bit", 2), ("8bit", 0)):
+        model = load_model(str(folder / kind))
+        cache = BlendCache(model, store)
+        model.generate(**cache.inputs(None, **pieces), past_key_values=cache, max_new_tokens=2, do_sample=False)
+        assert cache.report.computed_chunks == computed, "prefix and chunk, unless this very model has stored them"
+
+
+def test_the_line_per_product_is_silenced_for_a_request_only(folder, caplog):
+    model = load_model(str(folder / "8bit"))
+    logger = logging.getLogger(LOGGER)
+    before = list(logger.filters)
+    with caplog.at_level(logging.WARNING):
+        cache = BlendCache(model, ChunkStore.open("memory://"))
+        inputs = cache.inputs(None, chunks=[list(range(10, 40))], question=[7, 8])
+        model.generate(**inputs, past_key_values=cache, max_new_tokens=3, do_sample=False)
+        assert not [line for line in caplog.messages if "will be cast" in line]
+        logger.warning("something else")
+        assert "something else" in caplog.messages
+        del cache
+        assert logger.filters == before
+        model(torch.tensor([[5, 6]]))
+    assert [line for line in caplog.messages if "will be cast" in line], "outside, the library says what it always says"
