@@ -96,4 +96,4 @@ def test_the_line_per_product_is_silenced_for_a_request_only(folder, caplog):
         del cache
         assert logger.filters == before
         model(torch.tensor([[5, 6]]))
-    assert [line for line in caplog.messages if "will be cast" in line], "outside, the library says what it always says"
+    assert [line for line in caplog.messages if "will be cast" in line], "outside it says what it always says"
