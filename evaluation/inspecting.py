@@ -112,7 +112,7 @@ class Inspector:
         return Inspection(
             [self._tokenizer.decode([self._ids[column]]) for column in self.columns],
             self.columns,
-            deviation := self._deviation(),
+            deviation := self.deviation(),
             [None, *(rank_correlation(*pair) for pair in pairwise(deviation))],
             [_sparsity(weights) for weights in self._full.attention],
             {name: [column in taken for column in self.columns] for name, taken in chosen.items()},
@@ -137,7 +137,8 @@ class Inspector:
         states = [(layer.keys, layer.values) for layer in layers]
         return _Seen(states, attention, (cache.report.chosen_columns or [[]])[0])
 
-    def _deviation(self) -> list[list[float]]:
+    def deviation(self) -> list[list[float]]:
+        """By layer, for each reusable token, how far its stored K and V are from those of a full prefill."""
         found = []
         for full, reuse in zip(self._full.states, self._reuse.states, strict=True):
             total = torch.zeros(len(self.columns))

@@ -1,0 +1,61 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Show full prefill, full reuse and blending side by side in a browser."""
+
+from typing import Annotated, Any
+
+import typer
+
+from .output import Json, fail, say, show
+
+__all__ = ["demo"]
+
+Model = Annotated[str, typer.Option(help="Hub id or folder to begin with; empty is the bundled model.")]
+Host = Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 for everybody who reaches this machine.")]
+Port = Annotated[int | None, typer.Option(min=1, max=65535, help="The first free one from 7860 on if left out.")]
+Folders = Annotated[bool, typer.Option("--folders/--no-folders", help="Whether visitors may name folders as models.")]
+Parameters = Annotated[float, typer.Option(min=0.0, help="Largest model that is taken, in billions of parameters.")]
+Check = Annotated[bool, typer.Option("--check", help="Start, answer one question through the page, and end.")]
+
+
+def demo(
+    model: Model = "",
+    host: Host = "127.0.0.1",
+    port: Port = None,
+    folders: Folders = True,
+    most_parameters: Parameters = 2.0,
+    check: Check = False,
+    json: Json = False,
+) -> None:
+    """Start the page; needs the extra demo. Nothing that is typed there leaves this machine.
+
+    Examples:
+        hf-blend demo --check
+        hf-blend demo --check --no-folders --json
+        hf-blend demo --model HuggingFaceTB/SmolLM2-135M-Instruct --port 7860  # network
+    """
+    from hf_blend.evaluation.demo.page import Demo, serve
+    from hf_blend.evaluation.demo.shelf import Shelf
+
+    made = Demo(Shelf(most_parameters=int(most_parameters * 1e9), takes_folders=folders), model=model)
+    made.shelf.take(model)
+    blocks, url = serve(made, host=host, port=port, wait=False)
+    try:
+        if check:
+            _checked(url, made, json)
+            return
+        show({"url": url}, as_json=json)
+        say("Press Ctrl-C to end it.")
+        blocks.block_thread()
+    finally:
+        blocks.close(verbose=False)
+
+
+def _checked(url: str, made: Any, json: bool) -> None:
+    """Ask the first bundled question through the page's own interface."""
+    from hf_blend.evaluation.demo.asked import first_answers
+
+    answers = first_answers(url, made.model)
+    show({"url": url, "answers": answers}, as_json=json)
+    if not all(answers.values()):
+        fail(f"the page at {url} gave {answers}, wanted was an answer by each method. Run it with --traceback.")

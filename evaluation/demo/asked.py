@@ -1,0 +1,31 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Asks a running page as a program: the check of `hf-blend demo --check`."""
+
+import re
+from html import unescape
+
+from hf_blend.errors import import_extra
+
+from .wish import stories
+
+ANSWER = re.compile(r'data-method="([^"]+)" data-state="done".*?class="hb-answer">(.*?)</p>', re.DOTALL)
+
+
+def first_answers(url: str, model: str = "") -> dict[str, str]:
+    """Ask the first bundled question.
+
+    Args:
+        url: of the page.
+        model: its name; empty is the bundled one.
+
+    Returns:
+        Method → answer.
+
+    Raises:
+        MissingExtraError: Gradio is not installed.
+    """
+    client = import_extra("gradio_client", extra="demo", wanted_by="checking the page").Client(url, verbose=False)
+    story = next(iter(stories().values()))
+    shown = client.predict(model, story["documents"], next(iter(story["questions"])), 0.05, "auto", api_name="/ask")
+    return {method: unescape(text) for value in shown for method, text in ANSWER.findall(str(value))}

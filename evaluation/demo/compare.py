@@ -1,0 +1,175 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""One question over documents, answered three ways one after another, told while it happens."""
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from queue import Empty, SimpleQueue
+
+from hf_blend import ChunkStore
+from hf_blend.errors import PromptError
+
+from ..answering import FULL_PREFILL, FULL_REUSE, Method
+from ..asking import Asked, Reply, ask, warm
+from ..inspecting import Inspector
+from .shelf import Loaded
+from .visitors import Limits
+from .wish import Wish, prepare, unknown_words
+
+POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class Panel:
+    """What is known about one way to answer.
+
+    Attributes:
+        method: its name.
+        state: waiting, writing or done.
+        text: of the answer so far.
+        ttft_ms: time to the first token.
+        charged: share of a full prefill's work on the reusable tokens.
+        correct: None where the right answer is not known.
+    """
+
+    method: str
+    state: str = "waiting"
+    text: str = ""
+    ttft_ms: float | None = None
+    charged: float | None = None
+    correct: bool | None = None
+
+
+@dataclass(frozen=True)
+class Scene:
+    """All that the page shows.
+
+    Attributes:
+        panels: full prefill, full reuse, blend.
+        status: one sentence.
+        tokens: (text, recomputed) of the prompt up to the question.
+        deviation: by layer, of each reusable token.
+        columns: where the reusable tokens stand in the prompt.
+        failed: whether the status says what went wrong.
+    """
+
+    panels: tuple[Panel, ...]
+    status: str = ""
+    tokens: tuple[tuple[str, bool], ...] = ()
+    deviation: tuple[tuple[float, ...], ...] = ()
+    columns: tuple[int, ...] = ()
+    failed: bool = False
+
+
+def compare(loaded: Loaded, store: ChunkStore, wish: Wish, limits: Limits) -> Iterator[Scene]:
+    """Answer three ways, and tell the scene again and again while the answers are written.
+
+    Args:
+        loaded: the model.
+        store: the visitor's own.
+        wish: what is asked for.
+        limits: what is allowed.
+
+    Yields:
+        Scenes; the last one is complete.
+    """
+    asked = prepare(loaded, wish, limits)
+    methods = (FULL_PREFILL, FULL_REUSE, Method("blend", wish.config()))
+    scene = Scene(tuple(Panel(method.name) for method in methods), "Storing the documents, then asking three ways …")
+    yield scene
+    report = warm(loaded.model, loaded.tokenizer, store, asked, methods[-1])
+    for place, method in enumerate(methods):
+        for told in _one(loaded, store, asked, (place, method), limits, scene):
+            yield told
+        scene = told
+    stored = "" if report is None else f"{report.computed_chunks} chunks computed, {report.loaded_chunks} from before."
+    yield replace(_looked_into(loaded, store, asked, scene), status=f"{stored} {unknown_words(loaded, wish)}".strip())
+
+
+def again(loaded: Loaded, store: ChunkStore, wish: Wish, limits: Limits, scene: Scene) -> Iterator[Scene]:
+    """Answer once more by blending alone, after a slider was moved.
+
+    Args:
+        loaded: the model.
+        store: the visitor's own.
+        wish: what is asked for now.
+        limits: what is allowed.
+        scene: what is shown.
+
+    Yields:
+        Scenes with the last panel and the marks made anew.
+    """
+    asked = prepare(loaded, wish, limits)
+    method = Method("blend", wish.config())
+    yield from _one(loaded, store, asked, (len(scene.panels) - 1, method), limits, scene)
+
+
+def _one(
+    loaded: Loaded, store: ChunkStore, asked: Asked, which: tuple[int, Method], limits: Limits, scene: Scene
+) -> Iterator[Scene]:
+    """Let one method answer; the scene with its panel growing."""
+    place, method = which
+    text = ""
+
+    def run(tell: Callable[[str], None]) -> Reply:
+        return ask(loaded.model, loaded.tokenizer, store, asked, method, limits.new_tokens, tell)
+
+    yield _with_panel(scene, place, Panel(method.name, "writing"))
+    for told in streamed(run):
+        if isinstance(told, Reply):
+            row, marks = told.row, tuple(told.tokens) if told.answer.report else scene.tokens
+            done = Panel(method.name, "done", row["answer"], row["ttft_ms"], row["charged_budget"], row["correct"])
+            yield replace(_with_panel(scene, place, done), tokens=marks)
+        else:
+            text += told
+            yield _with_panel(scene, place, Panel(method.name, "writing", text))
+
+
+def _with_panel(scene: Scene, place: int, panel: Panel) -> Scene:
+    return replace(scene, panels=(*scene.panels[:place], panel, *scene.panels[place + 1 :]))
+
+
+def _looked_into(loaded: Loaded, store: ChunkStore, asked: Asked, scene: Scene) -> Scene:
+    """The scene with the deviation of stored KV; without it where nothing can be reused."""
+    try:
+        inspector = Inspector(loaded.model, loaded.tokenizer, store, asked.pieces)
+    except PromptError:
+        return scene
+    rows = tuple(tuple(row) for row in inspector.deviation())
+    return replace(scene, deviation=rows, columns=tuple(inspector.columns))
+
+
+class _Gone(RuntimeError):
+    """Nobody listens any more."""
+
+
+def streamed(run: Callable[[Callable[[str], None]], Reply]) -> Iterator[str | Reply]:
+    """Run something that tells text as it goes, in a thread of its own.
+
+    Args:
+        run: is given what to call with each piece of text; whatever it raises is raised here.
+
+    Yields:
+        The pieces, then what it returned. Closing the iterator stops it at its next piece.
+    """
+    told: SimpleQueue[str] = SimpleQueue()
+    gone = threading.Event()
+
+    def tell(text: str) -> None:
+        if gone.is_set():
+            raise _Gone("the page was closed")
+        told.put(text)
+
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            future = pool.submit(run, tell)
+            while not (future.done() and told.empty()):
+                try:
+                    yield told.get(timeout=POLL_S)
+                except Empty:
+                    continue
+            yield future.result()
+        finally:
+            gone.set()

@@ -1,0 +1,156 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""The page's parts as HTML. Whatever came from a visitor or a model is escaped here, and nowhere left out."""
+
+import json
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+from ..svg import Line, heat, heat_map, line_chart
+from .compare import Panel, Scene
+
+NOTES = {
+    "full prefill": "The model reads everything anew.",
+    "full reuse": "Stored KV of every document, as it is.",
+    "blend": "Stored KV, and some tokens recomputed.",
+}
+MOST_TOKENS = 3000  # that are shown one by one
+RIGHT = {True: '<span class="hb-right">right</span>', False: '<span class="hb-wrong">wrong</span>', None: ""}
+
+
+def panel(shown: Panel, full: Panel | None = None) -> str:
+    """One answer.
+
+    Args:
+        shown: what is known about it.
+        full: full prefill, to compare times with.
+
+    Returns:
+        HTML.
+    """
+    dots = '<span class="hb-caret">▍</span>' if shown.state == "writing" else ""
+    text = escape(shown.text) or ("…" if shown.state != "done" else "<i>(nothing)</i>")
+    return (
+        f'<section class="hb-panel" data-method="{escape(shown.method)}" data-state="{shown.state}">'
+        f"<h3>{escape(shown.method)} {RIGHT[shown.correct]}</h3><p class='hb-note'>{NOTES.get(shown.method, '')}</p>"
+        f'<p class="hb-answer">{text}{dots}</p><p class="hb-figures">{_figures(shown, full)}</p></section>'
+    )
+
+
+def panels(scene: Scene) -> tuple[str, ...]:
+    """All answers, side by side."""
+    return tuple(panel(one, scene.panels[0]) for one in scene.panels)
+
+
+def status(text: str, kind: str = "info") -> str:
+    """One sentence above the answers; `kind` is info or error."""
+    role = "alert" if kind == "error" else "status"
+    return f'<p class="hb-status hb-{kind}" role="{role}">{escape(text)}</p>' if text else ""
+
+
+def documents(scene: Scene) -> str:
+    """The documents: recomputed tokens framed, the ground the darker the further stored KV is off."""
+    if not scene.tokens:
+        return ""
+    worst = [max(column) for column in zip(*scene.deviation, strict=True)]
+    largest = max(worst, default=0.0) or 1.0
+    off = {column: value / largest for column, value in zip(scene.columns, worst, strict=True)}
+    shown = "".join(_token(place, *pair, off.get(place)) for place, pair in enumerate(scene.tokens[:MOST_TOKENS]))
+    more = len(scene.tokens) - MOST_TOKENS
+    taken = sum(chosen for _, chosen in scene.tokens)
+    left = f"<p>… and {more:,} tokens more</p>" if more > 0 else ""
+    return (
+        f'<p class="hb-legend"><b class="hb-chosen">framed</b>: recomputed, {taken} of {len(scene.tokens)} tokens. '
+        f"The darker, the further its stored KV is from that of a full prefill.</p>"
+        f'<div class="hb-tokens">{shown}</div>{left}'
+    )
+
+
+def deviation(scene: Scene) -> str:
+    """The heat map of KV deviation, layer by layer."""
+    if not scene.deviation:
+        return ""
+    drawn = heat_map(scene.deviation, row_name="layer", column_name="reusable token")
+    return f'<div class="hb-heat">{drawn}</div>'
+
+
+def quality() -> str:
+    """The chart of answers against what they cost, from the committed results."""
+    return chart(json.loads((files(__package__) / "quality.json").read_text("utf-8")))
+
+
+def chart(document: dict[str, Any], background: str | None = None) -> str:
+    """Draw exact match against the charged share.
+
+    Args:
+        document: as `quality_of` makes it.
+        background: colour, or None for the page's.
+
+    Returns:
+        An `<svg>` element.
+    """
+    lines = [
+        Line(
+            one["method"],
+            tuple((point["charged_budget"], point["exact_match"]) for point in one["points"]),
+            tuple((point["low"], point["high"]) for point in one["points"]),
+            is_level=one["is_level"],
+        )
+        for one in document["lines"]
+    ]
+    return line_chart(
+        lines,
+        x_label=f"charged: share of a full prefill's work (n = {document['n']})",
+        y_label="exact match",
+        most_x=document["most_charged"],
+        background=background,
+    )
+
+
+def quality_of(reference: dict[str, Any], study: dict[str, Any], most_charged: float = 0.4) -> dict[str, Any]:
+    """Take what the chart shows out of the result files.
+
+    Args:
+        reference: `benchmarks/results/reference.json`.
+        study: `benchmarks/results/study.json`.
+        most_charged: points that cost more are left out.
+
+    Returns:
+        The lines of the chart, as JSON values.
+    """
+    rows = [(one["method"], one["charged_budget"], one["exact_match"], *one["interval"]) for one in reference["rows"]]
+    world = [one for one in study["rows"] if one["task"] == "reference-world" and one["part"] == "final"]
+    rows += [
+        (one["method"], one["charged_budget"], one["score"], one["low"], one["high"])
+        for one in world
+        if one["method"] == "auto"
+    ]
+    lines: dict[str, list[dict[str, float]]] = {}
+    for method, charged, score, low, high in rows:
+        if (charged or 0.0) <= most_charged:
+            point = {"charged_budget": charged or 0.0, "exact_match": score, "low": low, "high": high}
+            lines.setdefault(method, []).append(point)
+    ordered = {name: sorted(points, key=lambda one: one["charged_budget"]) for name, points in lines.items()}
+    levels = ("full prefill", "full reuse")
+    drawn = [{"method": name, "points": points, "is_level": name in levels} for name, points in ordered.items()]
+    return {"n": reference["rows"][0]["n"], "most_charged": most_charged, "lines": drawn}
+
+
+def _figures(shown: Panel, full: Panel | None) -> str:
+    if shown.ttft_ms is None:
+        return "&nbsp;"
+    parts = [f"first token after <b>{shown.ttft_ms:,.1f} ms</b>"]
+    if full and full.ttft_ms and full.method != shown.method:
+        parts.append(f"{full.ttft_ms / shown.ttft_ms:.2f} x as fast as full prefill")
+    if shown.charged is not None:
+        parts.append(f"{shown.charged:.0%} charged")
+    return " · ".join(parts)
+
+
+def _token(place: int, text: str, chosen: bool, share: float | None) -> str:
+    ground = "" if share is None else f"background:{heat(share)};color:#111"
+    said = f"token {place}" + ("" if share is None else f", deviation {share:.0%} of the largest")
+    name = "hb-token hb-chosen" if chosen else "hb-token"
+    broken = "<br>" * text.count("\n")
+    return f'<span class="{name}" style="{ground}" title="{said}">{escape(text).strip(chr(10)) or "⏎"}</span> {broken}'

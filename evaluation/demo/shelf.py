@@ -1,0 +1,129 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""The models of the page: the bundled one, and those that visitors name; none that cannot be blended exactly."""
+
+import os
+import re
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from hf_blend import BlendCache, ChunkStore
+from hf_blend.errors import ConfigError
+
+from ..bundled import REFERENCE, load_model
+
+BUNDLED = "bundled reference model"
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+FAILURES = (ImportError, LookupError, OSError, RuntimeError, ValueError)
+MOST_LETTERS = 300  # of somebody else's message
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model that was found to be exact.
+
+    Attributes:
+        name: as the visitor wrote it.
+        model: in evaluation mode.
+        tokenizer: its tokenizer.
+    """
+
+    name: str
+    model: nn.Module
+    tokenizer: Any
+
+    @property
+    def is_bundled(self) -> bool:
+        """Whether it is the one that comes with the package."""
+        return self.name == BUNDLED
+
+
+class Shelf:
+    """Keeps the models that were asked for last.
+
+    Args:
+        most_models: that are kept.
+        most_parameters: of a model that is taken.
+        takes_folders: whether a name may be a folder of this machine.
+    """
+
+    def __init__(
+        self, *, most_models: int = 2, most_parameters: int = 2_000_000_000, takes_folders: bool = True
+    ) -> None:
+        self.most_models, self.most_parameters, self.takes_folders = most_models, most_parameters, takes_folders
+        self._held: OrderedDict[str, Loaded] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def take(self, name: str) -> Loaded:
+        """Give a model, loading and verifying it if it is not held.
+
+        Args:
+            name: hub id or folder; empty is the bundled model.
+
+        Returns:
+            The model.
+
+        Raises:
+            ConfigError: there is no such model, or it is too large.
+            UnsupportedModelError: it cannot be blended exactly; the message says which layer stands in the way.
+        """
+        wanted = name.strip() or BUNDLED
+        with self._lock:
+            if wanted not in self._held:
+                self._held[wanted] = self._load(wanted)
+            self._held.move_to_end(wanted)
+            while len(self._held) > self.most_models:
+                self._held.popitem(last=False)
+            return self._held[wanted]
+
+    def _load(self, name: str) -> Loaded:
+        source = REFERENCE if name == BUNDLED else self._checked(name)
+        try:
+            self._weigh(source, name)
+            model, tokenizer = load_model(source)
+        except ConfigError:
+            raise
+        except FAILURES as error:
+            raise ConfigError(
+                f"the model {name!r} cannot be loaded: {_short(error)} Give the id of a causal language model on the "
+                "hub, such as HuggingFaceTB/SmolLM2-135M-Instruct, or leave the box empty for the bundled one."
+            ) from error
+        BlendCache(model, ChunkStore.open("memory://"))  # raises if it is not exact
+        return Loaded(name, model, tokenizer)
+
+    def _checked(self, name: str) -> str:
+        """A folder where that is allowed, or what looks like a hub id."""
+        folder = os.path.expanduser(name)
+        if self.takes_folders and os.path.isdir(folder):  # pathlib raises where a name is too long
+            return folder
+        if not HUB_ID.fullmatch(name) or ".." in name or len(name) > 96 or os.path.exists(name):
+            raise ConfigError(
+                f"{name!r:.80} is no model id. Write owner/name as on the hub"
+                f"{', or a folder with a model' if self.takes_folders else ''}."
+            )
+        return name
+
+    def _weigh(self, source: str, name: str) -> None:
+        """Refuse what is too large, from the config alone."""
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        with torch.device("meta"):
+            empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
+        parameters = sum(weight.numel() for weight in empty.parameters())
+        if parameters > self.most_parameters:
+            raise ConfigError(
+                f"the model {name!r} has {parameters / 1e9:.1f} billion parameters, at most "
+                f"{self.most_parameters / 1e9:g} billion are taken here. Take a smaller one, or run hf-blend demo on "
+                "your own machine with --most-parameters."
+            )
+
+
+def _short(error: BaseException) -> str:
+    """The first line of a message, not too long, and ended."""
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return f"{line[:MOST_LETTERS].rstrip('. ')}."

@@ -1,0 +1,124 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What one visitor may ask for, and the store that is this visitor's own."""
+
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from hf_blend import ChunkStore
+from hf_blend.errors import PromptError
+
+WINDOW_S = 60.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the page takes from one visitor.
+
+    Attributes:
+        document_letters: all documents together.
+        question_letters: of the question.
+        prompt_tokens: of documents and question, as the model counts.
+        chunk_tokens: at which a document is cut.
+        new_tokens: where an answer is cut.
+        answers_per_minute: comparisons and changes of the slider.
+        store_bytes: KV that is kept.
+        visitors: whose KV is kept; the one who was away longest is forgotten first.
+    """
+
+    document_letters: int = 20_000
+    question_letters: int = 500
+    prompt_tokens: int = 4096
+    chunk_tokens: int = 256
+    new_tokens: int = 48
+    answers_per_minute: int = 30
+    store_bytes: int = 128 << 20
+    visitors: int = 16
+
+    def check_letters(self, documents: str, question: str) -> None:
+        """Refuse what is empty or too long, before anything is computed.
+
+        Args:
+            documents: all of them.
+            question: the question.
+
+        Raises:
+            PromptError: what is wrong, and what to do.
+        """
+        for name, text in (("document", documents), ("question", question)):
+            if not text.strip():
+                raise PromptError(f"there is no {name}: the box is empty. Pick a story, or write one of your own.")
+        if len(documents) > self.document_letters:
+            raise PromptError(
+                f"the documents have {len(documents):,} letters, but at most {self.document_letters:,} are taken. "
+                "Leave some out; on your own machine hf-blend ask has no such limit."
+            )
+        if len(question) > self.question_letters:
+            raise PromptError(
+                f"the question has {len(question):,} letters, but at most {self.question_letters:,} are taken here. "
+                "Shorten it."
+            )
+
+
+@dataclass
+class Visitors:
+    """Counts what each visitor asks, and keeps a store for each.
+
+    Attributes:
+        limits: what is allowed.
+        now: a clock, in seconds.
+    """
+
+    limits: Limits = field(default_factory=Limits)
+    now: Callable[[], float] = time.monotonic
+    _asked: dict[str, deque[float]] = field(default_factory=dict)
+    _stores: OrderedDict[str, ChunkStore] = field(default_factory=OrderedDict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def admit(self, visitor: str) -> None:
+        """Count one more answer for a visitor.
+
+        Args:
+            visitor: an address.
+
+        Raises:
+            PromptError: the visitor has had as many as are allowed in a minute.
+        """
+        with self._lock:
+            now = self.now()
+            self._forget(now)
+            asked = self._asked.setdefault(visitor, deque())
+            if len(asked) >= self.limits.answers_per_minute:
+                raise PromptError(
+                    f"you had {len(asked)} answers in the last minute, and others want some too. Ask again in "
+                    f"{asked[0] + WINDOW_S - now:.0f} seconds."
+                )
+            asked.append(now)
+
+    def store(self, session: str) -> ChunkStore:
+        """The store of one session; nobody else sees what is in it.
+
+        Args:
+            session: as the page names it.
+
+        Returns:
+            The store, in memory.
+        """
+        with self._lock:
+            if session not in self._stores:
+                self._stores[session] = ChunkStore.open("memory://", memory_bytes=self.limits.store_bytes)
+            self._stores.move_to_end(session)
+            while len(self._stores) > self.limits.visitors:
+                self._stores.popitem(last=False)
+            return self._stores[session]
+
+    def _forget(self, now: float) -> None:
+        """Drop what is older than the window, and visitors of whom nothing is left."""
+        for visitor, asked in list(self._asked.items()):
+            while asked and asked[0] <= now - WINDOW_S:
+                asked.popleft()
+            if not asked:
+                del self._asked[visitor]

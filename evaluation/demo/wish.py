@@ -1,0 +1,120 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a visitor asks for, and the prompt that is made of it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from hf_blend import BlendConfig, plugins
+from hf_blend.errors import PromptError
+from hf_blend.prompt import tokenize
+
+from ..answering import blend_config
+from ..asking import Asked, pieces, split
+from ..bundled import quickstart_questions
+from .shelf import Loaded
+from .visitors import Limits
+
+RESEARCH = ("explicit", "oracle", "compose")  # selectors that need what a visitor cannot give, or cheat
+UNKNOWN_SHARE = 0.2  # of the words, from which on it is said
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a visitor asks for.
+
+    Attributes:
+        documents: paragraphs with empty lines between them, or one document a line.
+        question: the question.
+        recompute_ratio: 0 to 1.
+        selector: its name, options behind it.
+    """
+
+    documents: str
+    question: str
+    recompute_ratio: float = 0.15
+    selector: str = "auto"
+
+    def config(self) -> BlendConfig:
+        """How to blend."""
+        return blend_config(self.selector, recompute_ratio=self.recompute_ratio)
+
+
+def stories() -> dict[str, dict[str, Any]]:
+    """The bundled stories: name → documents, and its questions with their answers."""
+    found: dict[str, dict[str, Any]] = {}
+    for one in quickstart_questions():
+        name = f"Story {one['story']}"
+        story = found.setdefault(name, {"documents": "".join(one["chunks"]).rstrip("\n"), "questions": {}})
+        story["questions"][one["question"]] = one["answer"]
+    return found
+
+
+def selectors() -> dict[str, str]:
+    """The selectors that a visitor may choose: name → what it does."""
+    return {name: line for name, line in plugins.describe("selectors").items() if name not in RESEARCH}
+
+
+def documents_of(text: str) -> list[str]:
+    """Take a text apart: at empty lines if there are any, else at every line.
+
+    Args:
+        text: as it was pasted.
+
+    Returns:
+        The documents, each ending in a newline.
+    """
+    lines = text.replace("\r\n", "\n").strip().split("\n")
+    if all(line.strip() for line in lines):
+        return [f"{line}\n" for line in lines]
+    parts = "\n".join(line.rstrip() for line in lines).split("\n\n")
+    return [f"{part.strip()}\n" for part in parts if part.strip()]
+
+
+def prepare(loaded: Loaded, wish: Wish, limits: Limits) -> Asked:
+    """Make a prompt of what was asked for.
+
+    Args:
+        loaded: the model.
+        wish: what is asked for.
+        limits: what is allowed.
+
+    Returns:
+        The question with its chunks.
+
+    Raises:
+        PromptError: something is missing or too long.
+    """
+    limits.check_letters(wish.documents, wish.question)
+    tokenizer, documents = loaded.tokenizer, documents_of(wish.documents)
+    cut = [chunk for text in documents for chunk in split(tokenizer, text, limits.chunk_tokens)]
+    asked = Asked(pieces(tokenizer, cut, wish.question, None), wish.question, _known_answer(wish))
+    tokens = sum(map(len, cut)) + len(tokenize(tokenizer, asked.pieces["question"]))
+    most = min(limits.prompt_tokens, getattr(loaded.model.config, "max_position_embeddings", limits.prompt_tokens))
+    if tokens + limits.new_tokens > most:
+        raise PromptError(
+            f"documents and question have {tokens:,} tokens for this model, and {most - limits.new_tokens:,} fit. "
+            "Leave some documents out."
+        )
+    return asked
+
+
+def unknown_words(loaded: Loaded, wish: Wish) -> str:
+    """Say so if the model does not know many of the words; else nothing."""
+    unknown = getattr(loaded.tokenizer, "unk_token_id", None)
+    ids = tokenize(loaded.tokenizer, f"{wish.documents}\n{wish.question}")
+    share = sum(token == unknown for token in ids) / max(1, len(ids))
+    if unknown is None or share < UNKNOWN_SHARE:
+        return ""
+    return (
+        f"This model knows {loaded.model.config.vocab_size} words, and {share:.0%} of yours are not among them: its "
+        "answers mean nothing here. Pick a story, or name another model."
+    )
+
+
+def _known_answer(wish: Wish) -> str | None:
+    for story in stories().values():
+        if story["documents"] == wish.documents.replace("\r\n", "\n").strip():
+            found: str | None = story["questions"].get(wish.question.strip())
+            return found
+    return None

@@ -1,0 +1,175 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Charts as SVG text, made of nothing but the standard library: for the demo's page and for the pictures in docs.
+
+Text takes the colour of the page it stands in (`currentColor`), unless a background is given.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+COLOURS = ("#2563eb", "#d97706", "#059669", "#db2777", "#7c3aed", "#64748b")
+WIDTH, HEIGHT = 720, 380
+LEFT, RIGHT, TOP, BOTTOM = 64, 16, 16, 92  # margins, in pixels
+INK = "#1f2937"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a chart.
+
+    Attributes:
+        name: in the legend.
+        points: (x, y) from left to right.
+        bars: lower and upper end of an interval for each point; empty for none.
+        is_level: a dashed level over the whole width; only the first point's y counts.
+    """
+
+    name: str
+    points: tuple[tuple[float, float], ...]
+    bars: tuple[tuple[float, float], ...] = ()
+    is_level: bool = False
+
+
+@dataclass(frozen=True)
+class Frame:
+    """From values to pixels; both axes begin at 0 and end at 1 times `most_x`."""
+
+    most_x: float = 1.0
+
+    def x(self, value: float) -> float:
+        """Pixels from the left."""
+        return round(LEFT + value / self.most_x * (WIDTH - LEFT - RIGHT), 1)
+
+    def y(self, value: float) -> float:
+        """Pixels from the top, for a value of 0 to 1."""
+        return round(HEIGHT - BOTTOM - value * (HEIGHT - TOP - BOTTOM), 1)
+
+
+def line_chart(
+    lines: Sequence[Line], *, x_label: str, y_label: str, most_x: float = 1.0, background: str | None = None
+) -> str:
+    """Draw lines over shares: y from 0 to 1, x from 0 to a share.
+
+    Args:
+        lines: what to draw.
+        x_label: under the horizontal axis.
+        y_label: beside the vertical axis.
+        most_x: right end of the horizontal axis.
+        background: colour behind everything; None is the page's own.
+
+    Returns:
+        An `<svg>` element.
+    """
+    frame = Frame(most_x)
+    parts = [_axes(frame, x_label, y_label)]
+    for place, line in enumerate(lines):
+        parts += [_line(frame, line, COLOURS[place % len(COLOURS)]), _legend(line, place)]
+    return page(WIDTH, HEIGHT, "".join(parts), f"{y_label} against {x_label}", background)
+
+
+def heat_map(rows: Sequence[Sequence[float]], *, row_name: str, column_name: str, most_columns: int = 160) -> str:
+    """Draw a grid of values, each row from the top; many columns are joined, the largest value of each group shown.
+
+    Args:
+        rows: values of 0 or more, rows of one length.
+        row_name: what a row is, such as `layer`.
+        column_name: what a column is.
+        most_columns: that are drawn.
+
+    Returns:
+        An `<svg>` element, as wide as its place.
+    """
+    joined = [join(row, most_columns) for row in rows]
+    largest = max((value for row in joined for value in row), default=0.0) or 1.0
+    height, width = 14, WIDTH - LEFT - RIGHT
+    cells = []
+    for place, row in enumerate(joined):
+        step = width / len(row)
+        cells += [
+            f'<rect x="{LEFT + column * step:.1f}" y="{place * height}" width="{step + 0.3:.1f}" height="{height}" '
+            f'fill="{heat(value / largest)}"/>'
+            for column, value in enumerate(row)
+        ]
+        cells.append(_text(LEFT - 8, place * height + 11, f"{row_name} {place}", "end"))
+    bottom = len(joined) * height + 16
+    cells.append(_text(LEFT + width / 2, bottom, f"{column_name}, 1 to {len(rows[0]) if rows else 0}", "middle"))
+    return page(WIDTH, bottom + 8, "".join(cells), f"heat map of {row_name} by {column_name}", None)
+
+
+def join(values: Sequence[float], most: int) -> list[float]:
+    """Make at most so many values, each the largest of its group."""
+    size = -(-len(values) // most) or 1
+    return [max(values[start : start + size]) for start in range(0, len(values), size)]
+
+
+def heat(share: float) -> str:
+    """A colour from pale yellow (0) over orange to dark red (1)."""
+    share = min(max(share, 0.0), 1.0)
+    stops = ((255, 251, 235), (251, 191, 36), (153, 27, 27))
+    first, second, part = (stops[0], stops[1], share * 2) if share < 0.5 else (stops[1], stops[2], share * 2 - 1)
+    return "#" + "".join(f"{round(a + (b - a) * part):02x}" for a, b in zip(first, second, strict=True))
+
+
+def page(width: float, height: float, content: str, title: str, background: str | None) -> str:
+    """Put content into an `<svg>` element that shrinks with its place.
+
+    Args:
+        width: in pixels, at full size.
+        height: in pixels, at full size.
+        content: elements.
+        title: for those who do not see it.
+        background: colour, or None.
+
+    Returns:
+        The element.
+    """
+    behind = f'<rect width="{width}" height="{height}" fill="{background}"/>' if background else ""
+    ink = f' color="{INK}"' if background else ""
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="100%" role="img"{ink} '
+        f'style="max-width:{width}px" font-family="system-ui,sans-serif" font-size="13">'
+        f"<title>{escape(title)}</title>{behind}{content}</svg>"
+    )
+
+
+def _axes(frame: Frame, x_label: str, y_label: str) -> str:
+    parts = []
+    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+        y, x = frame.y(share), frame.x(share * frame.most_x)
+        parts.append(f'<path d="M{LEFT} {y}H{WIDTH - RIGHT}" stroke="currentColor" opacity="0.2"/>')
+        parts.append(_text(LEFT - 8, y + 4, f"{share:.2f}", "end"))
+        parts.append(_text(x, HEIGHT - BOTTOM + 18, f"{100 * share * frame.most_x:g} %", "middle"))
+    parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - BOTTOM + 38, x_label, "middle"))
+    middle = (TOP + HEIGHT - BOTTOM) / 2
+    parts.append(
+        f'<text x="16" y="{middle}" fill="currentColor" text-anchor="middle" transform="rotate(-90 16 {middle})">'
+        f"{escape(y_label)}</text>"
+    )
+    return "".join(parts)
+
+
+def _line(frame: Frame, line: Line, colour: str) -> str:
+    if line.is_level:
+        y = frame.y(line.points[0][1])
+        return f'<path d="M{LEFT} {y}H{WIDTH - RIGHT}" stroke="{colour}" stroke-width="2" stroke-dasharray="6 5"/>'
+    places = [(frame.x(x), frame.y(y)) for x, y in line.points]
+    path = "M" + "L".join(f"{x} {y}" for x, y in places)
+    parts = [f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="2"/>']
+    parts += [f'<circle cx="{x}" cy="{y}" r="4" fill="{colour}"/>' for x, y in places]
+    for (x, _), (low, high) in zip(places, line.bars, strict=False):
+        parts.append(f'<path d="M{x} {frame.y(low)}V{frame.y(high)}" stroke="{colour}" opacity="0.6"/>')
+    return "".join(parts)
+
+
+def _legend(line: Line, place: int) -> str:
+    x, y = LEFT + (place % 3) * 210, HEIGHT - 26 + (place // 3) * 18
+    colour = COLOURS[place % len(COLOURS)]
+    dash = ' stroke-dasharray="6 5"' if line.is_level else ""
+    mark = f'<path d="M{x} {y - 4}h24" stroke="{colour}" stroke-width="3"{dash}/>'
+    return mark + _text(x + 30, y, line.name, "start")
+
+
+def _text(x: float, y: float, text: str, anchor: str) -> str:
+    return f'<text x="{x:g}" y="{y:g}" fill="currentColor" text-anchor="{anchor}">{escape(text)}</text>'

@@ -1,0 +1,263 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What the page does, without a browser: it streams three answers, keeps its limits, and escapes what it is given."""
+
+import itertools
+import json
+import re
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from hf_blend import ChunkStore
+from hf_blend.errors import ConfigError, PromptError, UnsupportedModelError
+from hf_blend.evaluation import svg
+from hf_blend.evaluation.demo import drawing, page
+from hf_blend.evaluation.demo.compare import Panel, Scene, again, compare, streamed
+from hf_blend.evaluation.demo.shelf import Shelf
+from hf_blend.evaluation.demo.visitors import Limits, Visitors
+from hf_blend.evaluation.demo.wish import Wish, documents_of, prepare, selectors, stories
+
+ROOT = Path(__file__).resolve().parent.parent
+HOSTILE = "<script>window.broken = 1</script><img src=x onerror='window.broken = 1'> \" & </textarea>"
+
+
+@pytest.fixture(scope="module")
+def shelf():
+    return Shelf()
+
+
+@pytest.fixture(scope="module")
+def bundled(shelf):
+    return shelf.take("")
+
+
+@pytest.fixture
+def store():
+    return ChunkStore.open("memory://")
+
+
+@pytest.fixture(scope="module")
+def wish():
+    first = next(iter(stories().values()))
+    return Wish(first["documents"], next(iter(first["questions"])), 0.05, "auto")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tiny_model):
+    """A directory with a small random model whose tokens are bytes."""
+    path = tmp_path_factory.mktemp("own-model")
+    letters = {letter: place for place, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE({**letters, "<s>": 256, "</s>": 257}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(path)
+    tiny_model(vocab_size=258, max_position_embeddings=2048, bos_token_id=256, eos_token_id=257).save_pretrained(path)
+    return str(path)
+
+
+def visitor(address="1.2.3.4", session="a", **headers):
+    return SimpleNamespace(headers=headers, client=SimpleNamespace(host=address), session_hash=session)
+
+
+def test_three_answers_come_one_after_another_and_the_marks_with_them(bundled, store, wish):
+    scenes = list(compare(bundled, store, wish, Limits()))
+    assert [panel.state for panel in scenes[0].panels] == ["waiting"] * 3
+    assert [panel.state for panel in scenes[-1].panels] == ["done"] * 3
+    assert any("writing" in (panel.state for panel in scene.panels) for scene in scenes)
+    full, reuse, blend = scenes[-1].panels
+    assert (full.correct, blend.correct) == (True, True)
+    assert reuse.charged == 0.0 < blend.charged < 0.5
+    assert all(panel.ttft_ms > 0 for panel in scenes[-1].panels)
+    chosen = [place for place, (_, taken) in enumerate(scenes[-1].tokens) if taken]
+    assert 0 < len(chosen) < len(scenes[-1].tokens)
+    assert set(chosen) <= set(scenes[-1].columns)
+    assert len(scenes[-1].deviation) == bundled.model.config.num_hidden_layers
+
+
+def test_a_higher_ratio_recomputes_more_and_leaves_the_other_answers(bundled, store, wish):
+    before = list(compare(bundled, store, wish, Limits()))[-1]
+    after = list(again(bundled, store, replace(wish, recompute_ratio=0.5), Limits(), before))[-1]
+    assert after.panels[:2] == before.panels[:2]
+    assert sum(taken for _, taken in after.tokens) > sum(taken for _, taken in before.tokens)
+    assert after.panels[2].charged > before.panels[2].charged
+
+
+def test_every_selector_that_is_offered_answers(bundled, store, wish):
+    assert not set(selectors()) & {"oracle", "explicit"}
+    for name in selectors():
+        asked = replace(wish, selector=name, recompute_ratio=0.1)
+        assert list(again(bundled, store, asked, Limits(), page.EMPTY))[-1].panels[2].state == "done"
+
+
+@pytest.mark.parametrize(
+    ("text", "documents"),
+    [
+        ("one\ntwo", ["one\n", "two\n"]),
+        ("one\nstill one\n\n\ntwo\n", ["one\nstill one\n", "two\n"]),
+        ("one\r\n \r\ntwo", ["one\n", "two\n"]),
+    ],
+)
+def test_empty_lines_part_documents_and_without_them_every_line_is_one(text, documents):
+    assert documents_of(text) == documents
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"documents": " \n "}, "there is no document"),
+        ({"question": ""}, "there is no question"),
+        ({"documents": "x" * 20_001}, "20,001 letters"),
+        ({"question": "x" * 501}, "501 letters"),
+        ({"documents": "the captain\n" * 1600}, "tokens for this model"),
+    ],
+)
+def test_what_is_missing_or_too_much_is_refused_in_words(bundled, wish, changes, says):
+    with pytest.raises(PromptError, match=re.escape(says)):
+        prepare(bundled, replace(wish, **changes), Limits())
+
+
+def test_words_that_the_bundled_model_does_not_know_are_said_to_be_so(bundled, store):
+    told = list(compare(bundled, store, Wish("Quantum chromodynamics.\nIt binds quarks.", "What?"), Limits()))[-1]
+    assert "of yours are not among them" in told.status
+
+
+def test_nothing_that_a_visitor_writes_is_markup(folder, store, shelf):
+    own = shelf.take(folder)
+    told = list(compare(own, store, Wish(f"{HOSTILE}\n{HOSTILE}", HOSTILE), replace(Limits(), new_tokens=4)))[-1]
+    parts = [*drawing.panels(told), drawing.documents(told), drawing.deviation(told), drawing.status(HOSTILE)]
+    for shown in [*parts, drawing.panel(Panel(HOSTILE, "done", HOSTILE))]:
+        assert "<script" not in shown
+        assert "<img" not in shown
+        assert "</textarea" not in shown
+    marked = drawing.documents(Scene(told.panels, tokens=((HOSTILE, True),), deviation=((1.0,),), columns=(0,)))
+    assert "&lt;script&gt;" in marked
+    assert "<script" not in marked
+
+
+def test_a_visitor_gets_so_many_answers_a_minute_and_no_more():
+    clock = iter([0.0, 1.0, 2.0, 59.0, 60.5])
+    visitors = Visitors(Limits(answers_per_minute=2), now=lambda: next(clock))
+    visitors.admit("a")
+    visitors.admit("a")
+    visitors.admit("b")
+    with pytest.raises(PromptError, match=r"2 answers in the last minute.*in 1 seconds"):
+        visitors.admit("a")
+    visitors.admit("a")
+
+
+def test_a_visitor_finds_nothing_of_another(bundled, wish):
+    visitors = Visitors(Limits(visitors=2))
+    list(compare(bundled, visitors.store("a"), wish, visitors.limits))
+    assert list(visitors.store("a").entries())
+    assert not list(visitors.store("b").entries())
+    assert visitors.store("a") is visitors.store("a")
+    assert list(visitors.store("a").entries())
+    visitors.store("c")
+    assert not list(visitors.store("b").entries())
+
+
+def test_a_refusal_is_a_sentence_on_the_page(shelf, wish):
+    demo = page.Demo(shelf, Visitors(Limits(answers_per_minute=1)))
+    told = list(demo.ask(visitor(), "", replace(wish, question="")))
+    assert told[-1].failed
+    assert told[-1].status.startswith("Sorry: there is no question")
+    assert "last minute" in list(demo.ask(visitor(), "", wish))[-1].status
+    assert list(demo.ask(visitor("5.6.7.8"), "", wish))[-1].panels[2].state == "done"
+
+
+def test_moving_the_slider_before_anything_was_asked_does_nothing(shelf, wish):
+    demo = page.Demo(shelf, Visitors(Limits(answers_per_minute=0)))
+    assert list(demo.move(visitor(), "", wish, page.EMPTY)) == [page.EMPTY]
+
+
+def test_only_a_space_believes_what_a_proxy_says(monkeypatch):
+    asked = visitor(**{"x-forwarded-for": "9.9.9.9, 10.0.0.1"})
+    assert page.visitor_of(asked) == "1.2.3.4"
+    monkeypatch.setenv("SPACE_ID", "somebody/hf-blend")
+    assert page.visitor_of(asked) == "9.9.9.9"
+
+
+@pytest.mark.parametrize("name", ["../etc", "a/b/c", "https://x/y", "/", "own model", "x" * 500])
+def test_what_is_no_model_id_is_refused_unread(name):
+    with pytest.raises(ConfigError, match="no model id"):
+        Shelf(takes_folders=False).take(name)
+
+
+def test_a_folder_is_a_model_only_where_that_is_allowed(folder):
+    with pytest.raises(ConfigError, match="no model id"):
+        Shelf(takes_folders=False).take(folder)
+
+
+def test_a_model_that_is_not_there_is_a_sentence(shelf):
+    with pytest.raises(ConfigError, match="the model 'nobody/nothing' cannot be loaded"):
+        shelf.take("nobody/nothing")
+
+
+def test_a_model_that_is_too_large_is_not_loaded(folder):
+    with pytest.raises(ConfigError, match="billion parameters"):
+        Shelf(most_parameters=1000).take(folder)
+
+
+def test_a_model_that_cannot_be_blended_is_refused(tmp_path, tiny_model, folder):
+    tiny_model("opt", vocab_size=258, hidden_size=64, ffn_dim=64, word_embed_proj_dim=64).save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((Path(folder) / name).read_bytes())
+    with pytest.raises(UnsupportedModelError, match="cannot be moved"):
+        Shelf().take(str(tmp_path))
+
+
+def test_the_shelf_keeps_the_models_that_were_asked_for_last(folder):
+    shelf = Shelf(most_models=1)
+    own = shelf.take(folder)
+    assert shelf.take(folder) is own
+    shelf.take("")
+    assert shelf.take(folder) is not own
+
+
+def test_closing_the_page_stops_the_answer():
+    told = itertools.count()
+    ended = threading.Event()
+
+    def run(tell):
+        try:
+            while True:
+                tell(str(next(told)))
+                time.sleep(0.001)
+        finally:
+            ended.set()
+
+    stream = streamed(run)
+    assert next(stream) == "0"
+    stream.close()
+    assert ended.wait(5)
+
+
+def test_an_error_in_the_answer_reaches_the_page():
+    def run(tell):
+        raise PromptError("no")
+
+    with pytest.raises(PromptError, match="no"):
+        list(streamed(run))
+
+
+def test_the_chart_is_drawn_from_the_committed_results():
+    results = [json.loads((ROOT / f"benchmarks/results/{name}.json").read_text()) for name in ("reference", "study")]
+    assert json.loads((ROOT / "evaluation/demo/quality.json").read_text()) == drawing.quality_of(*results)
+    assert drawing.quality().count("<circle") >= 10
+
+
+def test_a_value_stands_where_it_belongs():
+    frame = svg.Frame(0.5)
+    assert frame.x(0) == svg.LEFT
+    assert frame.x(0.5) == svg.WIDTH - svg.RIGHT
+    assert frame.y(1) == svg.TOP
+    assert svg.join([1, 5, 2, 3], 2) == [5, 3]
+    assert (svg.heat(0), svg.heat(1)) == ("#fffbeb", "#991b1b")
+    assert "&lt;b&gt;" in svg.line_chart([svg.Line("<b>", ((0, 0),))], x_label="x", y_label="y")
