@@ -1,0 +1,75 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Methods by name: those of `hf_blend.evaluation.methods`, and every selector by its own name."""
+
+from typing import Any
+
+from torch import nn
+
+from hf_blend import ChunkStore, plugins
+from hf_blend.errors import PluginNotFoundError, suggest
+
+from .answering import blend_config
+from .methods.base import Approach, Blended
+
+WITHOUT_RATIO = ("none", "full", "explicit")  # selectors that are no methods of their own
+
+
+class Blending(Blended):
+    """A selector at a ratio; options may stand behind its name, such as `kv-deviation:on=k`.
+
+    Args:
+        selector: the name.
+        ratio: nominal, 0 to 1.
+        model: a causal language model.
+        tokenizer: its tokenizer.
+        store: where chunks are kept.
+        max_new_tokens: where an answer is cut.
+    """
+
+    takes_ratio = True
+
+    def __init__(
+        self, selector: str, ratio: float, model: nn.Module, tokenizer: Any, store: ChunkStore, max_new_tokens: int
+    ) -> None:
+        super().__init__(model, tokenizer, store, max_new_tokens, ratio)
+        self.config = blend_config(selector, recompute_ratio=ratio)
+
+
+def method_names() -> dict[str, str]:
+    """Every method and what it does, in the order of tables: the ends of the scale first."""
+    fixed = plugins.describe("evaluation.methods")
+    first = ("full-prefill", "prefix-caching", "full-reuse")
+    selectors = {name: line for name, line in plugins.describe("selectors").items() if name not in WITHOUT_RATIO}
+    rest = {name: line for name, line in fixed.items() if name not in first}
+    ends = {name: fixed[name] for name in first}
+    return {**ends, "auto": selectors["auto"], **selectors, **rest}
+
+
+def takes_ratio(name: str) -> bool:
+    """Whether a method has a ratio.
+
+    Raises:
+        PluginNotFoundError: there is no such method; the message suggests the nearest.
+    """
+    plain = name.partition(":")[0].replace("_", "-")
+    if plain not in method_names():
+        raise PluginNotFoundError(f"there is no method {name!r}. {suggest(plain, method_names())}")
+    return plain in plugins.describe("selectors")
+
+
+def approach(name: str, ratio: float | None, *given: Any) -> Approach:
+    """Make a method ready.
+
+    Args:
+        name: of the method.
+        ratio: where it takes one.
+        *given: model, tokenizer, store, and where an answer is cut.
+
+    Returns:
+        The method.
+    """
+    if takes_ratio(name):
+        return Blending(name, 0.0 if ratio is None else ratio, *given)
+    made: Approach = plugins.load("evaluation.methods", name)(*given)
+    return made

@@ -1,0 +1,201 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a method promises: an answer to each sample, what it cost, and its logits over a given answer.
+
+A selector of `hf_blend.selectors` is a method by its own name, see `Blending`; files in this folder are the others.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache
+
+from hf_blend import BlendCache, ChunkStore
+from hf_blend.config import BlendConfig
+from hf_blend.prompt import Prompt, batch
+from hf_blend.report import BlendReport
+
+from ..answering import Listener
+from ..tasks.base import Sample
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One answer.
+
+    Attributes:
+        text: special tokens left out.
+        ids: of the answer, the end token included if it came.
+        ttft_ms: from the call to the first new token; None where several were answered together.
+        charged_budget: work on the chunks over that of a full prefill, choosing included.
+        prompt_tokens: of the whole prompt.
+        reused_tokens: those with stored KV.
+        computed_chunks: that the store lacked.
+        loaded_chunks: that came from it.
+        logits: `[tokens, vocabulary]` over the answer that was given to agree with; None if none was given.
+    """
+
+    text: str
+    ids: tuple[int, ...]
+    ttft_ms: float | None
+    charged_budget: float
+    prompt_tokens: int
+    reused_tokens: int = 0
+    computed_chunks: int = 0
+    loaded_chunks: int = 0
+    logits: Tensor | None = None
+
+
+class Approach(ABC):
+    """Answers samples with one model.
+
+    Args:
+        model: a causal language model in eval mode.
+        tokenizer: its tokenizer.
+        store: where chunks are kept, for methods that keep any.
+        max_new_tokens: where an answer is cut.
+        ratio: for methods that take one.
+    """
+
+    takes_ratio: ClassVar[bool] = False
+    answers_together: ClassVar[bool] = True  # several samples side by side
+
+    def __init__(
+        self, model: nn.Module, tokenizer: Any, store: ChunkStore, max_new_tokens: int, ratio: float | None = None
+    ) -> None:
+        self.model, self.tokenizer, self.store = model, tokenizer, store
+        self.max_new_tokens, self.ratio = max_new_tokens, ratio
+
+    @abstractmethod
+    def answer(self, samples: Sequence[Sample], wanted: Sequence[Sequence[int]] | None = None) -> list[Outcome]:
+        """Answer samples side by side, greedily.
+
+        Args:
+            samples: one, or several where `answers_together`.
+            wanted: answers to give the logits of, as ids; None gives none.
+
+        Returns:
+            One outcome per sample.
+        """
+
+    def prompt(self, sample: Sample) -> Prompt:
+        """The ids of a sample, BOS in front if the tokenizer has one."""
+        bos = getattr(self.tokenizer, "bos_token_id", None)
+        return Prompt((*(() if bos is None else (bos,)), *sample.prefix), sample.chunks, sample.question)
+
+    def inputs(self, samples: Sequence[Sample]) -> dict[str, Tensor]:
+        """Ids and mask, `[batch, tokens]`, padded on the left, on the model's device."""
+        pad = getattr(self.tokenizer, "pad_token_id", None)
+        made = batch([self.prompt(sample) for sample in samples], 0 if pad is None else pad)
+        device = self.model.get_input_embeddings().weight.device
+        return {"input_ids": made.input_ids.to(device), "attention_mask": made.attention_mask.to(device)}
+
+    @torch.no_grad()
+    def generate(
+        self, inputs: dict[str, Tensor], cache: Cache, wanted: Sequence[Sequence[int]] | None, started: float
+    ) -> list[Outcome]:
+        """Generate greedily with a cache, then run the wanted answers through the same cache.
+
+        Args:
+            inputs: of `generate`, `[batch, tokens]`.
+            cache: holds the first of these tokens, or nothing.
+            wanted: as in `answer`.
+            started: when work on this prompt began, by `time.perf_counter`.
+
+        Returns:
+            Outcomes with text, ids, time and logits; the rest is for the caller to fill in.
+        """
+        width, listener = inputs["input_ids"].shape[1], Listener(self.tokenizer)
+        made = self.model.generate(
+            **inputs, past_key_values=cache, do_sample=False, max_new_tokens=self.max_new_tokens, streamer=listener,
+            output_logits=True, return_dict_in_generate=True, pad_token_id=self._pad,
+        )  # fmt: skip
+        ttft_ms = 1e3 * ((listener.first or time.perf_counter()) - started)
+        logits: list[Any] = [None] * width
+        if wanted is not None:
+            logits = self._over(inputs, cache, wanted, made.logits[0])
+        outcomes = []
+        for row, ids in enumerate(made.sequences[:, width:].tolist()):
+            own = self._until_end(ids)
+            text = self.tokenizer.decode(own, skip_special_tokens=True).strip()
+            tokens = int(inputs["attention_mask"][row].sum())
+            time_ms = ttft_ms if len(made.sequences) == 1 else None
+            outcomes.append(Outcome(text, tuple(own), time_ms, 1.0, tokens, logits=logits[row]))
+        return outcomes
+
+    @property
+    def _pad(self) -> int:
+        pad, ends = getattr(self.tokenizer, "pad_token_id", None), self._ends()
+        return pad if pad is not None else ends[0] if ends else 0
+
+    def _ends(self) -> list[int]:
+        end = self.model.generation_config.eos_token_id
+        return [] if end is None else [end] if isinstance(end, int) else list(end)
+
+    def _until_end(self, ids: list[int]) -> list[int]:
+        """An answer up to its end token; what stands behind is padding."""
+        places = [ids.index(end) + 1 for end in self._ends() if end in ids]
+        return ids[: min(places, default=len(ids))]
+
+    def _over(
+        self, inputs: dict[str, Tensor], cache: Cache, wanted: Sequence[Sequence[int]], first: Tensor
+    ) -> list[Tensor]:
+        """Logits of each wanted answer's tokens: the first ones are known, the others take one more forward."""
+        width, most = inputs["input_ids"].shape[1], max(map(len, wanted))
+        cache.crop(width - cache.get_seq_length())
+        padded = torch.tensor([[*ids, *[0] * (most - len(ids))] for ids in wanted], device=first.device)
+        parts = [first.float()[:, None]]
+        if most > 1:
+            mask = torch.cat([inputs["attention_mask"], torch.ones_like(padded[:, :-1])], dim=1)
+            positions = (mask.cumsum(-1) - 1)[:, width:]
+            given = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
+            parts.append(self.model(padded[:, :-1], **given, use_cache=True).logits.float())
+        return [row[: len(ids)] for row, ids in zip(torch.cat(parts, dim=1), wanted, strict=True)]
+
+
+class Plain(Approach):
+    """Stock generation over the whole prompt; a method derives from it and says how it begins."""
+
+    def answer(self, samples: Sequence[Sample], wanted: Sequence[Sequence[int]] | None = None) -> list[Outcome]:
+        """Prefill everything."""
+        started = time.perf_counter()
+        return self.generate(self.inputs(samples), DynamicCache(config=self.model.config), wanted, started)
+
+
+class Blended(Approach):
+    """Generation with a `BlendCache`; a method derives from it and gives its config."""
+
+    config: BlendConfig
+
+    def answer(self, samples: Sequence[Sample], wanted: Sequence[Sequence[int]] | None = None) -> list[Outcome]:
+        """Reuse the chunks and recompute what the config says."""
+        started = time.perf_counter()
+        cache = BlendCache(self.model, self.keeper(), self.config)
+        prompts = [self.prompt(sample) for sample in samples]
+        pieces: dict[str, Any] = {
+            "prefix": [one.prefix for one in prompts],
+            "chunks": [one.chunks for one in prompts],
+            "question": [one.question for one in prompts],
+        }
+        found = self.generate(cache.inputs(self.tokenizer, **pieces), cache, wanted, started)
+        return [_reported(one, cache.report, len(samples)) for one in found]
+
+    def keeper(self) -> Any:
+        """The store that the cache reads; a method may put something in front of it."""
+        return self.store
+
+
+def _reported(outcome: Outcome, report: BlendReport, batch_size: int) -> Outcome:
+    """The figures of a batch are shared out evenly."""
+    return replace(
+        outcome,
+        charged_budget=report.charged_budget,
+        reused_tokens=(report.reusable_tokens + report.exact_tokens) // batch_size,
+        computed_chunks=report.computed_chunks // batch_size,
+        loaded_chunks=report.loaded_chunks // batch_size,
+    )

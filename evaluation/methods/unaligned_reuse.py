@@ -1,0 +1,33 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Full reuse with keys left at the positions where they were computed, as PromptCache does behind its first chunk."""
+
+from dataclasses import replace
+from typing import Any
+
+from hf_blend.config import BlendConfig
+from hf_blend.store.chunk import ChunkKV
+
+from .base import Blended
+
+
+class UnalignedReuse(Blended):
+    """What realigning alone is worth shows beside full reuse."""
+
+    config = BlendConfig(recompute_ratio=0.0, selector="none")
+
+    def keeper(self) -> Any:
+        """A store whose chunks say that their layers do not rotate."""
+        return _Unaligned(self.store)
+
+
+class _Unaligned:
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def get(self, key: Any) -> ChunkKV | None:
+        chunk = self._store.get(key)
+        return None if chunk is None else replace(chunk, layer_table=(-1,) * len(chunk.layer_table))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)

@@ -1,0 +1,50 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""A needle in a haystack: a number hidden in one of several chunks of sentences that say nothing of it."""
+
+from collections.abc import Iterable
+from random import Random
+
+from ..world.words import FILLERS
+from .base import Row, Sample, Task
+
+CHUNKS, SENTENCES = 6, 12
+CITIES = ("Lisbon", "Oslo", "Lima", "Cairo", "Quito", "Riga", "Perth", "Turin")
+
+
+class Needle(Task):
+    """Made here, with no end of samples; a file with the usual rows may be given instead."""
+
+    score = "exact-match"
+    max_new_tokens = 8
+    prefix = "Read the text and answer the question behind it.\n\n"
+
+    def rows(self) -> Iterable[Row]:
+        """One row after the other."""
+        if self.data is not None:
+            yield from super().rows()
+            return
+        number = 0
+        while True:
+            yield self._made(number)
+            number += 1
+
+    def sample(self, row: Row) -> Sample:
+        """Prefix, chunks, question."""
+        before, after = self.tags
+        asked = self.ids(f"\n\nQuestion: {row['question']}\nAnswer:")
+        chunks = tuple(self.ids(f"{chunk}\n") for chunk in row["chunks"])
+        prefix = (*before, *self.ids(self.prefix))
+        return Sample(str(row["id"]), prefix, chunks, (*asked, *after), tuple(row["answers"]))
+
+    def _made(self, number: int) -> Row:
+        random = Random(f"needle-{self.seed}-{number}")
+        city, secret = random.choice(CITIES), str(random.randrange(1000, 9999))
+        chunks = [[random.choice(FILLERS) for _ in range(SENTENCES)] for _ in range(CHUNKS)]
+        random.choice(chunks).insert(random.randrange(SENTENCES), f"The magic number of {city} is {secret}.")
+        return {
+            "id": f"needle-{number}",
+            "chunks": [" ".join(chunk) for chunk in chunks],
+            "question": f"What is the magic number of {city}?",
+            "answers": [secret],
+        }
