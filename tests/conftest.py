@@ -168,3 +168,20 @@ def random_pieces(chunks: tuple[int, ...] = (17, 23, 31), prefix: int = 4, quest
 def pieces() -> Callable[..., dict]:
     """Give `random_pieces`: the keyword arguments of `BlendCache.inputs`, drawn as ids."""
     return random_pieces
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A directory as users have them: a small random model, saved, and a tokenizer whose tokens are bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    path = tmp_path_factory.mktemp("own-model")
+    letters = {letter: place for place, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE({**letters, "<s>": 256, "</s>": 257}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(path)
+    settings = {"vocab_size": 258, "max_position_embeddings": 2048, "bos_token_id": 256, "eos_token_id": 257}
+    build_tiny_model(**settings).save_pretrained(path)
+    return str(path)

@@ -12,8 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from hf_blend import ChunkStore
 from hf_blend.errors import ConfigError, PromptError, UnsupportedModelError
@@ -50,16 +48,8 @@ def wish():
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, tiny_model):
-    """A directory with a small random model whose tokens are bytes."""
-    path = tmp_path_factory.mktemp("own-model")
-    letters = {letter: place for place, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE({**letters, "<s>": 256, "</s>": 257}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(path)
-    tiny_model(vocab_size=258, max_position_embeddings=2048, bos_token_id=256, eos_token_id=257).save_pretrained(path)
-    return str(path)
+def folder(model_folder):
+    return model_folder
 
 
 def visitor(address="1.2.3.4", session="a", **headers):

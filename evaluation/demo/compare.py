@@ -85,7 +85,8 @@ def compare(loaded: Loaded, store: ChunkStore, wish: Wish, limits: Limits) -> It
             yield told
         scene = told
     stored = "" if report is None else f"{report.computed_chunks} chunks computed, {report.loaded_chunks} from before."
-    yield replace(_looked_into(loaded, store, asked, scene), status=f"{stored} {unknown_words(loaded, wish)}".strip())
+    said = [stored, _too_short(scene), unknown_words(loaded, wish)]
+    yield replace(_looked_into(loaded, store, asked, scene), status=" ".join(filter(None, said)))
 
 
 def again(loaded: Loaded, store: ChunkStore, wish: Wish, limits: Limits, scene: Scene) -> Iterator[Scene]:
@@ -125,6 +126,14 @@ def _one(
         else:
             text += told
             yield _with_panel(scene, place, Panel(method.name, "writing", text))
+
+
+def _too_short(scene: Scene) -> str:
+    """Say so where blending took longer than a full prefill."""
+    full, blend = scene.panels[0].ttft_ms, scene.panels[-1].ttft_ms
+    if full is None or blend is None or blend < full:
+        return ""
+    return "This prompt is too short, or this model too small, for blending to save time."
 
 
 def _with_panel(scene: Scene, place: int, panel: Panel) -> Scene:
