@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import UnsupportedModelError
+from .placement import input_device
 
 TOKEN_STATES = ("", "SlidingWindow", "Dummy")  # cache layers of transformers, less "Dynamic" and "Layer"
 _reshaping: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
@@ -72,7 +73,7 @@ def _breaks_on_fewer_rows(model: nn.Module) -> bool:
 
     handle = decoder_layers(model)[-1].register_forward_hook(drop)
     try:
-        device = model.get_input_embeddings().weight.device
+        device = input_device(model)
         decoder_of(model)(input_ids=torch.zeros((1, 4), dtype=torch.long, device=device), use_cache=False)
     except RuntimeError:
         return True

@@ -31,6 +31,7 @@ from .correcting import Repair
 from .fingerprint import fingerprint
 from .flops import layer_costs
 from .hooks import Entry
+from .placement import input_device
 from .plan import Plan, Planner
 from .probing import Listener, run_probe
 from .prompt import History, batch, build_all, check_lengths
@@ -119,7 +120,7 @@ class BlendCache(Cache):
         check_lengths(prompts, held, text_config(self.model))
         made = batch(prompts, 0 if pad_id is None else pad_id, known)
         self._coming, self._history = Coming(made, held), History(made.input_ids, made.attention_mask)
-        device = self.model.get_input_embeddings().weight.device
+        device = input_device(self.model)
         return {"input_ids": made.input_ids.to(device), "attention_mask": made.attention_mask.to(device)}
 
     def update(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .anatomy import LayerCall, decoder_layers, decoder_of
 from .errors import PromptError, UnsupportedModelError
+from .placement import input_device
 from .rotary.tables import Table, rotary_table
 from .store.chunk import ChunkKey, ChunkKV
 
@@ -80,7 +81,7 @@ def capture(
     from transformers import DynamicCache
 
     layers = decoder_layers(model)
-    device = model.get_input_embeddings().weight.device
+    device = input_device(model)
     given = {"position_ids": position_ids, "attention_mask": attention_mask}
     given = {name: value.to(device) for name, value in given.items() if value is not None}
     cache = DynamicCache()  # without a config no layer forgets what lies outside its window

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from .checksum import checksum
 from .errors import UnsupportedModelError
+from .placement import offload_hooks
 
 __all__ = ["IGNORED_CONFIG_FIELDS", "describe_fingerprint", "fingerprint"]
 
@@ -88,7 +89,7 @@ def describe_fingerprint(model: nn.Module) -> dict[str, Any]:
         "config": _config_part(model.config.to_dict()),
         "adapters": _adapter_part(model),
     }
-    token = (_canonical(small), [_trace(tensor) for _, _, tensor in _tensors(model)])
+    token = (_canonical(small), [_trace(module, tensor) for _, module, tensor in _tensors(model)])
     with _lock:
         seen, parts = _known.get(model, (None, {}))
         if seen != token:
@@ -185,8 +186,7 @@ def _loaded(path: str, module: nn.Module, tensor: Tensor) -> Tensor:
     """The tensor itself, or what accelerate put elsewhere."""
     if not tensor.is_meta:
         return tensor
-    hook = getattr(module, "_hf_hook", None)
-    for candidate in (hook, *getattr(hook, "hooks", ())):
+    for candidate in offload_hooks(module):
         weights = getattr(candidate, "weights_map", None)
         if weights is not None:
             return weights[path.rpartition(".")[2]]
@@ -206,12 +206,15 @@ def _plain_tensors(path: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield from _plain_tensors(f"{path}.{name}", getattr(tensor, name))
 
 
-def _trace(tensor: Tensor) -> tuple[int, ...]:
+def _trace(module: nn.Module, tensor: Tensor) -> tuple[int, ...]:
     """What changes when a tensor is replaced or written to, at no cost.
 
-    4-bit weights are repacked by their first forward on a CPU; they are the same weights after it.
+    4-bit weights are repacked by their first forward on a CPU; they are the same weights after it. Offloaded weights
+    have a new place holder after every forward; they are the same as long as they are fetched from the same place.
     """
-    if tensor.is_meta or hasattr(tensor, "quant_state"):
+    if tensor.is_meta:
+        return (*(id(getattr(hook, "weights_map", None)) for hook in offload_hooks(module)), *tensor.shape)
+    if hasattr(tensor, "quant_state"):
         return (id(tensor),)
     version = -1 if tensor.is_inference() else tensor._version
     return id(tensor), tensor.data_ptr(), version

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from .anatomy import decoder_layers, decoder_of, layer_configs, text_config
+from .placement import input_device
 
 _known: WeakKeyDictionary[nn.Module, list["LayerCost"]] = WeakKeyDictionary()
 
@@ -79,7 +80,7 @@ def _measure(model: nn.Module) -> list[LayerCost]:
         side[index] += 2.0 * module.in_features * module.out_features
 
     with _watched(layers, count):
-        device = model.get_input_embeddings().weight.device
+        device = input_device(model)
         decoder_of(model)(input_ids=torch.zeros((1, 4), dtype=torch.long, device=device), past_key_values=marker)
     per_key = [_per_key(config) for config in layer_configs(text_config(model), len(layers))]
     return [LayerCost(*costs) for costs in zip(before, after, per_key, strict=True)]

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from .anatomy import text_config
 from .calibrate import rotary_styles
 from .errors import HfBlendError, UnsupportedModelError
+from .placement import input_device
 from .rotary.base import RotaryStyle
 from .store import ChunkStore
 
@@ -117,7 +118,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 @torch.no_grad()
 def _compare(model: nn.Module, make_cache: Callable[..., Any]) -> tuple[float, float]:
     """The error of a blended forward, and what is allowed; shares of the logits' size."""
-    pieces, device = _pieces(text_config(model).vocab_size), model.get_input_embeddings().weight.device
+    pieces, device = _pieces(text_config(model).vocab_size), input_device(model)
     cache = make_cache(model, ChunkStore.open("memory://"), recompute_ratio=1.0, sink_ids=())
     inputs = cache.inputs(None, prefix=pieces[0], chunks=pieces[1:3], question=pieces[3])
     ids = inputs["input_ids"].to(device)

@@ -19,6 +19,7 @@ from torch import nn
 
 from ..cache import BlendCache
 from ..errors import ConfigError, PromptError, UnsupportedModelError
+from ..placement import input_device
 from ..store import ChunkStore
 from .context_shift import ShiftCache
 from .reuse import chunk_of
@@ -154,7 +155,7 @@ class Conversation:
 
     @property
     def _device(self) -> torch.device:
-        return self.model.get_input_embeddings().weight.device
+        return input_device(self.model)
 
     def _generate(self, ids: list[int], options: dict[str, Any]) -> list[int]:
         parts = {"prefill_chunk_size": max(1, (self.cache.window_tokens - self.cache.keep_tokens) // 2)}

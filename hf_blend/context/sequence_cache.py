@@ -22,6 +22,7 @@ from transformers import Cache
 
 from ..anatomy import decoder_layers, text_config
 from ..errors import ConfigError, PromptError
+from ..placement import input_device
 from ..rotary.base import compose
 from .cells import Cells
 from .sequence_layer import SequenceLayer
@@ -51,7 +52,7 @@ class SequenceCache(SequenceOps, Cache):
         """
         self.model = model
         self._source = TableSource.of(model)
-        self._device = model.get_input_embeddings().weight.device
+        self._device = input_device(model)
         SequenceOps.__init__(self)
         self._origins = torch.empty(0, dtype=torch.long)  # by cell: the position that its key is rotated for
         self._is_laid, self._pending = True, _NOTHING

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..anatomy import LayerCall, decoder_layers, text_config
 from ..calibrate import rotary_styles
 from ..errors import UnsupportedModelError
+from ..placement import input_device
 from ..rotary.base import RotaryStyle
 from ..rotary.tables import Table, rotary_table
 
@@ -112,7 +113,7 @@ def _find_makers(model: nn.Module) -> tuple[Callable[[Tensor], Any] | None, ...]
             stack.callback(module.register_forward_hook(made, with_kwargs=True).remove)
         for index, layer in enumerate(layers):
             stack.callback(layer.register_forward_pre_hook(given(index), with_kwargs=True).remove)
-        device = model.get_input_embeddings().weight.device
+        device = input_device(model)
         model.get_decoder()(input_ids=torch.zeros((1, PROBE_TOKENS), dtype=torch.long, device=device), use_cache=False)
     return tuple(_known_maker(model, index, handed.get(index), makers) for index in range(len(layers)))
 

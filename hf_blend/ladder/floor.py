@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..anatomy import text_config
+from ..placement import input_device
 from ..prompt import Prompt, batch
 from ..selectors.base import KV
 
@@ -142,7 +143,7 @@ def placed(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def device_of(model: nn.Module) -> torch.device:
     """Where the model takes its ids."""
-    return model.get_input_embeddings().weight.device
+    return input_device(model)
 
 
 def attention_of(model: nn.Module) -> str:

@@ -31,7 +31,7 @@ def traces(subject: Subject) -> dict[str, Any]:
         found[f"module {name or '(model)'}"] = (type(module), sorted(vars(module)), hooks, module.training)
     found["config"] = copy.deepcopy(model.config.to_dict())
     found["attention"] = model.config._attn_implementation
-    found["weights"] = {name: (id(weight), weight._version) for name, weight in model.named_parameters()}
+    found["weights"] = {name: _identity(weight) for name, weight in model.named_parameters()}
     ids = torch.tensor([subject.ids(12, seed=5)], device=device_of(model))
     found["logits"] = model(ids, use_cache=False).logits
     return found
@@ -45,6 +45,11 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 def hooks_of(model: nn.Module) -> int:
     """How many hooks a model and its modules carry."""
     return sum(len(getattr(module, kind)) for module in model.modules() for kind in HOOKS)
+
+
+def _identity(weight: nn.Parameter) -> tuple[Any, ...]:
+    """Which tensor a weight is and how often it was written; offloaded ones are put in place anew at every call."""
+    return (weight.shape, weight.dtype) if weight.is_meta else (id(weight), weight._version)
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -1,0 +1,154 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Models whose layers accelerate keeps on the CPU or on disk: blending is exact, and accelerate's hooks stay."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from accelerate import cpu_offload, disk_offload, dispatch_model
+
+from hf_blend import BlendCache, ChunkStore, UnsupportedModelError, fingerprint
+from hf_blend.anatomy import decoder_layers
+from hf_blend.ladder.ladder import measure
+from hf_blend.ladder.subject import Subject
+from hf_blend.ladder.zoo import tiny_model
+from hf_blend.placement import input_device
+
+CPU = torch.device("cpu")
+EXACT = ("ratio_1", "ratio_1_batch", "all_but_one", "fused_ratio")
+RUNGS = (*EXACT, "unchosen_bytes", "untouched", "untouched_after_error")
+GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+PIECES: dict[str, Any] = {
+    "prefix": [3, 4],
+    "chunks": [list(range(10, 40)), list(range(60, 85))],
+    "question": [5, 6, 7],
+}
+
+
+def device_map(model: Any, near: str) -> dict[str, str]:
+    """Every other layer on disk, all else as `near` says."""
+    base = model.base_model_prefix
+    places = {name: near for name, _ in model.named_children() if name != base}
+    places |= {f"{base}.{name}": near for name, _ in model.base_model.named_children() if name != "layers"}
+    count = len(decoder_layers(model))
+    return places | {f"{base}.layers.{index}": "disk" if index % 2 else near for index in range(count)}
+
+
+def offloaded(model: Any, how: str, folder: Any) -> Any:
+    """The model, dispatched in place."""
+    if how == "cpu":
+        return cpu_offload(model, CPU)
+    if how == "disk":
+        return disk_offload(model, str(folder), execution_device=CPU)
+    places = device_map(model, "cpu")
+    return dispatch_model(model, places, main_device="cpu", offload_dir=str(folder), force_hooks=True)
+
+
+@pytest.fixture(params=["cpu", "disk", "map"])
+def how(request):
+    return request.param
+
+
+def dispatched(name: str, how: str, folder: Any) -> Any:
+    model = offloaded(tiny_model(name), how, folder)
+    model.set_attn_implementation("sdpa")
+    assert all(weight.is_meta for weight in decoder_layers(model)[1].parameters())
+    return model
+
+
+def asked(model: Any, store: Any = None, **settings: Any) -> tuple[BlendCache, Any]:
+    cache = BlendCache(model, ChunkStore.open("memory://") if store is None else store, **settings)
+    inputs = cache.inputs(None, **PIECES)
+    return cache, model.generate(**inputs, past_key_values=cache, **GREEDY)
+
+
+def climbed(name: str, how: str, folder: Any) -> None:
+    subject = Subject(dispatched(name, how, folder))
+    found = [measure(rung, subject, "float32", "sdpa") for rung in RUNGS]
+    assert [rung for rung in found if not rung.passed] == []
+    assert max(rung.max_abs_error for rung in found[: len(EXACT)]) <= 1e-5
+
+
+def test_the_ladder_holds_where_layers_are_offloaded(how, tmp_path):
+    climbed("llama", how, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_neox", "mixtral"])
+def test_the_ladder_holds_for_other_families_that_are_offloaded(name, how, tmp_path):
+    climbed(name, how, tmp_path)
+
+
+def test_it_is_the_same_model_with_the_same_chunks_and_the_same_text(how, tmp_path):
+    whole, store = tiny_model("llama"), ChunkStore.open("memory://")
+    model = offloaded(copy.deepcopy(whole), how, tmp_path)
+    assert fingerprint.fingerprint(model) == fingerprint.fingerprint(whole)
+    cache, wanted = asked(whole, store)
+    assert cache.report.computed_chunks == 3
+    cache, got = asked(model, store)
+    assert cache.report.loaded_chunks == 3
+    assert cache.report.computed_chunks == 0
+    assert torch.equal(got, wanted)
+    cache, got = asked(model, recompute_ratio=1.0)
+    assert cache.report.reusable_tokens > 0
+    assert torch.equal(got, whole.generate(cache.inputs(None, **PIECES)["input_ids"], **GREEDY))
+
+
+def test_offloaded_weights_are_read_for_the_fingerprint_once(how, tmp_path, monkeypatch):
+    model = dispatched("llama", how, tmp_path)
+    asked(model)
+    read, checksum = [], fingerprint.checksum
+    monkeypatch.setattr(fingerprint, "checksum", lambda tensor: read.append(tensor) or checksum(tensor))
+    asked(model)
+    assert read == []
+    for module in model.modules():
+        if _has_hook(module) and getattr(module._hf_hook, "weights_map", None) is not None:
+            module._hf_hook.weights_map = copy.copy(module._hf_hook.weights_map)  # now from somewhere else
+    fingerprint.fingerprint(model)
+    assert read
+
+
+def test_the_hooks_of_accelerate_stay_and_work_after_an_exception_too(how, tmp_path, monkeypatch):
+    model = dispatched("llama", how, tmp_path)
+    _, wanted = asked(model)
+    hooks = {name: (module._hf_hook, module.forward) for name, module in model.named_modules() if _has_hook(module)}
+    assert hooks
+    with monkeypatch.context() as patch:
+        patch.setattr(decoder_layers(model)[2].mlp, "forward", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            asked(model)
+    for name, module in model.named_modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+        if _has_hook(module):
+            assert hooks[name] == (module._hf_hook, module.forward)
+    assert decoder_layers(model)[1].mlp.up_proj.weight.is_meta, "and the weights are offloaded again"
+    assert torch.equal(asked(model)[1], wanted)
+
+
+def test_a_model_is_loaded_with_a_device_map_that_names_the_disk(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    whole = tiny_model("qwen3")
+    whole.save_pretrained(tmp_path / "model")
+    places = device_map(whole, "cpu")
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", device_map=places, offload_folder=str(tmp_path / "offload"), dtype=torch.float32
+    )
+    assert decoder_layers(model)[1].mlp.up_proj.weight.is_meta
+    cache, got = asked(model, recompute_ratio=1.0)
+    assert cache.report.reusable_tokens > 0
+    assert torch.equal(got, whole.generate(cache.inputs(None, **PIECES)["input_ids"], **GREEDY))
+    assert fingerprint.fingerprint(model) == fingerprint.fingerprint(whole.eval())
+
+
+def test_a_model_without_weights_is_refused_with_the_remedy():
+    model = tiny_model("llama").to("meta")
+    with pytest.raises(UnsupportedModelError, match=r"embeddings of LlamaForCausalLM.*meta.*Load the weights"):
+        input_device(model)
+
+
+def _has_hook(module: Any) -> bool:
+    return hasattr(module, "_hf_hook")
