@@ -12,6 +12,7 @@ from torch import nn
 from hf_blend import blend, realign, row_masks
 from hf_blend.anatomy import text_config
 from hf_blend.calibrate import rotary_styles
+from hf_blend.capture import capture
 from hf_blend.ladder import everything
 from hf_blend.ladder.floor import attentions
 from hf_blend.ladder.ladder import measure
@@ -103,10 +104,8 @@ def turns(model):
 
 
 def has_several_tables(model):
-    rope = getattr(text_config(model), "rope_parameters", None) or {}
-    values = [value for value in rope.values() if isinstance(value, dict)]
-    kinds = {str(sorted(value.items())) for value in values}
-    return len(kinds) > 1
+    tables = [table for table in capture(model, torch.arange(8, 28)[None]).tables if table is not None]
+    return any(not torch.equal(table[0], tables[0][0]) for table in tables)
 
 
 def has_norm(model):

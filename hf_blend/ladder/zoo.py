@@ -42,7 +42,8 @@ EXTRA: dict[str, dict[str, Any]] = {  # what a type asks for beyond the names th
             for kind, theta in (("sliding_attention", 1e4), ("full_attention", 1e6))
         },
     },
-    "lfm2_moe": {"layer_types": ["full_attention"] * LAYERS},
+    "lfm2": {"layer_types": ["conv"] * (LAYERS - 1) + ["full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv"] * (LAYERS - 1) + ["full_attention"]},
     "zaya": {"num_experts_per_tok": 1},
 }
 WRONG_CONFIG = (ArithmeticError, AttributeError, AssertionError, ImportError, LookupError, RuntimeError,
@@ -192,7 +193,7 @@ def _shrunk(default: Any, fill: bool) -> dict[str, Any]:
         inner = getattr(default, name, None)
         if inner is not None:
             found[name] = _shrunk(inner, fill)
-    kinds = list(dict.fromkeys(getattr(default, "layer_types", None) or ()))
+    kinds = _layer_kinds(default)
     if 1 < len(kinds) <= LAYERS and not isinstance(getattr(type(default), "layer_types", None), property):
         found["layer_types"] = _layer_types(kinds)
     return found
@@ -205,6 +206,14 @@ def _has(config: Any, name: str, fill: bool) -> bool:
         return hasattr(config, name) if fill else getattr(config, name, None) is not None
     except RuntimeError:  # its layers differ in it
         return True
+
+
+def _layer_kinds(config: Any) -> list[str]:
+    """The kinds of layers that a config names, one by one or as those with rotary tables of their own."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    named = (name for name in rope if name.endswith("_attention"))
+    types = getattr(config, "layer_types", None) or ()
+    return list(dict.fromkeys((*types, *(named if types else ()))))
 
 
 def _layer_types(kinds: Sequence[str]) -> list[str]:
