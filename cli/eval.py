@@ -1,0 +1,99 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Score methods, ratios and models on tasks, with intervals, charged budget and time to first token."""
+
+import json as json_format
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .output import Json, progress, say, show
+
+__all__ = ["eval"]
+
+Tasks = Annotated[list[str] | None, typer.Argument(help="Names of tasks; the default is reference-world.")]
+Models = Annotated[list[str], typer.Option("--model", help="Hub id, folder, or reference; may be repeated.")]
+Methods = Annotated[list[str], typer.Option("--method", help="A method, a selector, or all; may be repeated.")]
+Ratios = Annotated[list[float], typer.Option("--ratio", help="For methods that take one; may be repeated.")]
+Data = Annotated[list[str] | None, typer.Option("--data", help="JSONL file, or TASK=FILE; may be repeated.")]
+Limit = Annotated[int, typer.Option(help="Samples of each task; 0 is all.")]
+Seed = Annotated[int, typer.Option(help="Of drawn samples and shuffled chunks.")]
+ChunkTokens = Annotated[int | None, typer.Option(help="Cut chunks anew, so many tokens each.")]
+Order = Annotated[str, typer.Option(help="given, shuffled or reversed.")]
+Batch = Annotated[int, typer.Option(help="Samples answered side by side; above 1 only the first are timed.")]
+Dtype = Annotated[str | None, typer.Option(help="Of the weights; the default is as saved.")]
+Device = Annotated[str, typer.Option(help="Where to run, such as cuda.")]
+Output = Annotated[Path | None, typer.Option(help="Folder of the run; a stopped run goes on there.")]
+Report = Annotated[bool, typer.Option("--report", help="Write report.html and plots into the folder, too.")]
+SHOWN = ("task", "model", "method", "ratio", "n", "score", "low", "high", "charged_budget", "ttft_ms")
+
+
+def eval(
+    tasks: Tasks = None,
+    model: Models = ["reference"],  # noqa: B006
+    method: Methods = ["full-prefill", "prefix-caching", "full-reuse", "auto"],  # noqa: B006
+    ratio: Ratios = [0.02, 0.05, 0.1, 0.15, 0.3],  # noqa: B006
+    data: Data = None,
+    limit: Limit = 50,
+    seed: Seed = 1,
+    chunk_tokens: ChunkTokens = None,
+    chunk_order: Order = "given",
+    batch: Batch = 1,
+    dtype: Dtype = None,
+    device: Device = "cpu",
+    output_dir: Output = None,
+    report: Report = False,
+    json: Json = False,
+) -> None:
+    """Score methods on tasks: one line per answer in a folder, then a table, and a page with plots if wanted.
+
+    Every answer is paired with full prefill; intervals are 95 % bootstrap intervals over the samples.
+
+    Examples:
+        hf-blend eval --limit 2 --ratio 0.1 --json
+        hf-blend eval needle --limit 2 --method auto --ratio 0.1
+        hf-blend eval --method all --limit 500 --batch 25 --output-dir run --report  # slow
+        hf-blend eval musique --model mistralai/Mistral-7B-Instruct-v0.2 --limit 20  # network
+    """
+    import tempfile
+
+    from hf_blend.evaluation.blending import method_names
+    from hf_blend.evaluation.folder import SUMMARY, RunFolder
+    from hf_blend.evaluation.summary import summarised
+    from hf_blend.evaluation.trial import Trial, run
+
+    names = tuple(tasks or ["reference-world"])
+    wanted = tuple(name for one in method for name in (method_names() if one == "all" else [one]))
+    files = _files(data or [], names)
+    trial = Trial(
+        names, tuple(model), wanted, tuple(ratio), limit or None, seed, chunk_tokens, chunk_order, files, batch, dtype,
+        device,
+    )  # fmt: skip
+
+    def told(parts: Iterator[Any], count: int) -> Iterator[Any]:
+        return progress(parts, "answering", total=count, quiet=json)
+
+    with tempfile.TemporaryDirectory() as scratch, RunFolder(output_dir or Path(scratch), trial.settings) as folder:
+        run(trial, folder, told)
+        made = summarised(trial.settings, folder.lines.values())
+        folder.write(SUMMARY, json_format.dumps(made, indent=1, allow_nan=False) + "\n")
+        if report:
+            from hf_blend.evaluation.report import html, plots
+
+            folder.write("report.html", html(made))
+            for name, text in plots(made).items():
+                folder.write(f"{name}.svg", text)
+    if output_dir:
+        say(f"written to {output_dir}")
+    rows = [{name: row[name] for name in SHOWN} for row in made["rows"]]
+    show(made if json else rows, as_json=json, title="evaluation", header=True)
+
+
+def _files(data: list[str], tasks: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+    """(task, file) pairs; a file without a task is for the only one."""
+    pairs = [one.partition("=")[::2] if "=" in one and one.partition("=")[0] in tasks else ("", one) for one in data]
+    if any(not task for task, _ in pairs) and len(tasks) != 1:
+        raise typer.BadParameter(f"several tasks are asked for: write --data TASK=FILE, with one of {', '.join(tasks)}")
+    return tuple((task or tasks[0], path) for task, path in pairs)

@@ -1,0 +1,114 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""The folder of a run: what was asked for, one line per answer as it comes, the summary last.
+
+A run that was stopped goes on where it was: a line is there whole, or what is there of it is cut off. A folder of
+other settings is refused, so that answers of two runs never mix.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from filelock import FileLock, Timeout
+
+from hf_blend.errors import ConfigError
+
+SETTINGS, LINES, SUMMARY = "settings.json", "answers.jsonl", "summary.json"
+Place = tuple[Any, ...]  # what tells a line from all others
+KEYS = ("task", "model", "method", "ratio", "id")
+
+
+class RunFolder:
+    """A folder that one run writes to.
+
+    Args:
+        path: made if it does not exist.
+        settings: of the run; those of an older run in this folder must be the same.
+
+    Raises:
+        ConfigError: the folder holds a run with other settings, something that is no run, or is in use.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+        self.path = path
+        self._settings = json.loads(json.dumps(settings))
+        self._lock = FileLock(path / ".lock", timeout=0)
+
+    def __enter__(self) -> Self:
+        """Take the folder and read what it holds."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            raise ConfigError(f"{str(self.path)!r} is a file, but a folder for results is wanted.") from None
+        try:
+            self._lock.acquire()
+        except Timeout:
+            raise ConfigError(f"another run is writing to {str(self.path)!r}. Wait, or give another folder.") from None
+        try:
+            self._check()
+            self.lines = {place_of(line): line for line in self._read()}
+        except BaseException:
+            self._lock.release()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def add(self, lines: list[dict[str, Any]]) -> None:
+        """Append answers; they survive whatever comes after."""
+        text = "".join(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n" for line in lines)
+        with (self.path / LINES).open("a", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        self.lines |= {place_of(line): line for line in lines}
+
+    def write(self, name: str, text: str) -> Path:
+        """Put a file into the folder, whole or not at all."""
+        path, part = self.path / name, self.path / f".{name}.part"
+        part.write_text(text, "utf-8")
+        os.replace(part, path)
+        return path
+
+    def _check(self) -> None:
+        path = self.path / SETTINGS
+        if not path.exists():
+            others = sorted(one.name for one in self.path.iterdir() if one.name != ".lock")
+            if others:
+                raise ConfigError(
+                    f"{str(self.path)!r} holds {', '.join(others[:3])} and no run. Give a new or empty folder."
+                )
+            self.write(SETTINGS, json.dumps(self._settings, indent=1) + "\n")
+            return
+        try:
+            known = json.loads(path.read_text("utf-8"))
+        except ValueError as error:
+            raise ConfigError(f"{str(path)!r} is damaged: {error}. Give another folder.") from error
+        for name in sorted({*known, *self._settings}):
+            if known.get(name) != self._settings.get(name):
+                raise ConfigError(
+                    f"{str(self.path)!r} holds a run with {name} {known.get(name)!r}, not "
+                    f"{self._settings.get(name)!r}. Give another folder, or the same settings to go on."
+                )
+
+    def _read(self) -> list[dict[str, Any]]:
+        path = self.path / LINES
+        content = path.read_bytes() if path.exists() else b""
+        whole = content[: content.rfind(b"\n") + 1]
+        try:
+            lines = [json.loads(line) for line in whole.splitlines()]
+        except ValueError as error:
+            raise ConfigError(f"{str(path)!r} has a damaged line: {error}. Give another folder.") from error
+        if len(whole) < len(content):  # the last line was being written when the run was stopped
+            with path.open("r+b") as file:
+                file.truncate(len(whole))
+        return lines
+
+
+def place_of(line: Mapping[str, Any]) -> Place:
+    """What tells an answer from all others of a run."""
+    return tuple(line[key] for key in KEYS)

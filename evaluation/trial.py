@@ -1,0 +1,231 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""A run: tasks, models, methods and ratios; one line for each answer.
+
+Every sample is answered by all methods, full prefill first, before the next one begins: what is measured side by side
+is measured under the same conditions, and a stopped run has whole comparisons. Before that, every chunk is computed
+once, so that no method pays for it. With a batch, samples are answered side by side and the first `TIMED` also alone,
+by all methods in turn, for the time to the first token.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import hf_blend
+from hf_blend import ChunkStore, plugins
+from hf_blend.errors import ConfigError
+
+from .blending import approach, takes_ratio
+from .bundled import load_model
+from .folder import RunFolder, place_of
+from .methods.base import Approach, Outcome
+from .scores.base import Score
+from .tasks.base import Sample, Shape, Task
+
+FULL = "full-prefill"
+WARM = "full-reuse"
+TIMED = 10  # samples that are answered alone too, where others are answered side by side
+REFERENCE = "reference"  # what the bundled model is called
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What is asked of whom.
+
+    Attributes:
+        tasks: names.
+        models: hub ids or folders; "reference" is the bundled one.
+        methods: names; selectors may have options behind a colon.
+        ratios: for the methods that take one.
+        limit: samples of each task; None is all.
+        seed: of tasks that draw samples, and of shuffled chunks.
+        chunk_tokens: cut chunks anew; None leaves them.
+        chunk_order: "given", "shuffled" or "reversed".
+        data: JSONL files by task; the others come from the hub or are made.
+        batch: samples answered side by side.
+        dtype: of the weights; None is as saved.
+        device: where to run.
+    """
+
+    tasks: tuple[str, ...] = ("reference-world",)
+    models: tuple[str, ...] = (REFERENCE,)
+    methods: tuple[str, ...] = (FULL, "prefix-caching", "full-reuse", "auto")
+    ratios: tuple[float, ...] = (0.02, 0.05, 0.1, 0.15, 0.3)
+    limit: int | None = 50
+    seed: int = 1
+    chunk_tokens: int | None = None
+    chunk_order: str = "given"
+    data: tuple[tuple[str, str], ...] = ()
+    batch: int = 1
+    dtype: str | None = None
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot run, before anything is loaded."""
+        for task in self.tasks:
+            plugins.load("evaluation.tasks", task)
+        for name in self.methods:
+            takes_ratio(name)
+        for task, path in self.data:
+            if task not in self.tasks:
+                raise ConfigError(f"data is given for {task!r}, which is not asked for: {', '.join(self.tasks)}.")
+            if not Path(path).is_file():
+                raise ConfigError(f"the data {path!r} of {task} is no file. Give a JSONL file.")
+        if any(not 0 <= ratio <= 1 for ratio in self.ratios):
+            raise ConfigError(f"ratios are {self.ratios}, wanted numbers from 0 to 1.")
+        if self.batch < 1 or (self.limit is not None and self.limit < 1):
+            raise ConfigError(f"limit is {self.limit} and batch {self.batch}, wanted 1 or more.")
+        Shape(self.chunk_tokens, self.chunk_order, self.seed)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What must be the same for two runs to be one."""
+        versions = {"hf_blend": hf_blend.__version__, "torch": torch.__version__}
+        return {**asdict(self), "threads": torch.get_num_threads(), "versions": versions}
+
+    def ways(self) -> list[tuple[str, float | None]]:
+        """Every method with every ratio that it takes, full prefill first."""
+        names = dict.fromkeys((FULL, *self.methods))
+        return [(name, ratio) for name in names for ratio in (self.ratios if takes_ratio(name) else (None,))]
+
+
+def run(trial: Trial, folder: RunFolder, progress: Callable[[Iterator[Any], int], Any] | None = None) -> None:
+    """Answer all that the folder has no answer to.
+
+    Args:
+        trial: what is asked.
+        folder: receives the lines.
+        progress: wraps the loop over (task, samples), with their number.
+    """
+    for name in trial.models:
+        if _is_complete(trial, name, folder):
+            continue
+        model, tokenizer = _load(name, trial)
+        for task_name in trial.tasks:
+            task = _task(trial, task_name, tokenizer)
+            samples = task.samples(trial.limit, Shape(trial.chunk_tokens, trial.chunk_order, trial.seed))
+            bench = _Bench(trial, name, task_name, task, model, tokenizer, folder)
+            parts = [samples[first : first + trial.batch] for first in range(0, len(samples), trial.batch)]
+            for part in progress(iter(parts), len(parts)) if progress else parts:
+                bench.answer(part)
+
+
+def _is_complete(trial: Trial, model: str, folder: RunFolder) -> bool:
+    """Whether nothing is left to answer, known without loading the model; only where the number is known."""
+    if trial.limit is None:
+        return False
+    wanted = trial.limit * len(trial.ways())
+    counts = [sum(place[:2] == (task, model) for place in folder.lines) for task in trial.tasks]
+    return all(count >= wanted for count in counts)
+
+
+def _load(name: str, trial: Trial) -> tuple[nn.Module, Any]:
+    model, tokenizer = load_model(None if name == REFERENCE else name)
+    dtype = None if trial.dtype is None else getattr(torch, trial.dtype, None)
+    if trial.dtype is not None and not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"dtype is {trial.dtype!r}, wanted one such as float32 or bfloat16.")
+    return model.to(device=trial.device, dtype=dtype), tokenizer
+
+
+def _task(trial: Trial, name: str, tokenizer: Any) -> Task:
+    data = dict(trial.data).get(name)
+    made: Task = plugins.load("evaluation.tasks", name)(tokenizer, Path(data) if data else None, trial.seed)
+    return made
+
+
+class _Bench:
+    """One task with one model."""
+
+    def __init__(
+        self, trial: Trial, model_name: str, task_name: str, task: Task, model: nn.Module, tokenizer: Any, folder: Any
+    ) -> None:
+        self._trial, self._names, self._folder = trial, (task_name, model_name), folder
+        store = ChunkStore.open("memory://")
+        given = (model, tokenizer, store, task.max_new_tokens)
+        self._ways: list[tuple[str, float | None, Approach]] = [
+            (name, ratio, approach(name, ratio, *given)) for name, ratio in trial.ways()
+        ]
+        self._warm = approach(WARM, None, model, tokenizer, store, 1)
+        rules = dict.fromkeys((task.score, "word-f1", "exact-match"))
+        self._rules: dict[str, Score] = {
+            name: plugins.load("evaluation.scores", name)(tokenizer) for name in rules
+        }
+        self._score, self._done = task.score, 0
+
+    def answer(self, samples: Sequence[Sample]) -> None:
+        """Answer some samples by every way that has not answered them yet."""
+        asked = [sample for sample in samples if any(not self._knows(sample, *way[:2]) for way in self._ways)]
+        timed = range(self._done, self._done + len(samples))
+        self._done += len(samples)
+        if not asked:
+            return
+        counted = self._warm.answer(asked)
+        full = self._ways[0][2].answer(asked)
+        wanted = [one.ids for one in full]
+        alone = [number < TIMED for number in timed][: len(asked)] if len(asked) > 1 else [False]
+        lines = []
+        for name, ratio, way in self._ways:
+            found = self._answered(way, asked, wanted)
+            pairs = zip(asked, alone, strict=True)
+            times = [way.answer([sample])[0].ttft_ms if one else None for sample, one in pairs]
+            if name == FULL:
+                full = found
+            for sample, one, right, time_ms, warm in zip(asked, found, full, times, counted, strict=True):
+                lines.append(self._line(name, ratio, sample, one, right, time_ms, warm))
+        self._folder.add([line for line in lines if place_of(line) not in self._folder.lines])
+
+    def _answered(self, way: Approach, samples: Sequence[Sample], wanted: list[tuple[int, ...]]) -> list[Outcome]:
+        if way.answers_together:
+            return way.answer(samples, wanted)
+        return [way.answer([sample], [ids])[0] for sample, ids in zip(samples, wanted, strict=True)]
+
+    def _knows(self, sample: Sample, name: str, ratio: float | None) -> bool:
+        return (*self._names, name, ratio, sample.id) in self._folder.lines
+
+    def _line(
+        self, name: str, ratio: float | None, sample: Sample, one: Outcome, full: Outcome, time_ms: Any, warm: Outcome
+    ) -> dict[str, Any]:
+        scores = {rule: score.best(one.text, sample.answers) for rule, score in self._rules.items()}
+        kl, top1 = agreement(one.logits, full.logits)
+        return {
+            "task": self._names[0],
+            "model": self._names[1],
+            "method": name,
+            "ratio": ratio,
+            "id": sample.id,
+            "prediction": one.text,
+            "answers": list(sample.answers),
+            "score": scores[self._score],
+            "scores": scores,
+            "ttft_ms": one.ttft_ms if time_ms is None else time_ms,
+            "charged_budget": one.charged_budget,
+            "prompt_tokens": one.prompt_tokens,
+            "reused_tokens": one.reused_tokens,
+            "computed_chunks": warm.computed_chunks,
+            "kl": kl,
+            "top1": top1,
+            "exact_output": one.ids == full.ids,
+        }
+
+
+def agreement(logits: Tensor | None, full: Tensor | None) -> tuple[float | None, float | None]:
+    """How near a method is to a full prefill over the full prefill's answer.
+
+    Args:
+        logits: `[tokens, vocabulary]` of the method.
+        full: of the full prefill.
+
+    Returns:
+        Mean KL divergence from the full prefill in nats, and the share of tokens with the same most likely one; None
+        where a method has no logits.
+    """
+    if logits is None or full is None or logits.shape != full.shape or not len(full):
+        return None, None
+    wanted, got = full.log_softmax(dim=-1), logits.log_softmax(dim=-1)
+    kl = float((wanted.exp() * (wanted - got)).sum(dim=-1).mean())
+    return max(0.0, kl), float((full.argmax(-1) == logits.argmax(-1)).float().mean())
