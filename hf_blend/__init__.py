@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         StoreError,
         UnsupportedModelError,
     )
+    from .generate import blended
     from .sparse.decoding import sparse_decoding
     from .store import ChunkStore
 
@@ -44,6 +45,7 @@ __all__ = [
     "StoreError",
     "UnsupportedModelError",
     "__version__",
+    "blended",
     "self_extend",
     "sparse_decoding",
 ]
@@ -54,6 +56,7 @@ _HOMES = {  # the others live in errors
     "ChunkStore": "store",
     "SequenceCache": "context.sequence_cache",
     "ShiftCache": "context.context_shift",
+    "blended": "generate",
     "self_extend": "context.self_extend",
     "sparse_decoding": "sparse.decoding",
 }

@@ -1,0 +1,40 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""A folder for `generate(custom_generate=...)`: documents and a question in, an answer out, KV of documents reused."""
+
+from hf_blend import BlendCache, ChunkStore
+
+
+def generate(
+    model,
+    *,
+    tokenizer=None,
+    chunks=None,
+    question=None,
+    prefix=None,
+    store="memory://",
+    recompute_ratio=0.15,
+    selector="kv-deviation",
+    **arguments,
+):
+    """Answer a question over chunks, or go on with a prompt in which stored chunks are found.
+
+    Args:
+        model: given by transformers.
+        tokenizer: of the model; needed for chunks that are text.
+        chunks: retrieved documents; None takes the prompt as it is.
+        question: behind them.
+        prefix: system prompt before them.
+        store: a `ChunkStore`, or where to open one.
+        recompute_ratio: share of the reusable tokens that is recomputed.
+        selector: which tokens these are.
+        **arguments: everything else that `generate` takes.
+
+    Returns:
+        What `generate` returns.
+    """
+    opened = store if isinstance(store, ChunkStore) else ChunkStore.open(store)
+    cache = BlendCache(model, opened, recompute_ratio=recompute_ratio, selector=selector)
+    if chunks:
+        arguments |= cache.inputs(tokenizer, prefix=prefix, chunks=chunks, question=question)
+    return model.generate(**arguments, past_key_values=cache)

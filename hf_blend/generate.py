@@ -1,0 +1,77 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""One keyword for `generate`: `custom_generate=blended(store)` reuses what is stored of a prompt, wherever it stands.
+
+    store.add(model, tokenizer, documents)
+    model.generate(**tokenizer(prompt, return_tensors="pt"), custom_generate=blended(store), max_new_tokens=64)
+
+Greedy search, sampling and beam search run as without it. transformers does not hand a streamer or an assistant to a
+callable: for those make a `BlendCache` and pass it as `past_key_values`.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.generation.utils import GENERATION_MODES_MAPPING
+
+from .cache import BlendCache
+from .config import BlendConfig
+from .errors import ConfigError
+from .report import BlendReport
+from .store import ChunkStore
+
+
+class Blended:
+    """What `generate` calls in place of its own decoding; `report` says what the last prefill cost."""
+
+    def __init__(self, store: ChunkStore, config: BlendConfig) -> None:
+        self.store, self.config = store, config
+        self.report: BlendReport | None = None
+
+    def __call__(self, model: nn.Module, input_ids: Tensor, *, generation_config: Any, **kwargs: Any) -> Any:
+        """Decode as `generate` would, with a cache that brings stored chunks.
+
+        Args:
+            model: a causal language model.
+            input_ids: the prompts, `[batch, tokens]`.
+            generation_config: as `generate` made it.
+            **kwargs: what else `generate` hands on.
+
+        Returns:
+            What `generate` returns.
+
+        Raises:
+            ConfigError: a cache that is in use was given too, or the way of decoding is not transformers' own.
+        """
+        given = kwargs.get("past_key_values")
+        if given is not None and given.get_seq_length() > 0:
+            raise ConfigError(
+                f"past_key_values has {given.get_seq_length()} tokens, but custom_generate=blended(...) begins with "
+                "none. Pass a BlendCache as past_key_values, and no custom_generate."
+            )
+        mode = generation_config.get_generation_mode(kwargs.get("assistant_model"))
+        method = getattr(type(model), GENERATION_MODES_MAPPING[mode], None)
+        if method is None:
+            raise ConfigError(f"{mode.value} is no way of transformers itself. Use sampling, greedy or beam search.")
+        cache = BlendCache(model, self.store, self.config)
+        kwargs["past_key_values"] = cache
+        output = method(model, input_ids, generation_config=generation_config, **kwargs)
+        self.report = cache.report
+        return output
+
+
+def blended(store: ChunkStore, config: BlendConfig | None = None, **settings: Any) -> Blended:
+    """Make what is given to `generate(custom_generate=...)`; it may be used again and again.
+
+    Args:
+        store: where chunks are kept; they are found inside the prompt by content, at any offset.
+        config: the settings; the defaults where left out.
+        **settings: fields of `BlendConfig` that differ from `config`, such as `recompute_ratio=0.15`.
+
+    Returns:
+        The callable.
+
+    Raises:
+        ConfigError: a setting is refused.
+    """
+    return Blended(store, BlendConfig.from_dict({**(config or BlendConfig()).to_dict(), **settings}))
