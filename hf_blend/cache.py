@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from . import plugins
@@ -28,6 +27,7 @@ from .cache_layers import cache_layers
 from .choice import Chooser, FullPrefill
 from .config import BlendConfig
 from .correcting import Repair
+from .decode_masks import MaskedDecode
 from .fingerprint import fingerprint
 from .flops import layer_costs
 from .hooks import Entry
@@ -44,7 +44,7 @@ from .store import ChunkStore
 from .trust import ensure_trusted
 
 
-class BlendCache(Cache):
+class BlendCache(MaskedDecode):
     """A `transformers.Cache` that brings stored KV into the prefill and has the model recompute a share of it.
 
     Works with greedy search, sampling, beam search, assisted decoding and streaming, because `generate` sees a dynamic
@@ -145,7 +145,7 @@ class BlendCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """How many tokens a layer holds. `generate` asks just before the prefill: the model is watched from here."""
         if self._fusor is not None:
-            return self._past
+            return self._fusor.past
         length = super().get_seq_length(layer_idx)
         if length == 0 or self._coming:
             self._entry.watch_model()

@@ -24,11 +24,15 @@ LEAVES = (
 FLOW = (  # a module imports from its own line and from those above it; LEAVES not even from each other
     ("errors", "version", "plugins"),
     ("config",),
-    ("masks", "history", "prompt", "checksum", "placement", "fingerprint", "anatomy", "flops", "report", "store.chunk"),
+    (
+        *("masks", "history", "regime", "prompt", "checksum", "placement", "fingerprint", "anatomy", "flops"),
+        *("report", "store.chunk"),
+    ),
     LEAVES,
     ("capture", "calibrate"),
     ("store", "loading", "testing"),
     (
+        "places",
         "plan",
         "rows",
         "realign",
