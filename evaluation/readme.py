@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of the README, written from the committed results, so that no number is typed.
+"""The tables of the README and of docs, written from the committed results, so that no number is typed.
 
 python -m hf_blend.evaluation.readme
 """
@@ -146,7 +146,24 @@ def _session(document: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _study(document: dict[str, Any]) -> list[str]:
+    """Final rows of the reference world, the cheapest first."""
+    rows = [row for row in document["rows"] if row["task"] == "reference-world" and row["part"] == "final"]
+    lines = [
+        f"n = {rows[0]['n']} questions.",
+        "",
+        "| method | nominal | charged | exact match, 95 % interval | of full prefill |",
+        "|---|---|---|---|---|",
+    ]
+    for row in sorted(rows, key=lambda row: row["charged_budget"]):
+        shares = [_share(row["ratio"]), f"{100 * row['charged_budget']:.1f} %"]
+        score = f"{row['score']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
+        lines.append(f"| {row['method']} | {' | '.join(shares)} | {score} | {row['share_of_full']:.3f} |")
+    return lines
+
+
 TABLES = {
+    "study": _study,
     "reference": _reference,
     "ttft": _ttft,
     "families": _families,
@@ -161,9 +178,9 @@ def _share(value: float | None) -> str:
 
 
 def main() -> None:
-    """Rewrite the README of this checkout."""
-    readme = ROOT / "README.md"
-    readme.write_text(filled(readme.read_text("utf-8"), ROOT / "benchmarks" / "results"), encoding="utf-8")
+    """Rewrite the tables of the README and of the pages in docs."""
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        page.write_text(filled(page.read_text("utf-8"), ROOT / "benchmarks" / "results"), encoding="utf-8")
 
 
 if __name__ == "__main__":

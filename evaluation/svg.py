@@ -11,7 +11,7 @@ from html import escape
 
 COLOURS = ("#2563eb", "#d97706", "#059669", "#db2777", "#7c3aed", "#64748b")
 WIDTH, HEIGHT = 720, 380
-LEFT, RIGHT, TOP, BOTTOM = 64, 16, 16, 92  # margins, in pixels
+LEFT, RIGHT, TOP, BOTTOM = 64, 28, 16, 92  # margins, in pixels
 INK = "#1f2937"
 
 

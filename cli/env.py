@@ -1,0 +1,82 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Say what a bug report needs: versions, device, what is installed."""
+
+from typing import Annotated, Any
+
+import typer
+
+from .output import Json, show
+
+__all__ = ["env"]
+
+PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "huggingface_hub", "tokenizers", "numpy")
+EXTRAS = ("bitsandbytes", "datasets", "rouge_score", "gradio", "matplotlib", "redis", "s3fs", "langchain-core")
+SWITCHES = ("HF_BLEND_HOME", "HF_HOME", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "OMP_NUM_THREADS")
+Model = Annotated[str | None, typer.Option(help="Also say how this model is seen: a path, a hub id, or tiny:TYPE.")]
+
+
+def env(model: Model = None, json: Json = False) -> None:
+    """Versions, device, memory, threads, extras and plugins; no path and no value of a variable is shown.
+
+    Examples:
+        hf-blend env
+        hf-blend env --json
+        hf-blend env --model tiny:llama --json
+    """
+    document = {**_versions(), **_machine(), **_surroundings(), **(_model(model) if model else {})}
+    show(document, as_json=json, title="for a bug report")
+
+
+def _versions() -> dict[str, Any]:
+    import platform
+    from importlib import metadata
+
+    from hf_blend import __version__
+
+    def version(name: str) -> str | None:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            return None
+
+    found = {"hf_blend": __version__, "python": platform.python_version(), "system": platform.platform(terse=True)}
+    found |= {name: version(name) or "not installed" for name in PACKAGES}
+    return {**found, "extras": ", ".join(f"{name} {version(name)}" for name in EXTRAS if version(name)) or "none"}
+
+
+def _machine() -> dict[str, Any]:
+    import psutil
+    import torch
+
+    devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {
+        "devices": ", ".join(devices) or "cpu",
+        "cores": psutil.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "free_memory_bytes": psutil.virtual_memory().available,
+    }
+
+
+def _surroundings() -> dict[str, Any]:
+    import os
+
+    from hf_blend import plugins
+
+    told = {f"{kind}: {name}" for kind in plugins.kinds() for name, line in plugins.describe(kind).items()
+            if line.endswith("(installed plugin)")}  # fmt: skip
+    return {
+        "set_variables": ", ".join(name for name in SWITCHES if name in os.environ) or "none",
+        "foreign_plugins": ", ".join(sorted(told)) or "none",
+    }
+
+
+def _model(name: str) -> dict[str, Any]:
+    from hf_blend.calibrate import rotary_styles
+    from hf_blend.fingerprint import fingerprint
+    from hf_blend.ladder.zoo import load_model
+
+    loaded = load_model(name)
+    styles = sorted({style.__name__ for style in rotary_styles(loaded)})
+    return {"model": type(loaded).__name__, "rotary_styles": ", ".join(styles), "fingerprint": fingerprint(loaded)}

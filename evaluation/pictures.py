@@ -1,0 +1,158 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""The pictures of the documents, drawn from the committed results or from nothing but an idea.
+
+python -m hf_blend.evaluation.pictures                 # the SVG files
+python -m hf_blend.evaluation.pictures --screenshot    # and the page of the demo, with the Chromium of this machine
+"""
+
+import argparse
+import json
+import shutil
+from collections.abc import Callable
+from html import escape
+from pathlib import Path
+
+from hf_blend.errors import ConfigError, import_extra
+
+from .demo.drawing import chart, quality_of
+from .svg import INK, Line, line_chart, page
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "docs" / "pictures"
+RESULTS = ROOT / "benchmarks" / "results"
+STORED, COMPUTED, EXACT, PALE = "#93c5fd", "#fb923c", "#c7d2fe", "#f1f5f9"
+PIECES = (("prefix", 70), ("chunk A", 150), ("chunk B", 150), ("chunk C", 150), ("question", 90))
+LEFT = 130
+TAKEN = {1: (14, 96), 2: (4, 60, 128), 3: (30, 84)}  # by piece, where recomputed tokens stand in it
+CHROMIUM_FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync")
+
+
+def prompt() -> str:
+    """One prompt three times: what each way computes, and what it takes from the store."""
+    ways = [
+        ("full prefill", [COMPUTED] * 5, {}),
+        ("full reuse", [EXACT, EXACT, STORED, STORED, COMPUTED], {}),
+        ("blend", [EXACT, EXACT, STORED, STORED, COMPUTED], {piece: TAKEN[piece] for piece in (2, 3)}),
+    ]
+    parts = [_row(place, *way) for place, way in enumerate(ways)]
+    legend = [(COMPUTED, "computed now"), (STORED, "stored KV, keys moved to here"), (EXACT, "stored and exact")]
+    parts += [_key(LEFT + (0, 150, 400)[place], 192, *entry) for place, entry in enumerate(legend)]
+    return page(780, 212, "".join(parts), "what full prefill, full reuse and blending compute", "#ffffff")
+
+
+def layers() -> str:
+    """Which tokens are computed in which layer, by the rule that compares K and V."""
+    rows = [
+        ("layer 0", "all tokens: its K and V do not depend on other tokens", 24),
+        ("layer 1", "K and V of all, compared with the stored ones: the furthest off are chosen", 24),
+        ("layer 2", "only the chosen tokens and the question", 6),
+        ("…", "everything else has its stored K and V, moved to its place", 6),
+        ("last layer", "the question looks at all of it, and the answer begins", 6),
+    ]
+    parts = []
+    for place, (name, said, count) in enumerate(rows):
+        y = 12 + place * 46
+        parts.append(_text(LEFT - 60, y + 15, name, "end"))
+        parts += [_box(LEFT - 50 + column * 15, y, 12, 20, _colour(column, count)) for column in range(28)]
+        parts.append(_text(LEFT - 50, y + 34, said, "start", 11))
+    return page(540, 250, "".join(parts), "which tokens are computed in which layer", "#ffffff")
+
+
+def quality() -> str:
+    """Exact match against what it cost, from the committed results."""
+    return chart(quality_of(_result("reference"), _result("study")), background="#ffffff")
+
+
+def speed() -> str:
+    """How much earlier the first token comes, as a share of the time of a full prefill."""
+    document = _result("ttft")
+    full = document["full"]["ttft_ms"]
+    rows = sorted(document["rows"], key=lambda row: row["charged_budget"])
+    measured = tuple((row["charged_budget"], row["ttft_ms"] / full) for row in rows)
+    bound = tuple((row["charged_budget"], 1 / row["flop_bound"]) for row in rows)
+    lines = [Line("measured", measured), Line("what the saved FLOPs allow", bound)]
+    tokens = f"{rows[0]['prompt_tokens']} tokens, shape of {document['machine']['shape']}"
+    return line_chart(
+        lines, x_label=f"charged ({tokens})", y_label="first token, of full prefill", background="#ffffff"
+    )
+
+
+PICTURES: dict[str, Callable[[], str]] = {"prompt": prompt, "layers": layers, "quality": quality, "speed": speed}
+
+
+def screenshot(path: Path) -> None:
+    """Start the demo, ask its first question, and take a picture of the page.
+
+    Args:
+        path: the PNG to write.
+
+    Raises:
+        ConfigError: there is no Chromium.
+        MissingExtraError: Gradio or playwright is not installed.
+    """
+    from .demo.page import Demo, serve
+
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        raise ConfigError(f"no Chromium was found to draw {str(path)!r} with. Install it, and run this again.")
+    api = import_extra("playwright.sync_api", extra="dev", wanted_by="a screenshot")
+    blocks, url = serve(Demo(), wait=False)
+    try:
+        with api.sync_playwright() as running:
+            browser = running.chromium.launch(executable_path=chromium, args=list(CHROMIUM_FLAGS))
+            seen = browser.new_page(viewport={"width": 1180, "height": 900})
+            seen.goto(url)
+            seen.locator("#hb-ask").click()
+            seen.locator("#hb-deviation rect").first.wait_for()
+            seen.screenshot(path=path, clip={"x": 0, "y": 0, "width": 1180, "height": 1280}, full_page=True)
+            browser.close()
+    finally:
+        blocks.close(verbose=False)
+
+
+def main() -> None:
+    """Write all pictures into docs/pictures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--screenshot", action="store_true")
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for name, draw in PICTURES.items():
+        (FOLDER / f"{name}.svg").write_text(f"{draw()}\n", encoding="utf-8")
+    if parser.parse_args().screenshot:
+        screenshot(FOLDER / "demo.png")
+
+
+def _result(name: str) -> dict:
+    found: dict = json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
+    return found
+
+
+def _row(place: int, name: str, colours: list[str], taken: dict[int, tuple[int, ...]]) -> str:
+    y, x, parts = 14 + place * 56, LEFT, [_text(LEFT - 12, 14 + place * 56 + 24, name, "end", 14)]
+    for piece, ((said, width), colour) in enumerate(zip(PIECES, colours, strict=True)):
+        parts.append(_box(x, y, width - 4, 38, colour))
+        parts += [_box(x + offset, y, 12, 38, COMPUTED) for offset in taken.get(piece, ())]
+        parts.append(_text(x + width / 2, y + 24, said, "middle"))
+        x += width
+    return "".join(parts)
+
+
+def _colour(column: int, count: int) -> str:
+    is_question = column >= 24
+    return COMPUTED if is_question or count == 24 or column in (3, 9, 16) else STORED
+
+
+def _key(x: int, y: int, colour: str, said: str) -> str:
+    return _box(x, y - 12, 16, 16, colour) + _text(x + 24, y + 1, said, "start", 12)
+
+
+def _box(x: float, y: float, width: float, height: float, colour: str) -> str:
+    return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3" fill="{colour}"/>'
+
+
+def _text(x: float, y: float, text: str, anchor: str, size: int = 13) -> str:
+    return f'<text x="{x:g}" y="{y:g}" fill="{INK}" font-size="{size}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What the documents say runs: Python blocks in the order of the page, command lines against the real command line."""
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+import typer
+
+import hf_blend
+from hf_blend import BlendConfig, ChunkStore, plugins
+from hf_blend.cli.main import build, commands
+from hf_blend.evaluation import pages, pictures
+from hf_blend.evaluation.bundled import load_model, quickstart_questions
+from hf_blend.evaluation.readme import PLACE, filled
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\((?!https?:)([^)\s]*)\)")
+
+
+def name(path):
+    return str(path.relative_to(ROOT))
+
+
+def blocks(path, *languages):
+    return [text for language, text in BLOCK.findall(path.read_text("utf-8")) if language in languages]
+
+
+def command_lines(path):
+    """Lines that begin with one of our programs, without comments; also in plain blocks and in running text."""
+    text = "\n".join(blocks(path, "", "bash", "console"))
+    text += "\n" + "\n".join(re.findall(r"`(hf-blend [^`]+)`", BLOCK.sub("", path.read_text("utf-8"))))
+    lines = [line.removeprefix("$ ").partition("  #")[0].strip() for line in text.splitlines()]
+    return [line for line in lines if line.startswith(("hf-blend ", "make "))]
+
+
+LINES = sorted({line for path in PAGES for line in command_lines(path)})
+
+
+@pytest.fixture(scope="module")
+def bundled():
+    return load_model()
+
+
+@pytest.fixture
+def ready(bundled, tmp_path, monkeypatch):
+    """What a page's blocks find ready, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_BLEND_HOME", str(tmp_path / "home"))
+    one = quickstart_questions()[0]
+    return {
+        "model": bundled[0],
+        "tokenizer": bundled[1],
+        "documents": one["chunks"],
+        "question": one["question"],
+        "system": None,
+        "store": ChunkStore.open("memory://"),
+    }
+
+
+@pytest.mark.parametrize("path", [path for path in PAGES if blocks(path, "python")], ids=name)
+def test_the_python_of_the_page_runs(path, ready):
+    for number, text in enumerate(blocks(path, "python")):
+        exec(compile(text, f"{name(path)}, block {number}", "exec"), ready)
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_the_command_line_is_understood(line):
+    words = shlex.split(re.sub(r"\b(MODEL|FOLDER)\b", "tiny:llama", line).replace(" N", " 1").replace(" B", " 1"))
+    if words[0] == "make":
+        done = subprocess.run(["make", "-n", words[1]], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return
+    command, words = typer.main.get_command(build(words)), words[1:]
+    context = command.make_context("hf-blend", list(words)) if words[0].startswith("-") else None
+    while context is None and hasattr(command, "commands"):
+        assert words[0] in command.commands, f"{line}: no command named {words[0]}"
+        command, words = command.commands[words[0]], words[1:]
+    if context is None and words and "--help" not in words:
+        command.make_context(line, list(words))  # raises UsageError for what it does not know
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_every_link_leads_somewhere(path):
+    for target in LINK.findall(path.read_text("utf-8")):
+        file, _, anchor = target.partition("#")
+        found = (path.parent / file).resolve() if file else path
+        assert found.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", found.read_text("utf-8"), re.MULTILINE)
+            slugs = {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+            assert anchor in slugs, target
+
+
+@pytest.mark.parametrize("path", [path for path in PAGES if PLACE.search(path.read_text("utf-8"))], ids=name)
+def test_the_tables_are_those_of_the_committed_results(path):
+    assert filled(path.read_text("utf-8"), ROOT / "benchmarks" / "results") == path.read_text("utf-8")
+
+
+def test_every_page_is_in_the_list_of_pages():
+    listed = set(LINK.findall((ROOT / "docs" / "README.md").read_text("utf-8")))
+    assert {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"} <= listed
+
+
+@pytest.mark.parametrize("picture", pictures.PICTURES)
+def test_the_picture_is_drawn_from_the_committed_results(picture):
+    drawn = (ROOT / "docs" / "pictures" / f"{picture}.svg").read_text("utf-8")
+    assert drawn == f"{pictures.PICTURES[picture]()}\n", "run python -m hf_blend.evaluation.pictures"
+
+
+def test_the_reference_has_every_public_word_and_setting():
+    page = (ROOT / "docs" / "reference.md").read_text("utf-8")
+    missing = [word for word in hf_blend.__all__ if not word.startswith("__") and f"`{word}`" not in page]
+    missing += [word for word in BlendConfig().to_dict() if f"`{word}`" not in page]
+    assert not missing, "run python -m hf_blend.evaluation.pages"
+
+
+def test_the_reference_names_no_method_that_is_not_there():
+    page = (ROOT / "docs" / "reference.md").read_text("utf-8").partition("## Methods by name")[2]
+    for kind, text in re.findall(r"^### `([\w.]+)`\n(.*?)(?=^##|\Z)", page, re.MULTILINE | re.DOTALL):
+        assert set(re.findall(r"^\* `([^`]+)`", text, re.MULTILINE)) <= set(plugins.describe(kind)), kind
+
+
+def test_what_is_read_of_a_docstring_is_what_stands_there():
+    def function():
+        """First line,
+        still first.
+
+        Args:
+            one: which
+                goes on.
+            two: last.
+        """
+
+    assert pages.summary(function) == "First line, still first."
+    assert list(pages.entries(function, "Args")) == [("one", "which goes on."), ("two", "last.")]
+
+
+def test_all_commands_are_spoken_of_somewhere():
+    assert {line.split()[1] for line in LINES if line.startswith("hf-blend ")} >= set(commands()) - {"eval"}
