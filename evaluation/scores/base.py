@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a score promises: 0 to 1 for a prediction beside one right answer; the best over all right answers counts.
 
-A rule that fails is an error, never a 0. Departures from the published scripts, both of which score what they should
-not: "Norway" does not begin with the word "No", and an empty prediction scores 0 instead of ending the run.
+A rule that fails is an error, never a 0. Departures from the published scripts, which score what they should not:
+"Norway" does not begin with the word "No", the word alone counts only beside an answer of yes or no ("No Doubt" is a
+band), and an empty prediction scores 0 instead of ending the run.
 """
 
 import re
@@ -11,7 +12,10 @@ import string
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Hashable, Sequence
+from functools import cached_property
 from typing import Any
+
+from hf_blend.errors import PromptError, import_extra
 
 
 class Score(ABC):
@@ -30,8 +34,36 @@ class Score(ABC):
         """Score a prediction beside one right answer, 0 to 1."""
 
     def best(self, prediction: str, answers: Sequence[str]) -> float:
-        """Score a prediction beside all right answers; the best counts."""
+        """Score a prediction beside all right answers; the best counts.
+
+        Args:
+            prediction: what the model said; where it said nothing, only an empty answer is right.
+            answers: whole texts, each of them right.
+
+        Returns:
+            0 to 1.
+
+        Raises:
+            PromptError: there is no answer, or a text stands where a list of texts is wanted.
+        """
+        if isinstance(answers, str) or not answers:
+            raise PromptError(f"the right answers are {answers!r}, but a list of at least one text is wanted.")
+        if not prediction.strip():
+            return float(any(not answer.strip() for answer in answers))
         return max(self.one(prediction, answer) for answer in answers)
+
+
+class Rouge(Score):
+    """A rule over longest common subsequences of stems (rouge-score)."""
+
+    @cached_property
+    def _scorer(self) -> Any:
+        rouge = import_extra("rouge_score.rouge_scorer", extra="eval", wanted_by="ROUGE-L")
+        return rouge.RougeScorer(["rougeL"], use_stemmer=True)
+
+    def f_measure(self, prediction: str, answer: str) -> float:
+        """Harmonic mean of the subsequence's shares of both texts."""
+        return float(self._scorer.score(answer, prediction)["rougeL"].fmeasure)
 
 
 def first_line(text: str) -> str:
@@ -39,10 +71,20 @@ def first_line(text: str) -> str:
     return text.lstrip("\n").split("\n", 1)[0]
 
 
-def yes_or_no(text: str) -> str:
-    """A prediction whose first word is yes or no counts as that word alone."""
-    word = text.split()[0].strip(string.punctuation).lower() if text.split() else ""
-    return {"yes": "Yes", "no": "No"}.get(word, text)
+def short_answer(prediction: str, answer: str) -> str:
+    """What counts of a prediction beside a short answer, in SQuAD's form.
+
+    Args:
+        prediction: its first line that is not blank counts; beside an answer of yes or no, its first word if that is
+            one of them.
+        answer: a right one.
+
+    Returns:
+        What to compare with the answer in the same form.
+    """
+    said = normalised(first_line(prediction.lstrip()))
+    first = said.split(" ", 1)[0]
+    return first if {first, normalised(answer)} <= {"yes", "no"} else said
 
 
 def normalised(text: str) -> str:

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exact match after SQuAD's normalisation, of the prediction's first line."""
 
-from .base import Score, first_line, normalised, yes_or_no
+from .base import Score, normalised, short_answer
 
 
 class ExactMatch(Score):
@@ -10,5 +10,4 @@ class ExactMatch(Score):
 
     def one(self, prediction: str, answer: str) -> float:
         """Whether both are the same."""
-        said, right = normalised(yes_or_no(first_line(prediction))), normalised(answer)
-        return float(said == right and (bool(said) or not answer.strip()))
+        return float(short_answer(prediction, answer) == normalised(answer))

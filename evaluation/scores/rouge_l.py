@@ -2,24 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """ROUGE-L with stemming, of the prediction's first line (rouge-score)."""
 
-from functools import cached_property
-from typing import Any
-
-from hf_blend.errors import import_extra
-
-from .base import Score, first_line
+from .base import Rouge, first_line
 
 
-class RougeL(Score):
-    """F-measure. The first line alone counts, because models go on with the next dialogue; the cut decides much."""
+class RougeL(Rouge):
+    """F-measure. The first line alone counts, because models go on with the next dialogue; the cut decides much.
 
-    @cached_property
-    def scorer(self) -> Any:
-        """The library's."""
-        return import_extra(
-            "rouge_score.rouge_scorer", extra="eval", wanted_by="ROUGE-L"
-        ).RougeScorer(["rougeL"], use_stemmer=True)
+    A first line of nothing but spaces counts as published: it scores 0. Answers of a run come without such lines.
+    """
 
     def one(self, prediction: str, answer: str) -> float:
         """Longest common subsequence of stems."""
-        return float(self.scorer.score(answer, first_line(prediction))["rougeL"].fmeasure)
+        return self.f_measure(first_line(prediction), answer)

@@ -2,24 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """ROUGE-L with stemming, of the whole prediction (rouge-score)."""
 
-from functools import cached_property
-from typing import Any
-
-from hf_blend.errors import import_extra
-
-from .base import Score
+from .base import Rouge
 
 
-class RougeLWhole(Score):
+class RougeLWhole(Rouge):
     """F-measure, for long summaries."""
-
-    @cached_property
-    def scorer(self) -> Any:
-        """The library's."""
-        return import_extra(
-            "rouge_score.rouge_scorer", extra="eval", wanted_by="ROUGE-L"
-        ).RougeScorer(["rougeL"], use_stemmer=True)
 
     def one(self, prediction: str, answer: str) -> float:
         """Longest common subsequence of stems."""
-        return float(self.scorer.score(answer, prediction)["rougeL"].fmeasure)
+        return self.f_measure(prediction, answer)

@@ -9,7 +9,8 @@ class SubwordF1(Score):
     """For comparison with published numbers only: depends on the tokenizer by up to 5 points.
 
     "Norway" counts as "No" here, and "Yes" behind a space does not count as "Yes": so the published numbers were made.
-    An empty prediction, at which the published script ends, scores as nothing.
+    Where each question has several lists of aliases, CacheBlend takes the first of each list. An empty prediction, at
+    which the published script ends, scores 0.
     """
 
     def one(self, prediction: str, answer: str) -> float:

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """F1 over words, as SQuAD counts them, of the prediction's first line."""
 
-from .base import Score, f1, first_line, normalised, yes_or_no
+from .base import Score, f1, normalised, short_answer
 
 
 class WordF1(Score):
@@ -10,4 +10,4 @@ class WordF1(Score):
 
     def one(self, prediction: str, answer: str) -> float:
         """Overlap of words."""
-        return f1(normalised(yes_or_no(first_line(prediction))).split(), normalised(answer).split())
+        return f1(short_answer(prediction, answer).split(), normalised(answer).split())

@@ -9,11 +9,11 @@ The prompts are CacheBlend's (github.com/YaoJiayi/CacheBlend, example/), piece b
   takes for BOS, joins, decodes and tokenizes again.
 * `[INST]` tags stand around the prompt only where the tokenizer is Mistral's (it then has the published ids); other
   tokenizers with a chat template get what their template puts around a user's turn, others nothing.
+* A passage stands between empty lines; in the original it does so behind its title, which is always empty there.
 """
 
-import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
@@ -23,6 +23,8 @@ from typing import Any, ClassVar
 
 from hf_blend.errors import ConfigError, PromptError, import_extra
 from hf_blend.prompt import tokenize
+
+from .reading import read_rows
 
 ORDERS = ("given", "shuffled", "reversed")
 INSTRUCTION_IDS = ((733, 16289, 28793), (733, 28748, 16289, 28793))  # [INST] and [/INST] of Mistral's tokenizer
@@ -90,6 +92,7 @@ class Task(ABC):
     max_new_tokens: ClassVar[int] = 32
     hub: ClassVar[tuple[str, str | None, str] | None] = None  # id, configuration and split on the hub
     prefix: ClassVar[str] = ""
+    asks: ClassVar[bool] = True  # the question of the row; other tasks ask the same of every row
 
     def __init__(self, tokenizer: Any, data: Path | None = None, seed: int = 0) -> None:
         """Prepare.
@@ -115,9 +118,28 @@ class Task(ABC):
             return read_rows(self.data)
         if self.hub is None:
             raise ConfigError(f"{type(self).__name__} has no data set on the hub. Give a JSONL file with --data.")
-        name, configuration, split = self.hub
+        return map(self.from_hub, self.hub_rows(self.hub[2]))
+
+    def hub_rows(self, split: str) -> Iterator[Row]:
+        """The hub's own rows of a split, as they come.
+
+        Args:
+            split: such as "validation".
+
+        Yields:
+            Rows with the columns of the data set.
+
+        Raises:
+            PromptError: the data set cannot be had.
+        """
         datasets = import_extra("datasets", extra="eval", wanted_by="a data set of the hub")
-        return map(self.from_hub, datasets.load_dataset(name, configuration, split=split, streaming=True))
+        name, configuration, _ = self.hub or ("", None, "")
+        try:
+            yield from datasets.load_dataset(name, configuration, split=split, streaming=True)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise PromptError(
+                f"the data set {name} cannot be loaded from the hub: {error} Give a JSONL file with --data instead."
+            ) from error
 
     def samples(self, limit: int | None = None, shape: Shape = Shape()) -> list[Sample]:
         """The first samples.
@@ -131,9 +153,33 @@ class Task(ABC):
 
         Raises:
             PromptError: a file cannot be read, or has a line that is no sample.
+            ConfigError: all samples are wanted of a task that makes them without end.
         """
-        found = (self.sample(row) for row in self.rows())
+        if limit is None and self.data is None and self.hub is None:
+            raise ConfigError(f"{type(self).__name__} makes samples without end, but no limit is set. Set a limit.")
+        found = (self.sample(self._checked(row)) for row in self.rows())
         return [shape.applied(one) for one in islice((one for one in found if one is not None), limit)]
+
+    def _checked(self, row: Row) -> Row:
+        if self.asks and not row["question"].strip():
+            raise PromptError(f"the sample {row['id']} has no question. Ask one, or use a task that needs none.")
+        return row
+
+    def made(self, row: Row, chunks: Iterable[str], asked: str) -> Sample:
+        """A prompt in a user's turn.
+
+        Args:
+            row: gives id and answers.
+            chunks: as they stand in the prompt.
+            asked: what stands last.
+
+        Returns:
+            The sample, every piece tokenized alone.
+        """
+        before, after = self.tags
+        pieces = tuple(self.ids(chunk) for chunk in chunks)
+        prefix, question = (*before, *self.ids(self.prefix)), (*self.ids(asked), *after)
+        return Sample(str(row["id"]), prefix, pieces, question, tuple(row["answers"]))
 
     def ids(self, text: str) -> tuple[int, ...]:
         """Token ids of a piece, nothing added."""
@@ -154,67 +200,33 @@ class Task(ABC):
 
 
 class QuestionTask(Task):
-    """Short answers to questions over passages, as CacheBlend asks them."""
+    """Short answers to questions over passages, as CacheBlend asks them of 2WikiMultihopQA."""
 
-    before_question: ClassVar[str]
+    prefix = (
+        "Answer the question based on the given passages. Only give me the answer and do not output any other words."
+        "\n\nThe following are given passages.\n"
+    )
+    before_question: ClassVar[str] = (
+        "\n\nAnswer the question based on the given passages. Answer the question within 5 words. Do NOT repeat the "
+        "question or output any other words. Question: "
+    )
+    between_sentences: ClassVar[str] = ""
     score = "word-f1"
 
     def sample(self, row: Row) -> Sample:
         """Prefix, passages, and the question with its instruction."""
-        before, after = self.tags
-        asked = f"{self.before_question}{polished(row['question'])}\nAnswer:"
-        return Sample(
-            str(row["id"]),
-            (*before, *self.ids(self.prefix)),
-            tuple(self.ids(f"\n\n{chunk}\n\n") for chunk in row["chunks"]),
-            (*self.ids(asked), *after),
-            tuple(row["answers"]),
-        )
+        chunks = [f"\n\n{chunk}\n\n" for chunk in row["chunks"]]
+        return self.made(row, chunks, f"{self.before_question}{polished(row['question'])}\nAnswer:")
+
+    def from_hub(self, row: Row) -> Row:
+        """Titles and sentences become passages."""
+        context = row["context"]
+        pairs = zip(context["title"], context["sentences"], strict=True)
+        chunks = [f"{title}\n\n{self.between_sentences.join(sentences)}" for title, sentences in pairs]
+        return {"id": row["id"], "chunks": chunks, "question": row["question"], "answers": [row["answer"]]}
 
 
 def polished(question: str) -> str:
     """A question as CacheBlend writes it: a question mark at the end, the first letter small."""
     question = question if question.endswith("?") else f"{question}?"
     return question[:1].lower() + question[1:]
-
-
-def read_rows(path: Path) -> list[Row]:
-    """Read a file with one JSON object per line.
-
-    Args:
-        path: the file.
-
-    Returns:
-        The rows, an `id` added where there is none.
-
-    Raises:
-        PromptError: the file cannot be read, is empty, or a line has not what a sample needs.
-    """
-    try:
-        lines = path.read_text("utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PromptError(f"the data {str(path)!r} cannot be read: {error}. Give a JSONL file.") from error
-    rows = [_row(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    if not rows:
-        raise PromptError(f"the data {str(path)!r} has no line. Write one JSON object per line.")
-    return rows
-
-
-def _row(path: Path, number: int, line: str) -> Row:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise PromptError(f"line {number} of {str(path)!r} is no JSON: {error}. Correct it.") from error
-    is_row = isinstance(row, dict) and _are_texts(row.get("chunks")) and _are_texts(row.get("answers"))
-    if not is_row or not isinstance(row.get("question"), str):
-        raise PromptError(
-            f"line {number} of {str(path)!r} is {line[:60]!r}, but an object with chunks (texts), question (a text) "
-            "and answers (texts) is wanted."
-        )
-    return {"id": str(number), **row}
-
-
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str) and bool(value) and all(
-        isinstance(one, str) for one in value
-    )

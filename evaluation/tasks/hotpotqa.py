@@ -2,25 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """HotpotQA (distractor): ten passages, two of which answer together."""
 
-from .base import QuestionTask, Row
+from .base import QuestionTask
 
 
 class Hotpotqa(QuestionTask):
     """CacheBlend has no script for it; its 2WikiMultihopQA prompt is used."""
 
     hub = ("hotpotqa/hotpot_qa", "distractor", "validation")
-    prefix = (
-        "Answer the question based on the given passages. Only give me the answer and do not output any other words."
-        "\n\nThe following are given passages.\n"
-    )
-    before_question = (
-        "\n\nAnswer the question based on the given passages. Answer the question within 5 words. Do NOT repeat the "
-        "question or output any other words. Question: "
-    )
-
-    def from_hub(self, row: Row) -> Row:
-        """Titles and sentences become passages."""
-        context = row["context"]
-        pairs = zip(context["title"], context["sentences"], strict=True)
-        chunks = [f"{title}\n\n{''.join(sentences)}" for title, sentences in pairs]
-        return {"id": row["id"], "chunks": chunks, "question": row["question"], "answers": [row["answer"]]}

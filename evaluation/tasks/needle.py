@@ -26,18 +26,15 @@ class Needle(Task):
             return
         number = 0
         while True:
-            yield self._made(number)
+            yield self._drawn(number)
             number += 1
 
     def sample(self, row: Row) -> Sample:
         """Prefix, chunks, question."""
-        before, after = self.tags
-        asked = self.ids(f"\n\nQuestion: {row['question']}\nAnswer:")
-        chunks = tuple(self.ids(f"{chunk}\n") for chunk in row["chunks"])
-        prefix = (*before, *self.ids(self.prefix))
-        return Sample(str(row["id"]), prefix, chunks, (*asked, *after), tuple(row["answers"]))
+        chunks = [f"{chunk}\n" for chunk in row["chunks"]]
+        return self.made(row, chunks, f"\n\nQuestion: {row['question']}\nAnswer:")
 
-    def _made(self, number: int) -> Row:
+    def _drawn(self, number: int) -> Row:
         random = Random(f"needle-{self.seed}-{number}")
         city, secret = random.choice(CITIES), str(random.randrange(1000, 9999))
         chunks = [[random.choice(FILLERS) for _ in range(SENTENCES)] for _ in range(CHUNKS)]

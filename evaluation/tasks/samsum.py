@@ -5,9 +5,7 @@
 from collections.abc import Iterable
 from itertools import islice
 
-from hf_blend.errors import import_extra
-
-from .base import Row, Sample, Task, read_rows
+from .base import Row, Sample, Task
 
 MOST_EXAMPLE_TOKENS = 3400
 EXAMPLES = 20
@@ -17,23 +15,21 @@ class Samsum(Task):
     """CacheBlend's few-shot prompt: no tags, examples as they are, the middle one left out until the rest fits.
 
     Departs: from the hub, the examples of every sample are the first `EXAMPLES` of the training split, where
-    CacheBlend used LongBench's own choice per sample.
+    CacheBlend used LongBench's own choice per sample. A row without a question is a dialogue to summarise at once.
     """
 
     score = "rouge-l"
     max_new_tokens = 128
+    asks = False
     hub = ("knkarthick/samsum", None, "test")
     prefix = "Summarize the dialogue into a few short sentences. The following are some examples.\n\n"
 
     def rows(self) -> Iterable[Row]:
         """Rows with their examples as chunks."""
         if self.data is not None:
-            return read_rows(self.data)
-        datasets = import_extra("datasets", extra="eval", wanted_by="a data set of the hub")
-        name, configuration, split = self.hub or ("", None, "")
-        trained = islice(datasets.load_dataset(name, configuration, split="train", streaming=True), EXAMPLES)
+            return super().rows()
+        trained = islice(self.hub_rows("train"), EXAMPLES)
         chunks = [f"Dialogue: {row['dialogue']}\nSummary: {row['summary']}\n" for row in trained]
-        asked = datasets.load_dataset(name, configuration, split=split, streaming=True)
         return (
             {
                 "id": row["id"],
@@ -41,7 +37,7 @@ class Samsum(Task):
                 "question": f"Dialogue: {row['dialogue']}\nSummary: ",
                 "answers": [row["summary"]],
             }
-            for row in asked
+            for row in self.hub_rows("test")
         )
 
     def sample(self, row: Row) -> Sample | None:
@@ -51,5 +47,5 @@ class Samsum(Task):
             del chunks[len(chunks) // 2]
         if not chunks:
             return None
-        question = self.ids("\n\n" + row["question"])
+        question = self.ids("\n\n" + (row["question"] or "Summary: "))
         return Sample(str(row["id"]), self.ids(self.prefix), tuple(chunks), question, tuple(row["answers"]))
