@@ -25,6 +25,7 @@ from .choice import Chooser
 from .config import BlendConfig
 from .correcting import Repair
 from .errors import UnsupportedModelError
+from .places import PastTokens
 from .plan import Plan, Slot
 from .probing import Listener, sight
 from .realign import Realigner, mismatch
@@ -92,6 +93,11 @@ class Fusor:
         self._listener = listener
         self._detour: Detour | None = None
 
+    @property
+    def past(self) -> int:
+        """Tokens in the cache before the new ones; it knows where the rows stand that flow."""
+        return self._past if self._rows is None else PastTokens.before(self._past, self._rows.columns)
+
     def enter(self, index: int, call: LayerCall) -> LayerCall:
         """Make a layer's arguments ready: only the rows that still flow, with their own lines of the mask.
 
@@ -157,6 +163,7 @@ class Fusor:
             if door is not None:
                 door.close()
         self._settle(len(self._layers))
+        self._plan.close()
 
     def _settle(self, index: int) -> None:
         """The layers before this one are done: what they hold beyond their windows is given back."""

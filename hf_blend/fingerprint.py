@@ -44,6 +44,8 @@ IGNORED_CONFIG_FIELDS = frozenset(
         "bos_token_id", "eos_token_id", "pad_token_id",
         # heads and losses that no decoder layer reads
         "id2label", "label2id", "num_labels", "problem_type",
+        # how weights are spread over devices; transformers 5.17 keeps it where 5.23 does not
+        "base_model_tp_plan",
         # training only
         "initializer_range", "gradient_checkpointing", "_post_init_done",
     }

@@ -4,12 +4,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from .anatomy import text_config
 from .capture import capture_chunk
+from .loading.pipeline import Pipeline
+from .loading.stream import StreamedLayers
 from .prompt import Span
+from .regime import frequency_regime
 from .store import ChunkStore
 from .store.chunk import ChunkKey, ChunkKV
 
@@ -93,12 +98,27 @@ class Plan:
         real: `[batch, tokens]`, False on padding.
         computed: how many chunks were missing and computed for this request.
         loaded: how many came from the store.
+        pipeline: reads the layers of chunks that are not in memory yet.
     """
 
     slots: list[Slot]
     real: Tensor
     computed: int = 0
     loaded: int = 0
+    pipeline: Pipeline | None = None
+
+    def read_ahead(self, depth: int) -> None:
+        """Begin to read, so many layers ahead of what is used, the chunks whose layers come one by one."""
+        streams = {id(slot.chunk.layers): slot.chunk.layers for slot in self.slots}
+        coming = [layers for layers in streams.values() if isinstance(layers, StreamedLayers)]
+        if coming and depth:
+            self.pipeline = Pipeline(coming, depth)
+
+    def close(self) -> None:
+        """Nothing more is read ahead."""
+        if self.pipeline is not None:
+            self.pipeline.close()
+            self.pipeline = None
 
     def where(self, exact: bool) -> Tensor:
         """`[batch, tokens]`: True where a slot with this exactness lies."""
@@ -119,6 +139,7 @@ class Planner:
     def __init__(self, model: nn.Module, store: ChunkStore, fingerprint: str, sink_ids: tuple[int, ...]) -> None:
         self._model, self._store, self._fingerprint, self._sink_ids = model, store, fingerprint, sink_ids
         self._fetched: dict[ChunkKey, ChunkKV] = {}
+        self._regimes: set[tuple[int, ...]] = set()  # of the frequencies in the forward that is planned
 
     def plan(
         self,
@@ -145,11 +166,14 @@ class Planner:
         """
         plan = Plan([], torch.zeros((len(rows), width), dtype=torch.bool))
         wholes = [Whole(tuple(ids)) for ids in rows] if wholes is None else wholes
+        longest = max(whole.seen + len(new) for new, whole in zip(rows, wholes, strict=True))
+        self._regimes = {self._regime(longest), self._regime(max(whole.seen for whole in wholes) + width)}
         for row, (new, start, whole) in enumerate(zip(rows, starts, wholes, strict=True)):
             plan.real[row, list(whole.columns) or slice(start, start + len(new))] = True
             ids = whole.ids
             spans = self._found(ids, at_beginning) if known is None else self._wanted(known[row], ids, at_beginning)
             self._place(plan, row, start, len(new), whole, spans, at_beginning)
+        plan.read_ahead(self._store.pipeline_depth)
         self._fetched.clear()
         return plan
 
@@ -186,7 +210,7 @@ class Planner:
             end = offset + len(key.token_ids)
             if end >= max(len(whole.ids), whole.seen + new):
                 continue  # the last token is always computed: its output is wanted
-            exact = offset == exact_until and whole.ids[:offset] == key.sink_ids
+            exact = offset == exact_until and whole.ids[:offset] == key.sink_ids and self._is_turned_alike(key)
             exact_until = end if exact else exact_until
             first, last = max(offset, whole.seen), min(end, whole.seen + new - 1)  # a part's last token flows too
             place = whole.place(start, first - whole.seen, last - first) if first < last else None
@@ -194,11 +218,19 @@ class Planner:
                 chunk = self._fetch(plan, key)
                 plan.slots.append(Slot(row, place, chunk, exact, number, first - offset, last - first))
 
+    def _is_turned_alike(self, key: ChunkKey) -> bool:
+        """Whether a chunk is computed by the frequencies of this forward."""
+        return self._regimes == {self._regime(len(key.sink_ids) + len(key.token_ids))}
+
+    def _regime(self, tokens: int) -> tuple[int, ...]:
+        return frequency_regime(text_config(self._model), tokens)
+
     def _fetch(self, plan: Plan, key: ChunkKey) -> ChunkKV:
         if key not in self._fetched:
-            chunk = self._store.get(key)
+            compute = partial(capture_chunk, self._model, key.token_ids, key.sink_ids, key.fingerprint, key.namespace)
+            chunk = self._store.stream(key, compute)
             if chunk is None:
-                chunk = capture_chunk(self._model, key.token_ids, key.sink_ids, key.fingerprint, key.namespace)
+                chunk = compute()
                 self._store.put(chunk)
                 plan.computed += 1
             else:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .errors import PromptError
 from .history import History
+from .regime import stretches
 
 Piece = str | Sequence[int]
 Span = tuple[int, tuple[int, ...]]  # (first token, token ids) of a chunk in its prompt
@@ -216,7 +217,7 @@ def check_lengths(prompts: Sequence[Prompt], held: int, config: Any) -> None:
     """
     longest = getattr(config, "max_position_embeddings", None)
     tokens = held + max(len(prompt.ids) for prompt in prompts)
-    if longest is not None and tokens > longest:
+    if longest is not None and tokens > longest and not stretches(config):
         raise PromptError(
             f"the prompt has {tokens} tokens, but the model has {longest} positions. Leave chunks out or shorten them."
         )

@@ -1,0 +1,204 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What goes wrong silently when KV is reused inside transformers: each trap is shown to be there, and to be avoided.
+
+Traps with tests elsewhere: KV-sharing layers and a norm behind the rotation (`test_families`), arguments by place
+(`test_hooks`), windows that drop what a chunk needs (`test_capture`), scaling factors and short-regime chunks at layer
+0 (`test_realign`), assisted decoding on a filled cache (`test_decoding`), casts and repacked weights of bitsandbytes
+(`test_quantised`, `test_fingerprint`).
+"""
+
+import copy
+
+import pytest
+import torch
+from transformers import AttentionInterface, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_flash_attention_utils import _is_packed_sequence
+
+from hf_blend import BlendCache, ChunkStore, blend
+from hf_blend.anatomy import decoder_layers
+from hf_blend.ladder.zoo import tiny_model as zoo_model
+from hf_blend.places import PastTokens
+from hf_blend.regime import frequency_regime, stretches
+
+GREEDY = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+PIECES = {"prefix": [1, 4, 5], "chunks": [list(range(10, 40)), list(range(60, 85))], "question": [5, 6, 7, 8]}
+OTHER = {"prefix": [1, 9], "chunks": [list(range(30, 50))], "question": [11, 12, 13]}
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0 + 0.1 * i for i in range(8)],
+    "long_factor": [2.0 + i for i in range(8)], "original_max_position_embeddings": 58,
+}  # fmt: skip
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+
+
+def prepared(model, *requests, store=None, **settings):
+    cache = BlendCache(model, ChunkStore.open("memory://") if store is None else store, **settings)
+    given = requests[0] if len(requests) == 1 else {name: [one[name] for one in requests] for name in requests[0]}
+    return cache, cache.inputs(None, **given)
+
+
+@torch.no_grad()
+def logits(model, inputs, cache):
+    cache.get_seq_length()
+    places = (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0)
+    return model(**inputs, position_ids=places, past_key_values=cache, logits_to_keep=1).logits
+
+
+def error(model, *requests, other=None, **settings):
+    """How far a blended prefill with every token recomputed is from a plain one, of `other` if it is given."""
+    cache, inputs = prepared(model, *requests, **{"recompute_ratio": 1.0, **settings})
+    got = logits(model, inputs, cache)
+    assert cache.report.reusable_tokens > 0
+    return float((got - logits(other or model, inputs, DynamicCache())).abs().max())
+
+
+def phi3(**fields):
+    return zoo_model("phi3", rope_parameters=LONGROPE, original_max_position_embeddings=58, **fields)
+
+
+@torch.no_grad()
+def test_a_mask_that_is_left_out_hides_the_wrong_keys_from_scattered_rows(monkeypatch):
+    model, seen = zoo_model("llama"), []
+    model.set_attn_implementation("sdpa")
+    draw = torch.Generator().manual_seed(0)
+    query, keys = (torch.randn(1, 4, 20, 16, generator=draw) for _ in range(2))
+    attention, rows = decoder_layers(model)[0].self_attn, torch.tensor([2, 9, 15, 19])
+    attention.num_key_value_groups = 1
+    full = sdpa_attention_forward(attention, query, keys, keys, None)[0]
+    scattered = sdpa_attention_forward(attention, query[:, :, rows], keys, keys, None)[0]
+    assert (scattered - full[:, rows]).abs().max() > 0.1, "the trap: no error, other numbers"
+
+    give = blend.RowMasks.give
+
+    def watched(self, index, call, model_mask, rows):
+        seen.append((model_mask, call))
+        return give(self, index, call, model_mask, rows)
+
+    monkeypatch.setattr(blend.RowMasks, "give", watched)
+    model = zoo_model("llama")
+    model.set_attn_implementation("sdpa")
+    assert error(model, PIECES) <= 1e-5
+    assert any(mask is None for mask, _ in seen), "the model relies on a causal kernel"
+    assert all(call.arguments["attention_mask"] is not None for _, call in seen)
+
+
+def test_positions_with_gaps_are_never_shown_to_flash_attention(monkeypatch):
+    assert _is_packed_sequence(torch.tensor([[0, 1, 2, 7, 8, 20]]), 1), "the trap: gaps look like several sequences"
+    shown = []
+
+    def flash(module, query, key, value, attention_mask, **kwargs):
+        shown.append((query.shape[2], kwargs.get("position_ids")))
+        return sdpa_attention_forward(module, query, key, value, None, **kwargs)
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "flash_attention_2", flash)
+    model = zoo_model("llama")
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config._attn_implementation_internal = "flash_attention_2"
+    cache, inputs = prepared(model, PIECES, recompute_ratio=0.3)
+    shown.clear()
+    model.generate(**inputs, past_key_values=cache, **GREEDY)
+    assert cache.report.chosen_columns[0]
+    assert shown
+    assert not [places for _, places in shown if places is not None and _is_packed_sequence(places, 1)]
+
+
+def test_a_model_that_drops_a_cache_which_is_true_too_early_keeps_ours():
+    model = phi3()
+    cache, inputs = prepared(model, PIECES, recompute_ratio=1.0)
+    stock = DynamicCache(config=model.config)
+    given = {"past_key_values": stock, "attention_mask": inputs["attention_mask"], "use_cache": True}
+    assert stock, "the trap: empty and true"
+    assert model.prepare_inputs_for_generation(inputs["input_ids"], **given).get("past_key_values") is None
+    assert not cache
+    got = model.generate(**inputs, past_key_values=cache, **GREEDY)
+    assert cache.get_seq_length() == got.shape[1] - 1
+    assert cache.report.reusable_tokens > 0
+    assert torch.equal(got, model.generate(inputs["input_ids"], **GREEDY))
+
+
+def test_an_answer_that_crosses_into_long_factors_is_that_of_the_plain_model():
+    model = phi3()
+    short = {**PIECES, "chunks": [PIECES["chunks"][0], list(range(60, 74))]}
+    cache, inputs = prepared(model, short, recompute_ratio=1.0)
+    assert inputs["input_ids"].shape[1] < 58 < inputs["input_ids"].shape[1] + GREEDY["max_new_tokens"]
+    got = model.generate(**inputs, past_key_values=cache, **GREEDY)
+    assert cache.report.reusable_tokens > 0
+    assert torch.equal(got, model.generate(inputs["input_ids"], **GREEDY))
+
+
+@pytest.mark.parametrize("requests", [[PIECES], [PIECES, OTHER]])
+def test_queries_that_are_scaled_by_their_place_are_scaled_by_their_own(requests, monkeypatch):
+    model = zoo_model("llama4_text", floor_scale=4, attn_scale=0.5)
+    for attention in ("eager", "sdpa"):
+        model.set_attn_implementation(attention)
+        assert error(model, *requests) <= 1e-5
+    monkeypatch.setattr(blend, "PastTokens", type("Plain", (), {"before": staticmethod(lambda past, _: past)}))
+    assert error(model, *requests) > 1e-3, "the trap: they count from the number of past tokens on"
+
+
+def test_a_scale_by_position_ids_follows_the_rows():
+    rope = {
+        "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 60,
+        "llama_4_scaling_beta": 0.5, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+    }  # fmt: skip
+    assert error(zoo_model("ministral3", rope_parameters=rope), PIECES) <= 1e-5
+
+
+def test_the_number_of_past_tokens_is_a_number_to_everybody_else():
+    past = PastTokens.before(10, torch.tensor([[0, 3, 4]]))
+    assert (past, past + 1, past == 10) == (10, 11, True)
+    assert (torch.arange(3) + past).tolist() == [10, 13, 14]
+    assert (past + torch.arange(3)).tolist() == [10, 13, 14]
+    assert (torch.arange(4) + past).tolist() == [10, 11, 12, 13], "another count"
+    assert (torch.tensor([5, 6, 7]) + past).tolist() == [15, 16, 17], "no count"
+    assert (torch.arange(3.0) * past).tolist() == [0.0, 10.0, 20.0]
+    assert torch.arange(past, past + 2).tolist() == [10, 11]
+    assert torch.full((2,), 1.0).mul(past).tolist() == [10.0, 10.0]
+    unlike = torch.arange(2) + PastTokens.before(1, torch.tensor([[0, 1], [0, 5]]))
+    assert (unlike.float() * 2).view((1, 2, 1, 1)).flatten(1).tolist() == [[2.0, 4.0], [2.0, 12.0]]
+    assert type(unlike.view(1, 2)) is torch.Tensor
+
+
+def test_a_prefix_computed_by_short_factors_is_not_exact_in_a_long_prompt():
+    model, store = phi3(), ChunkStore.open("memory://")
+    short = {**PIECES, "chunks": [PIECES["chunks"][0]]}
+    cache, inputs = prepared(model, short, store=store)
+    logits(model, inputs, cache)
+    assert cache.report.exact_tokens >= len(PIECES["prefix"])
+    assert error(model, PIECES, store=store) <= 1e-5
+    cache, inputs = prepared(model, PIECES, store=store, recompute_ratio=1.0)
+    logits(model, inputs, cache)
+    assert cache.report.exact_tokens == 0
+    assert cache.report.reusable_tokens == inputs["input_ids"].shape[1] - len(PIECES["question"])
+
+
+def test_believing_a_prefix_of_short_factors_would_show(monkeypatch):
+    model = phi3()
+    monkeypatch.setattr("hf_blend.plan.frequency_regime", lambda *_: ())
+    assert error(model, {**PIECES, "prefix": list(range(40, 60))}) > 1e-3
+
+
+def test_frequencies_that_depend_on_the_longest_prompt_so_far_are_those_of_the_plain_model():
+    model = zoo_model("llama", rope_parameters=DYNAMIC, max_position_embeddings=58)
+    store, twin = ChunkStore.open("memory://"), copy.deepcopy(model)
+    assert error(model, PIECES, other=twin, store=store) <= 1e-5
+    before = logits(twin, prepared(model, PIECES, store=store)[1], DynamicCache())
+    for one in (model, twin):
+        one(torch.randint(3, 128, (1, 200), generator=torch.Generator().manual_seed(1)))
+    after = logits(twin, prepared(model, PIECES, store=store)[1], DynamicCache())
+    assert (after - before).abs().max() > 1e-3, "the trap: the same prompt has other logits"
+    assert error(model, PIECES, other=twin, store=store) <= 1e-5
+
+
+def test_prompts_beyond_the_trained_length_are_taken_only_where_frequencies_adapt():
+    longrope, dynamic = phi3().config, zoo_model("llama", rope_parameters=DYNAMIC, max_position_embeddings=58).config
+    assert [frequency_regime(longrope, tokens) for tokens in (58, 59, 500)] == [(0,), (1,), (1,)]
+    assert [frequency_regime(dynamic, tokens) for tokens in (5, 57, 58, 90)] == [(0,), (0,), (58,), (90,)]
+    assert stretches(dynamic)
+    assert not stretches(longrope)
+    by_kind = zoo_model("gemma3_text", rope_parameters={"full_attention": DYNAMIC, "sliding_attention": LONGROPE})
+    assert frequency_regime(by_kind.config, 600) == (600, 1)
+
+
