@@ -7,6 +7,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", HF_EVALUATE_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
@@ -185,3 +186,25 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     settings = {"vocab_size": 258, "max_position_embeddings": 2048, "bos_token_id": 256, "eos_token_id": 257}
     build_tiny_model(**settings).save_pretrained(path)
     return str(path)
+
+
+@pytest.fixture(scope="session")
+def published() -> Path:
+    """The folder with the files that others have published numbers on: `HF_BLEND_DATA`, or one beside the checkout."""
+    beside = Path(__file__).parents[2].glob("*/data/musique_cacheblend.jsonl")
+    given = os.environ.get("HF_BLEND_DATA")
+    found = Path(given) if given else next((path.parent for path in beside), None)
+    if found is None or not found.is_dir():
+        pytest.skip("the published files are not here: HF_BLEND_DATA names no folder with them")
+    return found
+
+
+@pytest.fixture(scope="session")
+def mistral_tokenizer(published: Path) -> Any:
+    """The tokenizer of the model that the published numbers were made with."""
+    from transformers import AutoTokenizer
+
+    folder = published / "tokenizers" / "mistral-7b-v1-spm"
+    if not folder.is_dir():
+        pytest.skip(f"there is no tokenizer in {folder.parent}")
+    return AutoTokenizer.from_pretrained(folder)

@@ -1,0 +1,256 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Scores: every rule by hand, every trap of the published scripts, and the published means from recorded answers."""
+
+import csv
+import json
+import re
+import statistics
+
+import pytest
+
+from hf_blend import plugins
+from hf_blend.errors import MissingExtraError, PromptError
+
+
+class Letters:
+    """A tokenizer to count by hand with: every letter that is no space is a token; BOS is asked for by default."""
+
+    @staticmethod
+    def encode(text, add_special_tokens=True):
+        return [1] * add_special_tokens + [ord(letter) for letter in text if letter != " "]
+
+
+def score(name, tokenizer=None):
+    return plugins.load("evaluation.scores", name)(tokenizer)
+
+
+def scored(name, prediction, *answers, tokenizer=Letters):
+    return score(name, tokenizer).best(prediction, answers)
+
+
+RULES = ("answer-match", "exact-match", "rouge-l", "rouge-l-whole", "subword-f1", "word-f1")
+
+
+def test_every_rule_is_in_the_list():
+    assert tuple(plugins.describe("evaluation.scores")) == RULES
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_answer_itself_scores_1_and_something_else_less(name):
+    assert scored(name, "Radio City", "Radio City") == 1
+    assert scored(name, "Boston", "Radio City") < 0.5
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("blank", ["", " ", "\n", " \n\t"])
+def test_an_empty_prediction_scores_0_whatever_the_answer_is_reduced_to(name, blank):
+    assert scored(name, blank, "Radio City") == 0
+    assert scored(name, blank, "The") == 0
+    assert scored(name, blank, "?!") == 0
+    assert scored(name, blank, "Radio City", "") == 1
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_best_of_all_answers_counts(name):
+    assert scored(name, "Istanbul", "Constantinople", "Istanbul") == 1
+
+
+@pytest.mark.parametrize("answers", [(), [], "Ozalj"])
+def test_one_text_in_place_of_a_list_of_answers_is_an_error_and_not_a_score_of_its_letters(answers):
+    with pytest.raises(PromptError, match=re.escape(repr(answers))):
+        score("word-f1").best("O", answers)
+
+
+@pytest.mark.parametrize(
+    ("prediction", "answer", "f1"),
+    [
+        ("the cat sat", "cat", 2 * (1 / 2) * 1 / (1 / 2 + 1)),  # {cat, sat} and {cat}
+        ("John Smith", "john smith.", 1.0),
+        ("a b b", "b b c", 2 * 2 / (2 + 3)),  # articles go; b twice in both
+        ("b b b", "b", 2 * (1 / 3) / (1 / 3 + 1)),  # a multiset: three said, one right
+        ("in the year of 1912", "1912", 2 * (1 / 4) / (1 / 4 + 1)),
+        ("Boston", "Radio City", 0.0),
+        ("The", "A", 1.0),  # two empty sides
+        ("The", "Band", 0.0),
+        ("Band", "The", 0.0),
+    ],
+)
+def test_word_f1_by_hand(prediction, answer, f1):
+    assert scored("word-f1", prediction, answer) == pytest.approx(f1, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("prediction", "answer", "right"),
+    [
+        ("The Eagles", "eagles", 1),
+        ("an  on-stage\tdeath!", "ONSTAGE death", 1),  # punctuation goes, nothing stands in its place
+        ("on stage", "on-stage", 0),
+        ("Niksic", "Nikšić", 0),  # accents stay
+        ("“Heroes”", "Heroes", 0),  # marks that are not ASCII stay
+        ("Theatre", "atre", 0),  # an article is a whole word
+        ("Radio City, India", "Radio City", 0),
+        ("\n\nParis\nThe question asks for", "Paris", 1),
+        (" \n Paris \n\nLyon", "Paris", 1),
+    ],
+)
+def test_exact_match_by_hand(prediction, answer, right):
+    assert scored("exact-match", prediction, answer) == right
+
+
+@pytest.mark.parametrize("name", ["word-f1", "exact-match"])
+@pytest.mark.parametrize(
+    "text", ["Norway", "November 1912", "Nobel Prize", "nominated for a prize", "No Doubt", "Yes Minister", "Yesterday"]
+)
+def test_what_only_begins_like_yes_or_no_is_right_where_it_is_right(name, text):
+    assert scored(name, text, text) == 1
+    assert scored(name, text, "Yes") < 1 or text.startswith("Yes ")
+    assert scored(name, text, "no") < 1 or text.startswith("No ")
+
+
+@pytest.mark.parametrize("name", ["word-f1", "exact-match"])
+@pytest.mark.parametrize(
+    ("prediction", "answer"), [("No, they are not.", "no"), (" Yes, both are", "Yes"), ("yes.", "yes"), ("NO", "No")]
+)
+def test_a_yes_or_no_with_more_behind_it_counts_as_that_word(name, prediction, answer):
+    assert scored(name, prediction, answer) == 1
+    assert scored(name, prediction, {"no": "yes", "yes": "no"}[answer.lower()]) == 0
+
+
+@pytest.mark.parametrize(
+    ("prediction", "answer", "f1"),
+    [
+        ("abc", "bcd", 2 / 3),
+        ("The abc", "abc", 1.0),
+        ("aab", "ab", 2 * (2 / 3) / (2 / 3 + 1)),
+        ("Norway", "Norway", 0.0 + 2 * 2 / (2 + 6)),  # counts as "no": n and o of norway
+        ("nominated", "no", 1.0),
+        ("Yes, both", "yes", 1.0),
+        (" Yes, both", "yes", 2 * 3 / (7 + 3)),  # behind a space the rule does not see it
+        (" No, both", "no", 1.0),  # this rule looks at the first word
+        ("\nabc\nxyz", "abc", 1.0),
+        (" \nabc", "abc", 0.0),  # a first line of one space
+    ],
+)
+def test_the_published_subword_f1_by_hand_its_faults_included(prediction, answer, f1):
+    assert scored("subword-f1", prediction, answer) == pytest.approx(f1, abs=1e-12)
+
+
+def test_subword_f1_counts_no_token_that_the_tokenizer_adds_and_loses_none():
+    assert scored("subword-f1", "a1", "a2") == pytest.approx(1 / 2), "BOS would make it 2/3, cutting a token 0"
+
+
+@pytest.mark.parametrize(
+    ("prediction", "answer", "f_measure"),
+    [
+        ("the cat sat on the mat", "the cat is on the mat", 5 / 6),
+        ("cats running", "cat runs", 1.0),  # stems
+        ("mat the on", "on the mat", 1 / 3),  # order counts
+        ("a b", "a b c d", 2 * 1 * (1 / 2) / (1 + 1 / 2)),
+    ],
+)
+def test_rouge_l_by_hand(prediction, answer, f_measure):
+    pytest.importorskip("rouge_score")
+    assert scored("rouge-l", prediction, answer) == pytest.approx(f_measure, abs=1e-12)
+    assert scored("rouge-l-whole", prediction, answer) == pytest.approx(f_measure, abs=1e-12)
+
+
+def test_rouge_l_reads_the_first_line_behind_line_breaks_and_the_whole_text_only_where_its_name_says_so():
+    pytest.importorskip("rouge_score")
+    said = "\n\nAnn meets Bob\n\nDialogue: Carl: hello"
+    assert scored("rouge-l", said, "Ann meets Bob") == 1
+    assert scored("rouge-l-whole", said, "Ann meets Bob") == pytest.approx(2 * (3 / 6) / (3 / 6 + 1))
+    assert scored("rouge-l", " \nAnn meets Bob", "Ann meets Bob") == 0, "as published: the first line is a space"
+
+
+def test_a_rule_whose_library_is_missing_says_so_instead_of_scoring_0(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "rouge_score.rouge_scorer", None)
+    with pytest.raises(MissingExtraError, match=r"hf-blend\[eval\]"):
+        scored("rouge-l", "Ann", "Ann")
+
+
+def test_a_rule_that_fails_is_an_error_and_not_0():
+    class Broken:
+        def encode(self, text, add_special_tokens=True):
+            raise OverflowError(text)
+
+    with pytest.raises(OverflowError):
+        scored("subword-f1", "Ann", "Ann", tokenizer=Broken())
+
+
+PAIRS = [
+    ("Radio City, India", "Radio City"), ("the cat sat", "A cat"), ("on-stage death", "onstage"), ("", "Ann"),
+    ("June 4, 1784", "4 June 1784"), ("b b b c", "b c c"), ("Ozalj", "Croatia"),
+]  # fmt: skip
+
+
+def test_words_are_counted_as_transformers_counts_them_for_squad():
+    squad = pytest.importorskip("transformers.data.metrics.squad_metrics", reason="this version has no SQuAD metrics")
+    for prediction, answer in PAIRS:
+        assert scored("word-f1", prediction, answer) == pytest.approx(squad.compute_f1(answer, prediction), abs=1e-12)
+        assert scored("exact-match", prediction, answer) == squad.compute_exact(answer, prediction)
+
+
+def module_of_evaluate(name):
+    evaluate = pytest.importorskip("evaluate")
+    try:
+        return evaluate.load(name)
+    except (OSError, ImportError, ValueError) as error:
+        pytest.skip(f"the module {name} of evaluate is not here: {str(error)[:80]}")
+
+
+@pytest.mark.parametrize(("rule", "key"), [("word-f1", "f1"), ("exact-match", "exact_match")])
+def test_words_are_counted_as_the_squad_module_of_evaluate_counts_them(rule, key):
+    squad = module_of_evaluate("squad")
+    for prediction, answer in PAIRS:
+        found = squad.compute(
+            predictions=[{"id": "1", "prediction_text": prediction}],
+            references=[{"id": "1", "answers": {"text": [answer], "answer_start": [0]}}],
+        )
+        assert scored(rule, prediction, answer) == pytest.approx(found[key] / 100, abs=1e-9)
+
+
+def test_subsequences_are_counted_as_the_rouge_module_of_evaluate_counts_them():
+    rouge = module_of_evaluate("rouge")
+    for prediction, answer in PAIRS:
+        found = rouge.compute(predictions=[prediction], references=[answer], use_stemmer=True)["rougeL"]
+        assert scored("rouge-l", prediction, answer) == pytest.approx(found, abs=1e-9)
+
+
+def recorded(folder, name):
+    """The answers of a published log and the mean that stands at its end."""
+    path = folder / "recorded" / f"{name}.txt"
+    if not path.is_file():
+        pytest.skip(f"no log of published answers at {path}")
+    text = path.read_text("utf-8")
+    return re.findall(r"^generation: (.*)", text, re.M), float(re.search(r"^Avg F1: (\S+)", text, re.M)[1])
+
+
+def musique(folder):
+    return [json.loads(line)["answers"] for line in (folder / "musique_cacheblend.jsonl").open(encoding="utf-8")]
+
+
+def wikimqa(folder):
+    rows = csv.DictReader((folder / "2wikimqa_gold_audit.csv").open(encoding="utf-8", newline=""))
+    return [[row["original_gold"]] for row in rows]
+
+
+@pytest.mark.parametrize("answers", [musique, wikimqa])
+def test_recorded_answers_score_the_published_mean(published, mistral_tokenizer, answers):
+    said, mean = recorded(published, answers.__name__)
+    rule, right = score("subword-f1", mistral_tokenizer), answers(published)
+    assert len(said) == len(right)
+    assert statistics.fmean(map(rule.best, said, right)) == pytest.approx(mean, abs=1e-9)
+
+
+def test_word_f1_of_the_recorded_answers_is_what_others_count(published):
+    said, _ = recorded(published, "musique")
+    rule = score("word-f1")
+    assert statistics.fmean(map(rule.best, said, musique(published))) == pytest.approx(0.2421, abs=5e-5)
+
+
+def test_real_answers_score_1_by_the_rules_for_short_answers_even_those_that_begin_like_no(published):
+    answers = [answer for row in musique(published) for answer in row]
+    assert sum(answer.lower().startswith("no") for answer in answers) >= 5, "Norway and November are among them"
+    for name in ("word-f1", "exact-match"):
+        assert all(score(name).best(answer, [answer]) == 1 for answer in answers)
