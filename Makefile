@@ -10,7 +10,7 @@ PYTEST_ARGS ?=
 COVERED := attention blend cache choice hooks layers masks plan realign rotary rows selectors store
 
 .DEFAULT_GOAL := help
-.PHONY: faults help install quickstart test test-slow check bench eval
+.PHONY: faults help install quickstart demo space test test-slow check bench eval
 
 help: ## say what each target does
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,15 +27,27 @@ quickstart: $(STAMP) ## answer questions by full prefill, full reuse and blendin
 	$(BIN)/hf-blend ask --compare --store $(VENV)/quickstart
 	$(BIN)/hf-blend bench ttft --chunks 6 --chunk-tokens 256 --question-tokens 32 --rounds 3 --ratios 0.3 0.15 0.05
 
+demo: $(STAMP) ## show three answers side by side in a browser
+	$(BIN)/hf-blend demo
+
+space: ## lay out build/space, all that a Hugging Face Space needs
+	rm -rf build/space && mkdir -p build/space
+	cp -r app/. hf_blend cli evaluation setup.cfg LICENSE build/space/
+	find build/space -name __pycache__ -prune -exec rm -r {} +
+
 test: $(STAMP) ## run the tests, with coverage and the reasons of what was skipped
 	$(BIN)/python -P -m pytest $(COVERED:%=--cov=hf_blend.%) --cov-report=term $(PYTEST_ARGS)
 
 test-slow: $(STAMP) ## run the tests that take minutes
 	$(BIN)/python -P -m pytest -m "slow and not network" $(PYTEST_ARGS)
 
-check: $(STAMP) ## lint and types
+# what the documents say: links, numbers, cards, examples
+CLAIMS := tests/test_readme.py tests/test_docs.py tests/test_cards.py
+
+check: $(STAMP) ## lint, types, and all that the documents claim: links, numbers, cards, examples
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python -P -m pytest -q $(CLAIMS)
 
 bench: $(STAMP) ## measure time to first token and write it to benchmarks/results
 	mkdir -p benchmarks/results

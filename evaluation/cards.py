@@ -1,0 +1,159 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""The model cards, written from the committed results: one for each recipe, and the head of the model's own.
+
+python -m hf_blend.evaluation.cards
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+from .answering import blend_config
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER, RESULTS = ROOT / "model_cards", ROOT / "benchmarks" / "results"
+REPOSITORY_TAGS = ["hf_blend", "kv-cache", "rag", "cacheblend"]
+WORLD = {"dataset_type": "hf_blend/reference-world", "dataset_name": "reference world, held-out questions"}
+LIMITS = """## Limits
+
+The model is a measuring instrument of 1.2 M parameters with a world of 298 words ([card](reference.md)). What holds
+for it need not hold for large models: measure yours with `hf-blend tune`."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A way to blend whose scores are committed.
+
+    Attributes:
+        name: of the card.
+        selector: with options behind its name.
+        shown_ratio: the ratio whose score is the headline.
+        result: name of the result file.
+        about: one sentence.
+    """
+
+    name: str
+    selector: str
+    shown_ratio: float
+    result: str
+    about: str
+
+
+RECIPES = (
+    Recipe(
+        "reference-kv-deviation", "kv-deviation:on=k", 0.15, "reference",
+        "CacheBlend's rule: the tokens whose keys at layer 1 are furthest from the stored ones are recomputed.",
+    ),
+    Recipe(
+        "reference-auto", "auto", 0.05, "study",
+        "The tokens that the question's last token looks at and that miss most, recomputed in the first layers.",
+    ),
+)  # fmt: skip
+
+
+def cards() -> dict[str, str]:
+    """All cards: file name → text."""
+    made = {f"{recipe.name}.md": recipe_card(recipe, _rows(recipe.result)) for recipe in RECIPES}
+    return {"reference.md": model_card((FOLDER / "reference.md").read_text("utf-8")), **made}
+
+
+def recipe_card(recipe: Recipe, rows: list[dict[str, Any]]) -> str:
+    """The card of a recipe.
+
+    Args:
+        recipe: which.
+        rows: of the results, as `_rows` gives them.
+
+    Returns:
+        Front matter and text.
+    """
+    own = [row for row in rows if row["method"] == recipe.selector]
+    shown = next(row for row in own if row["ratio"] == recipe.shown_ratio)
+    config = json.dumps(blend_config(recipe.selector, recompute_ratio=recipe.shown_ratio).to_dict(), indent=1)
+    ends = [row for row in rows if row["method"] in ("full prefill", "full reuse")]
+    data = _data(recipe.name, {f"exact match at {recipe.shown_ratio:g}": shown["score"]}, shown["n"])
+    name, _, options = recipe.selector.partition(":")
+    pairs = dict(pair.split("=") for pair in options.split(",") if pair)
+    return "\n".join([
+        f"---\n{data.to_yaml()}\n---\n",
+        f"# Recipe `{recipe.selector}` on the reference model\n",
+        f"{recipe.about} Written by `python -m hf_blend.evaluation.cards` from "
+        f"[{recipe.result}.json](../benchmarks/results/{recipe.result}.json).\n",
+        f"n = {shown['n']} questions; exact match with 95 % intervals. *Nominal* is the share of the reusable tokens "
+        "that is recomputed, *charged* what it cost, as a share of a full prefill's work on them.\n",
+        "| method | nominal | charged | exact match |\n|---|---|---|---|",
+        *(_line(row) for row in [*ends, *own]),
+        "\n## How to use it\n",
+        "```python\nfrom hf_blend import BlendCache, ChunkStore\n\nstore = ChunkStore.open(\"kv-store\")",
+        f"cache = BlendCache(model, store, selector={name!r}, selector_options={pairs!r}, "
+        f"recompute_ratio={recipe.shown_ratio:g})\n```\n",
+        f"All settings:\n\n```json\n{config}\n```\n",
+        f"{LIMITS}\n",
+    ])  # fmt: skip
+
+
+def model_card(text: str) -> str:
+    """A card whose text is written by hand, with its head made anew.
+
+    Args:
+        text: the whole card.
+
+    Returns:
+        The same text behind a head with the scores of the results.
+    """
+    rows = {row["method"]: row for row in _rows("reference")}
+    scores = {f"exact match, {name}": rows[name]["score"] for name in ("full prefill", "full reuse")}
+    data = _data("hf_blend reference model", scores, rows["full prefill"]["n"], tags=["toy-model"])
+    return f"---\n{data.to_yaml()}\n---\n\n{ModelCard(text).text.strip()}\n"
+
+
+def _data(name: str, scores: Mapping[str, float], count: int, tags: list[str] | None = None) -> ModelCardData:
+    results = [
+        EvalResult(
+            task_type="text-generation", metric_type="exact_match", metric_name=metric, metric_value=value,
+            metric_args={"questions": count}, **WORLD,
+        )
+        for metric, value in scores.items()
+    ]  # fmt: skip
+    return ModelCardData(
+        model_name=name, license="apache-2.0", library_name="transformers", pipeline_tag="text-generation",
+        language="en", tags=[*REPOSITORY_TAGS, *(tags or [])], metrics=["exact_match"], eval_results=results,
+    )  # fmt: skip
+
+
+def _rows(result: str) -> list[dict[str, Any]]:
+    """Rows of a result file in one form: method, ratio, charged, score, low, high, n."""
+    rows = json.loads((RESULTS / f"{result}.json").read_text("utf-8"))["rows"]
+    if result == "study":
+        rows = [row for row in rows if row["task"] == "reference-world" and row["part"] == "final"]
+        renamed = [{**row, "charged": row["charged_budget"]} for row in rows]
+        named = [{**row, "method": row["method"].replace("full-", "full ")} for row in renamed]
+        return sorted(named, key=lambda row: (row["ratio"] is not None, row["ratio"] or 0.0))
+    return [
+        {
+            "method": row["method"], "ratio": row["nominal_ratio"], "charged": row["charged_budget"],
+            "score": row["exact_match"], "low": row["interval"][0], "high": row["interval"][1], "n": row["n"],
+        }
+        for row in rows
+    ]  # fmt: skip
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    shares = ["" if row[name] is None else f"{100 * row[name]:.1f} %" for name in ("ratio", "charged")]
+    score = f"{row['score']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
+    return f"| {row['method']} | {' | '.join(shares)} | {score} |"
+
+
+def main() -> None:
+    """Write the cards."""
+    for name, text in cards().items():
+        (FOLDER / name).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
