@@ -15,7 +15,8 @@ __all__ = ["eval"]
 
 Tasks = Annotated[list[str] | None, typer.Argument(help="Names of tasks; the default is reference-world.")]
 Models = Annotated[list[str], typer.Option("--model", help="Hub id, folder, or reference; may be repeated.")]
-Methods = Annotated[list[str], typer.Option("--method", help="A method, a selector, or all; may be repeated.")]
+METHODS_HELP = "A method, or a selector, with @RATIO or without; or all; may be repeated."
+Methods = Annotated[list[str], typer.Option("--method", help=METHODS_HELP)]
 Ratios = Annotated[list[float], typer.Option("--ratio", help="For methods that take one; may be repeated.")]
 Data = Annotated[list[str] | None, typer.Option("--data", help="JSONL file, or TASK=FILE; may be repeated.")]
 Limit = Annotated[int, typer.Option(help="Samples of each task; 0 is all.")]
@@ -95,5 +96,5 @@ def _files(data: list[str], tasks: tuple[str, ...]) -> tuple[tuple[str, str], ..
     """(task, file) pairs; a file without a task is for the only one."""
     pairs = [one.partition("=")[::2] if "=" in one and one.partition("=")[0] in tasks else ("", one) for one in data]
     if any(not task for task, _ in pairs) and len(tasks) != 1:
-        raise typer.BadParameter(f"several tasks are asked for: write --data TASK=FILE, with one of {', '.join(tasks)}")
+        raise typer.BadParameter(f"several tasks are asked for: write --data TASK=FILE, one of {', '.join(tasks)}")
     return tuple((task or tasks[0], path) for task, path in pairs)

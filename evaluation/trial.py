@@ -40,7 +40,7 @@ class Trial:
     Attributes:
         tasks: names.
         models: hub ids or folders; "reference" is the bundled one.
-        methods: names; selectors may have options behind a colon.
+        methods: names; a selector may have options behind a colon, and one ratio of its own behind an @.
         ratios: for the methods that take one.
         limit: samples of each task; None is all.
         seed: of tasks that draw samples, and of shuffled chunks.
@@ -69,8 +69,7 @@ class Trial:
         """Refuse what cannot run, before anything is loaded."""
         for task in self.tasks:
             plugins.load("evaluation.tasks", task)
-        for name in self.methods:
-            takes_ratio(name)
+        self.ways()
         for task, path in self.data:
             if task not in self.tasks:
                 raise ConfigError(f"data is given for {task!r}, which is not asked for: {', '.join(self.tasks)}.")
@@ -90,8 +89,19 @@ class Trial:
 
     def ways(self) -> list[tuple[str, float | None]]:
         """Every method with every ratio that it takes, full prefill first."""
-        names = dict.fromkeys((FULL, *self.methods))
-        return [(name, ratio) for name in names for ratio in (self.ratios if takes_ratio(name) else (None,))]
+        return list(dict.fromkeys(way for name in (FULL, *self.methods) for way in self._ways(name)))
+
+    def _ways(self, text: str) -> list[tuple[str, float | None]]:
+        name, at, ratio = text.rpartition("@")
+        if not at:
+            return [(text, one) for one in (self.ratios if takes_ratio(text) else (None,))]
+        try:
+            own = float(ratio)
+        except ValueError:
+            raise ConfigError(f"the method {text!r} has no ratio behind its @. Write one, such as auto@0.1.") from None
+        if not takes_ratio(name) or not 0 <= own <= 1:
+            raise ConfigError(f"the method {text!r} has a ratio of {own}, but takes none, or none but 0 to 1.")
+        return [(name, own)]
 
 
 def run(trial: Trial, folder: RunFolder, progress: Callable[[Iterator[Any], int], Any] | None = None) -> None:

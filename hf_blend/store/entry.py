@@ -151,6 +151,15 @@ class EntryReader:
 
         return self._pair(take, "layer", place, "k", "v")
 
+    def tables(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """Read the rotary tables, as in `ChunkKV.tables`; raises as `layer` does."""
+
+        def take(name: str) -> Tensor:
+            plan, start = self._places[name]
+            return self._fill(plan, start, _allocate(plan.nbytes))
+
+        return tuple(self._pair(take, "table", place, "cos", "sin") for place in range(_table_count(self.header)))
+
     def _read_ids(self) -> tuple[tuple[int, ...], ...]:
         ids = []
         for name in ("token_ids", "sink_ids"):

@@ -20,7 +20,7 @@ from .header import hash_namespace
 from .held import HeldChunks
 from .limits import Limits
 from .location import open_remote, resolve_location
-from .stack import TierStack
+from .streaming import Recompute, StreamingStack
 from .tally import Tally
 from .tiers.base import Tier
 from .upkeep import EntryInfo, Upkeep
@@ -53,11 +53,12 @@ class ChunkStore(Upkeep):
         secret: bytes | None = None,
     ) -> None:
         self.namespace = namespace
+        self.pipeline_depth = 2  # layers that a request reads ahead; 0 reads chunks whole before it begins
         self._tally = Tally()
         snapshot = index / f"{hash_namespace(namespace)[:32]}.index" if index else None
         self._catalog = Catalog(namespace, tiers, snapshot, lambda digest: self._stack.is_held(digest))
         bounded = [limits.bound(tier, index, self._catalog.owns, self._was_evicted) for tier in tiers]
-        self._stack = TierStack(held, bounded, self._catalog, self._tally, secret=secret, ttl_s=limits.ttl_s)
+        self._stack = StreamingStack(held, bounded, self._catalog, self._tally, secret=secret, ttl_s=limits.ttl_s)
         for tier in tiers:
             self._tally.count("removed", "orphans", tier.reclaim())
 
@@ -129,6 +130,20 @@ class ChunkStore(Upkeep):
             self._stack.miss("namespace")
             return None
         return self._stack.get(key)
+
+    def stream(self, key: ChunkKey, recompute: Recompute) -> ChunkKV | None:
+        """Fetch a chunk whose layers may still be on their way; see `StreamingStack.stream`.
+
+        Args:
+            key: which chunk.
+            recompute: computes it anew after a fault.
+
+        Returns:
+            The chunk, or None for a miss.
+        """
+        if key.namespace != self.namespace or not self.pipeline_depth:
+            return self.get(key)
+        return self._stack.stream(key, recompute)
 
     def put(self, chunk: ChunkKV) -> None:
         """Store a chunk. If the disk fails, the chunk stays in memory and the failure is counted.

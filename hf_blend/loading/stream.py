@@ -1,0 +1,112 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""A chunk whose layers come one by one: each is verified when it is read, and waited for when it is used.
+
+A layer that is damaged, missing or late is no reason to begin the request again. What is stored is what the chunk
+alone computes, so the chunk is computed alone once more, and its layers take the place of those that have not come
+yet; the layers that were used already are the same.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, overload
+
+from torch import Tensor
+
+from ..store.chunk import ChunkKV
+from ..store.tiers.base import EntryFault
+
+KV = tuple[Tensor, Tensor]
+FAULTS = (EntryFault, OSError, MemoryError)
+
+
+class StreamedLayers(Sequence[KV]):
+    """(K, V) of each layer, `[kv_heads, tokens, head_dim]` each, as `ChunkKV.layers`.
+
+    Args:
+        count: how many layers there are.
+        read: reads and verifies one layer.
+        recompute: gives the whole chunk, computed anew, after a fault.
+        complete: is called once all layers were read.
+        patience_s: how long a layer is waited for before the chunk is computed.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        read: Callable[[int], KV],
+        recompute: Callable[[BaseException], ChunkKV],
+        complete: Callable[[tuple[KV, ...]], None],
+        patience_s: float,
+    ) -> None:
+        self._read, self._recompute, self._complete, self._patience_s = read, recompute, complete, patience_s
+        self._layers: list[KV | None] = [None] * count
+        self._fault: BaseException | None = None
+        self._instead: ChunkKV | None = None
+        self._changed, self._reading = threading.Condition(), threading.Lock()
+        self.drivers: list[Any] = []  # pipelines that read ahead; told how far use has come
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    @overload
+    def __getitem__(self, place: int) -> KV: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[KV]: ...
+    def __getitem__(self, place: int | slice) -> KV | Sequence[KV]:
+        """Wait for a layer, or for several."""
+        if isinstance(place, slice):
+            return [self[one] for one in range(*place.indices(len(self)))]
+        place = range(len(self))[place]
+        for driver in self.drivers:
+            driver.synchronize(place)
+        found = self._layers[place]
+        return self._awaited(place) if found is None else found
+
+    def fetch_kv(self, place: int, wait_s: float = -1) -> None:
+        """Read a layer, unless it is there; a fault is kept for whoever needs the layer.
+
+        Args:
+            place: which layer.
+            wait_s: how long to wait for another thread that reads this chunk; negative is without end.
+        """
+        if not self._reading.acquire(timeout=wait_s):
+            return
+        try:
+            if self._layers[place] is None and self._fault is None and self._instead is None:
+                self._take(place)
+        finally:
+            self._reading.release()
+
+    def _take(self, place: int) -> None:
+        try:
+            found, fault = self._read(place), None
+        except FAULTS as error:
+            found, fault = None, error
+        with self._changed:
+            self._layers[place], self._fault = found, fault
+            self._changed.notify_all()
+        known = [layer for layer in self._layers if layer is not None]
+        if len(known) == len(self._layers):
+            self._complete(tuple(known))
+
+    def _awaited(self, place: int) -> KV:
+        if not any(driver.is_running for driver in self.drivers):
+            self.fetch_kv(place, self._patience_s)
+        deadline = time.monotonic() + self._patience_s
+        with self._changed:
+            while self._layers[place] is None and self._fault is None and self._instead is None:
+                left = deadline - time.monotonic()
+                if left <= 0 or not self._changed.wait(left):
+                    detail = f"layer {place} did not come in {self._patience_s} s"
+                    self._fault = EntryFault("late", detail, corrupt=False)
+            found = self._layers[place]
+            if found is not None:
+                return found
+            if self._instead is None and self._fault is not None:
+                self._instead = self._recompute(self._fault)
+            if self._instead is None:
+                raise EntryFault("late", f"layer {place} is not there", corrupt=False)
+            self._layers[place] = self._instead.layers[place]
+            return self._instead.layers[place]

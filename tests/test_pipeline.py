@@ -1,0 +1,183 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Layers that come while the model computes: the same bits as from memory, whatever happens on the way."""
+
+import gc
+import os
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from hf_blend import BlendCache, ChunkStore, plugins
+from hf_blend.ladder.zoo import tiny_model
+from hf_blend.loading.pipeline import Pipeline
+from hf_blend.loading.stream import StreamedLayers
+from hf_blend.store import entry
+from hf_blend.store.tiers.base import EntryFault
+from hf_blend.testing import FaultyTier
+
+CHUNKS = [list(range(10, 42)), list(range(40, 90))]
+PIECES: dict[str, Any] = {"prefix": [5, 6], "chunks": CHUNKS, "question": [7, 8, 9]}
+MemoryTier = plugins.load("store.tiers", "memory")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("llama")
+
+
+def answered(model: Any, store: ChunkStore, **settings: Any) -> tuple[torch.Tensor, Any]:
+    cache = BlendCache(model, store, recompute_ratio=0.2, **settings)
+    output = model.generate(
+        **cache.inputs(None, **PIECES), past_key_values=cache, max_new_tokens=4, do_sample=False, eos_token_id=None,
+        output_logits=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    return torch.stack(output.logits), cache.report
+
+
+def cold(tier: Any) -> ChunkStore:
+    """A store over a tier, with nothing in memory."""
+    return ChunkStore([], [tier])
+
+
+def threads() -> list[str]:
+    return [one.name for one in threading.enumerate() if one.name.startswith("hf_blend")]
+
+
+@pytest.fixture
+def filled(model):
+    """A tier that holds the chunks, and the logits that they give."""
+    tier = MemoryTier()
+    wanted, report = answered(model, cold(tier))
+    assert report.computed_chunks == 3
+    return tier, wanted
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 100])
+@pytest.mark.parametrize("selector", ["kv-deviation", "random", "auto", "oracle"])
+def test_streamed_layers_give_the_same_bits(model, filled, depth, selector):
+    tier, _ = filled
+    wanted, _ = answered(model, cold(tier), selector=selector)
+    store = cold(tier)
+    store.pipeline_depth = depth
+    got, report = answered(model, store, selector=selector)
+    assert torch.equal(got, wanted)
+    assert report.loaded_chunks == 3
+    assert not threads()
+
+
+def test_a_chunk_that_came_whole_is_held_and_read_no_more(model, filled, tmp_path):
+    store = ChunkStore.open(tmp_path, memory_bytes=1 << 24)
+    wanted, _ = answered(model, store)
+    again = ChunkStore.open(tmp_path, memory_bytes=1 << 24)
+    handles = len(os.listdir("/proc/self/fd"))
+    for loads in (3, 3):
+        got, _ = answered(model, again)
+        assert torch.equal(got, wanted)
+        assert again.stats()["hits"].get("disk") == loads, "the second time they are in memory"
+    assert len(os.listdir("/proc/self/fd")) == handles
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_layer_that_is_damaged_or_cannot_be_read_is_computed_in_the_same_request(model, filled, seed):
+    tier, wanted = filled
+    store = cold(FaultyTier(tier, seed, {"read.flip": 0.05, "read.io": 0.03, "read.truncate": 0.03}))
+    for _ in range(3):
+        got, _ = answered(model, store)
+        assert torch.equal(got, wanted)
+    assert not threads()
+    assert torch.equal(answered(model, cold(tier))[0], wanted)
+
+
+def test_a_damaged_layer_is_healed(model, filled, monkeypatch):
+    tier, wanted = filled
+    read, broken = entry.EntryReader.layer, []
+
+    def damaged(self: Any, place: int) -> Any:
+        if place == 2 and not broken:
+            broken.append(self)
+            raise EntryFault("digest", "on purpose")
+        return read(self, place)
+
+    monkeypatch.setattr(entry.EntryReader, "layer", damaged)
+    store = cold(tier)
+    got, _ = answered(model, store)
+    assert torch.equal(got, wanted)
+    assert store.stats()["removed"]["corrupt"] == 1
+    assert store.stats()["stored"]["bytes"] == 1, "and put again"
+
+
+def test_a_layer_that_is_late_is_computed(model, filled, monkeypatch):
+    tier, wanted = filled
+    read, hold = entry.EntryReader.layer, threading.Event()
+
+    def hanging(self: Any, place: int) -> Any:
+        if place == 2:
+            hold.wait(20)
+        return read(self, place)
+
+    monkeypatch.setattr(entry.EntryReader, "layer", hanging)
+    monkeypatch.setattr(Pipeline.close, "__defaults__", (0.01,))
+    store = cold(tier)
+    store._stack.patience_s = 0.05
+    started = time.monotonic()
+    got, _ = answered(model, store)
+    assert time.monotonic() - started < 15
+    hold.set()
+    assert torch.equal(got, wanted)
+    assert "bytes:late" in store.stats()["load_failures"]
+
+
+def test_an_exception_in_the_model_ends_the_reading(model, filled, tmp_path):
+    tier, wanted = filled
+    handles = len(os.listdir("/proc/self/fd"))
+    answered(model, ChunkStore.open(tmp_path))
+
+    def fail(*_: Any) -> None:
+        raise KeyError("on purpose")
+
+    handle = model.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(KeyError, match="on purpose"):
+        answered(model, ChunkStore.open(tmp_path))
+    handle.remove()
+    gc.collect()
+    assert not threads()
+    assert len(os.listdir("/proc/self/fd")) == handles
+    assert torch.equal(answered(model, cold(tier))[0], wanted)
+
+
+def test_layers_are_read_ahead_but_no_farther_than_the_depth():
+    read: list[int] = []
+    moment = threading.Condition()
+
+    def take(place: int) -> Any:
+        with moment:
+            read.append(place)
+            moment.notify_all()
+        return torch.zeros(1), torch.zeros(1)
+
+    whole: list[int] = []
+    stream = StreamedLayers(8, take, lambda fault: pytest.fail(str(fault)), lambda layers: whole.append(1), 5.0)
+    pipeline = Pipeline([stream], depth=2)
+    for used in range(8):
+        stream[used]
+        with moment:
+            assert moment.wait_for(lambda used=used: len(read) == min(8, used + 3), 5)
+        time.sleep(0.005)
+        assert read == list(range(min(8, used + 3)))
+    assert whole == [1]
+    pipeline.close()
+    assert not pipeline.is_running
+
+
+def test_without_its_pipeline_a_stream_reads_where_it_is_used():
+    read = lambda place: (torch.tensor(place), torch.tensor(place))  # noqa: E731
+    stream = StreamedLayers(3, read, None, lambda layers: None, 5.0)
+    assert [int(keys) for keys, _ in stream] == [0, 1, 2]
+    assert len(stream[:2]) == 2
+    assert int(stream[-1][0]) == 2
+    gc.collect()
+    assert not threads()
