@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from html import escape
 
 COLOURS = ("#2563eb", "#d97706", "#059669", "#db2777", "#7c3aed", "#64748b")
+DASHES = ("", "8 4", "2 4", "12 4 2 4")  # of lines that share a colour
 WIDTH, HEIGHT = 720, 380
 LEFT, RIGHT, TOP, BOTTOM = 64, 28, 16, 92  # margins, in pixels
 INK = "#1f2937"
@@ -24,49 +25,62 @@ class Line:
         points: (x, y) from left to right.
         bars: lower and upper end of an interval for each point; empty for none.
         is_level: a dashed level over the whole width; only the first point's y counts.
+        label: written at the last point; empty for none.
     """
 
     name: str
     points: tuple[tuple[float, float], ...]
     bars: tuple[tuple[float, float], ...] = ()
     is_level: bool = False
+    label: str = ""
 
 
 @dataclass(frozen=True)
 class Frame:
-    """From values to pixels; both axes begin at 0 and end at 1 times `most_x`."""
+    """From values to pixels; both axes begin at 0 and end at `most_x` and `most_y`."""
 
     most_x: float = 1.0
+    most_y: float = 1.0
 
     def x(self, value: float) -> float:
         """Pixels from the left."""
         return round(LEFT + value / self.most_x * (WIDTH - LEFT - RIGHT), 1)
 
     def y(self, value: float) -> float:
-        """Pixels from the top, for a value of 0 to 1."""
-        return round(HEIGHT - BOTTOM - value * (HEIGHT - TOP - BOTTOM), 1)
+        """Pixels from the top."""
+        return round(HEIGHT - BOTTOM - value / self.most_y * (HEIGHT - TOP - BOTTOM), 1)
 
 
 def line_chart(
-    lines: Sequence[Line], *, x_label: str, y_label: str, most_x: float = 1.0, background: str | None = None
+    lines: Sequence[Line],
+    *,
+    x_label: str,
+    y_label: str,
+    most_x: float = 1.0,
+    most_y: float = 1.0,
+    unit: str = "%",
+    background: str | None = None,
 ) -> str:
-    """Draw lines over shares: y from 0 to 1, x from 0 to a share.
+    """Draw lines over shares or amounts, from 0 on.
 
     Args:
         lines: what to draw.
         x_label: under the horizontal axis.
         y_label: beside the vertical axis.
         most_x: right end of the horizontal axis.
+        most_y: upper end of the vertical axis.
+        unit: behind the numbers of the horizontal axis; shares are shown as %.
         background: colour behind everything; None is the page's own.
 
     Returns:
         An `<svg>` element.
     """
-    frame = Frame(most_x)
-    parts = [_axes(frame, x_label, y_label)]
+    frame = Frame(most_x, most_y)
+    parts = [_axes(frame, x_label, y_label, unit)]
     for place, line in enumerate(lines):
-        parts += [_line(frame, line, COLOURS[place % len(COLOURS)]), _legend(line, place)]
-    return page(WIDTH, HEIGHT, "".join(parts), f"{y_label} against {x_label}", background)
+        parts += [_line(frame, line, place), _legend(line, place)]
+    height = HEIGHT + 18 * max(0, (len(lines) - 1) // 3 - 1)
+    return page(WIDTH, height, "".join(parts), f"{y_label} against {x_label}", background)
 
 
 def heat_map(rows: Sequence[Sequence[float]], *, row_name: str, column_name: str, most_columns: int = 160) -> str:
@@ -134,13 +148,13 @@ def page(width: float, height: float, content: str, title: str, background: str 
     )
 
 
-def _axes(frame: Frame, x_label: str, y_label: str) -> str:
-    parts = []
+def _axes(frame: Frame, x_label: str, y_label: str, unit: str) -> str:
+    parts, factor = [], 100 if unit == "%" else 1
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
-        y, x = frame.y(share), frame.x(share * frame.most_x)
+        y, x = frame.y(share * frame.most_y), frame.x(share * frame.most_x)
         parts.append(f'<path d="M{LEFT} {y}H{WIDTH - RIGHT}" stroke="currentColor" opacity="0.2"/>')
-        parts.append(_text(LEFT - 8, y + 4, f"{share:.2f}", "end"))
-        parts.append(_text(x, HEIGHT - BOTTOM + 18, f"{100 * share * frame.most_x:g} %", "middle"))
+        parts.append(_text(LEFT - 8, y + 4, f"{share * frame.most_y:.3f}".removesuffix("0"), "end"))
+        parts.append(_text(x, HEIGHT - BOTTOM + 18, f"{factor * share * frame.most_x:g} {unit}", "middle"))
     parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - BOTTOM + 38, x_label, "middle"))
     middle = (TOP + HEIGHT - BOTTOM) / 2
     parts.append(
@@ -150,25 +164,33 @@ def _axes(frame: Frame, x_label: str, y_label: str) -> str:
     return "".join(parts)
 
 
-def _line(frame: Frame, line: Line, colour: str) -> str:
+def _line(frame: Frame, line: Line, place: int) -> str:
+    colour = COLOURS[place % len(COLOURS)]
     if line.is_level:
         y = frame.y(line.points[0][1])
         return f'<path d="M{LEFT} {y}H{WIDTH - RIGHT}" stroke="{colour}" stroke-width="2" stroke-dasharray="6 5"/>'
     places = [(frame.x(x), frame.y(y)) for x, y in line.points]
     path = "M" + "L".join(f"{x} {y}" for x, y in places)
-    parts = [f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="2"/>']
+    parts = [f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="2"{_dash(line, place)}/>']
     parts += [f'<circle cx="{x}" cy="{y}" r="4" fill="{colour}"/>' for x, y in places]
     for (x, _), (low, high) in zip(places, line.bars, strict=False):
         parts.append(f'<path d="M{x} {frame.y(low)}V{frame.y(high)}" stroke="{colour}" opacity="0.6"/>')
+    if line.label:
+        x, y = places[-1]
+        parts.append(_text(x - 8 if x > WIDTH / 2 else x + 8, y - 8, line.label, "end" if x > WIDTH / 2 else "start"))
     return "".join(parts)
 
 
 def _legend(line: Line, place: int) -> str:
     x, y = LEFT + (place % 3) * 210, HEIGHT - 26 + (place // 3) * 18
     colour = COLOURS[place % len(COLOURS)]
-    dash = ' stroke-dasharray="6 5"' if line.is_level else ""
-    mark = f'<path d="M{x} {y - 4}h24" stroke="{colour}" stroke-width="3"{dash}/>'
+    mark = f'<path d="M{x} {y - 4}h24" stroke="{colour}" stroke-width="3"{_dash(line, place)}/>'
     return mark + _text(x + 30, y, line.name, "start")
+
+
+def _dash(line: Line, place: int) -> str:
+    dash = "6 5" if line.is_level else DASHES[place // len(COLOURS) % len(DASHES)]
+    return f' stroke-dasharray="{dash}"' if dash else ""
 
 
 def _text(x: float, y: float, text: str, anchor: str) -> str:
