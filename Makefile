@@ -10,7 +10,7 @@ PYTEST_ARGS ?=
 COVERED := attention blend cache choice hooks layers masks plan realign rotary rows selectors store
 
 .DEFAULT_GOAL := help
-.PHONY: faults help install quickstart demo space test test-slow check bench eval
+.PHONY: faults help install quickstart demo space docs test test-slow check bench eval
 
 help: ## say what each target does
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +29,12 @@ quickstart: $(STAMP) ## answer questions by full prefill, full reuse and blendin
 
 demo: $(STAMP) ## show three answers side by side in a browser
 	$(BIN)/hf-blend demo
+
+docs: $(STAMP) ## write anew what is made from results and docstrings: tables, cards, pictures, the reference
+	$(BIN)/python -P -m hf_blend.evaluation.readme
+	$(BIN)/python -P -m hf_blend.evaluation.cards
+	$(BIN)/python -P -m hf_blend.evaluation.pages
+	$(BIN)/python -P -m hf_blend.evaluation.pictures
 
 space: ## lay out build/space, all that a Hugging Face Space needs
 	rm -rf build/space && mkdir -p build/space

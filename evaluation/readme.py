@@ -12,6 +12,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST_LETTERS = 140  # of a reason in a table
+SOURCES = {"ends": "reference"}  # tables that are named otherwise than their result file
+ENDS = (None, 0.0, 0.15, 1.0)  # ratios of the short table
 PLACE = re.compile(r"<!--table:(?P<name>\w+)-->\n.*?<!--end-->", re.DOTALL)
 
 
@@ -29,7 +31,7 @@ def filled(text: str, results: Path) -> str:
 
 
 def _table(name: str, results: Path) -> str:
-    document = json.loads((results / f"{name}.json").read_text("utf-8"))
+    document = json.loads((results / f"{SOURCES.get(name, name)}.json").read_text("utf-8"))
     lines = TABLES[name](document)
     return "\n".join([f"<!--table:{name}-->", *lines, "<!--end-->"])
 
@@ -48,6 +50,40 @@ def _reference(document: dict[str, Any]) -> list[str]:
         shares = [_share(row["nominal_ratio"]), _share(row["charged_budget"])]
         cells = [row["method"], *shares, f"{row['exact_match']:.3f}", gap]
         lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _ends(document: dict[str, Any]) -> list[str]:
+    """The ends of the scale, and the default between them."""
+    lines = [
+        f"| {document['rows'][0]['n']} questions to the bundled model | recomputed | charged | exact match |",
+        "|---|---|---|---|",
+    ]
+    for row in document["rows"]:
+        name = {"kv-deviation:on=k": "blend"}.get(row["method"], row["method"])
+        if row["nominal_ratio"] not in ENDS or name not in ("full prefill", "full reuse", "blend"):
+            continue
+        low, high = row["interval"]
+        shares = [_share(1.0 if row[of] is None else row[of]) for of in ("nominal_ratio", "charged_budget")]
+        lines.append(f"| {name} | {' | '.join(shares)} | {row['exact_match']:.3f} [{low:.3f}, {high:.3f}] |")
+    return lines
+
+
+def _break_even(document: dict[str, Any]) -> list[str]:
+    """Short prompts: full prefill against blending."""
+    machine = document["machine"]
+    methods = list(document["break_even_tokens"])
+    lines = [
+        f"Shape of {machine['shape']}, {machine['dtype']}, {machine['threads']} threads, median of "
+        f"{machine['rounds']}, every chunk in memory.",
+        "",
+        f"| prompt | full prefill | {' | '.join(methods)} |",
+        f"|---|---|{'---|' * len(methods)}",
+    ]
+    for tokens in sorted({row["prompt_tokens"] for row in document["rows"]}):
+        rows = {row["method"]: row for row in document["rows"] if row["prompt_tokens"] == tokens}
+        cells = [f"{rows[one]['ttft_ms']:.0f} ms, {rows[one]['speedup']:.2f} x" for one in methods]
+        lines.append(f"| {tokens} tokens | {rows[methods[0]]['full_ms']:.0f} ms | {' | '.join(cells)} |")
     return lines
 
 
@@ -163,6 +199,8 @@ def _study(document: dict[str, Any]) -> list[str]:
 
 
 TABLES = {
+    "ends": _ends,
+    "break_even": _break_even,
     "study": _study,
     "reference": _reference,
     "ttft": _ttft,

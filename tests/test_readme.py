@@ -2,22 +2,54 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the README says is so: its numbers come from the committed results, its links and commands exist."""
 
+import json
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from hf_blend.cli.main import commands
+from hf_blend.cli.main import commands, main
+from hf_blend.evaluation.bundled import quickstart_questions
 from hf_blend.evaluation.readme import PLACE, filled
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
+SHOWN = {"ends", "reference", "ttft", "families", "context_shift", "self_extend", "break_even"}
 
 
 def test_the_tables_are_those_of_the_committed_results():
-    assert set(PLACE.findall(README)) == {"reference", "ttft", "families", "context_shift", "self_extend"}
+    assert set(PLACE.findall(README)) == SHOWN
     assert filled(README, ROOT / "benchmarks" / "results") == README
+
+
+def result(name):
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text("utf-8"))
+
+
+def test_the_numbers_in_the_text_are_those_of_the_committed_results():
+    ttft = result("ttft")
+    blended = next(row for row in ttft["rows"] if row["ratio"] == 0.15)
+    short = set(result("break_even")["break_even_tokens"].values())
+    for said in (
+        f"With {blended['prompt_tokens']:,} tokens",
+        f"{ttft['full']['ttft_ms'] / 1e3:.1f} s by full prefill",
+        f"and after {blended['ttft_ms'] / 1e3:.1f} s by blending",
+        f"from about {min(short)} tokens on",
+    ):
+        assert said in " ".join(README.split()), said
+
+
+def test_the_output_that_is_shown_is_what_the_command_prints(capsys, tmp_path, monkeypatch):
+    asked = quickstart_questions()[:1]
+    monkeypatch.setattr("hf_blend.evaluation.bundled.quickstart_questions", lambda: asked)
+    (block,) = re.findall(r"```console\n\$ hf-blend ask --compare\n(.*?)```", README, re.DOTALL)
+    with pytest.raises(SystemExit):
+        main(["ask", "--compare", "--store", str(tmp_path)])
+    printed = [line.split("\t") for line in capsys.readouterr().out.splitlines() if line.count("\t") == 5]
+    shown = [re.split(r"  +", line) for line in block.splitlines()]
+    but_for_time = [[*line[:4], line[5]] for line in printed]
+    assert [[*line[:4], line[5]] for line in shown] == but_for_time
 
 
 def test_a_changed_number_would_be_seen():

@@ -1,0 +1,36 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""From which length on blending pays."""
+
+from typing import Annotated
+
+import typer
+
+from ..output import Json, say, show
+
+__all__ = ["break_even"]
+
+Shape = Annotated[str, typer.Option(help="Shape of the model; its weights are random.")]
+Tokens = Annotated[list[int], typer.Option("--tokens", min=4, help="Tokens of the documents; may be repeated.")]
+Methods = Annotated[list[str], typer.Option("--method", help="A selector with @ and a ratio; may be repeated.")]
+Rounds = Annotated[int, typer.Option(min=1, help="How often each is measured; the median counts.")]
+
+
+def break_even(
+    shape: Shape = "smollm2-135m",
+    tokens: Tokens = [64, 128, 256, 512],  # noqa: B006
+    method: Methods = ["kv-deviation@0.15", "auto@0.05"],  # noqa: B006
+    rounds: Rounds = 7,
+    json: Json = False,
+) -> None:
+    """Time to the first token at small lengths: full prefill against blending, every chunk in memory.
+
+    Examples:
+        hf-blend bench break-even --shape tiny --tokens 32 --rounds 1 --json
+        hf-blend bench break-even --tokens 256 --tokens 1024  # slow
+    """
+    from hf_blend.evaluation.bench.break_even import BreakEvenPlan, measure_break_even
+
+    plan = BreakEvenPlan(shape, tuple(sorted(tokens)), methods=tuple(method), rounds=rounds)
+    found = measure_break_even(plan, progress=say)
+    show(found if json else found["rows"], as_json=json, title=f"{shape}, short prompts", header=True)

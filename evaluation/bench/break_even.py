@@ -1,0 +1,119 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""From which length of the prompt on blending is faster than a full prefill, every chunk in memory."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_blend import BlendCache, ChunkStore
+
+from ..answering import blend_config
+from .shapes import random_model
+from .ttft import TtftPlan, machine
+
+CHUNKS = 4
+FULL = "full"
+
+
+@dataclass(frozen=True)
+class BreakEvenPlan:
+    """What is measured.
+
+    Attributes:
+        shape: name of a model shape.
+        tokens: lengths of the documents, each cut into four chunks.
+        question_tokens: length of the question.
+        methods: selectors with a ratio behind `@`.
+        rounds: how often each is measured, in turn; the median counts.
+        dtype: of weights and KV.
+        seed: of weights and tokens.
+    """
+
+    shape: str = "smollm2-135m"
+    tokens: tuple[int, ...] = (64, 128, 256, 512)
+    question_tokens: int = 16
+    methods: tuple[str, ...] = ("kv-deviation@0.15", "auto@0.05")
+    rounds: int = 7
+    dtype: str = "float32"
+    seed: int = 0
+
+
+class _Ids:
+    """What `inputs` needs of a tokenizer where all pieces are ids."""
+
+    bos_token_id = 1
+    pad_token_id = 0
+
+
+def measure_break_even(plan: BreakEvenPlan, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
+    """Measure full prefill and each method at each length, in turn.
+
+    Args:
+        plan: what to measure.
+        progress: called with a line of text before each length.
+
+    Returns:
+        `machine`, `rows` (one for each length and method) and `break_even_tokens`: for each method the shortest
+        prompt that was measured from which on it was faster each time; None if there is none.
+    """
+    model = random_model(plan.shape, getattr(torch, plan.dtype), "cpu", plan.seed)
+    rows: list[dict[str, Any]] = []
+    for tokens in plan.tokens:
+        if progress:
+            progress(f"{tokens} tokens")
+        rows += _rows(model, plan, tokens)
+    told = machine(TtftPlan(plan.shape, rounds=plan.rounds, dtype=plan.dtype, selector=", ".join(plan.methods)))
+    found = {method: _break_even([row for row in rows if row["method"] == method]) for method in plan.methods}
+    return {"machine": told, "plan": asdict(plan), "rows": rows, "break_even_tokens": found}
+
+
+def _rows(model: nn.Module, plan: BreakEvenPlan, tokens: int) -> list[dict[str, Any]]:
+    pieces = _pieces(plan, tokens, model.config.vocab_size)
+    store = ChunkStore.open("memory://")
+    spent: dict[str, list[float]] = {method: [] for method in (FULL, *plan.methods)}
+    for _ in range(plan.rounds + 1):  # the first round warms up and fills the store
+        for method, times in spent.items():
+            times.append(_ttft_ms(model, store, pieces, method))
+    medians = {method: statistics.median(times[1:]) for method, times in spent.items()}
+    return [
+        {
+            "prompt_tokens": 1 + tokens + plan.question_tokens,
+            "method": method,
+            "full_ms": medians[FULL],
+            "ttft_ms": medians[method],
+            "speedup": medians[FULL] / medians[method],
+        }
+        for method in plan.methods
+    ]
+
+
+def _pieces(plan: BreakEvenPlan, tokens: int, vocabulary: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(plan.seed)
+    ids = torch.randint(3, vocabulary, (tokens + plan.question_tokens,), generator=generator).tolist()
+    size = tokens // CHUNKS
+    return {"chunks": [ids[start : start + size] for start in range(0, tokens, size)], "question": ids[tokens:]}
+
+
+def _ttft_ms(model: nn.Module, store: ChunkStore, pieces: dict[str, Any], method: str) -> float:
+    started = time.perf_counter()
+    if method == FULL:
+        ids = [_Ids.bos_token_id, *(token for chunk in pieces["chunks"] for token in chunk), *pieces["question"]]
+        inputs, cache = {"input_ids": torch.tensor([ids])}, None
+    else:
+        name, _, ratio = method.partition("@")
+        cache = BlendCache(model, store, blend_config(name, recompute_ratio=float(ratio)))
+        inputs = cache.inputs(_Ids, **pieces)
+    model.generate(**inputs, past_key_values=cache, do_sample=False, min_new_tokens=1, max_new_tokens=1)
+    return 1e3 * (time.perf_counter() - started)
+
+
+def _break_even(rows: list[dict[str, Any]]) -> int | None:
+    faster = [row for row in rows if row["speedup"] > 1]
+    slower = max((row["prompt_tokens"] for row in rows if row["speedup"] <= 1), default=0)
+    return min((row["prompt_tokens"] for row in faster if row["prompt_tokens"] > slower), default=None)
