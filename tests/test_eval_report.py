@@ -1,0 +1,180 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""The page of a run: every row in its table, every point in its charts, nothing from elsewhere, nothing unescaped."""
+
+import re
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import pytest
+
+from hf_blend.evaluation import svg
+from hf_blend.evaluation.report import html, plots
+
+EVIL = "<script>alert('&')</script>"
+NAMESPACE = {"svg": "http://www.w3.org/2000/svg"}
+
+
+def row(method="auto", ratio=0.1, score=0.5, charged_budget=0.3, **fields):
+    return {
+        "task": "reference-world", "model": "reference", "method": method, "ratio": ratio, "n": 20, "score": score,
+        "low": score - 0.1, "high": score + 0.1, "charged_budget": charged_budget, "ttft_ms": 40.0, **fields,
+    }  # fmt: skip
+
+
+ROWS = [
+    row("full-prefill", None, 0.8, 1.0, ttft_ms=100.0),
+    row("full-reuse", None, 0.2, 0.0, ttft_ms=10.0),
+    row("auto", 0.3, 0.7, 0.5, ttft_ms=60.0),
+    row("auto", 0.1, 0.6, 0.4, ttft_ms=50.0, difference=-0.2, difference_low=-0.3, difference_high=-0.1,
+        normalised=2 / 3, exact_output=0.75, kl=0.0123, top1=0.9, rules={"word-f1": 0.61, "exact-match": 0.44}),
+    row("random", 0.1, 0.3, 0.2, ttft_ms=None),
+]  # fmt: skip
+SUMMARY = {"settings": {"limit": 20, "seed": 1}, "rows": ROWS}
+
+
+class Cells(HTMLParser):
+    """Collects tags and the rows of tables."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.attributes, self.rows, self.open = [], [], [], False
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in ("td", "th"):
+            self.rows[-1].append("")
+            self.open = True
+
+    def handle_endtag(self, tag):
+        self.open = self.open and tag not in ("td", "th")
+
+    def handle_data(self, data):
+        if self.open:
+            self.rows[-1][-1] += data
+
+
+def table(summary):
+    head, *body = Cells(html(summary)).rows
+    return [dict(zip(head, cells, strict=True)) for cells in body]
+
+
+def drawn(text):
+    """Circles as (x, y) in the units of the axes are not kept by a drawing; give their pixels, and all words."""
+    tree = ElementTree.fromstring(text)
+    circles = [(float(one.get("cx")), float(one.get("cy"))) for one in tree.iterfind(".//svg:circle", NAMESPACE)]
+    return circles, ["".join(one.itertext()) for one in tree.iterfind(".//svg:text", NAMESPACE)]
+
+
+def test_the_table_has_every_row_and_every_figure_that_any_row_has():
+    found = table(SUMMARY)
+    assert [one["method"] for one in found] == [one["method"] for one in ROWS]
+    assert found[3] == {
+        "method": "auto", "ratio": "0.1", "n": "20", "score": "0.600 [0.500, 0.700]",
+        "difference to full prefill": "-0.200 [-0.300, -0.100]", "normalised": "0.667", "charged budget": "40.0%",
+        "first token, ms": "50.0", "same output": "75.0%", "same top token": "90.0%", "KL, nats": "0.012",
+        "word-f1": "0.610", "exact-match": "0.440",
+    }  # fmt: skip
+    assert found[4]["first token, ms"] == found[4]["normalised"] == found[4]["word-f1"] == "-"
+    assert found[0]["ratio"] == "-"
+
+
+def test_figures_that_no_row_has_make_no_column():
+    (only,) = table({"settings": {}, "rows": [row(ttft_ms=None)]})
+    assert list(only) == ["method", "ratio", "n", "score", "charged budget"]
+
+
+def test_a_score_of_0_is_a_figure():
+    (only,) = table({"settings": {}, "rows": [row(score=0.0, charged_budget=0.0, ttft_ms=0.0)]})
+    assert (only["score"], only["charged budget"], only["first token, ms"]) == ("0.000 [-0.100, 0.100]", "0.0%", "0.0")
+
+
+def test_each_row_is_a_point_of_its_methods_line_with_its_interval():
+    charts, frame = plots(SUMMARY), svg.Frame(1.0, 1.0)
+    assert list(charts) == ["quality-charged-budget", "quality-ttft-ms"]
+    circles, words = drawn(charts["quality-charged-budget"])
+    assert circles == [
+        (frame.x(x), frame.y(y)) for x, y in [(1.0, 0.8), (0.0, 0.2), (0.4, 0.6), (0.5, 0.7), (0.2, 0.3)]
+    ], "in the order of methods, then of ratios"
+    for one in ROWS:
+        x, low, high = frame.x(one["charged_budget"]), frame.y(one["low"]), frame.y(one["high"])
+        assert f'"M{x} {low}V{high}"' in charts["quality-charged-budget"]
+    joined = f"M{frame.x(0.4)} {frame.y(0.6)}L{frame.x(0.5)} {frame.y(0.7)}"
+    assert joined in charts["quality-charged-budget"]
+    assert words.count("full-prefill") == words.count("full-reuse") == 2, "in the legend and at the point"
+    assert words.count("auto") == words.count("random") == 1
+
+
+def test_a_row_without_a_time_is_left_out_of_the_chart_of_times():
+    circles, words = drawn(plots(SUMMARY)["quality-ttft-ms"])
+    frame = svg.Frame(100.0, 1.0)
+    assert circles == [(frame.x(x), frame.y(y)) for x, y in [(100, 0.8), (10, 0.2), (50, 0.6), (60, 0.7)]]
+    assert "random" not in words
+    assert {"25 ms", "100 ms"} <= set(words)
+    assert list(plots({"rows": [row(ttft_ms=None)]})) == ["quality-charged-budget"]
+
+
+def test_a_chart_reaches_as_far_as_its_points():
+    slow = row("map-reduce", None, 0.05, 1.7, low=0.04, high=0.07, ttft_ms=1234.0)
+    charts = plots({"rows": [slow, row("auto", 0.1, 0.05, 0.3, high=0.07)]})
+    assert {"50 %", "200 %", "0.08"} <= set(drawn(charts["quality-charged-budget"])[1])
+    assert {"2000 ms", "0.08"} <= set(drawn(charts["quality-ttft-ms"])[1])
+    for chart in charts.values():
+        for x, y in drawn(chart)[0]:
+            assert svg.LEFT <= x <= svg.WIDTH - svg.RIGHT
+            assert svg.TOP <= y <= svg.HEIGHT - svg.BOTTOM
+
+
+def test_a_run_in_which_nothing_was_right_and_nothing_took_time_is_drawn_too():
+    rows = [row(score=0.0, low=0.0, high=0.0, charged_budget=0.0, ttft_ms=0.0)]
+    assert len(plots({"rows": rows})) == 2
+
+
+def test_many_methods_stay_apart_and_inside_the_picture():
+    rows = [row(f"method-{number}", 0.1) for number in range(20)]
+    chart = plots({"rows": rows})["quality-charged-budget"]
+    marks = re.findall(r'h24" (stroke="#\w+" stroke-width="3"[^/]*)/>', chart)
+    assert len(marks) == len(set(marks)) == 20
+    height = float(ElementTree.fromstring(chart).get("viewBox").split()[3])
+    heights = [float(one.get("y")) for one in ElementTree.fromstring(chart).iterfind(".//svg:text", NAMESPACE)]
+    assert max(heights) < height
+
+
+def test_each_task_and_model_has_its_own_charts_under_names_fit_for_files():
+    models = ["org/a model", "org/a-model", "../../x"]
+    rows = [row(model=model, task=task) for model in models for task in ("musique", EVIL)]
+    names = list(plots({"rows": rows}))
+    assert len(names) == len(set(names)) == 12
+    assert all(re.fullmatch(r"[A-Za-z0-9-]+", name) for name in names)
+    assert html({"settings": {}, "rows": rows}).count("<h2>") == 7
+
+
+@pytest.mark.parametrize("field", ["task", "model", "method"])
+def test_nothing_that_a_run_is_given_becomes_markup(field):
+    summary = {"settings": {"data": EVIL}, "rows": [row(**{field: EVIL}, rules={EVIL: 0.5}), row()]}
+    text = html(summary)
+    assert EVIL not in text
+    assert "script" not in Cells(text).tags
+    for chart in plots(summary).values():
+        assert EVIL not in chart
+        ElementTree.fromstring(chart)
+
+
+def test_the_page_needs_nothing_beside_itself():
+    text = html(SUMMARY)
+    page = Cells(text)
+    assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
+    assert not {"src", "href", "onload", "onclick"} & {name for name, _ in page.attributes}
+    assert not re.search(r"url\(|@import|https?://(?!www\.w3\.org/2000/svg\")", text)
+    assert page.tags.count("svg") == 2
+    assert '"limit": 20' in text.replace("&quot;", '"')
+
+
+def test_a_run_without_rows_is_a_page_without_tables():
+    assert "table" not in Cells(html({"settings": {}, "rows": []})).tags
+    assert plots({"rows": []}) == {}
