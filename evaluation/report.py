@@ -19,13 +19,14 @@ from .svg import Line, line_chart
 ENDS = ("full-prefill", "full-reuse")  # of the scale: labelled in every chart
 Row = Mapping[str, Any]
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1f2937; background: #fff; max-width: 72rem; margin: 2rem auto;
+body { font: 15px/1.5 system-ui, sans-serif; color: #1f2937; background: #fff; max-width: 90rem; margin: 2rem auto;
   padding: 0 1rem; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .2rem .7rem; text-align: right; border-bottom: 1px solid #e5e7eb; white-space: nowrap; }
-th { position: sticky; top: 0; background: #fff; }
+th { white-space: normal; vertical-align: bottom; }
 th:first-child, td:first-child { text-align: left; }
-figure { margin: 1.5rem 0; }
+figure { margin: 0; }
+.charts { display: grid; gap: 1.5rem; grid-template-columns: repeat(auto-fit, minmax(min(30rem, 100%), 1fr)); }
 .wide { overflow-x: auto; }
 pre { background: #f8fafc; padding: 1rem; overflow-x: auto; }
 """
@@ -83,7 +84,7 @@ def html(summary: Mapping[str, Any]) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>Evaluation</title><style>{STYLE}</style></head><body>"
-        f"<h1>Evaluation</h1><p>{escape(NOTE)}</p>{charts}{tables}"
+        f"<h1>Evaluation</h1><p>{escape(NOTE)}</p><div class=charts>{charts}</div>{tables}"
         f"<h2>Settings</h2><pre>{settings}</pre></body></html>\n"
     )
 

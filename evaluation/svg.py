@@ -176,9 +176,15 @@ def _line(frame: Frame, line: Line, place: int) -> str:
     for (x, _), (low, high) in zip(places, line.bars, strict=False):
         parts.append(f'<path d="M{x} {frame.y(low)}V{frame.y(high)}" stroke="{colour}" opacity="0.6"/>')
     if line.label:
-        x, y = places[-1]
-        parts.append(_text(x - 8 if x > WIDTH / 2 else x + 8, y - 8, line.label, "end" if x > WIDTH / 2 else "start"))
+        parts.append(_label(line.label, *places[-1]))
     return "".join(parts)
+
+
+def _label(text: str, x: float, y: float) -> str:
+    """Above a point and to its left, or where the left half has it below and to its right."""
+    if x > WIDTH / 2:
+        return _text(x - 8, y - 8, text, "end")
+    return _text(x + 8, y + (18 if y < HEIGHT - BOTTOM - 24 else -8), text, "start")
 
 
 def _legend(line: Line, place: int) -> str:
