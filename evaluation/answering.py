@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.config import BlendConfig
 from hf_blend.errors import ConfigError
+from hf_blend.placement import input_device
 from hf_blend.prompt import build
 from hf_blend.report import BlendReport
 
@@ -131,8 +132,7 @@ def answer(
     started = time.perf_counter()
     if method.config is None:
         ids = build(tokenizer, pieces.get("prefix"), pieces["chunks"], pieces["question"]).ids
-        device = model.get_input_embeddings().weight.device
-        inputs = {"input_ids": torch.tensor([ids], device=device)}
+        inputs = {"input_ids": torch.tensor([ids], device=input_device(model))}
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
         cache = None
     else:

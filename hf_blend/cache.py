@@ -84,7 +84,7 @@ class BlendCache(MaskedDecode):
         self._history = History()
         self._past, self._is_announced = 0, False
         self._before: list[Any] = []
-        self._kept = cache_layers(text_config(model), len(self._styles))
+        self._kept = cache_layers(text_config(model), len(self._styles), self.config.kv_bits)
         super().__init__(layers=[*self._kept])
 
     def inputs(

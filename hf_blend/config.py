@@ -52,6 +52,7 @@ class BlendConfig:
         gradual: gradual filtering (CacheBlend, section 4.3): choose more at the first check layer, fewer at each
             later one, so that the mean over the layers is recompute_ratio.
         sink_ids: tokens that stand before each chunk while it is precomputed; None is the model's BOS, if any.
+        kv_bits: 8 to decode from K and V in 8 bits; None keeps them in the model's dtype. The prefill is the same.
         allow_unverified: use a model whose layers could not all be verified by the probe.
         seed: for selectors that draw at random.
     """
@@ -65,6 +66,7 @@ class BlendConfig:
     layer_ratios: tuple[float, ...] | None = None
     gradual: bool = False
     sink_ids: tuple[int, ...] | None = None
+    kv_bits: int | None = None
     allow_unverified: bool = False
     seed: int = 0
 
@@ -85,6 +87,8 @@ class BlendConfig:
         kinds = {"selector": str, "corrector": str, "gradual": bool, "allow_unverified": bool, "seed": int}
         for name, kind in kinds.items():
             _instance(name, getattr(self, name), kind)
+        if self.kv_bits is not None and (type(self.kv_bits) is not int or self.kv_bits != 8):
+            raise ConfigError(f"kv_bits is {self.kv_bits!r}, but 8 or None is wanted. Leave it out for none of it.")
         self._check_layers()
         self._check_schedule()
 

@@ -1,0 +1,164 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What decoding from K and V in 8 bits changes: answers and logits of the reference model, bytes, and time per step.
+
+    python benchmarks/kv_bits.py --count 200 --output benchmarks/results/kv_bits.json
+
+Prefix and chunks go through a blended prefill; then the question is brought token by token, so that it reads the
+chunks from what is held, and the answer is decoded greedily. The same is done with `kv_bits=8` and without.
+Logits are compared along the question, where both have read the same tokens.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.cache_utils import DynamicLayer
+
+from hf_blend import BlendCache, ChunkStore
+from hf_blend.evaluation.answering import is_right
+from hf_blend.evaluation.bootstrap import interval
+from hf_blend.evaluation.bundled import load_model
+from hf_blend.evaluation.world.sampling import Example, sample_examples
+from hf_blend.layers import BlendLayer
+from hf_blend.prompt import build
+from hf_blend.quantised_layer import QuantisedLayer
+from hf_blend.version import __version__
+
+MAX_NEW_TOKENS = 8
+STEP = {"batch": 1, "kv_heads": 8, "head_dim": 128}  # one layer of Llama-3.1-8B
+
+
+@torch.no_grad()
+def ask(model: Any, tokenizer: Any, store: ChunkStore, example: Example, kv_bits: int | None) -> dict[str, Any]:
+    """Bring a question token by token behind a blended context, and decode.
+
+    Args:
+        model: the reference model.
+        tokenizer: its tokenizer.
+        store: keeps the chunks.
+        example: the question.
+        kv_bits: of the cache.
+
+    Returns:
+        `logits` of each question token, the answer's `text`, and how many of the `held` tokens are `packed`.
+    """
+    prompt = build(tokenizer, example.prefix, example.chunks, example.question)
+    ids = torch.tensor([prompt.ids])
+    context = ids.shape[1] - len(prompt.question)
+    cache = BlendCache(model, store, kv_bits=kv_bits)
+    cache.inputs(tokenizer, prefix=example.prefix, chunks=example.chunks, question=example.question)
+    cache.get_seq_length()
+    model(ids[:, :context], past_key_values=cache, use_cache=True)
+    steps = [model(ids[:, [place]], past_key_values=cache).logits[0, -1] for place in range(context, ids.shape[1])]
+    packed = sum(getattr(layer, "packed_tokens", 0) for layer in cache.layers) / len(cache.layers)
+    answer = [int(steps[-1].argmax())]
+    while len(answer) < MAX_NEW_TOKENS and answer[-1] != model.generation_config.eos_token_id:
+        answer.append(int(model(torch.tensor([answer[-1:]]), past_key_values=cache).logits[0, -1].argmax()))
+    text = tokenizer.decode(answer, skip_special_tokens=True).strip()
+    return {"logits": torch.stack(steps), "text": text, "packed": packed, "held": context}
+
+
+def quality(count: int, seed: int) -> dict[str, Any]:
+    """Compare answers and logits.
+
+    Args:
+        count: questions.
+        seed: of the questions.
+
+    Returns:
+        The figures.
+    """
+    model, tokenizer = load_model()
+    store, found = ChunkStore.open("memory://"), []
+    for example in sample_examples(count, seed):
+        plain, packed = (ask(model, tokenizer, store, example, bits) for bits in (None, 8))
+        change = (packed["logits"] - plain["logits"]).abs()
+        found.append(
+            {
+                "equal": packed["text"] == plain["text"],
+                "plain": is_right(plain["text"], example.answer),
+                "packed": is_right(packed["text"], example.answer),
+                "share": packed["packed"] / packed["held"],
+                "largest": float(change.max()),
+                "mean": float(change.mean()),
+                "spread": float(plain["logits"].std()),
+            }
+        )
+    mean = {name: statistics.fmean(float(one[name]) for one in found) for name in found[0]}
+    gaps = [float(one["packed"]) - float(one["plain"]) for one in found]
+    return {
+        "questions": count,
+        "equal_answers": mean["equal"],
+        "equal_answers_interval": interval([float(one["equal"]) for one in found]),
+        "exact_match": {"full precision": mean["plain"], "8 bits": mean["packed"]},
+        "exact_match_difference_interval": interval(gaps),
+        "share_of_context_in_8_bits": mean["share"],
+        "logit_error_mean": mean["mean"],
+        "logit_error_largest": max(one["largest"] for one in found),
+        "logit_spread": mean["spread"],
+    }
+
+
+def steps(tokens: int, rounds: int) -> dict[str, Any]:
+    """Bytes held and time of one decoding step's update in one layer, bfloat16, the kinds of layers in turn.
+
+    Args:
+        tokens: held before the step.
+        rounds: steps of each kind; the median counts.
+
+    Returns:
+        By kind of layer.
+    """
+    shape = (STEP["batch"], STEP["kv_heads"], tokens, STEP["head_dim"])
+    layers = {"DynamicLayer": DynamicLayer(), "BlendLayer": BlendLayer(), "QuantisedLayer": QuantisedLayer()}
+    whole = tuple(torch.randn(shape).bfloat16() for _ in range(2))
+    new = tuple(states[:, :, :1].clone() for states in whole)
+    times: dict[str, list[float]] = {name: [] for name in layers}
+    for layer in layers.values():
+        layer.update(*whole)
+    for _ in range(rounds):
+        for name, layer in layers.items():
+            started = time.perf_counter()
+            layer.update(*new)
+            times[name].append(1e3 * (time.perf_counter() - started))
+    plain = sum(states.nbytes for states in (layers["DynamicLayer"].keys, layers["DynamicLayer"].values))
+    held = {name: getattr(layer, "nbytes", plain) for name, layer in layers.items()}
+    return {
+        name: {"update_ms": statistics.median(times[name]), "bytes_per_token": held[name] / (tokens + rounds)}
+        for name in layers
+    }
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=11)
+    parser.add_argument("--tokens", type=int, default=4096, help="held by the layer whose update is timed")
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--output", type=Path, default=Path("kv_bits.json"))
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    result = {
+        "machine": {
+            "device": platform.processor() or "cpu",
+            "threads": 1,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "hf_blend": __version__,
+        },
+        "reference": quality(given.count, given.seed),
+        "step": {"tokens": given.tokens, **STEP, "dtype": "bfloat16", "layers": steps(given.tokens, given.rounds)},
+    }
+    given.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""One layer of a blend cache that keeps what is decoded from in 8 bits: K by channel, V by token.
+
+KIVI (https://arxiv.org/abs/2402.02750), section 3: keys have a few large channels and are scaled by channel, over
+groups of tokens; values have none and are scaled by token; the last tokens stay as they are.
+Differs: 8 bits, symmetric, so that no entry is off by more than 1/254 of the largest of its group, and half a rounding
+of the dtype. The prefill, and every forward over its own tokens, is computed with K and V as they are.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .layers import BlendLayer
+
+GROUP_TOKENS = 32  # share a scale per channel of K; the last 32 to 63 tokens stay as they are
+LARGEST = 127
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Tokens of K and V in 8 bits, never changed.
+
+    Attributes:
+        keys: `[batch, kv_heads, groups, GROUP_TOKENS, head_dim]` int8; K was rotated for its positions.
+        key_scales: `[batch, kv_heads, groups, 1, head_dim]` in the dtype of K; float32 where that is float16.
+        values: `[batch, kv_heads, tokens, head_dim]` int8.
+        value_scales: `[batch, kv_heads, tokens, 1]`, likewise.
+    """
+
+    keys: Tensor
+    key_scales: Tensor
+    values: Tensor
+    value_scales: Tensor
+
+    @classmethod
+    def of(cls, keys: Tensor, values: Tensor) -> "Packed":
+        """Quantise whole groups, `[batch, kv_heads, tokens, head_dim]` each."""
+        return cls(*_packed(keys.unflatten(2, (-1, GROUP_TOKENS)), 3), *_packed(values, -1))
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens it holds."""
+        return self.values.shape[2]
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """All tensors; their first axis is the batch."""
+        return self.keys, self.key_scales, self.values, self.value_scales
+
+    def unpack(self, keys: Tensor, values: Tensor) -> None:
+        """Write the tokens to `[batch, kv_heads, tokens, head_dim]` each, in the dtype of these."""
+        keys.unflatten(2, (-1, GROUP_TOKENS)).copy_(self.keys).mul_(self.key_scales)
+        values.copy_(self.values).mul_(self.value_scales)
+
+
+def _packed(states: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+    fine = torch.float32 if states.dtype == torch.float16 else states.dtype  # whose small ones are fine too
+    scales = (states.abs().amax(dim=axis, keepdim=True).float() / LARGEST).to(fine)
+    scales = torch.where(scales > 0, scales, 1.0)
+    return (states.float() / scales).round_().clamp_(-LARGEST, LARGEST).to(torch.int8), scales
+
+
+class QuantisedLayer(BlendLayer):
+    """K and V of one decoder layer in 8 bits, unpacked for as long as a forward looks at them.
+
+    What it holds is `_packed`, then `_recent`, the last tokens as they came. `keys` and `values` are unpacked anew at
+    every look, except while a forward has opened them.
+    """
+
+    def __init__(self) -> None:
+        self._packed: tuple[Packed, ...] = ()
+        self._recent: tuple[Tensor, Tensor] | None = None
+        self._opened: tuple[Tensor, Tensor] | None = None
+        super().__init__()
+
+    @property  # type: ignore[override]
+    def keys(self) -> Tensor | None:
+        """All K, `[batch, kv_heads, tokens, head_dim]`, rotated for their positions."""
+        return self._shown(0)
+
+    @keys.setter
+    def keys(self, value: Any) -> None:
+        """Nothing: what is held is packed."""
+
+    @property  # type: ignore[override]
+    def values(self) -> Tensor | None:
+        """All V, `[batch, kv_heads, tokens, head_dim]`."""
+        return self._shown(1)
+
+    @values.setter
+    def values(self, value: Any) -> None:
+        """Nothing: what is held is packed."""
+
+    @property
+    def packed_tokens(self) -> int:
+        """How many of the tokens are held in 8 bits."""
+        return sum(part.tokens for part in self._packed)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        held = [tensor for packed in self._packed for tensor in packed.parts]
+        return sum(tensor.nbytes for tensor in (*held, *(self._opened or self._recent or ())))
+
+    def open(self, tokens: int, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """See `BlendLayer.open`; everything is unpacked until `settle`."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self._opened = self._unpacked(tokens, key_states, value_states)
+        self.length += tokens
+        return self._opened[0][:, :, -tokens:], self._opened[1][:, :, -tokens:]
+
+    def settle(self) -> None:
+        """Pack whole groups, but for the last tokens."""
+        if self._opened is None:
+            return
+        held = self.packed_tokens
+        groups = max(0, (self.length - held) // GROUP_TOKENS - 1)
+        end = held + groups * GROUP_TOKENS
+        if groups:
+            self._packed += (Packed.of(*(states[:, :, held:end] for states in self._opened)),)
+            self.unchanged_tokens = min(self.unchanged_tokens, held)
+        self._recent = (self._opened[0][:, :, end:].clone(), self._opened[1][:, :, end:].clone())
+        self._opened = None
+
+    def snapshot(self) -> Any:
+        """What `restore` needs; nothing of it is ever written to."""
+        return self.length, self._packed, self._recent
+
+    def restore(self, snapshot: Any) -> None:
+        """Forget the tokens that came since a snapshot."""
+        self.length, self._packed, self._recent = snapshot
+        self._opened, self.is_initialized = None, self._recent is not None
+        self.unchanged_tokens = min(self.unchanged_tokens, self.length)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens; those in front of them in a packed group are unpacked for good."""
+        self.check_crop(tokens_to_remove)
+        if not self.is_initialized or not tokens_to_remove:
+            return
+        length = self.length + tokens_to_remove
+        whole, kept = self._unpacked(0, *self._recent), 0  # type: ignore[misc]
+        self._packed, packed = (), self._packed
+        for part in packed:
+            if kept == self.packed_tokens and kept + part.tokens <= length:
+                self._packed += (part,)
+                kept += part.tokens
+        self.length, self.unchanged_tokens = length, min(self.unchanged_tokens, length)
+        self._recent = (whole[0][:, :, kept:length].clone(), whole[1][:, :, kept:length].clone())
+
+    def reset(self) -> None:
+        """Forget everything."""
+        super().reset()
+        self._packed, self._recent, self._opened = (), None, None
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every batch entry `repeats` times in a row."""
+        self._map(lambda states: states.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only some batch entries; `indices` is `[kept]`."""
+        self._map(lambda states: states.index_select(0, indices.to(states.device)))
+
+    def _map(self, change: Any) -> None:
+        if self._recent is not None:
+            self._packed = tuple(Packed(*map(change, part.parts)) for part in self._packed)
+            self._recent = (change(self._recent[0]), change(self._recent[1]))
+            self.unchanged_tokens = 0
+
+    def _shown(self, place: int) -> Tensor | None:
+        if self._opened is None and self._recent is not None:
+            return self._unpacked(0, *self._recent)[place]
+        return None if self._opened is None else self._opened[place]
+
+    def _unpacked(self, room: int, *like: Tensor) -> tuple[Tensor, Tensor]:
+        """All tokens and room for some more, in the form of some K and V."""
+        keys, values = (one.new_empty((*one.shape[:2], self.length + room, one.shape[3])) for one in like)
+        start = 0
+        for part in self._packed:
+            place = (slice(None), slice(None), slice(start, start + part.tokens))
+            part.unpack(keys[place], values[place])
+            start += part.tokens
+        if self._recent is not None:
+            for whole, recent in zip((keys, values), self._recent, strict=True):
+                whole[:, :, start : self.length] = recent
+        return keys, values

@@ -1,0 +1,173 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Decoding from K and V in 8 bits: the prefill is exact, the error afterwards bounded, about half the bytes held."""
+
+import copy
+
+import pytest
+import torch
+
+from hf_blend import BlendCache, ChunkStore, ConfigError
+from hf_blend.ladder.zoo import tiny_model as zoo_model
+from hf_blend.layers import BlendLayer
+from hf_blend.quantised_layer import GROUP_TOKENS, LARGEST, Packed, QuantisedLayer
+from hf_blend.sliding_layer import BlendSlidingLayer
+
+GREEDY = {"max_new_tokens": 80, "do_sample": False, "eos_token_id": None}
+PIECES = {"prefix": [1, 4, 5], "chunks": [list(range(10, 90)), list(range(20, 85))], "question": [5, 6, 7, 8]}
+
+
+def states(tokens, seed=0, batch=2, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(batch, 2, tokens, width, generator=generator).to(dtype) for width in (8, 6))
+
+
+def filled(layer, tokens=200, **how):
+    layer.update(*states(tokens, **how))
+    return layer
+
+
+def prepared(model, **settings):
+    cache = BlendCache(model, ChunkStore.open("memory://"), **settings)
+    return cache, cache.inputs(None, **PIECES)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_no_entry_is_off_by_more_than_half_a_step_of_its_group(dtype):
+    keys, values = states(4 * GROUP_TOKENS, dtype=dtype)
+    keys[..., 3] *= 50  # a large channel costs the others nothing
+    values[:, :, 7] *= 50  # nor a large token
+    back = torch.empty_like(keys), torch.empty_like(values)
+    Packed.of(keys, values).unpack(*back)
+    rounding = torch.finfo(dtype).eps / 2
+    groups = keys.float().unflatten(2, (-1, GROUP_TOKENS))
+    bound = groups.abs().amax(3, keepdim=True).expand_as(groups).flatten(2, 3) * (0.5 / LARGEST)
+    assert ((back[0].float() - keys.float()).abs() <= bound * 1.001 + rounding * keys.float().abs() * 1.01).all()
+    bound = values.float().abs().amax(-1, keepdim=True) * (0.5 / LARGEST)
+    assert ((back[1].float() - values.float()).abs() <= bound * 1.001 + rounding * values.float().abs() * 1.01).all()
+    assert not torch.equal(back[0], keys)
+
+
+def test_what_is_zero_or_very_large_or_small_stays_finite():
+    keys, values = (torch.zeros(1, 1, GROUP_TOKENS, 4) for _ in range(2))
+    keys[..., 1], values[:, :, 2] = torch.finfo(torch.float32).max / 2, torch.finfo(torch.float32).tiny
+    back = torch.empty_like(keys), torch.empty_like(values)
+    Packed.of(keys, values).unpack(*back)
+    assert torch.isfinite(torch.stack(back)).all()
+    assert back[0][..., 0].eq(0).all()
+
+
+def test_new_tokens_are_seen_as_they_are_and_all_but_the_last_are_packed_behind_them():
+    layer, plain = QuantisedLayer(), BlendLayer()
+    for seed, tokens in enumerate((200, 1, 1, 40, 1)):
+        new = states(tokens, seed)
+        seen, wanted = layer.update(*new), plain.update(*new)
+        for got, true, part in zip(seen, wanted, new, strict=True):
+            assert got.shape == true.shape
+            assert torch.equal(got[:, :, -tokens:], part)
+            assert (got - true).abs().max() <= 1.001 * 0.5 / LARGEST * true.abs().max()
+        assert layer.packed_tokens % GROUP_TOKENS == 0
+        assert GROUP_TOKENS <= layer.length - layer.packed_tokens < 2 * GROUP_TOKENS
+    assert layer.get_seq_length() == plain.get_seq_length() == 243
+    assert torch.equal(layer.keys, layer.keys)
+
+
+def test_packed_bits_never_change_while_more_comes():
+    layer = filled(QuantisedLayer())
+    before = layer.keys[:, :, : layer.packed_tokens].clone()
+    for seed in range(2 * GROUP_TOKENS):
+        layer.update(*states(1, seed))
+    assert torch.equal(layer.keys[:, :, : before.shape[2]], before)
+
+
+@pytest.mark.parametrize("removed", [1, GROUP_TOKENS, 100, 199, 200])
+def test_crop_keeps_what_stands_before_and_goes_on(removed):
+    layer = filled(QuantisedLayer())
+    kept = layer.keys[:, :, : 200 - removed].clone()
+    layer.crop(-removed)
+    assert layer.get_seq_length() == 200 - removed
+    assert torch.equal(layer.keys, kept)
+    seen = layer.update(*states(90, 5))
+    assert torch.equal(seen[0][:, :, -90:], states(90, 5)[0])
+    assert seen[0].shape[2] == layer.length == 290 - removed
+    with pytest.raises(ConfigError, match="crop"):
+        layer.crop(-layer.length - 1)
+
+
+def test_snapshots_bring_back_the_same_bits_and_beams_are_reordered():
+    layer = filled(QuantisedLayer())
+    before, snapshot = layer.values.clone(), layer.snapshot()
+    layer.update(*states(100, 3))
+    layer.restore(snapshot)
+    assert torch.equal(layer.values, before)
+    layer.reorder_cache(torch.tensor([1, 1]))
+    assert torch.equal(layer.values, before[[1, 1]])
+    layer.batch_repeat_interleave(2)
+    assert torch.equal(layer.values, before[[1, 1, 1, 1]])
+    layer.reset()
+    assert (layer.get_seq_length(), layer.keys, layer.nbytes, layer.packed_tokens) == (0, None, 0, 0)
+    layer.crop(0)
+    filled(layer)
+    empty = QuantisedLayer()
+    empty.restore(QuantisedLayer().snapshot())
+    assert not empty.is_initialized
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "deepseek_v3"])
+def test_the_prefill_is_exact_and_decoding_keeps_half_the_bytes(family):
+    model = zoo_model(family).bfloat16()
+    plain, inputs = prepared(model, recompute_ratio=0.3)
+    cache, _ = prepared(model, recompute_ratio=0.3, kv_bits=8)
+    shown = {**GREEDY, "output_logits": True, "return_dict_in_generate": True}
+    wanted = model.generate(**inputs, past_key_values=plain, **shown)
+    got = model.generate(**inputs, past_key_values=cache, **shown)
+    assert torch.equal(got.logits[0], wanted.logits[0]), "the first token comes from the prefill"
+    assert got.sequences.shape == wanted.sequences.shape
+    packed = [layer for layer in cache.layers if isinstance(layer, QuantisedLayer)]
+    assert packed
+    for layer, other in zip(cache.layers, plain.layers, strict=True):
+        assert isinstance(layer, QuantisedLayer) != isinstance(layer, BlendSlidingLayer)
+        assert layer.get_seq_length() == other.get_seq_length()
+        if isinstance(layer, QuantisedLayer):
+            assert layer.packed_tokens > 150
+            held = 2 * sum(part[:, :, :1].numel() for part in (other.keys, other.values)) * layer.length
+            recent = (layer.length - layer.packed_tokens) / layer.length
+            assert layer.nbytes <= held * (0.75 * (1 - recent) + recent)
+
+
+@pytest.mark.parametrize("mode", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 4}, {"prefill_chunk_size": 50}])
+def test_it_works_in_every_mode(mode):
+    model = zoo_model("llama")
+    cache, inputs = prepared(model, recompute_ratio=1.0, kv_bits=8)
+    got = model.generate(**inputs, past_key_values=cache, **{**GREEDY, "max_new_tokens": 20}, **mode)
+    assert got.shape[1] == inputs["input_ids"].shape[1] + 20
+    assert cache.report.reusable_tokens > 0
+    twin = copy.deepcopy(cache)
+    assert torch.equal(twin.layers[2].keys, cache.layers[2].keys)
+
+
+def test_an_exception_puts_back_what_was_held(monkeypatch):
+    model = zoo_model("llama")
+    cache, inputs = prepared(model, kv_bits=8)
+    output = model.generate(**inputs, past_key_values=cache, **{**GREEDY, "max_new_tokens": 5})
+    before = [(layer.keys.clone(), layer.packed_tokens) for layer in cache.layers]
+    again = {"chunks": [list(range(30, 60))], "question": [5, 6, 7], "history": output}
+    with monkeypatch.context() as patch:
+        patch.setattr(model.model.layers[2].mlp, "forward", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model.generate(**cache.inputs(None, **again), past_key_values=cache, **GREEDY)
+    for layer, (keys, packed) in zip(cache.layers, before, strict=True):
+        assert torch.equal(layer.keys, keys)
+        assert layer.packed_tokens == packed
+    model.generate(**cache.inputs(None, **again), past_key_values=cache, **GREEDY)
+
+
+@pytest.mark.parametrize("bits", [4, 16, 8.0, "8", True])
+def test_other_widths_are_refused(bits):
+    with pytest.raises(ConfigError, match=r"kv_bits is .* 8 or None"):
+        BlendCache(zoo_model("llama"), ChunkStore.open("memory://"), kv_bits=bits)
+
+
+def test_a_model_of_windows_only_has_nothing_to_quantise():
+    with pytest.raises(ConfigError, match=r"window, of 16 tokens.*Leave kv_bits out"):
+        BlendCache(zoo_model("mistral"), ChunkStore.open("memory://"), kv_bits=8)
