@@ -38,6 +38,7 @@ FLOW = (  # a module imports from its own line and from those above it; LEAVES n
         "realign",
         "layers",
         "sliding_layer",
+        "quantised_layer",
         "cache_layers",
         "request",
         "cache",
