@@ -26,7 +26,7 @@ FLOW = (  # a module imports from its own line and from those above it; LEAVES n
     ("config",),
     (
         *("masks", "history", "regime", "prompt", "checksum", "placement", "fingerprint", "anatomy", "flops"),
-        *("report", "store.chunk"),
+        *("report", "store.chunk", "store.locks"),
     ),
     LEAVES,
     ("capture", "calibrate"),

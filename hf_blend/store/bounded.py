@@ -133,7 +133,7 @@ class BoundedTier(WrappedTier):
     def use(self, name: str, important_ratio: float | None = None) -> None:
         """Tell the policy of a use, or of which share of an object's tokens turned out to be important."""
         with self._lock:
-            if not self._restored:
+            if not self._restored and self._is_counted:
                 self._look()
             self._budget.use(name, important_ratio)
             self._count_use()
@@ -160,9 +160,15 @@ class BoundedTier(WrappedTier):
             self._save()
         self.tier.close()
 
+    @property
+    def _is_counted(self) -> bool:
+        """Whether requests must know what is there; a listing of a tier on another machine takes its time."""
+        return self.tier.is_local or self._budget.cap_bytes is not None or self.quota_bytes is not None
+
     def _reserve(self, nbytes: int) -> None:
         with self._lock:
-            self._look()
+            if self._is_counted:
+                self._look()
             owned, quota_bytes = self.owned, self.quota_bytes
             if owned is not None and quota_bytes is not None:
                 self._evict(lambda: self._budget.victims(nbytes, owned=owned, quota_bytes=quota_bytes))

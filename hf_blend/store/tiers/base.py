@@ -42,7 +42,10 @@ class ObjectStat:
 
 
 class Source(Protocol):
-    """One opened object. It stays readable, and the same, even if the object is deleted meanwhile."""
+    """One opened object. It stays the same, and readable, even if the object is deleted meanwhile.
+
+    Behind a network the rest of a large object may become unreadable then: OSError, or EntryFault("truncated").
+    """
 
     stat: ObjectStat
     identity: object  # equal for two sources of one object, different once the object was replaced
@@ -93,6 +96,11 @@ class Tier(ABC):
     name: str
     schemes: ClassVar[tuple[str, ...]] = ()
     is_local: bool = True
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the tier answers; one that does not fails at once."""
+        return True
 
     @classmethod
     def from_url(cls, url: str) -> "Tier":

@@ -1,0 +1,326 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Tiers in real servers that are killed, frozen and restarted empty: time is lost once, and never an answer."""
+
+import contextlib
+import importlib
+import logging
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from hf_blend import BlendCache, ChunkStore, plugins
+from hf_blend.errors import ConfigError, MissingExtraError
+from hf_blend.store.tiers.base import EntryFault
+from hf_blend.store.tiers.memory import MemoryTier
+from hf_blend.store.tiers.remote import HEAD_BYTES, PIECE_BYTES
+from hf_blend.testing import FAULTS, FaultyTier
+
+KINDS = ("redis", "s3")
+NAME = "ab/cd/" + "e" * 64
+LARGE = bytes(range(256)) * ((2 * PIECE_BYTES + HEAD_BYTES) // 256 + 7)
+IMPATIENT_S = 0.3
+LOST = r"no answer within|did not answer|[Cc]onnect|closed|EndpointConnectionError"
+
+
+def hurry(tier):
+    """From now on nothing is waited for, and the server is asked again soon."""
+    tier.circuit.deadline_s = IMPATIENT_S
+    tier.circuit._pause_s = 0.05
+
+
+def wait_for(happened, what):
+    for _ in range(600):
+        if happened():
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"{what} did not happen")
+
+
+def wait_until_healthy(tier):
+    def asked():
+        with contextlib.suppress(OSError):
+            tier.stat(NAME)
+        return tier.is_healthy
+
+    wait_for(asked, "closing of the circuit")
+
+
+def count_calls(tier, monkeypatch):
+    """Counts the questions that really go to the server, those in the background left out."""
+    asked = []
+
+    def counted(method, real):
+        return lambda *args: (asked.append(method), real(*args))[1]
+
+    for method in ("ask_stat", "ask_bytes", "ask_put", "ask_delete", "ask_names", "ask_all"):
+        monkeypatch.setattr(tier, method, counted(method, getattr(tier, method)))
+    return asked
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_large_object_is_read_in_pieces(kind, served_tier, monkeypatch):
+    tier = served_tier(kind)
+    assert tier.put_if_absent(NAME, [memoryview(LARGE)[:1000], memoryview(LARGE)[1000:]])
+    asked = count_calls(tier, monkeypatch)
+    source, target = tier.open(NAME), bytearray(len(LARGE))
+    source.read_into(0, memoryview(target)[:10])
+    assert asked == ["ask_stat", "ask_bytes"]
+    source.read_into(10, memoryview(target)[10:])
+    assert bytes(target) == LARGE
+    assert len(asked) <= 2 + -(-len(LARGE) // PIECE_BYTES)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_large_object_that_is_replaced_while_it_is_read_is_never_mixed_with_the_other(kind, served_tier):
+    tier, other = served_tier(kind), LARGE[::-1]
+    tier.put_if_absent(NAME, [memoryview(LARGE)])
+    source, target = tier.open(NAME), bytearray(len(LARGE))
+    tier.delete(NAME)
+    tier.put_if_absent(NAME, [memoryview(other)])
+    if kind == "redis":
+        with pytest.raises(EntryFault, match="truncated"):
+            source.read_into(0, memoryview(target))
+        assert not tier.delete(NAME, source)
+        assert tier.contains(NAME)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_fault_on_purpose_is_a_miss_in_front_of_a_server_too(kind, served_tier, chunk, same):
+    tier = FaultyTier(served_tier(kind))
+    store, stored = ChunkStore([], [tier]), chunk()
+    for fault in FAULTS:
+        if fault.startswith("put"):
+            tier.arm(fault)
+        store.put(stored)
+        if not fault.startswith("put"):
+            tier.arm(fault)
+        got = store.get(stored.key)
+        assert got is None or (same(got, stored), True)[1]
+        store.put(stored)
+        same(store.get(stored.key), stored)
+        tier._armed.clear()
+        store.delete(stored.key)
+    assert set(tier.counts) == set(FAULTS) - {"names.io", "delete.io"}, "what a request does not do"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", ["killed", "frozen"])
+def test_a_server_lost_while_an_object_is_read_opens_the_circuit(kind, how, new_server, served_tier, monkeypatch):
+    server = new_server(kind)
+    tier = served_tier(kind, server)
+    tier.put_if_absent(NAME, [memoryview(LARGE)])
+    source, target = tier.open(NAME), bytearray(len(LARGE))
+    source.read_into(0, memoryview(target)[:HEAD_BYTES])
+    hurry(tier)
+    server.kill() if how == "killed" else server.freeze()
+    with pytest.raises(OSError, match=LOST):
+        source.read_into(HEAD_BYTES, memoryview(target)[HEAD_BYTES:])
+    assert bytes(target[:HEAD_BYTES]) == LARGE[:HEAD_BYTES]
+    assert not tier.is_healthy
+    asked = count_calls(tier, monkeypatch)
+    for _ in range(50):
+        with pytest.raises(OSError, match="did not answer"):
+            tier.open(NAME)
+    assert asked == [], "an open circuit asks nothing of the server in a request"
+
+    server.start() if how == "killed" else server.thaw()
+    tier.circuit.deadline_s = 60.0
+    if kind == "s3" and how == "killed":  # forgot its buckets too
+        tier._files.mkdir(tier._root.partition("/")[0])
+    wait_until_healthy(tier)
+    assert (tier.open(NAME) is None) == (how == "killed")
+    if how == "frozen":
+        source.read_into(HEAD_BYTES, memoryview(target)[HEAD_BYTES:])
+        assert bytes(target) == LARGE
+
+
+def test_a_server_killed_while_an_object_is_written_shows_nothing_of_it(new_server, served_tier, monkeypatch):
+    server = new_server("redis")
+    tier = served_tier("redis", server)
+    real = tier._client.set
+
+    def kill_at_the_second_piece(key, *args, **kwargs):
+        if key.endswith(":1"):
+            server.kill()
+        return real(key, *args, **kwargs)
+
+    monkeypatch.setattr(tier._client, "set", kill_at_the_second_piece)
+    hurry(tier)
+    with pytest.raises(OSError, match=LOST):
+        tier.put_if_absent(NAME, [memoryview(LARGE)])
+    server.start()
+    monkeypatch.undo()
+    wait_until_healthy(tier)
+    assert not tier.contains(NAME)
+    assert tier.names("ab") == frozenset()
+
+
+def test_a_writer_that_dies_leaves_pieces_that_vanish_by_themselves(served_tier, monkeypatch):
+    tier = served_tier("redis")
+    real = tier._client.set
+
+    def die_before_the_names(key, *args, **kwargs):
+        if "nx" in kwargs:
+            raise KeyboardInterrupt
+        return real(key, *args, **kwargs)
+
+    monkeypatch.setattr(tier._client, "set", die_before_the_names)
+    with pytest.raises(KeyboardInterrupt):
+        tier.ask_put(NAME, LARGE)
+    left = tier._client.keys("*")
+    assert len(left) == -(-len(LARGE) // PIECE_BYTES)
+    assert all(0 < tier._client.ttl(key) <= 600 for key in left)
+    monkeypatch.undo()
+    assert tier.put_if_absent(NAME, [memoryview(LARGE)])
+    kept = set(tier._client.keys("*")) - set(left)
+    assert all(tier._client.ttl(key) == -1 for key in kept)
+
+
+def test_pieces_that_the_server_evicted_are_a_miss_and_the_rest_goes(served_tier, chunk, same):
+    tier = served_tier("redis")
+    store, stored = ChunkStore([], [tier]), chunk()
+    store.put(stored)
+    (piece,) = [key for key in tier._client.keys("*") if key.endswith(b":0")]
+    tier._client.delete(piece)
+    assert store.get(stored.key) is None
+    assert tier._client.keys("*") == []
+    store.put(stored)
+    same(store.get(stored.key), stored)
+
+
+def test_a_full_server_refuses_a_put_and_goes_on_serving(new_server, served_tier, chunk, same):
+    tier = served_tier("redis", new_server("redis"))
+    store, stored = ChunkStore([], [tier]), chunk()
+    store.put(stored)
+    tier._client.config_set("maxmemory", "1mb")
+    store.put(chunk(tuple(range(10, 500)), layers=40))
+    assert store.stats()["store_failures"] == {"EIO": 1}
+    assert tier.is_healthy
+    same(store.get(stored.key), stored)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_chunk_from_afar_is_copied_to_the_nearer_tier_byte_for_byte(kind, served_tier, chunk, same, content):
+    far, near, stored = served_tier(kind), MemoryTier(), chunk()
+    ChunkStore([], [far]).put(stored)
+    store = ChunkStore([], [near, far])
+    same(store.get(stored.key), stored)
+    (only,) = near.objects.values()
+    assert only.content == content(stored)
+    assert store.stats()["hits"] == {kind: 1}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", ["killed", "frozen", "restarted empty"])
+def test_generation_goes_on_when_the_server_is(kind, how, new_server, served_tier, tiny_model, pieces, monkeypatch):
+    model, request = tiny_model(), pieces()
+
+    def generate(store):
+        cache = BlendCache(model, store, recompute_ratio=0.3)
+        given = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "output_logits": True}
+        inputs = cache.inputs(None, **request)
+        output = model.generate(**inputs, past_key_values=cache, **given, return_dict_in_generate=True)
+        return torch.cat(output.logits), cache.report
+
+    wanted, _ = generate(ChunkStore.open("memory://"))
+    server = new_server(kind)
+    tier = served_tier(kind, server)
+    first, _ = generate(ChunkStore([], [tier]))
+    stored, report = generate(store := ChunkStore([], [tier]))
+    assert report.computed_chunks == 0
+    assert first.equal(wanted)
+    assert stored.equal(wanted)
+
+    hurry(tier)
+    server.freeze() if how == "frozen" else server.kill()
+    if how == "restarted empty":
+        tier.circuit.deadline_s = 60.0
+        server.start()
+    asked = count_calls(tier, monkeypatch)
+    got, report = generate(store)
+    assert got.equal(wanted)
+    assert report.computed_chunks == 4
+    if how != "restarted empty":
+        assert not tier.is_healthy
+        assert len(asked) == 1, "nothing was waited for twice"
+        assert generate(store)[0].equal(wanted)
+        assert len(asked) == 1
+
+
+def test_threads_that_waited_for_a_frozen_server_end_when_it_is_gone(new_server, served_tier):
+    server = new_server("redis")
+    tier = served_tier("redis", server)
+    tier.put_if_absent(NAME, [memoryview(b"x")])
+    before = threading.active_count()
+    hurry(tier)
+    server.freeze()
+    with pytest.raises(TimeoutError, match="no answer within"):
+        tier.stat(NAME)
+    server.thaw()
+    wait_for(lambda: threading.active_count() <= before, "end of the threads")
+
+
+@pytest.mark.parametrize("url", ["redis://user:hunter2@127.0.0.1:1/0", "s3://bucket/hunter2", "file:///proc/hunter2"])
+def test_a_server_that_was_never_there_costs_nothing_at_opening_and_its_password_is_not_logged(url, caplog, chunk):
+    caplog.set_level(logging.DEBUG, "hf_blend")
+    if url.startswith("s3"):
+        pytest.importorskip("s3fs")
+        url = url.replace("hunter2", "folder")
+    with ChunkStore.open("memory://", memory_bytes=0, remote=url) as store:
+        tier = store._stack.tiers[0].tier
+        tier.circuit.deadline_s = IMPATIENT_S
+        if url.startswith("s3"):
+            tier._files.endpoint_url = "http://127.0.0.1:1"
+        store.put(chunk())
+        assert store.get(chunk().key) is None
+        assert len(store) == 0
+    if not url.startswith("file"):
+        assert "hunter2" not in caplog.text
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "redis", None)
+    with pytest.raises(MissingExtraError, match=r"redis.*pip install \"hf-blend\[redis\]\""):
+        ChunkStore.open("memory://", remote="redis://host")
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    monkeypatch.delitem(importlib.import_module("fsspec.registry")._registry, "s3", raising=False)
+    with pytest.raises(MissingExtraError, match=r"s3fs.*pip install \"hf-blend\[s3\]\""):
+        ChunkStore.open("memory://", remote="s3://bucket/never-opened-before")
+
+
+@pytest.mark.parametrize("url", ["redis://host:none/0", "nothing://hunter2", "hunter2"])
+def test_a_url_that_cannot_be_read_is_refused_without_showing_it(url):
+    with pytest.raises(ConfigError) as refused:
+        ChunkStore.open("memory://", remote=url)
+    assert "hunter2" not in str(refused.value)
+
+
+def test_valkey_urls_mean_the_same():
+    pytest.importorskip("redis")
+    kind = plugins.load("store.tiers", "redis")
+    assert kind.from_url("valkey://h:1/2")._client.connection_pool.connection_kwargs["port"] == 1
+
+
+def test_a_store_finds_what_others_put_on_a_server_a_part_at_a_time(served_tier, chunk, monkeypatch):
+    from hf_blend.store import catalog
+
+    writer, tier = ChunkStore([], [served_tier("redis")]), served_tier
+    chunks = [chunk((7, number)) for number in range(4)]
+    for one in chunks:
+        writer.put(one)
+    tier = plugins.load("store.tiers", "redis")(_url_of(writer), deadline_s=60.0)
+    reader = ChunkStore([], [tier])
+    monkeypatch.setattr(catalog, "_LEARN_S", -1.0)
+    assert reader.find(chunks[0].key.fingerprint, chunks[0].key.sink_ids, (7, 2)) == []
+    monkeypatch.setattr(catalog, "_LEARN_S", 60.0)
+    assert reader.find(chunks[0].key.fingerprint, chunks[0].key.sink_ids, (7, 2)) == [(0, chunks[2].key)]
+    assert len(reader) == 4
+
+
+def _url_of(store):
+    known = store._stack.tiers[0].tier._client.connection_pool.connection_kwargs
+    return f"redis://{known['host']}:{known['port']}/{known['db']}"
