@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import TypeVar
 
 from ..locks import new_lock
@@ -137,8 +138,14 @@ def _within(limit_s: float, act: Callable[[], Answer]) -> Answer:
 def _settle(future: "Future[Answer]", act: Callable[[], Answer]) -> None:
     """Hand over the result, or whatever was raised, to the thread that waits."""
     with contextlib.ExitStack() as stack:
-        stack.push(lambda _, error, __: error is not None and (future.set_exception(error), True)[1])
+        stack.push(partial(_hand_over, future))
         future.set_result(act())
+
+
+def _hand_over(future: "Future[Answer]", _: object, error: BaseException | None, __: object) -> bool:
+    if error is not None:
+        future.set_exception(error)
+    return error is not None
 
 
 def _said(error: Exception) -> str:
