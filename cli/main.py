@@ -94,6 +94,8 @@ def main(words: Sequence[str] | None = None) -> None:
         SystemExit: always, with the code.
         HfBlendError: only with --traceback; without, its message is printed on stderr.
     """
+    if words is None and not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers draws bars into pipes too
     typed = list(sys.argv[1:] if words is None else words)
     asked = [word for word in typed if word != "--traceback"]
     try:

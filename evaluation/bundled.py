@@ -3,10 +3,13 @@
 """Models to ask: the reference model that comes with the package, or any other by path or hub id."""
 
 import json
+import os
 from importlib.resources import files
 from typing import Any
 
 from torch import nn
+
+from hf_blend.errors import ConfigError
 
 REFERENCE = str(files("hf_blend") / "bundled" / "reference")  # folder of the bundled model
 
@@ -19,10 +22,18 @@ def load_model(name: str | None = None) -> tuple[nn.Module, Any]:
 
     Returns:
         The model, in evaluation mode and in the dtype that it was saved in, and its tokenizer.
+
+    Raises:
+        ConfigError: the name is that of a folder which is not there.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    source = REFERENCE if name is None else name
+    source = REFERENCE if name is None else os.path.expanduser(name)
+    if source.startswith((".", os.sep)) and not os.path.isdir(source):
+        raise ConfigError(
+            f"there is no folder {name!r}. Give a folder that a model was saved in, or the id of one on the hub, such "
+            "as HuggingFaceTB/SmolLM2-135M-Instruct."
+        )
     model = AutoModelForCausalLM.from_pretrained(source, dtype="auto").eval()
     return model, AutoTokenizer.from_pretrained(source)
 

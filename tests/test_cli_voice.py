@@ -1,0 +1,102 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""All commands speak alike: options are explained in sentences, --json is everywhere, and pipes hear nothing else."""
+
+import importlib
+import inspect
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from hf_blend.cli.main import commands, functions, main, split_examples
+
+ROOT = Path(__file__).resolve().parent.parent
+FUNCTIONS = {
+    (name, command): function
+    for name in commands()
+    for command, function in functions(importlib.import_module(f"hf_blend.cli.{name.replace('-', '_')}")).items()
+}
+
+
+@pytest.mark.parametrize(("name", "command"), FUNCTIONS)
+def test_every_command_has_json_and_shows_it_in_an_example(name, command):
+    function = FUNCTIONS[name, command]
+    assert "json" in inspect.signature(function).parameters
+    assert any("--json" in line for line in split_examples(function.__doc__ or "")[1])
+
+
+@pytest.mark.parametrize(("name", "command"), FUNCTIONS)
+def test_every_option_is_explained_in_a_sentence(name, command):
+    for option in inspect.signature(FUNCTIONS[name, command]).parameters.values():
+        (told,) = [one for one in get_args(option.annotation)[1:] if hasattr(one, "help")]
+        assert told.hidden or (told.help or "").endswith("."), option.name
+
+
+@pytest.mark.parametrize(("name", "command"), FUNCTIONS)
+def test_what_a_command_does_is_said_in_one_line(name, command):
+    text, _ = split_examples(FUNCTIONS[name, command].__doc__ or "")
+    assert len(text.splitlines()[0]) < 110
+    assert re.search(r"[.;]", text)
+
+
+@pytest.fixture
+def piped(tmp_path):
+    """Run a command line as a pipe would; gives exit code, stdout and stderr."""
+
+    def run(*words):
+        command = [sys.executable, "-P", "-m", "hf_blend", *words]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        return done.returncode, done.stdout, done.stderr
+
+    return run
+
+
+def test_a_pipe_hears_one_document_and_no_bars(piped):
+    code, out, err = piped("inspect", "--selector", "boundary", "--json")
+    assert code == 0
+    assert json.loads(out)["selector"] == "boundary"
+    assert err == ""
+    assert "\x1b" not in out
+
+
+def test_a_pipe_is_given_no_colours(piped):
+    code, out, err = piped("env")
+    assert code == 0
+    assert "\x1b" not in out + err
+    assert dict(line.split("\t") for line in out.splitlines())["hf_blend"]
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["ask", "--selector", "kv-devation"], "Did you mean 'kv-deviation'?"),
+        (["verify", "tiny:lama"], "Did you mean"),
+        (["size", "tiny:lama"], "Did you mean"),
+        (["bench", "tfft"], "Did you mean 'ttft'?"),
+        (["demmo"], "Did you mean 'demo'?"),
+        (["tune", "./no-model"], "there is no folder './no-model'"),
+        (["inspect", "Who?", "nowhere.txt"], "cannot be read as text"),
+    ],
+)
+def test_a_wrong_name_is_answered_with_a_right_one(words, hint, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out) == (2, "")
+    assert hint in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_can_be_shown_for_the_shell(shell, capsys, monkeypatch):
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
+    with pytest.raises(SystemExit) as ended:
+        main(["--show-completion", shell])
+    assert not ended.value.code
+    assert "hf-blend" in capsys.readouterr().out
