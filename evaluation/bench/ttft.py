@@ -115,6 +115,8 @@ class _Tokens:
 
 
 def _run(model: nn.Module, store: ChunkStore, pieces: dict[str, Any], plan: TtftPlan, key: Any) -> dict[str, Any]:
+    if _is_cuda(plan):
+        torch.cuda.reset_peak_memory_stats()
     clock = Clock()
     if key == FULL:
         ids = [_Tokens.bos_token_id, *(token for chunk in pieces["chunks"] for token in chunk), *pieces["question"]]
@@ -132,11 +134,18 @@ def _run(model: nn.Module, store: ChunkStore, pieces: dict[str, Any], plan: Ttft
         max_new_tokens=DECODED_TOKENS,
     )
     figures = {"ttft_ms": clock.ttft_ms, "decode_tokens_s": clock.decode_tokens_s}
+    if _is_cuda(plan):
+        figures["peak_bytes"] = torch.cuda.max_memory_allocated()
     return {**figures, "report": cache.report} if cache is not None else figures
 
 
 def _median(rounds: list[dict[str, Any]]) -> dict[str, float]:
-    return {name: statistics.median(one[name] for one in rounds) for name in ("ttft_ms", "decode_tokens_s")}
+    names = [name for name in ("ttft_ms", "decode_tokens_s", "peak_bytes") if name in rounds[0]]
+    return {name: statistics.median(one[name] for one in rounds) for name in names}
+
+
+def _is_cuda(plan: TtftPlan) -> bool:
+    return plan.device.startswith("cuda")
 
 
 def _row(ratio: float, full: dict[str, float], rounds: list[dict[str, Any]]) -> dict[str, Any]:
@@ -162,7 +171,7 @@ def machine(plan: TtftPlan) -> dict[str, Any]:
     """What the figures depend on: device, threads, dtype, shape, versions."""
     import transformers
 
-    device = torch.cuda.get_device_name() if plan.device.startswith("cuda") else platform.processor() or "cpu"
+    device = torch.cuda.get_device_name() if _is_cuda(plan) else platform.processor() or "cpu"
     return {
         "device": device,
         "threads": torch.get_num_threads(),

@@ -1,0 +1,70 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""The programs in benchmarks/ run, in the small, and what is committed of them has the figures that they promise."""
+
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+
+
+def program(name):
+    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", BENCHMARKS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path):
+    output = tmp_path / "gpu.json"
+    small = ["--tokens", "200", "400", "--chunk-tokens", "64", "--question-tokens", "8", "--rounds", "1"]
+    program("gpu").main(["--device", "cpu", "--shape", "tiny", *small, "--output", str(output)])
+    found = json.loads(output.read_text("utf-8"))
+    assert [(row["shape"], row["tokens"], row["ratio"]) for row in found["rows"]] == [
+        ("tiny", 137, 0.15),
+        ("tiny", 137, 0.05),
+        ("tiny", 393, 0.15),
+        ("tiny", 393, 0.05),
+    ]
+    for row in found["rows"]:
+        assert row["ttft_ratio"] == pytest.approx(row["ttft_ms"] / row["full_ttft_ms"])
+        assert row["bound_share"] == pytest.approx(1 / row["ttft_ratio"] / row["flop_bound"])
+        assert row["ratio"] < row["charged_budget"] < 1 < row["flop_bound"]
+        assert row["peak_bytes"] is None, "nobody counts it on a CPU"
+    assert found["machine"]["torch"] == torch.__version__
+    assert {"device", "dtype", "transformers", "hf_blend", "cuda", "chunk_tokens"} <= set(found["machine"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--device", "cpu", "--shape", "tiny", "--tokens", "500"], "--tokens has 500.* are 577"),
+        (["--device", "cuda"], "sees no GPU; try --device cpu --shape tiny"),
+        (["--shape", "huge"], "invalid choice: 'huge'"),
+    ],
+)
+def test_the_gpu_benchmark_refuses_what_it_cannot_measure(arguments, text, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        program("gpu").main([*arguments, "--output", str(tmp_path / "gpu.json")])
+    told = capsys.readouterr().err
+    assert re.search(text, told), told
+
+
+def test_answers_from_8_bits_are_measured_and_as_committed(tmp_path, monkeypatch):
+    output = tmp_path / "kv_bits.json"
+    monkeypatch.setattr(sys, "argv", ["kv_bits", *"--count 2 --tokens 256 --rounds 2 --output".split(), str(output)])
+    program("kv_bits").main()
+    found = json.loads(output.read_text("utf-8"))
+    kept = json.loads((BENCHMARKS / "results" / "kv_bits.json").read_text("utf-8"))
+    assert found["reference"].keys() == kept["reference"].keys()
+    assert 0 < found["reference"]["logit_error_mean"] < 0.01 * found["reference"]["logit_spread"]
+    assert kept["reference"]["equal_answers"] >= 0.99
+    held = {name: kind["bytes_per_token"] for name, kind in kept["step"]["layers"].items()}
+    assert held["QuantisedLayer"] < 0.55 * held["DynamicLayer"]
