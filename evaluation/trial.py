@@ -161,7 +161,7 @@ class _Bench:
             (name, ratio, approach(name, ratio, *given)) for name, ratio in trial.ways()
         ]
         self._warm = approach(WARM, None, model, tokenizer, store, 1)
-        rules = dict.fromkeys((task.score, "word-f1", "exact-match"))
+        rules = dict.fromkeys((task.score, *task.also))
         self._rules: dict[str, Score] = {
             name: plugins.load("evaluation.scores", name)(tokenizer) for name in rules
         }

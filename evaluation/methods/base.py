@@ -5,6 +5,7 @@
 A selector of `hf_blend.selectors` is a method by its own name, see `Blending`; files in this folder are the others.
 """
 
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ class Outcome:
     """One answer.
 
     Attributes:
-        text: special tokens left out.
+        text: as it goes on from the prompt: a space in front is kept, blank lines and special tokens are not.
         ids: of the answer, the end token included if it came.
         ttft_ms: from the call to the first new token; None where several were answered together.
         charged_budget: work on the chunks over that of a full prefill, choosing included.
@@ -122,11 +123,19 @@ class Approach(ABC):
         outcomes = []
         for row, ids in enumerate(made.sequences[:, width:].tolist()):
             own = self._until_end(ids)
-            text = self.tokenizer.decode(own, skip_special_tokens=True).strip()
+            text = self._text(int(inputs["input_ids"][row, -1]), own)
             tokens = int(inputs["attention_mask"][row].sum())
             time_ms = ttft_ms if len(made.sequences) == 1 else None
             outcomes.append(Outcome(text, tuple(own), time_ms, 1.0, tokens, logits=logits[row]))
         return outcomes
+
+    def _text(self, last: int, ids: list[int]) -> str:
+        """What an answer adds to a prompt that ends in a token, a space in front included; blank lines left out."""
+        before, whole = (self.tokenizer.decode(one, skip_special_tokens=True) for one in ([last], [last, *ids]))
+        text = whole.removeprefix(before)
+        if not whole.startswith(before):
+            text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return re.sub(r"^\s*\n", "", text).rstrip()
 
     @property
     def _pad(self) -> int:
@@ -147,7 +156,8 @@ class Approach(ABC):
     ) -> list[Tensor]:
         """Logits of each wanted answer's tokens: the first ones are known, the others take one more forward."""
         width, most = inputs["input_ids"].shape[1], max(map(len, wanted))
-        cache.crop(width - cache.get_seq_length())
+        if cache.get_seq_length() > width:  # crop(0) would empty it
+            cache.crop(width - cache.get_seq_length())
         padded = torch.tensor([[*ids, *[0] * (most - len(ids))] for ids in wanted], device=first.device)
         parts = [first.float()[:, None]]
         if most > 1:

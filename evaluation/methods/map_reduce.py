@@ -22,7 +22,7 @@ class MapReduce(Approach):
         started = time.perf_counter()
         (sample,) = samples
         parts = [self._ask(replace(sample, chunks=(chunk,)), started) for chunk in sample.chunks]
-        texts = tuple(tuple(self.tokenizer.encode(f"{one.text}\n", add_special_tokens=False)) for one in parts)
+        texts = tuple(tuple(self.tokenizer.encode(f"{one.text.strip()}\n", add_special_tokens=False)) for one in parts)
         last = self._ask(replace(sample, chunks=texts), started)
         tokens = len(self.prompt(sample).ids)
         work = sum(one.prompt_tokens for one in (*parts, last)) / tokens

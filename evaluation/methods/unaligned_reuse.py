@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Full reuse with keys left at the positions where they were computed, as PromptCache does behind its first chunk."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,12 +23,16 @@ class UnalignedReuse(Blended):
 
 
 class _Unaligned:
+    """Chunks that are missing are computed and stored first, and then count as loaded."""
+
     def __init__(self, store: Any) -> None:
         self._store = store
 
-    def get(self, key: Any) -> ChunkKV | None:
-        chunk = self._store.get(key)
-        return None if chunk is None else replace(chunk, layer_table=(-1,) * len(chunk.layer_table))
+    def stream(self, key: Any, recompute: Callable[[], ChunkKV]) -> ChunkKV:
+        chunk = self._store.stream(key, recompute)
+        if chunk is None:
+            self._store.put(chunk := recompute())
+        return replace(chunk, layer_table=(-1,) * len(chunk.layer_table))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)

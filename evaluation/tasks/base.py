@@ -89,6 +89,7 @@ class Task(ABC):
     """Gives samples."""
 
     score: ClassVar[str]  # name of the rule in `hf_blend.evaluation.scores` that counts
+    also: ClassVar[tuple[str, ...]] = ("word-f1", "exact-match")  # rules that are counted beside it
     max_new_tokens: ClassVar[int] = 32
     hub: ClassVar[tuple[str, str | None, str] | None] = None  # id, configuration and split on the hub
     prefix: ClassVar[str] = ""
@@ -212,6 +213,7 @@ class QuestionTask(Task):
     )
     between_sentences: ClassVar[str] = ""
     score = "word-f1"
+    also = ("exact-match", "subword-f1")
 
     def sample(self, row: Row) -> Sample:
         """Prefix, passages, and the question with its instruction."""

@@ -18,6 +18,7 @@ class MultiNews(Task):
 
     score = "rouge-l-whole"
     max_new_tokens = 512
+    also = ()
     asks = False
     hub = ("Awesome075/multi_news_parquet", None, "test")
     prefix = "You are given several news passages. Write a one-page summary of all news. \n\nNews:\n"

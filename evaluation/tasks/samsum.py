@@ -20,6 +20,7 @@ class Samsum(Task):
 
     score = "rouge-l"
     max_new_tokens = 128
+    also = ()
     asks = False
     hub = ("knkarthick/samsum", None, "test")
     prefix = "Summarize the dialogue into a few short sentences. The following are some examples.\n\n"

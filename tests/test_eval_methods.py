@@ -1,0 +1,169 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Every method on real prompts: what it counts, what it reuses, and that its ends are the ends of the scale."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hf_blend import ChunkStore
+from hf_blend.evaluation.blending import approach, method_names, takes_ratio
+from hf_blend.evaluation.tasks.base import Shape
+from hf_blend.evaluation.tasks.hotpotqa import Hotpotqa
+
+NEW_TOKENS = 3
+SELECTORS = [name for name in method_names() if takes_ratio(name)]
+CACHES = [*SELECTORS, "full-reuse"]  # methods that read stored chunks
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    return tiny_model(vocab_size=32000, max_position_embeddings=32768)
+
+
+@pytest.fixture(scope="module")
+def samples(published, mistral_tokenizer):
+    path = published / "hotpotqa_natural.jsonl"
+    if not path.is_file():
+        pytest.skip(f"{path.name} is not here")
+    found = Hotpotqa(mistral_tokenizer, path).samples(2)
+    return [replace(one, chunks=one.chunks[:3]) for one in found]
+
+
+@pytest.fixture(scope="module")
+def way(model, mistral_tokenizer):
+    def made(name, ratio=0.2, store=None, new_tokens=NEW_TOKENS):
+        return approach(
+            name, ratio if takes_ratio(name) else None, model, mistral_tokenizer,
+            store or ChunkStore.open("memory://"), new_tokens,
+        )  # fmt: skip
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def full(way, samples):
+    return [way("full-prefill").answer([one])[0] for one in samples]
+
+
+def length(sample):
+    return 1 + len(sample.prefix) + sum(map(len, sample.chunks)) + len(sample.question)
+
+
+@pytest.mark.parametrize("name", method_names())
+def test_every_method_answers_and_counts_the_tokens_of_the_whole_prompt(way, samples, full, mistral_tokenizer, name):
+    (found,) = way(name).answer(samples[:1], [full[0].ids])
+    assert found.prompt_tokens == length(samples[0])
+    assert 1 <= len(found.ids) <= NEW_TOKENS
+    assert mistral_tokenizer.decode(found.ids, skip_special_tokens=True).strip() == found.text.strip()
+    assert found.ttft_ms > 0
+    if found.logits is not None:
+        assert found.logits.shape == (len(full[0].ids), 32000)
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_chunks_are_computed_once_and_loaded_ever_after(way, samples, name):
+    method = way(name)
+    first, again = method.answer(samples[:1])[0], method.answer(samples[:1])[0]
+    pieces = len(samples[0].chunks) + 1  # what stands before the chunks is kept like one
+    assert (first.computed_chunks, again.computed_chunks, again.loaded_chunks) == (pieces, 0, pieces)
+    assert first.reused_tokens == again.reused_tokens == length(samples[0]) - len(samples[0].question)
+    assert first.ids == again.ids
+    assert first.charged_budget == again.charged_budget
+
+
+def test_a_chunk_of_another_prompt_is_a_hit_at_any_place(way, samples):
+    store = ChunkStore.open("memory://")
+    way("full-reuse", store=store).answer(samples[:1])
+    moved = Shape(chunk_order="reversed").applied(samples[0])
+    (found,) = way("full-reuse", store=store).answer([moved])
+    assert (found.computed_chunks, found.loaded_chunks) == (0, 4)
+    (other,) = way("full-reuse", store=store).answer([Shape(chunk_tokens=100).applied(samples[0])])
+    assert other.loaded_chunks == 1, "cut anew they are other chunks; what stands before them is the same"
+
+
+@pytest.mark.parametrize("name", SELECTORS)
+def test_a_ratio_of_1_is_a_full_prefill_and_a_ratio_of_0_computes_no_chunk(way, samples, full, name):
+    wanted = way("full-prefill").answer(samples[:1], [full[0].ids])[0]
+    (whole,) = way(name, 1.0).answer(samples[:1], [full[0].ids])
+    assert whole.ids == wanted.ids
+    assert (whole.logits - wanted.logits).abs().max() < 1e-3 * wanted.logits.abs().max()
+    assert whole.charged_budget > 0.7, "the last layer computes no more than K and V of most tokens"
+    (none,), (reuse,) = (one.answer(samples[:1]) for one in (way(name, 0.0), way("full-reuse")))
+    assert none.ids == reuse.ids
+    assert none.charged_budget < 1
+
+
+def test_full_prefill_pays_for_all_and_full_reuse_for_nothing(way, samples, full):
+    assert (full[0].charged_budget, full[0].reused_tokens) == (1.0, 0)
+    assert way("full-reuse").answer(samples[:1])[0].charged_budget == 0
+    assert way("unaligned-reuse").answer(samples[:1])[0].charged_budget == 0
+
+
+def test_keys_that_are_left_where_they_were_answer_differently(way, samples, full):
+    aligned, left = (way(name).answer(samples[:1], [full[0].ids])[0] for name in ("full-reuse", "unaligned-reuse"))
+    assert not torch.allclose(aligned.logits, left.logits, atol=1e-2)
+
+
+def test_more_of_a_ratio_charges_more(way, samples):
+    store = ChunkStore.open("memory://")
+    charged = [way("kv-deviation", ratio, store).answer(samples[:1])[0].charged_budget for ratio in (0.05, 0.2, 0.6)]
+    assert charged == sorted(set(charged))
+    assert charged[0] > 0.05
+    assert charged[-1] < 1
+
+
+def test_prefix_caching_is_a_full_prefill_that_goes_on_from_a_beginning_it_has_seen(way, samples, full):
+    method, (first, second) = way("prefix-caching"), samples
+    cold, warm, other = (method.answer([one])[0] for one in (first, first, second))
+    assert cold.ids == warm.ids == full[0].ids
+    assert other.ids == full[1].ids
+    kept, chunks = 1 + len(first.prefix), sum(map(len, first.chunks))
+    assert (cold.reused_tokens, cold.charged_budget) == (0, 1.0)
+    assert warm.reused_tokens == kept + len(first.chunks[0])
+    assert warm.charged_budget == pytest.approx(1 - len(first.chunks[0]) / chunks)
+    assert (other.reused_tokens, other.charged_budget) == (kept, 1.0), "the instruction alone is the same"
+
+
+@pytest.mark.parametrize("name", ["map-reduce", "map-rerank"])
+def test_asking_chunk_by_chunk_is_charged_for_every_prompt_that_is_asked(way, samples, name):
+    sample = samples[0]
+    (found,) = way(name).answer([sample])
+    alone = length(sample) - sum(map(len, sample.chunks))
+    parts = len(sample.chunks) * alone + sum(map(len, sample.chunks))
+    work = found.charged_budget * length(sample)
+    if name == "map-rerank":
+        assert work == pytest.approx(parts)
+    else:
+        assert parts + alone < work <= parts + alone + len(sample.chunks) * 4 * NEW_TOKENS
+
+
+@pytest.mark.parametrize("name", ["full-prefill", "full-reuse", "boundary", "kv-deviation"])
+def test_samples_side_by_side_get_what_they_get_alone(way, samples, full, name):
+    method, wanted = way(name), [one.ids for one in full]
+    together = method.answer(samples, wanted)
+    for sample, ids, found in zip(samples, wanted, together, strict=True):
+        (alone,) = method.answer([sample], [ids])
+        assert (found.ids, found.prompt_tokens) == (alone.ids, alone.prompt_tokens)
+        assert (found.logits - alone.logits).abs().max() < 1e-3 * alone.logits.abs().max()
+        assert found.ttft_ms is None
+
+
+@pytest.mark.parametrize("name", ["full-prefill", "prefix-caching", "full-reuse", "kv-deviation"])
+def test_the_logits_of_a_given_answer_do_not_depend_on_the_answer_that_was_found(way, samples, full, name):
+    wanted = [(5, 900, 17, 4000)]
+    short, long = (way(name, new_tokens=count).answer(samples[:1], wanted)[0].logits for count in (1, 5))
+    assert (short - long).abs().max() < 1e-3 * long.abs().max()
+
+
+def test_the_answer_of_a_full_prefill_is_what_its_own_logits_say(way, samples, full):
+    (found,) = way("full-prefill").answer(samples[:1], [full[0].ids])
+    assert tuple(found.logits.argmax(-1).tolist()) == full[0].ids
+
+
+def test_a_space_in_front_of_an_answer_is_kept_and_blank_lines_are_not(way, mistral_tokenizer):
+    method = way("full-prefill")
+    assert method._text(28793, mistral_tokenizer.encode("x] Yes", add_special_tokens=False)[2:]) == " Yes"
+    lines = mistral_tokenizer.encode("x]\n \nParis\nLyon", add_special_tokens=False)[2:]
+    assert method._text(28793, lines) == "Paris\nLyon"
