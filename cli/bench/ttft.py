@@ -22,6 +22,9 @@ Selector = Annotated[str, typer.Option(help="Which tokens are recomputed.")]
 Rounds = Annotated[int, typer.Option(min=1, help="How often each is measured; the median counts.")]
 Dtype = Annotated[str, typer.Option(help="Of weights and KV.")]
 Device = Annotated[str, typer.Option(help="Where the model runs, such as cpu or cuda.")]
+Where = Annotated[str, typer.Option(help="memory or disk: where the chunks are.")]
+Cold = Annotated[bool, typer.Option("--cold", help="Have the files forgotten before each run.")]
+Throttle = Annotated[list[float], typer.Option(help="Rate of the disk in GB/s, 0 for its own; may be repeated.")]
 
 
 def ttft(
@@ -35,11 +38,17 @@ def ttft(
     rounds: Rounds = 5,
     dtype: Dtype = "float32",
     device: Device = "cpu",
+    tier: Where = "memory",
+    cold: Cold = False,
+    throttle: Throttle = [0.5, 1.0, 4.0, 0.0],  # noqa: B006
     json: Json = False,
 ) -> None:
-    """Time to the first token: stock full prefill against blending with every chunk in memory.
+    """Time to the first token: stock full prefill against blending with every chunk in memory, or on disk.
+
+    On disk: loading, computing, one after the other and side by side, at the first of the ratios.
 
     Examples:
+        hf-blend bench ttft --tier disk --shape tiny --chunks 2 --chunk-tokens 64 --rounds 1 --throttle 1 --ratios 0.1
         hf-blend bench ttft --shape tiny --chunks 3 --chunk-tokens 64 --question-tokens 8 --rounds 1 --json
         hf-blend bench ttft --shape smollm2-135m --ratios 0.15 0.05  # slow
     """
@@ -57,6 +66,14 @@ def ttft(
         dtype=dtype,
         device=device,
     )
+    if tier == "disk":
+        from hf_blend.evaluation.bench.ttft_disk import DiskPlan, measure_ttft_disk
+
+        loaded = measure_ttft_disk(DiskPlan(plan, tuple(throttle), cold), progress=say)
+        show(loaded if json else loaded["rows"], as_json=json, title=f"{shape}, chunks on disk", header=True)
+        return
+    if tier != "memory":
+        raise typer.BadParameter(f"--tier is {tier!r}, wanted memory or disk")
     found = measure_ttft(plan, progress=say)
     title = f"{shape}, full prefill {found['full']['ttft_ms']:.0f} ms"
     show(

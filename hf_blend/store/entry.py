@@ -120,11 +120,12 @@ class EntryReader:
             MemoryError: there is no room for it.
         """
         buffer = _allocate(self.header.nbytes)
-        start = self._places["token_ids"][1]
+        whole, start = memoryview(buffer.numpy()), self._places["token_ids"][1]
 
         def take(name: str) -> Tensor:
             plan, place = self._places[name]
-            return self._fill(plan, place, buffer[place - start : place - start + plan.nbytes])
+            inside = slice(place - start, place - start + plan.nbytes)
+            return self._fill(plan, place, buffer[inside], whole[inside])
 
         layers = tuple(self._pair(take, "layer", place, "k", "v") for place in range(len(self.header.layer_table)))
         tables = tuple(self._pair(take, "table", place, "cos", "sin") for place in range(_table_count(self.header)))
@@ -169,9 +170,9 @@ class EntryReader:
             ids.append(tuple(self._fill(plan, start, _allocate(plan.nbytes)).tolist()))
         return tuple(ids)
 
-    def _fill(self, plan: TensorPlan, start: int, buffer: Tensor) -> Tensor:
+    def _fill(self, plan: TensorPlan, start: int, buffer: Tensor, view: memoryview | None = None) -> Tensor:
         """Fill `buffer` and check it while it is still in the processor's cache."""
-        view = memoryview(buffer.numpy())
+        view = memoryview(buffer.numpy()) if view is None else view
         self._source.read_into(start, view)
         if _digest(view, self._secret) != plan.digest:
             raise EntryFault("digest", f"{plan.name} is not what was stored")

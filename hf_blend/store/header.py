@@ -12,6 +12,7 @@ import hmac
 import json
 import math
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -23,6 +24,7 @@ __all__ = ["DTYPES", "HEADER_CAP_BYTES", "Header", "TensorPlan", "hash_namespace
 FORMAT = "hf_blend.chunk/1"
 PROVENANCE = "isolated"  # computed from the chunk alone; KV cut out of a live request has no way into the store
 HEADER_CAP_BYTES = 1 << 20
+KNOWN_HEADERS = 256  # parsed ones that are kept: the same bytes say the same
 _SIGNED = "hmac-sha256:"
 DTYPES = {
     "BF16": torch.bfloat16,
@@ -48,7 +50,7 @@ class TensorPlan:
     shape: tuple[int, ...]
     digest: str
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Its size in bytes."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
@@ -102,6 +104,7 @@ class Header:
         return len(text).to_bytes(8, "little") + text
 
     @classmethod
+    @lru_cache(maxsize=KNOWN_HEADERS)
     def decode(cls, raw: bytes, secret: bytes | None = None) -> "Header":
         """Read a header.
 

@@ -58,7 +58,8 @@ class ChunkStore(Upkeep):
         snapshot = index / f"{hash_namespace(namespace)[:32]}.index" if index else None
         self._catalog = Catalog(namespace, tiers, snapshot, lambda digest: self._stack.is_held(digest))
         bounded = [limits.bound(tier, index, self._catalog.owns, self._was_evicted) for tier in tiers]
-        self._stack = StreamingStack(held, bounded, self._catalog, self._tally, secret=secret, ttl_s=limits.ttl_s)
+        given = (held, bounded, self._catalog, self._tally)
+        self._stack: StreamingStack = StreamingStack(*given, secret=secret, ttl_s=limits.ttl_s)
         for tier in tiers:
             self._tally.count("removed", "orphans", tier.reclaim())
 

@@ -1,0 +1,138 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Time to the first token with every chunk on disk: loading alone, computing alone, one after the other, side by side.
+
+Each way takes its turn in every round. Cold: the kernel is told to forget the files before each. A tier may be slowed
+down to a rate; what the controller expects stands beside what was measured.
+"""
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_blend import ChunkStore, plugins
+from hf_blend.config import BlendConfig
+from hf_blend.loading.controller import advise
+from hf_blend.loading.profile import bytes_per_second, profile_of
+from hf_blend.store.throttled import ThrottledTier
+
+from .shapes import random_model
+from .ttft import TtftPlan, _pieces, _run, machine
+
+GB = 1e9
+WAYS = ("load", "compute", "sequential", "pipelined")
+
+
+@dataclass(frozen=True)
+class DiskPlan:
+    """What is measured.
+
+    Attributes:
+        ttft: model, prompt and rounds; the first of its ratios is used.
+        rates: of the tier, GB/s; 0 is as fast as it is.
+        cold: forget the files before each run.
+    """
+
+    ttft: TtftPlan
+    rates: tuple[float, ...] = (0.5, 1.0, 4.0, 0.0)
+    cold: bool = True
+
+
+def measure_ttft_disk(plan: DiskPlan, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
+    """Measure every way at every rate.
+
+    Args:
+        plan: what to measure.
+        progress: called with a line of text before each rate.
+
+    Returns:
+        `machine` and `rows`, one per rate.
+    """
+    given = plan.ttft
+    model = random_model(given.shape, getattr(torch, given.dtype), given.device, given.seed)
+    pieces = _pieces(given, model.config.vocab_size)
+    lengths = (given.chunks * given.chunk_tokens // 2, given.chunks * given.chunk_tokens)
+    with TemporaryDirectory() as folder:
+        config = BlendConfig(selector=given.selector)
+        profile = profile_of(model, config, lengths=lengths, folder=Path(folder) / "profiles")
+        rows = []
+        for rate in plan.rates:
+            if progress:
+                progress(f"{rate or 'unthrottled'} GB/s")
+            rows.append(_row(model, pieces, plan, rate, Path(folder), profile))
+    return {"machine": {**machine(given), "cold": plan.cold}, "rows": rows}
+
+
+def _row(
+    model: nn.Module, pieces: dict[str, Any], plan: DiskPlan, rate: float, folder: Path, profile: Any
+) -> dict[str, Any]:
+    given, ratio = plan.ttft, plan.ttft.ratios[0]
+    disk = plugins.load("store.tiers", "disk")(folder / "store", durable=False)
+    tier = ThrottledTier(disk, rate * GB) if rate else disk
+    memory = ChunkStore.open("memory://", memory_bytes=64 << 30)
+    whole, streaming = ChunkStore([], [tier]), ChunkStore([], [tier])
+    for store in (memory, streaming):
+        keys = store.add(model, None, pieces["chunks"], sink_ids=(1,))
+    whole.pipeline_depth = 0
+    _run(model, streaming, pieces, given, ratio)  # the prefix is stored too
+    forget = (lambda: _forget(folder / "store")) if plan.cold else (lambda: None)
+    forget()
+    bytes_s = bytes_per_second(streaming, model, given.chunk_tokens)
+    times: dict[str, list[float]] = {way: [] for way in WAYS}
+    for number in range(given.rounds + 1):
+        for way in WAYS:
+            forget()
+            store = {"compute": memory, "sequential": whole}.get(way, streaming)
+            if way == "load":
+                started = time.perf_counter()
+                for key in keys:
+                    streaming.get(key)
+                seconds = time.perf_counter() - started
+            else:
+                seconds = _run(model, store, pieces, given, ratio)["ttft_ms"] / 1e3
+            times[way] += [seconds] if number else []
+    found = {way: 1e3 * statistics.median(some) for way, some in times.items()}
+    layers = len(model.model.layers)
+    advice = advise(
+        profile, [given.chunk_tokens] * given.chunks, bytes_s, least_ratio=ratio, num_layers=layers,
+        tiers={"disk": bytes_s},
+    )  # fmt: skip
+    advised = [_advised(model, streaming, pieces, given, advice.ratio, forget) for _ in range(given.rounds)]
+    return {
+        "rate_gb_s": rate or None,
+        "ratio": ratio,
+        **{f"{way}_ms": value for way, value in found.items()},
+        "vs_max": found["pipelined"] / max(found["load"], found["compute"]),
+        "vs_sum": found["pipelined"] / (found["load"] + found["compute"]),
+        "tier_bytes_s": bytes_s,
+        "advised_ratio": advice.ratio,
+        "advised_chunks": advice.loaded_chunks,
+        "predicted_ms": advice.predicted_ms,
+        "advised_ms": statistics.median(advised),
+        "predicted_vs_measured": advice.predicted_ms / statistics.median(advised),
+    }
+
+
+def _advised(
+    model: nn.Module, store: ChunkStore, pieces: dict[str, Any], given: TtftPlan, ratio: float, forget: Any
+) -> float:
+    forget()
+    found: float = _run(model, store, pieces, replace(given, ratios=(ratio,)), ratio)["ttft_ms"]
+    return found
+
+
+def _forget(folder: Path) -> None:
+    """Tell the kernel to drop the files' pages."""
+    for path in folder.rglob("*.safetensors"):
+        handle = os.open(path, os.O_RDONLY)
+        os.fsync(handle)
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(handle)

@@ -1,0 +1,184 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What this machine does with a model: seconds of a blended prefill by length and ratio, bytes a second of a tier.
+
+Measured once and kept in the assets folder of the Hugging Face cache; a machine, model, dtype or number of threads
+that differs is measured anew.
+"""
+
+import json
+import platform
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config import BlendConfig
+from ..fingerprint import fingerprint
+from ..store import ChunkStore
+
+LENGTHS, RATIOS = (512, 1536), (0.05, 0.5)
+CHUNKS, QUESTION_TOKENS, ROUNDS = 4, 32, 3
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measured prefill.
+
+    Attributes:
+        tokens: of its chunks.
+        ratio: nominal.
+        seconds: with every chunk in memory.
+    """
+
+    tokens: int
+    ratio: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What was measured.
+
+    Attributes:
+        machine: on what.
+        points: blended prefills at two lengths and two ratios or more.
+        bytes_per_token: of stored KV, all layers.
+    """
+
+    machine: dict[str, Any]
+    points: tuple[Point, ...]
+    bytes_per_token: float
+
+    def prefill_s(self, tokens: int, ratio: float) -> float:
+        """Seconds of a blended prefill with its chunks in memory: (a + b r) n + (c + d r) n², fitted to the points.
+
+        Args:
+            tokens: of the chunks.
+            ratio: nominal, 0 to 1.
+
+        Returns:
+            Seconds, never below 0.
+        """
+        rows = torch.tensor([_terms(one.tokens, one.ratio) for one in self.points], dtype=torch.float64)
+        seconds = torch.tensor([[one.seconds] for one in self.points], dtype=torch.float64)
+        weights = torch.linalg.lstsq(rows / seconds, torch.ones_like(seconds)).solution[:, 0]  # equal shares count
+        return max(0.0, float(torch.tensor(_terms(tokens, ratio), dtype=torch.float64) @ weights))
+
+
+def _terms(tokens: int, ratio: float) -> list[float]:
+    scaled = tokens / 1000
+    return [scaled, scaled * ratio, scaled**2, scaled**2 * ratio]
+
+
+def profile_of(
+    model: nn.Module,
+    config: BlendConfig | None = None,
+    *,
+    lengths: Sequence[int] = LENGTHS,
+    folder: Path | None = None,
+) -> Profile:
+    """The profile of a model on this machine, measured if it is not known.
+
+    Args:
+        model: to run.
+        config: how it will blend.
+        lengths: tokens of the chunks of the prefills that are measured.
+        folder: where profiles are kept; None is the assets folder of the Hugging Face cache.
+
+    Returns:
+        The profile.
+    """
+    config = config or BlendConfig()
+    machine = _machine(model, config, lengths)
+    path = _path(machine, folder)
+    try:
+        known = json.loads(path.read_text("utf-8"))
+        if known["machine"] == machine:
+            return Profile(machine, tuple(Point(**one) for one in known["points"]), known["bytes_per_token"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # not there or not readable: measured again
+    made = _measured(model, config, lengths, machine)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(asdict(made)), "utf-8")
+    part.replace(path)
+    return made
+
+
+def bytes_per_second(store: ChunkStore, model: nn.Module, tokens: int = 512) -> float:
+    """How fast a store gives back a chunk that it does not hold in memory: read, verified.
+
+    Args:
+        store: that keeps bytes; a chunk is put into it, read and removed.
+        model: whose KV the chunk has.
+        tokens: of the chunk.
+
+    Returns:
+        Bytes a second, the median of three loads.
+    """
+    (key,) = store.add(model, None, [_ids(model, tokens, 99)])
+    rates = []
+    for _ in range(ROUNDS):
+        started = time.perf_counter()
+        chunk = store.get(key)
+        rates.append(0.0 if chunk is None else chunk.nbytes / (time.perf_counter() - started))
+    store.delete(key)
+    return statistics.median(rates)
+
+
+def _measured(model: nn.Module, config: BlendConfig, lengths: Sequence[int], machine: dict[str, Any]) -> Profile:
+    from ..cache import BlendCache
+
+    store, points, nbytes = ChunkStore.open("memory://"), [], 0.0
+    for tokens in lengths:
+        chunks = [_ids(model, tokens // CHUNKS, seed) for seed in range(CHUNKS)]
+        (key, *_) = store.add(model, None, chunks)
+        chunk = store.get(key)
+        nbytes = chunk.nbytes / chunk.tokens if chunk else nbytes
+        for ratio in RATIOS:
+            settings = {**config.to_dict(), "recompute_ratio": ratio}
+            seconds = [_seconds(model, BlendCache(model, store, **settings), chunks) for _ in range(ROUNDS + 1)]
+            points.append(Point(sum(map(len, chunks)), ratio, statistics.median(seconds[1:])))
+    return Profile(machine, tuple(points), nbytes)
+
+
+@torch.no_grad()
+def _seconds(model: nn.Module, cache: Any, chunks: list[list[int]]) -> float:
+    inputs = cache.inputs(None, chunks=chunks, question=_ids(model, QUESTION_TOKENS, 77))
+    started = time.perf_counter()
+    model.generate(**inputs, past_key_values=cache, do_sample=False, max_new_tokens=1)
+    return time.perf_counter() - started
+
+
+def _ids(model: nn.Module, count: int, seed: int) -> list[int]:
+    size = model.get_input_embeddings().num_embeddings
+    drawn = Random(seed)
+    return [drawn.randrange(3, int(size)) for _ in range(count)]
+
+
+def _machine(model: nn.Module, config: BlendConfig, lengths: Sequence[int]) -> dict[str, Any]:
+    settings = {name: value for name, value in config.to_dict().items() if name != "recompute_ratio"}
+    device = next(model.parameters()).device
+    return {
+        "model": fingerprint(model),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+        "node": platform.node(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "lengths": list(lengths),
+        "config": settings,
+    }
+
+
+def _path(machine: dict[str, Any], folder: Path | None) -> Path:
+    from huggingface_hub import cached_assets_path
+
+    root = cached_assets_path("hf_blend", namespace="profiles") if folder is None else folder
+    return Path(root) / f"{machine['model'][:16]}.json"

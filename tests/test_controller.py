@@ -1,0 +1,92 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""The controller recomputes what loading hides, loads what is worth it, and measures a machine once."""
+
+import time
+
+import pytest
+
+from hf_blend import plugins
+from hf_blend.ladder.zoo import tiny_model
+from hf_blend.loading import profile as profiling
+from hf_blend.loading.controller import advise
+from hf_blend.loading.profile import Point, Profile, bytes_per_second, profile_of
+from hf_blend.store import ChunkStore
+from hf_blend.store.throttled import ThrottledTier
+
+
+def cost(tokens: int, ratio: float) -> float:
+    """A machine on which everything is exactly as the profile supposes."""
+    scaled = tokens / 1000
+    return (0.02 + 0.3 * ratio) * scaled + (0.01 + 0.1 * ratio) * scaled**2
+
+
+@pytest.fixture
+def profile():
+    points = tuple(Point(tokens, ratio, cost(tokens, ratio)) for tokens in (512, 1536) for ratio in (0.05, 0.5))
+    return Profile({}, points, bytes_per_token=50_000)
+
+
+@pytest.mark.parametrize(("tokens", "ratio"), [(512, 0.05), (1000, 0.3), (4096, 1.0)])
+def test_the_fit_goes_through_what_was_measured_and_beyond(profile, tokens, ratio):
+    assert profile.prefill_s(tokens, ratio) == pytest.approx(cost(tokens, ratio), rel=1e-6)
+
+
+def test_a_fast_tier_changes_nothing(profile):
+    advice = advise(profile, [256] * 8, 1e12, least_ratio=0.15, num_layers=30, tiers={"disk": 1e12, "far": 1e5})
+    assert advice.ratio == 0.15
+    assert advice.loaded_chunks == 8
+    assert advice.predicted_ms == pytest.approx(1e3 * cost(2048, 0.15), rel=1e-3)
+    assert advice.hidden_tiers == ("disk",)
+    assert "recompute 15.0%, load 8 chunks" in str(advice)
+
+
+def test_time_that_loading_takes_anyway_is_used_to_recompute(profile):
+    rate = 2048 * profile.bytes_per_token / cost(2048, 0.5)
+    advice = advise(profile, [2048], rate, least_ratio=0.15, num_layers=30)
+    assert 0.4 <= advice.ratio <= 0.5
+    assert advice.compute_ms <= advice.load_ms
+    assert advice.predicted_ms == pytest.approx(advice.load_ms * 31 / 30)
+
+
+def test_of_several_chunks_some_are_rather_computed_than_waited_for(profile):
+    rate = 2048 * profile.bytes_per_token / cost(2048, 0.5)
+    some, one = (advise(profile, chunks, rate, least_ratio=0.15, num_layers=30) for chunks in ([256] * 8, [2048]))
+    assert some.loaded_chunks < 8
+    assert some.predicted_ms < one.predicted_ms
+
+
+def test_a_tier_that_is_slower_than_computing_is_not_waited_for(profile):
+    rate = 2048 * profile.bytes_per_token / (3 * cost(2048, 1.0))
+    advice = advise(profile, [256] * 8, rate, least_ratio=0.15, num_layers=30)
+    assert 0 < advice.loaded_chunks < 8
+    assert advice.predicted_ms < 1e3 * cost(2048, 1.0)
+    assert advise(profile, [256] * 8, 1.0, num_layers=30).loaded_chunks == 0
+
+
+def test_a_machine_is_measured_once(tmp_path, monkeypatch):
+    model, calls = tiny_model("llama"), []
+    measured = profiling._measured
+    monkeypatch.setattr(profiling, "_measured", lambda *given: calls.append(1) or measured(*given))
+    first = profile_of(model, lengths=(64, 128), folder=tmp_path)
+    again = profile_of(model, lengths=(64, 128), folder=tmp_path)
+    assert calls == [1]
+    assert again == first
+    assert len(first.points) == 4
+    assert first.bytes_per_token >= 4 * 2 * 2 * 16 * 4
+    (path,) = tmp_path.iterdir()
+    path.write_text("{damaged")
+    profile_of(model, lengths=(64, 128), folder=tmp_path)
+    assert calls == [1, 1]
+
+
+def test_a_throttled_tier_gives_no_more_than_its_rate():
+    model, rate = tiny_model("llama"), 4e6
+    tier = plugins.load("store.tiers", "memory")()
+    store = ChunkStore([], [ThrottledTier(tier, rate)])
+    (key,) = store.add(model, None, [list(range(5, 105))])
+    started = time.perf_counter()
+    chunk = store.get(key)
+    assert time.perf_counter() - started >= chunk.nbytes / rate
+    assert bytes_per_second(store, model, tokens=100) < rate
+    assert len(store) == 1, "the chunk that was measured with is gone"
