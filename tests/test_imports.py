@@ -53,6 +53,8 @@ FLOW = (  # a module imports from its own line and from those above it; LEAVES n
         "trust",
         "context",
         "sparse",
+        "loading.profile",
+        "loading.controller",
         "quantised",
         "decode_masks",
     ),
