@@ -7,7 +7,7 @@
 
 Weights are random; speed does not depend on what they say. Every prompt is chunks of 512 tokens and a question of 64,
 the chunks in host memory, so that blending pays for bringing them to the device. Full prefill and every ratio take
-turns; the median counts. The result is written after each length, so that what was measured is kept if a larger one fails.
+turns; the median counts. The result is written after each length, so that a failure of a larger one loses nothing.
 """
 
 import argparse

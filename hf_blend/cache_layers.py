@@ -33,7 +33,7 @@ def cache_layers(config: Any, count: int, kv_bits: int | None = None) -> list[An
     except UNREADABLE:
         stock = []
     full: type[BlendLayer] = BlendLayer if kv_bits is None else QuantisedLayer
-    layers = [_like(stock[index], full) if index < len(stock) else full() for index in range(count)]
+    layers: list[Any] = [_like(stock[index], full) if index < len(stock) else full() for index in range(count)]
     if kv_bits is not None and not any(isinstance(layer, QuantisedLayer) for layer in layers):
         raise ConfigError(
             f"kv_bits={kv_bits} came with a model in which every layer has a window, of "

@@ -9,6 +9,7 @@ of the dtype. The prefill, and every forward over its own tokens, is computed wi
 """
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ class QuantisedLayer(BlendLayer):
         self._opened: tuple[Tensor, Tensor] | None = None
         super().__init__()
 
-    @property  # type: ignore[override]
+    @property
     def keys(self) -> Tensor | None:
         """All K, `[batch, kv_heads, tokens, head_dim]`, rotated for their positions."""
         return self._shown(0)
@@ -86,7 +87,7 @@ class QuantisedLayer(BlendLayer):
     def keys(self, value: Any) -> None:
         """Nothing: what is held is packed."""
 
-    @property  # type: ignore[override]
+    @property
     def values(self) -> Tensor | None:
         """All V, `[batch, kv_heads, tokens, head_dim]`."""
         return self._shown(1)
@@ -143,12 +144,10 @@ class QuantisedLayer(BlendLayer):
         if not self.is_initialized or not tokens_to_remove:
             return
         length = self.length + tokens_to_remove
-        whole, kept = self._unpacked(0, *self._recent), 0  # type: ignore[misc]
-        self._packed, packed = (), self._packed
-        for part in packed:
-            if kept == self.packed_tokens and kept + part.tokens <= length:
-                self._packed += (part,)
-                kept += part.tokens
+        whole = self._unpacked(0, *self._recent)  # type: ignore[misc]
+        ends = accumulate(part.tokens for part in self._packed)
+        self._packed = tuple(part for part, end in zip(self._packed, ends, strict=True) if end <= length)
+        kept = self.packed_tokens
         self.length, self.unchanged_tokens = length, min(self.unchanged_tokens, length)
         self._recent = (whole[0][:, :, kept:length].clone(), whole[1][:, :, kept:length].clone())
 
