@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Methods by name: those of `hf_blend.evaluation.methods`, and every selector by its own name."""
 
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -36,6 +37,7 @@ class Blending(Blended):
         self.config = blend_config(selector, recompute_ratio=ratio)
 
 
+@cache
 def method_names() -> dict[str, str]:
     """Every method and what it does, in the order of tables: the ends of the scale first."""
     fixed = plugins.describe("evaluation.methods")
@@ -46,6 +48,7 @@ def method_names() -> dict[str, str]:
     return {**ends, "auto": selectors["auto"], **selectors, **rest}
 
 
+@cache
 def takes_ratio(name: str) -> bool:
     """Whether a method has a ratio.
 

@@ -44,7 +44,14 @@ def way(model, mistral_tokenizer):
 
 @pytest.fixture(scope="module")
 def full(way, samples):
-    return [way("full-prefill").answer([one])[0] for one in samples]
+    """Full prefills, with the logits of their own answers."""
+    method = way("full-prefill")
+    return [method.answer([one], [method.answer([one])[0].ids])[0] for one in samples]
+
+
+@pytest.fixture(scope="module")
+def reuse(way, samples, full):
+    return way("full-reuse").answer(samples[:1], [full[0].ids])[0]
 
 
 def length(sample):
@@ -84,26 +91,26 @@ def test_a_chunk_of_another_prompt_is_a_hit_at_any_place(way, samples):
 
 
 @pytest.mark.parametrize("name", SELECTORS)
-def test_a_ratio_of_1_is_a_full_prefill_and_a_ratio_of_0_computes_no_chunk(way, samples, full, name):
-    wanted = way("full-prefill").answer(samples[:1], [full[0].ids])[0]
-    (whole,) = way(name, 1.0).answer(samples[:1], [full[0].ids])
-    assert whole.ids == wanted.ids
-    assert (whole.logits - wanted.logits).abs().max() < 1e-3 * wanted.logits.abs().max()
+def test_a_ratio_of_1_is_a_full_prefill_and_a_ratio_of_0_is_full_reuse(way, samples, full, reuse, name):
+    store, wanted = ChunkStore.open("memory://"), [full[0].ids]
+    (whole,), (none,) = (way(name, ratio, store).answer(samples[:1], wanted) for ratio in (1.0, 0.0))
+    assert whole.ids == full[0].ids
+    assert (whole.logits - full[0].logits).abs().max() < 1e-3 * full[0].logits.abs().max()
     assert whole.charged_budget > 0.7, "the last layer computes no more than K and V of most tokens"
-    (none,), (reuse,) = (one.answer(samples[:1]) for one in (way(name, 0.0), way("full-reuse")))
     assert none.ids == reuse.ids
+    assert (none.logits - reuse.logits).abs().max() < 1e-3 * reuse.logits.abs().max()
     assert none.charged_budget < 1
 
 
-def test_full_prefill_pays_for_all_and_full_reuse_for_nothing(way, samples, full):
+def test_full_prefill_pays_for_all_and_full_reuse_for_nothing(full, reuse):
     assert (full[0].charged_budget, full[0].reused_tokens) == (1.0, 0)
-    assert way("full-reuse").answer(samples[:1])[0].charged_budget == 0
-    assert way("unaligned-reuse").answer(samples[:1])[0].charged_budget == 0
+    assert reuse.charged_budget == 0
 
 
-def test_keys_that_are_left_where_they_were_answer_differently(way, samples, full):
-    aligned, left = (way(name).answer(samples[:1], [full[0].ids])[0] for name in ("full-reuse", "unaligned-reuse"))
-    assert not torch.allclose(aligned.logits, left.logits, atol=1e-2)
+def test_keys_that_are_left_where_they_were_cost_nothing_and_answer_differently(way, samples, full, reuse):
+    (left,) = way("unaligned-reuse").answer(samples[:1], [full[0].ids])
+    assert (left.charged_budget, left.reused_tokens) == (0, reuse.reused_tokens)
+    assert not torch.allclose(reuse.logits, left.logits, atol=1e-2)
 
 
 def test_more_of_a_ratio_charges_more(way, samples):
@@ -157,9 +164,9 @@ def test_the_logits_of_a_given_answer_do_not_depend_on_the_answer_that_was_found
     assert (short - long).abs().max() < 1e-3 * long.abs().max()
 
 
-def test_the_answer_of_a_full_prefill_is_what_its_own_logits_say(way, samples, full):
-    (found,) = way("full-prefill").answer(samples[:1], [full[0].ids])
-    assert tuple(found.logits.argmax(-1).tolist()) == full[0].ids
+def test_the_answer_of_a_full_prefill_is_what_its_own_logits_say(full):
+    for found in full:
+        assert tuple(found.logits.argmax(-1).tolist()) == found.ids
 
 
 def test_a_space_in_front_of_an_answer_is_kept_and_blank_lines_are_not(way, mistral_tokenizer):
