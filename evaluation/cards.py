@@ -18,7 +18,7 @@ from .answering import blend_config
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER, RESULTS = ROOT / "model_cards", ROOT / "benchmarks" / "results"
 REPOSITORY_TAGS = ["hf_blend", "kv-cache", "rag", "cacheblend"]
-WORLD = {"dataset_type": "hf_blend/reference-world", "dataset_name": "reference world, held-out questions"}
+WORLD: dict[str, Any] = {"dataset_type": "hf_blend/reference-world", "dataset_name": "reference world, held-out questions"}
 LIMITS = """## Limits
 
 The model is a measuring instrument of 1.2 M parameters with a world of 298 words ([card](reference.md)). What holds
@@ -74,7 +74,6 @@ def recipe_card(recipe: Recipe, rows: list[dict[str, Any]]) -> str:
     """
     own = [row for row in rows if row["method"] == recipe.selector]
     shown = next(row for row in own if row["ratio"] == recipe.shown_ratio)
-    config = json.dumps(blend_config(recipe.selector, recompute_ratio=recipe.shown_ratio).to_dict(), indent=1)
     ends = [row for row in rows if row["method"] in ("full prefill", "full reuse")]
     data = _data(recipe.name, {f"exact match at {recipe.shown_ratio:g}": shown["score"]}, shown["n"])
     name, _, options = recipe.selector.partition(":")
@@ -92,7 +91,7 @@ def recipe_card(recipe: Recipe, rows: list[dict[str, Any]]) -> str:
         "```python\nfrom hf_blend import BlendCache, ChunkStore\n\nstore = ChunkStore.open(\"kv-store\")",
         f"cache = BlendCache(model, store, selector={name!r}, selector_options={pairs!r}, "
         f"recompute_ratio={recipe.shown_ratio:g})\n```\n",
-        f"All settings:\n\n```json\n{config}\n```\n",
+        "All other settings of `BlendConfig` are the defaults.\n",
         f"{LIMITS}\n",
     ])  # fmt: skip
 

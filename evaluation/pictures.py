@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from hf_blend.errors import ConfigError, import_extra
 
@@ -122,8 +123,8 @@ def main() -> None:
         screenshot(FOLDER / "demo.png")
 
 
-def _result(name: str) -> dict:
-    found: dict = json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
+def _result(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
     return found
 
 
