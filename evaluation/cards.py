@@ -13,12 +13,13 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from .answering import blend_config
-
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER, RESULTS = ROOT / "model_cards", ROOT / "benchmarks" / "results"
 REPOSITORY_TAGS = ["hf_blend", "kv-cache", "rag", "cacheblend"]
-WORLD: dict[str, Any] = {"dataset_type": "hf_blend/reference-world", "dataset_name": "reference world, held-out questions"}
+WORLD: dict[str, Any] = {
+    "dataset_type": "hf_blend/reference-world",
+    "dataset_name": "reference world, held-out questions",
+}
 LIMITS = """## Limits
 
 The model is a measuring instrument of 1.2 M parameters with a world of 298 words ([card](reference.md)). What holds

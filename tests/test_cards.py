@@ -10,6 +10,7 @@ from huggingface_hub import ModelCard
 
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.evaluation import cards
+from hf_blend.evaluation.answering import blend_config
 from hf_blend.evaluation.bundled import load_model
 
 FILES = sorted(cards.FOLDER.glob("*.md"))
@@ -54,7 +55,7 @@ def test_the_code_of_the_card_runs(recipe, tmp_path, monkeypatch):
     exec(code, names)
     assert isinstance(names["cache"], BlendCache)
     assert isinstance(names["store"], ChunkStore)
-    assert names["cache"].config == cards.blend_config(recipe.selector, recompute_ratio=recipe.shown_ratio)
+    assert names["cache"].config == blend_config(recipe.selector, recompute_ratio=recipe.shown_ratio)
 
 
 def test_a_hand_written_text_stays_behind_its_new_head():
