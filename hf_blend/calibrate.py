@@ -3,7 +3,8 @@
 """Find out, by a short probe of the model itself, how the keys of each layer turn.
 
 The same tokens are run at two places. A layer whose values agree and whose keys map from one place to the other by
-some style can be moved; a model with a layer that does neither cannot be blended, and the layer is named.
+some style can be moved; a model with a layer that does neither cannot be blended, and the layer is named. The tokens
+come twice in the prompt: that shows positions which a model counts itself, whatever it is told.
 """
 
 from dataclasses import dataclass
@@ -55,12 +56,26 @@ def rotary_styles(model: nn.Module) -> tuple[type[RotaryStyle], ...]:
 def _calibrate(model: nn.Module) -> tuple[type[RotaryStyle], ...]:
     refuse_other_states(model)
     vocabulary = text_config(model).vocab_size
-    ids = torch.randint(0, vocabulary, (1, PROBE_TOKENS), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(0, vocabulary, (1, PROBE_TOKENS // 2), generator=torch.Generator().manual_seed(0)).repeat(1, 2)
     places = torch.arange(PROBE_TOKENS)[None]
     here, there = capture(model, ids, places), capture(model, ids, places + PROBE_SHIFT)
     styles = [plugins.load("rotary", name) for name in plugins.describe("rotary")]
     candidates = [*styles, *map(in_values, styles)]
-    return tuple(_style_of(model, index, here, there, candidates) for index in range(len(here.layers)))
+    found = tuple(_style_of(model, index, here, there, candidates) for index in range(len(here.layers)))
+    _refuse_counted_positions(model, here.layers[0][1 - found[0].slot])
+    return found
+
+
+def _refuse_counted_positions(model: nn.Module, states: Tensor) -> None:
+    """Refuse a model whose first layer has other values for the same token at another place of a prompt."""
+    error = relative_error(*states.chunk(2, dim=-2))
+    tolerance = TOLERANCE.get(states.dtype, COARSE_TOLERANCE)
+    if error > tolerance:
+        raise UnsupportedModelError(
+            f"layer 0 of {type(model).__name__} cannot be moved: its values for the same tokens at two places of a "
+            f"prompt differ by {error:.2g} of their size, where {tolerance:g} is allowed. It adds positions to the "
+            "embeddings that it counts itself. Use full prefill for this model."
+        )
 
 
 def _style_of(

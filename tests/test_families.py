@@ -40,6 +40,7 @@ def test_the_family_is_exact_with_its_own_rotary_style(name):
         ("deepseek_v32", "Indexed"),
         ("bart", "encoder-decoder"),
         ("gpt2", "no rotary table"),
+        ("trocr", "positions to the embeddings that it counts itself"),
         ("hunyuan_v1_dense", "turns its keys in a way that is not known"),
     ],
 )

@@ -138,6 +138,17 @@ def test_queries_that_are_scaled_by_their_place_are_scaled_by_their_own(requests
     assert error(model, *requests) > 1e-3, "the trap: they count from the number of past tokens on"
 
 
+def test_chunked_attention_keeps_one_chunk_and_says_what_it_says_without_a_cache():
+    model = zoo_model("llama4_text", floor_scale=4, attn_scale=0.5)
+    assert error(model, PIECES) <= 1e-5
+    cache, inputs = prepared(model, PIECES, recompute_ratio=1.0)
+    long = {**GREEDY, "max_new_tokens": 40}
+    got = model.generate(**inputs, past_key_values=cache, **long)
+    assert torch.equal(got, model.generate(inputs["input_ids"], use_cache=False, **long))
+    held = {"chunked_attention": model.config.attention_chunk_size - 1, "full_attention": got.shape[1] - 1}
+    assert [layer.keys.shape[2] for layer in cache.layers] == [held[kind] for kind in model.config.layer_types]
+
+
 def test_a_scale_by_position_ids_follows_the_rows():
     rope = {
         "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 60,
