@@ -230,8 +230,7 @@ class Planner:
             compute = partial(capture_chunk, self._model, key.token_ids, key.sink_ids, key.fingerprint, key.namespace)
             chunk = self._store.stream(key, compute)
             if chunk is None:
-                chunk = compute()
-                self._store.put(chunk)
+                chunk = self._store.put(compute())
                 plan.computed += 1
             else:
                 plan.loaded += 1

@@ -17,22 +17,23 @@ from torch import Tensor
 from ..errors import ConfigError, StoreError
 from .chunk import ChunkKey, ChunkKV
 from .header import DTYPES, HEADER_CAP_BYTES, Header, TensorPlan, hash_namespace
+from .packing import Packing
 from .tiers.base import EntryFault, Source
 
 __all__ = ["EntryReader", "encode_entry", "read_key"]
 
-CODEC = "raw"
 _MAX_BYTES_PER_TOKEN = 64 << 20  # ten times the KV of the widest models known; more is not a chunk
 _MAX_IDS = 1 << 24
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def encode_entry(chunk: ChunkKV, secret: bytes | None = None) -> list[memoryview]:
+def encode_entry(chunk: ChunkKV, secret: bytes | None = None, codec: str = "raw") -> list[memoryview]:
     """Write a chunk as an entry; equal chunks give equal bytes.
 
     Args:
         chunk: on the CPU.
         secret: signs the entry; its digests are then sha256, which nobody can meet with other bytes.
+        codec: how K and V are packed.
 
     Returns:
         The bytes in pieces: the header, then each tensor without a copy.
@@ -40,15 +41,15 @@ def encode_entry(chunk: ChunkKV, secret: bytes | None = None) -> list[memoryview
     Raises:
         StoreError: a dtype that cannot be stored, or too many layers.
     """
-    key = chunk.key
+    key, packing = chunk.key, Packing.of_chunk(chunk, codec)
     ids = [("token_ids", torch.tensor(key.token_ids)), ("sink_ids", torch.tensor(key.sink_ids, dtype=torch.int64))]
-    named = [*ids, *chunk.named_tensors()]
+    named = [*ids, *packing.named_tensors(chunk)]
     views = [_bytes_of(tensor) for _, tensor in named]
     plans = tuple(
         TensorPlan(name, _dtype_name(name, tensor), tuple(tensor.shape), _digest(view, secret))
         for (name, tensor), view in zip(named, views, strict=True)
     )
-    header = Header(key.digest, key.fingerprint, hash_namespace(key.namespace), CODEC, chunk.layer_table, plans)
+    header = Header(key.digest, key.fingerprint, hash_namespace(key.namespace), packing.text, chunk.layer_table, plans)
     return [memoryview(header.encode(secret)), *views]
 
 
@@ -100,7 +101,7 @@ class EntryReader:
         self._key = key
         self._secret = secret
         self.header, data_start = _read_header(source, secret)
-        _check_header(self.header, key)
+        self._packing = _check_header(self.header, key)
         self._places: dict[str, tuple[TensorPlan, int]] = {}
         for plan in self.header.tensors:
             self._places[plan.name] = (plan, data_start)
@@ -108,11 +109,16 @@ class EntryReader:
         if self._read_ids() != (key.token_ids, key.sink_ids):
             raise EntryFault("key", "the entry holds other tokens than its key")
 
+    @property
+    def nbytes(self) -> int:
+        """Size of the chunk in memory, in bytes."""
+        return self._packing.unpacked_nbytes(self.header.tensors)
+
     def read(self) -> ChunkKV:
         """Read everything into one buffer.
 
         Returns:
-            The chunk, bit for bit as it was stored.
+            The chunk, bit for bit as it was stored, or as near as its codec says.
 
         Raises:
             EntryFault: truncated or digest.
@@ -127,8 +133,8 @@ class EntryReader:
             inside = slice(place - start, place - start + plan.nbytes)
             return self._fill(plan, place, buffer[inside], whole[inside])
 
-        layers = tuple(self._pair(take, "layer", place, "k", "v") for place in range(len(self.header.layer_table)))
-        tables = tuple(self._pair(take, "table", place, "cos", "sin") for place in range(_table_count(self.header)))
+        layers = tuple(self._states(take, place) for place in range(len(self.header.layer_table)))
+        tables = tuple(_table(take, place) for place in range(_table_count(self.header)))
         return ChunkKV(self._key, layers, tables, self.header.layer_table)
 
     def layer(self, place: int) -> tuple[Tensor, Tensor]:
@@ -150,7 +156,7 @@ class EntryReader:
             plan, start = self._places[name]
             return self._fill(plan, start, _allocate(plan.nbytes))
 
-        return self._pair(take, "layer", place, "k", "v")
+        return self._states(take, place)
 
     def tables(self) -> tuple[tuple[Tensor, Tensor], ...]:
         """Read the rotary tables, as in `ChunkKV.tables`; raises as `layer` does."""
@@ -159,7 +165,7 @@ class EntryReader:
             plan, start = self._places[name]
             return self._fill(plan, start, _allocate(plan.nbytes))
 
-        return tuple(self._pair(take, "table", place, "cos", "sin") for place in range(_table_count(self.header)))
+        return tuple(_table(take, place) for place in range(_table_count(self.header)))
 
     def _read_ids(self) -> tuple[tuple[int, ...], ...]:
         ids = []
@@ -181,10 +187,12 @@ class EntryReader:
             buffer = buffer.clone()
         return buffer.view(dtype).view(plan.shape)
 
-    @staticmethod
-    def _pair(take: Callable[[str], Tensor], kind: str, place: int, *parts: str) -> tuple[Tensor, Tensor]:
-        first, second = (take(f"{kind}.{place}.{part}") for part in parts)
-        return first, second
+    def _states(self, take: Callable[[str], Tensor], place: int) -> tuple[Tensor, Tensor]:
+        return self._packing.states(take, place, "k"), self._packing.states(take, place, "v")
+
+
+def _table(take: Callable[[str], Tensor], place: int) -> tuple[Tensor, Tensor]:
+    return take(f"table.{place}.cos"), take(f"table.{place}.sin")
 
 
 def _read_header(source: Source, secret: bytes | None) -> tuple[Header, int]:
@@ -209,36 +217,16 @@ def _read_raw_header(source: Source) -> bytes:
     return bytes(raw)
 
 
-def _check_header(header: Header, key: ChunkKey) -> None:
+def _check_header(header: Header, key: ChunkKey) -> Packing:
     if header.fingerprint != key.fingerprint:
         raise EntryFault("fingerprint", f"computed by model {header.fingerprint}, not by {key.fingerprint}")
     if header.key != key.digest or header.namespace != hash_namespace(key.namespace):
         raise EntryFault("key", f"the entry is of chunk {header.key}")
-    if header.codec != CODEC:
-        raise EntryFault("codec", f"packed by {header.codec!r:.40}, which this version cannot read", corrupt=False)
-    if [(plan.name, *_frame(plan)) for plan in header.tensors] != _expected(header, key):
-        raise EntryFault("format", "names or shapes are not those of a chunk of this length")
+    packing = Packing.of_header(header)
+    packing.check(header, key)
     if header.nbytes > (len(key.token_ids) + len(key.sink_ids)) * _MAX_BYTES_PER_TOKEN:
         raise EntryFault("format", f"{header.nbytes} bytes are too many for {len(key.token_ids)} tokens")
-
-
-def _frame(plan: TensorPlan) -> tuple[int, int]:
-    """Number of axes, and length of the axis that counts tokens."""
-    axis = 1 if plan.name.startswith("layer") else 0
-    return len(plan.shape), plan.shape[axis] if len(plan.shape) > axis else -1
-
-
-def _expected(header: Header, key: ChunkKey) -> list[tuple[str, int, int]]:
-    tokens = len(key.token_ids)
-    tables = range(_table_count(header))
-    if not all(-1 <= table < len(tables) for table in header.layer_table):
-        raise EntryFault("format", f"layer_table names a table that is not there: {header.layer_table!r:.80}")
-    return [
-        ("token_ids", 1, tokens),
-        ("sink_ids", 1, len(key.sink_ids)),
-        *((f"table.{place}.{part}", 2, tokens) for place in tables for part in ("cos", "sin")),
-        *((f"layer.{place}.{part}", 3, tokens) for place in range(len(header.layer_table)) for part in ("k", "v")),
-    ]
+    return packing
 
 
 def _table_count(header: Header) -> int:

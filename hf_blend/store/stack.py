@@ -15,6 +15,7 @@ from .catalog import Catalog
 from .chunk import ChunkKey, ChunkKV
 from .entry import EntryReader, encode_entry, read_key
 from .held import HeldChunks
+from .packing import kept_as
 from .tally import Tally
 from .tiers.base import EntryFault, ObjectStat, Source
 
@@ -53,6 +54,7 @@ class TierStack:
         tally: counts what happened.
         secret: proves who wrote an entry; None accepts every writer.
         ttl_s: age in seconds at which an entry is no longer used; None is never.
+        codec: how K and V are packed in the tiers that keep bytes; entries of other codecs are read all the same.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class TierStack:
         *,
         secret: bytes | None = None,
         ttl_s: float | None = None,
+        codec: str = "raw",
     ) -> None:
         self.held = tuple(held)
         self.tiers = tuple(tiers)
@@ -71,6 +74,7 @@ class TierStack:
         self._tally = tally
         self._secret = secret
         self._ttl_s = ttl_s
+        self._codec = codec
 
     def get(self, key: ChunkKey) -> ChunkKV | None:
         """Fetch a chunk, and hold it from then on."""
@@ -90,22 +94,27 @@ class TierStack:
         self.miss(next((reason for reason in reasons if reason != "absent"), "absent"))
         return None
 
-    def put(self, chunk: ChunkKV) -> None:
+    def put(self, chunk: ChunkKV) -> ChunkKV:
         """Hold a chunk, write it to every tier, and tell the catalog.
 
         Args:
             chunk: to be copied, unless it is held already.
+
+        Returns:
+            The chunk as it will be found from now on.
         """
         digest = chunk.key.digest
         mine = next((one for one in (place.get(digest) for place in self.held) if one and one.key == chunk.key), None)
         if mine is None:
             mine = chunk.map(_own_copy)
-        self._hold(mine)
+        kept = kept_as(mine, self._codec)
+        self._hold(kept)
         stats = {tier.name: self._write(tier, mine) for tier in self.tiers}
         known = next((stat for stat in stats.values() if stat), None)
         if known or self.is_held(digest):
             where = [name for name, stat in stats.items() if stat]
             self._catalog.add(chunk.key, known or ObjectStat(mine.nbytes, time.time()), where)
+        return chunk if kept is mine else kept
 
     def contains(self, digest: str) -> bool:
         """Say whether a tier has a chunk, without reading it."""
@@ -200,7 +209,7 @@ class TierStack:
         try:
             if not tier.contains(name):
                 with self._tally.timed("store_seconds", tier.name):
-                    stored = tier.put_if_absent(name, encode_entry(chunk, self._secret))
+                    stored = tier.put_if_absent(name, encode_entry(chunk, self._secret, self._codec))
                 self._tally.count("stored", tier.name, int(stored))
             return tier.stat(name)
         except OSError as error:
@@ -250,7 +259,7 @@ class TierStack:
         reader = EntryReader(source, key, self._secret)
         with contextlib.ExitStack() as reserved:
             for place in self.held[-1:]:
-                self._forget(place, reserved.enter_context(place.reserve(reader.header.nbytes)))
+                self._forget(place, reserved.enter_context(place.reserve(reader.nbytes)))
             chunk = reader.read()
         for other in nearer:
             if other.is_local:

@@ -40,6 +40,7 @@ class ChunkStore(Upkeep):
         index: folder for copies of the index and of the order of eviction, or None.
         limits: caps, quotas and ages.
         secret: signs entries and refuses those that are not signed with it; None signs nothing.
+        codec: how K and V are packed in tiers that keep bytes.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class ChunkStore(Upkeep):
         index: Path | None = None,
         limits: Limits = Limits(),  # noqa: B008 (frozen)
         secret: bytes | None = None,
+        codec: str = "raw",
     ) -> None:
         self.namespace = namespace
         self.pipeline_depth = 2  # layers that a request reads ahead; 0 reads chunks whole before it begins
@@ -59,7 +61,7 @@ class ChunkStore(Upkeep):
         self._catalog = Catalog(namespace, tiers, snapshot, lambda digest: self._stack.is_held(digest))
         bounded = [limits.bound(tier, index, self._catalog.owns, self._was_evicted) for tier in tiers]
         given = (held, bounded, self._catalog, self._tally)
-        self._stack: StreamingStack = StreamingStack(*given, secret=secret, ttl_s=limits.ttl_s)
+        self._stack: StreamingStack = StreamingStack(*given, secret=secret, ttl_s=limits.ttl_s, codec=codec)
         for tier in tiers:
             self._tally.count("removed", "orphans", tier.reclaim())
 
@@ -79,6 +81,7 @@ class ChunkStore(Upkeep):
         ttl_s: float | None = None,
         durability: str = "full",
         secret: bytes | None = None,
+        codec: str = "raw",
     ) -> Self:
         """Open a store, making it if it does not exist.
 
@@ -98,6 +101,8 @@ class ChunkStore(Upkeep):
             durability: "full" makes a stored chunk survive a power loss, "none" is for scratch; neither ever gives
                 wrong KV.
             secret: where others may write to the store: signs what is stored, and refuses what is not signed so.
+            codec: "raw" keeps K and V bit for bit; "int8" takes half the bytes of bfloat16, and a chunk is then used
+                as it was rounded, from memory too. Entries of either are read.
 
         Returns:
             The store.
@@ -109,6 +114,7 @@ class ChunkStore(Upkeep):
         limits = Limits(memory_bytes, disk_bytes, device_bytes, quota_bytes, ttl_s, eviction)
         limits.check()
         _check_durability(durability)
+        plugins.load("store.codecs", codec)
         root = resolve_location(location)
         tiers: list[Tier] = []
         if root:
@@ -116,7 +122,8 @@ class ChunkStore(Upkeep):
         if remote:
             tiers.append(open_remote(remote))
         index = root / "index" if root else None
-        return cls(limits.hold(device), tiers, namespace=namespace, index=index, limits=limits, secret=secret)
+        given: dict[str, Any] = {"namespace": namespace, "index": index, "limits": limits, "secret": secret}
+        return cls(limits.hold(device), tiers, **given, codec=codec)
 
     def get(self, key: ChunkKey) -> ChunkKV | None:
         """Fetch a chunk. Its tensors are shared: never write to them.
@@ -146,11 +153,14 @@ class ChunkStore(Upkeep):
             return self.get(key)
         return self._stack.stream(key, recompute)
 
-    def put(self, chunk: ChunkKV) -> None:
+    def put(self, chunk: ChunkKV) -> ChunkKV:
         """Store a chunk. If the disk fails, the chunk stays in memory and the failure is counted.
 
         Args:
             chunk: computed alone (`hf_blend.capture`); it is copied.
+
+        Returns:
+            The chunk as `get` will give it: a codec may round.
 
         Raises:
             StoreError: the chunk holds NaN or infinity, is malformed, or belongs to another namespace.
@@ -162,7 +172,7 @@ class ChunkStore(Upkeep):
                 "namespace, or compute the chunk for the store's."
             )
         chunk.check()
-        self._stack.put(chunk)
+        return self._stack.put(chunk)
 
     def add(
         self,

@@ -94,9 +94,7 @@ class StreamingStack(TierStack):
             self._warn(key, tier, fault)
             if isinstance(fault, EntryFault) and fault.corrupt:
                 self._remove(tier, key.digest, source, "corrupt")
-            chunk = recompute()
-            self.put(chunk)
-            return chunk
+            return self.put(recompute())
 
         layers = StreamedLayers(len(layer_table), read, instead, complete, self.patience_s)
         finalize(layers, source.close).atexit = False  # also after a fault, or where a request ended early

@@ -1,0 +1,70 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a codec does with K and V, and what it promises.
+
+Promises, kept by tests that run over every codec found: equal states give equal parts; what is unpacked has the dtype
+and the shape of what was packed, and is finite; a codec that says that it is exact gives the same bits back.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+__all__ = ["Codec", "Part"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """The form of one tensor that states are packed into.
+
+    Attributes:
+        suffix: what follows the name of the states, such as "" or ".scale".
+        axes: how many axes it has.
+        tokens_axis: which of them counts tokens, or None.
+    """
+
+    suffix: str = ""
+    axes: int = 3
+    tokens_axis: int | None = 1
+
+
+class Codec(ABC):
+    """Packs the states of one layer, `kind` being "k" or "v". The first part has one value for each of the states'."""
+
+    is_exact: ClassVar[bool] = False
+
+    @abstractmethod
+    def parts(self, kind: str) -> tuple[Part, ...]:
+        """Say which tensors states are packed into, in stored order."""
+
+    @abstractmethod
+    def pack(self, kind: str, states: Tensor) -> tuple[Tensor, ...]:
+        """Pack states.
+
+        Args:
+            kind: "k" or "v".
+            states: `[kv_heads, tokens, head_dim]`, keys rotated for the chunk's own positions.
+
+        Returns:
+            A tensor for each of `parts`.
+        """
+
+    @abstractmethod
+    def unpack(self, kind: str, packed: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """Unpack states.
+
+        Args:
+            kind: "k" or "v".
+            packed: the tensor of each part, by its suffix; they may be of any size, for an entry says so itself.
+            dtype: of the states.
+
+        Returns:
+            States, as in `pack`.
+
+        Raises:
+            ValueError: the tensors do not fit together.
+        """

@@ -1,0 +1,166 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Which tensors an entry holds, by its codec, and how states become parts and parts states.
+
+The header names the codec, and the dtype of the states where the parts have another: `raw`, or `int8:BF16`.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from .. import plugins
+from ..errors import PluginNotFoundError, StoreError
+from .chunk import ChunkKey, ChunkKV
+from .codecs.base import Codec
+from .header import DTYPES, Header, TensorPlan
+from .tiers.base import EntryFault
+
+__all__ = ["Packing", "kept_as"]
+
+_KINDS = ("k", "v")
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def kept_as(chunk: ChunkKV, codec: str) -> ChunkKV:
+    """Give a chunk as it will be read again.
+
+    Args:
+        chunk: as it was computed.
+        codec: name of a codec.
+
+    Returns:
+        The chunk itself if the codec is exact.
+    """
+    packing = Packing(codec, plugins.load("store.codecs", codec)(), None)
+    if packing.codec.is_exact:
+        return chunk
+    layers = tuple((packing.again("k", keys), packing.again("v", values)) for keys, values in chunk.layers)
+    return replace(chunk, layers=layers)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """A codec, and the dtype of what it packs.
+
+    Attributes:
+        name: of the codec.
+        codec: does the work.
+        dtype: of the states; one for the whole chunk unless the codec is exact.
+    """
+
+    name: str
+    codec: Codec
+    dtype: object
+
+    @classmethod
+    def of_chunk(cls, chunk: ChunkKV, codec: str) -> "Packing":
+        """The packing of a chunk that is to be stored; raises StoreError if its states are of several dtypes."""
+        dtypes = {states.dtype for pair in chunk.layers for states in pair}
+        packing = cls(codec, plugins.load("store.codecs", codec)(), min(dtypes, key=str, default=None))
+        if len(dtypes) > 1 and not packing.codec.is_exact:
+            raise StoreError(
+                f"the K and V of chunk {chunk.key.digest} are {', '.join(sorted(map(str, dtypes)))}, but the codec "
+                f"{codec} packs one dtype. Open the store with codec='raw'."
+            )
+        return packing
+
+    @classmethod
+    def of_header(cls, header: Header) -> "Packing":
+        """The packing that an entry names; raises EntryFault("codec") if there is none of that name."""
+        name, _, dtype = header.codec.partition(":")
+        try:
+            packing = cls(name, plugins.load("store.codecs", name)(), DTYPES.get(dtype))
+        except PluginNotFoundError:
+            raise _unknown(header) from None
+        if packing.text != header.codec:
+            raise _unknown(header)
+        return packing
+
+    @property
+    def text(self) -> str:
+        """What the header says."""
+        return self.name if self.codec.is_exact else f"{self.name}:{_NAMES.get(self.dtype)}"
+
+    def named_tensors(self, chunk: ChunkKV) -> Iterator[tuple[str, Tensor]]:
+        """Walk over the tensors that are stored for a chunk, in stored order."""
+        for name, tensor in chunk.named_tensors():
+            kind = name.rpartition(".")[2]
+            if not name.startswith("layer."):
+                yield name, tensor
+                continue
+            for part, packed in zip(self.codec.parts(kind), self.codec.pack(kind, tensor), strict=True):
+                yield name + part.suffix, packed
+
+    def states(self, take: Callable[[str], Tensor], place: int, kind: str) -> Tensor:
+        """Unpack keys or values of one layer.
+
+        Args:
+            take: reads a tensor by its name.
+            place: which layer.
+            kind: "k" or "v".
+
+        Returns:
+            States, `[kv_heads, tokens, head_dim]`.
+
+        Raises:
+            EntryFault: format, the parts do not fit together.
+        """
+        packed = {part.suffix: take(f"layer.{place}.{kind}{part.suffix}") for part in self.codec.parts(kind)}
+        try:
+            return self.codec.unpack(kind, packed, self.dtype)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise EntryFault("format", f"layer {place}: {error}") from None
+
+    def again(self, kind: str, states: Tensor) -> Tensor:
+        """Pack and unpack states."""
+        packed = zip(self.codec.parts(kind), self.codec.pack(kind, states), strict=True)
+        return self.codec.unpack(kind, {part.suffix: tensor for part, tensor in packed}, states.dtype)
+
+    def unpacked_nbytes(self, tensors: Sequence[TensorPlan]) -> int:
+        """Size of a chunk in memory, from the plans of its tensors, in bytes."""
+        if self.codec.is_exact:
+            return sum(plan.nbytes for plan in tensors)
+        itemsize = DTYPES[self.text.partition(":")[2]].itemsize
+        sizes = {plan.name: math.prod(plan.shape) * itemsize for plan in tensors if plan.name.startswith("layer.")}
+        layers = sum(size for name, size in sizes.items() if name.count(".") == 2)
+        return layers + sum(plan.nbytes for plan in tensors if plan.name not in sizes)
+
+    def check(self, header: Header, key: ChunkKey) -> None:
+        """Refuse a header whose tensors are not those of a chunk of this length, packed so.
+
+        Args:
+            header: of the entry.
+            key: which chunk it should hold.
+
+        Raises:
+            EntryFault: format.
+        """
+        expected = list(self._expected(header, len(key.token_ids), len(key.sink_ids)))
+        if len(expected) != len(header.tensors) or not all(map(_fits, header.tensors, expected)):
+            raise EntryFault("format", "names or shapes are not those of a chunk of this length")
+
+    def _expected(self, header: Header, tokens: int, sinks: int) -> Iterator[tuple[str, int, int | None, int]]:
+        """Name, number of axes, which of them counts tokens, and how many."""
+        tables = sum(plan.name.startswith("table.") for plan in header.tensors) // 2
+        if not all(-1 <= table < tables for table in header.layer_table):
+            raise EntryFault("format", f"layer_table names a table that is not there: {header.layer_table!r:.80}")
+        yield ("token_ids", 1, 0, tokens)
+        yield ("sink_ids", 1, 0, sinks)
+        for place in range(tables):
+            yield from ((f"table.{place}.{part}", 2, 0, tokens) for part in ("cos", "sin"))
+        for place in range(len(header.layer_table)):
+            for kind in _KINDS:
+                for part in self.codec.parts(kind):
+                    yield (f"layer.{place}.{kind}{part.suffix}", part.axes, part.tokens_axis, tokens)
+
+
+def _fits(plan: TensorPlan, wanted: tuple[str, int, int | None, int]) -> bool:
+    name, axes, axis, tokens = wanted
+    return plan.name == name and len(plan.shape) == axes and (axis is None or plan.shape[axis] == tokens)
+
+
+def _unknown(header: Header) -> EntryFault:
+    return EntryFault("codec", f"packed by {header.codec!r:.40}, which this version cannot read", corrupt=False)

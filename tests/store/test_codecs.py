@@ -1,0 +1,195 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What every codec promises, how far int8 rounds, and that an entry says how it was packed."""
+
+import re
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hf_blend import BlendCache, ChunkStore, plugins
+from hf_blend.capture import capture_chunk
+from hf_blend.errors import PluginNotFoundError
+from hf_blend.evaluation.bundled import load_model, quickstart_questions
+from hf_blend.prompt import tokenize
+from hf_blend.store.entry import EntryReader, encode_entry
+from hf_blend.store.header import Header
+from hf_blend.store.packing import kept_as
+from hf_blend.store.tiers.base import BytesSource, EntryFault
+from hf_blend.store.tiers.memory import MemoryTier
+
+CODECS = plugins.describe("store.codecs")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+WIDE = {"layers": 3}
+
+
+def encoded(chunk, codec, secret=None):
+    return b"".join(encode_entry(chunk, secret, codec))
+
+
+def decoded(content, key, secret=None):
+    return EntryReader(BytesSource(content), key, secret).read()
+
+
+def model_chunk(dtype=torch.bfloat16):
+    model, tokenizer = load_model()
+    text = " ".join(text.strip() for one in quickstart_questions() for text in one["chunks"])
+    ids = list(tokenize(tokenizer, text))[:200]
+    return capture_chunk(model, ids, (0,), "ab" * 32).map(lambda tensor: tensor.to(dtype))
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_unpacked_has_the_dtype_and_shape_of_what_was_packed(codec, dtype, chunk, same):
+    stored = chunk(range(20), dtype=dtype, **WIDE)
+    content = encoded(stored, codec)
+    assert content == encoded(stored, codec)
+    got = decoded(content, stored.key)
+    same(got, kept_as(stored, codec))
+    if plugins.load("store.codecs", codec).is_exact:
+        same(got, stored)
+    for (_, one), (_, two) in zip(got.named_tensors(), stored.named_tensors(), strict=True):
+        assert one.float().isfinite().all()
+        assert (one.dtype, one.shape) == (two.dtype, two.shape)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_layers_one_by_one_are_those_of_the_whole(codec, chunk):
+    stored = chunk(range(9), **WIDE)
+    reader = EntryReader(BytesSource(encoded(stored, codec)), stored.key)
+    whole = reader.read()
+    for place, pair in enumerate(whole.layers):
+        assert all(one.equal(two) for one, two in zip(reader.layer(place), pair, strict=True))
+    assert reader.nbytes >= whole.nbytes
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_every_flipped_bit_is_found_in_every_codec(codec, chunk):
+    stored = chunk((5, 6))
+    content = bytearray(encoded(stored, codec))
+    for position in range(0, len(content), 3):
+        content[position] ^= 1 << position % 8
+        with pytest.raises(EntryFault):
+            decoded(bytes(content), stored.key)
+        content[position] ^= 1 << position % 8
+    decoded(bytes(content), stored.key)
+
+
+def test_int8_is_off_by_no_more_than_its_docstring_says(chunk):
+    stored = chunk(range(300), **WIDE)
+    for (keys, values), (keys_8, values_8) in zip(stored.layers, kept_as(stored, "int8").layers, strict=True):
+        for states, rounded, axis in ((keys, keys_8, 1), (values, values_8, 2)):
+            bound = states.abs().amax(dim=axis, keepdim=True) / 254
+            assert ((states - rounded).abs() <= bound * (1 + 1e-5)).all()
+            assert not states.equal(rounded)
+
+
+def test_the_relative_error_on_a_real_model_is_what_the_docstring_says():
+    docstring = sys.modules[plugins.load("store.codecs", "int8").__module__].__doc__
+    stated = re.search(r"([0-9.]+) % of their norm", docstring)
+    stored = model_chunk(torch.float32)
+    errors = [
+        float((one - two).norm() / one.norm())
+        for pair, rounded in zip(stored.layers, kept_as(stored, "int8").layers, strict=True)
+        for one, two in zip(pair, rounded, strict=True)
+    ]
+    assert stated is not None
+    assert max(errors) == pytest.approx(float(stated[1]) / 100, rel=0.15)
+
+
+def test_int8_takes_about_half_of_bfloat16():
+    stored = model_chunk()
+    tables = sum(tensor.nbytes for pair in stored.tables for tensor in pair)
+    states = stored.nbytes - tables
+    packed = sum(map(len, encode_entry(stored, codec="int8")[3:])) - tables
+    assert 0.5 < packed / states < 0.6
+
+
+def test_channels_and_tokens_of_zeros_stay_zeros(chunk):
+    zero = chunk(range(4)).map(torch.zeros_like)
+    assert all(not tensor.any() for _, tensor in kept_as(zero, "int8").named_tensors())
+
+
+def test_a_chunk_is_the_same_from_memory_and_from_every_tier(tmp_path, chunk, same):
+    stored, tier = chunk(range(30)), MemoryTier()
+    store = ChunkStore.open(tmp_path, codec="int8")
+    kept = store.put(stored)
+    same(store.get(stored.key), kept)
+    assert not kept.layers[0][0].equal(stored.layers[0][0])
+    with ChunkStore.open(tmp_path) as reader:
+        same(reader.get(stored.key), kept)
+        assert [one.reason for one in reader.check()] == [""]
+    ChunkStore([], [tier], codec="int8").put(stored)
+    far = ChunkStore([], [near := MemoryTier(), _far(tier)])
+    same(far.get(stored.key), kept)
+    assert [one.content for one in near.objects.values()] == [one.content for one in tier.objects.values()]
+
+
+def _far(tier):
+    tier.is_local, tier.name = False, "far"
+    return tier
+
+
+def test_signed_entries_are_packed_too(chunk, same):
+    stored = chunk(range(6))
+    content = encoded(stored, "int8", b"secret")
+    same(decoded(content, stored.key, b"secret"), kept_as(stored, "int8"))
+    with pytest.raises(EntryFault, match="auth"):
+        decoded(content, stored.key)
+
+
+def test_states_of_two_dtypes_are_not_rounded_but_refused_and_held_in_memory(chunk, same):
+    stored = chunk(range(5))
+    mixed = replace(stored, layers=tuple((keys, values.half()) for keys, values in stored.layers))
+    store = ChunkStore([], [tier := MemoryTier()], codec="int8")
+    store.put(mixed)
+    assert not tier.objects
+    assert store.stats()["store_failures"] == {"StoreError": 1}
+    raw = ChunkStore([], [tier])
+    raw.put(mixed)
+    same(raw.get(mixed.key), mixed)
+
+
+def test_an_entry_of_a_codec_that_is_not_known_stays_and_is_a_miss(chunk):
+    stored, tier = chunk(), MemoryTier()
+    store = ChunkStore([], [tier])
+    for name in ("zip", "int8", "int8:F99", "raw:F32", "../raw"):
+        tier.objects.clear()
+        tier.put_if_absent(store._catalog.name(stored.key.digest), [memoryview(_renamed(stored, name))])
+        assert store.get(stored.key) is None
+        assert len(tier.objects) == 1
+    assert set(store.stats()["load_failures"]) == {"bytes:codec"}
+
+
+def _renamed(chunk, codec):
+    """A good entry whose header names another codec, with the manifest to go with it."""
+    content = encoded(chunk, "raw")
+    stop = 8 + int.from_bytes(content[:8], "little")
+    return replace(Header.decode(content[:stop]), codec=codec).encode() + content[stop:]
+
+
+def test_a_codec_that_does_not_exist_is_refused(tmp_path):
+    with pytest.raises(PluginNotFoundError, match=r"int7.*int8"):
+        ChunkStore.open(tmp_path, codec="int7")
+
+
+def test_a_request_gives_the_same_bits_whether_its_chunks_were_computed_or_loaded(tmp_path, shared_model, pieces):
+    model, request = shared_model(), pieces()
+
+    def logits(store):
+        cache = BlendCache(model, store, recompute_ratio=0.3)
+        given = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "output_logits": True}
+        output = model.generate(
+            **cache.inputs(None, **request), past_key_values=cache, **given, return_dict_in_generate=True
+        )
+        return torch.cat(output.logits)
+
+    with ChunkStore.open(tmp_path, codec="int8") as store:
+        computed, held = logits(store), logits(store)
+    with ChunkStore.open(tmp_path, codec="int8", memory_bytes=0) as store:
+        loaded = logits(store)
+    assert computed.equal(held)
+    assert computed.equal(loaded)
+    assert not computed.equal(logits(ChunkStore.open("memory://")))
