@@ -170,19 +170,20 @@ class _Bench:
     def answer(self, samples: Sequence[Sample]) -> None:
         """Answer some samples by every way that has not answered them yet."""
         asked = [sample for sample in samples if any(not self._knows(sample, *way[:2]) for way in self._ways)]
-        timed = range(self._done, self._done + len(samples))
+        timed = {sample.id for sample in samples[: max(0, TIMED - self._done)]}
         self._done += len(samples)
         if not asked:
             return
         counted = self._warm.answer(asked)
         full = self._ways[0][2].answer(asked)
         wanted = [one.ids for one in full]
-        alone = [number < TIMED for number in timed][: len(asked)] if len(asked) > 1 else [False]
+        alone = [sample.id in timed and len(asked) > 1 for sample in asked]
         lines = []
         for name, ratio, way in self._ways:
             found = self._answered(way, asked, wanted)
             pairs = zip(asked, alone, strict=True)
-            times = [way.answer([sample])[0].ttft_ms if one else None for sample, one in pairs]
+            again = way.answers_together  # the others answered alone just now, and a beginning that they keep is known
+            times = [way.answer([sample])[0].ttft_ms if one and again else None for sample, one in pairs]
             if name == FULL:
                 full = found
             for sample, one, right, time_ms, warm in zip(asked, found, full, times, counted, strict=True):

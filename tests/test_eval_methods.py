@@ -9,8 +9,11 @@ import torch
 
 from hf_blend import ChunkStore
 from hf_blend.evaluation.blending import approach, method_names, takes_ratio
+from hf_blend.evaluation.folder import RunFolder
+from hf_blend.evaluation.methods.prefix_caching import PrefixCaching
 from hf_blend.evaluation.tasks.base import Shape
 from hf_blend.evaluation.tasks.hotpotqa import Hotpotqa
+from hf_blend.evaluation.trial import Trial, run
 
 NEW_TOKENS = 3
 SELECTORS = [name for name in method_names() if takes_ratio(name)]
@@ -174,3 +177,16 @@ def test_a_space_in_front_of_an_answer_is_kept_and_blank_lines_are_not(way, mist
     assert method._text(28793, mistral_tokenizer.encode("x] Yes", add_special_tokens=False)[2:]) == " Yes"
     lines = mistral_tokenizer.encode("x]\n \nParis\nLyon", add_special_tokens=False)[2:]
     assert method._text(28793, lines) == "Paris\nLyon"
+
+
+def test_prefix_caching_is_timed_before_it_has_seen_the_prompt_in_a_run_side_by_side_too(tmp_path, monkeypatch):
+    answered, answer = [], PrefixCaching.answer
+    monkeypatch.setattr(
+        PrefixCaching, "answer", lambda self, *given: answered.append(given[0][0].id) or answer(self, *given)
+    )
+    trial = Trial(methods=("prefix-caching",), limit=3, batch=3)
+    with RunFolder(tmp_path / "run", trial.settings) as folder:
+        run(trial, folder)
+        times = {line["method"]: line["ttft_ms"] for line in folder.lines.values()}
+    assert len(answered) == len(set(answered)) == 3
+    assert min(times.values()) > 0
