@@ -18,6 +18,7 @@ from .report import BlendReport
 from .rows import Rows, highest
 from .selectors.attention import Attention
 from .selectors.base import KV, Hear, Selector, TokenView
+from .weighing import weigh_chunks
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,9 @@ class Chooser:
         scores = self._scores(view) if counts.any() else torch.zeros_like(view.reusable, dtype=torch.float32)
         picked = highest(scores, view.reusable, counts)
         if self._is_first and not (self._asked_before and fresh is None):  # candidates are no choice yet
-            columns = [row[keep].tolist() for row, keep in zip(rows.columns + self._past, picked, strict=True)]
+            new = [row[keep].tolist() for row, keep in zip(rows.columns, picked, strict=True)]
+            weigh_chunks(self._plan, new)
+            columns = [[column + self._past for column in row] for row in new]
             before = self._chosen_before or [[] for _ in columns]
             self._report.chosen_columns = [old + new for old, new in zip(before, columns, strict=True)]
             self._is_first = False

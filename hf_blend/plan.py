@@ -99,6 +99,7 @@ class Plan:
         computed: how many chunks were missing and computed for this request.
         loaded: how many came from the store.
         pipeline: reads the layers of chunks that are not in memory yet.
+        store: where the chunks came from.
     """
 
     slots: list[Slot]
@@ -106,6 +107,7 @@ class Plan:
     computed: int = 0
     loaded: int = 0
     pipeline: Pipeline | None = None
+    store: ChunkStore | None = None
 
     def read_ahead(self, depth: int) -> None:
         """Begin to read, so many layers ahead of what is used, the chunks whose layers come one by one."""
@@ -164,7 +166,7 @@ class Planner:
         Returns:
             The plan.
         """
-        plan = Plan([], torch.zeros((len(rows), width), dtype=torch.bool))
+        plan = Plan([], torch.zeros((len(rows), width), dtype=torch.bool), store=self._store)
         wholes = [Whole(tuple(ids)) for ids in rows] if wholes is None else wholes
         longest = max(whole.seen + len(new) for new, whole in zip(rows, wholes, strict=True))
         self._regimes = {self._regime(longest), self._regime(max(whole.seen for whole in wholes) + width)}

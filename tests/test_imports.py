@@ -34,6 +34,7 @@ FLOW = (  # a module imports from its own line and from those above it; LEAVES n
     (
         "places",
         "plan",
+        "weighing",
         "rows",
         "realign",
         "layers",

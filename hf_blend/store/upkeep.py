@@ -142,7 +142,7 @@ class Upkeep:
             `hits`, `stored` and `evicted` by tier, `misses` by reason, `load_failures` by tier and reason,
             `store_failures` by error, `removed` by cause (corrupt, expired, orphans), `seconds` by stage and tier,
             `entries`, and `bytes`, `pinned_bytes` and `capacity_bytes` by tier; those of the disk hold every
-            namespace.
+            namespace; `healthy` by tier: whether it answers.
         """
         groups = ("hits", "misses", "load_failures", "stored", "store_failures", "evicted", "removed")
         all_places: list[Any] = [*self._stack.held, *self._stack.tiers]
@@ -154,6 +154,7 @@ class Upkeep:
             "bytes": {name: place.nbytes for name, place in places.items()},
             "pinned_bytes": {name: place.pinned_bytes for name, place in places.items()},
             "capacity_bytes": {name: place.cap_bytes for name, place in places.items()},
+            "healthy": {tier.name: tier.is_healthy for tier in self._stack.tiers},
         }
 
 

@@ -1,0 +1,23 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Telling the store which share of each chunk's tokens a request found important, for eviction by importance."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from .plan import Plan
+
+__all__ = ["weigh_chunks"]
+
+
+def weigh_chunks(plan: Plan, chosen: Sequence[Sequence[int]]) -> None:
+    """Weigh the chunks of a forward by the tokens that were chosen to be recomputed.
+
+    Args:
+        plan: knows the chunks and the store that they came from.
+        chosen: for each batch entry the chosen columns among the new tokens, ascending.
+    """
+    for slot in plan.slots if plan.store is not None and any(chosen) else ():
+        if not slot.exact and slot.tokens and plan.store is not None:
+            begin, end = (bisect_left(chosen[slot.row], at) for at in (slot.columns.start, slot.columns.stop))
+            plan.store.weigh(slot.chunk.key, (end - begin) / slot.tokens)

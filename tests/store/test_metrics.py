@@ -1,0 +1,79 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Counters under names for Prometheus, and chunks weighed by what requests found important in them."""
+
+import sys
+
+import pytest
+
+from hf_blend import BlendCache, ChunkStore
+from hf_blend.errors import MissingExtraError
+from hf_blend.store.metrics import StoreMetrics
+from hf_blend.store.tiers.memory import MemoryTier
+from hf_blend.testing import FaultyTier
+
+
+def test_what_stats_counts_is_collected_under_stable_names(tmp_path, chunk):
+    prometheus = pytest.importorskip("prometheus_client")
+    registry = prometheus.CollectorRegistry()
+    with ChunkStore.open(tmp_path, memory_bytes=0) as store:
+        registry.register(StoreMetrics(store, {"store": "mine"}))
+        store.put(chunk())
+        store.get(chunk().key)
+        store.get(chunk((9, 9)).key)
+
+        def value(name, **labels):
+            return registry.get_sample_value(f"hf_blend_{name}", {"store": "mine", **labels})
+
+        assert value("chunk_hits_total", tier="disk") == 1
+        assert value("chunk_misses_total", reason="absent") == 1
+        assert value("chunks_stored_total", tier="disk") == 1
+        assert value("entries") == 1
+        assert value("tier_bytes", tier="disk") == store.stats()["bytes"]["disk"] > 0
+        assert value("tier_healthy", tier="disk") == 1
+        assert value("load_seconds_total", tier="disk") > 0
+        text = prometheus.generate_latest(registry).decode()
+        assert text.count("# TYPE hf_blend_") >= 14
+
+
+def test_a_failure_has_its_tier_and_its_reason(chunk):
+    prometheus = pytest.importorskip("prometheus_client")
+    store = ChunkStore([], [tier := FaultyTier(MemoryTier())])
+    store.put(chunk())
+    tier.arm("read.flip")
+    store.get(chunk().key)
+    registry = prometheus.CollectorRegistry()
+    registry.register(StoreMetrics(store))
+    failed = [s for family in registry.collect() for s in family.samples if s.name == "hf_blend_load_failures_total"]
+    assert [(one.labels["tier"], one.value) for one in failed] == [("bytes", 1)]
+    assert failed[0].labels["reason"] in ("format", "digest", "key", "truncated", "codec", "fingerprint")
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "prometheus_client.core", None)
+    with pytest.raises(MissingExtraError, match=r"hf-blend\[metrics\]"):
+        StoreMetrics(ChunkStore.open("memory://"))
+
+
+@pytest.mark.parametrize("selector", ["kv-deviation", "boundary"])
+def test_a_request_weighs_its_chunks_by_the_share_that_it_recomputed(selector, shared_model, pieces, monkeypatch):
+    model, request, store = shared_model(), pieces(), ChunkStore.open("memory://", eviction="importance")
+    weighed = {}
+    real = store.weigh
+    monkeypatch.setattr(store, "weigh", lambda key, ratio: (weighed.update({key.token_ids: ratio}), real(key, ratio)))
+
+    def generate(ratio):
+        weighed.clear()
+        cache = BlendCache(model, store, recompute_ratio=ratio, selector=selector)
+        model.generate(**cache.inputs(None, **request), past_key_values=cache, max_new_tokens=1, do_sample=False)
+        return cache.report
+
+    report = generate(0.4)
+    chosen, start = set(report.chosen_columns[0]), len(request["prefix"])
+    assert chosen
+    for ids in request["chunks"]:
+        assert weighed[tuple(ids)] == pytest.approx(len(chosen & set(range(start, start + len(ids)))) / len(ids))
+        start += len(ids)
+    assert set(weighed) == {tuple(ids) for ids in request["chunks"]}, "not the prefix: nothing of it is ever chosen"
+    generate(0.0)
+    assert not weighed, "a request that chooses nothing has no opinion"
