@@ -11,7 +11,7 @@ from hf_blend import ChunkStore
 from hf_blend.evaluation.blending import approach, method_names, takes_ratio
 from hf_blend.evaluation.folder import RunFolder
 from hf_blend.evaluation.methods.prefix_caching import PrefixCaching
-from hf_blend.evaluation.tasks.base import Shape
+from hf_blend.evaluation.tasks.base import Sample, Shape
 from hf_blend.evaluation.tasks.hotpotqa import Hotpotqa
 from hf_blend.evaluation.trial import Trial, run
 
@@ -190,3 +190,22 @@ def test_prefix_caching_is_timed_before_it_has_seen_the_prompt_in_a_run_side_by_
         times = {line["method"]: line["ttft_ms"] for line in folder.lines.values()}
     assert len(answered) == len(set(answered)) == 3
     assert min(times.values()) > 0
+
+
+@pytest.mark.parametrize("name", ["full-prefill", "prefix-caching", "full-reuse", "kv-deviation"])
+@pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
+def test_a_model_with_windows_gives_its_logits_too(shared_model, tokenizer, pieces, monkeypatch, family, name):
+    monkeypatch.setattr(tokenizer, "decode", staticmethod(lambda ids, **_: str(ids)), raising=False)
+    model, drawn, wanted = shared_model(family, sliding_window=16), pieces(), [(5, 90, 17, 40)]
+    sample = Sample("s", (*drawn["prefix"][1:],), (*map(tuple, drawn["chunks"]),), (*drawn["question"],), ("a",))
+    ratio = 0.2 if takes_ratio(name) else None
+    short, long = (
+        approach(name, ratio, model, tokenizer, ChunkStore.open("memory://"), count).answer([sample], wanted)[0].logits
+        for count in (1, 5)
+    )
+    assert (short - long).abs().max() < 1e-3 * long.abs().max()
+    if name in ("full-prefill", "prefix-caching"):
+        ids = torch.tensor([[*drawn["prefix"], *sum(drawn["chunks"], []), *drawn["question"], *wanted[0]]])
+        with torch.no_grad():
+            stock = model(ids, use_cache=False).logits[0, -5:-1]
+        assert (long - stock).abs().max() < 1e-3 * stock.abs().max()

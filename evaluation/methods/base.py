@@ -112,6 +112,8 @@ class Approach(ABC):
             Outcomes with text, ids, time and logits; the rest is for the caller to fill in.
         """
         width, listener = inputs["input_ids"].shape[1], Listener(self.tokenizer)
+        if wanted is not None:
+            cache.activate_past_recording()  # or windows could not be cropped
         made = self.model.generate(
             **inputs, past_key_values=cache, do_sample=False, max_new_tokens=self.max_new_tokens, streamer=listener,
             output_logits=True, return_dict_in_generate=True, pad_token_id=self._pad,
@@ -156,8 +158,7 @@ class Approach(ABC):
     ) -> list[Tensor]:
         """Logits of each wanted answer's tokens: the first ones are known, the others take one more forward."""
         width, most = inputs["input_ids"].shape[1], max(map(len, wanted))
-        if cache.get_seq_length() > width:  # crop(0) would empty it
-            cache.crop(width - cache.get_seq_length())
+        cache.crop(width - cache.get_seq_length())
         padded = torch.tensor([[*ids, *[0] * (most - len(ids))] for ids in wanted], device=first.device)
         parts = [first.float()[:, None]]
         if most > 1:
