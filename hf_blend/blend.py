@@ -273,7 +273,7 @@ class Fusor:
         if self._wanted_rows is None or self._wanted_rows >= flowing or not self._plan.slots:
             return
         self._look(index, call)
-        wanted = torch.zeros((self._plan.real.shape[0], flowing), dtype=torch.bool, device=call.hidden.device)
+        wanted = torch.zeros((self._plan.real.shape[0], flowing), dtype=torch.bool, device=self._plan.real.device)
         wanted[:, -self._wanted_rows :] = True
         self._narrow(index, call, model_mask, wanted)
 

@@ -112,7 +112,8 @@ def _error(
     """How far a style is from taking (K, V) of one place to those of another; the worse of the two tensors."""
     turning, moved = style.slot, [part.clone() for part in states]
     if old is not None and new is not None:
-        cos, sin = compose(style, old, new)
+        device = states[turning].device  # of the layer; the model may make its tables on another
+        cos, sin = (part.to(device) for part in compose(style, old, new))
         if 2 * cos.shape[-1] > states[turning].shape[-1]:
             return float("inf")
         style.move(states[turning], (cos[:, None], sin[:, None]), out=moved[turning])

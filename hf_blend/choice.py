@@ -152,7 +152,7 @@ class Chooser:
         if attention is not None:
             view = replace(view, attention=lambda: attention)
         scores = self._scores(view) if counts.any() else torch.zeros_like(view.reusable, dtype=torch.float32)
-        picked = highest(scores, view.reusable, counts)
+        picked = highest(scores.to(view.reusable.device), view.reusable, counts)
         if self._is_first and not (self._asked_before and fresh is None):  # candidates are no choice yet
             new = [row[keep].tolist() for row, keep in zip(rows.columns, picked, strict=True)]
             weigh_chunks(self._plan, new)

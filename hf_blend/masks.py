@@ -136,7 +136,18 @@ class RowMask(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func is scaled_dot_product_attention:
                 return _attend(*args, **(kwargs or {}))
+            if func is Tensor.to:
+                return args[0]._to(*args[1:], **(kwargs or {}))
             return func(*args, **(kwargs or {}))
+
+    def _to(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The same mask elsewhere: accelerate brings the arguments of a layer to where its weights are."""
+        moved = self.as_subclass(Tensor).to(*args, **kwargs)
+        if moved.device == self.device and moved.dtype == self.dtype:
+            return self
+        mask = RowMask.of(moved)
+        mask.group, mask._columns = self.group, self._columns
+        return mask
 
     def blocks(self, group: int) -> list[RowBlock]:
         """The blocks of this mask, found once and kept.

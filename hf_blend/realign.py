@@ -96,6 +96,7 @@ class Realigner:
         if turn is None:
             out.copy_(stored)
         else:
+            turn = (turn[0].to(out.device), turn[1].to(out.device))
             self._styles[layer].move(stored.to(out.device), turn, out=out)
 
     def _turn(self, layer: int, slot: Slot) -> tuple[Tensor, Tensor] | None:

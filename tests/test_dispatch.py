@@ -14,6 +14,7 @@ from hf_blend.anatomy import decoder_layers
 from hf_blend.ladder.ladder import measure
 from hf_blend.ladder.subject import Subject
 from hf_blend.ladder.zoo import tiny_model
+from hf_blend.masks import RowMask
 from hf_blend.placement import input_device
 
 CPU = torch.device("cpu")
@@ -152,3 +153,13 @@ def test_a_model_without_weights_is_refused_with_the_remedy():
 
 def _has_hook(module: Any) -> bool:
     return hasattr(module, "_hf_hook")
+
+
+def test_a_mask_that_is_brought_to_another_device_goes_on_attending_by_blocks():
+    mask = RowMask.of(torch.ones(1, 1, 3, 9, dtype=torch.bool), torch.tensor([2, 5, 8]))
+    mask.group = 2
+    assert mask.to(torch.device("cpu")) is mask
+    moved = mask.to("meta", non_blocking=True)
+    assert isinstance(moved, RowMask)
+    assert moved.is_meta
+    assert (moved.group, moved._columns) == (2, [2, 5, 8])
