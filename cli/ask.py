@@ -3,6 +3,7 @@
 """Ask a question over documents, and see what reusing their KV changes."""
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,7 +17,10 @@ if TYPE_CHECKING:
 __all__ = ["ask"]
 
 Question = Annotated[str | None, typer.Argument(help="The question; without one, the bundled questions are asked.")]
-Files = Annotated[list[str] | None, typer.Argument(help="Documents to ask about; - is standard input.")]
+Files = Annotated[list[str] | None, typer.Argument(help="Documents to ask about: files, folders; - is stdin.")]
+Questions = Annotated[
+    Path | None, typer.Option(help="File with a question on each line; all arguments are documents then.")
+]
 Model = Annotated[str | None, typer.Option(help="Hub id or path; the default is the bundled reference model.")]
 Store = Annotated[str | None, typer.Option("--store", help="Folder of the chunk store; the default is the library's.")]
 Ratio = Annotated[float, typer.Option(help="Share of the reusable tokens that is recomputed, 0 to 1.")]
@@ -31,6 +35,7 @@ Unverified = Annotated[bool, typer.Option("--allow-unverified", help="Use a mode
 def ask(
     question: Question = None,
     files: Files = None,
+    questions: Questions = None,
     model: Model = None,
     store: Store = None,
     ratio: Ratio = 0.15,
@@ -54,14 +59,18 @@ def ask(
     from hf_blend.evaluation.answering import blend_config
     from hf_blend.evaluation.bundled import load_model
 
-    if question is not None and not files:
+    given = [question] if question else []
+    if questions is not None:
+        files, given = [*given, *(files or [])], _lines(questions)
+    if given and not files:
+        question = given[0]
         fail(f"the question {question!r} came without documents. Name files behind it, or - for standard input.")
     config = blend_config(selector, recompute_ratio=ratio, allow_unverified=allow_unverified)
     loaded, tokenizer = load_model(model)
     replies: list[Reply] = []
     reports: list[BlendReport] = []
     with ChunkStore.open(store) as opened:
-        for asked in _asked(tokenizer, question, files or [], chunk_tokens, system):
+        for asked in _asked(tokenizer, given, files or [], chunk_tokens, system):
             if compare and (warmed := asking.warm(loaded, tokenizer, opened, asked, asking.Method("blend", config))):
                 reports.append(warmed)
             for method in asking.methods(config, compare):
@@ -76,17 +85,28 @@ def ask(
 
 
 def _asked(
-    tokenizer: Any, question: str | None, files: list[str], chunk_tokens: int, system: str | None
+    tokenizer: Any, questions: list[str], files: list[str], chunk_tokens: int, system: str | None
 ) -> "list[Asked]":
-    from hf_blend.evaluation.asking import Asked, pieces, read_documents, split
+    from hf_blend.evaluation.asking import Asked, pieces, split
     from hf_blend.evaluation.bundled import quickstart_questions
+    from hf_blend.evaluation.documents import gather, unknown_words
 
-    if question is None:
+    if not questions:
         given = quickstart_questions()
         names = ("prefix", "chunks", "question")
         return [Asked({name: one[name] for name in names}, one["question"], one["answer"]) for one in given]
-    chunks = [chunk for text in read_documents(files, sys.stdin) for chunk in split(tokenizer, text, chunk_tokens)]
-    return [Asked(pieces(tokenizer, chunks, question, system), question)]
+    texts = gather(files, sys.stdin)
+    if said := unknown_words(tokenizer, "\n".join([*texts, *questions])):
+        say(f"{said} Name another with --model.")
+    chunks = [chunk for text in texts for chunk in split(tokenizer, text, chunk_tokens)]
+    return [Asked(pieces(tokenizer, chunks, question, system), question) for question in questions]
+
+
+def _lines(path: Path) -> list[str]:
+    """The questions in a file."""
+    from hf_blend.evaluation.asking import read_documents
+
+    return [line.strip() for line in read_documents([str(path)], ())[0].splitlines() if line.strip()]
 
 
 def _stream(text: str) -> None:
@@ -117,7 +137,7 @@ def _result(replies: "list[Reply]", reports: "list[BlendReport]", compare: bool,
         typer.echo()
         show([_readable(row) for row in rows], title="recomputed tokens stand out above", header=True)
     if not json:
-        say(f"{chunks['loaded']} chunks loaded, {chunks['computed']} computed")
+        say(f"{chunks['loaded']} chunks loaded, {chunks['computed']} computed (the beginning of a prompt is one, too)")
 
 
 def _readable(row: dict[str, Any]) -> dict[str, Any]:

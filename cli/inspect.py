@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["inspect"]
 
 Question = Annotated[str | None, typer.Argument(help="The question; without one, the first bundled one.")]
-Files = Annotated[list[str] | None, typer.Argument(help="Documents to look into; - is standard input.")]
+Files = Annotated[list[str] | None, typer.Argument(help="Documents to look into: files, folders; - is stdin.")]
 Model = Annotated[str | None, typer.Option(help="Hub id or path; the default is the bundled reference model.")]
 Selectors = Annotated[list[str] | None, typer.Option("--selector", help="A method, with options; may be repeated.")]
 Ratio = Annotated[float, typer.Option(min=0.0, max=1.0, help="At which the selectors are compared.")]
@@ -66,11 +66,12 @@ def inspect(
 def _pieces(tokenizer: Any, question: str | None, files: list[str], chunk_tokens: int) -> dict[str, Any]:
     from hf_blend.evaluation import asking
     from hf_blend.evaluation.bundled import quickstart_questions
+    from hf_blend.evaluation.documents import gather
 
     if question is None:
         first = quickstart_questions()[0]
         return {name: first[name] for name in ("prefix", "chunks", "question")}
-    texts = asking.read_documents(files, sys.stdin)
+    texts = gather(files, sys.stdin)
     chunks = [chunk for text in texts for chunk in asking.split(tokenizer, text, chunk_tokens)]
     return asking.pieces(tokenizer, chunks, question, None)
 

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models to ask: the reference model that comes with the package, or any other by path or hub id."""
 
+import difflib
 import json
 import os
 from importlib.resources import files
@@ -24,7 +25,7 @@ def load_model(name: str | None = None) -> tuple[nn.Module, Any]:
         The model, in evaluation mode and in the dtype that it was saved in, and its tokenizer.
 
     Raises:
-        ConfigError: the name is that of a folder which is not there.
+        ConfigError: there is no such folder, and no such model on the hub, or the hub cannot be reached.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -34,8 +35,16 @@ def load_model(name: str | None = None) -> tuple[nn.Module, Any]:
             f"there is no folder {name!r}. Give a folder that a model was saved in, or the id of one on the hub, such "
             "as HuggingFaceTB/SmolLM2-135M-Instruct."
         )
-    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto").eval()
-    return model, AutoTokenizer.from_pretrained(source)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype="auto").eval()
+        return model, AutoTokenizer.from_pretrained(source)
+    except OSError as error:
+        near = difflib.get_close_matches(source, [path for path in os.listdir() if os.path.isdir(path)], n=1)
+        meant = f" (but {near[0]!r} is)" if near else ""
+        raise ConfigError(
+            f"the model {name!r} cannot be loaded: it is no folder here{meant}. From the hub: "
+            f"{str(error).splitlines()[0]} Give a folder that a model was saved in, or the id of one."
+        ) from error
 
 
 def quickstart_questions() -> list[dict[str, Any]]:

@@ -13,10 +13,11 @@ from hf_blend.errors import PromptError
 
 from ..answering import FULL_PREFILL, FULL_REUSE, Method
 from ..asking import Asked, Reply, ask, warm
+from ..documents import unknown_words
 from ..inspecting import Inspector
 from .shelf import Loaded
 from .visitors import Limits
-from .wish import Wish, prepare, unknown_words
+from .wish import Wish, prepare
 
 POLL_S = 0.02
 
@@ -85,7 +86,8 @@ def compare(loaded: Loaded, store: ChunkStore, wish: Wish, limits: Limits) -> It
             yield told
         scene = told
     stored = "" if report is None else f"{report.computed_chunks} chunks computed, {report.loaded_chunks} from before."
-    said = [stored, _too_short(scene), unknown_words(loaded, wish)]
+    strange = unknown_words(loaded.tokenizer, f"{wish.documents}\n{wish.question}")
+    said = [stored, _too_short(scene), strange and f"{strange} Pick a story, or name another model."]
     yield replace(_looked_into(loaded, store, asked, scene), status=" ".join(filter(None, said)))
 
 

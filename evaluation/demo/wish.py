@@ -16,7 +16,6 @@ from .shelf import Loaded
 from .visitors import Limits
 
 RESEARCH = ("explicit", "oracle", "compose")  # selectors that need what a visitor cannot give, or cheat
-UNKNOWN_SHARE = 0.2  # of the words, from which on it is said
 
 
 @dataclass(frozen=True)
@@ -97,19 +96,6 @@ def prepare(loaded: Loaded, wish: Wish, limits: Limits) -> Asked:
             "Leave some documents out."
         )
     return asked
-
-
-def unknown_words(loaded: Loaded, wish: Wish) -> str:
-    """Say so if the model does not know many of the words; else nothing."""
-    unknown = getattr(loaded.tokenizer, "unk_token_id", None)
-    ids = tokenize(loaded.tokenizer, f"{wish.documents}\n{wish.question}")
-    share = sum(token == unknown for token in ids) / max(1, len(ids))
-    if unknown is None or share < UNKNOWN_SHARE:
-        return ""
-    return (
-        f"This model knows {loaded.model.config.vocab_size} words, and {share:.0%} of yours are not among them: its "
-        "answers mean nothing here. Pick a story, or name another model."
-    )
 
 
 def _known_answer(wish: Wish) -> str | None:
