@@ -80,7 +80,7 @@ def test_a_pipe_is_given_no_colours(piped):
         (["bench", "tfft"], "Did you mean 'ttft'?"),
         (["demmo"], "Did you mean 'demo'?"),
         (["tune", "./no-model"], "there is no folder './no-model'"),
-        (["inspect", "Who?", "nowhere.txt"], "cannot be read as text"),
+        (["inspect", "Who?", "nowhere.txt"], "no file or folder 'nowhere.txt'"),
     ],
 )
 def test_a_wrong_name_is_answered_with_a_right_one(words, hint, capsys, tmp_path, monkeypatch):
