@@ -119,10 +119,15 @@ class Fusor:
         if index in self._ratios and self._reusable.any():
             seen = self._look(index, call, self._chooser.wants_attention(index))
             self._narrow(index, call, model_mask, self._chosen(index, seen))
+        partial = self._plan.partial if self._listener is None else None
+        if partial is not None and index > max(self._ratios, default=-1):
+            partial.begin(index, self._rows, self._plan)
         if index == self._last:
             self._trim(index, call, model_mask)
         if self._listener is not None:
             self._glance = self._glancing(index, call, self._listener.take)
+        elif partial is not None:
+            self._glance = partial.glance(index, call.layer, self._rows, self._realigner, self._past)
         self._note(index, kv_only=self._listener is not None and index == self._listener.last)
         return call
 
@@ -198,6 +203,8 @@ class Fusor:
                 states.masked_fill_(~self._plan.real[:, None, :, None].to(states.device), 0)  # NaN would pass a mask
         narrowed = bool((self._reusable & ~self._flowing()).any())
         slots = [slot for slot in self._plan.slots if slot.exact or narrowed]
+        if self._plan.partial is not None and self._plan.partial.is_open(index):
+            slots = self._plan.partial.lay_probes(index, slots, self._realigner, opened)
         self._realigner.lay(index, slots, *opened)
 
     def _guard(self) -> None:

@@ -26,6 +26,8 @@ class BlendLayer(CacheLayerMixin):
         super().__init__()
         self.length = 0
         self.unchanged_tokens = 0  # the first so many are as they were when somebody last set this
+        self.visible: Tensor | None = None  # the columns of a prompt loaded in part that are there; None: all
+        self.is_guarded = False  # whoever attends knows of `visible`
         self._buffers: tuple[Tensor, Tensor] | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -71,6 +73,11 @@ class BlendLayer(CacheLayerMixin):
         Returns:
             All keys and values that the new tokens may look at.
         """
+        if self.visible is not None and not self.is_guarded:
+            raise ConfigError(
+                "this cache holds a part of its prompt's KV only, but the model would attend to all of it. Decode "
+                "inside the `partial_loading` block that filled it."
+            )
         keys, values = self.open(key_states.shape[2], key_states, value_states)
         keys.copy_(key_states)
         values.copy_(value_states)
@@ -135,7 +142,7 @@ class BlendLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.keys = self.values = self._buffers = None
+        self.keys = self.values = self._buffers = self.visible = None
         self.length, self.unchanged_tokens, self.is_initialized = 0, 0, False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

@@ -5,6 +5,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -100,6 +101,7 @@ class Plan:
         loaded: how many came from the store.
         pipeline: reads the layers of chunks that are not in memory yet.
         store: where the chunks came from.
+        partial: loads chunks in part, where somebody asked for it.
     """
 
     slots: list[Slot]
@@ -108,6 +110,7 @@ class Plan:
     loaded: int = 0
     pipeline: Pipeline | None = None
     store: ChunkStore | None = None
+    partial: Any = None
 
     def read_ahead(self, depth: int) -> None:
         """Begin to read, so many layers ahead of what is used, the chunks whose layers come one by one."""
@@ -167,6 +170,7 @@ class Planner:
             The plan.
         """
         plan = Plan([], torch.zeros((len(rows), width), dtype=torch.bool), store=self._store)
+        plan.partial = getattr(self._store, "partial", None)
         wholes = [Whole(tuple(ids)) for ids in rows] if wholes is None else wholes
         longest = max(whole.seen + len(new) for new, whole in zip(rows, wholes, strict=True))
         self._regimes = {self._regime(longest), self._regime(max(whole.seen for whole in wholes) + width)}

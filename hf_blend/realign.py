@@ -71,6 +71,29 @@ class Realigner:
         self._move(layer, slot, stored[turning])
         return stored[0], stored[1]
 
+    def turned(self, layer: int, slot: Slot, keys: Tensor, tokens: Tensor) -> Tensor:
+        """Some of a chunk's keys as they would be laid.
+
+        Args:
+            layer: which layer; its keys are what its rotary style turns.
+            slot: the chunk.
+            keys: `[heads, tokens, head_dim]`, rotated for the chunk's own positions.
+            tokens: which of the chunk's tokens these are.
+
+        Returns:
+            New keys, rotated for this prompt.
+        """
+        turn = self._turn(layer, slot)
+        if turn is None:
+            return keys
+        out = torch.empty_like(keys)
+        self._styles[layer].move(keys, (turn[0][tokens], turn[1][tokens]), out=out)
+        return out
+
+    def turns_keys(self, layer: int) -> bool:
+        """Whether a layer rotates its keys, or nothing; not what stands in the place of values."""
+        return self._styles[layer].slot == 0
+
     def unturned(self, layer: int, keys: Tensor, back: bool = False) -> Tensor:
         """Keys of all new tokens as they would be at position 0.
 

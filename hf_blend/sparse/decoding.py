@@ -26,7 +26,7 @@ from ..anatomy import decoder_layers
 from ..cache import BlendCache
 from ..errors import ConfigError, UnsupportedModelError
 from .config import SparseConfig
-from .session import Draft, SparseSession
+from .session import SparseSession
 
 NAME = "hf_blend_sparse_over_"  # before the name of the stock attention function
 
@@ -69,7 +69,7 @@ def sparse_decoding(
             f"no layer of {type(model).__name__} keeps the K and V of its whole context, so there is nothing to "
             "select from: windows are sparse already. Use the cache without sparse decoding."
         )
-    doors = [_Door(model, session)] + ([_Door(draft, session.draft(len(decoder_layers(draft))))] if draft else [])
+    doors = [Door(model, session)] + ([Door(draft, session.draft(len(decoder_layers(draft))))] if draft else [])
     try:
         yield session
     finally:
@@ -77,10 +77,15 @@ def sparse_decoding(
             door.remove()
 
 
-class _Door:
-    """The hooks on one model: its attention has our name while a forward runs that is ours."""
+class Door:
+    """The hooks on one model: its attention has our name while a forward runs that is ours.
 
-    def __init__(self, model: nn.Module, guest: "SparseSession | Draft") -> None:
+    Args:
+        model: to be entered.
+        guest: says which forwards are ours (`owns`, `begin_step`, `end`) and what their layers look at (`few`).
+    """
+
+    def __init__(self, model: nn.Module, guest: Any) -> None:
         self._guest = guest
         self._configs = _attention_configs(model)
         self._before: list[str] = []
@@ -101,7 +106,7 @@ class _Door:
             return
         self._close()  # after an interrupt that no hook saw
         given = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
-        if not self._guest.begin(next((one.shape[1] for one in given if isinstance(one, Tensor)), 0)):
+        if not self._guest.begin_step(next((one.shape[1] for one in given if isinstance(one, Tensor)), 0)):
             return
         _running.guest, self._is_open = self._guest, True
         for config in self._configs:
@@ -150,7 +155,7 @@ def attend(
     """
     name = module.config._attn_implementation.removeprefix(NAME)
     stock: Callable[..., Any] = functools.partial(
-        _stock(module, name), module, query, scaling=scaling, dropout=dropout, **kwargs
+        stock_attention(module, name), module, query, scaling=scaling, dropout=dropout, **kwargs
     )
     guest = getattr(_running, "guest", None)
     is_plain = all(kwargs.get(special) is None for special in ("position_bias", "sliding_window"))
@@ -160,8 +165,19 @@ def attend(
     return output
 
 
-def _stock(module: nn.Module, name: str) -> Callable[..., Any]:
-    """The attention function that a name stands for in a module."""
+def stock_attention(module: nn.Module, name: str) -> Callable[..., Any]:
+    """Find the attention function that a name stands for in a module.
+
+    Args:
+        module: of attention.
+        name: such as "sdpa"; "eager" is the function of the module's own file.
+
+    Returns:
+        The function.
+
+    Raises:
+        UnsupportedModelError: there is none.
+    """
     if name in ALL_ATTENTION_FUNCTIONS:
         return ALL_ATTENTION_FUNCTIONS[name]
     found: Callable[..., Any] | None = getattr(

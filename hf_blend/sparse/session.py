@@ -96,7 +96,7 @@ class SparseSession:
             self.thread = threading.get_ident()
         return cache is self._cache
 
-    def begin(self, tokens: int) -> bool:
+    def begin_step(self, tokens: int) -> bool:
         """A forward of the model begins, with so many new tokens. True if it shall be sparse."""
         if self._cache.is_expecting or self.config.share == 1:
             return False
@@ -217,7 +217,7 @@ class Draft:
         """Whether a forward of the draft model with this cache is one of our generation."""
         return cache is not None and threading.get_ident() == self._session.thread
 
-    def begin(self, tokens: int) -> bool:
+    def begin_step(self, tokens: int) -> bool:
         """A forward of the draft model begins."""
         self._session.know_outcome()
         return tokens <= MOST_STEP_TOKENS and self._session.config.share < 1

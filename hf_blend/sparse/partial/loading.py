@@ -1,0 +1,334 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Loading chunks in part while they are blended, and decoding over what was loaded.
+
+    store = PartialStore(ChunkStore.open("kv-store"), tier)
+    cache = BlendCache(model, store, recompute_ratio=0.0, selector="none")
+    with partial_loading(model, cache, share=0.25) as loading:
+        model.generate(**cache.inputs(...), past_key_values=cache, max_new_tokens=64)
+    print(loading.report)
+
+In each layer behind the last check layer the keys of the probe heads come first; when the layer's attention begins,
+the question's queries say which blocks are important; those are loaded and laid, and attention runs over them, over
+what is recomputed, and over all that has no stored KV. The other columns are seen by nobody, in decoding either.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...anatomy import kv_groups
+from ...attention import Glance
+from ...cache import BlendCache
+from ...errors import ConfigError
+from ...layers import BlendLayer
+from ...masks import RowMask, attend
+from ...plan import Plan, Slot
+from ...realign import Realigner
+from ...rows import Rows
+from ..decoding import Door, stock_attention
+from ..looking import is_cut
+from .itf import agreed, importance, probe_count
+from .store import PartialLayers, PartialStore
+
+KV = tuple[Tensor, Tensor]
+ROOM_TOKENS = 128
+
+
+@dataclass
+class LoadReport:
+    """What was loaded.
+
+    Attributes:
+        partial_layers: layers that were loaded in part.
+        fallback_layers: layers whose probe heads did not agree, loaded whole.
+        whole_layers: layers loaded whole because something is chosen there, or they cannot be loaded in part.
+        loaded_bytes: of chunks in blocks, headers included.
+        all_bytes: what they hold.
+        unseen_share: share of the chunks' tokens that a layer did not see, mean over all layers.
+    """
+
+    partial_layers: int = 0
+    fallback_layers: int = 0
+    whole_layers: int = 0
+    loaded_bytes: int = 0
+    all_bytes: int = 0
+    unseen_share: float = 0.0
+
+
+@contextmanager
+def partial_loading(
+    model: nn.Module, cache: BlendCache, *, share: float = 0.25, alpha: float = 0.6, by_question: bool = True
+) -> Iterator["PartialLoading"]:
+    """Load only the important blocks of stored chunks while the block runs.
+
+    Args:
+        model: the model that the cache is for.
+        cache: of one request, over a `PartialStore`, empty.
+        share: of the blocks that is loaded.
+        alpha: exponent of the threshold above which probe heads agree; larger accepts more, 0 nothing.
+        by_question: False loads the blocks that stand first in the store's order, whatever is asked: the static way.
+
+    Yields:
+        The loading, with its `report`.
+
+    Raises:
+        ConfigError: the cache is not over a `PartialStore`, or a number is out of range.
+    """
+    if not isinstance(cache.store, PartialStore):
+        raise ConfigError("chunks can be loaded in part from a PartialStore only. Make the cache with one.")
+    if not 0 < share <= 1 or alpha < 0:
+        raise ConfigError(f"share is {share} and alpha {alpha}, wanted above 0 and up to 1, and 0 or more.")
+    loading = PartialLoading(cache, share, alpha, by_question)
+    door, before = Door(model, loading), cache.store.partial
+    cache.store.partial = loading
+    loading.guard(True)
+    try:
+        yield loading
+    finally:
+        cache.store.partial = before
+        loading.guard(False)
+        door.remove()
+
+
+class PartialLoading:
+    """One request that loads in part.
+
+    Args:
+        cache: of the request.
+        share: of the blocks.
+        alpha: exponent of the threshold.
+        by_question: whether the question decides.
+    """
+
+    def __init__(self, cache: BlendCache, share: float, alpha: float, by_question: bool) -> None:
+        self._cache, self._share, self._alpha, self._by_question = cache, share, alpha, by_question
+        self._layers: list[Any] = list(cache.layers)
+        self._store: Any = cache.store
+        self._index = -1
+        self._slots: list[Slot] = []
+        self._fresh: Tensor | None = None
+        self._copies: dict[int, tuple[KV, int, int]] = {}
+        self._counts, self._unseen = [0, 0], 0.0
+        self._readers: dict[int, Any] = {}
+
+    @property
+    def report(self) -> LoadReport:
+        """What was loaded so far."""
+        partial, fallback = self._counts
+        layers = len(self._cache.layers)
+        return LoadReport(
+            partial,
+            fallback,
+            layers - partial - fallback if self._readers else 0,
+            sum(one.loaded_bytes for one in self._readers.values()),
+            sum(one.nbytes for one in self._readers.values()),
+            self._unseen / layers,
+        )
+
+    def guard(self, on: bool) -> None:
+        """Say to the cache's layers whether whoever attends knows what is there."""
+        for layer in self._cache.layers:
+            if isinstance(layer, BlendLayer):
+                layer.is_guarded = on
+
+    def begin(self, index: int, rows: Rows | None, plan: Plan) -> None:
+        """A layer begins behind the last check layer: find out what of it can be loaded in part."""
+        slots = [slot for slot in plan.slots if slot.start and isinstance(slot.chunk.layers, PartialLayers)]
+        self._readers |= {id(slot.chunk.layers): slot.chunk.layers.reader for slot in slots}  # type: ignore[attr-defined]
+        layer = self._cache.layers[index]
+        can = rows is not None and plan.real.shape[0] == 1 and not getattr(layer, "is_sliding", True)
+        whole = all(slot.first == 0 and slot.tokens == slot.chunk.tokens for slot in slots)
+        self._index, self._slots = (index, slots) if can and whole and slots else (-1, [])
+        self._fresh = None if rows is None else rows.columns  # the last layer goes on with fewer, but these are fresh
+
+    def is_open(self, index: int) -> bool:
+        """Whether a layer is being loaded in part."""
+        return index == self._index
+
+    def lay_probes(self, index: int, slots: Sequence[Slot], realigner: Realigner, opened: KV) -> list[Slot]:
+        """Lay the probe heads' keys of chunks in blocks, and give back the slots of all others."""
+        if not realigner.turns_keys(index):
+            self._index = -1
+            return list(slots)
+        mine = [slot for slot in self._slots if slot in slots]
+        self._slots = mine
+        for slot in mine:
+            for states in opened:
+                states[slot.row, :, slot.columns] = 0
+            if self._by_question:
+                probes = range(probe_count(opened[0].shape[1]))
+                keys = _layers(slot).part(index, 0, probes, range(_layers(slot).reader.blocks)).to(opened[0].device)
+                places = torch.arange(slot.chunk.tokens, device=keys.device)
+                opened[0][slot.row, : len(probes), slot.columns] = realigner.turned(index, slot, keys, places)
+        return [slot for slot in slots if slot not in mine]
+
+    def glance(
+        self, index: int, module: nn.Module, rows: Rows | None, realigner: Realigner, past: int
+    ) -> Glance | None:
+        """Takes a layer's attention: chooses, loads, lays, attends. None where the layer is not loaded in part."""
+        if rows is None or not self.is_open(index):
+            return None
+        layer, slots = self._layers[index], self._slots
+
+        def take(attention: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **given: Any) -> Any:
+            self._index = -1
+            scaling = given.get("scaling") or query.shape[-1] ** -0.5
+            chosen = self._choose(query, key, rows, slots, scaling, past)
+            layer.visible = self._load(index, chosen, slots, rows, realigner, (key, value), past)
+            return _attend(attention, module, query, key, value, mask, layer.visible, given)
+
+        return Glance(module, take)
+
+    def _choose(
+        self, query: Tensor, key: Tensor, rows: Rows, slots: Sequence[Slot], scaling: float, past: int
+    ) -> list[list[int]] | None:
+        """The blocks of each slot; None if the heads do not agree."""
+        readers = [_layers(slot).reader for slot in slots]
+        total = sum(reader.blocks for reader in readers)
+        count = math.ceil(self._share * total)
+        if not self._by_question:
+            return [list(range(math.ceil(self._share * reader.blocks))) for reader in readers]
+        columns = torch.cat([torch.arange(slot.columns.start, slot.columns.stop) for slot in slots]).to(key.device)
+        asked = (rows.columns[0] > int(columns.max())).nonzero()[:, 0].to(query.device)
+        probes = probe_count(key.shape[1])
+        group = query.shape[1] // key.shape[1]
+        scores = importance(query[0, : probes * group, asked], key[0, :probes, columns + past], scaling).cpu()
+        parts, start = [], 0
+        for slot, reader in zip(slots, readers, strict=True):
+            own = scores[:, start : start + slot.chunk.tokens]
+            self._store.note(slot.chunk.key, own.mean(dim=0))
+            start += slot.chunk.tokens
+            padded = nn.functional.pad(own[:, reader.order], (0, -slot.chunk.tokens % reader.block_tokens))
+            parts.append(padded.unflatten(1, (reader.blocks, reader.block_tokens)).sum(dim=2))
+        found = agreed(torch.cat(parts, dim=1), count, self._alpha)
+        if found is None:
+            return None
+        starts = [sum(reader.blocks for reader in readers[:place]) for place in range(len(readers))]
+        ends = [first + reader.blocks for first, reader in zip(starts, readers, strict=True)]
+        return [[one - a for one in found if a <= one < b] for a, b in zip(starts, ends, strict=True)]
+
+    def _load(
+        self,
+        index: int,
+        chosen: list[list[int]] | None,
+        slots: Sequence[Slot],
+        rows: Rows,
+        realigner: Realigner,
+        states: KV,
+        past: int,
+    ) -> Tensor | None:
+        """Lay the chosen blocks, and say which columns are there; None for all."""
+        keys = states[0]
+        self._counts[chosen is None] += 1
+        visible = torch.ones(keys.shape[2], dtype=torch.bool)
+        flowing = torch.zeros(keys.shape[2], dtype=torch.bool)
+        flowing[(rows.columns if self._fresh is None else self._fresh)[0].cpu() + past] = True
+        first = probe_count(keys.shape[1]) if self._by_question else 0
+        for place, slot in enumerate(slots):
+            layers = _layers(slot)
+            blocks = list(range(layers.reader.blocks)) if chosen is None else chosen[place]
+            every = len(blocks) == layers.reader.blocks
+            tokens = torch.arange(slot.chunk.tokens) if every else layers.reader.tokens_of(blocks)
+            columns = tokens + slot.start + past
+            visible[slot.start + past : slot.start + past + slot.chunk.tokens] = False
+            visible[columns] = True
+            self._lay(index, slot, blocks, tokens, (columns, flowing[columns]), first, realigner, states)
+        visible |= flowing
+        self._unseen += float((~visible).sum()) / sum(slot.chunk.tokens for slot in slots)
+        return visible.nonzero()[:, 0].to(keys.device) if not bool(visible.all()) else None
+
+    def _lay(
+        self,
+        index: int,
+        slot: Slot,
+        blocks: list[int],
+        tokens: Tensor,
+        where: tuple[Tensor, Tensor],
+        first: int,
+        realigner: Realigner,
+        states: KV,
+    ) -> None:
+        if not blocks:
+            return
+        keys, values = states
+        heads, device = keys.shape[1], keys.device
+        columns, fresh = where
+        kept = (~fresh).nonzero()[:, 0]
+        target = columns[kept].to(device)
+        found = _layers(slot).part(index, 1, range(heads), blocks).to(device)
+        values[0].index_copy_(1, target, found[:, kept])
+        if first < heads:
+            found = _layers(slot).part(index, 0, range(first, heads), blocks).to(device)
+            turned = realigner.turned(index, slot, found, tokens.to(device))
+            keys[0, first:].index_copy_(1, target, turned[:, kept])
+
+    # what a door asks of its guest, while the answer is decoded
+
+    def owns(self, cache: Any) -> bool:
+        """Whether a forward is one of this request."""
+        return cache is self._cache
+
+    def begin_step(self, tokens: int) -> bool:
+        """Whether a forward looks at a part only."""
+        parts = [getattr(one, "visible", None) for one in self._cache.layers]
+        return not self._cache.is_expecting and any(one is not None for one in parts)
+
+    def end(self, failed: bool) -> None:
+        """The forward is over."""
+
+    def few(
+        self, index: int, query: Tensor, key: Tensor, value: Tensor, mask: Any, name: str, scaling: float | None
+    ) -> Any:
+        """K, V and mask of the columns that are there, and of all behind the prompt."""
+        layer = self._layers[index]
+        visible = getattr(layer, "visible", None)
+        if visible is None or key.shape[2] != layer.length or key.shape[0] != 1:
+            return None
+        if not is_cut(mask, name):
+            raise ConfigError(f"decoding over a part of the KV needs sdpa or eager attention, not {name!r}.")
+        prompt = int(visible[-1]) + 1
+        columns = torch.cat([visible, torch.arange(prompt, key.shape[2], device=key.device)])
+        rows = query.shape[2]
+        seen = columns <= torch.arange(key.shape[2] - rows, key.shape[2], device=key.device)[:, None]
+        cut = None if mask is None and rows == 1 else seen[None, None]
+        if mask is not None:
+            part = mask.index_select(-1, columns)
+            cut = part & seen if part.dtype == torch.bool else part
+        elif cut is not None and name != "sdpa":
+            cut = torch.zeros(cut.shape, dtype=query.dtype).masked_fill(~cut, torch.finfo(query.dtype).min)
+        return key.index_select(2, columns), value.index_select(2, columns), cut
+
+
+def _layers(slot: Slot) -> PartialLayers:
+    """A slot's layers, which can be loaded in part."""
+    return slot.chunk.layers  # type: ignore[return-value]
+
+
+def _attend(
+    attention: nn.Module,
+    layer: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    visible: Tensor | None,
+    given: dict[str, Any],
+) -> Any:
+    """Attention of the rows over the columns that are there; `visible` is None for all."""
+    part = mask.as_subclass(Tensor)
+    if visible is not None:
+        key, value = key.index_select(2, visible), value.index_select(2, visible)
+        part = part.index_select(-1, visible.to(mask.device))
+    name = attention.config._attn_implementation
+    if name == "sdpa" and given.get("softcap") is None and given.get("s_aux") is None:
+        cut = RowMask.of(part)
+        cut.group = kv_groups(layer)
+        output = attend(query, key, value, cut, given.get("dropout", 0.0), given.get("scaling"))
+        return output.transpose(1, 2).contiguous(), None
+    return stock_attention(attention, name)(attention, query, key, value, part, **given)

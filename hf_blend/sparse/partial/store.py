@@ -1,0 +1,154 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""A store in front of a store, that keeps chunks as blocks in a tier and gives them out to be loaded in part."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, overload
+from weakref import finalize
+
+import torch
+from torch import Tensor
+
+from ...store import ChunkStore
+from ...store.chunk import ChunkKey, ChunkKV
+from ...store.header import hash_namespace
+from ...store.tiers.base import EntryFault, Tier
+from .blocked import BlockReader, encode_blocks, tables_of
+
+KV = tuple[Tensor, Tensor]
+FAULTS = (EntryFault, OSError, MemoryError)
+BLOCK_TOKENS = 16
+
+
+class PartialLayers(Sequence[KV]):
+    """The layers of a chunk in blocks: whole where somebody asks for a layer, in part for the partial loader.
+
+    Args:
+        reader: of the blocks.
+        recompute: gives the whole chunk after a fault.
+    """
+
+    def __init__(self, reader: BlockReader, recompute: Callable[[], ChunkKV]) -> None:
+        self.reader, self._recompute = reader, recompute
+        self._instead: ChunkKV | None = None
+
+    def __len__(self) -> int:
+        return self.reader.layers
+
+    @overload
+    def __getitem__(self, place: int) -> KV: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[KV]: ...
+    def __getitem__(self, place: int | slice) -> KV | Sequence[KV]:
+        """(K, V) of a layer, `[kv_heads, tokens, head_dim]` each."""
+        if isinstance(place, slice):
+            return [self[one] for one in range(*place.indices(len(self)))]
+        place, every = range(len(self))[place], list(range(self.reader.blocks))
+        heads = list(range(self.reader.heads))
+        return self.part(place, 0, heads, every), self.part(place, 1, heads, every)
+
+    def part(self, layer: int, part: int, heads: Sequence[int], blocks: Sequence[int]) -> Tensor:
+        """Some heads and blocks of a layer's keys (0) or values (1), in the chunk's order if all blocks are asked for.
+
+        Args:
+            layer: which layer.
+            part: 0 or 1.
+            heads: which KV heads.
+            blocks: increasing.
+
+        Returns:
+            `[heads, tokens of the blocks, width]`, tokens as `reader.tokens_of` says; sorted where it is all blocks.
+        """
+        is_all = len(blocks) == self.reader.blocks
+        if self._instead is None:
+            try:
+                found = torch.stack([self.reader.read(layer, part, head, blocks) for head in heads])
+                return found[:, self.reader.order.argsort()] if is_all else found
+            except FAULTS:
+                self._instead = self._recompute()
+        states = self._instead.layers[layer][part][list(heads)]
+        return states if is_all else states[:, self.reader.tokens_of(blocks)]
+
+
+class PartialStore:
+    """Chunks as blocks in a tier; everything else is the store's behind it.
+
+    Args:
+        store: the store behind; computes and keeps what is missing.
+        tier: where the blocks are; one of its own.
+        block_tokens: tokens of a block.
+    """
+
+    def __init__(self, store: ChunkStore, tier: Tier, block_tokens: int = BLOCK_TOKENS) -> None:
+        self._store, self._tier, self._block_tokens = store, tier, block_tokens
+        self._space = hash_namespace(f"{store.namespace}\0blocks")[:2]
+        self.importance: dict[str, Tensor] = {}  # mean importance of each chunk's tokens, for the next order
+        self._keys: dict[str, ChunkKey] = {}
+        self.partial: Any = None  # who loads in part, while somebody does
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def stream(self, key: ChunkKey, recompute: Callable[[], ChunkKV]) -> ChunkKV | None:
+        """A chunk whose layers can be loaded in part; None if it is not there in blocks."""
+        source = None
+        try:
+            source = self._tier.open(self._name(key))
+            if source is None:
+                return None
+            reader = BlockReader(source, key)
+        except FAULTS:
+            if source is not None:
+                source.close()
+            return None
+        layers = PartialLayers(reader, recompute)
+        finalize(layers, source.close).atexit = False
+        self._keys[key.digest] = key
+        table = tuple(reader.header["layer_table"])
+        return ChunkKV(key, layers, tables_of(reader.header), table)  # type: ignore[arg-type]
+
+    def put(self, chunk: ChunkKV) -> ChunkKV:
+        """Keep a chunk in blocks, its tokens in the order of their importance, as far as it is known; give it back."""
+        chunk.check()
+        known = self.importance.get(chunk.key.digest)
+        order = list(range(chunk.tokens)) if known is None else known.argsort(descending=True, stable=True).tolist()
+        name = self._name(chunk.key)
+        self._keys[chunk.key.digest] = chunk.key
+        self._tier.delete(name)
+        self._tier.put_if_absent(name, encode_blocks(chunk, order, self._block_tokens))
+        return chunk
+
+    def note(self, key: ChunkKey, scores: Tensor, share: float = 0.1) -> None:
+        """Take in how important a chunk's tokens were this time, `[tokens]`; a moving average."""
+        known = self.importance.get(key.digest)
+        self.importance[key.digest] = scores.clone() if known is None else known + share * (scores - known)
+
+    def reorder(self) -> int:
+        """Write every chunk whose tokens' importance is known in its new order; to be called beside requests.
+
+        Returns:
+            How many were written.
+        """
+        count = 0
+        for chunk in [self._known(digest) for digest in list(self.importance)]:
+            if chunk is not None:
+                self.put(chunk)
+                count += 1
+        return count
+
+    def _known(self, digest: str) -> ChunkKV | None:
+        key = self._keys.get(digest)
+        chunk = None if key is None else self.stream(key, lambda: _lost(digest))
+        if chunk is None:
+            return None
+        try:
+            return ChunkKV(chunk.key, tuple(chunk.layers), chunk.tables, chunk.layer_table)
+        except EntryFault:
+            return None
+
+    def _name(self, key: ChunkKey) -> str:
+        return f"{self._space}/{key.digest[:2]}/{key.digest}"
+
+
+def _lost(digest: str) -> ChunkKV:
+    raise EntryFault("digest", f"chunk {digest} is damaged", corrupt=False)

@@ -1,0 +1,233 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Loading only important blocks: exact where all are loaded, verified where some are, and nothing unloaded is seen."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_blend import BlendCache, ChunkStore, ConfigError, plugins
+from hf_blend.ladder.zoo import tiny_model
+from hf_blend.sparse.partial.blocked import BlockReader, encode_blocks
+from hf_blend.sparse.partial.itf import agreed, importance, probe_count, similarity, threshold
+from hf_blend.sparse.partial.loading import partial_loading
+from hf_blend.sparse.partial.store import PartialStore
+from hf_blend.store.tiers.base import BytesSource, EntryFault
+
+CHUNKS = [list(range(10, 74)), list(range(40, 90)), list(range(20, 120, 2))]
+PIECES: dict[str, Any] = {"prefix": [5, 6], "chunks": CHUNKS, "question": [7, 8, 9, 11]}
+ANYHOW = 50.0  # an alpha at which heads agree whatever they say
+MemoryTier = plugins.load("store.tiers", "memory")
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3", "mistral"])
+def model(request):
+    return tiny_model(request.param, **({"sliding_window": None} if request.param == "mistral" else {}))
+
+
+def answered(model: Any, store: Any, share: float | None = None, how: Any = (), **settings: Any) -> Any:
+    cache = BlendCache(model, store, **{"recompute_ratio": 0.0, "selector": "none", **settings})
+
+    def generate() -> torch.Tensor:
+        output = model.generate(
+            **cache.inputs(None, **PIECES), past_key_values=cache, max_new_tokens=6, do_sample=False,
+            eos_token_id=None, output_logits=True, return_dict_in_generate=True,
+        )  # fmt: skip
+        return torch.stack(output.logits, 1)
+
+    if share is None:
+        return generate(), cache, None
+    with partial_loading(model, cache, share=share, **dict(how)) as loading:
+        return generate(), cache, loading.report
+
+
+@pytest.fixture
+def store(model):
+    made = PartialStore(ChunkStore.open("memory://"), MemoryTier(), block_tokens=8)
+    answered(model, made)  # computes the chunks
+    return made
+
+
+def test_chunks_in_blocks_that_are_loaded_whole_give_the_same_bits(model, store):
+    wanted, *_ = answered(model, ChunkStore.open("memory://"))
+    assert torch.equal(answered(model, store)[0], wanted)
+
+
+RANDOM = {"recompute_ratio": 0.3, "selector": "random"}
+DEVIATION = {"recompute_ratio": 0.2, "selector": "kv-deviation"}
+
+
+@pytest.mark.parametrize("settings", [{}, RANDOM, DEVIATION])
+def test_with_all_blocks_loaded_nothing_changes(model, store, settings):
+    wanted, *_ = answered(model, store, **settings)
+    got, _, report = answered(model, store, 1.0, **settings)
+    torch.testing.assert_close(got, wanted, rtol=0, atol=3e-6)
+    assert report.unseen_share == 0
+
+
+@pytest.mark.parametrize("settings", [{}, {"recompute_ratio": 0.3, "selector": "random"}])
+@pytest.mark.parametrize("alpha", [0.0, 0.6, ANYHOW])
+def test_what_is_not_loaded_is_as_if_masked_out(model, store, settings, alpha):
+    """The reference: all KV is there, and a mask of each layer shuts the columns that were not loaded."""
+    got, cache, report = answered(model, store, 0.3, {"alpha": alpha}, **settings)
+    assert report.partial_layers + report.fallback_layers == len(cache.layers)
+    assert 0 < report.loaded_bytes < report.all_bytes * 1.5
+    hidden = []
+    for layer in cache.layers:
+        shut = torch.zeros(layer.length, dtype=torch.bool)
+        if layer.visible is not None:
+            shut[: int(layer.visible[-1]) + 1] = True
+            shut[layer.visible] = False
+        hidden.append(shut)
+    assert any(one.any() for one in hidden) or report.partial_layers == 0
+    wanted = masked(model, store, hidden, settings)
+    torch.testing.assert_close(got, wanted, rtol=0, atol=5e-6)
+
+
+def masked(model: Any, store: Any, hidden: list[torch.Tensor], settings: Any) -> torch.Tensor:
+    attentions = [layer.self_attn for layer in model.model.layers]
+
+    def shut(index: int) -> Any:
+        def before(module: Any, args: Any, kwargs: Any) -> Any:
+            mask = kwargs["attention_mask"]
+            rows, keys = kwargs["hidden_states"].shape[1], kwargs["past_key_values"].get_seq_length(index)
+            if mask is None:
+                mask = torch.ones(1, 1, rows, keys + rows, dtype=torch.bool)
+            plain = mask.as_subclass(torch.Tensor).clone()
+            plain[..., hidden[index][: plain.shape[-1]].nonzero()[:, 0]] = False
+            return args, {**kwargs, "attention_mask": plain}
+
+        return before
+
+    handles = [one.register_forward_pre_hook(shut(n), with_kwargs=True) for n, one in enumerate(attentions)]
+    try:
+        return answered(model, store, **settings)[0]
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def test_a_quarter_of_the_blocks_takes_less_to_load(model, store):
+    _, _, report = answered(model, store, 0.25, {"alpha": ANYHOW})
+    assert report.partial_layers >= 2, "the others have probe heads that share no block at all"
+    assert report.unseen_share > 0.3
+
+
+def test_outside_the_block_a_cache_loaded_in_part_is_refused(model, store):
+    _, cache, _ = answered(model, store, 0.25, {"alpha": ANYHOW})
+    with pytest.raises(ConfigError, match="holds a part of its prompt"), torch.no_grad():
+        model(torch.tensor([[7]]), past_key_values=cache)
+    other = BlendCache(model, ChunkStore.open("memory://"))
+    with pytest.raises(ConfigError, match="PartialStore"), partial_loading(model, other):
+        pass
+
+
+def test_the_static_way_looks_at_no_query(model, store):
+    _, cache, report = answered(model, store, 0.25, {"by_question": False})
+    assert report.fallback_layers == 0
+    first = [layer.visible for layer in cache.layers]
+    assert all(torch.equal(one, first[0]) for one in first)
+
+
+def test_a_new_order_puts_important_tokens_together_and_loses_nothing(model, store):
+    before, *_ = answered(model, store)
+    answered(model, store, 0.3)
+    assert store.reorder() == 3
+    orders = [BlockReader(source, key).order for source, key in opened(store)]
+    assert any(order.tolist() != sorted(order.tolist()) for order in orders)
+    assert torch.equal(answered(model, store)[0], before)
+    _, cache, report = answered(model, store, 0.3)
+    assert report.partial_layers + report.fallback_layers == len(cache.layers)
+
+
+def opened(store: Any) -> Any:
+    for digest, key in store._keys.items():
+        if digest in store.importance:
+            yield store._tier.open(store._name(key)), key
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_flipped_bit_in_a_loaded_block_is_a_fault_and_in_another_is_not_read(model, store, part):
+    source, key = next(iter(opened_all(store)))
+    content = bytearray(source.content)
+    reader = BlockReader(source, key)
+    width = (reader.key_width, reader.value_width)[part] * 4
+    keys, values = reader.tokens * reader.key_width * 4, reader.tokens * reader.value_width * 4
+    start = reader._data + 1 * reader.heads * (keys + values) + part * reader.heads * keys  # layer 1, head 0
+    content[start + 2 * reader.block_tokens * width + 5] ^= 1  # block 2
+    damaged = BlockReader(BytesSource(bytes(content)), key)
+    good = BlockReader(source, key).read(1, part, 0, [0, 1, 3])
+    assert torch.equal(damaged.read(1, part, 0, [0, 1, 3]), good)
+    with pytest.raises(EntryFault, match="block 2 of layer 1, head 0"):
+        damaged.read(1, part, 0, [1, 2])
+
+
+def opened_all(store: Any) -> Any:
+    for key in store._keys.values():
+        if len(key.token_ids) > 40:
+            yield store._tier.open(store._name(key)), key
+
+
+def test_a_damaged_block_is_computed_in_the_same_request(model, store):
+    wanted, *_ = answered(model, store, 0.5, {"alpha": ANYHOW})
+    for name in list(store._tier.objects):
+        content = bytearray(store._tier.objects[name].content)
+        content[-3] ^= 1
+        content[len(content) // 2] ^= 1
+        store._tier.objects[name] = BytesSource(bytes(content))
+    got, *_ = answered(model, store, 0.5, {"alpha": ANYHOW})
+    assert torch.equal(got, wanted)
+
+
+def test_every_changed_byte_of_a_header_is_refused(model, store):
+    source, key = next(iter(opened_all(store)))
+    end = BlockReader(source, key)._data
+    for place in range(0, end, max(1, end // 150)):
+        content = bytearray(source.content)
+        content[place] ^= 1 << (place % 8)
+        with pytest.raises(EntryFault):
+            BlockReader(BytesSource(bytes(content)), key)
+    with pytest.raises(EntryFault):
+        BlockReader(BytesSource(source.content[: end - 1]), key)
+
+
+@given(st.integers(1, 40), st.integers(1, 12), st.randoms())
+def test_a_chunk_comes_back_from_its_blocks_in_any_order(tokens, block, random):
+    from hf_blend.store import ChunkKey, ChunkKV
+
+    states = torch.randn(2, 2, 2, tokens, 4)
+    chunk = ChunkKV(ChunkKey("f" * 64, (), tuple(range(tokens))), tuple((a, b) for a, b in states), (), (-1, -1))
+    order = list(range(tokens))
+    random.shuffle(order)
+    reader = BlockReader(BytesSource(b"".join(encode_blocks(chunk, order, block))), chunk.key)
+    blocks = sorted(random.sample(range(reader.blocks), random.randint(1, reader.blocks)))
+    for part in (0, 1):
+        got = reader.read(1, part, 1, blocks)
+        assert torch.equal(got, chunk.layers[1][part][1][reader.tokens_of(blocks)])
+
+
+def test_probe_heads_follow_the_paper_and_the_number_of_heads():
+    assert [probe_count(heads) for heads in (1, 2, 4, 8, 16, 32, 64)] == [1, 2, 2, 2, 2, 3, 6]
+
+
+def test_agreement_is_measured_against_chance():
+    assert threshold(25, 100, 1.0) == pytest.approx(0.25 / 1.75)
+    assert threshold(25, 100, 0.6) == pytest.approx((0.25 / 1.75) ** 0.6)
+    assert similarity([{1, 2}, {2, 3}, {1, 2}]) == pytest.approx((1 / 3 + 1 + 1 / 3) / 3)
+    alike = torch.tensor([[0.9, 0.1, 0.8, 0.0], [0.7, 0.2, 0.9, 0.1]])
+    assert agreed(alike, 2, 0.6) == [0, 2]
+    apart = torch.tensor([[0.9, 0.8, 0.0, 0.0], [0.0, 0.0, 0.9, 0.8]])
+    assert agreed(apart, 2, 0.6) is None
+    assert agreed(apart, 4, 0.6) == [0, 1, 2, 3]
+    votes = torch.tensor([[0.9, 0.8, 0.1, 0.0], [0.9, 0.1, 0.8, 0.0], [0.9, 0.05, 0.7, 0.0]])
+    assert agreed(votes, 2, 0.9) == [0, 2], "two of three heads vote for block 2"
+
+
+def test_importance_is_the_column_sum_of_attention_over_a_group():
+    queries, keys = torch.randn(4, 3, 8), torch.randn(2, 5, 8)
+    found = importance(queries, keys, 0.3)
+    plain = torch.stack([(queries[head] @ keys[head // 2].T * 0.3).softmax(-1).sum(0) for head in range(4)])
+    torch.testing.assert_close(found, plain.view(2, 2, 5).sum(1))
