@@ -181,6 +181,7 @@ class BlendCache(MaskedDecode):
         Raises:
             ConfigError: a layer does not hold so many, or a window has forgotten what stood before them.
         """
+        tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 gives a tensor
         for layer in self._layers():
             layer.check_crop(tokens_to_remove)
         super().crop(tokens_to_remove)

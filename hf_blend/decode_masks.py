@@ -30,5 +30,7 @@ class MaskedDecode(Cache):
         if self.model.device.type != "cpu" or self.is_expecting or not self:
             return False
         config = text_config(self.model)
+        if getattr(config, "attention_chunk_size", None) is not None:
+            return False  # transformers 5.17 fails to make masks of chunks
         heads = getattr(config, "num_attention_heads", None)
         return heads != getattr(config, "num_key_value_heads", heads)

@@ -213,3 +213,15 @@ def test_prompts_beyond_the_trained_length_are_taken_only_where_frequencies_adap
     assert frequency_regime(by_kind.config, 600) == (600, 1)
 
 
+
+
+@pytest.mark.parametrize("kv_bits", [None, 8])
+def test_a_number_of_tokens_that_is_a_tensor_leaves_numbers_in_the_cache(kv_bits):
+    model = zoo_model("llama")
+    cache, inputs = prepared(model, PIECES, kv_bits=kv_bits)
+    logits(model, inputs, cache)
+    tokens = inputs["input_ids"].shape[1]
+    cache.crop(torch.tensor(-3))  # as assisted decoding of transformers 5.17 does
+    assert type(cache.get_seq_length()) is int
+    assert cache.get_seq_length() == tokens - 3
+    assert bool(cache) is True
