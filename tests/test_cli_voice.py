@@ -64,13 +64,6 @@ def test_a_pipe_hears_one_document_and_no_bars(piped):
     assert "\x1b" not in out
 
 
-def test_a_pipe_is_given_no_colours(piped):
-    code, out, err = piped("env")
-    assert code == 0
-    assert "\x1b" not in out + err
-    assert dict(line.split("\t") for line in out.splitlines())["hf_blend"]
-
-
 @pytest.mark.parametrize(
     ("words", "hint"),
     [
