@@ -10,39 +10,37 @@ from .. import plugins
 from ..errors import ConfigError, StoreError
 from .tiers.base import Tier
 
-__all__ = ["open_remote", "resolve_location"]
+__all__ = ["open_remote", "open_tiers"]
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
 
 
-def resolve_location(location: str | Path | None) -> Path | None:
-    """Find the directory of a store.
+def open_tiers(location: str | Path | None, remote: str | None, *, durable: bool) -> tuple[Path | None, list[Tier]]:
+    """Open the tiers of a store that keep bytes.
 
     Args:
-        location: a directory, "memory://", or None for the default: `$HF_BLEND_HOME/chunks`, or else the assets folder
-            of the Hugging Face cache.
+        location: a directory, "memory://", a URL of a remote tier, or None for the default: `$HF_BLEND_HOME/chunks`,
+            or else the assets folder of the Hugging Face cache.
+        remote: URL of a tier behind the directory, or None.
+        durable: what is stored on disk survives a power loss.
 
     Returns:
-        The directory, or None for a store that keeps nothing on disk.
+        The directory, or None for a store that keeps nothing on disk; the tiers, the nearest first.
 
     Raises:
-        ConfigError: the location is of a kind that does not exist.
+        ConfigError: the location is of a kind that does not exist, or two remote tiers are named.
+        StoreError: nothing can be kept in the directory.
     """
-    if location is None:
-        return _default_root()
-    match = _SCHEME.fullmatch(str(location))
-    if match is None:
-        if not str(location).strip() or "\0" in str(location):
+    if _is_remote(location):
+        if remote:
             raise ConfigError(
-                f'location is {str(location)!r}, wanted a directory, "memory://" or None for the default.'
+                "location and remote are both URLs, wanted one of them (not shown: they may hold a password). Give "
+                'ChunkStore.open a directory, or "memory://", and remote=URL.'
             )
-        return Path(location).expanduser()
-    if match[1].lower() == "memory" and not match[2]:
-        return None
-    raise ConfigError(
-        f"no store of the kind {match[1]}:// exists (what follows it is not shown: it may hold a password). "
-        'Give ChunkStore.open a directory, or "memory://".'
-    )
+        return None, [open_remote(str(location))]
+    root = _resolve(location)
+    tiers: list[Tier] = [plugins.load("store.tiers", "disk")(root, durable=durable)] if root else []
+    return root, [*tiers, *([open_remote(remote)] if remote else [])]
 
 
 def open_remote(url: str) -> Tier:
@@ -69,6 +67,21 @@ def open_remote(url: str) -> Tier:
         f"no remote tier of the kind {asked} exists (what follows it is not shown: it may hold a password). Give a "
         f"URL of one of these kinds: {', '.join(sorted(schemes))}."
     )
+
+
+def _is_remote(location: str | Path | None) -> bool:
+    match = _SCHEME.fullmatch(str(location))
+    return match is not None and (match[1].lower() != "memory" or bool(match[2]))
+
+
+def _resolve(location: str | Path | None) -> Path | None:
+    if location is None:
+        return _default_root()
+    if _SCHEME.fullmatch(str(location)):
+        return None
+    if not str(location).strip() or "\0" in str(location):
+        raise ConfigError(f'location is {str(location)!r}, wanted a directory, "memory://" or None for the default.')
+    return Path(location).expanduser()
 
 
 def _default_root() -> Path:

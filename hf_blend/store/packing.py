@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from .. import plugins
@@ -53,7 +54,7 @@ class Packing:
 
     name: str
     codec: Codec
-    dtype: object
+    dtype: torch.dtype | None
 
     @classmethod
     def of_chunk(cls, chunk: ChunkKV, codec: str) -> "Packing":
@@ -110,8 +111,8 @@ class Packing:
         """
         packed = {part.suffix: take(f"layer.{place}.{kind}{part.suffix}") for part in self.codec.parts(kind)}
         try:
-            return self.codec.unpack(kind, packed, self.dtype)  # type: ignore[arg-type]
-        except ValueError as error:
+            return self.codec.unpack(kind, packed, self.dtype)
+        except StoreError as error:
             raise EntryFault("format", f"layer {place}: {error}") from None
 
     def again(self, kind: str, states: Tensor) -> Tensor:

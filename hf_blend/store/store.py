@@ -19,7 +19,7 @@ from .chunk import ChunkKey, ChunkKV
 from .header import hash_namespace
 from .held import HeldChunks
 from .limits import Limits
-from .location import open_remote, resolve_location
+from .location import open_tiers
 from .streaming import Recompute, StreamingStack
 from .tally import Tally
 from .tiers.base import Tier
@@ -86,8 +86,9 @@ class ChunkStore(Upkeep):
         """Open a store, making it if it does not exist.
 
         Args:
-            location: a directory; "memory://" keeps nothing on disk; None is `$HF_BLEND_HOME`, or else the assets
-                folder of the Hugging Face cache.
+            location: a directory; "memory://" keeps nothing on disk; a URL such as "s3://bucket/folder" or
+                "redis://host" keeps chunks there and in memory; None is `$HF_BLEND_HOME`, or else the assets folder
+                of the Hugging Face cache.
             memory_bytes: most that the memory tier may hold; None is a quarter of what is available.
             disk_bytes: most that the directory may hold, all namespaces together; None is what it holds now and half
                 of what is free.
@@ -115,12 +116,7 @@ class ChunkStore(Upkeep):
         limits.check()
         _check_durability(durability)
         plugins.load("store.codecs", codec)
-        root = resolve_location(location)
-        tiers: list[Tier] = []
-        if root:
-            tiers.append(plugins.load("store.tiers", "disk")(root, durable=durability == "full"))
-        if remote:
-            tiers.append(open_remote(remote))
+        root, tiers = open_tiers(location, remote, durable=durability == "full")
         index = root / "index" if root else None
         given: dict[str, Any] = {"namespace": namespace, "index": index, "limits": limits, "secret": secret}
         return cls(limits.hold(device), tiers, **given, codec=codec)

@@ -2,11 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small chunks of made-up KV, ways to look at what a store left on disk, and real servers to keep chunks in."""
 
+import contextlib
 import secrets
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -222,3 +224,57 @@ TIER_FACTORIES: dict[str, Callable[[Path], Tier]] = {
 def tier_factory(request, served_tier) -> Callable[[Path], Tier]:
     """Makes a tier of each kind; gets an empty folder."""
     return TIER_FACTORIES.get(request.param) or (lambda folder: served_tier(request.param))
+
+
+class Proxy:
+    """Stands between a client and a server, and passes on what the server says in a way that a test chooses.
+
+    Attributes:
+        way: "whole", "cut" (the connection ends in the middle), "drip" (a byte now and then), "garbage" (other bytes).
+    """
+
+    def __init__(self, port: int) -> None:
+        self.way, self._behind = "whole", port
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listening.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        self._listening.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listening.accept()
+                server = socket.create_connection(("127.0.0.1", self._behind))
+                for one, other, answers in ((client, server, False), (server, client, True)):
+                    threading.Thread(target=self._pass_on, args=(one, other, answers), daemon=True).start()
+
+    def _pass_on(self, one: socket.socket, other: socket.socket, answers: bool) -> None:
+        with contextlib.suppress(OSError), one, other:
+            while part := one.recv(65536):
+                way = self.way if answers else "whole"
+                if way == "drip":
+                    for byte in part[:40]:
+                        other.send(bytes([byte]))
+                        time.sleep(0.05)
+                    return
+                if way == "garbage":
+                    part = bytes(byte ^ 1 if place % 7 == 3 else byte for place, byte in enumerate(part))
+                other.sendall(part[: len(part) // 2] if way == "cut" else part)
+                if way == "cut":
+                    return
+
+
+@pytest.fixture
+def proxied_tier(shared_server) -> Iterator[Callable[[str], tuple[Proxy, Tier]]]:
+    """Makes a tier of a kind whose server is asked through a proxy."""
+    opened = []
+
+    def make(kind: str) -> tuple[Proxy, Tier]:
+        opened.append(Proxy(shared_server(kind).port))
+        return opened[-1], SERVED[kind][1](opened[-1])
+
+    yield make
+    for proxy in opened:
+        proxy.close()

@@ -163,6 +163,17 @@ def test_an_entry_of_a_codec_that_is_not_known_stays_and_is_a_miss(chunk):
     assert set(store.stats()["load_failures"]) == {"bytes:codec"}
 
 
+def test_scales_that_do_not_fit_the_steps_are_a_miss_however_well_they_are_signed(chunk):
+    stored = chunk(range(5))
+    content = encoded(stored, "int8")
+    stop = 8 + int.from_bytes(content[:8], "little")
+    header = Header.decode(content[:stop])
+    for name, change in (("layer.0.k.scale", {"shape": (4, 2)}), ("layer.0.k.scale", {"dtype": "I32"})):
+        plans = tuple(replace(plan, **change) if plan.name == name else plan for plan in header.tensors)
+        with pytest.raises(EntryFault, match="format: layer 0"):
+            decoded(replace(header, tensors=plans).encode() + content[stop:], stored.key)
+
+
 def _renamed(chunk, codec):
     """A good entry whose header names another codec, with the manifest to go with it."""
     content = encoded(chunk, "raw")

@@ -138,6 +138,27 @@ def test_a_server_lost_while_an_object_is_read_opens_the_circuit(kind, how, new_
         assert bytes(target) == LARGE
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", ["cut", "drip", "garbage"])
+def test_an_answer_that_is_cut_dripping_or_garbled_is_a_miss_and_never_other_bytes(
+    kind, way, proxied_tier, chunk, same, monkeypatch
+):
+    proxy, tier = proxied_tier(kind)
+    store, stored = ChunkStore([], [tier]), chunk(range(40))
+    store.put(stored)
+    same(store.get(stored.key), stored)
+    hurry(tier)
+    proxy.way = way
+    for _ in range(5):
+        assert store.get(stored.key) is None
+    store.put(stored)
+    proxy.way = "whole"
+    tier.circuit.deadline_s = 60.0
+    wait_until_healthy(tier)
+    store.put(stored)
+    same(store.get(stored.key), stored)
+
+
 def test_a_server_killed_while_an_object_is_written_shows_nothing_of_it(new_server, served_tier, monkeypatch):
     server = new_server("redis")
     tier = served_tier("redis", server)
@@ -290,6 +311,17 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
     monkeypatch.delitem(importlib.import_module("fsspec.registry")._registry, "s3", raising=False)
     with pytest.raises(MissingExtraError, match=r"s3fs.*pip install \"hf-blend\[s3\]\""):
         ChunkStore.open("memory://", remote="s3://bucket/never-opened-before")
+
+
+def test_a_url_is_a_location_too(served_tier, chunk, same):
+    url = _url_of(ChunkStore([], [served_tier("redis")]))
+    with ChunkStore.open(url) as store:
+        store.put(chunk())
+    with ChunkStore.open(url, memory_bytes=0) as store:
+        same(store.get(chunk().key), chunk())
+        assert store.stats()["hits"] == {"redis": 1}
+    with pytest.raises(ConfigError, match="both URLs"):
+        ChunkStore.open(url, remote=url)
 
 
 @pytest.mark.parametrize("url", ["redis://host:none/0", "nothing://hunter2", "hunter2"])

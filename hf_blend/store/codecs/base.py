@@ -66,5 +66,5 @@ class Codec(ABC):
             States, as in `pack`.
 
         Raises:
-            ValueError: the tensors do not fit together.
+            StoreError: the tensors do not fit together.
         """

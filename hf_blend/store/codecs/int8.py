@@ -15,6 +15,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ...errors import StoreError
 from .base import Codec, Part
 
 __all__ = ["Int8"]
@@ -43,7 +44,7 @@ class Int8(Codec):
         steps, scale = packed[""], packed[".scale"]
         axis = _REDUCED[kind]
         if steps.dtype != torch.int8 or scale.dtype != torch.float32:
-            raise ValueError(f"steps are {steps.dtype} and scales {scale.dtype}, wanted int8 and float32")
+            raise StoreError(f"steps are {steps.dtype} and scales {scale.dtype}, wanted int8 and float32.")
         if tuple(scale.shape) != (steps.shape[0], steps.shape[3 - axis]):
-            raise ValueError(f"scales {tuple(scale.shape)} do not fit steps {tuple(steps.shape)}")
+            raise StoreError(f"scales {tuple(scale.shape)} do not fit steps {tuple(steps.shape)}.")
         return (steps.float() * scale.unsqueeze(axis)).to(dtype)

@@ -19,6 +19,10 @@ __all__ = ["FsspecTier"]
 
 _SUFFIX = ".safetensors"  # the layout of the disk tier: a folder can be copied to a bucket, and back
 _WHOLE_PUTS = frozenset(["s3", "s3a", "gs", "gcs", "az", "abfs", "adl", "hf", "oss", "oci", "tos", "memory"])
+_NO_PLACES = frozenset(  # file systems inside others, or of one document
+    "async_wrapper asyncwrapper asynclocal blockcache cached dask data dir filecache generic gist git github jlab "
+    "jupyter libarchive pyscript reference root simplecache tar zip".split()
+)
 _TIMES = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
 _IDENTITY = ("ETag", "etag", "ino", "size", *_TIMES)
 _UNFINISHED_S = 24 * 3600.0
@@ -40,7 +44,7 @@ class FsspecTier(RemoteTier, Tier):
         ConfigError: the URL cannot be read.
     """
 
-    schemes = tuple(fsspec.available_protocols())
+    schemes = tuple(name for name in fsspec.available_protocols() if name not in _NO_PLACES)
 
     def __init__(self, url: str, *, deadline_s: float = DEADLINE_S, **options: Any) -> None:
         scheme = url.partition("://")[0].lower()
