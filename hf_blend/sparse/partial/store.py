@@ -31,6 +31,7 @@ class PartialLayers(Sequence[KV]):
     def __init__(self, reader: BlockReader, recompute: Callable[[], ChunkKV]) -> None:
         self.reader, self._recompute = reader, recompute
         self._instead: ChunkKV | None = None
+        self._last: tuple[int, KV] | None = None
 
     def __len__(self) -> int:
         return self.reader.layers
@@ -44,8 +45,10 @@ class PartialLayers(Sequence[KV]):
         if isinstance(place, slice):
             return [self[one] for one in range(*place.indices(len(self)))]
         place, every = range(len(self))[place], list(range(self.reader.blocks))
-        heads = list(range(self.reader.heads))
-        return self.part(place, 0, heads, every), self.part(place, 1, heads, every)
+        if self._last is None or self._last[0] != place:  # a layer is asked for more than once in a row
+            heads = list(range(self.reader.heads))
+            self._last = (place, (self.part(place, 0, heads, every), self.part(place, 1, heads, every)))
+        return self._last[1]
 
     def part(self, layer: int, part: int, heads: Sequence[int], blocks: Sequence[int]) -> Tensor:
         """Some heads and blocks of a layer's keys (0) or values (1), in the chunk's order if all blocks are asked for.
