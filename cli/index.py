@@ -4,13 +4,15 @@
 
 import os
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from .output import Json, fail, progress, show
 
 __all__ = ["index"]
+
+PATIENCE_S = 60.0  # nobody waits for an answer here
 
 Names = Annotated[list[str] | None, typer.Argument(metavar="CORPUS ...", help="Text files, JSONL files, or folders.")]
 Model = Annotated[str | None, typer.Option(help="Hub id or path; the default is the bundled reference model.")]
@@ -56,7 +58,8 @@ def index(
     loaded.to(device or _own_device())
     is_first = share.number == 0
     shown = progress(documents, "documents", total=len(documents), quiet=json or not is_first)
-    with ChunkStore.open(store, memory_bytes=0, remote=remote, namespace=namespace) as opened:
+    place: dict[str, Any] = {"remote": remote, "remote_deadline_s": PATIENCE_S, "namespace": namespace}
+    with ChunkStore.open(store, memory_bytes=0, **place) as opened:
         done = indexing.index(loaded, tokenizer, opened, shown, chunk_tokens, share)
         evicted = sum(opened.stats()["evicted"].values())
     if is_first or shard:

@@ -15,7 +15,9 @@ __all__ = ["open_remote", "open_tiers"]
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
 
 
-def open_tiers(location: str | Path | None, remote: str | None, *, durable: bool) -> tuple[Path | None, list[Tier]]:
+def open_tiers(
+    location: str | Path | None, remote: str | None, *, durable: bool, deadline_s: float | None = None
+) -> tuple[Path | None, list[Tier]]:
     """Open the tiers of a store that keep bytes.
 
     Args:
@@ -23,6 +25,7 @@ def open_tiers(location: str | Path | None, remote: str | None, *, durable: bool
             or else the assets folder of the Hugging Face cache.
         remote: URL of a tier behind the directory, or None.
         durable: what is stored on disk survives a power loss.
+        deadline_s: of calls to a remote tier, in seconds; None is its own.
 
     Returns:
         The directory, or None for a store that keeps nothing on disk; the tiers, the nearest first.
@@ -37,17 +40,18 @@ def open_tiers(location: str | Path | None, remote: str | None, *, durable: bool
                 "location and remote are both URLs, wanted one of them (not shown: they may hold a password). Give "
                 'ChunkStore.open a directory, or "memory://", and remote=URL.'
             )
-        return None, [open_remote(str(location))]
+        return None, [open_remote(str(location), deadline_s)]
     root = _resolve(location)
     tiers: list[Tier] = [plugins.load("store.tiers", "disk")(root, durable=durable)] if root else []
-    return root, [*tiers, *([open_remote(remote)] if remote else [])]
+    return root, [*tiers, *([open_remote(remote, deadline_s)] if remote else [])]
 
 
-def open_remote(url: str) -> Tier:
+def open_remote(url: str, deadline_s: float | None = None) -> Tier:
     """Open the tier that a URL names.
 
     Args:
         url: such as `redis://host:6379/0` or `s3://bucket/folder`.
+        deadline_s: of calls to it, in seconds; None is the tier's own.
 
     Returns:
         The tier of the first kind that knows the scheme.
@@ -60,7 +64,7 @@ def open_remote(url: str) -> Tier:
     for name in plugins.describe("store.tiers") if match else ():
         kind: type[Tier] = plugins.load("store.tiers", name)
         if match and match[1].lower() in kind.schemes:
-            return kind.from_url(url)
+            return kind.from_url(url, deadline_s)
         schemes |= set(kind.schemes)
     asked = match[1] if match else "without a scheme"
     raise ConfigError(

@@ -75,6 +75,7 @@ class ChunkStore(Upkeep):
         device: str | None = None,
         device_bytes: int = 0,
         remote: str | None = None,
+        remote_deadline_s: float | None = None,
         eviction: str = "lru",
         namespace: str = "",
         quota_bytes: int | None = None,
@@ -95,6 +96,8 @@ class ChunkStore(Upkeep):
             device: where `device_bytes` are held, such as "cuda".
             device_bytes: most that is held on the device.
             remote: URL of a tier behind the disk, shared with other machines.
+            remote_deadline_s: how long a call to it may take besides its transfer, before it is left alone until it
+                answers again; None is 1 for Redis and 5 for others.
             eviction: name of the policy that says which chunk leaves a full tier.
             namespace: keeps tenants apart: no chunk is seen from another namespace.
             quota_bytes: most that this namespace may hold in each tier; None is up to the cap.
@@ -116,7 +119,9 @@ class ChunkStore(Upkeep):
         limits.check()
         _check_durability(durability)
         plugins.load("store.codecs", codec)
-        root, tiers = open_tiers(location, remote, durable=durability == "full")
+        root, tiers = open_tiers(
+            location, remote, durable=durability == "full", deadline_s=remote_deadline_s
+        )
         index = root / "index" if root else None
         given: dict[str, Any] = {"namespace": namespace, "index": index, "limits": limits, "secret": secret}
         return cls(limits.hold(device), tiers, **given, codec=codec)

@@ -4,7 +4,9 @@
 
 import contextlib
 import importlib
+import json
 import logging
+import os
 import sys
 import threading
 import time
@@ -13,6 +15,7 @@ import pytest
 import torch
 
 from hf_blend import BlendCache, ChunkStore, plugins
+from hf_blend.cli.main import main
 from hf_blend.errors import ConfigError, MissingExtraError
 from hf_blend.store.tiers.base import EntryFault
 from hf_blend.store.tiers.memory import MemoryTier
@@ -311,6 +314,32 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
     monkeypatch.delitem(importlib.import_module("fsspec.registry")._registry, "s3", raising=False)
     with pytest.raises(MissingExtraError, match=r"s3fs.*pip install \"hf-blend\[s3\]\""):
         ChunkStore.open("memory://", remote="s3://bucket/never-opened-before")
+
+
+def test_a_corpus_is_indexed_into_a_server(served_tier, capsys):
+    url = _url_of(ChunkStore([], [served_tier("redis")]))
+    for stored in (True, False):
+        with pytest.raises(SystemExit) as ended:
+            main(["index", "--store", "memory://", "--remote", url, "--json"])
+        assert not ended.value.code
+        said = json.loads(capsys.readouterr().out)
+        assert (said["stored"] > 0, said["present"] > 0) == (stored, True)
+    with ChunkStore.open(url) as store:
+        assert len(store) > 10
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_forked_child_asks_over_connections_of_its_own(kind, served_tier):
+    tier = served_tier(kind)
+    tier.put_if_absent(NAME, [memoryview(b"mine")])
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            os._exit(0 if tier.stat(NAME).nbytes == 4 and tier.put_if_absent(NAME[:-1] + "0", []) else 1)
+        os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    assert tier.is_healthy
+    assert tier.contains(NAME[:-1] + "0")
 
 
 def test_a_url_is_a_location_too(served_tier, chunk, same):

@@ -103,8 +103,13 @@ class Tier(ABC):
         return True
 
     @classmethod
-    def from_url(cls, url: str) -> "Tier":
-        """Open the tier that a URL names; must not fail, nor wait long, because a server is away."""
+    def from_url(cls, url: str, deadline_s: float | None = None) -> "Tier":
+        """Open the tier that a URL names; must not fail, nor wait long, because a server is away.
+
+        Args:
+            url: of one of `schemes`.
+            deadline_s: how long a call may take besides its transfer, in seconds; None is what the tier thinks right.
+        """
         raise NotImplementedError(f"{cls.__name__} has no URLs")
 
     @abstractmethod

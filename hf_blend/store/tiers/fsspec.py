@@ -3,17 +3,19 @@
 """Objects behind any fsspec URL: S3, GCS, Azure, Hugging Face buckets, WebDAV, a shared folder."""
 
 import contextlib
+import os
 import secrets
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import fsspec
 
 from ...errors import ConfigError, MissingExtraError
 from .base import ObjectStat, Tier, is_name
-from .remote import DEADLINE_S, Found, RemoteTier
+from .remote import Found, RemoteTier
 
 __all__ = ["FsspecTier"]
 
@@ -25,6 +27,7 @@ _NO_PLACES = frozenset(  # file systems inside others, or of one document
 )
 _TIMES = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
 _IDENTITY = ("ETag", "etag", "ino", "size", *_TIMES)
+_DEADLINE_S = 5.0  # the first call imports, looks for credentials and connects
 _UNFINISHED_S = 24 * 3600.0
 
 
@@ -36,7 +39,7 @@ class FsspecTier(RemoteTier, Tier):
 
     Args:
         url: such as `s3://bucket/folder`, `hf://buckets/user/name`, `gs://bucket`, `file:///mnt/shared`.
-        deadline_s: how long a call may take besides its transfer, in seconds.
+        deadline_s: how long a call may take besides its transfer, in seconds; None is 5.
         **options: for the file system.
 
     Raises:
@@ -46,15 +49,16 @@ class FsspecTier(RemoteTier, Tier):
 
     schemes = tuple(name for name in fsspec.available_protocols() if name not in _NO_PLACES)
 
-    def __init__(self, url: str, *, deadline_s: float = DEADLINE_S, **options: Any) -> None:
-        scheme = url.partition("://")[0].lower()
+    def __init__(self, url: str, *, deadline_s: float | None = None, **options: Any) -> None:
+        scheme, deadline_s = url.partition("://")[0].lower(), deadline_s or _DEADLINE_S
         super().__init__(scheme, deadline_s)
         self._puts_whole = scheme in _WHOLE_PUTS
         if scheme in ("s3", "s3a"):
             limits = {"connect_timeout": deadline_s, "read_timeout": deadline_s}
             options = {"use_listings_cache": False, "config_kwargs": limits, **options}
+        self._open_files = partial(fsspec.core.url_to_fs, url, **options)
         try:
-            self._files, root = fsspec.core.url_to_fs(url, **options)
+            files, root = self._open_files()
         except ImportError as error:
             raise MissingExtraError(
                 f"a {scheme}:// tier needs a package that is not installed: {error}. For S3: "
@@ -66,11 +70,19 @@ class FsspecTier(RemoteTier, Tier):
                 "as fsspec does."
             ) from error
         self._root = root.rstrip("/")
+        self._handle = (os.getpid(), files)
 
     @classmethod
-    def from_url(cls, url: str) -> "FsspecTier":
-        """Open the tier that a URL names; connects only when it is first used."""
-        return cls(url)
+    def from_url(cls, url: str, deadline_s: float | None = None) -> "FsspecTier":
+        """Open the tier that a URL names; connects only when it is first used. Arguments as for the class."""
+        return cls(url, deadline_s=deadline_s)
+
+    @property
+    def _files(self) -> Any:
+        """The file system; a forked child opens its own, for connections and loops stay with the parent."""
+        if self._handle[0] != os.getpid():
+            self._handle = (os.getpid(), self._open_files()[0])
+        return self._handle[1]
 
     def ask_ping(self) -> object:
         """Look for a file that is never there."""

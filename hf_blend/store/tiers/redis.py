@@ -12,12 +12,13 @@ from typing import Any
 from ...errors import ConfigError, import_extra
 from .base import EntryFault, ObjectStat, Tier, is_name
 from .circuit import RefusedError
-from .remote import DEADLINE_S, PIECE_BYTES, Found, RemoteTier
+from .remote import PIECE_BYTES, Found, RemoteTier
 
 __all__ = ["RedisTier"]
 
 _FORMAT = b"hf_blend.object/1"
 _PREFIX = "hf_blend:"
+_DEADLINE_S = 1.0
 _UNFINISHED_S = 600  # pieces of an object whose writer is gone vanish after this time
 _PAGE = 1000
 _DELETE_IF_SAME = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
@@ -31,7 +32,7 @@ class RedisTier(RemoteTier, Tier):
 
     Args:
         url: `redis://[user:password@]host:port/database`, `rediss://` with TLS; `valkey://` means the same.
-        deadline_s: how long a call may take besides its transfer, in seconds.
+        deadline_s: how long a call may take besides its transfer, in seconds; None is 1.
 
     Raises:
         MissingExtraError: redis is not installed.
@@ -40,7 +41,8 @@ class RedisTier(RemoteTier, Tier):
 
     schemes = ("redis", "rediss", "valkey", "valkeys")
 
-    def __init__(self, url: str, *, deadline_s: float = DEADLINE_S) -> None:
+    def __init__(self, url: str, *, deadline_s: float | None = None) -> None:
+        deadline_s = deadline_s or _DEADLINE_S
         super().__init__("redis", deadline_s)
         self._redis: Any = import_extra("redis", extra="redis", wanted_by="a redis:// tier")
         retry = import_extra("redis.retry", extra="redis", wanted_by="a redis:// tier")
@@ -59,9 +61,9 @@ class RedisTier(RemoteTier, Tier):
             ) from error
 
     @classmethod
-    def from_url(cls, url: str) -> "RedisTier":
-        """Open the tier that a URL names; connects only when it is first used."""
-        return cls(url)
+    def from_url(cls, url: str, deadline_s: float | None = None) -> "RedisTier":
+        """Open the tier that a URL names; connects only when it is first used. Arguments as for the class."""
+        return cls(url, deadline_s=deadline_s)
 
     def ask_ping(self) -> object:
         """PING."""

@@ -13,10 +13,9 @@ from . import base
 from .base import EntryFault, ObjectStat, Source, check_name
 from .circuit import Circuit
 
-__all__ = ["DEADLINE_S", "PIECE_BYTES", "Found", "RemoteTier"]
+__all__ = ["PIECE_BYTES", "Found", "RemoteTier"]
 
 Listed = TypeVar("Listed")
-DEADLINE_S = 1.0
 PIECE_BYTES = 4 << 20  # read at once from a large object, so that a stall is noticed soon
 HEAD_BYTES = 256 << 10  # read with the first request
 _LIST_EVERY_S = 10.0  # at most, and at most a twentieth of the time
@@ -91,7 +90,7 @@ class RemoteTier(base.Tier):
 
     is_local = False
 
-    def __init__(self, name: str, deadline_s: float = DEADLINE_S) -> None:
+    def __init__(self, name: str, deadline_s: float) -> None:
         self.name = name
         self.circuit = Circuit(name, self.ask_ping, deadline_s)
         self._listed: dict[str, tuple[float, frozenset[str]]] = {}
