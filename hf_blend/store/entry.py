@@ -24,6 +24,7 @@ __all__ = ["EntryReader", "encode_entry", "read_key"]
 
 _MAX_BYTES_PER_TOKEN = 64 << 20  # ten times the KV of the widest models known; more is not a chunk
 _MAX_IDS = 1 << 24
+_BLOCK_BYTES = 1 << 20  # about what a processor's second cache holds
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -128,10 +129,17 @@ class EntryReader:
         buffer = _allocate(self.header.nbytes)
         whole, start = memoryview(buffer.numpy()), self._places["token_ids"][1]
 
+        fetched = 0
+
         def take(name: str) -> Tensor:
+            nonlocal fetched
             plan, place = self._places[name]
             inside = slice(place - start, place - start + plan.nbytes)
-            return self._fill(plan, place, buffer[inside], whole[inside])
+            if fetched < inside.stop:  # several small tensors by one call, checked before they leave the cache
+                block = slice(fetched, min(len(whole), max(inside.stop, fetched + _BLOCK_BYTES)))
+                self._source.read_into(start + block.start, whole[block])
+                fetched = block.stop
+            return self._checked(plan, buffer[inside], whole[inside])
 
         layers = tuple(self._states(take, place) for place in range(len(self.header.layer_table)))
         tables = tuple(_table(take, place) for place in range(_table_count(self.header)))
@@ -176,10 +184,14 @@ class EntryReader:
             ids.append(tuple(self._fill(plan, start, _allocate(plan.nbytes)).tolist()))
         return tuple(ids)
 
-    def _fill(self, plan: TensorPlan, start: int, buffer: Tensor, view: memoryview | None = None) -> Tensor:
+    def _fill(self, plan: TensorPlan, start: int, buffer: Tensor) -> Tensor:
         """Fill `buffer` and check it while it is still in the processor's cache."""
-        view = memoryview(buffer.numpy()) if view is None else view
+        view = memoryview(buffer.numpy())
         self._source.read_into(start, view)
+        return self._checked(plan, buffer, view)
+
+    def _checked(self, plan: TensorPlan, buffer: Tensor, view: memoryview) -> Tensor:
+        """The tensor in a buffer, if it is the one that was stored."""
         if _digest(view, self._secret) != plan.digest:
             raise EntryFault("digest", f"{plan.name} is not what was stored")
         dtype = DTYPES[plan.dtype]
