@@ -168,6 +168,7 @@ class Fusor:
             if door is not None:
                 door.close()
         self._settle(len(self._layers))
+        self._report.planned(computed_chunks=self._plan.replaced, loaded_chunks=-self._plan.replaced)
         self._plan.close()
 
     def _settle(self, index: int) -> None:

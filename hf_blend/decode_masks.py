@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asking transformers for a mask while it decodes, where attention without one is slow.
 
-Without a mask, the stock sdpa function leaves grouped key heads to torch's `enable_gqa`, which on a CPU takes 1.6 times
-as long over 16,000 keys as the same function with a mask, which repeats the heads and runs the fused kernel
+Without a mask, the stock sdpa function leaves grouped key heads to torch's `enable_gqa`, which on a CPU takes 1.6
+times as long over 16,000 keys as the same function with a mask, which repeats the heads and runs the fused kernel
 (benchmarks/LOG.md). transformers makes a mask for one token at a time only for a cache that says it can be compiled.
 """
 

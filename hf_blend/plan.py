@@ -99,6 +99,7 @@ class Plan:
         real: `[batch, tokens]`, False on padding.
         computed: how many chunks were missing and computed for this request.
         loaded: how many came from the store.
+        replaced: how many of these turned out to be damaged or late while they were read, and were computed.
         pipeline: reads the layers of chunks that are not in memory yet.
         store: where the chunks came from.
         partial: loads chunks in part, where somebody asked for it.
@@ -108,6 +109,7 @@ class Plan:
     real: Tensor
     computed: int = 0
     loaded: int = 0
+    replaced: int = 0
     pipeline: Pipeline | None = None
     store: ChunkStore | None = None
     partial: Any = None
@@ -233,12 +235,19 @@ class Planner:
 
     def _fetch(self, plan: Plan, key: ChunkKey) -> ChunkKV:
         if key not in self._fetched:
-            compute = partial(capture_chunk, self._model, key.token_ids, key.sink_ids, key.fingerprint, key.namespace)
-            chunk = self._store.stream(key, compute)
+            chunk = self._store.stream(key, partial(self._computed_instead, plan, key))
             if chunk is None:
-                chunk = self._store.put(compute())
+                chunk = self._store.put(self._computed(key))
                 plan.computed += 1
             else:
                 plan.loaded += 1
             self._fetched[key] = chunk
         return self._fetched[key]
+
+    def _computed(self, key: ChunkKey) -> ChunkKV:
+        return capture_chunk(self._model, key.token_ids, key.sink_ids, key.fingerprint, key.namespace)
+
+    def _computed_instead(self, plan: Plan, key: ChunkKey) -> ChunkKV:
+        """For a chunk that was there, and turned out to be no good when its layers were read."""
+        plan.replaced += 1
+        return self._computed(key)

@@ -92,6 +92,7 @@ class StreamingStack(TierStack):
 
         def instead(fault: BaseException) -> ChunkKV:
             self._warn(key, tier, fault)
+            self.miss(fault.reason if isinstance(fault, EntryFault) else type(fault).__name__)
             if isinstance(fault, EntryFault) and fault.corrupt:
                 self._remove(tier, key.digest, source, "corrupt")
             return self.put(recompute())
