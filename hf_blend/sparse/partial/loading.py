@@ -22,22 +22,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...anatomy import kv_groups
 from ...attention import Glance
 from ...cache import BlendCache
 from ...errors import ConfigError
 from ...layers import BlendLayer
-from ...masks import RowMask, attend
 from ...plan import Plan, Slot
 from ...realign import Realigner
 from ...rows import Rows
-from ..decoding import Door, stock_attention
-from ..looking import is_cut
+from ..decoding import Door
 from .itf import agreed, importance, probe_count
+from .seen import PartDecoding, attend_part
 from .store import PartialLayers, PartialStore
 
 KV = tuple[Tensor, Tensor]
-ROOM_TOKENS = 128
 
 
 @dataclass
@@ -96,7 +93,7 @@ def partial_loading(
         door.remove()
 
 
-class PartialLoading:
+class PartialLoading(PartDecoding):
     """One request that loads in part.
 
     Args:
@@ -107,13 +104,12 @@ class PartialLoading:
     """
 
     def __init__(self, cache: BlendCache, share: float, alpha: float, by_question: bool) -> None:
-        self._cache, self._share, self._alpha, self._by_question = cache, share, alpha, by_question
-        self._layers: list[Any] = list(cache.layers)
+        super().__init__(cache)
+        self._share, self._alpha, self._by_question = share, alpha, by_question
         self._store: Any = cache.store
         self._index = -1
         self._slots: list[Slot] = []
         self._fresh: Tensor | None = None
-        self._copies: dict[int, tuple[KV, int, int]] = {}
         self._counts, self._unseen = [0, 0], 0.0
         self._readers: dict[int, Any] = {}
 
@@ -181,7 +177,7 @@ class PartialLoading:
             scaling = given.get("scaling") or query.shape[-1] ** -0.5
             chosen = self._choose(query, key, rows, slots, scaling, past)
             layer.visible = self._load(index, chosen, slots, rows, realigner, (key, value), past)
-            return _attend(attention, module, query, key, value, mask, layer.visible, given)
+            return attend_part(attention, module, query, key, value, mask, layer.visible, given)
 
         return Glance(module, take)
 
@@ -268,67 +264,7 @@ class PartialLoading:
             turned = realigner.turned(index, slot, found, tokens.to(device))
             keys[0, first:].index_copy_(1, target, turned[:, kept])
 
-    # what a door asks of its guest, while the answer is decoded
-
-    def owns(self, cache: Any) -> bool:
-        """Whether a forward is one of this request."""
-        return cache is self._cache
-
-    def begin_step(self, tokens: int) -> bool:
-        """Whether a forward looks at a part only."""
-        parts = [getattr(one, "visible", None) for one in self._cache.layers]
-        return not self._cache.is_expecting and any(one is not None for one in parts)
-
-    def end(self, failed: bool) -> None:
-        """The forward is over."""
-
-    def few(
-        self, index: int, query: Tensor, key: Tensor, value: Tensor, mask: Any, name: str, scaling: float | None
-    ) -> Any:
-        """K, V and mask of the columns that are there, and of all behind the prompt."""
-        layer = self._layers[index]
-        visible = getattr(layer, "visible", None)
-        if visible is None or key.shape[2] != layer.length or key.shape[0] != 1:
-            return None
-        if not is_cut(mask, name):
-            raise ConfigError(f"decoding over a part of the KV needs sdpa or eager attention, not {name!r}.")
-        prompt = int(visible[-1]) + 1
-        columns = torch.cat([visible, torch.arange(prompt, key.shape[2], device=key.device)])
-        rows = query.shape[2]
-        seen = columns <= torch.arange(key.shape[2] - rows, key.shape[2], device=key.device)[:, None]
-        cut = None if mask is None and rows == 1 else seen[None, None]
-        if mask is not None:
-            part = mask.index_select(-1, columns)
-            cut = part & seen if part.dtype == torch.bool else part
-        elif cut is not None and name != "sdpa":
-            cut = torch.zeros(cut.shape, dtype=query.dtype).masked_fill(~cut, torch.finfo(query.dtype).min)
-        return key.index_select(2, columns), value.index_select(2, columns), cut
-
 
 def _layers(slot: Slot) -> PartialLayers:
     """A slot's layers, which can be loaded in part."""
     return slot.chunk.layers  # type: ignore[return-value]
-
-
-def _attend(
-    attention: nn.Module,
-    layer: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Any,
-    visible: Tensor | None,
-    given: dict[str, Any],
-) -> Any:
-    """Attention of the rows over the columns that are there; `visible` is None for all."""
-    part = mask.as_subclass(Tensor)
-    if visible is not None:
-        key, value = key.index_select(2, visible), value.index_select(2, visible)
-        part = part.index_select(-1, visible.to(mask.device))
-    name = attention.config._attn_implementation
-    if name == "sdpa" and given.get("softcap") is None and given.get("s_aux") is None:
-        cut = RowMask.of(part)
-        cut.group = kv_groups(layer)
-        output = attend(query, key, value, cut, given.get("dropout", 0.0), given.get("scaling"))
-        return output.transpose(1, 2).contiguous(), None
-    return stock_attention(attention, name)(attention, query, key, value, part, **given)

@@ -1,0 +1,85 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over the part of a layer's columns that was loaded: of the block's rows, and of the answer's tokens."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...anatomy import kv_groups
+from ...cache import BlendCache
+from ...errors import ConfigError
+from ...masks import RowMask, attend
+from ..decoding import stock_attention
+from ..looking import is_cut
+
+
+class PartDecoding:
+    """What a `Door` asks of its guest while the answer is decoded.
+
+    Args:
+        cache: of the request; a layer that was loaded in part holds the columns that are there in `visible`.
+    """
+
+    def __init__(self, cache: BlendCache) -> None:
+        self._cache = cache
+        self._layers: list[Any] = list(cache.layers)
+
+    def owns(self, cache: Any) -> bool:
+        """Whether a forward is one of this request."""
+        return cache is self._cache
+
+    def begin_step(self, tokens: int) -> bool:
+        """Whether a forward looks at a part only."""
+        parts = [getattr(one, "visible", None) for one in self._cache.layers]
+        return not self._cache.is_expecting and any(one is not None for one in parts)
+
+    def end(self, failed: bool) -> None:
+        """The forward is over."""
+
+    def few(
+        self, index: int, query: Tensor, key: Tensor, value: Tensor, mask: Any, name: str, scaling: float | None
+    ) -> Any:
+        """K, V and mask of the columns that are there, and of all behind the prompt."""
+        layer = self._layers[index]
+        visible = getattr(layer, "visible", None)
+        if visible is None or key.shape[2] != layer.length or key.shape[0] != 1:
+            return None
+        if not is_cut(mask, name):
+            raise ConfigError(f"decoding over a part of the KV needs sdpa or eager attention, not {name!r}.")
+        prompt = int(visible[-1]) + 1
+        columns = torch.cat([visible, torch.arange(prompt, key.shape[2], device=key.device)])
+        rows = query.shape[2]
+        seen = columns <= torch.arange(key.shape[2] - rows, key.shape[2], device=key.device)[:, None]
+        cut = None if mask is None and rows == 1 else seen[None, None]
+        if mask is not None:
+            part = mask.index_select(-1, columns)
+            cut = part & seen if part.dtype == torch.bool else part
+        elif cut is not None and name != "sdpa":
+            cut = torch.zeros(cut.shape, dtype=query.dtype).masked_fill(~cut, torch.finfo(query.dtype).min)
+        return key.index_select(2, columns), value.index_select(2, columns), cut
+
+
+def attend_part(
+    attention: nn.Module,
+    layer: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    visible: Tensor | None,
+    given: dict[str, Any],
+) -> Any:
+    """Attention of the rows over the columns that are there; `visible` is None for all."""
+    part = mask.as_subclass(Tensor)
+    if visible is not None:
+        key, value = key.index_select(2, visible), value.index_select(2, visible)
+        part = part.index_select(-1, visible.to(mask.device))
+    name = attention.config._attn_implementation
+    if name == "sdpa" and given.get("softcap") is None and given.get("s_aux") is None:
+        cut = RowMask.of(part)
+        cut.group = kv_groups(layer)
+        output = attend(query, key, value, cut, given.get("dropout", 0.0), given.get("scaling"))
+        return output.transpose(1, 2).contiguous(), None
+    return stock_attention(attention, name)(attention, query, key, value, part, **given)
