@@ -168,7 +168,8 @@ class Fusor:
             if door is not None:
                 door.close()
         self._settle(len(self._layers))
-        self._report.planned(computed_chunks=self._plan.replaced, loaded_chunks=-self._plan.replaced)
+        replaced = len(self._plan.replaced)
+        self._report.planned(computed_chunks=replaced, loaded_chunks=-replaced)
         self._plan.close()
 
     def _settle(self, index: int) -> None:

@@ -3,7 +3,7 @@
 """Which columns of a prompt have stored KV: found by content, checked, computed where missing."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -99,7 +99,7 @@ class Plan:
         real: `[batch, tokens]`, False on padding.
         computed: how many chunks were missing and computed for this request.
         loaded: how many came from the store.
-        replaced: how many of these turned out to be damaged or late while they were read, and were computed.
+        replaced: which of these turned out to be damaged or late while they were read, and were computed.
         pipeline: reads the layers of chunks that are not in memory yet.
         store: where the chunks came from.
         partial: loads chunks in part, where somebody asked for it.
@@ -109,7 +109,7 @@ class Plan:
     real: Tensor
     computed: int = 0
     loaded: int = 0
-    replaced: int = 0
+    replaced: list[ChunkKey] = field(default_factory=list)
     pipeline: Pipeline | None = None
     store: ChunkStore | None = None
     partial: Any = None
@@ -235,19 +235,18 @@ class Planner:
 
     def _fetch(self, plan: Plan, key: ChunkKey) -> ChunkKV:
         if key not in self._fetched:
-            chunk = self._store.stream(key, partial(self._computed_instead, plan, key))
+            chunk = self._store.stream(key, partial(_compute, self._model, key, plan.replaced))
             if chunk is None:
-                chunk = self._store.put(self._computed(key))
+                chunk = self._store.put(_compute(self._model, key))
                 plan.computed += 1
             else:
                 plan.loaded += 1
             self._fetched[key] = chunk
         return self._fetched[key]
 
-    def _computed(self, key: ChunkKey) -> ChunkKV:
-        return capture_chunk(self._model, key.token_ids, key.sink_ids, key.fingerprint, key.namespace)
 
-    def _computed_instead(self, plan: Plan, key: ChunkKey) -> ChunkKV:
-        """For a chunk that was there, and turned out to be no good when its layers were read."""
-        plan.replaced += 1
-        return self._computed(key)
+def _compute(model: nn.Module, key: ChunkKey, replaced: list[ChunkKey] | None = None) -> ChunkKV:
+    """Compute a chunk alone. It knows no plan: the chunk keeps it, and would keep itself alive."""
+    if replaced is not None:
+        replaced.append(key)
+    return capture_chunk(model, key.token_ids, key.sink_ids, key.fingerprint, key.namespace)

@@ -44,7 +44,7 @@ def cold(tier: Any) -> ChunkStore:
 
 
 def threads() -> list[str]:
-    return [one.name for one in threading.enumerate() if one.name.startswith("hf_blend")]
+    return [one.name for one in threading.enumerate() if one.name == "hf_blend-load"]
 
 
 @pytest.fixture
