@@ -10,6 +10,8 @@ from .wrapped import WrappedTier
 
 __all__ = ["ThrottledTier"]
 
+SLACK_S = 1e-3  # what a sleep lasts too long, or a reader pauses, is made up for by reads that follow within this time
+
 
 class ThrottledTier(WrappedTier):
     """Reads from the tier behind, all readers together at a bounded rate.
@@ -28,12 +30,18 @@ class ThrottledTier(WrappedTier):
         source = self.tier.open(name)
         return None if source is None else _SlowSource(source, self)
 
-    def wait(self, nbytes: int) -> None:
-        """Wait until so many more bytes may have come."""
+    def wait(self, nbytes: int, begun: float) -> None:
+        """Wait until so many more bytes may have come.
+
+        Args:
+            nbytes: how many were read.
+            begun: when the reading began (`time.perf_counter`): what it took itself is part of the time it is given.
+        """
         with self._lock:
-            self._free_at = max(self._free_at, time.perf_counter()) + nbytes / self._bytes_s
-            until = self._free_at
-        time.sleep(max(0.0, until - time.perf_counter()))
+            self._free_at = max(self._free_at, begun - SLACK_S) + nbytes / self._bytes_s
+            ahead = self._free_at - time.perf_counter()
+        if ahead > 0:
+            time.sleep(ahead)
 
 
 class _SlowSource:
@@ -42,9 +50,9 @@ class _SlowSource:
         self.stat, self.identity = source.stat, source.identity
 
     def read_into(self, start: int, target: memoryview) -> None:
-        nbytes = len(target)
+        nbytes, begun = len(target), time.perf_counter()
         self._source.read_into(start, target)
-        self._tier.wait(nbytes)
+        self._tier.wait(nbytes, begun)
 
     def close(self) -> None:
         self._source.close()

@@ -4,6 +4,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..errors import StoreError
@@ -11,6 +12,7 @@ from .catalog import Catalog
 from .chunk import ChunkKey
 from .stack import Finding, TierStack
 from .tally import Tally
+from .tiers.disk import DiskTier
 
 __all__ = ["EntryInfo", "Finding", "Upkeep"]
 
@@ -125,6 +127,14 @@ class Upkeep:
             limits = [value for value in (wanted_bytes, tier.cap_bytes) if value is not None]
             found["freed_bytes"] += tier.shrink(min(limits)) if limits else 0
         return found
+
+    def files(self) -> Iterator[tuple[str, Path]]:
+        """Verify every entry in a folder of this store, and walk over those that are whole: digest and file."""
+        for tier in self._stack.tiers:
+            if isinstance(tier.tier, DiskTier):
+                for name in sorted(self._catalog.names(tier.name)):
+                    if not self._stack.examine(tier, name, repair=False).reason:
+                        yield name[-64:], tier.tier.path(name)
 
     def entries(self) -> Iterator[EntryInfo]:
         """Walk over what is stored in this namespace, in the order of digests."""
