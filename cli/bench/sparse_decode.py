@@ -23,7 +23,7 @@ def sparse_decode(
     context: Contexts = [4096, 16384, 32768],  # noqa: B006
     share: Shares = [0.5, 0.25, 0.1],  # noqa: B006
     method: Method = "gsa",
-    tokens: Tokens = 16,
+    tokens: Tokens = 32,
     rounds: Rounds = 5,
     json: Json = False,
 ) -> None:

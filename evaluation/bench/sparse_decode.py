@@ -42,7 +42,7 @@ class SparsePlan:
     contexts: tuple[int, ...] = (4096, 16384, 32768)
     shares: tuple[float, ...] = (0.5, 0.25, 0.1)
     method: str = "gsa"
-    tokens: int = 16
+    tokens: int = 32
     rounds: int = 5
     dtype: str = "float32"
     seed: int = 0

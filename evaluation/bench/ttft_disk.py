@@ -88,7 +88,7 @@ def _row(
     bytes_s = bytes_per_second(streaming, model, given.chunk_tokens)
     times: dict[str, list[float]] = {way: [] for way in WAYS}
     for number in range(given.rounds + 1):
-        for way in WAYS:
+        for way in WAYS[:: 1 if number % 2 else -1]:
             forget()
             store = {"compute": memory, "sequential": whole}.get(way, streaming)
             if way == "load":
@@ -110,14 +110,22 @@ def _row(
         "rate_gb_s": rate or None,
         "ratio": ratio,
         **{f"{way}_ms": value for way, value in found.items()},
-        "vs_max": found["pipelined"] / max(found["load"], found["compute"]),
-        "vs_sum": found["pipelined"] / (found["load"] + found["compute"]),
+        **_paired(times),
         "tier_bytes_s": bytes_s,
         "advised_ratio": advice.ratio,
         "advised_chunks": advice.loaded_chunks,
         "predicted_ms": advice.predicted_ms,
         "advised_ms": statistics.median(advised),
         "predicted_vs_measured": advice.predicted_ms / statistics.median(advised),
+    }
+
+
+def _paired(times: dict[str, list[float]]) -> dict[str, float]:
+    """Side by side over the longer of both, and over their sum: medians of each round's own ratio."""
+    rounds = list(zip(times["pipelined"], times["load"], times["compute"], strict=True))
+    return {
+        "vs_max": statistics.median(both / max(load, compute) for both, load, compute in rounds),
+        "vs_sum": statistics.median(both / (load + compute) for both, load, compute in rounds),
     }
 
 

@@ -54,5 +54,13 @@ class _SlowSource:
         self._source.read_into(start, target)
         self._tier.wait(nbytes, begun)
 
+    def expect(self, start: int, nbytes: int) -> None:
+        """Pass it on to the tier behind."""
+        getattr(self._source, "expect", _ignore)(start, nbytes)
+
     def close(self) -> None:
         self._source.close()
+
+
+def _ignore(start: int, nbytes: int) -> None:
+    """For sources that read nothing ahead."""

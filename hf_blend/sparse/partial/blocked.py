@@ -106,6 +106,16 @@ class BlockReader:
         ends = [slice(one * self.block_tokens, (one + 1) * self.block_tokens) for one in blocks]
         return torch.cat([self.order[one] for one in ends]) if ends else self.order[:0]
 
+    def expect(self, layer: int, part: int, heads: Sequence[int], blocks: Sequence[int]) -> None:
+        """Have a device begin with what `read` will be asked for soon; only sources that are files do."""
+        tell = getattr(self._source, "expect", None)
+        if tell is None:
+            return
+        for head in heads:
+            base, sizes = self._extent(layer, part, head, blocks)
+            for first, last in _runs(blocks):
+                tell(base + blocks[first] * self._block_bytes(part), sum(sizes[first:last]))
+
     def read(self, layer: int, part: int, head: int, blocks: Sequence[int]) -> Tensor:
         """Read some blocks of one head.
 
@@ -122,16 +132,12 @@ class BlockReader:
             EntryFault: truncated, or a block is not what was stored.
             OSError: it cannot be read now.
         """
-        width = (self.key_width, self.value_width)[part]
-        token_bytes = width * self.dtype.itemsize
-        per_head = [self.tokens * one * self.dtype.itemsize for one in (self.key_width, self.value_width)]
-        base = self._data + self.heads * (layer * sum(per_head) + part * per_head[0]) + head * per_head[part]
-        sizes = [min(self.block_tokens, self.tokens - one * self.block_tokens) * token_bytes for one in blocks]
+        base, sizes = self._extent(layer, part, head, blocks)
         buffer = torch.empty(sum(sizes), dtype=torch.uint8)
         view, place = memoryview(buffer.numpy()), 0
         for first, last in _runs(blocks):
             nbytes = sum(sizes[first:last])
-            start = base + blocks[first] * self.block_tokens * token_bytes
+            start = base + blocks[first] * self._block_bytes(part)
             self._source.read_into(start, view[place : place + nbytes])
             place += nbytes
         number = ((layer * 2 + part) * self.heads + head) * self.blocks
@@ -142,7 +148,21 @@ class BlockReader:
                 raise EntryFault("digest", f"block {block} of layer {layer}, head {head} is not what was stored")
             place += size
         self.loaded_bytes += len(view)
-        return buffer.view(self.dtype).view(-1, width)
+        return buffer.view(self.dtype).view(-1, self._width(part))
+
+    def _width(self, part: int) -> int:
+        return self.value_width if part else self.key_width
+
+    def _block_bytes(self, part: int) -> int:
+        return self.block_tokens * self._width(part) * self.dtype.itemsize
+
+    def _extent(self, layer: int, part: int, head: int, blocks: Sequence[int]) -> tuple[int, list[int]]:
+        """Where the blocks of a head begin in the file, and the sizes of some of them, in bytes."""
+        per_head = [self.tokens * self._width(one) * self.dtype.itemsize for one in (0, 1)]
+        base = self._data + self.heads * (layer * sum(per_head) + part * per_head[0]) + head * per_head[part]
+        token_bytes = self._width(part) * self.dtype.itemsize
+        sizes = [min(self.block_tokens, self.tokens - one * self.block_tokens) * token_bytes for one in blocks]
+        return base, sizes
 
 
 def tables_of(header: dict[str, Any]) -> tuple[tuple[Tensor, Tensor], ...]:

@@ -226,6 +226,7 @@ class PartialLoading(PartDecoding):
         flowing = torch.zeros(keys.shape[2], dtype=torch.bool)
         flowing[(rows.columns if self._fresh is None else self._fresh)[0].cpu() + past] = True
         first = probe_count(keys.shape[1]) if self._by_question else 0
+        self._expect(index, chosen, slots, first, keys.shape[1])
         for place, slot in enumerate(slots):
             layers = _layers(slot)
             blocks = list(range(layers.reader.blocks)) if chosen is None else chosen[place]
@@ -238,6 +239,17 @@ class PartialLoading(PartDecoding):
         visible |= flowing
         self._unseen += float((~visible).sum()) / sum(slot.chunk.tokens for slot in slots)
         return visible.nonzero()[:, 0].to(keys.device) if not bool(visible.all()) else None
+
+    def _expect(self, index: int, chosen: list[list[int]] | None, slots: Sequence[Slot], first: int, heads: int) -> None:
+        """Have the disk begin with all that this layer needs, and with the probes of the next one."""
+        for place, slot in enumerate(slots):
+            reader = _layers(slot).reader
+            every = range(reader.blocks)
+            blocks = every if chosen is None else chosen[place]
+            reader.expect(index, 1, range(heads), blocks)
+            reader.expect(index, 0, range(first, heads), blocks)
+            if index + 1 < reader.layers:
+                reader.expect(index + 1, 0, range(first), every)
 
     def _lay(
         self,

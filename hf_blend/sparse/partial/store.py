@@ -47,6 +47,9 @@ class PartialLayers(Sequence[KV]):
         place, every = range(len(self))[place], list(range(self.reader.blocks))
         if self._last is None or self._last[0] != place:  # a layer is asked for more than once in a row
             heads = list(range(self.reader.heads))
+            for near in range(place, min(place + 2, self.reader.layers)):
+                for part in (0, 1):
+                    self.reader.expect(near, part, heads, every)
             self._last = (place, (self.part(place, 0, heads, every), self.part(place, 1, heads, every)))
         return self._last[1]
 
