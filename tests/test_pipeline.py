@@ -15,7 +15,7 @@ from hf_blend import BlendCache, ChunkStore, plugins
 from hf_blend.ladder.zoo import tiny_model
 from hf_blend.loading.pipeline import Pipeline
 from hf_blend.loading.stream import StreamedLayers
-from hf_blend.store import entry
+from hf_blend.store import entry, streaming
 from hf_blend.store.tiers.base import EntryFault
 from hf_blend.testing import FaultyTier
 
@@ -56,6 +56,11 @@ def filled(model):
     return tier, wanted
 
 
+@pytest.fixture(autouse=True)
+def _one_layer_at_a_time(monkeypatch):
+    monkeypatch.setattr(streaming, "READ_BYTES", 0)
+
+
 @pytest.mark.parametrize("depth", [0, 1, 2, 100])
 @pytest.mark.parametrize("selector", ["kv-deviation", "random", "auto", "oracle"])
 def test_streamed_layers_give_the_same_bits(model, filled, depth, selector):
@@ -67,6 +72,19 @@ def test_streamed_layers_give_the_same_bits(model, filled, depth, selector):
     assert torch.equal(got, wanted)
     assert report.loaded_chunks == 3
     assert not threads()
+
+
+@pytest.mark.parametrize("least_bytes", [1, 3000, 6000, 1 << 20])
+def test_layers_that_come_several_at_a_time_give_the_same_bits(model, filled, least_bytes, monkeypatch):
+    tier, wanted = filled
+    asked = []
+    read = entry.EntryReader.layers
+    monkeypatch.setattr(streaming, "READ_BYTES", least_bytes)
+    monkeypatch.setattr(entry.EntryReader, "layers", lambda *given: asked.append(given[1]) or read(*given))
+    got, report = answered(model, cold(tier))
+    assert torch.equal(got, wanted)
+    assert report.loaded_chunks == 3
+    assert (sum(place > 0 for place in asked) == 0) == (least_bytes == 1 << 20)
 
 
 def test_a_chunk_that_came_whole_is_held_and_read_no_more(model, filled, tmp_path):
@@ -94,15 +112,15 @@ def test_a_layer_that_is_damaged_or_cannot_be_read_is_computed_in_the_same_reque
 
 def test_a_damaged_layer_is_healed(model, filled, monkeypatch):
     tier, wanted = filled
-    read, broken = entry.EntryReader.layer, []
+    read, broken = entry.EntryReader.layers, []
 
-    def damaged(self: Any, place: int) -> Any:
+    def damaged(self: Any, place: int, least_bytes: int) -> Any:
         if place == 2 and not broken:
             broken.append(self)
             raise EntryFault("digest", "on purpose")
-        return read(self, place)
+        return read(self, place, least_bytes)
 
-    monkeypatch.setattr(entry.EntryReader, "layer", damaged)
+    monkeypatch.setattr(entry.EntryReader, "layers", damaged)
     store = cold(tier)
     got, _ = answered(model, store)
     assert torch.equal(got, wanted)
@@ -112,14 +130,14 @@ def test_a_damaged_layer_is_healed(model, filled, monkeypatch):
 
 def test_a_layer_that_is_late_is_computed(model, filled, monkeypatch):
     tier, wanted = filled
-    read, hold = entry.EntryReader.layer, threading.Event()
+    read, hold = entry.EntryReader.layers, threading.Event()
 
-    def hanging(self: Any, place: int) -> Any:
+    def hanging(self: Any, place: int, least_bytes: int) -> Any:
         if place == 2:
             hold.wait(20)
-        return read(self, place)
+        return read(self, place, least_bytes)
 
-    monkeypatch.setattr(entry.EntryReader, "layer", hanging)
+    monkeypatch.setattr(entry.EntryReader, "layers", hanging)
     monkeypatch.setattr(Pipeline.close, "__defaults__", (0.01,))
     store = cold(tier)
     store._stack.patience_s = 0.05
@@ -157,7 +175,7 @@ def test_layers_are_read_ahead_but_no_farther_than_the_depth():
         with moment:
             read.append(place)
             moment.notify_all()
-        return torch.zeros(1), torch.zeros(1)
+        return [(torch.zeros(1), torch.zeros(1))]
 
     whole: list[int] = []
     stream = StreamedLayers(8, take, lambda fault: pytest.fail(str(fault)), lambda layers: whole.append(1), 5.0)
@@ -174,7 +192,7 @@ def test_layers_are_read_ahead_but_no_farther_than_the_depth():
 
 
 def test_without_its_pipeline_a_stream_reads_where_it_is_used():
-    read = lambda place: (torch.tensor(place), torch.tensor(place))  # noqa: E731
+    read = lambda place: [(torch.tensor(place), torch.tensor(place))]  # noqa: E731
     stream = StreamedLayers(3, read, None, lambda layers: None, 5.0)
     assert [int(keys) for keys, _ in stream] == [0, 1, 2]
     assert len(stream[:2]) == 2

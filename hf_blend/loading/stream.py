@@ -26,7 +26,7 @@ class StreamedLayers(Sequence[KV]):
 
     Args:
         count: how many layers there are.
-        read: reads and verifies one layer.
+        read: reads and verifies one layer, and more behind it where that is as fast.
         recompute: gives the whole chunk, computed anew, after a fault.
         complete: is called once all layers were read.
         patience_s: how long a layer is waited for before the chunk is computed.
@@ -35,7 +35,7 @@ class StreamedLayers(Sequence[KV]):
     def __init__(
         self,
         count: int,
-        read: Callable[[int], KV],
+        read: Callable[[int], Sequence[KV]],
         recompute: Callable[[BaseException], ChunkKV],
         complete: Callable[[tuple[KV, ...]], None],
         patience_s: float,
@@ -80,12 +80,13 @@ class StreamedLayers(Sequence[KV]):
             self._reading.release()
 
     def _take(self, place: int) -> None:
+        found: Sequence[KV] = ()
         try:
             found, fault = self._read(place), None
         except FAULTS as error:
-            found, fault = None, error
+            fault = error
         with self._changed:
-            self._layers[place], self._fault = found, fault
+            self._layers[place : place + len(found)], self._fault = found, fault
             self._changed.notify_all()
         known = [layer for layer in self._layers if layer is not None]
         if len(known) == len(self._layers):

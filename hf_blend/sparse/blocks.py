@@ -103,15 +103,16 @@ class BlockedLayer:
 
     def _gathered(self, layout: Layout, capacity: int) -> KV:
         """Buffers that begin with the selected blocks."""
-        index = layout.inside.to(self._layer.keys.device)
-        return self._buffer(self._layer.keys, index, capacity), self._buffer(self._layer.values, index, capacity)
+        blocks = layout.blocks.to(self._layer.keys.device)
+        return self._buffer(self._layer.keys, blocks, capacity), self._buffer(self._layer.values, blocks, capacity)
 
-    @staticmethod
-    def _buffer(states: Tensor, index: Tensor, capacity: int) -> Tensor:
-        batch, heads, _, width = states.shape
-        buffer = states.new_empty((batch, heads, capacity, width))
-        for row in range(batch):  # an index of rows copies whole vectors; gather would want one number for each value
-            torch.index_select(states[row], 1, index[row], out=buffer[row, :, : index.shape[1]])
+    def _buffer(self, states: Tensor, blocks: Tensor, capacity: int) -> Tensor:
+        batch, heads, tokens, width = states.shape
+        size, count = self._config.block_tokens, blocks.shape[1]
+        buffer, every = states.new_empty((batch, heads, capacity, width)), tokens // size
+        for row in range(batch):  # whole blocks are copied in half the time of their tokens
+            found = states[row, :, : every * size].unflatten(1, (every, size)).flatten(2)
+            torch.index_select(found, 1, blocks[row], out=buffer[row, :, : count * size].view(heads, count, -1))
         return buffer
 
     def _represented(self, count: int) -> Tensor:

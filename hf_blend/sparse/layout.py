@@ -32,10 +32,14 @@ class Layout:
         self.fixed = most * block_tokens  # columns before the tail
 
     @cached_property
+    def blocks(self) -> Tensor:
+        """The blocks before the tail, `[batch, blocks]`; block 0 where there is a filler."""
+        return torch.tensor(self._rows, dtype=torch.long).reshape(len(self._rows), -1).clamp_min(0)
+
+    @cached_property
     def inside(self) -> Tensor:
         """Tokens of the columns before the tail, `[batch, fixed]`; token 0 where there is a filler."""
-        blocks = torch.tensor(self._rows, dtype=torch.long).reshape(len(self._rows), -1, 1).clamp_min(0)
-        return (blocks * self._size + torch.arange(self._size)).flatten(1)
+        return (self.blocks[:, :, None] * self._size + torch.arange(self._size)).flatten(1)
 
     def columns(self, total: int) -> Tensor:
         """Tokens of all columns, `[batch, columns]`, of a context of `total` tokens."""

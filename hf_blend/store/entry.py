@@ -7,8 +7,10 @@ other, so that a layer is one read. Each tensor has its own digest: layers can b
 """
 
 import hashlib
+import math
 import struct
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import xxhash
@@ -24,7 +26,7 @@ __all__ = ["EntryReader", "encode_entry", "read_key"]
 
 _MAX_BYTES_PER_TOKEN = 64 << 20  # ten times the KV of the widest models known; more is not a chunk
 _MAX_IDS = 1 << 24
-_BLOCK_BYTES = 1 << 20  # about what a processor's second cache holds
+_BLOCK_BYTES = 1 << 19  # a part of what a processor's second cache holds
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -107,6 +109,7 @@ class EntryReader:
         for plan in self.header.tensors:
             self._places[plan.name] = (plan, data_start)
             data_start += plan.nbytes
+        self._end = data_start
         if self._read_ids() != (key.token_ids, key.sink_ids):
             raise EntryFault("key", "the entry holds other tokens than its key")
 
@@ -126,78 +129,80 @@ class EntryReader:
             OSError: it cannot be read now.
             MemoryError: there is no room for it.
         """
-        buffer = _allocate(self.header.nbytes)
-        whole, start = memoryview(buffer.numpy()), self._places["token_ids"][1]
-
-        fetched = 0
-
-        def take(name: str) -> Tensor:
-            nonlocal fetched
-            plan, place = self._places[name]
-            inside = slice(place - start, place - start + plan.nbytes)
-            if fetched < inside.stop:  # several small tensors by one call, checked before they leave the cache
-                block = slice(fetched, min(len(whole), max(inside.stop, fetched + _BLOCK_BYTES)))
-                self._source.read_into(start + block.start, whole[block])
-                fetched = block.stop
-            return self._checked(plan, buffer[inside], whole[inside])
-
+        take = self._taker(self._places["token_ids"][1], self.header.nbytes)
         layers = tuple(self._states(take, place) for place in range(len(self.header.layer_table)))
         tables = tuple(_table(take, place) for place in range(_table_count(self.header)))
         return ChunkKV(self._key, layers, tables, self.header.layer_table)
 
-    def layer(self, place: int) -> tuple[Tensor, Tensor]:
-        """Read keys and values of one layer, each `[kv_heads, tokens, head_dim]` as in `ChunkKV.layers`.
+    def layers(self, first: int, least_bytes: int = 0) -> list[tuple[Tensor, Tensor]]:
+        """Read keys and values of one layer or a few, each `[kv_heads, tokens, head_dim]` as in `ChunkKV.layers`.
 
         Args:
-            place: number of the layer.
+            first: number of the layer.
+            least_bytes: go on with the layers behind it until so much was read: many small reads take longer.
 
         Returns:
-            Keys and values.
+            Keys and values, layer by layer.
 
         Raises:
             EntryFault: truncated or digest.
             OSError: it cannot be read now.
             MemoryError: there is no room for it.
         """
-
-        def take(name: str) -> Tensor:
-            plan, start = self._places[name]
-            return self._fill(plan, start, _allocate(plan.nbytes))
-
-        return self._states(take, place)
+        start, stop, last = self._layer_start(first), self._layer_start(first + 1), first + 1
+        while stop - start < least_bytes and last < len(self.header.layer_table):
+            last += 1
+            stop = self._layer_start(last)
+        take = self._taker(start, stop - start)
+        return [self._states(take, place) for place in range(first, last)]
 
     def tables(self) -> tuple[tuple[Tensor, Tensor], ...]:
-        """Read the rotary tables, as in `ChunkKV.tables`; raises as `layer` does."""
-
-        def take(name: str) -> Tensor:
-            plan, start = self._places[name]
-            return self._fill(plan, start, _allocate(plan.nbytes))
-
+        """Read the rotary tables, as in `ChunkKV.tables`; raises as `layers` does."""
+        start = self._places["token_ids"][1]
+        take = self._taker(start, self._layer_start(0) - start)
         return tuple(_table(take, place) for place in range(_table_count(self.header)))
 
+    def _layer_start(self, place: int) -> int:
+        """Where the tensors of a layer begin in the file; the end of all for the layer behind the last."""
+        first = next(iter(self._packing.codec.parts("k"))).suffix
+        name = f"layer.{place}.k{first}"
+        return self._places[name][1] if name in self._places else self._end
+
+    def _taker(self, start: int, nbytes: int) -> Callable[[str], Tensor]:
+        """Reads the tensors of a stretch of the file into one buffer, which is filled as far as they need it."""
+        buffer, fetched = _allocate(-(-nbytes // 64) * 64), 0
+        whole, typed = memoryview(buffer.numpy())[:nbytes], {}
+
+        def take(name: str) -> Tensor:
+            nonlocal fetched
+            plan, place = self._places[name]
+            known, end = place - start, place - start + plan.nbytes
+            digest = _hasher(self._secret)
+            while known < end:  # by blocks that are checked before they leave the processor's cache
+                while fetched <= known:
+                    block = whole[fetched : fetched + _BLOCK_BYTES]
+                    self._source.read_into(start + fetched, block)
+                    fetched += len(block)
+                digest.update(whole[known : min(fetched, end)])
+                known = min(fetched, end)
+            if digest.hexdigest() != plan.digest:
+                raise EntryFault("digest", f"{plan.name} is not what was stored")
+            dtype, first = DTYPES[plan.dtype], place - start
+            if first % dtype.itemsize:
+                return buffer[first:end].clone().view(dtype).view(plan.shape)
+            if dtype not in typed:
+                typed[dtype] = buffer.view(dtype)
+            return typed[dtype].as_strided(plan.shape, _strides(plan.shape), first // dtype.itemsize)
+
+        return take
+
     def _read_ids(self) -> tuple[tuple[int, ...], ...]:
-        ids = []
-        for name in ("token_ids", "sink_ids"):
-            plan, start = self._places[name]
+        plans = [self._places[name] for name in ("token_ids", "sink_ids")]
+        for plan, _ in plans:
             if plan.dtype != "I64":
                 raise EntryFault("format", f"{plan.name} are {plan.dtype}, wanted I64")
-            ids.append(tuple(self._fill(plan, start, _allocate(plan.nbytes)).tolist()))
-        return tuple(ids)
-
-    def _fill(self, plan: TensorPlan, start: int, buffer: Tensor) -> Tensor:
-        """Fill `buffer` and check it while it is still in the processor's cache."""
-        view = memoryview(buffer.numpy())
-        self._source.read_into(start, view)
-        return self._checked(plan, buffer, view)
-
-    def _checked(self, plan: TensorPlan, buffer: Tensor, view: memoryview) -> Tensor:
-        """The tensor in a buffer, if it is the one that was stored."""
-        if _digest(view, self._secret) != plan.digest:
-            raise EntryFault("digest", f"{plan.name} is not what was stored")
-        dtype = DTYPES[plan.dtype]
-        if buffer.storage_offset() % dtype.itemsize:
-            buffer = buffer.clone()
-        return buffer.view(dtype).view(plan.shape)
+        take = self._taker(plans[0][1], sum(plan.nbytes for plan, _ in plans))
+        return tuple(tuple(take(plan.name).tolist()) for plan, _ in plans)
 
     def _states(self, take: Callable[[str], Tensor], place: int) -> tuple[Tensor, Tensor]:
         return self._packing.states(take, place, "k"), self._packing.states(take, place, "v")
@@ -262,6 +267,17 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
 
 
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
 def _digest(data: memoryview, secret: bytes | None) -> str:
+    digest = _hasher(secret)
+    digest.update(data)
+    found: str = digest.hexdigest()
+    return found
+
+
+def _hasher(secret: bytes | None) -> Any:
     """Fast against accidents; where someone may do it on purpose, cryptographic and bound by the signed header."""
-    return xxhash.xxh3_128_hexdigest(data) if secret is None else hashlib.sha256(data).hexdigest()
+    return xxhash.xxh3_128() if secret is None else hashlib.sha256()

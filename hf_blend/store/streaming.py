@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stack of tiers that can also open a chunk and hand out its layers as they come."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from weakref import WeakValueDictionary, finalize
 
 from torch import Tensor
@@ -17,6 +17,7 @@ from .tiers.base import EntryFault, Source
 __all__ = ["StreamingStack"]
 
 Recompute = Callable[[], ChunkKV]
+READ_BYTES = 1 << 20  # layers that are smaller come several at a time: each read stops the thread that computes
 
 
 class StreamingStack(TierStack):
@@ -79,9 +80,9 @@ class StreamingStack(TierStack):
     ) -> ChunkKV:
         tables, layer_table = reader.tables(), reader.header.layer_table
 
-        def read(place: int) -> tuple[Tensor, Tensor]:
+        def read(place: int) -> Sequence[tuple[Tensor, Tensor]]:
             with self._tally.timed("load_seconds", tier.name):
-                return reader.layer(place)
+                return reader.layers(place, READ_BYTES)
 
         def complete(layers: tuple[tuple[Tensor, Tensor], ...]) -> None:
             for other in nearer:

@@ -61,7 +61,7 @@ def test_layers_one_by_one_are_those_of_the_whole(codec, chunk):
     reader = EntryReader(BytesSource(encoded(stored, codec)), stored.key)
     whole = reader.read()
     for place, pair in enumerate(whole.layers):
-        assert all(one.equal(two) for one, two in zip(reader.layer(place), pair, strict=True))
+        assert all(one.equal(two) for one, two in zip(reader.layers(place)[0], pair, strict=True))
     assert reader.nbytes >= whole.nbytes
 
 

@@ -108,7 +108,7 @@ def test_one_layer_can_be_read_alone(chunk, source, content):
     stored = chunk(layers=3)
     reader = EntryReader(source(content(stored)), stored.key)
     for place, (keys, values) in enumerate(stored.layers):
-        got_keys, got_values = reader.layer(place)
+        got_keys, got_values = reader.layers(place)[0]
         assert got_keys.equal(keys)
         assert got_values.equal(values)
 
@@ -162,9 +162,9 @@ def test_a_flipped_bit_is_found_before_its_layer_is_used(chunk, source, content)
     bad = bytearray(content(stored))
     bad[-1] ^= 1  # values of the last layer
     reader = EntryReader(source(bytes(bad)), stored.key)
-    assert reader.layer(0)[0].equal(stored.layers[0][0])
+    assert reader.layers(0)[0].equal(stored.layers[0][0])
     with pytest.raises(EntryFault, match="digest"):
-        reader.layer(1)
+        reader.layers(1)
 
 
 def test_every_truncation_and_every_addition_is_found(chunk, source, content):

@@ -240,7 +240,8 @@ class PartialLoading(PartDecoding):
         self._unseen += float((~visible).sum()) / sum(slot.chunk.tokens for slot in slots)
         return visible.nonzero()[:, 0].to(keys.device) if not bool(visible.all()) else None
 
-    def _expect(self, index: int, chosen: list[list[int]] | None, slots: Sequence[Slot], first: int, heads: int) -> None:
+    @staticmethod
+    def _expect(index: int, chosen: list[list[int]] | None, slots: Sequence[Slot], first: int, heads: int) -> None:
         """Have the disk begin with all that this layer needs, and with the probes of the next one."""
         for place, slot in enumerate(slots):
             reader = _layers(slot).reader
