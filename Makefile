@@ -65,5 +65,14 @@ KILLS ?= 1000
 faults: $(STAMP) ## inject FAULTS faults and KILLS kills into stores, and write what was found to benchmarks/results
 	$(BIN)/python -P -m hf_blend.evaluation.faults --faults $(FAULTS) --kills $(KILLS) --output benchmarks/results/faults.json
 
-eval: $(STAMP) ## score the reference model on held-out questions and write it to benchmarks/results
-	$(BIN)/python -m hf_blend.evaluation.reference --count 500 --output benchmarks/results/reference.json
+AT := 0.02 0.03 0.05 0.1 0.15 0.3 1.0
+SEVERAL := random dependency query-attention
+ONCE := attention-x-deviation boundary compose inter-attention stored-importance oracle
+EVALUATED := full-prefill prefix-caching full-reuse unaligned-reuse $(AT:%=auto@%) \
+	$(foreach r,0.01 0.05 0.1 0.15 0.3 1.0,kv-deviation@$(r)) $(foreach s,$(SEVERAL),$(foreach r,0.05 0.15 0.5,$(s)@$(r))) \
+	$(ONCE:%=%@0.15) map-reduce map-rerank
+COUNT ?= 500
+
+eval: $(STAMP) ## score every method on held-out questions: table, plots and page in build/eval, rows in benchmarks/results
+	$(BIN)/hf-blend eval $(EVALUATED:%=--method %) --limit $(COUNT) --batch 25 --output-dir build/eval --report
+	cp build/eval/summary.json benchmarks/results/eval.json

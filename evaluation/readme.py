@@ -10,9 +10,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+from .measured import MEASURED, acceptance, store
+
 ROOT = Path(__file__).resolve().parent.parent
 MOST_LETTERS = 140  # of a reason in a table
-SOURCES = {"ends": "reference"}  # tables that are named otherwise than their result file
+SOURCES = {"ends": "reference", "acceptance": "sparse_quality"}  # tables named otherwise than their result file
 ENDS = (None, 0.0, 0.15, 1.0)  # ratios of the short table
 PLACE = re.compile(r"<!--table:(?P<name>\w+)-->\n.*?<!--end-->", re.DOTALL)
 
@@ -208,6 +210,9 @@ TABLES = {
     "context_shift": _context_shift,
     "self_extend": _self_extend,
     "session": _session,
+    "store": store,
+    "acceptance": acceptance,
+    **MEASURED,
 }
 
 

@@ -162,7 +162,7 @@ def test_a_flipped_bit_is_found_before_its_layer_is_used(chunk, source, content)
     bad = bytearray(content(stored))
     bad[-1] ^= 1  # values of the last layer
     reader = EntryReader(source(bytes(bad)), stored.key)
-    assert reader.layers(0)[0].equal(stored.layers[0][0])
+    assert reader.layers(0)[0][0].equal(stored.layers[0][0])
     with pytest.raises(EntryFault, match="digest"):
         reader.layers(1)
 

@@ -1,0 +1,181 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of docs/measurements.md that are plain lists of what a result file holds: which columns, in which words."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Document = Mapping[str, Any]
+Cell = Callable[[Document], str]
+Columns = Mapping[str, Cell]
+
+
+def plain(columns: Columns, head: Callable[[Document], str]) -> Callable[[Document], list[str]]:
+    """A table with one line for each of a document's rows.
+
+    Args:
+        columns: title → how a row is written there.
+        head: the sentence above, from the document.
+
+    Returns:
+        Makes the lines of the table.
+    """
+
+    def table(document: Document) -> list[str]:
+        lines = [head(document), "", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+        return lines + [f"| {' | '.join(cell(row) for cell in columns.values())} |" for row in document["rows"]]
+
+    return table
+
+
+def text(name: str, none: str = "") -> Cell:
+    """A value as it is."""
+    return lambda row: none if row.get(name) is None else str(row[name])
+
+
+def number(name: str, form: str = ".3f") -> Cell:
+    """A number in a form such as ".3f"."""
+    return lambda row: "" if row.get(name) is None else format(row[name], form)
+
+
+def percent(name: str, form: str = ".0f") -> Cell:
+    """A share in percent."""
+    return lambda row: "" if row.get(name) is None else f"{100 * row[name]:{form}} %"
+
+
+def bracket(score: str, low: str, high: str, form: str = ".3f") -> Cell:
+    """A value with the ends of its interval."""
+    return lambda row: f"{row[score]:{form}} [{row[low]:{form}}, {row[high]:{form}}]"
+
+
+def ends(name: str, form: str = "+.3f") -> Cell:
+    """An interval alone."""
+    return lambda row: f"[{row[name][0]:{form}}, {row[name][1]:{form}}]"
+
+
+def _rounds(document: Document) -> str:
+    return f"Shape of {document['shape']}, {document['threads']} threads, median of {document['rounds']}, interleaved."
+
+
+MEASURED = {
+    "eval": plain(
+        {
+            "method": text("method"),
+            "nominal": percent("ratio"),
+            "charged": percent("charged_budget", ".1f"),
+            "exact match, 95 % interval": bracket("score", "low", "high"),
+            "difference to full prefill": bracket("difference", "difference_low", "difference_high", "+.3f"),
+            "normalised": number("normalised"),
+            "KL": number("kl", ".4f"),
+            "same output": percent("exact_output", ".1f"),
+        },
+        lambda document: f"n = {document['rows'][0]['n']} questions of the reference world.",
+    ),
+    "decode": plain(
+        {
+            "context": text("context"),
+            "tokens/s": number("blend_tokens_s", ".1f"),
+            "beside DynamicCache": number("vs_dynamic", ".2f"),
+            "beside StaticCache": number("vs_static", ".2f"),
+        },
+        _rounds,
+    ),
+    "sparse_decode": plain(
+        {
+            "context": text("context"),
+            "way": text("way"),
+            "tokens/s": number("tokens_s", ".1f"),
+            "beside dense": number("vs_dense", ".2f"),
+            "attention kept (random KV)": percent("kept_mass"),
+        },
+        _rounds,
+    ),
+    "sparse_quality": plain(
+        {
+            "task": text("task"),
+            "method": text("method"),
+            "blocks": percent("share"),
+            "held": text("locked"),
+            "exact match": number("exact_match"),
+            "interval": ends("interval", ".3f"),
+            "difference to dense": ends("difference_interval"),
+            "attention kept": percent("kept_mass"),
+        },
+        lambda document: f"n = {document['rows'][0]['n']}, blocks of {document['block_tokens']} tokens.",
+    ),
+    "partial_load": plain(
+        {
+            "shape": text("shape"),
+            "disk, GB/s": text("rate_gb_s", "its own"),
+            "all MB": lambda row: f"{row['all_bytes'] / 1e6:.1f}",
+            "loaded MB": lambda row: f"{row['loaded_bytes'] / 1e6:.1f}",
+            "fewer bytes": number("fewer_bytes", ".2f"),
+            "fallback layers": lambda row: f"{row['fallback_layers']} of {row['layers']}",
+            "all, ms": number("all_ttft_ms", ".0f"),
+            "in part, ms": number("partial_ttft_ms", ".0f"),
+            "ratio": number("ttft_ratio", ".2f"),
+        },
+        lambda document: (
+            f"{document['chunks']} chunks of {document['chunk_tokens']} tokens, {document['layers']} layers, "
+            f"{100 * document['share']:.0f} % of the blocks, cold, {document['threads']} threads, median of "
+            f"{document['rounds']}; heads tied."
+        ),
+    ),
+    "partial_quality": plain(
+        {
+            "blend": text("blend"),
+            "blocks": percent("share"),
+            "chosen": lambda row: "by the question" if row["by_question"] else "before it",
+            "exact match": number("exact_match"),
+            "difference to all": ends("difference_interval"),
+            "layers that fell back": percent("fallback_share"),
+            "tokens unseen": percent("unseen_share"),
+        },
+        lambda document: f"n = {document['rows'][0]['n']}, blocks of {document['block_tokens']} tokens.",
+    ),
+    "ttft_disk": plain(
+        {
+            "disk, GB/s": text("rate_gb_s", "its own"),
+            "loading": number("load_ms", ".0f"),
+            "computing": number("compute_ms", ".0f"),
+            "one after the other": number("sequential_ms", ".0f"),
+            "side by side": number("pipelined_ms", ".0f"),
+            "to the longer": number("vs_max", ".2f"),
+            "to the sum": number("vs_sum", ".2f"),
+            "advised ratio": percent("advised_ratio"),
+            "expected": number("predicted_ms", ".0f"),
+            "was": number("advised_ms", ".0f"),
+        },
+        lambda document: (
+            f"Milliseconds to the first token. Shape of {document['machine']['shape']}, "
+            f"{document['machine']['threads']} threads, median of {document['machine']['rounds']}, files forgotten "
+            "before each run."
+        ),
+    ),
+}
+
+
+def store(document: Document) -> list[str]:
+    """Reading with verification beside reading."""
+    lines = [
+        f"Entries of {document['plan']['tokens']} tokens, {document['plan']['layers']} layers. Put with full "
+        f"durability: {document['put_mb_s']:.0f} MB/s. A store of {document['open_entries']:,} entries opens in "
+        f"{document['open_s']:.2f} s.",
+        "",
+        "| files | read and verified | plainly read | share |",
+        "|---|---|---|---|",
+    ]
+    for state in ("warm", "cold"):
+        row = document[state]
+        speeds = f"{row['read_mb_s']:.0f} MB/s | {row['raw_mb_s']:.0f} MB/s"
+        lines.append(f"| {state} | {speeds} | {row['share_of_raw_read']:.2f} |")
+    return lines
+
+
+def acceptance(document: Document) -> list[str]:
+    """How many drafted tokens were accepted."""
+    lines = ["| draft | verification held | proposed | accepted |", "|---|---|---|---|"]
+    for row in document["acceptance"]:
+        held = "yes" if row["locked"] else "no"
+        lines.append(f"| {row['draft']} | {held} | {row['proposed']} | {100 * row['acceptance']:.0f} % |")
+    return lines
