@@ -152,3 +152,21 @@ def test_a_row_that_was_done_earlier_is_masked_in_the_next_turn(shared_model, pi
     assert again["attention_mask"][1, -6:].tolist() == [0] * 4 + [1] * 2
     assert again["attention_mask"][0, -6:].tolist() == [1] * 6
     assert torch.equal(again["attention_mask"][:, : inputs["input_ids"].shape[1]], inputs["attention_mask"])
+
+
+def test_random_choice_in_a_batch_is_that_of_the_single_requests(shared_model):
+    model, store = shared_model("llama"), ChunkStore.open("memory://")
+    requests = [
+        {"prefix": [1, 7, 8], "chunks": [list(range(20, 40)), list(range(50, 65))], "question": [9, 10]},
+        {"prefix": [1], "chunks": [list(range(30, 70)), list(range(40, 52))], "question": [11, 12, 13]},
+    ]
+
+    def chosen(requests):
+        cache = BlendCache(model, store, selector="random", recompute_ratio=0.15)
+        inputs = cache.inputs(None, **{name: [one[name] for one in requests] for name in requests[0]})
+        model.generate(**inputs, past_key_values=cache, max_new_tokens=1, do_sample=False)
+        pads = (inputs["attention_mask"] == 0).sum(dim=1).tolist()
+        return [[column - pad for column in row] for row, pad in zip(cache.report.chosen_columns, pads, strict=True)]
+
+    assert chosen(requests) == [chosen([one])[0] for one in requests]
+    assert all(chosen(requests))

@@ -9,14 +9,15 @@ from .base import Selector, TokenView
 
 
 class Random(Selector):
-    """One score per (seed, column), so that a token's luck depends neither on the batch nor on the ratio."""
+    """One score per seed and place behind the first reusable token, so that a token's luck depends neither on the batch nor on the ratio."""
 
     needs_kv = False
 
     def score(self, view: TokenView) -> Tensor:
         """Uniform scores, `[batch, tokens]`, seeded by the config's seed."""
-        start = view.columns.amin(dim=1, keepdim=True)
-        places = view.columns - start
+        none = torch.iinfo(view.columns.dtype).max
+        start = view.columns.masked_fill(~view.reusable, none).amin(dim=1, keepdim=True)  # padding does not count
+        places = (view.columns - start).clamp_min(0)
         generator = torch.Generator().manual_seed(self.seed)
         luck = torch.rand(int(places.max()) + 1, generator=generator)
         return luck.to(places.device)[places]
