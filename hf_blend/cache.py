@@ -260,17 +260,18 @@ class BlendCache(MaskedDecode):
         probe = partial(self._probe, ids, mask)
         chooser = Chooser(self._selector, plan, self._past, realigner, self.report, truth, probe)
         repair = Repair(self._corrector, plan, realigner, self.report)
-        given = (self.model, self._kept, plan, self._past, self.config, chooser, realigner, repair, self.report)
-        self._fusor = Fusor(*given, wanted_rows, ids_seen, self.listener)
+        given = (self._kept, plan, self._past, plan.settings(self.config), chooser, realigner, repair, self.report)
+        self._fusor = Fusor(self.model, *given, wanted_rows, ids_seen, self.listener)
         self._entry.enter_layers()
 
     def _plan(self, brought: Brought) -> Plan:
         """Which columns have stored KV; the report begins anew, or goes on where a prompt comes in parts."""
-        planner = Planner(self.model, self.store, fingerprint(self.model), tuple(self.sink_ids))
+        given = (fingerprint(self.model), tuple(self.sink_ids), self.config.recompute_ratio)
+        planner = Planner(self.model, self.store, *given)
         goes_on, self._resume = self._coming.is_begun, self._coming
         plan, self._coming = self._coming.plan(planner, brought, self._past)
         if not goes_on:
-            nominal = self.config.nominal_ratio(len(self._kept))
+            nominal = plan.settings(self.config).nominal_ratio(len(self._kept))
             self.report = BlendReport(nominal, past_tokens=self._past, _costs=layer_costs(self.model))
         self.report.planned(
             prompt_tokens=sum(map(len, brought.rows)),

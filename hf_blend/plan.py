@@ -3,7 +3,7 @@
 """Which columns of a prompt have stored KV: found by content, checked, computed where missing."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from .anatomy import text_config
 from .capture import capture_chunk
+from .config import BlendConfig
+from .loading.advice import Advice
 from .loading.pipeline import Pipeline
 from .loading.stream import StreamedLayers
 from .prompt import Span
@@ -103,6 +105,7 @@ class Plan:
         pipeline: reads the layers of chunks that are not in memory yet.
         store: where the chunks came from.
         partial: loads chunks in part, where somebody asked for it.
+        advice: of the store's controller, if it has one and anything must be loaded.
     """
 
     slots: list[Slot]
@@ -113,6 +116,7 @@ class Plan:
     pipeline: Pipeline | None = None
     store: ChunkStore | None = None
     partial: Any = None
+    advice: Advice | None = None
 
     def read_ahead(self, depth: int) -> None:
         """Begin to read, so many layers ahead of what is used, the chunks whose layers come one by one."""
@@ -126,6 +130,12 @@ class Plan:
         if self.pipeline is not None:
             self.pipeline.close()
             self.pipeline = None
+
+    def settings(self, config: BlendConfig) -> BlendConfig:
+        """The config of this forward: more is recomputed where the controller found that loading hides it."""
+        if self.advice is None or config.layer_ratios is not None or self.advice.ratio <= config.recompute_ratio:
+            return config
+        return replace(config, recompute_ratio=self.advice.ratio)
 
     def where(self, exact: bool) -> Tensor:
         """`[batch, tokens]`: True where a slot with this exactness lies."""
@@ -143,7 +153,15 @@ class Plan:
 class Planner:
     """Finds chunks in prompts, fetches them from a store, and computes those that are missing."""
 
-    def __init__(self, model: nn.Module, store: ChunkStore, fingerprint: str, sink_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        store: ChunkStore,
+        fingerprint: str,
+        sink_ids: tuple[int, ...],
+        least_ratio: float = 0.0,
+    ) -> None:
+        self._least_ratio = least_ratio  # what a controller may raise
         self._model, self._store, self._fingerprint, self._sink_ids = model, store, fingerprint, sink_ids
         self._fetched: dict[ChunkKey, ChunkKV] = {}
         self._regimes: set[tuple[int, ...]] = set()  # of the frequencies in the forward that is planned
@@ -176,14 +194,28 @@ class Planner:
         wholes = [Whole(tuple(ids)) for ids in rows] if wholes is None else wholes
         longest = max(whole.seen + len(new) for new, whole in zip(rows, wholes, strict=True))
         self._regimes = {self._regime(longest), self._regime(max(whole.seen for whole in wholes) + width)}
+        found = [self._spans(row, whole.ids, known, at_beginning) for row, whole in enumerate(wholes)]
+        unloaded = self._advised(plan, [key for spans in found for _, key in spans])
         for row, (new, start, whole) in enumerate(zip(rows, starts, wholes, strict=True)):
             plan.real[row, list(whole.columns) or slice(start, start + len(new))] = True
-            ids = whole.ids
-            spans = self._found(ids, at_beginning) if known is None else self._wanted(known[row], ids, at_beginning)
+            spans = [span for span in found[row] if span[1] not in unloaded]
             self._place(plan, row, start, len(new), whole, spans, at_beginning)
         plan.read_ahead(self._store.pipeline_depth)
         self._fetched.clear()
         return plan
+
+    def _advised(self, plan: Plan, keys: Sequence[ChunkKey]) -> set[ChunkKey]:
+        """The chunks that the store's controller would rather have computed where they stand."""
+        if self._store.controller is None:
+            return set()
+        chunks = [key for key in dict.fromkeys(keys) if key.sink_ids == self._sink_ids]  # not the prefix
+        plan.advice = self._store.controller.decide(chunks, self._least_ratio) if chunks else None
+        return set() if plan.advice is None else {*chunks} - {chunks[place] for place in plan.advice.loaded}
+
+    def _spans(
+        self, row: int, ids: Sequence[int], known: Sequence[Sequence[Span]] | None, at_beginning: bool
+    ) -> list[tuple[int, ChunkKey]]:
+        return self._found(ids, at_beginning) if known is None else self._wanted(known[row], ids, at_beginning)
 
     def _found(self, ids: Sequence[int], at_beginning: bool) -> list[tuple[int, ChunkKey]]:
         spans = self._store.find(self._fingerprint, self._sink_ids, ids)

@@ -5,12 +5,13 @@
 import time
 
 import pytest
+import torch
 
-from hf_blend import plugins
+from hf_blend import BlendCache, plugins
 from hf_blend.ladder.zoo import tiny_model
 from hf_blend.loading import profile as profiling
-from hf_blend.loading.controller import advise
-from hf_blend.loading.profile import Point, Profile, bytes_per_second, profile_of
+from hf_blend.loading.controller import LoadingController, advise
+from hf_blend.loading.profile import Point, Profile, bytes_per_second, profile_of, tier_rates
 from hf_blend.store import ChunkStore
 from hf_blend.store.throttled import ThrottledTier
 
@@ -90,3 +91,71 @@ def test_a_throttled_tier_gives_no_more_than_its_rate():
     assert time.perf_counter() - started >= chunk.nbytes / rate
     assert bytes_per_second(store, model, tokens=100) < rate
     assert len(store) == 1, "the chunk that was measured with is gone"
+
+
+def request(chunks=(40, 50)):
+    ids = iter(range(5, 95))
+    return {"prefix": [1], "chunks": [[next(ids) for _ in range(size)] for size in chunks], "question": [7, 9, 11]}
+
+
+def stored(model, path, chunks=(40, 50)):
+    with ChunkStore.open(path) as store:
+        store.add(model, None, request(chunks)["chunks"], sink_ids=(1,))
+    return ChunkStore.open(path, memory_bytes=0)
+
+
+def answered(model, store, chunks=(40, 50), **settings):
+    cache = BlendCache(model, store, **settings)
+    given = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "output_logits": True}
+    inputs = cache.inputs(None, **request(chunks))
+    output = model.generate(**inputs, past_key_values=cache, **given, return_dict_in_generate=True)
+    return torch.stack(output.logits), cache.report
+
+
+def test_a_controller_has_chunks_computed_where_loading_takes_longer(tmp_path, profile):
+    model = tiny_model("llama")
+    store = stored(model, tmp_path)
+    store.controller = LoadingController(model, store, profile=profile, rates={"disk": 1.0})
+    got, report = answered(model, store)
+    assert report.loaded_chunks + report.computed_chunks <= 1, "the prefix alone"
+    assert report.reusable_tokens == 0
+    assert store.controller.last.loaded_chunks == 0
+    plain = model.generate(
+        torch.tensor([[1, *request()["chunks"][0], *request()["chunks"][1], 7, 9, 11]]),
+        max_new_tokens=3, do_sample=False, eos_token_id=None, output_logits=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    torch.testing.assert_close(got, torch.stack(plain.logits), rtol=1e-4, atol=1e-4)
+
+
+def test_a_controller_recomputes_what_loading_hides_and_never_less_than_asked(tmp_path, profile):
+    model = tiny_model("llama")
+    rate = 90 * profile.bytes_per_token / profile.prefill_s(90, 0.6)
+    for least, wanted in ((0.2, 0.55), (0.9, 0.9)):
+        store = stored(model, tmp_path, (90,))
+        store.controller = LoadingController(model, store, profile=profile, rates={"disk": rate})
+        _, report = answered(model, store, (90,), recompute_ratio=least)
+        assert report.nominal_ratio >= wanted
+        assert report.nominal_ratio <= max(0.65, least)
+    fast = stored(model, tmp_path)
+    fast.controller = LoadingController(model, fast, profile=profile, rates={"disk": 1e15})
+    assert answered(model, fast, recompute_ratio=0.2)[1].nominal_ratio == 0.2
+
+
+def test_a_controller_leaves_alone_what_is_in_memory_and_other_models(tmp_path, profile):
+    model, other = tiny_model("llama"), tiny_model("qwen2")
+    store = ChunkStore.open("memory://")
+    store.controller = LoadingController(model, store, profile=profile, rates={"disk": 1.0})
+    store.add(model, None, request()["chunks"], sink_ids=(1,))
+    assert answered(model, store)[1].reusable_tokens > 0
+    assert store.controller.last is None
+    disk = stored(other, tmp_path)
+    disk.controller = LoadingController(model, disk, profile=profile, rates={"disk": 1.0})
+    assert answered(other, disk)[1].reusable_tokens > 0
+
+
+def test_rates_are_measured_tier_by_tier(tmp_path):
+    model = tiny_model("llama")
+    store = ChunkStore.open(tmp_path, memory_bytes=1 << 20)
+    assert list(tier_rates(store, model, tokens=20)) == ["disk"]
+    assert tier_rates(store, model, tokens=20)["disk"] > 0
+    assert len(store) == 0

@@ -7,58 +7,37 @@
 Where loading is slower than even that, some chunks are better computed than loaded; how many is part of the advice.
 """
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-from .profile import Profile
+from torch import nn
+
+from ..anatomy import decoder_layers
+from ..config import BlendConfig
+from ..fingerprint import fingerprint
+from ..store import ChunkStore
+from ..store.chunk import ChunkKey
+from .advice import Advice
+from .profile import Profile, profile_of, tier_rates
 
 STEPS = 40  # the ratio is looked for in steps of 1/40
-
-
-@dataclass(frozen=True)
-class Advice:
-    """What to do with a request, and what is expected of it.
-
-    Attributes:
-        ratio: recompute ratio, never below the one that quality asks for.
-        loaded_chunks: how many chunks to load; the others are faster computed.
-        predicted_ms: time to the first token, loading and computing side by side.
-        load_ms: of this, what loading takes.
-        compute_ms: of this, what computing takes.
-        hidden_tiers: tiers whose loading stays hidden behind computing at the least ratio, the cheapest last.
-    """
-
-    ratio: float
-    loaded_chunks: int
-    predicted_ms: float
-    load_ms: float
-    compute_ms: float
-    hidden_tiers: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        """One line for people."""
-        hidden = f"; hidden: {', '.join(self.hidden_tiers)}" if self.hidden_tiers else ""
-        return (
-            f"recompute {self.ratio:.1%}, load {self.loaded_chunks} chunks: {self.predicted_ms:.0f} ms expected "
-            f"(loading {self.load_ms:.0f} ms, computing {self.compute_ms:.0f} ms){hidden}"
-        )
 
 
 def advise(
     profile: Profile,
     chunk_tokens: Sequence[int],
-    bytes_s: float,
+    bytes_s: float | Sequence[float],
     *,
     least_ratio: float = 0.15,
     num_layers: int = 1,
     tiers: Mapping[str, float] | None = None,
 ) -> Advice:
-    """Choose ratio and chunks for a request whose chunks are all in one tier.
+    """Choose ratio and chunks for a request.
 
     Args:
         profile: of the model on this machine.
         chunk_tokens: length of each chunk.
-        bytes_s: of the tier.
+        bytes_s: of the tier that holds the chunks, or of the one that holds each; infinite for memory.
         least_ratio: r*, what quality asks for.
         num_layers: of the model; the first layer's loading is hidden behind nothing.
         tiers: bytes a second of every tier there is, from the dearest to the cheapest.
@@ -67,18 +46,20 @@ def advise(
         The advice.
     """
     total = sum(chunk_tokens)
+    rates = [float(bytes_s)] * len(chunk_tokens) if isinstance(bytes_s, int | float) else list(bytes_s)
+    order = sorted(range(len(rates)), key=lambda place: (-rates[place], -chunk_tokens[place]))
 
-    def load_s(tokens: int, rate: float = bytes_s) -> float:
+    def load_s(tokens: int, rate: float) -> float:
         return tokens * profile.bytes_per_token / rate
 
     def expected(count: int, ratio: float) -> tuple[float, float, float]:
-        """Time, loading and computing, with the longest chunks loaded."""
-        kept = sum(sorted(chunk_tokens, reverse=True)[:count])
-        loading = load_s(kept)
+        """Time, loading and computing, with the chunks loaded that come fastest, of equals the longest."""
+        kept = sum(chunk_tokens[place] for place in order[:count])
+        loading = sum(load_s(chunk_tokens[place], rates[place]) for place in order[:count])
         computing = profile.prefill_s(total, (kept * ratio + total - kept) / total)
         return max(loading, computing) + loading / num_layers, loading, computing
 
-    count = min(range(len(chunk_tokens) + 1), key=lambda some: (expected(some, least_ratio)[0], -some))
+    count = min(range(len(rates) + 1), key=lambda some: (expected(some, least_ratio)[0], -some))
     ratio, (time_s, loading, computing) = least_ratio, expected(count, least_ratio)
     for step in range(1, STEPS + 1):  # more for nothing
         more = step / STEPS
@@ -86,4 +67,57 @@ def advise(
         if more > ratio and found[2] <= loading:
             ratio, (time_s, loading, computing) = more, found
     hidden = [name for name, rate in (tiers or {}).items() if load_s(total, rate) <= profile.prefill_s(total, ratio)]
-    return Advice(ratio, count, 1e3 * time_s, 1e3 * loading, 1e3 * computing, tuple(hidden))
+    times_ms = (1e3 * time_s, 1e3 * loading, 1e3 * computing)
+    return Advice(ratio, count, *times_ms, tuple(hidden), tuple(sorted(order[:count])))
+
+
+class LoadingController:
+    """Has every request load what is worth it, and recompute as much as that hides.
+
+        store.controller = LoadingController(model, store)
+
+    A chunk that is faster computed than loaded is computed in its place, like a question; the recompute ratio of a
+    cache is then the least that is used. Measures the machine when it is made (see `profile_of`), for seconds.
+
+    Args:
+        model: requests of other models are left as they are.
+        store: whose requests are decided on.
+        config: how they blend.
+        profile: of the model; measured, or read from the assets folder, where left out.
+        rates: bytes a second of each tier by name; measured where left out.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        store: ChunkStore,
+        config: BlendConfig | None = None,
+        *,
+        profile: Profile | None = None,
+        rates: Mapping[str, float] | None = None,
+    ) -> None:
+        self._store, self._num_layers = store, len(decoder_layers(model))
+        self._fingerprint, config = fingerprint(model), config or BlendConfig()
+        self.profile = profile_of(model, config) if profile is None else profile
+        self.rates = tier_rates(store, model) if rates is None else dict(rates)
+        self.last: Advice | None = None
+
+    def decide(self, keys: Sequence[ChunkKey], least_ratio: float) -> Advice | None:
+        """What to do with the stored chunks of one request; also kept in `last`.
+
+        Args:
+            keys: of all its chunks.
+            least_ratio: what quality asks for.
+
+        Returns:
+            The advice; None where nothing of the request has to be loaded.
+        """
+        places = [self._store.place(key) for key in keys]
+        if not any(place in self.rates for place in places) or keys[0].fingerprint != self._fingerprint:
+            return None
+        bytes_s = [self.rates.get(place or "", math.inf) for place in places]
+        lengths = [len(key.token_ids) for key in keys]
+        self.last = advise(
+            self.profile, lengths, bytes_s, least_ratio=least_ratio, num_layers=self._num_layers, tiers=self.rates
+        )
+        return self.last

@@ -133,6 +133,20 @@ def bytes_per_second(store: ChunkStore, model: nn.Module, tokens: int = 512) -> 
     return statistics.median(rates)
 
 
+def tier_rates(store: ChunkStore, model: nn.Module, tokens: int = 512) -> dict[str, float]:
+    """How fast each tier of a store gives back a chunk: see `bytes_per_second`.
+
+    Args:
+        store: whose tiers; what they hold stays.
+        model: whose KV the chunk has.
+        tokens: of the chunk.
+
+    Returns:
+        Name → bytes a second, the nearest tier first.
+    """
+    return {tier.name: bytes_per_second(ChunkStore([], [tier]), model, tokens) for tier in store.tiers()}
+
+
 def _measured(model: nn.Module, config: BlendConfig, lengths: Sequence[int], machine: dict[str, Any]) -> Profile:
     from ..cache import BlendCache
 

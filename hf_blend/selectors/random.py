@@ -9,7 +9,7 @@ from .base import Selector, TokenView
 
 
 class Random(Selector):
-    """One score per seed and place behind the first reusable token, so that a token's luck depends neither on the batch nor on the ratio."""
+    """One score per seed and place behind the first reusable token: luck depends neither on batch nor on ratio."""
 
     needs_kv = False
 

@@ -56,6 +56,7 @@ class ChunkStore(Upkeep):
     ) -> None:
         self.namespace = namespace
         self.pipeline_depth = 2  # layers that a request reads ahead; 0 reads chunks whole before it begins
+        self.controller: Any = None  # a `LoadingController` decides for each request what is worth loading
         self._tally = Tally()
         snapshot = index / f"{hash_namespace(namespace)[:32]}.index" if index else None
         self._catalog = Catalog(namespace, tiers, snapshot, lambda digest: self._stack.is_held(digest))

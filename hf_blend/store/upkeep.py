@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an operator does with a store: list, count, pin, check and clean it."""
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from .catalog import Catalog
 from .chunk import ChunkKey
 from .stack import Finding, TierStack
 from .tally import Tally
-from .tiers.disk import DiskTier
+from .tiers.base import Tier
 
 __all__ = ["EntryInfo", "Finding", "Upkeep"]
 
@@ -128,13 +129,28 @@ class Upkeep:
             found["freed_bytes"] += tier.shrink(min(limits)) if limits else 0
         return found
 
+    def tiers(self) -> list[Tier]:
+        """The tiers that keep bytes, the nearest first."""
+        return [bounded.tier for bounded in self._stack.tiers]
+
+    def place(self, key: ChunkKey) -> str | None:
+        """The name of the nearest place that has a chunk; None if none has it, or says so now."""
+        for place in self._stack.held:
+            if place.contains(key.digest):
+                return place.name
+        for tier in self._stack.tiers:
+            with contextlib.suppress(OSError):
+                if tier.contains(self._catalog.name(key.digest)):
+                    return tier.name
+        return None
+
     def files(self) -> Iterator[tuple[str, Path]]:
         """Verify every entry in a folder of this store, and walk over those that are whole: digest and file."""
         for tier in self._stack.tiers:
-            if isinstance(tier.tier, DiskTier):
-                for name in sorted(self._catalog.names(tier.name)):
-                    if not self._stack.examine(tier, name, repair=False).reason:
-                        yield name[-64:], tier.tier.path(name)
+            for name in sorted(self._catalog.names(tier.name)):
+                path = tier.tier.file(name)
+                if path is not None and not self._stack.examine(tier, name, repair=False).reason:
+                    yield name[-64:], path
 
     def entries(self) -> Iterator[EntryInfo]:
         """Walk over what is stored in this namespace, in the order of digests."""

@@ -135,6 +135,10 @@ class DiskTier(Tier):
         """Where an object is kept."""
         return self.root / "objects" / f"{check_name(name)}{_SUFFIX}"
 
+    def file(self, name: str) -> Path:
+        """The file that holds an object."""
+        return self.path(name)
+
     def listing(self) -> Iterator[tuple[str, ObjectStat]]:
         """Walk over every object of every space, with its size and age."""
         for space in self._subdirectories(self.root / "objects"):

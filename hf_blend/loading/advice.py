@@ -1,0 +1,36 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What the loading controller says of a request."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to do with a request, and what is expected of it.
+
+    Attributes:
+        ratio: recompute ratio, never below the one that quality asks for.
+        loaded_chunks: how many chunks to load; the others are faster computed.
+        predicted_ms: time to the first token, loading and computing side by side.
+        load_ms: of this, what loading takes.
+        compute_ms: of this, what computing takes.
+        hidden_tiers: tiers whose loading stays hidden behind computing at the least ratio, the cheapest last.
+        loaded: which chunks to load, by their places in the request.
+    """
+
+    ratio: float
+    loaded_chunks: int
+    predicted_ms: float
+    load_ms: float
+    compute_ms: float
+    hidden_tiers: tuple[str, ...] = ()
+    loaded: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        """One line for people."""
+        hidden = f"; hidden: {', '.join(self.hidden_tiers)}" if self.hidden_tiers else ""
+        return (
+            f"recompute {self.ratio:.1%}, load {self.loaded_chunks} chunks: {self.predicted_ms:.0f} ms expected "
+            f"(loading {self.load_ms:.0f} ms, computing {self.compute_ms:.0f} ms){hidden}"
+        )
