@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..anatomy import text_config
 from ..config import BlendConfig
 from ..fingerprint import fingerprint
 from ..store import ChunkStore
@@ -81,7 +82,7 @@ def profile_of(
     model: nn.Module,
     config: BlendConfig | None = None,
     *,
-    lengths: Sequence[int] = LENGTHS,
+    lengths: Sequence[int] | None = None,
     folder: Path | None = None,
 ) -> Profile:
     """The profile of a model on this machine, measured if it is not known.
@@ -89,13 +90,14 @@ def profile_of(
     Args:
         model: to run.
         config: how it will blend.
-        lengths: tokens of the chunks of the prefills that are measured.
+        lengths: tokens of the chunks of the prefills that are measured; left out, 512 and 1536, or what the model
+            was made for.
         folder: where profiles are kept; None is the assets folder of the Hugging Face cache.
 
     Returns:
         The profile.
     """
-    config = config or BlendConfig()
+    config, lengths = config or BlendConfig(), lengths or _lengths(model)
     machine = _machine(model, config, lengths)
     path = _path(machine, folder)
     try:
@@ -145,6 +147,12 @@ def tier_rates(store: ChunkStore, model: nn.Module, tokens: int = 512) -> dict[s
         Name → bytes a second, the nearest tier first.
     """
     return {tier.name: bytes_per_second(ChunkStore([], [tier]), model, tokens) for tier in store.tiers()}
+
+
+def _lengths(model: nn.Module) -> tuple[int, ...]:
+    """Two lengths that fit the model with a question behind them."""
+    most = (getattr(text_config(model), "max_position_embeddings", None) or 1 << 30) - 2 * QUESTION_TOKENS
+    return tuple(min(length, most * length // LENGTHS[-1]) for length in LENGTHS)
 
 
 def _measured(model: nn.Module, config: BlendConfig, lengths: Sequence[int], machine: dict[str, Any]) -> Profile:
