@@ -99,8 +99,8 @@ def visit(browser, url):
 
 def test_the_page_comes_up_with_a_story_and_the_chart(visit, artefacts):
     seen = visit()
-    assert seen.page.locator("#hb-quality circle").count() >= 10
-    assert seen.page.locator("#hb-text textarea").input_value() == STORIES[0]["documents"]
+    seen.page.locator("#hb-quality circle").nth(9).wait_for()
+    sync_api.expect(seen.page.locator("#hb-text textarea")).to_have_value(STORIES[0]["documents"])
     seen.page.screenshot(path=artefacts / "1-start.png", full_page=True)
 
 
@@ -113,7 +113,7 @@ def test_asking_gives_three_answers_and_marks_what_was_recomputed(visit, artefac
     assert seen.answer("full reuse")
     assert "ms" in seen.panel("full reuse").locator(".hb-figures").inner_text()
     seen.page.locator("#hb-deviation rect").first.wait_for()
-    assert seen.chosen() > 0
+    seen.page.locator("#hb-documents .hb-tokens .hb-chosen").first.wait_for()
     seen.page.screenshot(path=artefacts / "2-answers.png", full_page=True)
 
 
@@ -165,7 +165,7 @@ def test_hostile_text_is_only_text(visit, artefacts):
     seen.answer("blend")
     assert seen.page.evaluate("() => window.broken") is None
     assert seen.page.locator("#hb-documents script, #hb-panels script, #hb-panels img").count() == 0
-    assert "not among them" in seen.page.locator("#hb-status").inner_text()
+    seen.page.locator("#hb-status", has_text="not among them").wait_for()
     seen.write("#hb-model", "<img src=x onerror='window.broken = 1'>")
     seen.ask()
     seen.page.locator(".hb-error").wait_for()
