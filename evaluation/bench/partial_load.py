@@ -6,7 +6,6 @@ Random weights agree between heads no more than chance does, so the shapes have 
 are one, and all key heads. Then probe heads agree, as those of trained models mostly do.
 """
 
-import os
 import statistics
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -24,6 +23,7 @@ from hf_blend.sparse.partial.loading import LoadReport, partial_loading
 from hf_blend.sparse.partial.store import PartialStore
 from hf_blend.store.throttled import ThrottledTier
 
+from .cold import forget
 from .ttft import Clock
 
 GB = 1e9
@@ -101,7 +101,7 @@ def _row(model: nn.Module, plan: PartialPlan, rate: float, folder: Path) -> dict
     reports = {}
     for number in range(plan.rounds + 2):  # the first round computes the chunks, the second warms up
         for share, known in times.items():
-            _forget(folder)
+            forget(folder)
             ttft_ms, reports[share] = _run(model, store, pieces, share)
             known += [ttft_ms] if number > 1 else []
     whole, part = (statistics.median(times[share]) for share in (1.0, plan.share))
@@ -157,12 +157,3 @@ def _kept(chunk: Any, readers: list[Any]) -> Any:
 def _whole(readers: list[Any]) -> Any:
     loaded, every = (sum(getattr(one, name) for one in readers) for name in ("loaded_bytes", "nbytes"))
     return LoadReport(loaded_bytes=loaded, all_bytes=every)
-
-
-def _forget(folder: Path) -> None:
-    """Tell the kernel to drop the files' pages."""
-    for path in folder.rglob("*.safetensors"):
-        handle = os.open(path, os.O_RDONLY)
-        os.fsync(handle)
-        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(handle)

@@ -21,6 +21,8 @@ from hf_blend import ChunkStore, plugins
 from hf_blend.store import ChunkKey, ChunkKV
 from hf_blend.store.entry import EntryReader
 
+from .cold import forget_file
+
 MB = 1e6
 
 
@@ -122,9 +124,7 @@ def _prepare(path: Path, cold: bool) -> None:
     if not cold:
         path.read_bytes()
         return
-    handle = os.open(path, os.O_RDONLY)
-    os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(handle)
+    forget_file(path)
 
 
 def _raw(path: Path) -> int:

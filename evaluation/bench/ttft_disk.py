@@ -6,7 +6,6 @@ Each way takes its turn in every round. Cold: the kernel is told to forget the f
 down to a rate; what the controller expects stands beside what was measured.
 """
 
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from hf_blend.loading.controller import advise
 from hf_blend.loading.profile import bytes_per_second, profile_of
 from hf_blend.store.throttled import ThrottledTier
 
+from . import cold
 from .shapes import random_model
 from .ttft import TtftPlan, _pieces, _run, machine
 
@@ -83,7 +83,7 @@ def _row(
         keys = store.add(model, None, pieces["chunks"], sink_ids=(1,))
     whole.pipeline_depth = 0
     _run(model, streaming, pieces, given, ratio)  # the prefix is stored too
-    forget = (lambda: _forget(folder / "store")) if plan.cold else (lambda: None)
+    forget = (lambda: cold.forget(folder / "store")) if plan.cold else (lambda: None)
     forget()
     bytes_s = bytes_per_second(streaming, model, given.chunk_tokens)
     times: dict[str, list[float]] = {way: [] for way in WAYS}
@@ -135,12 +135,3 @@ def _advised(
     forget()
     found: float = _run(model, store, pieces, replace(given, ratios=(ratio,)), ratio)["ttft_ms"]
     return found
-
-
-def _forget(folder: Path) -> None:
-    """Tell the kernel to drop the files' pages."""
-    for path in folder.rglob("*.safetensors"):
-        handle = os.open(path, os.O_RDONLY)
-        os.fsync(handle)
-        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(handle)
