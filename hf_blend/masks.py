@@ -6,8 +6,8 @@ When only some tokens flow through a layer, no kernel's built-in causal mask fit
 a row see tokens behind it. So each row carries its own line of the mask, cut out of the mask that the model made for
 all rows (padding and windows included), or built from the rows' columns where the model left it out.
 
-`RowMask` is such a mask, a boolean tensor that any code may use. Handed to `scaled_dot_product_attention` it also does
-the work: sorted rows are taken in blocks, and a block reads keys only where one of its rows may look.
+`RowMask` is such a mask, a tensor to all code. Handed to `scaled_dot_product_attention` it also does the work: sorted
+rows are taken in blocks, and a block reads keys only where one of its rows may look.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,12 +18,20 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._pytree import tree_map
 
-BLOCK_QUERIES = 256  # queries per block, heads of a group counted; fewer waste less, more fill the kernels better
+BLOCK_ROWS = (128, 1024)  # rows per block on a CPU and on a GPU; fewer look at less in vain, more fill the kernels better
+SMALL_MASK = 1 << 18  # rows x keys up to which one block is faster than several
+KEPT_BYTES = 32 << 20  # of additive masks that are kept for all layers; larger ones are made where they are used
 
 
 def row_mask(
-    model_mask: Tensor | BlockMask | None, rows: Tensor, past: int, keys: int, implementation: str
+    model_mask: Tensor | BlockMask | None,
+    rows: Tensor,
+    past: int,
+    keys: int,
+    implementation: str,
+    numbers: list[int] | None = None,
 ) -> Tensor | BlockMask:
     """The mask of some rows, for the attention implementation that the model uses.
 
@@ -34,6 +42,7 @@ def row_mask(
         past: keys in the cache before the new tokens.
         keys: all keys, past and new.
         implementation: the model's attention implementation, such as `"sdpa"`.
+        numbers: the rows of a single batch entry, where the host knows them already.
 
     Returns:
         `[batch, heads or 1, kept, keys]`: a `RowMask` for sdpa, an additive mask for eager, a block mask for flex, a
@@ -41,10 +50,12 @@ def row_mask(
     """
     if isinstance(model_mask, BlockMask):
         return _cut_blocks(model_mask, rows, keys)
+    if implementation == "sdpa" and model_mask is None and rows.shape[0] == 1:
+        return RowMask.causal(rows + past, keys, None if numbers is None else [number + past for number in numbers])
     mask = local_mask(rows, past, keys, None) if model_mask is None else _cut(model_mask, rows)
     if implementation == "sdpa":
-        return RowMask.of(mask, rows[0] + past if model_mask is None and rows.shape[0] == 1 else None)
-    if implementation == "eager" and model_mask is None:  # a boolean mask that a model made is what it wants
+        return RowMask.of(mask)
+    if implementation == "eager" and model_mask is None:  # a boolean mask that a model made is what it expects
         return torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, torch.finfo(torch.float32).min)
     return mask
 
@@ -90,42 +101,56 @@ class RowBlock:
     Attributes:
         rows: where the block lies among the kept rows.
         keys: the keys it reads.
-        bias: additive mask `[batch or 1, heads or 1, queries, keys]` in float32; None where every row sees every key.
     """
 
     rows: slice
     keys: slice
-    bias: Tensor | None
 
 
 class RowMask(Tensor):
     """A boolean or additive mask `[batch, heads or 1, rows, keys]` that attends by blocks of rows.
 
-    Every operation but `scaled_dot_product_attention` sees a plain tensor.
+    Every operation but `scaled_dot_product_attention` sees a plain tensor. A mask that says no more than "up to the
+    row's own column" has no memory of its own: a plain tensor is made of it only where some operation asks for one.
 
     Attributes:
         group: how many query heads share a key head, where transformers repeats the keys for them; 1 if it does not.
-            The heads of a group are folded into rows, so that a block reads each key once.
     """
 
     group: int
-    _columns: list[int] | None
-    _blocks: dict[int, list[RowBlock]]
+    _dense: Tensor | None  # the mask; None: made of `_columns` where it is asked for
+    _columns: Tensor | None  # `[1, rows]`, each row sees the keys up to its own column
+    _numbers: list[int]  # the same, known to the host
+    _blocks: list[RowBlock] | None
+    _biases: dict[tuple[int, torch.dtype, int], Tensor]
 
     @classmethod
-    def of(cls, mask: Tensor, columns: Tensor | None = None) -> "RowMask":
-        """Wrap a mask; no copy.
+    def of(cls, mask: Tensor) -> "RowMask":
+        """Wrap a mask `[batch, heads or 1, rows, keys]`; no copy."""
+        return cls._wrap(mask.shape, mask, None, [])
+
+    @classmethod
+    def causal(cls, columns: Tensor, keys: int, numbers: list[int] | None = None) -> "RowMask":
+        """A mask by which each row sees exactly the keys up to its own column.
 
         Args:
-            mask: `[batch, heads or 1, rows, keys]`.
-            columns: `[rows]`, if each row sees exactly the keys up to its own column: saves reading the mask.
+            columns: `[1, rows]`, sorted.
+            keys: how many there are.
+            numbers: the same columns, where the host knows them already.
 
         Returns:
-            The same mask, which attends by blocks.
+            A boolean mask `[1, 1, rows, keys]`.
         """
-        wrapped = mask.as_subclass(cls)
-        wrapped.group, wrapped._blocks = 1, {}
-        wrapped._columns = None if columns is None else columns.tolist()
+        known = columns[0].tolist() if numbers is None else numbers
+        return cls._wrap((1, 1, columns.shape[1], keys), None, columns, known)
+
+    @classmethod
+    def _wrap(cls, shape: Any, dense: Tensor | None, columns: Tensor | None, numbers: list[int]) -> "RowMask":
+        like: Any = columns if dense is None else dense
+        dtype = torch.bool if dense is None else dense.dtype
+        wrapped: RowMask = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=like.device)  # type: ignore[attr-defined]
+        wrapped.group, wrapped._blocks, wrapped._biases = 1, None, {}
+        wrapped._dense, wrapped._columns, wrapped._numbers = dense, columns, numbers
         return wrapped
 
     @classmethod
@@ -138,80 +163,110 @@ class RowMask(Tensor):
                 return _attend(*args, **(kwargs or {}))
             if func is Tensor.to:
                 return args[0]._to(*args[1:], **(kwargs or {}))
-            return func(*args, **(kwargs or {}))
+            if getattr(func, "__name__", "") == "__get__" or func in _ASKING:
+                return func(*args, **(kwargs or {}))
+            return func(*tree_map(_as_plain, args), **tree_map(_as_plain, kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What comes past `__torch_function__`, such as from C++: plain tensors there too."""
+        return func(*tree_map(_as_plain, args), **tree_map(_as_plain, kwargs or {}))
+
+    def plain(self) -> Tensor:
+        """The mask as a tensor of its own."""
+        if self._dense is not None:
+            return self._dense
+        columns: Any = self._columns
+        return (torch.arange(self.shape[3], device=columns.device) <= columns[..., None])[:, None]
 
     def _to(self, *args: Any, **kwargs: Any) -> Tensor:
         """The same mask elsewhere: accelerate brings the arguments of a layer to where its weights are."""
-        moved = self.as_subclass(Tensor).to(*args, **kwargs)
-        if moved.device == self.device and moved.dtype == self.dtype:
+        if self._dense is None:
+            moved = torch.empty(0, dtype=torch.bool, device=self.device).to(*args, **kwargs)
+            if moved.dtype != torch.bool:
+                return self.plain().to(*args, **kwargs)
+            mask = RowMask.causal(self._columns.to(moved.device), self.shape[3], self._numbers)  # type: ignore[union-attr]
+        else:
+            mask = RowMask.of(self._dense.to(*args, **kwargs))
+        if mask.device == self.device and mask.dtype == self.dtype:
             return self
-        mask = RowMask.of(moved)
-        mask.group, mask._columns = self.group, self._columns
+        mask.group, mask._blocks = self.group, self._blocks
         return mask
 
-    def blocks(self, group: int) -> list[RowBlock]:
-        """The blocks of this mask, found once and kept.
+    def blocks(self) -> list[RowBlock]:
+        """The blocks of this mask, found once and kept: in order, together they hold every row once."""
+        if self._blocks is None:
+            rows, keys = self.shape[2], self.shape[3]
+            step = BLOCK_ROWS[self.device.type == "cuda"] if rows * keys > SMALL_MASK else rows
+            cut = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+            ends = self._read_ends(cut) if self._dense is not None else [(0, self._numbers[one.stop - 1] + 1) for one in cut]
+            self._blocks = [RowBlock(rows, slice(*end)) for rows, end in zip(cut, ends, strict=True)]
+        return self._blocks
+
+    def bias(self, number: int, dtype: torch.dtype, repeats: int = 1) -> Tensor:
+        """The additive mask of a block, `[batch or 1, heads or 1, repeats * rows, keys]`.
 
         Args:
-            group: query heads that are folded into rows, so that each row of the mask stands for that many queries.
+            number: of the block.
+            dtype: of the queries.
+            repeats: how often the rows stand one behind the other.
 
         Returns:
-            The blocks, in order; together they hold every row once.
+            The bias; it is kept, unless all together would take much memory.
         """
-        if group not in self._blocks:
-            step = max(1, BLOCK_QUERIES // group)
-            with torch._C.DisableTorchFunctionSubclass():
-                plain = self.as_subclass(Tensor)
-                cut = _read_blocks(plain, step, group) if self._columns is None else self._causal_blocks(step, group)
-            self._blocks[group] = cut
-        return self._blocks[group]
+        place, block = (number, dtype, repeats), self.blocks()[number]
+        if place not in self._biases:
+            if repeats == 1 and self._is_run(block):
+                return self._diagonal(block, dtype)
+            made = self._make_bias(block, dtype)
+            made = made.repeat(1, 1, repeats, 1) if repeats > 1 else made
+            if self.shape[0] * self.shape[2] * self.shape[3] * repeats * made.element_size() > KEPT_BYTES:
+                return made
+            self._biases[place] = made
+        return self._biases[place]
 
-    def _causal_blocks(self, step: int, group: int) -> list[RowBlock]:
-        """Blocks of rows that see all keys up to their own column; runs of neighbours share one bias."""
-        columns, blocks, diagonal = self._columns or [], [], None
-        for start in range(0, len(columns), step):
-            block = columns[start : start + step]
-            rows, keys = slice(start, start + len(block)), slice(0, block[-1] + 1)
-            if len(block) == step and block[-1] - block[0] == step - 1:
-                diagonal = _diagonal(step, group, columns[-1] + 1, self.device) if diagonal is None else diagonal
-                bias = diagonal[..., diagonal.shape[-1] - keys.stop :]
-            else:
-                places = torch.tensor(block, device=self.device)
-                seen = torch.arange(keys.stop, device=self.device) <= places[:, None]
-                bias = _folded(_additive(seen)[None, None], group)
-            blocks.append(RowBlock(rows, keys, bias))
-        return blocks
+    def _is_run(self, block: RowBlock) -> bool:
+        """Whether the rows of a block are neighbours that see all before them."""
+        known, rows = self._numbers, block.rows
+        return bool(known) and known[rows.stop - 1] - known[rows.start] == rows.stop - rows.start - 1
 
+    def _diagonal(self, block: RowBlock, dtype: torch.dtype) -> Tensor:
+        """The bias of neighbouring rows: the end of one that all runs of as many rows share."""
+        rows, keys = block.rows.stop - block.rows.start, self._numbers[-1] + 1
+        place = (-rows, dtype, 1)
+        if place not in self._biases:
+            run = RowMask.causal(torch.arange(keys - rows, keys, device=self.device)[None], keys, [*range(keys - rows, keys)])
+            self._biases[place] = run._make_bias(RowBlock(slice(0, rows), slice(0, keys)), dtype)
+        return self._biases[place][..., keys - block.keys.stop :]
 
-def _diagonal(rows: int, group: int, keys: int, device: torch.device) -> Tensor:
-    """Bias of neighbouring rows of which the last sees all keys: `[1, 1, group * rows, keys]`."""
-    behind = torch.arange(keys, device=device) - torch.arange(keys - rows, keys, device=device)[:, None]
-    return _folded(_additive(behind <= 0)[None, None], group)
+    def _make_bias(self, block: RowBlock, dtype: torch.dtype) -> Tensor:
+        if self._dense is not None:
+            part = self._dense[:, :, block.rows, block.keys]
+            if part.dtype != torch.bool:
+                return part.to(dtype)
+        else:
+            columns: Any = self._columns
+            part = torch.arange(block.keys.stop, device=columns.device) <= columns[0, block.rows, None]
+            part = part[None, None]
+        width = part.shape[3]  # kernels on a GPU read lines that begin at multiples of 16 bytes
+        lines = torch.zeros((*part.shape[:3], -(-width // 8) * 8), dtype=dtype, device=part.device)[..., :width]
+        return lines.masked_fill_(part.logical_not(), float("-inf"))
 
-
-def _read_blocks(mask: Tensor, step: int, group: int) -> list[RowBlock]:
-    """Cut a mask `[batch, heads or 1, rows, keys]` into blocks with the keys that one of their rows sees."""
-    visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-    blocks = []
-    for start in range(0, mask.shape[2], step):
-        rows = slice(start, min(start + step, mask.shape[2]))
-        seen = visible[:, :, rows].flatten(0, 2).any(0).nonzero().flatten()
-        keys = slice(int(seen[0]), int(seen[-1]) + 1) if len(seen) else slice(0, mask.shape[3])
-        part = mask[:, :, rows, keys]
-        bias = None if visible[:, :, rows, keys].all() else _folded(_additive(part), group)
-        blocks.append(RowBlock(rows, keys, bias))
-    return blocks
-
-
-def _additive(mask: Tensor) -> Tensor:
-    if mask.dtype != torch.bool:
-        return mask
-    return torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, float("-inf"))
+    def _read_ends(self, cut: list[slice]) -> list[tuple[int, int]]:
+        """The first and the end of the keys that one of the rows of each block sees."""
+        mask: Any = self._dense
+        visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+        seen = torch.stack([visible[:, :, rows].flatten(0, 2).any(0) for rows in cut]).to(torch.uint8)
+        first, last = seen.argmax(1), seen.shape[1] - seen.flip(1).argmax(1)
+        found = torch.stack((first, last, seen.amax(1)), dim=1).tolist()
+        return [(start, end) if some else (0, seen.shape[1]) for start, end, some in found]
 
 
-def _folded(bias: Tensor, group: int) -> Tensor:
-    """One line of the bias for each query of a group: `[batch, 1, group * rows, keys]`."""
-    return bias.repeat(1, 1, group, 1) if group > 1 else bias.contiguous()
+_ASKING = {Tensor.dim, Tensor.size, Tensor.is_floating_point, Tensor.ndimension, Tensor.numel}
+
+
+def _as_plain(value: Any) -> Any:
+    return value.plain() if isinstance(value, RowMask) else value
 
 
 def attend(
@@ -221,7 +276,7 @@ def attend(
 
     Args:
         query: `[batch, heads, rows, head_dim]`.
-        key: `[batch, kv_heads, keys, head_dim]`; `heads` is `mask.group` times `kv_heads`.
+        key: `[batch, kv_heads, keys, head_dim]`; `heads` is a multiple of `kv_heads`.
         value: `[batch, kv_heads, keys, value_dim]`.
         mask: which keys each row sees.
         dropout: share of the weights that is dropped.
@@ -230,22 +285,30 @@ def attend(
     Returns:
         `[batch, heads, rows, value_dim]`.
     """
-    heads, group = query.shape[1], mask.group if mask.shape[1] == 1 else 1
-    output = query.new_empty((*query.shape[:3], value.shape[-1]))
-    for block in mask.blocks(group):
-        part = query[:, :, block.rows].reshape(query.shape[0], heads // group, -1, query.shape[3])
-        bias = None if block.bias is None else block.bias.to(query.dtype)
-        done = scaled_dot_product_attention(
-            part,
-            key[:, :, block.keys],
-            value[:, :, block.keys],
-            bias,
-            dropout,
-            scale=scale,
-            enable_gqa=part.shape[1] != key.shape[1],
-        )
-        output[:, :, block.rows] = done.reshape(query.shape[0], heads, -1, value.shape[-1])
-    return output
+    parts = [_attend_block(query, key, value, mask, number, dropout, scale) for number in range(len(mask.blocks()))]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+def _attend_block(
+    query: Tensor, key: Tensor, value: Tensor, mask: RowMask, number: int, dropout: float, scale: float | None
+) -> Tensor:
+    """Attention of one block; query heads that share a key head go side by side, so that no kernel repeats the keys."""
+    block = mask.blocks()[number]
+    query, key, value = query[:, :, block.rows], key[:, :, block.keys], value[:, :, block.keys]
+    batch, heads, rows, width = query.shape
+    kv_heads, keys = key.shape[1:3]
+    group = heads // kv_heads
+    if group == 1 or mask.shape[1] > 1:
+        bias = mask.bias(number, query.dtype)
+        return scaled_dot_product_attention(query, key, value, bias, dropout, scale=scale, enable_gqa=group > 1)
+    if batch == 1:  # one entry for each key head; nothing is copied
+        spread = (states[0][:, None].expand(kv_heads, group, keys, states.shape[3]) for states in (key, value))
+        query = query[0].unflatten(0, (kv_heads, group))
+        done = scaled_dot_product_attention(query, *spread, mask.bias(number, query.dtype), dropout, scale=scale)
+    else:  # the heads of a group one behind the other, as rows
+        query = query.reshape(batch, kv_heads, group * rows, width)
+        done = scaled_dot_product_attention(query, key, value, mask.bias(number, query.dtype, group), dropout, scale=scale)
+    return done.reshape(batch, heads, rows, value.shape[-1])
 
 
 def _attend(
@@ -261,7 +324,7 @@ def _attend(
     """`scaled_dot_product_attention` with a `RowMask`."""
     heads, group = query.shape[1], attn_mask.group
     if attn_mask.shape[2] == 1:  # one line for all queries: transformers has folded the heads of a group into rows
-        plain = attn_mask.as_subclass(Tensor)
+        plain = attn_mask.plain()
         return scaled_dot_product_attention(query, key, value, plain, dropout_p, scale=scale, enable_gqa=enable_gqa)
     if group > 1 and attn_mask.shape[1] == 1 and key.shape[1] == heads:
         key, value = key[:, ::group], value[:, ::group]  # undo the repetition

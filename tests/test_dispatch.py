@@ -156,10 +156,10 @@ def _has_hook(module: Any) -> bool:
 
 
 def test_a_mask_that_is_brought_to_another_device_goes_on_attending_by_blocks():
-    mask = RowMask.of(torch.ones(1, 1, 3, 9, dtype=torch.bool), torch.tensor([2, 5, 8]))
+    mask = RowMask.causal(torch.tensor([[2, 5, 8]]), 9)
     mask.group = 2
     assert mask.to(torch.device("cpu")) is mask
     moved = mask.to("meta", non_blocking=True)
     assert isinstance(moved, RowMask)
     assert moved.is_meta
-    assert (moved.group, moved._columns) == (2, [2, 5, 8])
+    assert (moved.group, moved._numbers, moved.shape) == (2, [2, 5, 8], (1, 1, 3, 9))

@@ -151,7 +151,7 @@ def test_causal_blocks_found_from_the_columns_alone_are_those_of_the_dense_mask(
     got = scaled_dot_product_attention(query, *repeated, attn_mask=mask, scale=0.3, enable_gqa=group == 1)
     torch.testing.assert_close(got, wanted, atol=2e-6, rtol=0)
     torch.testing.assert_close(attend(query, key, value, mask, scale=0.3), wanted, atol=2e-6, rtol=0)
-    held = [place for block in mask.blocks(group) for place in range(block.rows.start, block.rows.stop)]
+    held = [place for block in mask.blocks() for place in range(block.rows.start, block.rows.stop)]
     assert held == list(range(rows.shape[1]))
 
 
@@ -184,20 +184,33 @@ def test_a_row_that_sees_no_key_disturbs_no_other():
 @given(
     kept=st.sets(st.integers(0, 63), min_size=1),
     group=st.sampled_from([1, 2, 4]),
-    queries=st.sampled_from([4, 8, 16]),
+    step=st.sampled_from([4, 8, 16]),
+    kept_bytes=st.sampled_from([0, 1 << 20]),
+    batch=st.sampled_from([1, 2]),
 )
-@example(kept={0, 1, 2, 3, 10, 13}, group=1, queries=4)  # a short last block that spans as much as a full one
+@example(kept={0, 1, 2, 3, 10, 13}, group=1, step=4, kept_bytes=0, batch=1)  # a short last block that spans as much as a full one
 @settings(max_examples=300, deadline=None)
-def test_any_columns_cut_into_blocks_of_any_size_give_attention_under_the_dense_mask(kept, group, queries):
+def test_any_columns_cut_into_blocks_of_any_size_give_attention_under_the_dense_mask(
+    kept, group, step, kept_bytes, batch
+):
     columns = torch.tensor(sorted(kept))
     dense = (torch.arange(64) <= columns[:, None])[None, None]
     generator = torch.Generator().manual_seed(0)
-    query = torch.randn(1, 4, len(columns), 8, generator=generator)
-    key, value = torch.randn(2, 1, 4 // group, 64, 8, generator=generator)
-    mask = RowMask.of(dense, columns)
-    mask.group = group
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(masks, "BLOCK_QUERIES", queries)
-        got = masks.attend(query, key, value, mask)
+    query = torch.randn(batch, 4, len(columns), 8, generator=generator)
+    key, value = torch.randn(2, batch, 4 // group, 64, 8, generator=generator)
     wanted = scaled_dot_product_attention(query, key, value, dense, enable_gqa=True)
-    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=0)
+    for mask in (RowMask.causal(columns[None], 64), RowMask.of(dense)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(masks, "BLOCK_ROWS", (step, step))
+            patch.setattr(masks, "SMALL_MASK", 0)
+            patch.setattr(masks, "KEPT_BYTES", kept_bytes)
+            got = masks.attend(query, key, value, mask)
+        assert [number for block in mask.blocks() for number in range(64)[block.rows]] == list(range(len(columns)))
+        torch.testing.assert_close(got, wanted, atol=1e-5, rtol=0)
+
+
+def test_a_causal_mask_takes_no_memory_until_some_code_asks_for_a_tensor():
+    mask = RowMask.causal(torch.arange(0, 1 << 20, 64)[None], 1 << 20)  # 16 GiB as booleans
+    assert mask.shape == (1, 1, 1 << 14, 1 << 20)
+    assert (mask.dtype, mask.dim(), mask.device.type) == (torch.bool, 4, "cpu")
+    assert len(mask.blocks()) == (1 << 14) / 128

@@ -20,6 +20,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 512,
         "max_position_embeddings": 8192,
     },
+    "tiny-deep": {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 512,
+        "max_position_embeddings": 131072,
+    },
     "smollm2-135m": {
         "model_type": "llama",
         "hidden_size": 576,

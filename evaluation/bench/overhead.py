@@ -1,0 +1,177 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a blended prefill costs the host: kernels, synchronisations and host time beside a stock prefill.
+
+On a GPU the host only launches kernels. A prefill whose layers launch many small ones, or that waits for the device to
+learn how many tokens were chosen, is as slow as its host, whatever share of the arithmetic it saves. Counts do not
+depend on the machine; the time is that of a model so small that arithmetic does not hide the host.
+"""
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_blend import BlendCache, ChunkStore
+
+from .shapes import random_model
+
+WAITING = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal")  # the host needs the result
+ALLOCATING = ("aten::empty", "aten::new_empty")  # no kernel runs
+
+
+@dataclass(frozen=True)
+class OverheadPlan:
+    """What is measured.
+
+    Attributes:
+        shape: name of a model shape.
+        tokens: in all chunks together; the same for each number of chunks, so that only their number differs.
+        question_tokens: length of the question.
+        chunks: numbers of chunks.
+        settings: selector and recompute ratio of each row.
+        rounds: how often host time is measured, in turns; the median counts.
+        dtype: of weights and KV.
+        seed: of weights and tokens.
+    """
+
+    shape: str = "tiny-deep"
+    tokens: int = 3840
+    question_tokens: int = 32
+    chunks: tuple[int, ...] = (2, 6, 20, 64)
+    settings: tuple[tuple[str, float], ...] = (("kv-deviation", 0.15), ("auto", 0.05))
+    rounds: int = 5
+    dtype: str = "float32"
+    seed: int = 0
+
+
+class KernelCount(TorchDispatchMode):
+    """Counts ATen calls that launch work, and those for whose result the host waits.
+
+    Attributes:
+        kernels: by operation, views and allocations left out.
+        syncs: by operation.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels: Counter[str] = Counter()
+        self.syncs: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count a call, and make it."""
+        name = func._schema.name
+        if name in WAITING:
+            self.syncs[name] += 1
+        elif not func.is_view and not name.startswith(ALLOCATING):
+            self.kernels[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def measure_overhead(plan: OverheadPlan, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
+    """Count and time prefills of the same prompt, stock and blended, with all chunks in memory.
+
+    Args:
+        plan: what to measure.
+        progress: called with a line of text before each row.
+
+    Returns:
+        `rows`, one per setting and number of chunks: kernels per layer, synchronisations, and host time as a ratio of
+        the stock prefill's.
+    """
+    model = random_model(plan.shape, getattr(torch, plan.dtype), "cpu", plan.seed)
+    rows = []
+    for selector, ratio in plan.settings:
+        for chunks in plan.chunks:
+            if progress:
+                progress(f"{selector} at {ratio}, {chunks} chunks")
+            rows.append(_row(model, plan, selector, ratio, chunks))
+    return {"threads": torch.get_num_threads(), "torch": torch.__version__, **vars(plan), "rows": rows}
+
+
+def _row(model: nn.Module, plan: OverheadPlan, selector: str, ratio: float, chunks: int) -> dict[str, Any]:
+    pieces, ids = _prompt(plan, chunks, model.config.vocab_size)
+    store = ChunkStore.open("memory://", memory_bytes=8 << 30)
+
+    def blend() -> BlendCache:
+        cache = BlendCache(model, store, recompute_ratio=ratio, selector=selector)
+        _first_token(model, cache, cache.inputs(None, **pieces))
+        return cache
+
+    stock = lambda: _first_token(model, None, {"input_ids": ids})  # noqa: E731
+    report = blend().report  # computes the chunks
+    layers = model.config.num_hidden_layers
+    ours, plain = count(blend), count(stock)
+    return {
+        "selector": selector,
+        "ratio": ratio,
+        "chunks": chunks,
+        "tokens": ids.shape[1],
+        "layers": layers,
+        "kernels_per_layer": sum(ours.kernels.values()) / layers,
+        "stock_kernels_per_layer": sum(plain.kernels.values()) / layers,
+        "syncs": sum(ours.syncs.values()),
+        "stock_syncs": sum(plain.syncs.values()),
+        "host_ratio": host_ratio(blend, stock, plan.rounds),
+        "charged_budget": report.charged_budget,
+    }
+
+
+def _prompt(plan: OverheadPlan, chunks: int, vocabulary: int) -> tuple[dict[str, Any], torch.Tensor]:
+    generator = torch.Generator().manual_seed(plan.seed)
+    draw = lambda tokens: torch.randint(3, vocabulary, (tokens,), generator=generator).tolist()  # noqa: E731
+    texts, question = [draw(plan.tokens // chunks) for _ in range(chunks)], draw(plan.question_tokens)
+    ids = torch.tensor([[1, *(token for text in texts for token in text), *question]])
+    return {"prefix": [1], "chunks": texts, "question": question}, ids
+
+
+def _first_token(model: Any, cache: Any, inputs: dict[str, Any]) -> None:
+    model.generate(**inputs, past_key_values=cache, max_new_tokens=1, min_new_tokens=1, do_sample=False)
+
+
+@torch.no_grad()
+def count(run: Callable[[], Any]) -> KernelCount:
+    """Count the calls of a run.
+
+    Args:
+        run: what to call.
+
+    Returns:
+        The counts.
+    """
+    counted = KernelCount()
+    with counted:
+        run()
+    return counted
+
+
+def host_ratio(ours: Callable[[], Any], stock: Callable[[], Any], rounds: int) -> float:
+    """Median over rounds of the time of one run over that of the other, in turns, on one thread.
+
+    Args:
+        ours: the run above the line.
+        stock: the run below.
+        rounds: how many of each.
+
+    Returns:
+        The ratio.
+    """
+    return statistics.median(_seconds(ours) / _seconds(stock) for _ in range(rounds))
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The columns that fit a terminal."""
+    names = ("selector", "ratio", "chunks", "kernels_per_layer", "stock_kernels_per_layer", "syncs", "stock_syncs")
+    return [{**{name: row[name] for name in names}, "host_ratio": row["host_ratio"]} for row in rows]
