@@ -7,9 +7,9 @@ Nothing here knows the name of a model. A layer is described by what it receives
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -175,7 +175,9 @@ class LayerCall:
         """The hidden states, `[batch, rows, width]`."""
         return self.arguments[self.hidden_name]
 
-    def take_rows(self, index: Tensor, total: int, with_hidden: bool = True) -> None:
+    def take_rows(
+        self, index: Tensor, total: int, with_hidden: bool = True, known: "KnownRows | None" = None
+    ) -> None:
         """Keep some rows of every per-token argument.
 
         A tensor is per token where its second axis has `total` entries, or the third of four; rotary tables may come
@@ -185,12 +187,14 @@ class LayerCall:
             index: `[batch, kept]`, places among the `total` rows, sorted.
             total: how many rows the arguments have now.
             with_hidden: False where the hidden states are those of the kept rows already.
+            known: what was taken for other layers of the same forward: most arguments are the same for all of them.
         """
         skip = {"attention_mask"} if with_hidden else {"attention_mask", self.hidden_name}
-        self.arguments = {
-            name: value if name in skip else _rows(value, index, total, name == self.hidden_name)
-            for name, value in self.arguments.items()
-        }
+        for name, value in self.arguments.items():
+            if name not in skip and isinstance(value, Tensor | tuple | list):
+                is_hidden = name == self.hidden_name
+                take = partial(_rows, index=index, total=total, is_hidden=is_hidden)
+                self.arguments[name] = take(value) if known is None or is_hidden else known.take(value, index, take)
 
     def run(self, **changes: Any) -> Any:
         """Call the layer's own forward, past its hooks.
@@ -209,6 +213,20 @@ class LayerCall:
         """The arguments in the form that a forward pre-hook returns."""
         arguments = dict(self.arguments)
         return (arguments.pop(self.hidden_name),), arguments
+
+
+class KnownRows:
+    """Rows that were taken of arguments which a model passes to several layers, by argument and index."""
+
+    def __init__(self) -> None:
+        self._taken: dict[tuple[int, int], tuple[Any, Any, Any]] = {}
+
+    def take(self, value: Any, index: Tensor, take: Callable[[Any], Any]) -> Any:
+        """`take(value)`, once; both are kept alive, or their ids would be used again."""
+        place = (id(value), id(index))
+        if place not in self._taken:
+            self._taken[place] = (take(value), value, index)
+        return self._taken[place][0]
 
 
 @lru_cache(maxsize=256)
@@ -243,7 +261,7 @@ def gather_rows(value: Tensor, index: Tensor) -> Tensor:
         `[batch, kept, …]`.
     """
     index = index.to(value.device)
-    if index.shape[0] == 1 or (index == index[:1]).all():
+    if index.shape[0] == 1:
         return value.index_select(1, index[0])
     value = value.expand(index.shape[0], *value.shape[1:])
     shape = (*index.shape, *(1 for _ in value.shape[2:]))

@@ -14,6 +14,7 @@ for any family.
 import threading
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -21,12 +22,14 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .anatomy import decoder_layers, kv_groups
 from .errors import UnsupportedModelError
 from .masks import RowMask, attend
 
 STOCK, OURS, GLANCE = "sdpa", "hf_blend_rows_over_", "hf_blend_glance"  # OURS: before the name of the stock one
 Taker = Callable[..., tuple[Tensor, None]]  # what an attention function of transformers is
 
+_detours: WeakKeyDictionary[nn.Module, tuple[list[nn.Module], list["Detour"]]] = WeakKeyDictionary()
 _taking = threading.local()  # who takes the next attention call of this thread
 
 
@@ -40,7 +43,11 @@ def is_flash(implementation: str) -> bool:
 
 
 class Detour:
-    """Sends the next attention call of a layer to `attend_rows`."""
+    """Sends the next attention call of a layer to `attend_rows`.
+
+    Attributes:
+        groups: how many query heads share a key head in the layer.
+    """
 
     def __init__(self, layer: nn.Module) -> None:
         """Find the attention of a layer.
@@ -50,6 +57,17 @@ class Detour:
         """
         found = [module for module in layer.modules() if hasattr(module, "num_key_value_groups")]
         self._config = getattr(found[0], "config", None) if len(found) == 1 else None
+        self.groups = kv_groups(layer)
+
+    @classmethod
+    def of_layers(cls, model: nn.Module) -> list["Detour"]:
+        """One for each decoder layer, found once while these layers are the model's."""
+        layers = decoder_layers(model)
+        known, detours = _detours.get(model, (None, []))
+        if known != layers:
+            detours = [cls(layer) for layer in layers]
+            _detours[model] = (layers, detours)
+        return detours
 
     def __bool__(self) -> bool:
         """Whether the layer's attention was found."""
@@ -105,7 +123,7 @@ def attend_rows(
             f"attention is {stock} with {' and '.join(special)}, but scattered rows go through sdpa, which has none. "
             "Load the model with attn_implementation='eager'."
         )
-    if special or attention_mask.shape[2] == 1:
+    if special:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     output = attend(query, key, value, attention_mask, dropout, scaling)
     return output.transpose(1, 2).contiguous(), None

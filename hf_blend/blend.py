@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .anatomy import LayerCall
+from .anatomy import KnownRows, LayerCall
 from .attention import Detour, Glance, Reached
 from .choice import Chooser
 from .config import BlendConfig
@@ -28,13 +28,14 @@ from .errors import UnsupportedModelError
 from .places import PastTokens
 from .plan import Plan, Slot
 from .probing import Listener, sight
-from .realign import Realigner, mismatch
+from .realign import Realigner
 from .report import BlendReport, Work
 from .rotary.tables import rotary_table
 from .row_masks import RowMasks
 from .rows import Rows
 from .selectors.attention import Attention
 from .selectors.base import KV
+from .weighing import weigh_chunks
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +86,13 @@ class Fusor:
         self._masks = RowMasks(model, layers, past, self._tokens)
         self._exact, self._reusable = plan.where(exact=True), plan.where(exact=False)
         for grid in (self._exact, self._reusable):
-            grid[:, self._tokens - min(wanted_rows or 1, self._tokens) :] = False  # an output is wanted there
+            grid[:, self._tokens - min(wanted_rows or 1, self._tokens) :] = False  # an output is expected there
+        self._stored_counts = self._reusable.sum(dim=1).tolist()  # known to the host here, and kept up to date
+        self._fresh_counts = (plan.real & ~self._exact & ~self._reusable).sum(dim=1).tolist()
+        self._chosen_counts: list[int] | None = None  # of the reusable tokens those that are computed; None: all
+        self._has_chosen = False
+        self._known_rows = KnownRows()
+        self._padding: dict[torch.device, Tensor] = {}
         self._rows: Rows | None = None  # None: all tokens, as the model passes them
         self._opened: dict[int, KV] = {}
         self._is_looking = False
@@ -114,11 +121,11 @@ class Fusor:
         if index == 0:
             self._begin(call)
         if self._rows is not None:
-            call.take_rows(self._rows.columns, self._tokens, with_hidden=index == 0)
+            call.take_rows(self._rows.columns, self._tokens, index == 0, self._known_rows)
             self._detour = self._masks.give(index, call, model_mask, self._rows)
-        if index in self._ratios and self._reusable.any():
+        if index in self._ratios and any(self._stored_counts):
             seen = self._look(index, call, self._chooser.wants_attention(index))
-            self._narrow(index, call, model_mask, self._chosen(index, seen))
+            self._narrow(index, call, model_mask, *self._chosen(index, seen))
         partial = self._plan.partial if self._listener is None else None
         if partial is not None and index > max(self._ratios, default=-1):
             partial.begin(index, self._rows, self._plan)
@@ -187,12 +194,27 @@ class Fusor:
             self._look(0, call)
         if not self._plan.slots:
             return
-        flows = self._plan.real & ~self._exact
+        flows, counts = self._plan.real & ~self._exact, self._stored_counts
         if self._first_ratio is not None:
-            picked = self._chooser.choose(0, Rows.every(flows), self._reusable, None, self._first_ratio)
-            flows = flows & (~self._reusable | picked)
-        if not flows.all():
-            self._rows = Rows.of(flows)[0]
+            counts = self._chooser.counts(self._first_ratio, self._stored_counts)
+            picked = self._chooser.choose(0, Rows.every(flows), self._reusable, None, counts)
+            flows, self._chosen_counts = flows & (~self._reusable | picked), counts
+        total = [fresh + stored for fresh, stored in zip(self._fresh_counts, counts, strict=True)]
+        if min(total) < self._tokens:
+            self._rows = Rows.of(flows, total)[0]
+            if self._first_ratio is not None:
+                self._weigh(self._rows)
+
+    @property
+    def _is_narrowed(self) -> bool:
+        """Whether some reusable tokens are computed no more."""
+        return self._chosen_counts is not None and self._chosen_counts != self._stored_counts
+
+    def _weigh(self, rows: Rows) -> None:
+        """Tell the store what the first choice found important."""
+        if not self._has_chosen and self._chosen_counts is not None and any(self._chosen_counts):
+            weigh_chunks(self._plan, rows.numbers)
+        self._has_chosen = True
 
     def _open(self, index: int, keys: Tensor, values: Tensor) -> None:
         """Open the new tokens' columns in a layer's buffers and lay what is stored."""
@@ -202,22 +224,26 @@ class Fusor:
             return
         if self._padded:
             for states in opened:
-                states.masked_fill_(~self._plan.real[:, None, :, None].to(states.device), 0)  # NaN would pass a mask
-        narrowed = bool((self._reusable & ~self._flowing()).any())
-        slots = [slot for slot in self._plan.slots if slot.exact or narrowed]
+                states.masked_fill_(self._padding_on(states.device), 0)  # NaN would pass a mask
+        slots = [slot for slot in self._plan.slots if slot.exact or self._is_narrowed]
         if self._plan.partial is not None and self._plan.partial.is_open(index):
             slots = self._plan.partial.lay_probes(index, slots, self._realigner, opened)
         self._realigner.lay(index, slots, *opened)
 
+    def _padding_on(self, device: torch.device) -> Tensor:
+        """`[batch, 1, tokens, 1]`, True on padding."""
+        if device not in self._padding:
+            self._padding[device] = ~self._plan.real[:, None, :, None].to(device)
+        return self._padding[device]
+
     def _guard(self) -> None:
         """Refuse chunks whose stored K/V at layer 0 are not what this model computes for these tokens here."""
-        flowing = self._flowing()
-        for slot in list(self._plan.slots):
-            if bool(flowing[slot.row, slot.columns].all()):
-                fresh = tuple(states[slot.row, :, slot.columns] for states in self._opened[0])
-                error = mismatch(fresh, self._realigner.moved(0, slot, *fresh))
-                if error > MISMATCH_LIMIT:
-                    self._refuse(slot, error)
+        slots = [slot for slot in self._plan.slots if self._rows is None or not slot.exact]
+        if self._is_narrowed or not slots:
+            return
+        for slot, error in zip(slots, self._realigner.mismatches(0, slots, *self._opened[0]), strict=True):
+            if error > MISMATCH_LIMIT:
+                self._refuse(slot, error)
 
     def _refuse(self, slot: Slot, error: float) -> None:
         logger.warning(
@@ -227,6 +253,10 @@ class Fusor:
         )
         self._plan.drop(slot)
         self._reusable[slot.row, slot.columns] = self._exact[slot.row, slot.columns] = False
+        if not slot.exact:
+            tokens = min(slot.columns.stop, self._tokens - (self._wanted_rows or 1)) - slot.columns.start
+            self._stored_counts[slot.row] -= tokens
+            self._fresh_counts[slot.row] += tokens
         self._report.refused_chunks += 1
 
     def _glancing(self, index: int, call: LayerCall, take: Callable[[int, Attention], Any]) -> Glance:
@@ -259,36 +289,43 @@ class Fusor:
             "blending waits for them there. Use full prefill for this model."
         )
 
-    def _chosen(self, index: int, seen: Attention | None) -> Tensor:
-        """Which of the flowing rows go on: `[batch, rows]`."""
+    def _chosen(self, index: int, seen: Attention | None) -> tuple[Tensor, list[int]]:
+        """Which of the active rows go on, `[batch, rows]`, and how many in each entry."""
         rows = self._rows or Rows.every(self._plan.real)
-        fresh, ratio = self._opened.get(index), self._ratios[index]
-        picked = self._chooser.choose(index, rows, self._reusable, fresh, ratio, seen)
-        return rows.take(self._plan.real) & (~rows.take(self._reusable) | picked)
+        before = self._stored_counts if self._chosen_counts is None else self._chosen_counts
+        counts = self._chooser.counts(self._ratios[index], self._stored_counts)
+        picked = self._chooser.choose(index, rows, self._reusable, self._opened.get(index), counts, seen)
+        self._chosen_counts = [min(pair) for pair in zip(counts, before, strict=True)]
+        total = [sum(pair) for pair in zip(self._fresh_counts, self._chosen_counts, strict=True)]
+        return rows.take(self._plan.real) & (~rows.take(self._reusable) | picked), total
 
-    def _narrow(self, layer: int, call: LayerCall, model_mask: Any, wanted: Tensor) -> None:
-        """Let only the wanted of the flowing rows go on."""
-        if bool(wanted.all()) and self._rows is not None:
+    def _narrow(self, layer: int, call: LayerCall, model_mask: Any, selected: Tensor, counts: list[int]) -> None:
+        """Let only the selected of the active rows go on."""
+        if self._rows is not None and tuple(counts) == self._rows.counts:
             return
-        before = wanted.shape[1]
-        rows = self._rows or Rows.every(wanted)
-        self._rows, index = rows.keep(wanted)
+        rows = self._rows or Rows.every(selected)
+        self._go_on(layer, call, model_mask, *rows.keep(selected, counts))
+        self._weigh(self._rows)  # type: ignore[arg-type]
+
+    def _go_on(self, layer: int, call: LayerCall, model_mask: Any, rows: Rows, index: Tensor) -> None:
+        before = self._tokens if self._rows is None else self._rows.columns.shape[1]
         call.take_rows(index, before)
-        self._detour = self._masks.give(layer, call, model_mask, self._rows)
+        self._rows = rows
+        self._detour = self._masks.give(layer, call, model_mask, rows)
 
     def _trim(self, index: int, call: LayerCall, model_mask: Any) -> None:
-        """In the last layer, go past K and V only with the rows whose output is wanted."""
-        flowing = self._tokens if self._rows is None else self._rows.columns.shape[1]
-        if self._wanted_rows is None or self._wanted_rows >= flowing or not self._plan.slots:
+        """In the last layer, go past K and V only with the rows whose output is expected."""
+        active = self._tokens if self._rows is None else self._rows.columns.shape[1]
+        if self._wanted_rows is None or self._wanted_rows >= active or not self._plan.slots:
             return
         self._look(index, call)
-        wanted = torch.zeros((self._plan.real.shape[0], flowing), dtype=torch.bool, device=self._plan.real.device)
-        wanted[:, -self._wanted_rows :] = True
-        self._narrow(index, call, model_mask, wanted)
+        rows = self._rows or Rows.every(self._plan.real)
+        self._go_on(index, call, model_mask, *rows.last(self._wanted_rows))
 
     def _note(self, index: int, kv_only: bool) -> None:
         """Tell the report what a layer is about to compute."""
-        self._report.computed(Work(index, kv_only, self._flowing(), self._reusable, self._plan.real, self._past))
+        columns = None if self._rows is None else self._rows.columns
+        self._report.computed(Work(index, kv_only, columns, self._reusable, self._plan.real, self._past))
 
     def _flowing(self) -> Tensor:
         """`[batch, tokens]`: which columns flow."""

@@ -3,7 +3,7 @@
 """Choosing tokens at a layer: what the selector is shown, how many it may have, and which it gets."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,7 +18,6 @@ from .report import BlendReport
 from .rows import Rows, highest
 from .selectors.attention import Attention
 from .selectors.base import KV, Hear, Selector, TokenView
-from .weighing import weigh_chunks
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,6 @@ class Chooser:
         self._probe = probe
         self._first_scores: Tensor | None = None
         self._asked_before = False  # those scores are of a selector that has yet to see layer 0
-        self._chosen_before = list(report.chosen_columns)  # in earlier parts of the same prompt
         self._is_first = True
 
     def schedule(self, config: BlendConfig, num_layers: int, tokens: int) -> tuple[float | None, dict[int, float]]:
@@ -130,7 +128,7 @@ class Chooser:
         rows: Rows,
         reusable: Tensor,
         fresh: KV | None,
-        ratio: float,
+        counts: Sequence[int],
         attention: Attention | None = None,
     ) -> Tensor:
         """Choose the tokens that are recomputed from a layer on.
@@ -140,28 +138,32 @@ class Chooser:
             rows: the rows that flow there.
             reusable: `[batch, tokens]`, the columns to choose among.
             fresh: (K, V) of all new tokens at this layer, `[batch, kv_heads, tokens, head_dim]`; None if not known.
-            ratio: share of the reusable tokens to choose.
+            counts: how many to choose in each entry.
             attention: what the rows look at in this layer, if it was asked for.
 
         Returns:
             `[batch, rows]`, True for the chosen ones.
         """
         started = time.perf_counter()
-        counts = torch.tensor([self._selector.count(ratio, int(tokens)) for tokens in reusable.sum(dim=1)])
         view = self._view(index, rows, reusable, fresh)
         if attention is not None:
             view = replace(view, attention=lambda: attention)
-        scores = self._scores(view) if counts.any() else torch.zeros_like(view.reusable, dtype=torch.float32)
+        scores = self._scores(view) if any(counts) else torch.zeros_like(view.reusable, dtype=torch.float32)
         picked = highest(scores.to(view.reusable.device), view.reusable, counts)
         if self._is_first and not (self._asked_before and fresh is None):  # candidates are no choice yet
-            new = [row[keep].tolist() for row, keep in zip(rows.columns, picked, strict=True)]
-            weigh_chunks(self._plan, new)
-            columns = [[column + self._past for column in row] for row in new]
-            before = self._chosen_before or [[] for _ in columns]
-            self._report.chosen_columns = [old + new for old, new in zip(before, columns, strict=True)]
+            self._report.chose(rows.columns, picked, self._past)
             self._is_first = False
         self._report.select_ms += 1e3 * (time.perf_counter() - started)
         return picked
+
+    def counts(self, ratio: float, reusable: Sequence[int]) -> list[int]:
+        """How many tokens are chosen in each batch entry; known before anything is computed.
+
+        Args:
+            ratio: share of the reusable tokens to choose.
+            reusable: how many there are in each entry.
+        """
+        return [self._selector.count(ratio, tokens) for tokens in reusable]
 
     def _scores(self, view: TokenView) -> Tensor:
         """Scores of the rows; a selector that scores before the check layers keeps to what it said there."""

@@ -50,6 +50,11 @@ class Slot:
         return self.chunk.tokens - self.first if self.count is None else self.count
 
     @property
+    def is_whole(self) -> bool:
+        """Whether all tokens of the chunk lie here."""
+        return self.first == 0 and (self.count is None or self.count == self.chunk.tokens)
+
+    @property
     def columns(self) -> slice:
         """The columns that the chunk covers."""
         return slice(self.start, self.start + self.tokens)
@@ -62,6 +67,8 @@ class Slot:
     def states(self, layer: int) -> tuple[Tensor, Tensor]:
         """Stored (K, V) of a layer, `[kv_heads, tokens, head_dim]` each, K rotated for the chunk's own positions."""
         keys, values = self.chunk.layers[layer]
+        if self.is_whole:
+            return keys, values
         return keys[:, self.inside], values[:, self.inside]
 
     def table(self, number: int) -> tuple[Tensor, Tensor]:

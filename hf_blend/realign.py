@@ -1,9 +1,14 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Stored KV at its place in a prompt: keys moved to their new positions, always from the stored original."""
+"""Stored KV at its place in a prompt: keys moved to their new positions, always from the stored original.
+
+All chunks of a forward are moved together: their tokens side by side are one tensor, rotated by one composed table. So
+a layer costs the host the same few kernels, however many chunks there are; small layers are rotated several at a time.
+"""
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,13 +18,72 @@ from .report import BlendReport
 from .rotary.base import RotaryStyle, compose
 from .rotary.tables import Table
 
+KV = tuple[Tensor, Tensor]
+GROUP_BYTES = 4 << 20  # of stored keys that are rotated at a time: as many layers as fit, where all are in memory
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the tokens of some chunks stand, side by side.
+
+    Attributes:
+        slots: the chunks.
+        columns: `[tokens]`, or a slice where they are neighbours in one batch entry.
+        rows: `[tokens]`, the batch entry of each; None where all are in one.
+        row: that one.
+    """
+
+    slots: tuple[Slot, ...]
+    columns: Tensor | slice
+    rows: Tensor | None
+    row: int
+
+    @classmethod
+    def of(cls, slots: Sequence[Slot], device: torch.device) -> "Placement":
+        """Find out where some chunks stand; their numbers are known to the host."""
+        entries, row = {slot.row for slot in slots}, slots[0].row
+        follows = all(one.columns.stop == other.start for one, other in zip(slots, slots[1:], strict=False))
+        if len(entries) == 1 and follows:
+            return cls(tuple(slots), slice(slots[0].start, slots[-1].columns.stop), None, row)
+        columns = torch.cat([torch.arange(slot.columns.start, slot.columns.stop) for slot in slots]).to(device)
+        if len(entries) == 1:
+            return cls(tuple(slots), columns, None, row)
+        lengths = torch.tensor([slot.tokens for slot in slots])
+        rows = torch.tensor([slot.row for slot in slots]).repeat_interleave(lengths).to(device)
+        return cls(tuple(slots), columns, rows, row)
+
+    def write(self, states: Tensor, stored: Tensor) -> None:
+        """Write `[heads, tokens, width]` to its columns of `[batch, heads, columns, width]`."""
+        if self.rows is not None:
+            states.transpose(1, 2).index_put_((self.rows, self.columns), stored.transpose(0, 1))  # type: ignore[arg-type]
+        elif isinstance(self.columns, slice):
+            states[self.row, :, self.columns] = stored
+        else:
+            states[self.row].index_copy_(1, self.columns, stored)
+
+    def read(self, states: Tensor) -> Tensor:
+        """`[heads, tokens, width]` of `[batch, heads, columns, width]`."""
+        if self.rows is not None:
+            return states.transpose(1, 2)[self.rows, self.columns].transpose(0, 1)
+        if isinstance(self.columns, slice):
+            return states[self.row, :, self.columns]
+        return states[self.row].index_select(1, self.columns)
+
+    def take(self, table: Tensor) -> Tensor:
+        """`[tokens, width]` of a rotary table `[batch or 1, columns, width]`."""
+        if self.rows is not None and table.shape[0] > 1:
+            return table[self.rows, self.columns]
+        return table[self.row if table.shape[0] > 1 else 0][self.columns]
+
 
 class Realigner:
-    """Lays stored chunks into a layer's buffers. The turn of a chunk is composed once per rotary table and kept."""
+    """Writes stored chunks into a layer's buffers. A rotation is composed once per rotary table and kept."""
 
     def __init__(self, styles: Sequence[type[RotaryStyle]], report: BlendReport) -> None:
         self._styles, self._report = styles, report
-        self._turns: dict[tuple[object, ...], tuple[Tensor, Tensor] | None] = {}
+        self._placements: dict[tuple[int, ...], Placement] = {}
+        self._turns: dict[tuple[object, ...], KV] = {}
+        self._ahead: dict[tuple[int, int], tuple[object, Tensor]] = {}  # (placement, layer) → rotation, rotated keys
         self._tables: dict[int, Table | None] = {}
 
     @property
@@ -41,41 +105,66 @@ class Realigner:
 
         Args:
             layer: which layer.
-            slots: the chunks to lay.
+            slots: the chunks to write.
             keys: `[batch, kv_heads, tokens, head_dim]`; the chunks' columns receive keys rotated for this prompt.
             values: likewise; values carry no position and are copied.
         """
+        if not slots:
+            return
         started = time.perf_counter()
-        for slot in slots:
-            places = (keys[slot.row, :, slot.columns], values[slot.row, :, slot.columns])
-            turning = self._styles[layer].slot
-            self._move(layer, slot, places[turning])
-            places[1 - turning].copy_(slot.states(layer)[1 - turning])
+        placed = self._placed(slots, keys.device)
+        for states, stored in zip((keys, values), self._gathered(layer, placed, keys.device), strict=True):
+            placed.write(states, stored)
         self._report.realign_ms += 1e3 * (time.perf_counter() - started)
 
-    def moved(self, layer: int, slot: Slot, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """A chunk's stored K and V as they would be laid.
+    def moved(self, layer: int, slot: Slot, keys: Tensor, values: Tensor) -> KV:
+        """A chunk's stored K and V as they would be written.
 
         Args:
             layer: which layer.
             slot: the chunk.
-            keys: `[kv_heads, tokens, head_dim]`, for shape, dtype and device only.
+            keys: `[kv_heads, tokens, head_dim]`, for dtype and device only.
             values: likewise.
 
         Returns:
             New keys, rotated for this prompt, and the stored values.
         """
-        turning = self._styles[layer].slot
-        stored = [part.to(keys.device) for part in slot.states(layer)]
-        stored[turning] = torch.empty_like((keys, values)[turning])
-        self._move(layer, slot, stored[turning])
-        return stored[0], stored[1]
+        found = self._gathered(layer, self._placed([slot], keys.device), keys.device)
+        return found[0].to(keys.dtype), found[1].to(values.dtype)
 
-    def turned(self, layer: int, slot: Slot, keys: Tensor, tokens: Tensor) -> Tensor:
-        """Some of a chunk's keys as they would be laid.
+    @torch.no_grad()
+    def mismatches(self, layer: int, slots: Sequence[Slot], keys: Tensor, values: Tensor) -> list[float]:
+        """How far the stored K and V of some chunks are from those that were computed in this prompt.
 
         Args:
-            layer: which layer; its keys are what its rotary style turns.
+            layer: which layer.
+            slots: the chunks, at least one.
+            keys: `[batch, kv_heads, tokens, head_dim]`, as computed.
+            values: likewise.
+
+        Returns:
+            For each chunk the larger of the two relative differences (Frobenius norms); NaN counts as infinite. The
+            device is asked once.
+        """
+        placed = self._placed(slots, keys.device)
+        lengths = torch.tensor([slot.tokens for slot in slots], device=keys.device)
+        number = torch.arange(len(slots), device=keys.device).repeat_interleave(lengths, output_size=int(sum(
+            slot.tokens for slot in slots
+        )))
+        worst = torch.zeros(len(slots), device=keys.device)
+        for states, stored in zip((keys, values), self._gathered(layer, placed, keys.device), strict=True):
+            fresh = placed.read(states).float()
+            sums = torch.stack((fresh - stored.float(), fresh)).square_().sum(dim=(1, 3))
+            apart, size = torch.zeros(2, len(slots), device=keys.device).index_add_(1, number, sums).sqrt_()
+            worst = torch.maximum(worst, apart / size.clamp_min(1e-20))
+        found: list[float] = worst.nan_to_num(nan=float("inf")).tolist()
+        return found
+
+    def turned(self, layer: int, slot: Slot, keys: Tensor, tokens: Tensor) -> Tensor:
+        """Some of a chunk's keys as they would be written.
+
+        Args:
+            layer: which layer; its keys are what its rotary style rotates.
             slot: the chunk.
             keys: `[heads, tokens, head_dim]`, rotated for the chunk's own positions.
             tokens: which of the chunk's tokens these are.
@@ -83,7 +172,7 @@ class Realigner:
         Returns:
             New keys, rotated for this prompt.
         """
-        turn = self._turn(layer, slot)
+        turn = self._turn(layer, self._placed([slot], keys.device))
         if turn is None:
             return keys
         out = torch.empty_like(keys)
@@ -91,7 +180,7 @@ class Realigner:
         return out
 
     def turns_keys(self, layer: int) -> bool:
-        """Whether a layer rotates its keys, or nothing; not what stands in the place of values."""
+        """Whether a layer rotates its keys, or nothing; not what is in the place of values."""
         return self._styles[layer].slot == 0
 
     def unturned(self, layer: int, keys: Tensor, back: bool = False) -> Tensor:
@@ -114,33 +203,79 @@ class Realigner:
         self._styles[layer].move(keys, (turn[0][:, None], turn[1][:, None]), out=out)
         return out
 
-    def _move(self, layer: int, slot: Slot, out: Tensor) -> None:
-        stored, turn = slot.states(layer)[self._styles[layer].slot], self._turn(layer, slot)
-        if turn is None:
-            out.copy_(stored)
-        else:
-            turn = (turn[0].to(out.device), turn[1].to(out.device))
-            self._styles[layer].move(stored.to(out.device), turn, out=out)
+    def _placed(self, slots: Sequence[Slot], device: torch.device) -> Placement:
+        place = tuple(map(id, slots))
+        if place not in self._placements:
+            self._placements[place] = Placement.of(slots, device)  # keeps the slots, so their ids are not used again
+        return self._placements[place]
 
-    def _turn(self, layer: int, slot: Slot) -> tuple[Tensor, Tensor] | None:
-        """The turn of a chunk's keys in a layer, `[tokens, pairs]` each; None where they stay as they are."""
-        table = self._tables.get(layer)
-        number = slot.chunk.layer_table[layer]
+    def _gathered(self, layer: int, placed: Placement, device: torch.device) -> KV:
+        """K and V of all tokens of some chunks, `[heads, tokens, width]` each, rotated for this prompt."""
+        rotating, turn = self._styles[layer].slot, self._turn(layer, placed)
+        if turn is None:
+            return _joined(placed, layer, 0, device), _joined(placed, layer, 1, device)
+        found = [Tensor(), Tensor()]
+        found[1 - rotating] = _joined(placed, layer, 1 - rotating, device)
+        found[rotating] = self._rotated(layer, placed, turn, device)
+        return found[0], found[1]
+
+    def _rotated(self, layer: int, placed: Placement, turn: KV, device: torch.device) -> Tensor:
+        """The rotating states of a layer; those of the next layers that rotate alike are made with them."""
+        known, ahead = self._ahead.pop((id(placed), layer), (None, None))
+        if known is turn and ahead is not None:
+            return ahead
+        layers = self._alike(layer, placed)
+        style = self._styles[layer]
+        states = torch.cat([_joined(placed, one, style.slot, device) for one in layers], dim=1)
+        grouped = states.unflatten(1, (len(layers), -1))
+        out = torch.empty_like(grouped)
+        turn_here = (turn[0].to(device), turn[1].to(device))
+        style.move(grouped, turn_here, out=out)
+        for number, one in enumerate(layers[1:], 1):
+            self._ahead[id(placed), one] = (turn, out[:, number])
+        return out[:, 0]
+
+    def _alike(self, layer: int, placed: Placement) -> list[int]:
+        """This layer, and those behind it whose keys are in memory and rotate by the same table, up to a size."""
+        first, style = placed.slots[0].chunk, self._styles[layer]
+        if not all(isinstance(slot.chunk.layers, tuple) for slot in placed.slots):
+            return [layer]
+        like = first.layers[layer][style.slot]
+        nbytes = like.nbytes // like.shape[1] * sum(slot.tokens for slot in placed.slots)
+        found = [layer]
+        for other in range(layer + 1, len(self._styles)):
+            if nbytes * (len(found) + 1) > GROUP_BYTES:
+                break
+            states = first.layers[other][style.slot]
+            same = (states.shape, states.dtype, states.device) == (like.shape, like.dtype, like.device)
+            if same and self._styles[other] is style and first.layer_table[other] == first.layer_table[layer]:
+                found.append(other)
+        return found
+
+    def _turn(self, layer: int, placed: Placement) -> KV | None:
+        """The rotation of some chunks' keys in a layer, `[tokens, pairs]` each; None where the layer has none."""
+        table, number = self._tables.get(layer), placed.slots[0].chunk.layer_table[layer]
         if table is None or number < 0:
             return None
-        place = (slot.row, slot.start, number, id(table[0]), self._styles[layer])
+        place = (id(placed), number, id(table[0]), self._styles[layer])
         if place not in self._turns:
-            row = slot.row if table[0].shape[0] > 1 else 0
-            new = tuple(part[row, slot.columns] for part in table)
-            old = tuple(part.to(new[0].device) for part in slot.table(number))
-            cos, sin = compose(self._styles[layer], old, (new[0], new[1]))
-            stays = bool((sin == 0).all() and (cos == 1).all())
-            self._turns[place] = None if stays else (cos, sin)
+            new = (placed.take(table[0]), placed.take(table[1]))
+            parts = [slot.table(slot.chunk.layer_table[layer]) for slot in placed.slots]
+            old = tuple(torch.cat([part[which].to(new[0].device) for part in parts]) for which in (0, 1))
+            self._turns[place] = compose(self._styles[layer], (old[0], old[1]), new)
         return self._turns[place]
 
 
+def _joined(placed: Placement, layer: int, which: int, device: torch.device) -> Tensor:
+    """K (0) or V (1) of a layer as stored, all chunks side by side: `[heads, tokens, width]`."""
+    parts = [slot.states(layer)[which] for slot in placed.slots]
+    if any(part.device != device for part in parts):
+        parts = [part.to(device, non_blocking=True) for part in parts]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
 @torch.no_grad()
-def mismatch(fresh: tuple[Tensor, Tensor], stored: tuple[Tensor, Tensor]) -> float:
+def mismatch(fresh: KV, stored: KV) -> float:
     """How far stored K/V are from fresh ones, as a share of the fresh ones' size.
 
     Args:

@@ -5,6 +5,7 @@
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .flops import LayerCost
@@ -12,23 +13,30 @@ from .flops import LayerCost
 
 @dataclass(frozen=True)
 class Work:
-    """What one layer computed, as masks over the new tokens, `[batch, tokens]` each.
+    """What one layer computed. Nothing is counted before somebody asks for a figure.
 
     Attributes:
         layer: which layer.
         kv_only: it ran only until its K and V were known.
-        flowing: the columns it ran for.
-        reusable: the columns with stored KV that is not exact: the budget is about these.
-        real: the columns that are not padding.
+        columns: `[batch, rows]`, the columns among the new tokens that it ran for; None for all.
+        reusable: `[batch, tokens]`, the columns with stored KV that is not exact: the budget is about these.
+        real: `[batch, tokens]`, the columns that are not padding.
         past: tokens that were in the cache before these columns.
     """
 
     layer: int
     kv_only: bool
-    flowing: Tensor
+    columns: Tensor | None
     reusable: Tensor
     real: Tensor
     past: int = 0
+
+    @property
+    def flowing(self) -> Tensor:
+        """`[batch, tokens]`: the columns that the layer ran for."""
+        if self.columns is None:
+            return torch.ones_like(self.real)
+        return torch.zeros_like(self.real).scatter_(1, self.columns, True)
 
 
 @dataclass
@@ -49,7 +57,6 @@ class BlendReport:
         realign_ms: host time for moving stored KV to its place.
         select_ms: host time for scoring and choosing.
         past_tokens: tokens that were in the cache before this prefill.
-        chosen_columns: for each batch entry the reusable columns that the first choice let go on.
     """
 
     nominal_ratio: float = 0.0
@@ -64,7 +71,7 @@ class BlendReport:
     realign_ms: float = 0.0
     select_ms: float = 0.0
     past_tokens: int = 0
-    chosen_columns: list[list[int]] = field(default_factory=list)
+    _chosen: list[list[list[int]] | tuple[Tensor, Tensor, int]] = field(default_factory=list, repr=False)
     _costs: list[LayerCost] = field(default_factory=list, repr=False)
     _work: list[Work] = field(default_factory=list, repr=False)
 
@@ -80,6 +87,28 @@ class BlendReport:
     def charge(self, flops: float) -> None:
         """Note work of choosing and correcting that is no layer's own."""
         self.scoring_flops += flops
+
+    def chose(self, columns: Tensor, picked: Tensor, past: int) -> None:
+        """Note the first choice of a part of the prompt.
+
+        Args:
+            columns: `[batch, rows]`, where the rows are among the new tokens.
+            picked: `[batch, rows]`, True for those that were chosen.
+            past: tokens in the cache before the new ones.
+        """
+        self._chosen.append((columns, picked, past))
+
+    @property
+    def chosen_columns(self) -> list[list[int]]:
+        """For each batch entry the reusable columns that the first choice let go on; asks the device once."""
+        parts = []
+        for number, part in enumerate(self._chosen):
+            if isinstance(part, tuple):
+                columns, picked, past = part
+                part = [row[keep].tolist() for row, keep in zip((columns + past).cpu(), picked.cpu(), strict=True)]
+                self._chosen[number] = part
+            parts.append(part)
+        return [[column for row in rows for column in row] for rows in zip(*parts, strict=True)]
 
     @property
     def flops(self) -> float:
@@ -115,7 +144,7 @@ class BlendReport:
     def as_dict(self) -> dict[str, Any]:
         """All figures as JSON values."""
         shown = {entry.name: getattr(self, entry.name) for entry in fields(self) if not entry.name.startswith("_")}
-        return {**shown, "charged_budget": self.charged_budget, "flop_bound": self.flop_bound}
+        return {**shown, "chosen_columns": self.chosen_columns, "charged_budget": self.charged_budget, "flop_bound": self.flop_bound}
 
     def __str__(self) -> str:
         """One line for people."""

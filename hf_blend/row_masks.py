@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from .anatomy import LayerCall, kv_groups, text_config
+from .anatomy import LayerCall, text_config
 from .attention import Detour, is_flash
 from .cache_layers import layer_sizes
 from .errors import UnsupportedModelError
@@ -42,6 +42,7 @@ class RowMasks:
         self._sizes = [layer_sizes(layer, past, tokens) for layer in layers]
         self._windows = [getattr(layer, "sliding_window", None) for layer in layers]
         self._past = past
+        self._detours = Detour.of_layers(model)
         self._made: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 
     def give(self, index: int, call: LayerCall, model_mask: Any, rows: Rows) -> Detour | None:
@@ -59,13 +60,14 @@ class RowMasks:
         keys, offset = self._sizes[index]
         place = (id(model_mask), id(rows), offset, self._windows[index])
         if place not in self._made:
-            mask = self._lines(model_mask, rows.columns, keys, offset, self._windows[index])
+            mask = self._lines(model_mask, rows, keys, offset, self._windows[index])
             self._made[place] = (mask, (model_mask, rows))  # kept alive, or the ids would be used again
         mask = self._made[place][0]
         call.arguments["attention_mask"] = mask
         if not isinstance(mask, RowMask):
             return None
-        mask.group, detour = kv_groups(call.layer), Detour(call.layer)
+        detour = self._detours[index]
+        mask.group = detour.groups
         if is_flash(self._implementation) and not detour:
             raise UnsupportedModelError(
                 f"the attention of layer {index}, {type(call.layer).__name__}, was not found, so it cannot go through "
@@ -73,10 +75,11 @@ class RowMasks:
             )
         return detour
 
-    def _lines(self, model_mask: Any, columns: Tensor, keys: int, offset: int, window: int | None) -> Any:
-        past = self._past - offset
+    def _lines(self, model_mask: Any, rows: Rows, keys: int, offset: int, window: int | None) -> Any:
+        past, columns = self._past - offset, rows.columns
         if not is_flash(self._implementation):
-            return row_mask(model_mask, columns, past, keys, self._implementation)
+            numbers = rows.numbers[0] if self._implementation == "sdpa" and model_mask is None else None
+            return row_mask(model_mask, columns, past, keys, self._implementation, numbers)
         if self._implementation not in _told:
             _told.add(self._implementation)
             logger.warning(

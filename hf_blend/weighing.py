@@ -10,14 +10,17 @@ from .plan import Plan
 __all__ = ["weigh_chunks"]
 
 
-def weigh_chunks(plan: Plan, chosen: Sequence[Sequence[int]]) -> None:
+def weigh_chunks(plan: Plan, flowing: Sequence[Sequence[int]]) -> None:
     """Weigh the chunks of a forward by the tokens that were chosen to be recomputed.
 
     Args:
         plan: knows the chunks and the store that they came from.
-        chosen: for each batch entry the chosen columns among the new tokens, ascending.
+        flowing: for each batch entry the columns among the new tokens that are computed, ascending.
     """
-    for slot in plan.slots if plan.store is not None and any(chosen) else ():
-        if not slot.exact and slot.tokens and plan.store is not None:
-            begin, end = (bisect_left(chosen[slot.row], at) for at in (slot.columns.start, slot.columns.stop))
-            plan.store.weigh(slot.chunk.key, (end - begin) / slot.tokens)
+    if plan.store is None:
+        return
+    for slot in plan.slots:
+        if not slot.exact and slot.tokens:
+            columns = flowing[slot.row]
+            begin, end = (bisect_left(columns, at) for at in (slot.columns.start, slot.columns.stop))
+            plan.store.weigh(slot.chunk.key, len({*columns[begin:end]}) / slot.tokens)
