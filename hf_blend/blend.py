@@ -82,13 +82,15 @@ class Fusor:
         self._wanted_rows, self._ids_seen, self._repair = wanted_rows, ids_seen, repair
         self._last = len(layers) - 1
         self._first_ratio, self._ratios = chooser.schedule(config, len(layers), plan.real.numel())
-        self._tokens, self._padded = plan.real.shape[1], not bool(plan.real.all())
+        self._tokens = plan.real.shape[1]
+        self._padded = min(plan.counts) < self._tokens
         self._masks = RowMasks(model, layers, past, self._tokens)
         self._exact, self._reusable = plan.where(exact=True), plan.where(exact=False)
-        for grid in (self._exact, self._reusable):
-            grid[:, self._tokens - min(wanted_rows or 1, self._tokens) :] = False  # an output is expected there
-        self._stored_counts = self._reusable.sum(dim=1).tolist()  # known to the host here, and kept up to date
-        self._fresh_counts = (plan.real & ~self._exact & ~self._reusable).sum(dim=1).tolist()
+        self._end = self._tokens - min(wanted_rows or 1, self._tokens)  # an output is expected from here on
+        self._exact[:, self._end :] = self._reusable[:, self._end :] = False
+        exact, self._stored_counts = plan.stored_counts(True, self._end), plan.stored_counts(False, self._end)
+        known = zip(plan.counts, exact, self._stored_counts, strict=True)
+        self._fresh_counts = [count - sum(stored) for count, *stored in known]
         self._chosen_counts: list[int] | None = None  # of the reusable tokens those that are computed; None: all
         self._has_chosen = False
         self._known_rows = KnownRows()
@@ -202,8 +204,10 @@ class Fusor:
         total = [fresh + stored for fresh, stored in zip(self._fresh_counts, counts, strict=True)]
         if min(total) < self._tokens:
             self._rows = Rows.of(flows, total)[0]
-            if self._first_ratio is not None:
+            if self._first_ratio is not None and self._chooser.has_chosen:
                 self._weigh(self._rows)
+            elif min(total) == max(total) and counts in (self._stored_counts, [0] * len(counts)):
+                self._rows.numbers = self._plan.fresh_columns(self._end, with_reusable=any(counts))
 
     @property
     def _is_narrowed(self) -> bool:
@@ -254,7 +258,7 @@ class Fusor:
         self._plan.drop(slot)
         self._reusable[slot.row, slot.columns] = self._exact[slot.row, slot.columns] = False
         if not slot.exact:
-            tokens = min(slot.columns.stop, self._tokens - (self._wanted_rows or 1)) - slot.columns.start
+            tokens = max(0, min(slot.columns.stop, self._end) - slot.start)
             self._stored_counts[slot.row] -= tokens
             self._fresh_counts[slot.row] += tokens
         self._report.refused_chunks += 1

@@ -113,6 +113,11 @@ class Chooser:
         return own or {0: ratios[first], **{layer: ratio for layer, ratio in ratios.items() if layer > first}}
 
     @property
+    def has_chosen(self) -> bool:
+        """Whether the first choice was made; candidates are none yet."""
+        return not self._is_first
+
+    @property
     def _sees_layers(self) -> bool:
         """Whether the selector has to see something that is computed in this prompt."""
         one = self._selector
@@ -178,27 +183,20 @@ class Chooser:
         return scores
 
     def _view(self, index: int, rows: Rows, reusable: Tensor, fresh: KV | None) -> TokenView:
-        names = ("chunk", "offset", "tokens")
-        grids = {name: torch.full_like(reusable, -1, dtype=torch.long) for name in names}
-        for slot in self._plan.slots:
-            if not slot.exact:
-                grids["chunk"][slot.row, slot.columns] = slot.number
-                places = torch.arange(slot.inside.start, slot.inside.stop, device=reusable.device)
-                grids["offset"][slot.row, slot.columns] = places
-                grids["tokens"][slot.row, slot.columns] = slot.chunk.tokens
-        chunk, offset, tokens = (rows.take(grid) for grid in grids.values())
-        chunk = chunk.masked_fill(~rows.take(reusable) | rows.filler, -1)
+        table = self._plan.token_table().to(reusable.device)
+        chunk, offset, tokens = table.gather(2, rows.columns.expand(3, *rows.columns.shape))
+        eligible = rows.take(reusable) & ~rows.filler
         view = TokenView(
             index,
             rows.columns,
-            rows.take(reusable) & ~rows.filler,
-            chunk,
+            eligible,
+            chunk.masked_fill(~eligible, -1),
             offset,
             tokens,
             stored_alone=lambda layer: rows.take_pair(self._alone(layer)),
             probe=self._probe,
             num_layers=self._realigner.num_layers,
-            chunks=torch.where(reusable, grids["chunk"], -1),
+            chunks=table[0].masked_fill(~reusable, -1),
         )
         if fresh is None:
             return view

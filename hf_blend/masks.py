@@ -12,6 +12,7 @@ rows are taken in blocks, and a block reads keys only where one of its rows may 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ def row_mask(
     past: int,
     keys: int,
     implementation: str,
-    numbers: list[int] | None = None,
+    numbers: Callable[[], list[int]] | None = None,
 ) -> Tensor | BlockMask:
     """The mask of some rows, for the attention implementation that the model uses.
 
@@ -42,7 +43,7 @@ def row_mask(
         past: keys in the cache before the new tokens.
         keys: all keys, past and new.
         implementation: the model's attention implementation, such as `"sdpa"`.
-        numbers: the rows of a single batch entry, where the host knows them already.
+        numbers: gives the rows of a single batch entry to the host; asked only where the work is done by blocks.
 
     Returns:
         `[batch, heads or 1, kept, keys]`: a `RowMask` for sdpa, an additive mask for eager, a block mask for flex, a
@@ -51,7 +52,8 @@ def row_mask(
     if isinstance(model_mask, BlockMask):
         return _cut_blocks(model_mask, rows, keys)
     if implementation == "sdpa" and model_mask is None and rows.shape[0] == 1:
-        return RowMask.causal(rows + past, keys, None if numbers is None else [number + past for number in numbers])
+        known = rows[0].tolist if numbers is None else numbers
+        return RowMask.causal(rows + past, keys, lambda: [number + past for number in known()])
     mask = local_mask(rows, past, keys, None) if model_mask is None else _cut(model_mask, rows)
     if implementation == "sdpa":
         return RowMask.of(mask)
@@ -120,38 +122,46 @@ class RowMask(Tensor):
     group: int
     _dense: Tensor | None  # the mask; None: made of `_columns` where it is asked for
     _columns: Tensor | None  # `[1, rows]`, each row sees the keys up to its own column
-    _numbers: list[int]  # the same, known to the host
+    _ask: Callable[[], list[int]] | None  # gives the same to the host
     _blocks: list[RowBlock] | None
     _biases: dict[tuple[int, torch.dtype, int], Tensor]
 
     @classmethod
     def of(cls, mask: Tensor) -> "RowMask":
         """Wrap a mask `[batch, heads or 1, rows, keys]`; no copy."""
-        return cls._wrap(mask.shape, mask, None, [])
+        return cls._wrap(mask.shape, mask, None, None)
 
     @classmethod
-    def causal(cls, columns: Tensor, keys: int, numbers: list[int] | None = None) -> "RowMask":
+    def causal(cls, columns: Tensor, keys: int, numbers: Callable[[], list[int]] | None = None) -> "RowMask":
         """A mask by which each row sees exactly the keys up to its own column.
 
         Args:
             columns: `[1, rows]`, sorted.
             keys: how many there are.
-            numbers: the same columns, where the host knows them already.
+            numbers: gives the same columns to the host.
 
         Returns:
             A boolean mask `[1, 1, rows, keys]`.
         """
-        known = columns[0].tolist() if numbers is None else numbers
-        return cls._wrap((1, 1, columns.shape[1], keys), None, columns, known)
+        return cls._wrap((1, 1, columns.shape[1], keys), None, columns, numbers or columns[0].tolist)
 
     @classmethod
-    def _wrap(cls, shape: Any, dense: Tensor | None, columns: Tensor | None, numbers: list[int]) -> "RowMask":
+    def _wrap(cls, shape: Any, dense: Tensor | None, columns: Tensor | None, ask: Any) -> "RowMask":
         like: Any = columns if dense is None else dense
         dtype = torch.bool if dense is None else dense.dtype
         wrapped: RowMask = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=like.device)  # type: ignore[attr-defined]
         wrapped.group, wrapped._blocks, wrapped._biases = 1, None, {}
-        wrapped._dense, wrapped._columns, wrapped._numbers = dense, columns, numbers
+        wrapped._dense, wrapped._columns, wrapped._ask = dense, columns, ask
         return wrapped
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether each row sees exactly the keys up to its own column."""
+        return self._dense is None
+
+    @cached_property
+    def _numbers(self) -> list[int]:
+        return [] if self._ask is None else self._ask()
 
     @classmethod
     def __torch_function__(
@@ -185,7 +195,7 @@ class RowMask(Tensor):
             moved = torch.empty(0, dtype=torch.bool, device=self.device).to(*args, **kwargs)
             if moved.dtype != torch.bool:
                 return self.plain().to(*args, **kwargs)
-            mask = RowMask.causal(self._columns.to(moved.device), self.shape[3], self._numbers)  # type: ignore[union-attr]
+            mask = RowMask.causal(self._columns.to(moved.device), self.shape[3], self._ask)  # type: ignore[union-attr]
         else:
             mask = RowMask.of(self._dense.to(*args, **kwargs))
         if mask.device == self.device and mask.dtype == self.dtype:
@@ -235,7 +245,7 @@ class RowMask(Tensor):
         rows, keys = block.rows.stop - block.rows.start, self._numbers[-1] + 1
         place = (-rows, dtype, 1)
         if place not in self._biases:
-            run = RowMask.causal(torch.arange(keys - rows, keys, device=self.device)[None], keys, [*range(keys - rows, keys)])
+            run = RowMask.causal(torch.arange(keys - rows, keys, device=self.device)[None], keys)
             self._biases[place] = run._make_bias(RowBlock(slice(0, rows), slice(0, keys)), dtype)
         return self._biases[place][..., keys - block.keys.stop :]
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -106,6 +107,7 @@ class Plan:
     Attributes:
         slots: the stored chunks, by row and column.
         real: `[batch, tokens]`, False on padding.
+        counts: how many tokens of each entry are real.
         computed: how many chunks were missing and computed for this request.
         loaded: how many came from the store.
         replaced: which of these turned out to be damaged or late while they were read, and were computed.
@@ -117,6 +119,7 @@ class Plan:
 
     slots: list[Slot]
     real: Tensor
+    counts: list[int] = field(default_factory=list)
     computed: int = 0
     loaded: int = 0
     replaced: list[ChunkKey] = field(default_factory=list)
@@ -124,6 +127,9 @@ class Plan:
     store: ChunkStore | None = None
     partial: Any = None
     advice: Advice | None = None
+
+    def __post_init__(self) -> None:
+        self._real_here = self.real  # stays with the host when `real` goes to the device
 
     def read_ahead(self, depth: int) -> None:
         """Begin to read, so many layers ahead of what is used, the chunks whose layers come one by one."""
@@ -146,11 +152,46 @@ class Plan:
 
     def where(self, exact: bool) -> Tensor:
         """`[batch, tokens]`: True where a slot with this exactness lies."""
-        mask = torch.zeros_like(self.real)
+        return torch.from_numpy(self._where(exact))
+
+    def _where(self, exact: bool) -> np.ndarray:
+        mask = np.zeros(tuple(self.real.shape), dtype=bool)
         for slot in self.slots:
             if slot.exact is exact:
                 mask[slot.row, slot.columns] = True
         return mask
+
+    def stored_counts(self, exact: bool, end: int) -> list[int]:
+        """How many columns before `end` slots with this exactness cover in each entry."""
+        counts = [0] * len(self.counts)
+        for slot in self.slots:
+            if slot.exact is exact:
+                counts[slot.row] += max(0, min(slot.columns.stop, end) - slot.start)
+        return counts
+
+    def fresh_columns(self, end: int, with_reusable: bool) -> list[list[int]]:
+        """The columns of each entry that are not padding and have no exact KV.
+
+        Args:
+            end: the first column behind which nothing stored is used.
+            with_reusable: also those with stored KV that is not exact.
+        """
+        stored = self._where(exact=True)
+        if not with_reusable:
+            stored |= self._where(exact=False)
+        stored[:, end:] = False
+        real = np.asarray(self._real_here)
+        return [np.flatnonzero(row & ~there).tolist() for row, there in zip(real, stored, strict=True)]
+
+    def token_table(self) -> Tensor:
+        """`[3, batch, tokens]`: number of the chunk, place in it, and its length, for tokens that may be chosen; else -1."""
+        table = np.full((3, *self.real.shape), -1, dtype=np.int64)
+        for slot in self.slots:
+            if not slot.exact:
+                here = table[:, slot.row, slot.columns]
+                here[0], here[2] = slot.number, slot.chunk.tokens
+                here[1] = np.arange(slot.inside.start, slot.inside.stop)
+        return torch.from_numpy(table)
 
     def drop(self, slot: Slot) -> None:
         """Treat a chunk as if it had not been stored: its tokens are computed like a question's."""
@@ -196,7 +237,7 @@ class Planner:
         Returns:
             The plan.
         """
-        plan = Plan([], torch.zeros((len(rows), width), dtype=torch.bool), store=self._store)
+        plan = Plan([], _real(rows, starts, width, wholes), list(map(len, rows)), store=self._store)
         plan.partial = getattr(self._store, "partial", None)
         wholes = [Whole(tuple(ids)) for ids in rows] if wholes is None else wholes
         longest = max(whole.seen + len(new) for new, whole in zip(rows, wholes, strict=True))
@@ -204,7 +245,6 @@ class Planner:
         found = [self._spans(row, whole.ids, known, at_beginning) for row, whole in enumerate(wholes)]
         unloaded = self._advised(plan, [key for spans in found for _, key in spans])
         for row, (new, start, whole) in enumerate(zip(rows, starts, wholes, strict=True)):
-            plan.real[row, list(whole.columns) or slice(start, start + len(new))] = True
             spans = [span for span in found[row] if span[1] not in unloaded]
             self._place(plan, row, start, len(new), whole, spans, at_beginning)
         plan.read_ahead(self._store.pipeline_depth)
@@ -282,6 +322,17 @@ class Planner:
                 plan.loaded += 1
             self._fetched[key] = chunk
         return self._fetched[key]
+
+
+def _real(
+    rows: Sequence[Sequence[int]], starts: Sequence[int], width: int, wholes: Sequence[Whole] | None
+) -> Tensor:
+    """`[batch, width]`: where the tokens of each entry are."""
+    real = np.zeros((len(rows), width), dtype=bool)
+    for row, (new, start) in enumerate(zip(rows, starts, strict=True)):
+        columns = wholes[row].columns if wholes is not None else ()
+        real[row, list(columns) or slice(start, start + len(new))] = True
+    return torch.from_numpy(real)
 
 
 def _compute(model: nn.Module, key: ChunkKey, replaced: list[ChunkKey] | None = None) -> ChunkKV:

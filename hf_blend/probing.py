@@ -56,7 +56,7 @@ class Listener:
 
 
 def sight(
-    columns: Tensor, tokens: int, charge: Callable[[float], None], take: Callable[[Attention], Any]
+    columns: Tensor, tokens: int, charge: Callable[[Any], None], take: Callable[[Attention], Any]
 ) -> Callable[..., Any]:
     """An attention function that makes an `Attention` of its arguments and passes it on.
 
@@ -74,7 +74,7 @@ def sight(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, *args: Any, **given: Any
     ) -> Any:
         mask = given.get("attention_mask", mask)
-        plain = mask if isinstance(mask, Tensor) and mask.dim() == 4 else None
+        plain = mask if isinstance(mask, Tensor) and mask.dim() == 4 and not getattr(mask, "is_causal", False) else None
         scaling = given.get("scaling") or getattr(module, "scaling", None) or query.shape[-1] ** -0.5
         past = key.shape[2] - tokens
         return take(Attention(query, key, value, columns, past, plain, scaling, given.get("softcap"), charge))
@@ -83,7 +83,7 @@ def sight(
 
 
 @torch.no_grad()
-def run_probe(model: nn.Module, cache: Any, ids: Tensor, mask: Tensor | None) -> float:
+def run_probe(model: nn.Module, cache: Any, ids: Tensor, mask: Tensor | None) -> None:
     """Run the decoder over a prompt of which a cache recomputes nothing but the question.
 
     Args:
@@ -91,9 +91,6 @@ def run_probe(model: nn.Module, cache: Any, ids: Tensor, mask: Tensor | None) ->
         cache: a `BlendCache` that listens; it is used up.
         ids: `[batch, tokens]`, the new ones.
         mask: `[batch, columns]`, 0 on padding, with those of what is in the cache; None: no padding.
-
-    Returns:
-        FLOPs spent.
     """
     given = {}
     if mask is not None:
@@ -104,4 +101,3 @@ def run_probe(model: nn.Module, cache: Any, ids: Tensor, mask: Tensor | None) ->
         model.get_decoder()(input_ids=ids, past_key_values=cache, use_cache=True, **given)
     except Reached:
         cache.forward_ends(failed=True)
-    return float(cache.report.flops)

@@ -61,6 +61,14 @@ class Placement:
         else:
             states[self.row].index_copy_(1, self.columns, stored)
 
+    def write_parts(self, states: Tensor, parts: Sequence[Tensor]) -> None:
+        """As `write`, for tensors `[heads, tokens of one chunk, width]` side by side."""
+        like = self.rows is None and isinstance(self.columns, slice)
+        if like and all(part.dtype == states.dtype and part.device == states.device for part in parts):
+            torch.cat([*parts], dim=1, out=states[self.row, :, self.columns])
+        else:
+            self.write(states, _cat(parts, states.device))
+
     def read(self, states: Tensor) -> Tensor:
         """`[heads, tokens, width]` of `[batch, heads, columns, width]`."""
         if self.rows is not None:
@@ -112,9 +120,13 @@ class Realigner:
         if not slots:
             return
         started = time.perf_counter()
-        placed = self._placed(slots, keys.device)
-        for states, stored in zip((keys, values), self._gathered(layer, placed, keys.device), strict=True):
-            placed.write(states, stored)
+        placed, rotating = self._placed(slots, keys.device), self._styles[layer].slot
+        turn = self._turn(layer, placed)
+        for which, states in enumerate((keys, values)):
+            if turn is None or which != rotating:
+                placed.write_parts(states, _parts(placed, layer, which))
+            else:
+                placed.write(states, self._rotated(layer, placed, turn, keys.device))
         self._report.realign_ms += 1e3 * (time.perf_counter() - started)
 
     def moved(self, layer: int, slot: Slot, keys: Tensor, values: Tensor) -> KV:
@@ -224,9 +236,8 @@ class Realigner:
         known, ahead = self._ahead.pop((id(placed), layer), (None, None))
         if known is turn and ahead is not None:
             return ahead
-        layers = self._alike(layer, placed)
-        style = self._styles[layer]
-        states = torch.cat([_joined(placed, one, style.slot, device) for one in layers], dim=1)
+        layers, style = self._alike(layer, placed), self._styles[layer]
+        states = _cat([part for one in layers for part in _parts(placed, one, style.slot)], device)
         grouped = states.unflatten(1, (len(layers), -1))
         out = torch.empty_like(grouped)
         turn_here = (turn[0].to(device), turn[1].to(device))
@@ -266,27 +277,17 @@ class Realigner:
         return self._turns[place]
 
 
+def _parts(placed: Placement, layer: int, which: int) -> list[Tensor]:
+    """K (0) or V (1) of a layer as stored, `[heads, tokens, width]` of each chunk."""
+    return [slot.states(layer)[which] for slot in placed.slots]
+
+
 def _joined(placed: Placement, layer: int, which: int, device: torch.device) -> Tensor:
-    """K (0) or V (1) of a layer as stored, all chunks side by side: `[heads, tokens, width]`."""
-    parts = [slot.states(layer)[which] for slot in placed.slots]
+    """The same, all chunks side by side: `[heads, tokens, width]`."""
+    return _cat(_parts(placed, layer, which), device)
+
+
+def _cat(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     if any(part.device != device for part in parts):
         parts = [part.to(device, non_blocking=True) for part in parts]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-
-
-@torch.no_grad()
-def mismatch(fresh: KV, stored: KV) -> float:
-    """How far stored K/V are from fresh ones, as a share of the fresh ones' size.
-
-    Args:
-        fresh: (K, V) as computed in this prompt, `[kv_heads, tokens, head_dim]` each.
-        stored: (K, V) from the store at the same places, realigned.
-
-    Returns:
-        The larger of the two relative differences (Frobenius norms); NaN counts as infinite.
-    """
-    shares = [
-        float(torch.linalg.vector_norm((new - old).float()) / torch.linalg.vector_norm(new.float()).clamp_min(1e-20))
-        for new, old in zip(fresh, stored, strict=True)
-    ]
-    return max(share if share == share else float("inf") for share in shares)
+    return parts[0] if len(parts) == 1 else torch.cat([*parts], dim=1)

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a request cost: the one honest meter."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 
 from .flops import LayerCost
+
+Charge = float | Tensor | Callable[[], float]
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,6 @@ class BlendReport:
         loaded_chunks: chunks that came from the store.
         refused_chunks: chunks whose stored KV was not that of their tokens; computed like a question.
         full_prefills: full prefills that a selector asked for; research only.
-        scoring_flops: spent to choose and to correct beside the layers' own work: attention scores, probes, shifts.
         realign_ms: host time for moving stored KV to its place.
         select_ms: host time for scoring and choosing.
         past_tokens: tokens that were in the cache before this prefill.
@@ -67,11 +69,11 @@ class BlendReport:
     loaded_chunks: int = 0
     refused_chunks: int = 0
     full_prefills: int = 0
-    scoring_flops: float = 0.0
     realign_ms: float = 0.0
     select_ms: float = 0.0
     past_tokens: int = 0
     _chosen: list[list[list[int]] | tuple[Tensor, Tensor, int]] = field(default_factory=list, repr=False)
+    _charges: list[Charge] = field(default_factory=list, repr=False)
     _costs: list[LayerCost] = field(default_factory=list, repr=False)
     _work: list[Work] = field(default_factory=list, repr=False)
 
@@ -84,9 +86,14 @@ class BlendReport:
         """Note that a layer ran, or ran as far as its K and V."""
         self._work.append(work)
 
-    def charge(self, flops: float) -> None:
-        """Note work of choosing and correcting that is no layer's own."""
-        self.scoring_flops += flops
+    def charge(self, flops: Charge) -> None:
+        """Note work of choosing and correcting that is no layer's own; a tensor is read when a figure is asked for."""
+        self._charges.append(flops)
+
+    @property
+    def scoring_flops(self) -> float:
+        """FLOPs spent to choose and to correct beside the layers' own work: attention scores, probes, shifts."""
+        return sum(float(flops() if callable(flops) else flops) for flops in self._charges)
 
     def chose(self, columns: Tensor, picked: Tensor, past: int) -> None:
         """Note the first choice of a part of the prompt.
@@ -144,7 +151,8 @@ class BlendReport:
     def as_dict(self) -> dict[str, Any]:
         """All figures as JSON values."""
         shown = {entry.name: getattr(self, entry.name) for entry in fields(self) if not entry.name.startswith("_")}
-        return {**shown, "chosen_columns": self.chosen_columns, "charged_budget": self.charged_budget, "flop_bound": self.flop_bound}
+        asked = {"scoring_flops": self.scoring_flops, "chosen_columns": self.chosen_columns}
+        return {**shown, **asked, "charged_budget": self.charged_budget, "flop_bound": self.flop_bound}
 
     def __str__(self) -> str:
         """One line for people."""

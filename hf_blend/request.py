@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,15 +47,18 @@ class Brought:
             The new tokens; None where padding stands elsewhere than in front of them.
         """
         width = ids.shape[1]
-        own = torch.ones_like(ids).cpu() if mask is None else mask[:, -width:].cpu()
-        gaps = (own[:, 1:] < own[:, :-1]).any(dim=1)
+        if mask is None:
+            all_ids = ids.tolist()
+            return cls(all_ids, [0] * len(all_ids), [before] * len(all_ids), width, [()] * len(all_ids))
+        both = torch.cat((ids, mask.to(ids.dtype)), dim=1).cpu().numpy()  # the device is asked once
+        new, own, past = both[:, :width], both[:, -width:] != 0, both[:, width:-width] != 0
+        gaps = (own[:, 1:] < own[:, :-1]).any(axis=1)
         if gaps.any() and not (is_built and own[:, -1].all()):
             return None
-        rows = [row[keep.bool()].tolist() for row, keep in zip(ids.cpu(), own, strict=True)]
-        pairs = zip(own, gaps, strict=True)
-        columns = [tuple(keep.nonzero().flatten().tolist()) if gap else () for keep, gap in pairs]
-        past = None if mask is None or mask.shape[1] < width + before else mask[:, : mask.shape[1] - width]
-        seen = [before] * len(rows) if past is None else past[:, past.shape[1] - before :].sum(dim=1).tolist()
+        rows = [row[keep].tolist() for row, keep in zip(new, own, strict=True)]
+        columns = [tuple(np.flatnonzero(keep).tolist()) if gap else () for keep, gap in zip(own, gaps, strict=True)]
+        is_seen = past.shape[1] >= before
+        seen = past[:, past.shape[1] - before :].sum(axis=1).tolist() if is_seen else [before] * len(rows)
         return cls(rows, [width - len(row) for row in rows], [int(count) for count in seen], width, columns)
 
 

@@ -78,8 +78,7 @@ class RowMasks:
     def _lines(self, model_mask: Any, rows: Rows, keys: int, offset: int, window: int | None) -> Any:
         past, columns = self._past - offset, rows.columns
         if not is_flash(self._implementation):
-            numbers = rows.numbers[0] if self._implementation == "sdpa" and model_mask is None else None
-            return row_mask(model_mask, columns, past, keys, self._implementation, numbers)
+            return row_mask(model_mask, columns, past, keys, self._implementation, lambda: rows.numbers[0])
         if self._implementation not in _told:
             _told.add(self._implementation)
             logger.warning(

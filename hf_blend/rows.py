@@ -12,7 +12,7 @@ from torch import Tensor
 from .anatomy import gather_rows
 
 
-@dataclass(frozen=True)
+@dataclass
 class Rows:
     """The rows of the hidden states, by the columns at which they stand.
 
@@ -82,7 +82,7 @@ class Rows:
         index = torch.arange(width - count, width, device=self.columns.device).expand(self.columns.shape[0], -1)
         kept = Rows(self.columns[:, -count:], self.filler[:, -count:], (count,) * self.columns.shape[0])
         if "numbers" in vars(self):
-            vars(kept)["numbers"] = [numbers[-count:] for numbers in self.numbers]
+            kept.numbers = [numbers[-count:] for numbers in self.numbers]
         return kept, index
 
     def take(self, grid: Tensor) -> Tensor:

@@ -10,20 +10,22 @@ depend on the machine; the time is that of a model so small that arithmetic does
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_blend import BlendCache, ChunkStore
 
 from .shapes import random_model
 
-WAITING = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal")  # the host needs the result
-ALLOCATING = ("aten::empty", "aten::new_empty")  # no kernel runs
+WAITING = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "nonzero", "equal", "unique")
+NO_KERNEL = ("aten::empty", "aten::new_empty", "aten::_unsafe_view", "aten::_local_scalar_dense")
 
 
 @dataclass(frozen=True)
@@ -51,27 +53,39 @@ class OverheadPlan:
     seed: int = 0
 
 
-class KernelCount(TorchDispatchMode):
-    """Counts ATen calls that launch work, and those for whose result the host waits.
+class KernelCount:
+    """Counts the ATen calls that launch work, and the requests of the host for a result that it has to wait for.
+
+    A request for what is in host memory already counts too: on a CPU there is no telling them apart.
 
     Attributes:
         kernels: by operation, views and allocations left out.
-        syncs: by operation.
+        syncs: by function.
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self.kernels: Counter[str] = Counter()
         self.syncs: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count a call, and make it."""
-        name = func._schema.name
-        if name in WAITING:
-            self.syncs[name] += 1
-        elif not func.is_view and not name.startswith(ALLOCATING):
-            self.kernels[name] += 1
-        return func(*args, **(kwargs or {}))
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count what runs inside."""
+        kernels, syncs = self.kernels, self.syncs
+
+        class Dispatched(TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                if not func.is_view and not func._schema.name.startswith(NO_KERNEL):
+                    kernels[func._schema.name] += 1
+                return func(*args, **(kwargs or {}))
+
+        class Called(TorchFunctionMode):
+            def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                if getattr(func, "__name__", "") in WAITING:
+                    syncs[func.__name__] += 1
+                return func(*args, **(kwargs or {}))
+
+        with Dispatched(), Called():
+            yield
 
 
 def measure_overhead(plan: OverheadPlan, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
@@ -146,7 +160,7 @@ def count(run: Callable[[], Any]) -> KernelCount:
         The counts.
     """
     counted = KernelCount()
-    with counted:
+    with counted.counting():
         run()
     return counted
 

@@ -4,14 +4,15 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-BLOCK_ROWS = 128  # rows that are scored at once; bounds the memory to heads x 128 x keys floats
+BLOCK_BYTES = 64 << 20  # of scores that are made at once
 
 
-def _free(flops: float) -> None:
+def _free(flops: Any) -> None:
     """Charge nothing."""
 
 
@@ -39,12 +40,14 @@ class Attention:
     mask: Tensor | None = None
     scaling: float = 1.0
     softcap: float | None = None
-    charge: Callable[[float], None] = _free
+    charge: Callable[[Any], None] = _free
 
     def blocks(self, start: int = 0) -> Iterator[slice]:
-        """Cut the rows from `start` on into blocks."""
-        for first in range(start, self.queries.shape[2], BLOCK_ROWS):
-            yield slice(first, min(first + BLOCK_ROWS, self.queries.shape[2]))
+        """Cut the rows from `start` on into blocks whose scores take little memory."""
+        batch, heads, rows, _ = self.queries.shape
+        step = max(16, BLOCK_BYTES // (4 * batch * heads * self.keys.shape[2]))
+        for first in range(start, rows, step):
+            yield slice(first, min(first + step, rows))
 
     def visible(self, rows: slice) -> Tensor:
         """Which keys some rows see: `[batch or 1, heads or 1, rows, keys]`."""
@@ -99,7 +102,7 @@ class Attention:
         """Two FLOPs for each number that is multiplied and added, for each head and each key that is seen."""
         batch, heads = self.queries.shape[:2]
         share = batch * heads / (visible.shape[0] * visible.shape[1])
-        self.charge(2.0 * width * share * float(visible.sum()))
+        self.charge(visible.sum() * (2.0 * width * share))
 
 
 def received(
