@@ -150,7 +150,7 @@ class Chooser:
             `[batch, rows]`, True for the chosen ones.
         """
         started = time.perf_counter()
-        view = self._view(index, rows, reusable, fresh)
+        view = self._view(index, rows, reusable, fresh if self._first_scores is None or self._asked_before else None)
         if attention is not None:
             view = replace(view, attention=lambda: attention)
         scores = self._scores(view) if any(counts) else torch.zeros_like(view.reusable, dtype=torch.float32)

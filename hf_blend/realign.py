@@ -63,8 +63,8 @@ class Placement:
 
     def write_parts(self, states: Tensor, parts: Sequence[Tensor]) -> None:
         """As `write`, for tensors `[heads, tokens of one chunk, width]` side by side."""
-        like = self.rows is None and isinstance(self.columns, slice)
-        if like and all(part.dtype == states.dtype and part.device == states.device for part in parts):
+        side_by_side = self.rows is None and isinstance(self.columns, slice) and not states.requires_grad
+        if side_by_side and all(part.dtype == states.dtype and part.device == states.device for part in parts):
             torch.cat([*parts], dim=1, out=states[self.row, :, self.columns])
         else:
             self.write(states, _cat(parts, states.device))
@@ -266,8 +266,8 @@ class Realigner:
     def _turn(self, layer: int, placed: Placement) -> KV | None:
         """The rotation of some chunks' keys in a layer, `[tokens, pairs]` each; None where the layer has none."""
         table, number = self._tables.get(layer), placed.slots[0].chunk.layer_table[layer]
-        if table is None or number < 0:
-            return None
+        if table is None or number < 0 or all(slot.exact for slot in placed.slots):
+            return None  # what is exact is at the positions where it was computed
         place = (id(placed), number, id(table[0]), self._styles[layer])
         if place not in self._turns:
             new = (placed.take(table[0]), placed.take(table[1]))

@@ -8,8 +8,9 @@ from transformers import DynamicCache
 
 from hf_blend.calibrate import relative_error, rotary_styles
 from hf_blend.capture import capture, capture_chunk
+from hf_blend.evaluation.bench.overhead import KernelCount
 from hf_blend.plan import Slot
-from hf_blend.realign import Realigner, mismatch
+from hf_blend.realign import Realigner
 from hf_blend.report import BlendReport
 
 CHUNK = tuple(range(10, 40))
@@ -147,11 +148,28 @@ def test_the_first_table_of_a_layer_is_kept(shared_model):
     assert torch.equal(keys, states[0][0][0, :, 20:50])
 
 
-def test_mismatch_is_relative_and_takes_the_worse_of_keys_and_values():
-    ones = torch.ones(2, 5, 4)
-    assert mismatch((ones, ones), (ones, ones)) == 0
-    assert mismatch((ones, ones), (ones, 1.5 * ones)) == pytest.approx(0.5)
-    assert mismatch((100 * ones, ones), (150 * ones, ones)) == pytest.approx(0.5)
-    assert mismatch((ones, ones), (ones, ones * float("nan"))) == float("inf")
-    assert mismatch((ones, ones), (ones * float("nan"), 2 * ones)) == float("inf")
-    assert mismatch((ones.bfloat16(), ones.bfloat16()), (ones.bfloat16(), 2 * ones.bfloat16())) == pytest.approx(1)
+def test_mismatches_are_relative_and_take_the_worse_of_keys_and_values_of_each_chunk(shared_model):
+    model, nan = shared_model(), float("nan")
+    one, other = capture_chunk(model, CHUNK, (1,), "f"), capture_chunk(model, CHUNK[:7], (1,), "f")
+    slots = [Slot(0, 5, one, False, 0), Slot(0, 50, other, False, 1)]
+    realigner, states = laid(model, one, 0, 90, slots)
+    keys, values = states[1]
+    half = lambda part, stop: torch.cat((part[:, :, :stop] * 2, part[:, :, stop:]), dim=2)  # noqa: E731
+    assert realigner.mismatches(1, slots, keys, values) == pytest.approx([0, 0], abs=1e-6)
+    assert realigner.mismatches(1, slots, half(keys, 40), values) == pytest.approx([0.5, 0], abs=1e-6)
+    assert realigner.mismatches(1, slots, half(keys, 40), 4 * values) == pytest.approx([0.75, 0.75], abs=1e-6)
+    assert realigner.mismatches(1, slots[1:], keys, nan * values) == [float("inf")]
+
+
+def test_many_chunks_are_moved_by_as_many_kernels_as_few(shared_model):
+    model = shared_model()
+    chunks = [capture_chunk(model, range(10 + number, 20 + number), (1,), "f") for number in range(12)]
+    calls = []
+    for count in (3, 12):
+        slots = [Slot(0, 1 + 10 * number, chunk, False, number) for number, chunk in enumerate(chunks[:count])]
+        realigner, states = laid(model, chunks[0], 0, 130, slots)
+        with KernelCount().counting() as counted:
+            realigner.lay(2, slots, *states[2])
+        calls.append((counted.kernels, counted.syncs))
+    assert calls[0] == calls[1]
+    assert not calls[0][1]

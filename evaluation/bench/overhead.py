@@ -68,7 +68,7 @@ class KernelCount:
         self.syncs: Counter[str] = Counter()
 
     @contextmanager
-    def counting(self) -> Iterator[None]:
+    def counting(self) -> Iterator["KernelCount"]:
         """Count what runs inside."""
         kernels, syncs = self.kernels, self.syncs
 
@@ -85,7 +85,7 @@ class KernelCount:
                 return func(*args, **(kwargs or {}))
 
         with Dispatched(), Called():
-            yield
+            yield self
 
 
 def measure_overhead(plan: OverheadPlan, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
