@@ -9,6 +9,7 @@ a layer costs the host the same few kernels, however many chunks there are; smal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ KV = tuple[Tensor, Tensor]
 GROUP_BYTES = 4 << 20  # of stored keys that are rotated at a time: as many layers as fit, where all are in memory
 
 
-@dataclass(frozen=True)
+@dataclass
 class Placement:
     """Where the tokens of some chunks stand, side by side.
 
@@ -37,6 +38,16 @@ class Placement:
     columns: Tensor | slice
     rows: Tensor | None
     row: int
+
+    @cached_property
+    def sources(self) -> list[tuple[Sequence[KV], slice | None]]:
+        """The layers of each chunk, and which of its tokens are here; None for all."""
+        return [(slot.chunk.layers, None if slot.is_whole else slot.inside) for slot in self.slots]
+
+    def parts(self, layer: int, which: int) -> list[Tensor]:
+        """K (0) or V (1) of a layer as stored, `[heads, tokens, width]` of each chunk."""
+        found = [(layers[layer][which], inside) for layers, inside in self.sources]
+        return [states if inside is None else states[:, inside] for states, inside in found]
 
     @classmethod
     def of(cls, slots: Sequence[Slot], device: torch.device) -> "Placement":
@@ -124,7 +135,7 @@ class Realigner:
         turn = self._turn(layer, placed)
         for which, states in enumerate((keys, values)):
             if turn is None or which != rotating:
-                placed.write_parts(states, _parts(placed, layer, which))
+                placed.write_parts(states, placed.parts(layer, which))
             else:
                 placed.write(states, self._rotated(layer, placed, turn, keys.device))
         self._report.realign_ms += 1e3 * (time.perf_counter() - started)
@@ -225,9 +236,9 @@ class Realigner:
         """K and V of all tokens of some chunks, `[heads, tokens, width]` each, rotated for this prompt."""
         rotating, turn = self._styles[layer].slot, self._turn(layer, placed)
         if turn is None:
-            return _joined(placed, layer, 0, device), _joined(placed, layer, 1, device)
+            return _cat(placed.parts(layer, 0), device), _cat(placed.parts(layer, 1), device)
         found = [Tensor(), Tensor()]
-        found[1 - rotating] = _joined(placed, layer, 1 - rotating, device)
+        found[1 - rotating] = _cat(placed.parts(layer, 1 - rotating), device)
         found[rotating] = self._rotated(layer, placed, turn, device)
         return found[0], found[1]
 
@@ -237,7 +248,7 @@ class Realigner:
         if known is turn and ahead is not None:
             return ahead
         layers, style = self._alike(layer, placed), self._styles[layer]
-        states = _cat([part for one in layers for part in _parts(placed, one, style.slot)], device)
+        states = _cat([part for one in layers for part in placed.parts(one, style.slot)], device)
         grouped = states.unflatten(1, (len(layers), -1))
         out = torch.empty_like(grouped)
         turn_here = (turn[0].to(device), turn[1].to(device))
@@ -275,16 +286,6 @@ class Realigner:
             old = tuple(torch.cat([part[which].to(new[0].device) for part in parts]) for which in (0, 1))
             self._turns[place] = compose(self._styles[layer], (old[0], old[1]), new)
         return self._turns[place]
-
-
-def _parts(placed: Placement, layer: int, which: int) -> list[Tensor]:
-    """K (0) or V (1) of a layer as stored, `[heads, tokens, width]` of each chunk."""
-    return [slot.states(layer)[which] for slot in placed.slots]
-
-
-def _joined(placed: Placement, layer: int, which: int, device: torch.device) -> Tensor:
-    """The same, all chunks side by side: `[heads, tokens, width]`."""
-    return _cat(_parts(placed, layer, which), device)
 
 
 def _cat(parts: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -10,7 +10,7 @@ depend on the machine; the time is that of a model so small that arithmetic does
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_blend import BlendCache, ChunkStore
+from hf_blend.report import BlendReport
 
 from .shapes import random_model
 
@@ -35,6 +36,7 @@ class OverheadPlan:
     Attributes:
         shape: name of a model shape.
         tokens: in all chunks together; the same for each number of chunks, so that only their number differs.
+        short_tokens: likewise, where host time is measured: so few that arithmetic does not hide the host.
         question_tokens: length of the question.
         chunks: numbers of chunks.
         settings: selector and recompute ratio of each row.
@@ -44,7 +46,8 @@ class OverheadPlan:
     """
 
     shape: str = "tiny-deep"
-    tokens: int = 3840
+    tokens: int = 960
+    short_tokens: int = 128
     question_tokens: int = 32
     chunks: tuple[int, ...] = (2, 6, 20, 64)
     settings: tuple[tuple[str, float], ...] = (("kv-deviation", 0.15), ("auto", 0.05))
@@ -110,37 +113,44 @@ def measure_overhead(plan: OverheadPlan, progress: Callable[[str], None] | None 
 
 
 def _row(model: nn.Module, plan: OverheadPlan, selector: str, ratio: float, chunks: int) -> dict[str, Any]:
-    pieces, ids = _prompt(plan, chunks, model.config.vocab_size)
-    store = ChunkStore.open("memory://", memory_bytes=8 << 30)
-
-    def blend() -> BlendCache:
-        cache = BlendCache(model, store, recompute_ratio=ratio, selector=selector)
-        _first_token(model, cache, cache.inputs(None, **pieces))
-        return cache
-
-    stock = lambda: _first_token(model, None, {"input_ids": ids})  # noqa: E731
-    report = blend().report  # computes the chunks
-    layers = model.config.num_hidden_layers
-    ours, plain = count(blend), count(stock)
+    blend, stock, report = _runs(model, plan, (selector, ratio), chunks, plan.tokens)
+    layers, ours, plain = model.config.num_hidden_layers, count(blend), count(stock)
     return {
         "selector": selector,
         "ratio": ratio,
         "chunks": chunks,
-        "tokens": ids.shape[1],
+        "tokens": report.prompt_tokens,
         "layers": layers,
         "kernels_per_layer": sum(ours.kernels.values()) / layers,
         "stock_kernels_per_layer": sum(plain.kernels.values()) / layers,
         "syncs": sum(ours.syncs.values()),
         "stock_syncs": sum(plain.syncs.values()),
-        "host_ratio": host_ratio(blend, stock, plan.rounds),
+        "host_ratio": host_ratio(*_runs(model, plan, (selector, ratio), chunks, plan.short_tokens)[:2], plan.rounds),
         "charged_budget": report.charged_budget,
     }
 
 
-def _prompt(plan: OverheadPlan, chunks: int, vocabulary: int) -> tuple[dict[str, Any], torch.Tensor]:
+def _runs(
+    model: nn.Module, plan: OverheadPlan, setting: tuple[str, float], chunks: int, tokens: int
+) -> tuple[Callable[[], Any], Callable[[], Any], BlendReport]:
+    """A blended and a stock prefill of one prompt, and the report of the first, which computed the chunks."""
+    pieces, ids = _prompt(plan, chunks, max(1, tokens // chunks), model.config.vocab_size)
+    store = ChunkStore.open("memory://", memory_bytes=8 << 30)
+
+    def blend() -> BlendCache:
+        cache = BlendCache(model, store, selector=setting[0], recompute_ratio=setting[1])
+        _first_token(model, cache, cache.inputs(None, **pieces))
+        return cache
+
+    return blend, lambda: _first_token(model, None, {"input_ids": ids}), blend().report
+
+
+def _prompt(
+    plan: OverheadPlan, chunks: int, chunk_tokens: int, vocabulary: int
+) -> tuple[dict[str, Any], torch.Tensor]:
     generator = torch.Generator().manual_seed(plan.seed)
     draw = lambda tokens: torch.randint(3, vocabulary, (tokens,), generator=generator).tolist()  # noqa: E731
-    texts, question = [draw(plan.tokens // chunks) for _ in range(chunks)], draw(plan.question_tokens)
+    texts, question = [draw(chunk_tokens) for _ in range(chunks)], draw(plan.question_tokens)
     ids = torch.tensor([[1, *(token for text in texts for token in text), *question]])
     return {"prefix": [1], "chunks": texts, "question": question}, ids
 
@@ -183,9 +193,3 @@ def _seconds(run: Callable[[], Any]) -> float:
     started = time.perf_counter()
     run()
     return time.perf_counter() - started
-
-
-def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The columns that fit a terminal."""
-    names = ("selector", "ratio", "chunks", "kernels_per_layer", "stock_kernels_per_layer", "syncs", "stock_syncs")
-    return [{**{name: row[name] for name in names}, "host_ratio": row["host_ratio"]} for row in rows]

@@ -1,0 +1,29 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a prefill asks of the host is counted, so that it cannot grow unseen: a GPU waits for every launch."""
+
+import pytest
+import torch
+
+from hf_blend.evaluation.bench.overhead import OverheadPlan, KernelCount, measure_overhead
+
+KERNELS = {"kv-deviation": 1.25, "auto": 1.45}  # of a stock prefill; `auto` probes and scores in two layers more
+
+
+@pytest.mark.parametrize("selector", KERNELS)
+def test_a_layer_launches_hardly_more_kernels_than_a_stock_one_however_many_chunks_there_are(selector):
+    ratio = {"kv-deviation": 0.15, "auto": 0.05}[selector]
+    plan = OverheadPlan(tokens=320, short_tokens=64, chunks=(2, 64), settings=((selector, ratio),), rounds=1)
+    few, many = measure_overhead(plan)["rows"]
+    assert many["kernels_per_layer"] <= KERNELS[selector] * many["stock_kernels_per_layer"]
+    assert many["kernels_per_layer"] == pytest.approx(few["kernels_per_layer"], rel=0.03)
+    assert few["syncs"] == many["syncs"] <= many["stock_syncs"] + 3
+
+
+def test_the_count_sees_kernels_and_waits_but_no_views():
+    states = torch.ones(4, 6)
+    with KernelCount().counting() as counted:
+        assert int((states.view(6, 4)[2:].transpose(0, 1) + 1).sum()) == 32
+        states.tolist()
+    assert counted.kernels == {"aten::add": 1, "aten::sum": 1}
+    assert sum(counted.syncs.values()) == 2
