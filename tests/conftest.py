@@ -33,8 +33,8 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 @pytest.fixture(autouse=True, scope="session")
-def two_threads() -> None:
-    """Use the same number of threads everywhere, so that timings and sums do not depend on the machine."""
+def one_thread() -> None:
+    """Let torch compute in one thread everywhere, so that sums do not depend on the machine."""
     torch.set_num_threads(1)
 
 
