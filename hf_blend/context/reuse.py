@@ -135,7 +135,9 @@ def _common(held: Sequence[int], wanted: Sequence[int]) -> int:
 def _check(held: list[int], min_run_tokens: int) -> None:
     if min_run_tokens < 1:
         raise ConfigError(f"min_run_tokens is {min_run_tokens}, wanted 1 or more.")
-    if any(token < 0 for token in held):
+    unknown = sum(token < 0 for token in held)
+    if unknown:
         raise ConfigError(
-            "the cache holds tokens whose ids are not known. Fill it through generate() or inside `with cache:`."
+            f"the cache holds {unknown} tokens whose ids are not known. Fill it through generate() or inside "
+            "`with cache:`."
         )
