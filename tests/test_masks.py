@@ -187,7 +187,7 @@ def test_a_row_that_sees_no_key_disturbs_no_other():
     queries=st.sampled_from([4, 8, 16]),
 )
 @example(kept={0, 1, 2, 3, 10, 13}, group=1, queries=4)  # a short last block that spans as much as a full one
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_columns_cut_into_blocks_of_any_size_give_attention_under_the_dense_mask(kept, group, queries):
     columns = torch.tensor(sorted(kept))
     dense = (torch.arange(64) <= columns[:, None])[None, None]
