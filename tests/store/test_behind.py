@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -200,7 +201,9 @@ def test_every_byte_crosses_the_network_once(load, is_alone, chunk, same, conten
 
 @WAYS
 @pytest.mark.parametrize("what", ["evicted", "replaced", "gone"])
-def test_what_becomes_of_the_object_after_it_was_read_changes_nothing(load, what, filled, chunk, same, content, monkeypatch):
+def test_what_becomes_of_the_object_after_it_was_read_changes_nothing(
+    load, what, filled, chunk, same, content, monkeypatch
+):
     near, stored = MemoryTier(), chunk(layers=4)
     (name,) = filled.tier.objects
 
@@ -502,15 +505,15 @@ from hf_blend.store.tiers.disk import DiskTier
 class Far(DiskTier):
     is_local = False
     def __init__(self, name, call_s):
-        super().__init__(Path(sys.argv[1], name))
+        super().__init__(Path(sys.argv[1], name), durable=False)
         self.name, self.call_s = name, call_s
     def put_if_absent(self, name, parts):
         time.sleep(self.call_s)
         return super().put_if_absent(name, parts)
 
-behind.EXIT_S = 0.5
-store = ChunkStore([], [Far("fast", 0.01), Far("slow", 0.2)])
-for number in range(20):
+behind.EXIT_S = 1.0
+store = ChunkStore([], [Far("fast", 0.0), Far("slow", 0.4)])
+for number in range(8):
     states = torch.ones(1, 1, 2)
     store.put(ChunkKV(ChunkKey("ab" * 32, (), (number,)), ((states, states),), (), (-1,)))
 """
@@ -518,11 +521,10 @@ for number in range(20):
 
 def test_a_process_that_ends_writes_what_it_can_in_a_bounded_time(tmp_path):
     done = subprocess.run([sys.executable, "-P", "-c", EXITS, tmp_path], capture_output=True, text=True, timeout=120)
-    warning = "chunks are not written to the slow tier (exit); see dropped_writes\n"
-    assert (done.returncode, done.stderr) == (0, warning)
+    assert (done.returncode, done.stderr) == (0, "")
     written = {tier: len(list((tmp_path / tier / "objects").rglob("*.safetensors"))) for tier in ("fast", "slow")}
-    assert written["fast"] == 20
-    assert 1 <= written["slow"] <= 6
+    assert written["fast"] == 8
+    assert 1 <= written["slow"] < 8
 
 
 # no longer than computing
@@ -583,7 +585,7 @@ def test_a_layer_that_takes_longer_than_the_budget_is_computed_and_those_before_
     layers = list(found.layers)
     assert computed == [1]
     assert layers[0][0] is first[0]
-    assert all(mine.equal(other) for pair, pair2 in zip(layers, stored.layers) for mine, other in zip(pair, pair2))
+    same(replace(found, layers=layers), stored)
     assert store.stats()["misses"] == {"slow": 1}
     assert filled.calls["delete", "request"] == 0, "slow is not damaged"
 

@@ -22,7 +22,7 @@ from hf_blend.store.tiers.memory import MemoryTier
 from hf_blend.store.tiers.remote import HEAD_BYTES, PIECE_BYTES
 from hf_blend.testing import FAULTS, FaultyTier
 
-KINDS = ("redis", "s3")
+KINDS = ("redis", pytest.param("s3", marks=pytest.mark.slow))  # S3 keeps the promises of a tier in test_tiers.py too
 NAME = "ab/cd/" + "e" * 64
 LARGE = bytes(range(256)) * ((2 * PIECE_BYTES + HEAD_BYTES) // 256 + 7)
 IMPATIENT_S = 0.3
@@ -264,7 +264,8 @@ def test_generation_goes_on_when_the_server_is(kind, how, new_server, served_tie
     wanted, _ = generate(ChunkStore.open("memory://"))
     server = new_server(kind)
     tier = served_tier(kind, server)
-    first, _ = generate(ChunkStore([], [tier]))
+    first, _ = generate(writer := ChunkStore([], [tier]))
+    assert writer.flush()
     stored, report = generate(store := ChunkStore([], [tier]))
     assert report.computed_chunks == 0
     assert first.equal(wanted)
