@@ -269,7 +269,8 @@ class Planner:
         if key not in self._fetched:
             chunk = self._store.stream(key, partial(_compute, self._model, key, plan.replaced))
             if chunk is None:
-                chunk = self._store.put(_compute(self._model, key))
+                with self._store.timed(key):
+                    chunk = self._store.put(_compute(self._model, key))
                 plan.computed += 1
             else:
                 plan.loaded += 1
