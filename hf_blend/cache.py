@@ -35,6 +35,8 @@ from .fingerprint import fingerprint
 from .flops import layer_costs
 from .hooks import Entry
 from .identity.canonical import refuse_request_state, refuse_wrapper
+from .input_test import InputTest
+from .modality import has_features, other_inputs, placeholder_ids, refuse_placeholders
 from .placement import input_device
 from .plan import Plan, Planner
 from .probing import Listener, run_probe
@@ -84,6 +86,7 @@ class BlendCache(MaskedDecode):
         Raises:
             ConfigError: a setting is refused.
             UnsupportedModelError: the model cannot be blended exactly; `allow_unverified=True` uses it all the same.
+            PromptError: `sink_ids` holds a token that stands for an image.
         """
         self.config = BlendConfig.from_dict({**(config or BlendConfig()).to_dict(), **settings})
         refuse_wrapper(model)
@@ -94,6 +97,9 @@ class BlendCache(MaskedDecode):
         self._corrector = plugins.load("correctors", self.config.corrector)(self.config.corrector_options)
         self.model, self.store = model, store
         self.sink_ids = default_sink(model) if self.config.sink_ids is None else self.config.sink_ids
+        refuse_placeholders(model, self.sink_ids, "sink_ids")
+        self._placeholders = placeholder_ids(model.config)
+        self._beyond_text: dict[str, Any] | None = None  # arguments of a forward that brings more than text
         self.report = BlendReport(self.config.recompute_ratio)
         silence_casts(model, self)
         self._styles = ensure_trusted(model, BlendCache, self.config.allow_unverified)
@@ -260,12 +266,18 @@ class BlendCache(MaskedDecode):
         reason = why_plain(arguments, text_config(self.model))
         if reason or new_tokens(arguments) < 2:
             self._fall_back(reason, arguments)
-        else:
-            self._begin(arguments)
+            return
+        given = {name: value for name, value in arguments.items() if value is not self}
+        self._beyond_text = given if other_inputs(given) else None
+        self._begin(arguments)
 
     def layer_begins(self, index: int, call: LayerCall) -> LayerCall:
         """Called by the hook on a decoder layer."""
         return call if self._fusor is None else self._fusor.enter(index, call)
+
+    def layer_ends(self, index: int, output: Any) -> Any:
+        """Called by the hook behind a decoder layer, except the last."""
+        return None if self._fusor is None else self._fusor.leave(output)
 
     def forward_ends(self, failed: bool = False) -> None:
         """Called by the hooks behind the last layer and the model; after a failure the cache is as it was before."""
@@ -275,7 +287,7 @@ class BlendCache(MaskedDecode):
             for layer, snapshot in zip(self._layers(), self._before, strict=True):
                 layer.restore(snapshot)
             self._coming = self._resume
-        self._fusor, self._before, self._is_seen = None, [], False
+        self._fusor, self._before, self._is_seen, self._beyond_text = None, [], False, None
         self._entry.leave(watching=self._coming.is_begun and not failed)
 
     def _check_forward(self, layer_idx: int, keys: Tensor) -> None:
@@ -322,25 +334,54 @@ class BlendCache(MaskedDecode):
         if brought is None:
             self._fall_back(PADDED_INSIDE, arguments)
             return
-        plan = self._plan(brought)
-        if not plan.slots:
+        plan = self._plan(brought) if self._can_blend(brought) else None
+        if plan is None or not plan.slots:
+            self._coming, self._beyond_text = self._coming if plan is not None else Coming(), None
             self._entry.leave(watching=self._coming.is_begun)
             return
+        if self._beyond_text is not None:
+            self._input_test(ids, mask).ensure_passed(plan, self._beyond_text, self.config.allow_unverified)
+        self._enter(plan, ids, mask, arguments["logits_to_keep"])
+
+    def _can_blend(self, brought: Brought) -> bool:
+        """Whether it is known what each token of a forward stands for; if not, all of it is computed."""
+        marked = not all(map(self._placeholders.isdisjoint, brought.rows))
+        if self._beyond_text is None:
+            return True
+        if not marked and has_features(self._beyond_text):
+            logger.warning(
+                "nothing is reused: %s came with a prompt in which no token is known to stand for it",
+                ", ".join(other_inputs(self._beyond_text)),
+            )
+            return False
+        return bool(self._past == 0 or InputTest.is_passed(self.model, self._beyond_text))
+
+    def _input_test(self, ids: Tensor, mask: Tensor | None) -> InputTest:
+        def enter(plan: Plan, arguments: dict[str, Any]) -> BlendCache:
+            twin = BlendCache(self.model, self.store, InputTest.config(self.sink_ids))
+            twin._beyond_text = arguments
+            twin._enter(plan, ids, mask, 1)
+            return twin
+
+        return InputTest(self.model, self._placeholders, enter)
+
+    def _enter(self, plan: Plan, ids: Tensor, mask: Tensor | None, wanted_rows: int) -> None:
+        """Take over the layers for one forward, by a plan that has something stored in it."""
         self._before = [layer.snapshot() for layer in self._layers()]
         realigner = Realigner(self._styles, self.report)
-        truth = FullPrefill(self.model, self.config.selector, ids, mask, self._past)
+        truth = FullPrefill(self.model, self.config.selector, ids, mask, self._past, self._beyond_text)
         probe = partial(self._probe, ids, mask)
         chooser = Chooser(self._selector, plan, self._past, realigner, self.report, truth, probe)
         repair = Repair(self._corrector, plan, realigner, self.report)
         given = (self._kept, plan, self._past, plan.settings(self.config), chooser, realigner, repair, self.report)
-        self._fusor = Fusor(self.model, *given, arguments["logits_to_keep"], self.listener)
-        self._entry.enter_layers(ids.shape[1])
+        self._fusor = Fusor(self.model, *given, wanted_rows, self.listener, self._beyond_text is not None)
+        self._entry.enter_layers(ids.shape[1], between=self._beyond_text is not None)
 
     def _plan(self, brought: Brought) -> Plan:
         """Which columns have stored KV; the report begins anew, or goes on where a prompt comes in parts."""
         refuse_request_state(self.model, decoder_layers(self.model))
         given = (fingerprint(self.model), tuple(self.sink_ids), self.config.recompute_ratio)
-        planner = Planner(self.model, self.store, *given)
+        planner = Planner(self.model, self.store, *given, self._placeholders)
         goes_on, self._resume = self._coming.is_begun, self._coming
         plan, self._coming = self._coming.plan(planner, brought, self._past)
         if not goes_on:
@@ -365,7 +406,7 @@ class BlendCache(MaskedDecode):
         twin.layers, twin._styles, twin._coming = [*twin._kept], self._styles, self._resume
         twin.report = BlendReport(_costs=layer_costs(self.model))
         twin.listener = Listener(hear, last, anchors)
-        self.report.charge(run_probe(self.model, twin, ids, mask))
+        self.report.charge(run_probe(self.model, twin, ids, mask, self._beyond_text))
 
     def _layers(self) -> list[Any]:
         """The layers that keep K and V."""

@@ -32,6 +32,9 @@ class Guest(Protocol):
     def layer_begins(self, index: int, call: LayerCall) -> LayerCall:
         """A decoder layer is called; gives back the call that shall run."""
 
+    def layer_ends(self, index: int, output: Any) -> Any:
+        """A decoder layer is done; gives back the output that the model shall see, None for the layer's own."""
+
     def forward_ends(self, failed: bool = False) -> None:
         """The model has returned, or an exception passed through."""
 
@@ -60,17 +63,21 @@ class Entry:
                 handle = module.register_forward_pre_hook(self._model_begins, with_kwargs=True)
                 self._before.append((module, handle))
 
-    def enter_layers(self, tokens: int) -> None:
+    def enter_layers(self, tokens: int, between: bool = False) -> None:
         """See every decoder layer begin.
 
         Args:
             tokens: columns of the forward, for a decoder that wants a row for each behind its last layer.
+            between: see every layer but the last end, too.
         """
         if self._inner:
             return
         for index, layer in enumerate(self._layers):
             begins = layer.register_forward_pre_hook(partial(self._layer_begins, index), with_kwargs=True)
             self._inner.append((layer, begins))
+            if between and index < len(self._layers) - 1:
+                ends = layer.register_forward_hook(partial(self._layer_ends, index), with_kwargs=True)
+                self._inner.append((layer, ends))
         if wants_all_rows(self._model):
             ends = self._layers[-1].register_forward_hook(partial(self._fill_rows, tokens), with_kwargs=True)
             self._inner.append((self._layers[-1], ends))
@@ -137,6 +144,10 @@ class Entry:
         if guest is None or kwargs is None:
             return None
         return guest.layer_begins(index, LayerCall.bind(layer, args, kwargs)).as_hook_result()
+
+    def _layer_ends(self, index: int, layer: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
+        guest = self._own(args, rest[0] if len(rest) == 2 else None)
+        return None if guest is None else guest.layer_ends(index, rest[-1])
 
     def _fill_rows(self, tokens: int, layer: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
         is_own = self._own(args, rest[0] if len(rest) == 2 else None) is not None

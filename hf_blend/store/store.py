@@ -225,11 +225,12 @@ class ChunkStore(Upkeep):
             The keys of the chunks, in their order.
 
         Raises:
-            PromptError: `chunks` is not a list, or a chunk is empty or too long for the model.
+            PromptError: `chunks` is not a list, or a chunk is empty, too long for the model, or holds a token that
+                stands for an image.
             StoreError: a chunk's KV holds NaN or infinity.
             UnsupportedModelError: the model has hooks of others, is wrapped, or changes while it is used.
         """
-        from ..capture import compute_chunk
+        from ..capture import check_chunk, compute_chunk
         from ..fingerprint import fingerprint
         from ..identity.canonical import refuse_wrapper
         from ..prompt import tokenize
@@ -240,6 +241,8 @@ class ChunkStore(Upkeep):
         identity = fingerprint(model)
         sink = default_sink(model) if sink_ids is None else tuple(sink_ids)
         keys = [ChunkKey(identity, sink, tokenize(tokenizer, chunk), self.namespace) for chunk in chunks]
+        for number, key in enumerate(keys):
+            check_chunk(model, key.token_ids, key.sink_ids, f"chunk {number}")
         for key in dict.fromkeys(keys):
             if not self.contains(key):
                 self._put(compute_chunk(model, key), wait_s=ADD_S)
