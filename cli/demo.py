@@ -31,7 +31,7 @@ def demo(
 
     Examples:
         hf-blend demo --check
-        hf-blend demo --check --no-folders --json
+        hf-blend demo --check --no-folders --json  # slow
         hf-blend demo --model HuggingFaceTB/SmolLM2-135M-Instruct --port 7860  # network
     """
     from hf_blend.evaluation.demo.page import Demo, serve

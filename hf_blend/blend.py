@@ -25,6 +25,7 @@ from .choice import Chooser
 from .config import BlendConfig
 from .correcting import Repair
 from .errors import UnsupportedModelError
+from .masks import looks_ahead
 from .places import PastTokens
 from .plan import Plan, Slot
 from .probing import Listener, sight
@@ -56,9 +57,9 @@ class Fusor:
         realigner: Realigner,
         repair: Repair,
         report: BlendReport,
-        wanted_rows: int | None = None,
-        ids_seen: bool = True,
+        wanted_rows: int,
         listener: Listener | None = None,
+        beyond_text: bool = False,
     ) -> None:
         """Prepare a forward.
 
@@ -72,21 +73,22 @@ class Fusor:
             realigner: lays stored KV.
             repair: corrects what is not recomputed.
             report: is told what was computed.
-            wanted_rows: how many of the last rows the caller wants an output for; None for all that flow.
-            ids_seen: the plan was made from the ids that the model was called with. If not, nothing stored is believed
-                before its K and V at layer 0 were compared with those of the tokens that are really there.
+            wanted_rows: how many of the last rows the caller wants an output for.
             listener: is given every layer's attention.
+            beyond_text: the forward brings more than text. Then too nothing stored is believed unseen, chunks whose
+                tokens see those behind them are computed, and the decoder finds every row between its layers.
         """
         self._model, self._layers, self._plan, self._past = model, layers, plan, past
         self._chooser, self._realigner, self._report = chooser, realigner, report
-        self._wanted_rows, self._ids_seen, self._repair = wanted_rows, ids_seen, repair
+        self._wanted_rows, self._repair = min(wanted_rows, plan.real.shape[1]), repair
+        self._beyond_text = beyond_text
         self._last = len(layers) - 1
         self._first_ratio, self._ratios = chooser.schedule(config, len(layers), plan.real.numel())
         self._tokens = plan.real.shape[1]
         self._padded = min(plan.counts) < self._tokens
         self._masks = RowMasks(model, layers, past, self._tokens)
         self._exact, self._reusable = plan.where(exact=True), plan.where(exact=False)
-        self._end = self._tokens - min(wanted_rows or 1, self._tokens)  # an output is expected from here on
+        self._end = self._tokens - self._wanted_rows  # an output is expected from here on
         self._exact[:, self._end :] = self._reusable[:, self._end :] = False
         exact, self._stored_counts = plan.stored_counts(True, self._end), plan.stored_counts(False, self._end)
         known = zip(plan.counts, exact, self._stored_counts, strict=True)
@@ -123,7 +125,7 @@ class Fusor:
         if index == 0:
             self._begin(call)
         if self._rows is not None:
-            call.take_rows(self._rows.columns, self._tokens, index == 0, self._known_rows)
+            call.take_rows(self._rows.columns, self._tokens, index == 0 or self._beyond_text, self._known_rows)
             self._detour = self._masks.give(index, call, model_mask, self._rows)
         if index in self._ratios and any(self._stored_counts):
             seen = self._look(index, call, self._chooser.wants_attention(index))
@@ -139,6 +141,21 @@ class Fusor:
             self._glance = partial.glance(index, call.layer, self._rows, self._realigner, self._past)
         self._note(index, kv_only=self._listener is not None and index == self._listener.last)
         return call
+
+    def leave(self, output: Any) -> Any:
+        """Put the rows that left a layer back to their columns, where a decoder may add to them between its layers.
+
+        Args:
+            output: of the layer, `[…, batch, rows, width]`, or a tuple that begins with it.
+
+        Returns:
+            The same for all tokens, 0 where nothing flows; None where it is the layer's own output.
+        """
+        if self._rows is None or not self._beyond_text:
+            return None
+        if isinstance(output, tuple):
+            return (self._rows.spread(output[0], self._tokens), *output[1:])
+        return self._rows.spread(output, self._tokens)
 
     def update(self, index: int, keys: Tensor, values: Tensor) -> KV:
         """Take the K and V of the rows that flow, and give back those of all tokens.
@@ -192,10 +209,11 @@ class Fusor:
         device = call.hidden.device
         self._plan.real, self._exact = self._plan.real.to(device), self._exact.to(device)
         self._reusable = self._reusable.to(device)
-        if not self._ids_seen:
+        if self._beyond_text:
+            self._drop_what_looks_ahead(call.arguments.get("attention_mask"))
             self._look(0, call)
-        if not self._plan.slots:
-            return
+            if not self._plan.slots:
+                return
         flows, counts = self._plan.real & ~self._exact, self._stored_counts
         if self._first_ratio is not None:
             counts = self._chooser.counts(self._first_ratio, self._stored_counts)
@@ -249,19 +267,28 @@ class Fusor:
             if error > MISMATCH_LIMIT:
                 self._refuse(slot, error)
 
+    def _drop_what_looks_ahead(self, model_mask: Any) -> None:
+        """Compute the chunks in which a token sees those behind it; alone they were computed causally."""
+        for slot in list(self._plan.slots):
+            if looks_ahead(model_mask, slot.row, slot.columns, self._tokens):
+                self._drop(slot)
+
+    def _drop(self, slot: Slot) -> None:
+        self._plan.drop(slot)
+        self._reusable[slot.row, slot.columns] = self._exact[slot.row, slot.columns] = False
+        tokens = max(0, min(slot.columns.stop, self._end) - slot.start)
+        self._fresh_counts[slot.row] += tokens
+        if not slot.exact:
+            self._stored_counts[slot.row] -= tokens
+        self._report.refused_chunks += 1
+
     def _refuse(self, slot: Slot, error: float) -> None:
         logger.warning(
             "chunk %s is computed anew: its stored K/V at layer 0 differ by %.2g from those of its tokens",
             slot.chunk.key.digest[:12],
             error,
         )
-        self._plan.drop(slot)
-        self._reusable[slot.row, slot.columns] = self._exact[slot.row, slot.columns] = False
-        if not slot.exact:
-            tokens = max(0, min(slot.columns.stop, self._end) - slot.start)
-            self._stored_counts[slot.row] -= tokens
-            self._fresh_counts[slot.row] += tokens
-        self._report.refused_chunks += 1
+        self._drop(slot)
 
     def _glancing(self, index: int, call: LayerCall, take: Callable[[int, Attention], Any]) -> Glance:
         """A way to see what the rows that flow look at in a layer."""
@@ -320,7 +347,7 @@ class Fusor:
     def _trim(self, index: int, call: LayerCall, model_mask: Any) -> None:
         """In the last layer, go past K and V only with the rows whose output is expected."""
         active = self._tokens if self._rows is None else self._rows.columns.shape[1]
-        if self._wanted_rows is None or self._wanted_rows >= active or not self._plan.slots:
+        if self._wanted_rows >= active or not self._plan.slots:
             return
         self._look(index, call)
         rows = self._rows or Rows.every(self._plan.real)

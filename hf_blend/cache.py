@@ -13,10 +13,12 @@ model, enters the model's layers for the one forward that is the prefill, and be
 """
 
 import copy
+import logging
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
@@ -28,9 +30,13 @@ from .choice import Chooser, FullPrefill
 from .config import BlendConfig
 from .correcting import Repair
 from .decode_masks import MaskedDecode
+from .errors import ConfigError
 from .fingerprint import fingerprint
 from .flops import layer_costs
 from .hooks import Entry
+from .identity.canonical import refuse_request_state, refuse_wrapper
+from .input_test import InputTest
+from .modality import has_features, other_inputs, placeholder_ids, refuse_placeholders
 from .placement import input_device
 from .plan import Plan, Planner
 from .probing import Listener, run_probe
@@ -38,10 +44,17 @@ from .prompt import History, batch, build_all, check_lengths
 from .quantised import silence_casts
 from .realign import Realigner
 from .report import BlendReport
-from .request import Brought, Coming, check_new, is_plain
+from .request import PADDED_INSIDE, UNSEEN, Brought, Coming, check_new, new_tokens, real_tokens, why_plain
 from .selectors.base import Hear
 from .store import ChunkStore
 from .trust import ensure_trusted
+
+logger = logging.getLogger(__name__)
+
+
+@cache
+def _warn_once(reason: str) -> None:
+    logger.warning("no stored chunk is reused: %s", reason)
 
 
 class BlendCache(MaskedDecode):
@@ -49,6 +62,14 @@ class BlendCache(MaskedDecode):
 
     Works with greedy search, sampling, beam search, assisted decoding and streaming, because `generate` sees a dynamic
     cache: empty before the prefill, full after it. `report` says what the last prefill cost.
+
+    `model(**inputs, past_key_values=cache, logits_to_keep=1)` is the same prefill without `generate`, and gives the
+    logits of the last token; a larger number gives those of so many last tokens. Where outputs of every token are
+    asked for (no `logits_to_keep`, a tensor of places, `labels`, hidden states, attentions) all tokens are computed,
+    as without this cache: nothing is reused then, and `report.fallback_reason` says why.
+
+    A cache serves the model object that it was made for, also inside a wrapper that calls the same layers, and refuses
+    every other, copies included; a copy that `torch.compile` has compiled is not noticed.
     """
 
     def __init__(
@@ -65,8 +86,10 @@ class BlendCache(MaskedDecode):
         Raises:
             ConfigError: a setting is refused.
             UnsupportedModelError: the model cannot be blended exactly; `allow_unverified=True` uses it all the same.
+            PromptError: `sink_ids` holds a token that stands for an image.
         """
         self.config = BlendConfig.from_dict({**(config or BlendConfig()).to_dict(), **settings})
+        refuse_wrapper(model)
         self.config.ratios(len(decoder_layers(model)))
         self._selector = plugins.load("selectors", self.config.selector)(
             self.config.selector_options, seed=self.config.seed
@@ -74,6 +97,9 @@ class BlendCache(MaskedDecode):
         self._corrector = plugins.load("correctors", self.config.corrector)(self.config.corrector_options)
         self.model, self.store = model, store
         self.sink_ids = default_sink(model) if self.config.sink_ids is None else self.config.sink_ids
+        refuse_placeholders(model, self.sink_ids, "sink_ids")
+        self._placeholders = placeholder_ids(model.config)
+        self._beyond_text: dict[str, Any] | None = None  # arguments of a forward that brings more than text
         self.report = BlendReport(self.config.recompute_ratio)
         silence_casts(model, self)
         self._styles = ensure_trusted(model, BlendCache, self.config.allow_unverified)
@@ -83,7 +109,8 @@ class BlendCache(MaskedDecode):
         self._coming, self._resume = Coming(), Coming()
         self._history = History()
         self._brought: tuple[Brought | None, Tensor | None, Tensor | None] = (None, None, None)
-        self._past, self._is_announced = 0, False
+        self._past, self._is_seen = 0, False  # is seen: the hook on the model was called for this forward
+        self._layer = len(self._styles)  # the last one that was updated
         self._before: list[Any] = []
         self._kept = cache_layers(text_config(model), len(self._styles), self.config.kv_bits)
         super().__init__(layers=[*self._kept])
@@ -107,6 +134,8 @@ class BlendCache(MaskedDecode):
             history: to go on with a conversation in this cache, what the last `generate` returned,
                 `[batch, tokens]`. Its K and V stay, the new pieces come behind it; no BOS, and there may be no chunk.
 
+        The model is watched from here until its next forward with this cache.
+
         Returns:
             `input_ids` and `attention_mask`, `[batch, tokens]`, padded on the left, on the model's device; the whole
             conversation with `history`, as `generate` wants it.
@@ -121,6 +150,7 @@ class BlendCache(MaskedDecode):
         check_lengths(prompts, held, text_config(self.model))
         made = batch(prompts, 0 if pad_id is None else pad_id, known)
         self._coming, self._history = Coming(made, held), History(made.input_ids, made.attention_mask)
+        self._entry.watch_model()
         device = input_device(self.model)
         return {"input_ids": made.input_ids.to(device), "attention_mask": made.attention_mask.to(device)}
 
@@ -138,7 +168,12 @@ class BlendCache(MaskedDecode):
 
         Returns:
             K and V of all tokens, `[batch, kv_heads, tokens, head_dim]`.
+
+        Raises:
+            ConfigError: another model object computed them than the one that this cache was made for.
         """
+        if not torch.compiler.is_compiling():
+            self._check_forward(layer_idx, key_states)
         if self._fusor is not None:
             return self._fusor.update(layer_idx, key_states, value_states)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -162,8 +197,6 @@ class BlendCache(MaskedDecode):
         Returns:
             (keys, offset).
         """
-        if self._fusor is None and query_length > 1:
-            self._begin_late(query_length)
         if self._fusor is not None and isinstance(self._kept[layer_idx], CacheLayerMixin):
             return self._kept[layer_idx].sizes_behind(self._past, query_length)
         return super().get_mask_sizes(query_length, layer_idx)
@@ -187,6 +220,13 @@ class BlendCache(MaskedDecode):
             layer.check_crop(tokens_to_remove)
         super().crop(tokens_to_remove)
 
+    def reset(self) -> None:
+        """Forget all tokens, and watch the model no more until `generate` or `inputs` is called."""
+        if self._fusor is not None:
+            self.forward_ends(failed=True)  # it was interrupted
+        super().reset()
+        self._entry.leave()
+
     @property
     def is_expecting(self) -> bool:
         """Whether the next forward is known to bring stored chunks."""
@@ -204,25 +244,41 @@ class BlendCache(MaskedDecode):
         twin.report = copy.deepcopy(self.report, memo)
         return twin
 
+    def __copy__(self) -> "BlendCache":
+        """Refused: what one of the two adds would show in the other."""
+        raise ConfigError(
+            f"copy.copy was asked of a BlendCache of {super().get_seq_length()} tokens, but the copy would share its "
+            "K and V, and grow with it. Use copy.deepcopy(cache)."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused: a cache belongs to a model object and an open store."""
+        raise ConfigError(
+            f"a BlendCache of {super().get_seq_length()} tokens was to be pickled, but it belongs to a model object "
+            "and an open store. Make one where it is needed, BlendCache(model, ChunkStore.open(path)): the chunks are "
+            "in the store. To keep a conversation use SequenceCache and save_session of hf_blend.context; in this "
+            "process use copy.deepcopy(cache)."
+        )
+
     def forward_begins(self, arguments: dict[str, Any]) -> None:
         """Called by the hook on the model, with the arguments of its forward."""
-        if self._fusor is not None:
-            self.forward_ends(failed=True)  # the last forward was interrupted in a way that no hook sees
-            self._entry.watch_model()
-        if is_plain(arguments):
-            self.report.planned(prompt_tokens=len(arguments["input_ids"]) if self._coming.is_begun else 0)
-            self._coming = Coming()
-            self._entry.leave()
-            return
+        self._is_seen = True
         check_new(arguments, super().get_seq_length())
-        self._is_announced = True
-        keep = arguments.get("logits_to_keep")
-        wanted = keep if isinstance(keep, int) and keep > 0 else None
-        self._begin(arguments["input_ids"], arguments.get("attention_mask"), wanted)
+        reason = why_plain(arguments, text_config(self.model))
+        if reason or new_tokens(arguments) < 2:
+            self._fall_back(reason, arguments)
+            return
+        given = {name: value for name, value in arguments.items() if value is not self}
+        self._beyond_text = given if other_inputs(given) else None
+        self._begin(arguments)
 
     def layer_begins(self, index: int, call: LayerCall) -> LayerCall:
         """Called by the hook on a decoder layer."""
         return call if self._fusor is None else self._fusor.enter(index, call)
+
+    def layer_ends(self, index: int, output: Any) -> Any:
+        """Called by the hook behind a decoder layer, except the last."""
+        return None if self._fusor is None else self._fusor.leave(output)
 
     def forward_ends(self, failed: bool = False) -> None:
         """Called by the hooks behind the last layer and the model; after a failure the cache is as it was before."""
@@ -232,39 +288,96 @@ class BlendCache(MaskedDecode):
             for layer, snapshot in zip(self._layers(), self._before, strict=True):
                 layer.restore(snapshot)
             self._coming = self._resume
-        self._fusor, self._before, self._is_announced = None, [], False
+        self._fusor, self._before, self._is_seen, self._beyond_text = None, [], False, None
         self._brought = (None, None, None)
         self._entry.leave(watching=self._coming.is_begun and not failed)
 
-    def _begin_late(self, query_length: int) -> None:
-        """A forward that no hook saw coming: its ids are known only if they were built by `inputs`."""
-        if self._is_announced and self._coming:
+    def _check_forward(self, layer_idx: int, keys: Tensor) -> None:
+        """At the first layer of a forward: is it one of this model, and was its beginning seen?"""
+        is_first, self._layer = layer_idx <= self._layer, layer_idx
+        if not is_first:
             return
-        self._entry.leave()
-        expected = self._coming.next_ids(super().get_seq_length(), query_length)
-        if expected is None:
-            self._coming = Coming()
-        else:
-            self._begin(*expected, ids_seen=False)
+        try:
+            is_own = self._entry.check_caller()
+        except ConfigError:
+            if self._fusor is None:
+                self._entry.leave(watching=bool(self._coming))
+            raise
+        if is_own and self._fusor is None:
+            if not self._is_seen:
+                self._fall_back(UNSEEN if keys.shape[2] > 1 else "", {"input_ids": keys[:, 0, :, 0]})
+            self._is_seen = False
+            self._entry.leave(watching=self._coming.is_begun)  # the model has asked for the length once more
 
-    def _begin(self, ids: Tensor, mask: Tensor | None, wanted_rows: int | None = None, ids_seen: bool = True) -> None:
+    def _fall_back(self, reason: str, arguments: dict[str, Any]) -> None:
+        """Compute every token of this forward; say why, if there was a prompt in which chunks might have been reused.
+
+        Args:
+            reason: empty where there is nothing to say: a step.
+            arguments: of the forward.
+        """
+        past, is_begun = super().get_seq_length(), self._coming.is_begun
+        is_told = bool(reason and (self._coming or not past))
+        if is_told and not is_begun:
+            self.report = BlendReport(self.config.recompute_ratio, past_tokens=past)
+        if is_told:
+            self.report.fallback_reason = reason
+            _warn_once(reason)
+        if is_told or is_begun:
+            self.report.planned(prompt_tokens=real_tokens(arguments))
+        self._coming = Coming()
+        self._entry.leave()
+
+    def _begin(self, arguments: dict[str, Any]) -> None:
         """Plan a forward, and enter the layers if anything of it is stored."""
+        ids, mask = arguments["input_ids"], arguments.get("attention_mask")
         self._past = super().get_seq_length()
         brought = self._read(ids, mask)
-        plan = self._plan(brought) if brought is not None else None
+        if brought is None:
+            self._fall_back(PADDED_INSIDE, arguments)
+            return
+        plan = self._plan(brought) if self._can_blend(brought) else None
         if plan is None or not plan.slots:
-            self._coming = self._coming if plan is not None else Coming()
+            self._coming, self._beyond_text = self._coming if plan is not None else Coming(), None
             self._entry.leave(watching=self._coming.is_begun)
             return
+        if self._beyond_text is not None:
+            self._input_test(ids, mask).ensure_passed(plan, self._beyond_text, self.config.allow_unverified)
+        self._enter(plan, ids, mask, arguments["logits_to_keep"])
+
+    def _can_blend(self, brought: Brought) -> bool:
+        """Whether it is known what each token of a forward stands for; if not, all of it is computed."""
+        marked = not all(map(self._placeholders.isdisjoint, brought.rows))
+        if self._beyond_text is None:
+            return True
+        if not marked and has_features(self._beyond_text):
+            logger.warning(
+                "nothing is reused: %s came with a prompt in which no token is known to stand for it",
+                ", ".join(other_inputs(self._beyond_text)),
+            )
+            return False
+        return bool(self._past == 0 or InputTest.is_passed(self.model, self._beyond_text))
+
+    def _input_test(self, ids: Tensor, mask: Tensor | None) -> InputTest:
+        def enter(plan: Plan, arguments: dict[str, Any]) -> BlendCache:
+            twin = BlendCache(self.model, self.store, InputTest.config(self.sink_ids))
+            twin._beyond_text = arguments
+            twin._enter(plan, ids, mask, 1)
+            return twin
+
+        return InputTest(self.model, self._placeholders, enter)
+
+    def _enter(self, plan: Plan, ids: Tensor, mask: Tensor | None, wanted_rows: int) -> None:
+        """Take over the layers for one forward, by a plan that has something stored in it."""
         self._before = [layer.snapshot() for layer in self._layers()]
         realigner = Realigner(self._styles, self.report)
-        truth = FullPrefill(self.model, self.config.selector, ids, mask, self._past)
+        truth = FullPrefill(self.model, self.config.selector, ids, mask, self._past, self._beyond_text)
         probe = partial(self._probe, ids, mask)
         chooser = Chooser(self._selector, plan, self._past, realigner, self.report, truth, probe)
         repair = Repair(self._corrector, plan, realigner, self.report)
         given = (self._kept, plan, self._past, plan.settings(self.config), chooser, realigner, repair, self.report)
-        self._fusor = Fusor(self.model, *given, wanted_rows, ids_seen, self.listener)
-        self._entry.enter_layers()
+        self._fusor = Fusor(self.model, *given, wanted_rows, self.listener, self._beyond_text is not None)
+        self._entry.enter_layers(ids.shape[1], between=self._beyond_text is not None)
 
     def _read(self, ids: Tensor, mask: Tensor | None) -> Brought | None:
         """The new tokens of a forward; asked of the device once."""
@@ -276,8 +389,9 @@ class BlendCache(MaskedDecode):
 
     def _plan(self, brought: Brought) -> Plan:
         """Which columns have stored KV; the report begins anew, or goes on where a prompt comes in parts."""
+        refuse_request_state(self.model, decoder_layers(self.model))
         given = (fingerprint(self.model), tuple(self.sink_ids), self.config.recompute_ratio)
-        planner = Planner(self.model, self.store, *given)
+        planner = Planner(self.model, self.store, *given, self._placeholders)
         goes_on, self._resume = self._coming.is_begun, self._coming
         plan, self._coming = self._coming.plan(planner, brought, self._past)
         if not goes_on:
@@ -303,7 +417,7 @@ class BlendCache(MaskedDecode):
         twin.report = BlendReport(_costs=layer_costs(self.model))
         twin.listener = Listener(hear, last, anchors)
         twin._brought = self._brought
-        run_probe(self.model, twin, ids, mask)
+        run_probe(self.model, twin, ids, mask, self._beyond_text)
         report = twin.report
         self.report.charge(lambda: report.flops)
 

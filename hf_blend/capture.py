@@ -5,7 +5,7 @@
 KV is never cut out of a live request: what another prompt put before a chunk would travel with it, unseen.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,9 @@ from torch import Tensor, nn
 
 from .anatomy import LayerCall, decoder_layers, decoder_of
 from .errors import PromptError, UnsupportedModelError
+from .fingerprint import fingerprint
+from .identity.canonical import canonical
+from .modality import refuse_placeholders
 from .placement import input_device
 from .rotary.tables import Table, rotary_table
 from .store.chunk import ChunkKey, ChunkKV
@@ -49,10 +52,10 @@ def capture_chunk(
         K and V of the chunk, K rotated for positions `len(sink_ids) … len(sink_ids) + tokens - 1`.
 
     Raises:
-        PromptError: the chunk is empty, or longer than the model's positions.
+        PromptError: the chunk is empty, longer than the model's positions, or holds a placeholder of an image.
         UnsupportedModelError: a layer of the model leaves no K/V in its cache.
     """
-    _check_length(model, token_ids, sink_ids)
+    check_chunk(model, token_ids, sink_ids)
     captured = capture(model, torch.tensor([[*sink_ids, *token_ids]]))
     start = len(sink_ids)
     tables, layer_table = _distinct(captured.tables, start)
@@ -60,11 +63,36 @@ def capture_chunk(
     return ChunkKV(ChunkKey(fingerprint, tuple(sink_ids), tuple(token_ids), namespace), layers, tables, layer_table)
 
 
-@torch.no_grad()
+def compute_chunk(model: nn.Module, key: ChunkKey) -> ChunkKV:
+    """Compute the chunk of a key, to be stored under it.
+
+    Args:
+        model: whose fingerprint is the key's.
+        key: which chunk.
+
+    Returns:
+        The chunk.
+
+    Raises:
+        PromptError: as `capture_chunk`.
+        UnsupportedModelError: as `capture_chunk`, or the model is another one by now.
+    """
+    chunk = capture_chunk(model, key.token_ids, key.sink_ids, key.fingerprint, key.namespace)
+    now = fingerprint(model)
+    if now != key.fingerprint:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} changed while a chunk was computed: its fingerprint is {now:.12}…, expected "
+            f"{key.fingerprint:.12}…. Nothing is stored. Do not train or patch a model while it is used."
+        )
+    return chunk
+
+
 def capture(
     model: nn.Module, input_ids: Tensor, position_ids: Tensor | None = None, attention_mask: Tensor | None = None
 ) -> Capture:
     """Run the decoder once over some tokens and keep what its layers cached.
+
+    It runs without dropout, autocast and gradients, whatever the caller's state.
 
     Args:
         model: the model to run, left as it was, after an exception too.
@@ -85,10 +113,37 @@ def capture(
     given = {"position_ids": position_ids, "attention_mask": attention_mask}
     given = {name: value.to(device) for name, value in given.items() if value is not None}
     cache = DynamicCache()  # without a config no layer forgets what lies outside its window
-    with _recorded_tables(layers, cache) as tables:
+    with canonical(model), _recorded_tables(layers, cache) as tables:
         decoder_of(model)(input_ids=input_ids.to(device), past_key_values=cache, use_cache=True, **given)
-    kept = tuple(_cached(model, cache, index, input_ids.shape[1]) for index in range(len(layers)))
-    return Capture(kept, tuple(tables.get(index) for index in range(len(layers))))
+    return _captured(model, cache, input_ids.shape[1], tables)
+
+
+@torch.no_grad()
+def capture_forward(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[Capture, Any]:
+    """Run the model once as it was called, images and all, through a plain cache of its own.
+
+    Args:
+        model: the model to run.
+        arguments: of its forward, by name, without the cache; for a prompt that starts the cache.
+
+    Returns:
+        K, V and rotary tables of every layer, and what the model returned.
+
+    Raises:
+        UnsupportedModelError: a layer leaves no K/V of the form `[batch, heads, tokens, width]` in the cache.
+    """
+    from transformers import DynamicCache
+
+    cache = DynamicCache()
+    with _recorded_tables(decoder_layers(model), cache) as tables:
+        output = model(**{**arguments, "past_key_values": cache, "use_cache": True})
+    return _captured(model, cache, arguments["input_ids"].shape[1], tables), output
+
+
+def _captured(model: nn.Module, cache: Any, tokens: int, tables: dict[int, Table | None]) -> Capture:
+    indices = range(len(decoder_layers(model)))
+    kept = tuple(_cached(model, cache, index, tokens) for index in indices)
+    return Capture(kept, tuple(tables.get(index) for index in indices))
 
 
 @contextmanager
@@ -137,12 +192,25 @@ def _distinct(per_layer: tuple[Table | None, ...], start: int) -> tuple[tuple[Ta
     return tuple(tables), tuple(-1 if table is None else seen[id(table[0])] for table in per_layer)
 
 
-def _check_length(model: nn.Module, token_ids: Sequence[int], sink_ids: Sequence[int]) -> None:
+def check_chunk(model: nn.Module, token_ids: Sequence[int], sink_ids: Sequence[int], name: str = "a chunk") -> None:
+    """Refuse what cannot be computed alone.
+
+    Args:
+        model: that would compute it.
+        token_ids: the chunk.
+        sink_ids: tokens before it.
+        name: of the chunk, as the subject of a message.
+
+    Raises:
+        PromptError: the chunk is empty, longer than the model's positions, or holds a placeholder of an image.
+    """
+    refuse_placeholders(model, sink_ids, f"what stands before {name}")
+    refuse_placeholders(model, token_ids, name)
     longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if not token_ids:
-        raise PromptError("a chunk has 0 tokens, but at least one is wanted. Leave empty documents out.")
+        raise PromptError(f"{name} has 0 tokens, but at least one is expected. Leave empty documents out.")
     if longest is not None and len(sink_ids) + len(token_ids) > longest:
         raise PromptError(
-            f"a chunk of {len(token_ids)} tokens behind a sink of {len(sink_ids)} does not fit the model's {longest} "
+            f"{name} of {len(token_ids)} tokens behind a sink of {len(sink_ids)} does not fit the model's {longest} "
             "positions. Split it into shorter chunks."
         )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .anatomy import text_config
-from .capture import capture_chunk
+from .capture import compute_chunk
 from .config import BlendConfig
 from .loading.advice import Advice
 from .loading.pipeline import Pipeline
@@ -208,7 +208,9 @@ class Planner:
         fingerprint: str,
         sink_ids: tuple[int, ...],
         least_ratio: float = 0.0,
+        placeholders: frozenset[int] = frozenset(),
     ) -> None:
+        self._placeholders = placeholders  # no chunk that holds one is looked up, or computed alone
         self._least_ratio = least_ratio  # what a controller may raise
         self._model, self._store, self._fingerprint, self._sink_ids = model, store, fingerprint, sink_ids
         self._fetched: dict[ChunkKey, ChunkKV] = {}
@@ -262,7 +264,8 @@ class Planner:
     def _spans(
         self, row: int, ids: Sequence[int], known: Sequence[Sequence[Span]] | None, at_beginning: bool
     ) -> list[tuple[int, ChunkKey]]:
-        return self._found(ids, at_beginning) if known is None else self._wanted(known[row], ids, at_beginning)
+        spans = self._found(ids, at_beginning) if known is None else self._wanted(known[row], ids, at_beginning)
+        return [span for span in spans if self._placeholders.isdisjoint(span[1].token_ids)]
 
     def _found(self, ids: Sequence[int], at_beginning: bool) -> list[tuple[int, ChunkKey]]:
         spans = self._store.find(self._fingerprint, self._sink_ids, ids)
@@ -316,7 +319,8 @@ class Planner:
         if key not in self._fetched:
             chunk = self._store.stream(key, partial(_compute, self._model, key, plan.replaced))
             if chunk is None:
-                chunk = self._store.put(_compute(self._model, key))
+                with self._store.timed(key):
+                    chunk = self._store.put(_compute(self._model, key))
                 plan.computed += 1
             else:
                 plan.loaded += 1
@@ -339,4 +343,4 @@ def _compute(model: nn.Module, key: ChunkKey, replaced: list[ChunkKey] | None = 
     """Compute a chunk alone. It knows no plan: the chunk keeps it, and would keep itself alive."""
     if replaced is not None:
         replaced.append(key)
-    return capture_chunk(model, key.token_ids, key.sink_ids, key.fingerprint, key.namespace)
+    return compute_chunk(model, key)

@@ -159,6 +159,8 @@ class Realigner:
     def mismatches(self, layer: int, slots: Sequence[Slot], keys: Tensor, values: Tensor) -> list[float]:
         """How far the stored K and V of some chunks are from those that were computed in this prompt.
 
+        One token that stands for an image is seen among hundreds of text.
+
         Args:
             layer: which layer.
             slots: the chunks, at least one.
@@ -166,21 +168,22 @@ class Realigner:
             values: likewise.
 
         Returns:
-            For each chunk the larger of the two relative differences (Frobenius norms); NaN counts as infinite. The
+            For each chunk the larger of the two differences at the token where it is most, as a share of the larger
+            of that token's size and the chunk's mean size (norms over heads and width); NaN counts as infinite. The
             device is asked once.
         """
-        placed = self._placed(slots, keys.device)
-        lengths = torch.tensor([slot.tokens for slot in slots], device=keys.device)
-        number = torch.arange(len(slots), device=keys.device).repeat_interleave(lengths, output_size=int(sum(
-            slot.tokens for slot in slots
-        )))
-        worst = torch.zeros(len(slots), device=keys.device)
-        for states, stored in zip((keys, values), self._gathered(layer, placed, keys.device), strict=True):
+        placed, count, device = self._placed(slots, keys.device), len(slots), keys.device
+        lengths = torch.tensor([slot.tokens for slot in slots], device=device)
+        total = sum(slot.tokens for slot in slots)
+        number = torch.arange(count, device=device).repeat_interleave(lengths, output_size=total)
+        worst = torch.zeros(count, device=device)
+        for states, stored in zip((keys, values), self._gathered(layer, placed, device), strict=True):
             fresh = placed.read(states).float()
-            sums = torch.stack((fresh - stored.float(), fresh)).square_().sum(dim=(1, 3))
-            apart, size = torch.zeros(2, len(slots), device=keys.device).index_add_(1, number, sums).sqrt_()
-            worst = torch.maximum(worst, apart / size.clamp_min(1e-20))
-        found: list[float] = worst.nan_to_num(nan=float("inf")).tolist()
+            error, size = torch.stack((fresh - stored.float(), fresh)).square_().sum(dim=(1, 3))
+            mean = torch.zeros(count, device=device).index_add_(0, number, size) / lengths
+            share = (error / size.maximum(mean[number]).clamp_min(1e-30)).sqrt_().nan_to_num(nan=float("inf"))
+            worst = worst.scatter_reduce(0, number, share, "amax")
+        found: list[float] = worst.tolist()
         return found
 
     def turned(self, layer: int, slot: Slot, keys: Tensor, tokens: Tensor) -> Tensor:

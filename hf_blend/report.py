@@ -59,6 +59,8 @@ class BlendReport:
         realign_ms: host time for moving stored KV to its place.
         select_ms: host time for scoring and choosing.
         past_tokens: tokens that were in the cache before this prefill.
+        fallback_reason: why every token was computed although there was a prompt, and what to pass instead; empty
+            where stored chunks could be reused.
     """
 
     nominal_ratio: float = 0.0
@@ -72,6 +74,7 @@ class BlendReport:
     realign_ms: float = 0.0
     select_ms: float = 0.0
     past_tokens: int = 0
+    fallback_reason: str = ""
     _chosen: list[list[list[int]] | tuple[Tensor, Tensor, int]] = field(default_factory=list, repr=False)
     _charges: list[Charge] = field(default_factory=list, repr=False)
     _costs: list[LayerCost] = field(default_factory=list, repr=False)
@@ -156,6 +159,8 @@ class BlendReport:
 
     def __str__(self) -> str:
         """One line for people."""
+        if self.fallback_reason:
+            return f"{self.prompt_tokens} tokens, all computed: {self.fallback_reason}"
         return (
             f"{self.prompt_tokens} tokens: {self.exact_tokens} exact, {self.reusable_tokens} reusable, of which "
             f"{sum(map(len, self.chosen_columns))} recomputed (nominal {self.nominal_ratio:.0%}, charged "

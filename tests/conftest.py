@@ -15,6 +15,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 TINY = {
@@ -29,12 +30,24 @@ TINY = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+ROOT = Path(__file__).resolve().parent.parent
+PUBLISHED = Path(os.environ.get("HF_BLEND_DATA") or ROOT.parent / "shared" / "data")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks")
 
 
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")  # a busy machine is no failure
+
+
+def pytest_report_header() -> str:
+    """Say where the published files are looked for, since what they lack is skipped."""
+    found = "" if PUBLISHED.is_dir() else ", which is no folder, so their tests are skipped"
+    return f"published files: {PUBLISHED}{found}"
+
+
 @pytest.fixture(autouse=True, scope="session")
-def two_threads() -> None:
-    """Use the same number of threads everywhere, so that timings and sums do not depend on the machine."""
+def one_thread() -> None:
+    """Let torch compute in one thread everywhere, so that sums do not depend on the machine."""
     torch.set_num_threads(1)
 
 
@@ -190,13 +203,10 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def published() -> Path:
-    """The folder with the files that others have published numbers on: `HF_BLEND_DATA`, or one beside the checkout."""
-    beside = Path(__file__).parents[2].glob("*/data/musique_cacheblend.jsonl")
-    given = os.environ.get("HF_BLEND_DATA")
-    found = Path(given) if given else next((path.parent for path in beside), None)
-    if found is None or not found.is_dir():
-        pytest.skip("the published files are not here: HF_BLEND_DATA names no folder with them")
-    return found
+    """The folder with the files that others have published numbers on."""
+    if not PUBLISHED.is_dir():
+        pytest.skip(f"no published files: {PUBLISHED} is no folder. Set HF_BLEND_DATA to one that holds them.")
+    return PUBLISHED
 
 
 @pytest.fixture(scope="session")

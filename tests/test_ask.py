@@ -1,14 +1,18 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""`hf-blend ask` in processes of its own: what one stores, the next one loads."""
+"""`hf-blend ask` in this process and in one of its own: what one stores, the next one loads."""
 
+import contextlib
 import hashlib
+import io
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from hf_blend.cli.main import main
 
 
 def run(*words: str) -> dict:
@@ -31,7 +35,10 @@ def store(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def first(store):
-    return run("ask", "--json", "--store", str(store))
+    with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit) as ended:
+        main(["ask", "--json", "--store", str(store)])
+    assert not ended.value.code, out.getvalue()
+    return json.loads(out.getvalue())
 
 
 def test_a_second_process_loads_what_the_first_computed_and_answers_alike(store, first):

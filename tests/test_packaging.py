@@ -35,8 +35,15 @@ def names(wanted: list[Requirement]) -> set[str]:
     return {canonicalize_name(one.name) for one in wanted}
 
 
+def extras_of(extra: str) -> set[str]:
+    """An extra and those of our own that it names."""
+    ours = [Requirement(line) for line in EXTRAS[extra].split("\n") if line.startswith("hf-blend[")]
+    return {extra}.union(*(extras_of(name) for one in ours for name in one.extras))
+
+
 PINS = requirements((ROOT / "constraints.txt").read_text("utf-8"))
-INSTALLED_BY_MAKE = requirements(OPTIONS["install_requires"], EXTRAS["dev"], EXTRAS["eval"])
+OLDEST = requirements((ROOT / "constraints-oldest.txt").read_text("utf-8"))
+INSTALLED_BY_MAKE = requirements(OPTIONS["install_requires"], *(EXTRAS[name] for name in sorted(extras_of("dev"))))
 
 
 def folders_with_modules() -> set[str]:
@@ -101,6 +108,15 @@ def test_the_pins_are_exact_and_allowed_by_setup_cfg():
     versions = {canonicalize_name(pin.name): str(pin.specifier)[2:] for pin in PINS}
     for wanted in INSTALLED_BY_MAKE:
         assert versions[canonicalize_name(wanted.name)] in wanted.specifier
+
+
+def test_the_oldest_transformers_that_is_tested_is_the_oldest_that_is_allowed():
+    (pin,) = [one for one in OLDEST if one.name == "transformers"]
+    (wanted,) = [one for one in INSTALLED_BY_MAKE if one.name == "transformers"]
+    version = str(pin.specifier)[2:]
+    assert version in wanted.specifier
+    assert f">={version.removesuffix('.0')}" in str(wanted.specifier)
+    assert names(OLDEST) <= names(PINS), "only what differs from the tested versions"
 
 
 def test_make_calls_only_commands_and_programs_that_exist():

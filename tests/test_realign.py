@@ -161,6 +161,16 @@ def test_mismatches_are_relative_and_take_the_worse_of_keys_and_values_of_each_c
     assert realigner.mismatches(1, slots[1:], keys, nan * values) == [float("inf")]
 
 
+def test_a_mismatch_of_one_token_is_seen_among_all_others(shared_model):
+    chunk = capture_chunk(shared_model(), CHUNK, (1,), "f")
+    slots = [Slot(0, 5, chunk, False, 0)]
+    realigner, (_, (keys, values), *_) = laid(shared_model(), chunk, 5, 60)
+    wrong = keys.clone()
+    wrong[:, :, 17] *= -1
+    assert realigner.mismatches(1, slots, wrong, values)[0] > 1
+    assert realigner.mismatches(1, slots, keys, values * 1.001)[0] < 0.002
+
+
 def test_many_chunks_are_moved_by_as_many_kernels_as_few(shared_model):
     model = shared_model()
     chunks = [capture_chunk(model, range(10 + number, 20 + number), (1,), "f") for number in range(12)]

@@ -23,7 +23,7 @@ TURNING = (Half, Interleaved, InterleavedHalves)
 styles = st.sampled_from(TURNING)
 positions = st.integers(0, 100_000)
 widths = st.sampled_from((8, HEAD_DIM))  # 8: half of each head turns
-property_test = settings(max_examples=40, deadline=None)
+property_test = settings(max_examples=40)
 
 
 def table(style, start, *, width=HEAD_DIM, theta=10_000.0, factor=1.0, dtype=torch.float32):

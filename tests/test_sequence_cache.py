@@ -54,7 +54,7 @@ MOVES = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(MOVES, st.sampled_from(["llama", "gpt_neox"]))
 def test_keys_after_any_program_are_those_of_a_direct_computation(program, name):
     model = MODELS[name]

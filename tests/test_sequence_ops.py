@@ -97,14 +97,14 @@ def check(cells, plain, names):
     assert all(cell < cells.count for cell in cells.held().tolist())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(OPERATION, max_size=25))
 def test_any_program_gives_what_a_plain_list_gives(program):
     run(program)
 
 
 @pytest.mark.slow
-@settings(max_examples=10_000, deadline=None)
+@settings(max_examples=10_000)
 @given(st.lists(OPERATION, max_size=40))
 def test_ten_thousand_programs_give_what_a_plain_list_gives(program):
     run(program)

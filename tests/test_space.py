@@ -51,6 +51,7 @@ def test_the_space_brings_all_that_the_library_needs():
     assert set(wanted(SETUP["options"]["install_requires"])) | {"gradio"} == set(BROUGHT)
 
 
+@pytest.mark.slow
 def test_the_layout_starts_without_an_installation(tmp_path):
     pytest.importorskip("gradio", reason="gradio is not installed: pip install hf-blend[demo]")
     makefile = (ROOT / "Makefile").read_text("utf-8")

@@ -131,7 +131,7 @@ class FaultClass(ABC):
     @contextlib.contextmanager
     def _alarm(self) -> Iterator[None]:
         def ring(*_: object) -> None:
-            raise TimeoutError("an operation of the store did not come back")
+            raise TimeoutError(f"an operation of the store did not come back within {HANG_S} s")
 
         before = signal.signal(signal.SIGALRM, ring)
         signal.alarm(HANG_S)

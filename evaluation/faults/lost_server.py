@@ -71,9 +71,9 @@ class LostServer(FaultClass):
         chunks = [tiny_chunk(number) for number in range(CHUNKS)]
         for number in range(-(-count // OPERATIONS)):
             way, objects = WAYS[number % len(WAYS)], dict[str, bytes]()
-            before = ChunkStore([], [_Server(objects)])
-            for chunk in chunks[1:]:
-                before.put(chunk)
+            with ChunkStore([], [_Server(objects)]) as before:
+                for chunk in chunks[1:]:
+                    before.put(chunk)
             lost = ChunkStore([], [_Server(objects, way)])
             for _ in range(OPERATIONS):
                 chunk = self.random.choice(chunks)
@@ -82,6 +82,7 @@ class LostServer(FaultClass):
                 else:
                     self.expect(lost, chunk)
                 self.hit(way)
+            lost.close()
             if way in HARMLESS:
                 after = ChunkStore([], [_Server(objects)])
                 self.outcome.lost += sum(not self.expect(after, chunk) for chunk in chunks[1:])

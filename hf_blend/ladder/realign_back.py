@@ -8,7 +8,11 @@ from .subject import Subject
 
 
 class RealignBack(Rung):
-    """The two turns are inverse whatever the tables hold, so only rounding is left."""
+    """The two turns are inverse whatever the tables hold, so only rounding is left.
+
+    This is a property of the `Realigner` alone. That it puts keys where the model does is shown by `moved_chunk`, from
+    a forward of the model at the new place.
+    """
 
     def measure(self, subject: Subject) -> Outcome:
         """Largest difference of keys, as a share of the largest key."""

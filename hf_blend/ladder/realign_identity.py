@@ -8,7 +8,11 @@ from .subject import Subject
 
 
 class RealignIdentity(Rung):
-    """Where old and new tables are equal the turn is exactly 1."""
+    """Where old and new tables are equal the turn is exactly 1.
+
+    This is a property of the `Realigner` alone. That it puts keys where the model does is shown by `moved_chunk`, from
+    a forward of the model at the new place.
+    """
 
     def measure(self, subject: Subject) -> Outcome:
         """Largest difference of keys, as a share of the largest key; 0 is allowed."""

@@ -11,7 +11,11 @@ from .subject import Subject
 
 
 class RealignNorm(Rung):
-    """A table rounded to bfloat16 is not quite on the circle; by how much is read off the tables."""
+    """A table rounded to bfloat16 is not quite on the circle; by how much is read off the tables.
+
+    This is a property of the `Realigner` alone. That it puts keys where the model does is shown by `moved_chunk`, from
+    a forward of the model at the new place.
+    """
 
     def measure(self, subject: Subject) -> Outcome:
         """Largest difference of the lengths of keys, as a share of the longest of the layer."""

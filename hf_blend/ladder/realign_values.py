@@ -10,7 +10,11 @@ from .subject import Subject
 
 
 class RealignValues(Rung):
-    """Values carry no position; where attention is latent, what is cached as the keys does not."""
+    """Values carry no position; where attention is latent, what is cached as the keys does not.
+
+    This is a property of the `Realigner` alone. That it puts keys where the model does is shown by `moved_chunk`, from
+    a forward of the model at the new place.
+    """
 
     def measure(self, subject: Subject) -> Outcome:
         """Number of layers whose values changed; 0 is allowed."""

@@ -14,7 +14,11 @@ RATIO = 0.3
 
 
 class UnchosenBytes(Rung):
-    """In a batch, against chunks that are computed and realigned anew."""
+    """In a batch, against chunks that are computed and realigned again, by the same `Realigner`.
+
+    So this shows that a request leaves these bytes alone, not that they are right: that is shown by `moved_chunk` and
+    `layer_0`, from forwards of the model.
+    """
 
     def measure(self, subject: Subject) -> Outcome:
         """Number of layers in which a byte differs; 0 is allowed."""

@@ -7,6 +7,7 @@ alone computes, so the chunk is computed alone once more, and its layers take th
 yet; the layers that were used already are the same.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ class StreamedLayers(Sequence[KV]):
         recompute: gives the whole chunk, computed anew, after a fault.
         complete: is called once all layers were read.
         patience_s: how long a layer is waited for before the chunk is computed.
+        budget_s: how long all layers together are waited for.
     """
 
     def __init__(
@@ -39,8 +41,10 @@ class StreamedLayers(Sequence[KV]):
         recompute: Callable[[BaseException], ChunkKV],
         complete: Callable[[tuple[KV, ...]], None],
         patience_s: float,
+        budget_s: float = math.inf,
     ) -> None:
         self._read, self._recompute, self._complete, self._patience_s = read, recompute, complete, patience_s
+        self._budget_s = budget_s
         self._layers: list[KV | None] = [None] * count
         self._fault: BaseException | None = None
         self._instead: ChunkKV | None = None
@@ -93,15 +97,17 @@ class StreamedLayers(Sequence[KV]):
             self._complete(tuple(known))
 
     def _awaited(self, place: int) -> KV:
+        patience_s, reason = min((self._patience_s, "late"), (max(0.0, self._budget_s), "slow"))
         if not any(driver.is_running for driver in self.drivers):
-            self.fetch_kv(place, self._patience_s)
-        deadline = time.monotonic() + self._patience_s
+            self._fetch_here(place)
+        began_s = time.monotonic()
         with self._changed:
             while self._layers[place] is None and self._fault is None and self._instead is None:
-                left = deadline - time.monotonic()
-                if left <= 0 or not self._changed.wait(left):
-                    detail = f"layer {place} did not come in {self._patience_s} s"
-                    self._fault = EntryFault("late", detail, corrupt=False)
+                left_s = began_s + patience_s - time.monotonic()
+                if left_s <= 0 or not self._changed.wait(left_s):
+                    detail = f"layer {place} did not come in {patience_s:.3g} s"
+                    self._fault = EntryFault(reason, detail, corrupt=False)
+            self._budget_s -= time.monotonic() - began_s
             found = self._layers[place]
             if found is not None:
                 return found
@@ -111,3 +117,10 @@ class StreamedLayers(Sequence[KV]):
                 raise EntryFault("late", f"layer {place} is not there", corrupt=False)
             self._layers[place] = self._instead.layers[place]
             return self._instead.layers[place]
+
+    def _fetch_here(self, place: int) -> None:
+        """Read a layer where nobody reads ahead: in a thread that can be left if there is a budget."""
+        if math.isinf(self._budget_s):
+            self.fetch_kv(place, self._patience_s)
+        else:
+            threading.Thread(target=self.fetch_kv, args=(place,), name="hf_blend-load", daemon=True).start()

@@ -61,7 +61,10 @@ def sparse_decoding(
         UnsupportedModelError: no layer of the model attends to its whole context.
     """
     if cache.model is not model:
-        raise ConfigError("the cache was made for another model. Pass the model that it was made for.")
+        raise ConfigError(
+            f"the cache was made for another {type(cache.model).__name__} than this {type(model).__name__}. Pass the "
+            "model that it was made for."
+        )
     merged = SparseConfig(**{**vars(config or SparseConfig()), **settings})
     session = SparseSession(cache, merged, watch_mass)
     if not session.layers:

@@ -28,6 +28,7 @@ class Limits:
         quota_bytes: of one namespace in each tier that keeps bytes; None is up to the cap.
         ttl_s: age in seconds at which a chunk is no longer used; None is never.
         eviction: name of a policy.
+        queue_bytes: most that may wait to be written to each tier on another machine.
     """
 
     memory_bytes: int | None = None
@@ -36,6 +37,7 @@ class Limits:
     quota_bytes: int | None = None
     ttl_s: float | None = None
     eviction: str = "lru"
+    queue_bytes: int = 1 << 30
 
     def check(self) -> None:
         """Refuse what cannot be.
@@ -44,7 +46,7 @@ class Limits:
             ConfigError: a limit below 0.
             PluginNotFoundError: no policy of that name.
         """
-        for name in ("memory_bytes", "disk_bytes", "device_bytes", "quota_bytes", "ttl_s"):
+        for name in ("memory_bytes", "disk_bytes", "device_bytes", "quota_bytes", "ttl_s", "queue_bytes"):
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ConfigError(f"{name} is {value}, wanted 0 or more. Leave it out for the default.")

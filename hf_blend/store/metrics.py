@@ -20,6 +20,7 @@ _COUNTERS = (  # group of `stats`, name, what it counts, labels
     ("load_failures", "load_failures", "Entries that could not be used.", ("tier", "reason")),
     ("stored", "chunks_stored", "Chunks written.", ("tier",)),
     ("store_failures", "store_failures", "Chunks that could not be written, by error.", ("reason",)),
+    ("dropped_writes", "writes_dropped", "Chunks that were never written to a tier.", ("tier", "reason")),
     ("evicted", "chunks_evicted", "Chunks that had to leave.", ("tier",)),
     ("removed", "entries_removed", "Entries that were removed, by cause.", ("cause",)),
 )
@@ -27,6 +28,7 @@ _GAUGES = (
     ("bytes", "tier_bytes", "What a tier holds, in bytes."),
     ("pinned_bytes", "tier_pinned_bytes", "What a tier holds and may not evict, in bytes."),
     ("capacity_bytes", "tier_capacity_bytes", "What a tier may hold, in bytes."),
+    ("queued_bytes", "tier_queued_bytes", "What waits to be written to a tier, in bytes."),
     ("healthy", "tier_healthy", "1 if the tier answers, 0 while it is left alone."),
 )
 

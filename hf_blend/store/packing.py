@@ -141,7 +141,7 @@ class Packing:
         """
         expected = list(self._expected(header, len(key.token_ids), len(key.sink_ids)))
         if len(expected) != len(header.tensors) or not all(map(_fits, header.tensors, expected)):
-            raise EntryFault("format", "names or shapes are not those of a chunk of this length")
+            raise EntryFault("format", f"names or shapes are not those of a chunk of {len(key.token_ids)} tokens")
 
     def _expected(self, header: Header, tokens: int, sinks: int) -> Iterator[tuple[str, int, int | None, int]]:
         """Name, number of axes, which of them counts tokens, and how many."""

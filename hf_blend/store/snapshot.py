@@ -123,7 +123,7 @@ def _read(path: Path) -> bytes:
     finally:
         source.close()
     if xxhash.xxh3_128_digest(memoryview(content)[_DIGEST_BYTES:]) != content[:_DIGEST_BYTES]:
-        raise ValueError("the digest does not match")
+        raise ValueError(f"the digest of its {source.stat.nbytes} bytes does not match")
     return bytes(memoryview(content)[_DIGEST_BYTES:])
 
 

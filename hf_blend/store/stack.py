@@ -4,22 +4,32 @@
 
 import contextlib
 import errno
+import functools
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
+from .behind import PendingWrite, WriteQueue
 from .bounded import BoundedTier
 from .catalog import Catalog
 from .chunk import ChunkKey, ChunkKV
 from .entry import EntryReader, encode_entry, read_key
 from .held import HeldChunks
 from .packing import kept_as
+from .patience import LateLoads
+from .recorded import RecordedSource
 from .tally import Tally
 from .tiers.base import EntryFault, ObjectStat, Source
 
 __all__ = ["Finding", "TierStack"]
+
+Encoded = Callable[[], Sequence[memoryview]]  # the bytes of an entry, made when they are needed
+Take = Callable[[BoundedTier, ChunkKey, Source, contextlib.ExitStack], ChunkKV]  # makes a chunk of an opened entry
+DELETE_S = 60.0  # how long a delete waits for a write of the same chunk that is under way
 
 
 @dataclass(frozen=True)
@@ -45,7 +55,8 @@ class TierStack:
     """Chunks held ready to use, and behind them tiers that keep bytes, the nearest first.
 
     A fault never leaves here: it is a miss, counted, and warned of once. A chunk that comes from a farther tier is
-    held, and copied to the nearer ones. A chunk that is put goes to every tier.
+    held, and the bytes that were verified are written to the nearer ones. A chunk that is put goes to every tier: when
+    `put` returns, it is in those on this machine, and in the queue of the others. What is in a queue is found there.
 
     Args:
         held: the places asked first.
@@ -55,6 +66,7 @@ class TierStack:
         secret: proves who wrote an entry; None accepts every writer.
         ttl_s: age in seconds at which an entry is no longer used; None is never.
         codec: how K and V are packed in the tiers that keep bytes; entries of other codecs are read all the same.
+        queue_bytes: most that may wait to be written to each tier; with 0 nothing waits, and `put` and `get` do.
     """
 
     def __init__(
@@ -67,49 +79,53 @@ class TierStack:
         secret: bytes | None = None,
         ttl_s: float | None = None,
         codec: str = "raw",
+        queue_bytes: int = 1 << 30,
     ) -> None:
         self.held = tuple(held)
         self.tiers = tuple(tiers)
+        self.queues = {tier.name: self._new_queue(tier, queue_bytes) for tier in tiers} if queue_bytes else {}
         self._catalog = catalog
         self._tally = tally
         self._secret = secret
         self._ttl_s = ttl_s
         self._codec = codec
+        self._late = LateLoads()
+        self._deleted = 0  # deletes so far: what was read before one is not kept after it
 
-    def get(self, key: ChunkKey) -> ChunkKV | None:
-        """Fetch a chunk, and hold it from then on."""
-        for place in self.held:
-            chunk = place.get(key.digest)
-            if chunk is not None and chunk.key == key:
-                self._tally.count("hits", place.name)
-                return chunk
-        reasons = []
-        for distance, tier in enumerate(self.tiers):
-            with self._tally.timed("load_seconds", tier.name):
-                chunk, reason = self._load(tier, key, self.tiers[:distance])
-            if chunk is not None:
-                self._tally.count("hits", tier.name)
-                return self._hold(chunk)
-            reasons.append(reason)
-        self.miss(next((reason for reason in reasons if reason != "absent"), "absent"))
-        return None
+    def get(self, key: ChunkKey, budget_s: float = math.inf) -> ChunkKV | None:
+        """Fetch a chunk, and hold it from then on.
 
-    def put(self, chunk: ChunkKV) -> ChunkKV:
-        """Hold a chunk, write it to every tier, and tell the catalog.
+        Args:
+            key: which chunk.
+            budget_s: how long a tier on another machine is waited for, in seconds; what comes later is held for later.
+
+        Returns:
+            The chunk, or None for a miss.
+        """
+        return self._fetch(key, self._read, budget_s)
+
+    def put(self, chunk: ChunkKV, wait_s: float = 0.0) -> ChunkKV:
+        """Hold a chunk, write it to every tier or into its queue, and tell the catalog.
 
         Args:
             chunk: to be copied, unless it is held already.
+            wait_s: how long to wait for room in a full queue before the write is dropped, in seconds.
 
         Returns:
             The chunk as it will be found from now on.
         """
         digest = chunk.key.digest
-        mine = next((one for one in (place.get(digest) for place in self.held) if one and one.key == chunk.key), None)
+        here = (place.get(digest) for place in self.held if place.device is None)
+        mine = next((one for one in here if one and one.key == chunk.key), None)
         if mine is None:
             mine = chunk.map(_own_copy)
         kept = kept_as(mine, self._codec)
         self._hold(kept)
-        stats = {tier.name: self._write(tier, mine) for tier in self.tiers}
+        encoded = functools.cache(partial(encode_entry, mine, self._secret, self._codec))
+        stats = {
+            tier.name: self._write(tier, kept, encoded) if tier.is_local else self._send(tier, kept, encoded, wait_s)
+            for tier in self.tiers
+        }
         known = next((stat for stat in stats.values() if stat), None)
         if known or self.is_held(digest):
             where = [name for name, stat in stats.items() if stat]
@@ -128,11 +144,18 @@ class TierStack:
 
     def is_held(self, digest: str) -> bool:
         """Say whether a chunk is ready to use."""
-        return any(place.contains(digest) for place in self.held)
+        return any(place.contains(digest) for _, place in self.at_hand())
+
+    def at_hand(self) -> list[tuple[str, HeldChunks | WriteQueue]]:
+        """The places from which a chunk needs no reading, by name, the nearest first."""
+        held: list[tuple[str, HeldChunks | WriteQueue]] = [(place.name, place) for place in self.held]
+        return [*held, *(("queue", queue) for queue in self.queues.values())]
 
     def delete(self, digest: str) -> bool:
-        """Remove a chunk from every tier; raises OSError if one refuses."""
-        removed = [tier.delete(self._catalog.name(digest)) for tier in self.tiers]
+        """Remove a chunk from every queue and tier; raises OSError if one refuses, or takes too long to write it."""
+        self._deleted += 1
+        removed = [queue.cancel(digest, DELETE_S) for queue in self.queues.values()]
+        removed += [tier.delete(self._catalog.name(digest)) for tier in self.tiers]
         removed += [place.delete(digest) for place in self.held]
         self._catalog.forget(digest)
         return any(removed)
@@ -194,9 +217,55 @@ class TierStack:
         """Count a miss."""
         self._tally.count("misses", reason)
 
-    def _hold(self, chunk: ChunkKV) -> ChunkKV:
+    def flush(self, wait_s: float) -> bool:
+        """Wait until every queue is empty, so many seconds at most, and say whether they are."""
+        stop_s = time.monotonic() + wait_s
+        return all(queue.flush(max(0.0, stop_s - time.monotonic())) for queue in self.queues.values())
+
+    def close(self, wait_s: float) -> None:
+        """Flush, drop and count what is in the queues after so many seconds, and close all."""
+        if not self.flush(wait_s):
+            for queue in self.queues.values():
+                queue.clear("closed")
+        for tier in self.tiers:
+            tier.close()
         for place in self.held:
-            self._forget(place, place.put(chunk))
+            place.clear()
+
+    def _fetch(self, key: ChunkKey, take: Take, budget_s: float) -> ChunkKV | None:
+        chunk, reasons = self._at_hand(key), []
+        if chunk is not None:
+            return chunk
+        for tier in self.tiers:
+            chunk, reason = self._load_within(tier, key, take, budget_s)
+            if chunk is not None:
+                self._tally.count("hits", tier.name)
+                return chunk
+            reasons.append(reason)
+        self.miss(next((reason for reason in reasons if reason != "absent"), "absent"))
+        return None
+
+    def _at_hand(self, key: ChunkKey) -> ChunkKV | None:
+        for place in self.held:
+            chunk = place.get(key.digest)
+            if chunk is not None and chunk.key == key:
+                self._tally.count("hits", place.name)
+                return chunk
+        for queue in self.queues.values():
+            chunk = queue.get(key)
+            if chunk is not None:
+                self._tally.count("hits", "queue")
+                return chunk
+        return None
+
+    def _hold(self, chunk: ChunkKV) -> ChunkKV:
+        """Hold a chunk where there is room for it; gives it as the nearest place has it."""
+        for place in self.held:
+            try:
+                self._forget(place, place.put(chunk))
+            except (RuntimeError, MemoryError) as error:  # of a device that is full
+                self._tally.count("store_failures", type(error).__name__)
+                self._tally.warn_once(f"chunks cannot be held in the {place.name} tier ({error})")
         return next((one for one in (place.get(chunk.key.digest) for place in self.held) if one), chunk)
 
     def _forget(self, place: HeldChunks, gone: Sequence[str]) -> None:
@@ -204,67 +273,120 @@ class TierStack:
         for digest in gone:
             self._catalog.forget_unlisted(digest)
 
-    def _write(self, tier: BoundedTier, chunk: ChunkKV) -> ObjectStat | None:
+    def _new_queue(self, tier: BoundedTier, queue_bytes: int) -> WriteQueue:
+        def write(pending: PendingWrite) -> None:
+            stat = self._write(tier, pending.chunk, lambda: pending.parts)
+            if stat is not None:
+                self._catalog.add(pending.chunk.key, stat, [tier.name])
+
+        def drop(reason: str) -> None:
+            self._tally.count("dropped_writes", f"{tier.name}:{reason}")
+            self._tally.warn_once(f"chunks are not written to the {tier.name} tier ({reason}); see dropped_writes")
+
+        return WriteQueue(queue_bytes, write, lambda digest: self._catalog.forget_unlisted(digest), drop)
+
+    def _send(self, tier: BoundedTier, chunk: ChunkKV, encoded: Encoded, wait_s: float = 0.0) -> ObjectStat | None:
+        """Queue an entry for a tier, or write it now if there are no queues.
+
+        Its digests are computed now: what happens to the tensors while they wait is noticed by whoever reads them.
+        """
+        if not self.queues:
+            return self._write(tier, chunk, encoded)
+        try:
+            self.queues[tier.name].put(PendingWrite(chunk, encoded()), wait_s)
+        except (OSError, MemoryError) as error:
+            self._refuse_write(tier, error)
+        return None
+
+    def _write(self, tier: BoundedTier, chunk: ChunkKV, encoded: Encoded) -> ObjectStat | None:
         name = self._catalog.name(chunk.key.digest)
         try:
             if not tier.contains(name):
                 with self._tally.timed("store_seconds", tier.name):
-                    stored = tier.put_if_absent(name, encode_entry(chunk, self._secret, self._codec))
+                    stored = tier.put_if_absent(name, encoded())
                 self._tally.count("stored", tier.name, int(stored))
             return tier.stat(name)
-        except OSError as error:
+        except (OSError, MemoryError, EntryFault) as error:
             self._refuse_write(tier, error)
             return None
 
-    def _copy(self, source: Source, key: ChunkKey, tier: BoundedTier) -> None:
-        name, content = self._catalog.name(key.digest), bytearray(source.stat.nbytes)
-        try:
-            source.read_into(0, memoryview(content))
-            if tier.put_if_absent(name, [memoryview(content)]):
-                self._tally.count("stored", tier.name)
-            self._catalog.add(key, source.stat, [tier.name])
-        except OSError as error:
-            self._refuse_write(tier, error)
+    def _keep(self, chunk: ChunkKV, tier: BoundedTier, source: Source, deleted: int) -> ChunkKV:
+        """Hold a chunk that was read, and write the bytes that were verified to the nearer tiers on this machine.
 
-    def _refuse_write(self, tier: BoundedTier, error: OSError) -> None:
-        reason = errno.errorcode.get(error.errno or 0, type(error).__name__)
+        Args:
+            chunk: verified.
+            tier: where it is from.
+            source: where its bytes are, if there are nearer tiers.
+            deleted: what `_deleted` was when it was opened.
+        """
+        if deleted != self._deleted:
+            return chunk
+        content = source.release() if isinstance(source, RecordedSource) else None
+        if content is not None:
+            for other in self._nearer(tier):
+                stat = self._send(other, chunk, lambda: [content])
+                if stat is not None:
+                    self._catalog.add(chunk.key, stat, [other.name])
+        return self._hold(chunk)
+
+    def _nearer(self, tier: BoundedTier) -> list[BoundedTier]:
+        return [other for other in self.tiers[: self.tiers.index(tier)] if other.is_local]
+
+    def _refuse_write(self, tier: BoundedTier, error: Exception) -> None:
+        reason = errno.errorcode.get(getattr(error, "errno", None) or 0, type(error).__name__)
         self._tally.count("store_failures", reason)
         self._tally.warn_once(f"chunks cannot be stored in the {tier.name} tier ({error}); other tiers may have them")
 
-    def _load(self, tier: BoundedTier, key: ChunkKey, nearer: Sequence[BoundedTier]) -> tuple[ChunkKV | None, str]:
+    def _load_within(
+        self, tier: BoundedTier, key: ChunkKey, take: Take, budget_s: float
+    ) -> tuple[ChunkKV | None, str]:
         """The chunk and "", or None and why not."""
-        source = None
-        try:
-            source = tier.open(self._catalog.name(key.digest))
-            if source is None:
-                self._catalog.forget(key.digest, tier.name)
-                return None, "absent"
-            return self._read(tier, key, source, nearer), ""
-        except EntryFault as fault:
-            self._warn(key, tier, fault)
-            if fault.corrupt:
-                self._remove(tier, key.digest, source, "expired" if fault.reason == "expired" else "corrupt")
-            return None, fault.reason
-        except (OSError, MemoryError) as error:
-            self._warn(key, tier, error)
-            return None, "io" if isinstance(error, OSError) else "memory"
-        finally:
-            if source is not None:
-                source.close()
+        if tier.is_local or math.isinf(budget_s):
+            return self._load(tier, key, take)
+        loaded = self._late.run(lambda: self._load(tier, key, take), budget_s)
+        if loaded is not None:
+            return loaded
+        self._tally.count("load_failures", f"{tier.name}:slow")
+        self._tally.warn_once(f"chunks of the {tier.name} tier are computed where that is faster than loading them")
+        return None, "slow"
 
-    def _read(self, tier: BoundedTier, key: ChunkKey, source: Source, nearer: Sequence[BoundedTier]) -> ChunkKV:
-        """Nothing that is read is used, or copied to a nearer tier, before all of it was checked."""
-        if self._is_old(source.stat):
-            raise EntryFault("expired", f"it was stored more than {self._ttl_s} s ago")
-        reader = EntryReader(source, key, self._secret)
+    def _load(self, tier: BoundedTier, key: ChunkKey, take: Take) -> tuple[ChunkKV | None, str]:
+        with self._tally.timed("load_seconds", tier.name), contextlib.ExitStack() as opened:
+            source = None
+            try:
+                source = self._open(tier, key)
+                if source is None:
+                    self._catalog.forget(key.digest, tier.name)
+                    return None, "absent"
+                opened.callback(source.close)
+                if self._is_old(source.stat):
+                    raise EntryFault("expired", f"it was stored more than {self._ttl_s} s ago")
+                return take(tier, key, source, opened), ""
+            except EntryFault as fault:
+                self._warn(key, tier, fault)
+                if fault.corrupt:
+                    self._remove(tier, key.digest, source, "expired" if fault.reason == "expired" else "corrupt")
+                return None, fault.reason
+            except (OSError, MemoryError) as error:
+                self._warn(key, tier, error)
+                return None, "io" if isinstance(error, OSError) else "memory"
+
+    def _open(self, tier: BoundedTier, key: ChunkKey) -> Source | None:
+        """Open an entry, whose bytes are kept if nearer tiers will have them too."""
+        source = tier.open(self._catalog.name(key.digest))
+        if source is not None and self._nearer(tier):
+            with contextlib.suppress(MemoryError):
+                return RecordedSource(source)
+        return source
+
+    def _read(self, tier: BoundedTier, key: ChunkKey, source: Source, _: contextlib.ExitStack) -> ChunkKV:
+        """Nothing that is read is used, or written to a nearer tier, before all of it was checked."""
+        deleted, reader = self._deleted, EntryReader(source, key, self._secret)
         with contextlib.ExitStack() as reserved:
             for place in self.held[-1:]:
                 self._forget(place, reserved.enter_context(place.reserve(reader.nbytes)))
             chunk = reader.read()
-        for other in nearer:
-            if other.is_local:
-                self._copy(source, key, other)
-        return chunk
+        return self._keep(chunk, tier, source, deleted)
 
     def _warn(self, key: ChunkKey, tier: BoundedTier, fault: BaseException) -> None:
         reason = fault.reason if isinstance(fault, EntryFault) else type(fault).__name__

@@ -5,6 +5,8 @@
 A fault costs time, never correctness: whatever is missing, damaged, foreign or unreadable is a miss with a reason.
 """
 
+import contextlib
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -23,10 +25,11 @@ from .location import open_tiers
 from .streaming import Recompute, StreamingStack
 from .tally import Tally
 from .tiers.base import Tier
-from .upkeep import EntryInfo, Upkeep
+from .upkeep import FLUSH_S, EntryInfo, Upkeep
 
 __all__ = ["ChunkStore", "EntryInfo"]
 
+ADD_S = 3600.0  # `add` waits for tiers as long as they take; each call to one has a deadline of its own
 _DURABILITIES = ("full", "none")
 
 
@@ -62,7 +65,8 @@ class ChunkStore(Upkeep):
         self._catalog = Catalog(namespace, tiers, snapshot, lambda digest: self._stack.is_held(digest))
         bounded = [limits.bound(tier, index, self._catalog.owns, self._was_evicted) for tier in tiers]
         given = (held, bounded, self._catalog, self._tally)
-        self._stack: StreamingStack = StreamingStack(*given, secret=secret, ttl_s=limits.ttl_s, codec=codec)
+        settings: dict[str, Any] = {"secret": secret, "ttl_s": limits.ttl_s, "codec": codec}
+        self._stack: StreamingStack = StreamingStack(*given, **settings, queue_bytes=limits.queue_bytes)
         for tier in tiers:
             self._tally.count("removed", "orphans", tier.reclaim())
 
@@ -77,6 +81,7 @@ class ChunkStore(Upkeep):
         device_bytes: int = 0,
         remote: str | None = None,
         remote_deadline_s: float | None = None,
+        remote_queue_bytes: int = 1 << 30,
         eviction: str = "lru",
         namespace: str = "",
         quota_bytes: int | None = None,
@@ -99,6 +104,8 @@ class ChunkStore(Upkeep):
             remote: URL of a tier behind the disk, shared with other machines.
             remote_deadline_s: how long a call to it may take besides its transfer, before it is left alone until it
                 answers again; None is 1 for Redis and 5 for others.
+            remote_queue_bytes: most that may wait to be written to it; what does not fit is dropped and counted. With
+                0 nothing waits there: `put` returns when the remote tier has the chunk, or has refused it.
             eviction: name of the policy that says which chunk leaves a full tier.
             namespace: keeps tenants apart: no chunk is seen from another namespace.
             quota_bytes: most that this namespace may hold in each tier; None is up to the cap.
@@ -116,22 +123,22 @@ class ChunkStore(Upkeep):
             ConfigError: an argument is out of range, or the location is of a kind that does not exist.
             StoreError: nothing can be kept at the location.
         """
-        limits = Limits(memory_bytes, disk_bytes, device_bytes, quota_bytes, ttl_s, eviction)
+        limits = Limits(memory_bytes, disk_bytes, device_bytes, quota_bytes, ttl_s, eviction, remote_queue_bytes)
         limits.check()
         _check_durability(durability)
         plugins.load("store.codecs", codec)
-        root, tiers = open_tiers(
-            location, remote, durable=durability == "full", deadline_s=remote_deadline_s
-        )
+        root, tiers = open_tiers(location, remote, durable=durability == "full", deadline_s=remote_deadline_s)
         index = root / "index" if root else None
         given: dict[str, Any] = {"namespace": namespace, "index": index, "limits": limits, "secret": secret}
         return cls(limits.hold(device), tiers, **given, codec=codec)
 
-    def get(self, key: ChunkKey) -> ChunkKV | None:
+    def get(self, key: ChunkKey, budget_s: float = math.inf) -> ChunkKV | None:
         """Fetch a chunk. Its tensors are shared: never write to them.
 
         Args:
             key: which chunk.
+            budget_s: how long a tier on another machine is waited for, in seconds. A chunk that takes longer is a miss
+                (reason "slow"), and is in memory later.
 
         Returns:
             The chunk exactly as it was stored, or None; a fault never raises, it is counted and is a miss.
@@ -139,24 +146,41 @@ class ChunkStore(Upkeep):
         if key.namespace != self.namespace:
             self._stack.miss("namespace")
             return None
-        return self._stack.get(key)
+        return self._stack.get(key, budget_s)
 
-    def stream(self, key: ChunkKey, recompute: Recompute) -> ChunkKV | None:
+    def stream(self, key: ChunkKey, recompute: Recompute, budget_s: float | None = None) -> ChunkKV | None:
         """Fetch a chunk whose layers may still be on their way; see `StreamingStack.stream`.
 
         Args:
             key: which chunk.
-            recompute: computes it anew after a fault.
+            recompute: computes it again after a fault.
+            budget_s: how long a tier on another machine is waited for, in seconds. None is as long as computing the
+                chunk takes, as far as `timed` blocks of the same model have shown.
 
         Returns:
             The chunk, or None for a miss.
         """
+        budget_s = self._stack.compute_times.expect_s(key) if budget_s is None else budget_s
         if key.namespace != self.namespace or not self.pipeline_depth:
-            return self.get(key)
-        return self._stack.stream(key, recompute)
+            return self.get(key, budget_s)
+        return self._stack.stream(key, recompute, budget_s)
+
+    def timed(self, key: ChunkKey) -> contextlib.AbstractContextManager[None]:
+        """Measure a block that computes a missing chunk and puts it: later requests wait no longer than that for one.
+
+        Args:
+            key: of the chunk.
+
+        Returns:
+            A context manager.
+        """
+        return self._stack.compute_times.timed(key)
 
     def put(self, chunk: ChunkKV) -> ChunkKV:
         """Store a chunk. If the disk fails, the chunk stays in memory and the failure is counted.
+
+        When this returns, the chunk is in memory and on disk, and waits in a queue for a tier on another machine
+        (`flush`); `get` finds it from now on.
 
         Args:
             chunk: computed alone (`hf_blend.capture`); it is copied.
@@ -167,6 +191,9 @@ class ChunkStore(Upkeep):
         Raises:
             StoreError: the chunk holds NaN or infinity, is malformed, or belongs to another namespace.
         """
+        return self._put(chunk)
+
+    def _put(self, chunk: ChunkKV, wait_s: float = 0.0) -> ChunkKV:
         key = chunk.key
         if key.namespace != self.namespace:
             raise StoreError(
@@ -174,7 +201,7 @@ class ChunkStore(Upkeep):
                 "namespace, or compute the chunk for the store's."
             )
         chunk.check()
-        return self._stack.put(chunk)
+        return self._stack.put(chunk, wait_s)
 
     def add(
         self,
@@ -186,6 +213,8 @@ class ChunkStore(Upkeep):
     ) -> list[ChunkKey]:
         """Compute and store chunks ahead of time; those that are stored already cost nothing.
 
+        Unlike `put`, this returns when every tier that answers has the chunks.
+
         Args:
             model: the model that will use them.
             tokenizer: for chunks that are text; None if all are ids.
@@ -196,21 +225,28 @@ class ChunkStore(Upkeep):
             The keys of the chunks, in their order.
 
         Raises:
-            PromptError: `chunks` is not a list, or a chunk is empty or too long for the model.
+            PromptError: `chunks` is not a list, or a chunk is empty, too long for the model, or holds a token that
+                stands for an image.
             StoreError: a chunk's KV holds NaN or infinity.
+            UnsupportedModelError: the model has hooks of others, is wrapped, or changes while it is used.
         """
-        from ..capture import capture_chunk
+        from ..capture import check_chunk, compute_chunk
         from ..fingerprint import fingerprint
+        from ..identity.canonical import refuse_wrapper
         from ..prompt import tokenize
 
         if isinstance(chunks, str):
             raise PromptError(f"chunks is the text {chunks!r:.60}, wanted a list of chunks. Write [text].")
+        refuse_wrapper(model)
         identity = fingerprint(model)
         sink = default_sink(model) if sink_ids is None else tuple(sink_ids)
         keys = [ChunkKey(identity, sink, tokenize(tokenizer, chunk), self.namespace) for chunk in chunks]
+        for number, key in enumerate(keys):
+            check_chunk(model, key.token_ids, key.sink_ids, f"chunk {number}")
         for key in dict.fromkeys(keys):
             if not self.contains(key):
-                self.put(capture_chunk(model, key.token_ids, key.sink_ids, identity, self.namespace))
+                self._put(compute_chunk(model, key), wait_s=ADD_S)
+        self.flush(ADD_S)
         return keys
 
     def find(self, fingerprint: str, sink_ids: Sequence[int], token_ids: Sequence[int]) -> list[tuple[int, ChunkKey]]:
@@ -260,12 +296,9 @@ class ChunkStore(Upkeep):
         self._stack.weigh(key.digest, min(1.0, max(0.0, important_ratio)))
 
     def close(self) -> None:
-        """Save the index, and let go of memory and connections; closing twice is allowed."""
+        """Flush for 30 s at most, save the index, and let go of memory and connections; closing twice is allowed."""
+        self._stack.close(FLUSH_S)
         self._catalog.save()
-        for tier in self._stack.tiers:
-            tier.close()
-        for place in self._stack.held:
-            place.clear()
 
     def _was_evicted(self, tier: str, name: str) -> None:
         self._tally.count("evicted", tier)

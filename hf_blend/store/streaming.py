@@ -2,15 +2,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stack of tiers that can also open a chunk and hand out its layers as they come."""
 
+import contextlib
+import math
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 from weakref import WeakValueDictionary, finalize
 
 from torch import Tensor
 
-from ..loading.stream import FAULTS, StreamedLayers
+from ..loading.stream import StreamedLayers
 from .bounded import BoundedTier
 from .chunk import ChunkKey, ChunkKV
 from .entry import EntryReader
+from .patience import ComputeTimes
 from .stack import TierStack
 from .tiers.base import EntryFault, Source
 
@@ -21,83 +27,75 @@ READ_BYTES = 1 << 20  # layers that are smaller come several at a time: each rea
 
 
 class StreamingStack(TierStack):
-    """`stream` beside `get`: the header is checked at once, every layer when it is read; held when all are there."""
+    """`stream` beside `get`: the header is checked at once, every layer when it is read; held when all are there.
+
+    Args:
+        *given: as for `TierStack`.
+        **settings: as for `TierStack`.
+
+    Attributes:
+        compute_times: what is known of how long chunks take to compute.
+    """
 
     patience_s = 10.0
 
-    def stream(self, key: ChunkKey, recompute: Recompute) -> ChunkKV | None:
+    def __init__(self, *given: Any, **settings: Any) -> None:
+        super().__init__(*given, **settings)
+        self.compute_times = ComputeTimes()
+        self._flying: WeakValueDictionary[str, ChunkKV] = WeakValueDictionary()  # being read; two requests share it
+
+    def stream(self, key: ChunkKey, recompute: Recompute, budget_s: float = math.inf) -> ChunkKV | None:
         """Fetch a chunk whose layers may come later.
 
         Args:
             key: which chunk.
-            recompute: computes the chunk anew, if a layer turns out to be damaged or does not come.
+            recompute: computes the chunk, if a layer turns out to be damaged or does not come in time.
+            budget_s: how long a tier on another machine is waited for, for all layers together, in seconds.
 
         Returns:
             The chunk; its `layers` wait for what is not there yet. None for a miss.
         """
-        digest = key.digest
-        flying = self._flying.get(digest)
+        flying = self._flying.get(key.digest)
         if flying is not None and flying.key == key:
             return flying
-        if any(place.contains(digest) for place in self.held):
-            return self.get(key)
-        for distance, tier in enumerate(self.tiers):
-            chunk = self._opened(tier, key, recompute, self.tiers[:distance])
-            if chunk is not None:
-                self._tally.count("hits", tier.name)
-                self._flying[digest] = chunk
-                return chunk
-        return self.get(key)  # counts the miss, and reads a chunk whose header alone could not be read
-
-    @property
-    def _flying(self) -> "WeakValueDictionary[str, ChunkKV]":
-        """Chunks that are being read: two requests share them."""
-        return self.__dict__.setdefault("_in_flight", WeakValueDictionary())
-
-    def _opened(
-        self, tier: BoundedTier, key: ChunkKey, recompute: Recompute, nearer: tuple[BoundedTier, ...]
-    ) -> ChunkKV | None:
-        source = None
-        try:
-            source = tier.open(self._catalog.name(key.digest))
-            if source is None or self._is_old(source.stat):
-                return None
-            reader = EntryReader(source, key, self._secret)
-            return self._streamed(reader, source, tier, key, recompute, nearer)
-        except FAULTS:
-            if source is not None:
-                source.close()
-            return None
+        take = partial(self._streamed, recompute=recompute, stop_s=time.monotonic() + budget_s)
+        chunk = self._fetch(key, take, budget_s)
+        if chunk is not None and isinstance(chunk.layers, StreamedLayers):
+            self._flying[key.digest] = chunk
+        return chunk
 
     def _streamed(
         self,
-        reader: EntryReader,
-        source: Source,
         tier: BoundedTier,
         key: ChunkKey,
+        source: Source,
+        opened: contextlib.ExitStack,
+        *,
         recompute: Recompute,
-        nearer: tuple[BoundedTier, ...],
+        stop_s: float,
     ) -> ChunkKV:
+        deleted = self._deleted
+        reader = EntryReader(source, key, self._secret)
         tables, layer_table = reader.tables(), reader.header.layer_table
+        opened = opened.pop_all()
 
         def read(place: int) -> Sequence[tuple[Tensor, Tensor]]:
             with self._tally.timed("load_seconds", tier.name):
                 return reader.layers(place, READ_BYTES)
 
         def complete(layers: tuple[tuple[Tensor, Tensor], ...]) -> None:
-            for other in nearer:
-                if other.is_local:
-                    self._copy(source, key, other)
-            source.close()
-            self._hold(ChunkKV(key, layers, tables, layer_table))
+            opened.close()
+            self._keep(ChunkKV(key, layers, tables, layer_table), tier, source, deleted)
 
         def instead(fault: BaseException) -> ChunkKV:
             self._warn(key, tier, fault)
             self.miss(fault.reason if isinstance(fault, EntryFault) else type(fault).__name__)
             if isinstance(fault, EntryFault) and fault.corrupt:
                 self._remove(tier, key.digest, source, "corrupt")
-            return self.put(recompute())
+            with self.compute_times.timed(key):
+                return self.put(recompute())
 
-        layers = StreamedLayers(len(layer_table), read, instead, complete, self.patience_s)
-        finalize(layers, source.close).atexit = False  # also after a fault, or where a request ended early
+        left_s = math.inf if tier.is_local else max(0.0, stop_s - time.monotonic())
+        layers = StreamedLayers(len(layer_table), read, instead, complete, self.patience_s, left_s)
+        finalize(layers, opened.close).atexit = False  # also after a fault, or where a request ended early
         return ChunkKV(key, layers, tables, layer_table)  # type: ignore[arg-type]

@@ -15,7 +15,9 @@ from .stack import Finding, TierStack
 from .tally import Tally
 from .tiers.base import Tier
 
-__all__ = ["EntryInfo", "Finding", "Upkeep"]
+__all__ = ["FLUSH_S", "EntryInfo", "Finding", "Upkeep"]
+
+FLUSH_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class EntryInfo:
         fingerprint: of its model.
         tokens: its length in tokens.
         nbytes: its size in bytes.
-        tier: where it is: memory, disk, or memory+disk.
+        tier: where it is: memory, disk, or memory+disk; queue if it is not written yet.
         created: when it was stored, seconds since 1970.
         pinned: whether it may not be evicted.
     """
@@ -79,6 +81,17 @@ class Upkeep:
             except OSError as error:
                 raise _refused(f"the pin of chunk {digest} cannot be noted", error) from error
 
+    def flush(self, wait_s: float = FLUSH_S) -> bool:
+        """Wait until what was put is written to every tier, or was refused by it.
+
+        Args:
+            wait_s: how long at most, in seconds.
+
+        Returns:
+            False if something still waits.
+        """
+        return self._stack.flush(wait_s)
+
     def remove(self, digests: Iterable[str]) -> int:
         """Remove chunks from every tier by their digests.
 
@@ -108,6 +121,7 @@ class Upkeep:
         Yields:
             One finding for each entry, whole or not.
         """
+        self.flush()
         for tier in self._stack.tiers:
             for name in sorted(self._catalog.names(tier.name)):
                 yield self._stack.examine(tier, name, repair)
@@ -122,6 +136,7 @@ class Upkeep:
             `orphans` and `expired` removed, and `freed_bytes` by eviction.
         """
         found = {"orphans": 0, "expired": 0, "freed_bytes": 0}
+        self.flush()
         for tier in self._stack.tiers:
             found["orphans"] += tier.reclaim()
             found["expired"] += self._stack.expire(tier)
@@ -135,9 +150,9 @@ class Upkeep:
 
     def place(self, key: ChunkKey) -> str | None:
         """The name of the nearest place that has a chunk; None if none has it, or says so now."""
-        for place in self._stack.held:
+        for name, place in self._stack.at_hand():
             if place.contains(key.digest):
-                return place.name
+                return name
         for tier in self._stack.tiers:
             with contextlib.suppress(OSError):
                 if tier.contains(self._catalog.name(key.digest)):
@@ -156,7 +171,7 @@ class Upkeep:
         """Walk over what is stored in this namespace, in the order of digests."""
         pins = self._stack.pins()
         for digest, record in self._catalog.items():
-            held = [place.name for place in self._stack.held if place.contains(digest)]
+            held = [name for name, place in self._stack.at_hand() if place.contains(digest)]
             where = "+".join([*held, *self._catalog.places(digest)])
             about = (record.fingerprint, record.tokens, record.nbytes)
             yield EntryInfo(digest, *about, where, record.created, digest in pins)
@@ -166,20 +181,22 @@ class Upkeep:
 
         Returns:
             `hits`, `stored` and `evicted` by tier, `misses` by reason, `load_failures` by tier and reason,
-            `store_failures` by error, `removed` by cause (corrupt, expired, orphans), `seconds` by stage and tier,
-            `entries`, and `bytes`, `pinned_bytes` and `capacity_bytes` by tier; those of the disk hold every
-            namespace; `healthy` by tier: whether it answers.
+            `store_failures` by error, `dropped_writes` by tier and reason (full, closed, exit, thread), `removed` by
+            cause (corrupt, expired, orphans), `seconds` by stage and tier, `entries`, and `bytes`, `pinned_bytes` and
+            `capacity_bytes` by tier; those of the disk hold every namespace; `queued_bytes` by tier: what waits to be
+            written; `healthy` by tier: whether it answers.
         """
-        groups = ("hits", "misses", "load_failures", "stored", "store_failures", "evicted", "removed")
+        happened = ("hits", "misses", "load_failures", "stored", "store_failures", "dropped_writes")
         all_places: list[Any] = [*self._stack.held, *self._stack.tiers]
         places = {place.name: place for place in all_places}
         return {
-            **{group: self._tally.group(group) for group in groups},
+            **{group: self._tally.group(group) for group in (*happened, "evicted", "removed")},
             "seconds": self._tally.seconds(),
             "entries": len(self._catalog.items()),
             "bytes": {name: place.nbytes for name, place in places.items()},
             "pinned_bytes": {name: place.pinned_bytes for name, place in places.items()},
             "capacity_bytes": {name: place.cap_bytes for name, place in places.items()},
+            "queued_bytes": {name: queue.nbytes for name, queue in self._stack.queues.items()},
             "healthy": {tier.name: tier.is_healthy for tier in self._stack.tiers},
         }
 

@@ -124,6 +124,7 @@ def test_a_chunk_is_the_same_from_memory_and_from_every_tier(tmp_path, chunk, sa
     ChunkStore([], [tier], codec="int8").put(stored)
     far = ChunkStore([], [near := MemoryTier(), _far(tier)])
     same(far.get(stored.key), kept)
+    assert far.flush()
     assert [one.content for one in near.objects.values()] == [one.content for one in tier.objects.values()]
 
 

@@ -49,6 +49,18 @@ def test_a_failure_has_its_tier_and_its_reason(chunk):
     assert failed[0].labels["reason"] in ("format", "digest", "key", "truncated", "codec", "fingerprint")
 
 
+def test_what_was_dropped_and_what_waits_are_collected(chunk):
+    prometheus = pytest.importorskip("prometheus_client")
+    registry = prometheus.CollectorRegistry()
+    far = MemoryTier()
+    far.is_local = False
+    store = ChunkStore([], [far])
+    registry.register(StoreMetrics(store))
+    store._tally.count("dropped_writes", "bytes:full", 3)
+    assert registry.get_sample_value("hf_blend_writes_dropped_total", {"tier": "bytes", "reason": "full"}) == 3
+    assert registry.get_sample_value("hf_blend_tier_queued_bytes", {"tier": "bytes"}) == 0
+
+
 def test_without_the_package_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client.core", None)
     with pytest.raises(MissingExtraError, match=r"hf-blend\[metrics\]"):

@@ -22,7 +22,7 @@ from hf_blend.store.tiers.memory import MemoryTier
 from hf_blend.store.tiers.remote import HEAD_BYTES, PIECE_BYTES
 from hf_blend.testing import FAULTS, FaultyTier
 
-KINDS = ("redis", "s3")
+KINDS = ("redis", pytest.param("s3", marks=pytest.mark.slow))  # S3 keeps the promises of a tier in test_tiers.py too
 NAME = "ab/cd/" + "e" * 64
 LARGE = bytes(range(256)) * ((2 * PIECE_BYTES + HEAD_BYTES) // 256 + 7)
 IMPATIENT_S = 0.3
@@ -99,11 +99,13 @@ def test_every_fault_on_purpose_is_a_miss_in_front_of_a_server_too(kind, served_
         if fault.startswith("put"):
             tier.arm(fault)
         store.put(stored)
+        store.flush()
         if not fault.startswith("put"):
             tier.arm(fault)
         got = store.get(stored.key)
         assert got is None or (same(got, stored), True)[1]
         store.put(stored)
+        store.flush()
         same(store.get(stored.key), stored)
         tier._armed.clear()
         store.delete(stored.key)
@@ -149,16 +151,19 @@ def test_an_answer_that_is_cut_dripping_or_garbled_is_a_miss_and_never_other_byt
     proxy, tier = proxied_tier(kind)
     store, stored = ChunkStore([], [tier]), chunk(range(40))
     store.put(stored)
+    store.flush()
     same(store.get(stored.key), stored)
     hurry(tier)
     proxy.way = way
     for _ in range(5):
         assert store.get(stored.key) is None
     store.put(stored)
+    store.flush()
     proxy.way = "whole"
     tier.circuit.deadline_s = 60.0
     wait_until_healthy(tier)
     store.put(stored)
+    store.flush()
     same(store.get(stored.key), stored)
 
 
@@ -208,11 +213,13 @@ def test_pieces_that_the_server_evicted_are_a_miss_and_the_rest_goes(served_tier
     tier = served_tier("redis")
     store, stored = ChunkStore([], [tier]), chunk()
     store.put(stored)
+    store.flush()
     (piece,) = [key for key in tier._client.keys("*") if key.endswith(b":0")]
     tier._client.delete(piece)
     assert store.get(stored.key) is None
     assert tier._client.keys("*") == []
     store.put(stored)
+    store.flush()
     same(store.get(stored.key), stored)
 
 
@@ -220,8 +227,10 @@ def test_a_full_server_refuses_a_put_and_goes_on_serving(new_server, served_tier
     tier = served_tier("redis", new_server("redis"))
     store, stored = ChunkStore([], [tier]), chunk()
     store.put(stored)
+    store.flush()
     tier._client.config_set("maxmemory", "1mb")
     store.put(chunk(tuple(range(10, 500)), layers=40))
+    store.flush()
     assert store.stats()["store_failures"] == {"EIO": 1}
     assert tier.is_healthy
     same(store.get(stored.key), stored)
@@ -230,9 +239,11 @@ def test_a_full_server_refuses_a_put_and_goes_on_serving(new_server, served_tier
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_chunk_from_afar_is_copied_to_the_nearer_tier_byte_for_byte(kind, served_tier, chunk, same, content):
     far, near, stored = served_tier(kind), MemoryTier(), chunk()
-    ChunkStore([], [far]).put(stored)
+    with ChunkStore([], [far]) as writer:
+        writer.put(stored)
     store = ChunkStore([], [near, far])
     same(store.get(stored.key), stored)
+    assert store.flush()
     (only,) = near.objects.values()
     assert only.content == content(stored)
     assert store.stats()["hits"] == {kind: 1}
@@ -253,7 +264,8 @@ def test_generation_goes_on_when_the_server_is(kind, how, new_server, served_tie
     wanted, _ = generate(ChunkStore.open("memory://"))
     server = new_server(kind)
     tier = served_tier(kind, server)
-    first, _ = generate(ChunkStore([], [tier]))
+    first, _ = generate(writer := ChunkStore([], [tier]))
+    assert writer.flush()
     stored, report = generate(store := ChunkStore([], [tier]))
     assert report.computed_chunks == 0
     assert first.equal(wanted)
@@ -300,6 +312,7 @@ def test_a_server_that_was_never_there_costs_nothing_at_opening_and_its_password
         if url.startswith("s3"):
             tier._files.endpoint_url = "http://127.0.0.1:1"
         store.put(chunk())
+        store.flush()
         assert store.get(chunk().key) is None
         assert len(store) == 0
     if not url.startswith("file"):
@@ -346,6 +359,7 @@ def test_a_url_is_a_location_too(served_tier, chunk, same):
     url = _url_of(ChunkStore([], [served_tier("redis")]))
     with ChunkStore.open(url) as store:
         store.put(chunk())
+        store.flush()
     with ChunkStore.open(url, memory_bytes=0) as store:
         same(store.get(chunk().key), chunk())
         assert store.stats()["hits"] == {"redis": 1}
@@ -373,6 +387,7 @@ def test_a_store_finds_what_others_put_on_a_server_a_part_at_a_time(served_tier,
     chunks = [chunk((7, number)) for number in range(4)]
     for one in chunks:
         writer.put(one)
+        writer.flush()
     tier = plugins.load("store.tiers", "redis")(_url_of(writer), deadline_s=60.0)
     reader = ChunkStore([], [tier])
     monkeypatch.setattr(catalog, "_LEARN_S", -1.0)

@@ -129,6 +129,7 @@ def test_two_writers_of_one_name_leave_one_whole_object(tier):
 def test_a_store_on_a_tier_loads_what_it_stored_and_refuses_what_was_changed(tier, chunk, same):
     store, stored = ChunkStore([], [tier]), chunk()
     store.put(stored)
+    store.flush()
     same(store.get(stored.key), stored)
     (name, _), *others = tier.listing()
     assert not others
@@ -139,6 +140,7 @@ def test_a_store_on_a_tier_loads_what_it_stored_and_refuses_what_was_changed(tie
         assert store.get(stored.key) is None
     assert not tier.contains(name), "what cannot become good is removed"
     store.put(stored)
+    store.flush()
     same(ChunkStore([], [tier]).get(stored.key), stored)
     assert len(store) == 1
 

@@ -201,7 +201,7 @@ def _manifest(header: dict[str, Any], digests: bytes) -> str:
 def _header(source: Source, key: ChunkKey) -> dict[str, Any]:
     start = len(MAGIC)
     if _read(source, 0, start) != MAGIC:
-        raise EntryFault("format", "this is no entry of blocks")
+        raise EntryFault("format", f"the first {start} bytes are not those of an entry of blocks")
     length = int.from_bytes(_read(source, start, 8), "little")
     if length > HEADER_CAP_BYTES * 16:
         raise EntryFault("format", f"a header of {length} bytes is too long")

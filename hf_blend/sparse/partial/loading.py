@@ -78,7 +78,10 @@ def partial_loading(
         ConfigError: the cache is not over a `PartialStore`, or a number is out of range.
     """
     if not isinstance(cache.store, PartialStore):
-        raise ConfigError("chunks can be loaded in part from a PartialStore only. Make the cache with one.")
+        raise ConfigError(
+            f"the cache is over a {type(cache.store).__name__}, expected a PartialStore, which alone loads chunks in "
+            "part. Make the cache with one."
+        )
     if not 0 < share <= 1 or alpha < 0:
         raise ConfigError(f"share is {share} and alpha {alpha}, wanted above 0 and up to 1, and 0 or more.")
     loading = PartialLoading(cache, share, alpha, by_question)

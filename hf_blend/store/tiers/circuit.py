@@ -17,7 +17,7 @@ from typing import TypeVar
 from ..locks import new_lock
 from .base import EntryFault
 
-__all__ = ["Circuit", "RefusedError"]
+__all__ = ["Circuit", "RefusedError", "start"]
 
 logger = logging.getLogger(__name__)
 
@@ -121,10 +121,24 @@ class Circuit:
                 self._asking_pid, self._is_open = -1, not answered
 
 
+def start(act: Callable[[], Answer], name: str) -> "Future[Answer]":
+    """Do something in a thread of its own, which keeps no process from ending.
+
+    Args:
+        act: what to do.
+        name: of the thread.
+
+    Returns:
+        Where the result, or what was raised, will be.
+    """
+    future: Future[Answer] = Future()
+    threading.Thread(target=_settle, args=(future, act), name=name, daemon=True).start()
+    return future
+
+
 def _within(limit_s: float, act: Callable[[], Answer]) -> Answer:
     """Run `act` in a thread; TimeoutError if it takes longer, whatever it waits for."""
-    future: Future[Answer] = Future()
-    threading.Thread(target=_settle, args=(future, act), name="hf_blend-remote", daemon=True).start()
+    future = start(act, "hf_blend-remote")
     try:
         return future.result(limit_s)
     except TimeoutError as error:

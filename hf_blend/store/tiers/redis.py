@@ -166,7 +166,7 @@ def _parse(value: bytes) -> Found:
         form, nbytes, created, _ = value.split(b" ")
         stat = ObjectStat(int(nbytes), float(created))
     except ValueError:
-        raise EntryFault("format", "the value is not one of this library") from None
+        raise EntryFault("format", f"the value is not one of this library: {value!r:.40}") from None
     if form != _FORMAT or not 0 <= stat.nbytes < 1 << 40:
         raise EntryFault("format", f"the value is of the format {form!r:.40}")
     return Found(stat, value)

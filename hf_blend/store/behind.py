@@ -1,0 +1,213 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Writes that no request waits for: a bounded queue in front of a tier, emptied by a thread of its own."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from .chunk import ChunkKey, ChunkKV
+from .locks import new_lock
+
+__all__ = ["PendingWrite", "WriteQueue"]
+
+QUEUE_ENTRIES = 1024
+EXIT_S = 5.0  # how long a process that ends goes on writing
+
+
+@dataclass(frozen=True)
+class PendingWrite:
+    """An entry that is not written yet.
+
+    Attributes:
+        chunk: as it will be found in the tier; requests are served from here meanwhile.
+        parts: the bytes of the entry, one part after the other.
+    """
+
+    chunk: ChunkKV
+    parts: Sequence[memoryview]
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Size of the entry in bytes."""
+        return sum(map(len, self.parts))
+
+    @property
+    def digest(self) -> str:
+        """The name of the chunk."""
+        return self.chunk.key.digest
+
+
+class WriteQueue:
+    """Entries on their way to one tier, the oldest first. Threads may share it.
+
+    The thread that writes lives only while something is in the queue. A process that ends goes on writing for
+    `EXIT_S` and the call that is under way, and drops the rest. A forked child begins with an empty queue: what was in
+    it is written by the parent.
+
+    Args:
+        cap_bytes: most that may be in the queue, that which is being written included; an entry that is larger is
+            taken by an empty queue.
+        write: writes an entry; deals with its errors.
+        left: receives the digest of each entry that left the queue, written or not.
+        dropped: receives the reason of each entry that is never written: "full", "closed", "exit" or "thread".
+    """
+
+    def __init__(
+        self,
+        cap_bytes: int,
+        write: Callable[[PendingWrite], object],
+        left: Callable[[str], object],
+        dropped: Callable[[str], object],
+    ) -> None:
+        self._cap_bytes, self._write, self._left, self._dropped = cap_bytes, write, left, dropped
+        self._waiting: dict[str, PendingWrite] = {}
+        self._writing: PendingWrite | None = None
+        self._thread: threading.Thread | None = None
+        self._exit_by_s: float | None = None
+        self._pid = os.getpid()
+        self._changed = threading.Condition(new_lock())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the queue, those that are being written included."""
+        with self._own():
+            return self._nbytes()
+
+    def put(self, pending: PendingWrite, wait_s: float | None = 0.0) -> bool:
+        """Take an entry, unless it is in the queue already.
+
+        Args:
+            pending: to be written.
+            wait_s: how long to wait for room; None is without end.
+
+        Returns:
+            False if it was dropped: the queue is full, or no thread can be started.
+        """
+        with self._own():
+            if self._find(pending.digest) is not None:
+                return True
+            has_room = self._changed.wait_for(lambda: self._fits(pending.nbytes), wait_s)
+            if has_room:
+                self._waiting[pending.digest] = pending
+                if self._start():
+                    return True
+                del self._waiting[pending.digest]
+        self._dropped("thread" if has_room else "full")
+        return False
+
+    def get(self, key: ChunkKey) -> ChunkKV | None:
+        """Find a chunk that is in the queue."""
+        with self._own():
+            found = self._find(key.digest)
+            return found.chunk if found is not None and found.chunk.key == key else None
+
+    def contains(self, digest: str) -> bool:
+        """Say whether a chunk is in the queue."""
+        with self._own():
+            return self._find(digest) is not None
+
+    def cancel(self, digest: str, wait_s: float) -> bool:
+        """Remove a chunk from the queue; if it is being written, wait until it was.
+
+        Args:
+            digest: of the chunk.
+            wait_s: how long to wait.
+
+        Returns:
+            Whether it was in the queue.
+
+        Raises:
+            TimeoutError: it is still being written.
+        """
+        with self._own():
+            was_there = self._find(digest) is not None
+            self._waiting.pop(digest, None)
+            self._changed.notify_all()
+            if not self._changed.wait_for(lambda: self._find(digest) is None, wait_s):
+                raise TimeoutError(f"chunk {digest} is still being written after {wait_s} s")
+            return was_there
+
+    def flush(self, wait_s: float | None = None) -> bool:
+        """Wait until the queue is empty.
+
+        Args:
+            wait_s: how long; None is without end.
+
+        Returns:
+            Whether it is.
+        """
+        with self._own():
+            return self._changed.wait_for(lambda: self._thread is None and not self._waiting, wait_s)
+
+    def clear(self, reason: str) -> None:
+        """Drop what is not being written yet, for a reason."""
+        with self._own():
+            gone = list(self._waiting)
+            self._waiting.clear()
+            self._changed.notify_all()
+        for digest in gone:
+            self._dropped(reason)
+            self._left(digest)
+
+    def _own(self) -> threading.Condition:
+        """The lock around all there is; a forked child has no thread, and the parent writes what is here."""
+        if self._pid != os.getpid():
+            self._pid, self._writing, self._thread = os.getpid(), None, None
+            self._waiting.clear()
+        return self._changed
+
+    def _find(self, digest: str) -> PendingWrite | None:
+        is_first = self._writing is not None and self._writing.digest == digest
+        return self._writing if is_first else self._waiting.get(digest)
+
+    def _nbytes(self) -> int:
+        return sum(one.nbytes for one in [*([self._writing] if self._writing else []), *self._waiting.values()])
+
+    def _fits(self, nbytes: int) -> bool:
+        is_empty = self._writing is None and not self._waiting
+        return is_empty or (len(self._waiting) < QUEUE_ENTRIES and self._nbytes() + nbytes <= self._cap_bytes)
+
+    def _start(self) -> bool:
+        """Start the thread unless it runs. It is no daemon: the interpreter waits for it before it ends."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="hf_blend-write")
+            try:
+                self._thread.start()
+            except RuntimeError:  # too many threads, or the interpreter ends
+                self._thread = None
+        return self._thread is not None
+
+    def _run(self) -> None:
+        try:
+            while (one := self._next()) is not None:
+                try:
+                    self._write(one)
+                finally:
+                    with self._changed:
+                        self._writing = None
+                        self._changed.notify_all()
+                    self._left(one.digest)
+        finally:
+            with self._changed:
+                self._thread = None
+                if self._waiting:  # it came while this thread ended, or `write` failed
+                    self._start()
+                self._changed.notify_all()
+
+    def _next(self) -> PendingWrite | None:
+        if self._is_too_late():
+            self.clear("exit")
+        with self._changed:
+            self._writing = self._waiting.pop(next(iter(self._waiting))) if self._waiting else None
+            return self._writing
+
+    def _is_too_late(self) -> bool:
+        if threading.main_thread().is_alive():
+            return False
+        if self._exit_by_s is None:
+            self._exit_by_s = time.monotonic() + EXIT_S
+        return time.monotonic() > self._exit_by_s

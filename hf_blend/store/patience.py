@@ -1,0 +1,80 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""How long a chunk is worth waiting for: as long as it takes to compute it, and no longer."""
+
+import contextlib
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar
+
+from .chunk import ChunkKey
+from .locks import new_lock
+from .tiers.circuit import start
+
+__all__ = ["ComputeTimes", "LateLoads"]
+
+Loaded = TypeVar("Loaded")
+MOST_LATE = 4  # loads that nobody waits for any more; while there are so many, a slow tier is not asked
+_SHARE = 0.25  # of the newest time in the average
+
+
+class ComputeTimes:
+    """Seconds per token that chunks of each model took to compute and put, as a moving average.
+
+    Args:
+        clock: seconds, increasing.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._per_token_s: dict[str, float] = {}
+        self._lock = new_lock()
+
+    @contextlib.contextmanager
+    def timed(self, key: ChunkKey) -> Iterator[None]:
+        """Learn from a block that computes a chunk and puts it: the copy to the CPU is when a device has finished."""
+        began_s = self._clock()
+        yield
+        took_s = (self._clock() - began_s) / len(key.token_ids)
+        with self._lock:
+            known_s = self._per_token_s.get(key.fingerprint, took_s)
+            self._per_token_s[key.fingerprint] = known_s + _SHARE * (took_s - known_s)
+
+    def expect_s(self, key: ChunkKey) -> float:
+        """How long computing a chunk takes, in seconds; infinite as long as none of its model was computed."""
+        return len(key.token_ids) * self._per_token_s.get(key.fingerprint, math.inf)
+
+
+class LateLoads:
+    """Runs loads that are given up when they take too long; they end by themselves, in threads of their own."""
+
+    def __init__(self) -> None:
+        self._late: set[Future[Any]] = set()
+        self._pid = os.getpid()
+
+    def run(self, load: Callable[[], Loaded], budget_s: float) -> Loaded | None:
+        """Load, and wait no longer than the budget.
+
+        Args:
+            load: what to do; never returns None, and keeps what it loaded for later if it can.
+            budget_s: how long to wait, in seconds.
+
+        Returns:
+            What `load` returned; None if it takes longer, or if so many loads are late that it was not begun.
+        """
+        if self._pid != os.getpid():  # threads of the parent are not here
+            self._pid, self._late = os.getpid(), set()
+        if len(self._late) >= MOST_LATE:
+            return None
+        try:
+            loading = start(load, "hf_blend-load")
+        except RuntimeError:  # no thread can be started
+            return load()
+        if wait([loading], budget_s).done:
+            return loading.result()
+        self._late.add(loading)
+        loading.add_done_callback(self._late.discard)
+        return None
