@@ -159,7 +159,7 @@ def _with_true_kv(plan: Plan, true: Capture) -> Plan:
         )
         return replace(slot, chunk=ChunkKV(slot.chunk.key, layers, cut, numbers), first=0, count=slot.tokens)
 
-    return Plan([filled(slot) for slot in plan.slots], plan.real.clone(), store=plan.store)
+    return Plan([filled(slot) for slot in plan.slots], plan.real.clone(), [*plan.counts], store=plan.store)
 
 
 def _share(got: Tensor, true: Tensor, by_median: bool) -> float:

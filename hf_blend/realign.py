@@ -280,8 +280,8 @@ class Realigner:
     def _turn(self, layer: int, placed: Placement) -> KV | None:
         """The rotation of some chunks' keys in a layer, `[tokens, pairs]` each; None where the layer has none."""
         table, number = self._tables.get(layer), placed.slots[0].chunk.layer_table[layer]
-        if table is None or number < 0 or all(slot.exact for slot in placed.slots):
-            return None  # what is exact is at the positions where it was computed
+        if table is None or number < 0:
+            return None
         place = (id(placed), number, id(table[0]), self._styles[layer])
         if place not in self._turns:
             new = (placed.take(table[0]), placed.take(table[1]))

@@ -278,7 +278,7 @@ def stock(kind, ids, seed, attention="sdpa", **given):
     """Last logits of the model alone, and its cache, which forgets nothing."""
     cache = DynamicCache()
     given = {**arguments(kind, ids, seed), **given}
-    output = build(kind, attention)(input_ids=ids, **given, past_key_values=cache, use_cache=True)
+    output = build(kind, attention)(input_ids=ids, **given, past_key_values=cache, logits_to_keep=1, use_cache=True)
     return output.logits[:, -1], cache
 
 
@@ -288,7 +288,7 @@ def blend(kind, ids, seed, store, attention="sdpa", given=(), **settings):
     cache = BlendCache(build(kind, attention), store, **settings)
     cache.get_seq_length()
     given = {**arguments(kind, ids, seed), **dict(given)}
-    output = build(kind, attention)(input_ids=ids, **given, past_key_values=cache, use_cache=True)
+    output = build(kind, attention)(input_ids=ids, **given, past_key_values=cache, logits_to_keep=1, use_cache=True)
     return output.logits[:, -1], cache
 
 
@@ -324,7 +324,7 @@ def test_ratio_1_with_an_image_equals_stock(kind, attention, tokenizer):
         given = arguments(kind, ids, seed)
         with torch.no_grad():
             cache.get_seq_length()
-            got = model(**inputs, **given, past_key_values=cache, use_cache=True).logits[:, -1]
+            got = model(**inputs, **given, past_key_values=cache, logits_to_keep=1, use_cache=True).logits[:, -1]
         assert gap(got, stock(kind, ids, seed, attention)[0]) < FLOOR
         assert cache.report.reusable_tokens == sum(map(len, CHUNKS))
         assert cache.report.exact_tokens == len(PREFIX)
@@ -481,7 +481,7 @@ def test_ratio_1_with_a_video_equals_stock(kind):
         cache = BlendCache(model, store, recompute_ratio=1.0)
         cache.get_seq_length()
         with torch.no_grad():
-            got = model(**given, past_key_values=cache).logits[:, -1]
+            got = model(**given, past_key_values=cache, logits_to_keep=1).logits[:, -1]
             wanted = model(**given, past_key_values=DynamicCache()).logits[:, -1]
         assert gap(got, wanted) < FLOOR
         assert cache.report.loaded_chunks == len(CHUNKS)
@@ -494,7 +494,7 @@ def test_a_chunk_with_a_placeholder_is_computed_in_its_place_and_never_stored(to
         inputs = cache.inputs(tokenizer, prefix=[*PREFIX, IMAGE], chunks=[ids, CHUNKS[0]], question=QUESTION)
         cache.get_seq_length()
         with torch.no_grad():  # no pixels: the placeholders are text here
-            got = model(**inputs, past_key_values=cache).logits[:, -1]
+            got = model(**inputs, past_key_values=cache, logits_to_keep=1).logits[:, -1]
             wanted = model(inputs["input_ids"], use_cache=False).logits[:, -1]
         assert gap(got, wanted) < FLOOR
         assert not store.contains(ChunkKey(fingerprint(model), (1,), tuple(ids)))
@@ -549,8 +549,8 @@ def test_a_sequence_with_an_image_is_refused_and_not_fitted_to_another_prompt():
     cache, ids = SequenceCache(model), prompt("llava", picture("llava"), *CHUNKS)
     with torch.no_grad(), cache:
         with pytest.raises(PromptError, match="pixel_values came with a SequenceCache, but text alone is expected"):
-            model(ids, **plain(0), past_key_values=cache)
-        model(ids, past_key_values=cache)
+            model(ids, **plain(0), past_key_values=cache, logits_to_keep=1)
+        model(ids, past_key_values=cache, logits_to_keep=1)
     with pytest.raises(PromptError, match="the cache holds the placeholder token 120"):
         fit(cache, ids[0].tolist())
 
@@ -597,7 +597,7 @@ def test_each_kind_of_forward_is_tested_once(monkeypatch):
     cache = BlendCache(build("qwen2_5_vl"), store)
     cache.get_seq_length()
     with torch.no_grad():  # what a processor makes of text alone
-        build("qwen2_5_vl")(text, mm_token_type_ids=torch.zeros_like(text), past_key_values=cache)
+        build("qwen2_5_vl")(text, mm_token_type_ids=torch.zeros_like(text), past_key_values=cache, logits_to_keep=1)
     assert len(tests) == 1
     assert cache.report.loaded_chunks == len(CHUNKS)
 
@@ -628,7 +628,7 @@ def test_images_are_exact_in_bfloat16_too(kind):
     cache = BlendCache(model, store, recompute_ratio=1.0)
     cache.get_seq_length()
     with torch.no_grad():
-        got = model(input_ids=ids, **given, past_key_values=cache).logits[:, -1]
+        got = model(input_ids=ids, **given, past_key_values=cache, logits_to_keep=1).logits[:, -1]
         wanted = model(input_ids=ids, **given, use_cache=False).logits[:, -1]
     assert gap(got.float(), wanted.float()) < 0.1
 

@@ -73,7 +73,7 @@ IGNORED_ATTRIBUTES = frozenset(
         # accelerate puts the weights in place around `_old_forward`, which counts as the forward
         "_hf_hook", "_old_forward",
         # what a forward itself writes
-        "max_seq_len_cached", "compute_type_is_set", "_output_capturing_hooks_installed",
+        "max_seq_len_cached", "compute_type_is_set", "_output_capturing_hooks_installed", "rope_deltas",
     }
 )  # fmt: skip
 SHARED_CODE = (  # of transformers and torch, called by the modelling code of many
