@@ -25,6 +25,7 @@ from .choice import Chooser
 from .config import BlendConfig
 from .correcting import Repair
 from .errors import UnsupportedModelError
+from .masks import looks_ahead
 from .places import PastTokens
 from .plan import Plan, Slot
 from .probing import Listener, sight
@@ -58,6 +59,7 @@ class Fusor:
         wanted_rows: int | None = None,
         ids_seen: bool = True,
         listener: Listener | None = None,
+        beyond_text: bool = False,
     ) -> None:
         """Prepare a forward.
 
@@ -75,10 +77,13 @@ class Fusor:
             ids_seen: the plan was made from the ids that the model was called with. If not, nothing stored is believed
                 before its K and V at layer 0 were compared with those of the tokens that are really there.
             listener: is given every layer's attention.
+            beyond_text: the forward brings more than text. Then too nothing stored is believed unseen, chunks whose
+                tokens see those behind them are computed, and the decoder finds every row between its layers.
         """
         self._model, self._layers, self._plan, self._past = model, layers, plan, past
         self._chooser, self._realigner, self._report = chooser, realigner, report
         self._wanted_rows, self._ids_seen, self._repair = wanted_rows, ids_seen, repair
+        self._beyond_text = beyond_text
         self._last = len(layers) - 1
         self._first_ratio, self._ratios = chooser.schedule(config, len(layers), plan.real.numel())
         self._tokens, self._padded = plan.real.shape[1], not bool(plan.real.all())
@@ -114,7 +119,7 @@ class Fusor:
         if index == 0:
             self._begin(call)
         if self._rows is not None:
-            call.take_rows(self._rows.columns, self._tokens, with_hidden=index == 0)
+            call.take_rows(self._rows.columns, self._tokens, with_hidden=index == 0 or self._beyond_text)
             self._detour = self._masks.give(index, call, model_mask, self._rows)
         if index in self._ratios and self._reusable.any():
             seen = self._look(index, call, self._chooser.wants_attention(index))
@@ -130,6 +135,21 @@ class Fusor:
             self._glance = partial.glance(index, call.layer, self._rows, self._realigner, self._past)
         self._note(index, kv_only=self._listener is not None and index == self._listener.last)
         return call
+
+    def leave(self, output: Any) -> Any:
+        """Put the rows that left a layer back to their columns, where a decoder may add to them between its layers.
+
+        Args:
+            output: of the layer, `[…, batch, rows, width]`, or a tuple that begins with it.
+
+        Returns:
+            The same for all tokens, 0 where nothing flows; None where it is the layer's own output.
+        """
+        if self._rows is None or not self._beyond_text:
+            return None
+        if isinstance(output, tuple):
+            return (self._rows.spread(output[0], self._tokens), *output[1:])
+        return self._rows.spread(output, self._tokens)
 
     def update(self, index: int, keys: Tensor, values: Tensor) -> KV:
         """Take the K and V of the rows that flow, and give back those of all tokens.
@@ -183,7 +203,9 @@ class Fusor:
         device = call.hidden.device
         self._plan.real, self._exact = self._plan.real.to(device), self._exact.to(device)
         self._reusable = self._reusable.to(device)
-        if not self._ids_seen:
+        if self._beyond_text:
+            self._drop_what_looks_ahead(call.arguments.get("attention_mask"))
+        if not self._ids_seen or self._beyond_text:
             self._look(0, call)
         if not self._plan.slots:
             return
@@ -219,15 +241,24 @@ class Fusor:
                 if error > MISMATCH_LIMIT:
                     self._refuse(slot, error)
 
+    def _drop_what_looks_ahead(self, model_mask: Any) -> None:
+        """Compute the chunks in which a token sees those behind it; alone they were computed causally."""
+        for slot in list(self._plan.slots):
+            if looks_ahead(model_mask, slot.row, slot.columns, self._tokens):
+                self._drop(slot)
+
+    def _drop(self, slot: Slot) -> None:
+        self._plan.drop(slot)
+        self._reusable[slot.row, slot.columns] = self._exact[slot.row, slot.columns] = False
+        self._report.refused_chunks += 1
+
     def _refuse(self, slot: Slot, error: float) -> None:
         logger.warning(
             "chunk %s is computed anew: its stored K/V at layer 0 differ by %.2g from those of its tokens",
             slot.chunk.key.digest[:12],
             error,
         )
-        self._plan.drop(slot)
-        self._reusable[slot.row, slot.columns] = self._exact[slot.row, slot.columns] = False
-        self._report.refused_chunks += 1
+        self._drop(slot)
 
     def _glancing(self, index: int, call: LayerCall, take: Callable[[int, Attention], Any]) -> Glance:
         """A way to see what the rows that flow look at in a layer."""

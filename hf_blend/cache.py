@@ -31,6 +31,8 @@ from .decode_masks import MaskedDecode
 from .fingerprint import fingerprint
 from .flops import layer_costs
 from .hooks import Entry
+from .input_test import InputTest
+from .modality import has_features, other_inputs, placeholder_ids, refuse_placeholders
 from .placement import input_device
 from .plan import Plan, Planner
 from .probing import Listener, run_probe
@@ -65,6 +67,7 @@ class BlendCache(MaskedDecode):
         Raises:
             ConfigError: a setting is refused.
             UnsupportedModelError: the model cannot be blended exactly; `allow_unverified=True` uses it all the same.
+            PromptError: `sink_ids` holds a token that stands for an image.
         """
         self.config = BlendConfig.from_dict({**(config or BlendConfig()).to_dict(), **settings})
         self.config.ratios(len(decoder_layers(model)))
@@ -74,6 +77,9 @@ class BlendCache(MaskedDecode):
         self._corrector = plugins.load("correctors", self.config.corrector)(self.config.corrector_options)
         self.model, self.store = model, store
         self.sink_ids = default_sink(model) if self.config.sink_ids is None else self.config.sink_ids
+        refuse_placeholders(model, self.sink_ids, "sink_ids")
+        self._placeholders = placeholder_ids(model.config)
+        self._beyond_text: dict[str, Any] | None = None  # arguments of a forward that brings more than text
         self.report = BlendReport(self.config.recompute_ratio)
         silence_casts(model, self)
         self._styles = ensure_trusted(model, BlendCache, self.config.allow_unverified)
@@ -217,11 +223,17 @@ class BlendCache(MaskedDecode):
         self._is_announced = True
         keep = arguments.get("logits_to_keep")
         wanted = keep if isinstance(keep, int) and keep > 0 else None
+        given = {name: value for name, value in arguments.items() if value is not self}
+        self._beyond_text = given if other_inputs(given) else None
         self._begin(arguments["input_ids"], arguments.get("attention_mask"), wanted)
 
     def layer_begins(self, index: int, call: LayerCall) -> LayerCall:
         """Called by the hook on a decoder layer."""
         return call if self._fusor is None else self._fusor.enter(index, call)
+
+    def layer_ends(self, index: int, output: Any) -> Any:
+        """Called by the hook behind a decoder layer, except the last."""
+        return None if self._fusor is None else self._fusor.leave(output)
 
     def forward_ends(self, failed: bool = False) -> None:
         """Called by the hooks behind the last layer and the model; after a failure the cache is as it was before."""
@@ -231,7 +243,7 @@ class BlendCache(MaskedDecode):
             for layer, snapshot in zip(self._layers(), self._before, strict=True):
                 layer.restore(snapshot)
             self._coming = self._resume
-        self._fusor, self._before, self._is_announced = None, [], False
+        self._fusor, self._before, self._is_announced, self._beyond_text = None, [], False, None
         self._entry.leave(watching=self._coming.is_begun and not failed)
 
     def _begin_late(self, query_length: int) -> None:
@@ -239,6 +251,7 @@ class BlendCache(MaskedDecode):
         if self._is_announced and self._coming:
             return
         self._entry.leave()
+        self._beyond_text = None
         expected = self._coming.next_ids(super().get_seq_length(), query_length)
         if expected is None:
             self._coming = Coming()
@@ -249,25 +262,50 @@ class BlendCache(MaskedDecode):
         """Plan a forward, and enter the layers if anything of it is stored."""
         self._past = super().get_seq_length()
         brought = Brought.of(ids, mask, max(0, self._past - self._coming.held), bool(self._coming))
-        plan = self._plan(brought) if brought is not None else None
+        plan = self._plan(brought) if brought is not None and self._can_blend(brought, ids_seen) else None
         if plan is None or not plan.slots:
-            self._coming = self._coming if plan is not None else Coming()
+            self._coming, self._beyond_text = self._coming if plan is not None else Coming(), None
             self._entry.leave(watching=self._coming.is_begun)
             return
+        if self._beyond_text is not None:
+            self._input_test(ids, mask).ensure_passed(plan, self._beyond_text, self.config.allow_unverified)
+        self._enter(plan, ids, mask, wanted_rows, ids_seen)
+
+    def _can_blend(self, brought: Brought, ids_seen: bool) -> bool:
+        """Whether it is known what each token of a forward stands for; if not, all of it is computed."""
+        marked = not all(map(self._placeholders.isdisjoint, brought.rows))
+        if self._beyond_text is None:
+            return ids_seen or not marked
+        is_placed = marked or not has_features(self._beyond_text)
+        return is_placed and (self._past == 0 or InputTest.is_passed(self.model, self._beyond_text))
+
+    def _input_test(self, ids: Tensor, mask: Tensor | None) -> InputTest:
+        def enter(plan: Plan, arguments: dict[str, Any]) -> BlendCache:
+            twin = BlendCache(self.model, self.store, InputTest.config(self.sink_ids))
+            twin._beyond_text = arguments
+            twin._enter(plan, ids, mask, 1)
+            return twin
+
+        return InputTest(self.model, self._placeholders, enter)
+
+    def _enter(
+        self, plan: Plan, ids: Tensor, mask: Tensor | None, wanted_rows: int | None, ids_seen: bool = True
+    ) -> None:
+        """Take over the layers for one forward, by a plan that has something stored in it."""
         self._before = [layer.snapshot() for layer in self._layers()]
         realigner = Realigner(self._styles, self.report)
-        truth = FullPrefill(self.model, self.config.selector, ids, mask, self._past)
+        truth = FullPrefill(self.model, self.config.selector, ids, mask, self._past, self._beyond_text)
         probe = partial(self._probe, ids, mask)
         chooser = Chooser(self._selector, plan, self._past, realigner, self.report, truth, probe)
         repair = Repair(self._corrector, plan, realigner, self.report)
         given = (self._kept, plan, self._past, plan.settings(self.config), chooser, realigner, repair, self.report)
-        self._fusor = Fusor(self.model, *given, wanted_rows, ids_seen, self.listener)
+        self._fusor = Fusor(self.model, *given, wanted_rows, ids_seen, self.listener, self._beyond_text is not None)
         self._entry.enter_layers()
 
     def _plan(self, brought: Brought) -> Plan:
         """Which columns have stored KV; the report begins anew, or goes on where a prompt comes in parts."""
         given = (fingerprint(self.model), tuple(self.sink_ids), self.config.recompute_ratio)
-        planner = Planner(self.model, self.store, *given)
+        planner = Planner(self.model, self.store, *given, self._placeholders)
         goes_on, self._resume = self._coming.is_begun, self._coming
         plan, self._coming = self._coming.plan(planner, brought, self._past)
         if not goes_on:
@@ -292,7 +330,7 @@ class BlendCache(MaskedDecode):
         twin.layers, twin._styles, twin._coming = [*twin._kept], self._styles, self._resume
         twin.report = BlendReport(_costs=layer_costs(self.model))
         twin.listener = Listener(hear, last, anchors)
-        self.report.charge(run_probe(self.model, twin, ids, mask))
+        self.report.charge(run_probe(self.model, twin, ids, mask, self._beyond_text))
 
     def _layers(self) -> list[Any]:
         """The layers that keep K and V."""

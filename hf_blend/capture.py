@@ -5,7 +5,7 @@
 KV is never cut out of a live request: what another prompt put before a chunk would travel with it, unseen.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .anatomy import LayerCall, decoder_layers, decoder_of
 from .errors import PromptError, UnsupportedModelError
+from .modality import refuse_placeholders
 from .placement import input_device
 from .rotary.tables import Table, rotary_table
 from .store.chunk import ChunkKey, ChunkKV
@@ -49,10 +50,11 @@ def capture_chunk(
         K and V of the chunk, K rotated for positions `len(sink_ids) … len(sink_ids) + tokens - 1`.
 
     Raises:
-        PromptError: the chunk is empty, or longer than the model's positions.
+        PromptError: the chunk is empty, longer than the model's positions, or holds a placeholder of an image.
         UnsupportedModelError: a layer of the model leaves no K/V in its cache.
     """
     _check_length(model, token_ids, sink_ids)
+    refuse_placeholders(model, (*sink_ids, *token_ids), "a chunk, or what it is computed behind,")
     captured = capture(model, torch.tensor([[*sink_ids, *token_ids]]))
     start = len(sink_ids)
     tables, layer_table = _distinct(captured.tables, start)
@@ -87,8 +89,35 @@ def capture(
     cache = DynamicCache()  # without a config no layer forgets what lies outside its window
     with _recorded_tables(layers, cache) as tables:
         decoder_of(model)(input_ids=input_ids.to(device), past_key_values=cache, use_cache=True, **given)
-    kept = tuple(_cached(model, cache, index, input_ids.shape[1]) for index in range(len(layers)))
-    return Capture(kept, tuple(tables.get(index) for index in range(len(layers))))
+    return _captured(model, cache, input_ids.shape[1], tables)
+
+
+@torch.no_grad()
+def capture_forward(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[Capture, Any]:
+    """Run the model once as it was called, images and all, through a plain cache of its own.
+
+    Args:
+        model: the model to run.
+        arguments: of its forward, by name, without the cache; for a prompt that starts the cache.
+
+    Returns:
+        K, V and rotary tables of every layer, and what the model returned.
+
+    Raises:
+        UnsupportedModelError: a layer leaves no K/V of the form `[batch, heads, tokens, width]` in the cache.
+    """
+    from transformers import DynamicCache
+
+    cache = DynamicCache()
+    with _recorded_tables(decoder_layers(model), cache) as tables:
+        output = model(**{**arguments, "past_key_values": cache, "use_cache": True})
+    return _captured(model, cache, arguments["input_ids"].shape[1], tables), output
+
+
+def _captured(model: nn.Module, cache: Any, tokens: int, tables: dict[int, Table | None]) -> Capture:
+    indices = range(len(decoder_layers(model)))
+    kept = tuple(_cached(model, cache, index, tokens) for index in indices)
+    return Capture(kept, tuple(tables.get(index) for index in indices))
 
 
 @contextmanager

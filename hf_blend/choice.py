@@ -3,13 +3,14 @@
 """Choosing tokens at a layer: what the selector is shown, how many it may have, and which it gets."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .capture import Capture, capture
+from .capture import Capture, capture, capture_forward
 from .config import BlendConfig
 from .errors import PromptError
 from .plan import Plan
@@ -31,6 +32,7 @@ class FullPrefill:
         ids: `[batch, tokens]`.
         mask: `[batch, tokens]`, 0 on padding; None: no padding.
         past: tokens in the cache before these.
+        arguments: of the model's forward, where it brings more than text.
     """
 
     model: nn.Module
@@ -38,6 +40,7 @@ class FullPrefill:
     ids: Tensor
     mask: Tensor | None
     past: int
+    arguments: Mapping[str, Any] | None = None
 
     def __call__(self) -> Capture:
         """Run it."""
@@ -46,6 +49,8 @@ class FullPrefill:
                 f"the selector {self.selector!r} runs a full prefill of the whole prompt, but {self.past} tokens are "
                 "in the cache already and their ids are not known. Use it on a fresh cache."
             )
+        if self.arguments is not None:
+            return capture_forward(self.model, self.arguments)[0]
         positions = None if self.mask is None else (self.mask.long().cumsum(-1) - 1).clamp_min(0)
         return capture(self.model, self.ids, positions, self.mask)
 

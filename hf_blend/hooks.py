@@ -26,6 +26,9 @@ class Guest(Protocol):
     def layer_begins(self, index: int, call: LayerCall) -> LayerCall:
         """A decoder layer is called; gives back the call that shall run."""
 
+    def layer_ends(self, index: int, output: Any) -> Any:
+        """A decoder layer is done; gives back the output that the model shall see, None for the layer's own."""
+
     def forward_ends(self, failed: bool = False) -> None:
         """The last layer is done, or an exception passed through."""
 
@@ -91,10 +94,12 @@ class Entry:
     def _layer_ended(self, index: int) -> Callable[..., Any]:
         def ended(layer: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
             output, is_last = rest[-1], index == len(self._layers) - 1
-            is_own = self._own(args, rest[0] if len(rest) == 2 else None) is not None
+            guest = self._own(args, rest[0] if len(rest) == 2 else None)
+            if guest is not None and output is not None and not is_last:
+                return guest.layer_ends(index, output)
             if output is None or is_last:
                 self._ended(layer, args, *rest)
-            if is_own and is_last and output is not None and self._tokens and wants_all_rows(self._model):
+            if guest is not None and is_last and output is not None and self._tokens and wants_all_rows(self._model):
                 return _behind_zeros(output, self._tokens)
             return None
 

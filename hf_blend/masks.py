@@ -65,6 +65,27 @@ def local_mask(rows: Tensor, past: int, keys: int, window: int | None) -> Tensor
     return columns <= places if window is None else (columns <= places) & (columns > places - window)
 
 
+def looks_ahead(model_mask: Any, row: int, columns: slice, tokens: int) -> bool:
+    """Whether some of the new tokens see one that stands behind them.
+
+    Args:
+        model_mask: what the model passes to a layer for all its rows, see `row_mask`.
+        row: the batch entry.
+        columns: which tokens.
+        tokens: how many new ones there are.
+
+    Returns:
+        True for a block mask too, of which it is not known; False where the model relies on a causal kernel.
+    """
+    if isinstance(model_mask, BlockMask):
+        return True
+    if not isinstance(model_mask, Tensor) or model_mask.dim() != 4:
+        return False
+    lines = model_mask[row if model_mask.shape[0] > 1 else 0, :, columns, -tokens:]
+    visible = lines if lines.dtype == torch.bool else lines > torch.finfo(lines.dtype).min / 2
+    return bool(visible.triu(columns.start + 1).any())
+
+
 def _cut_blocks(model_mask: BlockMask, rows: Tensor, keys: int) -> BlockMask:
     """The same mask, asked at the rows' places."""
     places = rows.to(model_mask.kv_num_blocks.device)

@@ -160,7 +160,9 @@ class Planner:
         fingerprint: str,
         sink_ids: tuple[int, ...],
         least_ratio: float = 0.0,
+        placeholders: frozenset[int] = frozenset(),
     ) -> None:
+        self._placeholders = placeholders  # no chunk that holds one is looked up, or computed alone
         self._least_ratio = least_ratio  # what a controller may raise
         self._model, self._store, self._fingerprint, self._sink_ids = model, store, fingerprint, sink_ids
         self._fetched: dict[ChunkKey, ChunkKV] = {}
@@ -215,7 +217,8 @@ class Planner:
     def _spans(
         self, row: int, ids: Sequence[int], known: Sequence[Sequence[Span]] | None, at_beginning: bool
     ) -> list[tuple[int, ChunkKey]]:
-        return self._found(ids, at_beginning) if known is None else self._wanted(known[row], ids, at_beginning)
+        spans = self._found(ids, at_beginning) if known is None else self._wanted(known[row], ids, at_beginning)
+        return [span for span in spans if self._placeholders.isdisjoint(span[1].token_ids)]
 
     def _found(self, ids: Sequence[int], at_beginning: bool) -> list[tuple[int, ChunkKey]]:
         spans = self._store.find(self._fingerprint, self._sink_ids, ids)

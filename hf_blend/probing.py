@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pass of the question alone over the stored KV: what it looks at, before anything is recomputed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -83,7 +83,9 @@ def sight(
 
 
 @torch.no_grad()
-def run_probe(model: nn.Module, cache: Any, ids: Tensor, mask: Tensor | None) -> float:
+def run_probe(
+    model: nn.Module, cache: Any, ids: Tensor, mask: Tensor | None, arguments: Mapping[str, Any] | None = None
+) -> float:
     """Run the decoder over a prompt of which a cache recomputes nothing but the question.
 
     Args:
@@ -91,6 +93,7 @@ def run_probe(model: nn.Module, cache: Any, ids: Tensor, mask: Tensor | None) ->
         cache: a `BlendCache` that listens; it is used up.
         ids: `[batch, tokens]`, the new ones.
         mask: `[batch, columns]`, 0 on padding, with those of what is in the cache; None: no padding.
+        arguments: of the model's forward, where it brings more than text: then the whole model is run.
 
     Returns:
         FLOPs spent.
@@ -100,8 +103,11 @@ def run_probe(model: nn.Module, cache: Any, ids: Tensor, mask: Tensor | None) ->
         positions = (mask.long().cumsum(-1) - 1).clamp_min(0)
         given = {"attention_mask": mask, "position_ids": positions[:, -ids.shape[1] :]}
     try:
-        cache.forward_begins({"input_ids": ids, "attention_mask": mask})
-        model.get_decoder()(input_ids=ids, past_key_values=cache, use_cache=True, **given)
+        cache.forward_begins(arguments or {"input_ids": ids, "attention_mask": mask})
+        if arguments:
+            model(**{**arguments, "past_key_values": cache, "use_cache": True})
+        else:
+            model.get_decoder()(input_ids=ids, past_key_values=cache, use_cache=True, **given)
     except Reached:
         cache.forward_ends(failed=True)
     return float(cache.report.flops)

@@ -83,6 +83,11 @@ class Rows:
         else:
             states.scatter_(2, columns[:, None, :, None].expand_as(rows), rows)
 
+    def spread(self, rows: Tensor, tokens: int) -> Tensor:
+        """The rows `[…, batch, rows, width]` at their columns among `tokens`, 0 elsewhere."""
+        whole = rows.new_zeros((*rows.shape[:-2], tokens, rows.shape[-1]))
+        return whole.scatter_(-2, self.columns.to(rows.device)[..., None].expand_as(rows), rows)
+
 
 def highest(scores: Tensor, eligible: Tensor, counts: Tensor) -> Tensor:
     """Mark the highest scores of each batch entry, the earlier of equal ones first.

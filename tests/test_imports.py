@@ -31,7 +31,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # its modules; wh
     "model": (
         (
             *("anatomy", "hooks", "attention", "masks", "capture", "calibrate", "trust", "fingerprint", "checksum"),
-            *("placement", "quantised", "flops"),
+            *("placement", "quantised", "flops", "modality"),
         ),
         ("rotary", "prompt"),
     ),
@@ -39,7 +39,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # its modules; wh
     "prefill": (
         (
             *("plan", "places", "request", "weighing", "rows", "row_masks", "realign", "choice", "correcting"),
-            *("probing", "blend", "report"),
+            *("probing", "blend", "report", "input_test"),
         ),
         ("rotary", "selectors", "correctors", "prompt", "model", "store", "tiers", "loading"),
     ),

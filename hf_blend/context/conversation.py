@@ -19,6 +19,7 @@ from torch import nn
 
 from ..cache import BlendCache
 from ..errors import ConfigError, PromptError, UnsupportedModelError
+from ..modality import placeholder_ids
 from ..placement import input_device
 from ..store import ChunkStore
 from .context_shift import ShiftCache
@@ -180,7 +181,8 @@ class Conversation:
 
     def _keep_chunk(self, start: int, stop: int) -> None:
         self.cache.compact()
-        if self.archive is not None:
+        is_text = placeholder_ids(self.model.config).isdisjoint(self.cache.tokens()[start:stop])
+        if self.archive is not None and is_text:
             self.archive.put(chunk_of(self.cache, start, stop))
 
     def _adopt(self, blend: BlendCache, ids: list[int]) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..cache import BlendCache
 from ..errors import ConfigError
 from ..fingerprint import fingerprint
+from ..modality import refuse_placeholders
 from ..store import ChunkStore
 from ..store.chunk import ChunkKey, ChunkKV
 from .sequence_cache import SequenceCache
@@ -46,9 +47,13 @@ def fit(cache: SequenceCache, token_ids: Sequence[int], *, min_run_tokens: int =
 
     Returns:
         How much was kept and moved.
+
+    Raises:
+        ConfigError: `min_run_tokens` is below 1, or ids of what the cache holds are not known.
+        PromptError: the cache holds a token that stands for an image.
     """
     held, wanted = cache.tokens(), list(token_ids)[:-1]
-    _check(held, min_run_tokens)
+    _check(cache, held, min_run_tokens)
     prefix = _common(held, wanted)
     place, reader = prefix, prefix  # in the prompt, and in what the cache held
     while reader < len(held) and place < len(wanted):
@@ -75,10 +80,14 @@ def blended(
 
     Returns:
         A cache that brings the matching runs along: the common prefix exactly, the others blended.
+
+    Raises:
+        ConfigError: `min_run_tokens` is below 1, or ids of what the cache holds are not known.
+        PromptError: the cache holds a token that stands for an image.
     """
     cache.compact()
     held, wanted = cache.tokens(), list(token_ids)
-    _check(held, min_run_tokens)
+    _check(cache, held, min_run_tokens)
     store = ChunkStore.open("memory://", memory_bytes=1 << 62)  # of this request alone: what is in it saw a context
     for start, place, tokens in SequenceMatcher(None, held, wanted, autojunk=False).get_matching_blocks():
         is_prefix = start == place == 0
@@ -132,7 +141,8 @@ def _common(held: Sequence[int], wanted: Sequence[int]) -> int:
     return next((place for place, (one, other) in enumerate(pairs) if one != other), min(len(held), len(wanted)))
 
 
-def _check(held: list[int], min_run_tokens: int) -> None:
+def _check(cache: SequenceCache, held: list[int], min_run_tokens: int) -> None:
+    refuse_placeholders(cache.model, held, "the cache")
     if min_run_tokens < 1:
         raise ConfigError(f"min_run_tokens is {min_run_tokens}, wanted 1 or more.")
     unknown = sum(token < 0 for token in held)

@@ -225,11 +225,13 @@ class ChunkStore(Upkeep):
             The keys of the chunks, in their order.
 
         Raises:
-            PromptError: `chunks` is not a list, or a chunk is empty or too long for the model.
+            PromptError: `chunks` is not a list, or a chunk is empty, too long for the model, or holds a token that
+                stands for an image.
             StoreError: a chunk's KV holds NaN or infinity.
         """
         from ..capture import capture_chunk
         from ..fingerprint import fingerprint
+        from ..modality import refuse_placeholders
         from ..prompt import tokenize
 
         if isinstance(chunks, str):
@@ -237,6 +239,9 @@ class ChunkStore(Upkeep):
         identity = fingerprint(model)
         sink = default_sink(model) if sink_ids is None else tuple(sink_ids)
         keys = [ChunkKey(identity, sink, tokenize(tokenizer, chunk), self.namespace) for chunk in chunks]
+        refuse_placeholders(model, sink, "sink_ids")
+        for number, key in enumerate(keys):
+            refuse_placeholders(model, key.token_ids, f"chunk {number}")
         for key in dict.fromkeys(keys):
             if not self.contains(key):
                 chunk = capture_chunk(model, key.token_ids, key.sink_ids, identity, self.namespace)

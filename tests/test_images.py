@@ -1,0 +1,604 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Images: two of them behind equal ids are never taken for each other, and what is text around them is still reused.
+
+The oracle is the stock model with a `DynamicCache`, run once with each image.
+"""
+
+import functools
+import logging
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText, DynamicCache
+
+from hf_blend import BlendCache, ChunkStore, PromptError, UnsupportedModelError
+from hf_blend.blend import Fusor
+from hf_blend.capture import capture_chunk
+from hf_blend.context.reuse import fit
+from hf_blend.context.sequence_cache import SequenceCache
+from hf_blend.fingerprint import fingerprint
+from hf_blend.input_test import InputTest
+from hf_blend.modality import has_features, other_inputs, placeholder_ids
+from hf_blend.rows import Rows
+from hf_blend.store.chunk import ChunkKey
+
+IMAGE, VIDEO, START, END = 120, 121, 122, 123
+TEXT = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+EYE = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "image_size": 16, "patch_size": 4,
+}  # fmt: skip
+QWEN_EYE = {
+    "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 4, "out_hidden_size": 64,
+    "spatial_merge_size": 2, "temporal_patch_size": 1,
+}  # fmt: skip
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+QWEN = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
+LOCAL = {"sliding_window": 16, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}
+
+
+def pixels(seed, batch, *shape):
+    return torch.randn(batch, *shape, generator=torch.Generator().manual_seed(seed))
+
+
+def plain(seed, batch=1):
+    return {"pixel_values": pixels(seed, batch, 3, 16, 16)}
+
+
+def tiles(seed, batch=1):
+    return {"pixel_values": pixels(seed, batch, 1, 3, 16, 16)}
+
+
+def sized(seed, batch=1, copies=None):
+    shape = (3, 16, 16) if copies is None else (copies, 3, 16, 16)
+    return {"pixel_values": pixels(seed, batch, *shape), "image_sizes": torch.tensor([[16, 16]] * batch)}
+
+
+def grid(seed, batch=1):
+    return {"pixel_values": pixels(seed, batch * 16, 48), "image_grid_thw": torch.tensor([[1, 4, 4]] * batch)}
+
+
+def patches(seed, batch=1):
+    places = torch.stack(torch.meshgrid(torch.arange(4), torch.arange(4), indexing="xy"), -1).reshape(1, 16, 2)
+    return {"pixel_values": pixels(seed, batch, 16, 48).sigmoid(), "image_position_ids": places.repeat(batch, 1, 1)}
+
+
+def marked(ids):
+    return {"mm_token_type_ids": (ids == IMAGE).long()}
+
+
+def blocks(ids):
+    return {"token_type_ids": (ids == IMAGE).long()}
+
+
+def prefixed(ids):
+    return {"token_type_ids": torch.zeros_like(ids)}
+
+
+def unmarked(ids):
+    return {}
+
+
+def llava(text, eye, **fields):
+    return {"text_config": {**TEXT, **text}, "vision_config": {**EYE, **eye}, "image_token_index": IMAGE, **fields}
+
+
+def qwen(kind, eye, **rope):
+    text = {**TEXT, "model_type": kind, "rope_parameters": {**MROPE, **rope}}
+    return {"text_config": text, "vision_config": {**QWEN_EYE, **eye}, **QWEN}
+
+
+STACKED = {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+DEEP = qwen("qwen3_vl_moe_text", STACKED, mrope_interleaved=True)
+KINDS = {  # type: its config, tokens of an image, pixels, what says which token is of an image
+    "llava": (
+        llava(
+            {"model_type": "llama"}, {"model_type": "clip_vision_model", "projection_dim": 32}, vision_feature_layer=-1
+        ),
+        16,
+        plain,
+        unmarked,
+    ),
+    "llava_onevision": (
+        llava(
+            {"model_type": "qwen2"},
+            {"model_type": "siglip_vision_model"},
+            video_token_index=VIDEO,
+            vision_feature_layer=-1,
+            image_grid_pinpoints=[[16, 16]],
+        ),
+        36,
+        functools.partial(sized, copies=2),
+        unmarked,
+    ),
+    "mistral3": (
+        llava(
+            {"model_type": "mistral"},
+            {"model_type": "pixtral", "head_dim": 16},
+            spatial_merge_size=2,
+            vision_feature_layer=-1,
+        ),
+        4,
+        sized,
+        unmarked,
+    ),
+    "gemma3": (
+        llava(
+            {"model_type": "gemma3_text", "query_pre_attn_scalar": 16, **LOCAL},
+            {"model_type": "siglip_vision_model"},
+            boi_token_index=START,
+            eoi_token_index=END,
+            mm_tokens_per_image=4,
+        ),
+        4,
+        plain,
+        blocks,
+    ),
+    "internvl": (
+        {
+            "text_config": {"model_type": "qwen2", **TEXT},
+            "vision_config": {**EYE, "model_type": "internvl_vision", "image_size": [16, 16], "patch_size": [4, 4]},
+            "image_token_id": IMAGE,
+            "image_seq_length": 4,
+        },
+        4,
+        plain,
+        unmarked,
+    ),
+    "idefics3": (
+        {
+            "text_config": {"model_type": "llama", **TEXT},
+            "vision_config": {**EYE, "model_type": "idefics3_vision"},
+            "image_token_id": IMAGE,
+            "scale_factor": 2,
+        },
+        4,
+        tiles,
+        unmarked,
+    ),
+    "smolvlm": (
+        {
+            "text_config": {"model_type": "llama", **TEXT},
+            "vision_config": {**EYE, "model_type": "smolvlm_vision"},
+            "image_token_id": IMAGE,
+            "scale_factor": 2,
+        },
+        4,
+        tiles,
+        unmarked,
+    ),
+    "qwen2_vl": (qwen("qwen2_vl_text", {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}), 4, grid, marked),
+    "qwen2_5_vl": (qwen("qwen2_5_vl_text", {"window_size": 16, "fullatt_block_indexes": [1]}), 4, grid, marked),
+    "qwen3_vl": (qwen("qwen3_vl_text", STACKED, mrope_interleaved=True), 4, grid, marked),
+    "qwen3_vl_moe": ({**DEEP, "text_config": {**DEEP["text_config"], **MOE}}, 4, grid, marked),
+    "glm4v": (
+        {
+            **qwen("glm4v_text", {"image_size": 16}, partial_rotary_factor=1.0),
+            "image_start_token_id": START,
+            "image_end_token_id": END,
+        },
+        4,
+        grid,
+        marked,
+    ),
+    "gemma4": (
+        {
+            "text_config": {
+                **TEXT,
+                "model_type": "gemma4_text",
+                "global_head_dim": 16,
+                "hidden_size_per_layer_input": 8,
+                "vocab_size_per_layer_input": 128,
+                "num_kv_shared_layers": 0,
+                **LOCAL,
+            },
+            "vision_config": {
+                "model_type": "gemma4_vision",
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "head_dim": 16,
+                "patch_size": 4,
+                "pooling_kernel_size": 2,
+                "position_embedding_size": 16,
+            },
+            "audio_config": None,
+            "image_token_id": IMAGE,
+            "video_token_id": VIDEO,
+            "boi_token_id": START,
+            "eoi_token_id": END,
+        },
+        4,
+        patches,
+        marked,
+    ),
+    "paligemma": (
+        llava(
+            {"model_type": "gemma"},
+            {"model_type": "siglip_vision_model", "projection_dim": 64, "vision_use_head": False},
+            projection_dim=64,
+        ),
+        16,
+        plain,
+        prefixed,
+    ),
+}
+FAST = ("llava", "qwen3_vl", "gemma3")
+EXACT = [kind if kind in FAST else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != "paligemma"]
+FLOOR = 2e-5  # of logits of size 1 to 5: sums in another order; another image moves them by 0.01 to 1
+PREFIX, CHUNKS, QUESTION = [1, 5, 6, 7], [[*range(10, 26)], [*range(30, 50)], [*range(52, 70)]], [7, 8, 9, 11]
+
+
+def build(kind, attention="sdpa", dtype=torch.float32):
+    """A small random model with eyes, the same at each call."""
+    return _build(kind, attention, dtype)
+
+
+@functools.cache
+def _build(kind, attention, dtype):
+    """Every weight matters: biases and norms differ, and nothing is zero."""
+    config = AutoConfig.for_model(kind, **KINDS[kind][0])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForImageTextToText.from_config(config, attn_implementation=attention, dtype=torch.float32)
+        with torch.no_grad():
+            for weight in model.parameters():
+                if weight.ndim > 1 and weight.any():
+                    weight.mul_(4.0)
+                else:
+                    weight.add_(0.1 * torch.randn_like(weight))
+    return model.eval().to(dtype)
+
+
+def picture(kind):
+    """The tokens of one image."""
+    return [START, *[IMAGE] * KINDS[kind][1], END]
+
+
+def arguments(kind, ids, seed):
+    given = dict(KINDS[kind][2](seed, len(ids)).items())
+    dtype = build(kind).dtype
+    return {name: part.to(dtype) if part.is_floating_point() else part for name, part in given.items()} | KINDS[kind][
+        3
+    ](ids)
+
+
+@torch.no_grad()
+def stock(kind, ids, seed, attention="sdpa", **given):
+    """Last logits of the model alone, and its cache, which forgets nothing."""
+    cache = DynamicCache()
+    given = {**arguments(kind, ids, seed), **given}
+    output = build(kind, attention)(input_ids=ids, **given, past_key_values=cache, use_cache=True)
+    return output.logits[:, -1], cache
+
+
+@torch.no_grad()
+def blend(kind, ids, seed, store, attention="sdpa", given=(), **settings):
+    """Last logits of a blended forward, and the cache."""
+    cache = BlendCache(build(kind, attention), store, **settings)
+    cache.get_seq_length()
+    given = {**arguments(kind, ids, seed), **dict(given)}
+    output = build(kind, attention)(input_ids=ids, **given, past_key_values=cache, use_cache=True)
+    return output.logits[:, -1], cache
+
+
+def prompt(kind, *pieces):
+    """Prefix, pieces and question as `[1, tokens]`."""
+    return torch.tensor([[*PREFIX, *(token for piece in pieces for token in piece), *QUESTION]])
+
+
+def filled(kind, attention="sdpa"):
+    store = ChunkStore.open("memory://")
+    store.add(build(kind, attention), None, CHUNKS)
+    return store
+
+
+def gap(one, other):
+    return float((one - other).abs().max())
+
+
+@pytest.mark.parametrize("attention", ["sdpa", pytest.param("eager", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", EXACT)
+def test_ratio_1_with_an_image_equals_stock(kind, attention, tokenizer):
+    model, store, ids = (
+        build(kind, attention),
+        filled(kind, attention),
+        prompt(kind, CHUNKS[0], picture(kind), *CHUNKS[1:]),
+    )
+    for seed in (0, 1):
+        cache = BlendCache(model, store, recompute_ratio=1.0)
+        inputs = cache.inputs(
+            tokenizer, prefix=PREFIX, chunks=[CHUNKS[0], picture(kind), *CHUNKS[1:]], question=QUESTION
+        )
+        assert inputs["input_ids"].tolist() == ids.tolist()
+        given = arguments(kind, ids, seed)
+        with torch.no_grad():
+            cache.get_seq_length()
+            got = model(**inputs, **given, past_key_values=cache, use_cache=True).logits[:, -1]
+        assert gap(got, stock(kind, ids, seed, attention)[0]) < FLOOR
+        assert cache.report.reusable_tokens == sum(map(len, CHUNKS))
+        assert cache.report.exact_tokens == len(PREFIX)
+    assert len(store) == len(CHUNKS) + 1  # and the prefix
+
+
+@pytest.mark.parametrize("kind", EXACT)
+@pytest.mark.parametrize("ratio", [0.0, 0.15])
+def test_an_image_in_front_of_reused_text_has_the_kv_of_stock(kind, ratio):
+    store, n = filled(kind), len(picture(kind))
+    ids = prompt(kind, picture(kind), *CHUNKS)
+    image = slice(len(PREFIX), len(PREFIX) + n)
+    answers, wanted_answers = [], []
+    for seed in (0, 1):
+        logits, cache = blend(kind, ids, seed, store, recompute_ratio=ratio)
+        wanted_logits, true_cache = stock(kind, ids, seed)
+        answers.append(logits)
+        wanted_answers.append(wanted_logits)
+        for layer, true in zip(cache.layers, true_cache.layers, strict=True):
+            start = ids.shape[1] - layer.keys.shape[2]  # 0, unless a window forgot it
+            for got, wanted in ((layer.keys, true.keys), (layer.values, true.values)):
+                if not start:
+                    assert gap(got[:, :, image], wanted[:, :, image]) < FLOOR
+        assert cache.report.loaded_chunks == len(CHUNKS)
+        assert not cache.report.refused_chunks
+    assert gap(*answers) > 0.01 * gap(*wanted_answers) > 0
+    assert len(store) == len(CHUNKS)
+
+
+@pytest.mark.parametrize(
+    "selector",
+    [
+        "none",
+        "boundary",
+        "random",
+        "kv-deviation",
+        "auto",
+        "oracle",
+        "dependency",
+        "query-attention",
+        "inter-attention",
+    ],
+)
+@pytest.mark.parametrize("ratio", [0.0, 0.15, 1.0])
+@pytest.mark.parametrize("kind", ["llava", pytest.param("qwen3_vl", marks=pytest.mark.slow)])
+def test_two_images_behind_equal_ids_give_the_answers_of_two_images(kind, ratio, selector):
+    store, ids = filled(kind), prompt(kind, CHUNKS[0], picture(kind), *CHUNKS[1:])
+    got = [blend(kind, ids, seed, store, recompute_ratio=ratio, selector=selector)[0] for seed in (0, 1)]
+    true = [stock(kind, ids, seed)[0] for seed in (0, 1)]
+    assert gap(*got) > 0.25 * gap(*true)
+    if ratio == 1.0 and selector != "none":
+        assert max(map(gap, got, true)) < FLOOR
+
+
+@pytest.mark.parametrize("kind", FAST)
+def test_generate_with_an_image_writes_what_stock_writes(kind, tokenizer, untouched):
+    model, store = build(kind), filled(kind)
+    stock(kind, prompt(kind, picture(kind)), 0)  # at its first image a model hooks its eyes itself
+    with untouched(model):
+        for seed in (0, 1):
+            cache = BlendCache(model, store, recompute_ratio=1.0)
+            inputs = cache.inputs(tokenizer, prefix=PREFIX, chunks=[*CHUNKS, picture(kind)], question=QUESTION)
+            given = {**inputs, **arguments(kind, inputs["input_ids"], seed), "max_new_tokens": 8, "do_sample": False}
+            assert model.generate(**given, past_key_values=cache).equal(model.generate(**given))
+
+
+@pytest.mark.parametrize("kind", FAST)
+def test_a_batch_with_images_and_padding_equals_stock(kind):
+    store = filled(kind)
+    rows = [
+        [*PREFIX, *CHUNKS[0], *picture(kind), *QUESTION],
+        [*PREFIX, *picture(kind), *CHUNKS[1], *CHUNKS[2], *QUESTION],
+    ]
+    width = max(map(len, rows))
+    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    given = {"attention_mask": mask}
+    if kind in ("llava", "gemma3"):
+        given["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0)
+    wanted, _ = stock(kind, ids, 0, **given)
+    got, cache = blend(kind, ids, 0, store, given=given, recompute_ratio=1.0)
+    assert gap(got, wanted) < FLOOR
+    assert cache.report.reusable_tokens == sum(map(len, CHUNKS))
+
+
+@pytest.mark.parametrize(
+    "kind", ["qwen3_vl", *(pytest.param(one, marks=pytest.mark.slow) for one in ("qwen2_vl", "qwen2_5_vl", "glm4v"))]
+)
+def test_text_behind_an_image_is_rotated_for_the_models_own_positions(kind):
+    ids = prompt(kind, picture(kind), *CHUNKS)
+    _, cache = blend(kind, ids, 0, filled(kind), recompute_ratio=0.0, selector="none")
+    true = stock(kind, ids, 0)[1].layers[0]
+    other = stock(kind, ids, 0, position_ids=torch.arange(ids.shape[1])[None])[1].layers[0]
+    assert cache.report.reusable_tokens == sum(map(len, CHUNKS))
+    assert gap(cache.layers[0].keys, true.keys) < FLOOR
+    assert gap(cache.layers[0].values, true.values) < FLOOR
+    assert gap(other.keys, true.keys) > 0.1  # columns are not positions here: the image takes fewer of them
+
+
+def test_a_chunk_with_a_placeholder_is_computed_in_its_place_and_never_stored(tokenizer):
+    model, store = build("llava"), filled("llava")
+    for ids in ([*range(80, 90), *picture("llava")], [IMAGE] * 3):
+        cache = BlendCache(model, store, recompute_ratio=1.0)
+        inputs = cache.inputs(tokenizer, prefix=[*PREFIX, IMAGE], chunks=[ids, CHUNKS[0]], question=QUESTION)
+        cache.get_seq_length()
+        with torch.no_grad():  # no pixels: the placeholders are text here
+            got = model(**inputs, past_key_values=cache).logits[:, -1]
+            wanted = model(inputs["input_ids"], use_cache=False).logits[:, -1]
+        assert gap(got, wanted) < FLOOR
+        assert not store.contains(ChunkKey(fingerprint(model), (1,), tuple(ids)))
+    assert len(store) == len(CHUNKS)
+
+
+def test_what_others_stored_behind_a_placeholder_is_not_looked_up(monkeypatch):
+    model, store, ids = build("llava"), filled("llava"), prompt("llava", picture("llava"), *CHUNKS)
+    with monkeypatch.context() as patch:
+        patch.setattr("hf_blend.modality.placeholder_ids", lambda config: frozenset())
+        store.add(model, None, [picture("llava")])
+    got = blend("llava", ids, 0, store, recompute_ratio=0.0, selector="none")[1]
+    assert len(store) == len(CHUNKS) + 1
+    assert got.report.loaded_chunks == len(CHUNKS)
+
+
+def test_placeholders_that_no_config_names_show_at_layer_0(monkeypatch, caplog):
+    monkeypatch.setattr("hf_blend.modality.placeholder_ids", lambda config: frozenset({START}))
+    monkeypatch.setattr("hf_blend.cache.placeholder_ids", lambda config: frozenset({START}))
+    model, store, kind = build("llava"), filled("llava"), "llava"
+    unnamed = [*range(80, 100), *[IMAGE] * 16, *range(80, 100)]
+    store.add(model, None, [unnamed])
+    ids = prompt(kind, [START], unnamed, *CHUNKS)
+    answers = [blend(kind, ids, seed, store, recompute_ratio=0.0, selector="none") for seed in (0, 1)]
+    assert [cache.report.refused_chunks for _, cache in answers] == [1, 1]
+    assert gap(answers[0][0], answers[1][0]) > 1e-2
+
+
+def test_inputs_without_a_placeholder_in_the_prompt_reuse_nothing(monkeypatch):
+    monkeypatch.setattr("hf_blend.cache.placeholder_ids", lambda config: frozenset())
+    ids = prompt("llava", CHUNKS[0], picture("llava"), *CHUNKS[1:])
+    got, cache = blend("llava", ids, 1, filled("llava"), recompute_ratio=0.0, selector="none")
+    assert gap(got, stock("llava", ids, 1)[0]) < FLOOR
+    assert cache.report.loaded_chunks == 0
+
+
+def test_store_add_names_the_placeholder():
+    model, store = build("llava"), ChunkStore.open("memory://")
+    with pytest.raises(PromptError, match=r"chunk 1 holds the placeholder token 120, where Llava.* computed in place"):
+        store.add(model, None, [CHUNKS[0], [11, IMAGE, 12]])
+    assert len(store) == 0
+    with pytest.raises(PromptError, match="sink_ids holds the placeholder token 120"):
+        store.add(model, None, CHUNKS, sink_ids=[1, IMAGE])
+    with pytest.raises(PromptError, match="sink_ids holds the placeholder token 120"):
+        BlendCache(model, store, sink_ids=(1, IMAGE))
+    with pytest.raises(PromptError, match="a chunk, or what it is computed behind, holds the placeholder token 120"):
+        capture_chunk(model, [IMAGE], [1], "")
+
+
+def test_a_cache_with_an_image_is_not_fitted_to_another_prompt():
+    model = build("llava")
+    cache, ids = SequenceCache(model), prompt("llava", picture("llava"), *CHUNKS)
+    with torch.no_grad(), cache:
+        model(ids, **plain(0), past_key_values=cache)
+    with pytest.raises(PromptError, match="the cache holds the placeholder token 120"):
+        fit(cache, ids[0].tolist())
+
+
+def test_an_image_path_that_is_not_exact_is_refused_by_name_and_leaves_the_model_alone(monkeypatch, untouched):
+    _build.cache_clear()  # what was found right stays so
+    model, store = build("qwen3_vl"), filled("qwen3_vl")
+    ids = prompt("qwen3_vl", picture("qwen3_vl"), *CHUNKS)
+    deltas = model.model.rope_deltas
+    with monkeypatch.context() as patch, untouched(model):
+        patch.setattr(Fusor, "leave", lambda self, output: None)
+        for _ in range(2):  # the second time from memory
+            with pytest.raises(
+                UnsupportedModelError, match=r"Qwen3VL.* cannot be blended with image_grid_thw, .*pixel"
+            ):
+                blend("qwen3_vl", ids, 0, store, recompute_ratio=1.0)
+    assert model.model.rope_deltas is deltas
+    _build.cache_clear()
+
+
+def test_rows_put_back_to_wrong_places_are_refused(monkeypatch, caplog):
+    _build.cache_clear()
+    true_spread = Rows.spread
+    monkeypatch.setattr(Rows, "spread", lambda self, rows, tokens: true_spread(self, rows, tokens).roll(1, -2))
+    ids, store = prompt("qwen3_vl", picture("qwen3_vl"), *CHUNKS), filled("qwen3_vl")
+    with pytest.raises(UnsupportedModelError, match="is off by"):
+        blend("qwen3_vl", ids, 0, store)
+    with caplog.at_level(logging.WARNING):
+        _build.cache_clear()
+        blend("qwen3_vl", ids, 0, filled("qwen3_vl"), allow_unverified=True)
+    assert "used although it is not verified: Qwen3VL" in caplog.text
+    _build.cache_clear()
+
+
+def test_each_kind_of_forward_is_tested_once(monkeypatch):
+    _build.cache_clear()
+    tests, true_error = [], InputTest._error
+    monkeypatch.setattr(InputTest, "_error", lambda *given: tests.append(1) or true_error(*given))
+    store = filled("qwen2_5_vl")
+    ids, text = prompt("qwen2_5_vl", picture("qwen2_5_vl"), *CHUNKS), prompt("qwen2_5_vl", *CHUNKS)
+    for seed in (0, 1):
+        blend("qwen2_5_vl", ids, seed, store)
+    assert len(tests) == 1
+    cache = BlendCache(build("qwen2_5_vl"), store)
+    cache.get_seq_length()
+    with torch.no_grad():  # what a processor makes of text alone
+        build("qwen2_5_vl")(text, mm_token_type_ids=torch.zeros_like(text), past_key_values=cache)
+    assert len(tests) == 1
+    assert cache.report.loaded_chunks == len(CHUNKS)
+
+
+def test_a_model_whose_text_sees_ahead_is_refused_by_name():
+    with pytest.raises(
+        UnsupportedModelError, match=r"PaliGemma.* cannot be blended: its tokens see those behind them"
+    ):
+        BlendCache(build("paligemma"), ChunkStore.open("memory://"))
+
+
+def test_chunks_that_see_ahead_in_a_prompt_are_computed():
+    ids, store = prompt("paligemma", picture("paligemma"), *CHUNKS), filled("paligemma", "eager")
+    got, cache = blend("paligemma", ids, 0, store, "eager", recompute_ratio=0.0, selector="none")
+    assert gap(got, stock("paligemma", ids, 0, "eager")[0]) < FLOOR
+    assert cache.report.refused_chunks == len(CHUNKS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3_vl_moe", "gemma3"])
+def test_images_are_exact_in_bfloat16_too(kind):
+    model, ids = build(kind, dtype=torch.bfloat16), prompt(kind, picture(kind), *CHUNKS)
+    store = ChunkStore.open("memory://")
+    store.add(model, None, CHUNKS)
+    given = {
+        name: part.bfloat16() if part.is_floating_point() else part for name, part in arguments(kind, ids, 0).items()
+    }
+    cache = BlendCache(model, store, recompute_ratio=1.0)
+    cache.get_seq_length()
+    with torch.no_grad():
+        got = model(input_ids=ids, **given, past_key_values=cache).logits[:, -1]
+        wanted = model(input_ids=ids, **given, use_cache=False).logits[:, -1]
+    assert gap(got.float(), wanted.float()) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("given", "names", "features"),
+    [
+        ({"input_ids": 1, "attention_mask": torch.ones(1), "use_cache": True, "logits_to_keep": 1}, (), False),
+        ({"pixel_values": torch.ones(1), "image_sizes": None}, ("pixel_values",), True),
+        ({"mm_encoder_outputs": {}, "x": [1]}, ("mm_encoder_outputs", "x"), True),
+        ({"mm_token_type_ids": torch.zeros(2)}, (), False),
+        ({"mm_token_type_ids": torch.ones(2), "token_type_ids": torch.zeros(2)}, ("mm_token_type_ids", "token_type_ids"), False),
+    ],
+)  # fmt: skip
+def test_whatever_is_not_known_as_text_counts_as_another_input(given, names, features):
+    assert other_inputs(given) == names
+    assert has_features(given) is features
+
+
+@pytest.mark.slow
+def test_the_placeholders_of_every_model_that_reads_images_are_found():
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    found = 0
+    for kind in sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES):
+        try:
+            config = AutoConfig.for_model(kind)
+        except (ImportError, TypeError, ValueError):
+            continue
+        names = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id", "vision_start_token_id")
+        ids = {value for name in names if isinstance(value := getattr(config, name, None), int) and value >= 0}
+        assert placeholder_ids(config) >= ids, kind
+        found += bool(ids)
+    assert found > 60
+
+
+def test_a_model_of_text_has_no_placeholders_and_lists_of_them_count():
+    assert not placeholder_ids(AutoConfig.for_model("llama"))
+    config = AutoConfig.for_model("ovis2")
+    assert placeholder_ids(config) >= {config.image_token_id, *config.visual_indicator_token_ids}
