@@ -13,6 +13,7 @@ model, enters the model's layers for the one forward that is the prefill, and be
 """
 
 import copy
+import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -44,6 +45,8 @@ from .request import Brought, Coming, check_new, is_plain
 from .selectors.base import Hear
 from .store import ChunkStore
 from .trust import ensure_trusted
+
+logger = logging.getLogger(__name__)
 
 
 class BlendCache(MaskedDecode):
@@ -276,8 +279,13 @@ class BlendCache(MaskedDecode):
         marked = not all(map(self._placeholders.isdisjoint, brought.rows))
         if self._beyond_text is None:
             return ids_seen or not marked
-        is_placed = marked or not has_features(self._beyond_text)
-        return is_placed and (self._past == 0 or InputTest.is_passed(self.model, self._beyond_text))
+        if not marked and has_features(self._beyond_text):
+            logger.warning(
+                "nothing is reused: %s came with a prompt in which no token is known to stand for it",
+                ", ".join(other_inputs(self._beyond_text)),
+            )
+            return False
+        return bool(self._past == 0 or InputTest.is_passed(self.model, self._beyond_text))
 
     def _input_test(self, ids: Tensor, mask: Tensor | None) -> InputTest:
         def enter(plan: Plan, arguments: dict[str, Any]) -> BlendCache:

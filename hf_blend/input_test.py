@@ -107,8 +107,9 @@ class InputTest:
     @torch.no_grad()
     def _error(self, plan: Plan, arguments: dict[str, Any]) -> float | None:
         """The worst difference of the two forwards in units of what is allowed; None if nothing stored was used."""
+        arguments = {**arguments, "return_dict": True}
         if "logits_to_keep" in signature(self._model.forward).parameters:
-            arguments = {**arguments, "logits_to_keep": 1}
+            arguments["logits_to_keep"] = 1
         true, output = capture_forward(self._model, arguments)
         plan = _with_true_kv(plan, true)
         cache = self._enter(plan, arguments)

@@ -40,7 +40,7 @@ def other_inputs(arguments: Mapping[str, Any]) -> tuple[str, ...]:
         arguments: of the model's forward, by name, without the cache.
 
     Returns:
-        Their names, sorted; empty for a prompt of text alone. Numbers, flags and None are no inputs.
+        Their names, sorted; empty for a prompt of text alone. Numbers, flags and what is empty are no inputs.
     """
     return tuple(sorted(name for name, value in arguments.items() if _is_other(name, value)))
 
@@ -51,9 +51,16 @@ def has_features(arguments: Mapping[str, Any]) -> bool:
 
 
 def _is_other(name: str, value: Any) -> bool:
-    if name in TEXT_ARGUMENTS or value is None or isinstance(value, bool | int | float | str):
+    if name in TEXT_ARGUMENTS or isinstance(value, bool | int | float | str) or _is_empty(value):
         return False
     return not (name in TEXT_WHERE_ZERO and isinstance(value, Tensor) and not bool(value.any()))
+
+
+def _is_empty(value: Any) -> bool:
+    """None, and what holds nothing else: `generate` hands on such a dict where there was no image to encode."""
+    if isinstance(value, Mapping):
+        return all(map(_is_empty, value.values()))
+    return value is None or (isinstance(value, list | tuple) and all(map(_is_empty, value)))
 
 
 def placeholder_ids(config: Any) -> frozenset[int]:

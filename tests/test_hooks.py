@@ -28,6 +28,9 @@ class Guest(DynamicCache):
         self.told.append(index)
         return call
 
+    def layer_ends(self, index, output):
+        return None
+
     def forward_ends(self, failed=False):
         self.told.append("failed" if failed else "ends")
         self.entry.leave()

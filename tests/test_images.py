@@ -15,11 +15,13 @@ from transformers import AutoConfig, AutoModelForImageTextToText, DynamicCache
 from hf_blend import BlendCache, ChunkStore, PromptError, UnsupportedModelError
 from hf_blend.blend import Fusor
 from hf_blend.capture import capture_chunk
+from hf_blend.choice import FullPrefill
 from hf_blend.context.reuse import fit
 from hf_blend.context.sequence_cache import SequenceCache
 from hf_blend.fingerprint import fingerprint
 from hf_blend.input_test import InputTest
 from hf_blend.modality import has_features, other_inputs, placeholder_ids
+from hf_blend.probing import Listener
 from hf_blend.rows import Rows
 from hf_blend.store.chunk import ChunkKey
 
@@ -377,6 +379,23 @@ def test_two_images_behind_equal_ids_give_the_answers_of_two_images(kind, ratio,
         assert max(map(gap, got, true)) < FLOOR
 
 
+@pytest.mark.parametrize("kind", ["llava", "qwen3_vl"])
+def test_what_a_selector_looks_at_has_the_image_in_it(kind, monkeypatch):
+    store, ids, looked = filled(kind), prompt(kind, picture(kind), *CHUNKS), []
+    true_take = Listener.take
+    monkeypatch.setattr(
+        Listener, "take", lambda self, index, seen: looked.append((index, seen.keys)) or true_take(self, index, seen)
+    )
+    for selector in ("query-attention", "dependency"):
+        blend(kind, ids, 1, store, selector=selector)
+    true = stock(kind, ids, 1)[1].layers
+    keys = [keys for index, keys in looked if index == 0]
+    assert len(keys) == 2
+    assert max(gap(one, true[0].keys) for one in keys) < FLOOR
+    full = FullPrefill(build(kind), "oracle", ids, None, 0, {"input_ids": ids, **arguments(kind, ids, 1)})()
+    assert max(gap(one[0], two.keys) for one, two in zip(full.layers, true, strict=True)) == 0
+
+
 @pytest.mark.parametrize("kind", FAST)
 def test_generate_with_an_image_writes_what_stock_writes(kind, tokenizer, untouched):
     model, store = build(kind), filled(kind)
@@ -387,6 +406,30 @@ def test_generate_with_an_image_writes_what_stock_writes(kind, tokenizer, untouc
             inputs = cache.inputs(tokenizer, prefix=PREFIX, chunks=[*CHUNKS, picture(kind)], question=QUESTION)
             given = {**inputs, **arguments(kind, inputs["input_ids"], seed), "max_new_tokens": 8, "do_sample": False}
             assert model.generate(**given, past_key_values=cache).equal(model.generate(**given))
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen3_vl"])
+def test_text_behind_a_turn_with_an_image_is_reused(kind, tokenizer):
+    model, store = build(kind), filled(kind)
+    caches = BlendCache(model, store, recompute_ratio=1.0), DynamicCache(config=model.config.get_text_config())
+    options = {"max_new_tokens": 4, "do_sample": False}
+    first = caches[0].inputs(tokenizer, prefix=PREFIX, chunks=[picture(kind), CHUNKS[0]], question=QUESTION)
+    given = {**first, **arguments(kind, first["input_ids"], 0), **options}
+    turns = [model.generate(**given, past_key_values=cache) for cache in caches]
+    second = caches[0].inputs(tokenizer, prefix=None, chunks=CHUNKS[1:], question=QUESTION, history=turns[0])
+    answers = [model.generate(**second, **options, past_key_values=cache) for cache in caches]
+    assert turns[0].equal(turns[1])
+    assert answers[0].equal(answers[1])
+    assert caches[0].report.loaded_chunks == len(CHUNKS[1:])
+
+
+@pytest.mark.parametrize("kind", FAST)
+def test_generate_with_text_alone_reuses_it(kind, tokenizer):
+    cache = BlendCache(build(kind), filled(kind), recompute_ratio=0.0, selector="none")
+    inputs = cache.inputs(tokenizer, prefix=PREFIX, chunks=CHUNKS, question=QUESTION)
+    build(kind).generate(**inputs, past_key_values=cache, max_new_tokens=2, do_sample=False)
+    assert cache.report.loaded_chunks == len(CHUNKS)
+    assert cache.report.reusable_tokens == sum(map(len, CHUNKS))
 
 
 @pytest.mark.parametrize("kind", FAST)
@@ -479,11 +522,13 @@ def test_store_add_names_the_placeholder():
         capture_chunk(model, [IMAGE], [1], "")
 
 
-def test_a_cache_with_an_image_is_not_fitted_to_another_prompt():
+def test_a_sequence_with_an_image_is_refused_and_not_fitted_to_another_prompt():
     model = build("llava")
     cache, ids = SequenceCache(model), prompt("llava", picture("llava"), *CHUNKS)
     with torch.no_grad(), cache:
-        model(ids, **plain(0), past_key_values=cache)
+        with pytest.raises(PromptError, match="pixel_values came with a SequenceCache, but text alone is expected"):
+            model(ids, **plain(0), past_key_values=cache)
+        model(ids, past_key_values=cache)
     with pytest.raises(PromptError, match="the cache holds the placeholder token 120"):
         fit(cache, ids[0].tolist())
 
@@ -571,11 +616,13 @@ def test_images_are_exact_in_bfloat16_too(kind):
     [
         ({"input_ids": 1, "attention_mask": torch.ones(1), "use_cache": True, "logits_to_keep": 1}, (), False),
         ({"pixel_values": torch.ones(1), "image_sizes": None}, ("pixel_values",), True),
-        ({"mm_encoder_outputs": {}, "x": [1]}, ("mm_encoder_outputs", "x"), True),
+        ({"mm_encoder_outputs": {"image": [torch.ones(1)]}, "x": [1]}, ("mm_encoder_outputs", "x"), True),
+        ({"mm_encoder_outputs": {"image": None, "video": []}}, (), False),
         ({"mm_token_type_ids": torch.zeros(2)}, (), False),
-        ({"mm_token_type_ids": torch.ones(2), "token_type_ids": torch.zeros(2)}, ("mm_token_type_ids", "token_type_ids"), False),
+        ({"mm_token_type_ids": torch.ones(2)}, ("mm_token_type_ids",), False),
+        ({"token_type_ids": torch.zeros(2)}, ("token_type_ids",), False),
     ],
-)  # fmt: skip
+)
 def test_whatever_is_not_known_as_text_counts_as_another_input(given, names, features):
     assert other_inputs(given) == names
     assert has_features(given) is features

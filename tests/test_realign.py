@@ -155,3 +155,11 @@ def test_mismatch_is_relative_and_takes_the_worse_of_keys_and_values():
     assert mismatch((ones, ones), (ones, ones * float("nan"))) == float("inf")
     assert mismatch((ones, ones), (ones * float("nan"), 2 * ones)) == float("inf")
     assert mismatch((ones.bfloat16(), ones.bfloat16()), (ones.bfloat16(), 2 * ones.bfloat16())) == pytest.approx(1)
+
+
+def test_mismatch_sees_one_wrong_token_among_thousands():
+    fresh = torch.randn(2, 5000, 16, generator=torch.Generator().manual_seed(0))
+    stored = fresh.clone()
+    stored[:, 1234] *= -1
+    assert mismatch((fresh, fresh), (stored, fresh)) > 1
+    assert mismatch((fresh, fresh), (fresh, fresh * 1.001)) < 0.002

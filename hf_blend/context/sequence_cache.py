@@ -22,6 +22,7 @@ from transformers import Cache
 
 from ..anatomy import decoder_layers, text_config
 from ..errors import ConfigError, PromptError
+from ..modality import has_features, other_inputs
 from ..placement import input_device
 from ..rotary.base import compose
 from .cells import Cells
@@ -188,13 +189,18 @@ class SequenceCache(SequenceOps, Cache):
         """Called by the hook on the model: gives it the positions of the active sequence.
 
         Raises:
-            PromptError: more than one request, or padding.
+            PromptError: more than one request, padding, or images.
         """
         given = arguments.get("input_ids")
         given = arguments.get("inputs_embeds") if given is None else given
         mask = arguments.get("attention_mask")
         if given is None or given.shape[0] != 1 or (mask is not None and (mask.dim() != 2 or not bool(mask.all()))):
             raise PromptError("one request without padding is wanted: a SequenceCache continues one sequence.")
+        if has_features(arguments):
+            raise PromptError(
+                f"{', '.join(other_inputs(arguments))} came with a SequenceCache, but text alone is expected: it "
+                "gives a token the position behind the last, and images have positions of their own. Use DynamicCache."
+            )
         tokens = given.shape[1]
         self.make_room(tokens)
         self.compact()
