@@ -350,7 +350,7 @@ def test_an_image_in_front_of_reused_text_has_the_kv_of_stock(kind, ratio):
                     assert gap(got[:, :, image], wanted[:, :, image]) < FLOOR
         assert cache.report.loaded_chunks == len(CHUNKS)
         assert not cache.report.refused_chunks
-    assert gap(*answers) > 0.01 * gap(*wanted_answers) > 0
+    assert min(gap(*answers), gap(*wanted_answers)) > 5 * FLOOR
     assert len(store) == len(CHUNKS)
 
 
@@ -463,6 +463,28 @@ def test_text_behind_an_image_is_rotated_for_the_models_own_positions(kind):
     assert gap(cache.layers[0].keys, true.keys) < FLOOR
     assert gap(cache.layers[0].values, true.values) < FLOOR
     assert gap(other.keys, true.keys) > 0.1  # columns are not positions here: the image takes fewer of them
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_ratio_1_with_a_video_equals_stock(kind):
+    model, store = build(kind), filled(kind)
+    ids = prompt(kind, CHUNKS[0], [START, *[VIDEO] * 4, END], *CHUNKS[1:])
+    for seed in (0, 1):
+        frames = grid(seed)
+        given = {
+            "input_ids": ids,
+            "pixel_values_videos": frames["pixel_values"],
+            "video_grid_thw": frames["image_grid_thw"],
+            "mm_token_type_ids": 2 * (ids == VIDEO).long(),
+        }
+        cache = BlendCache(model, store, recompute_ratio=1.0)
+        cache.get_seq_length()
+        with torch.no_grad():
+            got = model(**given, past_key_values=cache).logits[:, -1]
+            wanted = model(**given, past_key_values=DynamicCache()).logits[:, -1]
+        assert gap(got, wanted) < FLOOR
+        assert cache.report.loaded_chunks == len(CHUNKS)
 
 
 def test_a_chunk_with_a_placeholder_is_computed_in_its_place_and_never_stored(tokenizer):
