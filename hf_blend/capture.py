@@ -53,8 +53,7 @@ def capture_chunk(
         PromptError: the chunk is empty, longer than the model's positions, or holds a placeholder of an image.
         UnsupportedModelError: a layer of the model leaves no K/V in its cache.
     """
-    _check_length(model, token_ids, sink_ids)
-    refuse_placeholders(model, (*sink_ids, *token_ids), "a chunk, or what it is computed behind,")
+    check_chunk(model, token_ids, sink_ids)
     captured = capture(model, torch.tensor([[*sink_ids, *token_ids]]))
     start = len(sink_ids)
     tables, layer_table = _distinct(captured.tables, start)
@@ -166,12 +165,25 @@ def _distinct(per_layer: tuple[Table | None, ...], start: int) -> tuple[tuple[Ta
     return tuple(tables), tuple(-1 if table is None else seen[id(table[0])] for table in per_layer)
 
 
-def _check_length(model: nn.Module, token_ids: Sequence[int], sink_ids: Sequence[int]) -> None:
+def check_chunk(model: nn.Module, token_ids: Sequence[int], sink_ids: Sequence[int], name: str = "a chunk") -> None:
+    """Refuse what cannot be computed alone.
+
+    Args:
+        model: that would compute it.
+        token_ids: the chunk.
+        sink_ids: tokens before it.
+        name: of the chunk, as the subject of a message.
+
+    Raises:
+        PromptError: the chunk is empty, longer than the model's positions, or holds a placeholder of an image.
+    """
+    refuse_placeholders(model, sink_ids, f"what stands before {name}")
+    refuse_placeholders(model, token_ids, name)
     longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if not token_ids:
-        raise PromptError("a chunk has 0 tokens, but at least one is wanted. Leave empty documents out.")
+        raise PromptError(f"{name} has 0 tokens, but at least one is expected. Leave empty documents out.")
     if longest is not None and len(sink_ids) + len(token_ids) > longest:
         raise PromptError(
-            f"a chunk of {len(token_ids)} tokens behind a sink of {len(sink_ids)} does not fit the model's {longest} "
+            f"{name} of {len(token_ids)} tokens behind a sink of {len(sink_ids)} does not fit the model's {longest} "
             "positions. Split it into shorter chunks."
         )

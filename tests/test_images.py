@@ -536,11 +536,11 @@ def test_store_add_names_the_placeholder():
     with pytest.raises(PromptError, match=r"chunk 1 holds the placeholder token 120, where Llava.* computed in place"):
         store.add(model, None, [CHUNKS[0], [11, IMAGE, 12]])
     assert len(store) == 0
-    with pytest.raises(PromptError, match="sink_ids holds the placeholder token 120"):
+    with pytest.raises(PromptError, match="what stands before chunk 0 holds the placeholder token 120"):
         store.add(model, None, CHUNKS, sink_ids=[1, IMAGE])
     with pytest.raises(PromptError, match="sink_ids holds the placeholder token 120"):
         BlendCache(model, store, sink_ids=(1, IMAGE))
-    with pytest.raises(PromptError, match="a chunk, or what it is computed behind, holds the placeholder token 120"):
+    with pytest.raises(PromptError, match="a chunk holds the placeholder token 120"):
         capture_chunk(model, [IMAGE], [1], "")
 
 

@@ -229,9 +229,8 @@ class ChunkStore(Upkeep):
                 stands for an image.
             StoreError: a chunk's KV holds NaN or infinity.
         """
-        from ..capture import capture_chunk
+        from ..capture import capture_chunk, check_chunk
         from ..fingerprint import fingerprint
-        from ..modality import refuse_placeholders
         from ..prompt import tokenize
 
         if isinstance(chunks, str):
@@ -239,9 +238,8 @@ class ChunkStore(Upkeep):
         identity = fingerprint(model)
         sink = default_sink(model) if sink_ids is None else tuple(sink_ids)
         keys = [ChunkKey(identity, sink, tokenize(tokenizer, chunk), self.namespace) for chunk in chunks]
-        refuse_placeholders(model, sink, "sink_ids")
         for number, key in enumerate(keys):
-            refuse_placeholders(model, key.token_ids, f"chunk {number}")
+            check_chunk(model, key.token_ids, key.sink_ids, f"chunk {number}")
         for key in dict.fromkeys(keys):
             if not self.contains(key):
                 chunk = capture_chunk(model, key.token_ids, key.sink_ids, identity, self.namespace)
