@@ -345,9 +345,9 @@ class Fusor:
         self._detour = self._masks.give(layer, call, model_mask, rows)
 
     def _trim(self, index: int, call: LayerCall, model_mask: Any) -> None:
-        """In the last layer, go past K and V only with the rows whose output is expected."""
+        """In the last layer, go past K and V only with the rows whose output is expected; a listener hears all."""
         active = self._tokens if self._rows is None else self._rows.columns.shape[1]
-        if self._wanted_rows >= active or not self._plan.slots:
+        if self._wanted_rows >= active or not self._plan.slots or self._listener is not None:
             return
         self._look(index, call)
         rows = self._rows or Rows.every(self._plan.real)
