@@ -22,7 +22,7 @@ class Guest(DynamicCache):
     def forward_begins(self, arguments):
         self.told.append(("begins", sorted(arguments)))
         if self.enters_layers:
-            self.entry.enter_layers()
+            self.entry.enter_layers(tokens=6)
 
     def layer_begins(self, index, call):
         self.told.append(index)
@@ -72,7 +72,7 @@ def test_arguments_given_by_place_have_their_names(model):
 def test_other_caches_and_plain_calls_pass_through(model):
     guest = guest_in(model)
     guest.entry.watch_model()
-    guest.entry.enter_layers()
+    guest.entry.enter_layers(tokens=6)
     run(model, DynamicCache())
     run(model, None, use_cache=False)
     assert guest.told == []
@@ -83,8 +83,8 @@ def test_entering_and_watching_twice_is_once(model):
     guest = guest_in(model)
     for _ in range(2):
         guest.entry.watch_model()
-        guest.entry.enter_layers()
-    assert hooks(model) == 2 + 2 * 2
+        guest.entry.enter_layers(tokens=6)
+    assert hooks(model) == 1 + 2
     for _ in range(2):
         guest.entry.leave()
         assert hooks(model) == 0
@@ -102,7 +102,7 @@ def test_a_failure_is_told_and_every_hook_goes(model, monkeypatch, place):
     monkeypatch.setattr(module, "forward", fail)
     with pytest.raises(RuntimeError, match="boom"):
         run(model, guest)
-    assert guest.told[-1] == ("ends" if place == "norm" else "failed")
+    assert guest.told[-1] == "failed"
     assert hooks(model) == 0
 
 
@@ -121,7 +121,7 @@ def test_a_failure_between_the_layers_is_told_by_the_hook_on_the_model(model):
 def test_a_guest_that_dies_takes_its_hooks_along(model):
     guest = guest_in(model)
     guest.entry.watch_model()
-    guest.entry.enter_layers()
+    guest.entry.enter_layers(tokens=6)
     entry = guest.entry
     del guest
     gc.collect()
@@ -137,7 +137,7 @@ def test_hooks_called_without_keyword_arguments_do_nothing(model, place):
     register = module.register_forward_pre_hook if place.startswith("before") else module.register_forward_hook
     handle = register(lambda *_: called.append(guest.entry.leave()))
     guest.entry.watch_model()
-    guest.entry.enter_layers()
+    guest.entry.enter_layers(tokens=6)
     run(model, DynamicCache())
     assert called
     assert guest.told == []
