@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_blend.anatomy import decoder_layers
+from hf_blend.anatomy import decoder_layers, wants_all_rows
 from hf_blend.hooks import Entry
 
 
@@ -35,7 +35,9 @@ class Guest(DynamicCache):
 
 @pytest.fixture
 def model(tiny_model):
-    return tiny_model(num_hidden_layers=2)
+    made = tiny_model(num_hidden_layers=2)
+    wants_all_rows(made)  # a forward of its own, once per model
+    return made
 
 
 def guest_in(model):
@@ -127,6 +129,82 @@ def test_a_guest_that_dies_takes_its_hooks_along(model):
     gc.collect()
     assert hooks(model) == 0
     entry.leave()
+
+
+def bursting(model, monkeypatch):
+    """Let the second layer raise."""
+    monkeypatch.setattr(decoder_layers(model)[1].mlp, "forward", lambda *_: 1 / 0)
+
+
+@pytest.mark.parametrize("when", ["before we watch", "before the call", "within the call"])
+def test_hooks_of_others_that_are_called_after_a_failure_hide_no_error_and_all_are_called(model, monkeypatch, when):
+    """Torch walks along the hooks of the module that raised, where none but the last may be removed."""
+    guest, called, handles = guest_in(model), [], []
+
+    def register(*_):
+        for _ in range(2):
+            handles.append(model.register_forward_hook(lambda *_: called.append(1), always_call=True))
+
+    if when == "before we watch":
+        register()
+    guest.entry.watch_model()
+    if when == "before the call":
+        register()
+    if when == "within the call":
+        handles.append(model.model.norm.register_forward_pre_hook(lambda *_: None))
+        handles.append(model.model.embed_tokens.register_forward_hook(register))
+    bursting(model, monkeypatch)
+    with pytest.raises(ZeroDivisionError):
+        run(model, guest)
+    assert guest.told[-1] == "failed"
+    assert len(called) == 2
+    assert hooks(model) == len(handles) + (when == "within the call"), "one that could not go in the midst of the walk"
+    for handle in handles:
+        handle.remove()
+    guest.entry.leave()
+    assert hooks(model) == 0
+
+
+def test_a_forward_that_was_interrupted_is_ended_when_the_next_begins(model, monkeypatch):
+    """Torch calls no hook for what is no `Exception`."""
+    guest = guest_in(model)
+    guest.entry.watch_model()
+    with monkeypatch.context() as patch:
+        patch.setattr(decoder_layers(model)[1].mlp, "forward", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            run(model, guest)
+    assert guest.told[-1] == 1
+    guest.told.clear()
+    run(model, guest)
+    assert guest.told == ["failed", ("begins", ["input_ids", "past_key_values"]), 0, 1, "ends"]
+    assert hooks(model) == 0
+
+
+def test_a_model_inside_a_wrapper_is_watched_too(model):
+    """PEFT: `generate` calls the model inside, everything else the wrapper."""
+
+    class Wrapper(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inside = model
+
+        def __getattr__(self, name):
+            return self._modules["inside"] if name == "inside" else getattr(self._modules["inside"], name)
+
+        def get_base_model(self):
+            return self.inside
+
+        def forward(self, *args, **kwargs):
+            return self.inside.forward(*args, **kwargs)
+
+    wrapper, guest = Wrapper(), Guest()
+    guest.entry = Entry(guest, wrapper, decoder_layers(model))
+    for called in (wrapper, model):
+        guest.told.clear()
+        guest.entry.watch_model()
+        called(input_ids=torch.arange(3, 9)[None], past_key_values=guest)
+        assert guest.told == [("begins", ["input_ids", "past_key_values"]), 0, 1, "ends"]
+        assert hooks(wrapper) == 0
 
 
 @pytest.mark.parametrize("place", ["before the model", "behind the model", "before a layer", "behind a layer"])
