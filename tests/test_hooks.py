@@ -131,11 +131,6 @@ def test_a_guest_that_dies_takes_its_hooks_along(model):
     entry.leave()
 
 
-def bursting(model, monkeypatch):
-    """Let the second layer raise."""
-    monkeypatch.setattr(decoder_layers(model)[1].mlp, "forward", lambda *_: 1 / 0)
-
-
 @pytest.mark.parametrize("when", ["before we watch", "before the call", "within the call"])
 def test_hooks_of_others_that_are_called_after_a_failure_hide_no_error_and_all_are_called(model, monkeypatch, when):
     """Torch walks along the hooks of the module that raised, where none but the last may be removed."""
@@ -153,15 +148,19 @@ def test_hooks_of_others_that_are_called_after_a_failure_hide_no_error_and_all_a
     if when == "within the call":
         handles.append(model.model.norm.register_forward_pre_hook(lambda *_: None))
         handles.append(model.model.embed_tokens.register_forward_hook(register))
-    bursting(model, monkeypatch)
-    with pytest.raises(ZeroDivisionError):
-        run(model, guest)
+    with monkeypatch.context() as patch:
+        patch.setattr(decoder_layers(model)[1].mlp, "forward", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run(model, guest)
     assert guest.told[-1] == "failed"
     assert len(called) == 2
     assert hooks(model) == len(handles) + (when == "within the call"), "one that could not go in the midst of the walk"
+    guest.entry.watch_model()
+    run(model, guest)
+    assert guest.told[-1] == "ends"
+    assert hooks(model) == len(handles), "without a failure all may go"
     for handle in handles:
         handle.remove()
-    guest.entry.leave()
     assert hooks(model) == 0
 
 
