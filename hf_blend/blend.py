@@ -270,9 +270,9 @@ class Fusor:
         self._detour = self._masks.give(layer, call, model_mask, self._rows)
 
     def _trim(self, index: int, call: LayerCall, model_mask: Any) -> None:
-        """In the last layer, go past K and V only with the rows whose output is wanted."""
+        """In the last layer, go past K and V only with the rows whose output is wanted; a listener hears all."""
         flowing = self._tokens if self._rows is None else self._rows.columns.shape[1]
-        if self._wanted_rows >= flowing or not self._plan.slots:
+        if self._wanted_rows >= flowing or not self._plan.slots or self._listener is not None:
             return
         self._look(index, call)
         wanted = torch.zeros((self._plan.real.shape[0], flowing), dtype=torch.bool, device=self._plan.real.device)
