@@ -117,12 +117,12 @@ class Entry:
                 self.watch_model()
             # registered only now, it is the last one: after an exception torch walks along these hooks, and none but
             # the last may be removed on the way
-            ended = module.register_forward_hook(self._model_ended, with_kwargs=True, always_call=True)
+            ended = module.register_forward_hook(self._ended, with_kwargs=True, always_call=True)
             self._after.append((module, ended))
             names = parameter_names(type(module)) or ("input_ids", "attention_mask")  # type: ignore[arg-type]
             guest.forward_begins({**dict(zip(names, args, strict=False)), **kwargs})
 
-    def _model_ended(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
+    def _ended(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
         kwargs, output = rest if len(rest) == 2 else (None, *rest)
         guest = self._own(args, kwargs)
         if guest is not None:
