@@ -25,8 +25,8 @@ FLOW = (  # a module imports from its own line and from those above it; LEAVES n
     ("errors", "version", "plugins"),
     ("config",),
     (
-        *("masks", "history", "regime", "prompt", "checksum", "placement", "identity", "fingerprint", "anatomy", "flops"),
-        *("report", "store.chunk", "store.locks"),
+        *("masks", "history", "regime", "prompt", "checksum", "placement", "identity", "fingerprint", "anatomy"),
+        *("flops", "report", "store.chunk", "store.locks"),
     ),
     LEAVES,
     ("capture", "calibrate"),
