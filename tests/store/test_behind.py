@@ -444,9 +444,9 @@ def test_a_write_that_fails_is_counted_and_later_ones_are_written(chunk):
     assert len(store) == 1
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_tier_that_breaks_its_promises_does_not_stop_the_others_of_a_queue(chunk):
-    written, left = [], []
+def test_a_tier_that_breaks_its_promises_is_reported_and_does_not_stop_a_queue(chunk, monkeypatch):
+    written, left, raised = [], [], []
+    monkeypatch.setattr(threading, "excepthook", lambda given: raised.append(given.exc_type))
 
     def write(pending):
         if not written:
@@ -460,6 +460,9 @@ def test_a_tier_that_breaks_its_promises_does_not_stop_the_others_of_a_queue(chu
         queue.put(PendingWrite(one, []))
     assert queue.flush(WAIT_S)
     assert written[1:] == [one.key.digest for one in chunks[1:]]
+    join_writers()
+    assert raised == [ZeroDivisionError]
+    assert left == [one.key.digest for one in chunks]
 
 
 def test_a_machine_without_threads_drops_and_counts(far, chunk, monkeypatch):
@@ -599,7 +602,8 @@ def test_waiting_for_all_layers_together_uses_up_one_budget(filled, chunk):
 
 
 @pytest.mark.parametrize("depth", [0, 2])
-def test_a_near_tier_has_no_budget(depth, tmp_path, chunk, same):
+def test_a_near_tier_has_no_budget(depth, tmp_path, chunk, same, monkeypatch):
+    monkeypatch.setattr(patience.LateLoads, "run", lambda *given: never())
     stored = chunk()
     ChunkStore.open(tmp_path).put(stored)
     store = ChunkStore.open(tmp_path, memory_bytes=0)
