@@ -200,9 +200,7 @@ class Conversation:
         if not self._messages:
             return ""
         if getattr(self.tokenizer, "chat_template", None):
-            return str(
-                self.tokenizer.apply_chat_template(self._messages, tokenize=False, add_generation_prompt=asks)
-            )
+            return str(self.tokenizer.apply_chat_template(self._messages, tokenize=False, add_generation_prompt=asks))
         return "".join(message["content"] for message in self._messages)
 
     def _encode(self, text: str, first: bool) -> list[int]:

@@ -123,4 +123,3 @@ def _tokenizer_digest(tokenizer: Any) -> str:
         return hashlib.sha256(backend.to_str().encode()).hexdigest()
     content = json.dumps([type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())])
     return hashlib.sha256(content.encode()).hexdigest()
-
