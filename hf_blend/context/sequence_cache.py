@@ -13,6 +13,7 @@ A key is stored as it was computed and turned from there each time, so any numbe
 The semantics are those of llama.cpp's KV cache, except that a shift moves a shared token for one sequence only.
 """
 
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,11 +26,13 @@ from ..errors import ConfigError, PromptError
 from ..placement import input_device
 from ..rotary.base import compose
 from .cells import Cells
+from .self_test import ensure_movable
 from .sequence_layer import SequenceLayer
 from .sequence_ops import SequenceOps
 from .steering import Steering
 from .tables import TableSource
 
+EXTENDED = "hf_blend_self_extend"  # the name of Self-Extend's attention
 UNKNOWN = -1  # id of a token that came as an embedding, or in a forward that no hook saw
 _NOTHING = (torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long))
 
@@ -41,17 +44,20 @@ class SequenceCache(SequenceOps, Cache):
     more; around calls of the model itself write `with cache:`, which lets the cache hand the model its positions.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, allow_unverified: bool = False) -> None:
         """Begin empty, with sequence 0 active.
 
         Args:
-            model: a causal language model of transformers whose keys can be moved.
+            model: a causal language model of transformers whose keys can be moved. The first cache of a model tests
+                that, with some tens of tokens.
+            allow_unverified: use a model that fails the self-test, with one warning.
 
         Raises:
             UnsupportedModelError: they cannot; the layer is named.
         """
         self.model = model
         self._source = TableSource.of(model)
+        ensure_movable(model, partial(SequenceCache, model), allow_unverified)
         self._device = input_device(model)
         SequenceOps.__init__(self)
         self._origins = torch.empty(0, dtype=torch.long)  # by cell: the position that its key is rotated for
@@ -168,7 +174,7 @@ class SequenceCache(SequenceOps, Cache):
         if not -self.get_seq_length() <= tokens_to_remove <= 0:
             raise ConfigError(
                 f"crop({tokens_to_remove}) was asked of a sequence of {self.get_seq_length()} tokens, but a number "
-                f"from {-self.get_seq_length()} to 0 is wanted: the tokens to remove, negative."
+                f"from {-self.get_seq_length()} to 0 is expected: the tokens to remove, negative."
             )
         self._cells.crop(self.active, -tokens_to_remove)
         self._show()
@@ -194,7 +200,7 @@ class SequenceCache(SequenceOps, Cache):
         given = arguments.get("inputs_embeds") if given is None else given
         mask = arguments.get("attention_mask")
         if given is None or given.shape[0] != 1 or (mask is not None and (mask.dim() != 2 or not bool(mask.all()))):
-            raise PromptError("one request without padding is wanted: a SequenceCache continues one sequence.")
+            raise PromptError("one request without padding is expected: a SequenceCache continues one sequence.")
         tokens = given.shape[1]
         self.make_room(tokens)
         self.compact()
@@ -240,12 +246,23 @@ class SequenceCache(SequenceOps, Cache):
         return found
 
     def _refuse_gaps(self, positions: Tensor) -> None:
-        """Stock masks measure a sliding window in columns; that is right only where columns follow positions."""
-        if has_windows(self.model) and bool((positions.diff() != 1).any()):
+        """Some attention counts tokens; that is right only where tokens follow each other as positions do."""
+        counts = self._counts_tokens()
+        if counts and bool((positions.diff() != 1).any()):
             raise ConfigError(
-                "the active sequence has holes or repeats in its positions, but this model attends within windows, "
-                "which transformers measures in tokens, not in positions. Close the holes with shift()."
+                f"the active sequence has holes or repeats in its positions, but {counts}, not positions. Close the "
+                "holes with shift()."
             )
+
+    def _counts_tokens(self) -> str:
+        """What in this model measures distances in tokens; empty if nothing does."""
+        if has_windows(self.model):
+            return "this model attends within windows, which transformers measures in tokens"
+        if not self._source.rotates:
+            return "this model's attention falls off with the distance, which it measures in tokens"
+        if getattr(text_config(self.model), "_attn_implementation", None) == EXTENDED:
+            return "Self-Extend is active, which measures distances in tokens"
+        return ""
 
     def _check(self, keys: Tensor) -> None:
         if keys.shape[0] != 1:
@@ -277,8 +294,14 @@ def _unknown(tokens: int) -> Tensor:
 
 def has_windows(model: nn.Module) -> bool:
     """Whether some layer of a model attends within a window or a chunk only."""
+    return windowed_layer(model) is not None
+
+
+def windowed_layer(model: nn.Module) -> int | None:
+    """The first layer of a model that attends within a window or a chunk only; None if all see everything."""
     config = text_config(model)
     kinds = getattr(config, "layer_types", None) or ()
     if kinds:
-        return any(kind != "full_attention" for kind in kinds)
-    return getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+        return next((index for index, kind in enumerate(kinds) if kind != "full_attention"), None)
+    uses = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+    return 0 if uses else None
