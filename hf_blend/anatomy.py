@@ -131,6 +131,21 @@ def text_config(model: nn.Module) -> Any:
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
+def has_windows(model: nn.Module) -> bool:
+    """Whether some layer of a model attends within a window or a chunk only."""
+    return windowed_layer(model) is not None
+
+
+def windowed_layer(model: nn.Module) -> int | None:
+    """The first layer of a model that attends within a window or a chunk only; None if all see everything."""
+    config = text_config(model)
+    kinds = getattr(config, "layer_types", None) or ()
+    if kinds:
+        return next((index for index, kind in enumerate(kinds) if kind != "full_attention"), None)
+    uses = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+    return 0 if uses else None
+
+
 def layer_configs(config: Any, count: int) -> list[Any]:
     """One config for each of `count` layers; the same one for all where they do not differ."""
     own = getattr(config, "per_layer_config", None)

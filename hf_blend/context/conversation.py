@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..anatomy import has_windows
 from ..cache import BlendCache
 from ..errors import ConfigError, PromptError, UnsupportedModelError
 from ..placement import input_device
 from ..store import ChunkStore
 from .context_shift import ShiftCache
 from .reuse import chunk_of
-from .sequence_cache import has_windows
 from .session import load_session, save_session
 
 

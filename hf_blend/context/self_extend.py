@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
-from ..anatomy import kv_groups, text_config
+from ..anatomy import kv_groups, text_config, windowed_layer
 from ..errors import ConfigError, UnsupportedModelError
 from ..rotary.base import RotaryStyle, compose
 from .self_test import ensure_extendable
-from .sequence_cache import EXTENDED, windowed_layer
+from .sequence_cache import EXTENDED
 from .tables import TableSource
 
 EXTENSION = 4  # times the trained length, where nothing else is asked for
@@ -162,6 +162,12 @@ def _extension(
             f"layer {windowed} of {type(model).__name__} attends within a window of its own, so it sees no far tokens "
             "to group. Self-Extend needs full attention in every layer."
         )
+    source = TableSource.of(model)
+    if not source.rotates:
+        raise UnsupportedModelError(
+            f"layer 0 of {type(model).__name__} does not rotate its keys, and neither does any other, but Self-Extend "
+            "groups rotary positions. Use it with a model that has them."
+        )
     trained = trained or getattr(text_config(model), "max_position_embeddings", None)
     if trained is None or trained < 2:
         raise ConfigError(f"the trained length is {trained}, expected 2 or more. Pass trained_tokens.")
@@ -173,12 +179,6 @@ def _extension(
         group = max(1, math.ceil((longest - window) / (trained - window)))
     if group < 1:
         raise ConfigError(f"group_tokens is {group}, expected a whole number from 1 on.")
-    source = TableSource.of(model)
-    if not source.rotates:
-        raise UnsupportedModelError(
-            f"layer 0 of {type(model).__name__} does not rotate its keys, and neither does any other, but Self-Extend "
-            "groups rotary positions. Use it with a model that has them."
-        )
     return Extension(source, window, group)
 
 

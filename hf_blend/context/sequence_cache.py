@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from ..anatomy import decoder_layers, text_config
+from ..anatomy import decoder_layers, has_windows, text_config
 from ..errors import ConfigError, PromptError
 from ..placement import input_device
 from ..rotary.base import compose
@@ -290,18 +290,3 @@ def _positions(start: int, tokens: int) -> Tensor:
 
 def _unknown(tokens: int) -> Tensor:
     return torch.full((tokens,), UNKNOWN)
-
-
-def has_windows(model: nn.Module) -> bool:
-    """Whether some layer of a model attends within a window or a chunk only."""
-    return windowed_layer(model) is not None
-
-
-def windowed_layer(model: nn.Module) -> int | None:
-    """The first layer of a model that attends within a window or a chunk only; None if all see everything."""
-    config = text_config(model)
-    kinds = getattr(config, "layer_types", None) or ()
-    if kinds:
-        return next((index for index, kind in enumerate(kinds) if kind != "full_attention"), None)
-    uses = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
-    return 0 if uses else None
