@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from .anatomy import refuse_extended
 from .checksum import checksum
 from .errors import UnsupportedModelError
 from .placement import offload_hooks
@@ -70,7 +71,7 @@ def fingerprint(model: nn.Module) -> str:
         The fingerprint.
 
     Raises:
-        UnsupportedModelError: a weight or a config value cannot be read.
+        UnsupportedModelError: a weight or a config value cannot be read, or the model is inside `self_extend`.
     """
     return describe_fingerprint(model)["fingerprint"]
 
@@ -85,6 +86,7 @@ def describe_fingerprint(model: nn.Module) -> dict[str, Any]:
         `fingerprint`, and its parts: `format`, `model_class`, `config`, `adapters`, `dtypes` (bytes of weights by
         dtype) and `weights` (sha256 over name, dtype, shape and checksum of each).
     """
+    refuse_extended(model)
     small = {
         "format": FORMAT,
         "model_class": type(model).__name__,

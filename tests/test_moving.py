@@ -8,11 +8,12 @@ import logging
 import pytest
 import torch
 
-from hf_blend import SequenceCache, ShiftCache, UnsupportedModelError, self_extend
+from hf_blend import BlendCache, ChunkStore, SequenceCache, ShiftCache, UnsupportedModelError, self_extend
 from hf_blend.capture import capture
 from hf_blend.context import conversation, oracles, self_test, sequence_layer, tables
 from hf_blend.context import self_extend as extending
 from hf_blend.context.reuse import blended, fit
+from hf_blend.context.session import save_session
 from hf_blend.errors import ConfigError, PromptError
 from hf_blend.ladder.everything import EXTEND_RUNGS, broken, verify_types
 from hf_blend.ladder.ladder import verify
@@ -251,6 +252,29 @@ def test_holes_are_refused_inside_self_extend_which_counts_tokens():
     cache.remove(0, 5, 9)
     with self_extend(model), pytest.raises(ConfigError, match="Self-Extend is active"):
         cache.shown()
+
+
+def test_nothing_is_stored_or_blended_that_a_model_computes_inside_self_extend(tmp_path):
+    model, store, ids = tiny_model("llama"), ChunkStore.open("memory://"), prompt(40)
+    blend = BlendCache(model, store)
+    inputs = blend.inputs(None, chunks=[ids[0, :30].tolist()], question=ids[0, 30:].tolist())
+    cache = SequenceCache(model)
+    with self_extend(model, trained_tokens=16):
+        for refused in (
+            lambda: BlendCache(model, store),
+            lambda: model.generate(**inputs, past_key_values=blend, max_new_tokens=2),
+            lambda: store.add(model, None, [ids[0].tolist()]),
+        ):
+            with pytest.raises(UnsupportedModelError, match="inside self_extend"):
+                refused()
+        model.generate(ids, past_key_values=cache, max_new_tokens=2)
+    for refused in (lambda: blended(cache, ids[0].tolist()), lambda: save_session(cache, tmp_path / "session")):
+        with pytest.raises(UnsupportedModelError, match="computed inside self_extend"):
+            refused()
+    assert list(tmp_path.iterdir()) == []
+    assert (
+        model.generate(**inputs, past_key_values=blend, max_new_tokens=2).shape[1] == inputs["input_ids"].shape[1] + 2
+    )
 
 
 def test_a_position_beyond_a_buffer_of_sines_is_refused():

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..anatomy import has_windows
+from ..anatomy import has_windows, refuse_extended
 from ..cache import BlendCache
 from ..errors import ConfigError, PromptError, UnsupportedModelError
 from ..placement import input_device
@@ -86,9 +86,12 @@ class Conversation:
 
         Raises:
             PromptError: the question is empty.
+            UnsupportedModelError: there is an archive, and the model is inside `self_extend`.
         """
         if not question:
-            raise PromptError("the question is empty, wanted some text. Ask something.")
+            raise PromptError("the question is empty, expected some text. Ask something.")
+        if self.archive is not None:
+            refuse_extended(self.model)
         before = self._text(False)
         self._messages.append({"role": "user", "content": question})
         asked = self._encode(self._text(True)[len(before) :], first=not before and not self._waiting)

@@ -23,11 +23,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
-from ..anatomy import kv_groups, text_config, windowed_layer
+from ..anatomy import EXTENDED, kv_groups, text_config, windowed_layer
 from ..errors import ConfigError, UnsupportedModelError
 from ..rotary.base import RotaryStyle, compose
 from .self_test import ensure_extendable
-from .sequence_cache import EXTENDED
 from .tables import TableSource
 
 EXTENSION = 4  # times the trained length, where nothing else is asked for

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from ..anatomy import decoder_layers, has_windows, text_config
-from ..errors import ConfigError, PromptError
+from ..anatomy import decoder_layers, has_windows, is_extended, refuse_extended
+from ..errors import ConfigError, PromptError, UnsupportedModelError
 from ..placement import input_device
 from ..rotary.base import compose
 from .cells import Cells
@@ -32,7 +32,6 @@ from .sequence_ops import SequenceOps
 from .steering import Steering
 from .tables import TableSource
 
-EXTENDED = "hf_blend_self_extend"  # the name of Self-Extend's attention
 UNKNOWN = -1  # id of a token that came as an embedding, or in a forward that no hook saw
 _NOTHING = (torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long))
 
@@ -62,6 +61,7 @@ class SequenceCache(SequenceOps, Cache):
         SequenceOps.__init__(self)
         self._origins = torch.empty(0, dtype=torch.long)  # by cell: the position that its key is rotated for
         self._is_laid, self._pending = True, _NOTHING
+        self._was_extended = False
         self._steering = Steering(self, model)
         self._sequence_layers = [SequenceLayer() for _ in decoder_layers(model)]
         Cache.__init__(self, layers=[*self._sequence_layers])
@@ -108,6 +108,20 @@ class SequenceCache(SequenceOps, Cache):
         """The layers, with `keys` and `values` of the active sequence laid out as attention sees them."""
         self.compact()
         return self._sequence_layers
+
+    def refuse_extended(self) -> None:
+        """Refuse to be stored, if the model is inside `self_extend` or was for some of the tokens.
+
+        Raises:
+            UnsupportedModelError: some K and V are not those that the model computes alone.
+        """
+        refuse_extended(self.model)
+        if self._was_extended:
+            raise UnsupportedModelError(
+                f"a cache of {type(self.model).__name__} holds {self.get_seq_length()} tokens, some of them computed "
+                "inside self_extend, but what is stored is expected to be what the model computes alone. Fill a cache "
+                "outside the block."
+            )
 
     def state(self) -> dict[str, Tensor]:
         """Everything that the cache holds, by name: `ids` and `origins` by cell, `active`, cells and positions of each
@@ -164,6 +178,7 @@ class SequenceCache(SequenceOps, Cache):
         """
         if layer_idx == 0:
             self._check(key_states)
+            self._was_extended = self._was_extended or is_extended(self.model)
         shown = self._sequence_layers[layer_idx].write(self._cells.count, key_states, value_states)
         if layer_idx == len(self._sequence_layers) - 1:
             self._commit()
@@ -260,7 +275,7 @@ class SequenceCache(SequenceOps, Cache):
             return "this model attends within windows, which transformers measures in tokens"
         if not self._source.rotates:
             return "this model's attention falls off with the distance, which it measures in tokens"
-        if getattr(text_config(self.model), "_attn_implementation", None) == EXTENDED:
+        if is_extended(self.model):
             return "Self-Extend is active, which measures distances in tokens"
         return ""
 
