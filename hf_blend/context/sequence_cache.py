@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from ..anatomy import decoder_layers, has_windows, is_extended, refuse_extended
+from ..anatomy import decoder_layers, is_extended, refuse_extended
 from ..errors import ConfigError, PromptError, UnsupportedModelError
 from ..placement import input_device
 from ..rotary.base import compose
@@ -30,7 +30,7 @@ from .self_test import ensure_movable
 from .sequence_layer import SequenceLayer
 from .sequence_ops import SequenceOps
 from .steering import Steering
-from .tables import TableSource
+from .tables import TableSource, counted_in_tokens
 
 UNKNOWN = -1  # id of a token that came as an embedding, or in a forward that no hook saw
 _NOTHING = (torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long))
@@ -262,22 +262,12 @@ class SequenceCache(SequenceOps, Cache):
 
     def _refuse_gaps(self, positions: Tensor) -> None:
         """Some attention counts tokens; that is right only where tokens follow each other as positions do."""
-        counts = self._counts_tokens()
+        counts = counted_in_tokens(self.model, self._source)
         if counts and bool((positions.diff() != 1).any()):
             raise ConfigError(
                 f"the active sequence has holes or repeats in its positions, but {counts}, not positions. Close the "
                 "holes with shift()."
             )
-
-    def _counts_tokens(self) -> str:
-        """What in this model measures distances in tokens; empty if nothing does."""
-        if has_windows(self.model):
-            return "this model attends within windows, which transformers measures in tokens"
-        if not self._source.rotates:
-            return "this model's attention falls off with the distance, which it measures in tokens"
-        if is_extended(self.model):
-            return "Self-Extend is active, which measures distances in tokens"
-        return ""
 
     def _check(self, keys: Tensor) -> None:
         if keys.shape[0] != 1:

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ..anatomy import LayerCall, decoder_layers, decoder_of, text_config
+from ..anatomy import LayerCall, decoder_layers, decoder_of, has_windows, is_extended, text_config
 from ..calibrate import rotary_styles
 from ..errors import UnsupportedModelError
 from ..placement import input_device
@@ -97,6 +97,15 @@ class TableSource:
 def is_rotary(style: type[RotaryStyle]) -> bool:
     """Whether keys of this style rotate at all."""
     return bool(style.pairs(torch.ones(1, 8)).numel())
+
+
+def counted_in_tokens(model: nn.Module, source: TableSource) -> str:
+    """What in a model measures distances in tokens, not in positions; empty if nothing does."""
+    if has_windows(model):
+        return "this model attends within windows, which transformers measures in tokens"
+    if not source.rotates:
+        return "this model's attention falls off with the distance, which it measures in tokens"
+    return "Self-Extend is active, which measures distances in tokens" if is_extended(model) else ""
 
 
 @torch.no_grad()
