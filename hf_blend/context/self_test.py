@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..anatomy import decoder_layers, text_config
 from ..calibrate import COARSE_TOLERANCE, TOLERANCE, relative_error
+from ..errors import UnsupportedModelError
 from ..placement import input_device
 from ..trust import FAILURES, FLOORS, ensure_passed
 from .oracles import Comparison, FarRow, closed_hole, far_rows, whole_shift
@@ -97,8 +98,13 @@ def _off(compared: Sequence[Comparison]) -> str:
 
 def _asking(model: nn.Module, block: Callable[[], AbstractContextManager[Any]], asked: set[int]) -> str:
     """The first layer that does not ask transformers for its attention; empty if all do."""
-    with torch.no_grad(), block():
-        model(_ids(model).to(input_device(model)), use_cache=False)
+    try:
+        with torch.no_grad(), block():
+            model(_ids(model).to(input_device(model)), use_cache=False)
+    except UnsupportedModelError as refused:
+        return str(refused)
+    except FAILURES as broken:
+        return f"layer {len(asked)} of {type(model).__name__} cannot be extended: {type(broken).__name__}: {broken}"
     deaf = [index for index in range(len(decoder_layers(model))) if index not in asked]
     if not deaf:
         return ""
