@@ -185,8 +185,8 @@ def _refuse_arguments(module: nn.Module, kwargs: dict[str, Any]) -> None:
     for name in UNKNOWN_ARGUMENTS:
         if kwargs.get(name) is not None:
             raise UnsupportedModelError(
-                f"layer {module.layer_idx}, a {type(module).__name__}, attends with {name}, which Self-Extend does not "
-                "know. Use it with a model of plain softmax attention."
+                f"layer {module.layer_idx}, a {type(module).__name__}, attends with {name}, which Self-Extend does "
+                "not know. Use it with a model of plain softmax attention."
             )
 
 
