@@ -183,7 +183,9 @@ def stock_attention(module: nn.Module, name: str) -> Callable[..., Any]:
     """
     if name in ALL_ATTENTION_FUNCTIONS:
         return ALL_ATTENTION_FUNCTIONS[name]
-    found: Callable[..., Any] | None = getattr(sys.modules[type(module).__module__], f"{name}_attention_forward", None)
+    found: Callable[..., Any] | None = getattr(
+        sys.modules[type(module).__module__], f"{name}_attention_forward", None
+    )
     if found is None:
         raise UnsupportedModelError(
             f"{type(module).__name__} attends with {name!r}, whose function was not found. Load the model with "
