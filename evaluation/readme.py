@@ -116,15 +116,14 @@ def _families(document: dict[str, Any]) -> list[str]:
         f"<details><summary>Of {len(rows)} model types {counts[0]} blend, {counts[1]} move and {counts[2]} extend "
         "exactly; the others are refused, each with its reason</summary>",
         "",
-        "| type | blend | move | extend | rotary style | windows | seconds |",
-        "|---|---|---|---|---|---|---|",
+        "| type | blend | move | extend | rotary style | windows |",
+        "|---|---|---|---|---|---|",
     ]
     for row in sorted(rows, key=lambda row: not row["supported"]):
         blend = "exact" if row["supported"] else row["reason"]
         found = [(blend, row["max_abs_error"]), *((row[name], row[f"{name}_error"]) for name in ("move", "extend"))]
-        results = [_result(reason, error, blend) for reason, error in found]
-        results[0] = _result(*found[0], None)
-        cells = [row["model"], *results, row["rotary"], row["window"], f"{row['seconds']:.1f}"]
+        results = [_result(*found[0]), *(_result(*one, blend) for one in found[1:])]
+        cells = [row["model"], *results, row["rotary"], row["window"]]
         lines.append(f"| {' | '.join(cells)} |")
     return [*lines, "", "</details>"]
 
@@ -133,7 +132,7 @@ def _exact(rows: list[dict[str, Any]], name: str) -> int:
     return sum(row[name] == "exact" for row in rows)
 
 
-def _result(reason: str, error: float | None, blend: str | None) -> str:
+def _result(reason: str, error: float | None, blend: str | None = None) -> str:
     """A verdict in a table; the reason why nothing at all is done with a type is given once."""
     if reason == "exact":
         return "exact" if error is None else f"exact, {error:.1e}"
