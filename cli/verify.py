@@ -29,10 +29,11 @@ def verify(
     device: Device = "cpu",
     json: Json = False,
 ) -> None:
-    """Climb the ladder of exactness: small claims about blending, each measured on the model.
+    """Climb the ladder of exactness: small claims, each measured on the model.
 
-    Exit code 0: every rung holds. 1: a rung fails or the model cannot be blended; which and why is said. With --all
-    every type is either exact in float32 or refused with a reason, and the exit code is 1 if one crashed.
+    Exit code 0: every rung holds, or is about something that is refused for the model by name. 1: a rung fails or the
+    model cannot be blended; which and why is said. With --all every type is blended, moved and extended exactly in
+    float32, or refused with a reason; the exit code is 1 if one crashed or is wrong without a refusal.
 
     Examples:
         hf-blend verify tiny:llama --dtype float32 --attention sdpa  # slow
@@ -62,11 +63,11 @@ def verify(
 
 
 def _verify_all(json: bool) -> None:
-    from hf_blend.ladder.everything import verify_types
+    from hf_blend.ladder.everything import broken, verify_types
     from hf_blend.ladder.zoo import tiny_types
 
     rows: list[dict[str, Any]] = list(progress(verify_types(), "model types", total=len(tiny_types())))
     show({"models": rows} if json else rows, as_json=json, title="model types", header=True)
-    crashed = [row["model"] for row in rows if str(row["reason"]).startswith("crashed")]
-    if crashed:
-        fail(f"{len(crashed)} model types broke in an unforeseen way: {', '.join(crashed)}.")
+    found = [row["model"] for row in rows if broken(row)]
+    if found:
+        fail(f"{len(found)} model types crashed or are wrong without a refusal: {', '.join(found)}.")

@@ -109,22 +109,34 @@ def _ttft(document: dict[str, Any]) -> list[str]:
 
 
 def _families(document: dict[str, Any]) -> list[str]:
-    """Every model type: exact, or the reason why not."""
+    """Every model type, and whether it is blended, moved and extended: exact, or the reason why not."""
     rows = document["models"]
-    exact = [row for row in rows if row["supported"]]
+    counts = [sum(row["supported"] for row in rows), *(_exact(rows, name) for name in ("move", "extend"))]
     lines = [
-        f"<details><summary>{len(exact)} of {len(rows)} model types are exact; the others are refused, each with its "
-        "reason</summary>",
+        f"<details><summary>Of {len(rows)} model types {counts[0]} blend, {counts[1]} move and {counts[2]} extend "
+        "exactly; the others are refused, each with its reason</summary>",
         "",
-        "| type | result | rotary style | windows | largest error | seconds |",
+        "| type | blend | move | extend | rotary style | windows |",
         "|---|---|---|---|---|---|",
     ]
     for row in sorted(rows, key=lambda row: not row["supported"]):
-        error = "" if row["max_abs_error"] is None else f"{row['max_abs_error']:.1e}"
-        result = "exact" if row["supported"] else _short(row["reason"])
-        cells = [row["model"], result, row["rotary"], row["window"], error, f"{row['seconds']:.1f}"]
+        blend = "exact" if row["supported"] else row["reason"]
+        found = [(blend, row["max_abs_error"]), *((row[name], row[f"{name}_error"]) for name in ("move", "extend"))]
+        results = [_result(*found[0]), *(_result(*one, blend) for one in found[1:])]
+        cells = [row["model"], *results, row["rotary"], row["window"]]
         lines.append(f"| {' | '.join(cells)} |")
     return [*lines, "", "</details>"]
+
+
+def _exact(rows: list[dict[str, Any]], name: str) -> int:
+    return sum(row[name] == "exact" for row in rows)
+
+
+def _result(reason: str, error: float | None, blend: str | None = None) -> str:
+    """A verdict in a table; the reason why nothing at all is done with a type is given once."""
+    if reason == "exact":
+        return "exact" if error is None else f"exact, {error:.1e}"
+    return "refused likewise" if reason == blend else _short(reason)
 
 
 def _short(reason: str) -> str:

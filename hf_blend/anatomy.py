@@ -20,6 +20,7 @@ from .errors import UnsupportedModelError
 from .identity.canonical import canonical
 from .placement import input_device
 
+EXTENDED = "hf_blend_self_extend"  # the name of Self-Extend's attention function
 TOKEN_STATES = ("", "SlidingWindow", "Dummy")  # cache layers of transformers, less "Dynamic" and "Layer"
 _reshaping: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 UNREADABLE = (AttributeError, LookupError, TypeError, ValueError)  # a config that transformers' own cache refuses
@@ -130,6 +131,42 @@ def text_config(model: nn.Module) -> Any:
     """The config that describes the text decoder; for a text-only model, the config itself."""
     config = model.config
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+
+
+def has_windows(model: nn.Module) -> bool:
+    """Whether some layer of a model attends within a window or a chunk only."""
+    return windowed_layer(model) is not None
+
+
+def windowed_layer(model: nn.Module) -> int | None:
+    """The first layer of a model that attends within a window or a chunk only; None if all see everything."""
+    config = text_config(model)
+    kinds = getattr(config, "layer_types", None) or ()
+    if kinds:
+        return next((index for index, kind in enumerate(kinds) if kind != "full_attention"), None)
+    uses = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+    return 0 if uses else None
+
+
+def is_extended(model: nn.Module) -> bool:
+    """Whether a model is inside `self_extend`, where it attends otherwise than it does alone."""
+    return getattr(text_config(model), "_attn_implementation", None) == EXTENDED
+
+
+def refuse_extended(model: nn.Module) -> None:
+    """Refuse what stores K and V, or brings stored ones, for a model that is inside `self_extend`.
+
+    Args:
+        model: a causal language model.
+
+    Raises:
+        UnsupportedModelError: its K and V are not those that it computes alone.
+    """
+    if is_extended(model):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is inside self_extend, where layer 1 and those behind it compute other K and V, "
+            "but what is stored is expected to be its own. Blend, save and archive outside the block."
+        )
 
 
 def layer_configs(config: Any, count: int) -> list[Any]:

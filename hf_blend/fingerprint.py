@@ -25,6 +25,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from .anatomy import refuse_extended
 from .identity.hooks import refuse_foreign_hooks
 from .identity.structure import IGNORED_ATTRIBUTES, IGNORED_CONFIG_FIELDS, Structure, config_part
 from .identity.watch import StructureWatch, WeightWatch
@@ -66,7 +67,8 @@ def fingerprint(model: nn.Module, *, reread: bool = False) -> str:
         The fingerprint.
 
     Raises:
-        UnsupportedModelError: the model has forward hooks of others, or something in it cannot be written down.
+        UnsupportedModelError: the model has forward hooks of others, is inside `self_extend`, or something in it cannot
+            be written down.
     """
     return describe_fingerprint(model, reread=reread)["fingerprint"]
 
@@ -86,6 +88,7 @@ def describe_fingerprint(model: nn.Module, *, reread: bool = False) -> dict[str,
     Raises:
         UnsupportedModelError: as in `fingerprint`.
     """
+    refuse_extended(model)
     with _lock:
         known = _structure_of(model)
         if reread or not known.is_read():

@@ -27,7 +27,7 @@ from .request import PER_TOKEN
 from .rotary.base import RotaryStyle
 from .store import ChunkStore
 
-__all__ = ["ensure_trusted"]
+__all__ = ["FAILURES", "FLOORS", "ensure_passed", "ensure_trusted"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +39,8 @@ MOST_ALLOWED = 0.2  # a plain model that is further from itself in two pieces sa
 FAILURES = (ArithmeticError, AttributeError, HfBlendError, LookupError, RuntimeError, TypeError, ValueError)
 
 _complaints: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], str]] = WeakKeyDictionary()  # "": none
-_warned: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-_testing: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+_warned: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+_testing: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 _lock = threading.RLock()
 
 
@@ -62,29 +62,46 @@ def ensure_trusted(
     """
     with _lock, canonical(model):
         styles = rotary_styles(model)
-        if model in _testing:
-            return styles
-        complaint = _complaint(model, make_cache)
-        if complaint and not allow_unverified:
-            raise UnsupportedModelError(complaint)
-        if complaint and model not in _warned:
-            _warned[model] = True
-            logger.warning("used although it is not verified: %s", complaint)
+        ensure_passed(model, "blend", lambda: _tested(model, make_cache), allow_unverified)
     return styles
 
 
-def _complaint(model: nn.Module, make_cache: Callable[..., Any]) -> str:
+def ensure_passed(model: nn.Module, use: str, test: Callable[[], str], allow_unverified: bool = False) -> None:
+    """Run a self-test once for each dtype and attention that a model is used with.
+
+    Args:
+        model: in eval mode while the test runs; it is left as it was.
+        use: what is tested, a word.
+        test: gives what speaks against the model, "" if nothing does. What it makes may call this function again with
+            the same use, and is not tested meanwhile.
+        allow_unverified: use a model that fails, with one warning.
+
+    Raises:
+        UnsupportedModelError: with what the test gave.
+    """
+    with _lock, canonical(model):
+        if use in _testing.get(model, ()):
+            return
+        complaint = _complaint(model, use, test)
+        if complaint and not allow_unverified:
+            raise UnsupportedModelError(complaint)
+        if complaint and use not in _warned.setdefault(model, set()):
+            _warned[model].add(use)
+            logger.warning("used although it is not verified: %s", complaint)
+
+
+def _complaint(model: nn.Module, use: str, test: Callable[[], str]) -> str:
     """What speaks against the model as it is now; empty if nothing does."""
     known = _complaints.setdefault(model, {})
     attention = getattr(text_config(model), "_attn_implementation", None)
-    place = (model.dtype, attention, structure_digest(model))
-    if place not in known:
-        _testing[model] = True
+    state = (use, model.dtype, attention, structure_digest(model))
+    if state not in known:
+        _testing.setdefault(model, set()).add(use)
         try:
-            known[place] = _tested(model, make_cache)
+            known[state] = test()
         finally:
-            del _testing[model]
-    return known[place]
+            _testing[model].discard(use)
+    return known[state]
 
 
 def _tested(model: nn.Module, make_cache: Callable[..., Any]) -> str:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from hf_blend import blend, choice, hooks, layers, plan, plugins, realign, row_masks, rows
 from hf_blend.anatomy import LayerCall
 from hf_blend.cli.main import main
+from hf_blend.context import self_extend, sequence_cache
 from hf_blend.errors import ConfigError, UnsupportedModelError
 from hf_blend.ladder.base import Outcome
 from hf_blend.ladder.floor import attending, attention_of
@@ -59,6 +60,7 @@ def test_every_rung_holds_for_a_llama(dtype, attention):
     verdict = climbed("llama", dtype, attention, None)
     assert verdict.supported, verdict.reason
     assert [rung.name for rung in verdict.rungs] == list(rung_names())
+    assert verdict.refused == []
 
 
 def combinations() -> Iterator[Any]:
@@ -188,6 +190,14 @@ def answer_spoilt(self: Any, keys: Any, values: Any, *args: Any, **kwargs: Any) 
     return LAYER_UPDATE(self, keys, -values, *args, **kwargs)
 
 
+def where_they_were(self: Any, old: Any, new: Any) -> list[None]:
+    return [None] * len(self.layers)
+
+
+def as_the_model_has_put_them(source: Any, layer: int, states: Any, old: Any, new: Any) -> Any:
+    return states
+
+
 COMPOSE, ROW_MASK, LAY, HIGHEST = realign.compose, row_masks.row_mask, realign.Realigner.lay, choice.highest
 CAPTURE_CHUNK, CHOSEN, BEGIN = plan.capture_chunk, blend.Fusor._chosen, blend.Fusor._begin
 TAKE_ROWS, WRITES = LayerCall.take_rows, itertools.count()
@@ -222,6 +232,9 @@ BREAKS: list[tuple[str, Any, str, Callable[..., Any]]] = [  # rung, owner, attri
     ("untouched_after_error", hooks.Entry, "_ended", left_only_on_success),
     ("two_caches", hooks.Entry, "_own", anyone),
     ("damaged_entries", entry, "_hasher", ConstantDigest),
+    ("whole_shift", sequence_cache.SequenceCache, "_turns", where_they_were),
+    ("closed_hole", sequence_cache.SequenceCache, "_turns", where_they_were),
+    ("self_extend", self_extend, "_moved", as_the_model_has_put_them),
     ("stale_entries", blend.Fusor, "_guard", hold),
     ("stale_entries", None, "fingerprint", lambda model: "0" * 64),
 ]  # fmt: skip
@@ -235,11 +248,21 @@ def break_it(monkeypatch: pytest.MonkeyPatch, owner: Any, attribute: str, instea
         monkeypatch.setattr(owner, attribute, instead)
 
 
+def trusted(family: str) -> PreTrainedModel:
+    """The model after its self-tests: what is broken later is for the rung to see."""
+    model = model_of(family)
+    with attending(model, "sdpa"), self_extend.self_extend(model):
+        sequence_cache.SequenceCache(model)
+    with attending(model, "sdpa"):
+        sequence_cache.SequenceCache(model)
+    return model
+
+
 @pytest.mark.parametrize(
     ("rung", "owner", "attribute", "instead"), BREAKS, ids=lambda one: getattr(one, "__name__", one)
 )
 def test_a_rung_falls_when_what_it_claims_is_broken(rung, owner, attribute, instead, monkeypatch):
-    model = model_of("llama")
+    model = trusted("llama")
     before = {module: (dict(module._forward_hooks), dict(module._forward_pre_hooks)) for module in model.modules()}
     try:
         with monkeypatch.context() as patch:

@@ -16,7 +16,7 @@ from hf_blend.context.sequence_cache import SequenceCache
 from hf_blend.errors import ConfigError, PromptError, UnsupportedModelError
 from hf_blend.ladder.zoo import tiny_model
 
-FAMILIES = ("llama", "gpt_neox", "cohere2", "gemma3_text")
+FAMILIES = ("llama", "gpt_neox", "cohere2", "gemma3_text", "deepseek_v3", "gptj")
 TOLERANCE = 1e-5
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 128}
 MODELS = {name: tiny_model(name) for name in FAMILIES}
@@ -55,7 +55,7 @@ MOVES = st.lists(
 
 
 @settings(max_examples=40)
-@given(MOVES, st.sampled_from(["llama", "gpt_neox"]))
+@given(MOVES, st.sampled_from(["llama", "gpt_neox", "deepseek_v3", "gptj"]))
 def test_keys_after_any_program_are_those_of_a_direct_computation(program, name):
     model = MODELS[name]
     cache = filled(model)

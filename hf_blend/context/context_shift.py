@@ -22,19 +22,27 @@ class ShiftCache(SequenceCache):
     A prompt longer than the window is read in parts with `generate(..., prefill_chunk_size=…)`.
     """
 
-    def __init__(self, model: nn.Module, *, window_tokens: int | None = None, keep_tokens: int = 4) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        window_tokens: int | None = None,
+        keep_tokens: int = 4,
+        allow_unverified: bool = False,
+    ) -> None:
         """Begin empty.
 
         Args:
             model: a causal language model whose keys can be moved.
             window_tokens: most tokens that the cache holds; None is the model's `max_position_embeddings`.
             keep_tokens: how many of the first tokens are never dropped, such as BOS and a system prompt.
+            allow_unverified: use a model that fails the self-test, with one warning.
 
         Raises:
             ConfigError: there is no room between what is kept and the window.
             UnsupportedModelError: the model's keys cannot be moved; the layer is named.
         """
-        super().__init__(model)
+        super().__init__(model, allow_unverified=allow_unverified)
         longest = getattr(text_config(model), "max_position_embeddings", None)
         self.window_tokens = int((longest if window_tokens is None else window_tokens) or 0)
         self.keep_tokens, self.shifts = keep_tokens, 0

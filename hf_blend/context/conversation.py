@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..anatomy import has_windows, refuse_extended
 from ..cache import BlendCache
 from ..errors import ConfigError, PromptError, UnsupportedModelError
 from ..modality import placeholder_ids
@@ -24,7 +25,6 @@ from ..placement import input_device
 from ..store import ChunkStore
 from .context_shift import ShiftCache
 from .reuse import chunk_of
-from .sequence_cache import has_windows
 from .session import load_session, save_session
 
 
@@ -48,6 +48,7 @@ class Conversation:
         system: str | None = None,
         window_tokens: int | None = None,
         archive: ChunkStore | None = None,
+        allow_unverified: bool = False,
     ) -> None:
         """Begin.
 
@@ -58,14 +59,19 @@ class Conversation:
             window_tokens: most tokens that the cache holds; None is the model's `max_position_embeddings`.
             archive: keeps the KV of every turn, for `recall`. Nobody else may use it: turns saw what stood before
                 them.
+            allow_unverified: use a model that fails the self-test, with one warning.
 
         Raises:
             ConfigError: the system prompt leaves no room in the window.
+            UnsupportedModelError: the model's keys cannot be moved; the layer is named.
         """
         self.model, self.tokenizer, self.archive = model, tokenizer, archive
         self._messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
         self._begin = self._encode(self._text(False), first=True)
-        self.cache = ShiftCache(model, window_tokens=window_tokens, keep_tokens=max(1, len(self._begin)))
+        keep_tokens = max(1, len(self._begin))
+        self.cache = ShiftCache(
+            model, window_tokens=window_tokens, keep_tokens=keep_tokens, allow_unverified=allow_unverified
+        )
         self._waiting: list[int] = self._begin  # ids that are part of the conversation and not in the cache yet
         self.turns: list[Turn] = []
 
@@ -81,9 +87,12 @@ class Conversation:
 
         Raises:
             PromptError: the question is empty.
+            UnsupportedModelError: there is an archive, and the model is inside `self_extend`.
         """
         if not question:
-            raise PromptError("the question is empty, wanted some text. Ask something.")
+            raise PromptError("the question is empty, expected some text. Ask something.")
+        if self.archive is not None:
+            refuse_extended(self.model)
         before = self._text(False)
         self._messages.append({"role": "user", "content": question})
         asked = self._encode(self._text(True)[len(before) :], first=not before and not self._waiting)
@@ -202,9 +211,7 @@ class Conversation:
         if not self._messages:
             return ""
         if getattr(self.tokenizer, "chat_template", None):
-            return str(
-                self.tokenizer.apply_chat_template(self._messages, tokenize=False, add_generation_prompt=asks)
-            )
+            return str(self.tokenizer.apply_chat_template(self._messages, tokenize=False, add_generation_prompt=asks))
         return "".join(message["content"] for message in self._messages)
 
     def _encode(self, text: str, first: bool) -> list[int]:

@@ -105,8 +105,12 @@ def chunk_of(cache: SequenceCache, start: int, stop: int) -> ChunkKV:
         stop: the token behind its last.
 
     Returns:
-        Its K, rotated for the positions where it stands, and V, with the tables of these positions.
+        Its K, rotated for the positions where it is, and V, with the tables of these positions.
+
+    Raises:
+        UnsupportedModelError: it was computed inside `self_extend`, or the model is inside.
     """
+    cache.refuse_extended()
     ids, positions = tuple(cache.tokens()[start:stop]), torch.tensor(cache.positions()[start:stop])
     tables, layer_table = _distinct(TableSource.of(cache.model), positions)
     shown: list[Any] = cache.shown()

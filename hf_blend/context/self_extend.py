@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,14 +23,14 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
-from ..anatomy import kv_groups, text_config
+from ..anatomy import EXTENDED, kv_groups, text_config, windowed_layer
 from ..errors import ConfigError, UnsupportedModelError
 from ..rotary.base import RotaryStyle, compose
-from .sequence_cache import has_windows
+from .self_test import ensure_extendable
 from .tables import TableSource
 
-NAME = "hf_blend_self_extend"
 EXTENSION = 4  # times the trained length, where nothing else is asked for
+TRIAL_GROUP_TOKENS = 1 << 20  # one group for all tokens of a self-test
 UNKNOWN_ARGUMENTS = ("sliding_window", "softcap", "s_aux", "position_bias")  # that change attention in some family
 
 _active: ContextVar["Extension"] = ContextVar("self_extend")
@@ -44,11 +44,13 @@ class Extension:
         source: the model's rotary tables.
         window_tokens: keys nearer than this keep their distance.
         group_tokens: this many neighbouring far positions count as one.
+        asked: the layers whose attention was computed here so far.
     """
 
     source: TableSource
     window_tokens: int
     group_tokens: int
+    asked: set[int] = field(default_factory=set)
 
 
 @contextmanager
@@ -59,32 +61,45 @@ def self_extend(
     max_tokens: int | None = None,
     window_tokens: int | None = None,
     group_tokens: int | None = None,
+    allow_unverified: bool = False,
 ) -> Iterator[Extension]:
     """Let a model attend beyond its trained length while the block runs.
 
     Args:
         model: a causal language model with rotary positions and full attention in every layer.
         trained_tokens: the longest prompt it was trained on; None is its `max_position_embeddings`.
-        max_tokens: the longest prompt that is wanted; None is four times the trained length.
+        max_tokens: the longest prompt that is expected; None is four times the trained length.
         window_tokens: keys nearer than this keep their distance; None is half of the trained length.
         group_tokens: far positions are divided by this; None is the least with which `max_tokens` stays within the
             trained length.
+        allow_unverified: use a model that fails the self-test, with one warning.
 
     Yields:
         What was chosen.
 
     Raises:
         ConfigError: a number is out of range, or no group is large enough.
-        UnsupportedModelError: the model has windows of its own, or keys that cannot be moved.
+        UnsupportedModelError: the model has windows of its own, or keys that cannot be moved; a layer does not ask
+            transformers for its attention, or attends otherwise than the model does at the grouped positions. The
+            layer is named.
     """
     extension = _extension(model, trained_tokens, max_tokens, window_tokens, group_tokens)
-    AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, eager_mask)
+    trial = Extension(extension.source, window_tokens=1, group_tokens=TRIAL_GROUP_TOKENS)
+    ensure_extendable(model, lambda: _attending(model, trial), trial.asked, allow_unverified)
+    with _attending(model, extension):
+        yield extension
+
+
+@contextmanager
+def _attending(model: nn.Module, extension: Extension) -> Iterator[Extension]:
+    """Let a model's attention be computed as an extension says, until the block ends."""
+    AttentionInterface.register(EXTENDED, attend)
+    AttentionMaskInterface.register(EXTENDED, eager_mask)
     config = text_config(model)
     before = config._attn_implementation_internal
     token = _active.set(extension)
     try:
-        config._attn_implementation_internal = NAME
+        config._attn_implementation_internal = EXTENDED
         yield extension
     finally:
         config._attn_implementation_internal = before
@@ -118,10 +133,12 @@ def attend(
     """
     extension = _active.get()
     _refuse_arguments(module, kwargs)
+    _refuse_mask(module, attention_mask)
     positions = _positions(attention_mask)
     rows = positions[:, -query.shape[2] :]
     window, group = extension.window_tokens, extension.group_tokens
     layer = int(module.layer_idx)
+    extension.asked.add(layer)
     far_query = _moved(extension.source, layer, query, rows, rows // group + window - window // group)
     far_key = _moved(extension.source, layer, key, positions, positions // group)
     groups = kv_groups(module)
@@ -138,32 +155,49 @@ def attend(
 def _extension(
     model: nn.Module, trained: int | None, longest: int | None, window: int | None, group: int | None
 ) -> Extension:
-    if has_windows(model):
+    windowed = windowed_layer(model)
+    if windowed is not None:
         raise UnsupportedModelError(
-            f"{type(model).__name__} attends within windows of its own in some layers, which sees no far tokens to "
-            "group. Self-Extend needs full attention in every layer."
+            f"layer {windowed} of {type(model).__name__} attends within a window of its own, so it sees no far tokens "
+            "to group. Self-Extend needs full attention in every layer."
+        )
+    source = TableSource.of(model)
+    if not source.rotates:
+        raise UnsupportedModelError(
+            f"layer 0 of {type(model).__name__} does not rotate its keys, and neither does any other, but Self-Extend "
+            "groups rotary positions. Use it with a model that has them."
         )
     trained = trained or getattr(text_config(model), "max_position_embeddings", None)
     if trained is None or trained < 2:
-        raise ConfigError(f"the trained length is {trained}, wanted 2 or more. Pass trained_tokens.")
+        raise ConfigError(f"the trained length is {trained}, expected 2 or more. Pass trained_tokens.")
     longest = longest or EXTENSION * trained
     window = trained // 2 if window is None else window
     if not 1 <= window < trained:
-        raise ConfigError(f"window_tokens is {window}, wanted 1 to {trained - 1}, below the trained length.")
+        raise ConfigError(f"window_tokens is {window}, expected 1 to {trained - 1}, below the trained length.")
     if group is None:
         group = max(1, math.ceil((longest - window) / (trained - window)))
     if group < 1:
-        raise ConfigError(f"group_tokens is {group}, wanted a whole number from 1 on.")
-    return Extension(TableSource.of(model), window, group)
+        raise ConfigError(f"group_tokens is {group}, expected a whole number from 1 on.")
+    return Extension(source, window, group)
 
 
 def _refuse_arguments(module: nn.Module, kwargs: dict[str, Any]) -> None:
     for name in UNKNOWN_ARGUMENTS:
         if kwargs.get(name) is not None:
             raise UnsupportedModelError(
-                f"{type(module).__name__} attends with {name}, which Self-Extend does not know. Use it with a model "
-                "of plain softmax attention."
+                f"layer {module.layer_idx}, a {type(module).__name__}, attends with {name}, which Self-Extend does "
+                "not know. Use it with a model of plain softmax attention."
             )
+
+
+def _refuse_mask(module: nn.Module, mask: Tensor | None) -> None:
+    """Positions are read from the mask: one that differs by head, or none at all, does not tell them."""
+    if mask is None or mask.dim() != 4 or mask.shape[1] != 1:
+        got = "no mask" if mask is None else f"a mask of shape {tuple(mask.shape)}"
+        raise UnsupportedModelError(
+            f"layer {module.layer_idx}, a {type(module).__name__}, attends with {got}, but Self-Extend expects one of "
+            "[batch, 1, rows, keys] that only hides tokens. Use it with a model of plain softmax attention."
+        )
 
 
 def _positions(mask: Tensor) -> Tensor:
@@ -173,20 +207,18 @@ def _positions(mask: Tensor) -> Tensor:
 
 
 def _moved(source: TableSource, layer: int, states: Tensor, old: Tensor, new: Tensor) -> Tensor:
-    """Queries or keys `[batch, heads, tokens, head_dim]` turned from old to new positions, `[batch, tokens]` each."""
-    moved = torch.empty_like(states)
-    style = source.styles[layer]
+    """Queries or keys `[batch, heads, tokens, head_dim]` rotated from old to new positions, `[batch, tokens]` each."""
+    moved, style = states.clone(), source.styles[layer]
     for row in range(states.shape[0]):
         turn = _turn(source, layer, style, old[row], new[row])
-        if turn is None:
-            moved[row] = states[row]
-        else:
-            style.move(states[row], turn, out=moved[row])
+        if turn is not None:
+            begin = -2 * turn[0].shape[-1] if style.slot else 0  # latent attention puts what rotates behind the rest
+            style.move(states[row, ..., begin:], turn, out=moved[row, ..., begin:])
     return moved
 
 
 def _turn(
     source: TableSource, layer: int, style: type[RotaryStyle], old: Tensor, new: Tensor
 ) -> tuple[Tensor, Tensor] | None:
-    before, after = source.tables(old)[layer], source.tables(new)[layer]
+    before, after = source.table(layer, old), source.table(layer, new)
     return None if before is None or after is None else compose(style, before, after)

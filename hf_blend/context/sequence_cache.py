@@ -13,6 +13,7 @@ A key is stored as it was computed and turned from there each time, so any numbe
 The semantics are those of llama.cpp's KV cache, except that a shift moves a shared token for one sequence only.
 """
 
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -20,16 +21,17 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from ..anatomy import decoder_layers, text_config
-from ..errors import ConfigError, PromptError
+from ..anatomy import decoder_layers, is_extended, refuse_extended
+from ..errors import ConfigError, PromptError, UnsupportedModelError
 from ..modality import has_features, other_inputs
 from ..placement import input_device
 from ..rotary.base import compose
 from .cells import Cells
+from .self_test import ensure_movable
 from .sequence_layer import SequenceLayer
 from .sequence_ops import SequenceOps
 from .steering import Steering
-from .tables import TableSource
+from .tables import TableSource, counted_in_tokens
 
 UNKNOWN = -1  # id of a token that came as an embedding, or in a forward that no hook saw
 _NOTHING = (torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long))
@@ -42,21 +44,25 @@ class SequenceCache(SequenceOps, Cache):
     more; around calls of the model itself write `with cache:`, which lets the cache hand the model its positions.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, allow_unverified: bool = False) -> None:
         """Begin empty, with sequence 0 active.
 
         Args:
-            model: a causal language model of transformers whose keys can be moved.
+            model: a causal language model of transformers whose keys can be moved. The first cache of a model tests
+                that, with some tens of tokens.
+            allow_unverified: use a model that fails the self-test, with one warning.
 
         Raises:
             UnsupportedModelError: they cannot; the layer is named.
         """
         self.model = model
         self._source = TableSource.of(model)
+        ensure_movable(model, partial(SequenceCache, model), allow_unverified)
         self._device = input_device(model)
         SequenceOps.__init__(self)
         self._origins = torch.empty(0, dtype=torch.long)  # by cell: the position that its key is rotated for
         self._is_laid, self._pending = True, _NOTHING
+        self._was_extended = False
         self._steering = Steering(self, model)
         self._sequence_layers = [SequenceLayer() for _ in decoder_layers(model)]
         Cache.__init__(self, layers=[*self._sequence_layers])
@@ -103,6 +109,20 @@ class SequenceCache(SequenceOps, Cache):
         """The layers, with `keys` and `values` of the active sequence laid out as attention sees them."""
         self.compact()
         return self._sequence_layers
+
+    def refuse_extended(self) -> None:
+        """Refuse to be stored, if the model is inside `self_extend` or was for some of the tokens.
+
+        Raises:
+            UnsupportedModelError: some K and V are not those that the model computes alone.
+        """
+        refuse_extended(self.model)
+        if self._was_extended:
+            raise UnsupportedModelError(
+                f"a cache of {type(self.model).__name__} holds {self.get_seq_length()} tokens, some of them computed "
+                "inside self_extend, but what is stored is expected to be what the model computes alone. Fill a cache "
+                "outside the block."
+            )
 
     def state(self) -> dict[str, Tensor]:
         """Everything that the cache holds, by name: `ids` and `origins` by cell, `active`, cells and positions of each
@@ -159,6 +179,7 @@ class SequenceCache(SequenceOps, Cache):
         """
         if layer_idx == 0:
             self._check(key_states)
+            self._was_extended = self._was_extended or is_extended(self.model)
         shown = self._sequence_layers[layer_idx].write(self._cells.count, key_states, value_states)
         if layer_idx == len(self._sequence_layers) - 1:
             self._commit()
@@ -169,7 +190,7 @@ class SequenceCache(SequenceOps, Cache):
         if not -self.get_seq_length() <= tokens_to_remove <= 0:
             raise ConfigError(
                 f"crop({tokens_to_remove}) was asked of a sequence of {self.get_seq_length()} tokens, but a number "
-                f"from {-self.get_seq_length()} to 0 is wanted: the tokens to remove, negative."
+                f"from {-self.get_seq_length()} to 0 is expected: the tokens to remove, negative."
             )
         self._cells.crop(self.active, -tokens_to_remove)
         self._show()
@@ -195,7 +216,7 @@ class SequenceCache(SequenceOps, Cache):
         given = arguments.get("inputs_embeds") if given is None else given
         mask = arguments.get("attention_mask")
         if given is None or given.shape[0] != 1 or (mask is not None and (mask.dim() != 2 or not bool(mask.all()))):
-            raise PromptError("one request without padding is wanted: a SequenceCache continues one sequence.")
+            raise PromptError("one request without padding is expected: a SequenceCache continues one sequence.")
         if has_features(arguments):
             raise PromptError(
                 f"{', '.join(other_inputs(arguments))} came with a SequenceCache, but text alone is expected: it "
@@ -246,11 +267,12 @@ class SequenceCache(SequenceOps, Cache):
         return found
 
     def _refuse_gaps(self, positions: Tensor) -> None:
-        """Stock masks measure a sliding window in columns; that is right only where columns follow positions."""
-        if has_windows(self.model) and bool((positions.diff() != 1).any()):
+        """Some attention counts tokens; that is right only where tokens follow each other as positions do."""
+        counts = counted_in_tokens(self.model, self._source)
+        if counts and bool((positions.diff() != 1).any()):
             raise ConfigError(
-                "the active sequence has holes or repeats in its positions, but this model attends within windows, "
-                "which transformers measures in tokens, not in positions. Close the holes with shift()."
+                f"the active sequence has holes or repeats in its positions, but {counts}, not positions. Close the "
+                "holes with shift()."
             )
 
     def _check(self, keys: Tensor) -> None:
@@ -279,12 +301,3 @@ def _positions(start: int, tokens: int) -> Tensor:
 
 def _unknown(tokens: int) -> Tensor:
     return torch.full((tokens,), UNKNOWN)
-
-
-def has_windows(model: nn.Module) -> bool:
-    """Whether some layer of a model attends within a window or a chunk only."""
-    config = text_config(model)
-    kinds = getattr(config, "layer_types", None) or ()
-    if kinds:
-        return any(kind != "full_attention" for kind in kinds)
-    return getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)

@@ -86,30 +86,22 @@ class SequenceLayer(CacheLayerMixin):
             part.write(0, states[None])
 
     def lay(self, cells: Tensor, in_order: bool, style: type[RotaryStyle], turn: tuple[Tensor, Tensor] | None) -> None:
-        """Lay the active sequence out.
+        """Write the active sequence in the order in which attention sees it.
 
         Args:
             cells: its cells, `[tokens]`.
             in_order: the cells are 0 … tokens - 1 and there are no others, so the storage can be shown as it is.
-            style: how keys turn.
-            turn: (cos, sin) from where each key was computed to where it stands now, `[tokens, pairs]`; None if all
-                stand where they were computed.
+            style: how the layer rotates, and in which of K and V: latent attention has its rotated key among the V.
+            turn: (cos, sin) from where each key was computed to where it is now, `[tokens, pairs]`; None if all
+                are where they were computed.
         """
-        if not self.is_initialized:
+        if self._stored is None:
             return
-        keys, values = self.stored(cells)
-        laid_keys = laid_values = None
-        if turn is not None:
-            moved = torch.empty_like(keys)
-            style.move(keys, (turn[0].to(keys.device), turn[1].to(keys.device)), out=moved)
-            keys = moved
-        if turn is not None or not in_order:
-            laid_keys = Columns(keys[None])
-            laid_keys.write(0, keys[None])
-        if not in_order:
-            laid_values = Columns(values[None])
-            laid_values.write(0, values[None])
-        self._laid = (laid_keys, laid_values)
+        moves = [turn if place == style.slot else None for place in range(2)]
+        self._laid = tuple(  # type: ignore[assignment]
+            None if in_order and move is None else _written(part, cells, style, move)
+            for part, move in zip(self._stored, moves, strict=True)
+        )
 
     def show(self, tokens: int) -> None:
         """Let `keys` and `values` show the first `tokens` columns, and count so many."""
@@ -135,3 +127,15 @@ class SequenceLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         """No maximum: -1."""
         return -1
+
+
+def _written(part: Columns, cells: Tensor, style: type[RotaryStyle], turn: tuple[Tensor, Tensor] | None) -> Columns:
+    """Some cells in a buffer of their own, rotated by `turn` if there is one."""
+    states = part.buffer[0].index_select(1, cells.to(part.buffer.device))
+    if turn is not None:
+        moved = torch.empty_like(states)
+        style.move(states, (turn[0].to(states.device), turn[1].to(states.device)), out=moved)
+        states = moved
+    columns = Columns(states[None])
+    columns.write(0, states[None])
+    return columns

@@ -40,7 +40,9 @@ def save_session(cache: SequenceCache, path: str | Path, tokenizer: Any = None) 
 
     Raises:
         StoreError: it cannot be written.
+        UnsupportedModelError: some of it was computed inside `self_extend`, or the model is inside.
     """
+    cache.refuse_extended()
     tensors = {name: tensor.cpu() for name, tensor in cache.state().items()}
     image = save(tensors, _identity(cache, tokenizer))
     parts = (MAGIC, hashlib.sha256(image).digest(), image)
@@ -123,4 +125,3 @@ def _tokenizer_digest(tokenizer: Any) -> str:
         return hashlib.sha256(backend.to_str().encode()).hexdigest()
     content = json.dumps([type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())])
     return hashlib.sha256(content.encode()).hexdigest()
-

@@ -2,27 +2,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary tables of a model at any positions, made by the model's own rotary modules.
 
-Which module makes the table of which layer is found by watching one forward of a few tokens: the table that a layer is
-handed is the very object that some module returned.
+Which module makes the table of which layer is found by watching one forward of a few tokens: the table that a layer
+receives is the very object that some module returned. A layer that receives none may make its own inside.
 """
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from ..anatomy import LayerCall, decoder_layers, text_config
+from ..anatomy import LayerCall, decoder_layers, decoder_of, has_windows, is_extended, text_config
 from ..calibrate import rotary_styles
 from ..errors import UnsupportedModelError
 from ..placement import input_device
 from ..rotary.base import RotaryStyle
-from ..rotary.tables import Table, rotary_table
+from ..rotary.tables import Table, own_table, rotary_table
 
-PROBE_TOKENS = 3
+PROBE_TOKENS = 5  # not the number of axes that some positions have
 MOVING = ("dynamic", "longrope")  # kinds of scaling whose frequencies depend on how long the prompt is
+
+Maker = Callable[[Tensor], Any]  # positions `[1, tokens]` → a table as the model's layers receive it
 
 _known: WeakKeyDictionary[nn.Module, "TableSource"] = WeakKeyDictionary()
 
@@ -30,15 +33,13 @@ _known: WeakKeyDictionary[nn.Module, "TableSource"] = WeakKeyDictionary()
 class TableSource:
     """Makes the rotary tables of every layer; one for each live model, from `TableSource.of`."""
 
-    def __init__(
-        self, styles: tuple[type[RotaryStyle], ...], makers: tuple[Callable[[Tensor], Any] | None, ...]
-    ) -> None:
+    def __init__(self, styles: tuple[type[RotaryStyle], ...], makers: tuple[Maker | None, ...]) -> None:
         """Keep what was found.
 
         Args:
             styles: rotary style of each layer.
             makers: for each layer, what makes its table from positions `[1, tokens]`; layers that share a table share
-                the maker; None where a layer is handed none.
+                the maker; None where a layer does not rotate.
         """
         self.styles, self._makers = styles, makers
 
@@ -53,30 +54,70 @@ class TableSource:
             Its source.
 
         Raises:
-            UnsupportedModelError: a layer's keys do not turn by a table that can be made at will.
+            UnsupportedModelError: a layer's keys do not rotate by a table that can be made at will; it is named.
         """
         if model not in _known:
             _refuse_moving(model)
-            _known[model] = cls(rotary_styles(model), _find_makers(model))
+            styles = rotary_styles(model)
+            makers = _find_makers(model)
+            _refuse_without_table(model, styles, makers)
+            _known[model] = cls(styles, makers)
         return _known[model]
 
-    @torch.no_grad()
+    @property
+    def rotates(self) -> bool:
+        """Whether any layer rotates its keys."""
+        return any(map(is_rotary, self.styles))
+
     def tables(self, positions: Tensor) -> list[Table | None]:
-        """Make tables.
+        """Make the tables of all layers.
 
         Args:
             positions: `[tokens]`, integers.
 
         Returns:
             For each layer (cos, sin), each `[tokens, width]`; the same object where layers share it; None where a
-            layer is handed none.
+            layer does not rotate.
+
+        Raises:
+            PromptError: a position is beyond what the model can rotate by.
         """
         made: dict[int, Table] = {}
         for maker in self._makers:
             if maker is not None and id(maker) not in made:
-                cos, sin = rotary_table({"position_embeddings": maker(positions[None])}) or _no_table()
-                made[id(maker)] = (cos[0], sin[0])
+                made[id(maker)] = _made(maker, positions)
         return [None if maker is None else made[id(maker)] for maker in self._makers]
+
+    def table(self, layer: int, positions: Tensor) -> Table | None:
+        """Make the table of one layer, as `tables` does."""
+        maker = self._makers[layer]
+        return None if maker is None else _made(maker, positions)
+
+
+def is_rotary(style: type[RotaryStyle]) -> bool:
+    """Whether keys of this style rotate at all."""
+    return bool(style.pairs(torch.ones(1, 8)).numel())
+
+
+def counted_in_tokens(model: nn.Module, source: TableSource) -> str:
+    """What in a model measures distances in tokens, not in positions; empty if nothing does."""
+    if has_windows(model):
+        return "this model attends within windows, which transformers measures in tokens"
+    if not source.rotates:
+        return "this model's attention falls off with the distance, which it measures in tokens"
+    return "Self-Extend is active, which measures distances in tokens" if is_extended(model) else ""
+
+
+@torch.no_grad()
+def _made(maker: Maker, positions: Tensor) -> Table:
+    table = rotary_table({"position_embeddings": maker(positions[None])})
+    if table is None:
+        raise UnsupportedModelError(
+            f"a rotary module returned no (cos, sin) for {positions.numel()} positions, but these are expected to "
+            "move keys. Use a fresh prefill instead."
+        )
+    cos, sin = table
+    return cos[0], sin[0]
 
 
 def _refuse_moving(model: nn.Module) -> None:
@@ -85,18 +126,29 @@ def _refuse_moving(model: nn.Module) -> None:
         if kind in found:
             raise UnsupportedModelError(
                 f"the rotary frequencies of {type(model).__name__} depend on the prompt's length ({kind} scaling), "
-                "but tables at fixed positions are wanted to move keys in a cache. Use a fresh prefill instead."
+                "but tables at fixed positions are expected to move keys in a cache. Use a fresh prefill instead."
             )
 
 
-def _find_makers(model: nn.Module) -> tuple[Callable[[Tensor], Any] | None, ...]:
-    """Run a few tokens and see which module made what each layer was handed."""
+def _refuse_without_table(
+    model: nn.Module, styles: tuple[type[RotaryStyle], ...], makers: tuple[Maker | None, ...]
+) -> None:
+    for index, (style, maker) in enumerate(zip(styles, makers, strict=True)):
+        if maker is None and is_rotary(style):
+            raise UnsupportedModelError(
+                f"layer {index} of {type(model).__name__} rotates its keys ({style.__name__}), but neither receives a "
+                "rotary table nor makes one in a way that is known, so its keys cannot be moved. Use a fresh prefill."
+            )
+
+
+def _find_makers(model: nn.Module) -> tuple[Maker | None, ...]:
+    """Run a few tokens and see which module made what each layer received."""
     layers = decoder_layers(model)
     inner = {id(module) for layer in layers for module in layer.modules()}
     outer = [module for module in model.modules() if id(module) not in inner]
-    makers: dict[int, Callable[[Tensor], Any]] = {}
+    makers: dict[int, Maker] = {}
     results: list[Any] = []  # kept alive, or their ids would be used again
-    handed: dict[int, Any] = {}
+    received: dict[int, dict[str, Any]] = {}
 
     def made(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         results.append(result)
@@ -104,7 +156,7 @@ def _find_makers(model: nn.Module) -> tuple[Callable[[Tensor], Any] | None, ...]
 
     def given(index: int) -> Callable[..., None]:
         def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            handed[index] = LayerCall.bind(layer, args, kwargs).arguments.get("position_embeddings")
+            received[index] = LayerCall.bind(layer, args, kwargs).arguments
 
         return hook
 
@@ -113,39 +165,31 @@ def _find_makers(model: nn.Module) -> tuple[Callable[[Tensor], Any] | None, ...]
             stack.callback(module.register_forward_hook(made, with_kwargs=True).remove)
         for index, layer in enumerate(layers):
             stack.callback(layer.register_forward_pre_hook(given(index), with_kwargs=True).remove)
-        device = input_device(model)
-        model.get_decoder()(input_ids=torch.zeros((1, PROBE_TOKENS), dtype=torch.long, device=device), use_cache=False)
-    return tuple(_known_maker(model, index, handed.get(index), makers) for index in range(len(layers)))
+        ids = torch.zeros((1, PROBE_TOKENS), dtype=torch.long, device=input_device(model))
+        decoder_of(model)(input_ids=ids, use_cache=False)
+    return tuple(_known_maker(model, index, received.get(index, {}), makers) for index in range(len(layers)))
 
 
-def _known_maker(
-    model: nn.Module, index: int, table: Any, makers: dict[int, Callable[[Tensor], Any]]
-) -> Callable[[Tensor], Any] | None:
+def _known_maker(model: nn.Module, index: int, arguments: dict[str, Any], makers: dict[int, Maker]) -> Maker | None:
+    table, layer = arguments.get("position_embeddings"), decoder_layers(model)[index]
     if table is None:
-        return None
+        return None if rotary_table(arguments, layer) is None else partial(own_table, layer)
     if id(table) not in makers:
         raise UnsupportedModelError(
-            f"layer {index} of {type(model).__name__} is handed a rotary table that no module of the model returned, "
+            f"layer {index} of {type(model).__name__} receives a rotary table that no module of the model returned, "
             "so it cannot be made for other positions. Use a fresh prefill instead of moving keys."
         )
     return makers[id(table)]
 
 
-def _maker(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Tensor], Any]:
-    """The same call with other positions: those are the integer matrix among its arguments."""
+def _maker(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Maker:
+    """The same call with other positions: whole numbers by token, in several axes where images have a place too."""
 
     def make(positions: Tensor) -> Any:
         def swap(value: Any) -> Any:
-            whole = isinstance(value, Tensor) and value.dim() == 2 and not value.is_floating_point()
-            return positions.to(value.device) if whole else value
+            is_positions = isinstance(value, Tensor) and value.dim() >= 2 and value.dtype in (torch.long, torch.int)
+            return positions.to(value.device).expand(*value.shape[:-1], -1) if is_positions else value
 
         return module(*map(swap, args), **{name: swap(value) for name, value in kwargs.items()})
 
     return make
-
-
-def _no_table() -> Table:
-    raise UnsupportedModelError(
-        "a rotary module returned something else than (cos, sin), but these are wanted to move keys. Use a fresh "
-        "prefill instead."
-    )

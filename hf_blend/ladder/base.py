@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..errors import UnsupportedModelError
 from .subject import Subject
 
 
@@ -23,16 +24,18 @@ class Outcome:
         error: a largest absolute difference, or a number of violations.
         tolerance: the largest error at which the claim holds.
         detail: what was found, for people; empty where there is nothing to add.
+        refused: whether the model is refused what the claim is about, for the reason in `detail`.
     """
 
     error: float
     tolerance: float
     detail: str = ""
+    refused: bool = False
 
     @property
-    def passed(self) -> bool:
-        """Whether the claim holds; an error that is not a number does not."""
-        return self.error <= self.tolerance
+    def passed(self) -> bool | None:
+        """Whether the claim holds; an error that is not a number does not. None: nothing is claimed of this model."""
+        return None if self.refused else self.error <= self.tolerance
 
 
 class Rung(ABC):
@@ -60,6 +63,18 @@ def violations(found: list[str]) -> Outcome:
         The outcome.
     """
     return Outcome(float(len(found)), 0.0, "; ".join(found[:3]))
+
+
+def refused(error: UnsupportedModelError) -> Outcome:
+    """The outcome of a claim about something that is refused for the model, by name, before anything wrong is done.
+
+    Args:
+        error: the refusal.
+
+    Returns:
+        The outcome, which neither holds nor fails.
+    """
+    return Outcome(float("inf"), 0.0, str(error), refused=True)
 
 
 def rounding(dtype: torch.dtype, roundings: int, moves: int = 0) -> float:

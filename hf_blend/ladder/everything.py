@@ -1,22 +1,30 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Every model type of the installed transformers: exact, or refused with a reason."""
+"""Every model type of the installed transformers: blended, moved and extended exactly, or refused with a reason."""
 
 import re
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from ..anatomy import text_config
+from ..cache import BlendCache
 from ..calibrate import rotary_styles
-from .ladder import FAILURES, verify
+from ..errors import UnsupportedModelError
+from ..store import ChunkStore
+from .ladder import FAILURES, Verdict, verify
 from .zoo import TINY, load_model, tiny_types
 
 RUNGS = ("layer_0", "moved_chunk", "ratio_1", "ratio_1_batch", "all_but_one", "fused_ratio", "causality", "untouched")
+MOVE_RUNGS = ("whole_shift", "closed_hole")
+EXTEND_RUNGS = ("self_extend",)
 MEASURED = ("ratio_1", "ratio_1_batch", "all_but_one", "fused_ratio")  # rungs whose error is one of logits
 DTYPE = "float32"
+EXACT = "exact"
+BROKEN = ("crashed: ", "wrong: ")  # how a verdict begins that is neither exact nor a refusal
 
 
 def verify_types(
@@ -29,13 +37,21 @@ def verify_types(
         attention: the first of these that a type supports is used.
 
     Yields:
-        `model` (its type), `supported`, `reason`, `rotary`, `window`, `max_abs_error` (of logits, float32) and
-        `seconds`. What breaks in a way that nobody foresaw has a reason that begins with "crashed".
+        `model` (its type); `supported`, `reason` and `max_abs_error` (of logits, float32) of blending; `move` for
+        sequences whose tokens move and `extend` for Self-Extend, "exact" or the reason why it is refused, with
+        `move_error` (of logits) and `extend_error` (a share of a layer's output); `rotary`, `window` and `seconds`.
+        What breaks in a way that nobody foresaw has a reason that begins with "crashed", and what is neither exact
+        nor refused one that begins with "wrong".
     """
     for model_type in tiny_types() if types is None else types:
         started = time.perf_counter()
         row = {"model": model_type, **_row(model_type, attention)}
         yield {**row, "seconds": round(time.perf_counter() - started, 1)}
+
+
+def broken(row: dict[str, Any]) -> bool:
+    """Whether a row says of anything that it crashed or is wrong without a refusal."""
+    return any(str(row[name] or "").startswith(BROKEN) for name in ("reason", "move", "extend"))
 
 
 def _row(model_type: str, attention: tuple[str, ...]) -> dict[str, Any]:
@@ -45,26 +61,57 @@ def _row(model_type: str, attention: tuple[str, ...]) -> dict[str, Any]:
         loaded.append(load_model(*how))
         return loaded[-1]
 
+    rungs = (*RUNGS, *MOVE_RUNGS, *EXTEND_RUNGS)
     try:
-        verdict = verify(TINY + model_type, dtypes=[DTYPE], attention=attention[:1], rungs=RUNGS, load=load)
+        verdict = verify(TINY + model_type, dtypes=[DTYPE], attention=attention[:1], rungs=rungs, load=load)
         if not verdict.rungs and verdict.refusal is None:
-            verdict = verify(TINY + model_type, dtypes=[DTYPE], attention=attention[1:], rungs=RUNGS, load=load)
+            verdict = verify(TINY + model_type, dtypes=[DTYPE], attention=attention[1:], rungs=rungs, load=load)
     except (*FAILURES, AssertionError, ImportError, OSError) as error:
-        return _found(False, f"crashed: {type(error).__name__}: {error}", loaded, None)
-    errors = [rung.max_abs_error for rung in verdict.rungs if rung.name in MEASURED]
-    known = [error for error in errors if error is not None]
-    return _found(verdict.supported, verdict.reason, loaded, max(known) if len(known) == len(MEASURED) else None)
-
-
-def _found(supported: bool, reason: str | None, loaded: list[nn.Module], error: float | None) -> dict[str, Any]:
-    rotary, window = ("", "") if not (supported and loaded) else (_rotary(loaded[-1]), _window(loaded[-1]))
+        verdict = Verdict(model_type, refusal=f"crashed: {type(error).__name__}: {error}")
+    blend, move, extend = (_part(verdict, names) for names in (RUNGS, MOVE_RUNGS, EXTEND_RUNGS))
+    styled = blend.supported and loaded
     return {
-        "supported": supported,
-        "reason": reason,
-        "rotary": rotary,
-        "window": window,
-        "max_abs_error": error,
+        "supported": blend.supported,
+        "reason": _refusal(blend, loaded),
+        "max_abs_error": _largest(blend, MEASURED),
+        "move": _verdict(move),
+        "move_error": _largest(move, MOVE_RUNGS[:1]),
+        "extend": _verdict(extend),
+        "extend_error": _largest(extend, EXTEND_RUNGS),
+        "rotary": _rotary(loaded[-1]) if styled else "",
+        "window": _window(loaded[-1]) if styled else "",
     }
+
+
+def _part(verdict: Verdict, names: tuple[str, ...]) -> Verdict:
+    return replace(verdict, rungs=[rung for rung in verdict.rungs if rung.name in names])
+
+
+def _refusal(blend: Verdict, loaded: list[nn.Module]) -> str | None:
+    """Why a type is not blended: its refusal, or that of its self-test where rungs fail."""
+    if not blend.failed or blend.refusal is not None:
+        return blend.reason
+    try:
+        BlendCache(loaded[-1], ChunkStore.open("memory://"))
+    except UnsupportedModelError as error:
+        return str(error)
+    return f"wrong: {blend.reason}"
+
+
+def _verdict(part: Verdict) -> str:
+    """Either "exact", or why not; the self-test has been passed where a rung was measured."""
+    if part.refusal is not None:
+        return part.refusal
+    if part.failed:
+        return f"wrong: {part.reason}"
+    return part.refused[0].detail if part.refused else EXACT
+
+
+def _largest(part: Verdict, names: tuple[str, ...]) -> float | None:
+    """The largest error of some rungs; None unless all were measured."""
+    errors = [rung.max_abs_error for rung in part.rungs if rung.name in names]
+    known = [error for error in errors if error is not None]
+    return max(known) if len(known) == len(names) else None
 
 
 def _rotary(model: nn.Module) -> str:

@@ -33,7 +33,7 @@ class RungResult:
         name: of the rung, its file's name.
         dtype: such as "float32".
         attention: such as "sdpa".
-        passed: whether the claim holds.
+        passed: whether the claim holds; None where the model is refused what it is about, as `detail` says.
         max_abs_error: what was measured; None where the rung broke or the error is not finite.
         tolerance: what is allowed; None where the rung broke before it knew.
         detail: what was found, for people.
@@ -42,7 +42,7 @@ class RungResult:
     name: str
     dtype: str
     attention: str
-    passed: bool
+    passed: bool | None
     max_abs_error: float | None
     tolerance: float | None
     detail: str = ""
@@ -67,11 +67,16 @@ class Verdict:
     @property
     def failed(self) -> list[RungResult]:
         """The rungs that do not hold."""
-        return [rung for rung in self.rungs if not rung.passed]
+        return [rung for rung in self.rungs if rung.passed is False]
+
+    @property
+    def refused(self) -> list[RungResult]:
+        """The rungs about something that is refused for this model, by name."""
+        return [rung for rung in self.rungs if rung.passed is None]
 
     @property
     def supported(self) -> bool:
-        """Whether every rung was climbed and holds."""
+        """Whether every rung was climbed and none fails; what is refused by name is not done wrongly."""
         return self.refusal is None and bool(self.rungs) and not self.failed
 
     @property

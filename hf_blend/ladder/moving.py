@@ -22,6 +22,11 @@ def probe_chunk(subject: Subject) -> ChunkKV:
     return subject.chunk(subject.ids(CHUNK_TOKENS, seed=7))
 
 
+def sequence_of(subject: Subject, tokens: int) -> Tensor:
+    """Random ids for a sequence of its own, `[1, tokens]`."""
+    return torch.tensor([subject.ids(tokens, seed=8)])
+
+
 def home(subject: Subject) -> int:
     """The first position of a probe chunk as it is stored."""
     return len(subject.sink_ids)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..errors import PromptError
+
 Table = tuple[Tensor, Tensor]
 
 _parts = WeakIdKeyDictionary()  # layers that share a complex table share its parts, which are known by identity
@@ -29,7 +31,7 @@ def rotary_table(arguments: dict[str, Any], layer: nn.Module | None = None) -> T
     """
     table = arguments.get("position_embeddings")
     if table is None and layer is not None:
-        return _own_table(layer, arguments)
+        return own_table(layer, arguments.get("position_ids"))
     if isinstance(table, Tensor) and table.is_complex() and table.dim() == 3:
         return _parts.setdefault(table, (table.real, table.imag))
     return _pair(table)
@@ -43,16 +45,35 @@ def _pair(table: Any) -> Table | None:
 
 
 @torch.no_grad()
-def _own_table(layer: nn.Module, arguments: dict[str, Any]) -> Table | None:
-    """The table of a layer with a rotary module (Moshi), or a buffer of sines and cosines (GPT-J), of its own."""
-    positions = arguments.get("position_ids")
+def own_table(layer: nn.Module, positions: Any) -> Table | None:
+    """The table of a layer that makes its own: with a rotary module (Moshi) or a buffer of sines and cosines (GPT-J).
+
+    Args:
+        layer: a decoder layer.
+        positions: `[batch, tokens]`, integers.
+
+    Returns:
+        (cos, sin), each `[batch, tokens, width]`; None where the layer makes none, or there are no positions.
+
+    Raises:
+        PromptError: a position is beyond the end of the buffer.
+    """
     if not isinstance(positions, Tensor) or positions.dim() != 2:
         return None
     for module in layer.modules():
         if isinstance(getattr(module, "inv_freq", None), Tensor):
-            return _pair(module(module.inv_freq, positions))
+            return _pair(module(module.inv_freq, positions.to(module.inv_freq.device)))
         buffer = getattr(module, "embed_positions", None)
         if isinstance(buffer, Tensor) and buffer.dim() == 2:
+            _check_length(positions, buffer.shape[0])
             sin, cos = buffer.to(positions.device)[positions].chunk(2, dim=-1)
             return cos, sin
     return None
+
+
+def _check_length(positions: Tensor, rows: int) -> None:
+    if positions.device.type == "cpu" and int(positions.max()) >= rows:  # elsewhere the model's own look-up says it
+        raise PromptError(
+            f"a key is at position {int(positions.max())}, but the model's rotary buffer has {rows} positions. Keep "
+            "the sequence below that length."
+        )

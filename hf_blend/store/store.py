@@ -127,7 +127,9 @@ class ChunkStore(Upkeep):
         limits.check()
         _check_durability(durability)
         plugins.load("store.codecs", codec)
-        root, tiers = open_tiers(location, remote, durable=durability == "full", deadline_s=remote_deadline_s)
+        root, tiers = open_tiers(
+            location, remote, durable=durability == "full", deadline_s=remote_deadline_s
+        )
         index = root / "index" if root else None
         given: dict[str, Any] = {"namespace": namespace, "index": index, "limits": limits, "secret": secret}
         return cls(limits.hold(device), tiers, **given, codec=codec)

@@ -1,0 +1,292 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Sequences that move and far tokens in groups equal the stock model, and what does not is refused by its layer."""
+
+import contextlib
+import logging
+
+import pytest
+import torch
+
+from hf_blend import BlendCache, ChunkStore, SequenceCache, ShiftCache, UnsupportedModelError, self_extend
+from hf_blend.capture import capture
+from hf_blend.context import conversation, oracles, self_test, sequence_layer, tables
+from hf_blend.context import self_extend as extending
+from hf_blend.context.reuse import blended, fit
+from hf_blend.context.session import save_session
+from hf_blend.errors import ConfigError, PromptError
+from hf_blend.ladder.everything import EXTEND_RUNGS, broken, verify_types
+from hf_blend.ladder.ladder import verify
+from hf_blend.ladder.zoo import tiny_model
+
+TOLERANCE = 2e-5
+MOVED = ("llama", "deepseek_v3", "gptj", "falcon", "gemma3_text", "gpt_neox", "cohere_compass_text")
+EXTENDED = ("llama", "deepseek_v2", "deepseek_v3", "minicpm3", "gpt_neox")
+KEPT = {  # what is not extended, and why
+    "falcon": "layer 0 of FalconForCausalLM computes its attention without asking",
+    "gptj": "layer 0 of GPTJForCausalLM computes its attention without asking",
+    "gpt_neox_japanese": "layer 0 of GPTNeoXJapaneseForCausalLM computes its attention without asking",
+    "doge": r"layer 0, a DogeAttention, attends with a mask of shape \(1, 4,",
+    "bloom": "layer 0 of BloomForCausalLM does not rotate its keys",
+    "cwm": "layer 3 of CwmForCausalLM attends within a window",
+}
+
+
+def prompt(tokens, seed=0):
+    return torch.randint(8, 120, (1, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def filled(model, tokens=40, **settings):
+    cache = SequenceCache(model, **settings)
+    with torch.no_grad(), cache:
+        model(prompt(tokens), past_key_values=cache)
+    return cache
+
+
+def off(compared):
+    """Largest difference of what was compared."""
+    return max(float((one.got - one.expected).abs().max()) for one in compared)
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_a_moved_sequence_is_what_the_stock_model_computes_there(name):
+    model = tiny_model(name)
+    assert off(oracles.whole_shift(model, SequenceCache(model), prompt(46), 40, 77)) <= TOLERANCE
+    assert off(oracles.closed_hole(model, filled(model), prompt(40), 10, 20)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", EXTENDED)
+def test_every_layer_extended_is_the_stock_layer_at_the_grouped_positions(name):
+    model = tiny_model(name)
+    rows = oracles.far_rows(model, prompt(24), lambda: self_extend(model, window_tokens=1, group_tokens=1000))
+    for row in rows:
+        size = float(row.expected.abs().max())
+        assert float((row.got - row.expected).abs().max()) <= TOLERANCE * size
+        assert float((row.plain - row.expected).abs().max()) > 100 * TOLERANCE * size
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_cannot_be_extended_is_refused_by_its_layer_before_anything_is_computed(name, untouched):
+    model = tiny_model(name)
+    for allowed in (False, True):
+        with untouched(model), pytest.raises(UnsupportedModelError, match=KEPT[name]):
+            self_extend(model, allow_unverified=allowed).__enter__()
+
+
+def test_a_rung_about_what_is_refused_neither_holds_nor_fails():
+    verdict = verify("tiny:falcon", dtypes=["float32"], attention=["eager"], rungs=EXTEND_RUNGS)
+    assert [(rung.passed, rung.max_abs_error) for rung in verdict.rungs] == [(None, None)]
+    assert verdict.supported
+    assert "layer 0 of FalconForCausalLM" in verdict.refused[0].detail
+
+
+# What goes wrong in practice, made on purpose: the oracle sees it, and so does the self-test of a fresh model.
+
+
+def only_keys(monkeypatch):
+    """Keys are rotated, whichever of K and V carries the positions."""
+    lay = sequence_layer.SequenceLayer.lay
+
+    def wrong(self, cells, in_order, style, turn):
+        lay(self, cells, in_order, style.__mro__[1] if style.slot else style, turn)
+
+    monkeypatch.setattr(sequence_layer.SequenceLayer, "lay", wrong)
+
+
+def left_unrotated(monkeypatch):
+    """A layer that makes its table itself is taken for one that does not rotate."""
+    monkeypatch.setattr(tables, "_known_maker", lambda *_: None)
+    monkeypatch.setattr(tables, "_refuse_without_table", lambda *_: None)
+
+
+def one_too_far(monkeypatch):
+    """Every key moves to the position behind its own."""
+    made = tables._made
+    monkeypatch.setattr(tables, "_made", lambda maker, positions: made(maker, positions + (positions > 20)))
+
+
+@pytest.mark.parametrize(
+    ("name", "mutation"), [("deepseek_v3", only_keys), ("gptj", left_unrotated), ("llama", one_too_far)]
+)
+def test_keys_that_move_wrongly_are_seen_and_refused_by_their_layer(name, mutation, monkeypatch):
+    model = tiny_model(name)
+    mutation(monkeypatch)
+    with pytest.raises(UnsupportedModelError, match=r"of layer 0 are off by .* allow_unverified=True"):
+        SequenceCache(model)
+    found = oracles.whole_shift(model, SequenceCache(model, allow_unverified=True), prompt(46), 40, 77)
+    assert found[-1].name == "the logits"
+    assert off(found[-1:]) > 100 * TOLERANCE
+    found = oracles.closed_hole(model, filled(model, allow_unverified=True), prompt(40), 10, 20)
+    assert off(found) > 100 * TOLERANCE
+
+
+def nothing_moves(source, layer, states, old, new):
+    return states
+
+
+def first_dimensions(source, layer, states, old, new):
+    """Latent attention rotated where others are."""
+    moved, style = torch.empty_like(states), source.styles[layer]
+    for row in range(states.shape[0]):
+        style.move(states[row], extending._turn(source, layer, style, old[row], new[row]), out=moved[row])
+    return moved
+
+
+@pytest.mark.parametrize(("name", "mutation"), [("llama", nothing_moves), ("deepseek_v3", first_dimensions)])
+def test_self_extend_that_does_nothing_or_the_wrong_thing_is_seen_and_refused(name, mutation, monkeypatch):
+    model = tiny_model(name)
+    monkeypatch.setattr(extending, "_moved", mutation)
+    with pytest.raises(UnsupportedModelError, match=r"layer 0 of .* cannot be extended"), self_extend(model):
+        pass
+    settings = {"window_tokens": 1, "group_tokens": 1000, "allow_unverified": True}
+    rows = oracles.far_rows(model, prompt(16), lambda: self_extend(model, **settings))
+    wrong, effect = (
+        max(float((part(row) - row.expected).abs().max()) for row in rows)
+        for part in (lambda row: row.got, lambda row: row.plain)
+    )
+    assert wrong >= effect / 2 > 100 * TOLERANCE
+
+
+def test_a_layer_whose_table_cannot_be_made_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(tables, "_known_maker", lambda *_: None)
+    with pytest.raises(UnsupportedModelError, match=r"layer 0 of LlamaForCausalLM rotates its keys \(Half\), but"):
+        ShiftCache(tiny_model("llama"), allow_unverified=True)
+
+
+# Trust: once per model, in each dtype and with each attention, and the caller may overrule it.
+
+
+def test_a_model_is_tested_once_for_all_its_caches_and_again_in_another_dtype(monkeypatch):
+    tested = []
+    monkeypatch.setattr(self_test, "whole_shift", lambda *how: tested.append(1) or oracles.whole_shift(*how))
+    model = tiny_model("llama")
+    for make in (SequenceCache, ShiftCache, SequenceCache):
+        make(model)
+    assert len(tested) == 1
+    model.bfloat16()
+    SequenceCache(model)
+    assert len(tested) == 2
+
+
+def test_a_conversation_and_its_window_refuse_what_a_sequence_refuses(monkeypatch, tokenizer, caplog):
+    one_too_far(monkeypatch)
+    model = tiny_model("llama")
+    for make in (lambda **how: ShiftCache(model, **how), lambda **how: conversation.Conversation(model, Ids(), **how)):
+        with pytest.raises(UnsupportedModelError, match="layer 0"):
+            make()
+        with caplog.at_level(logging.WARNING, "hf_blend"):
+            make(allow_unverified=True)
+    assert len([one for one in caplog.records if "not verified" in one.message]) == 1
+
+
+class Ids:
+    """The least that a conversation asks of a tokenizer."""
+
+    bos_token_id = 1
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_the_self_tests_leave_the_model_as_it_was_in_training_too(name, untouched):
+    model = tiny_model(name)
+    model.train()
+    with untouched(model):
+        SequenceCache(model)
+        with contextlib.suppress(UnsupportedModelError), self_extend(model):
+            pass
+    assert model.training
+
+
+def test_a_self_test_that_breaks_is_a_refusal_and_says_how(monkeypatch):
+    monkeypatch.setattr(sequence_layer.SequenceLayer, "lay", lambda *_: [][1])
+    with pytest.raises(UnsupportedModelError, match="self-test ended in IndexError"):
+        SequenceCache(tiny_model("llama"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits_pass(dtype):
+    for name in ("llama", "deepseek_v3"):
+        model = tiny_model(name).to(dtype)
+        SequenceCache(model)
+        with self_extend(model):
+            pass
+
+
+# What is built on sequences.
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "gptj", "cohere_compass_text"])
+def test_a_fitted_cache_holds_the_keys_of_the_new_prompt(name):
+    model, ids = tiny_model(name), prompt(80)[0].tolist()
+    cache, shortened = filled(model, 80), [*ids[:10], *ids[30:]]
+    assert vars(fit(cache, shortened)) == {"prefix_tokens": 10, "moved_tokens": 49}
+    direct = capture(model, torch.tensor([shortened[:-1]])).layers[0]
+    layer = cache.shown()[0]
+    for got, expected in zip((layer.keys, layer.values), direct, strict=True):
+        assert float((got - expected).abs().max()) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "gptj"])
+def test_a_prefix_that_was_shifted_in_between_is_blended_back_exactly(name):
+    model, ids = tiny_model(name), prompt(60)
+    cache = filled(model, 40)
+    cache.shift(0, 0, None, 50)
+    blend = blended(cache, ids[0].tolist(), recompute_ratio=0.0)
+    got = model.generate(ids, past_key_values=blend, max_new_tokens=8, do_sample=False)
+    assert torch.equal(got, model.generate(ids, max_new_tokens=8, do_sample=False))
+    assert blend.report.loaded_chunks == 1
+
+
+def test_holes_are_refused_where_attention_falls_off_with_the_distance_in_tokens():
+    model = tiny_model("bloom")
+    cache = filled(model)
+    cache.remove(0, 5, 9)
+    with pytest.raises(ConfigError, match=r"measures in tokens, not positions.*shift\(\)"):
+        cache.shown()
+    cache.shift(0, 9, None, -4)
+    assert cache.shown()[0].keys.shape[2] == 36
+
+
+def test_holes_are_refused_inside_self_extend_which_counts_tokens():
+    model = tiny_model("llama")
+    cache = filled(model)
+    cache.remove(0, 5, 9)
+    with self_extend(model), pytest.raises(ConfigError, match="Self-Extend is active"):
+        cache.shown()
+
+
+def test_nothing_is_stored_or_blended_that_a_model_computes_inside_self_extend(tmp_path):
+    model, store, ids = tiny_model("llama"), ChunkStore.open("memory://"), prompt(40)
+    blend = BlendCache(model, store)
+    inputs = blend.inputs(None, chunks=[ids[0, :30].tolist()], question=ids[0, 30:].tolist())
+    cache = SequenceCache(model)
+    with self_extend(model, trained_tokens=16):
+        for refused in (
+            lambda: BlendCache(model, store),
+            lambda: model.generate(**inputs, past_key_values=blend, max_new_tokens=2),
+            lambda: store.add(model, None, [ids[0].tolist()]),
+        ):
+            with pytest.raises(UnsupportedModelError, match="inside self_extend"):
+                refused()
+        model.generate(ids, past_key_values=cache, max_new_tokens=2)
+    for refused in (lambda: blended(cache, ids[0].tolist()), lambda: save_session(cache, tmp_path / "session")):
+        with pytest.raises(UnsupportedModelError, match="computed inside self_extend"):
+            refused()
+    assert list(tmp_path.iterdir()) == []
+    assert (
+        model.generate(**inputs, past_key_values=blend, max_new_tokens=2).shape[1] == inputs["input_ids"].shape[1] + 2
+    )
+
+
+def test_a_position_beyond_a_buffer_of_sines_is_refused():
+    cache = filled(tiny_model("gptj"))
+    cache.shift(0, 0, None, 10_000)
+    with pytest.raises(PromptError, match="position 10039, but the model's rotary buffer has 512"):
+        cache.shown()
+
+
+@pytest.mark.slow
+def test_every_type_is_blended_moved_and_extended_exactly_or_refused():
+    rows = list(verify_types())
+    assert [row["model"] for row in rows if broken(row)] == []
+    assert [row["model"] for row in rows if row["supported"] and row["move"] != "exact"] == []
+    assert all("layer" in row["extend"] for row in rows if row["supported"] and row["extend"] != "exact")
