@@ -38,8 +38,8 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # its modules; wh
     "loading": (("loading",), ("store", "tiers")),
     "prefill": (
         (
-            *("plan", "places", "request", "weighing", "rows", "row_masks", "realign", "choice", "correcting"),
-            *("probing", "blend", "report"),
+            *("layout", "plan", "places", "request", "weighing", "rows", "row_masks", "realign", "choice"),
+            *("correcting", "probing", "blend", "report"),
         ),
         ("rotary", "selectors", "correctors", "prompt", "model", "store", "tiers", "loading"),
     ),
