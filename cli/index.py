@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .output import Json, fail, progress, show
+from .output import Json, SecretFile, fail, progress, read_secret, show
 
 __all__ = ["index"]
 
@@ -32,6 +32,7 @@ def index(
     store: Store = None,
     remote: Remote = None,
     namespace: Namespace = "",
+    secret_file: SecretFile = None,
     chunk_tokens: ChunkTokens = 512,
     shard: ShardOption = None,
     device: Device = None,
@@ -59,7 +60,7 @@ def index(
     is_first = share.number == 0
     shown = progress(documents, "documents", total=len(documents), quiet=json or not is_first)
     place: dict[str, Any] = {"remote": remote, "remote_deadline_s": PATIENCE_S, "namespace": namespace}
-    with ChunkStore.open(store, memory_bytes=0, **place) as opened:
+    with ChunkStore.open(store, memory_bytes=0, **place, secret=read_secret(secret_file)) as opened:
         done = indexing.index(loaded, tokenizer, opened, shown, chunk_tokens, share)
         evicted = sum(opened.stats()["evicted"].values())
     if is_first or shard:

@@ -11,15 +11,21 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
 
-__all__ = ["Json", "fail", "humanise", "progress", "say", "show"]
+from hf_blend.errors import ConfigError
+
+__all__ = ["Json", "SecretFile", "fail", "humanise", "progress", "read_secret", "say", "show"]
 
 Item = TypeVar("Item")
 Row = Mapping[str, Any]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+SecretFile = Annotated[
+    Path | None, typer.Option("--secret-file", help="File that holds the store's secret, for a store that has one.")
+]
 
 
 def show(
@@ -54,6 +60,26 @@ def show(
 def say(text: str) -> None:
     """Tell people something beside the result, on stderr."""
     typer.echo(text, err=True)
+
+
+def read_secret(path: Path | None) -> bytes | None:
+    """The secret of a store, from the file that holds it; None where there is none.
+
+    Raises:
+        ConfigError: the file cannot be read, or is empty.
+    """
+    if path is None:
+        return None
+    try:
+        secret = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"the secret in {str(path)!r} cannot be read ({error.strerror or error}). Give a file that holds the "
+            "store's secret."
+        ) from error
+    if not secret:
+        raise ConfigError(f"the file {str(path)!r} is empty, but the bytes of the store's secret are expected in it.")
+    return secret
 
 
 def fail(text: str) -> NoReturn:

@@ -5,13 +5,13 @@
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hf_blend.errors import ConfigError, StoreError
 
-from .output import Json, fail, say, show
+from .output import Json, SecretFile, fail, read_secret, say, show
 
 if TYPE_CHECKING:
     from hf_blend.store import ChunkStore
@@ -30,24 +30,29 @@ All = Annotated[bool, typer.Option("--all", help="All chunks of the namespace.")
 def check(
     store: Store = None,
     namespace: Namespace = "",
+    secret_file: SecretFile = None,
     repair: Annotated[bool, typer.Option("--repair", help="Remove what can never become good.")] = False,
     json: Json = False,
 ) -> None:
     """Read and verify every entry; exit code 1 if one is damaged and stays.
 
+    Entries of another namespace or secret are counted as foreign: nothing can be known of them, and they stay.
+
     Examples:
         hf-blend store check
         hf-blend store check --repair --json
     """
-    with _opened(store, namespace) as opened:
+    with _opened(store, namespace, secret_file) as opened:
         found = list(opened.check(repair=repair))
-    bad = [one for one in found if one.reason not in ("", "namespace")]
+    foreign = [one for one in found if one.reason in ("namespace", "secret")]
+    bad = [one for one in found if one.reason and one not in foreign]
     whole = [one for one in found if not one.reason]
     document = {
         "whole": len(whole),
         "nbytes": sum(one.nbytes for one in whole),
         "damaged": len(bad),
         "removed": sum(one.removed for one in bad),
+        "foreign": len(foreign),
         "reasons": dict(Counter(one.reason for one in bad)),
     }
     show(document, as_json=json)
@@ -60,6 +65,7 @@ def check(
 def gc(
     store: Store = None,
     namespace: Namespace = "",
+    secret_file: SecretFile = None,
     to_bytes: Annotated[int | None, typer.Option(min=0, help="Evict until this is left, in all namespaces.")] = None,
     ttl_s: Annotated[float | None, typer.Option(min=0, help="Remove chunks older than this, in seconds.")] = None,
     json: Json = False,
@@ -70,7 +76,7 @@ def gc(
         hf-blend store gc --ttl-s 2592000
         hf-blend store gc --to-bytes 1000000000 --json
     """
-    with _opened(store, namespace, ttl_s=ttl_s) as opened:
+    with _opened(store, namespace, secret_file, ttl_s=ttl_s) as opened:
         orphans = opened.stats()["removed"].get("orphans", 0)  # opening removes them
         found = opened.collect(to_bytes)
     show({**found, "orphans": found["orphans"] + orphans}, as_json=json)
@@ -82,6 +88,7 @@ def rm(
     model: Model = None,
     store: Store = None,
     namespace: Namespace = "",
+    secret_file: SecretFile = None,
     json: Json = False,
 ) -> None:
     """Remove chunks.
@@ -90,7 +97,7 @@ def rm(
         hf-blend store rm --model 0123abcd
         hf-blend store rm --all --json
     """
-    with _opened(store, namespace) as opened:
+    with _opened(store, namespace, secret_file) as opened:
         show({"removed": opened.remove(_chosen(opened, digests, everything, model))}, as_json=json)
 
 
@@ -101,6 +108,7 @@ def pin(
     off: Annotated[bool, typer.Option("--off", help="Let them be evicted again.")] = False,
     store: Store = None,
     namespace: Namespace = "",
+    secret_file: SecretFile = None,
     json: Json = False,
 ) -> None:
     """Keep chunks from being evicted; they still count against the caps.
@@ -109,20 +117,26 @@ def pin(
         hf-blend store pin --all
         hf-blend store pin --all --off --json
     """
-    with _opened(store, namespace) as opened:
+    with _opened(store, namespace, secret_file) as opened:
         chosen = _chosen(opened, digests, everything, model)
         opened.set_pins(chosen, not off)
     show({"unpinned" if off else "pinned": len(chosen)}, as_json=json)
 
 
-def ls(store: Store = None, namespace: Namespace = "", limit: Limit = None, json: Json = False) -> None:
+def ls(
+    store: Store = None,
+    namespace: Namespace = "",
+    secret_file: SecretFile = None,
+    limit: Limit = None,
+    json: Json = False,
+) -> None:
     """List the stored chunks, the newest first.
 
     Examples:
         hf-blend store ls
         hf-blend store ls --limit 5 --json
     """
-    with _opened(store, namespace) as opened:
+    with _opened(store, namespace, secret_file) as opened:
         entries = sorted(opened.entries(), key=lambda entry: entry.created, reverse=True)[:limit]
     if not entries and not json:
         say("The store holds no chunks.")
@@ -130,14 +144,16 @@ def ls(store: Store = None, namespace: Namespace = "", limit: Limit = None, json
     show([asdict(entry) for entry in entries], as_json=json)
 
 
-def stats(store: Store = None, namespace: Namespace = "", json: Json = False) -> None:
+def stats(
+    store: Store = None, namespace: Namespace = "", secret_file: SecretFile = None, json: Json = False
+) -> None:
     """Say how much is stored, and for how many models.
 
     Examples:
         hf-blend store stats
         hf-blend store stats --json
     """
-    with _opened(store, namespace) as opened:
+    with _opened(store, namespace, secret_file) as opened:
         entries, now = list(opened.entries()), opened.stats()
     tiers = Counter(entry.tier for entry in entries)
     show(
@@ -155,7 +171,9 @@ def stats(store: Store = None, namespace: Namespace = "", json: Json = False) ->
     )
 
 
-def _opened(location: str | None, namespace: str, ttl_s: float | None = None) -> "ChunkStore":
+def _opened(
+    location: str | None, namespace: str, secret_file: Path | None, ttl_s: float | None = None
+) -> "ChunkStore":
     from hf_blend.store import ChunkStore
 
     if location is not None and "://" not in location and not Path(location).expanduser().is_dir():
@@ -163,7 +181,8 @@ def _opened(location: str | None, namespace: str, ttl_s: float | None = None) ->
             f"there is no store at {location!r}: no such folder. Give the folder that ChunkStore.open was given, or "
             "leave --store out for the default one."
         )
-    return ChunkStore.open(location, memory_bytes=0, namespace=namespace, ttl_s=ttl_s)
+    given: dict[str, Any] = {"namespace": namespace, "ttl_s": ttl_s, "secret": read_secret(secret_file)}
+    return ChunkStore.open(location, memory_bytes=0, **given)
 
 
 def _chosen(store: "ChunkStore", digests: list[str] | None, everything: bool, model: str | None) -> list[str]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .anatomy import text_config
 from .capture import compute_chunk
 from .config import BlendConfig
+from .layout import layout_of
 from .loading.advice import Advice
 from .loading.pipeline import Pipeline
 from .loading.stream import StreamedLayers
@@ -317,7 +318,8 @@ class Planner:
 
     def _fetch(self, plan: Plan, key: ChunkKey) -> ChunkKV:
         if key not in self._fetched:
-            chunk = self._store.stream(key, partial(_compute, self._model, key, plan.replaced))
+            layout = layout_of(self._model, self._fingerprint)
+            chunk = self._store.stream(key, partial(_compute, self._model, key, plan.replaced), layout=layout)
             if chunk is None:
                 with self._store.timed(key):
                     chunk = self._store.put(_compute(self._model, key))

@@ -136,6 +136,25 @@ def test_looking_into_a_store_that_is_not_there_does_not_make_one(run, tmp_path)
     assert not (tmp_path / "nowhere").exists()
 
 
+def test_a_store_with_a_secret_is_looked_after_with_the_file_that_holds_it(run, tmp_path):
+    (tmp_path / "key").write_bytes(b"one")
+    key, words = ChunkKey("ab" * 32, (1,), (5, 6)), ("--store", str(tmp_path / "s"), "--json")
+    signed = (*words, "--secret-file", str(tmp_path / "key"))
+    with ChunkStore.open(tmp_path / "s", secret=b"one") as store:
+        store.put(ChunkKV(key, ((torch.ones(1, 2, 4),) * 2,), ((torch.ones(2, 4),) * 2,), (0,)))
+    assert [one["digest"] for one in json.loads(run("store", "ls", *signed)[1])] == [key.digest]
+    assert json.loads(run("store", "check", *signed)[1])["whole"] == 1
+    assert json.loads(run("store", "pin", "--all", *signed)[1]) == {"pinned": 1}
+    assert json.loads(run("store", "ls", *words)[1]) == []
+    code, out, _ = run("store", "check", "--repair", *words)
+    assert (code, json.loads(out)["whole"], json.loads(out)["damaged"]) == (0, 0, 0)
+    assert json.loads(run("store", "stats", *signed)[1])["pinned"] == 1
+    assert json.loads(run("store", "rm", "--all", *signed)[1]) == {"removed": 1}
+    (tmp_path / "key").write_bytes(b"")
+    assert "is empty" in run("store", "ls", *signed)[2]
+    assert "cannot be read" in run("store", "ls", *words, "--secret-file", str(tmp_path / "none"))[2]
+
+
 @pytest.mark.parametrize("words", [["--traceback", "store", "ls"], ["store", "ls", "--traceback"]])
 def test_traceback_shows_where_an_error_came_from(words):
     with pytest.raises(hf_blend.StoreError):

@@ -38,8 +38,8 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # its modules; wh
     "loading": (("loading",), ("store", "tiers")),
     "prefill": (
         (
-            *("plan", "places", "request", "weighing", "rows", "row_masks", "realign", "choice", "correcting"),
-            *("probing", "blend", "report", "input_test"),
+            *("layout", "plan", "places", "request", "weighing", "rows", "row_masks", "realign", "choice"),
+            *("correcting", "probing", "blend", "report", "input_test"),
         ),
         ("rotary", "selectors", "correctors", "prompt", "model", "store", "tiers", "loading"),
     ),

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loading only important blocks: exact where all are loaded, verified where some are, and nothing unloaded is seen."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -192,6 +193,65 @@ def test_every_changed_byte_of_a_header_is_refused(model, store):
             BlockReader(BytesSource(bytes(content)), key)
     with pytest.raises(EntryFault):
         BlockReader(BytesSource(source.content[: end - 1]), key)
+
+
+def nan(chunk):
+    chunk.layers[1][0].view(-1)[7] = float("nan")
+    return chunk
+
+
+def each_state(change):
+    return lambda chunk: replace(chunk, layers=tuple((change(keys), change(values)) for keys, values in chunk.layers))
+
+
+CRAFTED = {
+    "a head more": (each_state(lambda states: torch.cat([states, states[:1]])), "layout"),
+    "one layer": (lambda chunk: replace(chunk, layers=chunk.layers[:1], layer_table=chunk.layer_table[:1]), "layout"),
+    "sixteen bits": (each_state(torch.Tensor.half), "layout"),
+    "unturned layers": (lambda chunk: replace(chunk, layer_table=(-1,) * len(chunk.layers)), "layout"),
+    "NaN": (nan, "values"),
+    "absurd values": (lambda chunk: chunk.map(lambda states: states * 3e37), "values"),
+    "a cosine of zeros": (lambda chunk: replace(chunk, tables=tuple((0 * c, s) for c, s in chunk.tables)), "values"),
+}
+
+
+@pytest.mark.parametrize(("change", "reason"), CRAFTED.values(), ids=CRAFTED)
+def test_crafted_blocks_cost_a_request_time_and_nothing_else(change, reason):
+    from hf_blend.capture import capture_chunk
+    from hf_blend.fingerprint import fingerprint
+
+    model, tier = tiny_model("llama"), MemoryTier()
+    store = PartialStore(ChunkStore.open("memory://"), tier, block_tokens=8)
+    wanted, *_ = answered(model, store)
+    good = dict(tier.objects)
+    for ids in CHUNKS:
+        crafted = change(capture_chunk(model, ids, (1,), fingerprint(model)))
+        content = b"".join(encode_blocks(crafted, list(range(len(ids))), 8))
+        tier.objects[store._name(crafted.key)] = BytesSource(content)
+    assert torch.equal(answered(model, store)[0], wanted)
+    assert set(store.faults) == {reason}
+    assert {name: one.content for name, one in tier.objects.items()}.keys() <= good.keys()
+    assert torch.equal(answered(model, store)[0], wanted)
+
+
+def test_blocks_of_a_store_with_a_secret_are_signed_and_their_names_say_nothing():
+    model, tier = tiny_model("llama"), MemoryTier()
+    plain, signed = (
+        PartialStore(ChunkStore([], secret=secret), tier, block_tokens=8) for secret in (None, b"the store's own")
+    )
+    wanted, *_ = answered(model, plain)
+    names = set(tier.objects)
+    assert torch.equal(answered(model, signed)[0], wanted)
+    assert len(tier.objects) == 2 * len(names)
+    new = " ".join(set(tier.objects) - names)
+    assert not [key for key in signed._keys.values() if key.digest in new]
+    for key in signed._keys.values():
+        tier.objects[signed._name(key)] = tier.objects[plain._name(key)]  # unsigned, and of the right chunk
+    assert torch.equal(answered(model, signed)[0], wanted)
+    assert signed.faults == {"secret": len(names)}
+    assert torch.equal(answered(model, signed)[0], wanted)
+    assert signed.faults == {"secret": len(names)}
+    assert not plain.faults
 
 
 @given(st.integers(1, 40), st.integers(1, 12), st.randoms())

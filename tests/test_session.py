@@ -3,13 +3,16 @@
 """A saved session comes back bit for bit, and nothing else ever comes back."""
 
 import copy
+import hashlib
+import json
 import os
 
 import pytest
 import torch
+from safetensors.torch import load, save
 from transformers import AutoTokenizer
 
-from hf_blend import SequenceCache, StoreError
+from hf_blend import ConfigError, SequenceCache, StoreError
 from hf_blend.context.session import load_session, save_session
 from hf_blend.evaluation.bundled import REFERENCE
 from hf_blend.ladder.zoo import tiny_model
@@ -118,3 +121,67 @@ def test_what_is_no_session_is_refused(tmp_path):
             load_session(cache, tmp_path / name)
     with pytest.raises(StoreError, match="cannot be written"):
         save_session(cache, tmp_path / "no" / "folder")
+
+
+CRAFTED = {
+    "NaN": lambda state: state["layer.0.k"].fill_(float("nan")),
+    "absurd": lambda state: state["layer.1.v"].view(-1)[3].fill_(3e38),
+    "sixteen bits": lambda state: state.update({"layer.0.k": state["layer.0.k"].half()}),
+    "a head less": lambda state: state.update({"layer.0.v": state["layer.0.v"][:1]}),
+    "a layer less": lambda state: [state.pop(f"layer.3.{part}") for part in "kv"],
+    "a layer more": lambda state: state.update({"layer.4.k": state["layer.0.k"]}),
+    "no ids": lambda state: state.pop("ids"),
+    "a cell that is not there": lambda state: state["sequence.0"][0, 0].fill_(10**6),
+    "a cell below nothing": lambda state: state["sequence.0"][0, 0].fill_(-1),
+    "a token twice": lambda state: state["sequence.0"][0].fill_(1),
+    "a position beyond all": lambda state: state["sequence.0"][1].fill_(1 << 40),
+    "an origin below nothing": lambda state: state["origins"].fill_(-5),
+    "a sequence of one row": lambda state: state.update({"sequence.0": state["sequence.0"][:1]}),
+    "a sequence without a number": lambda state: state.update({"sequence.x": state["sequence.0"]}),
+    "an active sequence below nothing": lambda state: state["active"].fill_(-1),
+    "fractions": lambda state: state.update({"ids": state["ids"].float()}),
+}
+
+
+def resealed(content):
+    """A session whose seal fits again; written here once more, for the tests share no code with what they check."""
+    digits = hashlib.sha256(b"hf_blend.seal\0hf_blend.session/2\n" + content).hexdigest()
+    return b"hf_blend.session/2\nsha256:" + digits.encode() + content
+
+
+@pytest.mark.parametrize("change", CRAFTED.values(), ids=CRAFTED)
+def test_a_crafted_session_is_refused_and_leaves_the_cache_alone(tmp_path, change):
+    save_session(conversation(MODEL), tmp_path / "chat")
+    content = (tmp_path / "chat").read_bytes()
+    image = content[len(b"hf_blend.session/2\nsha256:") + 64 :]
+    assert resealed(image) == content
+    state = {name: tensor.clone() for name, tensor in load(image).items()}
+    change(state)
+    about = json.loads(image[8 : 8 + int.from_bytes(image[:8], "little")])["__metadata__"]
+    (tmp_path / "chat").write_bytes(resealed(save({name: tensor.clone() for name, tensor in state.items()}, about)))
+    cache = conversation(MODEL, 12)
+    before = states(cache)
+    with pytest.raises(StoreError, match="no session of this model"):
+        load_session(cache, tmp_path / "chat")
+    assert same(states(cache), before)
+
+
+@pytest.mark.parametrize("header", [b"{", b"[]", b"5", b"[" * 100_000, b'{"__metadata__":5}', b"\xff", b"{}"])
+def test_a_session_with_a_hostile_header_is_refused(tmp_path, header):
+    (tmp_path / "chat").write_bytes(resealed(len(header).to_bytes(8, "little") + header))
+    with pytest.raises(StoreError, match="Save it again"):
+        load_session(SequenceCache(MODEL), tmp_path / "chat")
+
+
+def test_a_session_that_was_signed_is_loaded_with_its_secret_alone(tmp_path, monkeypatch):
+    save_session(conversation(MODEL), tmp_path / "chat", secret=b"one")
+    save_session(conversation(MODEL), tmp_path / "plain")
+    cache = SequenceCache(MODEL)
+    load_session(cache, tmp_path / "chat", secret=b"one")
+    assert same(states(cache), states(conversation(MODEL)))
+    monkeypatch.setattr("hf_blend.context.session.json.loads", None)  # nothing is parsed
+    for path, secret in (("chat", b"two"), ("chat", None), ("plain", b"one")):
+        with pytest.raises(StoreError, match="secret"):
+            load_session(SequenceCache(MODEL), tmp_path / path, secret=secret)
+    with pytest.raises(ConfigError, match="secret is a str"):
+        save_session(cache, tmp_path / "chat", secret="one")

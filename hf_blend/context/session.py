@@ -5,47 +5,58 @@
     save_session(cache, "chat.session", tokenizer)
     load_session(cache, "chat.session", tokenizer)       # in another process, for the same model
 
-A file is a magic line, the sha256 of all that follows, and that: a safetensors image whose metadata says which model,
-tokenizer and rotary settings it belongs to. Nothing is believed before all of it was read and compared.
+A file is a magic line, a seal over all that follows, and that: a safetensors image whose metadata says which model,
+tokenizer and rotary settings it belongs to. Nothing is believed before all of it was read and compared: the seal
+before anything is parsed, then the metadata, then names, shapes, dtypes and values with those of the model.
 """
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load, save
+from torch import Tensor
 
 from ..anatomy import text_config
 from ..errors import StoreError
 from ..fingerprint import fingerprint
-from ..store.tiers.base import EntryFault
+from ..layout import layout_of
+from ..store.chunk import Layout, has_usable_values
+from ..store.seal import check_seal, check_secret, seal, seal_size
+from ..store.tiers.base import EntryFault, as_fault
 from ..store.tiers.files import open_regular, write_atomically
-from .sequence_cache import SequenceCache
+from .sequence_cache import UNKNOWN, SequenceCache
 
-MAGIC = b"hf_blend.session/1\n"
-DIGEST_BYTES = hashlib.sha256().digest_size
+MAGIC = b"hf_blend.session/2\n"
+_SEQUENCE = re.compile(r"sequence\.(0|[1-9][0-9]{0,8})")
+_END = 1 << 31  # of ids and positions
 
 
-def save_session(cache: SequenceCache, path: str | Path, tokenizer: Any = None) -> int:
+def save_session(cache: SequenceCache, path: str | Path, tokenizer: Any = None, *, secret: bytes | None = None) -> int:
     """Write a cache to a file; a file of that name is replaced at once, or stays as it is if writing fails.
 
     Args:
         cache: what to save: every sequence, with tokens, positions, K and V.
         path: of the file.
         tokenizer: of the model; where it is given, the file can be loaded only with an equal one.
+        secret: where others may write to the folder: signs the file, which is then loaded only with this secret.
 
     Returns:
         The size of the file in bytes.
 
     Raises:
+        ConfigError: the secret is not bytes.
         StoreError: it cannot be written.
         UnsupportedModelError: some of it was computed inside `self_extend`, or the model is inside.
     """
+    check_secret(secret)
     cache.refuse_extended()
     tensors = {name: tensor.cpu() for name, tensor in cache.state().items()}
     image = save(tensors, _identity(cache, tokenizer))
-    parts = (MAGIC, hashlib.sha256(image).digest(), image)
+    parts = (MAGIC, seal(secret, MAGIC, image), image)
     try:
         write_atomically(Path(path), parts, durable=True)
     except OSError as error:
@@ -53,20 +64,37 @@ def save_session(cache: SequenceCache, path: str | Path, tokenizer: Any = None) 
     return sum(map(len, parts))
 
 
-def load_session(cache: SequenceCache, path: str | Path, tokenizer: Any = None) -> None:
+def load_session(
+    cache: SequenceCache, path: str | Path, tokenizer: Any = None, *, secret: bytes | None = None
+) -> None:
     """Let a cache hold what a file holds. If anything is wrong with the file, the cache stays as it was.
 
     Args:
         cache: for the model that the session was saved with.
         path: of the file.
         tokenizer: as in `save_session`.
+        secret: as in `save_session`.
 
     Raises:
-        StoreError: the file cannot be read, is damaged, or belongs to another model, tokenizer or rotary setting.
+        ConfigError: the secret is not bytes.
+        StoreError: the file cannot be read, is damaged, was not signed with the secret, belongs to another model,
+            tokenizer or rotary setting, or holds what a session of this model cannot hold.
     """
-    image = _checked(path, _read(path))
-    _compare(path, _metadata(image), _identity(cache, tokenizer))
-    cache.restore(load(image))
+    check_secret(secret)
+    image, identity = _unsealed(path, _read(path), secret), _identity(cache, tokenizer)
+    try:
+        with as_fault("its header"):
+            header: dict[str, Any] = json.loads(image[8 : 8 + int.from_bytes(image[:8], "little")])
+            saved = {name: str(value) for name, value in header["__metadata__"].items()}
+        _compare(path, saved, identity)
+        with as_fault("its content"):
+            state = load(image)
+            _check_state(state, layout_of(cache.model, identity["model"]))
+            cache.restore(state)
+    except EntryFault as fault:
+        raise StoreError(
+            f"the session {path} holds what no session of this model holds: {fault}. Save it again, or prefill again."
+        ) from fault
 
 
 def _read(path: str | Path) -> bytes:
@@ -84,28 +112,49 @@ def _read(path: str | Path) -> bytes:
         source.close()
 
 
-def _checked(path: str | Path, content: bytes) -> bytes:
+def _unsealed(path: str | Path, content: bytes, secret: bytes | None) -> bytes:
     """The image inside a file; refused unless every byte is what was written."""
-    start = len(MAGIC) + DIGEST_BYTES
     if not content.startswith(MAGIC):
         raise StoreError(f"{path} does not begin as a session of this version does. Give the path of a saved session.")
-    if hashlib.sha256(content[start:]).digest() != content[len(MAGIC) : start]:
-        raise StoreError(f"the session {path} is not what was saved: its digest does not fit. Save it again.")
+    start = len(MAGIC) + seal_size(secret)
+    try:
+        check_seal(content[len(MAGIC) : start], secret, MAGIC, content[start:])
+    except EntryFault as fault:
+        raise StoreError(
+            f"the session {path} is not what was saved: {fault}. Save it again, or give the secret it was saved with."
+        ) from fault
     return content[start:]
 
 
-def _metadata(image: bytes) -> dict[str, str]:
-    header: dict[str, Any] = json.loads(image[8 : 8 + int.from_bytes(image[:8], "little")])
-    found: dict[str, str] = header.get("__metadata__", {})
-    return found
+def _check_state(state: dict[str, Tensor], layout: Layout) -> None:
+    """Raise EntryFault for tensors that a cache of this layout cannot hold."""
+    cells = state["ids"].numel()
+    expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"active": ((), torch.int64)}
+    expected |= dict.fromkeys(("ids", "origins"), ((cells,), torch.int64))
+    for index, pair in enumerate(layout.layers if cells else ()):
+        for part, (heads, width, dtype) in zip("kv", pair, strict=True):
+            expected[f"layer.{index}.{part}"] = ((heads, cells, width), dtype)
+    rows = [tensor for name, tensor in state.items() if _SEQUENCE.fullmatch(name)]
+    sequences = {name: ((2, state[name].shape[-1]), torch.int64) for name in state if _SEQUENCE.fullmatch(name)}
+    found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}
+    if found != expected | sequences:
+        raise EntryFault("layout", "names, shapes or dtypes are not those of this model's layers")
+    bounds = [(state["ids"], UNKNOWN, _END), (state["origins"], 0, _END), (state["active"], 0, _END)]
+    bounds += [(row[0], 0, cells) for row in rows] + [(row[1], 0, _END) for row in rows]
+    if not all(low <= int(one.min()) and int(one.max()) < end for one, low, end in bounds if one.numel()):
+        raise EntryFault("values", "a token, a cell or a position that cannot be")
+    if any(len(row[0].unique()) < row.shape[1] for row in rows):
+        raise EntryFault("values", "a sequence holds a token twice")
+    if not all(has_usable_values(tensor) for name, tensor in state.items() if name.startswith("layer.")):
+        raise EntryFault("values", "keys or values are NaN, infinite or absurd")
 
 
-def _compare(path: str | Path, saved: dict[str, str], wanted: dict[str, str]) -> None:
+def _compare(path: str | Path, saved: dict[str, str], expected: dict[str, str]) -> None:
     for name in ("rope", "tokenizer", "model"):  # a rotary setting is part of the model: name it first
-        if saved.get(name) != wanted[name]:
+        if saved.get(name) != expected[name]:
             raise StoreError(
                 f"the session {path} was saved with another {name} ({saved.get(name)!r:.60}) than this cache's "
-                f"({wanted[name]!r:.60}). Load it with the {name} that it was saved with, or prefill anew."
+                f"({expected[name]!r:.60}). Load it with the {name} that it was saved with, or prefill again."
             )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from .chunk import ChunkKey, ChunkKV
+from .guard import Guard
 from .locks import new_lock
 
 __all__ = ["PendingWrite", "WriteQueue"]
@@ -29,6 +30,11 @@ class PendingWrite:
 
     chunk: ChunkKV
     parts: Sequence[memoryview]
+
+    @cached_property
+    def guard(self) -> Guard:
+        """Notices whether the chunk was written to since this was first asked for."""
+        return Guard(tensor for _, tensor in self.chunk.named_tensors())
 
     @cached_property
     def nbytes(self) -> int:
@@ -87,6 +93,7 @@ class WriteQueue:
         Returns:
             False if it was dropped: the queue is full, or no thread can be started.
         """
+        pending.guard.is_intact()  # from here on what is written to the chunk is noticed
         with self._own():
             if self._find(pending.digest) is not None:
                 return True
@@ -103,7 +110,8 @@ class WriteQueue:
         """Find a chunk that is in the queue."""
         with self._own():
             found = self._find(key.digest)
-            return found.chunk if found is not None and found.chunk.key == key else None
+            is_it = found is not None and found.chunk.key == key and found.guard.is_intact()
+            return found.chunk if found is not None and is_it else None
 
     def contains(self, digest: str) -> bool:
         """Say whether a chunk is in the queue."""

@@ -39,6 +39,7 @@ class BoundedTier(WrappedTier):
         owned: says whether an object belongs to this store's namespace.
         quota_bytes: how much those objects may take together; None is up to the cap.
         on_evicted: is told the name and the size of what had to leave.
+        on_fault: receives a reason such as "order:format" where the file of the order cannot be used.
     """
 
     def __init__(
@@ -52,8 +53,10 @@ class BoundedTier(WrappedTier):
         owned: Callable[[str], bool] | None = None,
         quota_bytes: int | None = None,
         on_evicted: Callable[[str, int], None] | None = None,
+        on_fault: Callable[[str], None] | None = None,
     ) -> None:
         super().__init__(tier)
+        self.on_fault = on_fault
         self.owned = owned
         self.quota_bytes = quota_bytes
         self.on_evicted = on_evicted
@@ -231,7 +234,7 @@ class BoundedTier(WrappedTier):
         """At the first look."""
         self._restored = True
         if self._order is not None:
-            self._budget.policy.restore(load_order(self._order))
+            self._budget.policy.restore(load_order(self._order, self.on_fault))
         if self._spare_bytes is not None:
             self._budget.cap_bytes = self._budget.nbytes + self._spare_bytes
 

@@ -13,7 +13,9 @@ from .entry import read_key
 from .header import hash_namespace
 from .index import ContentIndex, IndexRecord, pack_tokens
 from .locks import new_lock
+from .seal import keyed
 from .snapshot import load_snapshot, save_snapshot
+from .tally import Tally
 from .tiers.base import EntryFault, ObjectStat, Tier
 
 __all__ = ["Catalog"]
@@ -32,16 +34,28 @@ class Catalog:
         tiers: where they are kept.
         snapshot: where the index itself is kept, or None.
         is_held: says whether a chunk is in memory.
+        secret: of the store: hides what the entries are called, and seals the saved index.
+        tally: counts what was passed over.
     """
 
     def __init__(
-        self, namespace: str, tiers: Sequence[Tier], snapshot: Path | None, is_held: Callable[[str], bool]
+        self,
+        namespace: str,
+        tiers: Sequence[Tier],
+        snapshot: Path | None,
+        is_held: Callable[[str], bool],
+        *,
+        secret: bytes | None = None,
+        tally: Tally | None = None,
     ) -> None:
         self.namespace = namespace
-        self._space = hash_namespace(namespace)[:2]
+        self._secret = secret
+        self._tally = tally or Tally()
+        self._space = keyed(secret, "space", hash_namespace(namespace))[:2]
+        self._digests: dict[str, str] = {}  # of known entries whose names do not say them, by name
         self._tiers = tuple(tiers)
         self._snapshot = snapshot
-        self._saved: dict[str, IndexRecord] | None = None
+        self._saved: dict[str, tuple[str, IndexRecord]] | None = None
         self._is_held = is_held
         self._index = ContentIndex()
         self._seen: dict[str, frozenset[str]] = {}
@@ -51,8 +65,13 @@ class Catalog:
         self._lock = new_lock()
 
     def name(self, digest: str) -> str:
-        """What an entry is called in the tier."""
-        return f"{self._space}/{digest[:2]}/{digest}"
+        """What an entry is called in the tier: by its digest, or by the HMAC of that where there is a secret."""
+        called = keyed(self._secret, "name", digest)
+        return f"{self._space}/{called[:2]}/{called}"
+
+    def digest(self, name: str) -> str:
+        """The digest of an entry; of one that is not known what its name says, which may be another's HMAC."""
+        return self._digests.get(name, name[-64:])
 
     def add(self, key: ChunkKey, stat: ObjectStat, where: Sequence[str]) -> None:
         """Take up a chunk that was just stored.
@@ -63,9 +82,9 @@ class Catalog:
             where: names of the tiers that have it.
         """
         with self._lock:
-            self._index.add(key.digest, _record(key, stat))
+            name = self._know(key.digest, _record(key, stat))
             for tier in where:
-                self._list(tier, self.name(key.digest))
+                self._list(tier, name)
 
     def forget(self, digest: str, tier: str | None = None) -> None:
         """Drop a chunk that turned out to be gone from a tier, or from all; it stays known while some place has it."""
@@ -79,6 +98,7 @@ class Catalog:
         with self._lock:
             if not self.places(digest) and not self._is_held(digest):
                 self._index.discard(digest)
+                self._digests.pop(self.name(digest), None)
 
     def find(self, fingerprint: str, sink_ids: Sequence[int], token_ids: Sequence[int]) -> list[tuple[int, int]]:
         """As `ContentIndex.find`, over what is stored now."""
@@ -104,7 +124,7 @@ class Catalog:
 
     def owns(self, name: str) -> bool:
         """Say whether an object of a tier is a chunk of this namespace that is known."""
-        return name[-64:] in self._index and self.name(name[-64:]) == name
+        return self.digest(name) in self._index and (name in self._digests or self.name(name[-64:]) == name)
 
     def refresh(self, everything: bool = False) -> None:
         """Take up what other processes stored or removed; costs next to nothing if they did not.
@@ -132,22 +152,22 @@ class Catalog:
         """Keep the index for the next opening, if it changed."""
         with self._lock:
             if self._snapshot is not None and self._unsaved:
-                save_snapshot(self._snapshot, [row for row in self._index.items() if self.places(row[0])])
+                rows = [row for row in self._index.items() if self.places(row[0])]
+                save_snapshot(self._snapshot, rows, self._secret)
                 self._unsaved = 0
 
     def _take_up(self, tier: Tier, names: frozenset[str], stop_s: float) -> None:
         listed = self._listed[tier.name]
         for name in listed - names:
-            self.forget(name[-64:], tier.name)
+            self.forget(self.digest(name), tier.name)
         new = names - listed
         if new and self._saved is None:
-            self._saved = load_snapshot(self._snapshot) if self._snapshot is not None else {}
+            self._saved = self._load()
         for name in new:
-            digest = name[-64:]
-            record = (self._saved or {}).get(digest)
-            if digest not in self._index and record is not None:
-                self._index.add(digest, record)
-            if digest in self._index:
+            saved = (self._saved or {}).get(name)
+            if saved is not None and saved[0] not in self._index:
+                self._know(*saved)
+            if self.owns(name):
                 listed.add(name)
             elif time.monotonic() > stop_s:
                 self._seen.pop(tier.name, None)
@@ -163,6 +183,7 @@ class Catalog:
         except EntryFault as fault:
             logger.info("%s is not listed (%s)", name, fault)
             self._skipped.add((tier.name, name))
+            self._tally.count("skipped", f"{tier.name}:{fault.reason}")
         except OSError as error:
             logger.info("%s cannot be read now (%s)", name, error)
             self._seen.pop(tier.name, None)
@@ -172,10 +193,25 @@ class Catalog:
         if source is None:
             return
         with contextlib.closing(source):
-            key = read_key(source, self.namespace)
+            key = read_key(source, self.namespace, self._secret)
             if self.name(key.digest) != name:
                 raise EntryFault("key", f"it is {key.digest}")
             self.add(key, source.stat, [tier.name])
+
+    def _load(self) -> dict[str, tuple[str, IndexRecord]]:
+        """What the saved index says, by name of the entry."""
+        if self._snapshot is None:
+            return {}
+        saved = load_snapshot(self._snapshot, self._secret, lambda reason: self._tally.count("skipped", reason))
+        return {self.name(digest): (digest, record) for digest, record in saved.items()}
+
+    def _know(self, digest: str, record: IndexRecord) -> str:
+        """Index a chunk; gives the name of its entry."""
+        self._index.add(digest, record)
+        name = self.name(digest)
+        if not name.endswith(digest):
+            self._digests[name] = digest
+        return name
 
     def _list(self, tier: str, name: str) -> None:
         if name not in self._listed[tier]:

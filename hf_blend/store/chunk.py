@@ -6,18 +6,20 @@ import hashlib
 import operator
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
 
 from ..errors import ConfigError, StoreError
 
-__all__ = ["ChunkKV", "ChunkKey"]
+__all__ = ["ChunkKV", "ChunkKey", "Layout", "has_usable_values"]
 
 _KEY_FORMAT = b"hf_blend.key/1"
 _MAX_TOKEN_ID = 2**31 - 1
+_LARGEST = 2.0**30  # of a value; K and V of models stay below 10^4, and products of larger ones soon overflow
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,38 @@ class ChunkKey:
         return state.hexdigest()
 
 
+@dataclass(frozen=True)
+class Layout:
+    """What the KV of one model looks like, whatever the chunk: what is stored under its fingerprint must match.
+
+    Attributes:
+        layers: of each layer (kv_heads, head_dim, dtype) of its keys and of its values.
+        tables: of each distinct (cos, sin) both widths and the dtype.
+        layer_table: see `ChunkKV`.
+        norms: for each table the largest cos² + sin², where that is the same for every entry; None where it is not.
+            No part of the comparison: `fits_norms` uses it.
+    """
+
+    layers: tuple[tuple[tuple[int, int, torch.dtype], tuple[int, int, torch.dtype]], ...]
+    tables: tuple[tuple[int, int, torch.dtype], ...]
+    layer_table: tuple[int, ...]
+    norms: tuple[float | None, ...] = field(default=(), compare=False)
+
+    def fits_norms(self, tables: Sequence[tuple[Tensor, Tensor]]) -> bool:
+        """Say whether rotary tables turn without stretching, as the model's own do.
+
+        Args:
+            tables: (cos, sin) as in `ChunkKV.tables`.
+
+        Returns:
+            False if cos² + sin² of a table is not what the model's is.
+        """
+        return all(
+            norm is None or (span := norm_span(*table)) is None or norm / 1.2 < span[0] <= span[1] < norm * 1.2
+            for norm, table in zip(self.norms, tables, strict=False)
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class ChunkKV:
     """The keys and values of one chunk computed alone behind the sink, with the sink cut off.
@@ -66,12 +100,14 @@ class ChunkKV:
             keys, values and layers.
         tables: the distinct `(cos, sin)` of the model for those positions, each `[tokens, rotary_width]` in float32.
         layer_table: for each layer its place in `tables`, or -1 if it does not rotate.
+        canary: what the model that computed it says of itself, stored with it; the store does not look at it.
     """
 
     key: ChunkKey
     layers: tuple[tuple[Tensor, Tensor], ...]
     tables: tuple[tuple[Tensor, Tensor], ...]
     layer_table: tuple[int, ...]
+    canary: str = ""
 
     @property
     def tokens(self) -> int:
@@ -82,6 +118,13 @@ class ChunkKV:
     def nbytes(self) -> int:
         """Size of all tensors in bytes."""
         return sum(tensor.nbytes for _, tensor in self.named_tensors())
+
+    @cached_property
+    def layout(self) -> Layout:
+        """What its tensors look like, for comparing with what a model's look like."""
+        layers = tuple((_form(keys), _form(values)) for keys, values in self.layers)
+        tables = tuple((cos.shape[1], sin.shape[1], cos.dtype) for cos, sin in self.tables)
+        return Layout(layers, tables, self.layer_table)
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Walk over the tensors in stored order: tables first, then keys and values of one layer after the other."""
@@ -104,7 +147,7 @@ class ChunkKV:
         return replace(self, layers=layers, tables=tables)
 
     def check(self) -> None:
-        """Refuse KV that must not be stored: shapes that do not fit the tokens, NaN or infinity.
+        """Refuse KV that must not be stored: shapes that do not fit the tokens, no floats, NaN or absurd values.
 
         Raises:
             StoreError: naming the tensor, what it is and what it should be.
@@ -121,10 +164,11 @@ class ChunkKV:
                     f"{name} of chunk {self.key.digest} has shape {tuple(tensor.shape)}, wanted {axes} axes with "
                     f"{self.tokens} tokens on axis {tokens_axis}. Capture the chunk again, without the sink."
                 )
-            if not _is_finite(tensor):
+            if not tensor.is_floating_point() or not has_usable_values(tensor):
                 raise StoreError(
-                    f"{name} of chunk {self.key.digest} holds NaN or infinity: nothing is stored. Check the model's "
-                    f"weights, or run it in another dtype than {tensor.dtype}."
+                    f"{name} of chunk {self.key.digest} ({tensor.dtype}) holds NaN or infinity, values beyond "
+                    f"{_LARGEST:g}, or no floats: nothing is stored. Check the model's weights, or run it in another "
+                    "dtype."
                 )
 
 
@@ -144,11 +188,39 @@ def _packed(ids: tuple[int, ...]) -> bytes:
     return struct.pack(f"<{len(ids)}q", *ids)
 
 
-def _is_finite(tensor: Tensor) -> bool:
-    """Aminmax lets NaN through to both ends and is 20 times faster than isfinite().all()."""
-    if not tensor.numel() or not tensor.is_floating_point():
+def has_usable_values(states: Tensor) -> bool:
+    """Say whether all values are finite and none is absurdly large.
+
+    The bits of floats are compared as integers, which order like magnitudes: twice as fast as min and max of floats.
+
+    Args:
+        states: floats of any shape.
+
+    Returns:
+        False for NaN, infinity and magnitudes beyond 2**30.
+    """
+    if not states.numel():
         return True
-    if tensor.element_size() == 1:  # float8 has no min and max
-        tensor = tensor.float()
-    low, high = torch.aminmax(tensor)
-    return bool(torch.isfinite(low) & torch.isfinite(high))
+    bits = states.detach().cpu().view(_BITS[states.element_size()])
+    limit, sign = _bounds(states.dtype)
+    return int(bits.max()) <= limit and int(bits.numpy().view(f"u{bits.element_size()}").max()) <= limit + sign
+
+
+def norm_span(cos: Tensor, sin: Tensor) -> tuple[float, float] | None:
+    """The smallest and the largest cos² + sin² of a rotary table; None where the two have other shapes or no entry."""
+    if cos.shape != sin.shape or not cos.numel():
+        return None
+    low, high = torch.aminmax(cos.square() + sin.square())
+    return float(low), float(high)
+
+
+@cache
+def _bounds(dtype: torch.dtype) -> tuple[int, int]:
+    """The bits of the largest value that is allowed, and those of the sign alone, as integers."""
+    bits = _BITS[dtype.itemsize]
+    largest = torch.tensor(min(_LARGEST, torch.finfo(dtype).max), dtype=dtype)
+    return int(largest.view(bits)), 1 << (8 * dtype.itemsize - 1)
+
+
+def _form(states: Tensor) -> tuple[int, int, torch.dtype]:
+    return states.shape[0], states.shape[2], states.dtype

@@ -6,21 +6,19 @@ The file holds, in this order: token ids, sink ids, the rotary tables, then keys
 other, so that a layer is one read. Each tensor has its own digest: layers can be read, checked and used one by one.
 """
 
-import hashlib
 import math
 import struct
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
-import xxhash
 from torch import Tensor
 
 from ..errors import ConfigError, StoreError
-from .chunk import ChunkKey, ChunkKV
+from .chunk import ChunkKey, ChunkKV, Layout, has_usable_values
 from .header import DTYPES, HEADER_CAP_BYTES, Header, TensorPlan, hash_namespace
-from .packing import Packing
-from .tiers.base import EntryFault, Source
+from .packing import Packing, table_count
+from .seal import content_hasher
+from .tiers.base import EntryFault, Source, as_fault
 
 __all__ = ["EntryReader", "encode_entry", "read_key"]
 
@@ -52,16 +50,18 @@ def encode_entry(chunk: ChunkKV, secret: bytes | None = None, codec: str = "raw"
         TensorPlan(name, _dtype_name(name, tensor), tuple(tensor.shape), _digest(view, secret))
         for (name, tensor), view in zip(named, views, strict=True)
     )
-    header = Header(key.digest, key.fingerprint, hash_namespace(key.namespace), packing.text, chunk.layer_table, plans)
+    about = (key.digest, key.fingerprint, hash_namespace(key.namespace), packing.text)
+    header = Header(*about, chunk.layer_table, plans, chunk.canary)
     return [memoryview(header.encode(secret)), *views]
 
 
-def read_key(source: Source, namespace: str) -> ChunkKey:
+def read_key(source: Source, namespace: str, secret: bytes | None = None) -> ChunkKey:
     """Find out which chunk an entry holds, without reading its KV.
 
     Args:
         source: an open entry.
         namespace: of the store.
+        secret: of the store; the header must be sealed with it before it is parsed.
 
     Returns:
         The key, whose digest is the one that the entry claims.
@@ -70,11 +70,13 @@ def read_key(source: Source, namespace: str) -> ChunkKey:
         EntryFault: namespace, if the entry belongs to another; otherwise as in `EntryReader`.
     """
     raw = _read_raw_header(source)
-    digest, fingerprint, space, tokens, sinks = Header.peek(raw)
+    digest, fingerprint, space, tokens, sinks = Header.peek(raw, secret)
     if space != hash_namespace(namespace):
         raise EntryFault("namespace", f"the entry {digest} belongs to another namespace", corrupt=False)
     if tokens + sinks > _MAX_IDS:
         raise EntryFault("format", f"{tokens + sinks} token ids are not a chunk")
+    if len(raw) + 8 * (tokens + sinks) > source.stat.nbytes:
+        raise EntryFault("truncated", f"{source.stat.nbytes} bytes cannot hold {tokens + sinks} token ids")
     ids = bytearray(8 * (tokens + sinks))
     source.read_into(len(raw), memoryview(ids))
     try:
@@ -92,19 +94,32 @@ class EntryReader:
 
     Args:
         source: an open entry; it stays open, and whoever opened it closes it.
-        key: which chunk is wanted.
+        key: which chunk is expected.
         secret: that the entry must be signed with; None accepts only entries that are not signed.
+        layout: of the model that will use the chunk; None compares the entry only with itself.
+
+    Attributes:
+        header: what the entry says of itself.
+        layout: what its chunk looks like.
 
     Raises:
-        EntryFault: the header is damaged, belongs to another chunk, or was not signed with the secret (auth).
+        EntryFault: the header is damaged, belongs to another chunk, describes a chunk of another layout, or was not
+            signed with the secret (auth, secret).
     """
 
-    def __init__(self, source: Source, key: ChunkKey, secret: bytes | None = None) -> None:
+    def __init__(
+        self, source: Source, key: ChunkKey, secret: bytes | None = None, layout: Layout | None = None
+    ) -> None:
         self._source = source
         self._key = key
         self._secret = secret
+        self._expected = layout
         self.header, data_start = _read_header(source, secret)
-        self._packing = _check_header(self.header, key)
+        with as_fault("the header"):
+            self._packing = _check_header(self.header, key)
+            self.layout = self._packing.layout(self.header)
+        if layout is not None and layout != self.layout:
+            raise EntryFault("layout", f"{self.layout!r:.160} is not what the model has: {layout!r:.160}")
         self._places: dict[str, tuple[TensorPlan, int]] = {}
         for plan in self.header.tensors:
             self._places[plan.name] = (plan, data_start)
@@ -118,6 +133,7 @@ class EntryReader:
         """Size of the chunk in memory, in bytes."""
         return self._packing.unpacked_nbytes(self.header.tensors)
 
+    @torch.inference_mode(False)  # tensors that count what is written to them: see `Guard`
     def read(self) -> ChunkKV:
         """Read everything into one buffer.
 
@@ -125,15 +141,30 @@ class EntryReader:
             The chunk, bit for bit as it was stored, or as near as its codec says.
 
         Raises:
-            EntryFault: truncated or digest.
+            EntryFault: truncated, digest or values.
             OSError: it cannot be read now.
             MemoryError: there is no room for it.
         """
         take = self._taker(self._places["token_ids"][1], self.header.nbytes)
-        layers = tuple(self._states(take, place) for place in range(len(self.header.layer_table)))
-        tables = tuple(_table(take, place) for place in range(_table_count(self.header)))
-        return ChunkKV(self._key, layers, tables, self.header.layer_table)
+        with as_fault("the entry"):
+            layers = tuple(self._states(take, place) for place in range(len(self.header.layer_table)))
+            return self.chunk(layers, self._checked_tables(take))
 
+    def chunk(self, layers: Sequence[tuple[Tensor, Tensor]], tables: tuple[tuple[Tensor, Tensor], ...]) -> ChunkKV:
+        """Make the chunk of tensors that were read.
+
+        Args:
+            layers: of all layers, as `layers` gives them; they may still be on their way.
+            tables: as `tables` gives them.
+
+        Returns:
+            The chunk; its layout is known without looking at its layers.
+        """
+        chunk = ChunkKV(self._key, layers, tables, self.header.layer_table, self.header.canary)  # type: ignore[arg-type]
+        chunk.__dict__["layout"] = self.layout  # a cached property
+        return chunk
+
+    @torch.inference_mode(False)  # tensors that count what is written to them: see `Guard`
     def layers(self, first: int, least_bytes: int = 0) -> list[tuple[Tensor, Tensor]]:
         """Read keys and values of one layer or a few, each `[kv_heads, tokens, head_dim]` as in `ChunkKV.layers`.
 
@@ -145,7 +176,7 @@ class EntryReader:
             Keys and values, layer by layer.
 
         Raises:
-            EntryFault: truncated or digest.
+            EntryFault: truncated, digest or values.
             OSError: it cannot be read now.
             MemoryError: there is no room for it.
         """
@@ -154,13 +185,22 @@ class EntryReader:
             last += 1
             stop = self._layer_start(last)
         take = self._taker(start, stop - start)
-        return [self._states(take, place) for place in range(first, last)]
+        with as_fault("the entry"):
+            return [self._states(take, place) for place in range(first, last)]
 
+    @torch.inference_mode(False)  # tensors that count what is written to them: see `Guard`
     def tables(self) -> tuple[tuple[Tensor, Tensor], ...]:
         """Read the rotary tables, as in `ChunkKV.tables`; raises as `layers` does."""
         start = self._places["token_ids"][1]
-        take = self._taker(start, self._layer_start(0) - start)
-        return tuple(_table(take, place) for place in range(_table_count(self.header)))
+        with as_fault("the entry"):
+            return self._checked_tables(self._taker(start, self._layer_start(0) - start))
+
+    def _checked_tables(self, take: Callable[[str], Tensor]) -> tuple[tuple[Tensor, Tensor], ...]:
+        tables = tuple(_table(take, place) for place in range(table_count(self.header)))
+        usable = all(has_usable_values(part) for pair in tables for part in pair)
+        if not usable or (self._expected is not None and not self._expected.fits_norms(tables)):
+            raise EntryFault("values", "the rotary tables hold NaN or infinity, or stretch what they turn")
+        return tables
 
     def _layer_start(self, place: int) -> int:
         """Where the tensors of a layer begin in the file; the end of all for the layer behind the last."""
@@ -177,7 +217,7 @@ class EntryReader:
             nonlocal fetched
             plan, place = self._places[name]
             known, end = place - start, place - start + plan.nbytes
-            digest = _hasher(self._secret)
+            digest = content_hasher(self._secret)
             while known < end:  # by blocks that are checked before they leave the processor's cache
                 while fetched <= known:
                     block = whole[fetched : fetched + _BLOCK_BYTES]
@@ -200,7 +240,7 @@ class EntryReader:
         plans = [self._places[name] for name in ("token_ids", "sink_ids")]
         for plan, _ in plans:
             if plan.dtype != "I64":
-                raise EntryFault("format", f"{plan.name} are {plan.dtype}, wanted I64")
+                raise EntryFault("format", f"{plan.name} are {plan.dtype}, expected I64")
         take = self._taker(plans[0][1], sum(plan.nbytes for plan, _ in plans))
         return tuple(tuple(take(plan.name).tolist()) for plan, _ in plans)
 
@@ -229,6 +269,8 @@ def _read_raw_header(source: Source) -> bytes:
     size = int.from_bytes(length, "little")
     if size > HEADER_CAP_BYTES:
         raise EntryFault("format", f"a header of {size} bytes, at most {HEADER_CAP_BYTES} are read")
+    if 8 + size > source.stat.nbytes:
+        raise EntryFault("truncated", f"{source.stat.nbytes} bytes cannot hold a header of {size}")
     raw = bytearray(8 + size)
     source.read_into(0, memoryview(raw))
     return bytes(raw)
@@ -246,10 +288,6 @@ def _check_header(header: Header, key: ChunkKey) -> Packing:
     return packing
 
 
-def _table_count(header: Header) -> int:
-    return sum(plan.name.startswith("table.") for plan in header.tensors) // 2
-
-
 def _allocate(nbytes: int) -> Tensor:
     try:
         return torch.empty(nbytes, dtype=torch.uint8)
@@ -259,7 +297,7 @@ def _allocate(nbytes: int) -> Tensor:
 
 def _dtype_name(name: str, tensor: Tensor) -> str:
     if tensor.dtype not in _DTYPE_NAMES:
-        raise StoreError(f"{name} is {tensor.dtype}, wanted one of {', '.join(DTYPES)}. Convert it before storing.")
+        raise StoreError(f"{name} is {tensor.dtype}, expected one of {', '.join(DTYPES)}. Convert it before storing.")
     return _DTYPE_NAMES[tensor.dtype]
 
 
@@ -272,12 +310,7 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _digest(data: memoryview, secret: bytes | None) -> str:
-    digest = _hasher(secret)
+    digest = content_hasher(secret)
     digest.update(data)
     found: str = digest.hexdigest()
     return found
-
-
-def _hasher(secret: bytes | None) -> Any:
-    """Fast against accidents; where someone may do it on purpose, cryptographic and bound by the signed header."""
-    return xxhash.xxh3_128() if secret is None else hashlib.sha256()

@@ -2,13 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The header of a stored chunk: what the file holds, and the digests that bind it to its key.
 
-An entry is a safetensors file, so any safetensors reader opens it. Its header has one canonical form: a header is
-accepted only if it is, byte for byte, what we would have written for what it says. Renamed, reordered, repeated or
-padded content cannot pass, and `manifest` (sha256) keeps a changed digit from being a different valid header.
+An entry is a safetensors file, so any safetensors reader opens it. Its header begins with the format and a seal, at a
+fixed place, over all other bytes of the header: the seal is compared before anything is parsed. Then the header must
+be, byte for byte, what we would have written for what it says, so that renamed, reordered, repeated or padded content
+cannot pass.
 """
 
 import hashlib
-import hmac
 import json
 import math
 from dataclasses import dataclass
@@ -17,15 +17,19 @@ from functools import cached_property, lru_cache
 import torch
 
 from ..errors import StoreError
-from .tiers.base import EntryFault
+from .seal import check_seal, seal, seal_size
+from .tiers.base import EntryFault, as_fault
 
 __all__ = ["DTYPES", "HEADER_CAP_BYTES", "Header", "TensorPlan", "hash_namespace"]
 
-FORMAT = "hf_blend.chunk/1"
+FORMAT = "hf_blend.chunk/2"
 PROVENANCE = "isolated"  # computed from the chunk alone; KV cut out of a live request has no way into the store
 HEADER_CAP_BYTES = 1 << 20
 KNOWN_HEADERS = 256  # parsed ones that are kept: the same bytes say the same
-_SIGNED = "hmac-sha256:"
+_OPENING = b'{"__metadata__":{'
+_BEGIN = _OPENING + f'"format":"{FORMAT}","seal":"'.encode()
+_SEAL_AT = 8 + len(_BEGIN)
+_TEXTS = ("key", "fingerprint", "namespace", "codec", "canary")  # fields of `Header` that are stored as they are
 DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
@@ -38,7 +42,6 @@ DTYPES = {
     "I64": torch.int64,
     "U8": torch.uint8,
 }
-_MALFORMED = (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError, StoreError)
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ class Header:
         codec: how the tensors are packed; "raw" is as computed.
         layer_table: see `ChunkKV`.
         tensors: in file order, without gaps.
+        canary: see `ChunkKV`; opaque here.
     """
 
     key: str
@@ -75,12 +79,13 @@ class Header:
     codec: str
     layer_table: tuple[int, ...]
     tensors: tuple[TensorPlan, ...]
+    canary: str = ""
 
     def encode(self, secret: bytes | None = None) -> bytes:
         """The only form of this header: length and JSON, padded so that the data begins at a multiple of 64 bytes.
 
         Args:
-            secret: signs the manifest (HMAC-SHA256).
+            secret: seals the header (HMAC-SHA256); None seals with a plain SHA-256.
 
         Returns:
             The bytes.
@@ -88,20 +93,23 @@ class Header:
         Raises:
             StoreError: it would be too large to be read back.
         """
-        rows: dict[str, object] = {"__metadata__": self._metadata(secret)}
+        rows: dict[str, object] = {"__metadata__": self._metadata()}
         start = 0
         for plan in self.tensors:
             stop = start + plan.nbytes
             rows[plan.name] = {"dtype": plan.dtype, "shape": plan.shape, "data_offsets": [start, stop]}
             start = stop
-        text = _compact(rows).encode()
-        text += b" " * (-(8 + len(text)) % 64)
-        if len(text) > HEADER_CAP_BYTES:
+        rest = b'",' + _compact(rows).encode()[len(_OPENING) :]
+        size = len(_BEGIN) + seal_size(secret) + len(rest)
+        rest += b" " * (-(8 + size) % 64)
+        size += -(8 + size) % 64
+        if size > HEADER_CAP_BYTES:
             raise StoreError(
-                f"the header of chunk {self.key} takes {len(text)} bytes, at most {HEADER_CAP_BYTES} are read back: "
+                f"the header of chunk {self.key} takes {size} bytes, at most {HEADER_CAP_BYTES} are read back: "
                 f"{len(self.tensors)} tensors are too many for one entry."
             )
-        return len(text).to_bytes(8, "little") + text
+        begin = size.to_bytes(8, "little") + _BEGIN
+        return begin + seal(secret, begin, rest) + rest
 
     @classmethod
     @lru_cache(maxsize=KNOWN_HEADERS)
@@ -110,48 +118,43 @@ class Header:
 
         Args:
             raw: length and JSON, as in the file.
-            secret: that it must be signed with; None accepts only a header that is not signed.
+            secret: that it must be sealed with; None accepts only a header that is not signed.
 
         Returns:
             The header.
 
         Raises:
-            EntryFault: format, unless `raw` is exactly the canonical form of a header; auth, if it is signed and
-                should not be, or the other way round, or with another secret.
+            EntryFault: format, unless `raw` is exactly the canonical form of a header; auth or secret, as in
+                `check_seal`.
         """
-        try:
-            rows = json.loads(raw[8:])
-            header, signed = cls._from_rows(rows), rows["__metadata__"]["manifest"].startswith(_SIGNED)
+        _check_sealed(raw, secret)
+        with as_fault("the header"):
+            header = cls._from_rows(json.loads(raw[8:]))
             canonical = header.encode(secret)
-        except _MALFORMED as error:
-            raise EntryFault("format", f"unreadable header ({type(error).__name__})") from None
-        if signed != (secret is not None):
-            wanted = "signed" if secret else "unsigned"
-            raise EntryFault("auth", f"the entry is {'' if signed else 'not '}signed, wanted {wanted}", corrupt=False)
-        if not hmac.compare_digest(canonical, raw):
-            raise EntryFault("auth" if secret else "format", "the header is not what its content says")
+        if canonical != raw:
+            raise EntryFault("format", "the header is not what its content says")
         return header
 
     @staticmethod
-    def peek(raw: bytes) -> tuple[str, str, str, int, int]:
+    def peek(raw: bytes, secret: bytes | None = None) -> tuple[str, str, str, int, int]:
         """Read only what says which chunk an entry holds; what it says is still to be proved by its digest.
 
         Args:
             raw: length and JSON, as in the file.
+            secret: as in `decode`.
 
         Returns:
             Digest of the key, fingerprint, hashed namespace, number of token ids and of sink ids; the ids follow the
             header in this order.
 
         Raises:
-            EntryFault: format.
+            EntryFault: as in `decode`.
         """
-        try:
+        _check_sealed(raw, secret)
+        with as_fault("the header"):
             rows = json.loads(raw[8:])
-            named = [str(rows["__metadata__"][name]) for name in ("key", "fingerprint", "namespace")]
+            named = [_checked_text(rows["__metadata__"][name]) for name in ("key", "fingerprint", "namespace")]
             counts = [_checked_size(rows[name]["shape"][0]) for name in ("token_ids", "sink_ids")]
-        except _MALFORMED as error:
-            raise EntryFault("format", f"unreadable header ({type(error).__name__})") from None
         return named[0], named[1], named[2], counts[0], counts[1]
 
     @property
@@ -168,28 +171,24 @@ class Header:
             for (name, row), digest in zip(list(rows.items())[1:], digests, strict=True)
         )
         layer_table = tuple(map(int, json.loads(metadata["layer_table"])))
-        key, fingerprint, namespace, codec = (metadata[name] for name in ("key", "fingerprint", "namespace", "codec"))
-        return cls(key, fingerprint, namespace, codec, layer_table, tensors)
+        texts = {name: _checked_text(metadata[name]) for name in _TEXTS}
+        return cls(**texts, layer_table=layer_table, tensors=tensors)
 
-    def _metadata(self, secret: bytes | None) -> dict[str, str]:
-        fields = {
-            "format": FORMAT,
+    def _metadata(self) -> dict[str, str]:
+        return {
             "provenance": PROVENANCE,
-            "key": self.key,
-            "fingerprint": self.fingerprint,
-            "namespace": self.namespace,
-            "codec": self.codec,
+            **{name: getattr(self, name) for name in _TEXTS},
             "layer_table": _compact(self.layer_table),
             "digests": _compact([plan.digest for plan in self.tensors]),
         }
-        listed = [fields, [(plan.name, plan.dtype, plan.shape, plan.digest) for plan in self.tensors]]
-        return {**fields, "manifest": _manifest(_compact(listed).encode(), secret)}
 
 
-def _manifest(listed: bytes, secret: bytes | None) -> str:
-    if secret is None:
-        return "sha256:" + hashlib.sha256(listed).hexdigest()
-    return _SIGNED + hmac.new(secret, listed, hashlib.sha256).hexdigest()
+def _check_sealed(raw: bytes, secret: bytes | None) -> None:
+    """Compare the seal of a header, which is at a fixed place, with all other bytes of the header."""
+    if raw[8:_SEAL_AT] != _BEGIN:
+        raise EntryFault("format", f"the entry does not begin as one of {FORMAT}")
+    stop = _SEAL_AT + seal_size(secret)
+    check_seal(raw[_SEAL_AT:stop], secret, raw[:_SEAL_AT], raw[stop:])
 
 
 def hash_namespace(namespace: str) -> str:
@@ -212,3 +211,9 @@ def _checked_size(size: object) -> int:
     if type(size) is not int or not 0 <= size < 1 << 40:
         raise ValueError(size)
     return size
+
+
+def _checked_text(text: object) -> str:
+    if not isinstance(text, str):
+        raise ValueError(text)
+    return text

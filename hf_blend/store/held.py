@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from .budget import Budget
 from .chunk import ChunkKV
 from .eviction.base import EvictionPolicy
+from .guard import Guard
 from .locks import new_lock
 
 __all__ = ["HeldChunks", "default_memory_bytes"]
@@ -25,6 +26,9 @@ class HeldChunks:
         name: what counters call this place.
         device: where the tensors are held, such as "cuda"; None leaves them where they are.
         ttl_s: how long a chunk is held, in seconds; None is for ever.
+
+    Attributes:
+        changed: how many chunks were dropped because the tensors that `get` had given out were written to.
     """
 
     def __init__(
@@ -42,6 +46,8 @@ class HeldChunks:
         self._budget = Budget(cap_bytes, policy)
         self._chunks: dict[str, ChunkKV] = {}
         self._since: dict[str, float] = {}
+        self._guards: dict[str, Guard] = {}
+        self.changed = 0
         self._lock = new_lock()
 
     @property
@@ -61,10 +67,13 @@ class HeldChunks:
             return self._budget.pinned_bytes
 
     def get(self, digest: str) -> ChunkKV | None:
-        """Find a chunk, and count this as a use of it."""
+        """Find a chunk, and count this as a use of it; one that was written to is dropped."""
         with self._lock:
             if digest in self._chunks and self._is_old(digest):
                 self._remove(digest)
+            if digest in self._chunks and not self._guards[digest].is_intact():
+                self._remove(digest)
+                self.changed += 1
             if digest in self._chunks:
                 self._budget.use(digest)
             return self._chunks.get(digest)
@@ -90,7 +99,9 @@ class HeldChunks:
             self._remove(digest)
             gone = self._make_room(chunk.nbytes)
             if self._budget.fits(chunk.nbytes) or not self._chunks:
-                self._chunks[digest] = chunk.map(lambda tensor: tensor.to(self.device)) if self.device else chunk
+                mine = chunk.map(lambda tensor: tensor.to(self.device)) if self.device else chunk
+                self._chunks[digest] = mine
+                self._guards[digest] = Guard(tensor for _, tensor in mine.named_tensors())
                 self._since[digest] = time.monotonic()
                 self._budget.add(digest, chunk.nbytes)
             return gone
@@ -152,6 +163,7 @@ class HeldChunks:
     def _remove(self, digest: str) -> bool:
         self._budget.remove(digest)
         self._since.pop(digest, None)
+        self._guards.pop(digest, None)
         return self._chunks.pop(digest, None) is not None
 
 

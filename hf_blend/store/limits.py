@@ -69,7 +69,12 @@ class Limits:
         return [HeldChunks(self.device_bytes, policy(), name="device", device=device, ttl_s=self.ttl_s), memory]
 
     def bound(
-        self, tier: Tier, index: Path | None, owned: Callable[[str], bool], on_evicted: Callable[[str, str], None]
+        self,
+        tier: Tier,
+        index: Path | None,
+        owned: Callable[[str], bool],
+        on_evicted: Callable[[str, str], None],
+        on_fault: Callable[[str], None] | None = None,
     ) -> BoundedTier:
         """Put a tier under its cap.
 
@@ -78,6 +83,7 @@ class Limits:
             index: folder in which the order of eviction survives a restart.
             owned: says whether an object belongs to the store's namespace.
             on_evicted: is told the tier and the name of what had to leave.
+            on_fault: receives the reason where the file of the order cannot be used.
 
         Returns:
             The tier, bounded.
@@ -92,6 +98,7 @@ class Limits:
             owned=owned,
             quota_bytes=self.quota_bytes,
             on_evicted=lambda name, _: on_evicted(tier.name, name),
+            on_fault=on_fault,
         )
 
 

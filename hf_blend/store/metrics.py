@@ -23,6 +23,7 @@ _COUNTERS = (  # group of `stats`, name, what it counts, labels
     ("dropped_writes", "writes_dropped", "Chunks that were never written to a tier.", ("tier", "reason")),
     ("evicted", "chunks_evicted", "Chunks that had to leave.", ("tier",)),
     ("removed", "entries_removed", "Entries that were removed, by cause.", ("cause",)),
+    ("skipped", "files_skipped", "Files that listing passed over.", ("tier", "reason")),
 )
 _GAUGES = (
     ("bytes", "tier_bytes", "What a tier holds, in bytes."),

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from .. import plugins
 from ..errors import PluginNotFoundError, StoreError
-from .chunk import ChunkKey, ChunkKV
+from .chunk import ChunkKey, ChunkKV, Layout, has_usable_values
 from .codecs.base import Codec
 from .header import DTYPES, Header, TensorPlan
-from .tiers.base import EntryFault
+from .tiers.base import EntryFault, as_fault
 
-__all__ = ["Packing", "kept_as"]
+__all__ = ["Packing", "kept_as", "table_count"]
 
 _KINDS = ("k", "v")
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -73,8 +73,8 @@ class Packing:
         """The packing that an entry names; raises EntryFault("codec") if there is none of that name."""
         name, _, dtype = header.codec.partition(":")
         try:
-            packing = cls(name, plugins.load("store.codecs", name)(), DTYPES.get(dtype))
-        except PluginNotFoundError:
+            packing = cls(name, plugins.load("store.codecs", name)(), DTYPES[dtype] if dtype else None)
+        except (PluginNotFoundError, KeyError):
             raise _unknown(header) from None
         if packing.text != header.codec:
             raise _unknown(header)
@@ -107,13 +107,14 @@ class Packing:
             States, `[kv_heads, tokens, head_dim]`.
 
         Raises:
-            EntryFault: format, the parts do not fit together.
+            EntryFault: format, the parts do not fit together; values, NaN, infinity or absurd ones.
         """
         packed = {part.suffix: take(f"layer.{place}.{kind}{part.suffix}") for part in self.codec.parts(kind)}
-        try:
-            return self.codec.unpack(kind, packed, self.dtype)
-        except StoreError as error:
-            raise EntryFault("format", f"layer {place}: {error}") from None
+        with as_fault(f"layer {place}"):
+            states = self.codec.unpack(kind, packed, self.dtype)
+        if not has_usable_values(states):
+            raise EntryFault("values", f"layer {place} holds NaN, infinity or absurd values in {kind}")
+        return states
 
     def again(self, kind: str, states: Tensor) -> Tensor:
         """Pack and unpack states."""
@@ -129,6 +130,21 @@ class Packing:
         layers = sum(size for name, size in sizes.items() if name.count(".") == 2)
         return layers + sum(plan.nbytes for plan in tensors if plan.name not in sizes)
 
+    def layout(self, header: Header) -> Layout:
+        """What the chunk of a header that was checked looks like."""
+        plans = {plan.name: plan for plan in header.tensors}
+
+        def form(place: int, kind: str) -> tuple[int, int, torch.dtype]:
+            plan = plans[f"layer.{place}.{kind}{self.codec.parts(kind)[0].suffix}"]
+            return plan.shape[0], plan.shape[2], self.dtype or DTYPES[plan.dtype]
+
+        def table(place: int) -> tuple[int, int, torch.dtype]:
+            cos, sin = (plans[f"table.{place}.{part}"] for part in ("cos", "sin"))
+            return cos.shape[1], sin.shape[1], DTYPES[cos.dtype]
+
+        layers = tuple((form(place, "k"), form(place, "v")) for place in range(len(header.layer_table)))
+        return Layout(layers, tuple(map(table, range(table_count(header)))), header.layer_table)
+
     def check(self, header: Header, key: ChunkKey) -> None:
         """Refuse a header whose tensors are not those of a chunk of this length, packed so.
 
@@ -142,10 +158,15 @@ class Packing:
         expected = list(self._expected(header, len(key.token_ids), len(key.sink_ids)))
         if len(expected) != len(header.tensors) or not all(map(_fits, header.tensors, expected)):
             raise EntryFault("format", f"names or shapes are not those of a chunk of {len(key.token_ids)} tokens")
+        tables = {DTYPES[plan.dtype] for plan in header.tensors if plan.name.startswith("table.")}
+        states = {dtype for pair in self.layout(header).layers for _, _, dtype in pair}
+        odd = [dtype for dtype in tables | states if not dtype.is_floating_point]
+        if odd:
+            raise EntryFault("format", f"K, V or tables are said to be {odd[0]}, expected floats")
 
     def _expected(self, header: Header, tokens: int, sinks: int) -> Iterator[tuple[str, int, int | None, int]]:
         """Name, number of axes, which of them counts tokens, and how many."""
-        tables = sum(plan.name.startswith("table.") for plan in header.tensors) // 2
+        tables = table_count(header)
         if not all(-1 <= table < tables for table in header.layer_table):
             raise EntryFault("format", f"layer_table names a table that is not there: {header.layer_table!r:.80}")
         yield ("token_ids", 1, 0, tokens)
@@ -158,8 +179,13 @@ class Packing:
                     yield (f"layer.{place}.{kind}{part.suffix}", part.axes, part.tokens_axis, tokens)
 
 
-def _fits(plan: TensorPlan, wanted: tuple[str, int, int | None, int]) -> bool:
-    name, axes, axis, tokens = wanted
+def table_count(header: Header) -> int:
+    """How many pairs of rotary tables an entry holds."""
+    return sum(plan.name.startswith("table.") for plan in header.tensors) // 2
+
+
+def _fits(plan: TensorPlan, expected: tuple[str, int, int | None, int]) -> bool:
+    name, axes, axis, tokens = expected
     return plan.name == name and len(plan.shape) == axes and (axis is None or plan.shape[axis] == tokens)
 
 

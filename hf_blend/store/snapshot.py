@@ -1,68 +1,85 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""A copy of the index on disk, so that a large store opens fast. It may be lost, stale or damaged at no harm.
+"""A copy of the index on disk, so that a large store opens fast. It may be lost, stale, damaged or forged at no harm.
 
 The truth is the directory of entries: a record is used only for an entry that is there, and the key made from it is
-checked against the entry itself before any KV is used.
+checked against the entry itself before any KV is used. Any content of these files is read or passed over, never an
+error: a seal over the raw bytes comes before parsing, and what was parsed must have the form of records.
 """
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-import xxhash
-from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from .index import IndexRecord
-from .tiers.base import EntryFault
+from .seal import check_seal, seal, seal_size
+from .tiers.base import EntryFault, as_fault
 from .tiers.files import open_regular, write_atomically
 
 __all__ = ["load_order", "load_snapshot", "save_order", "save_snapshot"]
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = "hf_blend.index/1"
-_DIGEST_BYTES = 16
+_FORMAT = "hf_blend.index/2"
+_ORDER = struct.Struct("<16sQQ")  # format, objects, numbers of each
+_ORDER_FORMAT = b"hf_blend.order/2"
+_NAME_BYTES = 34  # the hex digits of a name
 _MAX_BYTES = 4 << 30
-_UNUSABLE = (OSError, EntryFault, SafetensorError, ValueError, KeyError)
+_COLUMNS = {
+    "digests": np.uint8,
+    "groups": np.int32,
+    "lengths": np.int64,
+    "nbytes": np.int64,
+    "created": np.float64,
+    "packed": np.uint8,
+    "about": np.uint8,
+}
+OnFault = Callable[[str], None]
 
 
-def save_snapshot(path: Path, records: Sequence[tuple[str, IndexRecord]]) -> None:
+def save_snapshot(path: Path, records: Sequence[tuple[str, IndexRecord]], secret: bytes | None = None) -> None:
     """Write the records; a failure is logged and costs only the next opening some time.
 
     Args:
         path: of the file; its directory is made if needed.
         records: digest and record of each entry.
+        secret: seals the file.
     """
     groups = {group: place for place, group in enumerate(dict.fromkeys(map(_group, records)))}
-    columns: dict[str, np.ndarray] = {
+    content = {
         "digests": np.frombuffer(bytes.fromhex("".join(digest for digest, _ in records)), np.uint8),
-        "groups": np.array([groups[_group(row)] for row in records], np.int32),
-        "lengths": np.array([len(record.packed) for _, record in records], np.int64),
-        "nbytes": np.array([record.nbytes for _, record in records], np.int64),
-        "created": np.array([record.created for _, record in records], np.float64),
+        "groups": np.array([groups[_group(row)] for row in records]),
+        "lengths": np.array([len(record.packed) for _, record in records]),
+        "nbytes": np.array([record.nbytes for _, record in records]),
+        "created": np.array([record.created for _, record in records]),
         "packed": np.frombuffer(b"".join(record.packed for _, record in records), np.uint8),
         "about": np.frombuffer(json.dumps([_FORMAT, list(groups)]).encode(), np.uint8),
     }
-    _save_columns(path, columns)
+    _save(path, save({name: content[name].astype(dtype) for name, dtype in _COLUMNS.items()}), secret)
 
 
-def load_snapshot(path: Path) -> dict[str, IndexRecord]:
+def load_snapshot(path: Path, secret: bytes | None = None, on_fault: OnFault | None = None) -> dict[str, IndexRecord]:
     """Read the records back.
 
     Args:
         path: of the file.
+        secret: that it must be sealed with.
+        on_fault: receives a reason such as "index:format" where there is a file that cannot be used.
 
     Returns:
         Records by digest; none if the file is missing or not exactly what was written.
     """
     try:
-        return _parse(_read(path))
-    except _UNUSABLE as error:
-        logger.info("no usable index at %s (%s); reading the entries instead", path, error)
+        body = _read(path, secret)
+        with as_fault("the index"):
+            return _parse(body)
+    except (OSError, EntryFault, MemoryError) as error:
+        _passed_over("index", path, error, on_fault)
         return {}
 
 
@@ -73,72 +90,112 @@ def save_order(path: Path, states: Mapping[str, Sequence[float]]) -> None:
         path: of the file; its directory is made if needed.
         states: name of the object → numbers, as many for each.
     """
-    names = "".join(name.replace("/", "") for name in states)
-    columns: dict[str, np.ndarray] = {
-        "names": np.frombuffer(bytes.fromhex(names), np.uint8),
-        "states": np.array(list(states.values()), np.float64),
-    }
-    _save_columns(path, columns)
+    names = bytes.fromhex("".join(name.replace("/", "") for name in states))
+    numbers = np.array(list(states.values()), "<f8")
+    width = numbers.shape[1] if states else 0
+    _save(path, _ORDER.pack(_ORDER_FORMAT, len(states), width) + names + numbers.tobytes())
 
 
-def load_order(path: Path) -> dict[str, tuple[float, ...]]:
-    """Read it back.
+def load_order(path: Path, on_fault: OnFault | None = None) -> dict[str, tuple[float, ...]]:
+    """Read it back. The file is shared by all namespaces and secrets of a folder, so it proves nothing.
 
     Args:
         path: of the file.
+        on_fault: receives a reason such as "order:format" where there is a file that cannot be used.
 
     Returns:
-        Numbers by name of the object; none if the file is missing or not exactly what was written.
+        Finite numbers by name of the object; none if the file is missing or not exactly what was written.
     """
     try:
-        columns = load(_read(path))
-        names, states = columns["names"].tobytes().hex(), columns["states"].tolist()
-    except _UNUSABLE as error:
-        logger.info("no usable order at %s (%s)", path, error)
+        body = _read(path)
+        with as_fault("the order"):
+            return _parse_order(body)
+    except (OSError, EntryFault, MemoryError) as error:
+        _passed_over("order", path, error, on_fault)
         return {}
-    rows = (names[68 * place : 68 * place + 68] for place in range(len(states)))
-    return {f"{row[:2]}/{row[2:4]}/{row[4:]}": tuple(state) for row, state in zip(rows, states, strict=True)}
 
 
-def _save_columns(path: Path, columns: dict[str, np.ndarray]) -> None:
-    body = save(columns)
+def _save(path: Path, body: bytes, secret: bytes | None = None) -> None:
     try:
+        if path.parent.is_symlink():
+            raise NotADirectoryError(f"{path.parent} is a link")
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        write_atomically(path, [xxhash.xxh3_128_digest(body), body], durable=False)
+        write_atomically(path, [seal(secret, body), body], durable=False)
     except OSError as error:
-        logger.info("the index at %s could not be saved (%s); the next opening reads the entries", path, error)
+        logger.info("%s could not be saved (%s); the next opening reads the entries", path, error)
+
+
+def _passed_over(kind: str, path: Path, error: Exception, on_fault: OnFault | None) -> None:
+    logger.info("no usable %s at %s (%s)", kind, path, error)
+    if on_fault is not None and not isinstance(error, FileNotFoundError | NotADirectoryError):
+        on_fault(f"{kind}:{error.reason if isinstance(error, EntryFault) else 'io'}")
 
 
 def _group(row: tuple[str, IndexRecord]) -> tuple[str, tuple[int, ...]]:
     return row[1].fingerprint, row[1].sink_ids
 
 
-def _read(path: Path) -> bytes:
-    source = open_regular(path)
+def _read(path: Path, secret: bytes | None = None) -> bytes:
+    """What a file holds behind its seal."""
+    source, start = open_regular(path), seal_size(secret)
     try:
-        if not _DIGEST_BYTES < source.stat.nbytes <= _MAX_BYTES:
-            raise ValueError(f"{source.stat.nbytes} bytes")
+        if not start <= source.stat.nbytes <= _MAX_BYTES:
+            raise EntryFault("format", f"{source.stat.nbytes} bytes")
         content = bytearray(source.stat.nbytes)
         source.read_into(0, memoryview(content))
     finally:
         source.close()
-    if xxhash.xxh3_128_digest(memoryview(content)[_DIGEST_BYTES:]) != content[:_DIGEST_BYTES]:
-        raise ValueError(f"the digest of its {source.stat.nbytes} bytes does not match")
-    return bytes(memoryview(content)[_DIGEST_BYTES:])
+    found, body = bytes(content[:start]), bytes(memoryview(content)[start:])
+    check_seal(found, secret, body)
+    return body
 
 
 def _parse(body: bytes) -> dict[str, IndexRecord]:
     columns = load(body)
-    form, groups = json.loads(columns["about"].tobytes())
+    if any(columns[name].dtype != dtype or columns[name].ndim != 1 for name, dtype in _COLUMNS.items()):
+        raise EntryFault("format", "a column of another type")
+    form, rows = json.loads(columns["about"].tobytes())
     if form != _FORMAT:
-        raise ValueError(f"format {form!r}")
-    groups = [(fingerprint, tuple(sink_ids)) for fingerprint, sink_ids in groups]
+        raise EntryFault("format", f"format {form!r:.40}")
+    groups = [_checked_group(*row) for row in rows]
     digests, packed = columns["digests"].tobytes().hex(), columns["packed"].tobytes()
+    names = ("groups", "lengths", "nbytes", "created")
+    places, lengths, sizes, created = (columns[name].tolist() for name in names)
     stops = np.cumsum(columns["lengths"]).tolist()
-    rows = zip([0, *stops], stops, *(columns[name].tolist() for name in ("groups", "nbytes", "created")), strict=False)
+    whole = len(digests) == 64 * len(stops) and sum(lengths) == len(packed)
+    if not whole or any(size <= 0 or size % 4 for size in lengths) or not _are_sizes(places, sizes):
+        raise EntryFault("format", "the columns do not fit together")
+    if not np.isfinite(columns["created"]).all() or (np.frombuffer(packed, "<i4") < 0).any():
+        raise EntryFault("format", "a time or a token that cannot be")
+    records = zip([0, *stops], stops, places, sizes, created, strict=False)
     return {
-        digests[64 * place : 64 * place + 64]: IndexRecord(
-            groups[group][0], groups[group][1], packed[start:stop], nbytes, created
+        digests[64 * row : 64 * row + 64]: IndexRecord(
+            groups[place][0], groups[place][1], packed[start:stop], nbytes, stamp
         )
-        for place, (start, stop, group, nbytes, created) in enumerate(rows)
+        for row, (start, stop, place, nbytes, stamp) in enumerate(records)
+    }
+
+
+def _checked_group(fingerprint: object, sink_ids: object) -> tuple[str, tuple[int, ...]]:
+    is_list = isinstance(sink_ids, list) and all(type(one) is int and 0 <= one < 1 << 31 for one in sink_ids)
+    if not isinstance(fingerprint, str) or not is_list:
+        raise EntryFault("format", "a fingerprint and a list of token ids are expected")
+    return fingerprint, tuple(sink_ids)  # type: ignore[arg-type]
+
+
+def _are_sizes(*columns: list[int]) -> bool:
+    return all(min(column, default=0) >= 0 for column in columns)
+
+
+def _parse_order(body: bytes) -> dict[str, tuple[float, ...]]:
+    form, count, width = _ORDER.unpack_from(body)
+    if form != _ORDER_FORMAT or len(body) != _ORDER.size + count * (_NAME_BYTES + 8 * width):
+        raise EntryFault("format", "not of the size that it says")
+    names = body[_ORDER.size : _ORDER.size + _NAME_BYTES * count].hex()
+    states = np.frombuffer(body, "<f8", count * width, _ORDER.size + _NAME_BYTES * count).reshape(count, width)
+    rows = (names[68 * place : 68 * place + 68] for place in range(count))
+    return {
+        f"{row[:2]}/{row[2:4]}/{row[4:]}": tuple(state)
+        for row, state, good in zip(rows, states.tolist(), np.isfinite(states).all(axis=1), strict=True)
+        if good
     }

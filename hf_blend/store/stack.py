@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from .behind import PendingWrite, WriteQueue
 from .bounded import BoundedTier
 from .catalog import Catalog
-from .chunk import ChunkKey, ChunkKV
+from .chunk import ChunkKey, ChunkKV, Layout
 from .entry import EntryReader, encode_entry, read_key
 from .held import HeldChunks
 from .packing import kept_as
@@ -40,7 +41,8 @@ class Finding:
         digest: of its key, as its name says.
         tier: where it is.
         nbytes: its size in bytes.
-        reason: why it cannot be used, or "" if it is whole; "namespace" for one of another tenant.
+        reason: why it cannot be used, or "" if it is whole; "namespace" for one of another tenant, "secret" for one
+            that was sealed in another way than this store seals: neither is damaged, for all that can be known.
         removed: whether it was.
     """
 
@@ -92,17 +94,18 @@ class TierStack:
         self._late = LateLoads()
         self._deleted = 0  # deletes so far: what was read before one is not kept after it
 
-    def get(self, key: ChunkKey, budget_s: float = math.inf) -> ChunkKV | None:
+    def get(self, key: ChunkKey, budget_s: float = math.inf, layout: Layout | None = None) -> ChunkKV | None:
         """Fetch a chunk, and hold it from then on.
 
         Args:
             key: which chunk.
             budget_s: how long a tier on another machine is waited for, in seconds; what comes later is held for later.
+            layout: of the model that will use it, as in `ChunkStore.get`.
 
         Returns:
             The chunk, or None for a miss.
         """
-        return self._fetch(key, self._read, budget_s)
+        return self._fetch(key, partial(self._read, layout=layout), budget_s, layout)
 
     def put(self, chunk: ChunkKV, wait_s: float = 0.0) -> ChunkKV:
         """Hold a chunk, write it to every tier or into its queue, and tell the catalog.
@@ -168,8 +171,8 @@ class TierStack:
             tier.set_pin(self._catalog.name(digest), pinned)
 
     def pins(self) -> frozenset[str]:
-        """Digests of the chunks that some tier was told not to evict."""
-        return frozenset(name[-64:] for tier in self.tiers for name in tier.pins())
+        """Names of the entries that some tier must not evict."""
+        return frozenset(name for tier in self.tiers for name in tier.pins())
 
     def examine(self, tier: BoundedTier, name: str, repair: bool) -> Finding:
         """Read and verify one entry.
@@ -182,18 +185,18 @@ class TierStack:
         Returns:
             What was found.
         """
-        source, digest = None, name[-64:]
+        source, digest = None, self._catalog.digest(name)
         try:
             source = tier.tier.open(name)
             if source is None:
                 return Finding(digest, tier.name, 0, "absent")
-            key = read_key(source, self._catalog.namespace)
+            key = read_key(source, self._catalog.namespace, self._secret)
             if self._catalog.name(key.digest) != name:
                 raise EntryFault("key", f"it is {key.digest}")
             EntryReader(source, key, self._secret).read()
-            return Finding(digest, tier.name, source.stat.nbytes)
+            return Finding(key.digest, tier.name, source.stat.nbytes)
         except EntryFault as fault:
-            removed = repair and fault.corrupt and self._remove(tier, digest, source, "corrupt")
+            removed = repair and fault.corrupt and self._remove(tier, name, source, "corrupt")
             return Finding(digest, tier.name, source.stat.nbytes if source else 0, fault.reason, removed)
         except (OSError, MemoryError) as error:
             return Finding(digest, tier.name, 0, type(error).__name__)
@@ -203,8 +206,8 @@ class TierStack:
 
     def expire(self, tier: BoundedTier) -> int:
         """Remove the entries of this namespace that are too old from a tier, and say how many there were."""
-        old = [name for name in self._catalog.names(tier.name) if self._is_old(tier.tier.stat(name))]
-        return sum(self._remove(tier, name[-64:], None, "expired") for name in old)
+        names = [name for name in self._catalog.names(tier.name) if self._catalog.owns(name)]
+        return sum(self._remove(tier, name, None, "expired") for name in names if self._is_old(_stat(tier, name)))
 
     def weigh(self, digest: str, important_ratio: float) -> None:
         """Tell every tier which share of a chunk's tokens turned out to be important."""
@@ -232,8 +235,8 @@ class TierStack:
         for place in self.held:
             place.clear()
 
-    def _fetch(self, key: ChunkKey, take: Take, budget_s: float) -> ChunkKV | None:
-        chunk, reasons = self._at_hand(key), []
+    def _fetch(self, key: ChunkKey, take: Take, budget_s: float, layout: Layout | None) -> ChunkKV | None:
+        chunk, reasons = self._at_hand(key, layout), []
         if chunk is not None:
             return chunk
         for tier in self.tiers:
@@ -245,18 +248,32 @@ class TierStack:
         self.miss(next((reason for reason in reasons if reason != "absent"), "absent"))
         return None
 
-    def _at_hand(self, key: ChunkKey) -> ChunkKV | None:
+    def _at_hand(self, key: ChunkKey, layout: Layout | None) -> ChunkKV | None:
         for place in self.held:
-            chunk = place.get(key.digest)
-            if chunk is not None and chunk.key == key:
+            chunk = self._held_by(place, key, layout)
+            if chunk is not None:
                 self._tally.count("hits", place.name)
                 return chunk
         for queue in self.queues.values():
             chunk = queue.get(key)
-            if chunk is not None:
+            if chunk is not None and layout in (None, chunk.layout):
                 self._tally.count("hits", "queue")
                 return chunk
         return None
+
+    def _held_by(self, place: HeldChunks, key: ChunkKey, layout: Layout | None) -> ChunkKV | None:
+        """The chunk, if a place has it unchanged, and it is of the model's layout."""
+        before, chunk = place.changed, place.get(key.digest)
+        if place.changed > before:
+            self._tally.count("load_failures", f"{place.name}:changed")
+            self._tally.warn_once(f"chunk {key.digest} was written to after it was handed out, and is read again")
+        if chunk is None or chunk.key != key:
+            return None
+        if layout is not None and chunk.layout != layout:
+            self._tally.count("load_failures", f"{place.name}:layout")
+            place.delete(key.digest)
+            return None
+        return chunk
 
     def _hold(self, chunk: ChunkKV) -> ChunkKV:
         """Hold a chunk where there is room for it; gives it as the nearest place has it."""
@@ -275,6 +292,8 @@ class TierStack:
 
     def _new_queue(self, tier: BoundedTier, queue_bytes: int) -> WriteQueue:
         def write(pending: PendingWrite) -> None:
+            if not pending.guard.is_intact():
+                return drop("changed")
             stat = self._write(tier, pending.chunk, lambda: pending.parts)
             if stat is not None:
                 self._catalog.add(pending.chunk.key, stat, [tier.name])
@@ -364,8 +383,7 @@ class TierStack:
                 return take(tier, key, source, opened), ""
             except EntryFault as fault:
                 self._warn(key, tier, fault)
-                if fault.corrupt:
-                    self._remove(tier, key.digest, source, "expired" if fault.reason == "expired" else "corrupt")
+                self._drop(tier, key, source, fault)
                 return None, fault.reason
             except (OSError, MemoryError) as error:
                 self._warn(key, tier, error)
@@ -379,9 +397,11 @@ class TierStack:
                 return RecordedSource(source)
         return source
 
-    def _read(self, tier: BoundedTier, key: ChunkKey, source: Source, _: contextlib.ExitStack) -> ChunkKV:
+    def _read(
+        self, tier: BoundedTier, key: ChunkKey, source: Source, _: contextlib.ExitStack, *, layout: Layout | None
+    ) -> ChunkKV:
         """Nothing that is read is used, or written to a nearer tier, before all of it was checked."""
-        deleted, reader = self._deleted, EntryReader(source, key, self._secret)
+        deleted, reader = self._deleted, EntryReader(source, key, self._secret, layout)
         with contextlib.ExitStack() as reserved:
             for place in self.held[-1:]:
                 self._forget(place, reserved.enter_context(place.reserve(reader.nbytes)))
@@ -397,17 +417,37 @@ class TierStack:
         """An entry from the future is as old as it is far off: clocks differ, and nothing lives for ever."""
         return self._ttl_s is not None and stat is not None and abs(time.time() - stat.created) > self._ttl_s
 
-    def _remove(self, tier: BoundedTier, digest: str, source: Source | None, cause: str) -> bool:
+    def _drop(self, tier: BoundedTier, key: ChunkKey, source: Source | None, fault: BaseException) -> None:
+        """Remove what can never become good, so that it is not tried again.
+
+        What is not sealed as this store seals (reason secret) goes too: it lies under a name that only a holder of
+        the store's secret can compute, or, without a secret, that no signed entry has; so it is nobody's.
+        """
+        if isinstance(fault, EntryFault) and (fault.corrupt or fault.reason == "secret"):
+            cause = "expired" if fault.reason == "expired" else "corrupt"
+            self._remove(tier, self._catalog.name(key.digest), source, cause)
+
+    def _remove(self, tier: BoundedTier, name: str, source: Source | None, cause: str) -> bool:
         """Make room for a good entry, unless another process already put one there."""
         removed = False
         with contextlib.suppress(OSError):
-            removed = tier.delete(self._catalog.name(digest), source)
+            removed = tier.delete(name, source)
             self._tally.count("removed", cause, int(removed))
-        self._catalog.forget(digest, tier.name)
+        self._catalog.forget(self._catalog.digest(name), tier.name)
         return removed
 
 
+@torch.inference_mode(False)
 def _own_copy(tensor: Tensor) -> Tensor:
-    """A dense copy on the CPU: what the caller does with the original later cannot reach the store."""
+    """A dense copy on the CPU: what the caller does with the original later cannot reach the store.
+
+    Outside inference mode, where tensors count what is written to them: see `Guard`.
+    """
     copy = tensor.detach().to("cpu", copy=True)
     return copy.contiguous()
+
+
+def _stat(tier: BoundedTier, name: str) -> ObjectStat | None:
+    with contextlib.suppress(OSError):
+        return tier.tier.stat(name)
+    return None

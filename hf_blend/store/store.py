@@ -8,6 +8,7 @@ A fault costs time, never correctness: whatever is missing, damaged, foreign or 
 import contextlib
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,11 +18,12 @@ from .. import plugins
 from ..anatomy import default_sink
 from ..errors import ConfigError, PromptError, StoreError, suggest
 from .catalog import Catalog
-from .chunk import ChunkKey, ChunkKV
+from .chunk import ChunkKey, ChunkKV, Layout
 from .header import hash_namespace
 from .held import HeldChunks
 from .limits import Limits
 from .location import open_tiers
+from .seal import check_secret, keyed
 from .streaming import Recompute, StreamingStack
 from .tally import Tally
 from .tiers.base import Tier
@@ -42,7 +44,7 @@ class ChunkStore(Upkeep):
         namespace: only chunks of this namespace are seen.
         index: folder for copies of the index and of the order of eviction, or None.
         limits: caps, quotas and ages.
-        secret: signs entries and refuses those that are not signed with it; None signs nothing.
+        secret: signs entries, hides their names, and refuses what is not signed with it; None signs nothing.
         codec: how K and V are packed in tiers that keep bytes.
     """
 
@@ -61,9 +63,12 @@ class ChunkStore(Upkeep):
         self.pipeline_depth = 2  # layers that a request reads ahead; 0 reads chunks whole before it begins
         self.controller: Any = None  # a `LoadingController` decides for each request what is worth loading
         self._tally = Tally()
-        snapshot = index / f"{hash_namespace(namespace)[:32]}.index" if index else None
-        self._catalog = Catalog(namespace, tiers, snapshot, lambda digest: self._stack.is_held(digest))
-        bounded = [limits.bound(tier, index, self._catalog.owns, self._was_evicted) for tier in tiers]
+        self.secret = check_secret(secret)
+        snapshot = index / f"{keyed(secret, 'index', hash_namespace(namespace))[:32]}.index" if index else None
+        given_catalog = (namespace, tiers, snapshot, lambda digest: self._stack.is_held(digest))
+        self._catalog = Catalog(*given_catalog, secret=secret, tally=self._tally)
+        skip = partial(self._tally.count, "skipped")
+        bounded = [limits.bound(tier, index, self._catalog.owns, self._was_evicted, skip) for tier in tiers]
         given = (held, bounded, self._catalog, self._tally)
         settings: dict[str, Any] = {"secret": secret, "ttl_s": limits.ttl_s, "codec": codec}
         self._stack: StreamingStack = StreamingStack(*given, **settings, queue_bytes=limits.queue_bytes)
@@ -112,7 +117,8 @@ class ChunkStore(Upkeep):
             ttl_s: age in seconds at which a chunk is no longer used; None is never.
             durability: "full" makes a stored chunk survive a power loss, "none" is for scratch; neither ever gives
                 wrong KV.
-            secret: where others may write to the store: signs what is stored, and refuses what is not signed so.
+            secret: where others may write to the store, bytes such as `secrets.token_bytes(32)`: signs what is
+                stored, hides its names, and refuses what is not signed so; see docs/security.md.
             codec: "raw" keeps K and V bit for bit; "int8" takes half the bytes of bfloat16, and a chunk is then used
                 as it was rounded, from memory too. Entries of either are read.
 
@@ -125,6 +131,7 @@ class ChunkStore(Upkeep):
         """
         limits = Limits(memory_bytes, disk_bytes, device_bytes, quota_bytes, ttl_s, eviction, remote_queue_bytes)
         limits.check()
+        check_secret(secret)
         _check_durability(durability)
         plugins.load("store.codecs", codec)
         root, tiers = open_tiers(
@@ -134,13 +141,15 @@ class ChunkStore(Upkeep):
         given: dict[str, Any] = {"namespace": namespace, "index": index, "limits": limits, "secret": secret}
         return cls(limits.hold(device), tiers, **given, codec=codec)
 
-    def get(self, key: ChunkKey, budget_s: float = math.inf) -> ChunkKV | None:
-        """Fetch a chunk. Its tensors are shared: never write to them.
+    def get(self, key: ChunkKey, budget_s: float = math.inf, layout: Layout | None = None) -> ChunkKV | None:
+        """Fetch a chunk. Its tensors are shared: never write to them. One that was written to is not handed out again.
 
         Args:
             key: which chunk.
             budget_s: how long a tier on another machine is waited for, in seconds. A chunk that takes longer is a miss
                 (reason "slow"), and is in memory later.
+            layout: of the model that will use it (`hf_blend.layout.layout_of`); a chunk of another shape or dtype is
+                a miss. None takes the entry at its word.
 
         Returns:
             The chunk exactly as it was stored, or None; a fault never raises, it is counted and is a miss.
@@ -148,9 +157,11 @@ class ChunkStore(Upkeep):
         if key.namespace != self.namespace:
             self._stack.miss("namespace")
             return None
-        return self._stack.get(key, budget_s)
+        return self._stack.get(key, budget_s, layout)
 
-    def stream(self, key: ChunkKey, recompute: Recompute, budget_s: float | None = None) -> ChunkKV | None:
+    def stream(
+        self, key: ChunkKey, recompute: Recompute, budget_s: float | None = None, layout: Layout | None = None
+    ) -> ChunkKV | None:
         """Fetch a chunk whose layers may still be on their way; see `StreamingStack.stream`.
 
         Args:
@@ -158,14 +169,15 @@ class ChunkStore(Upkeep):
             recompute: computes it again after a fault.
             budget_s: how long a tier on another machine is waited for, in seconds. None is as long as computing the
                 chunk takes, as far as `timed` blocks of the same model have shown.
+            layout: as in `get`.
 
         Returns:
             The chunk, or None for a miss.
         """
         budget_s = self._stack.compute_times.expect_s(key) if budget_s is None else budget_s
         if key.namespace != self.namespace or not self.pipeline_depth:
-            return self.get(key, budget_s)
-        return self._stack.stream(key, recompute, budget_s)
+            return self.get(key, budget_s, layout)
+        return self._stack.stream(key, recompute, budget_s, layout)
 
     def timed(self, key: ChunkKey) -> contextlib.AbstractContextManager[None]:
         """Measure a block that computes a missing chunk and puts it: later requests wait no longer than that for one.
@@ -304,7 +316,7 @@ class ChunkStore(Upkeep):
 
     def _was_evicted(self, tier: str, name: str) -> None:
         self._tally.count("evicted", tier)
-        self._catalog.forget(name[-64:], tier)
+        self._catalog.forget(self._catalog.digest(name), tier)
 
     def __enter__(self) -> Self:
         return self

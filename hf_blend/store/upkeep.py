@@ -165,32 +165,33 @@ class Upkeep:
             for name in sorted(self._catalog.names(tier.name)):
                 path = tier.tier.file(name)
                 if path is not None and not self._stack.examine(tier, name, repair=False).reason:
-                    yield name[-64:], path
+                    yield self._catalog.digest(name), path
 
     def entries(self) -> Iterator[EntryInfo]:
         """Walk over what is stored in this namespace, in the order of digests."""
-        pins = self._stack.pins()
+        pins = self._stack.pins()  # by name
         for digest, record in self._catalog.items():
             held = [name for name, place in self._stack.at_hand() if place.contains(digest)]
             where = "+".join([*held, *self._catalog.places(digest)])
             about = (record.fingerprint, record.tokens, record.nbytes)
-            yield EntryInfo(digest, *about, where, record.created, digest in pins)
+            yield EntryInfo(digest, *about, where, record.created, self._catalog.name(digest) in pins)
 
     def stats(self) -> dict[str, Any]:
         """Count what happened since opening, and what is held now.
 
         Returns:
             `hits`, `stored` and `evicted` by tier, `misses` by reason, `load_failures` by tier and reason,
-            `store_failures` by error, `dropped_writes` by tier and reason (full, closed, exit, thread), `removed` by
-            cause (corrupt, expired, orphans), `seconds` by stage and tier, `entries`, and `bytes`, `pinned_bytes` and
-            `capacity_bytes` by tier; those of the disk hold every namespace; `queued_bytes` by tier: what waits to be
-            written; `healthy` by tier: whether it answers.
+            `store_failures` by error, `dropped_writes` by tier and reason (full, closed, exit, thread, changed), `removed`
+            by cause (corrupt, expired, orphans), `skipped` by tier (or index, order) and reason: what listing passed
+            over, `seconds` by stage and tier, `entries`, and `bytes`, `pinned_bytes` and `capacity_bytes` by tier;
+            those of the disk hold every namespace; `queued_bytes` by tier: what waits to be written; `healthy` by
+            tier: whether it answers.
         """
         happened = ("hits", "misses", "load_failures", "stored", "store_failures", "dropped_writes")
         all_places: list[Any] = [*self._stack.held, *self._stack.tiers]
         places = {place.name: place for place in all_places}
         return {
-            **{group: self._tally.group(group) for group in (*happened, "evicted", "removed")},
+            **{group: self._tally.group(group) for group in (*happened, "evicted", "removed", "skipped")},
             "seconds": self._tally.seconds(),
             "entries": len(self._catalog.items()),
             "bytes": {name: place.nbytes for name, place in places.items()},

@@ -137,7 +137,7 @@ def test_signed_entries_are_packed_too(chunk, same):
     stored = chunk(range(6))
     content = encoded(stored, "int8", b"secret")
     same(decoded(content, stored.key, b"secret"), kept_as(stored, "int8"))
-    with pytest.raises(EntryFault, match="auth"):
+    with pytest.raises(EntryFault, match="secret"):
         decoded(content, stored.key)
 
 

@@ -151,6 +151,23 @@ def test_data_is_synced_before_it_gets_its_name_and_the_name_after(tier, monkeyp
     assert calls == ["rename"]
 
 
+def test_a_removal_and_the_folders_of_a_new_store_reach_the_device(tmp_path, monkeypatch):
+    synced, sync = [], files_module.sync_directory
+    monkeypatch.setattr("hf_blend.store.tiers.disk.sync_directory", lambda path: (synced.append(path), sync(path))[1])
+    tier = DiskTier(tmp_path / "new" / "er" / "store")
+    assert synced == [tmp_path / "new" / "er", tmp_path / "new", tmp_path]
+    tier.put_if_absent(NAME, PARTS)
+    synced.clear()
+    tier.delete(NAME)
+    assert synced == [tier.path(NAME).parent]
+    synced.clear()
+    assert not tier.delete(NAME)
+    scratch = DiskTier(tmp_path / "scratch" / "store", durable=False)
+    scratch.put_if_absent(NAME, PARTS)
+    scratch.delete(NAME)
+    assert synced == []
+
+
 def test_a_directory_removed_while_running_is_made_again(tier):
     import shutil
 

@@ -3,6 +3,7 @@
 """One chunk as bytes: it comes back bit for bit, or it does not come back."""
 
 import contextlib
+import hashlib
 import json
 import re
 from dataclasses import replace
@@ -26,9 +27,16 @@ def header_of(content):
 
 
 def with_header(content, change):
-    """Change the JSON text of a header and keep its length field right."""
+    """Change the JSON text of a header, and keep its length and its seal right: what is left is for the parser."""
     text = change(header_of(content)[8:].decode()).encode()
-    return len(text).to_bytes(8, "little") + text + content[len(header_of(content)) :]
+    return resealed(len(text).to_bytes(8, "little") + text) + content[len(header_of(content)) :]
+
+
+def resealed(header):
+    """The seal is the sha256 of a header without its seal; written here again, for the tests share no code."""
+    begin, found, rest = re.match(rb'(?s)(.{8}.*?"seal":"|)(sha256:[0-9a-f]{64}|)(.*)', header).groups()
+    digits = hashlib.sha256(b"hf_blend.seal\0" + begin + rest).hexdigest().encode()
+    return begin + (b"sha256:" + digits if found else b"") + rest
 
 
 def reason_of(source, content, key):
@@ -233,7 +241,7 @@ def metadata(**changes):
         rows = json.loads(text)
         for name, value in changes.items():
             rows["__metadata__"][name] = value
-        return json.dumps(rows)
+        return json.dumps(rows, separators=(",", ":"))
 
     return change
 
@@ -253,11 +261,32 @@ HOSTILE = {
     "a space": lambda text: text.replace(",", ", ", 1),
     "a table that is not there": metadata(layer_table="[0,7]"),
     "a table that is a text": metadata(layer_table='["a"]'),
+    "a table beyond all numbers": metadata(layer_table="[1e999]"),
+    "an infinite table": metadata(layer_table="[Infinity]"),
+    "a table that is no number": metadata(layer_table="[NaN]"),
+    "a table of a million digits": metadata(layer_table=f"[{'9' * 10**6}]"),
+    "a codec that is a number": metadata(codec=5),
+    "a codec that is a list": metadata(codec=["raw"]),
+    "a codec that is nothing": metadata(codec=None),
+    "a canary that is a number": metadata(canary=7),
+    "digests that are numbers": metadata(digests="[1,2,3,4,5,6,7,8]"),
+    "digests that are lists": metadata(digests="[[],[],[],[],[],[],[],[]]"),
+    "a dtype that is a list": lambda text: text.replace('"I64"', '["I64"]', 1),
+    "a shape of a million axes": lambda text: text.replace("[3]", f"[{'1,' * 10**5}3]", 1),
+    "a shape that is a text": lambda text: text.replace("[3]", '"3"', 1),
+    "a name with a lone surrogate": lambda text: text.replace("table.0.cos", r"\ud800"),
     "a lost digest": metadata(digests="[]"),
     "another provenance": lambda text: text.replace("isolated", "captured"),
-    "a later format": lambda text: text.replace("hf_blend.chunk/1", "hf_blend.chunk/2"),
+    "a later format": lambda text: text.replace("hf_blend.chunk/2", "hf_blend.chunk/3"),
     "a million tensors": lambda text: json.dumps({f"layer.{n}.k": 0 for n in range(10**5)}),
 }
+
+
+def test_a_header_that_the_tests_seal_again_is_read(chunk, same, source, content):
+    stored = chunk()
+    same(EntryReader(source(with_header(content(stored), lambda text: text)), stored.key).read(), stored)
+    with pytest.raises(EntryFault, match="not what its content says"):  # and not: the seal does not fit
+        EntryReader(source(with_header(content(stored), metadata(canary="x"))), stored.key)
 
 
 @pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE)

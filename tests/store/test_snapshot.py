@@ -92,7 +92,7 @@ def test_an_index_that_lies_can_only_cause_a_miss(root, chunk):
 
 
 def test_an_index_of_a_later_form_is_not_used(root, monkeypatch):
-    monkeypatch.setattr(snapshot_module, "_FORMAT", "hf_blend.index/2")
+    monkeypatch.setattr(snapshot_module, "_FORMAT", "hf_blend.index/3")
     assert load_snapshot(index_of(root)) == {}
     monkeypatch.undo()
     assert load_snapshot(index_of(root)) != {}

@@ -2,40 +2,43 @@
 # SPDX-License-Identifier: Apache-2.0
 """A chunk as blocks that can be read one by one: each has its own digest, so what is loaded is verified, and no more.
 
-    magic | length of the header | header (JSON) | digests of the blocks | blocks
+    magic | lengths of header and digests | seal | header (JSON) | digests of the blocks | blocks
 
-A block holds the keys, or the values, of some tokens in one layer and one KV head. Inside a chunk tokens stand in the
-order of their importance, so that important ones share blocks; the header says where each came from. The header's
-digest covers itself and all digests of blocks.
+A block holds the keys, or the values, of some tokens in one layer and one KV head. Inside a chunk tokens are in the
+order of their importance, so that important ones share blocks; the header says where each came from. The seal covers
+all raw bytes before the blocks, and is compared before the header is parsed.
 """
 
 import base64
-import hashlib
 import json
+import struct
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor
 
-from ...store.chunk import ChunkKey, ChunkKV
+from ...store.chunk import ChunkKey, ChunkKV, Layout, has_usable_values
 from ...store.header import DTYPES, hash_namespace
-from ...store.tiers.base import EntryFault, Source
+from ...store.seal import check_seal, content_hasher, seal, seal_size
+from ...store.tiers.base import EntryFault, Source, as_fault
 
-MAGIC = b"hf_blend.blocks/1\n"
-DIGEST_BYTES = 16
-HEADER_CAP_BYTES = 1 << 22
+MAGIC = b"hf_blend.blocks/2\n"
+HEADER_CAP_BYTES = 1 << 26
+_LENGTHS = struct.Struct("<QQ")
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def encode_blocks(chunk: ChunkKV, order: Sequence[int], block_tokens: int) -> list[memoryview]:
+def encode_blocks(
+    chunk: ChunkKV, order: Sequence[int], block_tokens: int, secret: bytes | None = None
+) -> list[memoryview]:
     """Write a chunk as blocks; equal chunks and orders give equal bytes.
 
     Args:
         chunk: on the CPU, all layers of one dtype and shape.
         order: the tokens, the most important first.
         block_tokens: tokens of a block; the last one may be shorter.
+        secret: signs the entry.
 
     Returns:
         The bytes in pieces.
@@ -49,7 +52,7 @@ def encode_blocks(chunk: ChunkKV, order: Sequence[int], block_tokens: int) -> li
                 for part in head.split(block_tokens):
                     view = memoryview(part.contiguous().view(-1).view(torch.uint8).numpy())
                     pieces.append(view)
-                    digests.append(xxhash.xxh3_128_digest(view))
+                    digests.append(_digest(view, secret))
     keys, values = chunk.layers[0]
     header = {
         "key": chunk.key.digest,
@@ -62,10 +65,10 @@ def encode_blocks(chunk: ChunkKV, order: Sequence[int], block_tokens: int) -> li
         "layer_table": list(chunk.layer_table),
         "tables": [[_text(part) for part in pair] for pair in chunk.tables],
     }
-    joined = b"".join(digests)
-    header["digest"] = _manifest(header, joined)
     text = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
-    return [memoryview(MAGIC + len(text).to_bytes(8, "little") + text + joined), *pieces]
+    joined = b"".join(digests)
+    begin = MAGIC + _LENGTHS.pack(len(text), len(joined))
+    return [memoryview(begin + seal(secret, begin, text, joined) + text + joined), *pieces]
 
 
 class BlockReader:
@@ -73,28 +76,42 @@ class BlockReader:
 
     Args:
         source: an open entry; it stays open, and whoever opened it closes it.
-        key: which chunk is wanted.
+        key: which chunk is expected.
+        secret: that the entry must be signed with; None accepts only entries that are not signed.
+        layout: of the model that will use the chunk; None compares the entry only with itself.
 
     Raises:
-        EntryFault: the header is damaged, or the entry is of another chunk.
+        EntryFault: the header is damaged, the entry is of another chunk or of another layout.
     """
 
-    def __init__(self, source: Source, key: ChunkKey) -> None:
-        self._source = source
-        self.header = _header(source, key)
-        self.layers, self.heads, self.tokens, self.key_width, self.value_width = self.header["shape"]
-        self.dtype = DTYPES[self.header["dtype"]]
-        self.block_tokens = self.header["block_tokens"]
-        self.blocks = -(-self.tokens // self.block_tokens)
-        self.order = torch.tensor(self.header["order"])
-        self.loaded_bytes = len(MAGIC) + 8 + self.header["length"]
-        count = self.layers * 2 * self.heads * self.blocks * DIGEST_BYTES
-        start = len(MAGIC) + 8 + self.header["length"]
-        self._digests = _read(source, start, count)
-        if _manifest({**self.header, "digest": None}, self._digests) != self.header["digest"]:
-            raise EntryFault("digest", "the header is not what was stored")
-        self._data = start + count
-        self.loaded_bytes += count
+    def __init__(
+        self, source: Source, key: ChunkKey, secret: bytes | None = None, layout: Layout | None = None
+    ) -> None:
+        self._source, self._secret = source, secret
+        text, self._digests = _unsealed(source, secret)
+        self._data = self.loaded_bytes = len(MAGIC) + seal_size(secret) + _LENGTHS.size + len(text + self._digests)
+        with as_fault("the header of the blocks"):
+            self.header = _checked_header(json.loads(text), key)
+            self.layers, self.heads, self.tokens, self.key_width, self.value_width = self.header["shape"]
+            self.dtype = DTYPES[self.header["dtype"]]
+            self.block_tokens = self.header["block_tokens"]
+            self.blocks = -(-self.tokens // self.block_tokens)
+            self.order = torch.tensor(self.header["order"])
+            self.tables = _tables_of(self.header)
+            self._check_sizes(layout)
+
+    def _check_sizes(self, layout: Layout | None) -> None:
+        digests = self.layers * 2 * self.heads * self.blocks * _digest_bytes(self._secret)
+        if len(self._digests) != digests or self._data + self.nbytes != self._source.stat.nbytes:
+            raise EntryFault("truncated", f"{self._source.stat.nbytes} bytes are not what the header says")
+        pair = (self.heads, self.key_width, self.dtype), (self.heads, self.value_width, self.dtype)
+        tables = tuple((cos.shape[1], sin.shape[1], cos.dtype) for cos, sin in self.tables)
+        found = Layout((pair,) * self.layers, tables, tuple(self.header["layer_table"]))
+        if layout is not None and layout != found:
+            raise EntryFault("layout", f"{found!r:.160} is not what the model has: {layout!r:.160}")
+        usable = all(has_usable_values(part) for pair in self.tables for part in pair)
+        if not usable or (layout is not None and not layout.fits_norms(self.tables)):
+            raise EntryFault("values", "the rotary tables hold NaN or infinity, or stretch what they turn")
 
     @property
     def nbytes(self) -> int:
@@ -129,7 +146,7 @@ class BlockReader:
             `[tokens of the blocks, width]`, keys rotated for the chunk's own positions.
 
         Raises:
-            EntryFault: truncated, or a block is not what was stored.
+            EntryFault: truncated; digest, a block is not what was stored; values, it holds absurd ones.
             OSError: it cannot be read now.
         """
         base, sizes = self._extent(layer, part, head, blocks)
@@ -140,15 +157,18 @@ class BlockReader:
             start = base + blocks[first] * self._block_bytes(part)
             self._source.read_into(start, view[place : place + nbytes])
             place += nbytes
-        number = ((layer * 2 + part) * self.heads + head) * self.blocks
+        number, width = ((layer * 2 + part) * self.heads + head) * self.blocks, _digest_bytes(self._secret)
         place = 0
         for block, size in zip(blocks, sizes, strict=True):
-            at = (number + block) * DIGEST_BYTES
-            if xxhash.xxh3_128_digest(view[place : place + size]) != self._digests[at : at + DIGEST_BYTES]:
+            at = (number + block) * width
+            if _digest(view[place : place + size], self._secret) != self._digests[at : at + width]:
                 raise EntryFault("digest", f"block {block} of layer {layer}, head {head} is not what was stored")
             place += size
         self.loaded_bytes += len(view)
-        return buffer.view(self.dtype).view(-1, self._width(part))
+        states = buffer.view(self.dtype).view(-1, self._width(part))
+        if not has_usable_values(states):
+            raise EntryFault("values", f"layer {layer}, head {head} holds NaN, infinity or absurd values")
+        return states
 
     def _width(self, part: int) -> int:
         return self.value_width if part else self.key_width
@@ -165,19 +185,18 @@ class BlockReader:
         return base, sizes
 
 
-def tables_of(header: dict[str, Any]) -> tuple[tuple[Tensor, Tensor], ...]:
-    """The rotary tables in a header, as `ChunkKV.tables`."""
-    tokens = header["shape"][2]
-    made = [[_tensor(text).view(tokens, -1) for text in pair] for pair in header["tables"]]
-    return tuple((cos, sin) for cos, sin in made)
-
-
 def _text(table: Tensor) -> str:
     return base64.b64encode(table.float().contiguous().numpy().tobytes()).decode()
 
 
+def _tables_of(header: dict[str, Any]) -> tuple[tuple[Tensor, Tensor], ...]:
+    """The rotary tables in a header, as `ChunkKV.tables`."""
+    made = [[_tensor(text).view(header["shape"][2], -1) for text in pair] for pair in header["tables"]]
+    return tuple((cos, sin) for cos, sin in made)
+
+
 def _tensor(text: str) -> Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.float32)
+    return torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.float32)
 
 
 def _runs(blocks: Sequence[int]) -> list[tuple[int, int]]:
@@ -187,32 +206,51 @@ def _runs(blocks: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _read(source: Source, start: int, count: int) -> bytes:
+    if start + count > source.stat.nbytes:
+        raise EntryFault("truncated", f"{source.stat.nbytes} bytes, at least {start + count} are expected")
     found = bytearray(count)
     source.read_into(start, memoryview(found))
     return bytes(found)
 
 
-def _manifest(header: dict[str, Any], digests: bytes) -> str:
-    plain = {name: value for name, value in header.items() if name not in ("digest", "length")}
-    text = json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()
-    return hashlib.sha256(text + digests).hexdigest()
+def _unsealed(source: Source, secret: bytes | None) -> tuple[bytes, bytes]:
+    """The text of the header and the digests of the blocks, once the seal was compared."""
+    begin = _read(source, 0, len(MAGIC) + _LENGTHS.size)
+    if not begin.startswith(MAGIC):
+        raise EntryFault("format", f"{begin[: len(MAGIC)]!r} is not how an entry of blocks begins")
+    text_bytes, digest_bytes = _LENGTHS.unpack(begin[len(MAGIC) :])
+    if text_bytes + digest_bytes > HEADER_CAP_BYTES:
+        raise EntryFault("format", f"a header of {text_bytes + digest_bytes} bytes is too long")
+    stop = seal_size(secret)
+    rest = _read(source, len(begin), stop + text_bytes + digest_bytes)
+    check_seal(rest[:stop], secret, begin, rest[stop:])
+    return rest[stop : stop + text_bytes], rest[stop + text_bytes :]
 
 
-def _header(source: Source, key: ChunkKey) -> dict[str, Any]:
-    start = len(MAGIC)
-    if _read(source, 0, start) != MAGIC:
-        raise EntryFault("format", f"the first {start} bytes are not those of an entry of blocks")
-    length = int.from_bytes(_read(source, start, 8), "little")
-    if length > HEADER_CAP_BYTES * 16:
-        raise EntryFault("format", f"a header of {length} bytes is too long")
-    try:
-        header: dict[str, Any] = json.loads(_read(source, start + 8, length))
-        order, tokens = header["order"], header["shape"][2]
-        is_whole = sorted(order) == list(range(tokens)) and tokens == len(key.token_ids) and header["block_tokens"] > 0
-    except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise EntryFault("format", f"the header cannot be read: {error}") from error
-    if header.get("fingerprint") != key.fingerprint:
+def _checked_header(header: dict[str, Any], key: ChunkKey) -> dict[str, Any]:
+    """The header, once it was compared with the key, and every number in it is one that can be."""
+    if header["fingerprint"] != key.fingerprint:
         raise EntryFault("fingerprint", "computed by another model")
-    if header.get("key") != key.digest or header.get("namespace") != hash_namespace(key.namespace) or not is_whole:
+    if header["key"] != key.digest or header["namespace"] != hash_namespace(key.namespace):
         raise EntryFault("key", f"the entry is not of chunk {key.digest}")
-    return {**header, "length": length}
+    layers, heads, tokens, *widths = header["shape"]
+    tables, layer_table = len(header["tables"]), header["layer_table"]
+    numbers = [layers, heads, tokens, *widths, header["block_tokens"], *layer_table, *header["order"]]
+    is_whole = all(type(number) is int and -1 <= number < 1 << 31 for number in numbers)
+    is_whole = is_whole and min(layers, heads, tokens, *widths, header["block_tokens"]) > 0 and len(widths) == 2
+    is_whole = is_whole and tokens == len(key.token_ids) and sorted(header["order"]) == list(range(tokens))
+    is_whole = is_whole and len(layer_table) == layers and max(layer_table) < tables
+    if not is_whole or not DTYPES[header["dtype"]].is_floating_point:
+        raise EntryFault("format", "the header is not one of a chunk of this length")
+    return header
+
+
+def _digest(data: memoryview, secret: bytes | None) -> bytes:
+    state = content_hasher(secret)
+    state.update(data)
+    found: bytes = state.digest()
+    return found
+
+
+def _digest_bytes(secret: bytes | None) -> int:
+    return int(content_hasher(secret).digest_size)

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A store in front of a store, that keeps chunks as blocks in a tier and gives them out to be loaded in part."""
 
+import contextlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, overload
 from weakref import finalize
@@ -10,10 +12,11 @@ import torch
 from torch import Tensor
 
 from ...store import ChunkStore
-from ...store.chunk import ChunkKey, ChunkKV
+from ...store.chunk import ChunkKey, ChunkKV, Layout
 from ...store.header import hash_namespace
-from ...store.tiers.base import EntryFault, Tier
-from .blocked import BlockReader, encode_blocks, tables_of
+from ...store.seal import keyed
+from ...store.tiers.base import EntryFault, Source, Tier
+from .blocked import BlockReader, encode_blocks
 
 KV = tuple[Tensor, Tensor]
 FAULTS = (EntryFault, OSError, MemoryError)
@@ -21,14 +24,14 @@ BLOCK_TOKENS = 16
 
 
 class PartialLayers(Sequence[KV]):
-    """The layers of a chunk in blocks: whole where somebody asks for a layer, in part for the partial loader.
+    """The layers of a chunk in blocks: whole where a layer is asked for, in part for the partial loader.
 
     Args:
         reader: of the blocks.
-        recompute: gives the whole chunk after a fault.
+        recompute: gives the whole chunk after a fault, which it receives.
     """
 
-    def __init__(self, reader: BlockReader, recompute: Callable[[], ChunkKV]) -> None:
+    def __init__(self, reader: BlockReader, recompute: Callable[[BaseException], ChunkKV]) -> None:
         self.reader, self._recompute = reader, recompute
         self._instead: ChunkKV | None = None
         self._last: tuple[int, KV] | None = None
@@ -70,8 +73,8 @@ class PartialLayers(Sequence[KV]):
             try:
                 found = torch.stack([self.reader.read(layer, part, head, blocks) for head in heads])
                 return found[:, self.reader.order.argsort()] if is_all else found
-            except FAULTS:
-                self._instead = self._recompute()
+            except FAULTS as fault:
+                self._instead = self._recompute(fault)
         states = self._instead.layers[layer][part][list(heads)]
         return states if is_all else states[:, self.reader.tokens_of(blocks)]
 
@@ -87,31 +90,38 @@ class PartialStore:
 
     def __init__(self, store: ChunkStore, tier: Tier, block_tokens: int = BLOCK_TOKENS) -> None:
         self._store, self._tier, self._block_tokens = store, tier, block_tokens
-        self._space = hash_namespace(f"{store.namespace}\0blocks")[:2]
+        self._space = keyed(store.secret, "space", hash_namespace(f"{store.namespace}\0blocks"))[:2]
+        self.faults: Counter[str] = Counter()  # by reason; what cannot become good was removed
         self.importance: dict[str, Tensor] = {}  # mean importance of each chunk's tokens, for the next order
         self._keys: dict[str, ChunkKey] = {}
-        self.partial: Any = None  # who loads in part, while somebody does
+        self.partial: Any = None  # loads in part, while it is set
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
-    def stream(self, key: ChunkKey, recompute: Callable[[], ChunkKV]) -> ChunkKV | None:
-        """A chunk whose layers can be loaded in part; None if it is not there in blocks."""
+    def stream(self, key: ChunkKey, recompute: Callable[[], ChunkKV], layout: Layout | None = None) -> ChunkKV | None:
+        """A chunk whose layers can be loaded in part; None if it is not there in blocks, or not of the layout."""
         source = None
         try:
             source = self._tier.open(self._name(key))
             if source is None:
                 return None
-            reader = BlockReader(source, key)
-        except FAULTS:
+            reader = BlockReader(source, key, self._store.secret, layout)
+        except FAULTS as fault:
+            self._count(key, source, fault)
             if source is not None:
                 source.close()
             return None
-        layers = PartialLayers(reader, recompute)
+
+        def instead(fault: BaseException) -> ChunkKV:
+            self._count(key, source, fault)
+            return recompute()
+
+        layers = PartialLayers(reader, instead)
         finalize(layers, source.close).atexit = False
         self._keys[key.digest] = key
         table = tuple(reader.header["layer_table"])
-        return ChunkKV(key, layers, tables_of(reader.header), table)  # type: ignore[arg-type]
+        return ChunkKV(key, layers, reader.tables, table)  # type: ignore[arg-type]
 
     def put(self, chunk: ChunkKV) -> ChunkKV:
         """Keep a chunk in blocks, its tokens in the order of their importance, as far as it is known; give it back."""
@@ -120,8 +130,12 @@ class PartialStore:
         order = list(range(chunk.tokens)) if known is None else known.argsort(descending=True, stable=True).tolist()
         name = self._name(chunk.key)
         self._keys[chunk.key.digest] = chunk.key
-        self._tier.delete(name)
-        self._tier.put_if_absent(name, encode_blocks(chunk, order, self._block_tokens))
+        pieces = encode_blocks(chunk, order, self._block_tokens, self._store.secret)
+        try:
+            self._tier.delete(name)
+            self._tier.put_if_absent(name, pieces)
+        except OSError as error:
+            self._count(chunk.key, None, error)
         return chunk
 
     def note(self, key: ChunkKey, scores: Tensor, share: float = 0.1) -> None:
@@ -152,8 +166,16 @@ class PartialStore:
         except EntryFault:
             return None
 
+    def _count(self, key: ChunkKey, source: Source | None, fault: BaseException) -> None:
+        """Count a fault, and remove what is damaged; what is sealed otherwise too, for the name is ours alone."""
+        self.faults[fault.reason if isinstance(fault, EntryFault) else type(fault).__name__] += 1
+        if isinstance(fault, EntryFault) and (fault.corrupt or fault.reason == "secret"):
+            with contextlib.suppress(OSError):
+                self._tier.delete(self._name(key), source)
+
     def _name(self, key: ChunkKey) -> str:
-        return f"{self._space}/{key.digest[:2]}/{key.digest}"
+        called = keyed(self._store.secret, "name", key.digest)
+        return f"{self._space}/{called[:2]}/{called}"
 
 
 def _lost(digest: str) -> ChunkKV:

@@ -7,6 +7,7 @@ only names that were used and not forgotten; a policy that takes over the state 
 """
 
 import heapq
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 
@@ -65,9 +66,21 @@ class EvictionPolicy(ABC):
         return dict(self._states)
 
     def restore(self, states: Mapping[str, State]) -> None:
-        """Take over what was remembered; objects that are not known here are not added."""
-        self._states |= {name: state for name, state in states.items() if name in self._states}
+        """Take over what was remembered; objects that are not known here, and states that cannot be, are left out."""
+        trial = type(self)()
+        self._states |= {
+            name: state for name, state in states.items() if name in self._states and trial.can_continue(state)
+        }
         self._rebuild()
+
+    def can_continue(self, state: State) -> bool:
+        """Say whether a state, read from a file that anybody may have written, can be used; changes this policy."""
+        try:
+            first = self.updated(None, 0.0, None)
+            later = [self.updated(state, 0.0, share) for share in (None, 0.5)]
+        except (ArithmeticError, LookupError, TypeError, ValueError):
+            return False
+        return len(state) == len(first) and all(math.isfinite(number) for one in [state, *later] for number in one)
 
     def _rebuild(self) -> None:
         self._heap = [(state[0], name) for name, state in self._states.items()]

@@ -34,7 +34,8 @@ class Importance(EvictionPolicy):
         self._uses += 1
         now = _DECAY * self._uses
         frequency, share = (state[1], state[2]) if state else (-math.inf, _UNKNOWN)
-        frequency = now + math.log1p(math.exp(frequency - now))
+        high, low = max(frequency, now), min(frequency, now)
+        frequency = high + math.log1p(math.exp(low - high))
         return (_score(frequency, share), frequency, share, float(self._uses))
 
     def restore(self, states: Mapping[str, State]) -> None:

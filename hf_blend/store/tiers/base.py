@@ -6,6 +6,7 @@ A tier knows names and bytes, nothing of chunks. Names are `xx/yy/<64 hex digits
 bytes never change under their name, so every reader sees one generation, and two writers of a name write the same.
 """
 
+import contextlib
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -13,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Protocol
 
-from ...errors import ConfigError
+from ...errors import ConfigError, HfBlendError
 
-__all__ = ["BytesSource", "EntryFault", "ObjectStat", "Source", "Tier", "check_name", "is_name"]
+__all__ = ["BytesSource", "EntryFault", "ObjectStat", "Source", "Tier", "as_fault", "check_name", "is_name"]
 
 _NAME = re.compile(r"[0-9a-f]{2}/[0-9a-f]{2}/[0-9a-f]{64}")
 
@@ -24,7 +25,9 @@ class EntryFault(Exception):
     """Why stored bytes were refused. It never leaves the store: there it becomes a miss.
 
     Attributes:
-        reason: one word for counters: format, truncated, digest, fingerprint, key, codec, foreign.
+        reason: one word for counters: format, truncated, digest, fingerprint, key, namespace, codec, layout (another
+            shape than the model's), values (NaN, infinity or absurd), auth (does not fit its seal), secret (sealed
+            in another way than this store seals), foreign (no regular file), expired, late.
         corrupt: true if the bytes can never become good, so that the entry should go.
     """
 
@@ -32,6 +35,30 @@ class EntryFault(Exception):
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
         self.corrupt = corrupt
+
+
+@contextlib.contextmanager
+def as_fault(what: str) -> Iterator[None]:
+    """Make reading total: whatever goes wrong with bytes that others wrote is a fault of these bytes.
+
+    Args:
+        what: that is read, for the message.
+
+    Raises:
+        EntryFault: format, in place of any error but those below.
+        OSError: the medium fails.
+        MemoryError: there is no room.
+    """
+    try:
+        yield
+    except (EntryFault, MemoryError):
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and not isinstance(error, HfBlendError):
+            raise
+        if isinstance(error, RuntimeError) and "alloc" in str(error):  # so torch says that memory is short
+            raise MemoryError(str(error)) from error
+        raise EntryFault("format", f"{what} cannot be read ({type(error).__name__}: {error!s:.120})") from error
 
 
 @dataclass(frozen=True)

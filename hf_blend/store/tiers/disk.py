@@ -1,8 +1,13 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""The disk tier: one immutable file per object, correct without locks, on local and shared file systems."""
+"""The disk tier: one immutable file per object, correct without locks, on local and shared file systems.
+
+With `durable`, an object that this process put, and one that it removed, are so after a power loss too. An object
+that was there already is left to the process that put it, which syncs before it says that it did.
+"""
 
 import contextlib
+import errno
 import os
 import stat
 import time
@@ -38,7 +43,7 @@ class DiskTier(Tier):
         self._ready: set[Path] = set()
         self._shards: dict[Path, tuple[int, frozenset[str]]] = {}
         self._spaces: dict[str, tuple[tuple[frozenset[str], ...], frozenset[str]]] = {}
-        _make_root(root)
+        _make_root(root, durable)
 
     def open(self, name: str) -> FileSource | None:
         """Open an object without following links and without blocking.
@@ -82,8 +87,8 @@ class DiskTier(Tier):
         path = self.path(name)
         if self.contains(name):
             return False
-        self._make_ready(path.parent)
         try:
+            self._make_ready(path.parent)
             write_atomically(path, parts, durable=self._durable)
         except FileNotFoundError:  # someone removed the directory since it was made ready
             self._ready.clear()
@@ -92,13 +97,15 @@ class DiskTier(Tier):
         return True
 
     def delete(self, name: str, source: Source | None = None) -> bool:
-        """Remove an object; with `source` only if the name still leads to that file."""
+        """Remove an object, so that it does not come back; with `source` only if the name still leads to that file."""
         path = self.path(name)
         try:
             info = os.lstat(path)
             if source is not None and (info.st_dev, info.st_ino) != source.identity:
                 return False
             os.unlink(path)
+            if self._durable:
+                sync_directory(path.parent)
         except FileNotFoundError:
             return False
         return True
@@ -109,7 +116,7 @@ class DiskTier(Tier):
         known, names = self._spaces.get(space, ((), frozenset[str]()))
         if len(known) == len(shards) and all(old is new for old, new in zip(known, shards, strict=True)):
             return names
-        names = frozenset(f"{space}/{name[:2]}/{name}" for shard in shards for name in shard)
+        names = frozenset(filter(is_name, (f"{space}/{name[:2]}/{name}" for shard in shards for name in shard)))
         self._spaces[space] = (shards, names)
         return names
 
@@ -153,7 +160,7 @@ class DiskTier(Tier):
         """Remember that an object must not be evicted, or that it may: an empty file beside the entries."""
         path = self.root / "pins" / check_name(name)
         if pinned:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._make_ready(path.parent)
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
         else:
             with contextlib.suppress(FileNotFoundError):
@@ -166,14 +173,19 @@ class DiskTier(Tier):
         return frozenset(filter(is_name, names))
 
     def _make_ready(self, shard: Path) -> None:
-        """Make the directories down to `shard`, readable by their owner only, and their names durable."""
-        if shard in self._ready:
-            return
+        """Make the directories down to `shard`, readable by their owner only, and their names durable.
+
+        Raises:
+            NotADirectoryError: one of them is a link, and what is written there would land elsewhere.
+        """
         for directory in (shard.parent.parent, shard.parent, shard):
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(directory, 0o700)
-            if self._durable:
-                sync_directory(directory.parent)
+            if shard not in self._ready:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(directory, 0o700)
+                if self._durable:
+                    sync_directory(directory.parent)
+            if stat.S_ISLNK(os.lstat(directory).st_mode):
+                raise NotADirectoryError(errno.ENOTDIR, f"{directory} is a link, and nothing is written behind it")
         self._ready.add(shard)
 
     def _shard_names(self, shard: Path) -> frozenset[str]:
@@ -207,12 +219,15 @@ def _entries(directory: Path) -> list[os.DirEntry[str]]:
         return []
 
 
-def _make_root(root: Path) -> None:
+def _make_root(root: Path, durable: bool) -> None:
     """Refuse a place that can never work; a place that is only read-only still serves what it holds."""
     try:
+        new = [folder for folder in (root, *root.parents) if not folder.exists()]
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         (root / "objects").mkdir(mode=0o700, exist_ok=True)
         os.scandir(root / "objects").close()
+        for folder in new if durable else ():
+            sync_directory(folder.parent)
     except OSError as error:
         raise StoreError(
             f"the chunk store cannot be kept at {root}: {error.strerror or error}. Give ChunkStore.open a directory "

@@ -4,7 +4,7 @@
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from .base import BytesSource, ObjectStat, Source, Tier, check_name
 
@@ -57,6 +57,11 @@ class MemoryTier(Tier):
         """Size and age of an object, or None if there is none."""
         found = self.objects.get(check_name(name))
         return found.stat if found else None
+
+    def listing(self) -> Iterator[tuple[str, ObjectStat]]:
+        """Walk over every object, with its size and age."""
+        for name, found in sorted(self.objects.items()):
+            yield name, found.stat
 
     def set_pin(self, name: str, pinned: bool) -> None:
         """Remember, as long as the process lives, that an object must not be evicted, or that it may."""

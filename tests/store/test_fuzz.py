@@ -1,0 +1,385 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Any bytes in any file of a store: a miss or what was stored, and never an exception.
+
+Three ways to make bytes: damage to a good file; a good file with other values in its header, sealed again; and files
+made of drawn parts, with valid digests and seals.
+"""
+
+import json
+import logging
+import math
+import os
+import struct
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load, save
+from safetensors.torch import save as save_tensors
+
+from hf_blend import SequenceCache, StoreError
+from hf_blend.context.session import load_session, save_session
+from hf_blend.sparse.partial.store import PartialStore
+from hf_blend.store import ChunkKV, ChunkStore
+from hf_blend.store.bounded import BoundedTier
+from hf_blend.store.eviction.importance import Importance
+from hf_blend.store.eviction.lru import Lru
+from hf_blend.store.index import ContentIndex
+from hf_blend.store.snapshot import load_order, load_snapshot, save_order, save_snapshot
+from hf_blend.store.tiers.base import BytesSource
+from hf_blend.store.tiers.memory import MemoryTier
+
+SECRET = b"a secret"
+FAST = 25
+SLOW = int(os.environ.get("HF_BLEND_FUZZ_CASES", "100000"))
+ALL = list(HealthCheck)
+
+edits = st.lists(
+    st.tuples(st.sampled_from("set insert cut zero swap".split()), st.integers(0, 1 << 24), st.binary(max_size=9)),
+    min_size=1,
+    max_size=6,
+)
+scalars = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 9), st.integers(), st.floats(), st.text(max_size=6), st.just("@1e999@"),
+    st.sampled_from(["F32", "I64", "BF16", "F8_E4M3", "raw", "int8:F32", "int8:I32", "int8", "[0,1e999]"]),
+    st.sampled_from(["[]", "[[]]", "{}", "[-1,-1]", "[0,0,0,0]", "[" * 3000, "9" * 5000, "\ud800", "[true,false]"]),
+)  # fmt: skip
+values = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+changes = st.lists(st.tuples(st.lists(st.integers(0, 40), min_size=1, max_size=5), values), min_size=1, max_size=4)
+floats = st.sampled_from([0.0, 1.0, -1.0, math.nan, math.inf, -math.inf, 3e38, 1e-40, 1e308, -1e308, 2.0**30, 2.0**31])
+
+
+def damaged(content, drawn):
+    """Bytes after some edits."""
+    content = bytearray(content)
+    for kind, place, data in drawn:
+        at = place % (len(content) + 1)
+        if kind == "set":
+            content[at : at + len(data)] = data
+        elif kind == "insert":
+            content[at:at] = data
+        elif kind == "cut":
+            del content[at : at + 1 + len(data) ** 3]
+        elif kind == "zero":
+            content[at : at + 64] = bytes(len(content[at : at + 64]))
+        else:
+            content[at:], content[:at] = content[:at], content[at:]
+    return bytes(content)
+
+
+def changed(tree, drawn):
+    """A JSON document in which some values were replaced, as text."""
+    for path, value in drawn:
+        at = tree
+        for step in path:
+            keys = list(at) if isinstance(at, dict) else list(range(len(at)))
+            if not keys:
+                break
+            key = keys[step % len(keys)]
+            if step == path[-1] or not isinstance(at[key], dict | list):
+                at[key] = value
+                break
+            at = at[key]
+    return json.dumps(tree, separators=(",", ":")).replace('"@1e999@"', "1e999")
+
+
+many = pytest.mark.parametrize("cases", [FAST, pytest.param(SLOW // 10, marks=pytest.mark.slow)])
+
+
+def tried(cases, check, **drawn):
+    """Run a check with so many drawn cases."""
+    limits = settings(max_examples=cases, deadline=None, suppress_health_check=ALL, database=None)
+    limits(given(**drawn)(check))()
+
+
+# Entries: planted under the name where they are looked for, and every call of a store is made.
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    """A log of a hundred thousand warnings helps nobody."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+class Planted:
+    """A store of one tier in memory; what lies there is whatever a test puts there."""
+
+    def __init__(self, chunk, secret):
+        self.chunk, self.secret, self.tier = chunk, secret, MemoryTier()
+        self.store = ChunkStore([], [self.tier], secret=secret)
+        self.name = self.store._catalog.name(chunk.key.digest)
+        self.bits = [states.clone() for states in chunk.layers[0]]
+
+    def survives(self, content, genuine=False):
+        """Make every call; what comes has the form of the chunk, and is the chunk where the content is genuine."""
+        store = ChunkStore([], [self.tier], secret=self.secret)
+        got = []
+        for call in (
+            lambda: store.get(self.chunk.key, layout=self.chunk.layout),
+            lambda: store.get(self.chunk.key),
+            lambda: store.stream(self.chunk.key, lambda: self.chunk, layout=self.chunk.layout),
+            lambda: [None for _ in store.check()],
+            lambda: [None for _ in store.entries()],
+            lambda: store.find(self.chunk.key.fingerprint, (1,), [5, 6, 7]),
+            lambda: [None for _ in store.check(repair=True)],
+            lambda: store.collect(1 << 40),
+            lambda: store.put(self.chunk),
+        ):
+            self.tier.objects[self.name] = BytesSource(content)
+            self.tier._names.clear()
+            chunk = call()
+            if isinstance(chunk, ChunkKV) and chunk is not self.chunk:
+                got.append(chunk)
+                for states in [states for pair in chunk.layers for states in pair]:
+                    assert states.shape[1] == self.chunk.tokens
+                    assert bool(torch.isfinite(states.float()).all())
+        if genuine:
+            for chunk in got:
+                assert torch.equal(chunk.layers[0][0], self.bits[0])
+
+
+@pytest.fixture(scope="module", params=[None, SECRET], ids=["plain", "signed"])
+def planted(request, chunk):
+    return Planted(chunk(), request.param)
+
+
+@many
+def test_damaged_entries(planted, forge, cases):
+    good = forge(planted.chunk, planted.secret)
+
+    def check(drawn):
+        planted.survives(damaged(good, drawn), genuine=True)
+
+    tried(cases, check, drawn=edits)
+
+
+@many
+def test_entries_whose_headers_say_something_else(planted, forge, cases):
+    good, begin = forge(planted.chunk, planted.secret), '{"__metadata__":{'
+    stop = 8 + int.from_bytes(good[:8], "little")
+
+    def check(drawn):
+        tree = json.loads(good[8:stop])
+        for name in ("format", "seal"):
+            del tree["__metadata__"][name]
+        text = changed(tree, drawn)
+        if text.startswith(begin):
+            planted.survives(forge.header('",' + text[len(begin) :], planted.secret) + good[stop:])
+
+    tried(cases, check, drawn=changes)
+
+
+@many
+def test_entries_of_drawn_tensors(planted, forge, cases):
+    """Shapes, types and values are drawn, digests and seal are right."""
+
+    def check(rows, layer_table, codec):
+        tensors = forge.tensors(planted.chunk)
+        for kind, place, shape, dtype, value in rows:
+            place %= len(tensors)
+            name, was, size, data = tensors[place]
+            if kind == "values":
+                tensors[place] = (name, was, size, floats_of(value, len(data)))
+            elif kind == "type":
+                tensors[place] = (name, dtype, size, data)
+            elif kind == "shape":
+                tensors[place] = (name, was, [*size[: len(shape) % 2], *shape], data)
+            elif kind == "more":
+                tensors.insert(place, (f"{name}.scale", dtype, [2, *shape], data))
+            elif len(tensors) > 1:
+                del tensors[place]
+        given_table = {} if layer_table is None else {"layer_table": json.dumps(layer_table, separators=(",", ":"))}
+        rows = forge.padded(tensors)
+        planted.survives(forge(planted.chunk, planted.secret, rows, codec=codec, **given_table))
+
+    kinds = st.sampled_from("values values type shape more less".split())
+    dtypes = st.sampled_from("F32 BF16 F16 I32 I64 I8 F64 U8 F8_E4M3 F8_E5M2 F31".split())
+    codecs = st.sampled_from(["raw"] * 4 + ["int8:F32", "int8:I32", "int8", "int8:", ":", "raw:F32", "base", "../raw"])
+    shapes = st.lists(st.integers(0, 4), max_size=4)
+    rows = st.lists(st.tuples(kinds, st.integers(0, 20), shapes, dtypes, floats), min_size=1, max_size=3)
+    tables = st.none() | st.lists(st.integers(-2, 3), max_size=4)
+    tried(cases, check, rows=rows, layer_table=tables, codec=codecs)
+
+
+def floats_of(value, nbytes):
+    with np.errstate(over="ignore"):
+        return np.full(nbytes // 4 + 1, value).astype("<f4").tobytes()
+
+
+# The saved index and the saved order of eviction.
+
+
+@many
+@pytest.mark.parametrize("secret", [None, SECRET], ids=["plain", "signed"])
+def test_indexes(tmp_path, chunk, forge, cases, secret):
+    index, path = ContentIndex(), tmp_path / "one.index"
+    records = [(chunk((5, number)).key.digest, record_of(chunk((5, number)))) for number in range(3)]
+    save_snapshot(path, records, secret)
+    good = path.read_bytes()
+    body = good[len(forge.seal(secret)) :]
+
+    columns = load(body)
+
+    def check(drawn, arrays, about, is_sealed):
+        content = damaged(body, drawn) if drawn else b""
+        if not drawn:
+            other = {name: np.array(rows, dtype) for name, (rows, dtype) in arrays.items()}
+            text = changed(json.loads(columns["about"].tobytes()), about) if about else columns["about"].tobytes()
+            text = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
+            content = save({**columns, **other, "about": np.frombuffer(text, np.uint8)})
+        path.write_bytes((forge.seal(secret, content) if is_sealed else good[: len(forge.seal(secret))]) + content)
+        found = load_snapshot(path, secret)
+        assert is_sealed or not found or content == body
+        for digest, record in found.items():
+            index.add(digest, record)
+            assert index.find(record.fingerprint, record.sink_ids, [5, 0]) is not None
+            assert (len(digest), record.tokens > 0, record.nbytes >= 0, math.isfinite(record.created)) == (64, 1, 1, 1)
+            index.discard(digest)
+
+    dtypes = st.sampled_from(["u1", "i4", "i8", "f8"])
+    rows = st.lists(st.integers(0, 9), max_size=4) | st.lists(
+        st.sampled_from([0, 8, 12, 32, 96]), min_size=3, max_size=3
+    )
+    names = st.sampled_from("digests groups lengths nbytes created packed".split())
+    arrays = st.dictionaries(names, st.tuples(rows, dtypes), max_size=3)
+    sealed, unchanged = st.just(True), st.just({})
+    tried(cases // 2, check, drawn=edits, arrays=unchanged, about=st.just([]), is_sealed=st.booleans())
+    tried(cases - cases // 2, check, drawn=st.just([]), arrays=arrays, about=st.just([]) | changes, is_sealed=sealed)
+
+
+def record_of(chunk):
+    from hf_blend.store.index import IndexRecord, pack_tokens
+
+    return IndexRecord(chunk.key.fingerprint, chunk.key.sink_ids, pack_tokens(chunk.key.token_ids), 100, 1.5)
+
+
+@many
+def test_orders(tmp_path, forge, cases):
+    names = [f"ab/{number:02x}/{number:02x}{'0' * 62}" for number in range(4)]
+    path = tmp_path / "an.order"
+    save_order(path, {name: (float(number), 0.5, 0.5, 3.0) for number, name in enumerate(names)})
+    body = path.read_bytes()[len(forge.seal(None)) :]
+
+    def check(drawn, states, width):
+        content = damaged(body, drawn) if drawn else b""
+        if not drawn:
+            rows = np.resize(np.array(states), (len(names), width)).astype("<f8")
+            head = struct.pack("<16sQQ", b"hf_blend.order/2", len(names), width)
+            content = head + bytes.fromhex("".join(names).replace("/", "")) + rows.tobytes()
+        path.write_bytes(forge.seal(None, content) + content)
+        load_order(path)
+        for policy in (Lru(), Importance()):
+            tier = BoundedTier(MemoryTier(), 3 * 8, policy, order=path)
+            for name in names:
+                tier.put_if_absent(name, [memoryview(bytes(8))])
+                tier.use(name, 0.3)
+            assert tier.nbytes == 24
+
+    given_states = st.lists(floats | st.floats(), min_size=1, max_size=6)
+    tried(cases, check, drawn=st.just([]) | edits, states=given_states, width=st.integers(0, 6))
+
+
+# Entries in blocks, and sessions.
+
+
+@many
+@pytest.mark.parametrize("secret", [None, SECRET], ids=["plain", "signed"])
+def test_entries_in_blocks(chunk, forge, cases, secret):
+    stored, tier = chunk(range(9)), MemoryTier()
+    layers = tuple((keys, values[..., :1].expand(keys.shape).contiguous()) for keys, values in stored.layers)
+    stored = type(stored)(stored.key, layers, stored.tables, stored.layer_table)
+    store = PartialStore(ChunkStore([], secret=secret), tier)
+    store.put(stored)
+    ((name, source),) = tier.objects.items()
+    good, magic = source.content, b"hf_blend.blocks/2\n"
+    text_bytes, digest_bytes = struct.unpack("<QQ", good[len(magic) :][:16])
+    start = len(magic) + 16 + len(forge.seal(secret))
+    text, rest = good[start:][:text_bytes], good[start + text_bytes :]
+
+    def check(drawn, other):
+        content = damaged(good, drawn)
+        if other is not None:
+            made = changed(json.loads(text), other).encode("utf-8", "surrogatepass")
+            begin, sealed = magic + struct.pack("<QQ", len(made), digest_bytes), made + rest[:digest_bytes]
+            content = begin + forge.seal(secret, begin, sealed) + sealed + rest[digest_bytes:]
+        for layout in (stored.layout, None):
+            tier.objects[name] = BytesSource(content)
+            got = store.stream(stored.key, lambda: stored, layout=layout)
+            for place, (keys, values) in enumerate(stored.layers if got is not None else ()):
+                if other is None:
+                    assert torch.equal(got.layers[place][0], keys)
+                    assert torch.equal(got.layers[place][1], values)
+                elif place < len(got.layers):
+                    assert torch.isfinite(got.layers[place][0]).all()
+        store.put(stored)
+        assert tier.objects[name].content == good
+
+    tried(cases // 2, check, drawn=edits, other=st.none())
+    tried(cases - cases // 2, check, drawn=st.just([]), other=changes)
+
+
+@pytest.fixture(scope="module")
+def conversation(tiny_model):
+    model = tiny_model(num_hidden_layers=1, hidden_size=8, num_attention_heads=1, num_key_value_heads=1, head_dim=8)
+    cache = SequenceCache(model)
+    with torch.no_grad(), cache:
+        model(torch.arange(3, 12)[None], past_key_values=cache)
+        cache.copy(0, 3, 0, 5)
+    return cache
+
+
+@many
+def test_sessions(tmp_path, forge, cases, conversation):
+    path, magic = tmp_path / "chat", b"hf_blend.session/2\n"
+    save_session(conversation, path)
+    good = path.read_bytes()
+    image = good[len(magic) + len(forge.seal(None)) :]
+    stop = 8 + int.from_bytes(image[:8], "little")
+    before = {name: tensor.clone() for name, tensor in conversation.state().items()}
+    about = json.loads(image[8:stop])["__metadata__"]
+
+    def check(drawn, way, rows):
+        content = damaged(image if way == "sealed" else good, drawn)
+        if way == "header":
+            text = changed(json.loads(image[8:stop]), [([number], data.hex()) for _, number, data in drawn]).encode()
+            content = len(text).to_bytes(8, "little") + text + image[stop:]
+        if way == "tensors":
+            state = {
+                **before,
+                **{
+                    name: torch.full(shape, value, dtype=torch.float64).to(dtype) for name, shape, dtype, value in rows
+                },
+            }
+            content = save_tensors(state, about)
+        sealed = content if way == "raw" else magic + forge.seal(None, magic, content) + content
+        path.write_bytes(sealed)
+        cache = SequenceCache(conversation.model)
+        try:
+            load_session(cache, path)
+        except StoreError:
+            assert cache.get_seq_length() == 0
+            return
+        cache.shift(cache.active, 0, None, 3)  # whatever was accepted can be used
+        cache.tokens()
+        with torch.no_grad(), cache:
+            logits = conversation.model(torch.tensor([[5, 6]]), past_key_values=cache).logits
+        assert torch.isfinite(logits).all()
+        assert way != "raw" or sealed == good
+
+    names = [*before, "sequence.1", "sequence.-1", "sequence.x", "layer.1.k", "other"]
+    shapes = st.sampled_from([(), (9,), (2, 9), (2, 5), (1, 9, 8)]) | st.lists(st.integers(0, 9), max_size=4)
+    dtypes = st.sampled_from([torch.float32, torch.int64, torch.int32, torch.bfloat16, torch.bool])
+    row = st.tuples(
+        st.sampled_from(names), st.sampled_from([(), (9,), (2, 9), (2, 5), (1, 9, 8)]) | shapes, dtypes, floats
+    )
+    ways = st.sampled_from("raw sealed header tensors".split())
+    tried(cases, check, drawn=edits, way=ways, rows=st.lists(row, min_size=1, max_size=3))

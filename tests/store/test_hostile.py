@@ -1,0 +1,388 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Files that somebody crafted who knows the format, with valid digests and seals: a miss, a counter, and gone."""
+
+import json
+import struct
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save
+
+from hf_blend import BlendCache
+from hf_blend.capture import capture_chunk
+from hf_blend.fingerprint import fingerprint
+from hf_blend.layout import layout_of
+from hf_blend.store import ChunkStore
+from hf_blend.store.entry import encode_entry
+from hf_blend.store.index import ContentIndex
+
+SECRET = b"of this store"
+CHUNK = list(range(20, 44))
+PIECES = {"prefix": [5, 6], "chunks": [CHUNK, list(range(50, 70))], "question": [7, 8, 9]}
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    return tiny_model(num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def stored(model):
+    """A chunk as a request computes it."""
+    return capture_chunk(model, CHUNK, (1,), fingerprint(model))
+
+
+@pytest.fixture(scope="module")
+def wanted(model):
+    return generated(model, ChunkStore.open("memory://"))
+
+
+def generated(model, store):
+    cache = BlendCache(model, store, recompute_ratio=0.3)
+    given = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "output_logits": True}
+    output = model.generate(
+        **cache.inputs(None, **PIECES), past_key_values=cache, **given, return_dict_in_generate=True
+    )
+    return torch.cat(output.logits)
+
+
+def all_of(part, change):
+    """Change each tensor whose name begins so."""
+
+    def changed(forge, chunk):
+        rows = [(name, tensor) for name, tensor in chunk.named_tensors()]
+        made = [forge.row(name, change(tensor) if name.startswith(part) else tensor) for name, tensor in rows]
+        return {"tensors": forge.tensors(chunk)[:2] + made}
+
+    return changed
+
+
+def one_value(part, value):
+    def change(tensor):
+        other = tensor.clone()
+        other.view(-1)[5] = value
+        return other
+
+    return all_of(part, change)
+
+
+def layers(count):
+    def changed(forge, chunk):
+        kept = [row for row in forge.tensors(chunk) if not row[0].startswith("layer") or int(row[0][6]) < count]
+        return {"tensors": kept, "layer_table": json.dumps([0] * count)}
+
+    return changed
+
+
+def said_to_be(dtype):
+    def changed(forge, chunk):
+        rows = forge.tensors(chunk)
+        return {"tensors": [(name, dtype if name[:5] == "layer" else was, *rest) for name, was, *rest in rows]}
+
+    return changed
+
+
+CRAFTED = {
+    "a table beyond all numbers": (lambda *_: {"layer_table": "[1e999]"}, "format"),
+    "an infinite table": (lambda *_: {"layer_table": "[Infinity]"}, "format"),
+    "a codec that is a number": (lambda *_: {"codec": 5}, "format"),
+    "a codec that is a list": (lambda *_: {"codec": ["raw"]}, "format"),
+    "a head more": (all_of("layer", lambda states: torch.cat([states, states[:1]])), "layout"),
+    "wider keys": (all_of("layer.0.k", lambda keys: torch.cat([keys, keys], dim=2)), "layout"),
+    "wider tables": (all_of("table", lambda table: torch.cat([table, table], dim=1)), "layout"),
+    "sixteen bits": (all_of("layer", lambda states: states.half()), "layout"),
+    "eight bytes in one layer": (all_of("layer.1.v", lambda states: states.double()), "layout"),
+    "a layer less": (layers(1), "layout"),
+    "no layers": (layers(0), "layout"),
+    "unturned layers": (lambda *_: {"layer_table": "[-1,-1]"}, "layout"),
+    "whole numbers": (said_to_be("I32"), "format"),
+    "NaN in K": (one_value("layer.1.k", float("nan")), "values"),
+    "infinity in V": (one_value("layer.0.v", float("-inf")), "values"),
+    "absurd values": (one_value("layer.0.k", 3e38), "values"),
+    "NaN in a table": (one_value("table.0.cos", float("nan")), "values"),
+    "a cosine of zeros": (all_of("table.0.cos", torch.zeros_like), "values"),
+    "tables of zeros": (all_of("table", torch.zeros_like), "values"),
+    "a table of garbage": (all_of("table", lambda table: 7 * torch.ones_like(table)), "values"),
+}
+each = pytest.mark.parametrize(("craft", "reason"), CRAFTED.values(), ids=CRAFTED)
+
+
+@pytest.mark.parametrize("secret", [None, SECRET])
+def test_the_tests_write_the_format_that_is_read(chunk, forge, secret):
+    assert forge(chunk(), secret) == b"".join(encode_entry(chunk(), secret))
+
+
+def planted(root, forge, stored, craft, secret=None):
+    """A store in which the entry of the chunk was replaced."""
+    store = ChunkStore.open(root, memory_bytes=0, secret=secret, durability="none")
+    store.put(stored)
+    (path,) = (root / "objects").rglob("*.safetensors")
+    changes = craft(forge, stored)
+    path.write_bytes(forge(stored, secret, **changes))
+    return store, path
+
+
+@each
+def test_a_crafted_entry_costs_a_request_time_and_nothing_else(tmp_path, forge, model, stored, wanted, craft, reason):
+    store, path = planted(tmp_path, forge, stored, craft)
+    got = generated(model, store)
+    assert torch.equal(got, wanted)
+    counts = store.stats()
+    assert sum(counts["load_failures"].values()) == counts["load_failures"][f"disk:{reason}"] > 0
+    assert counts["removed"] == {"corrupt": 1}
+    assert path.read_bytes() == forge(stored, None)  # replaced by what the request computed
+
+
+@each
+@pytest.mark.parametrize("secret", [None, SECRET])
+def test_no_call_of_a_store_raises_over_a_crafted_entry(tmp_path, forge, model, stored, craft, reason, secret):
+    layout = layout_of(model, stored.key.fingerprint)
+    store, path = planted(tmp_path, forge, stored, craft, secret)
+    content = path.read_bytes()
+    with ChunkStore.open(tmp_path, memory_bytes=0, secret=secret) as again:
+        list(again.entries())
+        again.find(stored.key.fingerprint, (1,), CHUNK)
+        (found,) = again.check()
+        assert found.reason in ("", reason)  # the store knows no model: it cannot see what only its layout shows
+        again.collect()
+        again.put(stored)  # the name is taken: nothing happens
+    for fetch in (lambda: store.get(stored.key, layout=layout), lambda: streamed(store, stored, layout)):
+        path.write_bytes(content)
+        got = fetch()
+        assert got is None or torch.equal(got.layers[0][0], stored.layers[0][0])
+        assert reason in str(store.stats()["load_failures"])
+    path.write_bytes(content)
+    for _ in store.check(repair=True):
+        pass
+    assert path.exists() is (reason == "layout" or found.reason == "")
+
+
+def streamed(store, stored, layout):
+    chunk = store.stream(stored.key, lambda: stored, layout=layout)
+    if chunk is not None:
+        list(chunk.layers)
+    return chunk
+
+
+@each
+def test_without_the_secret_nothing_crafted_is_even_parsed(tmp_path, forge, stored, monkeypatch, craft, reason):
+    def never(*_, **__):
+        raise AssertionError("parsed before it was proved")
+
+    _, path = planted(tmp_path, forge, stored, craft, SECRET)
+    forged = {"secret": [forge(stored, None, **craft(forge, stored)), forge(stored, b"other", **craft(forge, stored))]}
+    good = forge(stored, SECRET)
+    claimed = bytearray(forge(stored, SECRET, **craft(forge, stored)))
+    claimed[150] ^= 1  # in the digits of the seal, or right behind them
+    forged["auth"] = [bytes(claimed), good[:200] + bytes([good[200] ^ 1]) + good[201:]]
+    monkeypatch.setattr(json, "loads", never)
+    for expected, contents in forged.items():
+        for content in contents:
+            path.write_bytes(content)
+            fresh = ChunkStore.open(tmp_path, memory_bytes=0, secret=SECRET)
+            assert fresh.find(stored.key.fingerprint, (1,), CHUNK) == []
+            assert fresh.get(stored.key) is None
+            assert fresh.stats()["misses"] == {expected: 1}
+            assert not path.exists()  # the name is ours: nobody else's entry can be there
+
+
+def test_a_chunk_of_another_layout_in_memory_is_dropped(model, stored, chunk):
+    layout, store = layout_of(model, stored.key.fingerprint), ChunkStore.open("memory://")
+    store.put(chunk(CHUNK, fingerprint=stored.key.fingerprint))
+    assert store.get(stored.key) is not None
+    assert store.get(stored.key, layout=layout) is None
+    assert store.stats()["load_failures"] == {"memory:layout": 1}
+    store.put(stored)
+    assert store.get(stored.key, layout=layout) is not None
+
+
+def columns(**changes):
+    """A saved index of one record."""
+    good = {
+        "digests": np.zeros(32, np.uint8), "groups": np.zeros(1, np.int32), "lengths": np.array([8], np.int64),
+        "nbytes": np.array([100], np.int64), "created": np.array([1.0]), "packed": np.zeros(8, np.uint8),
+        "about": about(["hf_blend.index/2", [["ab" * 32, [1]]]]),
+    }  # fmt: skip
+    return save({name: array for name, array in {**good, **changes}.items() if array is not None})
+
+
+def about(value):
+    text = value if isinstance(value, bytes) else json.dumps(value).encode()
+    return np.frombuffer(text, np.uint8)
+
+
+INDEXES = {
+    "no tensors": b"",
+    "rubbish": b"x" * 100,
+    "a huge header": (1 << 60).to_bytes(8, "little") + b"{}",
+    "a column less": columns(packed=None),
+    "no JSON": columns(about=about(b"\xff{")),
+    "deep nesting": columns(about=about(b"[" * 200_000)),
+    "a number instead of a list": columns(about=about(7)),
+    "one field": columns(about=about(["hf_blend.index/2"])),
+    "groups that are numbers": columns(about=about(["hf_blend.index/2", 5])),
+    "a group of three": columns(about=about(["hf_blend.index/2", [["a", [1], 2]]])),
+    "a fingerprint that is a list": columns(about=about(["hf_blend.index/2", [[["a"], [1]]]])),
+    "a fingerprint that is a number": columns(about=about(["hf_blend.index/2", [[5, [1]]]])),
+    "a sink that is a text": columns(about=about(["hf_blend.index/2", [["a", "b"]]])),
+    "a sink of lists": columns(about=about(["hf_blend.index/2", [["a", [[]]]]])),
+    "a sink below nothing": columns(about=about(["hf_blend.index/2", [["a", [-1]]]])),
+    "a sink beyond all ids": columns(about=about(b'["hf_blend.index/2",[["a",[1e999]]]]')),
+    "a group that is not there": columns(groups=np.array([7], np.int32)),
+    "a group below nothing": columns(groups=np.array([-1], np.int32)),
+    "fractional groups": columns(groups=np.array([0.5])),
+    "groups of two axes": columns(groups=np.zeros((1, 1), np.int32)),
+    "a length too long": columns(lengths=np.array([1 << 40])),
+    "a length below nothing": columns(lengths=np.array([-8])),
+    "a length of nothing": columns(lengths=np.array([0]), packed=np.zeros(0, np.uint8)),
+    "an odd length": columns(lengths=np.array([7]), packed=np.zeros(7, np.uint8)),
+    "lengths that overflow": columns(lengths=np.array([1 << 62, 1 << 62, 1 << 62, 1 << 62, 8])),
+    "tokens below nothing": columns(packed=np.full(8, 255, np.uint8)),
+    "a size below nothing": columns(nbytes=np.array([-5])),
+    "a time that is none": columns(created=np.array([float("nan")])),
+    "an endless time": columns(created=np.array([float("inf")])),
+    "digests too short": columns(digests=np.zeros(31, np.uint8)),
+    "one record too many": columns(lengths=np.array([4, 4])),
+}
+
+
+@pytest.mark.parametrize("secret", [None, SECRET])
+@pytest.mark.parametrize("body", INDEXES.values(), ids=INDEXES)
+def test_a_crafted_index_is_passed_over_counted_and_made_again(tmp_path, chunk, forge, body, secret):
+    given = {"memory_bytes": 0, "secret": secret, "durability": "none"}
+    with ChunkStore.open(tmp_path, **given) as store:
+        store.put(chunk())
+        wanted = list(store.entries())
+    (path,) = (tmp_path / "index").glob("*.index")
+    good = path.read_bytes()
+    path.write_bytes(forge.seal(secret, body) + body)
+    with ChunkStore.open(tmp_path, **given) as store:
+        assert store.find(chunk().key.fingerprint, (1,), [5, 6, 7]) == [(0, chunk().key)]
+        assert list(store.entries()) == wanted
+        assert store.stats()["skipped"] == {"index:format": 1}
+    assert path.read_bytes() == good
+
+
+def test_an_index_of_another_secret_is_not_parsed(tmp_path, chunk, forge, monkeypatch):
+    with ChunkStore.open(tmp_path, memory_bytes=0, secret=SECRET) as store:
+        store.put(chunk())
+    (path,) = (tmp_path / "index").glob("*.index")
+    body = columns()
+    for seal, reason in ((forge.seal(None, body), "secret"), (forge.seal(b"other", body), "secret"), (b"", "format")):
+        path.write_bytes(seal + body)
+        monkeypatch.setattr("hf_blend.store.snapshot.load", None)
+        with ChunkStore.open(tmp_path, memory_bytes=0, secret=SECRET) as store:
+            assert len(list(store.entries())) == 1
+            assert store.stats()["skipped"] == {f"index:{reason}": 1}
+        monkeypatch.undo()
+
+
+def order(names, states, form=b"hf_blend.order/2", count=None, width=None):
+    states = np.array(states, "<f8").reshape(len(names), -1)
+    head = struct.pack(
+        "<16sQQ", form, len(names) if count is None else count, states.shape[1] if width is None else width
+    )
+    return head + bytes.fromhex("".join(names)) + states.tobytes()
+
+
+NAME = "ab" * 34
+ORDERS = {
+    "nothing": b"",
+    "rubbish": b"x" * 60,
+    "another format": order([NAME], [[1.0]], form=b"hf_blend.order/9"),
+    "more rows than there are": order([NAME], [[1.0]], count=1 << 62),
+    "wider rows than there are": order([NAME], [[1.0]], width=1 << 62),
+    "rows of nothing": order([NAME], [[]]),
+}
+STATES = {
+    "a number too many": [1.0, 2.0, 3.0, 4.0, 5.0],
+    "a number too few": [],
+    "not a number": [float("nan")] * 4,
+    "an endless number": [float("inf")] * 4,
+    "numbers without end": [1e308, 1e308, 1e308, 1e308],
+    "numbers below all": [-1e308, -1e308, -1e308, -1e308],
+    "uses below nothing": [0.0, 0.0, 0.5, -1e300],
+}
+
+
+@pytest.mark.parametrize("eviction", ["lru", "importance"])
+@pytest.mark.parametrize("body", [*ORDERS.values(), *STATES.values()], ids=[*ORDERS, *STATES])
+def test_a_crafted_order_changes_at_most_who_leaves(tmp_path, chunk, forge, eviction, body):
+    stored = [chunk((5, number)) for number in range(3)]
+    given = {"memory_bytes": 0, "durability": "none", "eviction": eviction}
+    with ChunkStore.open(tmp_path, **given) as store:
+        for one in stored:
+            store.put(one)
+        entry_bytes = store.stats()["bytes"]["disk"] // 3
+    (path,) = (tmp_path / "index").glob("*.order")
+    if isinstance(body, list):
+        names = [str(one.relative_to(tmp_path / "objects"))[:-12] for one in tmp_path.rglob("*.safetensors")]
+        body = order([name.replace("/", "") for name in names], [body] * 3)
+    path.write_bytes(forge.seal(None, body) + body)
+    with ChunkStore.open(tmp_path, **given, disk_bytes=3 * entry_bytes) as store:
+        for number in range(3, 6):
+            store.put(chunk((5, number)))
+            store.weigh(chunk((5, number)).key, 0.5)
+            assert store.get(chunk((5, number)).key) is not None
+        assert store.stats()["evicted"] == {"disk": 3}
+
+
+def test_names_that_are_no_names_are_passed_over(tmp_path, chunk):
+    store = ChunkStore.open(tmp_path, memory_bytes=0)
+    store.put(chunk())
+    (path,) = (tmp_path / "objects").rglob("*.safetensors")
+    space = path.parent.parent
+    for folder, stem in (
+        ("zz", "z" * 64),
+        ("ab", "ab" + "G" * 62),
+        ("é", "é" * 64),
+        (path.parent.name, "\udcff" * 64),
+    ):
+        (space / folder).mkdir(exist_ok=True)
+        name = f"{stem}.safetensors"
+        if len(name.encode("utf-8", "surrogateescape")) < 256:
+            (space / folder / name).write_bytes(b"x")
+    (space / "file").write_bytes(b"x")
+    (tmp_path / "pins").mkdir()
+    (tmp_path / "pins" / "ab").write_bytes(b"x")
+    again = ChunkStore.open(tmp_path, memory_bytes=0)
+    assert [one.digest for one in again.entries()] == [chunk().key.digest]
+    assert [one.reason for one in again.check()] == [""]
+    again.collect(0)
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_a_folder_that_is_a_link_is_not_written_behind(tmp_path, chunk, level):
+    root, elsewhere = tmp_path / "s", tmp_path / "elsewhere"
+    store = ChunkStore.open(root, memory_bytes=0)
+    store.put(chunk())
+    (path,) = (root / "objects").rglob("*.safetensors")
+    folder = path.parents[level]
+    folder.rename(tmp_path / "away")
+    elsewhere.mkdir()
+    folder.symlink_to(elsewhere)
+    for asked in (store, ChunkStore.open(root, memory_bytes=0)):
+        asked.put(chunk())
+        assert asked.get(chunk().key) is None
+        assert set(asked.stats()["store_failures"]) == {"ENOTDIR"}
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_an_index_folder_that_is_a_link_is_not_written_behind(tmp_path, chunk):
+    (tmp_path / "s" / "objects").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "s" / "index").symlink_to(tmp_path / "elsewhere")
+    with ChunkStore.open(tmp_path / "s", memory_bytes=0) as store:
+        store.put(chunk())
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_content_index_takes_whatever_a_saved_one_may_hold(forge):
+    from hf_blend.store.snapshot import _parse
+
+    index = ContentIndex()
+    for digest, record in _parse(columns()).items():
+        index.add(digest, record)
+    assert index.find("ab" * 32, (1,), [3, 0, 0, 4]) == [(1, 3)]
