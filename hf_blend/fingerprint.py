@@ -67,8 +67,8 @@ def fingerprint(model: nn.Module, *, reread: bool = False) -> str:
         The fingerprint.
 
     Raises:
-        UnsupportedModelError: the model has forward hooks of others, is inside `self_extend`, or something in it cannot
-            be written down.
+        UnsupportedModelError: the model has forward hooks of others, is inside `self_extend`, or something in it
+            cannot be written down.
     """
     return describe_fingerprint(model, reread=reread)["fingerprint"]
 

@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_map
 
-BLOCK_ROWS = (128, 1024)  # rows per block on a CPU and on a GPU; fewer look at less in vain, more fill the kernels better
+BLOCK_ROWS = (128, 1024)  # rows per block on a CPU and on a GPU; fewer look at less in vain, more fill the kernels
 SMALL_MASK = 1 << 18  # rows x keys up to which one block is faster than several
 KEPT_BYTES = 32 << 20  # of additive masks that are kept for all layers; larger ones are made where they are used
 
@@ -170,7 +170,7 @@ class RowMask(Tensor):
     def _wrap(cls, shape: Any, dense: Tensor | None, columns: Tensor | None, ask: Any) -> "RowMask":
         like: Any = columns if dense is None else dense
         dtype = torch.bool if dense is None else dense.dtype
-        wrapped: RowMask = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=like.device)  # type: ignore[attr-defined]
+        wrapped: RowMask = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=like.device)
         wrapped.group, wrapped._blocks, wrapped._biases = 1, None, {}
         wrapped._dense, wrapped._columns, wrapped._ask = dense, columns, ask
         return wrapped
@@ -230,7 +230,10 @@ class RowMask(Tensor):
             rows, keys = self.shape[2], self.shape[3]
             step = BLOCK_ROWS[self.device.type == "cuda"] if rows * keys > SMALL_MASK else rows
             cut = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
-            ends = self._read_ends(cut) if self._dense is not None else [(0, self._numbers[one.stop - 1] + 1) for one in cut]
+            if self._dense is None:
+                ends = [(0, self._numbers[one.stop - 1] + 1) for one in cut]
+            else:
+                ends = self._read_ends(cut)
             self._blocks = [RowBlock(rows, slice(*end)) for rows, end in zip(cut, ends, strict=True)]
         return self._blocks
 
@@ -323,7 +326,7 @@ def attend(
 def _attend_block(
     query: Tensor, key: Tensor, value: Tensor, mask: RowMask, number: int, dropout: float, scale: float | None
 ) -> Tensor:
-    """Attention of one block; query heads that share a key head go side by side, so that no kernel repeats the keys."""
+    """Attention of one block; query heads that share a key head go side by side, so that no keys are repeated."""
     block = mask.blocks()[number]
     query, key, value = query[:, :, block.rows], key[:, :, block.keys], value[:, :, block.keys]
     batch, heads, rows, width = query.shape
@@ -338,7 +341,8 @@ def _attend_block(
         done = scaled_dot_product_attention(query, *spread, mask.bias(number, query.dtype), dropout, scale=scale)
     else:  # the heads of a group one behind the other, as rows
         query = query.reshape(batch, kv_heads, group * rows, width)
-        done = scaled_dot_product_attention(query, key, value, mask.bias(number, query.dtype, group), dropout, scale=scale)
+        bias = mask.bias(number, query.dtype, group)
+        done = scaled_dot_product_attention(query, key, value, bias, dropout, scale=scale)
     return done.reshape(batch, heads, rows, value.shape[-1])
 
 

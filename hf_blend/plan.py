@@ -185,7 +185,7 @@ class Plan:
         return [np.flatnonzero(row & ~there).tolist() for row, there in zip(real, stored, strict=True)]
 
     def token_table(self) -> Tensor:
-        """`[3, batch, tokens]`: number of the chunk, place in it, and its length, for tokens that may be chosen; else -1."""
+        """`[3, batch, tokens]`: number of the chunk, place in it, its length; -1 for tokens that cannot be chosen."""
         table = np.full((3, *self.real.shape), -1, dtype=np.int64)
         for slot in self.slots:
             if not slot.exact:

@@ -74,7 +74,8 @@ def sight(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, *args: Any, **given: Any
     ) -> Any:
         mask = given.get("attention_mask", mask)
-        plain = mask if isinstance(mask, Tensor) and mask.dim() == 4 and not getattr(mask, "is_causal", False) else None
+        is_plain = isinstance(mask, Tensor) and mask.dim() == 4 and not getattr(mask, "is_causal", False)
+        plain = mask if is_plain else None
         scaling = given.get("scaling") or getattr(module, "scaling", None) or query.shape[-1] ** -0.5
         past = key.shape[2] - tokens
         return take(Attention(query, key, value, columns, past, plain, scaling, given.get("softcap"), charge))

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -53,7 +54,7 @@ class Placement:
     def of(cls, slots: Sequence[Slot], device: torch.device) -> "Placement":
         """Find out where some chunks stand; their numbers are known to the host."""
         entries, row = {slot.row for slot in slots}, slots[0].row
-        follows = all(one.columns.stop == other.start for one, other in zip(slots, slots[1:], strict=False))
+        follows = all(one.columns.stop == other.start for one, other in pairwise(slots))
         if len(entries) == 1 and follows:
             return cls(tuple(slots), slice(slots[0].start, slots[-1].columns.stop), None, row)
         columns = torch.cat([torch.arange(slot.columns.start, slot.columns.stop) for slot in slots]).to(device)
@@ -66,7 +67,7 @@ class Placement:
     def write(self, states: Tensor, stored: Tensor) -> None:
         """Write `[heads, tokens, width]` to its columns of `[batch, heads, columns, width]`."""
         if self.rows is not None:
-            states.transpose(1, 2).index_put_((self.rows, self.columns), stored.transpose(0, 1))  # type: ignore[arg-type]
+            states.transpose(1, 2).index_put_((self.rows, self.columns), stored.transpose(0, 1))
         elif isinstance(self.columns, slice):
             states[self.row, :, self.columns] = stored
         else:

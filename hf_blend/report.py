@@ -4,14 +4,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from .flops import LayerCost
 
-Charge = float | Tensor | Callable[[], float]
+Charge: TypeAlias = float | Tensor | Callable[[], float]
 
 
 @dataclass(frozen=True)

@@ -284,7 +284,7 @@ def test_a_prefill_of_another_model_object_is_refused_and_changes_nothing(
             called = other.model if through == "decoder" else other
             names = [rf"{type(one).__name__} at {id(one):#x}" for one in (own, called)]
             text = rf"made for {names[0]} .*another model object, {names[1]}, .*BlendCache\(model, store\)"
-            with pytest.raises(ConfigError, match=text):
+            with pytest.raises(ConfigError, match=text):  # noqa: PT012
                 if through == "generate":
                     other.generate(**inputs, past_key_values=cache, **GREEDY)
                 elif through == "call":

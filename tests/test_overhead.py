@@ -5,7 +5,7 @@
 import pytest
 import torch
 
-from hf_blend.evaluation.bench.overhead import OverheadPlan, KernelCount, measure_overhead
+from hf_blend.evaluation.bench.overhead import KernelCount, OverheadPlan, measure_overhead
 
 KERNELS = {"kv-deviation": 1.25, "auto": 1.45}  # of a stock prefill; `auto` probes and scores in two layers more
 

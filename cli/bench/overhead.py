@@ -35,5 +35,6 @@ def overhead(
     """
     from hf_blend.evaluation.bench.overhead import OverheadPlan, measure_overhead
 
-    found = measure_overhead(OverheadPlan(shape, tokens, chunks=tuple(chunks), rounds=rounds, dtype=dtype), progress=say)
+    plan = OverheadPlan(shape, tokens, chunks=tuple(chunks), rounds=rounds, dtype=dtype)
+    found = measure_overhead(plan, progress=say)
     show(found if json else found["rows"], as_json=json, title=f"{shape}, host cost of a prefill", header=True)
