@@ -34,7 +34,7 @@ from .errors import ConfigError
 from .fingerprint import fingerprint
 from .flops import layer_costs
 from .hooks import Entry
-from .identity.canonical import refuse_request_state, refuse_wrapper
+from .identity.canonical import refuse_arguments, refuse_request_state, refuse_wrapper
 from .input_test import InputTest
 from .modality import has_features, other_inputs, placeholder_ids, refuse_placeholders
 from .placement import input_device
@@ -263,6 +263,7 @@ class BlendCache(MaskedDecode):
     def forward_begins(self, arguments: dict[str, Any]) -> None:
         """Called by the hook on the model, with the arguments of its forward."""
         self._is_seen = True
+        refuse_arguments(arguments)
         check_new(arguments, super().get_seq_length())
         reason = why_plain(arguments, text_config(self.model))
         if reason or new_tokens(arguments) < 2:
