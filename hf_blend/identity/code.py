@@ -1,0 +1,101 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Which code a function runs: its name where it is a library's own, a digest of its bytecode where it is not.
+
+A function counts as a library's own if it, and all that it wraps, was compiled from a file of that library: a wrapper
+may copy every name, but not the file. Bytecode belongs to one version of Python; names belong to all.
+"""
+
+import contextlib
+import functools
+import hashlib
+import os
+import sys
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, MethodType, MethodWrapperType
+from typing import Any
+
+LIBRARIES = ("torch", "transformers", "accelerate", "bitsandbytes", "peft", "torchao", "hf_blend")
+_SITES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+BUILTINS = (BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, type(object.__init__))
+CALLABLES = (FunctionType, MethodType, functools.partial, *BUILTINS)
+
+
+def is_library(module: str | None) -> bool:
+    """Whether a dotted module name belongs to a library whose code is known by name."""
+    return (module or "").partition(".")[0] in LIBRARIES
+
+
+def is_stock(function: FunctionType) -> bool:
+    """Whether a function, and everything that it wraps, was compiled from files of the libraries.
+
+    Args:
+        function: a plain function.
+    """
+    folders = _folders(tuple(name for name in LIBRARIES if name in sys.modules))
+    inner: Any = function
+    while isinstance(inner, FunctionType):
+        file, wrapped = inner.__code__.co_filename, getattr(inner, "__wrapped__", None)
+        is_decorator = wrapped is not None and file in (contextlib.__file__, functools.__file__)
+        if not is_library(inner.__module__) or not (is_decorator or file.startswith(folders)):
+            return False
+        inner = wrapped
+    return inner is None or isinstance(inner, BUILTINS)
+
+
+def is_installed(value: Any) -> bool:
+    """Whether a function or class comes with Python or from an installed package, rather than from the user.
+
+    Args:
+        value: a function, or a class.
+    """
+    module = sys.modules.get(getattr(value, "__module__", None) or "")
+    code = getattr(value, "__code__", None)
+    file = code.co_filename if code is not None else getattr(module, "__file__", None) or ""
+    top = (getattr(value, "__module__", None) or "").partition(".")[0]
+    return file.startswith("<frozen") or top in sys.stdlib_module_names or any(name in file for name in _SITES)
+
+
+def qualified_name(value: Any) -> str:
+    """Module and name of a function or class."""
+    return f"{getattr(value, '__module__', None)}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+
+
+def plain_function(attribute: Any) -> FunctionType | None:
+    """The function behind an attribute of a class: a method, a property's getter, or what a decorator wraps."""
+    if isinstance(attribute, property):
+        attribute = attribute.fget
+    attribute = getattr(attribute, "__func__", attribute)
+    return attribute if isinstance(attribute, FunctionType) else None
+
+
+@functools.lru_cache(maxsize=4096)
+def code_digest(code: CodeType) -> str:
+    """A digest of bytecode, constants and names, with those of the functions inside, in 64 hex digits.
+
+    Args:
+        code: of one version of Python; file, lines and the function's own name are left out.
+    """
+    shape = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
+    names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
+    parts = [sys.version_info[:2], code.co_code.hex(), shape, names, [_constant(one) for one in code.co_consts]]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def global_names(code: CodeType) -> set[str]:
+    """Names that a function, and the functions inside it, may look up in its module."""
+    inside = [one for one in code.co_consts if isinstance(one, CodeType)]
+    return set(code.co_names).union(*map(global_names, inside))
+
+
+def _constant(value: Any) -> str:
+    if isinstance(value, CodeType):
+        return code_digest(value)
+    if isinstance(value, frozenset):
+        return repr(sorted(map(repr, value)))
+    return repr(value)
+
+
+@functools.lru_cache(maxsize=8)
+def _folders(names: tuple[str, ...]) -> tuple[str, ...]:
+    files = (getattr(sys.modules[name], "__file__", None) for name in names)
+    return tuple(os.path.dirname(file) + os.sep for file in files if file)

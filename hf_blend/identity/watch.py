@@ -1,0 +1,255 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Has a model changed since it was last looked at? A question that every request asks, so it may cost little.
+
+Structure is compared object by object: every counted attribute, parameter, submodule and config field must be the same
+object, or an equal number, text or container. Weights are compared by identity, address and version, and, because an
+optimizer or a write through `.data` changes none of these, by a sample of the content of every tensor, gathered with
+one copy and compared bit for bit, with one synchronisation per model on an accelerator.
+
+Nothing here keeps a model alive.
+"""
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from operator import itemgetter
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..placement import offload_hooks
+from .code import CALLABLES, is_library
+from .structure import IGNORED_CONFIG_FIELDS, QUANTISER_FIELDS, Structure, configs_inside, counted_attributes
+from .weights import loaded_values, stored_parts, tensors
+
+WHOLE_BYTES = 4 << 20  # models up to this size are compared whole
+RUNS, RUN_ELEMENTS = 16, 8  # of each tensor: so many places, evenly spread, and so many elements at each
+UNVERSIONED_RUNS = 64  # for tensors whose version does not count: those made in inference mode
+_ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
+
+
+class _Same:
+    """Equal to one object only, which it does not keep alive."""
+
+    __slots__ = ("_ref",)
+
+    def __init__(self, value: Any) -> None:
+        try:
+            self._ref: Callable[[], Any] = weakref.ref(value)
+        except TypeError:
+            self._ref = lambda: value
+
+    def __eq__(self, other: object) -> bool:
+        return self._ref() is other
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class _PlaceHolder(_Same):
+    """Equal to any tensor without data of one shape: accelerate makes a new one after every forward."""
+
+    __slots__ = ("_shape",)
+
+    def __init__(self, value: Tensor) -> None:
+        self._shape = value.shape
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Tensor) and other.is_meta and other.shape == self._shape
+
+
+class StructureWatch:
+    """The structure of a model at one moment."""
+
+    def __init__(self, model: nn.Module, structure: Structure) -> None:
+        """Remember a model.
+
+        Args:
+            model: not kept alive.
+            structure: of it, as of now.
+        """
+        self._is_foreign = structure.is_foreign
+        self._model = weakref.ref(model)
+        self._parts = structure.parts if structure.is_foreign else None
+        self._spaces = [(one, dict(vars(one))) for one in structure.namespaces if _is_lasting(one)]
+        found: list[Any] = [*model.modules()]
+        self._modules = [_noted(module, found) for module in tuple(found)]
+        self._objects, seen = list[_Note](), {id(module) for module in model.modules()}
+        found += configs_inside(getattr(model, "config", None))
+        while found:
+            one = found.pop()
+            if id(one) not in seen:
+                seen.add(id(one))
+                self._objects.append(_noted(one, found))
+
+    def modules(self) -> Iterator[nn.Module]:
+        """The modules of the model, as long as it has the same structure."""
+        return (ref() for ref, *_ in self._modules)
+
+    def is_same(self) -> bool:
+        """Whether the model has the structure still; cheap where all of its code is the libraries' own."""
+        try:
+            same = _are_same(self._modules) and _are_same(self._objects)
+            same = same and all(held == vars(space) for space, held in self._spaces)
+        except (KeyError, RuntimeError, TypeError, ValueError):  # an attribute is gone, or is no longer comparable
+            return False
+        return same and (not self._is_foreign or Structure(self._model()).parts == self._parts)
+
+
+_Note = tuple[Callable[[], Any], type, int, Callable[[dict[str, Any]], tuple[Any, ...]], tuple[Any, ...]]
+
+
+def _noted(owner: Any, found: list[Any]) -> _Note:
+    """An object (not kept alive), how many attributes it has, and those that count; objects inside are added."""
+    held, names = vars(owner), _counted(owner)
+    if not names:
+        return weakref.ref(owner), type(owner), len(held), lambda _: (), ()
+    names = names * 2 if len(names) == 1 else names  # of two names and more, itemgetter makes a tuple
+    return weakref.ref(owner), type(owner), len(held), itemgetter(*names), tuple(_frozen(held[name], found) for name in names)
+
+
+def _are_same(notes: list[_Note]) -> bool:
+    for ref, kind, size, get, frozen in notes:
+        owner = ref()
+        held = owner.__dict__
+        if type(owner) is not kind or len(held) != size or frozen != get(held):  # on the left what was noted: a tensor there compares values
+            return False
+    return True
+
+
+class WeightWatch:
+    """The weights of a model at one moment: where they are, and a sample of what is in them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Remember a model's weights.
+
+        Args:
+            model: not kept alive.
+        """
+        self._places, parts = _placed(model)
+        self._refs = [weakref.ref(part) for part in parts]
+        self._versioned = [not part.is_inference() for part in parts]
+        is_small = sum(part.nbytes for part in parts) <= WHOLE_BYTES
+        self._views: dict[tuple[torch.device, torch.dtype, int], list[Callable[[], Tensor]]] = {}  # one copy gathers each
+        for part in parts:
+            if part.numel():
+                width, view = _view(part, is_small)
+                kind = torch.uint8 if part.element_size() == 1 else part.dtype
+                self._views.setdefault((part.device, kind, width), []).append(view)
+        self._trace, self._sample = self._traced(), self._sampled()
+
+    def is_same(self, model: nn.Module | None = None) -> bool:
+        """Whether the weights are the same still, as far as a sample shows.
+
+        Args:
+            model: look at which tensors it has, too; left out where its structure is known to be the same.
+        """
+        if model is not None:
+            places, parts = _placed(model)
+            if places != self._places or any(ref() is not part for ref, part in zip(self._refs, parts, strict=True)):
+                return False
+        trace = self._traced()
+        return trace is not None and trace == self._trace and self._matches(self._sampled())
+
+    def _traced(self) -> list[tuple[int, int]] | None:
+        parts = [ref() for ref in self._refs]
+        if any(part is None for part in parts):
+            return None
+        pairs = zip(parts, self._versioned, strict=True)
+        return [(part.data_ptr(), part._version if counts else -1) for part, counts in pairs]
+
+    @torch.inference_mode()
+    def _sampled(self) -> list[Tensor]:
+        """The sampled bytes of all tensors, one piece per device."""
+        pieces: dict[torch.device, list[Tensor]] = {}
+        for (device, *_), views in self._views.items():
+            pieces.setdefault(device, []).append(torch.cat([view() for view in views]).view(-1).view(torch.uint8))
+        return [found[0] if len(found) == 1 else torch.cat(found) for found in pieces.values()]
+
+    @torch.inference_mode()
+    def _matches(self, sample: list[Tensor]) -> bool:
+        """Compare bits, not values, so that NaN is itself; all devices answer together."""
+        flags = [(new != old).any() for new, old in zip(sample, self._sample, strict=True)]
+        if not flags:
+            return True
+        first = flags[0].device
+        return not (flags[0] if len(flags) == 1 else torch.stack([flag.to(first) for flag in flags]).any()).item()
+
+
+@torch.inference_mode()
+def _view(tensor: Tensor, whole: bool) -> tuple[int, Callable[[], Tensor]]:
+    """What makes a sample of a tensor, `[runs, width]`, without a copy where its memory is dense; and the width.
+
+    The runs are evenly spread, the first and the last element among them. On the CPU the view is made once: that halves
+    the time, and keeps no more alive than memory that a model has let go of since, until it is looked at again.
+    """
+    ref, count, is_byte = weakref.ref(tensor), tensor.numel(), tensor.element_size() == 1
+    is_dense = tensor.is_contiguous() or (tensor.dim() == 2 and tensor.t().is_contiguous())
+    width = count if whole or not is_dense else min(count, RUN_ELEMENTS)
+    runs = min(UNVERSIONED_RUNS if tensor.is_inference() else RUNS, -(-count // width))
+    shape, strides = (runs, width), (max(1, (count - width) // max(1, runs - 1)), 1)
+
+    def view() -> Tensor:
+        part = ref().view(torch.uint8) if is_byte else ref()  # type: ignore[misc]
+        return part.as_strided(shape, strides) if is_dense else part.reshape(1, -1)
+
+    made = view() if is_dense and tensor.device.type == "cpu" else None
+    return width, (view if made is None else lambda: made)
+
+
+def _placed(model: nn.Module) -> tuple[list[Hashable], list[Tensor]]:
+    """Where the tensors of a model are, and those that are in memory."""
+    watched = list(_watched(model))
+    return [place for place, _ in watched], [part for _, part in watched if part is not None]
+
+
+def _watched(model: nn.Module) -> Iterator[tuple[Hashable, Tensor | None]]:
+    """Where each tensor of a model is, and the tensor; None where its values are not in memory."""
+    for path, module, tensor in tensors(model):
+        place: Hashable = path
+        if tensor.is_meta:
+            maps = tuple(id(getattr(hook, "weights_map", None)) for hook in offload_hooks(module))
+            first, second = (loaded_values(path, module, tensor) for _ in range(2))
+            place, tensor = (path, maps, tensor.shape), first
+            if first is not second:
+                yield place, None
+                continue
+        for number, part in enumerate(stored_parts(module, tensor)):
+            yield (place, number), part
+
+
+def _counted(owner: Any) -> list[str]:
+    """Names of the attributes of an object that count."""
+    if isinstance(owner, nn.Module):
+        return ["_parameters", "_buffers", "_modules", *counted_attributes(owner)]
+    if isinstance(owner, Tensor):
+        return [name for name in ("quant_state", "SCB") if name in vars(owner)]
+    names = QUANTISER_FIELDS.get(type(owner).__name__)
+    if names is not None:
+        return [name for name in (*names, "absmax", "state2", "CB", "SCB") if name in vars(owner)]
+    return [name for name in vars(owner) if name not in IGNORED_CONFIG_FIELDS]
+
+
+def _frozen(value: Any, found: list[Any]) -> Any:
+    """A copy that is equal to a value as long as the value says the same."""
+    if isinstance(value, _ATOMS):
+        return value
+    if isinstance(value, dict):
+        copied = {name: _frozen(item, found) for name, item in value.items()}
+        return OrderedDict(copied) if isinstance(value, OrderedDict) else copied
+    if isinstance(value, (list, tuple)):
+        return type(value)([_frozen(item, found) for item in value]) if type(value) in (list, tuple) else _Same(value)
+    if isinstance(value, (set, frozenset)):
+        return set(value)
+    if isinstance(value, Tensor) and value.is_meta:
+        return _PlaceHolder(value)
+    if getattr(value, "__dict__", None) and not isinstance(value, (*CALLABLES, nn.Module, ModuleType)):
+        found.append(value)
+    return _Same(value)
+
+
+def _is_lasting(space: type | ModuleType) -> bool:
+    """Whether what a class or Python module holds lives as long as the process."""
+    return is_library(space.__module__ if isinstance(space, type) else space.__name__)
