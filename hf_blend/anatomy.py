@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import UnsupportedModelError
+from .identity.canonical import canonical
 from .placement import input_device
 
 TOKEN_STATES = ("", "SlidingWindow", "Dummy")  # cache layers of transformers, less "Dynamic" and "Layer"
@@ -66,7 +67,6 @@ def wants_all_rows(model: nn.Module) -> bool:
     return _reshaping[model]
 
 
-@torch.no_grad()
 def _breaks_on_fewer_rows(model: nn.Module) -> bool:
     def drop(layer: nn.Module, args: Any, output: Any) -> Any:
         return (output[0][:, 1:], *output[1:]) if isinstance(output, tuple) else output[..., 1:, :]
@@ -74,7 +74,8 @@ def _breaks_on_fewer_rows(model: nn.Module) -> bool:
     handle = decoder_layers(model)[-1].register_forward_hook(drop)
     try:
         device = input_device(model)
-        decoder_of(model)(input_ids=torch.zeros((1, 4), dtype=torch.long, device=device), use_cache=False)
+        with canonical(model):
+            decoder_of(model)(input_ids=torch.zeros((1, 4), dtype=torch.long, device=device), use_cache=False)
     except RuntimeError:
         return True
     finally:

@@ -31,6 +31,7 @@ from .decode_masks import MaskedDecode
 from .fingerprint import fingerprint
 from .flops import layer_costs
 from .hooks import Entry
+from .identity.canonical import refuse_request_state, refuse_wrapper
 from .placement import input_device
 from .plan import Plan, Planner
 from .probing import Listener, run_probe
@@ -67,6 +68,7 @@ class BlendCache(MaskedDecode):
             UnsupportedModelError: the model cannot be blended exactly; `allow_unverified=True` uses it all the same.
         """
         self.config = BlendConfig.from_dict({**(config or BlendConfig()).to_dict(), **settings})
+        refuse_wrapper(model)
         self.config.ratios(len(decoder_layers(model)))
         self._selector = plugins.load("selectors", self.config.selector)(
             self.config.selector_options, seed=self.config.seed
@@ -266,6 +268,7 @@ class BlendCache(MaskedDecode):
 
     def _plan(self, brought: Brought) -> Plan:
         """Which columns have stored KV; the report begins anew, or goes on where a prompt comes in parts."""
+        refuse_request_state(self.model, decoder_layers(self.model))
         given = (fingerprint(self.model), tuple(self.sink_ids), self.config.recompute_ratio)
         planner = Planner(self.model, self.store, *given)
         goes_on, self._resume = self._coming.is_begun, self._coming

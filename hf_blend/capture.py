@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from .anatomy import LayerCall, decoder_layers, decoder_of
 from .errors import PromptError, UnsupportedModelError
+from .fingerprint import fingerprint
+from .identity.canonical import canonical
 from .placement import input_device
 from .rotary.tables import Table, rotary_table
 from .store.chunk import ChunkKey, ChunkKV
@@ -60,11 +62,36 @@ def capture_chunk(
     return ChunkKV(ChunkKey(fingerprint, tuple(sink_ids), tuple(token_ids), namespace), layers, tables, layer_table)
 
 
-@torch.no_grad()
+def compute_chunk(model: nn.Module, key: ChunkKey) -> ChunkKV:
+    """Compute the chunk of a key, to be stored under it.
+
+    Args:
+        model: whose fingerprint is the key's.
+        key: which chunk.
+
+    Returns:
+        The chunk.
+
+    Raises:
+        PromptError: as `capture_chunk`.
+        UnsupportedModelError: as `capture_chunk`, or the model is another one by now.
+    """
+    chunk = capture_chunk(model, key.token_ids, key.sink_ids, key.fingerprint, key.namespace)
+    now = fingerprint(model)
+    if now != key.fingerprint:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} changed while a chunk was computed: its fingerprint is {now:.12}…, expected "
+            f"{key.fingerprint:.12}…. Nothing is stored. Do not train or patch a model while it is used."
+        )
+    return chunk
+
+
 def capture(
     model: nn.Module, input_ids: Tensor, position_ids: Tensor | None = None, attention_mask: Tensor | None = None
 ) -> Capture:
     """Run the decoder once over some tokens and keep what its layers cached.
+
+    It runs without dropout, autocast and gradients, whatever the caller's state.
 
     Args:
         model: the model to run, left as it was, after an exception too.
@@ -85,7 +112,7 @@ def capture(
     given = {"position_ids": position_ids, "attention_mask": attention_mask}
     given = {name: value.to(device) for name, value in given.items() if value is not None}
     cache = DynamicCache()  # without a config no layer forgets what lies outside its window
-    with _recorded_tables(layers, cache) as tables:
+    with canonical(model), _recorded_tables(layers, cache) as tables:
         decoder_of(model)(input_ids=input_ids.to(device), past_key_values=cache, use_cache=True, **given)
     kept = tuple(_cached(model, cache, index, input_ids.shape[1]) for index in range(len(layers)))
     return Capture(kept, tuple(tables.get(index) for index in range(len(layers))))

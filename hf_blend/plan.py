@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .anatomy import text_config
-from .capture import capture_chunk
+from .capture import compute_chunk
 from .config import BlendConfig
 from .loading.advice import Advice
 from .loading.pipeline import Pipeline
@@ -282,4 +282,4 @@ def _compute(model: nn.Module, key: ChunkKey, replaced: list[ChunkKey] | None = 
     """Compute a chunk alone. It knows no plan: the chunk keeps it, and would keep itself alive."""
     if replaced is not None:
         replaced.append(key)
-    return capture_chunk(model, key.token_ids, key.sink_ids, key.fingerprint, key.namespace)
+    return compute_chunk(model, key)

@@ -9,8 +9,7 @@ stays below the bound of the dtype, or near what the model does to itself when i
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,6 +19,8 @@ from torch import Tensor, nn
 from .anatomy import text_config
 from .calibrate import rotary_styles
 from .errors import HfBlendError, UnsupportedModelError
+from .fingerprint import structure_digest
+from .identity.canonical import canonical
 from .placement import input_device
 from .rotary.base import RotaryStyle
 from .store import ChunkStore
@@ -43,7 +44,7 @@ _lock = threading.RLock()
 def ensure_trusted(
     model: nn.Module, make_cache: Callable[..., Any], allow_unverified: bool = False
 ) -> tuple[type[RotaryStyle], ...]:
-    """Find out whether a model can be blended exactly, once for each dtype and attention that it is used with.
+    """Find out whether a model can be blended exactly, once for each dtype, attention and structure that it has.
 
     Args:
         model: a causal language model; it is left as it was.
@@ -56,7 +57,7 @@ def ensure_trusted(
     Raises:
         UnsupportedModelError: a layer cannot be moved, or blending does not reproduce the model's own logits.
     """
-    with _lock, _evaluating(model):
+    with _lock, canonical(model):
         styles = rotary_styles(model)
         if model in _testing:
             return styles
@@ -72,7 +73,8 @@ def ensure_trusted(
 def _complaint(model: nn.Module, make_cache: Callable[..., Any]) -> str:
     """What speaks against the model as it is now; empty if nothing does."""
     known = _complaints.setdefault(model, {})
-    place = (model.dtype, getattr(text_config(model), "_attn_implementation", None))
+    attention = getattr(text_config(model), "_attn_implementation", None)
+    place = (model.dtype, attention, structure_digest(model))
     if place not in known:
         _testing[model] = True
         try:
@@ -102,20 +104,6 @@ def _tested(model: nn.Module, make_cache: Callable[..., Any]) -> str:
     )
 
 
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Without dropout; every module has its own mode back afterwards."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
-@torch.no_grad()
 def _compare(model: nn.Module, make_cache: Callable[..., Any]) -> tuple[float, float]:
     """The error of a blended forward, and what is allowed; shares of the logits' size."""
     pieces, device = _pieces(text_config(model).vocab_size), input_device(model)

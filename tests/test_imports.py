@@ -31,7 +31,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # its modules; wh
     "model": (
         (
             *("anatomy", "hooks", "attention", "masks", "capture", "calibrate", "trust", "fingerprint", "checksum"),
-            *("placement", "quantised", "flops"),
+            *("placement", "quantised", "flops", "identity"),
         ),
         ("rotary", "prompt"),
     ),

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from hf_blend import BlendCache, ChunkStore
+from hf_blend import BlendCache, ChunkStore, plugins
+from hf_blend.calibrate import rotary_styles
+from hf_blend.errors import UnsupportedModelError
 from hf_blend.fingerprint import fingerprint
 from hf_blend.ladder.ladder import verify
 from hf_blend.ladder.zoo import load_model, tiny_model
@@ -22,6 +24,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "8bit": {"load_in_8bit": True},
     "8bit-exact": {"load_in_8bit": True, "llm_int8_threshold": 0.0},
     "4bit": {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32},
+    "4bit-nested": {
+        "load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32, "bnb_4bit_use_double_quant": True
+    },
     "4bit-bfloat16": {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.bfloat16},
 }
 RUNGS = ("layer_0", "ratio_1", "ratio_1_batch", "all_but_one", "fused_ratio", "causality", "untouched")
@@ -49,6 +54,97 @@ def folder(tmp_path_factory):
 def climbed(folder):
     """Gives the verdict on the checkpoint of a kind; it is climbed once."""
     return cache(lambda kind: verify(str(folder / kind), dtypes=["float32"], attention=["sdpa"], rungs=RUNGS))
+
+
+@pytest.fixture
+def rounding_cpu(monkeypatch):
+    """A CPU with AVX512-BF16, as bitsandbytes sees it: 4-bit weights are repacked, and products are in bfloat16."""
+    from bitsandbytes import functional
+    from bitsandbytes.nn import modules
+
+    if not hasattr(functional, "_convert_weight_packed_for_cpu"):
+        pytest.skip("this bitsandbytes repacks nothing")
+
+    def kernel(inputs: torch.Tensor, packed: torch.Tensor, out: Any = None, state: Any = None, **_: Any) -> Any:
+        plain = copy.copy(state)
+        plain.original_nested = False
+        codes, _ = functional._convert_weight_packed_for_cpu_inverse(packed.data, plain)
+        places = torch.stack([codes.reshape(-1) >> 4, codes.reshape(-1) & 15], dim=1).reshape(state.shape)
+        scales = state.absmax.T.repeat_interleave(state.blocksize, dim=1)
+        weight = (state.code[places.long()] * scales).to(torch.bfloat16)
+        return inputs.to(torch.bfloat16) @ weight.T
+
+    monkeypatch.setattr(modules, "has_avx512bf16", lambda: True)
+    monkeypatch.setattr(functional, "gemv_4bit", kernel)
+
+
+def is_packed(model: torch.nn.Module) -> bool:
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    return getattr(weight.quant_state, "packing_format_for_cpu", False)
+
+
+@pytest.mark.parametrize("kind", ["4bit", "4bit-nested"])
+def test_a_cpu_that_repacks_and_rounds_is_simulated(kind, folder, rounding_cpu):
+    model, plain = load_model(str(folder / kind)), load_model(str(folder / kind))
+    for module in plain.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    ids = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        exact, rounded = plain(ids).logits, model(ids).logits
+    assert is_packed(model)
+    assert not is_packed(plain)
+    assert 1e-4 < (exact - rounded).norm() / exact.norm() < 0.1, "the same weights, in another precision"
+
+
+@pytest.mark.parametrize("kind", ["4bit", "4bit-nested", "4bit-bfloat16", "8bit"])
+def test_weights_that_their_first_forward_repacks_keep_their_fingerprint(kind, folder, rounding_cpu):
+    before = fingerprint(load_model(str(folder / kind)))
+    model, late = load_model(str(folder / kind)), load_model(str(folder / kind))
+    assert fingerprint(model) == before
+    with torch.no_grad():
+        model(torch.tensor([[5, 6, 7]]))
+        late(torch.tensor([[5, 6, 7]]))
+    assert is_packed(model) == kind.startswith("4bit") if kind != "8bit" else True
+    assert fingerprint(model) == before
+    assert fingerprint(late) == before, "also where nobody looked before the first forward"
+
+
+def test_repacked_weights_that_change_have_another_fingerprint(folder, rounding_cpu):
+    model = load_model(str(folder / "4bit"))
+    with torch.no_grad():
+        model(torch.tensor([[5, 6, 7]]))
+    seen = {fingerprint(model)}
+    weight = model.model.layers[1].mlp.up_proj.weight
+    weight.data[3, 3] ^= 1
+    seen.add(fingerprint(model))
+    weight.quant_state.absmax[0, 5] *= 2
+    seen.add(fingerprint(model))
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize("kind", ["4bit", "4bit-nested"])
+def test_a_model_whose_products_are_rounded_is_calibrated_by_its_own_noise(kind, folder, rounding_cpu):
+    model = load_model(str(folder / kind))
+    assert len(rotary_styles(model)) == model.config.num_hidden_layers
+    assert len(set(rotary_styles(model))) == 1
+
+
+def test_chunks_indexed_before_the_first_forward_are_found_after_it(folder, rounding_cpu):
+    store = ChunkStore.open("memory://")
+    model = load_model(str(folder / "4bit"))
+    store.add(model, None, [list(range(10, 40))])
+    cache = BlendCache(model, store)
+    inputs = cache.inputs(None, chunks=[list(range(10, 40))], question=[7, 8])
+    model.generate(**inputs, past_key_values=cache, max_new_tokens=2, do_sample=False)
+    assert cache.report.loaded_chunks == 1
+
+
+def test_a_wrong_style_is_refused_however_noisy_the_products_are(folder, rounding_cpu, monkeypatch):
+    available = plugins.describe("rotary")
+    monkeypatch.setattr(plugins, "describe", lambda kind: {"interleaved": available["interleaved"]})
+    with pytest.raises(UnsupportedModelError, match="layer 0 of LlamaForCausalLM cannot be moved"):
+        rotary_styles(load_model(str(folder / "4bit")))
 
 
 @pytest.mark.parametrize("kind", KINDS)

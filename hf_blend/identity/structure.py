@@ -81,6 +81,7 @@ SHARED_CODE = (  # of transformers and torch, called by the modelling code of ma
     "transformers.integrations.sdpa_attention", "transformers.cache_utils",
 )  # fmt: skip
 TORCH_INTERNALS = frozenset(vars(nn.Module()))
+_COMPILED = "_torchdynamo_orig_callable"  # what torch.compile made of a function has it
 MAX_DEPTH = 6  # of objects inside attributes
 QUANTISER_FIELDS = {"MatmulLtState": ("threshold", "has_fp16_weights"), "QuantState": ("blocksize", "quant_type")}
 
@@ -130,6 +131,7 @@ class Structure:
         Raises:
             UnsupportedModelError: something that counts cannot be written down; it is named.
         """
+        _refuse_compiled(model)
         self.paths = {id(module): path for path, module in model.named_modules()}
         self.configs = {id(one): "config" for one in configs_inside(getattr(model, "config", None))}
         self.is_foreign = False  # code was met that is no library's own
@@ -353,6 +355,16 @@ def _namespaces(classes: Iterable[type]) -> Iterator[type | ModuleType]:
     yield from dict.fromkeys(base for kind in classes for base in kind.__mro__[:-1])
     homes = dict.fromkeys(kind.__module__ for kind in classes if is_library(kind.__module__))
     yield from (sys.modules[name] for name in dict.fromkeys([*homes, *SHARED_CODE]) if name in sys.modules)
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        calls = (vars(module).get("_compiled_call_impl"), getattr(vars(module).get("forward"), _COMPILED, None))
+        if any(call is not None for call in calls) or hasattr(module, "_orig_mod"):
+            raise UnsupportedModelError(
+                f"{path or 'the model'} ({type(module).__name__}) is compiled, and hooks cannot enter compiled code. "
+                "Give hf_blend the model as it is before torch.compile or model.compile()."
+            )
 
 
 def _is_standard(function: FunctionType) -> bool:

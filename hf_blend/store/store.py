@@ -227,20 +227,22 @@ class ChunkStore(Upkeep):
         Raises:
             PromptError: `chunks` is not a list, or a chunk is empty or too long for the model.
             StoreError: a chunk's KV holds NaN or infinity.
+            UnsupportedModelError: the model has hooks of others, is wrapped, or changes while it is used.
         """
-        from ..capture import capture_chunk
+        from ..capture import compute_chunk
         from ..fingerprint import fingerprint
+        from ..identity.canonical import refuse_wrapper
         from ..prompt import tokenize
 
         if isinstance(chunks, str):
             raise PromptError(f"chunks is the text {chunks!r:.60}, wanted a list of chunks. Write [text].")
+        refuse_wrapper(model)
         identity = fingerprint(model)
         sink = default_sink(model) if sink_ids is None else tuple(sink_ids)
         keys = [ChunkKey(identity, sink, tokenize(tokenizer, chunk), self.namespace) for chunk in chunks]
         for key in dict.fromkeys(keys):
             if not self.contains(key):
-                chunk = capture_chunk(model, key.token_ids, key.sink_ids, identity, self.namespace)
-                self._put(chunk, wait_s=ADD_S)
+                self._put(compute_chunk(model, key), wait_s=ADD_S)
         self.flush(ADD_S)
         return keys
 
