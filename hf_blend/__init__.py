@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from .generate import blended
+    from .identity.hooks import observer
     from .sparse.decoding import sparse_decoding
     from .store import ChunkStore
 
@@ -46,6 +47,7 @@ __all__ = [
     "UnsupportedModelError",
     "__version__",
     "blended",
+    "observer",
     "self_extend",
     "sparse_decoding",
 ]
@@ -57,6 +59,7 @@ _HOMES = {  # the others live in errors
     "SequenceCache": "context.sequence_cache",
     "ShiftCache": "context.context_shift",
     "blended": "generate",
+    "observer": "identity.hooks",
     "self_extend": "context.self_extend",
     "sparse_decoding": "sparse.decoding",
 }

@@ -143,7 +143,7 @@ class Structure:
             [[path, type(module).__qualname__, self._attributes(path, module)] for path, module in model.named_modules()],
             [self.of_class(one) for one in classes],
             self._patched_functions(),
-            self._attention(model),
+            {name: self.of_function(one, f"the attention {name!r}") for name, one in foreign_attention(model).items()},
         ]
 
     def _attributes(self, path: str, module: nn.Module) -> dict[str, Any]:
@@ -320,20 +320,6 @@ class Structure:
                     found[f"{space.__name__}.{name}"] = self.of_function(value, f"{space.__name__}.{name}")
         return found
 
-    def _attention(self, model: nn.Module) -> dict[str, Any]:
-        """Attention functions that are no library's own; those of transformers differ by noise only."""
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-        found = {}
-        for config in configs_inside(getattr(model, "config", None)):
-            name = getattr(config, "_attn_implementation", None)
-            function = ALL_ATTENTION_FUNCTIONS.get(name) if isinstance(name, str) else None
-            written = None if function is None else self.of_function(function, f"the attention {name!r}")
-            if written is not None and not isinstance(written, str):
-                found[str(name)] = written
-        return found
-
-
 def configs_inside(config: Any) -> Iterator[Any]:
     """A config and those inside it, each once."""
     open_, seen = [config], set()
@@ -347,6 +333,17 @@ def configs_inside(config: Any) -> Iterator[Any]:
             seen.add(id(one))
             yield one
             open_ += getattr(one, "__dict__", {}).values()
+
+
+def foreign_attention(model: nn.Module) -> dict[str, Any]:
+    """Attention functions in use that are no library's own, by name; those of transformers differ by noise only."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    names = {getattr(one, "_attn_implementation", None) for one in configs_inside(getattr(model, "config", None))}
+    found = {name: ALL_ATTENTION_FUNCTIONS.get(name) for name in names if isinstance(name, str)}
+    return {
+        name: one for name, one in found.items() if one and not (isinstance(one, FunctionType) and is_stock(one))
+    }
 
 
 def _namespaces(classes: Iterable[type]) -> Iterator[type | ModuleType]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..placement import offload_hooks
 from .code import CALLABLES, is_library
-from .structure import IGNORED_CONFIG_FIELDS, QUANTISER_FIELDS, Structure, configs_inside, counted_attributes
+from .structure import IGNORED_CONFIG_FIELDS, QUANTISER_FIELDS, Structure, configs_inside, counted_attributes, foreign_attention
 from .weights import loaded_values, stored_parts, tensors
 
 WHOLE_BYTES = 4 << 20  # models up to this size are compared whole
@@ -72,6 +72,7 @@ class StructureWatch:
         """
         self._is_foreign = structure.is_foreign
         self._model = weakref.ref(model)
+        self._attention = foreign_attention(model).keys()
         self._parts = structure.parts if structure.is_foreign else None
         self._spaces = [(one, dict(vars(one))) for one in structure.namespaces if _is_lasting(one)]
         found: list[Any] = [*model.modules()]
@@ -93,6 +94,7 @@ class StructureWatch:
         try:
             same = _are_same(self._modules) and _are_same(self._objects)
             same = same and all(held == vars(space) for space, held in self._spaces)
+            same = same and foreign_attention(self._model()).keys() == self._attention  # type: ignore[arg-type]
         except (KeyError, RuntimeError, TypeError, ValueError):  # an attribute is gone, or is no longer comparable
             return False
         return same and (not self._is_foreign or Structure(self._model()).parts == self._parts)
@@ -182,18 +184,19 @@ class WeightWatch:
 def _view(tensor: Tensor, whole: bool) -> tuple[int, Callable[[], Tensor]]:
     """What makes a sample of a tensor, `[runs, width]`, without a copy where its memory is dense; and the width.
 
-    The runs are evenly spread, the first and the last element among them. On the CPU the view is made once: that halves
+    The runs are evenly spread; the last of them ends with the last element. On the CPU the view is made once: that halves
     the time, and keeps no more alive than memory that a model has let go of since, until it is looked at again.
     """
     ref, count, is_byte = weakref.ref(tensor), tensor.numel(), tensor.element_size() == 1
     is_dense = tensor.is_contiguous() or (tensor.dim() == 2 and tensor.t().is_contiguous())
     width = count if whole or not is_dense else min(count, RUN_ELEMENTS)
     runs = min(UNVERSIONED_RUNS if tensor.is_inference() else RUNS, -(-count // width))
-    shape, strides = (runs, width), (max(1, (count - width) // max(1, runs - 1)), 1)
+    step = (count - width) // max(1, runs - 1)
+    shape, strides, first = (runs, width), (max(1, step), 1), tensor.storage_offset() + count - width - step * (runs - 1)
 
     def view() -> Tensor:
         part = ref().view(torch.uint8) if is_byte else ref()  # type: ignore[misc]
-        return part.as_strided(shape, strides) if is_dense else part.reshape(1, -1)
+        return part.as_strided(shape, strides, first) if is_dense else part.reshape(1, -1)
 
     made = view() if is_dense and tensor.device.type == "cpu" else None
     return width, (view if made is None else lambda: made)
