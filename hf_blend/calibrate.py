@@ -113,9 +113,9 @@ def _refuse_counted_positions(probe: _Probe, slot: int) -> None:
     tolerance = probe.tolerance(0, error)
     if error > tolerance:
         raise UnsupportedModelError(
-            f"layer 0 of {type(probe.model).__name__} cannot be moved: its values for the same tokens at two places of "
-            f"a prompt differ by {error:.2g} of their size, where {tolerance:g} is allowed. It adds positions to the "
-            "embeddings that it counts itself. Use full prefill for this model."
+            f"layer 0 of {type(probe.model).__name__} cannot be moved: its values for the same tokens at two places "
+            f"of a prompt differ by {error:.2g} of their size, where {tolerance:g} is allowed. It adds positions to "
+            "the embeddings that it counts itself. Use full prefill for this model."
         )
 
 

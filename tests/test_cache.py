@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_blend import BlendCache, ChunkStore
+from hf_blend import BlendCache, ChunkStore, observer
 from hf_blend.anatomy import decoder_layers
 from hf_blend.errors import PromptError
 from hf_blend.fingerprint import fingerprint
@@ -179,15 +179,14 @@ class Boom(RuntimeError):
 
 
 def fail_in(monkeypatch, module, error, calls_before=0):
-    """Let a module's forward raise, from its `calls_before + 1`st call on."""
-    count, original = iter(range(1000)), module.forward
+    """Let a module raise when it is called, from its `calls_before + 1`st call on; what it computes stays the same."""
+    count = iter(range(1000))
 
-    def forward(*args, **kwargs):
+    def fail(*_):
         if next(count) >= calls_before:
             raise error
-        return original(*args, **kwargs)
 
-    monkeypatch.setattr(module, "forward", forward)
+    monkeypatch.setitem(module._forward_pre_hooks, -1, observer(fail))
 
 
 @pytest.mark.parametrize("layer", range(4))
@@ -236,7 +235,7 @@ def test_an_exception_between_layers_leaves_model_and_cache_as_before(tiny_model
         inputs = cache.inputs(tokenizer, **request)
         kept.add(model, None, request["chunks"])
         generate(model, BlendCache(model, kept), inputs)
-        handle = decoder_layers(model)[2].register_forward_pre_hook(interfere)
+        handle = decoder_layers(model)[2].register_forward_pre_hook(observer(interfere))
         with pytest.raises(Boom):
             generate(model, cache, inputs)
         handle.remove()
@@ -348,9 +347,8 @@ def test_a_chunk_computed_while_another_thread_runs_the_model_has_its_own_tables
     quiet.add(model, None, request["chunks"])
     thread = threading.Thread(target=other_thread)
     thread.start()
-    handle = decoder_layers(model)[3].register_forward_pre_hook(
-        lambda *_: None if inside.is_set() else let_the_other_run()
-    )
+    wait = observer(lambda *_: None if inside.is_set() else let_the_other_run())
+    handle = decoder_layers(model)[3].register_forward_pre_hook(wait)
     kept.add(model, None, request["chunks"])
     handle.remove()
     thread.join()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_blend import BlendCache, ChunkStore
+from hf_blend import BlendCache, ChunkStore, observer
 from hf_blend.anatomy import decoder_layers
 from hf_blend.errors import PromptError
 from hf_blend.fingerprint import fingerprint
@@ -209,9 +209,9 @@ def test_a_foreign_hook_behind_ours_hides_no_error(tiny_model, pieces, tokenizer
         def register(module, args):
             if not handles:
                 for one in (model, decoder_layers(model)[2]):
-                    handles.append(one.register_forward_hook(lambda *_: None, always_call=True))
+                    handles.append(one.register_forward_hook(observer(lambda *_: None), always_call=True))
 
-        handles_before = [model.model.embed_tokens.register_forward_pre_hook(register)]
+        handles_before = [model.model.embed_tokens.register_forward_pre_hook(observer(register))]
         with monkeypatch.context() as patch:
             patch.setattr(decoder_layers(model)[2].mlp, "forward", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_blend import BlendCache, ChunkStore, plugins
+from hf_blend import BlendCache, ChunkStore, observer, plugins
 from hf_blend.ladder.zoo import tiny_model
 from hf_blend.loading.pipeline import Pipeline
 from hf_blend.loading.stream import StreamedLayers
@@ -173,7 +173,7 @@ def test_an_exception_in_the_model_ends_the_reading(model, filled, tmp_path):
     def fail(*_: Any) -> None:
         raise KeyError("on purpose")
 
-    handle = model.model.layers[1].register_forward_pre_hook(fail)
+    handle = model.model.layers[1].register_forward_pre_hook(observer(fail))
     with pytest.raises(KeyError, match="on purpose"):
         answered(model, ChunkStore.open(tmp_path))
     handle.remove()

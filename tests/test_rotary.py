@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_blend import plugins
+from hf_blend import observer, plugins
 from hf_blend.anatomy import decoder_layers
 from hf_blend.calibrate import relative_error, rotary_styles
 from hf_blend.errors import UnsupportedModelError
@@ -210,7 +210,7 @@ def test_the_probe_finds_the_style_of_each_layer(tiny_model, untouched, model_ty
 
 def test_the_probe_runs_once_per_model(tiny_model):
     model, calls = tiny_model(num_hidden_layers=2), []
-    decoder_layers(model)[0].register_forward_pre_hook(lambda *_: calls.append(1))
+    decoder_layers(model)[0].register_forward_pre_hook(observer(lambda *_: calls.append(1)))
     assert rotary_styles(model) is rotary_styles(model)
     assert len(calls) == 2
 
@@ -233,7 +233,7 @@ def test_a_layer_whose_values_depend_on_the_position_is_named(tiny_model):
         place = kwargs["position_embeddings"][0].mean(-1, keepdim=True)
         return args, {**kwargs, "hidden_states": kwargs["hidden_states"] + place}
 
-    attention.register_forward_pre_hook(add_place, with_kwargs=True)
+    attention.register_forward_pre_hook(observer(add_place), with_kwargs=True)  # a lie
     with pytest.raises(UnsupportedModelError, match="layer 2 of LlamaForCausalLM"):
         rotary_styles(model)
 

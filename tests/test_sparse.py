@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from hf_blend import BlendCache, ChunkStore, ConfigError, UnsupportedModelError, plugins, sparse_decoding
+from hf_blend import BlendCache, ChunkStore, ConfigError, UnsupportedModelError, observer, plugins, sparse_decoding
 from hf_blend.ladder.zoo import tiny_model
 from hf_blend.sparse.config import SparseConfig
 from hf_blend.sparse.decoding import _attention_configs
@@ -146,7 +146,7 @@ def test_the_model_is_left_as_it_was_after_an_exception_too(model):
         if len(model.model.layers[1]._forward_pre_hooks) and cache.get_seq_length() > 150:
             raise KeyError("on purpose")
 
-    handle = model.model.layers[1].register_forward_pre_hook(fail)
+    handle = model.model.layers[1].register_forward_pre_hook(observer(fail))
     with pytest.raises(KeyError, match="on purpose"), sparse_decoding(model, cache, **SMALL):
         generated(model, prompt(), past_key_values=cache)
     handle.remove()

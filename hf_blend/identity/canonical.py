@@ -57,8 +57,8 @@ def refuse_wrapper(model: nn.Module) -> None:
     can_generate = getattr(model, "can_generate", None)
     if can_generate is not None and not can_generate():
         raise UnsupportedModelError(
-            f"{name} has no language modelling head, so it cannot generate. Pass the whole causal language model, such "
-            "as AutoModelForCausalLM loads, and not its base model."
+            f"{name} has no language modelling head, so it cannot generate. Pass the whole causal language model, as "
+            "AutoModelForCausalLM loads it, and not its base model."
         )
 
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import UnsupportedModelError
 from ..checksum import checksum
+from ..errors import UnsupportedModelError
 from .code import (
     BUILTINS,
     CALLABLES,
@@ -63,8 +63,8 @@ IGNORED_ATTRIBUTES = frozenset(
         "_weight_conversions", "_tp_plan", "_ep_plan", "_pp_plan", "_tp_size", "_device_mesh", "_no_split_modules",
         "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "all_tied_weights_keys", "_tied_weights_keys",
         "_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected", "_keys_to_ignore_on_save",
-        "_fsdp_plan", "_skip_keys_device_placement", "_compiled_call", "_last_compile_config", "kernel_config", "_use_kernels",
-        "support_avx512bf16_for_cpu", "padding_idx",
+        "_fsdp_plan", "_skip_keys_device_placement", "_compiled_call", "_last_compile_config", "kernel_config",
+        "_use_kernels", "support_avx512bf16_for_cpu", "padding_idx",
         # training only
         "gradient_checkpointing", "_gradient_checkpointing_func", "loss_function", "_loss_function", "loss_type",
         "warnings_issued", "_require_grads_hook", "_require_grads_hooks", "add_adapter",
@@ -77,8 +77,8 @@ IGNORED_ATTRIBUTES = frozenset(
     }
 )  # fmt: skip
 SHARED_CODE = (  # of transformers and torch, called by the modelling code of many
-    "torch.nn.functional", "transformers.activations", "transformers.modeling_rope_utils", "transformers.masking_utils",
-    "transformers.integrations.sdpa_attention", "transformers.cache_utils",
+    "torch.nn.functional", "transformers.activations", "transformers.modeling_rope_utils",
+    "transformers.masking_utils", "transformers.integrations.sdpa_attention", "transformers.cache_utils",
 )  # fmt: skip
 TORCH_INTERNALS = frozenset(vars(nn.Module()))
 _COMPILED = "_torchdynamo_orig_callable"  # what torch.compile made of a function has it
@@ -140,7 +140,7 @@ class Structure:
         classes = dict.fromkeys(type(module) for module in model.modules())
         self.namespaces = list(_namespaces(classes))
         self.parts = [
-            [[path, type(module).__qualname__, self._attributes(path, module)] for path, module in model.named_modules()],
+            [[path, type(one).__qualname__, self._attributes(path, one)] for path, one in model.named_modules()],
             [self.of_class(one) for one in classes],
             self._patched_functions(),
             {name: self.of_function(one, f"the attention {name!r}") for name, one in foreign_attention(model).items()},
@@ -214,7 +214,8 @@ class Structure:
                 f"{where} is {value!r:.60} ({qualified_name(kind)}), whose code cannot be told from other code in "
                 "another process. Use a function or an nn.Module there."
             )
-        return [self.of_class(kind), {name: self.leaf(getattr(value, name, None), f"{where}.{name}") for name in names}]
+        held = {name: getattr(value, name, None) for name in names}
+        return [self.of_class(kind), {name: self.leaf(one, f"{where}.{name}") for name, one in held.items()}]
 
     def of_function(self, function: Any, where: str) -> Any:
         """A function: its name if it is a library's own, else what it runs and what it uses."""

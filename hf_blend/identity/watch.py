@@ -22,7 +22,14 @@ from torch import Tensor, nn
 
 from ..placement import offload_hooks
 from .code import CALLABLES, is_library
-from .structure import IGNORED_CONFIG_FIELDS, QUANTISER_FIELDS, Structure, configs_inside, counted_attributes, foreign_attention
+from .structure import (
+    IGNORED_CONFIG_FIELDS,
+    QUANTISER_FIELDS,
+    Structure,
+    configs_inside,
+    counted_attributes,
+    foreign_attention,
+)
 from .weights import loaded_values, stored_parts, tensors
 
 WHOLE_BYTES = 4 << 20  # models up to this size are compared whole
@@ -94,7 +101,7 @@ class StructureWatch:
         try:
             same = _are_same(self._modules) and _are_same(self._objects)
             same = same and all(held == vars(space) for space, held in self._spaces)
-            same = same and foreign_attention(self._model()).keys() == self._attention  # type: ignore[arg-type]
+            same = same and foreign_attention(self._model()).keys() == self._attention
         except (KeyError, RuntimeError, TypeError, ValueError):  # an attribute is gone, or is no longer comparable
             return False
         return same and (not self._is_foreign or Structure(self._model()).parts == self._parts)
@@ -109,14 +116,16 @@ def _noted(owner: Any, found: list[Any]) -> _Note:
     if not names:
         return weakref.ref(owner), type(owner), len(held), lambda _: (), ()
     names = names * 2 if len(names) == 1 else names  # of two names and more, itemgetter makes a tuple
-    return weakref.ref(owner), type(owner), len(held), itemgetter(*names), tuple(_frozen(held[name], found) for name in names)
+    frozen = tuple(_frozen(held[name], found) for name in names)
+    return weakref.ref(owner), type(owner), len(held), itemgetter(*names), frozen
 
 
 def _are_same(notes: list[_Note]) -> bool:
     for ref, kind, size, get, frozen in notes:
         owner = ref()
         held = owner.__dict__
-        if type(owner) is not kind or len(held) != size or frozen != get(held):  # on the left what was noted: a tensor there compares values
+        # what was noted is on the left: a tensor there would compare its values
+        if type(owner) is not kind or len(held) != size or frozen != get(held):
             return False
     return True
 
@@ -134,7 +143,7 @@ class WeightWatch:
         self._refs = [weakref.ref(part) for part in parts]
         self._versioned = [not part.is_inference() for part in parts]
         is_small = sum(part.nbytes for part in parts) <= WHOLE_BYTES
-        self._views: dict[tuple[torch.device, torch.dtype, int], list[Callable[[], Tensor]]] = {}  # one copy gathers each
+        self._views: dict[tuple[torch.device, torch.dtype, int], list[Callable[[], Tensor]]] = {}
         for part in parts:
             if part.numel():
                 width, view = _view(part, is_small)
@@ -156,8 +165,8 @@ class WeightWatch:
         return trace is not None and trace == self._trace and self._matches(self._sampled())
 
     def _traced(self) -> list[tuple[int, int]] | None:
-        parts = [ref() for ref in self._refs]
-        if any(part is None for part in parts):
+        parts = [part for ref in self._refs if (part := ref()) is not None]
+        if len(parts) < len(self._refs):
             return None
         pairs = zip(parts, self._versioned, strict=True)
         return [(part.data_ptr(), part._version if counts else -1) for part, counts in pairs]
@@ -184,18 +193,20 @@ class WeightWatch:
 def _view(tensor: Tensor, whole: bool) -> tuple[int, Callable[[], Tensor]]:
     """What makes a sample of a tensor, `[runs, width]`, without a copy where its memory is dense; and the width.
 
-    The runs are evenly spread; the last of them ends with the last element. On the CPU the view is made once: that halves
-    the time, and keeps no more alive than memory that a model has let go of since, until it is looked at again.
+    The runs are evenly spread; the last of them ends with the last element. On the CPU the view is made once: that
+    halves the time, and keeps no more alive than memory that a model let go of since, until it is looked at again.
     """
     ref, count, is_byte = weakref.ref(tensor), tensor.numel(), tensor.element_size() == 1
     is_dense = tensor.is_contiguous() or (tensor.dim() == 2 and tensor.t().is_contiguous())
     width = count if whole or not is_dense else min(count, RUN_ELEMENTS)
     runs = min(UNVERSIONED_RUNS if tensor.is_inference() else RUNS, -(-count // width))
     step = (count - width) // max(1, runs - 1)
-    shape, strides, first = (runs, width), (max(1, step), 1), tensor.storage_offset() + count - width - step * (runs - 1)
+    shape, strides = (runs, width), (max(1, step), 1)
+    first = tensor.storage_offset() + count - width - step * (runs - 1)
 
     def view() -> Tensor:
-        part = ref().view(torch.uint8) if is_byte else ref()  # type: ignore[misc]
+        part: Any = ref()
+        part = part.view(torch.uint8) if is_byte else part
         return part.as_strided(shape, strides, first) if is_dense else part.reshape(1, -1)
 
     made = view() if is_dense and tensor.device.type == "cpu" else None
