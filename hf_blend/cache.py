@@ -31,7 +31,7 @@ from .decode_masks import MaskedDecode
 from .fingerprint import fingerprint
 from .flops import layer_costs
 from .hooks import Entry
-from .identity.canonical import refuse_request_state, refuse_wrapper
+from .identity.canonical import refuse_arguments, refuse_request_state, refuse_wrapper
 from .placement import input_device
 from .plan import Plan, Planner
 from .probing import Listener, run_probe
@@ -210,6 +210,7 @@ class BlendCache(MaskedDecode):
         if self._fusor is not None:
             self.forward_ends(failed=True)  # the last forward was interrupted in a way that no hook sees
             self._entry.watch_model()
+        refuse_arguments(arguments)
         if is_plain(arguments):
             self.report.planned(prompt_tokens=len(arguments["input_ids"]) if self._coming.is_begun else 0)
             self._coming = Coming()

@@ -490,3 +490,58 @@ def test_a_patched_model_is_forgotten_too(tiny_model):
     del model, patch
     gc.collect()
     assert ref() is None
+
+
+def test_a_hook_of_peft_is_refused_with_what_to_do(model):
+    def select(adapter_names: list[str], *_: Any) -> None: ...
+
+    select.__module__ = "peft.tuners.lora.model"
+    handle = model.model.layers[0].register_forward_pre_hook(functools.partial(select, ["a"]))
+    with pytest.raises(UnsupportedModelError, match=r"hook .*select of PEFT.*for this request alone.*set_adapter"):
+        fingerprint(model)
+    handle.remove()
+
+
+@pytest.fixture
+def adapted(model):
+    """A model with two trained adapters of PEFT, "a" active."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=4, init_lora_weights=False, task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(model, config, adapter_name="a")
+    adapted.add_adapter("b", config)
+    return adapted.eval()
+
+
+def test_adapters_count_by_weights_scale_and_whether_they_act(adapted):
+    seen = {"a": fingerprint(adapted)}
+    adapted.set_adapter("b")
+    seen["b"] = fingerprint(adapted)
+    adapted.set_adapter("a")
+    assert fingerprint(adapted) == seen["a"]
+    layer = adapted.base_model.model.model.layers[0].self_attn.q_proj
+    layer.scale_layer(2.0)
+    seen["scaled"] = fingerprint(adapted)
+    layer.unscale_layer(2.0)
+    assert fingerprint(adapted) == seen["a"]
+    with adapted.disable_adapter():
+        seen["off"] = fingerprint(adapted)
+    layer.lora_A["a"].weight.data.mul_(1.5)
+    seen["trained"] = fingerprint(adapted)
+    adapted.merge_adapter()
+    seen["merged"] = fingerprint(adapted)
+    assert len(set(seen.values())) == len(seen)
+
+
+@pytest.mark.parametrize("call", ["generate", "forward"])
+def test_adapters_that_are_chosen_per_request_are_refused(call, adapted):
+    store = ChunkStore.open("memory://")
+    cache = BlendCache(adapted, store)
+    inputs = cache.inputs(None, chunks=CHUNKS, question=[7, 8, 9])
+    given = {**inputs, "past_key_values": cache, "adapter_names": ["b"]}
+    with pytest.raises(UnsupportedModelError, match="for this request alone"):
+        if call == "generate":
+            adapted.generate(**given, max_new_tokens=2, do_sample=False)
+        else:
+            cache.get_seq_length()  # as generate does: the model is watched from here
+            adapted(**given)
+    assert len(store) == 0

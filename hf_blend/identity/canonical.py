@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one state in which chunks are computed, and the states and wrappers of a model that cannot be blended in."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from torch import nn
 from ..errors import ConfigError, UnsupportedModelError
 
 DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps")
+PER_REQUEST = ("adapter_names", "alora_offsets")  # of PEFT, which puts hooks into the model for one call
 _WRAPPERS = ("torch.nn.parallel", "torch.distributed")
 
 
@@ -59,6 +61,23 @@ def refuse_wrapper(model: nn.Module) -> None:
         raise UnsupportedModelError(
             f"{name} has no language modelling head, so it cannot generate. Pass the whole causal language model, as "
             "AutoModelForCausalLM loads it, and not its base model."
+        )
+
+
+def refuse_arguments(arguments: Mapping[str, Any]) -> None:
+    """Refuse a forward that says which adapters compute it: no stored chunk is told by them.
+
+    Args:
+        arguments: of the model's forward, by name.
+
+    Raises:
+        UnsupportedModelError: PEFT's `adapter_names` or `alora_offsets` are given.
+    """
+    given = [name for name in PER_REQUEST if arguments.get(name) is not None]
+    if given:
+        raise UnsupportedModelError(
+            f"{given[0]}={arguments[given[0]]!r:.60} chooses adapters for this request alone, by which no stored chunk "
+            "can be told. Choose the adapter for the model with set_adapter."
         )
 
 

@@ -154,6 +154,9 @@ class Structure:
             inner = vars(module)["_old_forward"]
             if getattr(inner, "__func__", None) is not getattr(type(module), "forward", None):
                 found["forward"] = self.leaf(inner, f"{path}.forward")
+        for name in ("active_adapter", "_active_adapter"):  # of PEFT: a name, or a list of them
+            if isinstance(found.get(name), str):
+                found[name] = [found[name]]
         if found.get("compute_dtype", ...) is None:  # of bitsandbytes: its first input will set it
             found["compute_dtype"] = str(next((p.dtype for p in module.parameters() if p.is_floating_point()), None))
         return found
