@@ -20,6 +20,7 @@ from .errors import UnsupportedModelError
 from .placement import input_device
 
 TOKEN_STATES = ("", "SlidingWindow", "Dummy")  # cache layers of transformers, less "Dynamic" and "Layer"
+PER_TOKEN = ("output_hidden_states", "output_attentions", "output_router_logits")  # a row for every token of a layer
 _reshaping: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 UNREADABLE = (AttributeError, LookupError, TypeError, ValueError)  # a config that transformers' own cache refuses
 

@@ -17,11 +17,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from .anatomy import text_config
+from .anatomy import PER_TOKEN, text_config
 from .calibrate import rotary_styles
 from .errors import HfBlendError, UnsupportedModelError
 from .placement import input_device
-from .request import PER_TOKEN
 from .rotary.base import RotaryStyle
 from .store import ChunkStore
 
