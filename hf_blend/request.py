@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .anatomy import PER_TOKEN
 from .errors import PromptError
 from .plan import Plan, Planner, Whole
 from .prompt import Prompt, PromptBatch
 
-PER_TOKEN = ("output_hidden_states", "output_attentions", "output_router_logits")  # a row for every token of a layer
 PADDED_INSIDE = "padding stands behind or between the tokens of a prompt. Pad on the left: padding_side='left'."
 UNSEEN = (
     "the call of the model was not seen: its forward was called past its hooks, or neither inputs() nor "

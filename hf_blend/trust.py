@@ -16,14 +16,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from .anatomy import text_config
+from .anatomy import PER_TOKEN, text_config
 from .calibrate import rotary_styles
 from .errors import HfBlendError, UnsupportedModelError
 from .fingerprint import structure_digest
 from .identity.canonical import canonical
 from .modality import placeholder_ids
 from .placement import input_device
-from .request import PER_TOKEN
 from .rotary.base import RotaryStyle
 from .store import ChunkStore
 
