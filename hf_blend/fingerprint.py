@@ -26,6 +26,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from .anatomy import refuse_extended
+from .identity.canonical import refuse_wrapper
 from .identity.hooks import refuse_foreign_hooks
 from .identity.structure import IGNORED_ATTRIBUTES, IGNORED_CONFIG_FIELDS, Structure, config_part
 from .identity.watch import StructureWatch, WeightWatch
@@ -128,6 +129,7 @@ def _structure_of(model: nn.Module) -> _Known:
     if known is not None and known.structure_watch.is_same():
         refuse_foreign_hooks(known.structure_watch.modules())
         return known
+    refuse_wrapper(model)
     refuse_foreign_hooks(model.modules())
     structure = Structure(model)
     parts = {

@@ -538,10 +538,8 @@ def test_adapters_that_are_chosen_per_request_are_refused(call, adapted):
     cache = BlendCache(adapted, store)
     inputs = cache.inputs(None, chunks=CHUNKS, question=[7, 8, 9])
     given = {**inputs, "past_key_values": cache, "adapter_names": ["b"]}
+    cache.get_seq_length()  # as generate does: the model is watched from here
+    run = adapted if call == "forward" else functools.partial(adapted.generate, max_new_tokens=2, do_sample=False)
     with pytest.raises(UnsupportedModelError, match="for this request alone"):
-        if call == "generate":
-            adapted.generate(**given, max_new_tokens=2, do_sample=False)
-        else:
-            cache.get_seq_length()  # as generate does: the model is watched from here
-            adapted(**given)
+        run(**given)
     assert len(store) == 0

@@ -76,8 +76,8 @@ def refuse_arguments(arguments: Mapping[str, Any]) -> None:
     given = [name for name in PER_REQUEST if arguments.get(name) is not None]
     if given:
         raise UnsupportedModelError(
-            f"{given[0]}={arguments[given[0]]!r:.60} chooses adapters for this request alone, by which no stored chunk "
-            "can be told. Choose the adapter for the model with set_adapter."
+            f"{given[0]}={arguments[given[0]]!r:.60} chooses adapters for this request alone, by which no stored "
+            "chunk can be told. Choose the adapter for the model with set_adapter."
         )
 
 

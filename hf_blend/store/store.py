@@ -246,12 +246,10 @@ class ChunkStore(Upkeep):
         """
         from ..capture import check_chunk, compute_chunk
         from ..fingerprint import fingerprint
-        from ..identity.canonical import refuse_wrapper
         from ..prompt import tokenize
 
         if isinstance(chunks, str):
             raise PromptError(f"chunks is the text {chunks!r:.60}, wanted a list of chunks. Write [text].")
-        refuse_wrapper(model)
         identity = fingerprint(model)
         sink = default_sink(model) if sink_ids is None else tuple(sink_ids)
         keys = [ChunkKey(identity, sink, tokenize(tokenizer, chunk), self.namespace) for chunk in chunks]
