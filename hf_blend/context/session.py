@@ -138,15 +138,17 @@ def _check_state(state: dict[str, Tensor], layout: Layout) -> None:
     sequences = {name: ((2, state[name].shape[-1]), torch.int64) for name in state if _SEQUENCE.fullmatch(name)}
     found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}
     if found != expected | sequences:
-        raise EntryFault("layout", "names, shapes or dtypes are not those of this model's layers")
+        raise EntryFault(
+            "layout", f"names, shapes or dtypes of {len(state)} tensors are not those of this model's layers"
+        )
     bounds = [(state["ids"], UNKNOWN, _END), (state["origins"], 0, _END), (state["active"], 0, _END)]
     bounds += [(row[0], 0, cells) for row in rows] + [(row[1], 0, _END) for row in rows]
     if not all(low <= int(one.min()) and int(one.max()) < end for one, low, end in bounds if one.numel()):
-        raise EntryFault("values", "a token, a cell or a position that cannot be")
+        raise EntryFault("values", f"of {cells} cells one holds a token or a position that cannot be")
     if any(len(row[0].unique()) < row.shape[1] for row in rows):
-        raise EntryFault("values", "a sequence holds a token twice")
+        raise EntryFault("values", f"of {len(rows)} sequences one holds a cell twice")
     if not all(has_usable_values(tensor) for name, tensor in state.items() if name.startswith("layer.")):
-        raise EntryFault("values", "keys or values are NaN, infinite or absurd")
+        raise EntryFault("values", f"keys or values of {cells} cells are NaN, infinite or absurd")
 
 
 def _compare(path: str | Path, saved: dict[str, str], expected: dict[str, str]) -> None:

@@ -126,7 +126,7 @@ class EntryReader:
             data_start += plan.nbytes
         self._end = data_start
         if self._read_ids() != (key.token_ids, key.sink_ids):
-            raise EntryFault("key", "the entry holds other tokens than its key")
+            raise EntryFault("key", f"the entry holds other tokens than those of {key.digest}")
 
     @property
     def nbytes(self) -> int:
@@ -199,7 +199,7 @@ class EntryReader:
         tables = tuple(_table(take, place) for place in range(table_count(self.header)))
         usable = all(has_usable_values(part) for pair in tables for part in pair)
         if not usable or (self._expected is not None and not self._expected.fits_norms(tables)):
-            raise EntryFault("values", "the rotary tables hold NaN or infinity, or stretch what they turn")
+            raise EntryFault("values", f"a table of {len(tables)} holds NaN or infinity, or stretches what it turns")
         return tables
 
     def _layer_start(self, place: int) -> int:

@@ -132,7 +132,7 @@ class Header:
             header = cls._from_rows(json.loads(raw[8:]))
             canonical = header.encode(secret)
         if canonical != raw:
-            raise EntryFault("format", "the header is not what its content says")
+            raise EntryFault("format", f"the header of {len(raw)} bytes is not what its content says")
         return header
 
     @staticmethod
@@ -186,7 +186,7 @@ class Header:
 def _check_sealed(raw: bytes, secret: bytes | None) -> None:
     """Compare the seal of a header, which is at a fixed place, with all other bytes of the header."""
     if raw[8:_SEAL_AT] != _BEGIN:
-        raise EntryFault("format", f"the entry does not begin as one of {FORMAT}")
+        raise EntryFault("format", f"the entry does not begin as one of {FORMAT}: {raw[8:48]!r}")
     stop = _SEAL_AT + seal_size(secret)
     check_seal(raw[_SEAL_AT:stop], secret, raw[:_SEAL_AT], raw[stop:])
 

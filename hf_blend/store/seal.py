@@ -82,11 +82,13 @@ def check_seal(found: bytes, secret: bytes | None, *content: bytes) -> None:
     if hmac.compare_digest(found, seal(secret, *content)):
         return
     if found.startswith(_method(secret)):
-        raise EntryFault("auth" if secret else "format", "the seal does not fit the content")
+        raise EntryFault(
+            "auth" if secret else "format", f"the seal does not fit the {sum(map(len, content))} bytes behind it"
+        )
     if found.startswith((_PLAIN, _SIGNED)):
         expected = "signed with the store's secret" if secret else "unsigned"
         raise EntryFault("secret", f"expected {expected}, got one sealed in another way", corrupt=False)
-    raise EntryFault("format", "there is no seal")
+    raise EntryFault("format", f"there is no seal: {found[:20]!r}")
 
 
 def keyed(secret: bytes | None, purpose: str, text: str) -> str:

@@ -153,7 +153,7 @@ def _read(path: Path, secret: bytes | None = None) -> bytes:
 def _parse(body: bytes) -> dict[str, IndexRecord]:
     columns = load(body)
     if any(columns[name].dtype != dtype or columns[name].ndim != 1 for name, dtype in _COLUMNS.items()):
-        raise EntryFault("format", "a column of another type")
+        raise EntryFault("format", f"columns {sorted(columns)!r:.80}, one of them of another type")
     form, rows = json.loads(columns["about"].tobytes())
     if form != _FORMAT:
         raise EntryFault("format", f"format {form!r:.40}")
@@ -164,9 +164,9 @@ def _parse(body: bytes) -> dict[str, IndexRecord]:
     stops = np.cumsum(columns["lengths"]).tolist()
     whole = len(digests) == 64 * len(stops) and sum(lengths) == len(packed)
     if not whole or any(size <= 0 or size % 4 for size in lengths) or not _are_sizes(places, sizes):
-        raise EntryFault("format", "the columns do not fit together")
+        raise EntryFault("format", f"the columns of {len(stops)} records do not fit together")
     if not np.isfinite(columns["created"]).all() or (np.frombuffer(packed, "<i4") < 0).any():
-        raise EntryFault("format", "a time or a token that cannot be")
+        raise EntryFault("format", f"{len(stops)} records with a time or a token that cannot be")
     records = zip([0, *stops], stops, places, sizes, created, strict=False)
     return {
         digests[64 * row : 64 * row + 64]: IndexRecord(
@@ -179,7 +179,7 @@ def _parse(body: bytes) -> dict[str, IndexRecord]:
 def _checked_group(fingerprint: object, sink_ids: object) -> tuple[str, tuple[int, ...]]:
     is_list = isinstance(sink_ids, list) and all(type(one) is int and 0 <= one < 1 << 31 for one in sink_ids)
     if not isinstance(fingerprint, str) or not is_list:
-        raise EntryFault("format", "a fingerprint and a list of token ids are expected")
+        raise EntryFault("format", f"{fingerprint!r:.40} with {sink_ids!r:.40}, expected a fingerprint and token ids")
     return fingerprint, tuple(sink_ids)  # type: ignore[arg-type]
 
 
@@ -190,7 +190,7 @@ def _are_sizes(*columns: list[int]) -> bool:
 def _parse_order(body: bytes) -> dict[str, tuple[float, ...]]:
     form, count, width = _ORDER.unpack_from(body)
     if form != _ORDER_FORMAT or len(body) != _ORDER.size + count * (_NAME_BYTES + 8 * width):
-        raise EntryFault("format", "not of the size that it says")
+        raise EntryFault("format", f"{len(body)} bytes are not what {form!r} says")
     names = body[_ORDER.size : _ORDER.size + _NAME_BYTES * count].hex()
     states = np.frombuffer(body, "<f8", count * width, _ORDER.size + _NAME_BYTES * count).reshape(count, width)
     rows = (names[68 * place : 68 * place + 68] for place in range(count))

@@ -184,7 +184,8 @@ class Upkeep:
             `store_failures` by error, `dropped_writes` by tier and reason (full, closed, exit, thread, changed),
             `removed` by cause (corrupt, expired, orphans), `skipped` by tier (or index, order) and reason: what
             listing passed over, `seconds` by stage and tier, `entries`, and `bytes`, `pinned_bytes` and
-            `capacity_bytes` by tier; those of the disk hold every namespace; `queued_bytes` by tier: what waits to be written; `healthy` by
+            `capacity_bytes` by tier;
+            those of the disk hold every namespace; `queued_bytes` by tier: what waits to be written; `healthy` by
             tier: whether it answers.
         """
         happened = ("hits", "misses", "load_failures", "stored", "store_failures", "dropped_writes")

@@ -640,3 +640,19 @@ def test_requests_teach_a_store_what_computing_costs(far, shared_model, pieces):
     (key, *_) = [record for _, record in store._catalog.items()]
     assert 0 < store._stack.compute_times._per_token_s[key.fingerprint] < math.inf
     assert store.flush()
+
+
+def test_what_is_written_to_a_chunk_that_waits_is_neither_handed_out_nor_stored(chunk):
+    far, stored = Far(), chunk()
+    far.put_gate.clear()
+    store = ChunkStore([], [far])
+    store.put(chunk((8, 8)))  # is being written, until the gate opens
+    assert far.at_put.wait(WAIT_S)
+    store.put(stored)
+    store.get(stored.key).layers[0][0].zero_()
+    assert store.get(stored.key) is None
+    far.put_gate.set()
+    assert store.flush(WAIT_S)
+    assert store.stats()["dropped_writes"] == {"far:changed": 1}
+    assert not far.contains(store._catalog.name(stored.key.digest))
+    store.close()

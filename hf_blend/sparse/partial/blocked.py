@@ -111,7 +111,9 @@ class BlockReader:
             raise EntryFault("layout", f"{found!r:.160} is not what the model has: {layout!r:.160}")
         usable = all(has_usable_values(part) for pair in self.tables for part in pair)
         if not usable or (layout is not None and not layout.fits_norms(self.tables)):
-            raise EntryFault("values", "the rotary tables hold NaN or infinity, or stretch what they turn")
+            raise EntryFault(
+                "values", f"a table of {len(self.tables)} holds NaN or infinity, or stretches what it turns"
+            )
 
     @property
     def nbytes(self) -> int:
@@ -241,7 +243,7 @@ def _checked_header(header: dict[str, Any], key: ChunkKey) -> dict[str, Any]:
     is_whole = is_whole and tokens == len(key.token_ids) and sorted(header["order"]) == list(range(tokens))
     is_whole = is_whole and len(layer_table) == layers and max(layer_table) < tables
     if not is_whole or not DTYPES[header["dtype"]].is_floating_point:
-        raise EntryFault("format", "the header is not one of a chunk of this length")
+        raise EntryFault("format", f"the header is not one of a chunk of {len(key.token_ids)} tokens")
     return header
 
 
