@@ -36,7 +36,7 @@ def verify(
     float32, or refused with a reason; the exit code is 1 if one crashed or is wrong without a refusal.
 
     Examples:
-        hf-blend verify tiny:llama --dtype float32 --attention sdpa  # slow
+        hf-blend verify tiny:llama --dtype float32 --attention sdpa --rung ratio_1
         hf-blend verify tiny:qwen3 --rung ratio_1 --json  # slow
         hf-blend verify --all --json  # slow
         hf-blend verify HuggingFaceTB/SmolLM2-135M-Instruct  # network
