@@ -23,6 +23,7 @@ from hf_blend.errors import ConfigError
 from hf_blend.store import ChunkKey, ChunkKV, ChunkStore
 from hf_blend.store.entry import encode_entry
 from hf_blend.store.header import hash_namespace
+from hf_blend.store.seal import keyed
 
 __all__ = ["FaultClass", "Outcome", "content_of", "is_same", "name_of", "tiny_chunk"]
 
@@ -169,6 +170,7 @@ def content_of(chunk: ChunkKV, secret: bytes | None = None) -> bytes:
     return b"".join(encode_entry(chunk, secret))
 
 
-def name_of(key: ChunkKey) -> str:
-    """What an entry is called in every tier."""
-    return f"{hash_namespace(key.namespace)[:2]}/{key.digest[:2]}/{key.digest}"
+def name_of(key: ChunkKey, secret: bytes | None = None) -> str:
+    """What an entry is called in every tier of a store with this secret."""
+    space, called = keyed(secret, "space", hash_namespace(key.namespace)), keyed(secret, "name", key.digest)
+    return f"{space[:2]}/{called[:2]}/{called}"

@@ -42,7 +42,7 @@ class Forged(FaultClass):
                 ("hostile header", self._hostile(chunk), plain),
                 ("changed header", self._changed(content_of(chunk)), plain),
             )[number % 5]
-            tier.objects[name_of(chunk.key)] = BytesSource(content)
+            tier.objects[name_of(chunk.key, SECRET if asked is signed else None)] = BytesSource(content)
             if self.expect(asked, chunk):
                 self.outcome.wrong_kv += 1
             self.hit(kind)
