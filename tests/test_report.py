@@ -64,7 +64,8 @@ def test_behind_a_history_every_token_is_charged_for_the_keys_of_the_history_too
     given = {"past_key_values": cache, "max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
     output = model.generate(**cache.inputs(tokenizer, **pieces()), **given)
     held, turn = cache.get_seq_length(), pieces((14, 21), seed=5)
-    model.generate(**cache.inputs(tokenizer, chunks=turn["chunks"], question=turn["question"], history=output), **given)
+    inputs = cache.inputs(tokenizer, chunks=turn["chunks"], question=turn["question"], history=output)
+    model.generate(**inputs, **given)
     got, first = cache.report, output.shape[1]  # the last token that was said comes before the chunks
     chosen, reusable = got.chosen_columns[0], range(first, first + 35)
     assert (got.past_tokens, got.reusable_tokens, held) == (88, 35, first - 1)
