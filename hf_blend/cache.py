@@ -66,7 +66,7 @@ class BlendCache(MaskedDecode):
     `model(**inputs, past_key_values=cache, logits_to_keep=1)` is the same prefill without `generate`, and gives the
     logits of the last token; a larger number gives those of so many last tokens. Where outputs of every token are
     asked for (no `logits_to_keep`, a tensor of places, `labels`, hidden states, attentions) all tokens are computed,
-    as without this cache: nothing is reused then, and `report.fallback_reason` says why.
+    as without this cache: nothing is reused then, and `report.fallback_reason` and one warning say why.
 
     A cache serves the model object that it was made for, also inside a wrapper that calls the same layers, and refuses
     every other, copies included; a copy that `torch.compile` has compiled is not noticed.
@@ -126,6 +126,8 @@ class BlendCache(MaskedDecode):
     ) -> dict[str, Tensor]:
         """Build the prompt of the next `generate` from its pieces. Chunks that the store lacks are computed then.
 
+        The model is watched from here until it is called with this cache, so that a direct call is seen too.
+
         Args:
             tokenizer: the model's tokenizer.
             prefix: system prompt; BOS is put before it. None is BOS alone; token ids are taken as they are.
@@ -133,8 +135,6 @@ class BlendCache(MaskedDecode):
             question: what the model is asked. For a batch: a list of questions, one per request.
             history: to go on with a conversation in this cache, what the last `generate` returned,
                 `[batch, tokens]`. Its K and V stay, the new pieces come behind it; no BOS, and there may be no chunk.
-
-        The model is watched from here until its next forward with this cache.
 
         Returns:
             `input_ids` and `attention_mask`, `[batch, tokens]`, padded on the left, on the model's device; the whole
@@ -282,7 +282,7 @@ class BlendCache(MaskedDecode):
         return None if self._fusor is None else self._fusor.leave(output)
 
     def forward_ends(self, failed: bool = False) -> None:
-        """Called by the hooks behind the last layer and the model; after a failure the cache is as it was before."""
+        """Called by the hook behind the model; after a failure the cache is as it was before."""
         if self._fusor is not None:
             self._fusor.end()
         if failed and self._fusor is not None:

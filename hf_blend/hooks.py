@@ -104,7 +104,7 @@ class Entry:
             ConfigError: it is a layer of another model; names both.
         """
         callers = []
-        for module in _modules_on_stack():
+        for module in _running_modules():
             if any(module is layer or module in layer.children() for layer in self._layers):
                 return True
             callers.append(module)
@@ -176,11 +176,11 @@ def _callable_as(model: nn.Module) -> list[nn.Module]:
     return [model] if inside is model else [model, inside]
 
 
-def _modules_on_stack() -> Iterator[nn.Module]:
-    """The modules whose methods run in this thread, the innermost first."""
+def _running_modules() -> Iterator[nn.Module]:
+    """The modules whose `forward` runs in this thread, the innermost first."""
     frame = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_varnames[:1] == ("self",):
+        if "forward" in frame.f_code.co_name and frame.f_code.co_varnames[:1] == ("self",):  # dynamo adds to the name
             owner = frame.f_locals.get("self")
             if isinstance(owner, nn.Module):
                 yield owner

@@ -160,7 +160,7 @@ def why_plain(arguments: dict[str, Any], config: Any) -> str:
     if arguments.get("input_ids") is None:
         return "the prompt came as inputs_embeds, but chunks are found by their tokens. Pass input_ids."
     if mask is not None and getattr(mask, "dim", int)() != 2:
-        return "attention_mask has not two axes. Pass one of [batch, tokens] with 0 on padding, or none."
+        return "attention_mask does not have two axes. Pass one of [batch, tokens] with 0 on padding, or none."
     if arguments.get("labels") is not None:
         return "labels were passed, and a loss needs the logits of every token. Pass logits_to_keep=1 and no labels."
     if any(_asked(name, arguments, config) for name in PER_TOKEN):

@@ -218,7 +218,7 @@ def test_prompts_that_cannot_be_searched_say_so_in_the_report_and_once_in_the_lo
     ways = {
         "inputs_embeds.*Pass input_ids": {"inputs_embeds": states},
         r"padding stands behind.*padding_side='left'": {"input_ids": ids, "attention_mask": right},
-        "not two axes": {"input_ids": ids, "attention_mask": four},
+        "does not have two axes": {"input_ids": ids, "attention_mask": four},
         "labels were passed": {"input_ids": ids, "labels": ids},
     }
     _warn_once.cache_clear()
@@ -282,15 +282,15 @@ def test_a_prefill_of_another_model_object_is_refused_and_changes_nothing(
             if announced:
                 inputs = cache.inputs(tokenizer, **pieces())
             called = other.model if through == "decoder" else other
+            call, given = {
+                "generate": (other.generate, GREEDY),
+                "call": (other, {"logits_to_keep": 1}),
+                "decoder": (other.model, {}),
+            }[through]
             names = [rf"{type(one).__name__} at {id(one):#x}" for one in (own, called)]
             text = rf"made for {names[0]} .*another model object, {names[1]}, .*BlendCache\(model, store\)"
-            with pytest.raises(ConfigError, match=text):  # noqa: PT012
-                if through == "generate":
-                    other.generate(**inputs, past_key_values=cache, **GREEDY)
-                elif through == "call":
-                    other(**inputs, past_key_values=cache, logits_to_keep=1)
-                else:
-                    other.model(**inputs, past_key_values=cache)
+            with pytest.raises(ConfigError, match=text):
+                call(**inputs, past_key_values=cache, **given)
             assert {layer.get_seq_length() for layer in cache.layers} == {0}
             assert hooks(own) == int(announced)
             assert torch.equal(own.generate(**inputs, past_key_values=cache, **GREEDY), wanted)
