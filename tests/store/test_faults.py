@@ -14,13 +14,14 @@ from hf_blend.sparse.partial.blocked import BlockReader
 from hf_blend.store import ChunkStore
 from hf_blend.store.entry import EntryReader
 from hf_blend.store.header import Header
+from hf_blend.store.recorded import RecordedSource
 from hf_blend.store.tiers.base import EntryFault
 from hf_blend.store.tiers.memory import MemoryTier
 from hf_blend.testing import FAULTS, FaultyTier
 from tests.faults.run import CLASSES, ROUND, Run
 from tests.faults.signed import ATTACKER
 
-KNOWN = {"model-changes", "remote", "headers", "index-damage"}
+KNOWN = {"model-changes", "headers", "index-damage"}
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +125,17 @@ def without_signatures(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Header, "decode", decoded)
 
 
+def without_one_reading(patch: pytest.MonkeyPatch) -> None:
+    """What is written to the disk was not verified: it is what a server sends when it is asked once more."""
+
+    def release(self: RecordedSource) -> memoryview:
+        content = bytearray(self.stat.nbytes)
+        self._source.read_into(0, memoryview(content))
+        return memoryview(content)
+
+    patch.setattr(RecordedSource, "release", release)
+
+
 def without_identity(patch: pytest.MonkeyPatch) -> None:
     """Whatever a model is, it is the same."""
     real = sys.modules["hf_blend.fingerprint"].fingerprint
@@ -137,6 +149,7 @@ TAKEN_OUT: dict[str, tuple[set[str], Callable[[pytest.MonkeyPatch], None]]] = { 
     "the digests of streams": ({"files", "changing-files"}, without_streamed_digests),
     "the digests of blocks": ({"partial"}, without_block_digests),
     "signatures": ({"signed"}, without_signatures),
+    "the one reading of a server": ({"remote"}, without_one_reading),
     "the identity of the model": ({"model-changes"}, without_identity),
 }
 
