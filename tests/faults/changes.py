@@ -59,7 +59,7 @@ class Changes(FaultClass):
             PREPARED[kind](original, draw)
             truths = [stock_kv(original, SINK, ids) for ids in self._chunks]
         model = copy.deepcopy(original)
-        settings = {"secret": self.random.choice((None, SECRET)), "durability": "none"}
+        settings: dict[str, Any] = {"secret": self.random.choice((None, SECRET)), "durability": "none"}
         with ChunkStore.open(self.folder, memory_bytes=self.random.choice((0, 1 << 26)), **settings) as store:
             before = store.add(model, None, self._chunks[:1], sink_ids=SINK)
             if in_request:

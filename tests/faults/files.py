@@ -7,7 +7,7 @@ import os
 import random
 from collections.abc import Callable
 
-from hf_blend.store import ChunkStore
+from hf_blend.store import ChunkKV, ChunkStore
 
 from .damage import NODES, clear, damaged, edited_header
 from .fault import FaultClass, Verdict
@@ -111,7 +111,7 @@ class Changing(FaultClass):
     def _read(self, shelf: Shelf, entry: Entry, change: Callable[[], None]) -> Verdict:
         computed: list[int] = []
 
-        def recompute() -> object:
+        def recompute() -> ChunkKV:
             computed.append(1)
             return entry.computed
 

@@ -9,6 +9,7 @@ plain forward, in the state that the caller's forward has.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +46,7 @@ def stock_kv(model: nn.Module, sink_ids: Sequence[int], token_ids: Sequence[int]
     """
     ids, start = torch.tensor([[*sink_ids, *token_ids]]), len(sink_ids)
     training = {module: module.training for module in model.modules()}
-    cache = DynamicCache()
+    cache: Any = DynamicCache()
     try:
         model.eval()
         with torch.autocast("cpu", enabled=False):

@@ -4,6 +4,7 @@
 
 import gc
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -79,7 +80,7 @@ class Partial(FaultClass):
             return Verdict.WRONG
         return Verdict.MISS if computed else Verdict.RIGHT
 
-    def _some_blocks(self, layers: object, place: int, expected: tuple[torch.Tensor, ...]) -> bool:
+    def _some_blocks(self, layers: Any, place: int, expected: tuple[torch.Tensor, ...]) -> bool:
         part, reader = self.random.randrange(2), layers.reader
         blocks = sorted(self.random.sample(range(reader.blocks), self.random.randint(1, reader.blocks)))
         heads = self.random.sample(range(reader.heads), self.random.randint(1, reader.heads))

