@@ -141,7 +141,7 @@ def without_identity(patch: pytest.MonkeyPatch) -> None:
     real = sys.modules["hf_blend.fingerprint"].fingerprint
     for name, module in list(sys.modules.items()):
         if name.startswith(("hf_blend", "tests.faults")) and getattr(module, "fingerprint", None) is real:
-            patch.setattr(module, "fingerprint", lambda model: "ab" * 32)
+            patch.setattr(module, "fingerprint", lambda model, **_: "ab" * 32)
 
 
 TAKEN_OUT: dict[str, tuple[set[str], Callable[[pytest.MonkeyPatch], None]]] = {  # who finds it; what takes it out
