@@ -75,9 +75,11 @@ bench: $(STAMP) ## measure time to first token and write it to benchmarks/result
 
 FAULTS ?= 50000
 KILLS ?= 1000
+# such as --seconds 600 --resume: a part of a long run, and the next one
+FAULTS_ARGS ?=
 
-faults: $(STAMP) ## inject FAULTS faults and KILLS kills into stores, and write what was found to benchmarks/results
-	$(BIN)/python -P -m hf_blend.evaluation.faults --faults $(FAULTS) --kills $(KILLS) --output benchmarks/results/faults.json
+faults: $(STAMP) ## inject FAULTS faults and KILLS kills into stores and models, and write what was found to benchmarks/results
+	$(BIN)/python -m tests.faults --faults $(FAULTS) --kills $(KILLS) --output benchmarks/results/faults.json $(FAULTS_ARGS)
 
 AT := 0.02 0.03 0.05 0.1 0.15 0.3 1.0
 SEVERAL := random dependency query-attention

@@ -7,13 +7,13 @@ import signal
 import time
 from collections.abc import Callable
 
-from .base import FaultClass, tiny_chunk
 from .killing import Killing, read_numbers
+from .world import drawn_chunk
 
 __all__ = ["RandomKills"]
 
 
-class RandomKills(Killing, FaultClass):
+class RandomKills(Killing):
     """The child stores chunk after chunk; half of the time in a store with room for a few only."""
 
     kill_share = 0.6
@@ -25,11 +25,11 @@ class RandomKills(Killing, FaultClass):
         def act(tell: Callable[[int], None]) -> None:
             with self.opened(capped) as store:
                 for number in range(first + 1, first + 1000):
-                    store.put(tiny_chunk(number))
+                    store.put(drawn_chunk(number))
                     tell(number)
                     if number % 5 == 0:
-                        store.put(tiny_chunk(number + 500))
-                        store.delete(tiny_chunk(number + 500).key)
+                        store.put(drawn_chunk(number + 500))
+                        store.delete(drawn_chunk(number + 500).key)
                         store.close()
 
         child, pipe = self.fork(act)

@@ -9,14 +9,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from .base import FaultClass, tiny_chunk
 from .killing import Killing, read_numbers
+from .world import drawn_chunk
 
 CALLS = "openat,write,fdatasync,fsync,rename,unlink,mkdir,newfstatat,getdents64,close,pread64,preadv"
 MOST = 60
 
 
-class TracedKills(Killing, FaultClass):
+class TracedKills(Killing):
     """Slow, so only some; the same child as everywhere, but nothing in it knows that it will be killed."""
 
     kill_share = 0.01
@@ -32,7 +32,7 @@ class TracedKills(Killing, FaultClass):
             first = self.outcome.kills * 1000
             with self.opened(capped) as store:
                 for number in range(first + 1, first + 6):
-                    store.put(tiny_chunk(number))
+                    store.put(drawn_chunk(number))
                     tell(number)
 
         child, pipe = self.fork(act)
@@ -45,7 +45,7 @@ class TracedKills(Killing, FaultClass):
             tracing.wait()
         os.close(ready)
         os.close(go)
-        self.outcome.regions["strace" if tracer else "without strace"] = self.outcome.kills + 1
+        self.outcome.paths["strace" if tracer else "without strace"] += 1
         return read_numbers(pipe)
 
 

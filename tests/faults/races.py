@@ -9,19 +9,21 @@ import threading
 
 import torch
 
-from hf_blend.store import ChunkKey, ChunkStore
+from hf_blend.store import ChunkStore
 
-from .base import FaultClass, is_same, name_of, tiny_chunk
+from .fault import FaultClass, Verdict
+from .world import drawn_chunk
 
 PROCESSES = 3
 THREADS = 2
 CHUNKS = 6
+ENTRY_BYTES = 34_000  # one of the middle length
 
 
 class Races(FaultClass):
     """Every operation meets others on the same files; each one is counted as a fault."""
 
-    share = 0.05
+    share = 0.03
 
     def inject(self, count: int) -> None:
         """Let them loose, and add up what they saw."""
@@ -44,15 +46,17 @@ class Races(FaultClass):
             told = os.read(pipe, 16)
             os.close(pipe)
             os.waitpid(child, 0)
-            done, wrong = struct.unpack("<qq", told) if len(told) == 16 else (0, 1)
-            self.outcome.wrong_kv += wrong
-            self.outcome.faults += done
-        self.outcome.regions["operations"] = self.outcome.faults
+            if len(told) < 16:
+                self.record("operations", Verdict.CRASHED, "a process ended early")
+                continue
+            done, wrong = struct.unpack("<qq", told)
+            self.record("operations", Verdict.WRONG, "another chunk than the one that was asked for", count=wrong)
+            self.record("operations", Verdict.RIGHT, count=done - wrong)
 
     def _loose(self, each: int, seed: int) -> tuple[int, int]:
         counts = [0, 0]
-        cap_bytes = (CHUNKS - 2) * 1600
-        store = ChunkStore.open(self.folder, memory_bytes=4000, disk_bytes=cap_bytes, durability="none")
+        cap_bytes = (CHUNKS - 2) * ENTRY_BYTES
+        store = ChunkStore.open(self.folder, memory_bytes=2 * ENTRY_BYTES, disk_bytes=cap_bytes, durability="none")
         threads = [threading.Thread(target=self._use, args=(store, each, seed + n, counts)) for n in range(THREADS)]
         for thread in threads:
             thread.start()
@@ -63,25 +67,24 @@ class Races(FaultClass):
     def _use(self, store: ChunkStore, each: int, seed: int, counts: list[int]) -> None:
         torch.set_num_threads(1)  # a forked child must not wake the pool of threads that it did not inherit
         draw = random.Random(seed)
-        chunks = [tiny_chunk(number) for number in range(CHUNKS)]
+        chunks = [drawn_chunk(number) for number in range(CHUNKS)]
         for _ in range(each):
             chunk, act = draw.choice(chunks), draw.random()
             if act < 0.4:
                 store.put(chunk)
             elif act < 0.85:
-                got = store.get(chunk.key)
-                counts[1] += got is not None and not is_same(got, chunk)
+                counts[1] += self.expect(store, chunk) is Verdict.WRONG
             elif act < 0.95:
                 store.delete(chunk.key)
             else:
-                self._damage(chunk.key, draw)
+                self._damage(draw)
             counts[0] += 1
 
-    def _damage(self, key: ChunkKey, draw: random.Random) -> None:
-        path = self.folder / "objects" / f"{name_of(key)}.safetensors"
+    def _damage(self, draw: random.Random) -> None:
+        paths = list((self.folder / "objects").rglob("*.safetensors"))
         try:
-            with open(path, "r+b") as entry:
-                entry.seek(draw.randrange(1400))
+            with open(draw.choice(paths or [self.folder / "none"]), "r+b") as entry:
+                entry.seek(draw.randrange(ENTRY_BYTES))
                 entry.write(draw.randbytes(2))
         except FileNotFoundError:
             return

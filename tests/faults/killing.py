@@ -3,44 +3,42 @@
 """A child that uses a store until it is killed, and what its parent must find then."""
 
 import os
-import shutil
-import signal
 import sys
 import traceback
 from collections.abc import Callable
 
 from hf_blend.store import ChunkStore
 
-from . import base
-from .base import name_of, tiny_chunk
+from .damage import clear
+from .fault import FaultClass, Verdict
+from .world import drawn_chunk
 
 __all__ = ["Killing"]
 
 KEPT = 12  # kills in one folder before it is emptied
 PINNED = 0
 CAP_CHUNKS = 6
-NAMESPACE = name_of(tiny_chunk(PINNED).key)[:2]
+ENTRY_BYTES = 34_000  # one of the middle length
 
 
-class Killing(base.FaultClass):
+class Killing(FaultClass):
     """The rules of every class that kills: what was acknowledged is there, what is listed is whole."""
 
     def inject(self, count: int) -> None:
         """Kill so many children."""
         for _ in range(count):
-            signal.alarm(base.HANG_S)
             if self.outcome.kills % KEPT == 0:
-                shutil.rmtree(self.folder, ignore_errors=True)
+                clear(self.folder)
                 self.folder.mkdir()
                 with self.opened(capped=False) as store:
-                    store.put(tiny_chunk(PINNED))
-                    store.pin(tiny_chunk(PINNED).key)
+                    store.put(drawn_chunk(PINNED))
+                    store.pin(drawn_chunk(PINNED).key)
             capped = self.outcome.kills // KEPT % 2 == 1
             self.check(self.kill_one(capped), capped)
 
     def opened(self, capped: bool) -> ChunkStore:
         """The store, with room for a few chunks only if `capped`."""
-        cap_bytes = CAP_CHUNKS * 1600 if capped else 1 << 30
+        cap_bytes = CAP_CHUNKS * ENTRY_BYTES if capped else 1 << 30
         return ChunkStore.open(self.folder, memory_bytes=0, disk_bytes=cap_bytes, durability="full")
 
     def kill_one(self, capped: bool) -> list[int]:
@@ -50,22 +48,27 @@ class Killing(base.FaultClass):
     def check(self, acknowledged: list[int], capped: bool) -> None:
         """Look at what the child left, with the eyes of a new process."""
         self.outcome.kills += 1
-        self.outcome.faults += 1
-        acked = self.outcome.regions.get("acknowledged", 0) + len(acknowledged)
-        self.outcome.regions["acknowledged"] = acked
+        self.outcome.paths["acknowledged"] += len(acknowledged)
+        self.judge("capped" if capped else "not capped", lambda: self._look(acknowledged, capped))
+        if self.outcome.kills % KEPT == 0:
+            left = list((self.folder / "objects").rglob("*.tmp"))
+            self.note("left half-written", Verdict.LOST, str(left[:2]), count=len(left))
+
+    def _look(self, acknowledged: list[int], capped: bool) -> Verdict:
+        """What was acknowledged is there, if there is room; what is listed is whole."""
         with self.opened(capped) as store:
-            listed = {entry.digest: entry for entry in store.entries()}
-            for number in [PINNED] if capped else [PINNED, *acknowledged]:
-                listed.pop(tiny_chunk(number).key.digest, None)
-                self.outcome.lost += not self.expect(store, tiny_chunk(number))
-            for number in acknowledged[-2:] if capped else ():  # may have been evicted since
-                self.expect(store, tiny_chunk(number))
-            self.outcome.torn += sum(store.stats()["load_failures"].values())
-            if self.outcome.kills % KEPT == 0:
-                self.outcome.torn += len(list((self.folder / "objects").rglob("*.tmp")))
-        for entry in list(listed.values())[:8]:  # never acknowledged: may be there, but then whole
-            path = self.folder / "objects" / f"{NAMESPACE}/{entry.digest[:2]}/{entry.digest}.safetensors"
-            self.outcome.torn += path.exists() and path.stat().st_size != entry.nbytes
+            kept = [PINNED] if capped else [PINNED, *acknowledged]
+            verdicts = [self.find(store, drawn_chunk(number)) for number in kept]
+            if capped:  # may have been evicted since
+                verdicts += [self.expect(store, drawn_chunk(number)) for number in acknowledged[-2:]]
+            if any(store.stats()["load_failures"].values()):
+                return Verdict.LOST
+        with self.opened(capped) as store:
+            torn = [found for found in store.check() if found.reason]
+        for verdict in (Verdict.WRONG, Verdict.LOST):
+            if verdict in verdicts:
+                return verdict
+        return Verdict.LOST if torn else Verdict.RIGHT
 
     def fork(self, act: Callable[[Callable[[int], None]], None]) -> tuple[int, int]:
         """Run `act` in a child, which acknowledges numbers; gives its id and the pipe to read them from."""

@@ -1,0 +1,202 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What can happen to the bytes of a file, each place in it as likely as any other, and to the file itself."""
+
+import json
+import os
+import random
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+__all__ = ["BYTES", "NODES", "body_of", "clear", "damaged", "edited_header", "header_of", "tensors_of"]
+
+Damage = Callable[[random.Random, bytes, bytes], bytes]
+PAGE = 512
+HEADER_VALUES = (
+    *(b"1e999", b"-1e999", b"NaN", b"Infinity", b"-1", b"null", b"true", b"[]", b"{}", b'""', b'"x"', b"0.5"),
+    *(b"9" * 400, b"1" + b"0" * 18, b"[" * 2000, b'"\\ud800"', b"[[0]]", b'{"a":1}', b'"[1e999]"', b'"[Infinity]"'),
+)
+_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|-?\d+|null|true|false')
+
+
+def damaged(draw: random.Random, good: bytes, other: bytes) -> tuple[str, bytes]:
+    """Damage bytes in a way that is drawn; half of the time one bit.
+
+    Args:
+        draw: what is drawn from.
+        good: the bytes.
+        other: those of another entry.
+
+    Returns:
+        Name of the way, and bytes that differ from the good ones.
+    """
+    while True:
+        kind = "bit" if draw.random() < 0.5 else draw.choice(list(BYTES))
+        bad = BYTES[kind](draw, good, other)
+        if bad != good:
+            return kind, bad
+
+
+def header_of(content: bytes) -> bytes:
+    """The JSON at the beginning of a safetensors file."""
+    return content[8 : 8 + int.from_bytes(content[:8], "little")]
+
+
+def body_of(content: bytes) -> bytes:
+    """What follows it."""
+    return content[8 + int.from_bytes(content[:8], "little") :]
+
+
+def tensors_of(content: bytes) -> dict[str, tuple[int, int]]:
+    """Where each tensor of a safetensors file lies in it: first byte and the one behind the last."""
+    start = 8 + len(header_of(content))
+    rows = json.loads(header_of(content))
+    places = {name: row["data_offsets"] for name, row in rows.items() if name != "__metadata__"}
+    return {name: (start + first, start + last) for name, (first, last) in places.items()}
+
+
+def edited_header(draw: random.Random, content: bytes) -> bytes:
+    """Put a hostile value in the place of one value or name in the JSON; the length before it fits again."""
+    header = header_of(content).rstrip(b" ")
+    found = draw.choice(list(_TOKEN.finditer(header)))
+    value = draw.choice(HEADER_VALUES)
+    header = header[: found.start()] + value + header[found.end() :]
+    if draw.random() < 0.3:  # and inside of the text that holds a list
+        header = re.sub(rb'("layer_table":")\[[^\]]*\]', lambda hit: hit[1] + b"[" + value + b"]", header)
+    header += b" " * (-(8 + len(header)) % 64)
+    return len(header).to_bytes(8, "little") + header + body_of(content)
+
+
+def _bit(draw: random.Random, good: bytes, _: bytes) -> bytes:
+    bad, bit = bytearray(good), draw.randrange(len(good) * 8)
+    bad[bit // 8] ^= 1 << bit % 8
+    return bytes(bad)
+
+
+def _bits(draw: random.Random, good: bytes, other: bytes) -> bytes:
+    for _ in range(draw.randint(2, 8)):
+        good = _bit(draw, good, other)
+    return good
+
+
+def _stretch(draw: random.Random, good: bytes) -> tuple[int, int]:
+    start = draw.randrange(len(good))
+    return start, min(len(good), start + draw.choice((1, 8, 64, 512, 4096, 65536)))
+
+
+def _noise(draw: random.Random, good: bytes, _: bytes) -> bytes:
+    start, stop = _stretch(draw, good)
+    return good[:start] + draw.randbytes(stop - start) + good[stop:]
+
+
+def _zeros(draw: random.Random, good: bytes, _: bytes) -> bytes:
+    start, stop = _stretch(draw, good)
+    return good[:start] + bytes(stop - start) + good[stop:]
+
+
+def _page(draw: random.Random, good: bytes) -> int:
+    return draw.randrange(max(1, len(good) // PAGE)) * PAGE
+
+
+def _page_moved(draw: random.Random, good: bytes, _: bytes) -> bytes:
+    here, there = _page(draw, good), _page(draw, good)
+    return (good[:here] + good[there : there + PAGE] + good[here + PAGE :])[: len(good)]
+
+
+def _page_of_another(draw: random.Random, good: bytes, other: bytes) -> bytes:
+    here = _page(draw, good)
+    return (good[:here] + other[here : here + PAGE] + good[here + PAGE :])[: len(good)]
+
+
+def _cut(draw: random.Random, good: bytes, _: bytes) -> bytes:
+    return good[: draw.randrange(len(good))]
+
+
+def _zero_tail(draw: random.Random, good: bytes, _: bytes) -> bytes:
+    start = draw.randrange(len(good))
+    return good[:start] + bytes(len(good) - start)
+
+
+def _longer(draw: random.Random, good: bytes, _: bytes) -> bytes:
+    return good + draw.choice((bytes, draw.randbytes))(draw.randint(1, 5000))
+
+
+def _shifted(draw: random.Random, good: bytes, _: bytes) -> bytes:
+    here = draw.randrange(len(good))
+    return good[:here] + draw.randbytes(1) + good[here:-1] if draw.random() < 0.5 else good[:here] + good[here + 1 :]
+
+
+def _torn(draw: random.Random, good: bytes, other: bytes) -> bytes:
+    here = draw.randrange(len(good))
+    return good[:here] + other[here:]
+
+
+def _other_body(draw: random.Random, good: bytes, other: bytes) -> bytes:
+    del draw
+    return good[: len(good) - len(body_of(good))] + body_of(other)
+
+
+def _tensors_swapped(draw: random.Random, good: bytes, _: bytes) -> bytes:
+    """Two tensors of one size changed places, such as K and V, or two layers; not in a file of blocks."""
+    if good[8:9] != b"{":
+        return good
+    places = list(tensors_of(good).values())
+    one, two = sorted(draw.sample(places, 2))
+    if one[1] - one[0] != two[1] - two[0]:
+        return good
+    return good[: one[0]] + good[slice(*two)] + good[one[1] : two[0]] + good[slice(*one)] + good[two[1] :]
+
+
+BYTES: dict[str, Damage] = {
+    "bit": _bit,
+    "bits": _bits,
+    "noise": _noise,
+    "zeros": _zeros,
+    "page moved": _page_moved,
+    "page of another": _page_of_another,
+    "cut": _cut,
+    "empty": lambda draw, good, other: b"",
+    "zero tail": _zero_tail,
+    "longer": _longer,
+    "shifted": _shifted,
+    "torn": _torn,
+    "another entry": lambda draw, good, other: other,
+    "body of another": _other_body,
+    "tensors swapped": _tensors_swapped,
+}
+
+
+def clear(path: Path) -> None:
+    """Remove whatever stands at a path."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _directory(path: Path, other: Path) -> None:
+    del other
+    path.mkdir()
+
+
+def _fifo(path: Path, other: Path) -> None:
+    del other
+    os.mkfifo(path)
+
+
+def _loop(path: Path, other: Path) -> None:
+    del other
+    path.symlink_to(path)
+
+
+NODES: dict[str, Callable[[Path, Path], None]] = {  # each is given a path where nothing stands, and another entry
+    "gone": lambda path, other: None,
+    "directory": _directory,
+    "link to another": lambda path, other: path.symlink_to(other),
+    "link to nothing": lambda path, other: path.symlink_to("nothing"),
+    "link to itself": _loop,
+    "hard link to another": lambda path, other: os.link(other, path),
+    "fifo": _fifo,
+}

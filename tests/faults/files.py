@@ -1,0 +1,173 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""The file of an entry is damaged, replaced or gone, and the entry is asked for in every way that requests ask."""
+
+import gc
+import os
+import random
+from collections.abc import Callable
+
+from hf_blend.store import ChunkKV, ChunkStore
+
+from .damage import NODES, clear, damaged, edited_header
+from .fault import FaultClass, Verdict
+from .world import NEIGHBOURS, WAYS, Entry, Shelf, is_same, take
+
+__all__ = ["Changing", "Files", "Headers", "Planted", "asked"]
+
+
+class FileFaults(FaultClass):
+    """Damages one file of a shelf, asks, and puts the file back."""
+
+    def inject(self, count: int) -> None:
+        """So often; then entries must be there as if nothing had been."""
+        touched = {}
+        for _ in range(count):
+            name, shelf = self.world.shelf(self.random)
+            place, way = self.random.randrange(len(shelf.entries)), self.random.choice(WAYS)
+            self.outcome.paths[way] += 1
+            self.outcome.paths[name] += 1
+            self.one(shelf, place, way)
+            shelf.put_back(place)
+            touched[name] = shelf
+        for name, shelf in touched.items():
+            verdict = asked(shelf, self.random.choice(shelf.entries), "get", self.random)
+            if verdict is not Verdict.RIGHT:
+                self.note("not damaged", Verdict.LOST if verdict is Verdict.MISS else verdict, name)
+
+    def one(self, shelf: Shelf, place: int, way: str) -> None:
+        """Inject one fault."""
+        raise NotImplementedError
+
+
+class Files(FileFaults):
+    """Bits, blocks, cuts, mixtures of entries, spread evenly over the bytes; something else where the file was."""
+
+    share = 0.5
+
+    def one(self, shelf: Shelf, place: int, way: str) -> None:
+        """Damage the bytes, or now and then the file."""
+        entry, other = shelf.entries[place], shelf.other(self.random, place)
+        if self.random.random() < 0.06:
+            kind = self.random.choice(list(NODES))
+            clear(entry.path)
+            NODES[kind](entry.path, other.path)
+        else:
+            kind, bad = damaged(self.random, entry.good, other.good)
+            entry.path.write_bytes(bad)
+        self.judge(kind, lambda: asked(shelf, entry, way, self.random))
+
+
+class Planted(FileFaults):
+    """A whole and valid entry of another model, sink, tenant or text, under the name of the one that is asked for."""
+
+    share = 0.05
+
+    def one(self, shelf: Shelf, place: int, way: str) -> None:
+        """Put a neighbour in the place."""
+        kind, entry, name = self.random.choice(NEIGHBOURS), shelf.entries[place], shelf.folder.name
+        if name == "deep":
+            kind = "another entry"
+        bad = shelf.other(self.random, place).good if name == "deep" else self.world.neighbour(name, place, kind)
+        entry.path.write_bytes(bad)
+        self.judge(kind, lambda: asked(shelf, entry, way, self.random))
+
+
+class Headers(FileFaults):
+    """One value or name in the header is another, such as no program would write."""
+
+    share = 0.04
+
+    def one(self, shelf: Shelf, place: int, way: str) -> None:
+        """Edit the JSON."""
+        entry = shelf.entries[place]
+        bad = edited_header(self.random, entry.good)
+        entry.path.write_bytes(bad)
+        self.judge("edited", lambda: asked(shelf, entry, way, self.random))
+
+
+class Changing(FaultClass):
+    """The file changes while its layers are read: its header was good."""
+
+    share = 0.08
+
+    def inject(self, count: int) -> None:
+        """Open the stream, change the file, use the layers."""
+        changes: dict[str, Callable[[Entry, Entry], None]] = {
+            "bytes": self._bytes,
+            "cut": self._cut,
+            "replaced": self._replaced,
+            "removed": lambda entry, other: entry.path.unlink(),
+        }
+        for _ in range(count):
+            name, shelf = self.world.shelf(self.random)
+            place = self.random.randrange(len(shelf.entries))
+            kind = self.random.choices(list(changes), [5, 2, 1, 1])[0]
+            entry, other = shelf.entries[place], shelf.other(self.random, place)
+            self.outcome.paths[name] += 1
+            self.judge(kind, lambda: self._read(shelf, entry, lambda: changes[kind](entry, other)))  # noqa: B023
+            shelf.put_back(place)
+
+    def _read(self, shelf: Shelf, entry: Entry, change: Callable[[], None]) -> Verdict:
+        computed: list[int] = []
+
+        def recompute() -> ChunkKV:
+            computed.append(1)
+            return entry.computed
+
+        chunk = shelf.store.stream(entry.key, recompute)
+        if chunk is None:
+            return Verdict.LOST
+        order, found = list(range(len(chunk.layers))), {}
+        self.random.shuffle(order)
+        when = self.random.choice((0, 0, 1, 2))
+        for number, place in enumerate(order):
+            if number == when:
+                change()
+            found[place] = chunk.layers[place]
+        expected = entry.expected.layers
+        got = type(chunk)(chunk.key, tuple(found[n] for n in sorted(found)), chunk.tables, chunk.layer_table)
+        if len(found) != len(expected) or not is_same(got, entry.expected):
+            return Verdict.WRONG
+        return Verdict.MISS if computed else Verdict.RIGHT
+
+    def _bytes(self, entry: Entry, other: Entry) -> None:
+        del other
+        start = self.random.randrange(len(entry.good))
+        with open(entry.path, "r+b") as file:
+            file.seek(start)
+            file.write(self.random.randbytes(self.random.choice((1, 1, 1, 64, 4096))))
+
+    def _cut(self, entry: Entry, other: Entry) -> None:
+        del other
+        os.truncate(entry.path, self.random.randrange(len(entry.good)))
+
+    def _replaced(self, entry: Entry, other: Entry) -> None:
+        entry.path.unlink()
+        entry.path.write_bytes(other.good)
+
+
+def asked(shelf: Shelf, entry: Entry, way: str, draw: random.Random, store: ChunkStore | None = None) -> Verdict:
+    """Ask for an entry and compare it with the truth.
+
+    Args:
+        shelf: where it stands.
+        entry: which one.
+        way: one of `WAYS`.
+        draw: for what the way leaves open.
+        store: to be asked instead of the shelf's.
+
+    Returns:
+        Right, a miss, or wrong.
+    """
+    if way == "new process":  # and what it holds in memory from then on
+        with shelf.opened(memory_bytes=1 << 26) as fresh:
+            verdicts = [asked(shelf, entry, how, draw, fresh) for how in ("stream", "get")]
+        return Verdict.WRONG if Verdict.WRONG in verdicts else verdicts[0]
+    try:
+        got, computed = take(store or shelf.store, entry, way, draw)
+    finally:
+        gc.collect()  # a fault holds the chunk that met it, and whoever asks meanwhile is given the same chunk
+    if not all(is_same(one, entry.expected) for one in got):
+        return Verdict.WRONG
+    return Verdict.MISS if computed or not got else Verdict.RIGHT

@@ -1,0 +1,94 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What is true, by stock transformers alone: nothing of hf_blend is imported here.
+
+The KV of a chunk is what a `DynamicCache` holds after a forward of sink and chunk through the model as it is at that
+moment: in eval mode and outside of autocast, since that is what a chunk's KV is by definition. Logits are those of one
+plain forward, in the state that the caller's forward has.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+KV = tuple[Tensor, Tensor]
+FLOOR = 2e-5  # share of the largest value; two orders of one sum differ by 1e-6 in float32, a changed model by 1e-3
+
+
+@dataclass(frozen=True)
+class Truth:
+    """The states of one chunk.
+
+    Attributes:
+        layers: `(keys, values)` of each layer, `[kv_heads, tokens, head_dim]` each.
+        table: the rotary table of its positions, `[tokens, width]` each.
+    """
+
+    layers: tuple[KV, ...]
+    table: KV
+
+
+@torch.no_grad()
+def stock_kv(model: nn.Module, sink_ids: Sequence[int], token_ids: Sequence[int]) -> Truth:
+    """Compute a chunk behind its sink, and cut the sink off.
+
+    Args:
+        model: a Llama; left in the mode that it was in.
+        sink_ids: the tokens before the chunk.
+        token_ids: the chunk.
+
+    Returns:
+        Its states, as copies.
+    """
+    ids, start = torch.tensor([[*sink_ids, *token_ids]]), len(sink_ids)
+    training = {module: module.training for module in model.modules()}
+    cache: Any = DynamicCache()
+    try:
+        model.eval()
+        with torch.autocast("cpu", enabled=False):
+            model(ids, past_key_values=cache, use_cache=True)
+            cos, sin = model.model.rotary_emb(model.model.embed_tokens(ids), torch.arange(ids.shape[1])[None])
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+    layers = tuple((one.keys[0, :, start:].clone(), one.values[0, :, start:].clone()) for one in cache.layers)
+    return Truth(layers, (cos[0, start:].float().clone(), sin[0, start:].float().clone()))
+
+
+@torch.no_grad()
+def stock_logits(model: nn.Module, input_ids: Tensor, new_ids: Tensor | None = None) -> Tensor:
+    """Logits of the last token of a prompt, and of every token that came after it.
+
+    Args:
+        model: as it is.
+        input_ids: `[1, tokens]`, the prompt.
+        new_ids: `[1, tokens]`, what was generated and fed again.
+
+    Returns:
+        `[tokens + 1, vocabulary]`.
+    """
+    new_ids = input_ids[:, :0] if new_ids is None else new_ids
+    logits = model(torch.cat([input_ids, new_ids], 1), use_cache=False).logits
+    return logits[0, input_ids.shape[1] - 1 :]
+
+
+def is_equal(got: Tensor, expected: Tensor) -> bool:
+    """Bit for bit, with NaN equal to itself."""
+    if got.dtype != expected.dtype or got.shape != expected.shape:
+        return False
+    return got.equal(expected) or _bytes(got).equal(_bytes(expected))
+
+
+def is_near(got: Tensor, expected: Tensor, share: float = FLOOR) -> bool:
+    """Equal up to a share of the largest value; NaN is near nothing."""
+    if got.shape != expected.shape:
+        return False
+    return bool((got.float() - expected.float()).abs().max() <= share * expected.float().abs().max())
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)

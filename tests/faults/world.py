@@ -1,0 +1,279 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What is damaged: stores of real entries, in files, of models of transformers with four layers and with twelve.
+
+Everything that a store hands out is compared with `oracle`, which shares no code with it. Where a codec rounds, what
+came out of the undamaged store is held against the truth once, within the step of the codec, and from then on bit for
+bit against itself.
+"""
+
+import logging
+import random
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_blend.loading.pipeline import Pipeline
+from hf_blend.store import ChunkKey, ChunkKV, ChunkStore
+
+from .damage import clear
+from .oracle import Truth, is_equal, stock_kv
+
+__all__ = ["NEIGHBOURS", "SECRET", "WAYS", "Entry", "Shelf", "World", "build_model", "drawn_chunk", "is_same", "take"]
+
+SECRET = b"the store's own"
+LENGTHS = (16, 16, 40, 40, 64, 64)  # two of each, so that entries of equal length can change places
+DEEP_LENGTHS = (48, 64, 64)
+SINK = (1,)
+SHELVES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "signed": {"secret": SECRET},
+    "int8": {"codec": "int8"},
+    "signed int8": {"secret": SECRET, "codec": "int8"},
+}
+NEIGHBOURS = (
+    *("of another model", "behind another sink", "behind no sink", "of another tenant"),
+    "of tokens in another order",
+)
+WAYS = ("get", "stream", "stream in any order", "stream read ahead", "two streams", "new process")
+SMALL: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+DEEP: dict[str, Any] = {"hidden_size": 256, "num_hidden_layers": 12, "num_attention_heads": 4}  # 1.6 MB an entry
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One stored chunk.
+
+    Attributes:
+        computed: as the model computes it.
+        expected: as the store must hand it out; the same, unless a codec rounds.
+        path: of its file.
+        good: what the store wrote there.
+    """
+
+    computed: ChunkKV
+    expected: ChunkKV
+    path: Path
+    good: bytes
+
+    @property
+    def key(self) -> ChunkKey:
+        """Of the chunk."""
+        return self.expected.key
+
+
+@dataclass
+class Shelf:
+    """A store in a folder, all of whose entries are known.
+
+    Attributes:
+        folder: where it is.
+        settings: of `ChunkStore.open`.
+        store: holds nothing in memory, so that every question goes to the file.
+        entries: what it holds.
+    """
+
+    folder: Path
+    settings: dict[str, Any]
+    store: ChunkStore
+    entries: list[Entry] = field(default_factory=list)
+
+    def opened(self, **settings: Any) -> ChunkStore:
+        """The same folder, as another process would open it."""
+        return ChunkStore.open(self.folder, durability="none", **{**self.settings, **settings})
+
+    def put_back(self, place: int) -> None:
+        """Make an entry's file good again, whatever stands there now."""
+        entry = self.entries[place]
+        clear(entry.path)
+        entry.path.write_bytes(entry.good)
+
+    def other(self, draw: random.Random, place: int) -> Entry:
+        """Another entry; one of the same length, if there is one."""
+        length = self.entries[place].expected.tokens
+        others = [entry for number, entry in enumerate(self.entries) if number != place]
+        return draw.choice([entry for entry in others if entry.expected.tokens == length] or others)
+
+
+class World:
+    """All that is built once.
+
+    Args:
+        folder: an empty one, on the disk that is to be tried.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        torch.set_num_threads(1)
+        logging.getLogger("hf_blend").setLevel(logging.CRITICAL)
+        self.folder = folder
+        self.model = build_model(0, **SMALL)
+        draw = random.Random(0)
+        self.chunks = [tuple(draw.randrange(3, 128) for _ in range(length)) for length in LENGTHS]
+        truths = {ids: stock_kv(self.model, SINK, ids) for ids in self.chunks}
+        self.shelves = {name: self._filled(name, self.model, truths, given) for name, given in SHELVES.items()}
+        self._neighbours: dict[tuple[str, int, str], bytes] = {}
+
+    @cached_property
+    def _other(self) -> LlamaForCausalLM:
+        return build_model(1, **SMALL)
+
+    @cached_property
+    def deep(self) -> Shelf:
+        """Entries that are larger than what is read at once."""
+        model, draw = build_model(2, **DEEP), random.Random(1)
+        chunks = [tuple(draw.randrange(3, 128) for _ in range(length)) for length in DEEP_LENGTHS]
+        return self._filled("deep", model, {ids: stock_kv(model, SINK, ids) for ids in chunks}, {})
+
+    def shelf(self, draw: random.Random) -> tuple[str, Shelf]:
+        """One of all, with its name."""
+        name = draw.choices(["plain", "signed", "int8", "signed int8", "deep"], [6, 5, 3, 2, 2])[0]
+        return name, self.deep if name == "deep" else self.shelves[name]
+
+    def _filled(self, name: str, model: Any, truths: dict[tuple[int, ...], Truth], settings: dict[str, Any]) -> Shelf:
+        folder = self.folder / name
+        shelf = Shelf(folder, settings, ChunkStore.open(folder, durability="none", memory_bytes=0, **settings))
+        shelf.settings = {**settings, "memory_bytes": 0}
+        known: set[Path] = set()
+        for ids, truth in truths.items():
+            (key,) = shelf.store.add(model, None, [ids], sink_ids=SINK)
+            (path,) = set((folder / "objects").rglob("*.safetensors")) - known
+            known.add(path)
+            computed = ChunkKV(key, truth.layers, (truth.table,), (0,) * len(truth.layers))
+            got = shelf.store.get(key)
+            assert got is not None, "nothing was damaged yet, and nothing was found"
+            if settings.get("codec") == "int8":
+                assert _is_rounded(got, computed), "an int8 entry is not the truth to the next step"
+            else:
+                assert is_same(got, computed), "an entry is not what stock transformers computes"
+            shelf.entries.append(Entry(computed, replace(got, layers=tuple(got.layers)), path, path.read_bytes()))
+        return shelf
+
+    def neighbour(self, name: str, place: int, kind: str) -> bytes:
+        """The bytes of an entry that differs from one of a shelf in its model, sink, tenant or tokens.
+
+        Args:
+            name: of the shelf.
+            place: of the entry.
+            kind: one of `NEIGHBOURS`.
+
+        Returns:
+            What the same store would have written for it.
+        """
+        if (name, place, kind) not in self._neighbours:
+            ids = self.chunks[place]
+            model = self._other if kind == "of another model" else self.model
+            sink = {"behind another sink": (2,), "behind no sink": ()}.get(kind, SINK)
+            ids = ids[::-1] if kind == "of tokens in another order" else ids
+            with ChunkStore.open("memory://", namespace="other" if kind == "of another tenant" else "") as held:
+                (key,) = held.add(model, None, [ids], sink_ids=sink)
+                chunk = held.get(key)
+            assert chunk is not None, "it is held in memory"
+            self._neighbours[name, place, kind] = self.written(name, chunk)
+        return self._neighbours[name, place, kind]
+
+    def written(self, name: str, chunk: ChunkKV, **settings: Any) -> bytes:
+        """What the file of a chunk holds, where a store with the settings of a shelf, or others, has put it."""
+        given = {**self.shelves[name].settings, **settings, "namespace": chunk.key.namespace}
+        folder = self.folder / "written"
+        with ChunkStore.open(folder, durability="none", **given) as store:
+            store.put(chunk)
+        (path,) = (folder / "objects").rglob("*.safetensors")
+        content = path.read_bytes()
+        path.unlink()
+        return content
+
+
+def take(store: ChunkStore, entry: Entry, way: str, draw: random.Random) -> tuple[list[ChunkKV], bool]:
+    """Ask for a chunk as requests do, and use every layer of it.
+
+    Args:
+        store: where it was stored.
+        entry: which one.
+        way: one of `WAYS`; "new process" is another store, and so for the caller to open.
+        draw: the order of the layers is drawn from it.
+
+    Returns:
+        The chunks that were handed out, none for a miss; and whether any was computed again.
+    """
+    computed: list[int] = []
+
+    def recompute() -> ChunkKV:
+        computed.append(1)
+        return entry.computed
+
+    if way == "get":
+        whole = store.get(entry.key)
+        return ([] if whole is None else [whole]), False
+    streams = [store.stream(entry.key, recompute) for _ in range(2 if way == "two streams" else 1)]
+    chunks = [chunk for chunk in streams if chunk is not None]
+    reading = [Pipeline([_coming(chunk)], 2) for chunk in chunks if way == "stream read ahead" and _is_coming(chunk)]
+    orders = [list(range(len(chunk.layers))) for chunk in chunks]
+    if way == "stream in any order":
+        for order in orders:
+            draw.shuffle(order)
+    found: list[dict[int, Any]] = [{} for _ in chunks]
+    for places in zip(*orders, strict=False):
+        for chunk, place, layers in zip(chunks, places, found, strict=True):
+            layers[place] = chunk.layers[place]
+    for one in reading:
+        one.close()
+    got = [replace(c, layers=tuple(has[n] for n in sorted(has))) for c, has in zip(chunks, found, strict=True)]
+    return got, bool(computed)
+
+
+def _coming(chunk: ChunkKV) -> Any:
+    return chunk.layers
+
+
+def _is_coming(chunk: ChunkKV) -> bool:
+    return hasattr(chunk.layers, "fetch_kv")
+
+
+def is_same(got: ChunkKV, expected: ChunkKV) -> bool:
+    """Compare bit for bit."""
+    if got.key != expected.key or got.layer_table != expected.layer_table:
+        return False
+    if len(got.layers) != len(expected.layers) or len(got.tables) != len(expected.tables):
+        return False
+    pairs = zip((*got.layers, *got.tables), (*expected.layers, *expected.tables), strict=True)
+    return all(is_equal(one, other) for mine, theirs in pairs for one, other in zip(mine, theirs, strict=True))
+
+
+def _is_rounded(got: ChunkKV, computed: ChunkKV) -> bool:
+    """K within half a step of each channel's largest value, V within half a step of each token's."""
+    for mine, theirs in zip(got.layers, computed.layers, strict=True):
+        for one, other, axis in zip(mine, theirs, (1, 2), strict=True):
+            step = other.abs().amax(dim=axis, keepdim=True) / 127
+            if one.shape != other.shape or bool(((one - other).abs() > 0.5001 * step + 1e-7).any()):
+                return False
+    return True
+
+
+def build_model(seed: int, **fields: Any) -> LlamaForCausalLM:
+    """A Llama whose attention is not nearly uniform, in float32 and eval mode."""
+    shape: dict[str, Any] = {"vocab_size": 128, "intermediate_size": 128, "max_position_embeddings": 512}
+    special: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    before = torch.random.get_rng_state()
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**shape, **special, **fields, attention_dropout=0.5)).float().eval()
+    torch.random.set_rng_state(before)
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            weight.requires_grad_(False).mul_(6.0).requires_grad_(True)
+    return model
+
+
+def drawn_chunk(number: int, fingerprint: str = "ab" * 32) -> ChunkKV:
+    """A chunk of four layers and 16 to 40 tokens, of bits that are drawn: for what needs thousands of chunks."""
+    bits, tokens = torch.Generator().manual_seed(number), (16, 24, 40)[number % 3]
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=bits)
+
+    key = ChunkKey(fingerprint, SINK, (5, number, *range(tokens - 2)))
+    layers = tuple((normal(2, tokens, 16), normal(2, tokens, 16)) for _ in range(4))
+    return ChunkKV(key, layers, ((normal(tokens, 16), normal(tokens, 16)),), (0,) * 4)
