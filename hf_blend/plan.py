@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .anatomy import text_config
-from .capture import compute_chunk
+from .canary import compute_chunk, is_of_model
 from .config import BlendConfig
 from .loading.advice import Advice
 from .loading.pipeline import Pipeline
@@ -268,6 +268,9 @@ class Planner:
     def _fetch(self, plan: Plan, key: ChunkKey) -> ChunkKV:
         if key not in self._fetched:
             chunk = self._store.stream(key, partial(_compute, self._model, key, plan.replaced))
+            if chunk is not None and not is_of_model(self._model, chunk.canary):
+                self._store.reject(key, "canary")
+                chunk = None
             if chunk is None:
                 with self._store.timed(key):
                     chunk = self._store.put(_compute(self._model, key))

@@ -66,12 +66,14 @@ class ChunkKV:
             keys, values and layers.
         tables: the distinct `(cos, sin)` of the model for those positions, each `[tokens, rotary_width]` in float32.
         layer_table: for each layer its place in `tables`, or -1 if it does not rotate.
+        canary: what the model that computed it says of itself, stored with it; the store does not look at it.
     """
 
     key: ChunkKey
     layers: tuple[tuple[Tensor, Tensor], ...]
     tables: tuple[tuple[Tensor, Tensor], ...]
     layer_table: tuple[int, ...]
+    canary: str = ""
 
     @property
     def tokens(self) -> int:
