@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from .anatomy import LayerCall, decoder_layers, decoder_of
 from .errors import PromptError, UnsupportedModelError
-from .fingerprint import fingerprint
 from .identity.canonical import canonical
 from .modality import refuse_placeholders
 from .placement import input_device
@@ -61,30 +60,6 @@ def capture_chunk(
     tables, layer_table = _distinct(captured.tables, start)
     layers = tuple((keys[0, :, start:].clone(), values[0, :, start:].clone()) for keys, values in captured.layers)
     return ChunkKV(ChunkKey(fingerprint, tuple(sink_ids), tuple(token_ids), namespace), layers, tables, layer_table)
-
-
-def compute_chunk(model: nn.Module, key: ChunkKey) -> ChunkKV:
-    """Compute the chunk of a key, to be stored under it.
-
-    Args:
-        model: whose fingerprint is the key's.
-        key: which chunk.
-
-    Returns:
-        The chunk.
-
-    Raises:
-        PromptError: as `capture_chunk`.
-        UnsupportedModelError: as `capture_chunk`, or the model is another one by now.
-    """
-    chunk = capture_chunk(model, key.token_ids, key.sink_ids, key.fingerprint, key.namespace)
-    now = fingerprint(model)
-    if now != key.fingerprint:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} changed while a chunk was computed: its fingerprint is {now:.12}…, expected "
-            f"{key.fingerprint:.12}…. Nothing is stored. Do not train or patch a model while it is used."
-        )
-    return chunk
 
 
 def capture(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .anatomy import text_config
-from .capture import compute_chunk
+from .canary import compute_chunk, is_of_model
 from .config import BlendConfig
 from .layout import layout_of
 from .loading.advice import Advice
@@ -320,6 +320,9 @@ class Planner:
         if key not in self._fetched:
             layout = layout_of(self._model, self._fingerprint)
             chunk = self._store.stream(key, partial(_compute, self._model, key, plan.replaced), layout=layout)
+            if chunk is not None and not is_of_model(self._model, chunk.canary):
+                self._store.reject(key, "canary")
+                chunk = None
             if chunk is None:
                 with self._store.timed(key):
                     chunk = self._store.put(_compute(self._model, key))

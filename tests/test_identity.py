@@ -2,8 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whatever changes what a forward computes gives another fingerprint, or a refusal that names it."""
 
+import base64
 import contextlib
 import copy
+import dataclasses
 import functools
 import gc
 import types
@@ -18,10 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 import hf_blend
-from hf_blend import BlendCache, ChunkStore
+from hf_blend import BlendCache, ChunkStore, canary
 from hf_blend.errors import ConfigError, UnsupportedModelError
 from hf_blend.fingerprint import fingerprint, state_of
 from hf_blend.identity import watch, weights
+from hf_blend.identity.structure import Structure
+from hf_blend.ladder.zoo import tiny_model as build
+from hf_blend.ladder.zoo import tiny_types
 
 IDS = torch.arange(3, 35)[None]
 CHUNKS = [list(range(10, 40)), list(range(50, 90))]
@@ -492,6 +497,63 @@ def test_a_patched_model_is_forgotten_too(tiny_model):
     assert ref() is None
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_frequencies_that_move_with_the_prompt_are_no_change(kind, tiny_model):
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 16}
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0, **(factors if kind == "longrope" else {})}
+    model = tiny_model("llama", num_hidden_layers=1, rope_parameters=rope, max_position_embeddings=16)
+    before, states = fingerprint(model), set()
+    for tokens in (30, 8, 40, 8, 50):
+        model(torch.arange(tokens)[None] + 3)
+        assert fingerprint(model) == before
+        states.add(state_of(model))
+    assert len(states) <= 2, "an attribute that was written for the first time may be looked at once"
+
+
+@pytest.mark.parametrize(
+    ("change", "computed"),
+    [(lambda found: found, 0), (lambda found: found * (1 + 1e-4), 0), (lambda found: found * 1.1, 1)],
+    ids=["same", "noise", "other"],
+)
+def test_a_chunk_with_another_canary_is_a_miss_of_its_own_and_computed(change, computed, model):
+    store = ChunkStore.open("memory://")
+    [key] = store.add(model, None, CHUNKS[:1])
+    chunk = store.get(key)
+    numbers = change(canary._decoded(chunk.canary))
+    store.delete(key)
+    store.put(dataclasses.replace(chunk, canary=base64.b64encode(numbers.numpy().tobytes()).decode()))
+    cache = BlendCache(model, store)
+    inputs = cache.inputs(None, chunks=CHUNKS[:1], question=[7, 8])
+    model.generate(**inputs, past_key_values=cache, max_new_tokens=2, do_sample=False)
+    assert cache.report.computed_chunks == computed
+    assert store.stats()["misses"].get("canary", 0) == computed
+    assert store.get(key).canary == canary.canary_of(model) or not computed
+
+
+@pytest.mark.parametrize("text", ["!", "AAAA", "x" * 400])
+def test_a_canary_that_is_none_is_of_no_model(text, model):
+    fingerprint(model)
+    assert not canary.is_of_model(model, text)
+
+
+def test_a_canary_sees_what_a_fingerprint_cannot_and_is_the_same_with_another_attention(model):
+    before = fingerprint(model)
+    own = canary.canary_of(model)
+    model.set_attn_implementation("eager")
+    assert fingerprint(model) == before
+    assert canary.is_of_model(model, own)
+
+    class Other(torch.overrides.TorchFunctionMode):  # no attribute of the model, and no code in a file
+        def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = function(*args, **(kwargs or {}))
+            return found * 1.5 if function is nn.functional.silu else found
+
+    twin = copy.deepcopy(model)
+    with Other():
+        assert fingerprint(twin) == before, "it has grown: take another change"
+        assert not canary.is_of_model(twin, own)
+
+
 def test_a_hook_of_peft_is_refused_with_what_to_do(model):
     def select(adapter_names: list[str], *_: Any) -> None: ...
 
@@ -543,3 +605,22 @@ def test_adapters_that_are_chosen_per_request_are_refused(call, adapted):
     with pytest.raises(UnsupportedModelError, match="for this request alone"):
         run(**given)
     assert len(store) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", tiny_types())
+def test_running_a_model_of_any_type_is_no_change(model_type):
+    try:
+        model = build(model_type)
+    except hf_blend.HfBlendError as refused:
+        pytest.skip(str(refused))
+    before = fingerprint(model)
+    state = state_of(model)
+    assert not Structure(model).is_foreign
+    for _ in range(2):
+        model.generate(IDS, max_new_tokens=3, do_sample=False)
+        assert fingerprint(model) == before
+    assert state_of(model) <= state + 1, "hooks that transformers keeps in a model may be looked at once"
+    with contextlib.suppress(ValueError):  # some know one attention only
+        model.set_attn_implementation("eager")
+    assert fingerprint(model) == before

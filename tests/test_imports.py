@@ -31,7 +31,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # its modules; wh
     "model": (
         (
             *("anatomy", "hooks", "attention", "masks", "capture", "calibrate", "trust", "fingerprint", "checksum"),
-            *("placement", "quantised", "flops", "identity", "modality"),
+            *("placement", "quantised", "flops", "identity", "modality", "canary"),
         ),
         ("rotary", "prompt"),
     ),
@@ -68,6 +68,7 @@ DEBTS = {  # imports against the order, to be paid off: a line may be taken out,
     ("loading.profile", "fingerprint"),
     ("row_masks", "cache_layers"),
     ("store.store", "anatomy"),
+    ("store.store", "canary"),
     ("store.store", "capture"),
     ("store.store", "fingerprint"),
     ("store.store", "identity.canonical"),

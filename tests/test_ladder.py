@@ -129,7 +129,7 @@ def store_written(self: Any, layer: int, slots: Any, keys: Any, values: Any) -> 
 
 
 def stored_coarsely(*arguments: Any) -> Any:
-    return CAPTURE_CHUNK(*arguments).map(lambda states: states.bfloat16().to(states.dtype))
+    return COMPUTE_CHUNK(*arguments).map(lambda states: states.bfloat16().to(states.dtype))
 
 
 def only_the_last_of_the_question(self: Any, index: int, seen: Any) -> Any:
@@ -199,7 +199,7 @@ def as_the_model_has_put_them(source: Any, layer: int, states: Any, old: Any, ne
 
 
 COMPOSE, ROW_MASK, LAY, HIGHEST = realign.compose, row_masks.row_mask, realign.Realigner.lay, choice.highest
-CAPTURE_CHUNK, CHOSEN, BEGIN = plan.capture_chunk, blend.Fusor._chosen, blend.Fusor._begin
+COMPUTE_CHUNK, CHOSEN, BEGIN = plan.compute_chunk, blend.Fusor._chosen, blend.Fusor._begin
 TAKE_ROWS, WRITES = LayerCall.take_rows, itertools.count()
 WRITE_STATES, ENDED, LAYER_UPDATE = rows.Rows.write_states, hooks.Entry._ended, layers.BlendLayer.update
 
@@ -211,7 +211,7 @@ BREAKS: list[tuple[str, Any, str, Callable[..., Any]]] = [  # rung, owner, attri
     ("realign_values", realign.Realigner, "lay", values_shifted),
     ("layer_0", realign, "compose", one_step_each),
     ("moved_chunk", realign, "compose", one_step_each),
-    ("prefix_cache", plan, "capture_chunk", stored_coarsely),
+    ("prefix_cache", plan, "compute_chunk", stored_coarsely),
     ("ratio_1", row_masks, "row_mask", looking_ahead),
     ("ratio_1", blend.Fusor, "_chosen", only_the_last_of_the_question),
     ("ratio_1_batch", row_masks, "row_mask", without_padding),
@@ -222,7 +222,7 @@ BREAKS: list[tuple[str, Any, str, Callable[..., Any]]] = [  # rung, owner, attri
     ("fused_ratio", row_masks, "row_mask", looking_ahead),
     ("fused_ratio", LayerCall, "take_rows", rotated_for_other_places),
     ("question_is_fresh", blend.Fusor, "_begin", question_from_a_stale_place),
-    ("unchosen_bytes", plan, "capture_chunk", stored_coarsely),
+    ("unchosen_bytes", plan, "compute_chunk", stored_coarsely),
     ("causality", row_masks, "row_mask", looking_ahead),
     ("store_bytes", realign.Realigner, "lay", store_written),
     ("same_bits", choice, "highest", by_lot),

@@ -30,7 +30,7 @@ from .structure import (
     counted_attributes,
     foreign_attention,
 )
-from .weights import loaded_values, stored_parts, tensors
+from .weights import has_moving_rotary_tables, loaded_values, stored_parts, tensors
 
 WHOLE_BYTES = 4 << 20  # models up to this size are compared whole
 RUNS, RUN_ELEMENTS = 16, 8  # of each tensor: so many places, evenly spread, and so many elements at each
@@ -67,6 +67,17 @@ class _PlaceHolder(_Same):
         return isinstance(other, Tensor) and other.is_meta and other.shape == self._shape
 
 
+class _Moving:
+    """Equal to anything: the frequencies of a model that replaces them as prompts grow."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 class StructureWatch:
     """The structure of a model at one moment."""
 
@@ -84,6 +95,10 @@ class StructureWatch:
         self._spaces = [(one, dict(vars(one))) for one in structure.namespaces if _is_lasting(one)]
         found: list[Any] = [*model.modules()]
         self._modules = [_noted(module, found) for module in tuple(found)]
+        if has_moving_rotary_tables(model):
+            for *_, frozen in self._modules:
+                buffers = frozen[1]  # see `_counted`
+                buffers.update({name: _Moving() for name in buffers if name.endswith("inv_freq")})
         self._objects, seen = list[_Note](), {id(module) for module in model.modules()}
         found += configs_inside(getattr(model, "config", None))
         while found:
@@ -102,7 +117,7 @@ class StructureWatch:
             same = _are_same(self._modules) and _are_same(self._objects)
             same = same and all(held == vars(space) for space, held in self._spaces)
             same = same and foreign_attention(self._model()).keys() == self._attention
-        except (KeyError, RuntimeError, TypeError, ValueError):  # an attribute is gone, or is no longer comparable
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):  # gone, or no longer comparable
             return False
         return same and (not self._is_foreign or Structure(self._model()).parts == self._parts)
 
@@ -259,7 +274,8 @@ def _frozen(value: Any, found: list[Any]) -> Any:
         return set(value)
     if isinstance(value, Tensor) and value.is_meta:
         return _PlaceHolder(value)
-    if getattr(value, "__dict__", None) and not isinstance(value, (*CALLABLES, nn.Module, ModuleType)):
+    is_object = getattr(value, "__dict__", None) and not isinstance(value, (*CALLABLES, nn.Module, ModuleType))
+    if is_object and (not isinstance(value, Tensor) or _counted(value)):
         found.append(value)
     return _Same(value)
 

@@ -46,7 +46,7 @@ def tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
 
     Never through `state_dict()`: it rewrites the 4-bit weights of a live model.
     """
-    moving = _has_moving_rotary_tables(model)
+    moving = has_moving_rotary_tables(model)
     seen: set[int] = set()
     for path, module in model.named_modules():
         plain = {name: vars(module)[name] for name in counted_attributes(module)}
@@ -141,7 +141,7 @@ def _row(path: str, tensor: Tensor) -> bytes:
     return json.dumps(row, separators=(",", ":")).encode() + b"\n"
 
 
-def _has_moving_rotary_tables(model: nn.Module) -> bool:
+def has_moving_rotary_tables(model: nn.Module) -> bool:
     """Dynamic and longrope models replace their frequencies as prompts grow; the config says all about them."""
     rope = json.dumps(config_part(getattr(model.config, "rope_parameters", None) or {}))
     return "dynamic" in rope or "longrope" in rope

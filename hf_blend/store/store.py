@@ -244,7 +244,8 @@ class ChunkStore(Upkeep):
             StoreError: a chunk's KV holds NaN or infinity.
             UnsupportedModelError: the model has hooks of others, is wrapped, or changes while it is used.
         """
-        from ..capture import check_chunk, compute_chunk
+        from ..canary import compute_chunk
+        from ..capture import check_chunk
         from ..fingerprint import fingerprint
         from ..prompt import tokenize
 
@@ -297,6 +298,17 @@ class ChunkStore(Upkeep):
         if key.namespace != self.namespace:
             return False
         return bool(self.remove([key.digest]))
+
+    def reject(self, key: ChunkKey, reason: str) -> None:
+        """Count a chunk that was fetched as a miss after all, and make room for one that is right.
+
+        Args:
+            key: which chunk.
+            reason: one word for `misses`, such as "canary".
+        """
+        self._stack.miss(reason)
+        with contextlib.suppress(StoreError):
+            self.delete(key)
 
     def weigh(self, key: ChunkKey, important_ratio: float) -> None:
         """Say which share of a chunk's tokens turned out to be important, for the policy "importance".
