@@ -54,8 +54,7 @@ def ask(model: Any, tokenizer: Any, store: ChunkStore, example: Example, kv_bits
     context = ids.shape[1] - len(prompt.question)
     cache = BlendCache(model, store, kv_bits=kv_bits)
     cache.inputs(tokenizer, prefix=example.prefix, chunks=example.chunks, question=example.question)
-    cache.get_seq_length()
-    model(ids[:, :context], past_key_values=cache, use_cache=True)
+    model(ids[:, :context], past_key_values=cache, use_cache=True, logits_to_keep=1)
     steps = [model(ids[:, [place]], past_key_values=cache).logits[0, -1] for place in range(context, ids.shape[1])]
     packed = sum(getattr(layer, "packed_tokens", 0) for layer in cache.layers) / len(cache.layers)
     answer = [int(steps[-1].argmax())]

@@ -71,13 +71,14 @@ def prompt_of(model: nn.Module, tokenizer: Any, store: ChunkStore, pieces: dict[
         PromptError: nothing of the prompt can be reused.
     """
     everything = BlendCache(model, store, selector="full", recompute_ratio=1.0)
-    target = int(model(**everything.inputs(tokenizer, **pieces), past_key_values=everything).logits[0, -1].argmax())
+    inputs = everything.inputs(tokenizer, **pieces)
+    target = int(model(**inputs, past_key_values=everything, logits_to_keep=1).logits[0, -1].argmax())
     if not everything.report.chosen_columns:
         raise PromptError(f"nothing of {pieces['chunks']!r:.80} can be reused. Give two chunks or more.")
     reusable = everything.report.chosen_columns[0]
     cache = BlendCache(model, store, selector="none", recompute_ratio=0.0)
     inputs = cache.inputs(tokenizer, **pieces)
-    model(**inputs, past_key_values=cache)
+    model(**inputs, past_key_values=cache, logits_to_keep=1)
     layers: list[Any] = list(cache.layers)
     stale = tuple((layer.keys.clone(), layer.values.clone()) for layer in layers)
     ids = inputs["input_ids"]

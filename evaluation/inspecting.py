@@ -131,7 +131,7 @@ class Inspector:
 
         cache.listener = Listener(hear)
         inputs = cache.inputs(self._tokenizer, **self._pieces)
-        self._model(**inputs, past_key_values=cache)
+        self._model(**inputs, past_key_values=cache, logits_to_keep=1)
         self._ids = inputs["input_ids"][0].tolist()
         layers: list[Any] = list(cache.layers)
         states = [(layer.keys, layer.values) for layer in layers]

@@ -20,6 +20,7 @@ from .errors import UnsupportedModelError
 from .placement import input_device
 
 TOKEN_STATES = ("", "SlidingWindow", "Dummy")  # cache layers of transformers, less "Dynamic" and "Layer"
+PER_TOKEN = ("output_hidden_states", "output_attentions", "output_router_logits")  # a row for every token of a layer
 _reshaping: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 UNREADABLE = (AttributeError, LookupError, TypeError, ValueError)  # a config that transformers' own cache refuses
 
@@ -167,7 +168,7 @@ class LayerCall:
     @classmethod
     def bind(cls, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "LayerCall":
         """Give each positional argument its name."""
-        names = _parameter_names(type(layer))  # type: ignore[arg-type]
+        names = parameter_names(type(layer))  # type: ignore[arg-type]
         return cls(layer, {**dict(zip(names, args, strict=False)), **kwargs}, names[0])
 
     @property
@@ -212,9 +213,10 @@ class LayerCall:
 
 
 @lru_cache(maxsize=256)
-def _parameter_names(layer_class: type[nn.Module]) -> tuple[str, ...]:
+def parameter_names(module_class: type[nn.Module]) -> tuple[str, ...]:
+    """The names of what the `forward` of a class of modules may be given by place, in order."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = list(inspect.signature(layer_class.forward).parameters.values())[1:]
+    parameters = list(inspect.signature(module_class.forward).parameters.values())[1:]
     return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
 
 

@@ -55,8 +55,7 @@ class Fusor:
         realigner: Realigner,
         repair: Repair,
         report: BlendReport,
-        wanted_rows: int | None = None,
-        ids_seen: bool = True,
+        wanted_rows: int,
         listener: Listener | None = None,
     ) -> None:
         """Prepare a forward.
@@ -71,21 +70,19 @@ class Fusor:
             realigner: lays stored KV.
             repair: corrects what is not recomputed.
             report: is told what was computed.
-            wanted_rows: how many of the last rows the caller wants an output for; None for all that flow.
-            ids_seen: the plan was made from the ids that the model was called with. If not, nothing stored is believed
-                before its K and V at layer 0 were compared with those of the tokens that are really there.
+            wanted_rows: how many of the last rows the caller wants an output for.
             listener: is given every layer's attention.
         """
         self._model, self._layers, self._plan, self._past = model, layers, plan, past
         self._chooser, self._realigner, self._report = chooser, realigner, report
-        self._wanted_rows, self._ids_seen, self._repair = wanted_rows, ids_seen, repair
+        self._wanted_rows, self._repair = min(wanted_rows, plan.real.shape[1]), repair
         self._last = len(layers) - 1
         self._first_ratio, self._ratios = chooser.schedule(config, len(layers), plan.real.numel())
         self._tokens, self._padded = plan.real.shape[1], not bool(plan.real.all())
         self._masks = RowMasks(model, layers, past, self._tokens)
         self._exact, self._reusable = plan.where(exact=True), plan.where(exact=False)
         for grid in (self._exact, self._reusable):
-            grid[:, self._tokens - min(wanted_rows or 1, self._tokens) :] = False  # an output is wanted there
+            grid[:, self._tokens - self._wanted_rows :] = False  # an output is wanted there
         self._rows: Rows | None = None  # None: all tokens, as the model passes them
         self._opened: dict[int, KV] = {}
         self._is_looking = False
@@ -183,10 +180,6 @@ class Fusor:
         device = call.hidden.device
         self._plan.real, self._exact = self._plan.real.to(device), self._exact.to(device)
         self._reusable = self._reusable.to(device)
-        if not self._ids_seen:
-            self._look(0, call)
-        if not self._plan.slots:
-            return
         flows = self._plan.real & ~self._exact
         if self._first_ratio is not None:
             picked = self._chooser.choose(0, Rows.every(flows), self._reusable, None, self._first_ratio)
@@ -277,9 +270,9 @@ class Fusor:
         self._detour = self._masks.give(layer, call, model_mask, self._rows)
 
     def _trim(self, index: int, call: LayerCall, model_mask: Any) -> None:
-        """In the last layer, go past K and V only with the rows whose output is wanted."""
+        """In the last layer, go past K and V only with the rows whose output is wanted; a listener hears all."""
         flowing = self._tokens if self._rows is None else self._rows.columns.shape[1]
-        if self._wanted_rows is None or self._wanted_rows >= flowing or not self._plan.slots:
+        if self._wanted_rows >= flowing or not self._plan.slots or self._listener is not None:
             return
         self._look(index, call)
         wanted = torch.zeros((self._plan.real.shape[0], flowing), dtype=torch.bool, device=self._plan.real.device)

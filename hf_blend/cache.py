@@ -13,10 +13,12 @@ model, enters the model's layers for the one forward that is the prefill, and be
 """
 
 import copy
+import logging
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
@@ -28,6 +30,7 @@ from .choice import Chooser, FullPrefill
 from .config import BlendConfig
 from .correcting import Repair
 from .decode_masks import MaskedDecode
+from .errors import ConfigError
 from .fingerprint import fingerprint
 from .flops import layer_costs
 from .hooks import Entry
@@ -38,10 +41,17 @@ from .prompt import History, batch, build_all, check_lengths
 from .quantised import silence_casts
 from .realign import Realigner
 from .report import BlendReport
-from .request import Brought, Coming, check_new, is_plain
+from .request import PADDED_INSIDE, UNSEEN, Brought, Coming, check_new, new_tokens, real_tokens, why_plain
 from .selectors.base import Hear
 from .store import ChunkStore
 from .trust import ensure_trusted
+
+logger = logging.getLogger(__name__)
+
+
+@cache
+def _warn_once(reason: str) -> None:
+    logger.warning("no stored chunk is reused: %s", reason)
 
 
 class BlendCache(MaskedDecode):
@@ -49,6 +59,14 @@ class BlendCache(MaskedDecode):
 
     Works with greedy search, sampling, beam search, assisted decoding and streaming, because `generate` sees a dynamic
     cache: empty before the prefill, full after it. `report` says what the last prefill cost.
+
+    `model(**inputs, past_key_values=cache, logits_to_keep=1)` is the same prefill without `generate`, and gives the
+    logits of the last token; a larger number gives those of so many last tokens. Where outputs of every token are
+    asked for (no `logits_to_keep`, a tensor of places, `labels`, hidden states, attentions) all tokens are computed,
+    as without this cache: nothing is reused then, and `report.fallback_reason` and one warning say why.
+
+    A cache serves the model object that it was made for, also inside a wrapper that calls the same layers, and refuses
+    every other, copies included; a copy that `torch.compile` has compiled is not noticed.
     """
 
     def __init__(
@@ -82,7 +100,8 @@ class BlendCache(MaskedDecode):
         self.listener: Listener | None = None  # is given every layer's attention in a blended forward
         self._coming, self._resume = Coming(), Coming()
         self._history = History()
-        self._past, self._is_announced = 0, False
+        self._past, self._is_seen = 0, False  # is seen: the hook on the model was called for this forward
+        self._layer = len(self._styles)  # the last one that was updated
         self._before: list[Any] = []
         self._kept = cache_layers(text_config(model), len(self._styles), self.config.kv_bits)
         super().__init__(layers=[*self._kept])
@@ -97,6 +116,8 @@ class BlendCache(MaskedDecode):
         history: Tensor | Sequence[int] | None = None,
     ) -> dict[str, Tensor]:
         """Build the prompt of the next `generate` from its pieces. Chunks that the store lacks are computed then.
+
+        The model is watched from here until it is called with this cache, so that a direct call is seen too.
 
         Args:
             tokenizer: the model's tokenizer.
@@ -120,6 +141,7 @@ class BlendCache(MaskedDecode):
         check_lengths(prompts, held, text_config(self.model))
         made = batch(prompts, 0 if pad_id is None else pad_id, known)
         self._coming, self._history = Coming(made, held), History(made.input_ids, made.attention_mask)
+        self._entry.watch_model()
         device = input_device(self.model)
         return {"input_ids": made.input_ids.to(device), "attention_mask": made.attention_mask.to(device)}
 
@@ -137,7 +159,12 @@ class BlendCache(MaskedDecode):
 
         Returns:
             K and V of all tokens, `[batch, kv_heads, tokens, head_dim]`.
+
+        Raises:
+            ConfigError: another model object computed them than the one that this cache was made for.
         """
+        if not torch.compiler.is_compiling():
+            self._check_forward(layer_idx, key_states)
         if self._fusor is not None:
             return self._fusor.update(layer_idx, key_states, value_states)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -161,8 +188,6 @@ class BlendCache(MaskedDecode):
         Returns:
             (keys, offset).
         """
-        if self._fusor is None and query_length > 1:
-            self._begin_late(query_length)
         if self._fusor is not None and isinstance(self._kept[layer_idx], CacheLayerMixin):
             return self._kept[layer_idx].sizes_behind(self._past, query_length)
         return super().get_mask_sizes(query_length, layer_idx)
@@ -186,6 +211,13 @@ class BlendCache(MaskedDecode):
             layer.check_crop(tokens_to_remove)
         super().crop(tokens_to_remove)
 
+    def reset(self) -> None:
+        """Forget all tokens, and watch the model no more until `generate` or `inputs` is called."""
+        if self._fusor is not None:
+            self.forward_ends(failed=True)  # it was interrupted
+        super().reset()
+        self._entry.leave()
+
     @property
     def is_expecting(self) -> bool:
         """Whether the next forward is known to bring stored chunks."""
@@ -203,55 +235,93 @@ class BlendCache(MaskedDecode):
         twin.report = copy.deepcopy(self.report, memo)
         return twin
 
+    def __copy__(self) -> "BlendCache":
+        """Refused: what one of the two adds would show in the other."""
+        raise ConfigError(
+            f"copy.copy was asked of a BlendCache of {super().get_seq_length()} tokens, but the copy would share its "
+            "K and V, and grow with it. Use copy.deepcopy(cache)."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused: a cache belongs to a model object and an open store."""
+        raise ConfigError(
+            f"a BlendCache of {super().get_seq_length()} tokens was to be pickled, but it belongs to a model object "
+            "and an open store. Make one where it is needed, BlendCache(model, ChunkStore.open(path)): the chunks are "
+            "in the store. To keep a conversation use SequenceCache and save_session of hf_blend.context; in this "
+            "process use copy.deepcopy(cache)."
+        )
+
     def forward_begins(self, arguments: dict[str, Any]) -> None:
         """Called by the hook on the model, with the arguments of its forward."""
-        if self._fusor is not None:
-            self.forward_ends(failed=True)  # the last forward was interrupted in a way that no hook sees
-            self._entry.watch_model()
-        if is_plain(arguments):
-            self.report.planned(prompt_tokens=len(arguments["input_ids"]) if self._coming.is_begun else 0)
-            self._coming = Coming()
-            self._entry.leave()
-            return
+        self._is_seen = True
         check_new(arguments, super().get_seq_length())
-        self._is_announced = True
-        keep = arguments.get("logits_to_keep")
-        wanted = keep if isinstance(keep, int) and keep > 0 else None
-        self._begin(arguments["input_ids"], arguments.get("attention_mask"), wanted)
+        reason = why_plain(arguments, text_config(self.model))
+        if reason or new_tokens(arguments) < 2:
+            self._fall_back(reason, arguments)
+        else:
+            self._begin(arguments)
 
     def layer_begins(self, index: int, call: LayerCall) -> LayerCall:
         """Called by the hook on a decoder layer."""
         return call if self._fusor is None else self._fusor.enter(index, call)
 
     def forward_ends(self, failed: bool = False) -> None:
-        """Called by the hooks behind the last layer and the model; after a failure the cache is as it was before."""
+        """Called by the hook behind the model; after a failure the cache is as it was before."""
         if self._fusor is not None:
             self._fusor.end()
         if failed and self._fusor is not None:
             for layer, snapshot in zip(self._layers(), self._before, strict=True):
                 layer.restore(snapshot)
             self._coming = self._resume
-        self._fusor, self._before, self._is_announced = None, [], False
+        self._fusor, self._before, self._is_seen = None, [], False
         self._entry.leave(watching=self._coming.is_begun and not failed)
 
-    def _begin_late(self, query_length: int) -> None:
-        """A forward that no hook saw coming: its ids are known only if they were built by `inputs`."""
-        if self._is_announced and self._coming:
+    def _check_forward(self, layer_idx: int, keys: Tensor) -> None:
+        """At the first layer of a forward: is it one of this model, and was its beginning seen?"""
+        is_first, self._layer = layer_idx <= self._layer, layer_idx
+        if not is_first:
             return
-        self._entry.leave()
-        expected = self._coming.next_ids(super().get_seq_length(), query_length)
-        if expected is None:
-            self._coming = Coming()
-        else:
-            self._begin(*expected, ids_seen=False)
+        try:
+            is_own = self._entry.check_caller()
+        except ConfigError:
+            if self._fusor is None:
+                self._entry.leave(watching=bool(self._coming))
+            raise
+        if is_own and self._fusor is None:
+            if not self._is_seen:
+                self._fall_back(UNSEEN if keys.shape[2] > 1 else "", {"input_ids": keys[:, 0, :, 0]})
+            self._is_seen = False
+            self._entry.leave(watching=self._coming.is_begun)  # the model has asked for the length once more
 
-    def _begin(self, ids: Tensor, mask: Tensor | None, wanted_rows: int | None = None, ids_seen: bool = True) -> None:
+    def _fall_back(self, reason: str, arguments: dict[str, Any]) -> None:
+        """Compute every token of this forward; say why, if there was a prompt in which chunks might have been reused.
+
+        Args:
+            reason: empty where there is nothing to say: a step.
+            arguments: of the forward.
+        """
+        past, is_begun = super().get_seq_length(), self._coming.is_begun
+        is_told = bool(reason and (self._coming or not past))
+        if is_told and not is_begun:
+            self.report = BlendReport(self.config.recompute_ratio, past_tokens=past)
+        if is_told:
+            self.report.fallback_reason = reason
+            _warn_once(reason)
+        if is_told or is_begun:
+            self.report.planned(prompt_tokens=real_tokens(arguments))
+        self._coming = Coming()
+        self._entry.leave()
+
+    def _begin(self, arguments: dict[str, Any]) -> None:
         """Plan a forward, and enter the layers if anything of it is stored."""
+        ids, mask = arguments["input_ids"], arguments.get("attention_mask")
         self._past = super().get_seq_length()
         brought = Brought.of(ids, mask, max(0, self._past - self._coming.held), bool(self._coming))
-        plan = self._plan(brought) if brought is not None else None
-        if plan is None or not plan.slots:
-            self._coming = self._coming if plan is not None else Coming()
+        if brought is None:
+            self._fall_back(PADDED_INSIDE, arguments)
+            return
+        plan = self._plan(brought)
+        if not plan.slots:
             self._entry.leave(watching=self._coming.is_begun)
             return
         self._before = [layer.snapshot() for layer in self._layers()]
@@ -261,8 +331,8 @@ class BlendCache(MaskedDecode):
         chooser = Chooser(self._selector, plan, self._past, realigner, self.report, truth, probe)
         repair = Repair(self._corrector, plan, realigner, self.report)
         given = (self._kept, plan, self._past, plan.settings(self.config), chooser, realigner, repair, self.report)
-        self._fusor = Fusor(self.model, *given, wanted_rows, ids_seen, self.listener)
-        self._entry.enter_layers()
+        self._fusor = Fusor(self.model, *given, arguments["logits_to_keep"], self.listener)
+        self._entry.enter_layers(ids.shape[1])
 
     def _plan(self, brought: Brought) -> Plan:
         """Which columns have stored KV; the report begins anew, or goes on where a prompt comes in parts."""

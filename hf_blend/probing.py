@@ -99,9 +99,13 @@ def run_probe(model: nn.Module, cache: Any, ids: Tensor, mask: Tensor | None) ->
     if mask is not None:
         positions = (mask.long().cumsum(-1) - 1).clamp_min(0)
         given = {"attention_mask": mask, "position_ids": positions[:, -ids.shape[1] :]}
+    is_whole = False
     try:
-        cache.forward_begins({"input_ids": ids, "attention_mask": mask})
+        cache.forward_begins({"input_ids": ids, "attention_mask": mask, "logits_to_keep": 1})
         model.get_decoder()(input_ids=ids, past_key_values=cache, use_cache=True, **given)
+        is_whole = True
     except Reached:
-        cache.forward_ends(failed=True)
+        pass
+    finally:
+        cache.forward_ends(failed=not is_whole)
     return float(cache.report.flops)

@@ -50,6 +50,8 @@ class BlendReport:
         select_ms: host time for scoring and choosing.
         past_tokens: tokens that were in the cache before this prefill.
         chosen_columns: for each batch entry the reusable columns that the first choice let go on.
+        fallback_reason: why every token was computed although there was a prompt, and what to pass instead; empty
+            where stored chunks could be reused.
     """
 
     nominal_ratio: float = 0.0
@@ -65,6 +67,7 @@ class BlendReport:
     select_ms: float = 0.0
     past_tokens: int = 0
     chosen_columns: list[list[int]] = field(default_factory=list)
+    fallback_reason: str = ""
     _costs: list[LayerCost] = field(default_factory=list, repr=False)
     _work: list[Work] = field(default_factory=list, repr=False)
 
@@ -119,6 +122,8 @@ class BlendReport:
 
     def __str__(self) -> str:
         """One line for people."""
+        if self.fallback_reason:
+            return f"{self.prompt_tokens} tokens, all computed: {self.fallback_reason}"
         return (
             f"{self.prompt_tokens} tokens: {self.exact_tokens} exact, {self.reusable_tokens} reusable, of which "
             f"{sum(map(len, self.chosen_columns))} recomputed (nominal {self.nominal_ratio:.0%}, charged "

@@ -9,10 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .anatomy import PER_TOKEN
 from .errors import PromptError
 from .plan import Plan, Planner, Whole
 from .prompt import Prompt, PromptBatch
 
+PADDED_INSIDE = "padding stands behind or between the tokens of a prompt. Pad on the left: padding_side='left'."
+UNSEEN = (
+    "the call of the model was not seen: its forward was called past its hooks, or neither inputs() nor "
+    "get_seq_length() of this cache was called before it. Call the object that the cache was made for, or generate."
+)
 
 @dataclass(frozen=True)
 class Brought:
@@ -75,21 +81,6 @@ class Coming:
         """Whether anything is expected."""
         return self.batch is not None
 
-    def next_ids(self, past: int, tokens: int) -> tuple[Tensor, Tensor] | None:
-        """The ids and the mask of the next forward, if it goes on with these prompts.
-
-        Args:
-            past: columns in the cache.
-            tokens: columns of the forward.
-
-        Returns:
-            `[batch, tokens]` ids and `[batch, columns up to these]` mask; None if there are not so many.
-        """
-        start, end = past - self.held, past - self.held + tokens
-        if self.batch is None or start < 0 or end > self.batch.input_ids.shape[1]:
-            return None
-        return self.batch.input_ids[:, start:end], self.batch.attention_mask[:, :end]
-
     def plan(self, planner: Planner, brought: Brought, past: int) -> tuple[Plan, "Coming"]:
         """Plan a forward.
 
@@ -126,19 +117,61 @@ class Coming:
         return rest
 
 
-def is_plain(arguments: dict[str, Any]) -> bool:
-    """Whether a forward is one that is not blended: single tokens, no ids, a mask of one's own, or outputs by place.
+def new_tokens(arguments: dict[str, Any]) -> int:
+    """How many columns a forward brings.
 
     Args:
         arguments: of the model's forward, by name.
+    """
+    given = (arguments.get("input_ids"), arguments.get("inputs_embeds"))
+    return next((states.shape[1] for states in given if states is not None), 0)
 
-    Returns:
-        True where every token has to be computed, or is.
+
+def real_tokens(arguments: dict[str, Any]) -> int:
+    """How many tokens of a forward are not padding, all batch entries.
+
+    Args:
+        arguments: of the model's forward, by name.
     """
     ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
-    if ids is None or ids.shape[1] < 2 or (mask is not None and getattr(mask, "dim", int)() != 2):
-        return True
-    return isinstance(arguments.get("logits_to_keep"), Tensor) or arguments.get("labels") is not None
+    given, tokens = arguments["inputs_embeds"] if ids is None else ids, new_tokens(arguments)
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        return int(mask[:, -tokens:].sum())
+    return int(given.shape[0]) * tokens
+
+
+def why_plain(arguments: dict[str, Any], config: Any) -> str:
+    """Why a forward of several tokens computes all of them.
+
+    Args:
+        arguments: of the model's forward, by name.
+        config: of the text model; says which outputs are asked for where the arguments do not.
+
+    Returns:
+        What was passed and what to pass; empty where chunks may be reused.
+    """
+    mask, keep = arguments.get("attention_mask"), arguments.get("logits_to_keep")
+    if new_tokens(arguments) < 2:
+        return ""
+    if arguments.get("input_ids") is None:
+        return "the prompt came as inputs_embeds, but chunks are found by their tokens. Pass input_ids."
+    if mask is not None and getattr(mask, "dim", int)() != 2:
+        return "attention_mask does not have two axes. Pass one of [batch, tokens] with 0 on padding, or none."
+    if arguments.get("labels") is not None:
+        return "labels were passed, and a loss needs the logits of every token. Pass logits_to_keep=1 and no labels."
+    if any(_asked(name, arguments, config) for name in PER_TOKEN):
+        return f"outputs of every token were asked for: {', '.join(PER_TOKEN)} must be off for chunks to be reused."
+    if not isinstance(keep, int) or keep < 1:
+        return (
+            "the logits of every token were asked for, or of some by their places, but a blended prefill computes "
+            "only some. Pass logits_to_keep=1, or the number of last tokens whose logits are needed."
+        )
+    return ""
+
+
+def _asked(name: str, arguments: dict[str, Any], config: Any) -> bool:
+    given = arguments.get(name)
+    return bool(getattr(config, name, False) if given is None else given)
 
 
 def check_new(arguments: dict[str, Any], past: int) -> None:
@@ -151,8 +184,8 @@ def check_new(arguments: dict[str, Any], past: int) -> None:
     Raises:
         PromptError: the positions begin at 0 again, and there are as many as the cache holds, and more.
     """
-    ids, places = arguments["input_ids"], arguments.get("position_ids")
-    if not past or places is None or places.dim() != 2 or ids.shape[0] != 1 or ids.shape[1] <= past:
+    ids, places = arguments.get("input_ids"), arguments.get("position_ids")
+    if not past or ids is None or places is None or places.dim() != 2 or ids.shape[0] != 1 or ids.shape[1] <= past:
         return
     if int(places[0, -1]) + 1 == ids.shape[1]:
         raise PromptError(

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from .anatomy import text_config
+from .anatomy import PER_TOKEN, text_config
 from .calibrate import rotary_styles
 from .errors import HfBlendError, UnsupportedModelError
 from .placement import input_device
@@ -122,9 +122,11 @@ def _compare(model: nn.Module, make_cache: Callable[..., Any]) -> tuple[float, f
     cache = make_cache(model, ChunkStore.open("memory://"), recompute_ratio=1.0, sink_ids=())
     inputs = cache.inputs(None, prefix=pieces[0], chunks=pieces[1:3], question=pieces[3])
     ids = inputs["input_ids"].to(device)
-    wanted = model(ids, use_cache=False).logits[:, PREFIX_TOKENS:]
-    cache.get_seq_length()  # as generate does: the model is watched from here
-    got = model(**inputs, past_key_values=cache, use_cache=True).logits[:, -wanted.shape[1] :]
+    wanted = model(ids, use_cache=False).logits[:, -QUESTION_TOKENS:]
+    few = {name: False for name in PER_TOKEN if getattr(text_config(model), name, False)}
+    got = model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=QUESTION_TOKENS, **few).logits
+    if cache.report.fallback_reason:
+        raise UnsupportedModelError(f"nothing was reused: {cache.report.fallback_reason}")
     bound = BOUNDS.get(model.dtype, COARSE_BOUND)
     return _share(got, wanted), max(bound, FLOORS * _floor(model, ids, wanted))
 
@@ -135,7 +137,7 @@ def _floor(model: nn.Module, ids: Tensor, wanted: Tensor) -> float:
 
     cache, half = DynamicCache(), ids.shape[1] // 2
     parts = [model(part, past_key_values=cache, use_cache=True).logits for part in (ids[:, :half], ids[:, half:])]
-    return _share(torch.cat(parts, dim=1)[:, PREFIX_TOKENS:], wanted)
+    return _share(torch.cat(parts, dim=1)[:, -QUESTION_TOKENS:], wanted)
 
 
 def _pieces(vocabulary: int) -> list[list[int]]:

@@ -532,5 +532,5 @@ def test_the_oracle_is_refused_behind_tokens_that_it_does_not_know(shared_model,
         model(torch.tensor([[1, 5, 6, 7]]), past_key_values=cache)
         cache.inputs(tokenizer, **request)
         with pytest.raises(PromptError, match=r"'oracle'.*4 tokens are in the cache.*fresh cache"):
-            model(laid_out([request])[0], past_key_values=cache)
+            model(laid_out([request])[0], past_key_values=cache, logits_to_keep=1)
     assert cache.get_seq_length() == 4

@@ -57,7 +57,8 @@ def test_with_all_recomputed_it_changes_nothing(shared_model, tokenizer, pieces,
         cache = BlendCache(shared_model(family), ChunkStore.open("memory://"), recompute_ratio=1.0,
                            corrector=corrector_name)  # fmt: skip
         with torch.no_grad():
-            return shared_model(family)(**cache.inputs(tokenizer, **pieces()), past_key_values=cache).logits[:, -1]
+            inputs = cache.inputs(tokenizer, **pieces())
+            return shared_model(family)(**inputs, past_key_values=cache, logits_to_keep=1).logits[:, -1]
 
     torch.testing.assert_close(logits(name), logits("none"), rtol=1e-5, atol=1e-5)
 
@@ -68,7 +69,8 @@ def test_what_works_changes_stale_layers_and_is_charged(shared_model, tokenizer,
     for one in (name, "none"):
         caches[one] = BlendCache(shared_model(), ChunkStore.open("memory://"), recompute_ratio=0.3, corrector=one)
         with torch.no_grad():
-            shared_model()(**caches[one].inputs(tokenizer, **pieces()), past_key_values=caches[one])
+            inputs = caches[one].inputs(tokenizer, **pieces())
+            shared_model()(**inputs, past_key_values=caches[one], logits_to_keep=1)
     assert caches[name].report.charged_budget > caches["none"].report.charged_budget
     assert torch.equal(caches[name].layers[1].keys, caches["none"].layers[1].keys)  # the check layer is all fresh
     assert not torch.equal(caches[name].layers[2].keys, caches["none"].layers[2].keys)
@@ -92,6 +94,18 @@ def test_a_chunk_without_a_fresh_token_stays():
     before = [part.clone() for part in seen.states]
     corrector("mean-shift").correct(seen)
     assert all(torch.equal(was[:, :, 4:8], now[:, :, 4:8]) for was, now in zip(before, seen.states, strict=True))
+
+
+def test_what_stands_at_no_chunk_may_be_anything():
+    """Columns of the question and of padding have no stored states; their place in the buffer is undefined."""
+    (clean, _), (dirty, _) = view(), view()
+    for part in dirty.stored:
+        part[:, :, 8] = float("nan")
+        part[:, :, 9] = float("inf")
+    for one in (clean, dirty):
+        corrector("mean-shift").correct(one)
+    for part, other in zip(clean.states, dirty.states, strict=True):
+        assert torch.equal(part, other)
 
 
 def test_keys_are_shifted_as_they_would_be_at_position_0(shared_model, tokenizer, pieces):

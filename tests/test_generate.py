@@ -199,7 +199,8 @@ def test_batch_operations_on_a_filled_cache_are_those_of_a_plain_one(shared_mode
     model = shared_model()
     cache, inputs = prepared(model, tokenizer, batch_of(pieces), recompute_ratio=1.0)
     plain = DynamicCache()
-    model(**inputs, past_key_values=cache)
+    model(**inputs, past_key_values=cache, logits_to_keep=1)
+    assert cache.report.reusable_tokens > 0
     model(**inputs, past_key_values=plain)
     for act, argument in [
         ("reorder_cache", torch.tensor([2, 0, 0])),

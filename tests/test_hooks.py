@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_blend.anatomy import decoder_layers
+from hf_blend.anatomy import decoder_layers, wants_all_rows
 from hf_blend.hooks import Entry
 
 
@@ -22,7 +22,7 @@ class Guest(DynamicCache):
     def forward_begins(self, arguments):
         self.told.append(("begins", sorted(arguments)))
         if self.enters_layers:
-            self.entry.enter_layers()
+            self.entry.enter_layers(tokens=6)
 
     def layer_begins(self, index, call):
         self.told.append(index)
@@ -35,7 +35,9 @@ class Guest(DynamicCache):
 
 @pytest.fixture
 def model(tiny_model):
-    return tiny_model(num_hidden_layers=2)
+    made = tiny_model(num_hidden_layers=2)
+    wants_all_rows(made)  # a forward of its own, once per model
+    return made
 
 
 def guest_in(model):
@@ -72,7 +74,7 @@ def test_arguments_given_by_place_have_their_names(model):
 def test_other_caches_and_plain_calls_pass_through(model):
     guest = guest_in(model)
     guest.entry.watch_model()
-    guest.entry.enter_layers()
+    guest.entry.enter_layers(tokens=6)
     run(model, DynamicCache())
     run(model, None, use_cache=False)
     assert guest.told == []
@@ -83,8 +85,8 @@ def test_entering_and_watching_twice_is_once(model):
     guest = guest_in(model)
     for _ in range(2):
         guest.entry.watch_model()
-        guest.entry.enter_layers()
-    assert hooks(model) == 2 + 2 * 2
+        guest.entry.enter_layers(tokens=6)
+    assert hooks(model) == 1 + 2
     for _ in range(2):
         guest.entry.leave()
         assert hooks(model) == 0
@@ -102,7 +104,7 @@ def test_a_failure_is_told_and_every_hook_goes(model, monkeypatch, place):
     monkeypatch.setattr(module, "forward", fail)
     with pytest.raises(RuntimeError, match="boom"):
         run(model, guest)
-    assert guest.told[-1] == ("ends" if place == "norm" else "failed")
+    assert guest.told[-1] == "failed"
     assert hooks(model) == 0
 
 
@@ -121,12 +123,87 @@ def test_a_failure_between_the_layers_is_told_by_the_hook_on_the_model(model):
 def test_a_guest_that_dies_takes_its_hooks_along(model):
     guest = guest_in(model)
     guest.entry.watch_model()
-    guest.entry.enter_layers()
+    guest.entry.enter_layers(tokens=6)
     entry = guest.entry
     del guest
     gc.collect()
     assert hooks(model) == 0
     entry.leave()
+
+
+@pytest.mark.parametrize("when", ["before we watch", "before the call", "within the call"])
+def test_hooks_of_others_that_are_called_after_a_failure_hide_no_error_and_all_are_called(model, monkeypatch, when):
+    """Torch walks along the hooks of the module that raised, where none but the last may be removed."""
+    guest, called, handles = guest_in(model), [], []
+
+    def register(*_):
+        for _ in range(2):
+            handles.append(model.register_forward_hook(lambda *_: called.append(1), always_call=True))
+
+    if when == "before we watch":
+        register()
+    guest.entry.watch_model()
+    if when == "before the call":
+        register()
+    if when == "within the call":
+        handles.append(model.model.norm.register_forward_pre_hook(lambda *_: None))
+        handles.append(model.model.embed_tokens.register_forward_hook(register))
+    with monkeypatch.context() as patch:
+        patch.setattr(decoder_layers(model)[1].mlp, "forward", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run(model, guest)
+    assert guest.told[-1] == "failed"
+    assert len(called) == 2
+    assert hooks(model) == len(handles) + (when == "within the call"), "one that could not go in the midst of the walk"
+    guest.entry.watch_model()
+    run(model, guest)
+    assert guest.told[-1] == "ends"
+    assert hooks(model) == len(handles), "without a failure all may go"
+    for handle in handles:
+        handle.remove()
+    assert hooks(model) == 0
+
+
+def test_a_forward_that_was_interrupted_is_ended_when_the_next_begins(model, monkeypatch):
+    """Torch calls no hook for what is no `Exception`."""
+    guest = guest_in(model)
+    guest.entry.watch_model()
+    with monkeypatch.context() as patch:
+        patch.setattr(decoder_layers(model)[1].mlp, "forward", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            run(model, guest)
+    assert guest.told[-1] == 1
+    guest.told.clear()
+    run(model, guest)
+    assert guest.told == ["failed", ("begins", ["input_ids", "past_key_values"]), 0, 1, "ends"]
+    assert hooks(model) == 0
+
+
+def test_a_model_inside_a_wrapper_is_watched_too(model):
+    """PEFT: `generate` calls the model inside, everything else the wrapper."""
+
+    class Wrapper(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inside = model
+
+        def __getattr__(self, name):
+            return self._modules["inside"] if name == "inside" else getattr(self._modules["inside"], name)
+
+        def get_base_model(self):
+            return self.inside
+
+        def forward(self, *args, **kwargs):
+            return self.inside.forward(*args, **kwargs)
+
+    wrapper, guest = Wrapper(), Guest()
+    guest.entry = Entry(guest, wrapper, decoder_layers(model))
+    for called in (wrapper, model):
+        guest.told.clear()
+        guest.entry.watch_model()
+        called(input_ids=torch.arange(3, 9)[None], past_key_values=guest)
+        assert guest.told == [("begins", ["input_ids", "past_key_values"]), 0, 1, "ends"]
+        assert hooks(wrapper) == 0
 
 
 @pytest.mark.parametrize("place", ["before the model", "behind the model", "before a layer", "behind a layer"])
@@ -137,7 +214,7 @@ def test_hooks_called_without_keyword_arguments_do_nothing(model, place):
     register = module.register_forward_pre_hook if place.startswith("before") else module.register_forward_hook
     handle = register(lambda *_: called.append(guest.entry.leave()))
     guest.entry.watch_model()
-    guest.entry.enter_layers()
+    guest.entry.enter_layers(tokens=6)
     run(model, DynamicCache())
     assert called
     assert guest.told == []

@@ -29,7 +29,7 @@ class DamagedEntries(Rung):
                     got = subject.blend(subject.prompts[:1], RATIO, store)
                 if got.cache.report.loaded_chunks:
                     return Outcome(float("inf"), 0.0, f"{damage.__name__[1:]}: {got.cache.report}")
-                errors.append(distance(got.logits, wanted))
+                errors.append(distance(got.asked, wanted))
         return Outcome(max(errors), 0.0)
 
 
@@ -38,7 +38,7 @@ def _logits(subject: Subject, folder: str) -> Tensor:
     with ChunkStore.open(folder, memory_bytes=0, durability="none") as store:
         subject.blend(subject.prompts[:1], RATIO, store)
         got = subject.blend(subject.prompts[:1], RATIO, store)
-    return got.logits * float("nan") if got.cache.report.computed_chunks else got.logits
+    return got.asked * float("nan") if got.cache.report.computed_chunks else got.asked
 
 
 def _flip(entries: list[Path]) -> None:

@@ -57,7 +57,7 @@ def _run(subject: Subject, ids: tuple[int, ...], cache: DynamicCache) -> Tensor:
 
 
 def _apart(got: Blended, logits: Tensor, stock: DynamicCache) -> float:
-    pairs = [(got.logits, logits)]
+    pairs = [(got.asked, logits)]
     for mine, kept in zip(got.layers, kv_of(stock), strict=True):
         pairs += [(one[:, :, -other.shape[2] :], other) for one, other in zip(mine, kept, strict=True)]
     return max(distance(*pair) for pair in pairs)

@@ -19,7 +19,7 @@ class SameBits(Rung):
         first, *others = [subject.blend(subject.prompts, RATIO, store) for _ in range(3)]
         errors = []
         for other in others:
-            errors.append(distance(first.logits, other.logits))
+            errors.append(distance(first.asked, other.asked))
             for one, two in zip(first.layers, other.layers, strict=True):
                 errors += [distance(a, b) for a, b in zip(one, two, strict=True)]
         return Outcome(max(errors), 0.0)

@@ -35,18 +35,13 @@ class Blended:
 
     Attributes:
         cache: full after the prefill.
-        logits: `[batch, rows, vocabulary]` float32 of the rows that went through the last layer.
+        asked: `[batch, rows, vocabulary]` float32 logits of the question's rows, as many as the shortest question has.
         prompts: what was asked.
     """
 
     cache: BlendCache
-    logits: Tensor
+    asked: Tensor
     prompts: Sequence[Prompt]
-
-    @property
-    def asked(self) -> Tensor:
-        """Logits of the question's rows, as many as the shortest question has: `[batch, rows, vocabulary]`."""
-        return self.logits[:, -question_rows(self.prompts) :]
 
     @property
     def layers(self) -> list[KV]:
@@ -106,14 +101,17 @@ class Subject:
         return placed(self.model, cache.inputs(None, **pieces, question=[p.question for p in prompts]))
 
     @torch.no_grad()
-    def forward(self, cache: BlendCache, inputs: dict[str, Tensor]) -> Tensor:
-        """One forward with a cache, entered as `generate` enters: logits, float32.
+    def forward(self, cache: BlendCache, inputs: dict[str, Tensor], rows: int) -> Tensor:
+        """One forward with a cache, entered as `generate` enters: logits of the last rows, float32.
 
         Local layers go on holding what lies outside their windows, for the rungs that look at it.
         """
         cache.activate_past_recording()
-        cache.get_seq_length()
-        return self.model(**inputs, past_key_values=cache, use_cache=True).logits.float()
+        return self.model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=rows).logits.float()
+
+    def prefill(self, cache: BlendCache, prompts: Sequence[Prompt]) -> Tensor:
+        """Prefill prompts with a cache: logits of the question's rows, as `Blended.asked`."""
+        return self.forward(cache, self.inputs(cache, prompts), question_rows(prompts))
 
     def blend(
         self, prompts: Sequence[Prompt], ratio: float, store: ChunkStore | None = None, **settings: Any
@@ -130,7 +128,7 @@ class Subject:
             The prefill.
         """
         cache = self.cache(ratio, store, **settings)
-        return Blended(cache, self.forward(cache, self.inputs(cache, prompts)), prompts)
+        return Blended(cache, self.prefill(cache, prompts), prompts)
 
     def plain(self, prompts: Sequence[Prompt]) -> list[Prefill]:
         """Prefill the same prompts, side by side, with the plain model."""

@@ -32,11 +32,9 @@ def _steps(subject: Subject, prompts: list[Prompt]) -> list[list[Tensor]]:
     """Logits of each request and of a plain forward beside them, at the prefill and at some steps."""
     device = device_of(subject.model)
     caches: list[BlendCache] = [subject.cache(RATIO) for _ in prompts]
-    inputs = [subject.inputs(cache, [prompt]) for cache, prompt in zip(caches, prompts, strict=True)]
-    for cache in caches:
-        cache.get_seq_length()  # all of them watch the model now
+    inputs = [subject.inputs(cache, [prompt]) for cache, prompt in zip(caches, prompts, strict=True)]  # all watch now
     plain = subject.model(torch.tensor([subject.ids(11, seed=3)], device=device)).logits.float()
-    seen = [[plain, subject.forward(cache, given)] for cache, given in zip(caches, inputs, strict=True)]
+    seen = [[plain, subject.forward(cache, given, 1)] for cache, given in zip(caches, inputs, strict=True)]
     for step in range(STEPS):
         for cache, logits in zip(caches, seen, strict=True):
             ids = torch.tensor([subject.ids(1, seed=step)], device=device)

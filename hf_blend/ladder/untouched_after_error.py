@@ -24,13 +24,13 @@ class UntouchedAfterError(Rung):
 
     def measure(self, subject: Subject) -> Outcome:
         """Number of things that differ; 0 is allowed."""
-        wanted = subject.blend(subject.prompts, RATIO).logits
+        wanted = subject.blend(subject.prompts, RATIO).asked
         before, wrong = traces(subject), []
         for index, layer in enumerate(decoder_layers(subject.model)):
             cache = subject.cache(RATIO)
             wrong += _burst(subject, cache, layer, index)
             wrong += [f"{name} after an error in layer {index}" for name in differences(before, traces(subject))]
-            error = distance(subject.forward(cache, subject.inputs(cache, subject.prompts)), wanted)
+            error = distance(subject.prefill(cache, subject.prompts), wanted)
             if error:
                 wrong.append(f"the second try after an error in layer {index} is off by {error:.2g}")
         return violations(wrong)
@@ -48,7 +48,7 @@ def _burst(subject: Subject, cache: BlendCache, layer: nn.Module, index: int) ->
     handle = inner.register_forward_hook(burst)
     try:
         with torch.no_grad():
-            subject.forward(cache, subject.inputs(cache, subject.prompts))
+            subject.prefill(cache, subject.prompts)
     except _Burst:
         return [] if hooks[0] > 1 else [f"layer {index} was not entered, so nothing was shown"]
     finally:
