@@ -96,7 +96,7 @@ def highest(scores: Tensor, eligible: Tensor, counts: Tensor) -> Tensor:
         `[batch, places]` boolean, exactly `counts` True in each entry (or all eligible, if fewer).
     """
     lowest = torch.finfo(torch.float32).min  # above what is not eligible: that may never take the place of what is
-    scores = scores.float().nan_to_num(nan=lowest).clamp_min(lowest).masked_fill(~eligible, float("-inf"))
+    scores = scores.float().nan_to_num(nan=lowest).masked_fill(~eligible, float("-inf"))
     order = torch.argsort(scores, dim=1, descending=True, stable=True)
     ranked = torch.arange(scores.shape[1], device=scores.device) < counts.to(scores.device)[:, None]
     return torch.zeros_like(eligible).scatter_(1, order, ranked) & eligible

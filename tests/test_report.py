@@ -58,6 +58,23 @@ def test_the_charged_budget_is_what_a_count_by_hand_gives(report, ratio):
     assert got.charged_budget == pytest.approx(spent / (LAYERS * whole(REUSABLE)), rel=1e-6)
 
 
+def test_behind_a_history_every_token_is_charged_for_the_keys_of_the_history_too(shared_model, pieces, tokenizer):
+    model = shared_model()
+    cache = BlendCache(model, ChunkStore.open("memory://"), recompute_ratio=0.3)
+    given = {"past_key_values": cache, "max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    output = model.generate(**cache.inputs(tokenizer, **pieces()), **given)
+    held, turn = cache.get_seq_length(), pieces((14, 21), seed=5)
+    inputs = cache.inputs(tokenizer, chunks=turn["chunks"], question=turn["question"], history=output)
+    model.generate(**inputs, **given)
+    got, first = cache.report, output.shape[1]  # the last token that was said comes before the chunks
+    chosen, reusable = got.chosen_columns[0], range(first, first + 35)
+    assert (got.past_tokens, got.reusable_tokens, held) == (88, 35, first - 1)
+    spent = whole(reusable) + BEFORE * len(reusable) + 2 * whole(chosen) + BEFORE * len(chosen)
+    assert got.charged_budget == pytest.approx(spent / (LAYERS * whole(reusable)), rel=1e-9)
+    full = LAYERS * whole(range(held, first + 35 + len(turn["question"])))
+    assert got.flop_bound == pytest.approx(full / got.flops, rel=1e-9)
+
+
 def test_a_choice_before_the_first_layer_is_charged_for_the_chosen_alone(report):
     got = report(recompute_ratio=0.3, selector="boundary")
     chosen = got.chosen_columns[0]

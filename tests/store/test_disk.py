@@ -249,6 +249,17 @@ def test_an_old_directory_is_not_read_again_until_it_changes(tier, monkeypatch):
     assert len(tier.names("ab")) == 2
 
 
+def test_a_young_directory_is_read_again_though_its_time_stands_still(tier):
+    """Two writes within one tick of the file system's clock leave the same time."""
+    shard = "ab/cd/" + "cd" * 31
+    tier.put_if_absent(shard + "00", PARTS)
+    moment = tier.path(shard + "00").parent.stat().st_mtime_ns
+    assert len(tier.names("ab")) == 1
+    tier.put_if_absent(shard + "01", PARTS)
+    os.utime(tier.path(shard + "00").parent, ns=(moment, moment))
+    assert len(tier.names("ab")) == 2
+
+
 def test_other_files_are_not_entries(tier):
     tier.put_if_absent(NAME, PARTS)
     shard = tier.path(NAME).parent
