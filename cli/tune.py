@@ -43,7 +43,7 @@ def tune(
 
     Examples:
         hf-blend tune --count 8
-        hf-blend tune --count 8 --keep 0.9 --selector kv-deviation:on=k --json  # slow
+        hf-blend tune --count 2 --keep 0.9 --selector kv-deviation:on=k --json
         hf-blend tune HuggingFaceTB/SmolLM2-135M-Instruct --prompts mine.jsonl  # network
     """
     from hf_blend import ChunkStore

@@ -35,7 +35,7 @@ def verify(
     every type is either exact in float32 or refused with a reason, and the exit code is 1 if one crashed.
 
     Examples:
-        hf-blend verify tiny:llama --dtype float32 --attention sdpa  # slow
+        hf-blend verify tiny:llama --dtype float32 --attention sdpa --rung ratio_1
         hf-blend verify tiny:qwen3 --rung ratio_1 --json  # slow
         hf-blend verify --all --json  # slow
         hf-blend verify HuggingFaceTB/SmolLM2-135M-Instruct  # network
