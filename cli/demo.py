@@ -30,7 +30,7 @@ def demo(
     """Start the page; needs the extra demo. Nothing that is typed there leaves this machine.
 
     Examples:
-        hf-blend demo --check
+        hf-blend demo --check  # slow
         hf-blend demo --check --no-folders --json  # slow
         hf-blend demo --model HuggingFaceTB/SmolLM2-135M-Instruct --port 7860  # network
     """

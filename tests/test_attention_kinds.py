@@ -19,6 +19,9 @@ from hf_blend.ladder.zoo import tiny_model as zoo_model
 GREEDY = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
 BATCH = ({"chunks": (17, 23, 31)}, {"chunks": (29,), "seed": 1})
 FLASH = "flash_attention_2"
+everywhere = pytest.mark.parametrize(
+    ("family", "batch"), [("llama", 1), ("llama", 2), ("mistral", 2), ("gemma3_text", 2)]
+)
 
 
 def flash(module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, **_):
@@ -60,8 +63,7 @@ def run(model, inputs, cache=None):
     return model.generate(**inputs, past_key_values=cache, **GREEDY)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text"])
-@pytest.mark.parametrize("batch", [1, 2])
+@everywhere
 def test_flash_attention_goes_through_sdpa_and_says_so_once(
     flash_model, pieces, tokenizer, untouched, caplog, family, batch
 ):
@@ -77,8 +79,7 @@ def test_flash_attention_goes_through_sdpa_and_says_so_once(
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(("family", "batch"), [("llama", 1), ("gemma3_text", 2)])
 def test_with_flash_attention_scattered_rows_are_those_of_sdpa(flash_model, pieces, tokenizer, family, batch):
     results, stock = [], zoo_model(family)
     stock.set_attn_implementation("sdpa")
@@ -112,8 +113,7 @@ def flex_model(family):
 
 
 @pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile.*")
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text"])
-@pytest.mark.parametrize("batch", [1, 2])
+@everywhere
 @torch.no_grad()
 def test_flex_attention_is_exact(pieces, tokenizer, uncompiled, family, batch):
     model, requests = flex_model(family), [pieces(**one) for one in BATCH[:batch]]

@@ -101,8 +101,7 @@ def test_assisted_decoding_of_a_later_turn_is_refused_until_the_cache_is_reset(s
     assert cache.report.reusable_tokens == 35
 
 
-@pytest.mark.parametrize("size", [7, 25, 64])
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("batch", "size"), [(1, 7), (1, 25), (3, 25), (3, 64)])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_every_part_of_a_prefill_by_parts_blends(pieces, tokenizer, family, batch, size):
     model, store, requests = zoo_model(family), ChunkStore.open("memory://"), [pieces(**one) for one in BATCH[:batch]]

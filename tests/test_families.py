@@ -25,7 +25,9 @@ STYLES = {
 EXTENDED = ("deepseek_v3", "nanochat")  # the others attend within windows, or never ask for their attention
 
 
-@pytest.mark.parametrize("name", STYLES)
+@pytest.mark.parametrize(
+    "name", ["gpt_oss", "deepseek_v3", *(pytest.param(name, marks=pytest.mark.slow) for name in list(STYLES)[2:])]
+)
 def test_the_family_is_exact_with_its_own_rotary_style(name):
     (row,) = verify_types([name])
     assert row["supported"], row["reason"]

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every mode of stock `generate` takes a blend cache, and at ratio one gives what it gives without."""
 
+import itertools
 import threading
 
 import pytest
@@ -44,8 +45,14 @@ def batch_of(pieces):
     return {name: [one[name] for one in requests] for name in requests[0]}
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def families_and_modes():
+    """Every mode for a llama; without `slow`, two for the others."""
+    for family, mode in itertools.product(["llama", "mistral", "qwen2", "qwen3"], MODES):
+        is_slow = family != "llama" and mode not in ("greedy", "beams")
+        yield pytest.param(family, mode, marks=[pytest.mark.slow] if is_slow else [])
+
+
+@pytest.mark.parametrize(("family", "mode"), [*families_and_modes()])
 def test_ratio_one_gives_the_text_of_a_plain_run(shared_model, pieces, tokenizer, family, mode):
     model = shared_model(family)
     cache, inputs = prepared(model, tokenizer, pieces(), recompute_ratio=1.0)

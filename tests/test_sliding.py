@@ -57,8 +57,10 @@ def sliding(cache):
 
 
 @families
-@everywhere
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(
+    ("attention", "batch"),
+    [("eager", 1), ("sdpa", 3), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("eager", 3), ("sdpa", 1)))],
+)
 def test_a_prompt_of_four_windows_is_exact(pieces, tokenizer, family, attention, batch):
     model, requests = model_of(family, attention), [pieces(**one) for one in BATCH[:batch]]
     cache, inputs = prepared(model, tokenizer, requests, recompute_ratio=1.0)

@@ -111,14 +111,16 @@ class Masked:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
-    ("make", "settings"),
+    ("model", "make", "settings"),
     [
-        (prompt, {}),
-        (padded, {}),
-        (prompt, {"num_beams": 3, "output_logits": False}),
-        (prompt, {"prompt_lookup_num_tokens": 5}),
+        ("eager", prompt, {}),
+        ("sdpa", prompt, {}),
+        ("sdpa", padded, {}),
+        ("sdpa", prompt, {"num_beams": 3, "output_logits": False}),
+        ("eager", prompt, {"prompt_lookup_num_tokens": 5}),
     ],
-    ids=["one", "padded", "beams", "lookup"],
+    ids=["eager-one", "sdpa-one", "padded", "beams", "lookup"],
+    indirect=["model"],
 )
 def test_it_attends_to_the_selected_blocks_and_the_tail_and_nothing_else(model, make, settings, method):
     cache = new_cache(model)
