@@ -21,6 +21,7 @@ from hf_blend.testing import FAULTS, FaultyTier
 from tests.faults.run import CLASSES, ROUND, Run
 from tests.faults.signed import ATTACKER
 
+HASHERS = ("content_hasher", "_hasher")
 KNOWN = {"model-changes", "headers", "index-damage"}
 
 
@@ -84,7 +85,10 @@ def without_digests(patch: pytest.MonkeyPatch, *methods: tuple[type, str]) -> No
     inside = threading.local()
     for kind, name in methods:
         module, method = sys.modules[kind.__module__], getattr(kind, name)
-        hasher = module._hasher
+        name_of_hasher = next((one for one in HASHERS if hasattr(module, one)), None)
+        if name_of_hasher is None:
+            pytest.xfail("blocks call xxhash by name")
+        hasher = getattr(module, name_of_hasher)
 
         def hashed(*args: Any, hasher: Callable[..., Any] = hasher) -> Any:
             return _Agreeable(hasher(*args)) if getattr(inside, "now", False) else hasher(*args)
@@ -96,7 +100,7 @@ def without_digests(patch: pytest.MonkeyPatch, *methods: tuple[type, str]) -> No
             finally:
                 inside.now = False
 
-        patch.setattr(module, "_hasher", hashed)
+        patch.setattr(module, name_of_hasher, hashed)
         patch.setattr(kind, name, called)
 
 
@@ -137,11 +141,16 @@ def without_one_reading(patch: pytest.MonkeyPatch) -> None:
 
 
 def without_identity(patch: pytest.MonkeyPatch) -> None:
-    """Whatever a model is, it is the same."""
+    """Whatever a model is, its fingerprint is the same."""
     real = sys.modules["hf_blend.fingerprint"].fingerprint
+
+    def constant(model: Any, **given: Any) -> str:
+        real(model, **given)
+        return "ab" * 32
+
     for name, module in list(sys.modules.items()):
-        if name.startswith(("hf_blend", "tests.faults")) and getattr(module, "fingerprint", None) is real:
-            patch.setattr(module, "fingerprint", lambda model, **_: "ab" * 32)
+        if name.startswith("hf_blend") and getattr(module, "fingerprint", None) is real:
+            patch.setattr(module, "fingerprint", constant)
 
 
 TAKEN_OUT: dict[str, tuple[set[str], Callable[[pytest.MonkeyPatch], None]]] = {  # who finds it; what takes it out
