@@ -138,7 +138,7 @@ def _run(model: Any, store: PartialStore, pieces: dict[str, Any], share: float) 
     readers: list[Any] = []
     stream = store.stream
     with door as loading:
-        store.stream = lambda *given: _kept(stream(*given), readers)  # type: ignore[method-assign]
+        store.stream = lambda *given, **named: _kept(stream(*given, **named), readers)  # type: ignore[method-assign]
         try:
             inputs = cache.inputs(None, **pieces)
             model.generate(**inputs, past_key_values=cache, streamer=clock, do_sample=False, max_new_tokens=2)

@@ -28,8 +28,8 @@ class _Unaligned:
     def __init__(self, store: Any) -> None:
         self._store = store
 
-    def stream(self, key: Any, recompute: Callable[[], ChunkKV]) -> ChunkKV:
-        chunk = self._store.stream(key, recompute)
+    def stream(self, key: Any, recompute: Callable[[], ChunkKV], **given: Any) -> ChunkKV:
+        chunk = self._store.stream(key, recompute, **given)
         if chunk is None:
             self._store.put(chunk := recompute())
         return replace(chunk, layer_table=(-1,) * len(chunk.layer_table))
