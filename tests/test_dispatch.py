@@ -11,6 +11,7 @@ from accelerate import cpu_offload, disk_offload, dispatch_model
 
 from hf_blend import BlendCache, ChunkStore, UnsupportedModelError, fingerprint
 from hf_blend.anatomy import decoder_layers
+from hf_blend.identity import weights
 from hf_blend.ladder.ladder import measure
 from hf_blend.ladder.subject import Subject
 from hf_blend.ladder.zoo import tiny_model
@@ -100,8 +101,8 @@ def test_it_is_the_same_model_with_the_same_chunks_and_the_same_text(how, tmp_pa
 def test_offloaded_weights_are_read_for_the_fingerprint_once(how, tmp_path, monkeypatch):
     model = dispatched("llama", how, tmp_path)
     asked(model)
-    read, checksum = [], fingerprint.checksum
-    monkeypatch.setattr(fingerprint, "checksum", lambda tensor: read.append(tensor) or checksum(tensor))
+    read, checksum = [], weights.checksum
+    monkeypatch.setattr(weights, "checksum", lambda tensor: read.append(tensor) or checksum(tensor))
     asked(model)
     assert read == []
     for module in model.modules():

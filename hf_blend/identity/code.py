@@ -35,6 +35,7 @@ def is_stock(function: FunctionType) -> bool:
     inner: Any = function
     while isinstance(inner, FunctionType):
         file, wrapped = inner.__code__.co_filename, getattr(inner, "__wrapped__", None)
+        wrapped = getattr(wrapped, "__func__", wrapped)
         is_decorator = wrapped is not None and file in (contextlib.__file__, functools.__file__)
         if not is_library(inner.__module__) or not (is_decorator or file.startswith(folders)):
             return False

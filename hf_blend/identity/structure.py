@@ -70,6 +70,8 @@ IGNORED_ATTRIBUTES = frozenset(
         "warnings_issued", "_require_grads_hook", "_require_grads_hooks", "add_adapter",
         # read by generate
         "generation_config",
+        # movers between devices, which accelerate wraps
+        "to", "cpu", "cuda", "npu", "xpu", "mlu", "musa", "sdaa", "hpu", "neuron",
         # accelerate puts the weights in place around `_old_forward`, which counts as the forward
         "_hf_hook", "_old_forward",
         # what a forward itself writes

@@ -155,6 +155,7 @@ class WeightWatch:
             model: not kept alive.
         """
         self._places, parts = _placed(model)
+        self._sources = [(weakref.ref(one), [*map(_Same, maps)]) for one in model.modules() if (maps := _maps(one))]
         self._refs = [weakref.ref(part) for part in parts]
         self._versioned = [not part.is_inference() for part in parts]
         is_small = sum(part.nbytes for part in parts) <= WHOLE_BYTES
@@ -176,6 +177,8 @@ class WeightWatch:
             places, parts = _placed(model)
             if places != self._places or any(ref() is not part for ref, part in zip(self._refs, parts, strict=True)):
                 return False
+        if any(sources != _maps(ref()) for ref, sources in self._sources):
+            return False
         trace = self._traced()
         return trace is not None and trace == self._trace and self._matches(self._sampled())
 
@@ -239,14 +242,19 @@ def _watched(model: nn.Module) -> Iterator[tuple[Hashable, Tensor | None]]:
     for path, module, tensor in tensors(model):
         place: Hashable = path
         if tensor.is_meta:
-            maps = tuple(id(getattr(hook, "weights_map", None)) for hook in offload_hooks(module))
             first, second = (loaded_values(path, module, tensor) for _ in range(2))
-            place, tensor = (path, maps, tensor.shape), first
+            place, tensor = (path, tensor.shape), first
             if first is not second:
                 yield place, None
                 continue
         for number, part in enumerate(stored_parts(module, tensor)):
             yield (place, number), part
+
+
+def _maps(module: nn.Module | None) -> list[Any]:
+    """Where accelerate fetches the weights of a module from."""
+    hooks = offload_hooks(module) if module is not None else ()
+    return [one for hook in hooks if (one := getattr(hook, "weights_map", None)) is not None]
 
 
 def _counted(owner: Any) -> list[str]:
