@@ -89,6 +89,8 @@ def describe_fingerprint(model: nn.Module, *, reread: bool = False) -> dict[str,
     Raises:
         UnsupportedModelError: as in `fingerprint`.
     """
+    if model not in _known:
+        refuse_wrapper(model)
     refuse_extended(model)
     with _lock:
         known = _structure_of(model)

@@ -366,16 +366,16 @@ def test_a_changed_model_never_writes_under_the_key_of_the_original(name, model,
 
 
 def test_nothing_is_stored_if_the_model_changes_while_a_chunk_is_computed(model, monkeypatch):
-    from hf_blend import capture
+    from hf_blend import canary
 
-    captured = capture.capture_chunk
+    captured = canary.capture_chunk
 
     def train(*arguments: Any) -> Any:
         chunk = captured(*arguments)
         model.model.layers[0].mlp.up_proj.weight.data.mul_(1.5)
         return chunk
 
-    monkeypatch.setattr(capture, "capture_chunk", train)
+    monkeypatch.setattr(canary, "capture_chunk", train)
     store = ChunkStore.open("memory://")
     with pytest.raises(UnsupportedModelError, match="changed while a chunk was computed"):
         store.add(model, None, CHUNKS)

@@ -108,11 +108,11 @@ def one_step_each(style: Any, old: Any, new: Any) -> Any:
     return (cos, sin) if bool((sin == 0).all()) else wrong_turn(style, old, new)
 
 
-def looking_ahead(mask: Any, rows: Any, past: int, keys: int, implementation: str) -> Any:
+def looking_ahead(mask: Any, rows: Any, past: int, keys: int, implementation: str, *_: Any) -> Any:
     return ROW_MASK(mask, (rows + 1).clamp_max(keys - past - 1), past, keys, implementation)
 
 
-def without_padding(mask: Any, rows: Any, past: int, keys: int, implementation: str) -> Any:
+def without_padding(mask: Any, rows: Any, past: int, keys: int, implementation: str, *_: Any) -> Any:
     return ROW_MASK(None, rows, past, keys, implementation)
 
 
@@ -155,7 +155,7 @@ class ConstantDigest:
 def question_from_a_stale_place(self: Any, *arguments: Any) -> None:
     BEGIN(self, *arguments)
     if self._rows is not None:
-        self._rows = rows.Rows(self._rows.columns - 1, self._rows.filler)
+        self._rows = rows.Rows(self._rows.columns - 1, self._rows.filler, self._rows.counts)
 
 
 def only_keys_written(self: Any, states: Any, fresh: Any) -> None:
@@ -231,7 +231,7 @@ BREAKS: list[tuple[str, Any, str, Callable[..., Any]]] = [  # rung, owner, attri
     ("untouched", hooks.Entry, "leave", hold),
     ("untouched_after_error", hooks.Entry, "_ended", left_only_on_success),
     ("two_caches", hooks.Entry, "_own", anyone),
-    ("damaged_entries", entry, "_hasher", ConstantDigest),
+    ("damaged_entries", entry, "content_hasher", ConstantDigest),
     ("whole_shift", sequence_cache.SequenceCache, "_turns", where_they_were),
     ("closed_hole", sequence_cache.SequenceCache, "_turns", where_they_were),
     ("self_extend", self_extend, "_moved", as_the_model_has_put_them),

@@ -4,6 +4,7 @@
 
 import argparse
 import json
+import logging
 import sys
 from pathlib import Path
 
@@ -27,6 +28,7 @@ def main() -> int:
         "--add", type=Path, nargs="*", help="inject nothing: write the sum of these reports to --output"
     )
     given = parser.parse_args()
+    logging.getLogger("hf_blend").setLevel(logging.CRITICAL)  # each fault is told of
     if given.add:
         report = added(*(json.loads(path.read_text("utf-8")) for path in given.add))
         given.output.write_text(json.dumps(report, indent=2, sort_keys=True) + "\n")

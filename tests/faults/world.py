@@ -7,7 +7,6 @@ came out of the undamaged store is held against the truth once, within the step 
 bit against itself.
 """
 
-import logging
 import random
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -108,7 +107,6 @@ class World:
 
     def __init__(self, folder: Path) -> None:
         torch.set_num_threads(1)
-        logging.getLogger("hf_blend").setLevel(logging.CRITICAL)
         self.folder = folder
         self.model = build_model(0, **SMALL)
         draw = random.Random(0)

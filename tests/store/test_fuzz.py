@@ -120,7 +120,7 @@ class Planted:
         self.bits = [states.clone() for states in chunk.layers[0]]
 
     def survives(self, content, genuine=False):
-        """Make a third of the calls, in turn; what comes has the form of the chunk, or is it where nothing is made up."""
+        """Make a third of the calls, in turn; what comes has the form of the chunk, or is it if nothing is made up."""
         store = ChunkStore([], [self.tier], secret=self.secret)
         got = []
         self.turn += 1
