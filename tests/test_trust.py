@@ -15,7 +15,7 @@ from hf_blend.trust import ensure_trusted
 ROW_MASK = row_masks.row_mask
 
 
-def looking_ahead(mask: Any, rows: Any, past: int, keys: int, implementation: str) -> Any:
+def looking_ahead(mask: Any, rows: Any, past: int, keys: int, implementation: str, *_: Any) -> Any:
     return ROW_MASK(mask, (rows + 1).clamp_max(keys - past - 1), past, keys, implementation)
 
 

@@ -618,11 +618,11 @@ class Tokenizer:
 
 
 def test_add_computes_what_is_missing_and_nothing_else(tiny_model, opened, same, monkeypatch):
-    from hf_blend import capture
+    from hf_blend import canary
 
     model, calls = tiny_model("llama"), []
-    original = capture.capture_chunk
-    monkeypatch.setattr(capture, "capture_chunk", lambda *args: (calls.append(args[1]), original(*args))[1])
+    original = canary.capture_chunk
+    monkeypatch.setattr(canary, "capture_chunk", lambda *args: (calls.append(args[1]), original(*args))[1])
     store = opened()
     keys = store.add(model, Tokenizer(), ["abc", [10, 11], "abc"])
     assert [key.sink_ids for key in keys] == [(1,)] * 3
