@@ -7,7 +7,8 @@ import torch
 
 from hf_blend.evaluation.bench.overhead import KernelCount, OverheadPlan, measure_overhead
 
-WAITS = 4  # the ids, what the model is, whether layer 0 fits what is stored, which tokens were chosen
+# the ids, what the model is, whether layer 0 fits what is stored, and which tokens were chosen: once, or twice
+WAITS = {"kv-deviation": 4, "auto": 5}
 KERNELS = {"kv-deviation": 1.25, "auto": 1.45}  # of a stock prefill; `auto` probes and scores in two layers more
 
 
@@ -18,7 +19,7 @@ def test_a_layer_launches_hardly_more_kernels_than_a_stock_one_however_many_chun
     few, many = measure_overhead(plan)["rows"]
     assert many["kernels_per_layer"] <= KERNELS[selector] * many["stock_kernels_per_layer"]
     assert many["kernels_per_layer"] == pytest.approx(few["kernels_per_layer"], rel=0.03)
-    assert few["syncs"] == many["syncs"] <= many["stock_syncs"] + WAITS
+    assert few["syncs"] == many["syncs"] <= many["stock_syncs"] + WAITS[selector]
 
 
 def test_the_count_sees_kernels_and_waits_but_no_views():
