@@ -32,7 +32,7 @@ REQUESTS = 0.25  # of the changes: their whole requests take three times as long
 class Changes(FaultClass):
     """Store, change, add and ask, some of it through a whole request; then ask with the original."""
 
-    share = 0.01
+    share = 0.008
 
     def setup(self) -> None:
         """Draw chunks, and the truth of the model that never changes."""

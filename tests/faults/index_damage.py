@@ -5,16 +5,14 @@
 import random
 from pathlib import Path
 
-import xxhash
-
 from hf_blend.store import ChunkStore
+from hf_blend.store.seal import seal, seal_size
 
 from .damage import damaged, edited_header
 from .fault import FaultClass, Verdict
 from .world import drawn_chunk
 
 CHUNKS = 5
-CHECKSUM_BYTES = 16
 
 
 class IndexDamage(FaultClass):
@@ -44,9 +42,9 @@ class IndexDamage(FaultClass):
                 path.unlink()
             elif drawn < 0.5:
                 kind, change = self.random.choice((("header", edited_header), ("bytes", self._damaged)))
-                kind = f"edited {kind}, with a checksum that fits"
-                body = change(self.random, good[CHECKSUM_BYTES:])
-                path.write_bytes(xxhash.xxh3_128_digest(body) + body)
+                kind = f"edited {kind}, with a seal that fits"
+                body = change(self.random, good[seal_size(None) :])
+                path.write_bytes(seal(None, body) + body)
             else:
                 kind, bad = damaged(self.random, good, self.random.randbytes(len(good)))
                 path.write_bytes(bad)

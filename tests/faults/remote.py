@@ -5,6 +5,7 @@
 What comes is looked at, and so is what was copied to the disk, and whether an object that was good is still there.
 """
 
+import atexit
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,7 @@ class Redis(FaultClass):
             return
         self._client, self._url, self._stop = started
         self.is_available = True
+        atexit.register(self._stop)
         self._disk, self._tier = self.folder / "disk", plugins.load("store.tiers", "redis")(self._url, deadline_s=60.0)
         self._good: list[dict[bytes, bytes]] = []
         for entry in self.world.shelves["signed"].entries:
@@ -125,6 +127,7 @@ class Redis(FaultClass):
         """End the server."""
         if self.is_available:
             self._stop()
+            atexit.unregister(self._stop)
 
     def _ask(self, entry: Entry, asking: str) -> Verdict:
         verdict = asked(self.world.shelves["signed"], entry, asking, self.random, self._store())
