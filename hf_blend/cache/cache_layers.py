@@ -4,18 +4,17 @@
 
 from typing import Any
 
-from transformers import DynamicCache, cache_utils
+from transformers import cache_utils
 
 from ..errors import ConfigError
+from ..model.anatomy import stock_layers
 from .layers import BlendLayer
+from .mixer_layer import MixerAttentionLayer, MixerLayer, MixerSlidingLayer
 from .quantised_layer import QuantisedLayer
 from .sliding_layer import BlendSlidingLayer
 
-UNREADABLE = (AttributeError, LookupError, TypeError, ValueError)  # a config that transformers' own cache refuses
-
-
 def cache_layers(config: Any, count: int, kv_bits: int | None = None) -> list[Any]:
-    """The layers of a blend cache: full or sliding where transformers' own cache has such a layer.
+    """The layers of a blend cache: full, sliding or of a mixer where transformers' own cache has such a layer.
 
     Args:
         config: of the text model.
@@ -28,10 +27,7 @@ def cache_layers(config: Any, count: int, kv_bits: int | None = None) -> list[An
     Raises:
         ConfigError: 8 bits are asked for, and no layer is full.
     """
-    try:
-        stock = DynamicCache(config=config).layers
-    except UNREADABLE:
-        stock = []
+    stock = stock_layers(config)
     full: type[BlendLayer] = BlendLayer if kv_bits is None else QuantisedLayer
     layers: list[Any] = [_like(stock[index], full) if index < len(stock) else full() for index in range(count)]
     if kv_bits is not None and not any(isinstance(layer, QuantisedLayer) for layer in layers):
@@ -58,6 +54,12 @@ def layer_sizes(layer: Any, past: int, tokens: int) -> tuple[int, int]:
 
 
 def _like(stock: Any, full: type[BlendLayer]) -> Any:
-    if getattr(stock, "is_sliding", False):
+    is_sliding, is_mixer = getattr(stock, "is_sliding", False), hasattr(stock, "recurrent_states")
+    if is_sliding and is_mixer:
+        return MixerSlidingLayer(stock.sliding_window, stock.number_of_states)
+    if is_mixer:
+        kind = MixerAttentionLayer if isinstance(stock, cache_utils.CacheLayerMixin) else MixerLayer
+        return kind(stock.number_of_states)
+    if is_sliding:
         return BlendSlidingLayer(stock.sliding_window)
     return stock if isinstance(stock, getattr(cache_utils, "DummyLayer", ())) else full()

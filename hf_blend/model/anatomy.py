@@ -140,12 +140,26 @@ def has_mixers(model: nn.Module) -> bool:
 def full_cache(model: nn.Module) -> Any:
     """A stock cache in which no layer forgets what lies outside its window."""
     from transformers import DynamicCache
-    from transformers.cache_utils import Cache, DynamicLayer
+    from transformers.cache_utils import Cache
 
     layers = stock_layers(text_config(model))
     if not any(hasattr(layer, "recurrent_states") for layer in layers):
         return DynamicCache()  # without a config no layer has a window
-    return Cache(layers=[DynamicLayer() if getattr(layer, "is_sliding", False) else layer for layer in layers])
+    return Cache(layers=list(map(_without_window, layers)))
+
+
+def _without_window(layer: Any) -> Any:
+    from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer
+
+    if not getattr(layer, "is_sliding", False):
+        return layer
+    states = getattr(layer, "number_of_states", 0)
+    return LinearAttentionAndFullAttentionLayer(states) if states else DynamicLayer()
+
+
+def keeps_nothing(layer: Any) -> bool:
+    """Whether a cache layer of transformers is a place holder: of a layer without attention, or with that of others."""
+    return type(layer).__name__ == "DummyLayer"
 
 
 def _lists_of(module: nn.Module, wanted: int | None) -> list[nn.ModuleList]:
