@@ -63,7 +63,7 @@ DEBTS = {  # imports against the order, to be paid off: a line may be taken out,
     ("store.store", "model.capture"),
     ("store.store", "model.fingerprint"),
     ("store.store", "prompt.pieces"),
-    ("store.streaming", "loading.stream"),
+    ("store.stack", "loading.stream"),
     ("model.trust", "store"),
 }
 
