@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from hf_blend import BlendCache, ChunkStore, observer, plugins
-from hf_blend.loading.pipeline import Pipeline
-from hf_blend.loading.stream import StreamedLayers
+from hf_blend.prefill.pipeline import Pipeline
 from hf_blend.store import entry, stack
+from hf_blend.store.stream import StreamedLayers
 from hf_blend.store.tiers.base import EntryFault
 from hf_blend.testing import FaultyTier
 from hf_blend.verify.zoo import tiny_model

@@ -15,7 +15,6 @@ from weakref import WeakValueDictionary, finalize
 import torch
 from torch import Tensor
 
-from ..loading.stream import StreamedLayers
 from .behind import PendingWrite, WriteQueue
 from .bounded import BoundedTier
 from .catalog import Catalog
@@ -26,6 +25,7 @@ from .held import HeldChunks
 from .packing import kept_as
 from .patience import ComputeTimes, LateLoads
 from .recorded import RecordedSource
+from .stream import StreamedLayers
 from .tally import Tally
 from .tiers.base import EntryFault, ObjectStat, Source
 
