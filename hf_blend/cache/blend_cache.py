@@ -30,6 +30,7 @@ from ..model.fingerprint import fingerprint
 from ..model.flops import layer_costs
 from ..model.hooks import Entry
 from ..model.identity.canonical import refuse_arguments, refuse_request_state, refuse_wrapper
+from ..model.mixer_probe import mixers_of
 from ..model.modality import has_features, other_inputs, placeholder_ids, refuse_placeholders
 from ..model.placement import input_device
 from ..model.quantised import silence_casts
@@ -48,6 +49,7 @@ from ..selectors.base import Hear
 from ..store import ChunkStore
 from .cache_layers import cache_layers
 from .decode_masks import MaskedDecode
+from .mixer_layer import MixerLayer
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +110,7 @@ class BlendCache(MaskedDecode):
         self.report = BlendReport(self.config.recompute_ratio)
         silence_casts(model, self)
         self._styles = ensure_trusted(model, trial_cache, self.config.allow_unverified)
+        self._mixers = mixers_of(model)
         self._entry = Entry(self, model, decoder_layers(model))
         self._fusor: Fusor | None = None
         self.listener: Listener | None = None  # is given every layer's attention in a blended forward
@@ -231,6 +234,11 @@ class BlendCache(MaskedDecode):
             self.forward_ends(failed=True)  # it was interrupted
         super().reset()
         self._entry.leave()
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """For each layer whether it keeps a mixer's state and no K and V; models choose by this which mask to make."""
+        return [isinstance(layer, MixerLayer) and not isinstance(layer, CacheLayerMixin) for layer in self.layers]
 
     @property
     def is_expecting(self) -> bool:
@@ -382,7 +390,8 @@ class BlendCache(MaskedDecode):
         chooser = Chooser(self._selector, plan, self._past, realigner, self.report, truth, probe)
         repair = Repair(self._corrector, plan, realigner, self.report)
         given = (self._kept, plan, self._past, plan.settings(self.config), chooser, realigner, repair, self.report)
-        self._fusor = Fusor(self.model, *given, wanted_rows, self.listener, self._beyond_text is not None)
+        is_beyond = self._beyond_text is not None
+        self._fusor = Fusor(self.model, *given, wanted_rows, self.listener, is_beyond, self._mixers)
         self._entry.enter_layers(ids.shape[1], between=self._beyond_text is not None)
 
     def _read(self, ids: Tensor, mask: Tensor | None) -> Brought | None:
@@ -428,5 +437,5 @@ class BlendCache(MaskedDecode):
         self.report.charge(lambda: report.flops)
 
     def _layers(self) -> list[Any]:
-        """The layers that keep K and V."""
-        return [layer for layer in self._kept if isinstance(layer, CacheLayerMixin)]
+        """The layers that keep K and V, or the state of a mixer."""
+        return [layer for layer in self._kept if isinstance(layer, CacheLayerMixin | MixerLayer)]

@@ -29,18 +29,26 @@ class MixerLayer(LinearAttentionLayer):
     def settle(self) -> None:
         """The state is its own; nothing to forget."""
 
-    def snapshot(self) -> Any:
-        """What `restore` needs to take back every token that comes from now on: a copy of the states."""
+    def snapshot_mixer(self) -> Any:
+        """What `restore_mixer` needs to take back every token that comes from now on: a copy of the states."""
         states = tuple({at: _copied(one) for at, one in getattr(self, name).items()} for name in STATES)
         return states, tuple(dict(getattr(self, name)) for name in FLAGS), (self.dtype, self.device)
 
-    def restore(self, snapshot: Any) -> None:
+    def restore_mixer(self, snapshot: Any) -> None:
         """Be as at a snapshot, which may be used again."""
         states, flags, (self.dtype, self.device) = snapshot
         for name, kept in zip(STATES, states, strict=True):
             setattr(self, name, {at: _copied(one) for at, one in kept.items()})
         for name, flag in zip(FLAGS, flags, strict=True):
             setattr(self, name, dict(flag))
+
+    def snapshot(self) -> Any:
+        """What `restore` needs to take back every token that comes from now on."""
+        return self.snapshot_mixer()
+
+    def restore(self, snapshot: Any) -> None:
+        """Be as at a snapshot."""
+        self.restore_mixer(snapshot)
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Refuse a `crop` that this layer could not do.
@@ -86,7 +94,7 @@ class MixerLayer(LinearAttentionLayer):
             states.update({at: change(state) for at, state in states.items() if state is not None})
 
 
-class MixerAttentionLayer(MixerLayer, BlendLayer):
+class MixerAttentionLayer(MixerLayer, BlendLayer):  # type: ignore[override]
     """K and V of each token, and the state of a mixer beside them."""
 
     _attention: type[BlendLayer] = BlendLayer
@@ -113,12 +121,12 @@ class MixerAttentionLayer(MixerLayer, BlendLayer):
 
     def snapshot(self) -> Any:
         """Of both."""
-        return MixerLayer.snapshot(self), self._attention.snapshot(self)
+        return self.snapshot_mixer(), self._attention.snapshot(self)
 
     def restore(self, snapshot: Any) -> None:
         """Both."""
         self._attention.restore(self, snapshot[1])
-        MixerLayer.restore(self, snapshot[0])
+        self.restore_mixer(snapshot[0])
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Refuse a `crop` that one of the two could not do."""
@@ -147,7 +155,7 @@ class MixerAttentionLayer(MixerLayer, BlendLayer):
         MixerLayer.batch_select_indices(self, indices)
 
 
-class MixerSlidingLayer(MixerAttentionLayer, BlendSlidingLayer):
+class MixerSlidingLayer(MixerAttentionLayer, BlendSlidingLayer):  # type: ignore[override]
     """K and V within a window, and the state of a mixer beside them."""
 
     is_sliding = True

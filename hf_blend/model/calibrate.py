@@ -106,7 +106,7 @@ def _calibrate(model: nn.Module) -> tuple[type[RotaryStyle], ...]:
     found = tuple(_style_of(probe, index, candidates) for index in range(len(probe.here.layers)))
     first = probe.here.layers[0]
     if first:
-        _refuse_counted_positions(probe, 0 if len(first) == 1 else 1 - found[0].slot)
+        _refuse_counted_positions(probe, 1 - found[0].slot if len(first) == 2 else -1)
     return found
 
 

@@ -148,8 +148,7 @@ class MixerPass:
         module = self._mixer.module
         self._handles.append(module.register_forward_pre_hook(self._begins, with_kwargs=True))
         for projection in self._mixer.projections:
-            if self.rows.columns is not None:
-                self._handles.append(projection.module.register_forward_pre_hook(self._take))
+            self._handles.append(projection.module.register_forward_pre_hook(self._take))
             self._handles.append(projection.module.register_forward_hook(partial(self._projected, projection)))
         self._handles.append(module.register_forward_hook(self._ends))
 
@@ -181,12 +180,11 @@ class MixerPass:
 
     def _take(self, _: nn.Module, args: tuple[Any, ...]) -> Any:
         self._is_taken = self._is_own_call() and args[0].shape[1] == self.rows.tokens
-        return (self.rows.take(args[0]), *args[1:]) if self._is_taken else None
+        return (self.rows.take(args[0]), *args[1:]) if self._is_taken and self.rows.columns is not None else None
 
     def _projected(self, projection: Projection, _: nn.Module, __: Any, output: Tensor) -> Tensor | None:
         """Remember what is stored of the output, and put it back to the columns of all tokens."""
-        is_taken = self._is_taken if self.rows.columns is not None else output.shape[1] == self.rows.tokens
-        if not is_taken or not self._is_own_call():
+        if not self._is_taken or not self._is_own_call():
             return None
         if self.states is None and projection.width:
             self.states = output.new_zeros(output.shape[0], self.rows.tokens, self._mixer.width)

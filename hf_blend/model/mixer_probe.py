@@ -11,7 +11,8 @@ rubbish in the place of all else, the active rows must come out as in a plain fo
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -64,7 +65,6 @@ class _Call:
     module: nn.Module
     arguments: dict[str, Any]
     hidden_name: str
-    masks: dict[str, Any] = field(default_factory=dict)
 
     def run(self, model: nn.Module, hidden: Tensor, **changes: Any) -> Tensor:
         """Its output for other hidden states, with a cache of its own."""
@@ -114,9 +114,13 @@ def _modules(model: nn.Module, layers: Sequence[nn.Module]) -> dict[int, nn.Modu
         if index is not None:
             owners.setdefault(index, []).append(running[: running.index(layers[index])][::-1])
 
+    def noted(update: Any, *args: Any, **given: Any) -> Any:
+        note()
+        return update(*args, **given)
+
     for name in ("update_conv_state", "update_recurrent_state"):
         kept = getattr(cache, name)
-        setattr(cache, name, lambda *args, _kept=kept, **given: (note(), _kept(*args, **given))[1])
+        setattr(cache, name, partial(noted, kept))
     try:
         _run(model, cache)
     except FAILURES as error:
@@ -288,7 +292,7 @@ def _complaint(model: nn.Module, call: _Call, mixer: Mixer, hidden: Tensor, expe
 def _recorded(model: nn.Module, call: _Call, mixer: Mixer, cache: Any, rows: ActiveRows, hidden: Tensor) -> Tensor:
     run = MixerPass(mixer, cache, rows)
     _passed(model, call, run, hidden, cache)
-    return run.states  # type: ignore[return-value]
+    return run.states
 
 
 def _passed(model: nn.Module, call: _Call, run: MixerPass, hidden: Tensor, cache: Any) -> Tensor:
@@ -322,7 +326,7 @@ def _linears(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _features(linear: nn.Module) -> int:
-    return int(linear.out_features)  # type: ignore[arg-type]
+    return int(linear.out_features)
 
 
 def _rubbish(like: Tensor, seed: int) -> Tensor:

@@ -15,6 +15,7 @@ from ..errors import PromptError
 from ..model.capture import Capture, capture, capture_forward
 from ..selectors.attention import Attention
 from ..selectors.base import KV, Hear, Selector, TokenView
+from .mixers import side_by_side
 from .plan import Plan
 from .realign import Realigner
 from .report import BlendReport
@@ -128,6 +129,11 @@ class Chooser:
         one = self._selector
         return one.needs_kv or one.needs_full_prefill or one.needs_attention
 
+    @property
+    def needs_attention(self) -> bool:
+        """Whether the selector has to see what rows look at."""
+        return self._selector.needs_attention
+
     def wants_attention(self, index: int) -> bool:
         """Whether the selector has to see what the rows look at in a check layer."""
         return self._selector.needs_attention and (index == 0 or not self._selector.at_layer_0)
@@ -214,9 +220,14 @@ class Chooser:
         )
 
     def _stored(self, index: int, states: KV) -> KV:
-        """A copy of K and V of all new tokens with the stored chunks laid over it, realigned."""
+        """A copy of K and V of all new tokens with the stored chunks laid over it, realigned; or of projections."""
+        slots = [slot for slot in self._plan.slots if not slot.exact]
+        if len(self._plan.slots[0].chunk.layers[index]) == 1:
+            projections = states[0].clone()
+            self._realigner.lay_projections(index, slots, projections)
+            return side_by_side(projections)
         keys, values = (whole.clone() for whole in states)
-        self._realigner.lay(index, [slot for slot in self._plan.slots if not slot.exact], keys, values)
+        self._realigner.lay(index, slots, keys, values)
         return keys, values
 
     def _alone(self, layer: int) -> KV:
@@ -234,4 +245,5 @@ class Chooser:
         truth = self._truth()
         for layer, table in enumerate(truth.tables):
             self._realigner.learn(layer, table)
-        return [(keys[:, :, self._past :], values[:, :, self._past :]) for keys, values in truth.layers]
+        pairs = [side_by_side(states[0]) if len(states) == 1 else states[:2] for states in truth.layers if states]
+        return [(keys[:, :, self._past :], values[:, :, self._past :]) for keys, values in pairs]

@@ -41,12 +41,12 @@ class Placement:
     row: int
 
     @cached_property
-    def sources(self) -> list[tuple[Sequence[KV], slice | None]]:
+    def sources(self) -> list[tuple[Sequence[tuple[Tensor, ...]], slice | None]]:
         """The layers of each chunk, and which of its tokens are here; None for all."""
         return [(slot.chunk.layers, None if slot.is_whole else slot.inside) for slot in self.slots]
 
     def parts(self, layer: int, which: int) -> list[Tensor]:
-        """K (0) or V (1) of a layer as stored, `[heads, tokens, width]` of each chunk."""
+        """K (0), V (1) or projections (-1) of a layer as stored, `[heads, tokens, width]` of each chunk."""
         found = [(layers[layer][which], inside) for layers, inside in self.sources]
         return [states if inside is None else states[:, inside] for states, inside in found]
 
@@ -141,23 +141,36 @@ class Realigner:
                 placed.write(states, self._rotated(layer, placed, turn, keys.device))
         self._report.realign_ms += 1e3 * (time.perf_counter() - started)
 
-    def moved(self, layer: int, slot: Slot, keys: Tensor, values: Tensor) -> KV:
-        """A chunk's stored K and V as they would be written.
+    def lay_projections(self, layer: int, slots: Sequence[Slot], states: Tensor) -> None:
+        """Write what is stored of a layer's mixer to its columns; it carries no position.
+
+        Args:
+            layer: which layer.
+            slots: the chunks to write.
+            states: `[batch, 1, tokens, width]`.
+        """
+        if slots:
+            placed = self._placed(slots, states.device)
+            placed.write_parts(states, placed.parts(layer, -1))
+
+    def moved(self, layer: int, slot: Slot, *states: Tensor) -> tuple[Tensor, ...]:
+        """A chunk's stored K and V as they would be written; of a layer with a mixer alone its projections.
 
         Args:
             layer: which layer.
             slot: the chunk.
-            keys: `[kv_heads, tokens, head_dim]`, for dtype and device only.
-            values: likewise.
+            *states: K and V, `[kv_heads, tokens, head_dim]`, or projections, for dtype and device only.
 
         Returns:
-            New keys, rotated for this prompt, and the stored values.
+            New keys, rotated for this prompt, and the stored values; or the stored projections.
         """
-        found = self._gathered(layer, self._placed([slot], keys.device), keys.device)
-        return found[0].to(keys.dtype), found[1].to(values.dtype)
+        found = self._gathered(layer, self._placed([slot], states[0].device), states[0].device)
+        return tuple(one.to(like.dtype) for one, like in zip(found, states, strict=True))
 
     @torch.no_grad()
-    def mismatches(self, layer: int, slots: Sequence[Slot], keys: Tensor, values: Tensor) -> list[float]:
+    def mismatches(
+        self, layer: int, slots: Sequence[Slot], *computed: Tensor, of_mixer: bool = False
+    ) -> list[float]:
         """How far the stored K and V of some chunks are from those that were computed in this prompt.
 
         One token that stands for an image is seen among hundreds of text.
@@ -165,20 +178,22 @@ class Realigner:
         Args:
             layer: which layer.
             slots: the chunks, at least one.
-            keys: `[batch, kv_heads, tokens, head_dim]`, as computed.
-            values: likewise.
+            *computed: K and V, `[batch, kv_heads, tokens, head_dim]`; or the projections of the layer's mixer.
+            of_mixer: these are projections.
 
         Returns:
             For each chunk the larger of the two differences at the token where it is most, as a share of the larger
             of that token's size and the chunk's mean size (norms over heads and width); NaN counts as infinite. The
             device is asked once.
         """
-        placed, count, device = self._placed(slots, keys.device), len(slots), keys.device
+        device, count = computed[0].device, len(slots)
+        placed = self._placed(slots, device)
         lengths = torch.tensor([slot.tokens for slot in slots], device=device)
         total = sum(slot.tokens for slot in slots)
         number = torch.arange(count, device=device).repeat_interleave(lengths, output_size=total)
         worst = torch.zeros(count, device=device)
-        for states, stored in zip((keys, values), self._gathered(layer, placed, device), strict=True):
+        kept = (_cat(placed.parts(layer, -1), device),) if of_mixer else self._gathered(layer, placed, device)
+        for states, stored in zip(computed, kept, strict=True):
             fresh = placed.read(states).float()
             error, size = torch.stack((fresh - stored.float(), fresh)).square_().sum(dim=(1, 3))
             mean = torch.zeros(count, device=device).index_add_(0, number, size) / lengths
@@ -236,8 +251,10 @@ class Realigner:
             self._placements[place] = Placement.of(slots, device)  # keeps the slots, so their ids are not used again
         return self._placements[place]
 
-    def _gathered(self, layer: int, placed: Placement, device: torch.device) -> KV:
+    def _gathered(self, layer: int, placed: Placement, device: torch.device) -> tuple[Tensor, ...]:
         """K and V of all tokens of some chunks, `[heads, tokens, width]` each, rotated for this prompt."""
+        if len(placed.slots[0].chunk.layers[layer]) == 1:
+            return (_cat(placed.parts(layer, 0), device),)
         rotating, turn = self._styles[layer].slot, self._turn(layer, placed)
         if turn is None:
             return _cat(placed.parts(layer, 0), device), _cat(placed.parts(layer, 1), device)
@@ -272,6 +289,8 @@ class Realigner:
         for other in range(layer + 1, len(self._styles)):
             if nbytes * (len(found) + 1) > GROUP_BYTES:
                 break
+            if len(first.layers[other]) < 2:
+                continue
             states = first.layers[other][style.slot]
             same = (states.shape, states.dtype, states.device) == (like.shape, like.dtype, like.device)
             if same and self._styles[other] is style and first.layer_table[other] == first.layer_table[layer]:
