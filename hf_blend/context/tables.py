@@ -16,7 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
-from ..model.anatomy import LayerCall, decoder_layers, decoder_of, has_windows, is_extended, text_config
+from ..model.anatomy import (
+    LayerCall,
+    decoder_layers,
+    decoder_of,
+    has_windows,
+    is_extended,
+    refuse_other_states,
+    text_config,
+)
 from ..model.calibrate import rotary_styles
 from ..model.placement import input_device
 from ..rotary.base import RotaryStyle
@@ -57,6 +65,7 @@ class TableSource:
             UnsupportedModelError: a layer's keys do not rotate by a table that can be made at will; it is named.
         """
         if model not in _known:
+            refuse_other_states(model, with_mixers=False)
             _refuse_moving(model)
             styles = rotary_styles(model)
             makers = _find_makers(model)

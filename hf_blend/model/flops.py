@@ -67,8 +67,12 @@ def _measure(model: nn.Module) -> list[LayerCost]:
     before, after, always = ([0.0] * len(layers) for _ in range(3))
     reached: set[int] = set()  # the layers that have handed over their K and V
     update = cache.update
-    cache.update = lambda keys, values, index, *rest, **given: (reached.add(index), update(keys, values, index, *rest, **given))[1]
 
+    def noted(keys: Tensor, values: Tensor, index: int, *args: Any, **kwargs: Any) -> Any:
+        reached.add(index)
+        return update(keys, values, index, *args, **kwargs)
+
+    cache.update = noted
     thread = threading.get_ident()  # others may run the model meanwhile
 
     def count(index: int, module: nn.Module) -> None:
