@@ -248,6 +248,11 @@ class LayerCall:
         return cls(layer, {**dict(zip(names, args, strict=False)), **kwargs}, names[0])
 
     @property
+    def mask_name(self) -> str:
+        """The argument that holds the mask of the layer's attention; a mixer beside it may have one of its own."""
+        return "causal_mask" if "causal_mask" in self.arguments else "attention_mask"
+
+    @property
     def hidden(self) -> Tensor:
         """The hidden states, `[batch, rows, width]`."""
         return self.arguments[self.hidden_name]
@@ -266,7 +271,7 @@ class LayerCall:
             with_hidden: False where the hidden states are those of the kept rows already.
             known: what was taken for other layers of the same forward: most arguments are the same for all of them.
         """
-        skip = {"attention_mask"} if with_hidden else {"attention_mask", self.hidden_name}
+        skip = {self.mask_name} if with_hidden else {self.mask_name, self.hidden_name}
         for name, value in self.arguments.items():
             if name not in skip and isinstance(value, Tensor | tuple | list):
                 is_hidden = name == self.hidden_name

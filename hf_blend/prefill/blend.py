@@ -135,7 +135,7 @@ class Fusor:
         """
         self._settle(index)
         self._realigner.learn(index, rotary_table(call.arguments, call.layer))
-        model_mask = call.arguments.get("attention_mask")
+        model_mask = call.arguments.get(call.mask_name)
         self._begin_mixer(index, call)
         if index == 0:
             self._begin(call)
@@ -228,7 +228,7 @@ class Fusor:
         self._plan.real, self._exact = self._plan.real.to(device), self._exact.to(device)
         self._reusable = self._reusable.to(device)
         if self._beyond_text:
-            self._drop_what_looks_ahead(call.arguments.get("attention_mask"))
+            self._drop_what_looks_ahead(call.arguments.get(call.mask_name))
             self._look(0, call)
             if not self._plan.slots:
                 return

@@ -62,7 +62,7 @@ class RowMasks:
             mask = self._lines(model_mask, rows, keys, offset, self._windows[index])
             self._made[place] = (mask, (model_mask, rows))  # kept alive, or the ids would be used again
         mask = self._made[place][0]
-        call.arguments["attention_mask"] = mask
+        call.arguments[call.mask_name] = mask
         if not isinstance(mask, RowMask):
             return None
         detour = self._detours[index]

@@ -3,9 +3,9 @@
 """A dense forward in which the tokens that a blended request did not choose come from their chunks alone.
 
 It knows nothing of rows, keys, projections or stores: the plain model runs all tokens, and at the input of each decoder
-layer behind the check layer the hidden states of the tokens that were not chosen are those which the layer received
-when the chunk was run alone behind the sink. Whatever a layer makes of a token for others to look at is then what it
-made of it there; only its position is the prompt's.
+layer behind the check layer, and of the mixer in it, the hidden states of the tokens that were not chosen are those
+which came there when the chunk was run alone behind the sink. Whatever a layer makes of a token for others to look at
+is then what it made of it there; only its position is the prompt's.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,9 +40,10 @@ def stale_error(subject: Subject, prompts: Sequence[Prompt], ratio: float) -> fl
     slots, first = unchosen(got).to(device_of(subject.model)), first_stale_layer(got) + 1
 
     def replace(index: int, hidden: Tensor) -> Tensor:
-        return torch.where(slots[..., None], alone[index], hidden) if index >= first else hidden
+        layer = index % subject.num_layers
+        return torch.where(slots[..., None], alone[index], hidden) if layer >= first else hidden
 
-    with _inputs(subject.model, replace):
+    with _inputs(subject, replace):
         given = subject.inputs(subject.cache(0.0), prompts)
         wanted = subject.model(**given, past_key_values=full_cache(subject.model), use_cache=True).logits
     return distance(got.asked, wanted[:, -got.asked.shape[1] :].float())
@@ -59,9 +60,9 @@ def first_stale_layer(got: Blended) -> int:
 
 
 def _inputs_alone(subject: Subject, got: Blended) -> list[Tensor]:
-    """By layer what its chunks' tokens came as when each chunk was run alone, `[…, batch, tokens, width]`."""
+    """By layer, then by its mixer, what came there of the chunks when each was run alone, `[…, batch, tokens, width]`."""
     width = max(len(prompt.ids) for prompt in got.prompts)
-    whole = [Tensor()] * subject.num_layers
+    whole = [Tensor()] * (2 * subject.num_layers)
 
     def keep(index: int, hidden: Tensor, row: int, start: int, count: int) -> Tensor:
         kept = whole[index]
@@ -74,15 +75,15 @@ def _inputs_alone(subject: Subject, got: Blended) -> list[Tensor]:
     for row, prompt in enumerate(got.prompts):
         for start, ids in prompt.spans():
             place = {"row": row, "start": width - len(prompt.ids) + start, "count": len(ids)}
-            with _inputs(subject.model, partial(keep, **place)):
+            with _inputs(subject, partial(keep, **place)):
                 tokens = torch.tensor([[*subject.sink_ids, *ids]])
                 subject.model(**placed(subject.model, {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}))
     return whole
 
 
 @contextmanager
-def _inputs(model: nn.Module, change: Callable[[int, Tensor], Tensor]) -> Iterator[None]:
-    """Change the hidden states that each decoder layer receives."""
+def _inputs(subject: Subject, change: Callable[[int, Tensor], Tensor]) -> Iterator[None]:
+    """Change the hidden states that each decoder layer receives, and those of its mixer, numbered behind the layers."""
 
     def enter(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = LayerCall.bind(layer, args, kwargs)
@@ -90,8 +91,11 @@ def _inputs(model: nn.Module, change: Callable[[int, Tensor], Tensor]) -> Iterat
         return call.as_hook_result()
 
     handles = []
+    mixers = [None if mixer is None else mixer.module for mixer in subject.mixers]
     try:
-        for index, layer in enumerate(decoder_layers(model)):
+        for index, layer in enumerate([*decoder_layers(subject.model), *mixers]):
+            if layer is None:
+                continue
             hook = lambda one, args, kwargs, index=index: enter(index, one, args, kwargs)  # noqa: E731
             handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
         yield

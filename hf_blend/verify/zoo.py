@@ -210,7 +210,7 @@ def _shrunk(default: Any, fill: bool) -> dict[str, Any]:
     kinds = _layer_kinds(default)
     own = getattr(default, "attribute_map", {}).get("layer_types", "layer_types")
     if 1 < len(kinds) <= LAYERS and not isinstance(getattr(type(default), own, None), property):
-        found["layer_types"] = _layer_types(kinds)
+        found[own] = _layer_types(kinds)
     return found
 
 
