@@ -227,6 +227,11 @@ def kv_groups(layer: nn.Module) -> int:
     )
 
 
+def has_attention(layer: nn.Module) -> bool:
+    """Whether a layer attends, by what transformers' attention modules have in common."""
+    return any(hasattr(module, "num_key_value_groups") for module in layer.modules())
+
+
 @dataclass
 class LayerCall:
     """The arguments of one call of a decoder layer, by the names of its `forward`.

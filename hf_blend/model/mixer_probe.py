@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
-from .anatomy import decoder_layers, decoder_of, full_cache, has_mixers, parameter_names, text_config
+from .anatomy import decoder_layers, decoder_of, full_cache, has_mixers, parameter_names, stock_layers, text_config
 from .fingerprint import structure_digest
 from .hooks import running_modules
 from .identity.canonical import canonical
@@ -126,6 +126,9 @@ def _modules(model: nn.Module, layers: Sequence[nn.Module]) -> dict[int, nn.Modu
     except FAILURES as error:
         message = f"{type(model).__name__} cannot be blended: {type(error).__name__}: {error} Use full prefill."
         raise UnsupportedModelError(message) from error
+    for index, layer in enumerate(stock_layers(text_config(model))):
+        if hasattr(layer, "recurrent_states") and index not in owners:
+            raise _refusal(model, index, "none of it came to the cache that the model was given as past_key_values")
     return {index: _innermost(model, index, paths) for index, paths in owners.items()}
 
 

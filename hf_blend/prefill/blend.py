@@ -88,6 +88,7 @@ class Fusor:
         self._wanted_rows, self._repair = min(wanted_rows, plan.real.shape[1]), repair
         self._beyond_text = beyond_text
         self._last = max((index for index, layer in enumerate(layers) if keeps_states(layer)), default=-1)
+        self._with_keys = [index for index, layer in enumerate(layers) if keeps_keys(layer)]
         self._first_ratio, asked = chooser.schedule(config, len(layers), plan.real.numel())
         self._ratios = at_layers_that_keep(asked, layers, chooser.needs_attention)
         self._sees_attention = {
@@ -150,11 +151,11 @@ class Fusor:
             in_part.begin(index, self._rows, self._plan)
         if index == self._last:
             self._trim(index, call, model_mask)
-        if self._listener is not None:
+        if self._listener is not None and index in self._with_keys:
             self._glance = self._glancing(index, call, self._listener.take)
         elif in_part is not None:
             self._glance = in_part.glance(index, call.layer, self._rows, self._realigner, self._past)
-        self._note(index, kv_only=self._listener is not None and index == self._listener.last)
+        self._note(index, kv_only=self._is_last_heard(index))
         return call
 
     def leave(self, output: Any) -> Any:
@@ -270,6 +271,11 @@ class Fusor:
             slots = self._plan.partial.lay_probes(index, slots, self._realigner, opened)
         self._realigner.lay(index, slots, *opened)
 
+    def _is_last_heard(self, index: int) -> bool:
+        """Whether nothing runs any more behind the attention of a layer, because nobody listens there."""
+        last = None if self._listener is None else self._listener.last
+        return last is not None and self._with_keys.index(index) == last if index in self._with_keys else False
+
     def _begin_mixer(self, index: int, call: LayerCall) -> None:
         self._mixers.begin(index, call, partial(self._open_projections, index), partial(self._projected, index))
 
@@ -340,7 +346,8 @@ class Fusor:
     def _glancing(self, index: int, call: LayerCall, take: Callable[[int, Attention], Any]) -> Glance:
         """A way to see what the rows that flow look at in a layer."""
         rows = self._rows or Rows.every(self._plan.real)
-        heard = sight(rows.columns, self._tokens, self._report.charge, lambda seen: take(index, seen))
+        number = self._with_keys.index(index)  # selectors count the layers that attend
+        heard = sight(rows.columns, self._tokens, self._report.charge, lambda seen: take(number, seen))
         return Glance(call.layer, heard)
 
     def _look(self, index: int, call: LayerCall, further: bool = False) -> Attention | None:
@@ -395,6 +402,8 @@ class Fusor:
         self._mixers.take(call, rows)
         is_mixer_only = self._mixers[layer] is not None and not keeps_keys(self._layers[layer])
         self._detour = None if is_mixer_only else self._masks.give(layer, call, model_mask, rows)
+        if self._detour is not None and not keeps_keys(self._layers[layer]):
+            self._detour.open()  # it looks at the K and V of another layer, and hands over none of its own
 
     def _narrow(self, layer: int, call: LayerCall, model_mask: Any, selected: Tensor, counts: list[int]) -> None:
         """Let only the selected of the active rows go on."""

@@ -5,6 +5,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -204,9 +205,9 @@ class Chooser:
             chunk.masked_fill(~eligible, -1),
             offset,
             tokens,
-            stored_alone=lambda layer: rows.take_pair(self._alone(layer)),
+            stored_alone=lambda layer: rows.take_pair(self._alone(self._with_keys[layer])),
             probe=self._probe,
-            num_layers=self._realigner.num_layers,
+            num_layers=len(self._with_keys),
             chunks=table[0].masked_fill(~reusable, -1),
         )
         if fresh is None:
@@ -216,8 +217,13 @@ class Chooser:
             fresh=rows.take_pair(fresh),
             stored=rows.take_pair(self._stored(index, fresh)),
             full_prefill=lambda: [rows.take_pair(states) for states in self._full_prefill()],
-            stored_at=lambda layer: rows.take_pair(self._stored(layer, fresh)),
+            stored_at=lambda layer: rows.take_pair(self._stored(self._with_keys[layer], fresh)),
         )
+
+    @cached_property
+    def _with_keys(self) -> list[int]:
+        """The layers that keep K and V; a selector counts these only."""
+        return [index for index, states in enumerate(self._plan.slots[0].chunk.layout.layers) if len(states) > 1]
 
     def _stored(self, index: int, states: KV) -> KV:
         """A copy of K and V of all new tokens with the stored chunks laid over it, realigned; or of projections."""
