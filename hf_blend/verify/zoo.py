@@ -41,9 +41,9 @@ FIELDS = {
 }  # fmt: skip
 MIXERS = ("linear_attention", "conv")  # kinds of layers with a mixer
 MIXED = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
-SHARED = {  # as in what was released, where the last layers look at the K and V of earlier ones
-    "num_hidden_layers": LAYERS + 2,
-    "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2 + 1),
+SHARED: dict[str, Any] = {  # as by default in Gemma 3n, the last layers look at the K and V of earlier ones
+    "num_hidden_layers": LAYERS + 1,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
     "num_kv_shared_layers": 2,
 }
 EXTRA: dict[str, dict[str, Any]] = {  # what a type asks for beyond the names that many share
@@ -56,10 +56,6 @@ EXTRA: dict[str, dict[str, Any]] = {  # what a type asks for beyond the names th
     },
     "bamba": {"attn_layer_indices": [2]},
     "gemma3n_text": SHARED,
-    "gemma4": {"text_config": SHARED},
-    "gemma4_text": SHARED,
-    "gemma4_unified": {"text_config": SHARED},
-    "gemma4_unified_text": SHARED,
     "granitemoehybrid": {"layer_types": MIXED},
     "jamba": {"attn_layer_period": 4, "attn_layer_offset": 2},
     "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
@@ -203,13 +199,7 @@ def _tiny_config(model_type: str, fields: dict[str, Any], fill: bool) -> Any:
     from transformers import AutoConfig
 
     default = AutoConfig.for_model(model_type)
-    return AutoConfig.for_model(model_type, **{**_merged(_shrunk(default, fill), EXTRA.get(model_type, {})), **fields})
-
-
-def _merged(found: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
-    """Fields with some more, which win; those of an inner config among its own."""
-    inner = {name: {**found[name], **value} for name, value in extra.items() if isinstance(found.get(name), dict)}
-    return {**found, **extra, **inner}
+    return AutoConfig.for_model(model_type, **{**_shrunk(default, fill), **EXTRA.get(model_type, {}), **fields})
 
 
 def _shrunk(default: Any, fill: bool) -> dict[str, Any]:
