@@ -25,8 +25,8 @@ from hf_blend.verify.zoo import tiny_model
 # one for each way in which a mixer stands in a layer: before its MLP, beside attention, behind it, alone
 FAST = ("qwen3_next", "lfm2")
 SLOW = (
-    "bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear", "lfm2_moe", "lfm3", "nemotron_h",
-    "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "zamba", "zamba2",
+    "bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear", "lfm2_moe", "lfm3",
+    "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "zamba", "zamba2",
 )  # fmt: skip
 TELLING = ("ratio_1_batch", "fused_ratio", "causality")
 

@@ -13,6 +13,7 @@ from .mixer_layer import MixerAttentionLayer, MixerLayer, MixerSlidingLayer
 from .quantised_layer import QuantisedLayer
 from .sliding_layer import BlendSlidingLayer
 
+
 def cache_layers(config: Any, count: int, kv_bits: int | None = None) -> list[Any]:
     """The layers of a blend cache: full, sliding or of a mixer where transformers' own cache has such a layer.
 

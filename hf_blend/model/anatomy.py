@@ -158,7 +158,7 @@ def _without_window(layer: Any) -> Any:
 
 
 def keeps_nothing(layer: Any) -> bool:
-    """Whether a cache layer of transformers is a place holder: of a layer without attention, or with that of others."""
+    """Whether a cache layer of transformers is a place holder: of no attention, or of one over the K and V of others."""
     return type(layer).__name__ == "DummyLayer"
 
 

@@ -152,8 +152,8 @@ def _refuse_moving_projections(probe: _Probe, index: int) -> None:
     tolerance = probe.tolerance(index, error)
     if error > tolerance:
         raise UnsupportedModelError(
-            f"layer {index} of {type(probe.model).__name__} cannot be moved: what its mixer projects of the same tokens "
-            f"at two places differs by {error:.2g} of its size, where {tolerance:g} is allowed. Use full prefill for "
+            f"layer {index} of {type(probe.model).__name__} cannot be moved: what its mixer projects of the same "
+            f"tokens at two places differs by {error:.2g} of its size, where {tolerance:g} is allowed. Use full prefill for "
             "this model."
         )
 

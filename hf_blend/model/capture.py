@@ -89,9 +89,9 @@ def capture(
     given = {"position_ids": position_ids, "attention_mask": attention_mask}
     given = {name: value.to(device) for name, value in given.items() if value is not None}
     cache, tokens = full_cache(model), input_ids.shape[1]
-    with _recorded_projections(model, cache, tokens) as passes, canonical(model):
-        with _recorded_tables(layers, cache) as tables:
-            decoder_of(model)(input_ids=input_ids.to(device), past_key_values=cache, use_cache=True, **given)
+    recorded = _recorded_projections(model, cache, tokens)
+    with recorded as passes, canonical(model), _recorded_tables(layers, cache) as tables:
+        decoder_of(model)(input_ids=input_ids.to(device), past_key_values=cache, use_cache=True, **given)
     return _captured(model, cache, tokens, tables, passes)
 
 
@@ -110,7 +110,8 @@ def capture_forward(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[Cap
         UnsupportedModelError: a layer leaves no K/V of the form `[batch, heads, tokens, width]` in the cache.
     """
     cache, tokens = full_cache(model), arguments["input_ids"].shape[1]
-    with _recorded_projections(model, cache, tokens) as passes, _recorded_tables(decoder_layers(model), cache) as tables:
+    recorded = _recorded_projections(model, cache, tokens)
+    with recorded as passes, _recorded_tables(decoder_layers(model), cache) as tables:
         output = model(**{**arguments, "past_key_values": cache, "use_cache": True})
     return _captured(model, cache, tokens, tables, passes), output
 

@@ -94,13 +94,15 @@ def _measure(model: nn.Module) -> list[LayerCost]:
     for index, mixer in enumerate(mixers):
         always[index] += 0.0 if mixer is None else _scan(mixer.module, cache.layers[index])
     configs = layer_configs(text_config(model), len(layers))
-    attending = [index in reached or mixers[index] is None and has_attention(layer) for index, layer in enumerate(layers)]
+    attending = [
+        index in reached or (mixers[index] is None and has_attention(layer)) for index, layer in enumerate(layers)
+    ]
     per_key = [_per_key(config) if attends else 0.0 for config, attends in zip(configs, attending, strict=True)]
     return [LayerCost(*costs) for costs in zip(before, after, per_key, always, strict=True)]
 
 
 def _scan(mixer: nn.Module, states: Any) -> float:
-    """FLOPs of a token in convolution and recurrence: each number of the state decays, takes the token up and is read."""
+    """FLOPs of a token in convolution and recurrence: each number of the state decays, takes the token up, is read."""
     weights = sum(weight.numel() for weight in mixer.parameters() if weight.dim() == CONVOLUTION_AXES)
     state = sum(state[0].numel() for state in states.recurrent_states.values() if state is not None)
     return 2.0 * weights + 6.0 * state

@@ -4,9 +4,9 @@
 
 Nothing here knows the name of a module. A mixer is what hands a state to the cache. A linear module inside it is an
 input projection if its output at a token stays when every other token changes. A column of it is felt if a gradient
-reaches it from the output at another token; modules whose columns nobody else feels, gates and the output projection,
-are computed for active rows only, and nothing of them is stored. Then the whole is tried: with what would be stored, and
-rubbish in the place of all else, the active rows must come out as in a plain forward.
+reaches it from the output at another token; modules of which nobody else feels any, gates and the output projection,
+are computed for active rows only, and nothing of them is stored. Then the whole is tried: with what would be stored,
+and nothing in the place of all else, the active rows must come out as in a plain forward.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -210,7 +210,7 @@ def _input_projections(model: nn.Module, call: _Call, hidden: Tensor, names: lis
 def _felt(
     model: nn.Module, call: _Call, hidden: Tensor, names: list[str], inputs: set[str]
 ) -> dict[str, Tensor | None]:
-    """For each linear module the columns, `[width]`, that another token feels; left out where it must see all tokens."""
+    """For each linear module the columns, `[width]`, that another token feels; none for one that must see all tokens."""
     try:
         gradients = _gradients(model, call, hidden, names, inputs)
     except FAILURES:  # no gradient to be had, as with quantised weights
@@ -355,6 +355,6 @@ def _hooked() -> Iterator[list[Any]]:
 
 def _refusal(model: nn.Module, index: int, what: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"layer {index} of {type(model).__name__} keeps a state of all tokens before, and {what}. Use full prefill for "
-        "this model."
+        f"layer {index} of {type(model).__name__} keeps a state of all tokens before, and {what}. Use full prefill "
+        "for this model."
     )

@@ -98,7 +98,8 @@ class Fusor:
         }
         self._tokens = plan.real.shape[1]
         self._padded = min(plan.counts) < self._tokens
-        self._mixers = MixerRows(mixers or [None] * len(layers), layers, self._tokens, ~plan.real if self._padded else None)
+        padding = ~plan.real if self._padded else None
+        self._mixers = MixerRows(mixers or [None] * len(layers), layers, self._tokens, padding)
         self._projections: dict[int, Tensor] = {}
         self._unseen: set[str] = set()  # what a look still waits for
         self._masks = RowMasks(model, layers, past, self._tokens)

@@ -132,9 +132,11 @@ class ChunkKV:
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Walk over the tensors in stored order: tables first, then the states of one layer after the other."""
         for place, table in enumerate(self.tables):
-            yield from ((f"table.{place}.{part}", tensor) for part, tensor in zip(("cos", "sin"), table, strict=True))
+            cos, sin = table
+            yield from ((f"table.{place}.cos", cos), (f"table.{place}.sin", sin))
         for place, states in enumerate(self.layers):
-            yield from ((f"layer.{place}.{kind}", tensor) for kind, tensor in zip(kinds_of(states), states, strict=True))
+            kinds = kinds_of(states)
+            yield from ((f"layer.{place}.{kind}", tensor) for kind, tensor in zip(kinds, states, strict=True))
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "ChunkKV":
         """Apply a function to every tensor.

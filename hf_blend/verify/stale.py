@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A dense forward in which the tokens that a blended request did not choose come from their chunks alone.
 
-It knows nothing of rows, keys, projections or stores: the plain model runs all tokens, and at the input of each decoder
-layer behind the check layer, and of the mixer in it, the hidden states of the tokens that were not chosen are those
-which came there when the chunk was run alone behind the sink. Whatever a layer makes of a token for others to look at
+It knows nothing of rows, keys, projections or stores: the plain model runs all tokens, and at the input of each
+decoder layer behind the check layer, and of the mixer in it, the hidden states of the tokens that were not chosen are
+those which came there when the chunk was run alone behind the sink. Whatever a layer makes of a token for others to look at
 is then what it made of it there; only its position is the prompt's.
 """
 
@@ -60,7 +60,7 @@ def first_stale_layer(got: Blended) -> int:
 
 
 def _inputs_alone(subject: Subject, got: Blended) -> list[Tensor]:
-    """By layer, then by its mixer, what came there of the chunks when each was run alone, `[…, batch, tokens, width]`."""
+    """By layer, then by mixer, what came there of the chunks when each was run alone, `[…, batch, tokens, width]`."""
     width = max(len(prompt.ids) for prompt in got.prompts)
     whole = [Tensor()] * (2 * subject.num_layers)
 
@@ -77,13 +77,14 @@ def _inputs_alone(subject: Subject, got: Blended) -> list[Tensor]:
             place = {"row": row, "start": width - len(prompt.ids) + start, "count": len(ids)}
             with _inputs(subject, partial(keep, **place)):
                 tokens = torch.tensor([[*subject.sink_ids, *ids]])
-                subject.model(**placed(subject.model, {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}))
+                given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+                subject.model(**placed(subject.model, given))
     return whole
 
 
 @contextmanager
 def _inputs(subject: Subject, change: Callable[[int, Tensor], Tensor]) -> Iterator[None]:
-    """Change the hidden states that each decoder layer receives, and those of its mixer, numbered behind the layers."""
+    """Change the hidden states that each decoder layer receives, and its mixer, which counts behind all layers."""
 
     def enter(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = LayerCall.bind(layer, args, kwargs)

@@ -238,7 +238,7 @@ def _layer_kinds(config: Any) -> list[str]:
 
 
 def _layer_types(kinds: Sequence[str]) -> list[str]:
-    """Every kind of layer that the type has, in its order; the first kind fills up, and is the last too if it mixes."""
+    """Every kind of layer that the type has, in its order; the first kind fills up, and is also last if it mixes."""
     if kinds[0] in MIXERS and len(kinds) < LAYERS:
         return [kinds[0]] * (LAYERS - len(kinds)) + [*kinds[1:], kinds[0]]
     return [kinds[0]] * (LAYERS - len(kinds) + 1) + list(kinds[1:])

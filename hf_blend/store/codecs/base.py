@@ -33,7 +33,10 @@ class Part:
 
 
 class Codec(ABC):
-    """Packs the states of one layer, `kind` being "k", "v" or "p" (projections). The first part has one value for each of the states'."""
+    """Packs the states of one layer, `kind` being "k", "v" or "p" (projections).
+
+    The first part has one value for each of the states'.
+    """
 
     is_exact: ClassVar[bool] = False
 
