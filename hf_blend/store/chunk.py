@@ -101,6 +101,8 @@ class ChunkKV:
         tables: the distinct `(cos, sin)` of the model for those positions, each `[tokens, rotary_width]` in float32.
         layer_table: for each layer its place in `tables`, or -1 if it does not rotate.
         canary: what the model that computed it says of itself, stored with it; the store does not look at it.
+        tokenizer: digest of the tokenizer that made the ids from text (`hf_blend.prompt.identity`); empty where ids
+            were given. K and V do not depend on it: it says why a prompt of another tokenizer finds nothing.
     """
 
     key: ChunkKey
@@ -108,6 +110,7 @@ class ChunkKV:
     tables: tuple[tuple[Tensor, Tensor], ...]
     layer_table: tuple[int, ...]
     canary: str = ""
+    tokenizer: str = ""
 
     @property
     def tokens(self) -> int:
