@@ -7,7 +7,7 @@ Tokenising the joined text would merge tokens across the seams, and no stored ch
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,33 @@ from ..rotary.regime import stretches
 from .history import History
 
 Piece = str | Sequence[int]
-Span = tuple[int, tuple[int, ...]]  # (first token, token ids) of a chunk in its prompt
+
+
+class Span(NamedTuple):
+    """A chunk in its prompt, or as much of it as the prompt has the same tokens for.
+
+    Attributes:
+        start: place of its first token in the prompt.
+        token_ids: of the chunk, all of it.
+        first: how many of the chunk's first tokens are not among them.
+        tokens: how many they are, one behind the other.
+    """
+
+    start: int
+    token_ids: tuple[int, ...]
+    first: int
+    tokens: int
+
+    @classmethod
+    def whole(cls, start: int, token_ids: Sequence[int]) -> "Span":
+        """A chunk that is in its prompt from its first token to its last."""
+        return cls(start, tuple(token_ids), 0, len(token_ids))
+
+    @property
+    def stop(self) -> int:
+        """The place in the prompt behind its last token."""
+        return self.start + self.tokens
+
 
 
 @dataclass(frozen=True)
@@ -46,7 +72,7 @@ class Prompt:
         """(first column, token ids) of each chunk, counted from the first token of the prompt."""
         spans, start = [], len(self.history) + len(self.prefix)
         for chunk in self.chunks:
-            spans.append((start, chunk))
+            spans.append(Span.whole(start, chunk))
             start += len(chunk)
         return spans
 

@@ -12,7 +12,7 @@ import numpy as np
 from .interiors import Interiors, Run, without_overlap
 from .windows import WindowFilter
 
-__all__ = ["ContentIndex", "IndexRecord", "pack_tokens"]
+__all__ = ["ContentIndex", "IndexRecord", "pack_tokens", "unpack_tokens"]
 
 _WIDTH = 4  # bytes of a packed token
 _HEAD_BYTES = 8 * _WIDTH  # chunks are told apart by their first 8 tokens, then compared whole
@@ -178,6 +178,11 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
         The packed ids.
     """
     return array("i", token_ids).tobytes()
+
+
+def unpack_tokens(packed: bytes) -> tuple[int, ...]:
+    """The token ids that `pack_tokens` laid side by side."""
+    return tuple(array("i", packed))
 
 
 def _as_array(token_ids: Sequence[int]) -> np.ndarray:

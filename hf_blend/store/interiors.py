@@ -31,25 +31,25 @@ class Run(NamedTuple):
         start: place of the first of them in the prompt.
         packed: all ids of the chunk (`pack_tokens`).
         first: place of the first of them in the chunk.
-        count: how many they are.
+        tokens: how many they are.
     """
 
     start: int
     packed: bytes
     first: int
-    count: int
+    tokens: int
 
     @property
     def stop(self) -> int:
         """The place in the prompt behind the last of them."""
-        return self.start + self.count
+        return self.start + self.tokens
 
     @property
     def is_worth_reading(self) -> bool:
         """Whether it is enough of the chunk."""
-        tokens = len(self.packed) // _WIDTH
-        is_long = self.count >= _LEAST_TOKENS and self.count * _LEAST_SHARE >= tokens
-        return self.count > 0 and (is_long or tokens - self.count <= min(EDGE_TOKENS, tokens // 2))
+        whole = len(self.packed) // _WIDTH
+        is_long = self.tokens >= _LEAST_TOKENS and self.tokens * _LEAST_SHARE >= whole
+        return self.tokens > 0 and (is_long or whole - self.tokens <= min(EDGE_TOKENS, whole // 2))
 
     def between(self, start: int, stop: int) -> "Run":
         """The part of it that lies between two places of the prompt."""
@@ -97,9 +97,9 @@ class Interiors:
             for place, chunks in self._chunks.items():
                 if window not in chunks or at < seen.get((place, window), 0):
                     continue
-                near = bisect_left(chunks[window], rest, key=lambda one: one[place:])  # noqa: B023 (used at once)
+                near = bisect_left(chunks[window], rest, key=lambda one: one[place:])
                 like = chunks[window][max(0, near - _NEIGHBOURS) : near + _NEIGHBOURS]
-                run = max((_run(one, raw, at, place) for one in like), key=lambda one: one.count)
+                run = max((_run(one, raw, at, place) for one in like), key=lambda one: one.tokens)
                 if run.is_worth_reading:
                     seen[place, window] = _WIDTH * run.stop  # a text that repeats itself is looked at once
                     yield run
@@ -116,7 +116,7 @@ def without_overlap(whole: Sequence[Run], runs: Sequence[Run]) -> list[Run]:
         Runs from left to right.
     """
     taken: list[Run] = []
-    for run in sorted([*whole, *runs], key=lambda one: (-one.count, one.start, one.first)):
+    for run in sorted([*whole, *runs], key=lambda one: (-one.tokens, one.start, one.first)):
         place = bisect_left(taken, run.start, key=lambda one: one.start)
         left = taken[place - 1].stop if place else 0
         right = taken[place].start if place < len(taken) else run.stop

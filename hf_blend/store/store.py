@@ -18,9 +18,10 @@ from .. import plugins
 from ..errors import ConfigError, PromptError, StoreError, suggest
 from ..model.anatomy import default_sink
 from .catalog import Catalog
-from .chunk import ChunkKey, ChunkKV, Layout
+from .chunk import ChunkKey, ChunkKV, Found, Layout
 from .header import hash_namespace
 from .held import HeldChunks
+from .index import unpack_tokens
 from .limits import Limits
 from .location import open_tiers
 from .seal import check_secret, keyed
@@ -262,8 +263,12 @@ class ChunkStore(Upkeep):
         self.flush(ADD_S)
         return keys
 
-    def find(self, fingerprint: str, sink_ids: Sequence[int], token_ids: Sequence[int]) -> list[tuple[int, ChunkKey]]:
-        """Find stored chunks inside any tokens, by content and at any offset.
+    def find(self, fingerprint: str, sink_ids: Sequence[int], token_ids: Sequence[int]) -> list[Found]:
+        """Find stored chunks inside any tokens, by content and at any offset, also where a few tokens differ.
+
+        A tokenizer makes other tokens where two texts are joined. A chunk of 16 tokens or more is found all the same
+        if no more than its first 8 tokens differ; what of it agrees with the prompt is reported. So is the beginning
+        of a chunk that is cut off, if it is at least a quarter of it.
 
         Args:
             fingerprint: of the model.
@@ -271,13 +276,22 @@ class ChunkStore(Upkeep):
             token_ids: for example a whole prompt.
 
         Returns:
-            Where each chunk starts, and its key: left to right, the longest first at an offset, no overlap.
+            From left to right, without overlap; of chunks that overlap the longest is whole.
         """
-        spans = self._catalog.find(fingerprint, sink_ids, token_ids)
-        sink = tuple(sink_ids)
-        return [
-            (start, ChunkKey(fingerprint, sink, tuple(token_ids[start:stop]), self.namespace)) for start, stop in spans
-        ]
+        sink, runs = tuple(sink_ids), self._catalog.match(fingerprint, sink_ids, token_ids)
+        keys = (ChunkKey(fingerprint, sink, unpack_tokens(run.packed), self.namespace) for run in runs)
+        return [Found(run.start, key, run.first, run.tokens) for run, key in zip(runs, keys, strict=True)]
+
+    def counts(self, fingerprint: str) -> tuple[int, int]:
+        """How many chunks the store is known to hold.
+
+        Args:
+            fingerprint: of a model.
+
+        Returns:
+            Those of this model, and those of all models, in the store's namespace.
+        """
+        return self._catalog.counts(fingerprint)
 
     def contains(self, key: ChunkKey) -> bool:
         """Say whether a chunk is there, without reading it: `get` may still find it damaged."""
