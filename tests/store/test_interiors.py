@@ -21,7 +21,8 @@ def index_of(*chunks):
 
 
 def matches(index, prompt):
-    return [(one.start, list(unpack_tokens(one.packed)), one.first, one.tokens) for one in index.match("f", (1,), prompt)]
+    found = index.match("f", (1,), prompt)
+    return [(one.start, list(unpack_tokens(one.packed)), one.first, one.tokens) for one in found]
 
 
 def drawn(seed, tokens, vocabulary=1000):
@@ -46,7 +47,8 @@ def test_what_is_found_is_in_the_prompt_without_overlap_and_cannot_be_longer(sha
     prompt = [token for chunk, (_, cut) in zip(chunks, shapes, strict=True) for token in [1, *chunk[cut:], 2]]
     found, stop = matches(index_of(*chunks), prompt), 0
     for start, chunk, first, tokens in found:
-        assert start >= stop and tokens > 0, "from left to right, without overlap"
+        assert start >= stop, "from left to right, without overlap"
+        assert tokens > 0
         assert prompt[start : start + tokens] == chunk[first : first + tokens]
         stop = start + tokens
     taken = {at for start, _, _, tokens in found for at in range(start, start + tokens)}
