@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which columns of a prompt have stored KV: found by content, checked, computed where missing."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -115,6 +115,7 @@ class Plan:
         counts: how many tokens of each entry are real.
         computed: how many chunks were missing and computed for this request.
         loaded: how many came from the store.
+        tokenizers: digests of those that made the ids of the loaded chunks, as far as it is known.
         seam_tokens: first or last tokens of these chunks that the prompt has others for, or lacks.
         replaced: which of these turned out to be damaged or late while they were read, and were computed.
         pipeline: reads the layers of chunks that are not in memory yet.
@@ -128,6 +129,7 @@ class Plan:
     counts: list[int] = field(default_factory=list)
     computed: int = 0
     loaded: int = 0
+    tokenizers: set[str] = field(default_factory=set)
     seam_tokens: int = 0
     replaced: list[ChunkKey] = field(default_factory=list)
     pipeline: Pipeline | None = None
@@ -216,7 +218,9 @@ class Planner:
         sink_ids: tuple[int, ...],
         least_ratio: float = 0.0,
         placeholders: frozenset[int] = frozenset(),
+        tokenizer: str = "",
     ) -> None:
+        self._tokenizer = tokenizer  # digest of the one that made the prompt's ids; stored with what is computed
         self._placeholders = placeholders  # no chunk that holds one is looked up, or computed alone
         self._least_ratio = least_ratio  # what a controller may raise
         self._model, self._store, self._fingerprint, self._sink_ids = model, store, fingerprint, sink_ids
@@ -331,16 +335,18 @@ class Planner:
     def _fetch(self, plan: Plan, key: ChunkKey) -> ChunkKV:
         if key not in self._fetched:
             layout = layout_of(self._model, self._fingerprint)
-            chunk = self._store.stream(key, partial(_compute, self._model, key, plan.replaced), layout=layout)
+            compute = partial(compute_chunk, self._model, key, self._tokenizer)
+            chunk = self._store.stream(key, partial(_replace, plan.replaced, key, compute), layout=layout)
             if chunk is not None and not is_of_model(self._model, chunk.canary):
                 self._store.reject(key, "canary")
                 chunk = None
             if chunk is None:
                 with self._store.timed(key):
-                    chunk = self._store.put(_compute(self._model, key))
+                    chunk = self._store.put(compute())
                 plan.computed += 1
             else:
                 plan.loaded += 1
+                plan.tokenizers |= {chunk.tokenizer} - {""}
             self._fetched[key] = chunk
         return self._fetched[key]
 
@@ -360,8 +366,7 @@ def _real(
     return torch.from_numpy(real)
 
 
-def _compute(model: nn.Module, key: ChunkKey, replaced: list[ChunkKey] | None = None) -> ChunkKV:
+def _replace(replaced: list[ChunkKey], key: ChunkKey, compute: Callable[[], ChunkKV]) -> ChunkKV:
     """Compute a chunk alone. It knows no plan: the chunk keeps it, and would keep itself alive."""
-    if replaced is not None:
-        replaced.append(key)
-    return compute_chunk(model, key)
+    replaced.append(key)
+    return compute()

@@ -107,6 +107,11 @@ class Catalog:
             self.refresh()
             return self._index.match(fingerprint, sink_ids, token_ids)
 
+    def sample(self, fingerprint: str, sink_ids: Sequence[int]) -> bytes:
+        """As `ContentIndex.sample`."""
+        with self._lock:
+            return self._index.sample(fingerprint, sink_ids)
+
     def counts(self, fingerprint: str) -> tuple[int, int]:
         """How many chunks of a model are known, and how many of all models."""
         with self._lock:

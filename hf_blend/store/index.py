@@ -153,6 +153,11 @@ class ContentIndex:
         group = self._groups.get((fingerprint, tuple(sink_ids)))
         return [] if group is None else group.match(_as_array(token_ids))
 
+    def sample(self, fingerprint: str, sink_ids: Sequence[int]) -> bytes:
+        """The packed ids of any chunk of a model and sink; empty if there is none."""
+        alike = (one for one in self._records.values() if one.fingerprint == fingerprint)
+        return next((one.packed for one in alike if one.sink_ids == tuple(sink_ids)), b"")
+
     def count(self, fingerprint: str) -> int:
         """How many chunks of a model there are."""
         return self._counts[fingerprint]

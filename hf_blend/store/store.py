@@ -248,7 +248,7 @@ class ChunkStore(Upkeep):
         from ..model.canary import compute_chunk
         from ..model.capture import check_chunk
         from ..model.fingerprint import fingerprint
-        from ..prompt.pieces import tokenize
+        from ..prompt.pieces import tokenize, tokenizer_digest
 
         if isinstance(chunks, str):
             raise PromptError(f"chunks is the text {chunks!r:.60}, wanted a list of chunks. Write [text].")
@@ -257,9 +257,10 @@ class ChunkStore(Upkeep):
         keys = [ChunkKey(identity, sink, tokenize(tokenizer, chunk), self.namespace) for chunk in chunks]
         for number, key in enumerate(keys):
             check_chunk(model, key.token_ids, key.sink_ids, f"chunk {number}")
+        texts = {key for key, chunk in zip(keys, chunks, strict=True) if isinstance(chunk, str)}
         for key in dict.fromkeys(keys):
             if not self.contains(key):
-                self._put(compute_chunk(model, key), wait_s=ADD_S)
+                self._put(compute_chunk(model, key, tokenizer_digest(tokenizer) if key in texts else ""), wait_s=ADD_S)
         self.flush(ADD_S)
         return keys
 
@@ -281,6 +282,16 @@ class ChunkStore(Upkeep):
         sink, runs = tuple(sink_ids), self._catalog.match(fingerprint, sink_ids, token_ids)
         keys = (ChunkKey(fingerprint, sink, unpack_tokens(run.packed), self.namespace) for run in runs)
         return [Found(run.start, key, run.first, run.tokens) for run, key in zip(runs, keys, strict=True)]
+
+    def sample(self, fingerprint: str, sink_ids: Sequence[int]) -> ChunkKey | None:
+        """Any chunk of a model behind a sink, for looking at what is stored; None if there is none.
+
+        Args:
+            fingerprint: of the model.
+            sink_ids: tokens that stood before the chunk when it was computed.
+        """
+        packed = self._catalog.sample(fingerprint, sink_ids)
+        return ChunkKey(fingerprint, tuple(sink_ids), unpack_tokens(packed), self.namespace) if packed else None
 
     def counts(self, fingerprint: str) -> tuple[int, int]:
         """How many chunks the store is known to hold.
