@@ -122,6 +122,7 @@ def test_a_chunk_whose_edges_differ_is_reused_inside_and_never_exact(planner):
     assert parts(made) == [(3, 1, 37, False)]
     assert made.seam_tokens == 3
     assert parts(plan(one, (*BOS, 7, *LONG[1:], *Q))) == [(2, 1, 39, False)], "its first token is another here"
+    assert parts(plan(one, (*BOS, *LONG[1:], *Q)))[1:] == [(1, 1, 39, False)], "its first token is not there"
 
 
 def test_the_beginning_of_a_chunk_right_behind_its_sink_is_exact_whatever_follows(planner):

@@ -269,6 +269,24 @@ def shared_tokens(one: Sequence[int], other: Sequence[int]) -> int:
     return int(differs[0]) if len(differs) else size
 
 
+def check_ids(ids: Sequence[int], config: Any) -> None:
+    """Refuse ids of another model's tokenizer, as far as they can be told.
+
+    Args:
+        ids: of a prompt or a chunk.
+        config: of the text model.
+
+    Raises:
+        PromptError: an id is not in the model's vocabulary.
+    """
+    known, largest = getattr(config, "vocab_size", None), max(ids, default=0)
+    if known is not None and largest >= known:
+        raise PromptError(
+            f"the tokenizer gave id {largest}, but the model knows {known} ids, 0 to {known - 1}: it is another "
+            "model's tokenizer. Load both from the same name or folder."
+        )
+
+
 def check_lengths(prompts: Sequence[Prompt | TextPrompt], held: int, config: Any) -> None:
     """Refuse a prompt that does not fit the model.
 
@@ -280,13 +298,9 @@ def check_lengths(prompts: Sequence[Prompt | TextPrompt], held: int, config: Any
     Raises:
         PromptError: a prompt reaches past the model's positions, or has ids that the model does not know.
     """
-    longest, known = getattr(config, "max_position_embeddings", None), getattr(config, "vocab_size", None)
-    largest = max(max(prompt.ids) for prompt in prompts)
-    if known is not None and largest >= known:
-        raise PromptError(
-            f"the tokenizer gave id {largest}, but the model knows {known} ids, 0 to {known - 1}: it is another "
-            "model's tokenizer. Load both from the same name or folder."
-        )
+    longest = getattr(config, "max_position_embeddings", None)
+    for prompt in prompts:
+        check_ids(prompt.ids, config)
     tokens = held + max(len(prompt.ids) for prompt in prompts)
     if longest is not None and tokens > longest and not stretches(config):
         raise PromptError(
