@@ -47,12 +47,13 @@ def build_text(
     first = len(ids)
     for start, stop, chunk in places:
         begin, end = _columns(offsets, start, stop) if offsets is not None else (0, len(ids))
-        first = min(first, begin)
-        begin = max(begin, spans[-1].stop if spans else 0)
-        span = _aligned(packed, begin, end, stored[chunk])
+        least = spans[-1].stop if spans else 0
+        begin = max(begin, least)
+        span = _aligned(packed, begin, end, least, stored[chunk])
         if span is None and offsets is not None:
             span = Span.whole(begin, ids[begin:end])  # its tokens are others throughout: these are a chunk too
         if span is not None and span.tokens:
+            first = min(first, begin, span.start)
             spans.append(span)
     return TextPrompt(tuple(ids), tuple(spans), first if opening and spans and offsets is not None else 0)
 
@@ -104,8 +105,16 @@ def _forms(chunk: str) -> tuple[str, ...]:
     return chunk, chunk.strip(), json.dumps(chunk, ensure_ascii=False)[1:-1], json.dumps(chunk)[1:-1]
 
 
-def _aligned(packed: bytes, begin: int, end: int, chunk: tuple[int, ...]) -> Span | None:
-    """The run of tokens that a chunk and a part of a prompt share; None if even what is inside the chunk differs."""
+def _aligned(packed: bytes, begin: int, end: int, least: int, chunk: tuple[int, ...]) -> Span | None:
+    """The run of tokens that a chunk and a prompt share; None if even what is inside the chunk differs.
+
+    Args:
+        packed: the prompt's ids, 4 bytes each.
+        begin: the first token with characters of the chunk.
+        end: the token behind the last of them.
+        least: the run begins here or later.
+        chunk: its ids.
+    """
     count = len(chunk)
     cut = min(_SEAM_TOKENS, count // 4)
     inside = array("i", chunk[cut : count - cut]).tobytes()
@@ -115,7 +124,7 @@ def _aligned(packed: bytes, begin: int, end: int, chunk: tuple[int, ...]) -> Spa
     if at < 0:
         return None
     shift = at // _WIDTH - cut
-    low, high = max(0, begin - shift), min(count, end - shift)
+    low, high = max(0, least - shift), min(count, len(packed) // _WIDTH - shift)
     here = np.frombuffer(packed, np.int32)[shift + low : shift + high]
     differs = here != np.array(chunk[low:high], np.int32)
     before, behind = np.flatnonzero(differs[: cut - low][::-1]), np.flatnonzero(differs[count - cut - low :])
