@@ -24,6 +24,7 @@ def joins(
     """Store passages, join them in six ways, tokenise each prompt as a whole, and count the tokens that are reused.
 
     Examples:
+        hf-blend bench joins
         hf-blend bench joins --json
     """
     from hf_blend.evaluation.bench.joins import bundled_passages, measure_joins, read_passages
