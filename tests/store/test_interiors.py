@@ -112,3 +112,9 @@ def test_the_filter_lets_few_positions_through():
     for row in source.integers(0, 32000, (5000, 8)):
         windows.add(row.astype(np.int32).tobytes())
     assert len(windows.positions(source.integers(0, 32000, 20000).astype(np.int32))) < 20000 / 7
+
+
+def test_a_few_tokens_that_an_overlap_leaves_are_not_worth_reading_a_chunk_for():
+    text = drawn(0, 150)
+    first, second = text[:100], text[10:105]
+    assert matches(index_of(first, second), [1, *text, 2]) == [(1, first, 0, 100)]
