@@ -11,9 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import torch
-from torch import Tensor
-
 from .behind import PendingWrite, WriteQueue
 from .bounded import BoundedTier
 from .catalog import Catalog
@@ -121,7 +118,7 @@ class TierStack:
         here = (place.get(digest) for place in self.held if place.device is None)
         mine = next((one for one in here if one and one.key == chunk.key), None)
         if mine is None:
-            mine = chunk.map(_own_copy)
+            mine = chunk.own_copy()
         kept = kept_as(mine, self._codec)
         self._hold(kept)
         encoded = functools.cache(partial(encode_entry, mine, self._secret, self._codec))
@@ -435,16 +432,6 @@ class TierStack:
             self._tally.count("removed", cause, int(removed))
         self._catalog.forget(self._catalog.digest(name), tier.name)
         return removed
-
-
-@torch.inference_mode(False)
-def _own_copy(tensor: Tensor) -> Tensor:
-    """A dense copy on the CPU: what the caller does with the original later cannot reach the store.
-
-    Outside inference mode, where tensors count what is written to them: see `Guard`.
-    """
-    copy = tensor.detach().to("cpu", copy=True)
-    return copy.contiguous()
 
 
 def _stat(tier: BoundedTier, name: str) -> ObjectStat | None:
