@@ -99,6 +99,10 @@ class Fusor:
         self._padding: dict[torch.device, Tensor] = {}
         self._rows: Rows | None = None  # None: all tokens, as the model passes them
         self._opened: dict[int, KV] = {}
+        devices = {*getattr(model, "hf_device_map", {}).values()}
+        self._opens_several = len(devices) < 2  # several layers at once, until one proves to be unlike its neighbour
+        self._used: set[int] = set()  # the layers that handed over K and V; others may be opened with them
+        self._ahead: dict[int, tuple[int, list[Slot]]] = {}  # layer → the first of its group, the chunks written
         self._is_looking = False
         self._glance: Glance | None = None
         self._listener = listener
@@ -168,7 +172,7 @@ class Fusor:
         Returns:
             K and V of every token, past and new: fresh for the rows, stored for the others.
         """
-        if index not in self._opened:
+        if index not in self._used:
             self._open(index, keys, values)
             if self._rows is not None:
                 self._repair.keep(index, self._opened[index])
@@ -239,18 +243,57 @@ class Fusor:
         self._has_chosen = True
 
     def _open(self, index: int, keys: Tensor, values: Tensor) -> None:
-        """Open the new tokens' columns in a layer's buffers and lay what is stored."""
-        opened = self._layers[index].open(self._tokens, keys, values)
-        self._opened[index] = opened
-        if self._rows is None:
+        """Open the new tokens' columns in a layer's buffers and write what is stored, unless it was done ahead."""
+        self._used.add(index)
+        if index in self._opened and self._is_ready(index, keys):
             return
-        if self._padded:
-            for states in opened:
-                states.masked_fill_(self._padding_on(states.device), 0)  # NaN would pass a mask
-        slots = [slot for slot in self._plan.slots if slot.exact or self._is_narrowed]
-        if self._plan.partial is not None and self._plan.partial.is_open(index):
-            slots = self._plan.partial.lay_probes(index, slots, self._realigner, opened)
+        slots = [] if self._rows is None else [slot for slot in self._plan.slots if slot.exact or self._is_narrowed]
+        partial = self._plan.partial
+        if index in self._opened:  # written ahead as another layer's table says
+            self._realigner.lay(index, slots, *self._opened[index])
+            return
+        several = self._opens_several and partial is None and not keys.requires_grad
+        if several and self._open_several(index, keys, values, slots):
+            return
+        self._opened[index] = opened = self._layers[index].open(self._tokens, keys, values)
+        self._blank(opened)
+        if partial is not None and partial.is_open(index):
+            slots = partial.lay_probes(index, slots, self._realigner, opened)
         self._realigner.lay(index, slots, *opened)
+
+    def _open_several(self, index: int, keys: Tensor, values: Tensor, slots: list[Slot]) -> bool:
+        """Open a layer, and those behind it that look alike; True if that was possible."""
+        checks = [] if self._is_narrowed else [one for one in self._ratios if one > index]
+        last = min(checks, default=self._last)
+        group = self._realigner.together(index, slots, last, keys.device)
+        first, *others = (self._layers[one] for one in group)
+        states = first.open_with(others, self._tokens, keys, values)
+        if states is None:
+            return False
+        self._blank(states)
+        self._realigner.lay(index, slots, *states)
+        for number, one in enumerate(group):
+            self._opened[one] = (states[0][number], states[1][number])
+            self._ahead[one] = (index, slots)
+        return True
+
+    def _is_ready(self, index: int, keys: Tensor) -> bool:
+        """Whether what was written ahead for a layer is what it needs; it is closed again where it is elsewhere."""
+        ahead, (first, slots) = self._opened[index][0], self._ahead[index]
+        if (ahead.device, ahead.dtype) == (keys.device, keys.dtype):
+            is_laid = self._realigner.is_laid(index, first, slots, keys.device)
+        else:
+            is_laid = False
+            del self._opened[index]
+            self._layers[index].reset()
+        self._opens_several = self._opens_several and is_laid
+        return is_laid
+
+    def _blank(self, opened: KV) -> None:
+        """Zeros on padding: NaN would pass a mask."""
+        if self._padded and self._rows is not None:
+            for states in opened:
+                states.masked_fill_(self._padding_on(states.device), 0)
 
     def _padding_on(self, device: torch.device) -> Tensor:
         """`[batch, 1, tokens, 1]`, True on padding."""

@@ -160,7 +160,7 @@ class EntryReader:
         Returns:
             The chunk; its layout is known without looking at its layers.
         """
-        chunk = ChunkKV(self._key, layers, tables, self.header.layer_table, self.header.canary)  # type: ignore[arg-type]
+        chunk = ChunkKV(self._key, layers, tables, self.header.layer_table, self.header.canary)
         chunk.__dict__["layout"] = self.layout  # a cached property
         return chunk
 
