@@ -26,7 +26,7 @@ from .. import plugins
 from ..config import BlendConfig
 from ..errors import ConfigError
 from ..model.anatomy import LayerCall, decoder_layers, default_sink, text_config
-from ..model.fingerprint import fingerprint
+from ..model.fingerprint import fingerprint, structure_digest
 from ..model.flops import layer_costs
 from ..model.hooks import Entry
 from ..model.identity.canonical import refuse_arguments, refuse_request_state, refuse_wrapper
@@ -90,7 +90,8 @@ class BlendCache(MaskedDecode):
         """
         self.config = BlendConfig.from_dict({**(config or BlendConfig()).to_dict(), **settings})
         refuse_wrapper(model)
-        self.config.ratios(len(decoder_layers(model)))
+        layers, digest = decoder_layers(model), structure_digest(model)
+        self.config.ratios(len(layers))
         self._selector = plugins.load("selectors", self.config.selector)(
             self.config.selector_options, seed=self.config.seed
         )
@@ -101,9 +102,9 @@ class BlendCache(MaskedDecode):
         self._placeholders = placeholder_ids(model.config)
         self._beyond_text: dict[str, Any] | None = None  # arguments of a forward that brings more than text
         self.report = BlendReport(self.config.recompute_ratio)
-        silence_casts(model, self)
-        self._styles = ensure_trusted(model, BlendCache, self.config.allow_unverified)
-        self._entry = Entry(self, model, decoder_layers(model))
+        silence_casts(model, self, digest)
+        self._styles = ensure_trusted(model, BlendCache, self.config.allow_unverified, digest)
+        self._entry = Entry(self, model, layers)
         self._fusor: Fusor | None = None
         self.listener: Listener | None = None  # is given every layer's attention in a blended forward
         self._coming, self._resume = Coming(), Coming()
@@ -112,7 +113,7 @@ class BlendCache(MaskedDecode):
         self._past, self._is_seen = 0, False  # is seen: the hook on the model was called for this forward
         self._layer = len(self._styles)  # the last one that was updated
         self._before: list[Any] = []
-        self._kept = cache_layers(text_config(model), len(self._styles), self.config.kv_bits)
+        self._kept = cache_layers(model, len(self._styles), self.config.kv_bits, digest)
         super().__init__(layers=[*self._kept])
 
     def inputs(
