@@ -24,7 +24,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..errors import UnsupportedModelError
 from .anatomy import decoder_layers, kv_groups
-from .masks import RowMask, attend
+from .masks import RowMask
+from .row_attention import attend
 
 STOCK, OURS, GLANCE = "sdpa", "hf_blend_rows_over_", "hf_blend_glance"  # OURS: before the name of the stock one
 Taker = Callable[..., tuple[Tensor, None]]  # what an attention function of transformers is
@@ -125,7 +126,7 @@ def attend_rows(
         )
     if special:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    output = attend(query, key, value, attention_mask, dropout, scaling)
+    output = attend(query, key, value, attention_mask.lines, dropout, scaling)
     return output.transpose(1, 2).contiguous(), None
 
 
