@@ -78,8 +78,9 @@ class Detour:
         """Take the next call; a layer whose attention is not found, or is not sdpa or flash, goes its own way."""
         name = "" if self._config is None else self._config._attn_implementation or ""
         if self._config is not None and not name.startswith(OURS) and (name == STOCK or is_flash(name)):
-            AttentionInterface.register(OURS + name, attend_rows)
-            AttentionMaskInterface.register(OURS + name, ALL_MASK_ATTENTION_FUNCTIONS[name])
+            if OURS + name not in ALL_ATTENTION_FUNCTIONS:
+                AttentionInterface.register(OURS + name, attend_rows)
+                AttentionMaskInterface.register(OURS + name, ALL_MASK_ATTENTION_FUNCTIONS[name])
             self._config._attn_implementation_internal = OURS + name
 
     def close(self) -> None:

@@ -34,14 +34,20 @@ def attend(
     Returns:
         `[batch, heads, rows, value_dim]`, a view of `[batch, rows, heads, value_dim]`.
     """
-    batch, heads, rows, _ = query.shape
+    if len(lines.blocks) == 1:
+        return _joined(_at_once(query, key, value, lines, lines.blocks[0], dropout, scale)).transpose(1, 2)
+    out = query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[-1]))
     spans = lines.spans if isinstance(lines, CausalLines) and _gives_sums(query, key, value, dropout) else []
-    out = query.new_empty((batch, rows, heads, value.shape[-1]))
     for block in spans or lines.blocks:
         given = query[:, :, block.rows], key, value, lines, block
-        done = _in_two(*given, scale) if spans else _at_once(*given, dropout, scale)
-        out[:, block.rows].unflatten(2, done.shape[1:3]).copy_(done.permute(0, 3, 1, 2, 4))
+        out[:, block.rows] = _joined(_in_two(*given, scale) if spans else _at_once(*given, dropout, scale))
     return out.transpose(1, 2)
+
+
+def _joined(done: Tensor) -> Tensor:
+    """`[batch, kv_heads, group, rows, value_dim]` as `[batch, rows, heads, value_dim]`."""
+    batch, kv_heads, group, rows, width = done.shape
+    return done.permute(0, 3, 1, 2, 4).reshape(batch, rows, kv_heads * group, width)
 
 
 def _gives_sums(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
@@ -60,21 +66,22 @@ def _at_once(
     scale: float | None,
 ) -> Tensor:
     """Attention of one block, `[batch, kv_heads, group, rows, value_dim]`; keys are not repeated for a group."""
-    key, value = key[:, :, block.keys], value[:, :, block.keys]
+    if (block.keys.start, block.keys.stop) != (0, key.shape[2]):
+        key, value = key[:, :, block.keys], value[:, :, block.keys]
     batch, heads, rows, width = query.shape
     kv_heads = key.shape[1]
     group = heads // kv_heads
     if group == 1 or lines.shape[1] > 1:
         bias = lines.bias(block, query.dtype)
         done = scaled_dot_product_attention(query, key, value, bias, dropout, scale=scale, enable_gqa=group > 1)
-        return done.unflatten(1, (kv_heads, group))
+        return done.view(batch, kv_heads, group, rows, -1)
     if batch == 1:  # one entry for each key head; nothing is copied
         bias = lines.bias(block, query.dtype)
         return scaled_dot_product_attention(*_by_key_head(query, key, value), bias, dropout, scale=scale)[None]
     query = query.reshape(batch, kv_heads, group * rows, width)  # the heads of a group one behind the other, as rows
     bias = lines.bias(block, query.dtype, group)
     done = scaled_dot_product_attention(query, key, value, bias, dropout, scale=scale)
-    return done.unflatten(2, (group, rows))
+    return done.view(batch, kv_heads, group, rows, -1)
 
 
 def _in_two(
@@ -96,6 +103,7 @@ def _in_two(
 
 def _by_key_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """One batch entry as one entry for each key head, its queries as heads that share it; views."""
-    group = query.shape[1] // key.shape[1]
-    spread = (states[0][:, None].expand(-1, group, -1, -1) for states in (key, value))
-    return (query[0].unflatten(0, (-1, group)), *spread)
+    heads, (kv_heads, keys) = query.shape[1], key.shape[1:3]
+    query = query.view(kv_heads, heads // kv_heads, *query.shape[2:])
+    spread = (states.transpose(0, 1).expand(-1, heads // kv_heads, keys, -1) for states in (key, value))
+    return (query, *spread)

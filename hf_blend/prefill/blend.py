@@ -101,6 +101,7 @@ class Fusor:
         self._opened: dict[int, KV] = {}
         devices = {*getattr(model, "hf_device_map", {}).values()}
         self._opens_several = len(devices) < 2  # several layers at once, until one proves to be unlike its neighbour
+        self._settled = 0  # the layers before this one are done
         self._used: set[int] = set()  # the layers that handed over K and V; others may be opened with them
         self._ahead: dict[int, tuple[int, list[Slot]]] = {}  # layer → the first of its group, the chunks written
         self._is_looking = False
@@ -204,9 +205,10 @@ class Fusor:
 
     def _settle(self, index: int) -> None:
         """The layers before this one are done: what they hold beyond their windows is given back."""
-        for done in [layer for layer in self._opened if layer < index]:
-            del self._opened[done]
-            self._layers[done].settle()
+        for done in range(self._settled, index):
+            if self._opened.pop(done, None) is not None:
+                self._layers[done].settle()
+        self._settled = max(self._settled, index)
 
     def _begin(self, call: LayerCall) -> None:
         """Leave out what needs no computing at all, and choose at once if nothing must be seen for it."""
