@@ -377,7 +377,7 @@ class BlendCache(MaskedDecode):
     def _enter(self, plan: Plan, ids: Tensor, mask: Tensor | None, wanted_rows: int) -> None:
         """Take over the layers for one forward, by a plan that has something stored in it."""
         self._before = [layer.snapshot() for layer in self._layers()]
-        realigner = Realigner(self._styles, self.report)
+        realigner = Realigner(self._styles, self.report, plan.slots)
         truth = FullPrefill(self.model, self.config.selector, ids, mask, self._past, self._beyond_text)
         probe = partial(self._probe, ids, mask)
         chooser = Chooser(self._selector, plan, self._past, realigner, self.report, truth, probe)

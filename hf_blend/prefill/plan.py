@@ -4,7 +4,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from ..model.canary import compute_chunk, is_of_model
 from ..prompt.pieces import Span
 from ..rotary.regime import frequency_regime
 from ..store import ChunkStore
-from ..store.chunk import ChunkKey, ChunkKV
+from ..store.chunk import ChunkKey, ChunkKV, Layout
 from ..store.stream import StreamedLayers
 from .advice import Advice
 from .layout import layout_of
@@ -215,6 +215,7 @@ class Planner:
         self._least_ratio = least_ratio  # what a controller may raise
         self._model, self._store, self._fingerprint, self._sink_ids = model, store, fingerprint, sink_ids
         self._fetched: dict[ChunkKey, ChunkKV] = {}
+        self._canaries: set[str] = set()  # those that were found to be the model's
         self._regimes: set[tuple[int, ...]] = set()  # of the frequencies in the forward that is planned
 
     def plan(
@@ -317,20 +318,26 @@ class Planner:
         return frequency_regime(text_config(self._model), tokens)
 
     def _fetch(self, plan: Plan, key: ChunkKey) -> ChunkKV:
-        if key not in self._fetched:
-            layout = layout_of(self._model, self._fingerprint)
-            chunk = self._store.stream(key, partial(_compute, self._model, key, plan.replaced), layout=layout)
-            if chunk is not None and not is_of_model(self._model, chunk.canary):
-                self._store.reject(key, "canary")
-                chunk = None
-            if chunk is None:
-                with self._store.timed(key):
-                    chunk = self._store.put(_compute(self._model, key))
-                plan.computed += 1
-            else:
-                plan.loaded += 1
-            self._fetched[key] = chunk
-        return self._fetched[key]
+        known = self._fetched.get(key)
+        if known is not None:
+            return known
+        chunk = self._store.stream(key, partial(_compute, self._model, key, plan.replaced), layout=self._layout)
+        if chunk is not None and chunk.canary not in self._canaries and not is_of_model(self._model, chunk.canary):
+            self._store.reject(key, "canary")
+            chunk = None
+        if chunk is None:
+            with self._store.timed(key):
+                chunk = self._store.put(_compute(self._model, key))
+            plan.computed += 1
+        else:
+            plan.loaded += 1
+            self._canaries.add(chunk.canary)
+        self._fetched[key] = chunk
+        return chunk
+
+    @cached_property
+    def _layout(self) -> Layout:
+        return layout_of(self._model, self._fingerprint)
 
 
 def _real(

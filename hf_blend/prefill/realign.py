@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -118,8 +118,18 @@ class Placement:
 class Realigner:
     """Writes stored chunks into a layer's buffers. A rotation is composed once per rotary table and kept."""
 
-    def __init__(self, styles: Sequence[type[RotaryStyle]], report: BlendReport) -> None:
+    def __init__(
+        self, styles: Sequence[type[RotaryStyle]], report: BlendReport, slots: Sequence[Slot] = ()
+    ) -> None:
+        """Prepare for one forward.
+
+        Args:
+            styles: of each layer.
+            report: is told how long it took.
+            slots: all chunks of the forward, in order, where they are known: one rotation is composed for them all.
+        """
         self._styles, self._report = styles, report
+        self._all, self._starts = tuple(slots), [0, *accumulate(slot.tokens for slot in slots)]
         self._placements: dict[tuple[int, ...], Placement] = {}
         self._turns: dict[tuple[object, ...], KV] = {}
         self._tables: dict[int, Table | None] = {}
@@ -309,11 +319,29 @@ class Realigner:
             return None
         place = (id(placed), number, id(table[0]), self._styles[layer])
         if place not in self._turns:
-            new = (placed.take(table[0]), placed.take(table[1]))
-            parts = [slot.table(slot.chunk.layer_table[layer]) for slot in placed.slots]
-            old = tuple(torch.cat([part[which].to(new[0].device) for part in parts]) for which in (0, 1))
-            self._turns[place] = compose(self._styles[layer], (old[0], old[1]), new)
+            whole = self._placed(self._all, table[0].device) if self._all else placed
+            part = self._part(placed)
+            if part is None or whole is placed:
+                self._turns[place] = self._composed(layer, placed, table)
+            else:
+                cos, sin = self._turn(layer, whole)  # type: ignore[misc]
+                self._turns[place] = cos[part], sin[part]
         return self._turns[place]
+
+    def _part(self, placed: Placement) -> slice | None:
+        """Where the tokens of some neighbours among all chunks are, if they are neighbours."""
+        first, count = placed.slots[0], len(placed.slots)
+        start = next((number for number, slot in enumerate(self._all) if slot is first), 0)
+        follow = self._all[start : start + count]
+        if len(follow) < count or any(one is not other for one, other in zip(follow, placed.slots, strict=True)):
+            return None
+        return slice(self._starts[start], self._starts[start + count])
+
+    def _composed(self, layer: int, placed: Placement, table: Table) -> KV:
+        new = (placed.take(table[0]), placed.take(table[1]))
+        parts = [slot.table(slot.chunk.layer_table[layer]) for slot in placed.slots]
+        old = tuple(torch.cat([part[which].to(new[0].device) for part in parts]) for which in (0, 1))
+        return compose(self._styles[layer], (old[0], old[1]), new)
 
 
 def _rotated(

@@ -174,6 +174,15 @@ class ChunkKV:
         tables = tuple((cos.shape[1], sin.shape[1], cos.dtype) for cos, sin in self.tables)
         return Layout(layers, tables, self.layer_table)
 
+    def fits(self, layout: Layout | None) -> bool:
+        """Whether its tensors look like a model's; found out once for the layout that is asked for again and again."""
+        if layout is None or self.__dict__.get("_fits") is layout:
+            return True
+        if self.layout != layout:
+            return False
+        self.__dict__["_fits"] = layout
+        return True
+
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Walk over the tensors in stored order: tables first, then keys and values of one layer after the other."""
         for kind, pairs, parts in (("table", self.tables, ("cos", "sin")), ("layer", self.layers, ("k", "v"))):

@@ -40,8 +40,8 @@ class Guard:
 
     def _marks(self) -> tuple[object, ...]:
         places = [(one.data_ptr(), one.shape) for one in self._tensors]
-        digests = [xxhash.xxh3_64_intdigest(piece.tobytes()) for piece in self._pieces]
-        return places, [one._version for one in self._versioned], digests
+        pieces = b"".join([piece.tobytes() for piece in self._pieces])
+        return places, [one._version for one in self._versioned], xxhash.xxh3_64_intdigest(pieces)
 
 
 def _pieces(tensor: Tensor) -> list[np.ndarray]:

@@ -133,7 +133,7 @@ class TierStack:
             The chunk; its `layers` wait for what is not there yet. None for a miss.
         """
         flying = self._flying.get(key.digest)
-        if flying is not None and flying.key == key and layout in (None, flying.layout):
+        if flying is not None and flying.key == key and flying.fits(layout):
             return flying
         take = partial(self._streamed, recompute=recompute, stop_s=time.monotonic() + budget_s, layout=layout)
         chunk = self._fetch(key, take, budget_s, layout)
@@ -290,7 +290,7 @@ class TierStack:
                 return chunk
         for queue in self.queues.values():
             chunk = queue.get(key)
-            if chunk is not None and layout in (None, chunk.layout):
+            if chunk is not None and chunk.fits(layout):
                 self._tally.count("hits", "queue")
                 return chunk
         return None
@@ -303,7 +303,7 @@ class TierStack:
             self._tally.warn_once(f"chunk {key.digest} was written to after it was handed out, and is read again")
         if chunk is None or chunk.key != key:
             return None
-        if layout is not None and chunk.layout != layout:
+        if not chunk.fits(layout):
             self._tally.count("load_failures", f"{place.name}:layout")
             place.delete(key.digest)
             return None
