@@ -414,19 +414,23 @@ class BlendCache(MaskedDecode):
         return plan
 
     def _probe(self, ids: Tensor, mask: Tensor | None, hear: Hear, last: int | None, anchors: Tensor | None) -> None:
-        """A pass of the question alone, through a cache of its own that holds what this one held before."""
-        settings = BlendConfig(0.0, "none", sink_ids=tuple(self.sink_ids), allow_unverified=True)
-        twin = BlendCache(self.model, self.store, settings)
-        twin._kept = copy.deepcopy(self._kept)
-        for layer, snapshot in zip(twin._layers(), self._before, strict=True):
+        """A pass of the question alone, in the middle of a forward."""
+        forward: Any = self._fusor
+        self._fusor = probe = forward.probe(Listener(hear, last, anchors), self._spare_layers)
+        try:
+            with self._entry.inside():
+                run_probe(self.model, self, ids, mask, self._beyond_text)
+        finally:
+            self._fusor = forward
+            forward.adopt(probe)
+
+    def _spare_layers(self) -> list[Any]:
+        """Layers that hold what these held before the forward."""
+        spare: list[Any] = copy.deepcopy(self._kept)
+        kept: list[Any] = [layer for layer in spare if isinstance(layer, CacheLayerMixin)]
+        for layer, snapshot in zip(kept, self._before, strict=True):
             layer.restore(copy.deepcopy(snapshot))
-        twin.layers, twin._styles, twin._coming = [*twin._kept], self._styles, self._resume
-        twin.report = BlendReport(_costs=layer_costs(self.model))
-        twin.listener = Listener(hear, last, anchors)
-        twin._brought = self._brought
-        run_probe(self.model, twin, ids, mask, self._beyond_text)
-        report = twin.report
-        self.report.charge(lambda: report.flops)
+        return spare
 
     def _layers(self) -> list[Any]:
         """The layers that keep K and V."""

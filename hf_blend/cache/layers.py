@@ -22,6 +22,7 @@ class BlendLayer(CacheLayerMixin):
 
     is_sliding = False
     is_croppable = True
+    keeps_all = True  # as it came: nothing is forgotten or packed when a forward is over
 
     def __init__(self) -> None:
         super().__init__()

@@ -12,6 +12,7 @@ To look before paying, a layer is run until its K and V reach the cache and left
 is run again for the chosen rows. The layer's code is the model's own.
 """
 
+import copy
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -79,7 +80,8 @@ class Fusor:
                 tokens see those behind them are computed, and the decoder finds every row between its layers.
         """
         self._model, self._layers, self._plan, self._past = model, layers, plan, past
-        self._chooser, self._realigner, self._report = chooser, realigner, report
+        self._chooser: Any = chooser  # None: nothing is chosen
+        self._realigner, self._report = realigner, report
         self._wanted_rows, self._repair = min(wanted_rows, plan.real.shape[1]), repair
         self._beyond_text = beyond_text
         self._last = len(layers) - 1
@@ -105,9 +107,41 @@ class Fusor:
         self._used: set[int] = set()  # the layers that handed over K and V; others may be opened with them
         self._ahead: dict[int, tuple[int, list[Slot]]] = {}  # layer → the first of its group, the chunks written
         self._is_looking = False
+        self._is_shared = False  # its layers are those of another forward, to which they are left open
         self._glance: Glance | None = None
         self._listener = listener
         self._detour: Detour | None = None
+
+    def probe(self, listener: Listener, spare: Callable[[], Sequence[Any]]) -> "Fusor":
+        """A forward over the same plan that recomputes nothing but the question, beside this one.
+
+        Args:
+            listener: is given every layer's attention.
+            spare: makes layers that hold what these held before the forward, for where these are in use already, or
+                forget what is behind their windows. Otherwise what is written there is what this forward needs too.
+
+        Returns:
+            The other forward, with a report of its own; `adopt` ends it.
+        """
+        keep_all = all(getattr(layer, "keeps_all", False) for layer in self._layers)
+        shared = keep_all and not self._used and self._plan.partial is None
+        twin = copy.copy(self)
+        twin._layers = self._layers if shared else spare()
+        twin._report, twin._listener, twin._is_shared = BlendReport(_costs=self._report._costs), listener, shared
+        twin._first_ratio, twin._ratios, twin._chooser = 0.0, {}, None
+        twin._chosen_counts, twin._has_chosen, twin._rows = None, True, None
+        twin._opened, twin._ahead, twin._used, twin._settled = {}, {}, set(), 0
+        twin._known_rows, twin._detour, twin._glance, twin._is_looking = KnownRows(), None, None, False
+        return twin
+
+    def adopt(self, probe: "Fusor") -> None:
+        """End a probe: it is charged for, and what it wrote stays."""
+        probe.close_doors()
+        report = probe._report
+        self._report.charge(lambda: report.flops)
+        if probe._is_shared:
+            self._opened.update(probe._opened)
+            self._ahead.update(probe._ahead)
 
     @property
     def past(self) -> int:
@@ -195,16 +229,22 @@ class Fusor:
 
     def end(self) -> None:
         """Leave no trace in the model's config, also after a failure, and no more in the cache than stays."""
-        for door in (self._detour, self._glance):
-            if door is not None:
-                door.close()
+        self.close_doors()
         self._settle(len(self._layers))
         replaced = len(self._plan.replaced)
         self._report.planned(computed_chunks=replaced, loaded_chunks=-replaced)
         self._plan.close()
 
+    def close_doors(self) -> None:
+        """Give the names of attention functions back."""
+        for door in (self._detour, self._glance):
+            if door is not None:
+                door.close()
+
     def _settle(self, index: int) -> None:
         """The layers before this one are done: what they hold beyond their windows is given back."""
+        if self._is_shared:
+            return
         for done in range(self._settled, index):
             if self._opened.pop(done, None) is not None:
                 self._layers[done].settle()
@@ -221,14 +261,17 @@ class Fusor:
             if not self._plan.slots:
                 return
         flows, counts = self._plan.real & ~self._exact, self._stored_counts
-        if self._first_ratio is not None:
+        if self._chooser is None:
+            flows, self._chosen_counts = flows & ~self._reusable, [0] * len(counts)
+            counts = self._chosen_counts
+        elif self._first_ratio is not None:
             counts = self._chooser.counts(self._first_ratio, self._stored_counts)
             picked = self._chooser.choose(0, Rows.every(flows), self._reusable, None, counts)
             flows, self._chosen_counts = flows & (~self._reusable | picked), counts
         total = [fresh + stored for fresh, stored in zip(self._fresh_counts, counts, strict=True)]
         if min(total) < self._tokens:
             self._rows = Rows.of(flows, total)[0]
-            if self._first_ratio is not None and self._chooser.has_chosen:
+            if self._chooser is not None and self._first_ratio is not None and self._chooser.has_chosen:
                 self._weigh(self._rows)
             elif min(total) == max(total) and counts in (self._stored_counts, [0] * len(counts)):
                 self._rows.numbers = self._plan.fresh_columns(self._end, with_reusable=any(counts))
@@ -258,6 +301,7 @@ class Fusor:
         if several and self._open_several(index, keys, values, slots):
             return
         self._opened[index] = opened = self._layers[index].open(self._tokens, keys, values)
+        self._ahead[index] = (index, slots)
         self._blank(opened)
         if partial is not None and partial.is_open(index):
             slots = partial.lay_probes(index, slots, self._realigner, opened)
