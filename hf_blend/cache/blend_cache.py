@@ -26,7 +26,7 @@ from .. import plugins
 from ..config import BlendConfig
 from ..errors import ConfigError, PromptError
 from ..model.anatomy import LayerCall, decoder_layers, default_sink, text_config
-from ..model.fingerprint import fingerprint
+from ..model.fingerprint import fingerprint, structure_digest
 from ..model.flops import layer_costs
 from ..model.hooks import Entry
 from ..model.identity.canonical import refuse_arguments, refuse_request_state, refuse_wrapper
@@ -107,7 +107,8 @@ class BlendCache(MaskedDecode):
         """
         self.config = BlendConfig.from_dict({**(config or BlendConfig()).to_dict(), **settings})
         refuse_wrapper(model)
-        self.config.ratios(len(decoder_layers(model)))
+        layers, digest = decoder_layers(model), structure_digest(model)
+        self.config.ratios(len(layers))
         self._selector = plugins.load("selectors", self.config.selector)(
             self.config.selector_options, seed=self.config.seed
         )
@@ -118,9 +119,9 @@ class BlendCache(MaskedDecode):
         self._placeholders = placeholder_ids(model.config)
         self._beyond_text: dict[str, Any] | None = None  # arguments of a forward that brings more than text
         self.report = BlendReport(self.config.recompute_ratio)
-        silence_casts(model, self)
-        self._styles = ensure_trusted(model, trial_cache, self.config.allow_unverified)
-        self._entry = Entry(self, model, decoder_layers(model))
+        silence_casts(model, self, digest)
+        self._styles = ensure_trusted(model, trial_cache, self.config.allow_unverified, digest)
+        self._entry = Entry(self, model, layers)
         self._fusor: Fusor | None = None
         self.listener: Listener | None = None  # is given every layer's attention in a blended forward
         self._coming, self._resume = Coming(), Coming()
@@ -131,7 +132,7 @@ class BlendCache(MaskedDecode):
         self._past, self._is_seen = 0, False  # is seen: the hook on the model was called for this forward
         self._layer = len(self._styles)  # the last one that was updated
         self._before: list[Any] = []
-        self._kept = cache_layers(text_config(model), len(self._styles), self.config.kv_bits)
+        self._kept = cache_layers(model, len(self._styles), self.config.kv_bits, digest)
         super().__init__(layers=[*self._kept])
 
     def inputs(
@@ -495,7 +496,7 @@ class BlendCache(MaskedDecode):
     def _enter(self, plan: Plan, ids: Tensor, mask: Tensor | None, wanted_rows: int) -> None:
         """Take over the layers for one forward, by a plan that has something stored in it."""
         self._before = [layer.snapshot() for layer in self._layers()]
-        realigner = Realigner(self._styles, self.report)
+        realigner = Realigner(self._styles, self.report, plan.slots)
         truth = FullPrefill(self.model, self.config.selector, ids, mask, self._past, self._beyond_text)
         probe = partial(self._probe, ids, mask)
         chooser = Chooser(self._selector, plan, self._past, realigner, self.report, truth, probe)
@@ -550,19 +551,23 @@ class BlendCache(MaskedDecode):
                 _warn_once(reason)
 
     def _probe(self, ids: Tensor, mask: Tensor | None, hear: Hear, last: int | None, anchors: Tensor | None) -> None:
-        """A pass of the question alone, through a cache of its own that holds what this one held before."""
-        settings = BlendConfig(0.0, "none", sink_ids=tuple(self.sink_ids), allow_unverified=True)
-        twin = BlendCache(self.model, self.store, settings)
-        twin._kept = copy.deepcopy(self._kept)
-        for layer, snapshot in zip(twin._layers(), self._before, strict=True):
+        """A pass of the question alone, in the middle of a forward."""
+        forward: Any = self._fusor
+        self._fusor = probe = forward.probe(Listener(hear, last, anchors), self._spare_layers)
+        try:
+            with self._entry.inside():
+                run_probe(self.model, self, ids, mask, self._beyond_text)
+        finally:
+            self._fusor = forward
+            forward.adopt(probe)
+
+    def _spare_layers(self) -> list[Any]:
+        """Layers that hold what these held before the forward."""
+        spare: list[Any] = copy.deepcopy(self._kept)
+        kept: list[Any] = [layer for layer in spare if isinstance(layer, CacheLayerMixin)]
+        for layer, snapshot in zip(kept, self._before, strict=True):
             layer.restore(copy.deepcopy(snapshot))
-        twin.layers, twin._styles, twin._coming = [*twin._kept], self._styles, self._resume
-        twin.report = BlendReport(_costs=layer_costs(self.model))
-        twin.listener = Listener(hear, last, anchors)
-        twin._brought = self._brought
-        run_probe(self.model, twin, ids, mask, self._beyond_text)
-        report = twin.report
-        self.report.charge(lambda: report.flops)
+        return spare
 
     def _layers(self) -> list[Any]:
         """The layers that keep K and V."""

@@ -4,7 +4,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from ..model.canary import compute_chunk, is_of_model
 from ..prompt.pieces import Span
 from ..rotary.regime import frequency_regime
 from ..store import ChunkStore
-from ..store.chunk import ChunkKey, ChunkKV, Found
+from ..store.chunk import ChunkKey, ChunkKV, Found, Layout
 from ..store.stream import StreamedLayers
 from .advice import Advice
 from .layout import layout_of
@@ -225,6 +225,7 @@ class Planner:
         self._least_ratio = least_ratio  # what a controller may raise
         self._model, self._store, self._fingerprint, self._sink_ids = model, store, fingerprint, sink_ids
         self._fetched: dict[ChunkKey, ChunkKV] = {}
+        self._canaries: set[str] = set()  # those that were found to be the model's
         self._regimes: set[tuple[int, ...]] = set()  # of the frequencies in the forward that is planned
 
     def plan(
@@ -333,22 +334,28 @@ class Planner:
         return frequency_regime(text_config(self._model), tokens)
 
     def _fetch(self, plan: Plan, key: ChunkKey) -> ChunkKV:
-        if key not in self._fetched:
-            layout = layout_of(self._model, self._fingerprint)
-            compute = partial(compute_chunk, self._model, key, self._tokenizer)
-            chunk = self._store.stream(key, partial(_replace, plan.replaced, key, compute), layout=layout)
-            if chunk is not None and not is_of_model(self._model, chunk.canary):
-                self._store.reject(key, "canary")
-                chunk = None
-            if chunk is None:
-                with self._store.timed(key):
-                    chunk = self._store.put(compute())
-                plan.computed += 1
-            else:
-                plan.loaded += 1
-                plan.tokenizers |= {chunk.tokenizer} - {""}
-            self._fetched[key] = chunk
-        return self._fetched[key]
+        known = self._fetched.get(key)
+        if known is not None:
+            return known
+        compute = partial(compute_chunk, self._model, key, self._tokenizer)
+        chunk = self._store.stream(key, partial(_replace, plan.replaced, key, compute), layout=self._layout)
+        if chunk is not None and chunk.canary not in self._canaries and not is_of_model(self._model, chunk.canary):
+            self._store.reject(key, "canary")
+            chunk = None
+        if chunk is None:
+            with self._store.timed(key):
+                chunk = self._store.put(compute())
+            plan.computed += 1
+        else:
+            plan.loaded += 1
+            plan.tokenizers |= {chunk.tokenizer} - {""}
+            self._canaries.add(chunk.canary)
+        self._fetched[key] = chunk
+        return chunk
+
+    @cached_property
+    def _layout(self) -> Layout:
+        return layout_of(self._model, self._fingerprint)
 
 
 def _overlaps(one: Found, spans: Sequence[Span]) -> bool:

@@ -161,7 +161,7 @@ class EntryReader:
             The chunk; its layout is known without looking at its layers.
         """
         about = (self.header.layer_table, self.header.canary, self.header.tokenizer)
-        chunk = ChunkKV(self._key, layers, tables, *about)  # type: ignore[arg-type]
+        chunk = ChunkKV(self._key, layers, tables, *about)
         chunk.__dict__["layout"] = self.layout  # a cached property
         return chunk
 
