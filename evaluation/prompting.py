@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_blend import BlendCache
 from hf_blend.errors import PromptError
-from hf_blend.prompt.messages import build_messages
+from hf_blend.prompt.messages import build_messages, render
 from hf_blend.prompt.pieces import build, tokenize
 
 __all__ = ["documents_end", "ids_of", "inputs_of", "request", "split"]
@@ -91,7 +91,6 @@ def _has_system_role(tokenizer: Any, told: str) -> bool:
     """Whether the chat template writes a system message; some refuse one, some leave it out."""
     turns = [{"role": "system", "content": told}, {"role": "user", "content": "?"}]
     try:
-        build_messages(tokenizer, turns, [told], {})
+        return told in render(tokenizer, turns)
     except PromptError:
         return False
-    return True
