@@ -8,8 +8,10 @@ stored, and a prompt has those of a run inside it; the tokens at the seams are t
 
 import json
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 
@@ -20,6 +22,9 @@ __all__ = ["build_text"]
 
 _SEAM_TOKENS = 8  # so many tokens at either end of a chunk may differ in a prompt
 _WIDTH = 4  # bytes of a packed token
+_REMEMBERED = 4096  # documents of each tokenizer
+
+_remembered: WeakKeyDictionary[Any, Callable[[str, int], tuple[int, ...]]] = WeakKeyDictionary()
 
 
 def build_text(
@@ -42,14 +47,13 @@ def build_text(
     """
     ids, offsets = _tokenized(tokenizer, text, special)
     places = _located(text, chunks)
-    stored = {chunk: tokenize(tokenizer, chunk) for chunk in dict.fromkeys(chunk for *_, chunk in places)}
     packed, spans = array("i", ids).tobytes(), list[Span]()
-    first = len(ids)
+    first, ids_of, size = len(ids), _remembering(tokenizer), _size(tokenizer)
     for start, stop, chunk in places:
         begin, end = _columns(offsets, start, stop) if offsets is not None else (0, len(ids))
         least = spans[-1].stop if spans else 0
         begin = max(begin, least)
-        span = _aligned(packed, begin, end, least, stored[chunk])
+        span = _aligned(packed, begin, end, least, ids_of(chunk, size))
         if span is None and offsets is not None:
             span = Span.whole(begin, ids[begin:end])  # its tokens are others throughout: these are a chunk too
         if span is not None and span.tokens:
@@ -59,7 +63,7 @@ def build_text(
 
 
 def _tokenized(tokenizer: Any, text: str, special: bool) -> tuple[list[int], np.ndarray | None]:
-    """Token ids, and `[tokens, 2]` the characters that each is of, where the tokenizer knows."""
+    """Token ids, and `[tokens, 2]` where the characters of each begin and end, ascending; None if it is not known."""
     is_fast = bool(getattr(tokenizer, "is_fast", False))
     made = tokenizer(text, add_special_tokens=special, **({"return_offsets_mapping": True} if is_fast else {}))
     ids, bos = list(made["input_ids"]), getattr(tokenizer, "bos_token_id", None)
@@ -70,13 +74,27 @@ def _tokenized(tokenizer: Any, text: str, special: bool) -> tuple[list[int], np.
             f"the text begins with {text[:12]!r}, which is BOS (id {bos}), and the tokenizer puts another before it; "
             "one is expected. Pass add_special_tokens=False for text of a chat template, or use inputs_from_messages."
         )
-    return ids, np.array(made["offset_mapping"]).reshape(-1, 2) if is_fast else None
+    return ids, np.maximum.accumulate(np.array(made["offset_mapping"])) if is_fast else None
 
 
 def _columns(offsets: np.ndarray, start: int, stop: int) -> tuple[int, int]:
     """The tokens that have characters of a piece of text; special tokens have none."""
-    ends, starts = np.maximum.accumulate(offsets[:, 1]), np.maximum.accumulate(offsets[:, 0])
-    return int(np.searchsorted(ends, start, "right")), int(np.searchsorted(starts, stop, "left"))
+    return int(np.searchsorted(offsets[:, 1], start, "right")), int(np.searchsorted(offsets[:, 0], stop, "left"))
+
+
+def _remembering(tokenizer: Any) -> Callable[[str, int], tuple[int, ...]]:
+    """Gives the ids of a document of last time without asking the tokenizer again, which takes as long as the prompt.
+
+    The second argument is the size of the vocabulary: tokens may be added.
+    """
+    if tokenizer not in _remembered:
+        own = ref(tokenizer)  # not the tokenizer, which would be kept alive
+        _remembered[tokenizer] = lru_cache(_REMEMBERED)(lambda text, _: tokenize(own(), text))
+    return _remembered[tokenizer]
+
+
+def _size(tokenizer: Any) -> int:
+    return len(tokenizer) if hasattr(type(tokenizer), "__len__") else 0
 
 
 def _located(text: str, chunks: Sequence[str]) -> list[tuple[int, int, str]]:

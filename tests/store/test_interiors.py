@@ -29,7 +29,7 @@ def drawn(seed, tokens, vocabulary=1000):
     return random.Random(seed).choices(range(10, vocabulary), k=tokens)
 
 
-@settings(max_examples=80)
+@settings(max_examples=50)
 @given(st.integers(40, 90), st.integers(0, 8), st.integers(0, 8), st.integers(0, 20), st.integers(0, 999))
 def test_a_chunk_is_found_up_to_eight_other_tokens_at_either_end(length, head, tail, before, seed):
     chunk = drawn(seed, length)
@@ -39,7 +39,7 @@ def test_a_chunk_is_found_up_to_eight_other_tokens_at_either_end(length, head, t
     assert found == [(before + bool(head), chunk, head, length - head - tail)]
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(st.lists(st.tuples(st.integers(8, 40), st.integers(0, 6)), min_size=1, max_size=6), st.integers(0, 10**6))
 def test_what_is_found_is_in_the_prompt_without_overlap_and_cannot_be_longer(shapes, seed):
     source = random.Random(seed)
@@ -97,7 +97,7 @@ def test_a_chunk_that_was_discarded_is_not_found():
     assert index.count("f") == 0
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(st.integers(1, 8), st.lists(st.integers(0, 2**31 - 1), max_size=60), st.data())
 def test_the_filter_misses_no_window(width, prompt, data):
     windows, ids = WindowFilter(width), np.array(prompt, np.int32)
