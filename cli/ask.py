@@ -87,9 +87,10 @@ def ask(
 def _asked(
     tokenizer: Any, questions: list[str], files: list[str], chunk_tokens: int, system: str | None
 ) -> "list[Asked]":
-    from hf_blend.evaluation.asking import Asked, pieces, split
+    from hf_blend.evaluation.asking import Asked
     from hf_blend.evaluation.bundled import quickstart_questions
     from hf_blend.evaluation.documents import gather, unknown_words
+    from hf_blend.evaluation.prompting import request, split
 
     if not questions:
         given = quickstart_questions()
@@ -99,7 +100,7 @@ def _asked(
     if said := unknown_words(tokenizer, "\n".join([*texts, *questions])):
         say(f"{said} Name another with --model.")
     chunks = [chunk for text in texts for chunk in split(tokenizer, text, chunk_tokens)]
-    return [Asked(pieces(tokenizer, chunks, question, system), question) for question in questions]
+    return [Asked(request(tokenizer, chunks, question, system), question) for question in questions]
 
 
 def _lines(path: Path) -> list[str]:

@@ -64,16 +64,16 @@ def inspect(
 
 
 def _pieces(tokenizer: Any, question: str | None, files: list[str], chunk_tokens: int) -> dict[str, Any]:
-    from hf_blend.evaluation import asking
     from hf_blend.evaluation.bundled import quickstart_questions
     from hf_blend.evaluation.documents import gather
+    from hf_blend.evaluation.prompting import request, split
 
     if question is None:
         first = quickstart_questions()[0]
         return {name: first[name] for name in ("prefix", "chunks", "question")}
     texts = gather(files, sys.stdin)
-    chunks = [chunk for text in texts for chunk in asking.split(tokenizer, text, chunk_tokens)]
-    return asking.pieces(tokenizer, chunks, question, None)
+    chunks = [chunk for text in texts for chunk in split(tokenizer, text, chunk_tokens)]
+    return request(tokenizer, chunks, question, None)
 
 
 def _tables(found: "Inspection") -> None:

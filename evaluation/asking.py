@@ -13,12 +13,9 @@ from hf_blend import ChunkStore
 from hf_blend.config import BlendConfig
 from hf_blend.errors import PromptError
 from hf_blend.prefill.report import BlendReport
-from hf_blend.prompt.pieces import tokenize
 
 from .answering import FULL_PREFILL, FULL_REUSE, Answer, Method, answer, is_right
-
-INSTRUCTION = "Answer the question from the documents, in as few words as possible."
-MARK = "\0"
+from .prompting import documents_end
 
 
 @dataclass(frozen=True)
@@ -26,7 +23,7 @@ class Asked:
     """A question with its documents.
 
     Attributes:
-        pieces: `prefix`, `chunks` and `question`, as `BlendCache.inputs` takes them.
+        pieces: the prompt, as `prompting.request` gives it.
         question: as the user wrote it.
         wanted: the right answer, if it is known.
     """
@@ -106,27 +103,12 @@ def ask(
         "charged_budget": 1.0 if got.report is None else got.report.charged_budget,
     }
     chosen = set(got.report.chosen_columns[0]) if got.report and got.report.chosen_columns else set()
-    asked_tokens = len(tokenize(tokenizer, asked.pieces["question"]))
     ids = got.input_ids.tolist()
+    end = documents_end(tokenizer, asked.pieces, len(ids))
     tokens = [
-        (tokenizer.decode([token]), place in chosen) for place, token in enumerate(ids[: len(ids) - asked_tokens])
+        (tokenizer.decode([token]), place in chosen) for place, token in enumerate(ids[:end])
     ]
     return Reply(row, tokens, got)
-
-
-def split(tokenizer: Any, text: str, chunk_tokens: int) -> list[list[int]]:
-    """Cut a document into chunks of equal length, the last one shorter.
-
-    Args:
-        tokenizer: the model's.
-        text: the document.
-        chunk_tokens: length of a chunk.
-
-    Returns:
-        Token ids of each chunk.
-    """
-    ids = list(tokenize(tokenizer, text))
-    return [ids[start : start + chunk_tokens] for start in range(0, len(ids), chunk_tokens)]
 
 
 def read_documents(names: Sequence[str], stdin: Iterable[str]) -> list[str]:
@@ -150,27 +132,3 @@ def _read(path: Path) -> str:
         return path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise PromptError(f"the document {str(path)!r} cannot be read as text: {error}. Give a text file.") from error
-
-
-def pieces(tokenizer: Any, chunks: Sequence[Any], question: str, system: str | None) -> dict[str, Any]:
-    """Put a question and its chunks into the model's own form of a prompt.
-
-    A tokenizer with a chat template gets it: what the template puts before the documents is the prefix, what it puts
-    behind them the end of the question. Without one the question simply follows the documents.
-
-    Args:
-        tokenizer: the model's.
-        chunks: text or token ids.
-        question: the question.
-        system: instruction before the documents; None is a short one of ours for chat models, nothing for others.
-
-    Returns:
-        `prefix`, `chunks` and `question`, as `BlendCache.inputs` takes them.
-    """
-    if not getattr(tokenizer, "chat_template", None):
-        return {"prefix": system or None, "chunks": list(chunks), "question": question}
-    content = f"{INSTRUCTION if system is None else system}\n\n{MARK}\n\nQuestion: {question}"
-    turn = [{"role": "user", "content": content}]
-    text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
-    before, after = text.split(MARK)
-    return {"prefix": tokenize(tokenizer, before), "chunks": list(chunks), "question": tokenize(tokenizer, after)}

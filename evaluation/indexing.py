@@ -15,10 +15,12 @@ from hf_blend import ChunkStore
 from hf_blend.errors import ConfigError, PromptError
 from hf_blend.model.anatomy import default_sink
 from hf_blend.model.fingerprint import fingerprint
+from hf_blend.prompt.pieces import tokenize
 from hf_blend.store import ChunkKey
 
-from .asking import read_documents, split
+from .asking import read_documents
 from .bundled import quickstart_questions
+from .prompting import split
 
 __all__ = ["Corpus", "Indexed", "Shard", "index"]
 
@@ -136,19 +138,21 @@ def index(
     identity, sink = fingerprint(model), default_sink(model)
     for text in documents:
         done.documents += 1
-        for ids in split(tokenizer, text, chunk_tokens):
+        for piece in split(tokenizer, text, chunk_tokens):
             done.chunks += 1
-            key = ChunkKey(identity, sink, tuple(ids), store.namespace)
+            key = ChunkKey(identity, sink, tokenize(tokenizer, piece), store.namespace)
             if shard.owns(key):
-                _store(model, tokenizer, store, key, done)
+                _store(model, tokenizer, store, key, piece, done)
     return done
 
 
-def _store(model: nn.Module, tokenizer: Any, store: ChunkStore, key: ChunkKey, done: Indexed) -> None:
+def _store(
+    model: nn.Module, tokenizer: Any, store: ChunkStore, key: ChunkKey, piece: str | Sequence[int], done: Indexed
+) -> None:
     if store.contains(key):
         done.present += 1
         return
-    store.add(model, tokenizer, [key.token_ids], sink_ids=key.sink_ids)
+    store.add(model, tokenizer, [piece], sink_ids=key.sink_ids)
     if store.contains(key):
         done.stored += 1
     else:

@@ -207,7 +207,7 @@ def test_unchosen_tokens_have_the_stored_projections(monkeypatch):
     got = subject.blend(subject.prompts[:1], 0.3)
     states = kept[id(mixers_of(subject.model)[3].module)][0]
     prompt, chosen = subject.prompts[0], set(got.cache.report.chosen_columns[0])
-    for start, ids in prompt.spans():
+    for start, ids, *_ in prompt.spans():
         stored = subject.chunk(ids).layers[3][0][0]
         same = [bool(torch.equal(states[start + at], stored[at])) for at in range(len(ids))]
         assert same == [start + at not in chosen for at in range(len(ids))]

@@ -7,11 +7,11 @@ from typing import Any
 
 from hf_blend import BlendConfig, plugins
 from hf_blend.errors import PromptError
-from hf_blend.prompt.pieces import tokenize
 
 from ..answering import blend_config
-from ..asking import Asked, pieces, split
+from ..asking import Asked
 from ..bundled import quickstart_questions
+from ..prompting import ids_of, request, split
 from .shelf import Loaded
 from .visitors import Limits
 
@@ -87,8 +87,8 @@ def prepare(loaded: Loaded, wish: Wish, limits: Limits) -> Asked:
     limits.check_letters(wish.documents, wish.question)
     tokenizer, documents = loaded.tokenizer, documents_of(wish.documents)
     cut = [chunk for text in documents for chunk in split(tokenizer, text, limits.chunk_tokens)]
-    asked = Asked(pieces(tokenizer, cut, wish.question, None), wish.question, _known_answer(wish))
-    tokens = sum(map(len, cut)) + len(tokenize(tokenizer, asked.pieces["question"]))
+    asked = Asked(request(tokenizer, cut, wish.question, None), wish.question, _known_answer(wish))
+    tokens = len(ids_of(tokenizer, asked.pieces))
     most = min(limits.prompt_tokens, getattr(loaded.model.config, "max_position_embeddings", limits.prompt_tokens))
     if tokens + limits.new_tokens > most:
         raise PromptError(

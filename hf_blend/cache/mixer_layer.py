@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of a blend cache that hold the state of a mixer: last inputs of a convolution, last state of a scan, or both."""
+"""Layers of a blend cache that hold the state of a mixer: last inputs of a convolution, state of a scan, or both."""
 
 from typing import Any
 

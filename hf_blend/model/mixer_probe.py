@@ -14,14 +14,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
 from .anatomy import decoder_layers, decoder_of, full_cache, has_mixers, parameter_names, stock_layers, text_config
-from .fingerprint import structure_digest
+from .fingerprint import PerStructure
 from .hooks import running_modules
 from .identity.canonical import canonical
 from .mixer import ActiveRows, Mixer, MixerPass, Projection
@@ -37,14 +36,13 @@ CHANGE = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative; what depends on
 COARSE_CHANGE = 0.05
 FAILURES = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
-_known: WeakKeyDictionary[nn.Module, tuple[str, tuple[Mixer | None, ...]]] = WeakKeyDictionary()
 
-
-def mixers_of(model: nn.Module) -> tuple[Mixer | None, ...]:
+def mixers_of(model: nn.Module, digest: str = "") -> tuple[Mixer | None, ...]:
     """The mixer of each decoder layer, found by a short probe at first use; None where a layer has none.
 
     Args:
         model: a causal language model; it is left as it was.
+        digest: its `structure_digest`, where it was asked for just now.
 
     Returns:
         One entry per decoder layer.
@@ -52,10 +50,7 @@ def mixers_of(model: nn.Module) -> tuple[Mixer | None, ...]:
     Raises:
         UnsupportedModelError: a layer has a mixer whose projections cannot be told apart; the layer is named.
     """
-    structure = structure_digest(model)
-    if model not in _known or _known[model][0] != structure:
-        _known[model] = structure, _found(model)
-    return _known[model][1]
+    return _mixers(model, digest)
 
 
 @dataclass
@@ -80,7 +75,8 @@ class _Call:
 _CACHE = object()  # stands for the cache among the arguments of a call
 
 
-def _found(model: nn.Module) -> tuple[Mixer | None, ...]:
+@PerStructure
+def _mixers(model: nn.Module) -> tuple[Mixer | None, ...]:
     layers = decoder_layers(model)
     if not has_mixers(model):
         return (None,) * len(layers)
@@ -210,7 +206,7 @@ def _input_projections(model: nn.Module, call: _Call, hidden: Tensor, names: lis
 def _felt(
     model: nn.Module, call: _Call, hidden: Tensor, names: list[str], inputs: set[str]
 ) -> dict[str, Tensor | None]:
-    """For each linear module the columns, `[width]`, that another token feels; none for one that must see all tokens."""
+    """For each linear module the columns, `[width]`, that another token feels; none for one that sees all tokens."""
     try:
         gradients = _gradients(model, call, hidden, names, inputs)
     except FAILURES:  # no gradient to be had, as with quantised weights

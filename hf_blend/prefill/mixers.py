@@ -68,6 +68,20 @@ class MixerRows:
         whole = whole_arguments(call.arguments, self._whole)
         self._pass.rows = ActiveRows(rows.columns, self._tokens, whole, self._padding)
 
+    def anew(self) -> "MixerRows":
+        """For another forward over the same tokens and layers."""
+        return MixerRows(self._mixers, self._layers, self._tokens, self._padding)
+
+    def pause(self) -> None:
+        """Another forward of the model begins inside this one."""
+        if self._pass is not None:
+            self._pass.leave()
+
+    def resume(self) -> None:
+        """The other forward is done."""
+        if self._pass is not None:
+            self._pass.enter()
+
     def leave(self) -> None:
         """The layer is done, or the forward failed."""
         if self._pass is not None:

@@ -4,8 +4,8 @@
 
 It knows nothing of rows, keys, projections or stores: the plain model runs all tokens, and at the input of each
 decoder layer behind the check layer, and of the mixer in it, the hidden states of the tokens that were not chosen are
-those which came there when the chunk was run alone behind the sink. Whatever a layer makes of a token for others to look at
-is then what it made of it there; only its position is the prompt's.
+those which came there when the chunk was run alone behind the sink. Whatever a layer makes of a token for others to
+look at is then what it made of it there; only its position is the prompt's.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -73,7 +73,7 @@ def _inputs_alone(subject: Subject, got: Blended) -> list[Tensor]:
         return hidden
 
     for row, prompt in enumerate(got.prompts):
-        for start, ids in prompt.spans():
+        for start, ids, *_ in prompt.spans():
             place = {"row": row, "start": width - len(prompt.ids) + start, "count": len(ids)}
             with _inputs(subject, partial(keep, **place)):
                 tokens = torch.tensor([[*subject.sink_ids, *ids]])
