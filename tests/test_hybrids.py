@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 
-from hf_blend import BlendCache, ChunkStore, ConfigError, UnsupportedModelError, observer
+from hf_blend import BlendCache, ChunkStore, ConfigError, UnsupportedModelError, observer, plugins
 from hf_blend.cache.mixer_layer import MixerLayer
 from hf_blend.context.sequence_cache import SequenceCache
 from hf_blend.model import mixer
@@ -140,6 +140,21 @@ def test_decoding_behind_a_blend_goes_on_as_stock(name, how):
     torch.manual_seed(0)
     assert torch.equal(got, model.generate(**inputs, **given))
     assert blended.report.reusable_tokens >= 35
+
+
+@pytest.mark.parametrize("selector", [name for name in plugins.describe("selectors") if name != "explicit"])
+def test_every_selector_chooses_among_the_tokens_of_a_hybrid(selector):
+    model = tiny_model("lfm2", layer_types=["conv", "full_attention"] * 2)
+    for ratio in (0.3, 1.0):
+        blended = BlendCache(model, ChunkStore.open("memory://"), recompute_ratio=ratio, selector=selector)
+        inputs = blended.inputs(None, **pieces())
+        with torch.no_grad():
+            got = model(**inputs, past_key_values=blended, use_cache=True, logits_to_keep=1).logits
+            plain = model(**inputs, use_cache=False).logits[:, -1:]
+        assert got.isfinite().all()
+        if len(blended.report.chosen_columns[0]) == 35:
+            assert torch.allclose(got, plain, atol=1e-5)
+    assert selector == "none" or len(blended.report.chosen_columns[0]) == 35
 
 
 def test_a_cache_of_a_hybrid_can_be_reset_and_copied_and_refuses_to_crop():

@@ -19,7 +19,6 @@ from .. import plugins
 from ..errors import UnsupportedModelError
 from ..rotary.base import RotaryStyle, compose, in_values
 from ..rotary.tables import Table
-from ..rotary.unrotated import Unrotated
 from .anatomy import decoder_layers, refuse_other_states, text_config
 from .capture import Capture, capture
 from .fingerprint import PerStructure
@@ -130,7 +129,7 @@ def _style_of(probe: _Probe, index: int, candidates: list[type[RotaryStyle]]) ->
     if len(states) != 2:
         _refuse_moving_projections(probe, index)
     if len(states) < 2:
-        return Unrotated
+        return plugins.load("rotary", "unrotated")
     pair, there_pair = (states[0], states[1]), (there[0], there[1])
     tables = probe.here.tables[index], probe.there.tables[index]
     errors = {style: _error(style, pair, there_pair, *tables) for style in candidates}

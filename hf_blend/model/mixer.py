@@ -83,8 +83,7 @@ class ActiveRows:
 
     def take(self, states: Tensor) -> Tensor:
         """The rows of `[batch, tokens, width]`; behind them one padding column of each entry, if there is padding."""
-        assert self.columns is not None
-        index = self.columns.to(states.device)
+        index = self._columns_on(states.device)
         if self.padding is not None:
             padding = self.padding.to(states.device).to(torch.uint8).argmax(dim=1, keepdim=True)
             index = torch.cat((index, padding), dim=1)
@@ -92,8 +91,7 @@ class ActiveRows:
 
     def write(self, whole: Tensor, rows: Tensor) -> None:
         """Write what `take` gave, after a projection, to its columns of `[batch, tokens, width]`."""
-        assert self.columns is not None
-        columns = self.columns.to(whole.device)
+        columns = self._columns_on(whole.device)
         if self.padding is not None:
             padding = self.padding.to(whole.device)[..., None]
             whole.copy_(torch.where(padding, rows[:, -1:], whole))
@@ -105,10 +103,11 @@ class ActiveRows:
 
     def spread(self, rows: Tensor) -> Tensor:
         """`[batch, rows, width]` at their columns of `[batch, tokens, width]`, 0 elsewhere."""
-        assert self.columns is not None
         whole = rows.new_zeros(rows.shape[0], self.tokens, rows.shape[-1])
-        columns = self.columns.to(rows.device)
-        return whole.scatter_(1, columns[..., None].expand_as(rows), rows)
+        return whole.scatter_(1, self._columns_on(rows.device)[..., None].expand_as(rows), rows)
+
+    def _columns_on(self, device: torch.device) -> Tensor:
+        return self.columns.to(device)  # type: ignore[union-attr]
 
 
 class MixerPass:

@@ -89,21 +89,9 @@ class Fusor:
         self._realigner, self._report = realigner, report
         self._wanted_rows, self._repair = min(wanted_rows, plan.real.shape[1]), repair
         self._beyond_text = beyond_text
-        self._last = max((index for index, layer in enumerate(layers) if keeps_states(layer)), default=-1)
-        self._with_keys = [index for index, layer in enumerate(layers) if keeps_keys(layer)]
-        self._first_ratio, asked = chooser.schedule(config, len(layers), plan.real.numel())
-        self._ratios = at_layers_that_keep(asked, layers, chooser.needs_attention)
-        self._sees_attention = {
-            place: chooser.wants_attention(layer)
-            for layer in sorted(asked, reverse=True)
-            for place in at_layers_that_keep({layer: 0.0}, layers, chooser.needs_attention)
-        }
         self._tokens = plan.real.shape[1]
         self._padded = min(plan.counts) < self._tokens
-        padding = ~plan.real if self._padded else None
-        self._mixers = MixerRows(mixers or [None] * len(layers), layers, self._tokens, padding)
-        self._projections: dict[int, Tensor] = {}
-        self._unseen: set[str] = set()  # what a look still waits for
+        self._schedule(chooser, config, mixers)
         self._masks = RowMasks(model, layers, past, self._tokens)
         self._exact, self._reusable = plan.where(exact=True), plan.where(exact=False)
         self._end = self._tokens - self._wanted_rows  # an output is expected from here on
@@ -127,6 +115,23 @@ class Fusor:
         self._glance: Glance | None = None
         self._listener = listener
         self._detour: Detour | None = None
+
+    def _schedule(self, chooser: Chooser, config: BlendConfig, mixers: Sequence[Mixer | None]) -> None:
+        """Find out what the layers keep, and when tokens are chosen: where there is something to choose by."""
+        layers, need = self._layers, chooser.needs_attention
+        padding = ~self._plan.real if self._padded else None
+        self._mixers = MixerRows(mixers or [None] * len(layers), layers, self._tokens, padding)
+        self._projections: dict[int, Tensor] = {}
+        self._unseen: set[str] = set()  # what a look still waits for
+        self._last = max((index for index, layer in enumerate(layers) if keeps_states(layer)), default=-1)
+        self._with_keys = [index for index, layer in enumerate(layers) if keeps_keys(layer)]
+        self._first_ratio, asked = chooser.schedule(config, len(layers), self._plan.real.numel())
+        self._ratios = at_layers_that_keep(asked, layers, need)
+        self._sees_attention = {
+            place: chooser.wants_attention(layer)
+            for layer in sorted(asked, reverse=True)
+            for place in at_layers_that_keep({layer: 0.0}, layers, need)
+        }
 
     def probe(self, listener: Listener, spare: Callable[[], Sequence[Any]]) -> "Fusor":
         """A forward over the same plan that recomputes nothing but the question, beside this one.

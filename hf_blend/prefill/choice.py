@@ -232,8 +232,17 @@ class Chooser:
             projections = states[0].clone()
             self._realigner.lay_projections(index, slots, projections)
             return side_by_side(projections)
-        keys, values = (whole.clone() for whole in states)
+        keys, values = (whole.clone() for whole in self._like(index, states))
         self._realigner.lay(index, slots, keys, values)
+        return keys, values
+
+    def _like(self, index: int, states: KV) -> KV:
+        """These states, or zeros where the K and V of a layer have another form."""
+        stored, tokens = self._plan.slots[0].states(index), states[0].shape[2]
+        forms = [(states[0].shape[0], one.shape[0], tokens, one.shape[2]) for one in stored]
+        if all(one.shape == form for one, form in zip(states, forms, strict=True)):
+            return states
+        keys, values = (states[0].new_zeros(form, dtype=one.dtype) for one, form in zip(stored, forms, strict=True))
         return keys, values
 
     def _alone(self, layer: int) -> KV:
@@ -251,5 +260,5 @@ class Chooser:
         truth = self._truth()
         for layer, table in enumerate(truth.tables):
             self._realigner.learn(layer, table)
-        pairs = [side_by_side(states[0]) if len(states) == 1 else states[:2] for states in truth.layers if states]
+        pairs = [truth.layers[index][:2] for index in self._with_keys]
         return [(keys[:, :, self._past :], values[:, :, self._past :]) for keys, values in pairs]
