@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_blend.errors import HfBlendError, PromptError, import_extra
-from hf_blend.prompt import tokenize
+from hf_blend.prompt.pieces import tokenize
 
 EXTRA = "rag"
 FIELD, NAMES = "text", ("title", "name", "id")  # of an object in a JSONL file

@@ -12,11 +12,11 @@ from typing import Any
 from torch import nn
 
 from hf_blend import ChunkStore
-from hf_blend.anatomy import default_sink
+from hf_blend.model.anatomy import default_sink
 from hf_blend.context.size import cache_size
 from hf_blend.errors import ConfigError, StoreError
-from hf_blend.fingerprint import fingerprint
-from hf_blend.prompt import tokenize
+from hf_blend.model.fingerprint import fingerprint
+from hf_blend.prompt.pieces import tokenize
 from hf_blend.store import ChunkKey
 
 from .bundled import ModelSource, quickstart_questions

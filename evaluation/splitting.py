@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from hf_blend.errors import import_extra
-from hf_blend.prompt import tokenize
+from hf_blend.prompt.pieces import tokenize
 
 from .documents import Document
 
