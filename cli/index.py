@@ -9,6 +9,7 @@ import typer
 
 from .options import ChunkTokens, Device, Dtype, Model, Store
 from .output import Json, SecretFile, duration, fail, humanise, interruptible, progress, read_secret, say, show
+from .reading import read, split
 
 if TYPE_CHECKING:
     from hf_blend.evaluation.bundled import ModelSource
@@ -64,9 +65,9 @@ def index(
     from hf_blend.evaluation.bundled import open_model
 
     share, secret = indexing.Shard.find(shard), read_secret(secret_file)
-    documents = _read(corpus or [])
+    documents = read(corpus or [])
     source = open_model(model, device, dtype)
-    pieces = _split(documents, source, chunk_tokens)
+    pieces = _pieces(documents, source, chunk_tokens)
     estimate = indexing.Estimate.of(pieces, source)
     is_first = share.number == 0
     if is_first:
@@ -93,22 +94,10 @@ def index(
         fail(f"the store did not keep {done.refused + evicted} chunks. Make room for them, and run it again.")
 
 
-def _read(names: list[str]) -> "list[Document]":
-    from hf_blend.evaluation.documents import read_all
-
-    documents, left_out = read_all(names)
-    if left_out:
-        say(left_out)
-    return documents
-
-
-def _split(documents: "list[Document]", source: "ModelSource", chunk_tokens: int) -> "list[Piece]":
+def _pieces(documents: "list[Document]", source: "ModelSource", chunk_tokens: int) -> "list[Piece]":
     from hf_blend.evaluation.indexing import bundled_pieces
-    from hf_blend.evaluation.splitting import Splitter
 
-    if not documents:
-        return list(bundled_pieces(source.tokenizer))
-    return Splitter(source.tokenizer, chunk_tokens).split_all(documents)
+    return split(documents, source, chunk_tokens) if documents else list(bundled_pieces(source.tokenizer))
 
 
 def _kept(done: "Indexed", missing: int) -> str:

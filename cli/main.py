@@ -26,7 +26,7 @@ from hf_blend.version import __version__
 
 from .output import interruptible
 
-HELPERS = {"main", "options", "output"}
+HELPERS = {"main", "options", "output", "reading"}
 EXIT_FAILED, EXIT_USAGE = 1, 2  # a command that ran and failed ends by output.fail
 STOPPED = "What is stored stays, and no entry is half-written. Run the same command again."
 DEBUG = ("--debug", "--traceback")

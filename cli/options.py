@@ -11,9 +11,11 @@ import typer
 
 from hf_blend.config import BlendConfig
 
-__all__ = ["RATIO", "SELECTOR", "ChunkTokens", "Device", "Dtype", "Model", "Ratio", "Selector", "Store", "Unverified"]
+__all__ = [
+    "RATIO", "SELECTOR", "ChunkTokens", "Device", "Dtype", "Model", "Ratio", "Selector", "Store", "TopK", "Unverified",
+]  # fmt: skip
 
-RATIO, SELECTOR = BlendConfig().recompute_ratio, BlendConfig().selector
+RATIO, SELECTOR = BlendConfig.recompute_ratio, BlendConfig.selector
 
 Model = Annotated[str | None, typer.Option(help="Hub id or path; the default is the bundled reference model.")]
 Store = Annotated[str | None, typer.Option("--store", help="Folder of the chunk store; the default is the library's.")]
@@ -25,3 +27,4 @@ Selector = Annotated[
 ]
 ChunkTokens = Annotated[int, typer.Option(min=1, help="Most tokens of a piece that a document is split into.")]
 Unverified = Annotated[bool, typer.Option("--allow-unverified", help="Use a model that was not found to be exact.")]
+TopK = Annotated[int, typer.Option(min=0, help="Most pieces of documents for a question; 0 is all that fit.")]

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 
@@ -19,7 +19,9 @@ import typer
 
 from hf_blend.errors import ConfigError
 
-__all__ = ["Json", "SecretFile", "duration", "fail", "humanise", "interruptible", "progress", "read_secret", "say", "show"]
+__all__ = [
+    "Json", "SecretFile", "duration", "fail", "humanise", "interruptible", "progress", "read_secret", "say", "show",
+]  # fmt: skip
 
 LINE_S = 5.0  # between two lines of progress in a log
 
@@ -132,7 +134,7 @@ def progress(items: Iterable[Item], what: str, *, total: int | None = None, quie
     """
     forbids_bars = os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS") and sys.stderr.isatty()  # `main` sets it in pipes
     quiet = bool(quiet or forbids_bars or os.environ.get("TQDM_DISABLE"))
-    total = len(items) if total is None and hasattr(items, "__len__") else total
+    total = len(items) if total is None and isinstance(items, Sized) else total
     if quiet:
         yield from items
     elif sys.stderr.isatty():

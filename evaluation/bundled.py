@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from hf_blend.errors import ConfigError, UnsupportedModelError, suggest
+from hf_blend.rotary.regime import stretches
 
 REFERENCE = str(files("hf_blend") / "bundled" / "reference")  # folder of the bundled model
 AUTO = "auto"
@@ -52,9 +53,10 @@ class ModelSource:
 
     @property
     def positions(self) -> int | None:
-        """How many tokens a prompt and its answer may have together; None if the config does not say."""
-        found = getattr(self.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        return found if isinstance(found, int) else None
+        """How many tokens a prompt and its answer may have together; None if there is no limit, or none is known."""
+        config = self.config.get_text_config(decoder=True)
+        found = getattr(config, "max_position_embeddings", None)
+        return found if isinstance(found, int) and not stretches(config) else None
 
     def load(self) -> nn.Module:
         """Read the weights.
@@ -228,10 +230,11 @@ def _tokenizer(folder: str, name: str | None, config: Any, is_local_only: bool) 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=is_local_only)
     except (ImportError, OSError, ValueError) as error:
-        raise _without_tokenizer(folder, name, _first_line(error)) from error
+        why = "" if os.path.isdir(folder) else f"{_first_line(error)} "  # of a folder it says nothing that helps
+        raise _without_tokenizer(folder, name, why) from error
     names = {"tokenizer.json", *getattr(tokenizer, "vocab_files_names", {}).values()}
     if os.path.isdir(folder) and not any(Path(folder, one).exists() for one in names):
-        raise _without_tokenizer(folder, name, f"None of {', '.join(sorted(names))} is there.")
+        raise _without_tokenizer(folder, name, f"None of {', '.join(sorted(names))} is there. ")
     vocabulary = getattr(config.get_text_config(decoder=True), "vocab_size", None)
     if isinstance(vocabulary, int) and tokenizer.vocab_size > vocabulary:
         raise ConfigError(
@@ -244,7 +247,7 @@ def _tokenizer(folder: str, name: str | None, config: Any, is_local_only: bool) 
 def _without_tokenizer(folder: str, name: str | None, why: str) -> ConfigError:
     place = "folder" if os.path.isdir(folder) else "repository"
     return ConfigError(
-        f"the {place} {name!r} has no tokenizer that can be loaded. {why} Save it beside the model: "
+        f"the {place} {name!r} has no tokenizer that can be loaded. {why}Save it beside the model: "
         f"AutoTokenizer.from_pretrained(ORIGINAL).save_pretrained({name!r})."
     )
 

@@ -6,7 +6,6 @@ Markdown and plain text need nothing; HTML needs markdownify and PDF needs pypdf
 """
 
 import json
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -89,7 +88,7 @@ class Corpus:
         if len(self.left_out) <= MOST_NAMED:
             what = "; ".join(f"{name} ({reason})" for name, reason in self.left_out)
         else:
-            what = "; ".join(f"{count} {'file' if count == 1 else 'files'} ({reason})" for reason, count in reasons.items())
+            what = "; ".join(f"{count} file{'s'[: count > 1]} ({reason})" for reason, count in reasons.most_common())
         return f"Left out: {what}."
 
     def _read_name(self, name: str) -> Iterator[Document]:
@@ -116,24 +115,6 @@ class Corpus:
                 yield from read_file(path, name)
             except HfBlendError as error:
                 self.left_out.append((name, error.__notes__[0] if hasattr(error, "__notes__") else str(error)))
-
-
-def read_all(names: Sequence[str], stdin: Iterable[str] | None = None) -> tuple[list[Document], str]:
-    """Read all documents.
-
-    Args:
-        names: as `Corpus` takes them.
-        stdin: lines of standard input; None is this process's own.
-
-    Returns:
-        The documents, and a sentence about what was left out, or "".
-
-    Raises:
-        PromptError: as `Corpus` raises it.
-        MissingExtraError: as `Corpus` raises it.
-    """
-    corpus = Corpus(names, sys.stdin if stdin is None else stdin)
-    return list(corpus), corpus.said()
 
 
 def read_file(path: Path, name: str) -> Iterator[Document]:
@@ -225,7 +206,8 @@ def _line(path: Path, name: str, number: int, line: str) -> Document:
         raise PromptError(f"{where} is not JSON: {error}. Write one text, or one object, on each line.") from error
     text = found.get(FIELD) if isinstance(found, dict) else found
     if not isinstance(text, str):
-        raise PromptError(f"{where} is {line.strip()[:60]!r}, but a text or an object with a field {FIELD!r} is expected.")
+        shown = line.strip()[:60]
+        raise PromptError(f"{where} is {shown!r}, but a text or an object with a field {FIELD!r} is expected.")
     titles = [found[key] for key in NAMES if found.get(key)] if isinstance(found, dict) else []
     return Document(f"{name}:{titles[0] if titles else number}", text, path)
 

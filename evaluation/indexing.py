@@ -6,15 +6,14 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from hf_blend import ChunkStore
-from hf_blend.model.anatomy import default_sink
 from hf_blend.context.size import cache_size
 from hf_blend.errors import ConfigError, StoreError
+from hf_blend.model.anatomy import default_sink
 from hf_blend.model.fingerprint import fingerprint
 from hf_blend.prompt.pieces import tokenize
 from hf_blend.store import ChunkKey
@@ -174,9 +173,9 @@ class Indexer:
             chunk_tokens: most tokens of a piece.
         """
         paths = {one.name: str(one.path.resolve()) if one.path else "" for one in documents}
-        digests: dict[str, list[str]] = {}
+        digests: dict[str, dict[str, None]] = {}
         for name, key in self._names:
-            digests.setdefault(name, []).append(key.digest)
+            digests.setdefault(name, {})[key.digest] = None
         about = (model, self.fingerprint, chunk_tokens, time.time())
         Sources(self.store).add(
             Source(name, paths.get(name, ""), *about, tuple(found)) for name, found in digests.items()
@@ -204,5 +203,5 @@ def check_room(store: ChunkStore, estimate: Estimate) -> None:
 def bundled_pieces(tokenizer: Any) -> Iterator[Piece]:
     """The bundled documents, each a piece as the bundled questions use it."""
     for one in quickstart_questions():
-        for number, text in enumerate(one["chunks"], 1):
-            yield Piece(f"bundled story {one['story']}:{number}", 0, text, tokenize(tokenizer, text))
+        for text in one["chunks"]:
+            yield Piece(f"bundled story {one['story']}", 0, text, tokenize(tokenizer, text))

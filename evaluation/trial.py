@@ -135,11 +135,7 @@ def _is_complete(trial: Trial, model: str, folder: RunFolder) -> bool:
 
 
 def _load(name: str, trial: Trial) -> tuple[nn.Module, Any]:
-    model, tokenizer = load_model(None if name == REFERENCE else name)
-    dtype = None if trial.dtype is None else getattr(torch, trial.dtype, None)
-    if trial.dtype is not None and not isinstance(dtype, torch.dtype):
-        raise ConfigError(f"dtype is {trial.dtype!r}, wanted one such as float32 or bfloat16.")
-    return model.to(device=trial.device, dtype=dtype), tokenizer
+    return load_model(None if name == REFERENCE else name, trial.device, trial.dtype or "auto")
 
 
 def _task(trial: Trial, name: str, tokenizer: Any) -> Task:
