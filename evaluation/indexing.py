@@ -127,10 +127,11 @@ class Indexer:
         self.model, self.store = model, store
         self.fingerprint, sink = fingerprint(model), default_sink(model)
         self._names = [(piece.name, ChunkKey(self.fingerprint, sink, piece.ids, store.namespace)) for piece in pieces]
-        keys = list(dict.fromkeys(key for _, key in self._names))
-        own = [key for key in keys if shard.owns(key)]
+        self.keys = list(dict.fromkeys(key for _, key in self._names))
+        own = [key for key in self.keys if shard.owns(key)]
         self.missing = [key for key in own if not store.contains(key)]
-        self.done = Indexed(len(keys), sum(len(key.token_ids) for key in keys), present=len(own) - len(self.missing))
+        tokens = sum(len(key.token_ids) for key in self.keys)
+        self.done = Indexed(len(self.keys), tokens, present=len(own) - len(self.missing))
 
     def probe_s(self) -> float:
         """Compute one missing chunk and throw it away.

@@ -23,7 +23,7 @@ from .errors import ConfigError, PluginNotFoundError, suggest
 logger = logging.getLogger(__name__)
 
 FILE = ".py"  # how the name of a file of the caller's own ends
-FROM_FILES = ("selectors", "correctors")  # kinds whose names never come from what others wrote, such as a store's entry
+FROM_FILES = ("selectors", "correctors")  # their names never come from what others wrote, such as an entry
 
 
 def kinds() -> list[str]:
