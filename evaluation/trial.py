@@ -8,6 +8,7 @@ once, so that no method pays for it. With a batch, samples are answered side by 
 by all methods in turn, for the time to the first token.
 """
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -85,7 +86,10 @@ class Trial:
     def settings(self) -> dict[str, Any]:
         """What must be the same for two runs to be one."""
         versions = {"hf_blend": hf_blend.__version__, "torch": torch.__version__}
-        return {**asdict(self), "threads": torch.get_num_threads(), "versions": versions}
+        known = {**asdict(self), "threads": torch.get_num_threads(), "versions": versions}
+        paths = [name.partition(":")[0] for name, _ in self.ways() if name.partition(":")[0].endswith(plugins.FILE)]
+        digests = {path: hashlib.sha256(Path(path).expanduser().read_bytes()).hexdigest()[:16] for path in paths}
+        return {**known, "files": digests} if digests else known
 
     def ways(self) -> list[tuple[str, float | None]]:
         """Every method with every ratio that it takes, full prefill first."""

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Methods are files. To add one, add a file; nothing else is edited.
+"""Methods are files. To add one, add a file: there is no list to edit.
 
 A *kind* is a sub-package with a `base.py`, such as `selectors` or `store.tiers`. A *plugin* is a file beside it
 with exactly one public class that derives from a class of that `base.py`. Its name is the file's name, with `-`
