@@ -16,8 +16,7 @@ from .output import Json, SecretFile, fail, read_secret, say, show
 
 if TYPE_CHECKING:
     from hf_blend.evaluation.sources import Source
-    from hf_blend.store import ChunkStore
-    from hf_blend.store.store import EntryInfo
+    from hf_blend.store import ChunkStore, EntryInfo
 
 __all__ = ["check", "gc", "ls", "pin", "rm", "stats"]
 
