@@ -76,7 +76,7 @@ def index(
     place: dict[str, Any] = {"remote": remote, "remote_deadline_s": PATIENCE_S, "namespace": namespace}
     with ChunkStore.open("memory://" if dry_run else store, memory_bytes=0, **place, secret=secret) as opened:
         indexing.check_room(opened, estimate)
-        indexer = indexing.Indexer(source.load(), opened, pieces, share)
+        indexer = indexing.Indexer(source.load(), source.tokenizer, opened, pieces, share)
         if is_first and indexer.missing:
             say(f"{len(indexer.missing):,} to compute, about {duration(indexer.probe_s())} on {source.device}.")
         if dry_run:

@@ -177,7 +177,7 @@ def prepare(
             f"tokens do not fit into the model's {source.positions} positions. Take smaller --chunk-tokens or "
             "--max-new-tokens, or a model that reads more."
         )
-    made = pieces(tokenizer, [piece.ids for piece in taken], question, system, history)
+    made = pieces(tokenizer, [piece.prompt_text for piece in taken], question, system, history)
     return Asked(made, question, sources=tuple(taken), squeezed_out=len(ranked) - len(taken))
 
 

@@ -21,7 +21,7 @@ from hf_blend.store import ChunkKey
 from .bundled import ModelSource, quickstart_questions
 from .documents import Document
 from .sources import Source, Sources
-from .splitting import Piece
+from .splitting import Piece, closed
 
 __all__ = ["Estimate", "Indexed", "Indexer", "Shard", "bundled_pieces"]
 
@@ -118,16 +118,20 @@ class Indexer:
 
     Args:
         model: a causal language model.
+        tokenizer: its tokenizer.
         store: receives the chunks.
         pieces: all pieces of the corpus.
         shard: which of the chunks are computed here.
     """
 
-    def __init__(self, model: nn.Module, store: ChunkStore, pieces: Sequence[Piece], shard: Shard = Shard()) -> None:
-        self.model, self.store = model, store
+    def __init__(
+        self, model: nn.Module, tokenizer: Any, store: ChunkStore, pieces: Sequence[Piece], shard: Shard = Shard()
+    ) -> None:
+        self.model, self.tokenizer, self.store = model, tokenizer, store
         self.fingerprint, sink = fingerprint(model), default_sink(model)
         self._names = [(piece.name, ChunkKey(self.fingerprint, sink, piece.ids, store.namespace)) for piece in pieces]
-        self.keys = list(dict.fromkeys(key for _, key in self._names))
+        self._texts = {key: piece.prompt_text for (_, key), piece in zip(self._names, pieces, strict=True)}
+        self.keys = list(self._texts)
         own = [key for key in self.keys if shard.owns(key)]
         self.missing = [key for key in own if not store.contains(key)]
         tokens = sum(len(key.token_ids) for key in self.keys)
@@ -144,7 +148,7 @@ class Indexer:
         longest = max(self.missing, key=lambda key: len(key.token_ids))
         with ChunkStore.open("memory://") as scratch:
             started = time.perf_counter()
-            scratch.add(self.model, None, [longest.token_ids], sink_ids=longest.sink_ids)
+            scratch.add(self.model, self.tokenizer, [self._texts[longest]], sink_ids=longest.sink_ids)
             seconds = time.perf_counter() - started
         return seconds * sum(len(key.token_ids) for key in self.missing) / len(longest.token_ids)
 
@@ -158,7 +162,7 @@ class Indexer:
             What was done; `done` has it while it is under way.
         """
         for key in progress(self.missing):
-            self.store.add(self.model, None, [key.token_ids], sink_ids=key.sink_ids)
+            self.store.add(self.model, self.tokenizer, [self._texts[key]], sink_ids=key.sink_ids)
             if self.store.contains(key):
                 self.done.stored += 1
             else:
@@ -205,4 +209,4 @@ def bundled_pieces(tokenizer: Any) -> Iterator[Piece]:
     """The bundled documents, each a piece as the bundled questions use it."""
     for one in quickstart_questions():
         for text in one["chunks"]:
-            yield Piece(f"bundled story {one['story']}", 0, text, tokenize(tokenizer, text))
+            yield Piece(f"bundled story {one['story']}", 0, text, tokenize(tokenizer, closed(text)))

@@ -17,7 +17,7 @@ from hf_blend.prompt.pieces import tokenize
 from .documents import Document
 
 CHUNK_TOKENS = 512
-END = "\n\n"  # behind a piece that does not end in a line break, so that pieces do not run together
+END = "\n\n"
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Piece:
         name: of the document.
         start: first character of it in the document's text.
         text: as it is in the document.
-        ids: token ids, with the line break behind it.
+        ids: token ids of `prompt_text`.
     """
 
     name: str
@@ -40,6 +40,16 @@ class Piece:
     def stop(self) -> int:
         """The character of the document behind the piece."""
         return self.start + len(self.text)
+
+    @property
+    def prompt_text(self) -> str:
+        """The text as it is in prompts and in the store: with a line break behind it, so that no two run together."""
+        return closed(self.text)
+
+
+def closed(text: str) -> str:
+    """A text with a line break behind it."""
+    return text if text.endswith("\n") else text + END
 
 
 class Splitter:
@@ -76,7 +86,7 @@ class Splitter:
         return [piece for document in documents for piece in self.split(document)]
 
     def _piece(self, name: str, start: int, text: str) -> Piece:
-        return Piece(name, start, text, tokenize(self.tokenizer, text if text.endswith("\n") else text + END))
+        return Piece(name, start, text, tokenize(self.tokenizer, closed(text)))
 
     @cached_property
     def _plain(self) -> Any:

@@ -31,8 +31,8 @@ def source():
 
 
 @pytest.fixture(scope="module")
-def model(source):
-    return source.load()
+def loaded(source):
+    return source.load(), source.tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -50,60 +50,60 @@ def objects(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
-def run(folder, model, pieces, shard=WHOLE, progress=iter):
+def run(folder, loaded, pieces, shard=WHOLE, progress=iter):
     with ChunkStore.open(folder, memory_bytes=0, durability="none") as store:
-        return Indexer(model, store, pieces, shard).run(progress)
+        return Indexer(*loaded, store, pieces, shard).run(progress)
 
 
 @pytest.fixture(scope="module")
-def serial(tmp_path_factory, model, pieces):
+def serial(tmp_path_factory, loaded, pieces):
     folder = tmp_path_factory.mktemp("serial")
-    run(folder, model, pieces)
+    run(folder, loaded, pieces)
     return objects(folder)
 
 
-def test_indexing_again_computes_nothing(tmp_path, model, pieces):
-    first = run(tmp_path, model, pieces)
+def test_indexing_again_computes_nothing(tmp_path, loaded, pieces):
+    first = run(tmp_path, loaded, pieces)
     before = objects(tmp_path)
-    again = run(tmp_path, model, pieces)
+    again = run(tmp_path, loaded, pieces)
     assert first.stored == len(before) > 10
     assert (again.stored, again.present) == (0, again.chunks)
     assert objects(tmp_path) == before
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_shards_in_any_order_and_repeated_give_the_bytes_of_a_serial_run(count, tmp_path, model, pieces, serial):
-    done = [run(tmp_path, model, pieces, Shard(number, count)) for number in [*reversed(range(count)), 0]]
+def test_shards_in_any_order_and_repeated_give_the_bytes_of_a_serial_run(count, tmp_path, loaded, pieces, serial):
+    done = [run(tmp_path, loaded, pieces, Shard(number, count)) for number in [*reversed(range(count)), 0]]
     assert objects(tmp_path) == serial
     assert sum(one.stored for one in done) == len(serial)
     assert all(one.stored for one in done[:-1])
     assert done[-1].stored == 0
 
 
-def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path, model, pieces, serial):
+def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path, loaded, pieces, serial):
     def broken_off(keys):
         yield from itertools.islice(keys, 3)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, model, pieces, progress=broken_off)
+        run(tmp_path, loaded, pieces, progress=broken_off)
     found = len(objects(tmp_path))
     assert 0 < found < len(serial)
-    assert run(tmp_path, model, pieces).stored == len(serial) - found
+    assert run(tmp_path, loaded, pieces).stored == len(serial) - found
     assert objects(tmp_path) == serial
 
 
-def test_a_store_that_keeps_nothing_is_noticed(tmp_path, model, pieces):
+def test_a_store_that_keeps_nothing_is_noticed(tmp_path, loaded, pieces):
     with ChunkStore.open(tmp_path, memory_bytes=0, disk_bytes=10) as store:
-        done = Indexer(model, store, pieces[:2]).run()
+        done = Indexer(*loaded, store, pieces[:2]).run()
     assert done.refused > 0 == done.stored
 
 
-def test_what_it_takes_is_known_before_and_right_to_a_tenth(tmp_path, source, model, pieces):
+def test_what_it_takes_is_known_before_and_right_to_a_tenth(tmp_path, source, loaded, pieces):
     estimate = Estimate.of(pieces, source)
     with ChunkStore.open("memory://") as store:
-        done = Indexer(model, store, pieces).run()
-        kept = [store.get(key) for key in Indexer(model, store, pieces).keys]
+        done = Indexer(*loaded, store, pieces).run()
+        kept = [store.get(key) for key in Indexer(*loaded, store, pieces).keys]
     kv = sum(tensor.nbytes for chunk in kept for layer in chunk.layers for tensor in layer)
     assert (estimate.pieces, estimate.tokens) == (done.chunks, done.tokens)
     assert estimate.nbytes == kv

@@ -95,11 +95,12 @@ def prepare(loaded: Loaded, wish: Wish, limits: Limits) -> Asked:
     """
     limits.check_letters(wish.documents, wish.question)
     tokenizer, documents = loaded.tokenizer, documents_of(wish.documents)
-    cut = [piece.ids for piece in Splitter(tokenizer, limits.chunk_tokens).split_all(
+    cut = Splitter(tokenizer, limits.chunk_tokens).split_all(
         Document(f"document {number}", text) for number, text in enumerate(documents, 1)
-    )]  # fmt: skip
-    asked = Asked(pieces(tokenizer, cut, wish.question, None), wish.question, _known_answer(wish))
-    tokens = sum(map(len, cut)) + len(tokenize(tokenizer, asked.pieces["question"]))
+    )
+    made = pieces(tokenizer, [piece.prompt_text for piece in cut], wish.question, None)
+    asked = Asked(made, wish.question, _known_answer(wish))
+    tokens = sum(len(piece.ids) for piece in cut) + len(tokenize(tokenizer, asked.pieces["question"]))
     most = min(limits.prompt_tokens, getattr(loaded.model.config, "max_position_embeddings", limits.prompt_tokens))
     if tokens + limits.new_tokens > most:
         raise PromptError(
