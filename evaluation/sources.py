@@ -81,7 +81,7 @@ class Sources:
         """All documents, by name; a file that cannot be read is passed over."""
         found = []
         for path in self._folder.glob("*.json") if self._folder else ():
-            with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
                 values = json.loads(path.read_text("utf-8"))
                 if values.pop("format", None) == FORMAT:
                     found.append(Source.from_dict(values))
