@@ -15,7 +15,8 @@ from hf_blend.config import BlendConfig
 from hf_blend.errors import ConfigError
 from hf_blend.model.placement import input_device
 from hf_blend.prefill.report import BlendReport
-from hf_blend.prompt.pieces import build
+
+from .prompting import ids_of, inputs_of
 
 MAX_NEW_TOKENS = 16
 HALF_A_LETTER = "\ufffd"  # what tokenizers decode to where a letter's other bytes are in the next token
@@ -128,7 +129,7 @@ def answer(
         tokenizer: its tokenizer.
         store: where chunks are kept; a full prefill does not look at it.
         method: how to answer.
-        pieces: `prefix`, `chunks` and `question`, as `BlendCache.inputs` takes them.
+        pieces: the prompt, as `prompting.request` gives it.
         tell: is given the answer piece by piece, while it is written.
         max_new_tokens: where the answer is cut.
 
@@ -138,13 +139,12 @@ def answer(
     listener = Listener(tokenizer, tell)
     started = time.perf_counter()
     if method.config is None:
-        ids = build(tokenizer, pieces.get("prefix"), pieces["chunks"], pieces["question"]).ids
-        inputs = {"input_ids": torch.tensor([ids], device=input_device(model))}
+        inputs = {"input_ids": torch.tensor([ids_of(tokenizer, pieces)], device=input_device(model))}
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
         cache = None
     else:
         cache = BlendCache(model, store, method.config)
-        inputs = cache.inputs(tokenizer, **pieces)
+        inputs = inputs_of(cache, tokenizer, pieces)
     output = model.generate(
         **inputs, past_key_values=cache, streamer=listener, do_sample=False, max_new_tokens=max_new_tokens
     )

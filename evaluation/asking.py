@@ -13,24 +13,15 @@ from hf_blend import ChunkStore
 from hf_blend.config import BlendConfig
 from hf_blend.errors import PromptError
 from hf_blend.prefill.report import BlendReport
-from hf_blend.prompt.pieces import tokenize
 
 from .answering import FULL_PREFILL, FULL_REUSE, Answer, Method, answer, is_right
 from .bundled import ModelSource
+from .prompting import Turn, documents_end, ids_of, request
 from .retrieving import Retriever
 from .splitting import Piece
 
+STUB = "x"  # in the place of documents, where the rest of a prompt is measured
 SEARCHED_TURNS = 1  # earlier questions that the next one may mean with a pronoun
-INSTRUCTION = "Answer the question from the documents, in as few words as possible."
-MARK = "\0"
-
-
-@dataclass(frozen=True)
-class Turn:
-    """A question and its answer, earlier in a conversation."""
-
-    question: str
-    answer: str
 
 
 @dataclass(frozen=True)
@@ -38,7 +29,7 @@ class Asked:
     """A question with its documents.
 
     Attributes:
-        pieces: `prefix`, `chunks` and `question`, as `BlendCache.inputs` takes them.
+        pieces: the prompt, as `prompting.request` gives it.
         question: as the user wrote it.
         wanted: the right answer, if it is known.
         sources: the pieces of documents that are its chunks; empty for bundled questions.
@@ -128,10 +119,10 @@ def ask(
         "sources": [{"name": one.name, "start": one.start, "stop": one.stop} for one in asked.sources],
     }
     chosen = set(got.report.chosen_columns[0]) if got.report and got.report.chosen_columns else set()
-    asked_tokens = len(tokenize(tokenizer, asked.pieces["question"]))
     ids = got.input_ids.tolist()
+    end = documents_end(tokenizer, asked.pieces, len(ids))
     tokens = [
-        (tokenizer.decode([token]), place in chosen) for place, token in enumerate(ids[: len(ids) - asked_tokens])
+        (tokenizer.decode([token]), place in chosen) for place, token in enumerate(ids[:end])
     ]
     return Reply(row, tokens, got)
 
@@ -150,9 +141,9 @@ def prepare(
         source: the model.
         retriever: holds the pieces of the documents.
         question: the question.
-        system: as in `pieces`.
+        system: as in `prompting.request`.
         max_new_tokens: room that is left for the answer.
-        history: as in `pieces`; it is part of what is searched for.
+        history: as in `prompting.request`; it is part of what is searched for.
 
     Returns:
         The question with the best pieces, the best first.
@@ -163,8 +154,7 @@ def prepare(
     searched = " ".join([*(turn.question for turn in history[-SEARCHED_TURNS:]), question])
     ranked = retriever.rank(searched)
     tokenizer = source.tokenizer
-    bare = pieces(tokenizer, [], question, system, history)
-    rest = 1 + len(tokenize(tokenizer, bare["prefix"] or "")) + len(tokenize(tokenizer, bare["question"]))
+    rest = len(ids_of(tokenizer, request(tokenizer, [STUB], question, system, history)))
     room = math.inf if source.positions is None else source.positions - rest - max_new_tokens
     taken: list[Piece] = []
     for piece in ranked:
@@ -177,38 +167,5 @@ def prepare(
             f"tokens do not fit into the model's {source.positions} positions. Take smaller --chunk-tokens or "
             "--max-new-tokens, or a model that reads more."
         )
-    made = pieces(tokenizer, [piece.prompt_text for piece in taken], question, system, history)
+    made = request(tokenizer, [piece.prompt_text for piece in taken], question, system, history)
     return Asked(made, question, sources=tuple(taken), squeezed_out=len(ranked) - len(taken))
-
-
-def pieces(
-    tokenizer: Any, chunks: Sequence[Any], question: str, system: str | None, history: Sequence[Turn] = ()
-) -> dict[str, Any]:
-    """Put a question and its chunks into the model's own form of a prompt.
-
-    The documents stand in the first turn, so that what precedes them is the same in every turn and is stored once. A
-    tokenizer with a chat template gets it: what the template puts before the documents is the prefix, what it puts
-    behind them the question. Without one the questions and answers simply follow the documents.
-
-    Args:
-        tokenizer: the model's.
-        chunks: text or token ids.
-        question: the question.
-        system: instruction before the documents; None is a short one of ours for chat models, nothing for others.
-        history: what was asked and answered before.
-
-    Returns:
-        `prefix`, `chunks` and `question`, as `BlendCache.inputs` takes them.
-    """
-    if not getattr(tokenizer, "chat_template", None):
-        told = "".join(f"Question: {turn.question}\nAnswer: {turn.answer}\n" for turn in history)
-        asked = f"{told}Question: {question}\nAnswer:" if history else question
-        return {"prefix": system or None, "chunks": list(chunks), "question": asked}
-    turns = []
-    for number, (asked, answered) in enumerate([*((one.question, one.answer) for one in history), (question, None)]):
-        before = f"{INSTRUCTION if system is None else system}\n\n{MARK}\n\nQuestion: " if number == 0 else ""
-        turns.append({"role": "user", "content": before + asked})
-        turns += [{"role": "assistant", "content": answered}] if answered is not None else []
-    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    before, after = text.split(MARK)
-    return {"prefix": tokenize(tokenizer, before), "chunks": list(chunks), "question": tokenize(tokenizer, after)}

@@ -17,8 +17,9 @@ from hf_blend.config import BlendConfig
 from hf_blend.errors import PromptError
 
 from .answering import Answer, Method, answer
-from .asking import Asked, Turn, prepare
+from .asking import Asked, prepare
 from .bundled import ModelSource
+from .prompting import Turn
 from .retrieving import Retriever
 
 
@@ -32,7 +33,7 @@ class Chat:
         store: where chunks are kept.
         retriever: holds the pieces of the documents.
         config: how to blend.
-        system: instruction before the documents, as `asking.pieces` takes it.
+        system: instruction before the documents, as `prompting.request` takes it.
         max_new_tokens: where an answer is cut.
         is_fixed: the pieces retrieved in the first turn are those of every turn.
         turns: what was said; the oldest turns leave when the model has no room for them.

@@ -11,9 +11,9 @@ import torch
 from hf_blend import ChunkStore
 from hf_blend.cli.main import main
 from hf_blend.config import BlendConfig
-from hf_blend.evaluation.asking import Turn, pieces
 from hf_blend.evaluation.bundled import open_model
 from hf_blend.evaluation.chatting import Chat
+from hf_blend.evaluation.prompting import Turn
 from hf_blend.evaluation.retrieving import Retriever
 from hf_blend.evaluation.splitting import Piece
 
@@ -64,18 +64,11 @@ def test_an_answer_in_any_turn_is_that_of_a_full_prefill_of_the_same_prompt(make
     assert [turn.question for turn in talk.turns] == ["Who keeps the light?", "Who repairs boats?"]
 
 
-def test_a_turn_is_rendered_as_the_template_renders_the_whole_conversation(source):
-    source.tokenizer.chat_template = CHATML
-    history = [Turn("Who?", "Mara."), Turn("Where?", "There.")]
-    made = pieces(source.tokenizer, ["DOC"], "When?", "Be short.", history)
-    decode = source.tokenizer.decode
-    text = decode(made["prefix"]) + "DOC" + decode(made["question"])
-    assert text == (
-        "<|im_start|>user\nBe short.\n\nDOC\n\nQuestion: Who?<|im_end|>\n<|im_start|>assistant\nMara.<|im_end|>\n"
-        "<|im_start|>user\nWhere?<|im_end|>\n<|im_start|>assistant\nThere.<|im_end|>\n"
-        "<|im_start|>user\nWhen?<|im_end|>\n<|im_start|>assistant\n"
-    )
-    source.tokenizer.chat_template = None
+def test_as_many_pieces_are_read_as_are_asked_for_and_the_model_has_room_for(make):
+    assert make(top_k=2).prepare("light and boats?").names == ["b.txt", "a.txt"]
+    crowded = make(top_k=0, new_tokens=1998)  # of 2048 positions
+    asked = crowded.prepare("Who?")
+    assert (len(asked.sources), asked.squeezed_out) == (2, 1)
 
 
 def test_documents_are_retrieved_for_each_turn_and_computed_once(make):

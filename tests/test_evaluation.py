@@ -93,27 +93,6 @@ def test_a_reply_marks_the_recomputed_tokens_and_no_others(bundled):
     assert set(reply.row) == {"method", "question", "answer", "correct", "ttft_ms", "charged_budget", "sources"}
 
 
-class Chat:
-    """A tokenizer of letters with a chat template."""
-
-    chat_template = "yes"
-
-    def apply_chat_template(self, turns, tokenize, add_generation_prompt):
-        assert not tokenize
-        assert add_generation_prompt
-        return f"<user>{turns[0]['content']}</user><assistant>"
-
-    def encode(self, text, add_special_tokens):
-        return [ord(letter) for letter in text]
-
-
-def test_a_chat_template_stands_around_the_documents():
-    pieces = asking.pieces(Chat(), ["abc"], "why?", None)
-    assert "".join(map(chr, pieces["prefix"])).startswith("<user>Answer")
-    assert "".join(map(chr, pieces["question"])).endswith("Question: why?</user><assistant>")
-    assert pieces["chunks"] == ["abc"]
-
-
 def test_the_bench_reports_every_ratio_beside_its_bound():
     plan = TtftPlan("tiny", chunks=3, chunk_tokens=48, question_tokens=8, ratios=(1.0, 0.2), rounds=1)
     told: list[str] = []

@@ -7,12 +7,12 @@ from typing import Any
 
 from hf_blend import BlendConfig, plugins
 from hf_blend.errors import PluginNotFoundError, PromptError, suggest
-from hf_blend.prompt.pieces import tokenize
 
 from ..answering import blend_config
-from ..asking import Asked, pieces
+from ..asking import Asked
 from ..bundled import quickstart_questions
 from ..documents import Document
+from ..prompting import ids_of, request
 from ..splitting import Splitter
 from .shelf import Loaded
 from .visitors import Limits
@@ -98,9 +98,9 @@ def prepare(loaded: Loaded, wish: Wish, limits: Limits) -> Asked:
     cut = Splitter(tokenizer, limits.chunk_tokens).split_all(
         Document(f"document {number}", text) for number, text in enumerate(documents, 1)
     )
-    made = pieces(tokenizer, [piece.prompt_text for piece in cut], wish.question, None)
+    made = request(tokenizer, [piece.prompt_text for piece in cut], wish.question, None)
     asked = Asked(made, wish.question, _known_answer(wish))
-    tokens = sum(len(piece.ids) for piece in cut) + len(tokenize(tokenizer, asked.pieces["question"]))
+    tokens = len(ids_of(tokenizer, made))
     most = min(limits.prompt_tokens, getattr(loaded.model.config, "max_position_embeddings", limits.prompt_tokens))
     if tokens + limits.new_tokens > most:
         raise PromptError(

@@ -8,13 +8,14 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import ConfigError, StoreError
 
-__all__ = ["ChunkKV", "ChunkKey", "Layout", "has_usable_values"]
+__all__ = ["ChunkKV", "ChunkKey", "Found", "Layout", "has_usable_values"]
 
 _KEY_FORMAT = b"hf_blend.key/1"
 _MAX_TOKEN_ID = 2**31 - 1
@@ -53,6 +54,22 @@ class ChunkKey:
             state.update(len(part).to_bytes(8, "little"))
             state.update(part)
         return state.hexdigest()
+
+
+class Found(NamedTuple):
+    """Tokens of a stored chunk that are in a prompt.
+
+    Attributes:
+        start: place of the first of them in the prompt.
+        key: of the chunk.
+        first: place of the first of them in the chunk.
+        tokens: how many they are, one behind the other.
+    """
+
+    start: int
+    key: ChunkKey
+    first: int
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -101,6 +118,8 @@ class ChunkKV:
         tables: the distinct `(cos, sin)` of the model for those positions, each `[tokens, rotary_width]` in float32.
         layer_table: for each layer its place in `tables`, or -1 if it does not rotate.
         canary: what the model that computed it says of itself, stored with it; the store does not look at it.
+        tokenizer: digest of the tokenizer that made the ids from text (`hf_blend.prompt.identity`); empty where ids
+            were given. K and V do not depend on it: it says why a prompt of another tokenizer finds nothing.
     """
 
     key: ChunkKey
@@ -108,6 +127,7 @@ class ChunkKV:
     tables: tuple[tuple[Tensor, Tensor], ...]
     layer_table: tuple[int, ...]
     canary: str = ""
+    tokenizer: str = ""
 
     @property
     def tokens(self) -> int:
