@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from hf_blend import BlendCache
-from hf_blend.prompt.messages import build_messages
+from hf_blend.errors import PromptError
+from hf_blend.prompt.messages import build_messages, render
 from hf_blend.prompt.pieces import build, tokenize
 
 __all__ = ["Turn", "documents_end", "ids_of", "inputs_of", "request"]
@@ -85,6 +86,6 @@ def _has_system_role(tokenizer: Any, told: str) -> bool:
     """Whether the chat template writes a system message; some refuse one, some leave it out."""
     turns = [{"role": "system", "content": told}, {"role": "user", "content": "?"}]
     try:
-        return told in tokenizer.apply_chat_template(turns, tokenize=False)
-    except Exception:  # a template is code of somebody else and raises what it likes
+        return told in render(tokenizer, turns)
+    except PromptError:
         return False

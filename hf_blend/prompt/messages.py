@@ -37,16 +37,32 @@ def build_messages(
     given = [one for one in documents if not isinstance(one, str)]
     texts = [one if isinstance(one, str) else _text_of(one) for one in documents]
     arguments = {"add_generation_prompt": not template.get("continue_final_message", False), **template}
+    text = render(tokenizer, messages, **arguments, **({"documents": given} if given else {}))
+    return build_text(tokenizer, text, texts, special=False, opening=_is_opening(messages, texts))
+
+
+def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
+    """The text that a chat template makes of messages.
+
+    Args:
+        tokenizer: with a chat template.
+        messages: as for `apply_chat_template`.
+        **arguments: as for `apply_chat_template`.
+
+    Returns:
+        The text, to be tokenised without special tokens.
+
+    Raises:
+        PromptError: the template refuses the messages.
+    """
     try:
-        text = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, **arguments, **({"documents": given} if given else {})
-        )
+        text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, **arguments)
     except Exception as error:  # a template is code of somebody else and raises what it likes
         raise PromptError(
             f"the chat template refused the {len(messages)} messages: {type(error).__name__}: {error}. Give messages "
             "and arguments that apply_chat_template takes for this tokenizer."
         ) from error
-    return build_text(tokenizer, text, texts, special=False, opening=_is_opening(messages, texts))
+    return text
 
 
 def _check(tokenizer: Any, messages: Any, documents: Any, template: Mapping[str, Any]) -> None:
