@@ -43,20 +43,6 @@ def cache_layers(config: Any, count: int, kv_bits: int | None = None) -> list[An
     return layers
 
 
-def layer_sizes(layer: Any, past: int, tokens: int) -> tuple[int, int]:
-    """Length and offset of the keys that new tokens see in a layer.
-
-    Args:
-        layer: one of `cache_layers`.
-        past: tokens in the cache before them.
-        tokens: how many are new.
-
-    Returns:
-        (keys, offset); a place holder has all.
-    """
-    return layer.sizes_behind(past, tokens) if isinstance(layer, BlendLayer) else (past + tokens, 0)
-
-
 def _like(stock: Any, full: type[BlendLayer]) -> Any:
     if getattr(stock, "is_sliding", False):
         return BlendSlidingLayer(stock.sliding_window)

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from ..errors import HfBlendError, UnsupportedModelError
 from ..rotary.base import RotaryStyle
-from ..store import ChunkStore
 from .anatomy import PER_TOKEN, text_config
 from .calibrate import rotary_styles
 from .fingerprint import structure_digest
@@ -50,7 +49,7 @@ def ensure_trusted(
 
     Args:
         model: a causal language model; it is left as it was.
-        make_cache: `BlendCache`; called with the model, a store and settings, it may call this function again.
+        make_cache: makes a `BlendCache` of the model and settings, with an empty store; may call this function again.
         allow_unverified: use a model that fails the self-test, with one warning.
 
     Returns:
@@ -134,7 +133,7 @@ def _tested(model: nn.Module, make_cache: Callable[..., Any]) -> str:
 def _compare(model: nn.Module, make_cache: Callable[..., Any]) -> tuple[float, float]:
     """The error of a blended forward, and what is allowed; shares of the logits' size."""
     pieces, device = _pieces(model), input_device(model)
-    cache = make_cache(model, ChunkStore.open("memory://"), recompute_ratio=1.0, sink_ids=())
+    cache = make_cache(model, recompute_ratio=1.0, sink_ids=())
     inputs = cache.inputs(None, prefix=pieces[0], chunks=pieces[1:3], question=pieces[3])
     ids = inputs["input_ids"].to(device)
     wanted = model(ids, use_cache=False).logits[:, -QUESTION_TOKENS:]

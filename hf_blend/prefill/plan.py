@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from ..config import BlendConfig
-from ..loading.advice import Advice
-from ..loading.pipeline import Pipeline
-from ..loading.stream import StreamedLayers
 from ..model.anatomy import text_config
 from ..model.canary import compute_chunk, is_of_model
 from ..prompt.pieces import Span
 from ..rotary.regime import frequency_regime
 from ..store import ChunkStore
 from ..store.chunk import ChunkKey, ChunkKV
+from ..store.stream import StreamedLayers
+from .advice import Advice
 from .layout import layout_of
+from .pipeline import Pipeline
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..cache.cache_layers import layer_sizes
 from ..errors import UnsupportedModelError
 from ..model.anatomy import LayerCall, text_config
 from ..model.attention import Detour, is_flash
@@ -39,7 +38,7 @@ class RowMasks:
             tokens: new ones, all rows that a layer of the plain model would have.
         """
         self._implementation = text_config(model)._attn_implementation or "eager"
-        self._sizes = [layer_sizes(layer, past, tokens) for layer in layers]
+        self._sizes = [_sizes(layer, past, tokens) for layer in layers]
         self._windows = [getattr(layer, "sliding_window", None) for layer in layers]
         self._past = past
         self._detours = Detour.of_layers(model)
@@ -91,3 +90,9 @@ class RowMasks:
         if model_mask is not None:
             mask = mask & model_mask[:, None, None, -keys:].to(device=mask.device, dtype=torch.bool)
         return RowMask.of(mask)
+
+
+def _sizes(layer: Any, past: int, tokens: int) -> tuple[int, int]:
+    """Keys that new tokens see in a cache layer, and how many before them they do not; a place holder has all."""
+    sizes: tuple[int, int] = layer.sizes_behind(past, tokens) if hasattr(layer, "sizes_behind") else (past + tokens, 0)
+    return sizes

@@ -84,7 +84,7 @@ def test_a_chunk_that_is_in_memory_alone_is_a_miss_after_it_was_written_to(chunk
 
 
 def test_what_is_written_while_a_chunk_is_still_being_read_is_not_held(tmp_path, chunk, same, monkeypatch):
-    monkeypatch.setattr("hf_blend.store.streaming.READ_BYTES", 1)
+    monkeypatch.setattr("hf_blend.store.stack.READ_BYTES", 1)
     stored = chunk(layers=3)
     ChunkStore.open(tmp_path).put(stored)
     store = ChunkStore.open(tmp_path)
