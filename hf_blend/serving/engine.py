@@ -163,6 +163,21 @@ class BlendedBatching(ContinuousBatchingManager):
         """
         return self.prefills.outcomes.get(request_id)
 
+    def forget_handler(self, request_id: str) -> None:
+        """Deliver nothing more of a request to whom `register_result_handler` named: a cancelled one never ends.
+
+        Args:
+            request_id: of the request.
+        """
+        with self.output_router._lock:
+            self.output_router.result_handlers.pop(request_id, None)
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Which tokens end an answer."""
+        given = self.generation_config.eos_token_id
+        return frozenset(given if isinstance(given, list | tuple) else [given])
+
     @property
     def paged(self) -> BlendedPagedCache:
         """The engine's cache, while it runs.

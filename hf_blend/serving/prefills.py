@@ -68,6 +68,7 @@ class Prefilled:
             or finds a prefix of it), or "waiting".
         tokens: how many of its tokens were in its blocks then.
         prefix_tokens: how many tokens the engine found as an exact prefix.
+        computed_chunks: chunks that were missing, and were computed and stored for this request.
         report: of the blended prefill.
         reason: why it is plain although chunks might be stored; empty otherwise.
     """
@@ -75,6 +76,7 @@ class Prefilled:
     how: str = "waiting"
     tokens: int = 0
     prefix_tokens: int = 0
+    computed_chunks: int = 0
     report: BlendReport | None = None
     reason: str = ""
 
@@ -210,7 +212,7 @@ class BlendedPrefills:
     def _filled(self, held: _Held) -> int:
         """How many of a prompt's first tokens are in its blocks now."""
         state, reuse, paged = held.state, held.reuse, self._cache
-        spans = self._found(reuse, state.initial_tokens)
+        spans = self._found(held)
         if not spans:
             return 0
         exact, least = spans[0][0], spans[-1][0] + len(spans[-1][1].token_ids)
@@ -236,8 +238,9 @@ class BlendedPrefills:
     def _reserve(self, state: Any, tokens: int) -> bool:
         return self._may_grow() and self._cache.reserve(state, tokens)
 
-    def _found(self, reuse: Reuse, token_ids: Sequence[int]) -> Spans:
+    def _found(self, held: _Held) -> Spans:
         """Where chunks stand in a prompt that are stored; those that must be are computed first."""
+        reuse, token_ids = held.reuse, held.state.initial_tokens
         self.turns.checkpoint()
         identity = fingerprint(self._model)
         self.turns.release()
@@ -247,6 +250,7 @@ class BlendedPrefills:
                 chunk = compute_chunk(self._model, key)
                 self.turns.release()
             reuse.store.put(chunk)
+            held.outcome.computed_chunks += 1
         spans = reuse.store.find(identity, self._sink, token_ids)
         return [span for span in spans if span[0] + len(span[1].token_ids) < len(token_ids)]
 
