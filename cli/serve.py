@@ -6,17 +6,21 @@ import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from .output import Json, SecretFile, fail, read_secret, say, show
 
+if TYPE_CHECKING:
+    from hf_blend.serving.service import Service
+    from hf_blend.serving.tenants import Tenant
+
 __all__ = ["serve"]
 
 Model = Annotated[str | None, typer.Option(help="Hub id or path; the default is the bundled reference model.")]
 Store = Annotated[str | None, typer.Option("--store", help="Folder of the chunk store; the default is the library's.")]
-Remote = Annotated[str | None, typer.Option(help="URL of a tier behind it that servers share: redis://…, s3://…")]
+Remote = Annotated[str | None, typer.Option(help="URL of a tier behind it that servers share, such as redis://host.")]
 Host = Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 for everybody who reaches this machine.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Where to listen; 0 is any free one.")]
 Ratio = Annotated[float, typer.Option(help="Share of the reusable tokens that is recomputed, 0 to 1.")]
@@ -59,33 +63,22 @@ def serve(
     """Serve /v1/chat/completions and /v1/completions; needs the extra serve. Ctrl-C or SIGTERM ends it.
 
     Examples:
-        hf-blend serve --check --port 0 --store my-chunks  # slow
+        hf-blend serve --check --port 0 --store my-chunks --json  # slow
         hf-blend serve --model HuggingFaceTB/SmolLM2-135M-Instruct --store my-chunks  # network
     """
-    from hf_blend.errors import import_extra
-
-    for module in ("fastapi", "uvicorn", "prometheus_client"):
-        import_extra(module, extra="serve", wanted_by="hf-blend serve")
     from hf_blend.evaluation.answering import blend_config
     from hf_blend.evaluation.bundled import load_model
-    from hf_blend.serving.run import ServerPlan, make_service
-    from hf_blend.serving.run import serve as run
-    from hf_blend.serving.service import Limits
-    from hf_blend.serving.tenants import read_tenants
 
-    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
-    rows = read_tenants(tenants) if tenants is not None else []
-    if rows and secret_file is not None:
-        raise typer.BadParameter("each tenant has its own secret: leave --secret-file out")
-    limits = Limits(requests=max_requests, new_tokens=max_new_tokens, body_bytes=max_body_bytes)
+    rows = _tenants(tenants, secret_file)
     config = blend_config(selector, recompute_ratio=ratio, allow_unverified=allow_unverified)
-    given: dict[str, Any] = {"cache_tokens": cache_tokens, "batch_tokens": batch_tokens, "stall_s": stall_ms / 1e3}
-    plan = ServerPlan(
-        Path(model).name if model else "hf-blend-reference", store, remote, read_secret(secret_file), rows, config,
-        limits, **given,
-    )  # fmt: skip
+    plan = {
+        "name": Path(model).name if model else "hf-blend-reference", "location": store, "remote": remote,
+        "secret": read_secret(secret_file), "tenants": rows, "blend": config, "cache_tokens": cache_tokens,
+        "batch_tokens": batch_tokens, "stall_s": stall_ms / 1e3,
+    }  # fmt: skip
+    limits = {"requests": max_requests, "new_tokens": max_new_tokens, "body_bytes": max_body_bytes}
     loaded, tokenizer = load_model(model)
-    service = make_service(loaded, tokenizer, plan)
+    service = _service(loaded, tokenizer, plan, limits)
     answers: list[dict[str, Any]] = []
 
     def started(url: str, stop: Callable[[], None]) -> None:
@@ -96,9 +89,35 @@ def serve(
         show({"url": url, "model": service.name}, as_json=json)
         say("Press Ctrl-C to end it.")
 
-    run(service, host, port, on_start=started)
+    _run(service, host, port, started)
     if check and not (answers and answers[0].get("choices")):
         fail(f"the server gave {answers}, expected an answer. Run it with --traceback.")
+
+
+def _tenants(path: Path | None, secret_file: Path | None) -> "list[Tenant]":
+    from hf_blend.errors import import_extra
+
+    for module in ("fastapi", "uvicorn", "prometheus_client"):
+        import_extra(module, extra="serve", wanted_by="hf-blend serve")
+    from hf_blend.serving.tenants import read_tenants
+
+    if path is not None and secret_file is not None:
+        raise typer.BadParameter("each tenant has its own secret: leave --secret-file out")
+    return read_tenants(path) if path is not None else []
+
+
+def _service(model: Any, tokenizer: Any, plan: dict[str, Any], limits: dict[str, Any]) -> "Service":
+    from hf_blend.serving.run import ServerPlan, make_service
+    from hf_blend.serving.service import Limits
+
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
+    return make_service(model, tokenizer, ServerPlan(**plan, limits=Limits(**limits)))
+
+
+def _run(service: "Service", host: str, port: int, started: Callable[[str, Callable[[], None]], None]) -> None:
+    from hf_blend.serving.run import serve
+
+    serve(service, host, port, on_start=started)
 
 
 def _ask(

@@ -136,6 +136,7 @@ class BlendedBatching(ContinuousBatchingManager):
         tokens = list(map(int, input_ids))
         new = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
         self._check_length(len(tokens), new)
+        self._check_tokens(tokens)
         with self._lock:
             if request_id is None:
                 request_id = f"blended_{self._request_counter}"
@@ -229,6 +230,13 @@ class BlendedBatching(ContinuousBatchingManager):
                 )
         if not tokens:
             raise PromptError("the prompt has 0 tokens, but at least one is expected. Give it some text.")
+
+    def _check_tokens(self, tokens: list[int]) -> None:
+        """One token that the embeddings lack would fail all requests of its step."""
+        size = self.model.get_input_embeddings().weight.shape[0]
+        odd = [token for token in (min(tokens), max(tokens)) if not 0 <= token < size]
+        if odd:
+            raise PromptError(f"the prompt holds the token id {odd[0]}, but there are {size}, from 0 on. Correct it.")
 
     def _create_batch_processor(self) -> Any:
         processor = super()._create_batch_processor()
