@@ -158,18 +158,20 @@ class BlendedPagedCache(PagedAttentionCache):
             return bool(self.can_store_request_tokens(state, tokens))
         return False
 
-    def write(self, request_id: str, layer: int, keys: Tensor, values: Tensor) -> None:
+    def rows_of(self, request_id: str, tokens: int) -> Tensor:
+        """Where the first tokens of a request that has blocks for them are kept, `[tokens]`."""
+        return torch.tensor(self.allocator.get_write_indices(request_id, 0, tokens), device=self.device)
+
+    def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """Put K and V of a prompt's first tokens into a request's blocks.
 
         Args:
-            request_id: that has blocks for them.
             layer: which layer.
+            rows: from `rows_of`.
             keys: `[kv_heads, tokens, head_dim]`, rotated for positions from 0 on.
             values: `[kv_heads, tokens, head_dim]`.
         """
-        places = torch.tensor(self.allocator.get_write_indices(request_id, 0, keys.shape[1]), device=keys.device)
-        nothing = places[:0]
-        self.allocator.update(keys.transpose(0, 1), values.transpose(0, 1), layer, nothing, places)
+        self.allocator.update(keys.transpose(0, 1), values.transpose(0, 1), layer, rows[:0], rows)
 
     def register(self, request_id: str, token_ids: Sequence[int], exact: int, root: int) -> None:
         """Give a blended request's full blocks their hashes; one that is there already takes the place of its twin.
