@@ -22,7 +22,7 @@ def overhead(
     shape: Shape = "tiny-deep",
     tokens: Tokens = 960,
     chunks: Chunks = [2, 6, 20, 64],  # noqa: B006
-    rounds: Rounds = 5,
+    rounds: Rounds = 15,
     dtype: Dtype = "float32",
     device: Device = "auto",
     json: Json = False,
