@@ -30,6 +30,7 @@ from ..model.fingerprint import fingerprint, structure_digest
 from ..model.flops import layer_costs
 from ..model.hooks import Entry
 from ..model.identity.canonical import refuse_arguments, refuse_request_state, refuse_wrapper
+from ..model.mixer_probe import mixers_of
 from ..model.modality import has_features, other_inputs, placeholder_ids, refuse_placeholders
 from ..model.placement import input_device
 from ..model.quantised import silence_casts
@@ -60,6 +61,7 @@ from ..selectors.base import Hear
 from ..store import ChunkStore
 from .cache_layers import cache_layers
 from .decode_masks import MaskedDecode
+from .mixer_layer import MixerLayer
 
 logger = logging.getLogger(__name__)
 
@@ -121,6 +123,7 @@ class BlendCache(MaskedDecode):
         self.report = BlendReport(self.config.recompute_ratio)
         silence_casts(model, self, digest)
         self._styles = ensure_trusted(model, trial_cache, self.config.allow_unverified, digest)
+        self._mixers = mixers_of(model, digest)
         self._entry = Entry(self, model, layers)
         self._fusor: Fusor | None = None
         self.listener: Listener | None = None  # is given every layer's attention in a blended forward
@@ -132,6 +135,7 @@ class BlendCache(MaskedDecode):
         self._past, self._is_seen = 0, False  # is seen: the hook on the model was called for this forward
         self._layer = len(self._styles)  # the last one that was updated
         self._before: list[Any] = []
+        self._states_before: list[Any] = []  # of the mixers
         self._kept = cache_layers(model, len(self._styles), self.config.kv_bits, digest)
         super().__init__(layers=[*self._kept])
 
@@ -352,6 +356,11 @@ class BlendCache(MaskedDecode):
         self._entry.leave()
 
     @property
+    def is_linear(self) -> list[bool]:
+        """For each layer whether it keeps a mixer's state and no K and V; models choose by this which mask to make."""
+        return [isinstance(layer, MixerLayer) and not isinstance(layer, CacheLayerMixin) for layer in self.layers]
+
+    @property
     def is_expecting(self) -> bool:
         """Whether the next forward is known to bring stored chunks."""
         return bool(self._coming)
@@ -496,13 +505,16 @@ class BlendCache(MaskedDecode):
     def _enter(self, plan: Plan, ids: Tensor, mask: Tensor | None, wanted_rows: int) -> None:
         """Take over the layers for one forward, by a plan that has something stored in it."""
         self._before = [layer.snapshot() for layer in self._layers()]
+        mixers = (layer for layer in self._layers() if isinstance(layer, MixerLayer))
+        self._states_before = [layer.snapshot_mixer() for layer in mixers]
         realigner = Realigner(self._styles, self.report, plan.slots)
         truth = FullPrefill(self.model, self.config.selector, ids, mask, self._past, self._beyond_text)
         probe = partial(self._probe, ids, mask)
         chooser = Chooser(self._selector, plan, self._past, realigner, self.report, truth, probe)
         repair = Repair(self._corrector, plan, realigner, self.report)
         given = (self._kept, plan, self._past, plan.settings(self.config), chooser, realigner, repair, self.report)
-        self._fusor = Fusor(self.model, *given, wanted_rows, self.listener, self._beyond_text is not None)
+        is_beyond = self._beyond_text is not None
+        self._fusor = Fusor(self.model, *given, wanted_rows, self.listener, is_beyond, self._mixers)
         self._entry.enter_layers(ids.shape[1], between=self._beyond_text is not None)
 
     def _read(self, ids: Tensor, mask: Tensor | None) -> Brought | None:
@@ -553,6 +565,10 @@ class BlendCache(MaskedDecode):
     def _probe(self, ids: Tensor, mask: Tensor | None, hear: Hear, last: int | None, anchors: Tensor | None) -> None:
         """A pass of the question alone, in the middle of a forward."""
         forward: Any = self._fusor
+        mixers = [layer for layer in self._layers() if isinstance(layer, MixerLayer)]
+        states = [layer.snapshot_mixer() for layer in mixers]
+        for layer, state in zip(mixers, self._states_before, strict=True):
+            layer.restore_mixer(state)
         self._fusor = probe = forward.probe(Listener(hear, last, anchors), self._spare_layers)
         try:
             with self._entry.inside():
@@ -561,18 +577,20 @@ class BlendCache(MaskedDecode):
         finally:
             self._fusor = forward
             forward.adopt(probe)
+            for layer, state in zip(mixers, states, strict=True):
+                layer.restore_mixer(state)
 
     def _spare_layers(self) -> list[Any]:
         """Layers that hold what these held before the forward."""
         spare: list[Any] = copy.deepcopy(self._kept)
-        kept: list[Any] = [layer for layer in spare if isinstance(layer, CacheLayerMixin)]
+        kept: list[Any] = [layer for layer in spare if isinstance(layer, CacheLayerMixin | MixerLayer)]
         for layer, snapshot in zip(kept, self._before, strict=True):
             layer.restore(copy.deepcopy(snapshot))
         return spare
 
     def _layers(self) -> list[Any]:
-        """The layers that keep K and V."""
-        return [layer for layer in self._kept if isinstance(layer, CacheLayerMixin)]
+        """The layers that keep K and V, or the state of a mixer."""
+        return [layer for layer in self._kept if isinstance(layer, CacheLayerMixin | MixerLayer)]
 
 
 def _for_each(documents: Sequence[Any] | None, count: int) -> Sequence[Any]:

@@ -68,7 +68,7 @@ class Slot:
 
     def states(self, layer: int) -> tuple[Tensor, Tensor]:
         """Stored (K, V) of a layer, `[kv_heads, tokens, head_dim]` each, K rotated for the chunk's own positions."""
-        keys, values = self.chunk.layers[layer]
+        keys, values, *_ = self.chunk.layers[layer]
         if self.is_whole:
             return keys, values
         return keys[:, self.inside], values[:, self.inside]

@@ -128,19 +128,19 @@ class BlendReport:
     @property
     def flops(self) -> float:
         """FLOPs of the decoder spent here, on all tokens, and of choosing and correcting."""
-        return sum(self._spent(work, work.flowing & work.real) for work in self._work) + self.scoring_flops
+        return sum(self._spent(work, work.real) for work in self._work) + self.scoring_flops
 
     @property
     def charged_budget(self) -> float:
         """FLOPs spent on the reusable tokens over those that a full prefill spends on them; 0 without any."""
-        full = sum(self._costs[work.layer].of_columns(self._columns(work, work.reusable)) for work in self._layers())
-        spent = sum(self._spent(work, work.flowing & work.reusable) for work in self._work)
+        full = sum(self._costs[work.layer].of_all(self._columns(work, work.reusable)) for work in self._layers())
+        spent = sum(self._spent(work, work.reusable) for work in self._work)
         return (spent + self.scoring_flops) / full + self.full_prefills if full else 0.0
 
     @property
     def flop_bound(self) -> float:
         """FLOPs of the decoder in a full prefill over those spent here: how much faster this prefill could be."""
-        full = sum(self._costs[work.layer].of_columns(self._columns(work, work.real)) for work in self._layers())
+        full = sum(self._costs[work.layer].of_all(self._columns(work, work.real)) for work in self._layers())
         return full / self.flops if self.flops else 1.0
 
     def _layers(self) -> list[Work]:
@@ -148,8 +148,12 @@ class BlendReport:
         return [work for work in self._work if not work.kv_only]
 
     def _spent(self, work: Work, tokens: Tensor) -> float:
-        cost = self._costs[work.layer]
-        return cost.before_kv * int(tokens.sum()) if work.kv_only else cost.of_columns(self._columns(work, tokens))
+        """FLOPs spent on some tokens: on those of them that the layer ran for, and in its mixer on all."""
+        cost, active = self._costs[work.layer], work.flowing & tokens
+        if work.kv_only:
+            return cost.before_kv * int(active.sum())
+        every = cost.always * int(tokens.sum()) if cost.always else 0.0
+        return cost.of_columns(self._columns(work, active)) + every
 
     @staticmethod
     def _columns(work: Work, tokens: Tensor) -> Tensor:
