@@ -9,7 +9,7 @@ STAMP := $(VENV)/.hf-blend-installed
 PYTEST_ARGS ?=
 WORKERS ?= logical
 # setup.cfg has -ra: pytest ends with the reason of every skip, and their count in its last line
-COVERED := attention blend cache choice hooks layers masks plan realign rotary rows selectors store
+COVERED := cache model prefill rotary selectors store
 
 .DEFAULT_GOAL := help
 .PHONY: faults help install quickstart demo space docs test test-slow test-oldest check bench eval

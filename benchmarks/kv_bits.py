@@ -22,13 +22,13 @@ import transformers
 from transformers.cache_utils import DynamicLayer
 
 from hf_blend import BlendCache, ChunkStore
+from hf_blend.cache.layers import BlendLayer
+from hf_blend.cache.quantised_layer import QuantisedLayer
 from hf_blend.evaluation.answering import is_right
 from hf_blend.evaluation.bootstrap import interval
 from hf_blend.evaluation.bundled import load_model
 from hf_blend.evaluation.world.sampling import Example, sample_examples
-from hf_blend.layers import BlendLayer
-from hf_blend.prompt import build
-from hf_blend.quantised_layer import QuantisedLayer
+from hf_blend.prompt.pieces import build
 from hf_blend.version import __version__
 
 MAX_NEW_TOKENS = 8

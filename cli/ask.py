@@ -12,7 +12,7 @@ from .output import Json, fail, say, show
 
 if TYPE_CHECKING:
     from hf_blend.evaluation.asking import Asked, Reply
-    from hf_blend.report import BlendReport
+    from hf_blend.prefill.report import BlendReport
 
 __all__ = ["ask"]
 

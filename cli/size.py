@@ -48,7 +48,7 @@ def size(model: Model, context: Context = 32768, batch: Batch = 1, dtype: Dtype 
 
 
 def _config(model: str) -> Any:
-    from hf_blend.ladder.zoo import TINY, tiny_model
+    from hf_blend.verify.zoo import TINY, tiny_model
 
     if model.startswith(TINY):
         return tiny_model(model.removeprefix(TINY)).config

@@ -41,8 +41,8 @@ def verify(
         hf-blend verify --all --json  # slow
         hf-blend verify HuggingFaceTB/SmolLM2-135M-Instruct  # network
     """
-    from hf_blend.ladder.ladder import ATTENTIONS
-    from hf_blend.ladder.ladder import verify as climb
+    from hf_blend.verify.ladder import ATTENTIONS
+    from hf_blend.verify.ladder import verify as climb
 
     if (model is None) != every:
         raise typer.BadParameter("Give a model, or --all.")
@@ -63,8 +63,8 @@ def verify(
 
 
 def _verify_all(json: bool) -> None:
-    from hf_blend.ladder.everything import broken, verify_types
-    from hf_blend.ladder.zoo import tiny_types
+    from hf_blend.verify.everything import broken, verify_types
+    from hf_blend.verify.zoo import tiny_types
 
     rows: list[dict[str, Any]] = list(progress(verify_types(), "model types", total=len(tiny_types())))
     show({"models": rows} if json else rows, as_json=json, title="model types", header=True)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.config import BlendConfig
 from hf_blend.errors import ConfigError
-from hf_blend.placement import input_device
-from hf_blend.prompt import build
-from hf_blend.report import BlendReport
+from hf_blend.model.placement import input_device
+from hf_blend.prefill.report import BlendReport
+from hf_blend.prompt.pieces import build
 
 MAX_NEW_TOKENS = 16
 

@@ -12,8 +12,8 @@ from torch import nn
 from hf_blend import ChunkStore
 from hf_blend.config import BlendConfig
 from hf_blend.errors import PromptError
-from hf_blend.prompt import tokenize
-from hf_blend.report import BlendReport
+from hf_blend.prefill.report import BlendReport
+from hf_blend.prompt.pieces import tokenize
 
 from .answering import FULL_PREFILL, FULL_REUSE, Answer, Method, answer, is_right
 

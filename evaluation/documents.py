@@ -5,7 +5,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from hf_blend.prompt import tokenize
+from hf_blend.prompt.pieces import tokenize
 
 from .asking import read_documents
 from .indexing import Corpus

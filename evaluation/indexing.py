@@ -12,9 +12,9 @@ from typing import Any
 from torch import nn
 
 from hf_blend import ChunkStore
-from hf_blend.anatomy import default_sink
 from hf_blend.errors import ConfigError, PromptError
-from hf_blend.fingerprint import fingerprint
+from hf_blend.model.anatomy import default_sink
+from hf_blend.model.fingerprint import fingerprint
 from hf_blend.store import ChunkKey
 
 from .asking import read_documents, split

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hf_blend import BlendCache, ChunkStore, plugins
 from hf_blend.config import BlendConfig
 from hf_blend.errors import PromptError
-from hf_blend.probing import Listener
+from hf_blend.prefill.probing import Listener
 from hf_blend.selectors.attention import Attention
 
 from .answering import blend_config

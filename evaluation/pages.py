@@ -90,7 +90,7 @@ def _errors(names: list[str]) -> str:
 
 
 def _report() -> str:
-    from hf_blend.report import BlendReport
+    from hf_blend.prefill.report import BlendReport
 
     derived = [(name, summary(getattr(BlendReport, name))) for name in ("flops", "charged_budget", "flop_bound")]
     return "\n".join([*_list([*entries(BlendReport, "Attributes"), *derived]), ""])

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from hf_blend import ChunkStore
-from hf_blend.fingerprint import fingerprint
+from hf_blend.model.fingerprint import fingerprint
 from hf_blend.version import __version__
 
 from .answering import FULL_PREFILL, FULL_REUSE, Answer, Method, answer, blend_config, is_right

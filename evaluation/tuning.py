@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.config import BlendConfig
 from hf_blend.errors import PromptError
-from hf_blend.prompt import build
+from hf_blend.prompt.pieces import build
 
 from .answering import FULL_PREFILL, Method, answer, is_right
 from .bootstrap import interval

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from .version import __version__
 
 if TYPE_CHECKING:
-    from .cache import BlendCache
+    from .cache.blend_cache import BlendCache
     from .config import BlendConfig
     from .context.context_shift import ShiftCache
     from .context.self_extend import self_extend
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from .generate import blended
-    from .identity.hooks import observer
+    from .model.identity.hooks import observer
     from .sparse.decoding import sparse_decoding
     from .store import ChunkStore
 
@@ -53,13 +53,13 @@ __all__ = [
 ]
 
 _HOMES = {  # the others live in errors
-    "BlendCache": "cache",
+    "BlendCache": "cache.blend_cache",
     "BlendConfig": "config",
     "ChunkStore": "store",
     "SequenceCache": "context.sequence_cache",
     "ShiftCache": "context.context_shift",
     "blended": "generate",
-    "observer": "identity.hooks",
+    "observer": "model.identity.hooks",
     "self_extend": "context.self_extend",
     "sparse_decoding": "sparse.decoding",
 }

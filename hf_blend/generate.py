@@ -14,10 +14,10 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
-from .cache import BlendCache
+from .cache.blend_cache import BlendCache
 from .config import BlendConfig
 from .errors import ConfigError
-from .report import BlendReport
+from .prefill.report import BlendReport
 from .store import ChunkStore
 
 

@@ -10,11 +10,12 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from hf_blend import BlendCache, ChunkStore, row_masks
+from hf_blend import BlendCache, ChunkStore
 from hf_blend.errors import UnsupportedModelError
-from hf_blend.ladder.fused_ratio import FusedRatio
-from hf_blend.ladder.subject import Subject
-from hf_blend.ladder.zoo import tiny_model as zoo_model
+from hf_blend.prefill import row_masks
+from hf_blend.verify.fused_ratio import FusedRatio
+from hf_blend.verify.subject import Subject
+from hf_blend.verify.zoo import tiny_model as zoo_model
 
 GREEDY = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
 BATCH = ({"chunks": (17, 23, 31)}, {"chunks": (29,), "seed": 1})

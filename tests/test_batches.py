@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_blend import BlendCache, ChunkStore
-from hf_blend.ladder.zoo import tiny_model as zoo_model
+from hf_blend.verify.zoo import tiny_model as zoo_model
 
 families = pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe", "gpt_neox"])
 LENGTH = {"max_new_tokens": 10, "eos_token_id": None}

@@ -10,11 +10,11 @@ import torch
 from transformers import DynamicCache
 
 from hf_blend import BlendCache, ChunkStore
-from hf_blend.anatomy import decoder_layers
-from hf_blend.calibrate import rotary_styles
 from hf_blend.errors import ConfigError, PromptError, UnsupportedModelError
-from hf_blend.fingerprint import fingerprint
-from hf_blend.identity.watch import StructureWatch
+from hf_blend.model.anatomy import decoder_layers
+from hf_blend.model.calibrate import rotary_styles
+from hf_blend.model.fingerprint import fingerprint
+from hf_blend.model.identity.watch import StructureWatch
 from hf_blend.rotary.base import compose
 from hf_blend.store.chunk import ChunkKey, ChunkKV
 

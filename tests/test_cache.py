@@ -12,9 +12,9 @@ import torch
 from transformers import DynamicCache
 
 from hf_blend import BlendCache, ChunkStore, observer
-from hf_blend.anatomy import decoder_layers
 from hf_blend.errors import PromptError
-from hf_blend.fingerprint import fingerprint
+from hf_blend.model.anatomy import decoder_layers
+from hf_blend.model.fingerprint import fingerprint
 from hf_blend.store.chunk import ChunkKey
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}

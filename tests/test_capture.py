@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_blend.anatomy import decoder_layers
-from hf_blend.capture import _recorded_tables, capture, capture_chunk
 from hf_blend.errors import PromptError, UnsupportedModelError
+from hf_blend.model.anatomy import decoder_layers
+from hf_blend.model.capture import _recorded_tables, capture, capture_chunk
 
 CHUNK = tuple(range(10, 40))
 

@@ -14,9 +14,9 @@ import torch
 from transformers import DynamicCache
 
 from hf_blend import BlendCache, ChunkStore
-from hf_blend.cache import _warn_once
+from hf_blend.cache.blend_cache import _warn_once
 from hf_blend.errors import ConfigError
-from hf_blend.ladder.zoo import tiny_model as zoo_model
+from hf_blend.verify.zoo import tiny_model as zoo_model
 
 FAMILIES = ("llama", "gemma3_text", "gpt_neox")
 RATIOS = (0.0, 0.15, 1.0)

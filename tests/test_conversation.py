@@ -10,7 +10,7 @@ from hf_blend import ChunkStore, ConfigError, PromptError, SequenceCache, Unsupp
 from hf_blend.context.conversation import Conversation
 from hf_blend.context.reuse import blended, fit
 from hf_blend.evaluation.bundled import load_model
-from hf_blend.ladder.zoo import tiny_model
+from hf_blend.verify.zoo import tiny_model
 
 MODEL = tiny_model("llama")
 TOLERANCE = 1e-5

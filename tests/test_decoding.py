@@ -7,11 +7,11 @@ import torch
 from transformers import DynamicCache
 
 from hf_blend import BlendCache, ChunkStore, observer
-from hf_blend.anatomy import decoder_layers
 from hf_blend.errors import PromptError
-from hf_blend.fingerprint import fingerprint
-from hf_blend.ladder.zoo import tiny_model as zoo_model
+from hf_blend.model.anatomy import decoder_layers
+from hf_blend.model.fingerprint import fingerprint
 from hf_blend.store.chunk import ChunkKey
+from hf_blend.verify.zoo import tiny_model as zoo_model
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
 BATCH = ({"chunks": (17, 23, 31)}, {"chunks": (29,), "seed": 1}, {"chunks": (20, 12), "seed": 2, "question": 5})

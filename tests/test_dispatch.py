@@ -9,14 +9,15 @@ import pytest
 import torch
 from accelerate import cpu_offload, disk_offload, dispatch_model
 
-from hf_blend import BlendCache, ChunkStore, UnsupportedModelError, fingerprint
-from hf_blend.anatomy import decoder_layers
-from hf_blend.identity import weights
-from hf_blend.ladder.ladder import measure
-from hf_blend.ladder.subject import Subject
-from hf_blend.ladder.zoo import tiny_model
-from hf_blend.masks import RowMask
-from hf_blend.placement import input_device
+from hf_blend import BlendCache, ChunkStore, UnsupportedModelError
+from hf_blend.model import fingerprint
+from hf_blend.model.anatomy import decoder_layers
+from hf_blend.model.identity import weights
+from hf_blend.model.masks import RowMask
+from hf_blend.model.placement import input_device
+from hf_blend.verify.ladder import measure
+from hf_blend.verify.subject import Subject
+from hf_blend.verify.zoo import tiny_model
 
 CPU = torch.device("cpu")
 EXACT = ("ratio_1", "ratio_1_batch", "all_but_one", "fused_ratio")

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from hf_blend import BlendCache, ChunkStore, UnsupportedModelError
-from hf_blend.calibrate import rotary_styles
-from hf_blend.ladder.everything import broken, verify_types
-from hf_blend.ladder.zoo import tiny_model, tiny_types
+from hf_blend.model.calibrate import rotary_styles
+from hf_blend.verify.everything import broken, verify_types
+from hf_blend.verify.zoo import tiny_model, tiny_types
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "families.json"
 STYLES = {

@@ -16,13 +16,13 @@ import torch
 from torch import nn
 from transformers import Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from hf_blend import checksum as checksum_module
-from hf_blend import fingerprint as module
-from hf_blend.checksum import checksum
 from hf_blend.errors import UnsupportedModelError
-from hf_blend.fingerprint import IGNORED_CONFIG_FIELDS, describe_fingerprint, fingerprint
-from hf_blend.identity import weights
-from hf_blend.identity.structure import config_part
+from hf_blend.model import checksum as checksum_module
+from hf_blend.model import fingerprint as module
+from hf_blend.model.checksum import checksum
+from hf_blend.model.fingerprint import IGNORED_CONFIG_FIELDS, describe_fingerprint, fingerprint
+from hf_blend.model.identity import weights
+from hf_blend.model.identity.structure import config_part
 
 CONFIGS = [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Gemma3TextConfig]
 

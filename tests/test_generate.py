@@ -11,7 +11,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from hf_blend import BlendCache, ChunkStore
-from hf_blend.layers import ROOM_TOKENS
+from hf_blend.cache.layers import ROOM_TOKENS
 
 MODES = {
     "greedy": {"do_sample": False},

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_blend.anatomy import decoder_layers, wants_all_rows
-from hf_blend.hooks import Entry
+from hf_blend.model.anatomy import decoder_layers, wants_all_rows
+from hf_blend.model.hooks import Entry
 
 
 class Guest(DynamicCache):

@@ -20,13 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 import hf_blend
-from hf_blend import BlendCache, ChunkStore, canary
+from hf_blend import BlendCache, ChunkStore
 from hf_blend.errors import ConfigError, UnsupportedModelError
-from hf_blend.fingerprint import fingerprint, state_of
-from hf_blend.identity import watch, weights
-from hf_blend.identity.structure import Structure
-from hf_blend.ladder.zoo import tiny_model as build
-from hf_blend.ladder.zoo import tiny_types
+from hf_blend.model import canary
+from hf_blend.model.fingerprint import fingerprint, state_of
+from hf_blend.model.identity import watch, weights
+from hf_blend.model.identity.structure import Structure
+from hf_blend.verify.zoo import tiny_model as build
+from hf_blend.verify.zoo import tiny_types
 
 IDS = torch.arange(3, 35)[None]
 CHUNKS = [list(range(10, 40)), list(range(50, 90))]
@@ -366,7 +367,7 @@ def test_a_changed_model_never_writes_under_the_key_of_the_original(name, model,
 
 
 def test_nothing_is_stored_if_the_model_changes_while_a_chunk_is_computed(model, monkeypatch):
-    from hf_blend import canary
+    from hf_blend.model import canary
 
     captured = canary.capture_chunk
 

@@ -13,16 +13,16 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, DynamicCache
 
 from hf_blend import BlendCache, ChunkStore, PromptError, UnsupportedModelError
-from hf_blend.blend import Fusor
-from hf_blend.capture import capture_chunk
-from hf_blend.choice import FullPrefill
 from hf_blend.context.reuse import fit
 from hf_blend.context.sequence_cache import SequenceCache
-from hf_blend.fingerprint import fingerprint
-from hf_blend.input_test import InputTest
-from hf_blend.modality import has_features, other_inputs, placeholder_ids
-from hf_blend.probing import Listener
-from hf_blend.rows import Rows
+from hf_blend.model.capture import capture_chunk
+from hf_blend.model.fingerprint import fingerprint
+from hf_blend.model.modality import has_features, other_inputs, placeholder_ids
+from hf_blend.prefill.blend import Fusor
+from hf_blend.prefill.choice import FullPrefill
+from hf_blend.prefill.input_test import InputTest
+from hf_blend.prefill.probing import Listener
+from hf_blend.prefill.rows import Rows
 from hf_blend.store.chunk import ChunkKey
 
 IMAGE, VIDEO, START, END = 120, 121, 122, 123
@@ -504,7 +504,7 @@ def test_a_chunk_with_a_placeholder_is_computed_in_its_place_and_never_stored(to
 def test_what_others_stored_behind_a_placeholder_is_not_looked_up(monkeypatch):
     model, store, ids = build("llava"), filled("llava"), prompt("llava", picture("llava"), *CHUNKS)
     with monkeypatch.context() as patch:
-        patch.setattr("hf_blend.modality.placeholder_ids", lambda config: frozenset())
+        patch.setattr("hf_blend.model.modality.placeholder_ids", lambda config: frozenset())
         store.add(model, None, [picture("llava")])
     got = blend("llava", ids, 0, store, recompute_ratio=0.0, selector="none")[1]
     assert len(store) == len(CHUNKS) + 1
@@ -512,8 +512,8 @@ def test_what_others_stored_behind_a_placeholder_is_not_looked_up(monkeypatch):
 
 
 def test_placeholders_that_no_config_names_show_at_layer_0(monkeypatch, caplog):
-    monkeypatch.setattr("hf_blend.modality.placeholder_ids", lambda config: frozenset({START}))
-    monkeypatch.setattr("hf_blend.cache.placeholder_ids", lambda config: frozenset({START}))
+    monkeypatch.setattr("hf_blend.model.modality.placeholder_ids", lambda config: frozenset({START}))
+    monkeypatch.setattr("hf_blend.cache.blend_cache.placeholder_ids", lambda config: frozenset({START}))
     model, store, kind = build("llava"), filled("llava"), "llava"
     unnamed = [*range(80, 100), *[IMAGE] * 16, *range(80, 100)]
     store.add(model, None, [unnamed])
@@ -524,7 +524,7 @@ def test_placeholders_that_no_config_names_show_at_layer_0(monkeypatch, caplog):
 
 
 def test_inputs_without_a_placeholder_in_the_prompt_reuse_nothing(monkeypatch):
-    monkeypatch.setattr("hf_blend.cache.placeholder_ids", lambda config: frozenset())
+    monkeypatch.setattr("hf_blend.cache.blend_cache.placeholder_ids", lambda config: frozenset())
     ids = prompt("llava", CHUNKS[0], picture("llava"), *CHUNKS[1:])
     got, cache = blend("llava", ids, 1, filled("llava"), recompute_ratio=0.0, selector="none")
     assert gap(got, stock("llava", ids, 1)[0]) < FLOOR

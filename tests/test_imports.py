@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 HOMES = {"hf_blend": ROOT / "hf_blend", "hf_blend.cli": ROOT / "cli", "hf_blend.evaluation": ROOT / "evaluation"}
 ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # its modules; whence it imports, beside "common"
     "common": (("errors", "version", "plugins", "config"), ()),
-    "rotary": (("rotary", "regime"), ()),
+    "rotary": (("rotary",), ()),
     "selectors": (("selectors",), ()),
     "correctors": (("correctors",), ()),
     "locks": (("store.locks",), ()),
@@ -27,32 +27,23 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # its modules; wh
     "eviction": (("store.eviction",), ()),
     "codecs": (("store.codecs",), ()),
     "store": (("store",), ("locks", "tiers", "eviction", "codecs")),
-    "prompt": (("prompt", "history"), ("rotary",)),
-    "model": (
-        (
-            *("anatomy", "hooks", "attention", "masks", "capture", "calibrate", "trust", "fingerprint", "checksum"),
-            *("placement", "quantised", "flops", "identity", "modality", "canary"),
-        ),
-        ("rotary", "prompt"),
-    ),
+    "prompt": (("prompt",), ("rotary",)),
+    "model": (("model",), ("rotary", "prompt")),
     "loading": (("loading",), ("store", "tiers")),
     "prefill": (
-        (
-            *("layout", "plan", "places", "request", "weighing", "rows", "row_masks", "realign", "choice"),
-            *("correcting", "probing", "blend", "report", "input_test"),
-        ),
+        ("prefill",),
         ("rotary", "selectors", "correctors", "prompt", "model", "store", "tiers", "loading"),
     ),
     "cache": (
-        ("cache", "layers", "sliding_layer", "quantised_layer", "cache_layers", "decode_masks"),
+        ("cache",),
         ("rotary", "selectors", "correctors", "prompt", "model", "store", "tiers", "loading", "prefill"),
     ),
     "context": (("context",), ("rotary", "prompt", "model", "store", "tiers", "prefill", "cache")),
     "attending": (("sparse.methods",), ()),
     "sparse": (("sparse",), ("attending", "rotary", "prompt", "model", "store", "tiers", "prefill", "cache")),
     "generate": (("generate",), ("prompt", "model", "store", "prefill", "cache", "context")),
-    "ladder": (
-        ("ladder",),
+    "verify": (
+        ("verify",),
         ("rotary", "selectors", "prompt", "model", "store", "loading", "prefill", "cache", "context", "sparse"),
     ),
     "testing": (("testing",), ("store", "tiers")),
@@ -60,20 +51,20 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # its modules; wh
     "cli": (("cli", "__main__"), ("*", "evaluation")),
 }
 DEBTS = {  # imports against the order, to be paid off: a line may be taken out, none may be added
-    ("capture", "store.chunk"),
-    ("loading.controller", "anatomy"),
-    ("loading.controller", "fingerprint"),
-    ("loading.profile", "anatomy"),
-    ("loading.profile", "cache"),
-    ("loading.profile", "fingerprint"),
-    ("row_masks", "cache_layers"),
-    ("store.store", "anatomy"),
-    ("store.store", "canary"),
-    ("store.store", "capture"),
-    ("store.store", "fingerprint"),
-    ("store.store", "prompt"),
+    ("model.capture", "store.chunk"),
+    ("loading.controller", "model.anatomy"),
+    ("loading.controller", "model.fingerprint"),
+    ("loading.profile", "model.anatomy"),
+    ("loading.profile", "cache.blend_cache"),
+    ("loading.profile", "model.fingerprint"),
+    ("prefill.row_masks", "cache.cache_layers"),
+    ("store.store", "model.anatomy"),
+    ("store.store", "model.canary"),
+    ("store.store", "model.capture"),
+    ("store.store", "model.fingerprint"),
+    ("store.store", "prompt.pieces"),
     ("store.streaming", "loading.stream"),
-    ("trust", "store"),
+    ("model.trust", "store"),
 }
 
 

@@ -12,18 +12,21 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hf_blend import blend, choice, hooks, layers, plan, plugins, realign, row_masks, rows
-from hf_blend.anatomy import LayerCall
+from hf_blend import plugins
+from hf_blend.cache import layers
 from hf_blend.cli.main import main
 from hf_blend.context import self_extend, sequence_cache
 from hf_blend.errors import ConfigError, UnsupportedModelError
-from hf_blend.ladder.base import Outcome
-from hf_blend.ladder.floor import attending, attention_of
-from hf_blend.ladder.ladder import DTYPES, Verdict, climb, measure, rung_names, verify
-from hf_blend.ladder.subject import FLOAT32_LOGITS, Subject
-from hf_blend.ladder.zoo import tiny_model
+from hf_blend.model import hooks
+from hf_blend.model.anatomy import LayerCall
+from hf_blend.prefill import blend, choice, plan, realign, row_masks, rows
 from hf_blend.selectors.base import Selector
 from hf_blend.store import entry
+from hf_blend.verify.base import Outcome
+from hf_blend.verify.floor import attending, attention_of
+from hf_blend.verify.ladder import DTYPES, Verdict, climb, measure, rung_names, verify
+from hf_blend.verify.subject import FLOAT32_LOGITS, Subject
+from hf_blend.verify.zoo import tiny_model
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 PER_FAMILY = [
@@ -46,7 +49,7 @@ def tried(name: str, family: str = "llama") -> Outcome:
     An exception goes through: `ladder.measure` takes it for a failure, and here it is more likely a stale stub.
     """
     with attending(model_of(family), "sdpa"):
-        return plugins.load("ladder", name)().measure(Subject(model_of(family)))
+        return plugins.load("verify", name)().measure(Subject(model_of(family)))
 
 
 def climbed(family: str, dtype: str, attention: str, rungs: list[str] | None) -> Verdict:
@@ -245,7 +248,7 @@ BREAKS: list[tuple[str, Any, str, Callable[..., Any]]] = [  # rung, owner, attri
 
 def break_it(monkeypatch: pytest.MonkeyPatch, owner: Any, attribute: str, instead: Callable[..., Any]) -> None:
     if owner is None:  # a function that several modules imported
-        for name in ("cache", "ladder.subject", "canary"):
+        for name in ("cache.blend_cache", "verify.subject", "model.canary"):
             monkeypatch.setattr(f"hf_blend.{name}.{attribute}", instead)
         monkeypatch.setattr(plan, "is_of_model", lambda *_: True)  # it would notice too
     else:

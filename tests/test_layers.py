@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicLayer
 
-from hf_blend.layers import ROOM_TOKENS, BlendLayer
+from hf_blend.cache.layers import ROOM_TOKENS, BlendLayer
 
 
 def states(tokens, seed=0, batch=2, heads=2, width=4, dtype=torch.float32):

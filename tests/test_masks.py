@@ -8,8 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_blend import masks
-from hf_blend.masks import RowMask, attend, row_mask
+from hf_blend.model import masks
+from hf_blend.model.masks import RowMask, attend, row_mask
 
 LOWEST = torch.finfo(torch.float32).min
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from hf_blend import BlendCache, ChunkStore, SequenceCache, ShiftCache, UnsupportedModelError, self_extend
-from hf_blend.capture import capture
 from hf_blend.context import conversation, oracles, self_test, sequence_layer, tables
 from hf_blend.context import self_extend as extending
 from hf_blend.context.reuse import blended, fit
 from hf_blend.context.session import save_session
 from hf_blend.errors import ConfigError, PromptError
-from hf_blend.ladder.everything import EXTEND_RUNGS, broken, verify_types
-from hf_blend.ladder.ladder import verify
-from hf_blend.ladder.zoo import tiny_model
+from hf_blend.model.capture import capture
+from hf_blend.verify.everything import EXTEND_RUNGS, broken, verify_types
+from hf_blend.verify.ladder import verify
+from hf_blend.verify.zoo import tiny_model
 
 TOLERANCE = 2e-5
 MOVED = ("llama", "deepseek_v3", "gptj", "falcon", "gemma3_text", "gpt_neox", "cohere_compass_text")

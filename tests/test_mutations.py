@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import nn
 
-from hf_blend import blend, realign, row_masks
-from hf_blend.anatomy import text_config
-from hf_blend.calibrate import rotary_styles
-from hf_blend.capture import capture
-from hf_blend.ladder import everything
-from hf_blend.ladder.floor import attentions
-from hf_blend.ladder.ladder import measure
-from hf_blend.ladder.subject import Subject
-from hf_blend.ladder.zoo import tiny_model
-from hf_blend.masks import RowMask
+from hf_blend.model.anatomy import text_config
+from hf_blend.model.calibrate import rotary_styles
+from hf_blend.model.capture import capture
+from hf_blend.model.masks import RowMask
+from hf_blend.prefill import blend, realign, row_masks
+from hf_blend.verify import everything
+from hf_blend.verify.floor import attentions
+from hf_blend.verify.ladder import measure
+from hf_blend.verify.subject import Subject
+from hf_blend.verify.zoo import tiny_model
 
 FAMILIES = ("llama", "gemma3_text", "deepseek_v3")  # every exact one in the slow suite
 RUNGS = [name for name in everything.RUNGS if name != "untouched"]

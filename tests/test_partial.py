@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_blend import BlendCache, ChunkStore, ConfigError, observer, plugins
-from hf_blend.ladder.zoo import tiny_model
 from hf_blend.sparse.partial.blocked import BlockReader, encode_blocks
 from hf_blend.sparse.partial.itf import agreed, importance, probe_count, similarity, threshold
 from hf_blend.sparse.partial.loading import partial_loading
 from hf_blend.sparse.partial.store import PartialStore
 from hf_blend.store.tiers.base import BytesSource, EntryFault
+from hf_blend.verify.zoo import tiny_model
 
 CHUNKS = [list(range(10, 74)), list(range(40, 90)), list(range(20, 120, 2))]
 PIECES: dict[str, Any] = {"prefix": [5, 6], "chunks": CHUNKS, "question": [7, 8, 9, 11]}
@@ -217,8 +217,8 @@ CRAFTED = {
 
 @pytest.mark.parametrize(("change", "reason"), CRAFTED.values(), ids=CRAFTED)
 def test_crafted_blocks_cost_a_request_time_and_nothing_else(change, reason):
-    from hf_blend.capture import capture_chunk
-    from hf_blend.fingerprint import fingerprint
+    from hf_blend.model.capture import capture_chunk
+    from hf_blend.model.fingerprint import fingerprint
 
     model, tier = tiny_model("llama"), MemoryTier()
     store = PartialStore(ChunkStore.open("memory://"), tier, block_tokens=8)

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from hf_blend import BlendCache, ChunkStore, observer, plugins
-from hf_blend.ladder.zoo import tiny_model
 from hf_blend.loading.pipeline import Pipeline
 from hf_blend.loading.stream import StreamedLayers
 from hf_blend.store import entry, streaming
 from hf_blend.store.tiers.base import EntryFault
 from hf_blend.testing import FaultyTier
+from hf_blend.verify.zoo import tiny_model
 
 CHUNKS = [list(range(10, 42)), list(range(40, 90))]
 PIECES: dict[str, Any] = {"prefix": [5, 6], "chunks": CHUNKS, "question": [7, 8, 9]}

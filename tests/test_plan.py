@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hf_blend import ChunkStore
-from hf_blend.fingerprint import fingerprint
-from hf_blend.plan import Planner
+from hf_blend.model.fingerprint import fingerprint
+from hf_blend.prefill.plan import Planner
 
 BOS = (1,)
 A, B, C = tuple(range(10, 17)), tuple(range(20, 25)), tuple(range(30, 39))

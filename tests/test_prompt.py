@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_blend.errors import PromptError
-from hf_blend.prompt import batch, build, build_all, tokenize
+from hf_blend.prompt.pieces import batch, build, build_all, tokenize
 
 ids = st.lists(st.integers(3, 127), min_size=1, max_size=6)
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from hf_blend import BlendCache, ChunkStore, plugins
-from hf_blend.calibrate import rotary_styles
 from hf_blend.errors import UnsupportedModelError
-from hf_blend.fingerprint import fingerprint
-from hf_blend.ladder.ladder import verify
-from hf_blend.ladder.zoo import load_model, tiny_model
-from hf_blend.quantised import LOGGER
+from hf_blend.model.calibrate import rotary_styles
+from hf_blend.model.fingerprint import fingerprint
+from hf_blend.model.quantised import LOGGER
+from hf_blend.verify.ladder import verify
+from hf_blend.verify.zoo import load_model, tiny_model
 
 functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is not installed")
 

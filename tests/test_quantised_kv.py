@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from hf_blend import BlendCache, ChunkStore, ConfigError
-from hf_blend.ladder.zoo import tiny_model as zoo_model
-from hf_blend.layers import BlendLayer
-from hf_blend.quantised_layer import GROUP_TOKENS, LARGEST, Packed, QuantisedLayer
-from hf_blend.sliding_layer import BlendSlidingLayer
+from hf_blend.cache.layers import BlendLayer
+from hf_blend.cache.quantised_layer import GROUP_TOKENS, LARGEST, Packed, QuantisedLayer
+from hf_blend.cache.sliding_layer import BlendSlidingLayer
+from hf_blend.verify.zoo import tiny_model as zoo_model
 
 GREEDY = {"max_new_tokens": 80, "do_sample": False, "eos_token_id": None}
 PIECES = {"prefix": [1, 4, 5], "chunks": [list(range(10, 90)), list(range(20, 85))], "question": [5, 6, 7, 8]}

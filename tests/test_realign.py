@@ -6,12 +6,12 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_blend.calibrate import relative_error, rotary_styles
-from hf_blend.capture import capture, capture_chunk
 from hf_blend.evaluation.bench.overhead import KernelCount
-from hf_blend.plan import Slot
-from hf_blend.realign import Realigner
-from hf_blend.report import BlendReport
+from hf_blend.model.calibrate import relative_error, rotary_styles
+from hf_blend.model.capture import capture, capture_chunk
+from hf_blend.prefill.plan import Slot
+from hf_blend.prefill.realign import Realigner
+from hf_blend.prefill.report import BlendReport
 
 CHUNK = tuple(range(10, 40))
 LONG = {"max_position_embeddings": 4096}

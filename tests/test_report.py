@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hf_blend import BlendCache, ChunkStore
-from hf_blend.flops import layer_costs
-from hf_blend.report import BlendReport
+from hf_blend.model.flops import layer_costs
+from hf_blend.prefill.report import BlendReport
 
 LAYERS, REUSABLE = 4, range(5, 76)
 BEFORE = 2 * 64 * (64 + 32 + 32)  # queries, keys, values of the tiny model

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_blend import observer, plugins
-from hf_blend.anatomy import decoder_layers
-from hf_blend.calibrate import relative_error, rotary_styles
 from hf_blend.errors import UnsupportedModelError
+from hf_blend.model.anatomy import decoder_layers
+from hf_blend.model.calibrate import relative_error, rotary_styles
 from hf_blend.rotary.base import compose
 from hf_blend.rotary.half import Half
 from hf_blend.rotary.interleaved import Interleaved

@@ -8,7 +8,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hf_blend.rows import Rows, highest
+from hf_blend.prefill.rows import Rows, highest
 
 property_test = settings(max_examples=60, deadline=None)
 

@@ -10,7 +10,7 @@ import torch
 
 from hf_blend import plugins
 from hf_blend.errors import ConfigError
-from hf_blend.rows import highest
+from hf_blend.prefill.rows import highest
 from hf_blend.selectors.attention import Attention
 from hf_blend.selectors.base import Selector, TokenView
 

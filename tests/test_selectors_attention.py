@@ -9,7 +9,7 @@ import torch
 
 from hf_blend import BlendCache, ChunkStore, plugins
 from hf_blend.errors import ConfigError
-from hf_blend.probing import Listener
+from hf_blend.prefill.probing import Listener
 from hf_blend.selectors.attention import Attention, received
 from hf_blend.selectors.base import Selector, by_turns, layer_numbers
 

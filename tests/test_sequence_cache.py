@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache, TextIteratorStreamer
 
-from hf_blend.capture import capture
 from hf_blend.context.context_shift import ShiftCache
 from hf_blend.context.sequence_cache import SequenceCache
 from hf_blend.errors import ConfigError, PromptError, UnsupportedModelError
-from hf_blend.ladder.zoo import tiny_model
+from hf_blend.model.capture import capture
+from hf_blend.verify.zoo import tiny_model
 
 FAMILIES = ("llama", "gpt_neox", "cohere2", "gemma3_text", "deepseek_v3", "gptj")
 TOLERANCE = 1e-5

@@ -11,7 +11,7 @@ from transformers import AutoConfig, DynamicCache
 from hf_blend.cli.main import main
 from hf_blend.context.size import cache_size
 from hf_blend.errors import ConfigError, UnsupportedModelError
-from hf_blend.ladder.zoo import tiny_model
+from hf_blend.verify.zoo import tiny_model
 
 FAMILIES = (
     "llama", "mistral", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt_neox", "cohere2", "falcon", "gpt_oss",

@@ -10,13 +10,13 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from hf_blend import BlendCache, ChunkStore
-from hf_blend.anatomy import decoder_layers
+from hf_blend.cache.layers import ROOM_TOKENS, BlendLayer
+from hf_blend.cache.sliding_layer import BlendSlidingLayer
 from hf_blend.errors import ConfigError
-from hf_blend.ladder.fused_ratio import FusedRatio
-from hf_blend.ladder.subject import Subject
-from hf_blend.ladder.zoo import tiny_model as zoo_model
-from hf_blend.layers import ROOM_TOKENS, BlendLayer
-from hf_blend.sliding_layer import BlendSlidingLayer
+from hf_blend.model.anatomy import decoder_layers
+from hf_blend.verify.fused_ratio import FusedRatio
+from hf_blend.verify.subject import Subject
+from hf_blend.verify.zoo import tiny_model as zoo_model
 
 WINDOW = 16  # of every model in the zoo
 FOUR_WINDOWS = {"chunks": (12, 15, 20), "question": 12}  # with BOS and a prefix of 4: 64 tokens

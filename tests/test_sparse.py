@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from hf_blend import BlendCache, ChunkStore, ConfigError, UnsupportedModelError, observer, plugins, sparse_decoding
-from hf_blend.ladder.zoo import tiny_model
 from hf_blend.sparse.config import SparseConfig
 from hf_blend.sparse.decoding import _attention_configs
+from hf_blend.verify.zoo import tiny_model
 
 SMALL = {"share": 0.4, "block_tokens": 8, "min_tokens": 0, "recent_blocks": 1}
 METHODS = sorted(plugins.describe("sparse.methods"))

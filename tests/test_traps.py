@@ -16,12 +16,13 @@ from transformers import AttentionInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_flash_attention_utils import _is_packed_sequence
 
-from hf_blend import BlendCache, ChunkStore, blend
-from hf_blend.anatomy import decoder_layers
-from hf_blend.identity.watch import StructureWatch
-from hf_blend.ladder.zoo import tiny_model as zoo_model
-from hf_blend.places import PastTokens
-from hf_blend.regime import frequency_regime, stretches
+from hf_blend import BlendCache, ChunkStore
+from hf_blend.model.anatomy import decoder_layers
+from hf_blend.model.identity.watch import StructureWatch
+from hf_blend.prefill import blend
+from hf_blend.prefill.places import PastTokens
+from hf_blend.rotary.regime import frequency_regime, stretches
+from hf_blend.verify.zoo import tiny_model as zoo_model
 
 GREEDY = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
 PIECES = {"prefix": [1, 4, 5], "chunks": [list(range(10, 40)), list(range(60, 85))], "question": [5, 6, 7, 8]}
@@ -189,7 +190,7 @@ def test_a_prefix_computed_by_short_factors_is_not_exact_in_a_long_prompt():
 
 def test_believing_a_prefix_of_short_factors_would_show(monkeypatch):
     model = phi3()
-    monkeypatch.setattr("hf_blend.plan.frequency_regime", lambda *_: ())
+    monkeypatch.setattr("hf_blend.prefill.plan.frequency_regime", lambda *_: ())
     assert error(model, {**PIECES, "prefix": list(range(40, 60))}) > 1e-3
 
 

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from hf_blend import BlendCache, ChunkStore, row_masks, trust
+from hf_blend import BlendCache, ChunkStore
 from hf_blend.errors import UnsupportedModelError
-from hf_blend.trust import ensure_trusted
+from hf_blend.model import trust
+from hf_blend.model.trust import ensure_trusted
+from hf_blend.prefill import row_masks
 
 ROW_MASK = row_masks.row_mask
 

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_blend import BlendCache, ChunkStore
-from hf_blend.report import BlendReport
+from hf_blend.prefill.report import BlendReport
 
 from .shapes import random_model
 

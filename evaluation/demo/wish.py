@@ -7,7 +7,7 @@ from typing import Any
 
 from hf_blend import BlendConfig, plugins
 from hf_blend.errors import PromptError
-from hf_blend.prompt import tokenize
+from hf_blend.prompt.pieces import tokenize
 
 from ..answering import blend_config
 from ..asking import Asked, pieces, split

@@ -18,8 +18,8 @@ from transformers import Cache, DynamicCache
 
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.config import BlendConfig
-from hf_blend.prompt import Prompt, batch
-from hf_blend.report import BlendReport
+from hf_blend.prefill.report import BlendReport
+from hf_blend.prompt.pieces import Prompt, batch
 
 from ..answering import Listener
 from ..tasks.base import Sample

@@ -22,7 +22,7 @@ from random import Random
 from typing import Any, ClassVar
 
 from hf_blend.errors import ConfigError, PromptError, import_extra
-from hf_blend.prompt import tokenize
+from hf_blend.prompt.pieces import tokenize
 
 from .reading import read_rows
 

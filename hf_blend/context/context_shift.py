@@ -11,8 +11,8 @@ its keys are turned to their new positions. What the dropped tokens did to the r
 
 from torch import nn
 
-from ..anatomy import text_config
 from ..errors import ConfigError, PromptError
+from ..model.anatomy import text_config
 from .sequence_cache import SequenceCache
 
 

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..anatomy import has_windows, refuse_extended
-from ..cache import BlendCache
+from ..cache.blend_cache import BlendCache
 from ..errors import ConfigError, PromptError, UnsupportedModelError
-from ..modality import placeholder_ids
-from ..placement import input_device
+from ..model.anatomy import has_windows, refuse_extended
+from ..model.modality import placeholder_ids
+from ..model.placement import input_device
 from ..store import ChunkStore
 from .context_shift import ShiftCache
 from .reuse import chunk_of

@@ -16,9 +16,9 @@ from typing import Any
 
 from torch import nn
 
-from ..cache import BlendCache
+from ..cache.blend_cache import BlendCache
 from ..errors import ConfigError
-from ..prompt import tokenize
+from ..prompt.pieces import tokenize
 from ..store import ChunkStore
 
 Retriever = Callable[[str, Sequence[str]], Sequence[int]]  # question and chunk texts → places of the chunks to read

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..anatomy import LayerCall, decoder_layers
-from ..placement import input_device
+from ..model.anatomy import LayerCall, decoder_layers
+from ..model.placement import input_device
 
 if TYPE_CHECKING:
     from .sequence_cache import SequenceCache

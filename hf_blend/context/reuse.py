@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cache import BlendCache
+from ..cache.blend_cache import BlendCache
 from ..errors import ConfigError
-from ..fingerprint import fingerprint
-from ..modality import refuse_placeholders
+from ..model.fingerprint import fingerprint
+from ..model.modality import refuse_placeholders
 from ..store import ChunkStore
 from ..store.chunk import ChunkKey, ChunkKV
 from .sequence_cache import SequenceCache

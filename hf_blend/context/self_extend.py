@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
-from ..anatomy import EXTENDED, kv_groups, text_config, windowed_layer
 from ..errors import ConfigError, UnsupportedModelError
+from ..model.anatomy import EXTENDED, kv_groups, text_config, windowed_layer
 from ..rotary.base import RotaryStyle, compose
 from .self_test import ensure_extendable
 from .tables import TableSource

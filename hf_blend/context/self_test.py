@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..anatomy import decoder_layers, text_config
-from ..calibrate import COARSE_TOLERANCE, TOLERANCE, relative_error
 from ..errors import UnsupportedModelError
-from ..placement import input_device
-from ..trust import FAILURES, FLOORS, ensure_passed
+from ..model.anatomy import decoder_layers, text_config
+from ..model.calibrate import COARSE_TOLERANCE, TOLERANCE, relative_error
+from ..model.placement import input_device
+from ..model.trust import FAILURES, FLOORS, ensure_passed
 from .oracles import Comparison, FarRow, closed_hole, far_rows, whole_shift
 
 if TYPE_CHECKING:

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from ..anatomy import decoder_layers, is_extended, refuse_extended
 from ..errors import ConfigError, PromptError, UnsupportedModelError
-from ..modality import has_features, other_inputs
-from ..placement import input_device
+from ..model.anatomy import decoder_layers, is_extended, refuse_extended
+from ..model.modality import has_features, other_inputs
+from ..model.placement import input_device
 from ..rotary.base import compose
 from .cells import Cells
 from .self_test import ensure_movable

@@ -20,10 +20,10 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from ..anatomy import text_config
 from ..errors import StoreError
-from ..fingerprint import fingerprint
-from ..layout import layout_of
+from ..model.anatomy import text_config
+from ..model.fingerprint import fingerprint
+from ..prefill.layout import layout_of
 from ..store.chunk import Layout, has_usable_values
 from ..store.seal import check_seal, check_secret, seal, seal_size
 from ..store.tiers.base import EntryFault, as_fault

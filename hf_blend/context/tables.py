@@ -15,10 +15,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ..anatomy import LayerCall, decoder_layers, decoder_of, has_windows, is_extended, text_config
-from ..calibrate import rotary_styles
 from ..errors import UnsupportedModelError
-from ..placement import input_device
+from ..model.anatomy import LayerCall, decoder_layers, decoder_of, has_windows, is_extended, text_config
+from ..model.calibrate import rotary_styles
+from ..model.placement import input_device
 from ..rotary.base import RotaryStyle
 from ..rotary.tables import Table, own_table, rotary_table
 

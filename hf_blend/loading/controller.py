@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from ..anatomy import decoder_layers
 from ..config import BlendConfig
-from ..fingerprint import fingerprint
+from ..model.anatomy import decoder_layers
+from ..model.fingerprint import fingerprint
 from ..store import ChunkStore
 from ..store.chunk import ChunkKey
 from .advice import Advice

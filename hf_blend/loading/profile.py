@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..anatomy import text_config
 from ..config import BlendConfig
-from ..fingerprint import fingerprint
+from ..model.anatomy import text_config
+from ..model.fingerprint import fingerprint
 from ..store import ChunkStore
 
 LENGTHS, RATIOS = (512, 1536), (0.05, 0.5)
@@ -156,7 +156,7 @@ def _lengths(model: nn.Module) -> tuple[int, ...]:
 
 
 def _measured(model: nn.Module, config: BlendConfig, lengths: Sequence[int], machine: dict[str, Any]) -> Profile:
-    from ..cache import BlendCache
+    from ..cache.blend_cache import BlendCache
 
     store, points, nbytes = ChunkStore.open("memory://"), [], 0.0
     for tokens in lengths:

@@ -22,9 +22,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..anatomy import decoder_layers
-from ..cache import BlendCache
+from ..cache.blend_cache import BlendCache
 from ..errors import ConfigError, UnsupportedModelError
+from ..model.anatomy import decoder_layers
 from .config import SparseConfig
 from .session import SparseSession
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention import is_flash
+from ..model.attention import is_flash
 from .layout import Layout
 
 

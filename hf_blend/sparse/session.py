@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from .. import plugins
-from ..cache import BlendCache
-from ..layers import BlendLayer
+from ..cache.blend_cache import BlendCache
+from ..cache.layers import BlendLayer
 from .blocks import BlockedLayer
 from .config import MOST_STEP_TOKENS, SparseConfig
 from .layout import Layout

@@ -27,7 +27,7 @@ class ChunkKey:
     """Everything that chunk KV depends on: two chunks with equal keys have the same KV.
 
     Attributes:
-        fingerprint: identity of the model (`hf_blend.fingerprint`).
+        fingerprint: identity of the model (`hf_blend.model.fingerprint`).
         sink_ids: the tokens that stood before the chunk when it was computed.
         token_ids: the chunk itself, at least one token.
         namespace: who may read it; stores of different namespaces never see each other's chunks.

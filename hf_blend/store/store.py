@@ -15,8 +15,8 @@ from typing import Any, Self
 from torch import nn
 
 from .. import plugins
-from ..anatomy import default_sink
 from ..errors import ConfigError, PromptError, StoreError, suggest
+from ..model.anatomy import default_sink
 from .catalog import Catalog
 from .chunk import ChunkKey, ChunkKV, Layout
 from .header import hash_namespace
@@ -148,8 +148,8 @@ class ChunkStore(Upkeep):
             key: which chunk.
             budget_s: how long a tier on another machine is waited for, in seconds. A chunk that takes longer is a miss
                 (reason "slow"), and is in memory later.
-            layout: of the model that will use it (`hf_blend.layout.layout_of`); a chunk of another shape or dtype is
-                a miss. None takes the entry at its word.
+            layout: of the model that will use it (`hf_blend.prefill.layout.layout_of`); a chunk of another shape or
+                dtype is a miss. None takes the entry at its word.
 
         Returns:
             The chunk exactly as it was stored, or None; a fault never raises, it is counted and is a miss.
@@ -197,7 +197,7 @@ class ChunkStore(Upkeep):
         (`flush`); `get` finds it from now on.
 
         Args:
-            chunk: computed alone (`hf_blend.capture`); it is copied.
+            chunk: computed alone (`hf_blend.model.capture`); it is copied.
 
         Returns:
             The chunk as `get` will give it: a codec may round.
@@ -244,10 +244,10 @@ class ChunkStore(Upkeep):
             StoreError: a chunk's KV holds NaN or infinity.
             UnsupportedModelError: the model has hooks of others, is wrapped, or changes while it is used.
         """
-        from ..canary import compute_chunk
-        from ..capture import check_chunk
-        from ..fingerprint import fingerprint
-        from ..prompt import tokenize
+        from ..model.canary import compute_chunk
+        from ..model.capture import check_chunk
+        from ..model.fingerprint import fingerprint
+        from ..prompt.pieces import tokenize
 
         if isinstance(chunks, str):
             raise PromptError(f"chunks is the text {chunks!r:.60}, wanted a list of chunks. Write [text].")

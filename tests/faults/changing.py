@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_blend.fingerprint import fingerprint
+from hf_blend.model.fingerprint import fingerprint
 
 __all__ = ["CHANGES", "LASTING", "PREPARED", "SAME"]
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from hf_blend import BlendCache, ChunkStore, plugins
-from hf_blend.capture import capture_chunk
 from hf_blend.errors import PluginNotFoundError
 from hf_blend.evaluation.bundled import load_model, quickstart_questions
-from hf_blend.prompt import tokenize
+from hf_blend.model.capture import capture_chunk
+from hf_blend.prompt.pieces import tokenize
 from hf_blend.store.entry import EntryReader, encode_entry
 from hf_blend.store.header import Header
 from hf_blend.store.packing import kept_as

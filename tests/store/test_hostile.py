@@ -11,9 +11,9 @@ import torch
 from safetensors.numpy import save
 
 from hf_blend import BlendCache
-from hf_blend.capture import capture_chunk
-from hf_blend.fingerprint import fingerprint
-from hf_blend.layout import layout_of
+from hf_blend.model.capture import capture_chunk
+from hf_blend.model.fingerprint import fingerprint
+from hf_blend.prefill.layout import layout_of
 from hf_blend.store import ChunkStore
 from hf_blend.store.entry import encode_entry
 from hf_blend.store.index import ContentIndex

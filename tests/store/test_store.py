@@ -19,8 +19,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_blend.anatomy import default_sink
 from hf_blend.errors import ConfigError, PromptError, StoreError
+from hf_blend.model.anatomy import default_sink
 from hf_blend.store import ChunkKey, ChunkStore
 from hf_blend.store.eviction.lru import Lru
 from hf_blend.store.held import HeldChunks, default_memory_bytes
@@ -618,7 +618,7 @@ class Tokenizer:
 
 
 def test_add_computes_what_is_missing_and_nothing_else(tiny_model, opened, same, monkeypatch):
-    from hf_blend import canary
+    from hf_blend.model import canary
 
     model, calls = tiny_model("llama"), []
     original = canary.capture_chunk

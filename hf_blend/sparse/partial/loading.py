@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...attention import Glance
-from ...cache import BlendCache
+from ...cache.blend_cache import BlendCache
+from ...cache.layers import BlendLayer
 from ...errors import ConfigError
-from ...layers import BlendLayer
-from ...plan import Plan, Slot
-from ...realign import Realigner
-from ...rows import Rows
+from ...model.attention import Glance
+from ...prefill.plan import Plan, Slot
+from ...prefill.realign import Realigner
+from ...prefill.rows import Rows
 from ..decoding import Door
 from .itf import agreed, importance, probe_count
 from .seen import PartDecoding, attend_part

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...anatomy import kv_groups
-from ...cache import BlendCache
+from ...cache.blend_cache import BlendCache
 from ...errors import ConfigError
-from ...masks import RowMask, attend
+from ...model.anatomy import kv_groups
+from ...model.masks import RowMask, attend
 from ..decoding import stock_attention
 from ..looking import is_cut
 

@@ -1,0 +1,427 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""`BlendCache`: a cache for stock `generate` that brings stored chunks with it.
+
+    store = ChunkStore.open("kv-store")
+    cache = BlendCache(model, store, recompute_ratio=0.15)
+    inputs = cache.inputs(tokenizer, prefix=system, chunks=documents, question=question)
+    output = model.generate(**inputs, past_key_values=cache, max_new_tokens=64)
+    print(cache.report)
+
+One object carries a request. It knows a prompt either from `inputs` or from the ids that `generate` passes to the
+model, enters the model's layers for the one forward that is the prefill, and behaves as any dynamic cache afterwards.
+"""
+
+import copy
+import logging
+from collections.abc import Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import CacheLayerMixin
+
+from .. import plugins
+from ..config import BlendConfig
+from ..errors import ConfigError
+from ..model.anatomy import LayerCall, decoder_layers, default_sink, text_config
+from ..model.fingerprint import fingerprint
+from ..model.flops import layer_costs
+from ..model.hooks import Entry
+from ..model.identity.canonical import refuse_arguments, refuse_request_state, refuse_wrapper
+from ..model.modality import has_features, other_inputs, placeholder_ids, refuse_placeholders
+from ..model.placement import input_device
+from ..model.quantised import silence_casts
+from ..model.trust import ensure_trusted
+from ..prefill.blend import Fusor
+from ..prefill.choice import Chooser, FullPrefill
+from ..prefill.correcting import Repair
+from ..prefill.input_test import InputTest
+from ..prefill.plan import Plan, Planner
+from ..prefill.probing import Listener, run_probe
+from ..prefill.realign import Realigner
+from ..prefill.report import BlendReport
+from ..prefill.request import PADDED_INSIDE, UNSEEN, Brought, Coming, check_new, new_tokens, real_tokens, why_plain
+from ..prompt.pieces import History, batch, build_all, check_lengths
+from ..selectors.base import Hear
+from ..store import ChunkStore
+from .cache_layers import cache_layers
+from .decode_masks import MaskedDecode
+
+logger = logging.getLogger(__name__)
+
+
+@cache
+def _warn_once(reason: str) -> None:
+    logger.warning("no stored chunk is reused: %s", reason)
+
+
+class BlendCache(MaskedDecode):
+    """A `transformers.Cache` that brings stored KV into the prefill and has the model recompute a share of it.
+
+    Works with greedy search, sampling, beam search, assisted decoding and streaming, because `generate` sees a dynamic
+    cache: empty before the prefill, full after it. `report` says what the last prefill cost.
+
+    `model(**inputs, past_key_values=cache, logits_to_keep=1)` is the same prefill without `generate`, and gives the
+    logits of the last token; a larger number gives those of so many last tokens. Where outputs of every token are
+    asked for (no `logits_to_keep`, a tensor of places, `labels`, hidden states, attentions) all tokens are computed,
+    as without this cache: nothing is reused then, and `report.fallback_reason` and one warning say why.
+
+    A cache serves the model object that it was made for, also inside a wrapper that calls the same layers, and refuses
+    every other, copies included; a copy that `torch.compile` has compiled is not noticed.
+    """
+
+    def __init__(
+        self, model: nn.Module, store: ChunkStore, config: BlendConfig | None = None, **settings: Any
+    ) -> None:
+        """Prepare a request. The model is not touched before its next forward with this cache.
+
+        Args:
+            model: a causal language model of transformers.
+            store: where chunks are kept.
+            config: the settings; the defaults where left out.
+            **settings: fields of `BlendConfig` that differ from `config`, such as `recompute_ratio=0.15`.
+
+        Raises:
+            ConfigError: a setting is refused.
+            UnsupportedModelError: the model cannot be blended exactly; `allow_unverified=True` uses it all the same.
+            PromptError: `sink_ids` holds a token that stands for an image.
+        """
+        self.config = BlendConfig.from_dict({**(config or BlendConfig()).to_dict(), **settings})
+        refuse_wrapper(model)
+        self.config.ratios(len(decoder_layers(model)))
+        self._selector = plugins.load("selectors", self.config.selector)(
+            self.config.selector_options, seed=self.config.seed
+        )
+        self._corrector = plugins.load("correctors", self.config.corrector)(self.config.corrector_options)
+        self.model, self.store = model, store
+        self.sink_ids = default_sink(model) if self.config.sink_ids is None else self.config.sink_ids
+        refuse_placeholders(model, self.sink_ids, "sink_ids")
+        self._placeholders = placeholder_ids(model.config)
+        self._beyond_text: dict[str, Any] | None = None  # arguments of a forward that brings more than text
+        self.report = BlendReport(self.config.recompute_ratio)
+        silence_casts(model, self)
+        self._styles = ensure_trusted(model, BlendCache, self.config.allow_unverified)
+        self._entry = Entry(self, model, decoder_layers(model))
+        self._fusor: Fusor | None = None
+        self.listener: Listener | None = None  # is given every layer's attention in a blended forward
+        self._coming, self._resume = Coming(), Coming()
+        self._history = History()
+        self._brought: tuple[Brought | None, Tensor | None, Tensor | None] = (None, None, None)
+        self._past, self._is_seen = 0, False  # is seen: the hook on the model was called for this forward
+        self._layer = len(self._styles)  # the last one that was updated
+        self._before: list[Any] = []
+        self._kept = cache_layers(text_config(model), len(self._styles), self.config.kv_bits)
+        super().__init__(layers=[*self._kept])
+
+    def inputs(
+        self,
+        tokenizer: Any,
+        *,
+        prefix: Any = None,
+        chunks: Sequence[Any],
+        question: Any,
+        history: Tensor | Sequence[int] | None = None,
+    ) -> dict[str, Tensor]:
+        """Build the prompt of the next `generate` from its pieces. Chunks that the store lacks are computed then.
+
+        The model is watched from here until it is called with this cache, so that a direct call is seen too.
+
+        Args:
+            tokenizer: the model's tokenizer.
+            prefix: system prompt; BOS is put before it. None is BOS alone; token ids are taken as they are.
+            chunks: retrieved chunks, text or token ids, at least one. For a batch: one such list per request.
+            question: what the model is asked. For a batch: a list of questions, one per request.
+            history: to go on with a conversation in this cache, what the last `generate` returned,
+                `[batch, tokens]`. Its K and V stay, the new pieces come behind it; no BOS, and there may be no chunk.
+
+        Returns:
+            `input_ids` and `attention_mask`, `[batch, tokens]`, padded on the left, on the model's device; the whole
+            conversation with `history`, as `generate` wants it.
+
+        Raises:
+            PromptError: a piece is empty, the pieces of a batch differ in number, or a prompt does not fit the model.
+        """
+        pad_id = getattr(tokenizer, "pad_token_id", None)
+        known = self._history.extended(history, pad_id, self.model.generation_config.eos_token_id)
+        prompts = build_all(tokenizer, prefix, chunks, question, known.rows())
+        held = 0 if known else super().get_seq_length()
+        check_lengths(prompts, held, text_config(self.model))
+        made = batch(prompts, 0 if pad_id is None else pad_id, known)
+        self._coming, self._history = Coming(made, held), History(made.input_ids, made.attention_mask)
+        self._entry.watch_model()
+        device = input_device(self.model)
+        return {"input_ids": made.input_ids.to(device), "attention_mask": made.attention_mask.to(device)}
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Take a layer's new K and V and give back all of its K and V.
+
+        Args:
+            key_states: `[batch, kv_heads, rows, head_dim]`, rotated for the rows' positions.
+            value_states: `[batch, kv_heads, rows, head_dim]`.
+            layer_idx: which layer.
+            *args: passed on to the layer.
+            **kwargs: passed on to the layer.
+
+        Returns:
+            K and V of all tokens, `[batch, kv_heads, tokens, head_dim]`.
+
+        Raises:
+            ConfigError: another model object computed them than the one that this cache was made for.
+        """
+        if not torch.compiler.is_compiling():
+            self._check_forward(layer_idx, key_states)
+        if self._fusor is not None:
+            return self._fusor.update(layer_idx, key_states, value_states)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """How many tokens a layer holds. `generate` asks just before the prefill: the model is watched from here."""
+        if self._fusor is not None:
+            return self._fusor.past
+        length = super().get_seq_length(layer_idx)
+        if length == 0 or self._coming:
+            self._entry.watch_model()
+        return length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Length and offset of the keys that new tokens will see. Models ask this before their first layer.
+
+        Args:
+            query_length: number of new tokens.
+            layer_idx: which layer.
+
+        Returns:
+            (keys, offset).
+        """
+        if self._fusor is not None and isinstance(self._kept[layer_idx], CacheLayerMixin):
+            return self._kept[layer_idx].sizes_behind(self._past, query_length)
+        return super().get_mask_sizes(query_length, layer_idx)
+
+    def activate_past_recording(self) -> None:
+        """Called first by assisted decoding: from now on windows wait for `crop` before they forget."""
+        super().activate_past_recording()
+        self._entry.watch_model()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens, in every layer or in none.
+
+        Args:
+            tokens_to_remove: how many, as a negative number; 0 removes only what no later token can see.
+
+        Raises:
+            ConfigError: a layer does not hold so many, or a window has forgotten what stood before them.
+        """
+        tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 gives a tensor
+        for layer in self._layers():
+            layer.check_crop(tokens_to_remove)
+        super().crop(tokens_to_remove)
+
+    def reset(self) -> None:
+        """Forget all tokens, and watch the model no more until `generate` or `inputs` is called."""
+        if self._fusor is not None:
+            self.forward_ends(failed=True)  # it was interrupted
+        super().reset()
+        self._entry.leave()
+
+    @property
+    def is_expecting(self) -> bool:
+        """Whether the next forward is known to bring stored chunks."""
+        return bool(self._coming)
+
+    def __bool__(self) -> bool:
+        """Whether there is anything in the cache; some models drop a cache that is true too early."""
+        return super().get_seq_length() > 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "BlendCache":
+        """A cache with its own K and V, for the same model and store."""
+        twin = BlendCache(self.model, self.store, self.config)
+        twin._kept = copy.deepcopy(self._kept, memo)
+        twin.layers = [*twin._kept]
+        twin.report = copy.deepcopy(self.report, memo)
+        return twin
+
+    def __copy__(self) -> "BlendCache":
+        """Refused: what one of the two adds would show in the other."""
+        raise ConfigError(
+            f"copy.copy was asked of a BlendCache of {super().get_seq_length()} tokens, but the copy would share its "
+            "K and V, and grow with it. Use copy.deepcopy(cache)."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused: a cache belongs to a model object and an open store."""
+        raise ConfigError(
+            f"a BlendCache of {super().get_seq_length()} tokens was to be pickled, but it belongs to a model object "
+            "and an open store. Make one where it is needed, BlendCache(model, ChunkStore.open(path)): the chunks are "
+            "in the store. To keep a conversation use SequenceCache and save_session of hf_blend.context; in this "
+            "process use copy.deepcopy(cache)."
+        )
+
+    def forward_begins(self, arguments: dict[str, Any]) -> None:
+        """Called by the hook on the model, with the arguments of its forward."""
+        self._is_seen = True
+        refuse_arguments(arguments)
+        check_new(arguments, super().get_seq_length())
+        reason = why_plain(arguments, text_config(self.model))
+        if reason or new_tokens(arguments) < 2:
+            self._fall_back(reason, arguments)
+            return
+        given = {name: value for name, value in arguments.items() if value is not self}
+        self._beyond_text = given if other_inputs(given) else None
+        self._begin(arguments)
+
+    def layer_begins(self, index: int, call: LayerCall) -> LayerCall:
+        """Called by the hook on a decoder layer."""
+        return call if self._fusor is None else self._fusor.enter(index, call)
+
+    def layer_ends(self, index: int, output: Any) -> Any:
+        """Called by the hook behind a decoder layer, except the last."""
+        return None if self._fusor is None else self._fusor.leave(output)
+
+    def forward_ends(self, failed: bool = False) -> None:
+        """Called by the hook behind the model; after a failure the cache is as it was before."""
+        if self._fusor is not None:
+            self._fusor.end()
+        if failed and self._fusor is not None:
+            for layer, snapshot in zip(self._layers(), self._before, strict=True):
+                layer.restore(snapshot)
+            self._coming = self._resume
+        self._fusor, self._before, self._is_seen, self._beyond_text = None, [], False, None
+        self._brought = (None, None, None)
+        self._entry.leave(watching=self._coming.is_begun and not failed)
+
+    def _check_forward(self, layer_idx: int, keys: Tensor) -> None:
+        """At the first layer of a forward: is it one of this model, and was its beginning seen?"""
+        is_first, self._layer = layer_idx <= self._layer, layer_idx
+        if not is_first:
+            return
+        try:
+            is_own = self._entry.check_caller()
+        except ConfigError:
+            if self._fusor is None:
+                self._entry.leave(watching=bool(self._coming))
+            raise
+        if is_own and self._fusor is None:
+            if not self._is_seen:
+                self._fall_back(UNSEEN if keys.shape[2] > 1 else "", {"input_ids": keys[:, 0, :, 0]})
+            self._is_seen = False
+            self._entry.leave(watching=self._coming.is_begun)  # the model has asked for the length once more
+
+    def _fall_back(self, reason: str, arguments: dict[str, Any]) -> None:
+        """Compute every token of this forward; say why, if there was a prompt in which chunks might have been reused.
+
+        Args:
+            reason: empty where there is nothing to say: a step.
+            arguments: of the forward.
+        """
+        past, is_begun = super().get_seq_length(), self._coming.is_begun
+        is_told = bool(reason and (self._coming or not past))
+        if is_told and not is_begun:
+            self.report = BlendReport(self.config.recompute_ratio, past_tokens=past)
+        if is_told:
+            self.report.fallback_reason = reason
+            _warn_once(reason)
+        if is_told or is_begun:
+            self.report.planned(prompt_tokens=real_tokens(arguments))
+        self._coming = Coming()
+        self._entry.leave()
+
+    def _begin(self, arguments: dict[str, Any]) -> None:
+        """Plan a forward, and enter the layers if anything of it is stored."""
+        ids, mask = arguments["input_ids"], arguments.get("attention_mask")
+        self._past = super().get_seq_length()
+        brought = self._read(ids, mask)
+        if brought is None:
+            self._fall_back(PADDED_INSIDE, arguments)
+            return
+        plan = self._plan(brought) if self._can_blend(brought) else None
+        if plan is None or not plan.slots:
+            self._coming, self._beyond_text = self._coming if plan is not None else Coming(), None
+            self._entry.leave(watching=self._coming.is_begun)
+            return
+        if self._beyond_text is not None:
+            self._input_test(ids, mask).ensure_passed(plan, self._beyond_text, self.config.allow_unverified)
+        self._enter(plan, ids, mask, arguments["logits_to_keep"])
+
+    def _can_blend(self, brought: Brought) -> bool:
+        """Whether it is known what each token of a forward stands for; if not, all of it is computed."""
+        marked = not all(map(self._placeholders.isdisjoint, brought.rows))
+        if self._beyond_text is None:
+            return True
+        if not marked and has_features(self._beyond_text):
+            logger.warning(
+                "nothing is reused: %s came with a prompt in which no token is known to stand for it",
+                ", ".join(other_inputs(self._beyond_text)),
+            )
+            return False
+        return bool(self._past == 0 or InputTest.is_passed(self.model, self._beyond_text))
+
+    def _input_test(self, ids: Tensor, mask: Tensor | None) -> InputTest:
+        def enter(plan: Plan, arguments: dict[str, Any]) -> BlendCache:
+            twin = BlendCache(self.model, self.store, InputTest.config(self.sink_ids))
+            twin._beyond_text = arguments
+            twin._enter(plan, ids, mask, 1)
+            return twin
+
+        return InputTest(self.model, self._placeholders, enter)
+
+    def _enter(self, plan: Plan, ids: Tensor, mask: Tensor | None, wanted_rows: int) -> None:
+        """Take over the layers for one forward, by a plan that has something stored in it."""
+        self._before = [layer.snapshot() for layer in self._layers()]
+        realigner = Realigner(self._styles, self.report)
+        truth = FullPrefill(self.model, self.config.selector, ids, mask, self._past, self._beyond_text)
+        probe = partial(self._probe, ids, mask)
+        chooser = Chooser(self._selector, plan, self._past, realigner, self.report, truth, probe)
+        repair = Repair(self._corrector, plan, realigner, self.report)
+        given = (self._kept, plan, self._past, plan.settings(self.config), chooser, realigner, repair, self.report)
+        self._fusor = Fusor(self.model, *given, wanted_rows, self.listener, self._beyond_text is not None)
+        self._entry.enter_layers(ids.shape[1], between=self._beyond_text is not None)
+
+    def _read(self, ids: Tensor, mask: Tensor | None) -> Brought | None:
+        """The new tokens of a forward; asked of the device once."""
+        known, *given = self._brought
+        if known is None or given[0] is not ids or given[1] is not mask:
+            known = Brought.of(ids, mask, max(0, self._past - self._coming.held), bool(self._coming))
+            self._brought = (known, ids, mask)
+        return known
+
+    def _plan(self, brought: Brought) -> Plan:
+        """Which columns have stored KV; the report begins anew, or goes on where a prompt comes in parts."""
+        refuse_request_state(self.model, decoder_layers(self.model))
+        given = (fingerprint(self.model), tuple(self.sink_ids), self.config.recompute_ratio)
+        planner = Planner(self.model, self.store, *given, self._placeholders)
+        goes_on, self._resume = self._coming.is_begun, self._coming
+        plan, self._coming = self._coming.plan(planner, brought, self._past)
+        if not goes_on:
+            nominal = plan.settings(self.config).nominal_ratio(len(self._kept))
+            self.report = BlendReport(nominal, past_tokens=self._past, _costs=layer_costs(self.model))
+        self.report.planned(
+            prompt_tokens=sum(map(len, brought.rows)),
+            reusable_tokens=sum(plan.stored_counts(False, brought.width)),
+            exact_tokens=sum(plan.stored_counts(True, brought.width)),
+            computed_chunks=plan.computed,
+            loaded_chunks=plan.loaded,
+        )
+        return plan
+
+    def _probe(self, ids: Tensor, mask: Tensor | None, hear: Hear, last: int | None, anchors: Tensor | None) -> None:
+        """A pass of the question alone, through a cache of its own that holds what this one held before."""
+        settings = BlendConfig(0.0, "none", sink_ids=tuple(self.sink_ids), allow_unverified=True)
+        twin = BlendCache(self.model, self.store, settings)
+        twin._kept = copy.deepcopy(self._kept)
+        for layer, snapshot in zip(twin._layers(), self._before, strict=True):
+            layer.restore(copy.deepcopy(snapshot))
+        twin.layers, twin._styles, twin._coming = [*twin._kept], self._styles, self._resume
+        twin.report = BlendReport(_costs=layer_costs(self.model))
+        twin.listener = Listener(hear, last, anchors)
+        twin._brought = self._brought
+        run_probe(self.model, twin, ids, mask, self._beyond_text)
+        report = twin.report
+        self.report.charge(lambda: report.flops)
+
+    def _layers(self) -> list[Any]:
+        """The layers that keep K and V."""
+        return [layer for layer in self._kept if isinstance(layer, CacheLayerMixin)]

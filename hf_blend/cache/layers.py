@@ -1,0 +1,188 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""One layer of a blend cache: K and V in buffers that are allocated once, with room for the answer."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from ..errors import ConfigError
+
+ROOM_TOKENS = 256  # spare columns behind the prompt; an answer that outgrows them costs one copy per doubling
+
+
+class BlendLayer(CacheLayerMixin):
+    """K and V of one decoder layer, `[batch, kv_heads, tokens, head_dim]`, as views into larger buffers.
+
+    `keys` and `values` always show exactly the tokens that the cache holds; K is rotated for its positions.
+    """
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.length = 0
+        self.unchanged_tokens = 0  # the first so many are as they were when somebody last set this
+        self.visible: Tensor | None = None  # the columns of a prompt loaded in part that are there; None: all
+        self.is_guarded = False  # whoever attends knows of `visible`
+        self._buffers: tuple[Tensor, Tensor] | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Remember dtype and device of the first states, `[batch, kv_heads, tokens, head_dim]`."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def open(self, tokens: int, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Make place for new tokens behind those that the layer holds.
+
+        Until `settle` is called, `keys` and `values` show all that the new tokens may look at, themselves included.
+
+        Args:
+            tokens: how many columns to open.
+            key_states: any keys of this layer, `[batch, kv_heads, rows, head_dim]`: heads, width, dtype and device.
+            value_states: any values of this layer.
+
+        Returns:
+            Views of the opened columns of K and V, `[batch, kv_heads, tokens, head_dim]`, contents undefined.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start, end = self.length, self.length + tokens
+        if self._buffers is None or self._buffers[0].shape[2] < end:
+            self._move(key_states, value_states, end + max(ROOM_TOKENS, start), slice(0, start))
+        self._show(end)
+        return self._columns(slice(start, end))
+
+    def settle(self) -> None:
+        """The attention over the opened columns is done: forget what no later token can see."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Append new tokens.
+
+        Args:
+            key_states: `[batch, kv_heads, new, head_dim]`, rotated for their positions.
+            value_states: `[batch, kv_heads, new, head_dim]`.
+            *args: unused; part of the interface.
+            **kwargs: unused; part of the interface.
+
+        Returns:
+            All keys and values that the new tokens may look at.
+        """
+        if self.visible is not None and not self.is_guarded:
+            raise ConfigError(
+                "this cache holds a part of its prompt's KV only, but the model would attend to all of it. Decode "
+                "inside the `partial_loading` block that filled it."
+            )
+        keys, values = self.open(key_states.shape[2], key_states, value_states)
+        keys.copy_(key_states)
+        values.copy_(value_states)
+        seen = self.keys, self.values
+        self.settle()
+        return seen
+
+    def sizes_behind(self, past: int, tokens: int) -> tuple[int, int]:
+        """Length and offset of the keys that `tokens` new tokens see behind `past` others."""
+        return past + tokens, 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys that `query_length` new tokens will see."""
+        return self.sizes_behind(self.length, query_length)
+
+    def get_seq_length(self) -> int:
+        """How many tokens have gone through the layer."""
+        return self.length
+
+    def get_max_length(self) -> int:
+        """No maximum: -1."""
+        return -1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, spare columns included."""
+        return sum(buffer.untyped_storage().nbytes() for buffer in self._buffers or ())
+
+    def snapshot(self) -> Any:
+        """What `restore` needs to take back every token that comes from now on."""
+        return self.length
+
+    def restore(self, snapshot: Any) -> None:
+        """Forget the tokens that came since a snapshot; nothing else may have happened in between."""
+        self.crop(snapshot - self.length)
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Refuse a `crop` that this layer could not do.
+
+        Raises:
+            ConfigError: the number is positive, or larger than what the layer holds.
+        """
+        if not -self.length <= tokens_to_remove <= 0:
+            raise ConfigError(
+                f"crop({tokens_to_remove}) was asked of a cache of {self.length} tokens, but a number from "
+                f"{-self.length} to 0 is wanted: the tokens to remove, negative. To empty a cache call reset()."
+            )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens.
+
+        Args:
+            tokens_to_remove: how many, as a negative number; 0 removes nothing.
+
+        Raises:
+            ConfigError: the number is positive, or larger than what the layer can take back.
+        """
+        self.check_crop(tokens_to_remove)
+        if self.is_initialized:
+            self._show(self.length + tokens_to_remove)
+            self.unchanged_tokens = min(self.unchanged_tokens, self.length)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.keys = self.values = self._buffers = self.visible = None
+        self.length, self.unchanged_tokens, self.is_initialized = 0, 0, False
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Give every beam the past of the beam that it continues; `beam_idx` is `[batch]`."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every batch entry `repeats` times in a row."""
+        if self._buffers is not None:
+            self._replace([buffer.repeat_interleave(repeats, dim=0) for buffer in self._buffers])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only some batch entries; `indices` is `[kept]`."""
+        if self._buffers is not None:
+            self._replace([buffer.index_select(0, indices.to(buffer.device)) for buffer in self._buffers])
+
+    def _replace(self, buffers: list[Tensor]) -> None:
+        self._buffers, self.unchanged_tokens = (buffers[0], buffers[1]), 0
+        self._show(self.length)
+
+    def _show(self, length: int) -> None:
+        self.length = length
+        if self._buffers is not None:
+            self.keys, self.values = self._columns(slice(0, length))
+
+    def _columns(self, columns: slice) -> tuple[Tensor, Tensor]:
+        """Views of some columns of both buffers."""
+        keys, values = self._buffers  # type: ignore[misc]
+        return keys[:, :, columns], values[:, :, columns]
+
+    def _move(self, key_states: Tensor, value_states: Tensor, capacity: int, kept: slice) -> None:
+        """Go on in buffers of another capacity that begin with the kept columns of those used so far."""
+        old = (None, None) if self._buffers is None else self._columns(kept)
+        self._buffers = (_buffer(key_states, capacity, old[0]), _buffer(value_states, capacity, old[1]))
+
+
+def _buffer(states: Tensor, capacity: int, old: Tensor | None) -> Tensor:
+    """A buffer like `states` with `capacity` columns, the first of which hold the old states."""
+    batch, heads, _, width = states.shape
+    buffer = torch.empty((batch, heads, capacity, width), dtype=states.dtype, device=states.device)
+    if old is not None:
+        buffer[:, :, : old.shape[2]] = old
+    return buffer

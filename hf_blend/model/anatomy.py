@@ -1,0 +1,308 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Where things are in a stock model: its decoder layers, and what each of them was called with.
+
+Nothing here knows the name of a model. A layer is described by what it receives, found through the signature of its
+`forward`, because some models pass these positionally and some call the cache `layer_past`.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import UnsupportedModelError
+from .identity.canonical import canonical
+from .placement import input_device
+
+EXTENDED = "hf_blend_self_extend"  # the name of Self-Extend's attention function
+TOKEN_STATES = ("", "SlidingWindow", "Dummy")  # cache layers of transformers, less "Dynamic" and "Layer"
+PER_TOKEN = ("output_hidden_states", "output_attentions", "output_router_logits")  # a row for every token of a layer
+_reshaping: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+UNREADABLE = (AttributeError, LookupError, TypeError, ValueError)  # a config that transformers' own cache refuses
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """Find the decoder layers of a causal language model, in the order in which they run.
+
+    Args:
+        model: a `PreTrainedModel` for causal language modelling.
+
+    Returns:
+        The layers, as many as the config's `num_hidden_layers`.
+
+    Raises:
+        UnsupportedModelError: there is no decoder, or no single list of that many layers in it.
+    """
+    wanted = getattr(text_config(model), "num_hidden_layers", None)
+    lists = _lists_of(decoder_of(model), wanted)
+    if len(lists) != 1:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has {len(lists)} lists of {wanted} layers in its decoder, but exactly one is "
+            "wanted: the decoder layers. Blending cannot enter this model; use a decoder-only model for text."
+        )
+    return list(lists[0])
+
+
+def decoder_of(model: nn.Module) -> nn.Module:
+    """The module that holds the decoder layers: what `get_decoder` gives, or what is inside that (Llama 4)."""
+    decoder: nn.Module = model.get_decoder() if hasattr(model, "get_decoder") else model
+    wanted = getattr(text_config(model), "num_hidden_layers", None)
+    base = getattr(model, "base_model", model)  # ModernBERT's decoder gives its head, Llama 4 the model itself
+    inside = list(model.children()) if decoder is model else []
+    return next((module for module in (decoder, base, *inside) if _lists_of(module, wanted)), decoder)
+
+
+def wants_all_rows(model: nn.Module) -> bool:
+    """Whether a decoder reshapes what leaves its last layer to the length of the prompt, as GPT-J and CodeGen do.
+
+    Args:
+        model: probed at first use with one forward of 4 tokens, and remembered while it lives.
+    """
+    if model not in _reshaping:
+        _reshaping[model] = _breaks_on_fewer_rows(model)
+    return _reshaping[model]
+
+
+def _breaks_on_fewer_rows(model: nn.Module) -> bool:
+    def drop(layer: nn.Module, args: Any, output: Any) -> Any:
+        return (output[0][:, 1:], *output[1:]) if isinstance(output, tuple) else output[..., 1:, :]
+
+    handle = decoder_layers(model)[-1].register_forward_hook(drop)
+    try:
+        device = input_device(model)
+        with canonical(model):
+            decoder_of(model)(input_ids=torch.zeros((1, 4), dtype=torch.long, device=device), use_cache=False)
+    except RuntimeError:
+        return True
+    finally:
+        handle.remove()
+    return False
+
+
+def refuse_other_states(model: nn.Module) -> None:
+    """Refuse a model some of whose layers keep something else than K and V of each token.
+
+    Args:
+        model: asked by way of the cache that transformers makes for its config.
+
+    Raises:
+        UnsupportedModelError: naming the layer and what it keeps.
+    """
+    complaint = other_states(text_config(model))
+    if complaint:
+        raise UnsupportedModelError(f"{type(model).__name__} cannot be blended: {complaint}")
+
+
+def other_states(config: Any) -> str:
+    """What a config says against keeping K and V of each token in every layer; empty if nothing.
+
+    Args:
+        config: of a text model; transformers is asked which cache it makes for it.
+
+    Returns:
+        A sentence that names the first such layer and its kind.
+    """
+    from transformers import DynamicCache
+
+    try:
+        kept = DynamicCache(config=config).layers
+    except UNREADABLE:
+        return ""  # what it keeps shows when it is run
+    for index, layer in enumerate(kept):
+        name = type(layer).__name__.removeprefix("Dynamic").removesuffix("Layer")
+        if name not in TOKEN_STATES:
+            return (
+                f"layer {index} keeps a state of another kind ({name}) than K and V of each token, which cannot stand "
+                "behind other tokens. Use full prefill."
+            )
+    return ""
+
+
+def _lists_of(module: nn.Module, wanted: int | None) -> list[nn.ModuleList]:
+    return [child for child in module.children() if isinstance(child, nn.ModuleList) and len(child) == wanted]
+
+
+def text_config(model: nn.Module) -> Any:
+    """The config that describes the text decoder; for a text-only model, the config itself."""
+    config = model.config
+    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+
+
+def has_windows(model: nn.Module) -> bool:
+    """Whether some layer of a model attends within a window or a chunk only."""
+    return windowed_layer(model) is not None
+
+
+def windowed_layer(model: nn.Module) -> int | None:
+    """The first layer of a model that attends within a window or a chunk only; None if all see everything."""
+    config = text_config(model)
+    kinds = getattr(config, "layer_types", None) or ()
+    if kinds:
+        return next((index for index, kind in enumerate(kinds) if kind != "full_attention"), None)
+    uses = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+    return 0 if uses else None
+
+
+def is_extended(model: nn.Module) -> bool:
+    """Whether a model is inside `self_extend`, where it attends otherwise than it does alone."""
+    return getattr(text_config(model), "_attn_implementation", None) == EXTENDED
+
+
+def refuse_extended(model: nn.Module) -> None:
+    """Refuse what stores K and V, or brings stored ones, for a model that is inside `self_extend`.
+
+    Args:
+        model: a causal language model.
+
+    Raises:
+        UnsupportedModelError: its K and V are not those that it computes alone.
+    """
+    if is_extended(model):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is inside self_extend, where layer 1 and those behind it compute other K and V, "
+            "but what is stored is expected to be its own. Blend, save and archive outside the block."
+        )
+
+
+def layer_configs(config: Any, count: int) -> list[Any]:
+    """One config for each of `count` layers; the same one for all where they do not differ."""
+    own = getattr(config, "per_layer_config", None)
+    return list(own) if own is not None and len(own) == count else [config] * count
+
+
+def default_sink(model: nn.Module) -> tuple[int, ...]:
+    """The tokens behind which chunks are computed unless others are asked for: the model's BOS, if it has just one."""
+    bos = getattr(text_config(model), "bos_token_id", None)
+    return (bos,) if isinstance(bos, int) else ()
+
+
+def kv_groups(layer: nn.Module) -> int:
+    """How many query heads share a key head in a layer, where transformers repeats the keys for them; else 1."""
+    return next(
+        (module.num_key_value_groups for module in layer.modules() if hasattr(module, "num_key_value_groups")), 1
+    )
+
+
+@dataclass
+class LayerCall:
+    """The arguments of one call of a decoder layer, by the names of its `forward`.
+
+    Attributes:
+        layer: the module that is called.
+        arguments: every argument by name, those of `**kwargs` included.
+        hidden_name: the name of the first parameter, which carries `[batch, rows, width]`.
+    """
+
+    layer: nn.Module
+    arguments: dict[str, Any]
+    hidden_name: str
+
+    @classmethod
+    def bind(cls, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "LayerCall":
+        """Give each positional argument its name."""
+        names = parameter_names(type(layer))  # type: ignore[arg-type]
+        return cls(layer, {**dict(zip(names, args, strict=False)), **kwargs}, names[0])
+
+    @property
+    def hidden(self) -> Tensor:
+        """The hidden states, `[batch, rows, width]`."""
+        return self.arguments[self.hidden_name]
+
+    def take_rows(
+        self, index: Tensor, total: int, with_hidden: bool = True, known: "KnownRows | None" = None
+    ) -> None:
+        """Keep some rows of every per-token argument.
+
+        A tensor is per token where its second axis has `total` entries, or the third of four; rotary tables may come
+        as a tuple.
+
+        Args:
+            index: `[batch, kept]`, places among the `total` rows, sorted.
+            total: how many rows the arguments have now.
+            with_hidden: False where the hidden states are those of the kept rows already.
+            known: what was taken for other layers of the same forward: most arguments are the same for all of them.
+        """
+        skip = {"attention_mask"} if with_hidden else {"attention_mask", self.hidden_name}
+        for name, value in self.arguments.items():
+            if name not in skip and isinstance(value, Tensor | tuple | list):
+                is_hidden = name == self.hidden_name
+                take = partial(_rows, index=index, total=total, is_hidden=is_hidden)
+                self.arguments[name] = take(value) if known is None or is_hidden else known.take(value, index, take)
+
+    def run(self, **changes: Any) -> Any:
+        """Call the layer's own forward, past its hooks.
+
+        Args:
+            **changes: arguments to replace for this call only.
+
+        Returns:
+            What the layer returns.
+        """
+        arguments = {**self.arguments, **changes}
+        hidden = arguments.pop(self.hidden_name)
+        return self.layer.forward(hidden, **arguments)
+
+    def as_hook_result(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments in the form that a forward pre-hook returns."""
+        arguments = dict(self.arguments)
+        return (arguments.pop(self.hidden_name),), arguments
+
+
+class KnownRows:
+    """Rows that were taken of arguments which a model passes to several layers, by argument and index."""
+
+    def __init__(self) -> None:
+        self._taken: dict[tuple[int, int], tuple[Any, Any, Any]] = {}
+
+    def take(self, value: Any, index: Tensor, take: Callable[[Any], Any]) -> Any:
+        """`take(value)`, once; both are kept alive, or their ids would be used again."""
+        place = (id(value), id(index))
+        if place not in self._taken:
+            self._taken[place] = (take(value), value, index)
+        return self._taken[place][0]
+
+
+@lru_cache(maxsize=256)
+def parameter_names(module_class: type[nn.Module]) -> tuple[str, ...]:
+    """The names of what the `forward` of a class of modules may be given by place, in order."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = list(inspect.signature(module_class.forward).parameters.values())[1:]
+    return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
+
+
+def _rows(value: Any, index: Tensor, total: int, is_hidden: bool) -> Any:
+    if isinstance(value, tuple | list):
+        return type(value)(_rows(item, index, total, is_hidden) for item in value)
+    if not isinstance(value, Tensor) or value.dim() < 2:
+        return value
+    if value.shape[1] == total:
+        return gather_rows(value, index)
+    if value.dim() != 4 or value.shape[2] != total:
+        return value
+    if is_hidden:  # several streams of hidden states, `[streams, batch, rows, width]`: Gemma 3n
+        return torch.stack([gather_rows(stream, index) for stream in value])
+    return gather_rows(value.transpose(1, 2), index).transpose(1, 2)  # by head: a factor of the queries, a bias
+
+
+def gather_rows(value: Tensor, index: Tensor) -> Tensor:
+    """Take rows along the second axis, each batch entry its own.
+
+    Args:
+        value: `[batch or 1, rows, …]`.
+        index: `[batch, kept]` places in `rows`.
+
+    Returns:
+        `[batch, kept, …]`.
+    """
+    index = index.to(value.device)
+    if index.shape[0] == 1:
+        return value.index_select(1, index[0])
+    value = value.expand(index.shape[0], *value.shape[1:])
+    shape = (*index.shape, *(1 for _ in value.shape[2:]))
+    return torch.take_along_dim(value, index.view(shape), dim=1)

@@ -1,0 +1,170 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Find out, by a short probe of the model itself, how the keys of each layer turn.
+
+The same tokens are run at two places. A layer whose values agree and whose keys map from one place to the other by
+some style can be moved; a model with a layer that does neither cannot be blended, and the layer is named. The tokens
+come twice in the prompt: that shows positions which a model counts itself, whatever it is told.
+"""
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from .. import plugins
+from ..errors import UnsupportedModelError
+from ..rotary.base import RotaryStyle, compose, in_values
+from ..rotary.tables import Table
+from .anatomy import decoder_layers, refuse_other_states, text_config
+from .capture import Capture, capture
+from .fingerprint import structure_digest
+
+PROBE_TOKENS = 20
+PROBE_SHIFT = 37  # not a multiple of a head's width, so that no frequency comes back to where it was
+TOLERANCE = {torch.float32: 2e-3, torch.float64: 1e-6}  # relative; a wrong style is off by about 1
+COARSE_TOLERANCE = 0.1  # bfloat16 and float16
+NUDGE = 1e-5  # of hidden states: a change by so little shows how far a model magnifies what is no difference
+FLOORS = 4.0  # one nudge is a small sample of the noise, so this many of it are allowed
+MOST_TOLERANCE = 0.2  # of a measured floor: beyond it a wrong style could pass
+
+_known: WeakKeyDictionary[nn.Module, tuple[str, tuple[type[RotaryStyle], ...]]] = WeakKeyDictionary()
+
+
+def rotary_styles(model: nn.Module) -> tuple[type[RotaryStyle], ...]:
+    """The rotary style of each layer, probed at first use and remembered while the model has the same structure.
+
+    Args:
+        model: the model to probe with two forwards of 20 tokens, or three if its products are rounded.
+
+    Returns:
+        One style per decoder layer.
+
+    Raises:
+        UnsupportedModelError: a layer's K/V do not map from one place to another; it is named.
+    """
+    structure = structure_digest(model)
+    if model not in _known or _known[model][0] != structure:
+        _known[model] = structure, _calibrate(model)
+    return _known[model][1]
+
+
+@dataclass
+class _Probe:
+    """The same tokens at two places of one model, and the noise between them that its products make by themselves."""
+
+    model: nn.Module
+    ids: Tensor
+    here: Capture
+    there: Capture
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "_Probe":
+        draw = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, text_config(model).vocab_size, (1, PROBE_TOKENS // 2), generator=draw).repeat(1, 2)
+        places = torch.arange(PROBE_TOKENS)[None]
+        return cls(model, ids, capture(model, ids, places), capture(model, ids, places + PROBE_SHIFT))
+
+    def tolerance(self, index: int, error: float) -> float:
+        """What an error in a layer may be: by the dtype or, where that does not do, by the model's own noise."""
+        allowed = TOLERANCE.get(self.here.layers[index][0].dtype, COARSE_TOLERANCE)
+        if error <= allowed or allowed == COARSE_TOLERANCE:
+            return allowed
+        return max(allowed, min(MOST_TOLERANCE, FLOORS * self.floors[index]))
+
+    @cached_property
+    def floors(self) -> list[float]:
+        """How far each layer's K and V move when what goes into it and the layers before is nudged by next to nothing.
+
+        Where matrix products are rounded, as those of 4-bit weights are to bfloat16 on some CPUs, it is a lot.
+        """
+        draw = torch.Generator().manual_seed(0)
+
+        def nudge(_: nn.Module, __: object, output: Any) -> Any:
+            states = output[0] if isinstance(output, tuple) else output
+            nudged = states * (1 + NUDGE * (2 * torch.rand(states.shape, generator=draw).to(states) - 1))
+            return (nudged, *output[1:]) if isinstance(output, tuple) else nudged
+
+        with ExitStack() as stack:
+            for module in (self.model.get_input_embeddings(), *decoder_layers(self.model)):
+                stack.callback(module.register_forward_hook(nudge).remove)
+            nudged = capture(self.model, self.ids, torch.arange(PROBE_TOKENS)[None])
+        pairs = zip(nudged.layers, self.here.layers, strict=True)
+        return [max(map(relative_error, got, expected)) for got, expected in pairs]
+
+
+def _calibrate(model: nn.Module) -> tuple[type[RotaryStyle], ...]:
+    refuse_other_states(model)
+    probe = _Probe.of(model)
+    styles = [plugins.load("rotary", name) for name in plugins.describe("rotary")]
+    candidates = [*styles, *map(in_values, styles)]
+    found = tuple(_style_of(probe, index, candidates) for index in range(len(probe.here.layers)))
+    _refuse_counted_positions(probe, 1 - found[0].slot)
+    return found
+
+
+def _refuse_counted_positions(probe: _Probe, slot: int) -> None:
+    """Refuse a model whose first layer has other values for the same token at another place of a prompt."""
+    error = relative_error(*probe.here.layers[0][slot].chunk(2, dim=-2))
+    tolerance = probe.tolerance(0, error)
+    if error > tolerance:
+        raise UnsupportedModelError(
+            f"layer 0 of {type(probe.model).__name__} cannot be moved: its values for the same tokens at two places "
+            f"of a prompt differ by {error:.2g} of their size, where {tolerance:g} is allowed. It adds positions to "
+            "the embeddings that it counts itself. Use full prefill for this model."
+        )
+
+
+def _style_of(probe: _Probe, index: int, candidates: list[type[RotaryStyle]]) -> type[RotaryStyle]:
+    pair, there_pair = probe.here.layers[index], probe.there.layers[index]
+    tables = probe.here.tables[index], probe.there.tables[index]
+    errors = {style: _error(style, pair, there_pair, *tables) for style in candidates}
+    ones = torch.ones(1, pair[0].shape[-1])
+    best = min(errors, key=lambda style: (errors[style], style.pairs(ones).shape[-1]))  # of equals what turns least
+    tolerance = probe.tolerance(index, errors[best])
+    if errors[best] > tolerance:
+        raise UnsupportedModelError(
+            f"layer {index} of {type(probe.model).__name__} cannot be moved: the K/V of the same tokens at two "
+            f"places differ by {errors[best]:.2g} of their size after the nearest rotary style ({best.__name__}), "
+            f"where {tolerance:g} is allowed. {_cause(tables[0])} Use full prefill for this model."
+        )
+    return best
+
+
+def _cause(table: Table | None) -> str:
+    if table is None:
+        return "It has no rotary table: its positions are learned, or added to the embeddings."
+    return "It turns its keys in a way that is not known here, or changes them by their positions otherwise."
+
+
+def _error(
+    style: type[RotaryStyle],
+    states: tuple[Tensor, Tensor],
+    wanted: tuple[Tensor, Tensor],
+    old: Table | None,
+    new: Table | None,
+) -> float:
+    """How far a style is from taking (K, V) of one place to those of another; the worse of the two tensors."""
+    turning, moved = style.slot, [part.clone() for part in states]
+    if old is not None and new is not None:
+        device = states[turning].device  # of the layer; the model may make its tables on another
+        cos, sin = (part.to(device) for part in compose(style, old, new))
+        if 2 * cos.shape[-1] > states[turning].shape[-1]:
+            return float("inf")
+        style.move(states[turning], (cos[:, None], sin[:, None]), out=moved[turning])
+    return max(relative_error(got, there) for got, there in zip(moved, wanted, strict=True))
+
+
+def relative_error(got: Tensor, wanted: Tensor) -> float:
+    """Largest difference of two tensors `[…, tokens, width]`, over the largest size of the second.
+
+    In 16 bits the median over the tokens: there a token may be sent to another expert for a rounding error, while a
+    wrong style shows at every token.
+    """
+    scale = wanted.abs().amax().clamp_min(torch.finfo(torch.float32).tiny)
+    by_token = (got.float() - wanted.float()).abs().movedim(-2, 0).flatten(1).amax(dim=1) / scale
+    return float(by_token.amax() if wanted.dtype in TOLERANCE else by_token.median())

@@ -1,0 +1,114 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What the last layer keeps of eight fixed tokens: the last guard against a model that computes something else.
+
+A fingerprint is made of what can be read: weights, attributes, code. What it cannot read (another release of a
+library, state inside a compiled extension, an edited file of offloaded weights) shows in what the model computes. So a
+few numbers of that travel with every stored chunk, and are compared with the model's own before the chunk is used.
+"""
+
+import base64
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import UnsupportedModelError
+from .anatomy import text_config
+from .capture import capture, capture_chunk
+from .fingerprint import fingerprint, state_of
+
+if TYPE_CHECKING:
+    from ..store.chunk import ChunkKey, ChunkKV
+
+__all__ = ["canary_of", "compute_chunk", "is_of_model"]
+
+TOKENS = 8
+NUMBERS = 8  # of each token: four of its keys and four of its values, each a sum with random signs
+TOLERANCE = {torch.float32: 2e-3, torch.float64: 2e-3}  # relative; devices and attention functions differ by 1e-5
+COARSE_TOLERANCE = 0.15  # bfloat16 and float16, and models whose matrix products are quantised
+
+_known: WeakKeyDictionary[nn.Module, tuple[int, str]] = WeakKeyDictionary()
+
+
+def compute_chunk(model: nn.Module, key: "ChunkKey") -> "ChunkKV":
+    """Compute the chunk of a key, to be stored under it.
+
+    Args:
+        model: whose fingerprint is the key's.
+        key: which chunk.
+
+    Returns:
+        The chunk.
+
+    Raises:
+        PromptError: as `capture_chunk`.
+        UnsupportedModelError: as `capture_chunk`, or the model is another one by now.
+    """
+    chunk = capture_chunk(model, key.token_ids, key.sink_ids, key.fingerprint, key.namespace)
+    now = fingerprint(model)
+    if now != key.fingerprint:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} changed while a chunk was computed: its fingerprint is {now:.12}…, expected "
+            f"{key.fingerprint:.12}…. Nothing is stored. Do not train or patch a model while it is used."
+        )
+    return replace(chunk, canary=canary_of(model))
+
+
+def canary_of(model: nn.Module) -> str:
+    """A few numbers of what a model computes now, found by one short forward after each change of the model.
+
+    Args:
+        model: the model to run, whose `fingerprint` was asked for just now; it is left as it was.
+
+    Returns:
+        64 numbers as text.
+    """
+    known, state = _known.get(model), state_of(model)
+    if known is None or known[0] != state:
+        known = _known[model] = state, _numbers(model)
+    return known[1]
+
+
+def is_of_model(model: nn.Module, canary: str) -> bool:
+    """Whether a chunk was computed by what a model computes now, up to the noise of its dtype.
+
+    Args:
+        model: that will use the chunk.
+        canary: stored with the chunk; empty if it was not computed for a store.
+    """
+    own = canary_of(model)
+    if canary in (own, ""):
+        return True
+    stored, expected = _decoded(canary), _decoded(own)
+    if stored is None or expected is None or stored.shape != expected.shape:
+        return False
+    error = (stored - expected).norm(dim=1) / expected.norm(dim=1).mean().clamp_min(1e-30)
+    is_coarse = model.dtype not in TOLERANCE or getattr(model.config, "quantization_config", None) is not None
+    # in 16 bits the median over the tokens: there one may be sent to another expert for a rounding error
+    worst = float(error.median() if is_coarse else error.max())
+    return worst <= (COARSE_TOLERANCE if is_coarse else TOLERANCE[model.dtype])
+
+
+def _numbers(model: nn.Module) -> str:
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, text_config(model).vocab_size, (1, TOKENS), generator=draw)
+    parts = []
+    for states in capture(model, ids).layers[-1]:
+        by_token = states[0].transpose(0, 1).flatten(1).float().cpu()  # [tokens, heads · width]
+        signs = torch.randint(0, 2, (by_token.shape[1], NUMBERS // 2), generator=draw).float() * 2 - 1
+        parts.append(by_token @ signs / math.sqrt(len(signs)))
+    return base64.b64encode(torch.cat(parts, dim=1).contiguous().numpy().tobytes()).decode()
+
+
+def _decoded(canary: str) -> Tensor | None:
+    try:
+        raw = base64.b64decode(canary, validate=True)
+    except ValueError:
+        return None
+    if len(raw) != 4 * TOKENS * NUMBERS:
+        return None
+    return torch.frombuffer(bytearray(raw), dtype=torch.float32).view(TOKENS, NUMBERS)

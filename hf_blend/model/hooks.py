@@ -1,0 +1,214 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Entering a stock model for one forward, and leaving it as it was, after an exception too.
+
+Hooks are registered when a blended forward begins and removed when the model returns or raises. They carry no state:
+each looks for its own cache among the arguments and does nothing without it, so plain calls and other caches pass
+through. A hook that ends while another thread's call is about to run it is called by torch without its keyword
+arguments. A copy of a model that is watched has hooks that see nothing.
+"""
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ..errors import ConfigError
+from .anatomy import LayerCall, parameter_names, wants_all_rows
+
+Handles = list[tuple[nn.Module, RemovableHandle]]
+
+
+class Guest(Protocol):
+    """What enters: the cache of a request."""
+
+    def forward_begins(self, arguments: dict[str, Any]) -> None:
+        """The model is called with these keyword arguments."""
+
+    def layer_begins(self, index: int, call: LayerCall) -> LayerCall:
+        """A decoder layer is called; gives back the call that shall run."""
+
+    def layer_ends(self, index: int, output: Any) -> Any:
+        """A decoder layer is done; gives back the output that the model shall see, None for the layer's own."""
+
+    def forward_ends(self, failed: bool = False) -> None:
+        """The model has returned, or an exception passed through."""
+
+
+class Entry:
+    """The hooks of one guest in one model."""
+
+    def __init__(self, guest: Guest, model: nn.Module, layers: Sequence[nn.Module]) -> None:
+        self._guest: Callable[[], Guest | None] = weakref.ref(guest)
+        self._model, self._layers = model, layers
+        self._before: Handles = []  # on the model
+        self._after: Handles = []
+        self._inner: Handles = []  # on its layers
+        self._is_raising = False
+        self._finalizer = weakref.finalize(guest, _remove, self._before, self._after, self._inner)
+        self._finalizer.atexit = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy belongs to a copy of the model, for which there is no guest."""
+        return _entry_of_nobody, ()
+
+    def watch_model(self) -> None:
+        """See the next call of the model, to learn its arguments."""
+        if not self._before:
+            for module in _callable_as(self._model):
+                handle = module.register_forward_pre_hook(self._model_begins, with_kwargs=True)
+                self._before.append((module, handle))
+
+    def enter_layers(self, tokens: int, between: bool = False) -> None:
+        """See every decoder layer begin.
+
+        Args:
+            tokens: columns of the forward, for a decoder that wants a row for each behind its last layer.
+            between: see every layer but the last end, too.
+        """
+        if self._inner:
+            return
+        for index, layer in enumerate(self._layers):
+            begins = layer.register_forward_pre_hook(partial(self._layer_begins, index), with_kwargs=True)
+            self._inner.append((layer, begins))
+            if between and index < len(self._layers) - 1:
+                ends = layer.register_forward_hook(partial(self._layer_ends, index), with_kwargs=True)
+                self._inner.append((layer, ends))
+        if wants_all_rows(self._model):
+            ends = self._layers[-1].register_forward_hook(partial(self._fill_rows, tokens), with_kwargs=True)
+            self._inner.append((self._layers[-1], ends))
+
+    def leave(self, watching: bool = False) -> None:
+        """Remove every hook.
+
+        Args:
+            watching: see the next call of the model too, because more of the same prompt is to come.
+        """
+        _remove(self._inner, self._after, raising=self._is_raising)
+        if not watching:
+            _remove(self._before)
+
+    def check_caller(self) -> bool:
+        """Refuse K and V that another model computed; called from where a layer's attention hands them over.
+
+        The layers of this thread's calls are found on the stack, because no hook stays on the model while it decodes.
+
+        Returns:
+            Whether a layer of this model is the caller; if not, the cache is filled by hand.
+
+        Raises:
+            ConfigError: it is a layer of another model; names both.
+        """
+        callers = []
+        for module in _running_modules():
+            if any(module is layer or module in layer.children() for layer in self._layers):
+                return True
+            callers.append(module)
+        if callers:
+            raise ConfigError(
+                f"a BlendCache made for {_shown(self._model)} was passed to another model object, "
+                f"{_shown(callers[-1])}, but a cache serves the model it was made for, not a copy of it. Make one for "
+                "this model: BlendCache(model, store)."
+            )
+        return False
+
+    def _model_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        guest = self._own(args, kwargs)
+        if guest is not None and kwargs is not None:
+            if self._after:
+                guest.forward_ends(failed=True)  # the last forward was interrupted in a way that no hook sees
+                self.watch_model()
+            # registered only now, it is the last one: after an exception torch walks along these hooks, and none but
+            # the last may be removed on the way
+            ended = module.register_forward_hook(self._ended, with_kwargs=True, always_call=True)
+            self._after.append((module, ended))
+            names = parameter_names(type(module)) or ("input_ids", "attention_mask")  # type: ignore[arg-type]
+            guest.forward_begins({**dict(zip(names, args, strict=False)), **kwargs})
+
+    def _ended(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
+        kwargs, output = rest if len(rest) == 2 else (None, *rest)
+        guest = self._own(args, kwargs)
+        if guest is not None:
+            self._is_raising = output is None
+            guest.forward_ends(failed=self._is_raising)
+            self._is_raising = False
+
+    def _layer_begins(
+        self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        guest = self._own(args, kwargs)
+        if guest is None or kwargs is None:
+            return None
+        return guest.layer_begins(index, LayerCall.bind(layer, args, kwargs)).as_hook_result()
+
+    def _layer_ends(self, index: int, layer: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
+        guest = self._own(args, rest[0] if len(rest) == 2 else None)
+        return None if guest is None else guest.layer_ends(index, rest[-1])
+
+    def _fill_rows(self, tokens: int, layer: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
+        is_own = self._own(args, rest[0] if len(rest) == 2 else None) is not None
+        return _behind_zeros(rest[-1], tokens) if is_own else None
+
+    def _own(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Guest | None:
+        """The guest, if it is the cache that this call was given."""
+        guest = self._guest()
+        given = (*args, *(kwargs or {}).values())
+        return guest if guest is not None and any(value is guest for value in given) else None
+
+
+def _entry_of_nobody() -> Entry:
+    entry = Entry.__new__(Entry)
+    entry._guest = _nobody
+    return entry
+
+
+def _nobody() -> None:
+    return None
+
+
+def _callable_as(model: nn.Module) -> list[nn.Module]:
+    """The modules one of which is called when a model is: PEFT's `generate` calls the model that it wraps."""
+    inside = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return [model] if inside is model else [model, inside]
+
+
+def _running_modules() -> Iterator[nn.Module]:
+    """The modules whose `forward` runs in this thread, the innermost first."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if "forward" in frame.f_code.co_name and frame.f_code.co_varnames[:1] == ("self",):  # dynamo adds to the name
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, nn.Module):
+                yield owner
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def _shown(model: nn.Module) -> str:
+    return f"{type(model).__name__} at {id(model):#x}"
+
+
+def _behind_zeros(output: Any, tokens: int) -> Any:
+    """A layer's output with rows of zeros in front, so that there are `tokens`; the last rows are those asked for."""
+    if isinstance(output, tuple):
+        return (_behind_zeros(output[0], tokens), *output[1:])
+    return nn.functional.pad(output, (0, 0, tokens - output.shape[1], 0))
+
+
+def _remove(*groups: Handles, raising: bool = False) -> None:
+    """Remove hooks; while torch walks along them because of an exception, one with another behind it stays for now."""
+    for group in groups:
+        staying = [entry for entry in group if raising and _is_followed(*entry)]
+        while group:
+            entry = group.pop()
+            if entry not in staying:
+                entry[1].remove()
+        group.extend(staying)
+
+
+def _is_followed(module: nn.Module, handle: RemovableHandle) -> bool:
+    hooks = module._forward_hooks
+    return handle.id in hooks and next(reversed(hooks)) != handle.id

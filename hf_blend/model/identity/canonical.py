@@ -1,0 +1,116 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""The one state in which chunks are computed, and the states and wrappers of a model that cannot be blended in."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import ConfigError, UnsupportedModelError
+
+DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps")
+PER_REQUEST = ("adapter_names", "alora_offsets")  # of PEFT, which puts hooks into the model for one call
+_WRAPPERS = ("torch.nn.parallel", "torch.distributed")
+
+
+@contextmanager
+def canonical(model: nn.Module) -> Iterator[None]:
+    """Without dropout, autocast and gradients, whatever the caller's state; it is restored afterwards.
+
+    Args:
+        model: every module has its own mode back at the end, after an exception too.
+    """
+    training = [module for module in model.modules() if module.training]
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        for kind in _autocast_kinds():
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.callback(_set_mode, training, True)
+        _set_mode(training, False)
+        yield
+
+
+def refuse_wrapper(model: nn.Module) -> None:
+    """Refuse what is not a causal language model itself, but something around or inside one.
+
+    Args:
+        model: what the user gave.
+
+    Raises:
+        UnsupportedModelError: saying what to pass instead.
+    """
+    name = type(model).__name__
+    if hasattr(model, "_orig_mod"):
+        raise UnsupportedModelError(
+            f"{name} is a compiled wrapper, which no hook can enter. Pass the model inside it (model._orig_mod)."
+        )
+    if type(model).__module__.startswith(_WRAPPERS) or (hasattr(model, "module") and not hasattr(model, "config")):
+        raise UnsupportedModelError(
+            f"{name} is a wrapper that spreads a model over processes or devices. Pass the model inside it "
+            "(model.module), with one cache per replica."
+        )
+    if not hasattr(model, "config"):
+        raise UnsupportedModelError(
+            f"{name} has no config, so it is no model of transformers. Pass what AutoModelForCausalLM loads."
+        )
+    can_generate = getattr(model, "can_generate", None)
+    if can_generate is not None and not can_generate():
+        raise UnsupportedModelError(
+            f"{name} has no language modelling head, so it cannot generate. Pass the whole causal language model, as "
+            "AutoModelForCausalLM loads it, and not its base model."
+        )
+
+
+def refuse_arguments(arguments: Mapping[str, Any]) -> None:
+    """Refuse a forward that says which adapters compute it: no stored chunk is told by them.
+
+    Args:
+        arguments: of the model's forward, by name.
+
+    Raises:
+        UnsupportedModelError: PEFT's `adapter_names` or `alora_offsets` are given.
+    """
+    given = [name for name in PER_REQUEST if arguments.get(name) is not None]
+    if given:
+        raise UnsupportedModelError(
+            f"{given[0]}={arguments[given[0]]!r:.60} chooses adapters for this request alone, by which no stored "
+            "chunk can be told. Choose the adapter for the model with set_adapter."
+        )
+
+
+def refuse_request_state(model: nn.Module, layers: Sequence[nn.Module]) -> None:
+    """Refuse a forward that runs in another precision than the stored chunks, or that keeps no cache.
+
+    Args:
+        model: about to run.
+        layers: its decoder layers.
+
+    Raises:
+        ConfigError: torch.autocast is on, or gradients are checkpointed.
+    """
+    own = {weight.device.type for layer in (layers[0], layers[-1]) for weight in layer.parameters()}
+    for kind in own.intersection(_autocast_kinds()):
+        dtype = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+        raise ConfigError(
+            f"torch.autocast is on ({dtype} on {kind}), but stored chunks are computed in the model's own dtype "
+            f"({model.dtype}). Leave the autocast block, or load the model with dtype=torch.{dtype}."
+        )
+    checkpointed = [layer for layer in layers if layer.training and getattr(layer, "gradient_checkpointing", False)]
+    if checkpointed:
+        raise ConfigError(
+            f"{len(checkpointed)} layers of {type(model).__name__} checkpoint their gradients in training mode, and "
+            "then keep no cache. Call model.eval(), or model.gradient_checkpointing_disable()."
+        )
+
+
+def _autocast_kinds() -> list[str]:
+    """The types of device on which autocast is on in this thread."""
+    return [kind for kind in DEVICE_TYPES if torch.is_autocast_enabled(kind)]
+
+
+def _set_mode(modules: list[nn.Module], training: bool) -> None:
+    for module in modules:
+        module.training = training

@@ -1,0 +1,382 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a model is besides its weights: the class and the plain attributes of every module, and patched code.
+
+Attributes count unless they are on the list of those that were looked at and found harmless. Code of the libraries
+counts by name; code that is not theirs (a patched `forward`, custom modelling code, an activation of one's own) counts
+by its bytecode, with the constants, defaults, closures and globals that it uses. What cannot be written down is
+refused by name.
+"""
+
+import functools
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from enum import Enum
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import UnsupportedModelError
+from ..checksum import checksum
+from .code import (
+    BUILTINS,
+    CALLABLES,
+    code_digest,
+    global_names,
+    is_installed,
+    is_library,
+    is_stock,
+    plain_function,
+    qualified_name,
+)
+
+IGNORED_CONFIG_FIELDS = frozenset(
+    {
+        # where it came from, not what it computes
+        "_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "architectures", "auto_map",
+        # how it is called, not what it computes
+        "use_cache", "return_dict", "output_attentions", "output_hidden_states", "_output_attentions",
+        "_attn_implementation", "_attn_implementation_internal", "attn_implementation", "_attn_implementation_autoset",
+        "_experts_implementation_internal",
+        # the parameters say their dtype themselves, and without doubt
+        "dtype", "torch_dtype",
+        # read by generate and by tokenizers; what stands before a chunk is part of its key
+        "bos_token_id", "eos_token_id", "pad_token_id",
+        # heads and losses that no decoder layer reads
+        "id2label", "label2id", "num_labels", "problem_type",
+        # how weights are spread over devices; transformers 5.17 keeps it where 5.23 does not
+        "base_model_tp_plan",
+        # training only
+        "initializer_range", "gradient_checkpointing", "_post_init_done",
+    }
+)  # fmt: skip
+
+IGNORED_ATTRIBUTES = frozenset(
+    {
+        # compared as weights, or walked as modules
+        "_parameters", "_buffers", "_modules",
+        # how it was loaded, saved, spread over devices or compiled, not what it computes
+        "name_or_path", "_is_hf_initialized", "hf_quantizer", "is_quantized", "quantization_method", "hf_device_map",
+        "is_loaded_in_4bit", "is_loaded_in_8bit", "_is_loaded_in_4bit", "_is_loaded_in_8bit", "_hf_peft_config_loaded",
+        "_weight_conversions", "_tp_plan", "_ep_plan", "_pp_plan", "_tp_size", "_device_mesh", "_no_split_modules",
+        "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "all_tied_weights_keys", "_tied_weights_keys",
+        "_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected", "_keys_to_ignore_on_save",
+        "_fsdp_plan", "_skip_keys_device_placement", "_compiled_call", "_last_compile_config", "kernel_config",
+        "_use_kernels", "support_avx512bf16_for_cpu", "padding_idx",
+        # training only
+        "gradient_checkpointing", "_gradient_checkpointing_func", "loss_function", "_loss_function", "loss_type",
+        "warnings_issued", "_require_grads_hook", "_require_grads_hooks", "add_adapter",
+        # read by generate
+        "generation_config",
+        # movers between devices, which accelerate wraps
+        "to", "cpu", "cuda", "npu", "xpu", "mlu", "musa", "sdaa", "hpu", "neuron",
+        # accelerate puts the weights in place around `_old_forward`, which counts as the forward
+        "_hf_hook", "_old_forward",
+        # what a forward itself writes
+        "max_seq_len_cached", "compute_type_is_set", "_output_capturing_hooks_installed", "rope_deltas",
+    }
+)  # fmt: skip
+SHARED_CODE = (  # of transformers and torch, called by the modelling code of many
+    "torch.nn.functional", "transformers.activations", "transformers.modeling_rope_utils",
+    "transformers.masking_utils", "transformers.integrations.sdpa_attention", "transformers.cache_utils",
+)  # fmt: skip
+TORCH_INTERNALS = frozenset(vars(nn.Module()))
+_COMPILED = "_torchdynamo_orig_callable"  # what torch.compile made of a function has it
+MAX_DEPTH = 6  # of objects inside attributes
+QUANTISER_FIELDS = {"MatmulLtState": ("threshold", "has_fp16_weights"), "QuantState": ("blocksize", "quant_type")}
+
+
+def config_part(value: Any) -> Any:
+    """A config as plain values, without the ignored fields, at every depth."""
+    if isinstance(value, dict):
+        return {str(name): config_part(item) for name, item in value.items() if name not in IGNORED_CONFIG_FIELDS}
+    if isinstance(value, (list, tuple)):
+        return [config_part(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(str, value))
+    if isinstance(value, Enum):
+        return config_part(value.value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, torch.dtype):
+        return str(value)
+    if hasattr(value, "to_dict"):
+        return config_part(value.to_dict())
+    raise UnsupportedModelError(
+        f"the model's config holds {value!r:.80} ({type(value).__name__}), which cannot be told from another value in "
+        "another process. Use numbers, texts, lists and dicts in configs."
+    )
+
+
+def counted_attributes(module: nn.Module) -> Iterator[str]:
+    """Names of the attributes of a module that count."""
+    return (name for name in vars(module) if name not in TORCH_INTERNALS and name not in IGNORED_ATTRIBUTES)
+
+
+class Structure:
+    """One walk over a model, and what it found.
+
+    Attributes:
+        parts: of each module its path, class and counted attributes, as values of JSON; then patched code.
+        patched: what is not a library's own code, by name: an owner (weakly held) and the attribute.
+        namespaces: classes and Python modules whose functions the model runs.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Walk over a model.
+
+        Args:
+            model: of transformers, with adapters or not.
+
+        Raises:
+            UnsupportedModelError: something that counts cannot be written down; it is named.
+        """
+        _refuse_compiled(model)
+        self.paths = {id(module): path for path, module in model.named_modules()}
+        self.configs = {id(one): "config" for one in configs_inside(getattr(model, "config", None))}
+        self.is_foreign = False  # code was met that is no library's own
+        self._open: list[int] = []
+        self._codes: dict[int, Any] = {}
+        classes = dict.fromkeys(type(module) for module in model.modules())
+        self.namespaces = list(_namespaces(classes))
+        self.parts = [
+            [[path, type(one).__qualname__, self._attributes(path, one)] for path, one in model.named_modules()],
+            [self.of_class(one) for one in classes],
+            self._patched_functions(),
+            {name: self.of_function(one, f"the attention {name!r}") for name, one in foreign_attention(model).items()},
+        ]
+
+    def _attributes(self, path: str, module: nn.Module) -> dict[str, Any]:
+        given = {name: vars(module)[name] for name in counted_attributes(module)}
+        found = {k: self.leaf(value, f"{path}.{k}") for k, value in given.items() if not isinstance(value, Tensor)}
+        if "forward" in found and "_old_forward" in vars(module):  # accelerate's; what it calls counts
+            del found["forward"]
+            inner = vars(module)["_old_forward"]
+            if getattr(inner, "__func__", None) is not getattr(type(module), "forward", None):
+                found["forward"] = self.leaf(inner, f"{path}.forward")
+        for name in ("active_adapter", "_active_adapter"):  # of PEFT: a name, or a list of them
+            if isinstance(found.get(name), str):
+                found[name] = [found[name]]
+        if found.get("compute_dtype", ...) is None:  # of bitsandbytes: its first input will set it
+            found["compute_dtype"] = str(next((p.dtype for p in module.parameters() if p.is_floating_point()), None))
+        return found
+
+    def leaf(self, value: Any, where: str) -> Any:
+        """An attribute as a value of JSON that says what it does, the same in every process.
+
+        Args:
+            value: anything.
+            where: its path, for an error.
+
+        Raises:
+            UnsupportedModelError: it cannot be written down.
+        """
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value.value if isinstance(value, Enum) else value
+        if isinstance(value, (torch.dtype, torch.layout, bytes, complex, range, slice)):
+            return str(value)
+        if isinstance(value, (torch.device, ModuleType)):
+            return type(value).__name__
+        if isinstance(value, Enum):
+            return self.leaf(value.value, where)
+        if isinstance(value, Tensor):
+            return ["tensor", str(value.dtype), list(value.shape), checksum(value)]
+        if isinstance(value, (list, tuple)):
+            return [self.leaf(item, where) for item in value]
+        if isinstance(value, (set, frozenset)):
+            return sorted(str(self.leaf(item, where)) for item in value)
+        if isinstance(value, Mapping):
+            return {str(name): self.leaf(item, f"{where}.{name}") for name, item in value.items()}
+        return self._object(value, where)
+
+    def _object(self, value: Any, where: str) -> Any:
+        if id(value) in self.paths:
+            return "@" + self.paths[id(value)]
+        if id(value) in self.configs:
+            return "@config"
+        if isinstance(value, CALLABLES):
+            return self.of_function(value, where)
+        if isinstance(value, type):
+            return self.of_class(value)
+        if hasattr(value, "to_dict"):
+            return config_part(value.to_dict())
+        if id(value) in self._open or len(self._open) >= MAX_DEPTH:
+            return type(value).__qualname__
+        self._open.append(id(value))
+        try:
+            return self._fields(value, where)
+        finally:
+            self._open.pop()
+
+    def _fields(self, value: Any, where: str) -> Any:
+        """An object by its class and what it holds."""
+        kind = type(value)
+        names = QUANTISER_FIELDS.get(kind.__name__, tuple(getattr(value, "__dict__", ())))
+        if not names and not is_library(kind.__module__) and callable(value):
+            raise UnsupportedModelError(
+                f"{where} is {value!r:.60} ({qualified_name(kind)}), whose code cannot be told from other code in "
+                "another process. Use a function or an nn.Module there."
+            )
+        held = {name: getattr(value, name, None) for name in names}
+        return [self.of_class(kind), {name: self.leaf(one, f"{where}.{name}") for name, one in held.items()}]
+
+    def of_function(self, function: Any, where: str) -> Any:
+        """A function: its name if it is a library's own, else what it runs and what it uses."""
+        if isinstance(function, functools.partial):
+            arguments = [self.leaf([*function.args], where), self.leaf(function.keywords, where)]
+            return ["partial", self.of_function(function.func, where), *arguments]
+        if isinstance(function, MethodType):
+            return ["method", self.of_function(function.__func__, where), self.leaf(function.__self__, where)]
+        if isinstance(function, BUILTINS):
+            return qualified_name(function)
+        if not isinstance(function, FunctionType):
+            return self.leaf(function, where)
+        if is_stock(function):
+            return qualified_name(function)
+        return self._foreign(function, where)
+
+    def _foreign(self, function: FunctionType, where: str) -> Any:
+        """Code that is no library's own, by what it runs and what it can reach."""
+        if id(function) in self._codes:
+            return self._codes[id(function)]
+        if is_installed(function):
+            return [qualified_name(function), code_digest(function.__code__)]
+        self.is_foreign = True
+        self._codes[id(function)] = function.__qualname__  # if it calls itself
+        code = function.__code__
+        cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+        filled = {name: cell.cell_contents for name, cell in cells if _is_filled(cell)}
+        reached = {name: function.__globals__[name] for name in global_names(code) if name in function.__globals__}
+        found = [
+            code_digest(code),
+            self.leaf([function.__defaults__, function.__kwdefaults__], where),
+            {name: self._reached(value, f"{where} ({name})") for name, value in sorted(filled.items())},
+            {name: self._global(value, f"{where} ({name})") for name, value in sorted(reached.items())},
+            self.leaf(getattr(function, "__wrapped__", None), where),
+        ]
+        self._codes[id(function)] = found
+        return found
+
+    def _reached(self, value: Any, where: str) -> Any:
+        if isinstance(value, nn.Module) and id(value) not in self.paths:
+            raise UnsupportedModelError(
+                f"{where} is a {type(value).__name__} that is no part of the model, so what it computes cannot be "
+                "followed. Make it a submodule, or undo the patch."
+            )
+        return self.leaf(value, where)
+
+    def _global(self, value: Any, where: str) -> Any:
+        """A global of foreign code: objects count by class alone, since loggers and registries are among them."""
+        plain = (bool, int, float, str, list, tuple, dict, set, Tensor, torch.dtype, Enum, type(None))
+        if isinstance(value, (FunctionType, type)) and is_installed(value):
+            return qualified_name(value)
+        if isinstance(value, (*plain, *CALLABLES, type)) and id(value) not in self.paths:
+            return self.leaf(value, where)
+        return type(value).__qualname__
+
+    def of_class(self, kind: type) -> Any:
+        """A class: its name if it is a library's own, with what was put into it; else its name and code."""
+        if id(kind) in self._codes:
+            return self._codes[id(kind)]
+        self._codes[id(kind)] = kind.__qualname__
+        found: list[Any] = [qualified_name(kind) if is_library(kind.__module__) else kind.__qualname__]
+        for base in kind.__mro__:
+            if is_library(base.__module__):
+                put = self._put_into(base)
+                found += [[qualified_name(base), put]] if put else []
+            elif base.__module__.partition(".")[0] not in (*sys.stdlib_module_names, "builtins"):
+                self.is_foreign = self.is_foreign or not is_installed(base)
+                found.append([base.__qualname__, self._body(base)])
+        self._codes[id(kind)] = found
+        return found
+
+    def _put_into(self, base: type) -> dict[str, Any]:
+        """The methods of a library's class that are not its own."""
+        found = {}
+        for name, attribute in vars(base).items():
+            function = plain_function(attribute)
+            if function is None:
+                continue
+            moved = name == "forward" and not function.__qualname__.endswith(f"{base.__qualname__}.forward")
+            if not is_stock(function) or (moved and base is not nn.Module):
+                found[name] = self.of_function(function, f"{base.__qualname__}.{name}")
+        return found
+
+    def _body(self, base: type) -> dict[str, Any]:
+        """The functions and plain values of a class that is no library's own."""
+        plain = (bool, int, float, str, tuple, type(None))
+        found: dict[str, Any] = {}
+        for name, attribute in vars(base).items():
+            function = plain_function(attribute)
+            if function is not None:
+                found[name] = self.of_function(function, f"{base.__qualname__}.{name}")
+            elif isinstance(attribute, plain) and not name.startswith("__"):
+                found[name] = self.leaf(attribute, f"{base.__qualname__}.{name}")
+        return found
+
+    def _patched_functions(self) -> dict[str, Any]:
+        """Functions that were put into the libraries' own modules, where the model's code looks them up."""
+        found = {}
+        for space in self.namespaces:
+            for name, value in vars(space).items() if isinstance(space, ModuleType) else ():
+                own = isinstance(value, FunctionType) and (is_stock(value) or _is_standard(value))
+                if isinstance(value, FunctionType) and not own:
+                    found[f"{space.__name__}.{name}"] = self.of_function(value, f"{space.__name__}.{name}")
+        return found
+
+def configs_inside(config: Any) -> Iterator[Any]:
+    """A config and those inside it, each once."""
+    open_, seen = [config], set()
+    while open_:
+        one = open_.pop()
+        if isinstance(one, (list, tuple)):
+            open_ += one
+        elif isinstance(one, dict):
+            open_ += one.values()
+        elif hasattr(one, "to_dict") and id(one) not in seen:
+            seen.add(id(one))
+            yield one
+            open_ += getattr(one, "__dict__", {}).values()
+
+
+def foreign_attention(model: nn.Module) -> dict[str, Any]:
+    """Attention functions in use that are no library's own, by name; those of transformers differ by noise only."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    names = {getattr(one, "_attn_implementation", None) for one in configs_inside(getattr(model, "config", None))}
+    found = {name: ALL_ATTENTION_FUNCTIONS.get(name) for name in names if isinstance(name, str)}
+    return {
+        name: one for name, one in found.items() if one and not (isinstance(one, FunctionType) and is_stock(one))
+    }
+
+
+def _namespaces(classes: Iterable[type]) -> Iterator[type | ModuleType]:
+    """The classes of a model with their bases, and the libraries' modules that their code looks names up in."""
+    classes = list(classes)
+    yield from dict.fromkeys(base for kind in classes for base in kind.__mro__[:-1])
+    homes = dict.fromkeys(kind.__module__ for kind in classes if is_library(kind.__module__))
+    yield from (sys.modules[name] for name in dict.fromkeys([*homes, *SHARED_CODE]) if name in sys.modules)
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        calls = (vars(module).get("_compiled_call_impl"), getattr(vars(module).get("forward"), _COMPILED, None))
+        if any(call is not None for call in calls) or hasattr(module, "_orig_mod"):
+            raise UnsupportedModelError(
+                f"{path or 'the model'} ({type(module).__name__}) is compiled, and hooks cannot enter compiled code. "
+                "Give hf_blend the model as it is before torch.compile or model.compile()."
+            )
+
+
+def _is_standard(function: FunctionType) -> bool:
+    return (function.__module__ or "").partition(".")[0] in sys.stdlib_module_names and is_installed(function)
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,108 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a forward brings besides text, and which tokens only mark the place where it goes.
+
+The K and V of a placeholder token are those of an image, a video or a sound, and those behind equal ids may differ.
+So nothing that holds a placeholder is stored or looked up: its tokens are computed in every request. Both questions
+are answered strictly: an argument that is not known to belong to text counts as another input, and an id under a
+name of the config that is not known to be a text token counts as a placeholder.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..errors import PromptError
+
+TEXT_ARGUMENTS = frozenset({
+    "input_ids", "attention_mask", "position_ids", "cache_position", "past_key_values", "layer_past", "inputs_embeds",
+    "labels", "shift_labels", "num_items_in_batch", "logits_to_keep", "num_logits_to_keep",
+})  # fmt: skip
+TEXT_WHERE_ZERO = frozenset({"mm_token_type_ids", "moe_mm_token_type_ids"})  # 0: text
+KINDS_OF_TOKENS = "token_type_ids"
+TEXT_TOKENS = frozenset({
+    "bos", "eos", "pad", "unk", "sep", "cls", "mask", "eod", "decoder_start", "forced_bos", "forced_eos",
+    "user", "system", "assistant", "im_start", "im_end",
+})  # fmt: skip
+MODAL_WORDS = frozenset({
+    "image", "img", "im", "video", "vision", "visual", "audio", "speech", "frame", "slice", "patch", "media",
+    "newline",
+})  # fmt: skip
+_ID_FIELD = re.compile(r"_?(?P<stem>.+?)(?P<token>_token)?_(?:ids?|index)")
+
+
+def other_inputs(arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    """The arguments of a forward that may change what its tokens stand for, or who sees whom.
+
+    Args:
+        arguments: of the model's forward, by name, without the cache.
+
+    Returns:
+        Their names, sorted; empty for a prompt of text alone. Numbers, flags and what is empty are no inputs.
+    """
+    return tuple(sorted(name for name, value in arguments.items() if _is_other(name, value)))
+
+
+def has_features(arguments: Mapping[str, Any]) -> bool:
+    """Whether a forward brings something that goes to placeholders, and not only kinds of tokens."""
+    return any(not name.endswith(KINDS_OF_TOKENS) for name in other_inputs(arguments))
+
+
+def _is_other(name: str, value: Any) -> bool:
+    if name in TEXT_ARGUMENTS or isinstance(value, bool | int | float | str) or _is_empty(value):
+        return False
+    return not (name in TEXT_WHERE_ZERO and isinstance(value, Tensor) and not bool(value.any()))
+
+
+def _is_empty(value: Any) -> bool:
+    """None, and what holds nothing else: `generate` hands on such a dict where there was no image to encode."""
+    if isinstance(value, Mapping):
+        return all(map(_is_empty, value.values()))
+    return value is None or (isinstance(value, list | tuple) and all(map(_is_empty, value)))
+
+
+def placeholder_ids(config: Any) -> frozenset[int]:
+    """The tokens that stand for something else than text, or mark where it begins and ends.
+
+    Args:
+        config: of the model, with the configs inside it.
+
+    Returns:
+        Their ids; empty for a model of text alone.
+    """
+    return frozenset(_placeholders(config))
+
+
+def _placeholders(config: Any) -> Iterator[int]:
+    for name, value in vars(config).items():
+        if hasattr(value, "to_dict"):
+            yield from _placeholders(value)
+        elif (found := _ID_FIELD.fullmatch(name)) and _is_modal(**found.groupdict()):
+            ids = value if isinstance(value, list | tuple) else (value,)
+            yield from (one for one in ids if type(one) is int and one >= 0)
+
+
+def _is_modal(stem: str, token: str | None) -> bool:
+    return stem not in TEXT_TOKENS if token else not MODAL_WORDS.isdisjoint(stem.split("_"))
+
+
+def refuse_placeholders(model: nn.Module, token_ids: Iterable[int], what: str) -> None:
+    """Refuse tokens whose K and V do not follow from their ids.
+
+    Args:
+        model: whose config says which these are.
+        token_ids: tokens to be stored, or computed alone.
+        what: the subject of the message, such as "a chunk".
+
+    Raises:
+        PromptError: a placeholder is among the tokens; it is named.
+    """
+    found = placeholder_ids(model.config).intersection(token_ids)
+    if found:
+        raise PromptError(
+            f"{what} holds the placeholder token {min(found)}, where {type(model).__name__} puts an image, video or "
+            "sound: equal tokens would share the KV of different ones, but only text is expected here. Cut the text "
+            "there; as a part of a prompt the placeholder is computed in place."
+        )

@@ -1,0 +1,365 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""The fusor: one forward of the model in which stored KV stands in for most tokens.
+
+    layer 0 … check-1   every token that has no exact KV is computed
+    check layer         its K and V are computed for all of these and compared with the stored ones; the tokens are
+                        chosen; attention and MLP run for the chosen and the question only
+    deeper layers       only those are computed, against their own fresh K/V and the stored K/V of all others
+    last layer          past its K/V only the rows whose output is wanted
+
+To look before paying, a layer is run until its K and V reach the cache and left there by a private exception; then it
+is run again for the chosen rows. The layer's code is the model's own.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..config import BlendConfig
+from ..errors import UnsupportedModelError
+from ..model.anatomy import KnownRows, LayerCall
+from ..model.attention import Detour, Glance, Reached
+from ..model.masks import looks_ahead
+from ..rotary.tables import rotary_table
+from ..selectors.attention import Attention
+from ..selectors.base import KV
+from .choice import Chooser
+from .correcting import Repair
+from .places import PastTokens
+from .plan import Plan, Slot
+from .probing import Listener, sight
+from .realign import Realigner
+from .report import BlendReport, Work
+from .row_masks import RowMasks
+from .rows import Rows
+from .weighing import weigh_chunks
+
+logger = logging.getLogger(__name__)
+
+MISMATCH_LIMIT = 0.05  # at layer 0, where K/V depend on the token alone; those of another token differ by about 1
+
+
+class Fusor:
+    """State of one forward; made when it begins, gone when it ends."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[Any],
+        plan: Plan,
+        past: int,
+        config: BlendConfig,
+        chooser: Chooser,
+        realigner: Realigner,
+        repair: Repair,
+        report: BlendReport,
+        wanted_rows: int,
+        listener: Listener | None = None,
+        beyond_text: bool = False,
+    ) -> None:
+        """Prepare a forward.
+
+        Args:
+            model: the model that runs.
+            layers: the cache's layers, holding `past` tokens each.
+            plan: which of the new tokens have stored KV.
+            past: tokens in the cache.
+            config: ratios and check layers.
+            chooser: chooses the tokens.
+            realigner: lays stored KV.
+            repair: corrects what is not recomputed.
+            report: is told what was computed.
+            wanted_rows: how many of the last rows the caller wants an output for.
+            listener: is given every layer's attention.
+            beyond_text: the forward brings more than text. Then too nothing stored is believed unseen, chunks whose
+                tokens see those behind them are computed, and the decoder finds every row between its layers.
+        """
+        self._model, self._layers, self._plan, self._past = model, layers, plan, past
+        self._chooser, self._realigner, self._report = chooser, realigner, report
+        self._wanted_rows, self._repair = min(wanted_rows, plan.real.shape[1]), repair
+        self._beyond_text = beyond_text
+        self._last = len(layers) - 1
+        self._first_ratio, self._ratios = chooser.schedule(config, len(layers), plan.real.numel())
+        self._tokens = plan.real.shape[1]
+        self._padded = min(plan.counts) < self._tokens
+        self._masks = RowMasks(model, layers, past, self._tokens)
+        self._exact, self._reusable = plan.where(exact=True), plan.where(exact=False)
+        self._end = self._tokens - self._wanted_rows  # an output is expected from here on
+        self._exact[:, self._end :] = self._reusable[:, self._end :] = False
+        exact, self._stored_counts = plan.stored_counts(True, self._end), plan.stored_counts(False, self._end)
+        known = zip(plan.counts, exact, self._stored_counts, strict=True)
+        self._fresh_counts = [count - sum(stored) for count, *stored in known]
+        self._chosen_counts: list[int] | None = None  # of the reusable tokens those that are computed; None: all
+        self._has_chosen = False
+        self._known_rows = KnownRows()
+        self._padding: dict[torch.device, Tensor] = {}
+        self._rows: Rows | None = None  # None: all tokens, as the model passes them
+        self._opened: dict[int, KV] = {}
+        self._is_looking = False
+        self._glance: Glance | None = None
+        self._listener = listener
+        self._detour: Detour | None = None
+
+    @property
+    def past(self) -> int:
+        """Tokens in the cache before the new ones; it knows where the rows stand that flow."""
+        return self._past if self._rows is None else PastTokens.before(self._past, self._rows.columns)
+
+    def enter(self, index: int, call: LayerCall) -> LayerCall:
+        """Make a layer's arguments ready: only the rows that still flow, with their own lines of the mask.
+
+        Args:
+            index: which layer.
+            call: its arguments; hidden states hold the rows that left the layer before.
+
+        Returns:
+            The same call, changed.
+        """
+        self._settle(index)
+        self._realigner.learn(index, rotary_table(call.arguments, call.layer))
+        model_mask = call.arguments.get("attention_mask")
+        if index == 0:
+            self._begin(call)
+        if self._rows is not None:
+            call.take_rows(self._rows.columns, self._tokens, index == 0 or self._beyond_text, self._known_rows)
+            self._detour = self._masks.give(index, call, model_mask, self._rows)
+        if index in self._ratios and any(self._stored_counts):
+            seen = self._look(index, call, self._chooser.wants_attention(index))
+            self._narrow(index, call, model_mask, *self._chosen(index, seen))
+        partial = self._plan.partial if self._listener is None else None
+        if partial is not None and index > max(self._ratios, default=-1):
+            partial.begin(index, self._rows, self._plan)
+        if index == self._last:
+            self._trim(index, call, model_mask)
+        if self._listener is not None:
+            self._glance = self._glancing(index, call, self._listener.take)
+        elif partial is not None:
+            self._glance = partial.glance(index, call.layer, self._rows, self._realigner, self._past)
+        self._note(index, kv_only=self._listener is not None and index == self._listener.last)
+        return call
+
+    def leave(self, output: Any) -> Any:
+        """Put the rows that left a layer back to their columns, where a decoder may add to them between its layers.
+
+        Args:
+            output: of the layer, `[…, batch, rows, width]`, or a tuple that begins with it.
+
+        Returns:
+            The same for all tokens, 0 where nothing flows; None where it is the layer's own output.
+        """
+        if self._rows is None or not self._beyond_text:
+            return None
+        if isinstance(output, tuple):
+            return (self._rows.spread(output[0], self._tokens), *output[1:])
+        return self._rows.spread(output, self._tokens)
+
+    def update(self, index: int, keys: Tensor, values: Tensor) -> KV:
+        """Take the K and V of the rows that flow, and give back those of all tokens.
+
+        Args:
+            index: which layer.
+            keys: `[batch, kv_heads, rows, head_dim]`, rotated for the rows' positions.
+            values: `[batch, kv_heads, rows, head_dim]`.
+
+        Returns:
+            K and V of every token, past and new: fresh for the rows, stored for the others.
+        """
+        if index not in self._opened:
+            self._open(index, keys, values)
+            if self._rows is not None:
+                self._repair.keep(index, self._opened[index])
+        for whole, part in zip(self._opened[index], (keys, values), strict=True):
+            if self._rows is None:
+                whole.copy_(part)
+            else:
+                self._rows.write_states(whole, part)
+        self._repair.apply(index, self._opened[index], self._flowing)
+        if index == 0:
+            self._guard()
+        if self._glance is not None:
+            self._glance.open()
+        elif self._is_looking:
+            raise Reached
+        elif self._detour is not None:
+            self._detour.open()
+        return self._layers[index].keys, self._layers[index].values
+
+    def end(self) -> None:
+        """Leave no trace in the model's config, also after a failure, and no more in the cache than stays."""
+        for door in (self._detour, self._glance):
+            if door is not None:
+                door.close()
+        self._settle(len(self._layers))
+        replaced = len(self._plan.replaced)
+        self._report.planned(computed_chunks=replaced, loaded_chunks=-replaced)
+        self._plan.close()
+
+    def _settle(self, index: int) -> None:
+        """The layers before this one are done: what they hold beyond their windows is given back."""
+        for done in [layer for layer in self._opened if layer < index]:
+            del self._opened[done]
+            self._layers[done].settle()
+
+    def _begin(self, call: LayerCall) -> None:
+        """Leave out what needs no computing at all, and choose at once if nothing must be seen for it."""
+        device = call.hidden.device
+        self._plan.real, self._exact = self._plan.real.to(device), self._exact.to(device)
+        self._reusable = self._reusable.to(device)
+        if self._beyond_text:
+            self._drop_what_looks_ahead(call.arguments.get("attention_mask"))
+            self._look(0, call)
+            if not self._plan.slots:
+                return
+        flows, counts = self._plan.real & ~self._exact, self._stored_counts
+        if self._first_ratio is not None:
+            counts = self._chooser.counts(self._first_ratio, self._stored_counts)
+            picked = self._chooser.choose(0, Rows.every(flows), self._reusable, None, counts)
+            flows, self._chosen_counts = flows & (~self._reusable | picked), counts
+        total = [fresh + stored for fresh, stored in zip(self._fresh_counts, counts, strict=True)]
+        if min(total) < self._tokens:
+            self._rows = Rows.of(flows, total)[0]
+            if self._first_ratio is not None and self._chooser.has_chosen:
+                self._weigh(self._rows)
+            elif min(total) == max(total) and counts in (self._stored_counts, [0] * len(counts)):
+                self._rows.numbers = self._plan.fresh_columns(self._end, with_reusable=any(counts))
+
+    @property
+    def _is_narrowed(self) -> bool:
+        """Whether some reusable tokens are computed no more."""
+        return self._chosen_counts is not None and self._chosen_counts != self._stored_counts
+
+    def _weigh(self, rows: Rows) -> None:
+        """Tell the store what the first choice found important."""
+        if not self._has_chosen and self._chosen_counts is not None and any(self._chosen_counts):
+            weigh_chunks(self._plan, rows.numbers)
+        self._has_chosen = True
+
+    def _open(self, index: int, keys: Tensor, values: Tensor) -> None:
+        """Open the new tokens' columns in a layer's buffers and lay what is stored."""
+        opened = self._layers[index].open(self._tokens, keys, values)
+        self._opened[index] = opened
+        if self._rows is None:
+            return
+        if self._padded:
+            for states in opened:
+                states.masked_fill_(self._padding_on(states.device), 0)  # NaN would pass a mask
+        slots = [slot for slot in self._plan.slots if slot.exact or self._is_narrowed]
+        if self._plan.partial is not None and self._plan.partial.is_open(index):
+            slots = self._plan.partial.lay_probes(index, slots, self._realigner, opened)
+        self._realigner.lay(index, slots, *opened)
+
+    def _padding_on(self, device: torch.device) -> Tensor:
+        """`[batch, 1, tokens, 1]`, True on padding."""
+        if device not in self._padding:
+            self._padding[device] = ~self._plan.real[:, None, :, None].to(device)
+        return self._padding[device]
+
+    def _guard(self) -> None:
+        """Refuse chunks whose stored K/V at layer 0 are not what this model computes for these tokens here."""
+        slots = [slot for slot in self._plan.slots if self._rows is None or not slot.exact]
+        if self._is_narrowed or not slots:
+            return
+        for slot, error in zip(slots, self._realigner.mismatches(0, slots, *self._opened[0]), strict=True):
+            if error > MISMATCH_LIMIT:
+                self._refuse(slot, error)
+
+    def _drop_what_looks_ahead(self, model_mask: Any) -> None:
+        """Compute the chunks in which a token sees those behind it; alone they were computed causally."""
+        for slot in list(self._plan.slots):
+            if looks_ahead(model_mask, slot.row, slot.columns, self._tokens):
+                self._drop(slot)
+
+    def _drop(self, slot: Slot) -> None:
+        self._plan.drop(slot)
+        self._reusable[slot.row, slot.columns] = self._exact[slot.row, slot.columns] = False
+        tokens = max(0, min(slot.columns.stop, self._end) - slot.start)
+        self._fresh_counts[slot.row] += tokens
+        if not slot.exact:
+            self._stored_counts[slot.row] -= tokens
+        self._report.refused_chunks += 1
+
+    def _refuse(self, slot: Slot, error: float) -> None:
+        logger.warning(
+            "chunk %s is computed anew: its stored K/V at layer 0 differ by %.2g from those of its tokens",
+            slot.chunk.key.digest[:12],
+            error,
+        )
+        self._drop(slot)
+
+    def _glancing(self, index: int, call: LayerCall, take: Callable[[int, Attention], Any]) -> Glance:
+        """A way to see what the rows that flow look at in a layer."""
+        rows = self._rows or Rows.every(self._plan.real)
+        heard = sight(rows.columns, self._tokens, self._report.charge, lambda seen: take(index, seen))
+        return Glance(call.layer, heard)
+
+    def _look(self, index: int, call: LayerCall, further: bool = False) -> Attention | None:
+        """Run a layer until its K and V are known for the rows that flow, or further until its attention begins."""
+        self._note(index, kv_only=True)
+        found: list[Attention] = []
+
+        def take(_: int, seen: Attention) -> None:
+            found.append(seen)
+            raise Reached
+
+        self._is_looking = True
+        self._glance = self._glancing(index, call, take) if further else None
+        try:
+            call.run()
+        except Reached:
+            return found[0] if found else None
+        finally:
+            if self._glance is not None:
+                self._glance.close()
+            self._is_looking, self._glance = False, None
+        raise UnsupportedModelError(
+            f"layer {index} of {type(self._model).__name__} ran to its end without handing K and V to the cache, but "
+            "blending waits for them there. Use full prefill for this model."
+        )
+
+    def _chosen(self, index: int, seen: Attention | None) -> tuple[Tensor, list[int]]:
+        """Which of the active rows go on, `[batch, rows]`, and how many in each entry."""
+        rows = self._rows or Rows.every(self._plan.real)
+        before = self._stored_counts if self._chosen_counts is None else self._chosen_counts
+        counts = self._chooser.counts(self._ratios[index], self._stored_counts)
+        picked = self._chooser.choose(index, rows, self._reusable, self._opened.get(index), counts, seen)
+        self._chosen_counts = [min(pair) for pair in zip(counts, before, strict=True)]
+        total = [sum(pair) for pair in zip(self._fresh_counts, self._chosen_counts, strict=True)]
+        return rows.take(self._plan.real) & (~rows.take(self._reusable) | picked), total
+
+    def _narrow(self, layer: int, call: LayerCall, model_mask: Any, selected: Tensor, counts: list[int]) -> None:
+        """Let only the selected of the active rows go on."""
+        if self._rows is not None and tuple(counts) == self._rows.counts:
+            return
+        rows = self._rows or Rows.every(selected)
+        self._go_on(layer, call, model_mask, *rows.keep(selected, counts))
+        self._weigh(self._rows)  # type: ignore[arg-type]
+
+    def _go_on(self, layer: int, call: LayerCall, model_mask: Any, rows: Rows, index: Tensor) -> None:
+        before = self._tokens if self._rows is None else self._rows.columns.shape[1]
+        call.take_rows(index, before)
+        self._rows = rows
+        self._detour = self._masks.give(layer, call, model_mask, rows)
+
+    def _trim(self, index: int, call: LayerCall, model_mask: Any) -> None:
+        """In the last layer, go past K and V only with the rows whose output is expected; a listener hears all."""
+        active = self._tokens if self._rows is None else self._rows.columns.shape[1]
+        if self._wanted_rows >= active or not self._plan.slots or self._listener is not None:
+            return
+        self._look(index, call)
+        rows = self._rows or Rows.every(self._plan.real)
+        self._go_on(index, call, model_mask, *rows.last(self._wanted_rows))
+
+    def _note(self, index: int, kv_only: bool) -> None:
+        """Tell the report what a layer is about to compute."""
+        columns = None if self._rows is None else self._rows.columns
+        self._report.computed(Work(index, kv_only, columns, self._reusable, self._plan.real, self._past))
+
+    def _flowing(self) -> Tensor:
+        """`[batch, tokens]`: which columns flow."""
+        if self._rows is None:
+            return torch.ones_like(self._plan.real)
+        return torch.zeros_like(self._plan.real).scatter_(1, self._rows.columns, True)

@@ -1,0 +1,237 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Choosing tokens at a layer: what the selector is shown, how many it may have, and which it gets."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..config import BlendConfig
+from ..errors import PromptError
+from ..model.capture import Capture, capture, capture_forward
+from ..selectors.attention import Attention
+from ..selectors.base import KV, Hear, Selector, TokenView
+from .plan import Plan
+from .realign import Realigner
+from .report import BlendReport
+from .rows import Rows, highest
+
+
+@dataclass(frozen=True)
+class FullPrefill:
+    """K, V and rotary tables of a full prefill, for research; only for a prompt that starts the cache.
+
+    Attributes:
+        model: the model to run.
+        selector: the name of the method that asks for it.
+        ids: `[batch, tokens]`.
+        mask: `[batch, tokens]`, 0 on padding; None: no padding.
+        past: tokens in the cache before these.
+        arguments: of the model's forward, where it brings more than text.
+    """
+
+    model: nn.Module
+    selector: str
+    ids: Tensor
+    mask: Tensor | None
+    past: int
+    arguments: Mapping[str, Any] | None = None
+
+    def __call__(self) -> Capture:
+        """Run it."""
+        if self.past:
+            raise PromptError(
+                f"the selector {self.selector!r} runs a full prefill of the whole prompt, but {self.past} tokens are "
+                "in the cache already and their ids are not known. Use it on a fresh cache."
+            )
+        if self.arguments is not None:
+            return capture_forward(self.model, self.arguments)[0]
+        positions = None if self.mask is None else (self.mask.long().cumsum(-1) - 1).clamp_min(0)
+        return capture(self.model, self.ids, positions, self.mask)
+
+
+class Chooser:
+    """Asks a selector on behalf of one forward."""
+
+    def __init__(
+        self,
+        selector: Selector,
+        plan: Plan,
+        past: int,
+        realigner: Realigner,
+        report: BlendReport,
+        truth: Callable[[], Capture],
+        probe: Callable[[Hear, int | None, Tensor | None], None],
+    ) -> None:
+        """Prepare for one forward.
+
+        Args:
+            selector: scores tokens.
+            plan: which of the new tokens have stored KV.
+            past: tokens in the cache before these.
+            realigner: lays stored KV beside the fresh.
+            report: is told what was chosen, and how long it took.
+            truth: computes K, V and rotary tables of every layer for all tokens by a full prefill; for research.
+            probe: runs the question alone over what is stored, see `TokenView`.
+        """
+        self._selector, self._plan, self._past = selector, plan, past
+        self._realigner, self._report, self._truth = realigner, report, truth
+        self._probe = probe
+        self._first_scores: Tensor | None = None
+        self._asked_before = False  # those scores are of a selector that has yet to see layer 0
+        self._is_first = True
+
+    def schedule(self, config: BlendConfig, num_layers: int, tokens: int) -> tuple[float | None, dict[int, float]]:
+        """When tokens are chosen, and how many.
+
+        A selector that needs no K and V chooses before the first layer, with the first check layer's ratio, and again
+        at the later check layers; so does one that chooses at layer 0, from what it sees there. If nothing is to be
+        chosen at all, that is settled before the first layer too.
+
+        Args:
+            config: what was asked for.
+            num_layers: of the model.
+            tokens: at most so many are reusable.
+
+        Returns:
+            The ratio of the choice before the first layer, or None if none is made there; check layer → ratio.
+        """
+        ratios = config.ratios(num_layers)
+        if self._selector.at_layer_0:
+            ratios = self._from_layer_0(config, ratios, num_layers)
+        if not self._selector.count(max(ratios.values()), tokens):
+            return 0.0, {}
+        if self._sees_layers:
+            return self._selector.candidates(ratios[0]) if 0 in ratios else None, ratios
+        first = min(ratios)
+        return ratios[first], {layer: ratio for layer, ratio in ratios.items() if layer > first}
+
+    def _from_layer_0(self, config: BlendConfig, ratios: dict[int, float], num_layers: int) -> dict[int, float]:
+        """The schedule of a selector that chooses at layer 0 what others choose at the first check layer."""
+        is_open = config.layer_ratios is None and not config.gradual and len(ratios) == 1
+        own = self._selector.schedule(config.recompute_ratio, num_layers) if is_open else None
+        first = min(ratios)
+        return own or {0: ratios[first], **{layer: ratio for layer, ratio in ratios.items() if layer > first}}
+
+    @property
+    def has_chosen(self) -> bool:
+        """Whether the first choice was made; candidates are none yet."""
+        return not self._is_first
+
+    @property
+    def _sees_layers(self) -> bool:
+        """Whether the selector has to see something that is computed in this prompt."""
+        one = self._selector
+        return one.needs_kv or one.needs_full_prefill or one.needs_attention
+
+    def wants_attention(self, index: int) -> bool:
+        """Whether the selector has to see what the rows look at in a check layer."""
+        return self._selector.needs_attention and (index == 0 or not self._selector.at_layer_0)
+
+    def choose(
+        self,
+        index: int,
+        rows: Rows,
+        reusable: Tensor,
+        fresh: KV | None,
+        counts: Sequence[int],
+        attention: Attention | None = None,
+    ) -> Tensor:
+        """Choose the tokens that are recomputed from a layer on.
+
+        Args:
+            index: which layer.
+            rows: the rows that flow there.
+            reusable: `[batch, tokens]`, the columns to choose among.
+            fresh: (K, V) of all new tokens at this layer, `[batch, kv_heads, tokens, head_dim]`; None if not known.
+            counts: how many to choose in each entry.
+            attention: what the rows look at in this layer, if it was asked for.
+
+        Returns:
+            `[batch, rows]`, True for the chosen ones.
+        """
+        started = time.perf_counter()
+        view = self._view(index, rows, reusable, fresh if self._first_scores is None or self._asked_before else None)
+        if attention is not None:
+            view = replace(view, attention=lambda: attention)
+        scores = self._scores(view) if any(counts) else torch.zeros_like(view.reusable, dtype=torch.float32)
+        picked = highest(scores.to(view.reusable.device), view.reusable, counts)
+        if self._is_first and not (self._asked_before and fresh is None):  # candidates are no choice yet
+            self._report.chose(rows.columns, picked, self._past)
+            self._is_first = False
+        self._report.select_ms += 1e3 * (time.perf_counter() - started)
+        return picked
+
+    def counts(self, ratio: float, reusable: Sequence[int]) -> list[int]:
+        """How many tokens are chosen in each batch entry; known before anything is computed.
+
+        Args:
+            ratio: share of the reusable tokens to choose.
+            reusable: how many there are in each entry.
+        """
+        return [self._selector.count(ratio, tokens) for tokens in reusable]
+
+    def _scores(self, view: TokenView) -> Tensor:
+        """Scores of the rows; a selector that scores before the check layers keeps to what it said there."""
+        if self._first_scores is not None and not (self._asked_before and view.fresh is not None):
+            return view.take(self._first_scores)
+        earlier = None if self._first_scores is None else view.take(self._first_scores)
+        scores = self._selector.score(replace(view, earlier=earlier))
+        self._asked_before = self._selector.at_layer_0 and view.fresh is None
+        if self._selector.at_layer_0 or not self._sees_layers:
+            grid = torch.zeros(self._plan.real.shape, dtype=scores.dtype, device=scores.device)
+            self._first_scores = grid.scatter(1, view.columns, scores)
+        return scores
+
+    def _view(self, index: int, rows: Rows, reusable: Tensor, fresh: KV | None) -> TokenView:
+        table = self._plan.token_table().to(reusable.device)
+        chunk, offset, tokens = table.gather(2, rows.columns.expand(3, *rows.columns.shape))
+        eligible = rows.take(reusable) & ~rows.filler
+        view = TokenView(
+            index,
+            rows.columns,
+            eligible,
+            chunk.masked_fill(~eligible, -1),
+            offset,
+            tokens,
+            stored_alone=lambda layer: rows.take_pair(self._alone(layer)),
+            probe=self._probe,
+            num_layers=self._realigner.num_layers,
+            chunks=table[0].masked_fill(~reusable, -1),
+        )
+        if fresh is None:
+            return view
+        return replace(
+            view,
+            fresh=rows.take_pair(fresh),
+            stored=rows.take_pair(self._stored(index, fresh)),
+            full_prefill=lambda: [rows.take_pair(states) for states in self._full_prefill()],
+            stored_at=lambda layer: rows.take_pair(self._stored(layer, fresh)),
+        )
+
+    def _stored(self, index: int, states: KV) -> KV:
+        """A copy of K and V of all new tokens with the stored chunks laid over it, realigned."""
+        keys, values = (whole.clone() for whole in states)
+        self._realigner.lay(index, [slot for slot in self._plan.slots if not slot.exact], keys, values)
+        return keys, values
+
+    def _alone(self, layer: int) -> KV:
+        """K and V of all new tokens as they are stored, zero elsewhere."""
+        batch, tokens = self._plan.real.shape
+        like = self._plan.slots[0].states(layer)
+        keys, values = (part.new_zeros(batch, part.shape[0], tokens, part.shape[2]) for part in like)
+        for slot in self._plan.slots:
+            keys[slot.row, :, slot.columns], values[slot.row, :, slot.columns] = slot.states(layer)
+        return keys.to(self._plan.real.device), values.to(self._plan.real.device)
+
+    def _full_prefill(self) -> list[KV]:
+        """K and V of all new tokens as a full prefill of the model computes them; what the oracle looks at."""
+        self._report.full_prefills += 1
+        truth = self._truth()
+        for layer, table in enumerate(truth.tables):
+            self._realigner.learn(layer, table)
+        return [(keys[:, :, self._past :], values[:, :, self._past :]) for keys, values in truth.layers]

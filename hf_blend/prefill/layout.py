@@ -1,0 +1,52 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a model's KV looks like: heads, widths, dtypes and rotary tables of each layer.
+
+Stored chunks are compared with it before they are used. It is read off a forward of a few tokens, not off the config:
+what a layer keeps is its own affair (latent attention, sixteen bits, keys of another width than values).
+"""
+
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from ..model.anatomy import text_config
+from ..model.capture import capture_chunk
+from ..store.chunk import Layout, norm_span
+
+__all__ = ["layout_of"]
+
+PROBE_TOKENS = 4
+SAME_NORM = 1.1  # largest over smallest cos² + sin²; tables of bfloat16 reach 1.02
+
+_known: WeakKeyDictionary[nn.Module, tuple[str, Layout]] = WeakKeyDictionary()
+
+
+def layout_of(model: nn.Module, fingerprint: str) -> Layout:
+    """The layout of a model's KV, found by one short forward and remembered until the fingerprint changes.
+
+    Args:
+        model: the model to run; it is left as it was.
+        fingerprint: its identity now (`hf_blend.model.fingerprint`).
+
+    Returns:
+        The layout.
+
+    Raises:
+        UnsupportedModelError: a layer leaves no K/V in the cache.
+    """
+    known = _known.get(model)
+    if known is None or known[0] != fingerprint:
+        ids = torch.arange(PROBE_TOKENS) % text_config(model).vocab_size
+        chunk = capture_chunk(model, ids.tolist(), (), fingerprint)
+        layout = chunk.layout
+        norms = tuple(_norm(*table) for table in chunk.tables)
+        known = fingerprint, Layout(layout.layers, layout.tables, layout.layer_table, norms)
+        _known[model] = known
+    return known[1]
+
+
+def _norm(cos: torch.Tensor, sin: torch.Tensor) -> float | None:
+    span = norm_span(cos, sin)
+    return span[1] if span is not None and 0 < span[1] <= SAME_NORM * span[0] else None

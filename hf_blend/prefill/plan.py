@@ -1,0 +1,351 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Which columns of a prompt have stored KV: found by content, checked, computed where missing."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..config import BlendConfig
+from ..loading.advice import Advice
+from ..loading.pipeline import Pipeline
+from ..loading.stream import StreamedLayers
+from ..model.anatomy import text_config
+from ..model.canary import compute_chunk, is_of_model
+from ..prompt.pieces import Span
+from ..rotary.regime import frequency_regime
+from ..store import ChunkStore
+from ..store.chunk import ChunkKey, ChunkKV
+from .layout import layout_of
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A stored chunk at its place in one row of the batch.
+
+    Attributes:
+        row: the batch entry.
+        start: first column among the new tokens.
+        chunk: its KV.
+        exact: nothing stands before it but what it was computed behind, so its KV is that of a full prefill.
+        number: counts the chunks of a row from 0, in order.
+        first: the first token of the chunk that lies here; the ones before lie in an earlier part of the prompt.
+        count: how many tokens of it lie here; all from `first` on where left out.
+    """
+
+    row: int
+    start: int
+    chunk: ChunkKV
+    exact: bool
+    number: int
+    first: int = 0
+    count: int | None = None
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens of the chunk lie here."""
+        return self.chunk.tokens - self.first if self.count is None else self.count
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all tokens of the chunk lie here."""
+        return self.first == 0 and (self.count is None or self.count == self.chunk.tokens)
+
+    @property
+    def columns(self) -> slice:
+        """The columns that the chunk covers."""
+        return slice(self.start, self.start + self.tokens)
+
+    @property
+    def inside(self) -> slice:
+        """The tokens of the chunk that lie here."""
+        return slice(self.first, self.first + self.tokens)
+
+    def states(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Stored (K, V) of a layer, `[kv_heads, tokens, head_dim]` each, K rotated for the chunk's own positions."""
+        keys, values = self.chunk.layers[layer]
+        if self.is_whole:
+            return keys, values
+        return keys[:, self.inside], values[:, self.inside]
+
+    def table(self, number: int) -> tuple[Tensor, Tensor]:
+        """(cos, sin) for which stored K are rotated, `[tokens, rotary_width]` each; one of the chunk's tables."""
+        cos, sin = self.chunk.tables[number]
+        return cos[self.inside], sin[self.inside]
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The prompt that a row of new tokens belongs to.
+
+    Attributes:
+        ids: of all its real tokens.
+        seen: how many of them went before the row.
+        columns: where the row's tokens stand, if there is padding between them; empty: one behind the other.
+    """
+
+    ids: tuple[int, ...]
+    seen: int = 0
+    columns: tuple[int, ...] = ()
+
+    def place(self, start: int, first: int, count: int) -> int | None:
+        """The column of the row's token `first`, if `count` tokens stand there side by side; else None."""
+        if not self.columns:
+            return start + first
+        columns = self.columns[first : first + count]
+        return columns[0] if columns[-1] - columns[0] == count - 1 else None
+
+
+@dataclass
+class Plan:
+    """What is known about the new tokens of one forward, before it runs.
+
+    Attributes:
+        slots: the stored chunks, by row and column.
+        real: `[batch, tokens]`, False on padding.
+        counts: how many tokens of each entry are real.
+        computed: how many chunks were missing and computed for this request.
+        loaded: how many came from the store.
+        replaced: which of these turned out to be damaged or late while they were read, and were computed.
+        pipeline: reads the layers of chunks that are not in memory yet.
+        store: where the chunks came from.
+        partial: loads chunks in part, where somebody asked for it.
+        advice: of the store's controller, if it has one and anything must be loaded.
+    """
+
+    slots: list[Slot]
+    real: Tensor
+    counts: list[int] = field(default_factory=list)
+    computed: int = 0
+    loaded: int = 0
+    replaced: list[ChunkKey] = field(default_factory=list)
+    pipeline: Pipeline | None = None
+    store: ChunkStore | None = None
+    partial: Any = None
+    advice: Advice | None = None
+
+    def __post_init__(self) -> None:
+        self._real_here = self.real  # stays with the host when `real` goes to the device
+
+    def read_ahead(self, depth: int) -> None:
+        """Begin to read, so many layers ahead of what is used, the chunks whose layers come one by one."""
+        streams = {id(slot.chunk.layers): slot.chunk.layers for slot in self.slots}
+        coming = [layers for layers in streams.values() if isinstance(layers, StreamedLayers)]
+        if coming and depth:
+            self.pipeline = Pipeline(coming, depth)
+
+    def close(self) -> None:
+        """Nothing more is read ahead."""
+        if self.pipeline is not None:
+            self.pipeline.close()
+            self.pipeline = None
+
+    def settings(self, config: BlendConfig) -> BlendConfig:
+        """The config of this forward: more is recomputed where the controller found that loading hides it."""
+        if self.advice is None or config.layer_ratios is not None or self.advice.ratio <= config.recompute_ratio:
+            return config
+        return replace(config, recompute_ratio=self.advice.ratio)
+
+    def where(self, exact: bool) -> Tensor:
+        """`[batch, tokens]`: True where a slot with this exactness lies."""
+        return torch.from_numpy(self._where(exact))
+
+    def _where(self, exact: bool) -> np.ndarray:
+        mask = np.zeros(tuple(self.real.shape), dtype=bool)
+        for slot in self.slots:
+            if slot.exact is exact:
+                mask[slot.row, slot.columns] = True
+        return mask
+
+    def stored_counts(self, exact: bool, end: int) -> list[int]:
+        """How many columns before `end` slots with this exactness cover in each entry."""
+        counts = [0] * len(self.counts)
+        for slot in self.slots:
+            if slot.exact is exact:
+                counts[slot.row] += max(0, min(slot.columns.stop, end) - slot.start)
+        return counts
+
+    def fresh_columns(self, end: int, with_reusable: bool) -> list[list[int]]:
+        """The columns of each entry that are not padding and have no exact KV.
+
+        Args:
+            end: the first column behind which nothing stored is used.
+            with_reusable: also those with stored KV that is not exact.
+        """
+        stored = self._where(exact=True)
+        if not with_reusable:
+            stored |= self._where(exact=False)
+        stored[:, end:] = False
+        real = np.asarray(self._real_here)
+        return [np.flatnonzero(row & ~there).tolist() for row, there in zip(real, stored, strict=True)]
+
+    def token_table(self) -> Tensor:
+        """`[3, batch, tokens]`: number of the chunk, place in it, its length; -1 for tokens that cannot be chosen."""
+        table = np.full((3, *self.real.shape), -1, dtype=np.int64)
+        for slot in self.slots:
+            if not slot.exact:
+                here = table[:, slot.row, slot.columns]
+                here[0], here[2] = slot.number, slot.chunk.tokens
+                here[1] = np.arange(slot.inside.start, slot.inside.stop)
+        return torch.from_numpy(table)
+
+    def drop(self, slot: Slot) -> None:
+        """Treat a chunk as if it had not been stored: its tokens are computed like a question's."""
+        self.slots.remove(slot)
+
+
+class Planner:
+    """Finds chunks in prompts, fetches them from a store, and computes those that are missing."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        store: ChunkStore,
+        fingerprint: str,
+        sink_ids: tuple[int, ...],
+        least_ratio: float = 0.0,
+        placeholders: frozenset[int] = frozenset(),
+    ) -> None:
+        self._placeholders = placeholders  # no chunk that holds one is looked up, or computed alone
+        self._least_ratio = least_ratio  # what a controller may raise
+        self._model, self._store, self._fingerprint, self._sink_ids = model, store, fingerprint, sink_ids
+        self._fetched: dict[ChunkKey, ChunkKV] = {}
+        self._regimes: set[tuple[int, ...]] = set()  # of the frequencies in the forward that is planned
+
+    def plan(
+        self,
+        rows: Sequence[Sequence[int]],
+        starts: Sequence[int],
+        width: int,
+        known: Sequence[Sequence[Span]] | None,
+        at_beginning: bool,
+        wholes: Sequence[Whole] | None = None,
+    ) -> Plan:
+        """Decide which columns are reused.
+
+        Args:
+            rows: the real token ids of each batch entry, without padding.
+            starts: the column at which each entry's first real token stands.
+            width: columns of the batch.
+            known: (first token, ids) of the chunks in each row's prompt, those that must be computed if they are
+                missing; None to look for stored chunks by content instead.
+            at_beginning: the prompts begin at position 0, with nothing in the cache before them.
+            wholes: the prompts that the rows are parts of; where left out, each row is its own.
+
+        Returns:
+            The plan.
+        """
+        plan = Plan([], _real(rows, starts, width, wholes), list(map(len, rows)), store=self._store)
+        plan.partial = getattr(self._store, "partial", None)
+        wholes = [Whole(tuple(ids)) for ids in rows] if wholes is None else wholes
+        longest = max(whole.seen + len(new) for new, whole in zip(rows, wholes, strict=True))
+        self._regimes = {self._regime(longest), self._regime(max(whole.seen for whole in wholes) + width)}
+        found = [self._spans(row, whole.ids, known, at_beginning) for row, whole in enumerate(wholes)]
+        unloaded = self._advised(plan, [key for spans in found for _, key in spans])
+        for row, (new, start, whole) in enumerate(zip(rows, starts, wholes, strict=True)):
+            spans = [span for span in found[row] if span[1] not in unloaded]
+            self._place(plan, row, start, len(new), whole, spans, at_beginning)
+        plan.read_ahead(self._store.pipeline_depth)
+        self._fetched.clear()
+        return plan
+
+    def _advised(self, plan: Plan, keys: Sequence[ChunkKey]) -> set[ChunkKey]:
+        """The chunks that the store's controller would rather have computed where they stand."""
+        if self._store.controller is None:
+            return set()
+        chunks = [key for key in dict.fromkeys(keys) if key.sink_ids == self._sink_ids]  # not the prefix
+        plan.advice = self._store.controller.decide(chunks, self._least_ratio) if chunks else None
+        return set() if plan.advice is None else {*chunks} - {chunks[place] for place in plan.advice.loaded}
+
+    def _spans(
+        self, row: int, ids: Sequence[int], known: Sequence[Sequence[Span]] | None, at_beginning: bool
+    ) -> list[tuple[int, ChunkKey]]:
+        spans = self._found(ids, at_beginning) if known is None else self._wanted(known[row], ids, at_beginning)
+        return [span for span in spans if self._placeholders.isdisjoint(span[1].token_ids)]
+
+    def _found(self, ids: Sequence[int], at_beginning: bool) -> list[tuple[int, ChunkKey]]:
+        spans = self._store.find(self._fingerprint, self._sink_ids, ids)
+        first = ids[: spans[0][0]] if spans else ()
+        prefix = self._prefix(first, at_beginning)
+        known = tuple(first) == self._sink_ids or all(self._store.contains(key) for _, key in prefix)
+        return prefix + spans if known else spans
+
+    def _wanted(self, known: Sequence[Span], ids: Sequence[int], at_beginning: bool) -> list[tuple[int, ChunkKey]]:
+        spans = [(start, self._key(chunk, self._sink_ids)) for start, chunk in known]
+        return self._prefix(ids[: spans[0][0]] if spans else (), at_beginning) + spans
+
+    def _prefix(self, ids: Sequence[int], at_beginning: bool) -> list[tuple[int, ChunkKey]]:
+        """What stands before the first chunk, as an entry of its own, computed behind nothing."""
+        return [(0, self._key(ids, ()))] if at_beginning and len(ids) else []
+
+    def _key(self, ids: Sequence[int], sink_ids: Sequence[int]) -> ChunkKey:
+        return ChunkKey(self._fingerprint, tuple(sink_ids), tuple(ids), self._store.namespace)
+
+    def _place(
+        self,
+        plan: Plan,
+        row: int,
+        start: int,
+        new: int,
+        whole: Whole,
+        spans: list[tuple[int, ChunkKey]],
+        beginning: bool,
+    ) -> None:
+        exact_until = 0 if beginning else -1
+        for number, (offset, key) in enumerate(spans):
+            end = offset + len(key.token_ids)
+            if end >= max(len(whole.ids), whole.seen + new):
+                continue  # the last token is always computed: its output is wanted
+            exact = offset == exact_until and whole.ids[:offset] == key.sink_ids and self._is_turned_alike(key)
+            exact_until = end if exact else exact_until
+            first, last = max(offset, whole.seen), min(end, whole.seen + new - 1)  # a part's last token flows too
+            place = whole.place(start, first - whole.seen, last - first) if first < last else None
+            if place is not None:
+                chunk = self._fetch(plan, key)
+                plan.slots.append(Slot(row, place, chunk, exact, number, first - offset, last - first))
+
+    def _is_turned_alike(self, key: ChunkKey) -> bool:
+        """Whether a chunk is computed by the frequencies of this forward."""
+        return self._regimes == {self._regime(len(key.sink_ids) + len(key.token_ids))}
+
+    def _regime(self, tokens: int) -> tuple[int, ...]:
+        return frequency_regime(text_config(self._model), tokens)
+
+    def _fetch(self, plan: Plan, key: ChunkKey) -> ChunkKV:
+        if key not in self._fetched:
+            layout = layout_of(self._model, self._fingerprint)
+            chunk = self._store.stream(key, partial(_compute, self._model, key, plan.replaced), layout=layout)
+            if chunk is not None and not is_of_model(self._model, chunk.canary):
+                self._store.reject(key, "canary")
+                chunk = None
+            if chunk is None:
+                with self._store.timed(key):
+                    chunk = self._store.put(_compute(self._model, key))
+                plan.computed += 1
+            else:
+                plan.loaded += 1
+            self._fetched[key] = chunk
+        return self._fetched[key]
+
+
+def _real(
+    rows: Sequence[Sequence[int]], starts: Sequence[int], width: int, wholes: Sequence[Whole] | None
+) -> Tensor:
+    """`[batch, width]`: where the tokens of each entry are."""
+    real = np.zeros((len(rows), width), dtype=bool)
+    for row, (new, start) in enumerate(zip(rows, starts, strict=True)):
+        columns = wholes[row].columns if wholes is not None else ()
+        real[row, list(columns) or slice(start, start + len(new))] = True
+    return torch.from_numpy(real)
+
+
+def _compute(model: nn.Module, key: ChunkKey, replaced: list[ChunkKey] | None = None) -> ChunkKV:
+    """Compute a chunk alone. It knows no plan: the chunk keeps it, and would keep itself alive."""
+    if replaced is not None:
+        replaced.append(key)
+    return compute_chunk(model, key)

@@ -1,0 +1,114 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""A pass of the question alone over the stored KV: what it looks at, before anything is recomputed."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..model.attention import Reached
+from ..selectors.attention import Attention
+from ..selectors.base import Hear
+
+
+class Listener:
+    """Stands in the place of each layer's attention: tells what is looked at, and attends."""
+
+    def __init__(self, hear: Hear, last: int | None = None, anchors: Tensor | None = None) -> None:
+        """Prepare to listen.
+
+        Args:
+            hear: is told each layer, its attention and the weights.
+            last: the layer behind whose scores nothing runs any more; None runs all.
+            anchors: `[batch, columns]`, the new tokens that the rows themselves look at; None for all.
+        """
+        self._hear, self.last, self._anchors = hear, last, anchors
+
+    def take(self, index: int, seen: Attention) -> tuple[Tensor, None]:
+        """Tell of a layer, then give what its attention gives.
+
+        Args:
+            index: which layer.
+            seen: its attention.
+
+        Returns:
+            `[batch, rows, heads, value_dim]`, and no weights.
+
+        Raises:
+            Reached: it is the last layer that matters.
+        """
+        weights = seen.weights(slice(None))
+        self._hear(index, seen, weights)
+        if index == self.last:
+            raise Reached
+        if self._anchors is not None:
+            weights = seen.weights(slice(None), self._kept(seen))
+        return seen.outputs(weights).to(seen.queries.dtype).transpose(1, 2).contiguous(), None
+
+    def _kept(self, seen: Attention) -> Tensor:
+        """`[batch, 1, keys]`: the anchors, and all that is in the cache or has no place among the columns."""
+        anchors = self._anchors.to(seen.keys.device)  # type: ignore[union-attr]
+        keys = torch.ones(anchors.shape[0], seen.keys.shape[2], dtype=torch.bool, device=anchors.device)
+        keys[:, seen.past : seen.past + anchors.shape[1]] = anchors
+        return keys[:, None]
+
+
+def sight(
+    columns: Tensor, tokens: int, charge: Callable[[Any], None], take: Callable[[Attention], Any]
+) -> Callable[..., Any]:
+    """An attention function that makes an `Attention` of its arguments and passes it on.
+
+    Args:
+        columns: `[batch, rows]`, where the rows stand among the new tokens.
+        tokens: how many new tokens there are.
+        charge: is told the FLOPs of what the `Attention` computes.
+        take: is given it.
+
+    Returns:
+        The function, to be called as transformers calls them.
+    """
+
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, *args: Any, **given: Any
+    ) -> Any:
+        mask = given.get("attention_mask", mask)
+        is_plain = isinstance(mask, Tensor) and mask.dim() == 4 and not getattr(mask, "is_causal", False)
+        plain = mask if is_plain else None
+        scaling = given.get("scaling") or getattr(module, "scaling", None) or query.shape[-1] ** -0.5
+        past = key.shape[2] - tokens
+        return take(Attention(query, key, value, columns, past, plain, scaling, given.get("softcap"), charge))
+
+    return attend
+
+
+@torch.no_grad()
+def run_probe(
+    model: nn.Module, cache: Any, ids: Tensor, mask: Tensor | None, arguments: Mapping[str, Any] | None = None
+) -> None:
+    """Run the decoder over a prompt of which a cache recomputes nothing but the question.
+
+    Args:
+        model: the model.
+        cache: a `BlendCache` that listens; it is used up.
+        ids: `[batch, tokens]`, the new ones.
+        mask: `[batch, columns]`, 0 on padding, with those of what is in the cache; None: no padding.
+        arguments: of the model's forward, where it brings more than text: then the whole model is run.
+    """
+    given = {}
+    if mask is not None:
+        positions = (mask.long().cumsum(-1) - 1).clamp_min(0)
+        given = {"attention_mask": mask, "position_ids": positions[:, -ids.shape[1] :]}
+    is_whole = False
+    try:
+        cache.forward_begins(arguments or {"input_ids": ids, "attention_mask": mask, "logits_to_keep": 1})
+        if arguments:
+            model(**{**arguments, "past_key_values": cache, "use_cache": True})
+        else:
+            model.get_decoder()(input_ids=ids, past_key_values=cache, use_cache=True, **given)
+        is_whole = True
+    except Reached:
+        pass
+    finally:
+        cache.forward_ends(failed=not is_whole)

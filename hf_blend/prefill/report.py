@@ -1,0 +1,169 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a request cost: the one honest meter."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ..model.flops import LayerCost
+
+Charge: TypeAlias = float | Tensor | Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one layer computed. Nothing is counted before somebody asks for a figure.
+
+    Attributes:
+        layer: which layer.
+        kv_only: it ran only until its K and V were known.
+        columns: `[batch, rows]`, the columns among the new tokens that it ran for; None for all.
+        reusable: `[batch, tokens]`, the columns with stored KV that is not exact: the budget is about these.
+        real: `[batch, tokens]`, the columns that are not padding.
+        past: tokens that were in the cache before these columns.
+    """
+
+    layer: int
+    kv_only: bool
+    columns: Tensor | None
+    reusable: Tensor
+    real: Tensor
+    past: int = 0
+
+    @property
+    def flowing(self) -> Tensor:
+        """`[batch, tokens]`: the columns that the layer ran for."""
+        if self.columns is None:
+            return torch.ones_like(self.real)
+        return torch.zeros_like(self.real).scatter_(1, self.columns, True)
+
+
+@dataclass
+class BlendReport:
+    """Tokens, charged budget and time of one prefill.
+
+    Attributes:
+        nominal_ratio: the share of the reusable tokens that was asked for; where it differs from layer to layer, the
+            mean over the layers behind the first check layer.
+        prompt_tokens: real tokens of the prompt, all batch entries.
+        reusable_tokens: those with stored KV that is not exact: the ones that a choice is made among.
+        exact_tokens: those with stored KV that a full prefill would have computed just so; never recomputed.
+        computed_chunks: chunks that were missing, and were computed and stored for this request.
+        loaded_chunks: chunks that came from the store.
+        refused_chunks: chunks whose stored KV was not that of their tokens; computed like a question.
+        full_prefills: full prefills that a selector asked for; research only.
+        realign_ms: host time for moving stored KV to its place.
+        select_ms: host time for scoring and choosing.
+        past_tokens: tokens that were in the cache before this prefill.
+        fallback_reason: why every token was computed although there was a prompt, and what to pass instead; empty
+            where stored chunks could be reused.
+    """
+
+    nominal_ratio: float = 0.0
+    prompt_tokens: int = 0
+    reusable_tokens: int = 0
+    exact_tokens: int = 0
+    computed_chunks: int = 0
+    loaded_chunks: int = 0
+    refused_chunks: int = 0
+    full_prefills: int = 0
+    realign_ms: float = 0.0
+    select_ms: float = 0.0
+    past_tokens: int = 0
+    fallback_reason: str = ""
+    _chosen: list[list[list[int]] | tuple[Tensor, Tensor, int]] = field(default_factory=list, repr=False)
+    _charges: list[Charge] = field(default_factory=list, repr=False)
+    _costs: list[LayerCost] = field(default_factory=list, repr=False)
+    _work: list[Work] = field(default_factory=list, repr=False)
+
+    def planned(self, **counts: int) -> None:
+        """Add to the figures of these names; a prompt that comes in parts is planned part by part."""
+        for name, count in counts.items():
+            setattr(self, name, getattr(self, name) + count)
+
+    def computed(self, work: Work) -> None:
+        """Note that a layer ran, or ran as far as its K and V."""
+        self._work.append(work)
+
+    def charge(self, flops: Charge) -> None:
+        """Note work of choosing and correcting that is no layer's own; a tensor is read when a figure is asked for."""
+        self._charges.append(flops)
+
+    @property
+    def scoring_flops(self) -> float:
+        """FLOPs spent to choose and to correct beside the layers' own work: attention scores, probes, shifts."""
+        return sum(float(flops() if callable(flops) else flops) for flops in self._charges)
+
+    def chose(self, columns: Tensor, picked: Tensor, past: int) -> None:
+        """Note the first choice of a part of the prompt.
+
+        Args:
+            columns: `[batch, rows]`, where the rows are among the new tokens.
+            picked: `[batch, rows]`, True for those that were chosen.
+            past: tokens in the cache before the new ones.
+        """
+        self._chosen.append((columns, picked, past))
+
+    @property
+    def chosen_columns(self) -> list[list[int]]:
+        """For each batch entry the reusable columns that the first choice let go on; asks the device once."""
+        parts = []
+        for number, part in enumerate(self._chosen):
+            if isinstance(part, tuple):
+                columns, picked, past = part
+                part = [row[keep].tolist() for row, keep in zip((columns + past).cpu(), picked.cpu(), strict=True)]
+                self._chosen[number] = part
+            parts.append(part)
+        return [[column for row in rows for column in row] for rows in zip(*parts, strict=True)]
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of the decoder spent here, on all tokens, and of choosing and correcting."""
+        return sum(self._spent(work, work.flowing & work.real) for work in self._work) + self.scoring_flops
+
+    @property
+    def charged_budget(self) -> float:
+        """FLOPs spent on the reusable tokens over those that a full prefill spends on them; 0 without any."""
+        full = sum(self._costs[work.layer].of_columns(self._columns(work, work.reusable)) for work in self._layers())
+        spent = sum(self._spent(work, work.flowing & work.reusable) for work in self._work)
+        return (spent + self.scoring_flops) / full + self.full_prefills if full else 0.0
+
+    @property
+    def flop_bound(self) -> float:
+        """FLOPs of the decoder in a full prefill over those spent here: how much faster this prefill could be."""
+        full = sum(self._costs[work.layer].of_columns(self._columns(work, work.real)) for work in self._layers())
+        return full / self.flops if self.flops else 1.0
+
+    def _layers(self) -> list[Work]:
+        """One entry per layer, and per part of a prompt that came in parts."""
+        return [work for work in self._work if not work.kv_only]
+
+    def _spent(self, work: Work, tokens: Tensor) -> float:
+        cost = self._costs[work.layer]
+        return cost.before_kv * int(tokens.sum()) if work.kv_only else cost.of_columns(self._columns(work, tokens))
+
+    @staticmethod
+    def _columns(work: Work, tokens: Tensor) -> Tensor:
+        """How many tokens stand before each token, in its row and in the cache."""
+        return tokens.nonzero()[:, 1] + work.past
+
+    def as_dict(self) -> dict[str, Any]:
+        """All figures as JSON values."""
+        shown = {entry.name: getattr(self, entry.name) for entry in fields(self) if not entry.name.startswith("_")}
+        asked = {"scoring_flops": self.scoring_flops, "chosen_columns": self.chosen_columns}
+        return {**shown, **asked, "charged_budget": self.charged_budget, "flop_bound": self.flop_bound}
+
+    def __str__(self) -> str:
+        """One line for people."""
+        if self.fallback_reason:
+            return f"{self.prompt_tokens} tokens, all computed: {self.fallback_reason}"
+        return (
+            f"{self.prompt_tokens} tokens: {self.exact_tokens} exact, {self.reusable_tokens} reusable, of which "
+            f"{sum(map(len, self.chosen_columns))} recomputed (nominal {self.nominal_ratio:.0%}, charged "
+            f"{self.charged_budget:.1%}); {self.loaded_chunks} chunks loaded, {self.computed_chunks} computed; "
+            f"realign {self.realign_ms:.1f} ms, select {self.select_ms:.1f} ms"
+        )

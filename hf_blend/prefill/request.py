@@ -1,0 +1,199 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a cache knows of the prompt that is coming, and which part of it a forward brings."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import PromptError
+from ..model.anatomy import PER_TOKEN
+from ..prompt.pieces import Prompt, PromptBatch
+from .plan import Plan, Planner, Whole
+
+PADDED_INSIDE = "padding stands behind or between the tokens of a prompt. Pad on the left: padding_side='left'."
+UNSEEN = (
+    "the call of the model was not seen: its forward was called past its hooks, or neither inputs() nor "
+    "get_seq_length() of this cache was called before it. Call the object that the cache was made for, or generate."
+)
+
+@dataclass(frozen=True)
+class Brought:
+    """The new tokens of one forward.
+
+    Attributes:
+        rows: the real token ids of each batch entry.
+        starts: the column at which each entry's first real token stands.
+        seen: how many real tokens of each entry went before, counted from where its prompt begins.
+        width: columns.
+        columns: where each entry's tokens stand; empty where they stand one behind the other.
+    """
+
+    rows: list[list[int]]
+    starts: list[int]
+    seen: list[int]
+    width: int
+    columns: list[tuple[int, ...]]
+
+    @classmethod
+    def of(cls, ids: Tensor, mask: Tensor | None, before: int, is_built: bool = False) -> "Brought | None":
+        """Read the arguments of a forward.
+
+        Args:
+            ids: `[batch, tokens]`, new tokens only.
+            mask: `[batch, …]`, 0 on padding, with or without columns for what is in the cache; None: no padding.
+            before: columns of the same prompt that are in the cache.
+            is_built: the prompt is one of `BlendCache.inputs`; behind a history it has padding between its tokens.
+
+        Returns:
+            The new tokens; None where padding stands elsewhere than in front of them.
+        """
+        width = ids.shape[1]
+        if mask is None:
+            all_ids = ids.tolist()
+            return cls(all_ids, [0] * len(all_ids), [before] * len(all_ids), width, [()] * len(all_ids))
+        both = torch.cat((ids, mask.to(ids.dtype)), dim=1).cpu().numpy()  # the device is asked once
+        new, own, past = both[:, :width], both[:, -width:] != 0, both[:, width:-width] != 0
+        gaps = (own[:, 1:] < own[:, :-1]).any(axis=1)
+        if gaps.any() and not (is_built and own[:, -1].all()):
+            return None
+        rows = [row[keep].tolist() for row, keep in zip(new, own, strict=True)]
+        columns = [tuple(np.flatnonzero(keep).tolist()) if gap else () for keep, gap in zip(own, gaps, strict=True)]
+        is_seen = past.shape[1] >= before
+        seen = past[:, past.shape[1] - before :].sum(axis=1).tolist() if is_seen else [before] * len(rows)
+        return cls(rows, [width - len(row) for row in rows], [int(count) for count in seen], width, columns)
+
+
+class Coming:
+    """The prompts that `BlendCache.inputs` built, until their last tokens have been brought."""
+
+    def __init__(self, batch: PromptBatch | None = None, held: int = 0) -> None:
+        """Expect some prompts, or nothing.
+
+        Args:
+            batch: the prompts.
+            held: columns in the cache that stand before them and are no part of them.
+        """
+        self.batch, self.held = batch, held
+        self.is_begun = False  # a part of the prompts has been brought, and more is to come
+
+    def __bool__(self) -> bool:
+        """Whether anything is expected."""
+        return self.batch is not None
+
+    def plan(self, planner: Planner, brought: Brought, past: int) -> tuple[Plan, "Coming"]:
+        """Plan a forward.
+
+        Args:
+            planner: finds and fetches chunks.
+            brought: its tokens.
+            past: columns in the cache.
+
+        Returns:
+            The plan, and what is still expected behind this forward.
+        """
+        rows, starts, width = brought.rows, brought.starts, brought.width
+        prompts = None if self.batch is None else self.batch.find(rows, brought.seen)
+        if prompts is None:
+            others = [Whole(tuple(row), 0, columns) for row, columns in zip(rows, brought.columns, strict=True)]
+            return planner.plan(rows, starts, width, None, past == 0, others), Coming()
+        wholes = [
+            Whole(prompt.ids, seen, columns)
+            for prompt, seen, columns in zip(prompts, brought.seen, brought.columns, strict=True)
+        ]
+        beginning = self.held == 0 and not any(prompt.history for prompt in prompts)
+        plan = planner.plan(rows, starts, width, [prompt.spans() for prompt in prompts], beginning, wholes)
+        return plan, self._rest(prompts, brought)
+
+    def _rest(self, prompts: Sequence[Prompt], brought: Brought) -> "Coming":
+        missing = (
+            seen + len(row) < len(prompt.ids)
+            for row, seen, prompt in zip(brought.rows, brought.seen, prompts, strict=True)
+        )
+        if not any(missing):
+            return Coming()
+        rest = Coming(self.batch, self.held)
+        rest.is_begun = True
+        return rest
+
+
+def new_tokens(arguments: dict[str, Any]) -> int:
+    """How many columns a forward brings.
+
+    Args:
+        arguments: of the model's forward, by name.
+    """
+    given = (arguments.get("input_ids"), arguments.get("inputs_embeds"))
+    return next((states.shape[1] for states in given if states is not None), 0)
+
+
+def real_tokens(arguments: dict[str, Any]) -> int:
+    """How many tokens of a forward are not padding, all batch entries.
+
+    Args:
+        arguments: of the model's forward, by name.
+    """
+    ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
+    given, tokens = arguments["inputs_embeds"] if ids is None else ids, new_tokens(arguments)
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        return int(mask[:, -tokens:].sum())
+    return int(given.shape[0]) * tokens
+
+
+def why_plain(arguments: dict[str, Any], config: Any) -> str:
+    """Why a forward of several tokens computes all of them.
+
+    Args:
+        arguments: of the model's forward, by name.
+        config: of the text model; says which outputs are asked for where the arguments do not.
+
+    Returns:
+        What was passed and what to pass; empty where chunks may be reused.
+    """
+    mask, keep = arguments.get("attention_mask"), arguments.get("logits_to_keep")
+    if new_tokens(arguments) < 2:
+        return ""
+    if arguments.get("input_ids") is None:
+        return "the prompt came as inputs_embeds, but chunks are found by their tokens. Pass input_ids."
+    if mask is not None and getattr(mask, "dim", int)() != 2:
+        return "attention_mask does not have two axes. Pass one of [batch, tokens] with 0 on padding, or none."
+    if arguments.get("labels") is not None:
+        return "labels were passed, and a loss needs the logits of every token. Pass logits_to_keep=1 and no labels."
+    if any(_asked(name, arguments, config) for name in PER_TOKEN):
+        return f"outputs of every token were asked for: {', '.join(PER_TOKEN)} must be off for chunks to be reused."
+    if not isinstance(keep, int) or keep < 1:
+        return (
+            "the logits of every token were asked for, or of some by their places, but a blended prefill computes "
+            "only some. Pass logits_to_keep=1, or the number of last tokens whose logits are needed."
+        )
+    return ""
+
+
+def _asked(name: str, arguments: dict[str, Any], config: Any) -> bool:
+    given = arguments.get(name)
+    return bool(getattr(config, name, False) if given is None else given)
+
+
+def check_new(arguments: dict[str, Any], past: int) -> None:
+    """Refuse a forward that brings again what is in the cache, as stock assisted decoding does on a filled cache.
+
+    Args:
+        arguments: of the model's forward, by name.
+        past: tokens in the cache.
+
+    Raises:
+        PromptError: the positions begin at 0 again, and there are as many as the cache holds, and more.
+    """
+    ids, places = arguments.get("input_ids"), arguments.get("position_ids")
+    if not past or ids is None or places is None or places.dim() != 2 or ids.shape[0] != 1 or ids.shape[1] <= past:
+        return
+    if int(places[0, -1]) + 1 == ids.shape[1]:
+        raise PromptError(
+            f"the model was given {ids.shape[1]} tokens from position 0 on, but the {past} first of them are in the "
+            "cache already: assisted decoding of transformers passes the whole prompt. Call reset() before it, or go "
+            "on without an assistant."
+        )

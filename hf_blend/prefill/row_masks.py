@@ -1,0 +1,93 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""The mask of the rows that flow, for every layer and for the attention that the model uses.
+
+For eager it is an additive mask, for sdpa a `RowMask`, attended by blocks, for flex the model's own block mask, asked
+at the rows' places. Flash attention has no mask that could say where scattered rows stand, and takes their positions
+for those of packed sequences: layers with scattered rows go through sdpa, and whoever runs them is told so once.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..cache.cache_layers import layer_sizes
+from ..errors import UnsupportedModelError
+from ..model.anatomy import LayerCall, text_config
+from ..model.attention import Detour, is_flash
+from ..model.masks import RowMask, local_mask, row_mask
+from .rows import Rows
+
+logger = logging.getLogger(__name__)
+
+_told: set[str] = set()  # attention implementations that were spoken of
+
+
+class RowMasks:
+    """Makes each mask once, for each mask of the model and each set of rows."""
+
+    def __init__(self, model: nn.Module, layers: Sequence[Any], past: int, tokens: int) -> None:
+        """Prepare for one forward.
+
+        Args:
+            model: the model that runs.
+            layers: the cache's layers.
+            past: tokens in the cache.
+            tokens: new ones, all rows that a layer of the plain model would have.
+        """
+        self._implementation = text_config(model)._attn_implementation or "eager"
+        self._sizes = [layer_sizes(layer, past, tokens) for layer in layers]
+        self._windows = [getattr(layer, "sliding_window", None) for layer in layers]
+        self._past = past
+        self._detours = Detour.of_layers(model)
+        self._made: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+
+    def give(self, index: int, call: LayerCall, model_mask: Any, rows: Rows) -> Detour | None:
+        """Put its rows' lines of the mask into a call.
+
+        Args:
+            index: which layer.
+            call: receives the mask.
+            model_mask: what the model passes to the layer for all its rows.
+            rows: the rows that flow.
+
+        Returns:
+            The way through which the layer's attention should go, if not its own.
+        """
+        keys, offset = self._sizes[index]
+        place = (id(model_mask), id(rows), offset, self._windows[index])
+        if place not in self._made:
+            mask = self._lines(model_mask, rows, keys, offset, self._windows[index])
+            self._made[place] = (mask, (model_mask, rows))  # kept alive, or the ids would be used again
+        mask = self._made[place][0]
+        call.arguments["attention_mask"] = mask
+        if not isinstance(mask, RowMask):
+            return None
+        detour = self._detours[index]
+        mask.group = detour.groups
+        if is_flash(self._implementation) and not detour:
+            raise UnsupportedModelError(
+                f"the attention of layer {index}, {type(call.layer).__name__}, was not found, so it cannot go through "
+                f"sdpa instead of {self._implementation}. Load the model with attn_implementation='sdpa'."
+            )
+        return detour
+
+    def _lines(self, model_mask: Any, rows: Rows, keys: int, offset: int, window: int | None) -> Any:
+        past, columns = self._past - offset, rows.columns
+        if not is_flash(self._implementation):
+            return row_mask(model_mask, columns, past, keys, self._implementation, lambda: rows.numbers[0])
+        if self._implementation not in _told:
+            _told.add(self._implementation)
+            logger.warning(
+                "attention is %s, which cannot see scattered rows: in a prefill that reuses chunks the layers that "
+                "compute only some rows use sdpa; all others, and decoding, use %s",
+                self._implementation,
+                self._implementation,
+            )
+        mask = local_mask(columns, past, keys, window)
+        if model_mask is not None:
+            mask = mask & model_mask[:, None, None, -keys:].to(device=mask.device, dtype=torch.bool)
+        return RowMask.of(mask)

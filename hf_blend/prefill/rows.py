@@ -1,0 +1,133 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Which tokens still flow through the layers: a sorted set of columns per batch entry, made smaller on the way."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ..model.anatomy import gather_rows
+
+
+@dataclass
+class Rows:
+    """The rows of the hidden states, by the columns at which they stand.
+
+    Batch entries with fewer rows than others repeat their first one: it is computed twice to the same result, and the
+    outcome of an entry does not depend on its neighbours.
+
+    Attributes:
+        columns: `[batch, rows]`, sorted, counted from the first new token.
+        filler: `[batch, rows]`, True for the repetitions.
+        counts: how many rows of each entry are none; known to the host without asking the device.
+    """
+
+    columns: Tensor
+    filler: Tensor
+    counts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, selected: Tensor, counts: Sequence[int] | None = None) -> tuple["Rows", Tensor]:
+        """Keep the selected places of a grid.
+
+        Args:
+            selected: `[batch, places]`, at least one True in each entry.
+            counts: how many are True in each entry, where the host knows; otherwise the device is asked.
+
+        Returns:
+            The kept places as rows, and the same places as an index `[batch, kept]`.
+        """
+        known = tuple(selected.sum(dim=1).tolist()) if counts is None else tuple(counts)
+        width, device = max(known), selected.device
+        index = torch.argsort((~selected).to(torch.uint8), dim=1, stable=True)[:, :width]
+        repeated = torch.zeros_like(index, dtype=torch.bool)
+        if min(known) < width:
+            filler = torch.arange(width, device=device) >= torch.tensor(known, device=device)[:, None]
+            index = torch.where(filler, index[:, :1], index).sort(dim=1).values
+            # behind the sort a repetition is any row equal to the one before it
+            repeated[:, 1:] = index[:, 1:] == index[:, :-1]
+        return cls(index, repeated, known), index
+
+    @classmethod
+    def every(cls, grid: Tensor) -> "Rows":
+        """All places of a `[batch, places]` grid."""
+        columns = torch.arange(grid.shape[1], device=grid.device).expand(grid.shape[0], -1)
+        return cls(columns, torch.zeros_like(grid, dtype=torch.bool), (grid.shape[1],) * grid.shape[0])
+
+    @cached_property
+    def numbers(self) -> list[list[int]]:
+        """The columns of each entry, repetitions included, known to the host; asks the device once."""
+        found: list[list[int]] = self.columns.tolist()
+        return found
+
+    def keep(self, selected: Tensor, counts: Sequence[int] | None = None) -> tuple["Rows", Tensor]:
+        """Keep some of these rows.
+
+        Args:
+            selected: `[batch, rows]`, at least one True in each entry that is no repetition.
+            counts: how many these are, where the host knows.
+
+        Returns:
+            The smaller set, and the index `[batch, kept]` of its rows among these.
+        """
+        kept, index = Rows.of(selected & ~self.filler if min(self.counts) < max(self.counts) else selected, counts)
+        return Rows(self.columns.gather(1, index), kept.filler, kept.counts), index
+
+    def last(self, count: int) -> tuple["Rows", Tensor]:
+        """Keep the last `count` rows, none of which is a repetition; otherwise as `keep`."""
+        width = self.columns.shape[1]
+        index = torch.arange(width - count, width, device=self.columns.device).expand(self.columns.shape[0], -1)
+        kept = Rows(self.columns[:, -count:], self.filler[:, -count:], (count,) * self.columns.shape[0])
+        if "numbers" in vars(self):
+            kept.numbers = [numbers[-count:] for numbers in self.numbers]
+        return kept, index
+
+    def take(self, grid: Tensor) -> Tensor:
+        """The entries of a `[batch, tokens]` grid at these rows: `[batch, rows]`."""
+        return grid.gather(1, self.columns)
+
+    def take_states(self, states: Tensor) -> Tensor:
+        """The columns of `[batch, heads, tokens, width]` at these rows: `[batch, heads, rows, width]`."""
+        return gather_rows(states.transpose(1, 2), self.columns).transpose(1, 2)
+
+    def take_pair(self, states: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """`take_states` of K and of V."""
+        return self.take_states(states[0]), self.take_states(states[1])
+
+    def write_states(self, states: Tensor, rows: Tensor) -> None:
+        """Write `[batch, heads, rows, width]` to these rows' columns of `[batch, heads, tokens, width]`."""
+        columns = self.columns.to(states.device)
+        if columns.shape[0] == 1:
+            states.index_copy_(2, columns[0], rows)
+        else:
+            states.scatter_(2, columns[:, None, :, None].expand_as(rows), rows)
+
+    def spread(self, rows: Tensor, tokens: int) -> Tensor:
+        """The rows `[…, batch, rows, width]` at their columns among `tokens`, 0 elsewhere."""
+        whole = rows.new_zeros((*rows.shape[:-2], tokens, rows.shape[-1]))
+        return whole.scatter_(-2, self.columns.to(rows.device)[..., None].expand_as(rows), rows)
+
+
+def highest(scores: Tensor, eligible: Tensor, counts: Sequence[int]) -> Tensor:
+    """Mark the highest scores of each batch entry, the earlier of equal ones first.
+
+    Args:
+        scores: `[batch, places]` float32; NaN counts as lowest.
+        eligible: `[batch, places]`, which may be marked.
+        counts: how many to mark in each entry.
+
+    Returns:
+        `[batch, places]` boolean, exactly `counts` True in each entry (or all eligible, if fewer).
+    """
+    if not any(counts):
+        return torch.zeros_like(eligible)
+    lowest = torch.finfo(torch.float32).min  # above what is not eligible: that may never take the place of what is
+    scores = scores.float().nan_to_num(nan=lowest, neginf=lowest).masked_fill(~eligible, float("-inf"))
+    order = torch.argsort(scores, dim=1, descending=True, stable=True)[:, : max(counts)]
+    if min(counts) == max(counts):
+        return torch.zeros_like(eligible).scatter_(1, order, True) & eligible
+    ranked = torch.arange(max(counts), device=scores.device) < torch.tensor(counts, device=scores.device)[:, None]
+    return torch.zeros_like(eligible).scatter_(1, order, ranked) & eligible

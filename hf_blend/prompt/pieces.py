@@ -1,0 +1,223 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts from pieces: token ids are built piece by piece and joined as ids, never as text.
+
+Tokenising the joined text would merge tokens across the seams, and no stored chunk would be found in it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import PromptError
+from ..rotary.regime import stretches
+from .history import History
+
+Piece = str | Sequence[int]
+Span = tuple[int, tuple[int, ...]]  # (first token, token ids) of a chunk in its prompt
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One request as token ids.
+
+    Attributes:
+        prefix: what stands first, BOS included.
+        chunks: the retrieved chunks, in their order.
+        question: what stands last and is always computed.
+        history: what was said before and stands before all of these; nothing of it is looked up.
+    """
+
+    prefix: tuple[int, ...]
+    chunks: tuple[tuple[int, ...], ...]
+    question: tuple[int, ...]
+    history: tuple[int, ...] = ()
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """All token ids, in order."""
+        chunks = (token for chunk in self.chunks for token in chunk)
+        return (*self.history, *self.prefix, *chunks, *self.question)
+
+    def spans(self) -> list[Span]:
+        """(first column, token ids) of each chunk, counted from the first token of the prompt."""
+        spans, start = [], len(self.history) + len(self.prefix)
+        for chunk in self.chunks:
+            spans.append((start, chunk))
+            start += len(chunk)
+        return spans
+
+
+@dataclass(frozen=True)
+class PromptBatch:
+    """Requests side by side, padded on the left.
+
+    Attributes:
+        prompts: the requests.
+        input_ids: `[batch, tokens]`.
+        attention_mask: `[batch, tokens]`, 0 on padding.
+    """
+
+    prompts: tuple[Prompt, ...]
+    input_ids: Tensor
+    attention_mask: Tensor
+
+    def find(self, rows: Sequence[Sequence[int]], seen: Sequence[int]) -> list[Prompt] | None:
+        """Which prompt each row of token ids goes on with.
+
+        A beam search repeats prompts; assisted decoding puts its candidates behind them; a prefill by parts passes
+        them piece by piece.
+
+        Args:
+            rows: the real token ids of each batch entry that are new.
+            seen: how many real tokens of each entry went before.
+
+        Returns:
+            The prompt of each row; None if a row belongs to none.
+        """
+        repeats, odd = divmod(len(rows), len(self.prompts))
+        longest_first = sorted(self.prompts, key=lambda prompt: -len(prompt.ids))
+        found = []
+        for number, (row, start) in enumerate(zip(rows, seen, strict=True)):
+            own = [] if odd else [self.prompts[number // repeats]]
+            whole = [one for one in longest_first if start == 0 and len(one.ids) <= len(row)]
+            prompt = next((one for one in (*own, *whole) if _goes_on(one.ids, tuple(row), start)), None)
+            if prompt is None:
+                return None
+            found.append(prompt)
+        return found
+
+
+def _goes_on(ids: tuple[int, ...], row: tuple[int, ...], start: int) -> bool:
+    """Whether a row is the rest of some ids, with or without more behind it, or a part of that rest."""
+    rest = ids[start : start + len(row)]
+    return start <= len(ids) and bool(rest or not row) and row[: len(rest)] == rest
+
+
+def tokenize(tokenizer: Any, piece: Piece) -> tuple[int, ...]:
+    """Token ids of one piece, nothing added before or behind it.
+
+    Args:
+        tokenizer: any tokenizer of transformers; not used for a piece that is ids already.
+        piece: text or token ids.
+
+    Returns:
+        The ids.
+    """
+    if isinstance(piece, str):
+        return tuple(tokenizer.encode(piece, add_special_tokens=False))
+    return tuple(int(token) for token in piece)
+
+
+def build(
+    tokenizer: Any, prefix: Piece | None, chunks: Sequence[Piece], question: Piece, history: Sequence[int] = ()
+) -> Prompt:
+    """Turn the pieces of one request into ids.
+
+    Args:
+        tokenizer: tokenises the pieces that are text; its BOS, if it has one, goes in front of a text prefix.
+        prefix: system prompt or other beginning; None is BOS alone; ids are taken as they are.
+        chunks: the retrieved chunks, at least one, none empty.
+        question: what the model is asked, not empty.
+        history: ids of what was said before; then no BOS is put anywhere, and there may be no chunk.
+
+    Returns:
+        The request.
+
+    Raises:
+        PromptError: there is no chunk, or a piece is empty.
+    """
+    if isinstance(chunks, str) or not (len(chunks) or len(history)):
+        raise PromptError(
+            f"chunks is {chunks!r}, but a list of at least one chunk is wanted. Without chunks there is nothing to "
+            "reuse: call generate without a BlendCache."
+        )
+    pieces = [tokenize(tokenizer, chunk) for chunk in chunks]
+    for number, ids in enumerate(pieces):
+        if not ids:
+            raise PromptError(f"chunk {number} is {chunks[number]!r} and has no token. Leave empty chunks out.")
+    asked = tokenize(tokenizer, question)
+    if not asked:
+        raise PromptError(f"question is {question!r} and has no token. Ask something; the model answers after it.")
+    bos = getattr(tokenizer, "bos_token_id", None)
+    bare = bos is None or len(history) or (prefix is not None and not isinstance(prefix, str))
+    front = () if bare else (bos,)
+    return Prompt((*front, *tokenize(tokenizer, prefix or ())), tuple(pieces), asked, tuple(history))
+
+
+def batch(prompts: Sequence[Prompt], pad_id: int, history: History | None = None) -> PromptBatch:
+    """Put requests side by side.
+
+    Args:
+        prompts: the requests, at least one.
+        pad_id: fills the columns before the shorter ones.
+        history: what was said before, with its own padding; it is in the cache, column by column.
+
+    Returns:
+        Ids and attention mask, `[batch, tokens]`, padded on the left; behind a history, between it and what is new.
+    """
+    new = [prompt.ids[len(prompt.history) :] for prompt in prompts]
+    width = max(map(len, new))
+    ids = torch.full((len(prompts), width), pad_id)
+    mask = torch.zeros((len(prompts), width), dtype=torch.long)
+    for row, tokens in enumerate(new):
+        ids[row, width - len(tokens) :] = torch.tensor(tokens)
+        mask[row, width - len(tokens) :] = 1
+    if history and history.input_ids is not None and history.attention_mask is not None:
+        ids = torch.cat((history.input_ids, ids), dim=1)
+        mask = torch.cat((history.attention_mask, mask), dim=1)
+    return PromptBatch(tuple(prompts), ids, mask)
+
+
+def build_all(
+    tokenizer: Any, prefix: Any, chunks: Sequence[Any], question: Any, history: Sequence[Sequence[int]] = ()
+) -> list[Prompt]:
+    """Turn the pieces of one request, or of a batch of them, into ids.
+
+    Args:
+        tokenizer: tokenises the pieces that are text.
+        prefix: of all requests, or a list with one for each.
+        chunks: of one request, or a list of such lists.
+        question: text or ids of one question, or a list of questions: then it is a batch.
+        history: ids of what was said before in each request; empty if nothing was.
+
+    Returns:
+        One prompt per request.
+
+    Raises:
+        PromptError: a piece is empty, or the pieces of a batch differ in number.
+    """
+    if isinstance(question, str) or not question or isinstance(question[0], int):
+        return [build(tokenizer, prefix, chunks, question, *history)]
+    shared = prefix is None or isinstance(prefix, str) or not prefix or isinstance(prefix[0], int)
+    prefixes = [prefix] * len(question) if shared else prefix
+    if not len(prefixes) == len(chunks) == len(question) == len(history or question):
+        raise PromptError(
+            f"a batch of {len(question)} questions came with {len(chunks)} lists of chunks and {len(prefixes)} "
+            f"prefixes{f', behind a history of {len(history)} requests' if history else ''}. Give each question its "
+            "own list of chunks."
+        )
+    said = history or [()] * len(question)
+    return [build(tokenizer, *pieces) for pieces in zip(prefixes, chunks, question, said, strict=True)]
+
+
+def check_lengths(prompts: Sequence[Prompt], held: int, config: Any) -> None:
+    """Refuse a prompt that does not fit the model.
+
+    Args:
+        prompts: the requests.
+        held: tokens that the cache holds already.
+        config: of the text model.
+
+    Raises:
+        PromptError: a prompt reaches past the model's positions.
+    """
+    longest = getattr(config, "max_position_embeddings", None)
+    tokens = held + max(len(prompt.ids) for prompt in prompts)
+    if longest is not None and tokens > longest and not stretches(config):
+        raise PromptError(
+            f"the prompt has {tokens} tokens, but the model has {longest} positions. Leave chunks out or shorten them."
+        )

@@ -1,0 +1,196 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""The floor: how far two full prefills of one model differ that are equal on paper.
+
+A blended prefill adds up the same numbers in another order, so it can be no nearer to a plain one than plain ones are
+to each other. Every prompt is run whole and alone, and again in each of these ways, none of our code in the model:
+
+    other attention   eager in place of sdpa, or the other way round; alone and side by side
+    other kernel      torch's plain attention kernel in place of its fused one; alone and side by side
+    pieces            in 2, 3 and 7 pieces, each continuing the cache of those before
+    batch             side by side with the other prompts, padded on the left
+
+The floor is the largest difference over all ways, prompts and rows: more rows than any claim of the ladder looks at.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ..model.anatomy import text_config
+from ..model.placement import input_device
+from ..prompt.pieces import Prompt, batch
+from ..selectors.base import KV
+
+PIECES = (2, 3, 7)
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """What one forward gave for one prompt.
+
+    Attributes:
+        logits: `[tokens, vocabulary]` float32.
+        layers: (K, V) of each layer, `[kv_heads, tokens, head_dim]`; K rotated for the prompt's positions.
+    """
+
+    logits: Tensor
+    layers: tuple[KV, ...]
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Largest absolute differences between full prefills.
+
+    Attributes:
+        logits: of any logit.
+        layer_0: of any entry of K or V of layer 0, which do not depend on the context.
+        states: of any entry of K or V of any layer.
+    """
+
+    logits: float
+    layer_0: float
+    states: float
+
+
+def measure_floor(model: nn.Module, prompts: Sequence[Prompt]) -> Floor:
+    """Run the prompts plainly in several ways and compare.
+
+    Args:
+        model: the model, left as it was.
+        prompts: two or more, of different lengths.
+
+    Returns:
+        The floor under the model's dtype and attention implementation.
+    """
+    wanted = [prefill(model, [prompt])[0] for prompt in prompts]
+    ways = [prefill(model, prompts), *(in_pieces(model, prompts, count) for count in PIECES)]
+    with sdpa_kernel(SDPBackend.MATH):
+        ways += [[prefill(model, [prompt])[0] for prompt in prompts], prefill(model, prompts)]
+    other = "eager" if attention_of(model) != "eager" else "sdpa"
+    if other in attentions(model):
+        with attending(model, other):
+            ways += [[prefill(model, [prompt])[0] for prompt in prompts], prefill(model, prompts)]
+    pairs = [(one, other) for way in ways for one, other in zip(wanted, way, strict=True)]
+    return Floor(
+        max(distance(one.logits, other.logits) for one, other in pairs),
+        max(_apart(one.layers[:1], other.layers[:1]) for one, other in pairs),
+        max(_apart(one.layers, other.layers) for one, other in pairs),
+    )
+
+
+@torch.no_grad()
+def prefill(model: nn.Module, prompts: Sequence[Prompt]) -> list[Prefill]:
+    """Run prompts side by side through the plain model.
+
+    Args:
+        model: the model.
+        prompts: one or more.
+
+    Returns:
+        Logits, K and V of each prompt, without its padding.
+    """
+    from transformers import DynamicCache
+
+    built = batch(prompts, 0)
+    cache = DynamicCache()  # without a config no layer forgets what lies outside its window
+    given = placed(model, {"input_ids": built.input_ids, "attention_mask": built.attention_mask})
+    logits = model(**given, past_key_values=cache, use_cache=True).logits.float()
+    return [_cut(logits, cache, row, len(prompt.ids)) for row, prompt in enumerate(prompts)]
+
+
+@torch.no_grad()
+def in_pieces(model: nn.Module, prompts: Sequence[Prompt], count: int) -> list[Prefill]:
+    """Run each prompt alone, in pieces that continue each other's cache.
+
+    Args:
+        model: the model.
+        prompts: one or more.
+        count: number of pieces.
+
+    Returns:
+        Logits, K and V of each prompt.
+    """
+    from transformers import DynamicCache
+
+    done = []
+    for prompt in prompts:
+        cache, logits = DynamicCache(), []
+        for piece in torch.tensor([prompt.ids], device=device_of(model)).tensor_split(count, dim=1):
+            logits.append(model(piece, past_key_values=cache, use_cache=True).logits.float())
+        done.append(_cut(torch.cat(logits, dim=1), cache, 0, len(prompt.ids)))
+    return done
+
+
+def placed(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Inputs on the model's device, with the positions that `generate` would give to a padded batch.
+
+    Args:
+        model: the model.
+        inputs: `input_ids` and `attention_mask`, `[batch, tokens]`.
+
+    Returns:
+        The same with `position_ids`.
+    """
+    inputs = {name: value.to(device_of(model)) for name, value in inputs.items()}
+    return {**inputs, "position_ids": (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0)}
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model takes its ids."""
+    return input_device(model)
+
+
+def attention_of(model: nn.Module) -> str:
+    """The attention implementation that the model uses."""
+    return text_config(model)._attn_implementation or "eager"
+
+
+def attentions(model: nn.Module) -> list[str]:
+    """Those of eager and sdpa that the model can use."""
+    return ["eager", "sdpa"] if getattr(model, "_supports_sdpa", True) else ["eager"]
+
+
+@contextmanager
+def attending(model: nn.Module, implementation: str) -> Iterator[None]:
+    """Let the model use another attention implementation for a while.
+
+    Args:
+        model: the model; it has its own implementation back afterwards.
+        implementation: such as "eager".
+    """
+    before = attention_of(model)
+    model.set_attn_implementation(implementation)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def kv_of(cache: Any) -> list[KV]:
+    """(K, V) of each layer of a cache, `[batch, kv_heads, tokens, head_dim]`; not copied."""
+    return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    """Largest absolute difference of two tensors of one shape; NaN counts as infinite."""
+    if one.shape != other.shape:
+        return float("inf")
+    if not one.numel():
+        return 0.0
+    largest = float((one.float() - other.float()).abs().amax())
+    return largest if largest == largest else float("inf")
+
+
+def _apart(one: Sequence[KV], other: Sequence[KV]) -> float:
+    return max(distance(a, b) for pair in zip(one, other, strict=True) for a, b in zip(*pair, strict=True))
+
+
+def _cut(logits: Tensor, cache: Any, row: int, tokens: int) -> Prefill:
+    layers = tuple((keys[row, :, -tokens:], values[row, :, -tokens:]) for keys, values in kv_of(cache))
+    return Prefill(logits[row, -tokens:], layers)

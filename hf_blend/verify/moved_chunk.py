@@ -1,0 +1,33 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""A chunk moved to another place has, at every layer, the K and V that the model computes for it alone there."""
+
+import torch
+from torch import Tensor
+
+from ..model.capture import capture
+from .base import Outcome, Rung, rounding
+from .floor import device_of, distance
+from .moving import CHUNK_TOKENS, FAR, home, moved, probe_chunk
+from .subject import Subject
+
+
+class MovedChunk(Rung):
+    """Behind the same sink, everything shifted: by the composed turn of each layer, with each layer's own table."""
+
+    def measure(self, subject: Subject) -> Outcome:
+        """Largest absolute difference of any K or V of any layer."""
+        there = _alone_at(subject, FAR)
+        got = moved(subject, probe_chunk(subject), FAR).layers
+        pairs = [pair for one, other in zip(got, there, strict=True) for pair in zip(one, other, strict=True)]
+        errors = [distance(*pair) for pair in pairs]
+        largest = max(float(states.abs().amax()) for pair in there for states in pair)
+        return Outcome(max(errors), 2 * subject.floor.states + largest * rounding(subject.dtype, 6, moves=1))
+
+
+def _alone_at(subject: Subject, start: int) -> list[tuple[Tensor, Tensor]]:
+    """K and V of the probe chunk, `[kv_heads, tokens, head_dim]`, computed with its first token at `start`."""
+    ids = (*subject.sink_ids, *subject.ids(CHUNK_TOKENS, seed=7))
+    places = torch.arange(len(ids), device=device_of(subject.model)) + start - home(subject)
+    layers = capture(subject.model, torch.tensor([ids]), places[None]).layers
+    return [(keys[0, :, home(subject) :], values[0, :, home(subject) :]) for keys, values in layers]

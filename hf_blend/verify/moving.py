@@ -1,0 +1,75 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Chunks taken to other places by the realigner, for the rungs that look at it alone."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..prefill.plan import Slot
+from ..prefill.realign import Realigner
+from ..prefill.report import BlendReport
+from ..store.chunk import ChunkKV
+from .subject import Subject
+
+CHUNK_TOKENS = 24
+NEAR, FAR = 41, 130  # places in the prompt, in tokens; neither is a multiple of the other
+
+
+def probe_chunk(subject: Subject) -> ChunkKV:
+    """A chunk that stands behind the sink, `CHUNK_TOKENS` long."""
+    return subject.chunk(subject.ids(CHUNK_TOKENS, seed=7))
+
+
+def sequence_of(subject: Subject, tokens: int) -> Tensor:
+    """Random ids for a sequence of its own, `[1, tokens]`."""
+    return torch.tensor([subject.ids(tokens, seed=8)])
+
+
+def home(subject: Subject) -> int:
+    """The first position of a probe chunk as it is stored."""
+    return len(subject.sink_ids)
+
+
+def moved(subject: Subject, chunk: ChunkKV, start: int) -> ChunkKV:
+    """Realign a chunk as a request does.
+
+    Args:
+        subject: whose model made the chunk.
+        chunk: the chunk; it is not changed.
+        start: the position that its first token shall have.
+
+    Returns:
+        A chunk whose keys are rotated for `start …`, with the tables of these positions.
+    """
+    realigner, slot = Realigner(subject.styles, BlendReport()), Slot(0, 0, chunk, False, 0)
+    tables, layers = list(chunk.tables), []
+    for index, table in enumerate(subject.tables_at(start, chunk.tokens)):
+        realigner.learn(index, table)
+        keys, values = (torch.full_like(states, float("nan"))[None] for states in chunk.layers[index])
+        realigner.lay(index, [slot], keys, values)
+        layers.append((keys[0], values[0]))
+        if table is not None and chunk.layer_table[index] >= 0:
+            tables[chunk.layer_table[index]] = tuple(part[0].float() for part in table)
+    return replace(chunk, layers=tuple(layers), tables=tuple(tables))
+
+
+def turning(subject: Subject, chunk: ChunkKV) -> list[Tensor]:
+    """Of each layer's (K, V) the tensor that turns with the position, `[kv_heads, tokens, head_dim]`."""
+    return [pair[style.slot] for pair, style in zip(chunk.layers, subject.styles, strict=True)]
+
+
+def still(subject: Subject, chunk: ChunkKV) -> list[Tensor]:
+    """Of each layer's (K, V) the tensor that carries no position."""
+    return [pair[1 - style.slot] for pair, style in zip(chunk.layers, subject.styles, strict=True)]
+
+
+def keys_apart(subject: Subject, one: ChunkKV, other: ChunkKV) -> float:
+    """Largest difference of two chunks' keys, as a share of each layer's largest key; NaN counts as infinite."""
+    shares = [
+        float((a.float() - b.float()).abs().amax() / b.float().abs().amax())
+        for a, b in zip(turning(subject, one), turning(subject, other), strict=True)
+    ]
+    worst = max(shares)
+    return worst if all(share == share for share in shares) else float("inf")

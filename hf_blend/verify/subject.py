@@ -1,0 +1,169 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What stands on the ladder: one model in one dtype with one attention, and the requests that it is given."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..cache.blend_cache import BlendCache
+from ..model.anatomy import decoder_layers, text_config
+from ..model.calibrate import rotary_styles
+from ..model.capture import capture, capture_chunk
+from ..model.fingerprint import fingerprint
+from ..model.quantised import silence_casts
+from ..prompt.pieces import Prompt, batch
+from ..rotary.tables import Table
+from ..selectors.base import KV
+from ..store import ChunkStore
+from ..store.chunk import ChunkKV
+from .floor import Floor, Prefill, device_of, kv_of, measure_floor, placed, prefill
+
+FLOAT32_LOGITS = 1e-5  # asked of float32 even where the floor is lower
+LENGTHS = (((17, 23, 31), 9), ((29, 12), 14), ((20, 20, 11, 8), 6))  # chunks and question of each request, in tokens
+PREFIX_TOKENS = 4
+
+
+@dataclass
+class Blended:
+    """A blended prefill.
+
+    Attributes:
+        cache: full after the prefill.
+        asked: `[batch, rows, vocabulary]` float32 logits of the question's rows, as many as the shortest question has.
+        prompts: what was asked.
+    """
+
+    cache: BlendCache
+    asked: Tensor
+    prompts: Sequence[Prompt]
+
+    @property
+    def layers(self) -> list[KV]:
+        """(K, V) of each layer, `[batch, kv_heads, tokens, head_dim]`."""
+        return kv_of(self.cache)
+
+
+class Subject:
+    """A model with fixed random requests, its rotary styles and its floor."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Make the requests.
+
+        Args:
+            model: the model in the dtype and with the attention that are looked at.
+
+        Raises:
+            UnsupportedModelError: the model cannot be blended at all.
+        """
+        silence_casts(model, self)
+        self.model = model
+        self.styles = rotary_styles(model)
+        self.num_layers = len(decoder_layers(model))
+        self.vocabulary = text_config(model).vocab_size
+        bos = getattr(text_config(model), "bos_token_id", None)
+        self.sink_ids = (bos,) if isinstance(bos, int) else ()
+        self.prompts = self._prompts()
+
+    @cached_property
+    def floor(self) -> Floor:
+        """How far full prefills of these requests differ; measured once."""
+        return measure_floor(self.model, self.prompts)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that K and V have."""
+        return self.model.dtype
+
+    @property
+    def logit_tolerance(self) -> float:
+        """How far logits may be off: the floor; in float32 1e-5 where the floor is lower."""
+        return max(self.floor.logits, FLOAT32_LOGITS) if self.dtype == torch.float32 else self.floor.logits
+
+    def ids(self, count: int, seed: int) -> tuple[int, ...]:
+        """Random tokens, none of the special ones at the beginning of the vocabulary."""
+        drawn = random.Random(seed)
+        return tuple(drawn.randrange(min(8, self.vocabulary - 1), self.vocabulary) for _ in range(count))
+
+    def cache(self, ratio: float, store: ChunkStore | None = None, **settings: Any) -> BlendCache:
+        """A fresh request, on its own store if none is given; the ladder judges, so the self-test may not refuse."""
+        store = ChunkStore.open("memory://") if store is None else store  # an empty store is false
+        return BlendCache(self.model, store, recompute_ratio=ratio, allow_unverified=True, **settings)
+
+    def inputs(self, cache: BlendCache, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+        """Announce prompts to a cache, and give what the model is called with: ids, mask and positions."""
+        pieces: dict[str, Any] = {"prefix": [p.prefix for p in prompts], "chunks": [p.chunks for p in prompts]}
+        return placed(self.model, cache.inputs(None, **pieces, question=[p.question for p in prompts]))
+
+    @torch.no_grad()
+    def forward(self, cache: BlendCache, inputs: dict[str, Tensor], rows: int) -> Tensor:
+        """One forward with a cache, entered as `generate` enters: logits of the last rows, float32.
+
+        Local layers go on holding what lies outside their windows, for the rungs that look at it.
+        """
+        cache.activate_past_recording()
+        return self.model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=rows).logits.float()
+
+    def prefill(self, cache: BlendCache, prompts: Sequence[Prompt]) -> Tensor:
+        """Prefill prompts with a cache: logits of the question's rows, as `Blended.asked`."""
+        return self.forward(cache, self.inputs(cache, prompts), question_rows(prompts))
+
+    def blend(
+        self, prompts: Sequence[Prompt], ratio: float, store: ChunkStore | None = None, **settings: Any
+    ) -> Blended:
+        """Prefill prompts with stored chunks.
+
+        Args:
+            prompts: one, or several side by side.
+            ratio: share of the reusable tokens that is recomputed.
+            store: where the chunks are; a fresh one in memory if left out.
+            **settings: more fields of the config.
+
+        Returns:
+            The prefill.
+        """
+        cache = self.cache(ratio, store, **settings)
+        return Blended(cache, self.prefill(cache, prompts), prompts)
+
+    def plain(self, prompts: Sequence[Prompt]) -> list[Prefill]:
+        """Prefill the same prompts, side by side, with the plain model."""
+        return prefill(self.model, prompts)
+
+    def asked(self, prompts: Sequence[Prompt]) -> Tensor:
+        """Plain logits of the question's rows, `[batch, rows, vocabulary]`, as `Blended.asked`."""
+        return torch.stack([run.logits[-question_rows(prompts) :] for run in self.plain(prompts)])
+
+    def chunk(self, ids: Sequence[int], sink_ids: Sequence[int] | None = None) -> ChunkKV:
+        """A chunk computed alone, as a request does it."""
+        sink = self.sink_ids if sink_ids is None else sink_ids
+        return capture_chunk(self.model, ids, sink, fingerprint(self.model))
+
+    def tables_at(self, start: int, tokens: int) -> tuple[Table | None, ...]:
+        """The rotary tables that the model hands to its layers for some positions."""
+        ids = torch.tensor([self.ids(tokens, seed=0)], device=device_of(self.model))
+        places = torch.arange(start, start + tokens, device=ids.device)[None]
+        return capture(self.model, ids, places).tables
+
+    def prompt_tables(self, prompts: Sequence[Prompt]) -> tuple[Table | None, ...]:
+        """The rotary tables that the model hands to its layers for a batch of prompts."""
+        built = batch(prompts, 0)
+        given = placed(self.model, {"input_ids": built.input_ids, "attention_mask": built.attention_mask})
+        return capture(self.model, given["input_ids"], given["position_ids"], given["attention_mask"]).tables
+
+    def _prompts(self) -> list[Prompt]:
+        made = []
+        for row, (lengths, asked) in enumerate(LENGTHS):
+            chunks = tuple(self.ids(count, seed=100 * row + place) for place, count in enumerate(lengths))
+            prefix = (*self.sink_ids, *self.ids(PREFIX_TOKENS + row, seed=100 * row + 50))
+            made.append(Prompt(prefix, chunks, self.ids(asked, seed=100 * row + 60)))
+        return made
+
+
+def question_rows(prompts: Sequence[Prompt]) -> int:
+    """Tokens of the shortest question."""
+    return min(len(prompt.question) for prompt in prompts)

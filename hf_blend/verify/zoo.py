@@ -1,0 +1,227 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Models for the ladder: a path or hub id, or `tiny:TYPE`, a small random model of any causal type of transformers.
+
+A tiny model is built from the config class of its type: sizes are made small by the names that configs share, whatever
+else the type sets is kept. So a type needs no code here, and one whose config does not shrink says why.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+
+from ..errors import ConfigError, UnsupportedModelError, suggest
+from ..model.anatomy import other_states
+
+TINY = "tiny:"
+LAYERS = 4
+WEIGHT_SCALE = 3.0  # at 1 attention is nearly uniform, and much that is wrong would not show
+SPREAD = 0.1  # of biases and norm weights, which are all 0 or all 1 in a fresh model
+MOST_PARAMETERS = 20_000_000  # more means that the config did not shrink
+FIELDS = {
+    "vocab_size": 128, "hidden_size": 64, "embedding_size": 64, "intermediate_size": 128, "ffn_dim": 128,
+    "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2, "num_kv_heads": 2,
+    "head_dim": 16, "rotary_dim": 16, "query_pre_attn_scalar": 16, "max_position_embeddings": 512,
+    "sliding_window": 16, "attention_window_size": 16, "attention_chunk_size": 16,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 4, "num_local_experts": 4,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
+    "global_head_dim": 16, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128,
+    "laurel_rank": 8, "num_kv_shared_layers": 0, "altup_num_inputs": 2, "first_k_dense_replace": 1,
+    "ffn_hidden_size": 128, "expert_ffn_hidden_size": 32, "num_global_key_value_heads": 2, "n_shared_experts": 1,
+    "num_layers": LAYERS, "moe_topk": 2, "zero_expert_num": 2,
+}  # fmt: skip
+EXTRA: dict[str, dict[str, Any]] = {  # what a type asks for beyond the names that many share
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": theta}
+            for kind, theta in (("sliding_attention", 1e4), ("full_attention", 1e6))
+        },
+    },
+    "lfm2": {"layer_types": ["conv"] * (LAYERS - 1) + ["full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv"] * (LAYERS - 1) + ["full_attention"]},
+    "zaya": {"num_experts_per_tok": 1},
+}
+WRONG_CONFIG = (ArithmeticError, AttributeError, AssertionError, ImportError, LookupError, RuntimeError,
+                StrictDataclassError, TypeError, ValueError)  # fmt: skip
+
+
+def load_model(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> nn.Module:
+    """Load a model, or build a tiny one.
+
+    Args:
+        name: a path, a hub id, or `tiny:TYPE`.
+        dtype: of the weights.
+        device: where to put it.
+
+    Returns:
+        A causal language model in eval mode.
+
+    Raises:
+        ConfigError: transformers knows no causal model of that type.
+        UnsupportedModelError: there is no causal language model to be had from it.
+        OSError: nothing is at that path or id.
+    """
+    if name.startswith(TINY):
+        return tiny_model(name.removeprefix(TINY)).to(dtype=dtype, device=device)
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+    except ValueError as error:
+        raise UnsupportedModelError(
+            f"{name} does not load as a causal language model: {_short(error)} Blending needs a decoder-only model."
+        ) from error
+    return model.to(device).eval()
+
+
+def tiny_types() -> list[str]:
+    """Every model type that transformers knows as a causal language model."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def tiny_model(model_type: str, *, seed: int = 0, **fields: Any) -> nn.Module:
+    """Build a small random model of a type: 4 layers of width 64, with grouped heads where the type can have them.
+
+    Args:
+        model_type: as in `config.json`, such as "llama".
+        seed: of the weights; the global random state is left alone.
+        **fields: config fields to set beside the shrunk ones.
+
+    Returns:
+        A float32 model in eval mode.
+
+    Raises:
+        ConfigError: transformers knows no causal model of that type.
+        UnsupportedModelError: its config does not shrink.
+    """
+    if model_type not in tiny_types():
+        near = suggest(model_type, tiny_types()).partition("Available")[0]
+        raise ConfigError(
+            f"transformers has no causal language model of type {model_type!r}. {near}Give the model_type of a "
+            "config.json, such as tiny:llama."
+        )
+    refusal = refused_by_config(model_type)
+    if refusal:
+        raise UnsupportedModelError(refusal)
+    failures: list[BaseException] = []
+    for fill in (False, True):  # some types leave at None what they cannot do without, others mean None
+        try:
+            return _build(model_type, seed, fields, fill)
+        except UnsupportedModelError:
+            raise
+        except WRONG_CONFIG as error:
+            failures.append(error)
+    raise UnsupportedModelError(
+        f"no tiny model of type {model_type!r} can be built: {type(failures[0]).__name__}: {_short(failures[0])} Its "
+        "config does not shrink by the common field names; verify a checkpoint of it instead."
+    ) from failures[0]
+
+
+def refused_by_config(model_type: str) -> str:
+    """Why no model of a type can be blended, as far as its default config tells; empty if it does not.
+
+    Args:
+        model_type: as in `config.json`.
+
+    Returns:
+        A sentence, naming what stands in the way.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.for_model(model_type).get_text_config(decoder=True)
+    except WRONG_CONFIG:
+        return ""
+    if getattr(config, "is_encoder_decoder", False):
+        return f"{model_type} models are encoder-decoders, but only decoders that read prompts themselves are blended."
+    complaint = other_states(config)
+    return f"{model_type} models cannot be blended: {complaint}" if complaint else ""
+
+
+def _build(model_type: str, seed: int, fields: dict[str, Any], fill: bool) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    config = _tiny_config(model_type, fields, fill)
+    with torch.device("meta"):
+        count = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
+    if count > MOST_PARAMETERS:
+        raise UnsupportedModelError(
+            f"no tiny model of type {model_type!r} can be built: it would have {count:,} parameters, at most "
+            f"{MOST_PARAMETERS:,} are wanted. Verify a checkpoint of it instead."
+        )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        _roughen(model)
+    with torch.no_grad():
+        model(torch.arange(8, 16)[None])  # sizes that do not fit each other show here
+    return model
+
+
+@torch.no_grad()
+def _roughen(model: nn.Module) -> None:
+    """Make every weight matter: larger matrices, biases and norm weights that differ."""
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            weight.mul_(WEIGHT_SCALE)
+        else:
+            weight.add_(SPREAD * torch.randn_like(weight))
+
+
+def _tiny_config(model_type: str, fields: dict[str, Any], fill: bool) -> Any:
+    from transformers import AutoConfig
+
+    default = AutoConfig.for_model(model_type)
+    return AutoConfig.for_model(model_type, **{**_shrunk(default, fill), **EXTRA.get(model_type, {}), **fields})
+
+
+def _shrunk(default: Any, fill: bool) -> dict[str, Any]:
+    """Small values for those fields that a config has, with `fill` those at None too; its inner configs likewise."""
+    found: dict[str, Any] = {name: value for name, value in FIELDS.items() if _has(default, name, fill)}
+    found |= {name: FIELDS[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    if hasattr(default, "num_key_value_heads"):
+        latent = getattr(default, "kv_lora_rank", None) is not None  # latent attention has as many as there are heads
+        found["num_key_value_heads"] = FIELDS["num_attention_heads" if latent else "num_key_value_heads"]
+    for name in getattr(default, "sub_configs", {}):
+        inner = getattr(default, name, None)
+        if inner is not None:
+            found[name] = _shrunk(inner, fill)
+    kinds = _layer_kinds(default)
+    if 1 < len(kinds) <= LAYERS and not isinstance(getattr(type(default), "layer_types", None), property):
+        found["layer_types"] = _layer_types(kinds)
+    return found
+
+
+def _has(config: Any, name: str, fill: bool) -> bool:
+    if isinstance(getattr(type(config), name, None), property):
+        return False
+    try:
+        return hasattr(config, name) if fill else getattr(config, name, None) is not None
+    except RuntimeError:  # its layers differ in it
+        return True
+
+
+def _layer_kinds(config: Any) -> list[str]:
+    """The kinds of layers that a config names, one by one or as those with rotary tables of their own."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    named = (name for name in rope if name.endswith("_attention"))
+    types = getattr(config, "layer_types", None) or ()
+    return list(dict.fromkeys((*types, *(named if types else ()))))
+
+
+def _layer_types(kinds: Sequence[str]) -> list[str]:
+    """Every kind of layer that the type has, in its order; the first kind fills up."""
+    return [kinds[0]] * (LAYERS - len(kinds) + 1) + list(kinds[1:])
+
+
+def _short(error: BaseException) -> str:
+    line = " ".join(str(error).split())
+    return line if len(line) <= 200 else f"{line[:200]}…"
