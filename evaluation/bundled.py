@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Models to ask: the reference model that comes with the package, or any other by path or hub id."""
+"""Models to ask: the two reference models that come with the package, or any other by path or hub id."""
 
 import difflib
 import json
@@ -12,14 +12,18 @@ from torch import nn
 
 from hf_blend.errors import ConfigError
 
-REFERENCE = str(files("hf_blend") / "bundled" / "reference")  # folder of the bundled model
+BUNDLED = {  # name → folder
+    "reference": str(files("hf_blend") / "bundled" / "reference"),  # short notes; binds in its first layers
+    "chains": str(files("hf_blend") / "bundled" / "chains"),  # long prompts; chains over chunks, up to the middle layers
+}
+REFERENCE, CHAINS = BUNDLED["reference"], BUNDLED["chains"]
 
 
 def load_model(name: str | None = None) -> tuple[nn.Module, Any]:
     """Load a model and its tokenizer.
 
     Args:
-        name: path or hub id; None is the bundled reference model, for which no network is used.
+        name: path or hub id, or the name of a bundled model, for which no network is used; None is the first of these.
 
     Returns:
         The model, in evaluation mode and in the dtype that it was saved in, and its tokenizer.
@@ -29,7 +33,7 @@ def load_model(name: str | None = None) -> tuple[nn.Module, Any]:
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    source = REFERENCE if name is None else os.path.expanduser(name)
+    source = REFERENCE if name is None else BUNDLED.get(name, os.path.expanduser(name))
     if source.startswith((".", os.sep)) and not os.path.isdir(source):
         raise ConfigError(
             f"there is no folder {name!r}. Give a folder that a model was saved in, or the id of one on the hub, such "

@@ -4,7 +4,7 @@
 
 Every sample is answered by all methods, full prefill first, before the next one begins: what is measured side by side
 is measured under the same conditions, and a stopped run has whole comparisons. Before that, every chunk is computed
-once, so that no method pays for it. With a batch, samples are answered side by side and the first `TIMED` also alone,
+once, and each method keeps what it would have kept, so that none pays for it. With a batch, samples are answered side by side and the first `TIMED` also alone,
 by all methods in turn, for the time to the first token.
 """
 
@@ -39,7 +39,7 @@ class Trial:
 
     Attributes:
         tasks: names.
-        models: hub ids or folders; "reference" is the bundled one.
+        models: hub ids or folders; "reference" and "chains" are bundled.
         methods: names; a selector may have options behind a colon, and one ratio of its own behind an @.
         ratios: for the methods that take one.
         limit: samples of each task; None is all.
@@ -135,7 +135,7 @@ def _is_complete(trial: Trial, model: str, folder: RunFolder) -> bool:
 
 
 def _load(name: str, trial: Trial) -> tuple[nn.Module, Any]:
-    model, tokenizer = load_model(None if name == REFERENCE else name)
+    model, tokenizer = load_model(name)
     dtype = None if trial.dtype is None else getattr(torch, trial.dtype, None)
     if trial.dtype is not None and not isinstance(dtype, torch.dtype):
         raise ConfigError(f"dtype is {trial.dtype!r}, wanted one such as float32 or bfloat16.")
@@ -175,6 +175,8 @@ class _Bench:
         if not asked:
             return
         counted = self._warm.answer(asked)
+        for *_, way in self._ways:
+            way.warm(asked)
         full = self._ways[0][2].answer(asked)
         wanted = [one.ids for one in full]
         alone = [sample.id in timed and len(asked) > 1 for sample in asked]
@@ -217,6 +219,7 @@ class _Bench:
             "charged_budget": one.charged_budget,
             "prompt_tokens": one.prompt_tokens,
             "reused_tokens": one.reused_tokens,
+            "read_bytes": one.read_bytes,
             "computed_chunks": warm.computed_chunks,
             "kl": kl,
             "top1": top1,

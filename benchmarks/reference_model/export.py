@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Write the trained model as a stock Llama with its tokenizer and the record of its training.
+"""Write the trained model as a stock Mistral with its tokenizer and the record of its training.
 
 python benchmarks/reference_model/export.py --folder run --to hf_blend/bundled/chains
 """
@@ -12,26 +12,27 @@ from pathlib import Path
 
 import torch
 import transformers
-from net import HEAD_DIM, HEADS, KV_HEADS, LAYERS, MLP, THETA, WIDTH
-from train import READS, STAGES
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from net import HEAD_DIM, HEADS, KV_HEADS, LAYERS, MLP, READS, THETA, WIDTH
+from train import STAGES
+from transformers import GenerationConfig, MistralConfig, MistralForCausalLM
 
 from hf_blend.evaluation.chains.tokens import BOS, EOS, build_tokenizer, vocabulary
 
 MAX_POSITIONS = 4096
 
 
-def build(state: dict[str, torch.Tensor]) -> LlamaForCausalLM:
+def build(state: dict[str, torch.Tensor]) -> MistralForCausalLM:
     """The stock model with trained weights."""
     ids = vocabulary()
     special = {"bos_token_id": ids[BOS], "eos_token_id": ids[EOS], "pad_token_id": ids[EOS]}
-    config = LlamaConfig(
+    config = MistralConfig(
         vocab_size=len(ids), hidden_size=WIDTH, intermediate_size=MLP, num_hidden_layers=LAYERS,
         num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": THETA}, max_position_embeddings=MAX_POSITIONS,
+        sliding_window=None,
         **special,
     )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
+    model = MistralForCausalLM(config).eval()
     missing = model.load_state_dict({**state, "lm_head.weight": state["model.embed_tokens.weight"]})
     assert not missing.missing_keys and not missing.unexpected_keys
     model.generation_config = GenerationConfig(**special, do_sample=False, max_new_tokens=4)

@@ -47,7 +47,7 @@ def emulated_ways() -> dict[str, Way]:
     return ways
 
 
-def library_ways(prompt: Prompt) -> dict[str, BlendConfig | None]:
+def library_ways(prompt: Prompt, number: int) -> dict[str, BlendConfig | None]:
     """What the library is asked, by the names of the emulation."""
     columns = prompt.links.nonzero().flatten().tolist()
     return {
@@ -59,6 +59,7 @@ def library_ways(prompt: Prompt) -> dict[str, BlendConfig | None]:
         "kv-deviation:on=v 1%": BlendConfig(recompute_ratio=0.01),
         "kv-deviation:on=v 5%": BlendConfig(recompute_ratio=0.05),
         "kv-deviation:on=v 15%": BlendConfig(recompute_ratio=0.15),
+        "random 15%": BlendConfig(selector="random", selector_options={"free_layers": True}, recompute_ratio=0.15, seed=number),
     }
 
 
@@ -99,7 +100,7 @@ def ask_library(
     found: dict[str, list[bool]] = {}
     for number, (example, prompt) in enumerate(zip(examples, prompts, strict=True)):
         tell(number)
-        for name, config in library_ways(prompt).items():
+        for name, config in library_ways(prompt, number).items():
             cache = BlendCache(model, store, config or BlendConfig())
             inputs = cache.inputs(tokenizer, prefix=None, chunks=list(example.chunks), question=example.question)
             past = None if config is None else cache

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""The second reference model in plain torch, with the parameter names of `LlamaForCausalLM`, and how its weights start.
+"""The second reference model in plain torch, with the parameter names of `MistralForCausalLM`, and how its weights start.
 
 A row is one story and many questions about it. The story is read once, with plain causal attention; the questions see
 the story and themselves but not each other. So no mask of story × story is needed, and a question costs six tokens.
@@ -10,11 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
-LAYERS, WIDTH, MLP, HEADS, KV_HEADS, HEAD_DIM, THETA = 8, 128, 256, 8, 4, 32, 10_000.0
+LAYERS, WIDTH, MLP, HEADS, KV_HEADS, HEAD_DIM, THETA = 8, 128, 256, 6, 3, 32, 10_000.0
 EPS = 1e-6
-_LOOKS_BACK = (3, 4, 1, 2, 0, 0, 0, 0)  # tokens, per head of layer 0; 0 looks for what resembles the current token
-_CONSTANT, _PAIRS, _STD = 0.3, 6, 0.05
-_KIND_STD = 0.04  # of the direction that words of one kind share
+_LOOKS_BACK = (3, 4, 1, 2, 0, 0)  # tokens, per head of layer 0; 0 looks for what resembles the current token
+READS = 5  # first layer in which questions read the story while training
+_CONSTANT, _STD, _SHARPNESS = 0.3, 0.05, 1.7
+_PAIRS = 6  # of a head's dimensions that tell single tokens apart
+_RECENT = (4, 12)  # pairs that tell near from far
+_NORM, _KIND_NORM, _KIND_GAIN, _MATCH_GAIN = 0.6, 0.3, 1.4, 4.0
+_WRITES, _HANDS_ON = 0.8, 0.5
 
 
 class Norm(nn.Module):
@@ -106,7 +110,7 @@ class Body(nn.Module):
 
 
 class Net(nn.Module):
-    """The whole model; its state is that of `LlamaForCausalLM` with tied embeddings."""
+    """The whole model; its state is that of `MistralForCausalLM` with tied embeddings."""
 
     def __init__(self, words: int) -> None:
         super().__init__()
@@ -146,49 +150,80 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def start_reading(net: Net, kinds: list[list[int]]) -> None:
+def start_reading(net: Net, members: list[list[int]], names: list[int]) -> None:
     """Give untrained weights the rough shape of reading (after mimetic initialisation, Trockman and Kolter 2023).
 
-    In layer 0 four heads look one to four tokens back, everywhere else queries start equal to keys and outputs undo
-    values, and the words of one kind share a direction.
+    Layer 0 writes what stood one to four tokens back, and the last member of the kind that a token names, each into a
+    part of the residual stream of its own. The layers below `READS` look for the token that has as its own what this
+    one leans on, the others for what is asked, and all hand on what they find. So the first steps of the training
+    already have something to sharpen; without this, binding takes millions of tokens to emerge.
 
     Args:
         net: seeded random weights.
-        kinds: token ids of the words of each kind.
+        members: token ids of the words of each kind.
+        names: token id of the word that names each kind.
     """
+    turned = torch.zeros(WIDTH, WIDTH - 1)
+    turned[1:] = torch.linalg.qr(torch.randn(WIDTH - 1, WIDTH - 1))[0]
+    own, leant, asked, rest = turned.split((HEAD_DIM, HEAD_DIM, HEAD_DIM, WIDTH - 1 - 3 * HEAD_DIM), 1)
     embedded = net.model.embed_tokens.weight
     embedded[:, 0] = _CONSTANT
-    for ids in kinds:
-        direction = torch.randn(WIDTH) * _KIND_STD
-        direction[0] = 0
-        embedded[ids] += direction
+    kinds, titles = torch.linalg.qr(torch.randn(WIDTH - 1, 2 * len(names)))[0].mT.split(len(names))
+    for direction, title, ids, name in zip(kinds, titles, members, names, strict=True):
+        embedded[ids, 1:] += _KIND_NORM * direction
+        embedded[name, 1:] += _KIND_NORM * title
+    embedded[:, 1:] *= _NORM / embedded[:, 1:].norm(dim=1, keepdim=True)  # or some constants would be louder
     for layer in net.model.layers:
-        _match(layer.self_attn)
-    _look_back(net.model.layers[0].self_attn)
+        layer.mlp.down_proj.weight *= 0.3
+    first, *others = (layer.self_attn for layer in net.model.layers)
+    _gather(first, (own, asked, leant), kinds, titles)
+    for index, attention in enumerate(others, start=1):
+        _follow(attention, own, leant if index < READS else asked, rest)
 
 
-def _match(attention: Attention) -> None:
-    shape, groups = (KV_HEADS, HEAD_DIM, WIDTH), HEADS // KV_HEADS
-    attention.k_proj.weight.mul_(2.5)[:, 0] = 0
-    keys, values = attention.k_proj.weight.view(shape), attention.v_proj.weight.view(shape)
-    keys[:, :_PAIRS] = keys[:, HEAD_DIM // 2 : HEAD_DIM // 2 + _PAIRS] = 0
-    values.copy_(values[:1].expand(shape))
-    queries = keys.repeat_interleave(groups, 0).reshape(attention.q_proj.weight.shape)
-    attention.q_proj.weight.copy_(queries + torch.randn_like(queries) * 0.02)
-    attention.q_proj.weight[:, 0] = 0
-    attention.o_proj.weight.mul_(0.3).add_(values.repeat_interleave(groups, 0).reshape(queries.shape).mT)
-
-
-def _look_back(attention: Attention) -> None:
-    half, pairs, groups = HEAD_DIM // 2, torch.arange(_PAIRS), HEADS // KV_HEADS
+def _gather(attention: Attention, parts: tuple[Tensor, Tensor, Tensor], kinds: Tensor, titles: Tensor) -> None:
+    """Layer 0: two groups of heads look a fixed number of tokens back, the others for the last member of a kind."""
+    half, groups = HEAD_DIM // 2, HEADS // KV_HEADS
+    pairs = torch.arange(_PAIRS)
     angles = THETA ** (-pairs / half)
-    for head, back in enumerate(_LOOKS_BACK):
-        if not back:
-            continue
-        first, kv = head * HEAD_DIM, (head // groups) * HEAD_DIM
-        if head % groups == 0:
-            attention.k_proj.weight[kv : kv + HEAD_DIM] *= 0.2
-            attention.k_proj.weight[kv + pairs, 0] = 1.0
-        attention.q_proj.weight[first : first + HEAD_DIM] *= 0.2
-        attention.q_proj.weight[first + pairs, 0] = (angles * back).cos()
-        attention.q_proj.weight[first + half + pairs, 0] = -(angles * back).sin()
+    code = torch.randn(HEAD_DIM, WIDTH - 1) * _STD
+    code -= code @ kinds.mT @ kinds  # what kind it is tells nobody which it is
+    attention.v_proj.weight.view(KV_HEADS, HEAD_DIM, WIDTH).zero_()[:, :, 1:] = code
+    attention.q_proj.weight.mul_(0.1), attention.k_proj.weight.mul_(0.1)
+    for kv in range(KV_HEADS):
+        keys = attention.k_proj.weight[kv * HEAD_DIM : (kv + 1) * HEAD_DIM]
+        seen = torch.zeros(HEAD_DIM, len(kinds))
+        for pair in range(*_RECENT):  # the farther, the less alike
+            angle = 2 * torch.pi * torch.rand(len(kinds))
+            seen[pair], seen[pair + half] = angle.cos(), angle.sin()
+        seen *= _KIND_GAIN / (_RECENT[1] - _RECENT[0]) ** 0.5
+        for head in range(kv * groups, (kv + 1) * groups):
+            back, queries = _LOOKS_BACK[head], attention.q_proj.weight[head * HEAD_DIM : (head + 1) * HEAD_DIM]
+            attention.o_proj.weight[:, head * HEAD_DIM : (head + 1) * HEAD_DIM] = _WRITES * parts[min(kv, 2)]
+            if back:
+                keys[pairs, 0] = _SHARPNESS
+                queries[pairs, 0] = _SHARPNESS * (angles * back).cos()
+                queries[pairs + half, 0] = -_SHARPNESS * (angles * back).sin()
+            else:
+                attention.o_proj.weight[:, head * HEAD_DIM : (head + 1) * HEAD_DIM] /= _LOOKS_BACK.count(0)
+                keys[:, 1:] += (seen @ kinds) / groups
+                queries[:, 1:] += seen @ titles
+
+
+def _follow(attention: Attention, own: Tensor, sought: Tensor, rest: Tensor) -> None:
+    """A later layer: queries read what is sought, keys what is a token's own, values the rest, which is handed on."""
+    half, groups = HEAD_DIM // 2, HEADS // KV_HEADS
+    slow = torch.arange(_PAIRS, half)  # pairs that turn slowly, so that it may be far
+    places = torch.cat((slow, slow + half))
+    for weight in (attention.q_proj.weight, attention.k_proj.weight):
+        weight.mul_(0.2)[:, 0] = 0
+    attention.v_proj.weight.mul_(0.2)
+    attention.o_proj.weight.mul_(0.2)
+    width = rest.shape[1]
+    for kv in range(KV_HEADS):
+        mixed = torch.randn(len(places), HEAD_DIM) * _MATCH_GAIN / HEAD_DIM**0.5
+        attention.k_proj.weight[kv * HEAD_DIM + places] += mixed @ own.mT
+        attention.v_proj.weight[kv * HEAD_DIM : kv * HEAD_DIM + width] += rest.mT
+        for head in range(kv * groups, (kv + 1) * groups):
+            attention.q_proj.weight[head * HEAD_DIM + places] += mixed @ sought.mT
+            attention.o_proj.weight[:, head * HEAD_DIM : head * HEAD_DIM + width] += _HANDS_ON / HEADS * rest

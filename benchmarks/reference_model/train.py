@@ -20,17 +20,18 @@ from random import Random
 
 import torch
 from batches import ASKED, Batch, draw, reuse_mask
-from net import LAYERS, WIDTH, Net, start_reading
+from net import LAYERS, READS, WIDTH, Net, start_reading
+from start import earlier_weights
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, rms_norm
 
 from hf_blend.evaluation.chains.story import Level
 from hf_blend.evaluation.chains.tokens import EOS, vocabulary
-from hf_blend.evaluation.chains.words import OWNERS, THINGS
+from hf_blend.evaluation.chains.words import THINGS
 from hf_blend.evaluation.world.muon import Muon
 
 logger = logging.getLogger(__name__)
-READS = 5  # first layer in which questions read the story while training
+HELPERS_ALONE = 40  # steps, behind an earlier model's weights
 SAVED_EVERY = 120.0  # seconds
 SCORED_TOKENS = 8192
 _END_WEIGHT = 0.1  # of the end-of-text token behind the answer
@@ -70,25 +71,29 @@ STAGES = (
     Stage("one link", replace(SHORT, depth=1), 112, 10, 8, 1500, goal=0.93),
     Stage("two links", replace(SHORT, depth=2), 112, 10, 8, 1000, goal=0.92),
     Stage("four links", SHORT, 112, 10, 8, 3000, goal=0.93),
-    Stage("middle", MIDDLE, 400, 20, 6, 900, 3e-3, 2e-3),
-    Stage("long", LONG, 1024, 32, 4, 900, 2e-3, 1e-3),
-    Stage("longest", Level(), 2048, 40, 2, 900, 1e-3, 1e-4),
+    Stage("middle", MIDDLE, 400, 20, 6, 400, 2e-3, 2e-3, goal=0.93),
+    Stage("long", LONG, 1024, 32, 4, 250, 2e-3, 1e-3),
+    Stage("longest", Level(), 2048, 40, 2, 150, 1e-3, 1e-4),
 )
 
 
 class Trainer:
     """Model, helpers, optimizers and the place in the plan."""
 
-    def __init__(self, folder: Path, seed: int, minutes: float, compiled: bool) -> None:
-        """Start from the folder's checkpoint, or from seeded random weights."""
+    def __init__(self, folder: Path, seed: int, minutes: float, compiled: bool, start: Path | None = None) -> None:
+        """Start from the folder's checkpoint, from an earlier model's weights, or from seeded random ones."""
         self.folder, self.seed, self.minutes, self.compiled = folder, seed, minutes, compiled
         torch.manual_seed(seed)
         ids = vocabulary()
         self.net = Net(len(ids))
-        start_reading(self.net, [[ids[word] for word in words] for words in (OWNERS, *map(_named, THINGS))])
+        start_reading(self.net, [[ids[word] for word in words] for words in THINGS.values()], [ids[kind] for kind in THINGS])
         self.helpers = nn.ModuleList(nn.Linear(WIDTH, len(ids), bias=False) for _ in range(READS))
         self.optimizers = make_optimizers(self.net, self.helpers)
         self.stage, self.step, self.tokens, self.seconds = 0, 0, 0, 0.0
+        self.alone = 0  # first steps in which only the helpers learn from the helpers' loss
+        if start is not None:
+            self.net.load_state_dict(earlier_weights(start))
+            self.stage, self.alone = [stage.name for stage in STAGES].index("middle"), HELPERS_ALONE
         if self.checkpoint.exists():
             self.load()
         if compiled:
@@ -138,7 +143,7 @@ class Trainer:
             self.step += 1
             self.tokens += stage.rows * (stage.story + stage.questions * ASKED)
             self.seconds += time.monotonic() - started
-            if time.monotonic() - reported > SAVED_EVERY / (2 if self.stage < 3 else 1) or self.step == stage.steps:
+            if time.monotonic() - reported > SAVED_EVERY or self.step == stage.steps:
                 reached = self.report(stage, losses)
                 self.save()
                 reported, losses = time.monotonic(), []
@@ -153,6 +158,7 @@ class Trainer:
         answers = cross_entropy(self.net.logits(states[-1][row, place]), owner)
         ends = cross_entropy(self.net.logits(states[-1][row, place + 1]), torch.full_like(owner, vocabulary()[EOS]))
         helped = torch.stack(self.helper_losses(batch, states)).mean()
+        self.alone -= 1
         (answers + _END_WEIGHT * ends + helped).backward()
         nn.utils.clip_grad_norm_([*self.net.parameters(), *self.helpers.parameters()], 1.0)
         total = self.step / stage.steps
@@ -169,7 +175,8 @@ class Trainer:
         row, place, owner, leant, depth = batch.links.T
         found = []
         for index, helper in enumerate(self.helpers):
-            logits = helper(rms_norm(states[index][row, place], (WIDTH,)))
+            state = states[index][row, place]
+            logits = helper(rms_norm(state.detach() if self.alone > 0 else state, (WIDTH,)))
             near = depth <= index
             found.append(cross_entropy(logits, leant) if index == 0 else cross_entropy(logits[near], owner[near]))
         return found
@@ -214,11 +221,6 @@ class Trainer:
         return " ".join(found)
 
 
-def _named(kind: str) -> list[str]:
-    """The words of a kind and its own name, which start alike."""
-    return [kind, *THINGS[kind]]
-
-
 def late_reading(batch: Batch) -> list[Tensor]:
     """The masks of training, one per layer."""
     return [batch.early] * READS + [batch.late] * (LAYERS - READS)
@@ -239,12 +241,13 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="where checkpoint.pt and train.log go")
     parser.add_argument("--seed", type=int, default=1, help="of the weights and of the data's order")
     parser.add_argument("--minutes", type=float, default=240, help="end after so long, all runs in the folder together")
+    parser.add_argument("--start", type=Path, help="folder of an earlier model, see start.py; begins at 'middle'")
     parser.add_argument("--eager", action="store_true", help="do not compile (compiling needs a C++ compiler)")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     logging.basicConfig(filename=options.folder / "train.log", level=logging.INFO, format="%(asctime)s %(message)s")
     torch.set_num_threads(1)
-    trainer = Trainer(options.folder, options.seed, options.minutes, not options.eager)
+    trainer = Trainer(options.folder, options.seed, options.minutes, not options.eager, options.start)
     logger.info("plan: %s", [asdict(stage) for stage in STAGES])
     trainer.run()
 

@@ -39,12 +39,12 @@ FILLERS = ("the {n} was {a} .", "the {n} had been {a} and {b} .", "it was {a} {e
 UNSEEN_NOUNS = tuple("river garden winter summer".split())  # filler that only held-out stories use
 UNSEEN_ADJECTIVES = tuple("steep narrow pale mild".split())
 KIND_OF = {word: kind for kind, words in THINGS.items() for word in words}
-_PAIRS, _TRIPLES = 4, 2  # one pair in four is set apart, and of its triples one in two is held out
+NEW = frozenset([*OWNERS[-4:], *(word for words in THINGS.values() for word in words[-4:])])
 
 
 @cache
 def held_out(thing: str, owner: str, through: str) -> bool:
-    """Whether training never lets this thing be that owner's in this way.
+    """Whether training never lets this thing be that owner's in this way: half of those with a word of `NEW`.
 
     It takes three words: that two words never go together can be learnt, and would then be wrong where they do.
 
@@ -53,8 +53,7 @@ def held_out(thing: str, owner: str, through: str) -> bool:
         owner: by whom.
         through: the thing leant on, or the words of the sentence that names the owner.
     """
-    pair, triple = (crc32("|".join(words).encode()) for words in ((thing, owner), (thing, owner, through)))
-    return pair % _PAIRS == 0 and triple % _TRIPLES == 0
+    return bool({thing, owner, through} & NEW) and crc32(f"{thing}|{owner}|{through}".encode()) % 2 == 0
 
 
 def all_words() -> list[str]:
