@@ -21,7 +21,7 @@ Files = Annotated[list[str] | None, typer.Argument(help="Documents to ask about:
 Questions = Annotated[
     Path | None, typer.Option(help="File with a question on each line; all arguments are documents then.")
 ]
-Model = Annotated[str | None, typer.Option(help="Hub id or path; the default is the bundled reference model.")]
+Model = Annotated[str | None, typer.Option(help="Hub id or path; the default is a bundled model.")]
 Store = Annotated[str | None, typer.Option("--store", help="Folder of the chunk store; the default is the library's.")]
 Ratio = Annotated[float, typer.Option(help="Share of the reusable tokens that is recomputed, 0 to 1.")]
 Selector = Annotated[str, typer.Option(help="Which tokens are recomputed: a method, with its options.")]
@@ -66,11 +66,12 @@ def ask(
         question = given[0]
         fail(f"the question {question!r} came without documents. Name files behind it, or - for standard input.")
     config = blend_config(selector, recompute_ratio=ratio, allow_unverified=allow_unverified)
+    model = model or ("reference" if given else "chains")
     loaded, tokenizer = load_model(model)
     replies: list[Reply] = []
     reports: list[BlendReport] = []
     with ChunkStore.open(store) as opened:
-        for asked in _asked(tokenizer, given, files or [], chunk_tokens, system):
+        for asked in _asked(model, tokenizer, given, files or [], chunk_tokens, system):
             if compare and (warmed := asking.warm(loaded, tokenizer, opened, asked, asking.Method("blend", config))):
                 reports.append(warmed)
             for method in asking.methods(config, compare):
@@ -85,14 +86,14 @@ def ask(
 
 
 def _asked(
-    tokenizer: Any, questions: list[str], files: list[str], chunk_tokens: int, system: str | None
+    model: str, tokenizer: Any, questions: list[str], files: list[str], chunk_tokens: int, system: str | None
 ) -> "list[Asked]":
     from hf_blend.evaluation.asking import Asked, pieces, split
-    from hf_blend.evaluation.bundled import quickstart_questions
+    from hf_blend.evaluation.bundled import long_questions, quickstart_questions
     from hf_blend.evaluation.documents import gather, unknown_words
 
     if not questions:
-        given = quickstart_questions()
+        given = long_questions() if model == "chains" else quickstart_questions()
         names = ("prefix", "chunks", "question")
         return [Asked({name: one[name] for name in names}, one["question"], one["answer"]) for one in given]
     texts = gather(files, sys.stdin)

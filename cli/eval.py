@@ -28,7 +28,10 @@ Dtype = Annotated[str | None, typer.Option(help="Of the weights; the default is 
 Device = Annotated[str, typer.Option(help="Where to run, such as cuda.")]
 Output = Annotated[Path | None, typer.Option(help="Folder of the run; a stopped run goes on there.")]
 Report = Annotated[bool, typer.Option("--report", help="Write report.html and plots into the folder, too.")]
-SHOWN = ("task", "model", "method", "ratio", "n", "score", "low", "high", "charged_budget", "ttft_ms", "speedup", "read_bytes")
+SHOWN = (
+    "task", "model", "method", "ratio", "n", "score", "low", "high", "charged_budget", "ttft_ms", "speedup",
+    "read_bytes",
+)  # fmt: skip
 
 
 def eval(

@@ -6,6 +6,7 @@ import difflib
 import json
 import os
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -14,7 +15,9 @@ from hf_blend.errors import ConfigError
 
 BUNDLED = {  # name → folder
     "reference": str(files("hf_blend") / "bundled" / "reference"),  # short notes; binds in its first layers
-    "chains": str(files("hf_blend") / "bundled" / "chains"),  # long prompts; chains over chunks, up to the middle layers
+    "chains": str(
+        files("hf_blend") / "bundled" / "chains"
+    ),  # long prompts; chains over chunks, up to the middle layers
 }
 REFERENCE, CHAINS = BUNDLED["reference"], BUNDLED["chains"]
 
@@ -55,4 +58,10 @@ def quickstart_questions() -> list[dict[str, Any]]:
     """The bundled questions: prefix, chunks, question and answer of each."""
     text = (files("hf_blend") / "bundled" / "documents" / "questions.json").read_text("utf-8")
     found: list[dict[str, Any]] = json.loads(text)
+    return found
+
+
+def long_questions() -> list[dict[str, Any]]:
+    """The questions that come with the chain model: prefix, chunks, question and answer of each."""
+    found: list[dict[str, Any]] = json.loads((Path(CHAINS) / "questions.json").read_text("utf-8"))
     return found

@@ -28,7 +28,9 @@ _FLOOR = 1e-4  # of a relative squared deviation: below it nothing moved
 _RIDGE = 1e-3  # of the mean square of the features
 
 
-def fit(model: nn.Module, samples: Iterable[Sample], sink: Sequence[int], layers: Sequence[int] = LAYERS) -> dict[str, Tensor]:
+def fit(
+    model: nn.Module, samples: Iterable[Sample], sink: Sequence[int], layers: Sequence[int] = LAYERS
+) -> dict[str, Tensor]:
     """Fit a probe.
 
     Args:

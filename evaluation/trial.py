@@ -4,8 +4,8 @@
 
 Every sample is answered by all methods, full prefill first, before the next one begins: what is measured side by side
 is measured under the same conditions, and a stopped run has whole comparisons. Before that, every chunk is computed
-once, and each method keeps what it would have kept, so that none pays for it. With a batch, samples are answered side by side and the first `TIMED` also alone,
-by all methods in turn, for the time to the first token.
+once, and each method keeps what it would have kept, so that none pays for it. With a batch, samples are answered side
+by side and the first `TIMED` also alone, by all methods in turn, for the time to the first token.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -162,9 +162,7 @@ class _Bench:
         ]
         self._warm = approach(WARM, None, model, tokenizer, store, 1)
         rules = dict.fromkeys((task.score, *task.also))
-        self._rules: dict[str, Score] = {
-            name: plugins.load("evaluation.scores", name)(tokenizer) for name in rules
-        }
+        self._rules: dict[str, Score] = {name: plugins.load("evaluation.scores", name)(tokenizer) for name in rules}
         self._score, self._done = task.score, 0
 
     def answer(self, samples: Sequence[Sample]) -> None:

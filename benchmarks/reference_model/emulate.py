@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reuse and recompute of chunks in plain torch, by hand: nothing of the library takes part, so that it can be checked.
 
-Every chunk is computed alone behind BOS, at positions 1 on, and its keys are turned to their places in the prompt. Then
-the tokens that stay fresh are run over stored K and V, layer by layer. BOS and question are always fresh.
+Every chunk is computed alone behind BOS, at positions 1 on, and its keys are turned to their places in the prompt.
+Then the tokens that stay fresh are run over stored K and V, layer by layer. BOS and question are always fresh.
 """
 
 import math
@@ -58,7 +58,13 @@ def encode(example: Example) -> Prompt:
     refers[links] = True
     ids = torch.tensor([[ids_of[word] for word in words]])
     return Prompt(
-        ids, (seen > 0) & (seen < told), refers, tuple(pieces), ids_of[example.answer], example.depth, example.crossings
+        ids,
+        (seen > 0) & (seen < told),
+        refers,
+        tuple(pieces),
+        ids_of[example.answer],
+        example.depth,
+        example.crossings,
     )
 
 

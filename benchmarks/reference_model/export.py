@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Write the trained model as a stock Mistral with its tokenizer and the record of its training.
+"""Write the trained model as a stock Mistral with its tokenizer the record of its training, and a few prompts.
 
 python benchmarks/reference_model/export.py --folder run --to hf_blend/bundled/chains
 """
@@ -9,16 +9,22 @@ import argparse
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
-from net import HEAD_DIM, HEADS, KV_HEADS, LAYERS, MLP, READS, THETA, WIDTH
+from emulate import Emulation, encode, is_right
+from net import HEAD_DIM, HEADS, KV_HEADS, LAYERS, MLP, READS, THETA, WIDTH, Net
 from train import STAGES
 from transformers import GenerationConfig, MistralConfig, MistralForCausalLM
 
+from hf_blend.evaluation.chains.sampling import sample_examples
+from hf_blend.evaluation.chains.story import Level
 from hf_blend.evaluation.chains.tokens import BOS, EOS, build_tokenizer, vocabulary
 
 MAX_POSITIONS = 4096
+QUESTIONS, QUESTIONS_SEED = 3, 7
+LONGEST = Level(chunks=(16, 16), facts=(2, 4), fillers=(16, 20))
 
 
 def build(state: dict[str, torch.Tensor]) -> MistralForCausalLM:
@@ -37,6 +43,26 @@ def build(state: dict[str, torch.Tensor]) -> MistralForCausalLM:
     assert not missing.missing_keys and not missing.unexpected_keys
     model.generation_config = GenerationConfig(**special, do_sample=False, max_new_tokens=4)
     return model
+
+
+def pick_questions(net: Net) -> list[dict[str, Any]]:
+    """Choose prompts for a first try, by rule.
+
+    Held-out examples are taken in the order of sampling with `QUESTIONS_SEED`, from depth 2 on; kept are the first
+    that full prefill answers and full reuse does not. They show what fails without recomputing, not how often.
+    """
+    kept: list[dict[str, Any]] = []
+    for example in sample_examples(100, QUESTIONS_SEED, level=LONGEST):
+        one = Emulation(net, prompt := encode(example))
+        if example.depth >= 2 and is_right(one.full, prompt) and not is_right(one.reuse(), prompt):
+            kept.append(
+                {"prefix": "", "chunks": example.chunks, "question": example.question, "answer": example.answer}
+            )
+        if len(kept) == QUESTIONS:
+            return kept
+    raise RuntimeError(
+        f"{len(kept)} of 100 examples show the difference, expected {QUESTIONS}. Train the model further."
+    )
 
 
 def main() -> None:
@@ -59,6 +85,9 @@ def main() -> None:
         "stages": [asdict(stage) for stage in STAGES[: place["stage"] + 1]],
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
     }
+    net = Net(len(vocabulary())).eval()
+    net.load_state_dict(state["net"])
+    (options.to / "questions.json").write_text(json.dumps(pick_questions(net), indent=1) + "\n")
     (options.to / "training.json").write_text(json.dumps(record, indent=2) + "\n")
 
 

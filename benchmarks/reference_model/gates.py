@@ -59,7 +59,9 @@ def library_ways(prompt: Prompt, number: int) -> dict[str, BlendConfig | None]:
         "kv-deviation:on=v 1%": BlendConfig(recompute_ratio=0.01),
         "kv-deviation:on=v 5%": BlendConfig(recompute_ratio=0.05),
         "kv-deviation:on=v 15%": BlendConfig(recompute_ratio=0.15),
-        "random 15%": BlendConfig(selector="random", selector_options={"free_layers": True}, recompute_ratio=0.15, seed=number),
+        "random 15%": BlendConfig(
+            selector="random", selector_options={"free_layers": True}, recompute_ratio=0.15, seed=number
+        ),
     }
 
 
@@ -93,7 +95,11 @@ def emulate(model: nn.Module, prompts: Sequence[Prompt], tell: Callable[[int], N
 
 @torch.no_grad()
 def ask_library(
-    model: nn.Module, tokenizer: Any, examples: Sequence[Example], prompts: Sequence[Prompt], tell: Callable[[int], None]
+    model: nn.Module,
+    tokenizer: Any,
+    examples: Sequence[Example],
+    prompts: Sequence[Prompt],
+    tell: Callable[[int], None],
 ) -> dict[str, list[bool]]:
     """Ask the library the same questions; the text goes through the tokenizer."""
     store = ChunkStore.open("memory://")

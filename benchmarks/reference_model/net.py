@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""The second reference model in plain torch, with the parameter names of `MistralForCausalLM`, and how its weights start.
+"""The chain model in plain torch, with the parameter names of `MistralForCausalLM`, and how its weights start.
 
 A row is one story and many questions about it. The story is read once, with plain causal attention; the questions see
 the story and themselves but not each other. So no mask of story × story is needed, and a question costs six tokens.
@@ -52,7 +52,9 @@ class Attention(nn.Module):
         k, v = rotate(k, cos, sin).repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         return rotate(q, cos, sin), k, v
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, story: int, mask: Tensor, story_mask: Tensor | None) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, story: int, mask: Tensor, story_mask: Tensor | None
+    ) -> Tensor:
         """Attend.
 
         Args:
@@ -93,7 +95,9 @@ class Layer(nn.Module):
         self.self_attn, self.mlp = Attention(), Mlp()
         self.input_layernorm, self.post_attention_layernorm = Norm(), Norm()
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, story: int, mask: Tensor, story_mask: Tensor | None) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, story: int, mask: Tensor, story_mask: Tensor | None
+    ) -> Tensor:
         """Apply; arguments as of `Attention.forward`."""
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, story, mask, story_mask)
         return x + self.mlp(self.post_attention_layernorm(x))

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Begin with the weights of an earlier model of the same shape, whose words differ in part.
 
-The folder holds its `model.safetensors`, and `words.json`: `vocab`, word to id, and `kinds`, kind to words. A word that
-both know keeps its embedding; kinds without a namesake, and words of a kind, take over those that are left of the other
-in order; what is still new, among it `words.NEW`, is drawn around the mean of its kind.
+The folder holds its `model.safetensors`, and `words.json`: `vocab`, word to id, and `kinds`, kind to words. A word
+that both know keeps its embedding; kinds without a namesake, and words of a kind, take over those that are left of
+the other in order; what is still new, among it `words.NEW`, is drawn around the mean of its kind.
 """
 
 import json

@@ -72,8 +72,8 @@ STAGES = (
     Stage("two links", replace(SHORT, depth=2), 112, 10, 8, 1000, goal=0.92),
     Stage("four links", SHORT, 112, 10, 8, 3000, goal=0.93),
     Stage("middle", MIDDLE, 400, 20, 6, 400, 2e-3, 2e-3, goal=0.93),
-    Stage("long", LONG, 1024, 32, 4, 250, 2e-3, 1e-3),
-    Stage("longest", Level(), 2048, 40, 2, 150, 1e-3, 1e-4),
+    Stage("long", LONG, 768, 32, 5, 200, 2e-3, 1.5e-3),
+    Stage("longest", Level(), 1536, 40, 2, 260, 1.5e-3, 1e-4),
 )
 
 
@@ -86,7 +86,9 @@ class Trainer:
         torch.manual_seed(seed)
         ids = vocabulary()
         self.net = Net(len(ids))
-        start_reading(self.net, [[ids[word] for word in words] for words in THINGS.values()], [ids[kind] for kind in THINGS])
+        start_reading(
+            self.net, [[ids[word] for word in words] for words in THINGS.values()], [ids[kind] for kind in THINGS]
+        )
         self.helpers = nn.ModuleList(nn.Linear(WIDTH, len(ids), bias=False) for _ in range(READS))
         self.optimizers = make_optimizers(self.net, self.helpers)
         self.stage, self.step, self.tokens, self.seconds = 0, 0, 0, 0.0
@@ -188,16 +190,24 @@ class Trainer:
         rows = max(8, SCORED_TOKENS // stage.story)
         batch = draw(Random("scored"), stage.level, rows, stage.story, stage.questions, "heldout")
         late, stock = late_reading(batch), [batch.late] * LAYERS
-        right = {name: self.right(batch, *masks) for name, masks in
-                 {"late": (late, None), "stock": (stock, None), "reuse": (stock, reuse_mask(batch))}.items()}
+        right = {
+            name: self.right(batch, *masks)
+            for name, masks in {
+                "late": (late, None),
+                "stock": (stock, None),
+                "reuse": (stock, reuse_mask(batch)),
+            }.items()
+        }
         depths = torch.tensor([fact.depth for fact in batch.facts])
         shown = {
-            name: " ".join([f"{ok.mean():.3f}", *(f"{ok[depths == d].mean():.2f}" for d in range(stage.level.depth + 1))])
+            name: " ".join(
+                [f"{ok.mean():.3f}", *(f"{ok[depths == d].mean():.2f}" for d in range(stage.level.depth + 1))]
+            )
             for name, ok in right.items()
         }
         means = [sum(column) / len(column) for column in zip(*losses, strict=True)]
         logger.info(
-            "%s %d/%d, %.2f M tokens, %.1f min, answers %.3f, helpers %.3f | late %s | stock %s | reuse %s | helpers %s",
+            "%s %d/%d, %.2f M tokens, %.1f min, loss %.3f, helpers %.3f | late %s | stock %s | reuse %s | helpers %s",
             stage.name, self.step, stage.steps, self.tokens / 1e6, self.seconds / 60, *means,
             shown["late"], shown["stock"], shown["reuse"], self.helped(batch),
         )  # fmt: skip
@@ -240,7 +250,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="where checkpoint.pt and train.log go")
     parser.add_argument("--seed", type=int, default=1, help="of the weights and of the data's order")
-    parser.add_argument("--minutes", type=float, default=240, help="end after so long, all runs in the folder together")
+    parser.add_argument(
+        "--minutes", type=float, default=240, help="end after so long, all runs in the folder together"
+    )
     parser.add_argument("--start", type=Path, help="folder of an earlier model, see start.py; begins at 'middle'")
     parser.add_argument("--eager", action="store_true", help="do not compile (compiling needs a C++ compiler)")
     options = parser.parse_args()

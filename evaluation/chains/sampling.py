@@ -58,11 +58,7 @@ def sample_examples(count: int, seed: int, split: str = "heldout", level: Level 
 def _example(random: Random, depth: int, split: str, level: Level) -> Example:
     while True:
         story = tell(random, level, split)
-        fitting = [
-            fact
-            for fact in story.facts
-            if fact.depth == depth and fact.is_held_out == (split == "heldout")
-        ]
+        fitting = [fact for fact in story.facts if fact.depth == depth and fact.is_held_out == (split == "heldout")]
         if fitting:
             fact = random.choice(fitting)
             asked = " ".join(question(fact.thing))

@@ -6,8 +6,8 @@
     the lantern goes with that animal .
     whose is the lantern ?    -> Mara
 
-"That animal" is the animal told of last, in whatever chunk. The owner of the lantern is the owner of that animal, which
-may have been linked itself: up to `Level.depth` links in a row.
+"That animal" is the animal told of last, in whatever chunk. The owner of the lantern is the owner of that animal,
+which may have been linked itself: up to `Level.depth` links in a row.
 """
 
 from collections.abc import Sequence

@@ -31,9 +31,7 @@ LINKED = ("goes with", "stays by", "came after")
 NOUNS = tuple(
     "weather road evening morning wind harvest market letter song bread water window door night week work".split()
 )
-ADJECTIVES = tuple(
-    "cold warm grey late early quiet wet dry long short bright dark slow heavy light plain".split()
-)
+ADJECTIVES = tuple("cold warm grey late early quiet wet dry long short bright dark slow heavy light plain".split())
 ENDS = tuple("indeed anyway too again".split())
 FILLERS = ("the {n} was {a} .", "the {n} had been {a} and {b} .", "it was {a} {e} .", "the {n} was {a} {e} .")
 UNSEEN_NOUNS = tuple("river garden winter summer".split())  # filler that only held-out stories use

@@ -3,8 +3,8 @@
 """Only what stands at the very beginning is reused: the prefix, and the first chunk behind it if it was there before.
 
 It computes what a full prefill computes, in two pieces: where its answers differ from a full prefill's, that is the
-noise between equal computations. Kept K and V are handed to a new cache without a copy: a stock cache grows by joining,
-so what is kept is never written to.
+noise between equal computations. Kept K and V are handed to a new cache without a copy: a stock cache grows by
+joining, so what is kept is never written to.
 """
 
 import time

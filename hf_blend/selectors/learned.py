@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recompute the tokens that a linear probe of the stored values expects to change most: nothing is computed first.
 
-What a token lacks when its chunk is computed alone often shows in the token itself: "that animal" with no animal before
-it, "she" with no name. A probe reads it off the stored values of a few layers, which do not depend on the position, and
-predicts the deviation that `oracle` would see. It is fitted for one model by `hf_blend.evaluation.fitting`, from a few
-prompts, by ridge regression. Unlike `kv-deviation` it needs no layer computed in full, and unlike `query-attention` it
-does not know the question.
+What a token lacks when its chunk is computed alone often shows in the token itself: "that animal" with no animal
+before it, "she" with no name. A probe reads it off the stored values of a few layers, which do not depend on the
+position, and predicts the deviation that `oracle` would see. It is fitted for one model by
+`hf_blend.evaluation.fitting`, from a few prompts, by ridge regression. Unlike `kv-deviation` it needs no layer
+computed in full, and unlike `query-attention` it does not know the question.
 
 Source: ours. The target is CacheBlend's (arXiv 2405.16444), predicted instead of measured.
 """
@@ -72,7 +72,9 @@ def probe(path: str) -> dict[int, Tensor]:
     try:
         tensors = load_file(Path(path).expanduser())
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"the probe {path!r} cannot be read: {error}. Expected a file of evaluation.fitting.") from error
+        raise ConfigError(
+            f"the probe {path!r} cannot be read: {error}. Expected a file of evaluation.fitting."
+        ) from error
     found = {int(name.removeprefix(PREFIX)): one.float() for name, one in tensors.items() if name.startswith(PREFIX)}
     if not found:
         raise ConfigError(f"the file {path!r} holds {sorted(tensors)}, expected weights named {PREFIX}<layer>.")
