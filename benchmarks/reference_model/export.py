@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Write the trained model as a stock Mistral with its tokenizer the record of its training, and a few prompts.
+"""Write the trained model as a stock Llama with its tokenizer the record of its training, and a few prompts.
 
 python benchmarks/reference_model/export.py --folder run --to hf_blend/bundled/chains
 """
@@ -16,7 +16,7 @@ import transformers
 from emulate import Emulation, encode, is_right
 from net import HEAD_DIM, HEADS, KV_HEADS, LAYERS, MLP, READS, THETA, WIDTH, Net
 from train import STAGES
-from transformers import GenerationConfig, MistralConfig, MistralForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from hf_blend.evaluation.chains.sampling import sample_examples
 from hf_blend.evaluation.chains.story import Level
@@ -24,21 +24,20 @@ from hf_blend.evaluation.chains.tokens import BOS, EOS, build_tokenizer, vocabul
 
 MAX_POSITIONS = 4096
 QUESTIONS, QUESTIONS_SEED = 3, 7
-LONGEST = Level(chunks=(16, 16), facts=(2, 4), fillers=(16, 20))
+LONGEST = Level(chunks=(16, 16), facts=(1, 2), fillers=(16, 20))
 
 
-def build(state: dict[str, torch.Tensor]) -> MistralForCausalLM:
+def build(state: dict[str, torch.Tensor]) -> LlamaForCausalLM:
     """The stock model with trained weights."""
     ids = vocabulary()
     special = {"bos_token_id": ids[BOS], "eos_token_id": ids[EOS], "pad_token_id": ids[EOS]}
-    config = MistralConfig(
+    config = LlamaConfig(
         vocab_size=len(ids), hidden_size=WIDTH, intermediate_size=MLP, num_hidden_layers=LAYERS,
         num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": THETA}, max_position_embeddings=MAX_POSITIONS,
-        sliding_window=None,
         **special,
     )  # fmt: skip
-    model = MistralForCausalLM(config).eval()
+    model = LlamaForCausalLM(config).eval()
     missing = model.load_state_dict({**state, "lm_head.weight": state["model.embed_tokens.weight"]})
     assert not missing.missing_keys and not missing.unexpected_keys
     model.generation_config = GenerationConfig(**special, do_sample=False, max_new_tokens=4)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""The chain model in plain torch, with the parameter names of `MistralForCausalLM`, and how its weights start.
+"""The chain model in plain torch, with the parameter names of `LlamaForCausalLM`, and how its weights start.
 
 A row is one story and many questions about it. The story is read once, with plain causal attention; the questions see
 the story and themselves but not each other. So no mask of story × story is needed, and a question costs six tokens.
@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
-LAYERS, WIDTH, MLP, HEADS, KV_HEADS, HEAD_DIM, THETA = 8, 128, 256, 6, 3, 32, 10_000.0
+LAYERS, WIDTH, MLP, HEADS, KV_HEADS, HEAD_DIM, THETA = 8, 128, 256, 8, 4, 32, 1_000_000.0
 EPS = 1e-6
-_LOOKS_BACK = (3, 4, 1, 2, 0, 0)  # tokens, per head of layer 0; 0 looks for what resembles the current token
+_LOOKS_BACK = (3, 4, 1, 2, 0, 0, 0, 0)  # tokens, per head of layer 0; 0 looks for what resembles the current token
 READS = 5  # first layer in which questions read the story while training
 _CONSTANT, _STD, _SHARPNESS = 0.3, 0.05, 1.7
-_PAIRS = 6  # of a head's dimensions that tell single tokens apart
-_RECENT = (4, 12)  # pairs that tell near from far
-_NORM, _KIND_NORM, _KIND_GAIN, _MATCH_GAIN = 0.6, 0.3, 1.4, 4.0
+_PAIRS, _SLOW = 6, 7  # pairs of a head's dimensions that tell neighbours apart; from here on, those that hardly turn
+_NORM, _KIND_NORM, _KIND_GAIN, _MATCH_GAIN, _HELPER_GAIN = 0.6, 0.3, 2.0, 4.0, 1.0
 _WRITES, _HANDS_ON = 0.8, 0.5
 
 
@@ -114,7 +113,7 @@ class Body(nn.Module):
 
 
 class Net(nn.Module):
-    """The whole model; its state is that of `MistralForCausalLM` with tied embeddings."""
+    """The whole model; its state is that of `LlamaForCausalLM` with tied embeddings."""
 
     def __init__(self, words: int) -> None:
         super().__init__()
@@ -154,7 +153,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def start_reading(net: Net, members: list[list[int]], names: list[int]) -> None:
+def start_reading(net: Net, helpers: nn.ModuleList, members: list[list[int]], names: list[int]) -> None:
     """Give untrained weights the rough shape of reading (after mimetic initialisation, Trockman and Kolter 2023).
 
     Layer 0 writes what stood one to four tokens back, and the last member of the kind that a token names, each into a
@@ -164,6 +163,7 @@ def start_reading(net: Net, members: list[list[int]], names: list[int]) -> None:
 
     Args:
         net: seeded random weights.
+        helpers: linear heads behind the layers below `READS`; they start by reading what the layers start by writing.
         members: token ids of the words of each kind.
         names: token id of the word that names each kind.
     """
@@ -180,12 +180,15 @@ def start_reading(net: Net, members: list[list[int]], names: list[int]) -> None:
     for layer in net.model.layers:
         layer.mlp.down_proj.weight *= 0.3
     first, *others = (layer.self_attn for layer in net.model.layers)
-    _gather(first, (own, asked, leant), kinds, titles)
+    code = _gather(first, (own, asked, leant), kinds, titles)
+    for index, helper in enumerate(helpers):
+        read = embedded[:, 1:] @ code.mT @ leant.mT if index == 0 else embedded @ rest @ rest.mT
+        helper.weight.copy_(_HELPER_GAIN * read / read.norm(dim=1, keepdim=True).clamp_min(1e-3))
     for index, attention in enumerate(others, start=1):
         _follow(attention, own, leant if index < READS else asked, rest)
 
 
-def _gather(attention: Attention, parts: tuple[Tensor, Tensor, Tensor], kinds: Tensor, titles: Tensor) -> None:
+def _gather(attention: Attention, parts: tuple[Tensor, Tensor, Tensor], kinds: Tensor, titles: Tensor) -> Tensor:
     """Layer 0: two groups of heads look a fixed number of tokens back, the others for the last member of a kind."""
     half, groups = HEAD_DIM // 2, HEADS // KV_HEADS
     pairs = torch.arange(_PAIRS)
@@ -197,10 +200,8 @@ def _gather(attention: Attention, parts: tuple[Tensor, Tensor, Tensor], kinds: T
     for kv in range(KV_HEADS):
         keys = attention.k_proj.weight[kv * HEAD_DIM : (kv + 1) * HEAD_DIM]
         seen = torch.zeros(HEAD_DIM, len(kinds))
-        for pair in range(*_RECENT):  # the farther, the less alike
-            angle = 2 * torch.pi * torch.rand(len(kinds))
-            seen[pair], seen[pair + half] = angle.cos(), angle.sin()
-        seen *= _KIND_GAIN / (_RECENT[1] - _RECENT[0]) ** 0.5
+        seen[_slow()] = torch.randn(len(_slow()), len(kinds))
+        seen *= _KIND_GAIN / seen.norm(dim=0)
         for head in range(kv * groups, (kv + 1) * groups):
             back, queries = _LOOKS_BACK[head], attention.q_proj.weight[head * HEAD_DIM : (head + 1) * HEAD_DIM]
             attention.o_proj.weight[:, head * HEAD_DIM : (head + 1) * HEAD_DIM] = _WRITES * parts[min(kv, 2)]
@@ -212,13 +213,12 @@ def _gather(attention: Attention, parts: tuple[Tensor, Tensor, Tensor], kinds: T
                 attention.o_proj.weight[:, head * HEAD_DIM : (head + 1) * HEAD_DIM] /= _LOOKS_BACK.count(0)
                 keys[:, 1:] += (seen @ kinds) / groups
                 queries[:, 1:] += seen @ titles
+    return code
 
 
 def _follow(attention: Attention, own: Tensor, sought: Tensor, rest: Tensor) -> None:
     """A later layer: queries read what is sought, keys what is a token's own, values the rest, which is handed on."""
-    half, groups = HEAD_DIM // 2, HEADS // KV_HEADS
-    slow = torch.arange(_PAIRS, half)  # pairs that turn slowly, so that it may be far
-    places = torch.cat((slow, slow + half))
+    groups, places = HEADS // KV_HEADS, _slow()
     for weight in (attention.q_proj.weight, attention.k_proj.weight):
         weight.mul_(0.2)[:, 0] = 0
     attention.v_proj.weight.mul_(0.2)
@@ -231,3 +231,9 @@ def _follow(attention: Attention, own: Tensor, sought: Tensor, rest: Tensor) -> 
         for head in range(kv * groups, (kv + 1) * groups):
             attention.q_proj.weight[head * HEAD_DIM + places] += mixed @ sought.mT
             attention.o_proj.weight[:, head * HEAD_DIM : head * HEAD_DIM + width] += _HANDS_ON / HEADS * rest
+
+
+def _slow() -> Tensor:
+    """The dimensions of a head that hardly turn, so that what matches there may be far."""
+    pairs = torch.arange(_SLOW, HEAD_DIM // 2)
+    return torch.cat((pairs, pairs + HEAD_DIM // 2))

@@ -21,7 +21,6 @@ from random import Random
 import torch
 from batches import ASKED, Batch, draw, reuse_mask
 from net import LAYERS, READS, WIDTH, Net, start_reading
-from start import earlier_weights
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, rms_norm
 
@@ -31,7 +30,6 @@ from hf_blend.evaluation.chains.words import THINGS
 from hf_blend.evaluation.world.muon import Muon
 
 logger = logging.getLogger(__name__)
-HELPERS_ALONE = 40  # steps, behind an earlier model's weights
 SAVED_EVERY = 120.0  # seconds
 SCORED_TOKENS = 8192
 _END_WEIGHT = 0.1  # of the end-of-text token behind the answer
@@ -65,37 +63,32 @@ class Stage:
 
 
 SHORT = Level(chunks=(3, 6), facts=(1, 3), fillers=(0, 1))
-MIDDLE = Level(chunks=(8, 12), facts=(2, 3), fillers=(2, 4))
-LONG = Level(chunks=(8, 14), facts=(2, 4), fillers=(5, 9))
+MIDDLE = Level(chunks=(6, 10), facts=(1, 3), fillers=(2, 4))
+LONG = Level(chunks=(8, 14), facts=(1, 2), fillers=(5, 9))
 STAGES = (
-    Stage("one link", replace(SHORT, depth=1), 112, 10, 8, 1500, goal=0.93),
-    Stage("two links", replace(SHORT, depth=2), 112, 10, 8, 1000, goal=0.92),
-    Stage("four links", SHORT, 112, 10, 8, 3000, goal=0.93),
-    Stage("middle", MIDDLE, 400, 20, 6, 400, 2e-3, 2e-3, goal=0.93),
-    Stage("long", LONG, 768, 32, 5, 200, 2e-3, 1.5e-3),
-    Stage("longest", Level(), 1536, 40, 2, 260, 1.5e-3, 1e-4),
+    Stage("one link", replace(SHORT, depth=1), 96, 10, 8, 400, goal=0.93),
+    Stage("two links", replace(SHORT, depth=2), 96, 10, 8, 400, goal=0.92),
+    Stage("four links", SHORT, 96, 10, 8, 800, goal=0.92),
+    Stage("middle", MIDDLE, 256, 16, 6, 600, 3e-3, 2e-3, goal=0.96),
+    Stage("long", LONG, 640, 20, 4, 300, 2e-3, 1.5e-3),
+    Stage("longest", Level(), 1536, 20, 2, 300, 1.5e-3, 1e-4),
 )
 
 
 class Trainer:
     """Model, helpers, optimizers and the place in the plan."""
 
-    def __init__(self, folder: Path, seed: int, minutes: float, compiled: bool, start: Path | None = None) -> None:
-        """Start from the folder's checkpoint, from an earlier model's weights, or from seeded random ones."""
+    def __init__(self, folder: Path, seed: int, minutes: float, compiled: bool) -> None:
+        """Start from the folder's checkpoint, or from seeded random weights."""
         self.folder, self.seed, self.minutes, self.compiled = folder, seed, minutes, compiled
         torch.manual_seed(seed)
         ids = vocabulary()
         self.net = Net(len(ids))
-        start_reading(
-            self.net, [[ids[word] for word in words] for words in THINGS.values()], [ids[kind] for kind in THINGS]
-        )
         self.helpers = nn.ModuleList(nn.Linear(WIDTH, len(ids), bias=False) for _ in range(READS))
+        members = [[ids[word] for word in words] for words in THINGS.values()]
+        start_reading(self.net, self.helpers, members, [ids[kind] for kind in THINGS])
         self.optimizers = make_optimizers(self.net, self.helpers)
         self.stage, self.step, self.tokens, self.seconds = 0, 0, 0, 0.0
-        self.alone = 0  # first steps in which only the helpers learn from the helpers' loss
-        if start is not None:
-            self.net.load_state_dict(earlier_weights(start))
-            self.stage, self.alone = [stage.name for stage in STAGES].index("middle"), HELPERS_ALONE
         if self.checkpoint.exists():
             self.load()
         if compiled:
@@ -160,7 +153,6 @@ class Trainer:
         answers = cross_entropy(self.net.logits(states[-1][row, place]), owner)
         ends = cross_entropy(self.net.logits(states[-1][row, place + 1]), torch.full_like(owner, vocabulary()[EOS]))
         helped = torch.stack(self.helper_losses(batch, states)).mean()
-        self.alone -= 1
         (answers + _END_WEIGHT * ends + helped).backward()
         nn.utils.clip_grad_norm_([*self.net.parameters(), *self.helpers.parameters()], 1.0)
         total = self.step / stage.steps
@@ -177,8 +169,7 @@ class Trainer:
         row, place, owner, leant, depth = batch.links.T
         found = []
         for index, helper in enumerate(self.helpers):
-            state = states[index][row, place]
-            logits = helper(rms_norm(state.detach() if self.alone > 0 else state, (WIDTH,)))
+            logits = helper(rms_norm(states[index][row, place], (WIDTH,)))
             near = depth <= index
             found.append(cross_entropy(logits, leant) if index == 0 else cross_entropy(logits[near], owner[near]))
         return found
@@ -253,13 +244,12 @@ def main() -> None:
     parser.add_argument(
         "--minutes", type=float, default=240, help="end after so long, all runs in the folder together"
     )
-    parser.add_argument("--start", type=Path, help="folder of an earlier model, see start.py; begins at 'middle'")
     parser.add_argument("--eager", action="store_true", help="do not compile (compiling needs a C++ compiler)")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     logging.basicConfig(filename=options.folder / "train.log", level=logging.INFO, format="%(asctime)s %(message)s")
     torch.set_num_threads(1)
-    trainer = Trainer(options.folder, options.seed, options.minutes, not options.eager, options.start)
+    trainer = Trainer(options.folder, options.seed, options.minutes, not options.eager)
     logger.info("plan: %s", [asdict(stage) for stage in STAGES])
     trainer.run()
 

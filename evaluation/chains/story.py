@@ -1,13 +1,13 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Stories of the chain world: facts about owners, most of which lean on the last fact about some kind of thing.
+"""Stories of the chain world: facts about owners, most of which lean on an earlier fact about some kind of thing.
 
     the goat belongs to Mara .
     the lantern goes with that animal .
     whose is the lantern ?    -> Mara
 
-"That animal" is the animal told of last, in whatever chunk. The owner of the lantern is the owner of that animal,
-which may have been linked itself: up to `Level.depth` links in a row.
+A story tells of at most one thing of each kind, so "that animal" is clear, but it mostly stands in another chunk. The
+owner of the lantern is the owner of that animal, which may have been linked itself, up to `Level.depth` links in a row.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ class Level:
     """
 
     chunks: tuple[int, int] = (10, 16)
-    facts: tuple[int, int] = (2, 4)
+    facts: tuple[int, int] = (1, 2)
     fillers: tuple[int, int] = (10, 20)
     depth: int = 4
     rooted: float = 0.2
@@ -102,8 +102,7 @@ class Teller:
         """
         self.random, self.level, self.train = random, level, split == "train"
         self.owners = random.sample(OWNERS, len(OWNERS))
-        self.left = {kind: random.sample(words, len(words)) for kind, words in THINGS.items()}
-        self.last: dict[str, Fact] = {}
+        self.kinds = random.sample(list(THINGS), len(THINGS))  # not told of yet
         self.story = Story()
 
     def tell(self) -> Story:
@@ -120,48 +119,37 @@ class Teller:
         return self.story
 
     def fact(self, chunk: int, start: int) -> list[str]:
-        """One sentence with its fact; nothing if the words have run out."""
-        open_kinds = [kind for kind, fact in self.last.items() if fact.depth < self.level.depth]
-        roots = sum(fact.depth == 0 for fact in self.story.facts)
-        if not open_kinds or roots < 2 or self.random.random() < self.level.rooted:
-            return self.root(chunk, start)
-        weights = [_DEEPER ** self.last[kind].depth for kind in open_kinds]
-        parent = self.last[self.random.choices(open_kinds, weights)[0]]
-        kind = KIND_OF[parent.thing]
-        thing = self.draw(self.random.choice([other for other in THINGS if other != kind]), parent.owner, parent.thing)
-        if thing is None:
+        """One sentence with its fact; nothing if every kind has been told of."""
+        if not self.kinds:
             return []
-        verb = self.random.choice(LINKED)
-        words = ["the", thing, *verb.split(), "that", kind, "."]
-        crossings = parent.crossings + (parent.chunk != chunk)
-        place = start + len(words) - 2
-        self.note(Fact(thing, parent.owner, parent.thing, verb, parent.depth + 1, crossings, chunk, place))
+        parents = [fact for fact in self.story.facts if fact.depth < self.level.depth]
+        roots = sum(fact.depth == 0 for fact in self.story.facts)
+        if not parents or roots < 2 or self.random.random() < self.level.rooted:
+            return self.root(chunk, start)
+        parent = self.random.choices(parents, [_DEEPER**fact.depth for fact in parents])[0]
+        verb, thing = self.random.choice(LINKED), self.draw(parent.owner, parent.thing)
+        words = ["the", thing, *verb.split(), "that", KIND_OF[parent.thing], "."]
+        crossings, place = parent.crossings + (parent.chunk != chunk), start + len(words) - 2
+        fact = Fact(thing, parent.owner, parent.thing, verb, parent.depth + 1, crossings, chunk, place)
+        self.story.facts.append(fact)
         return words
 
     def root(self, chunk: int, start: int) -> list[str]:
         """A sentence that names an owner of whom nothing was said before."""
-        if not self.owners:
-            return []
         owner, verb = self.owners.pop(), self.random.choice(OWNED)
-        thing = self.draw(self.random.choice(list(THINGS)), owner, verb)
-        if thing is None:
-            return []
+        thing = self.draw(owner, verb)
         words = ["the", thing, *verb.split(), owner, "."]
-        self.note(Fact(thing, owner, None, verb, 0, 0, chunk, start + len(words) - 2))
+        self.story.facts.append(Fact(thing, owner, None, verb, 0, 0, chunk, start + len(words) - 2))
         return words
 
-    def draw(self, kind: str, owner: str, through: str) -> str | None:
-        """Take a thing of a kind that may be this owner's; None if none is left."""
-        pool = self.left[kind]
-        for index, thing in enumerate(pool):
-            if not (self.train and held_out(thing, owner, through)):
-                return pool.pop(index)
-        return None
-
-    def note(self, fact: Fact) -> None:
-        """Remember a fact as the last of its kind."""
-        self.story.facts.append(fact)
-        self.last[KIND_OF[fact.thing]] = fact
+    def draw(self, owner: str, through: str) -> str:
+        """A thing of a kind that has not been told of; in training one that may be this owner's."""
+        while True:
+            words = THINGS[self.kinds.pop()]
+            free = [word for word in words if not (self.train and held_out(word, owner, through))]
+            if free:
+                return self.random.choice(free)
+            self.kinds.insert(0, KIND_OF[words[0]])
 
     def filler(self) -> list[str]:
         """A sentence that says nothing of owners."""

@@ -10,21 +10,30 @@ OWNERS = tuple(
     "Emil Fenna Gert Hanna Ivo Julia".split()
 )
 THINGS = {
-    "animal": tuple(
-        "goat dog cat horse cow sheep duck goose hen pig mule crow hare fox bee trout owl toad swan otter".split()
-    ),
-    "tool": tuple(
-        "lantern rope bell hammer ladder spoon mirror broom kettle wheel basket candle saw spade needle anvil chisel "
-        "bucket axe rake".split()
-    ),
-    "plant": tuple(
-        "rose fern oak elm thistle ivy moss tulip barley clover lily nettle pine reed sage willow birch poppy hazel "
-        "mint".split()
-    ),
-    "garment": tuple(
-        "coat scarf glove boot hat shawl belt apron cloak sock gown vest cap robe sash tunic sandal hood shirt "
-        "mitten".split()
-    ),
+    "animal": tuple("goat dog cat horse cow".split()),
+    "bird": tuple("duck goose hen owl swan".split()),
+    "fish": tuple("trout carp pike eel perch".split()),
+    "insect": tuple("bee ant moth wasp beetle".split()),
+    "tree": tuple("oak elm pine birch willow".split()),
+    "flower": tuple("rose tulip poppy lily daisy".split()),
+    "herb": tuple("mint sage thyme basil parsley".split()),
+    "fruit": tuple("apple pear plum cherry fig".split()),
+    "vegetable": tuple("carrot onion leek turnip bean".split()),
+    "grain": tuple("barley rye oat wheat millet".split()),
+    "tool": tuple("hammer saw axe rake spade".split()),
+    "garment": tuple("coat scarf glove hat shawl".split()),
+    "vessel": tuple("kettle basket bucket jar cup".split()),
+    "instrument": tuple("drum flute harp bell fiddle".split()),
+    "weapon": tuple("sword bow spear dagger sling".split()),
+    "jewel": tuple("ring brooch pearl ruby crown".split()),
+    "stone": tuple("flint marble slate granite chalk".split()),
+    "metal": tuple("iron copper tin silver brass".split()),
+    "cloth": tuple("linen wool silk velvet cotton".split()),
+    "seat": tuple("chair bench stool sofa throne".split()),
+    "vehicle": tuple("cart boat sledge wagon raft".split()),
+    "building": tuple("barn mill tower shed chapel".split()),
+    "drink": tuple("tea ale cider milk wine".split()),
+    "toy": tuple("doll kite ball top puppet".split()),
 }
 OWNED = ("belongs to", "came from")
 LINKED = ("goes with", "stays by", "came after")
@@ -37,12 +46,12 @@ FILLERS = ("the {n} was {a} .", "the {n} had been {a} and {b} .", "it was {a} {e
 UNSEEN_NOUNS = tuple("river garden winter summer".split())  # filler that only held-out stories use
 UNSEEN_ADJECTIVES = tuple("steep narrow pale mild".split())
 KIND_OF = {word: kind for kind, words in THINGS.items() for word in words}
-NEW = frozenset([*OWNERS[-4:], *(word for words in THINGS.values() for word in words[-4:])])
+_HELD_OUT = 4  # one in so many
 
 
 @cache
 def held_out(thing: str, owner: str, through: str) -> bool:
-    """Whether training never lets this thing be that owner's in this way: half of those with a word of `NEW`.
+    """Whether training never lets this thing be that owner's in this way.
 
     It takes three words: that two words never go together can be learnt, and would then be wrong where they do.
 
@@ -51,7 +60,7 @@ def held_out(thing: str, owner: str, through: str) -> bool:
         owner: by whom.
         through: the thing leant on, or the words of the sentence that names the owner.
     """
-    return bool({thing, owner, through} & NEW) and crc32(f"{thing}|{owner}|{through}".encode()) % 2 == 0
+    return crc32(f"{thing}|{owner}|{through}".encode()) % _HELD_OUT == 0
 
 
 def all_words() -> list[str]:
