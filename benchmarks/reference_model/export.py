@@ -39,7 +39,8 @@ def build(state: dict[str, torch.Tensor]) -> LlamaForCausalLM:
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
     missing = model.load_state_dict({**state, "lm_head.weight": state["model.embed_tokens.weight"]})
-    assert not missing.missing_keys and not missing.unexpected_keys
+    assert not missing.missing_keys, missing
+    assert not missing.unexpected_keys, missing
     model.generation_config = GenerationConfig(**special, do_sample=False, max_new_tokens=4)
     return model
 

@@ -7,7 +7,7 @@
     whose is the lantern ?    -> Mara
 
 A story tells of at most one thing of each kind, so "that animal" is clear, but it mostly stands in another chunk. The
-owner of the lantern is the owner of that animal, which may have been linked itself, up to `Level.depth` links in a row.
+owner of the lantern is the owner of that animal, which may have been linked itself: up to `Level.depth` links.
 """
 
 from collections.abc import Sequence

@@ -20,28 +20,30 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from .base import Selector, TokenView
+from .base import Selector, TokenView, norms
 
-PREFIX, BIAS = "values.", "bias"
+PREFIX = "values."
 
 
 class Learned(Selector):
-    """The prediction of a fitted probe. Option `path`: the file; without one, the length of the stored values."""
+    """The prediction of a fitted probe. Option `path`: its file; without one, the length of the last values."""
 
     needs_kv = False
     defaults: ClassVar[Mapping[str, Any]] = {"path": ""}
 
     def score(self, view: TokenView) -> Tensor:
         """Predicted deviation, `[batch, tokens]`."""
-        total = torch.zeros(view.columns.shape, device=view.columns.device)
-        for layer, weight in probe(str(self.options["path"])).items():
-            if layer >= view.num_layers:
-                raise ConfigError(
-                    f"the probe {self.options['path']!r} reads layer {layer}, expected at most {view.num_layers - 1}: "
-                    "it was fitted for another model. Fit one for this model."
-                )
-            total += self._read(view.stored_alone(layer)[1], weight)
-        return total
+        path = str(self.options["path"])
+        if not path:
+            return norms(view.stored_alone(view.num_layers - 1)[1])
+        weights = probe(path)
+        if max(weights) >= view.num_layers:
+            raise ConfigError(
+                f"the probe {path!r} reads layer {max(weights)}, expected at most {view.num_layers - 1}: it was "
+                "fitted for another model. Fit one for this model."
+            )
+        parts = [self._read(view.stored_alone(layer)[1], weight) for layer, weight in weights.items()]
+        return torch.stack(parts).sum(dim=0)
 
     def _read(self, values: Tensor, weight: Tensor) -> Tensor:
         """Weighted sum over heads and width of `[batch, kv_heads, tokens, width]`: `[batch, tokens]`."""
