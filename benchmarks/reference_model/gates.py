@@ -42,6 +42,7 @@ def emulated_ways() -> dict[str, Way]:
         ways[f"fresh in layers 0-{last}"] = lambda one, number, last=last: one.fresh_up_to(last)
     for ratio in RATIOS:
         ways[f"kv-deviation:on=v {ratio:.0%}"] = lambda one, number, r=ratio: one.chosen(by_value, r)
+    for ratio in (0.05, 0.15):
         ways[f"kv-deviation:on=k {ratio:.0%}"] = lambda one, number, r=ratio: one.chosen(by_key, r)
         ways[f"random {ratio:.0%}"] = lambda one, number, r=ratio: one.chosen(at_random(number), r)
     return ways
@@ -57,7 +58,6 @@ def library_ways(prompt: Prompt, number: int) -> dict[str, BlendConfig | None]:
             selector="explicit", selector_options={"columns": columns}, recompute_ratio=_share(len(columns), prompt)
         ),
         "kv-deviation:on=v 1%": BlendConfig(recompute_ratio=0.01),
-        "kv-deviation:on=v 5%": BlendConfig(recompute_ratio=0.05),
         "kv-deviation:on=v 15%": BlendConfig(recompute_ratio=0.15),
         "random 15%": BlendConfig(
             selector="random", selector_options={"free_layers": True}, recompute_ratio=0.15, seed=number
@@ -102,17 +102,16 @@ def ask_library(
     tell: Callable[[int], None],
 ) -> dict[str, list[bool]]:
     """Ask the library the same questions; the text goes through the tokenizer."""
-    store = ChunkStore.open("memory://")
     found: dict[str, list[bool]] = {}
     for number, (example, prompt) in enumerate(zip(examples, prompts, strict=True)):
         tell(number)
+        store = ChunkStore.open("memory://")
         for name, config in library_ways(prompt, number).items():
             cache = BlendCache(model, store, config or BlendConfig())
             inputs = cache.inputs(tokenizer, prefix=None, chunks=list(example.chunks), question=example.question)
             past = None if config is None else cache
             logits = model(**inputs, past_key_values=past, logits_to_keep=1).logits[0, -1]
             found.setdefault(name, []).append(is_right(logits, prompt))
-        store.clear() if hasattr(store, "clear") else None
     return found
 
 

@@ -16,8 +16,8 @@ _LOOKS_BACK = (3, 4, 1, 2, 0, 0, 0, 0)  # tokens, per head of layer 0; 0 looks f
 READS = 5  # first layer in which questions read the story while training
 _CONSTANT, _STD, _SHARPNESS = 0.3, 0.05, 1.7
 _PAIRS, _SLOW = 6, 7  # pairs of a head's dimensions that tell neighbours apart; from here on, those that hardly turn
-_NORM, _KIND_NORM, _KIND_GAIN, _MATCH_GAIN, _HELPER_GAIN = 0.6, 0.3, 2.0, 4.0, 1.0
-_WRITES, _HANDS_ON = 0.8, 0.5
+_NORM, _KIND_NORM, _KIND_GAIN, _MATCH_GAIN, _HELPER_GAIN = 0.6, 0.3, 3.0, 5.0, 1.0
+_WRITES, _HANDS_ON = 0.8, 1.5
 
 
 class Norm(nn.Module):
@@ -153,7 +153,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def start_reading(net: Net, helpers: nn.ModuleList, members: list[list[int]], names: list[int]) -> None:
+def start_reading(net: Net, helpers: nn.ModuleList, members: list[list[int]], names: list[int], owners: list[int]) -> None:
     """Give untrained weights the rough shape of reading (after mimetic initialisation, Trockman and Kolter 2023).
 
     Layer 0 writes what stood one to four tokens back, and the last member of the kind that a token names, each into a
@@ -166,6 +166,7 @@ def start_reading(net: Net, helpers: nn.ModuleList, members: list[list[int]], na
         helpers: linear heads behind the layers below `READS`; they start by reading what the layers start by writing.
         members: token ids of the words of each kind.
         names: token id of the word that names each kind.
+        owners: token ids of what is told.
     """
     turned = torch.zeros(WIDTH, WIDTH - 1)
     turned[1:] = torch.linalg.qr(torch.randn(WIDTH - 1, WIDTH - 1))[0]
@@ -176,9 +177,13 @@ def start_reading(net: Net, helpers: nn.ModuleList, members: list[list[int]], na
     for direction, title, ids, name in zip(kinds, titles, members, names, strict=True):
         embedded[ids, 1:] += _KIND_NORM * direction
         embedded[name, 1:] += _KIND_NORM * title
+    told = embedded[owners] @ rest @ rest.mT
+    embedded -= embedded @ rest @ rest.mT  # that part is left to what is told
+    embedded[owners] = told
+    embedded[:, 0] = _CONSTANT
     embedded[:, 1:] *= _NORM / embedded[:, 1:].norm(dim=1, keepdim=True)  # or some constants would be louder
     for layer in net.model.layers:
-        layer.mlp.down_proj.weight *= 0.3
+        layer.mlp.down_proj.weight *= 0.1
     first, *others = (layer.self_attn for layer in net.model.layers)
     code = _gather(first, (own, asked, leant), kinds, titles)
     for index, helper in enumerate(helpers):
@@ -220,9 +225,9 @@ def _follow(attention: Attention, own: Tensor, sought: Tensor, rest: Tensor) -> 
     """A later layer: queries read what is sought, keys what is a token's own, values the rest, which is handed on."""
     groups, places = HEADS // KV_HEADS, _slow()
     for weight in (attention.q_proj.weight, attention.k_proj.weight):
-        weight.mul_(0.2)[:, 0] = 0
-    attention.v_proj.weight.mul_(0.2)
-    attention.o_proj.weight.mul_(0.2)
+        weight.mul_(0.1)[:, 0] = 0
+    attention.v_proj.weight.mul_(0.1)
+    attention.o_proj.weight.mul_(0.1)
     width = rest.shape[1]
     for kv in range(KV_HEADS):
         mixed = torch.randn(len(places), HEAD_DIM) * _MATCH_GAIN / HEAD_DIM**0.5
