@@ -16,8 +16,8 @@ _LOOKS_BACK = (3, 4, 1, 2, 0, 0, 0, 0)  # tokens, per head of layer 0; 0 looks f
 READS = 5  # first layer in which questions read the story while training
 _CONSTANT, _STD, _SHARPNESS = 0.3, 0.05, 1.7
 _PAIRS, _SLOW = 6, 7  # pairs of a head's dimensions that tell neighbours apart; from here on, those that hardly turn
-_NORM, _KIND_NORM, _KIND_GAIN, _MATCH_GAIN, _HELPER_GAIN = 0.6, 0.3, 3.0, 5.0, 1.0
-_WRITES, _HANDS_ON = 0.8, 1.5
+_NORM, _KIND_NORM, _KIND_GAIN, _MATCH_GAIN, _HELPER_GAIN = 0.6, 0.3, 2.0, 3.0, 1.0
+_WRITES, _HANDS_ON, _LOUDNESS, _OWNERS = 1.0, 0.4, 1.5, 2.0
 
 
 class Norm(nn.Module):
@@ -168,20 +168,24 @@ def start_reading(net: Net, helpers: nn.ModuleList, members: list[list[int]], na
         names: token id of the word that names each kind.
         owners: token ids of what is told.
     """
-    turned = torch.zeros(WIDTH, WIDTH - 1)
-    turned[1:] = torch.linalg.qr(torch.randn(WIDTH - 1, WIDTH - 1))[0]
-    own, leant, asked, rest = turned.split((HEAD_DIM, HEAD_DIM, HEAD_DIM, WIDTH - 1 - 3 * HEAD_DIM), 1)
+    told = 1 + 3 * HEAD_DIM  # from this dimension on stands what is told; the first one is constant
+    own, leant, asked, rest = torch.eye(WIDTH)[:, 1:].split((HEAD_DIM, HEAD_DIM, HEAD_DIM, WIDTH - told), 1)
     embedded = net.model.embed_tokens.weight
-    embedded[:, 0] = _CONSTANT
-    kinds, titles = torch.linalg.qr(torch.randn(WIDTH - 1, 2 * len(names)))[0].mT.split(len(names))
+    kinds, titles = torch.zeros(2, len(names), WIDTH - 1)
+    directions = torch.linalg.qr(torch.randn(told - 1, 2 * len(names)))[0].mT
+    kinds[:, : told - 1], titles[:, : told - 1] = directions.split(len(names))
     for direction, title, ids, name in zip(kinds, titles, members, names, strict=True):
         embedded[ids, 1:] += _KIND_NORM * direction
         embedded[name, 1:] += _KIND_NORM * title
-    told = embedded[owners] @ rest @ rest.mT
-    embedded -= embedded @ rest @ rest.mT  # that part is left to what is told
-    embedded[owners] = told
+    answers = embedded[owners, told:]
+    embedded[:, told:] = 0
+    embedded[owners] = 0
+    embedded[owners, told:] = answers
     embedded[:, 0] = _CONSTANT
+    net.model.norm.weight[:] = 0.2
+    net.model.norm.weight[told:] = _LOUDNESS
     embedded[:, 1:] *= _NORM / embedded[:, 1:].norm(dim=1, keepdim=True)  # or some constants would be louder
+    embedded[owners, 1:] *= _OWNERS
     for layer in net.model.layers:
         layer.mlp.down_proj.weight *= 0.1
     first, *others = (layer.self_attn for layer in net.model.layers)
