@@ -153,7 +153,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def start_reading(net: Net, helpers: nn.ModuleList, members: list[list[int]], names: list[int], owners: list[int]) -> None:
+def start_reading(
+    net: Net, helpers: nn.ModuleList, members: list[list[int]], names: list[int], owners: list[int]
+) -> None:
     """Give untrained weights the rough shape of reading (after mimetic initialisation, Trockman and Kolter 2023).
 
     Layer 0 writes what stood one to four tokens back, and the last member of the kind that a token names, each into a
