@@ -48,7 +48,7 @@ def test_a_copy_and_a_saved_and_loaded_model_have_the_same_fingerprint(model, tm
 
 ANOTHER_PROCESS = """
 import torch
-from hf_blend.fingerprint import fingerprint
+from hf_blend.model.fingerprint import fingerprint
 
 class Config:
     def to_dict(self):

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from hf_blend import BlendCache, ChunkStore, observer, plugins
-from hf_blend.loading.pipeline import Pipeline
-from hf_blend.loading.stream import StreamedLayers
-from hf_blend.store import entry, streaming
+from hf_blend.prefill.pipeline import Pipeline
+from hf_blend.store import entry, stack
+from hf_blend.store.stream import StreamedLayers
 from hf_blend.store.tiers.base import EntryFault
 from hf_blend.testing import FaultyTier
 from hf_blend.verify.zoo import tiny_model
@@ -76,7 +76,7 @@ def filled(model):
 
 @pytest.fixture(autouse=True)
 def _one_layer_at_a_time(monkeypatch):
-    monkeypatch.setattr(streaming, "READ_BYTES", 0)
+    monkeypatch.setattr(stack, "READ_BYTES", 0)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 100])
@@ -97,7 +97,7 @@ def test_layers_that_come_several_at_a_time_give_the_same_bits(model, filled, le
     tier, wanted = filled
     asked = []
     read = entry.EntryReader.layers
-    monkeypatch.setattr(streaming, "READ_BYTES", least_bytes)
+    monkeypatch.setattr(stack, "READ_BYTES", least_bytes)
     monkeypatch.setattr(entry.EntryReader, "layers", lambda *given: asked.append(given[1]) or read(*given))
     got, report = answered(model, cold(tier))
     assert torch.equal(got, wanted)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hf_blend import BlendCache, ChunkStore
+from hf_blend.cache.blend_cache import trial_cache
 from hf_blend.errors import UnsupportedModelError
 from hf_blend.model import trust
 from hf_blend.model.trust import ensure_trusted
@@ -34,9 +35,9 @@ def forwards(monkeypatch):
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_the_promised_families_pass_with_room(family, dtype, tiny_model):
     model = tiny_model(family).to(dtype)
-    error, allowed = trust._compare(model, BlendCache)
+    error, allowed = trust._compare(model, trial_cache)
     assert error < allowed / 2
-    assert len(ensure_trusted(model, BlendCache)) == model.config.num_hidden_layers
+    assert len(ensure_trusted(model, trial_cache)) == model.config.num_hidden_layers
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -44,7 +45,7 @@ def test_a_model_whose_blend_is_off_is_refused_with_the_way_out(dtype, tiny_mode
     monkeypatch.setattr(row_masks, "row_mask", looking_ahead)
     name = str(dtype).removeprefix("torch.")
     with pytest.raises(UnsupportedModelError, match=f"off by .* in {name}, where .*allow_unverified=True"):
-        ensure_trusted(tiny_model().to(dtype), BlendCache)
+        ensure_trusted(tiny_model().to(dtype), trial_cache)
 
 
 def test_a_self_test_that_breaks_is_a_refusal_and_says_how(tiny_model, monkeypatch):
@@ -53,7 +54,7 @@ def test_a_self_test_that_breaks_is_a_refusal_and_says_how(tiny_model, monkeypat
 
     monkeypatch.setattr(row_masks, "row_mask", broken)
     with pytest.raises(UnsupportedModelError, match="ended in RuntimeError: the shapes 3 and 4 do not match"):
-        ensure_trusted(tiny_model(), BlendCache)
+        ensure_trusted(tiny_model(), trial_cache)
 
 
 def test_the_user_may_overrule_it_and_is_warned_once(tiny_model, monkeypatch, caplog):
@@ -70,7 +71,7 @@ def test_the_user_may_overrule_it_and_is_warned_once(tiny_model, monkeypatch, ca
 def test_without_a_style_there_is_nothing_to_blend_with_so_nothing_overrules_it(tiny_model):
     model = tiny_model("gpt2", num_key_value_heads=4)
     with pytest.raises(UnsupportedModelError, match="layer 0"):
-        ensure_trusted(model, BlendCache, allow_unverified=True)
+        ensure_trusted(model, trial_cache, allow_unverified=True)
 
 
 def test_a_model_is_tested_once_and_again_with_another_attention(tiny_model, forwards):
@@ -88,6 +89,6 @@ def test_the_self_test_leaves_the_model_as_it_was_in_training_too(tiny_model, un
     model.train()
     model.lm_head.eval()
     with untouched(model):
-        ensure_trusted(model, BlendCache)
+        ensure_trusted(model, trial_cache)
     assert model.training
     assert not model.lm_head.training

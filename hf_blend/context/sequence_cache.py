@@ -29,7 +29,6 @@ from ..rotary.base import compose
 from .cells import Cells
 from .self_test import ensure_movable
 from .sequence_layer import SequenceLayer
-from .sequence_ops import SequenceOps
 from .steering import Steering
 from .tables import TableSource, counted_in_tokens
 
@@ -37,7 +36,7 @@ UNKNOWN = -1  # id of a token that came as an embedding, or in a forward that no
 _NOTHING = (torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long))
 
 
-class SequenceCache(SequenceOps, Cache):
+class SequenceCache(Cache):
     """A `transformers.Cache` of several sequences over one storage; one of them at a time is continued.
 
     Works with greedy search, sampling, streaming and assisted decoding of one request. `generate` needs nothing
@@ -59,7 +58,9 @@ class SequenceCache(SequenceOps, Cache):
         self._source = TableSource.of(model)
         ensure_movable(model, partial(SequenceCache, model), allow_unverified)
         self._device = input_device(model)
-        SequenceOps.__init__(self)
+        self.active = 0
+        self._cells = Cells()
+        self._ids = torch.empty(0, dtype=torch.long)  # by cell
         self._origins = torch.empty(0, dtype=torch.long)  # by cell: the position that its key is rotated for
         self._is_laid, self._pending = True, _NOTHING
         self._was_extended = False
@@ -89,6 +90,59 @@ class SequenceCache(SequenceOps, Cache):
         """Leave the model as it was."""
         self._steering.leave()
         self._pending = _NOTHING
+
+    @property
+    def sequences(self) -> list[int]:
+        """The sequences that were ever written to and not forgotten, in increasing order."""
+        return list(self._cells)
+
+    def tokens(self, sequence: int | None = None) -> list[int]:
+        """The token ids of a sequence in the order in which attention sees them; -1 where they are not known."""
+        return self._ids[self._cells.row(self._number(sequence))[0]].tolist()
+
+    def positions(self, sequence: int | None = None) -> list[int]:
+        """The positions of a sequence's tokens, in the same order."""
+        return self._cells.row(self._number(sequence))[1].tolist()
+
+    def use(self, sequence: int) -> None:
+        """Let the next forward continue a sequence."""
+        self.active = self._number(sequence)
+        self._changed()
+
+    def remove(self, sequence: int | None = None, start: int = 0, stop: int | None = None) -> None:
+        """Forget tokens at positions `start <= p < stop`.
+
+        Args:
+            sequence: of which sequence; None is every one.
+            start: first position.
+            stop: position behind the last; None is the end.
+        """
+        self._cells.remove(sequence, start, stop)
+        self._changed()
+
+    def copy(self, source: int, target: int, start: int = 0, stop: int | None = None) -> None:
+        """Let `target` hold the tokens of `source` at positions `start <= p < stop` too, sharing the storage."""
+        self._cells.copy(self._number(source), self._number(target), start, stop)
+        self._changed()
+
+    def keep(self, sequence: int) -> None:
+        """Forget every sequence but one, and continue that."""
+        self._cells.keep(self._number(sequence))
+        self.use(sequence)
+
+    def shift(self, sequence: int, start: int, stop: int | None, delta: int) -> None:
+        """Move tokens at positions `start <= p < stop` by `delta`; those that would go below 0 are forgotten."""
+        self._cells.shift(self._number(sequence), start, stop, delta)
+        self._changed()
+
+    def divide(self, sequence: int, start: int, stop: int | None, by: int) -> None:
+        """Divide the positions `start <= p < stop` by a whole number from 1 on, rounding down.
+
+        Raises:
+            ConfigError: the number is below 1.
+        """
+        self._cells.divide(self._number(sequence), start, stop, by)
+        self._changed()
 
     def make_room(self, tokens: int) -> None:
         """Called before `tokens` new ones come; a subclass may drop old ones here."""
@@ -232,6 +286,13 @@ class SequenceCache(SequenceOps, Cache):
     def forward_ends(self) -> None:
         """Called by the hook behind the model."""
         self._pending = _NOTHING
+
+    def _number(self, sequence: int | None) -> int:
+        if sequence is None:
+            return self.active
+        if isinstance(sequence, bool) or not isinstance(sequence, int) or sequence < 0:
+            raise ConfigError(f"a sequence is named {sequence!r}, expected a number from 0 on.")
+        return sequence
 
     def _changed(self) -> None:
         self._is_laid = False

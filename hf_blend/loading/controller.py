@@ -15,9 +15,9 @@ from torch import nn
 from ..config import BlendConfig
 from ..model.anatomy import decoder_layers
 from ..model.fingerprint import fingerprint
+from ..prefill.advice import Advice
 from ..store import ChunkStore
 from ..store.chunk import ChunkKey
-from .advice import Advice
 from .profile import Profile, profile_of, tier_rates
 
 STEPS = 40  # the ratio is looked for in steps of 1/40

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..cache.blend_cache import BlendCache
 from ..config import BlendConfig
 from ..model.anatomy import text_config
 from ..model.fingerprint import fingerprint
@@ -156,8 +157,6 @@ def _lengths(model: nn.Module) -> tuple[int, ...]:
 
 
 def _measured(model: nn.Module, config: BlendConfig, lengths: Sequence[int], machine: dict[str, Any]) -> Profile:
-    from ..cache.blend_cache import BlendCache
-
     store, points, nbytes = ChunkStore.open("memory://"), [], 0.0
     for tokens in lengths:
         chunks = [_ids(model, tokens // CHUNKS, seed) for seed in range(CHUNKS)]

@@ -11,14 +11,12 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
-from ..cache.cache_layers import layer_sizes
 from ..errors import UnsupportedModelError
 from ..model.anatomy import LayerCall, text_config
 from ..model.attention import Detour, is_flash
-from ..model.masks import RowMask, local_mask, row_mask
+from ..model.masks import RowMask, row_lines, row_mask
 from .rows import Rows
 
 logger = logging.getLogger(__name__)
@@ -39,7 +37,7 @@ class RowMasks:
             tokens: new ones, all rows that a layer of the plain model would have.
         """
         self._implementation = text_config(model)._attn_implementation or "eager"
-        self._sizes = [layer_sizes(layer, past, tokens) for layer in layers]
+        self._sizes = [_sizes(layer, past, tokens) for layer in layers]
         self._windows = [getattr(layer, "sliding_window", None) for layer in layers]
         self._past = past
         self._detours = Detour.of_layers(model)
@@ -87,7 +85,10 @@ class RowMasks:
                 self._implementation,
                 self._implementation,
             )
-        mask = local_mask(columns, past, keys, window)
-        if model_mask is not None:
-            mask = mask & model_mask[:, None, None, -keys:].to(device=mask.device, dtype=torch.bool)
-        return RowMask.of(mask)
+        return RowMask.of(row_lines(model_mask, columns, past, keys, window, lambda: rows.numbers[0]))
+
+
+def _sizes(layer: Any, past: int, tokens: int) -> tuple[int, int]:
+    """Keys that new tokens see in a cache layer, and how many before them they do not; a place holder has all."""
+    sizes: tuple[int, int] = layer.sizes_behind(past, tokens) if hasattr(layer, "sizes_behind") else (past + tokens, 0)
+    return sizes

@@ -3,7 +3,7 @@
 """Which tokens still flow through the layers: a sorted set of columns per batch entry, made smaller on the way."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -28,6 +28,7 @@ class Rows:
     columns: Tensor
     filler: Tensor
     counts: tuple[int, ...]
+    _moved: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, selected: Tensor, counts: Sequence[int] | None = None) -> tuple["Rows", Tensor]:
@@ -99,11 +100,17 @@ class Rows:
 
     def write_states(self, states: Tensor, rows: Tensor) -> None:
         """Write `[batch, heads, rows, width]` to these rows' columns of `[batch, heads, tokens, width]`."""
-        columns = self.columns.to(states.device)
-        if columns.shape[0] == 1:
-            states.index_copy_(2, columns[0], rows)
+        columns = self._on(states.device)
+        if columns.dim() == 1:
+            states.index_copy_(2, columns, rows)
         else:
             states.scatter_(2, columns[:, None, :, None].expand_as(rows), rows)
+
+    def _on(self, device: torch.device) -> Tensor:
+        """The columns on a device, without the axis of a single batch entry."""
+        if device not in self._moved:
+            self._moved[device] = (self.columns[0] if self.columns.shape[0] == 1 else self.columns).to(device)
+        return self._moved[device]
 
     def spread(self, rows: Tensor, tokens: int) -> Tensor:
         """The rows `[…, batch, rows, width]` at their columns among `tokens`, 0 elsewhere."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ..errors import import_extra
-from .upkeep import Upkeep
+from .store import ChunkStore
 
 __all__ = ["StoreMetrics"]
 
@@ -45,7 +45,7 @@ class StoreMetrics:
         MissingExtraError: prometheus_client is not installed.
     """
 
-    def __init__(self, store: Upkeep, labels: Mapping[str, str] | None = None) -> None:
+    def __init__(self, store: ChunkStore, labels: Mapping[str, str] | None = None) -> None:
         self._store = store
         self._labels = dict(labels or {})
         self._core: Any = import_extra("prometheus_client.core", extra="metrics", wanted_by="StoreMetrics")

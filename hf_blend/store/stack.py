@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from weakref import WeakValueDictionary, finalize
 
-import torch
 from torch import Tensor
 
 from .behind import PendingWrite, WriteQueue
@@ -19,10 +19,12 @@ from .bounded import BoundedTier
 from .catalog import Catalog
 from .chunk import ChunkKey, ChunkKV, Layout
 from .entry import EntryReader, encode_entry, read_key
+from .guard import Guard
 from .held import HeldChunks
 from .packing import kept_as
-from .patience import LateLoads
+from .patience import ComputeTimes, LateLoads
 from .recorded import RecordedSource
+from .stream import StreamedLayers
 from .tally import Tally
 from .tiers.base import EntryFault, ObjectStat, Source
 
@@ -30,6 +32,8 @@ __all__ = ["Finding", "TierStack"]
 
 Encoded = Callable[[], Sequence[memoryview]]  # the bytes of an entry, made when they are needed
 Take = Callable[[BoundedTier, ChunkKey, Source, contextlib.ExitStack], ChunkKV]  # makes a chunk of an opened entry
+Recompute = Callable[[], ChunkKV]
+READ_BYTES = 1 << 20  # layers that are smaller come several at a time: each read stops the thread that computes
 DELETE_S = 60.0  # how long a delete waits for a write of the same chunk that is under way
 
 
@@ -69,7 +73,12 @@ class TierStack:
         ttl_s: age in seconds at which an entry is no longer used; None is never.
         codec: how K and V are packed in the tiers that keep bytes; entries of other codecs are read all the same.
         queue_bytes: most that may wait to be written to each tier; with 0 nothing waits, and `put` and `get` do.
+
+    Attributes:
+        compute_times: what is known of how long chunks take to compute.
     """
+
+    patience_s = 10.0  # for a layer that a request waits for
 
     def __init__(
         self,
@@ -92,6 +101,8 @@ class TierStack:
         self._ttl_s = ttl_s
         self._codec = codec
         self._late = LateLoads()
+        self.compute_times = ComputeTimes()
+        self._flying: WeakValueDictionary[str, ChunkKV] = WeakValueDictionary()  # being read; two requests share it
         self._deleted = 0  # deletes so far: what was read before one is not kept after it
 
     def get(self, key: ChunkKey, budget_s: float = math.inf, layout: Layout | None = None) -> ChunkKV | None:
@@ -107,6 +118,29 @@ class TierStack:
         """
         return self._fetch(key, partial(self._read, layout=layout), budget_s, layout)
 
+    def stream(
+        self, key: ChunkKey, recompute: Recompute, budget_s: float = math.inf, layout: Layout | None = None
+    ) -> ChunkKV | None:
+        """Fetch a chunk whose layers may come later.
+
+        Args:
+            key: which chunk.
+            recompute: computes the chunk, if a layer turns out to be damaged or does not come in time.
+            budget_s: how long a tier on another machine is waited for, for all layers together, in seconds.
+            layout: of the model that will use it, as in `ChunkStore.get`.
+
+        Returns:
+            The chunk; its `layers` wait for what is not there yet. None for a miss.
+        """
+        flying = self._flying.get(key.digest)
+        if flying is not None and flying.key == key and flying.fits(layout):
+            return flying
+        take = partial(self._streamed, recompute=recompute, stop_s=time.monotonic() + budget_s, layout=layout)
+        chunk = self._fetch(key, take, budget_s, layout)
+        if chunk is not None and isinstance(chunk.layers, StreamedLayers):
+            self._flying[key.digest] = chunk
+        return chunk
+
     def put(self, chunk: ChunkKV, wait_s: float = 0.0) -> ChunkKV:
         """Hold a chunk, write it to every tier or into its queue, and tell the catalog.
 
@@ -121,7 +155,7 @@ class TierStack:
         here = (place.get(digest) for place in self.held if place.device is None)
         mine = next((one for one in here if one and one.key == chunk.key), None)
         if mine is None:
-            mine = chunk.map(_own_copy)
+            mine = chunk.own_copy()
         kept = kept_as(mine, self._codec)
         self._hold(kept)
         encoded = functools.cache(partial(encode_entry, mine, self._secret, self._codec))
@@ -256,7 +290,7 @@ class TierStack:
                 return chunk
         for queue in self.queues.values():
             chunk = queue.get(key)
-            if chunk is not None and layout in (None, chunk.layout):
+            if chunk is not None and chunk.fits(layout):
                 self._tally.count("hits", "queue")
                 return chunk
         return None
@@ -269,7 +303,7 @@ class TierStack:
             self._tally.warn_once(f"chunk {key.digest} was written to after it was handed out, and is read again")
         if chunk is None or chunk.key != key:
             return None
-        if layout is not None and chunk.layout != layout:
+        if not chunk.fits(layout):
             self._tally.count("load_failures", f"{place.name}:layout")
             place.delete(key.digest)
             return None
@@ -408,6 +442,46 @@ class TierStack:
             chunk = reader.read()
         return self._keep(chunk, tier, source, deleted)
 
+    def _streamed(
+        self,
+        tier: BoundedTier,
+        key: ChunkKey,
+        source: Source,
+        opened: contextlib.ExitStack,
+        *,
+        recompute: Recompute,
+        stop_s: float,
+        layout: Layout | None,
+    ) -> ChunkKV:
+        deleted = self._deleted
+        reader = EntryReader(source, key, self._secret, layout)
+        tables, count = reader.tables(), len(reader.header.layer_table)
+        guards = [Guard(part for pair in tables for part in pair)]  # of what is used before all of it is held
+        opened = opened.pop_all()
+
+        def read(place: int) -> Sequence[tuple[Tensor, Tensor]]:
+            with self._tally.timed("load_seconds", tier.name):
+                found = reader.layers(place, READ_BYTES)
+            guards.append(Guard(states for pair in found for states in pair))
+            return found
+
+        def complete(layers: tuple[tuple[Tensor, Tensor], ...]) -> None:
+            opened.close()
+            if all(guard.is_intact() for guard in guards):
+                self._keep(reader.chunk(layers, tables), tier, source, deleted)
+
+        def instead(fault: BaseException) -> ChunkKV:
+            self._warn(key, tier, fault)
+            self.miss(fault.reason if isinstance(fault, EntryFault) else type(fault).__name__)
+            self._drop(tier, key, source, fault)
+            with self.compute_times.timed(key):
+                return self.put(recompute())
+
+        left_s = math.inf if tier.is_local else max(0.0, stop_s - time.monotonic())
+        layers = StreamedLayers(count, read, instead, complete, self.patience_s, left_s)
+        finalize(layers, opened.close).atexit = False  # also after a fault, or where a request ended early
+        return reader.chunk(layers, tables)
+
     def _warn(self, key: ChunkKey, tier: BoundedTier, fault: BaseException) -> None:
         reason = fault.reason if isinstance(fault, EntryFault) else type(fault).__name__
         self._tally.count("load_failures", f"{tier.name}:{reason}")
@@ -435,16 +509,6 @@ class TierStack:
             self._tally.count("removed", cause, int(removed))
         self._catalog.forget(self._catalog.digest(name), tier.name)
         return removed
-
-
-@torch.inference_mode(False)
-def _own_copy(tensor: Tensor) -> Tensor:
-    """A dense copy on the CPU: what the caller does with the original later cannot reach the store.
-
-    Outside inference mode, where tensors count what is written to them: see `Guard`.
-    """
-    copy = tensor.detach().to("cpu", copy=True)
-    return copy.contiguous()
 
 
 def _stat(tier: BoundedTier, name: str) -> ObjectStat | None:

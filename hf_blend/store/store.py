@@ -7,7 +7,8 @@ A fault costs time, never correctness: whatever is missing, damaged, foreign or 
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -18,24 +19,48 @@ from .. import plugins
 from ..errors import ConfigError, PromptError, StoreError, suggest
 from ..model.anatomy import default_sink
 from .catalog import Catalog
-from .chunk import ChunkKey, ChunkKV, Layout
+from .chunk import ChunkKey, ChunkKV, Found, Layout
 from .header import hash_namespace
 from .held import HeldChunks
+from .index import unpack_tokens
 from .limits import Limits
 from .location import open_tiers
 from .seal import check_secret, keyed
-from .streaming import Recompute, StreamingStack
+from .stack import Finding, Recompute, TierStack
 from .tally import Tally
 from .tiers.base import Tier
-from .upkeep import FLUSH_S, EntryInfo, Upkeep
 
 __all__ = ["ChunkStore", "EntryInfo"]
 
+FLUSH_S = 30.0
 ADD_S = 3600.0  # `add` waits for tiers as long as they take; each call to one has a deadline of its own
 _DURABILITIES = ("full", "none")
 
 
-class ChunkStore(Upkeep):
+@dataclass(frozen=True)
+class EntryInfo:
+    """One stored chunk, for lists.
+
+    Attributes:
+        digest: of its key.
+        fingerprint: of its model.
+        tokens: its length in tokens.
+        nbytes: its size in bytes.
+        tier: where it is: memory, disk, or memory+disk; queue if it is not written yet.
+        created: when it was stored, seconds since 1970.
+        pinned: whether it may not be evicted.
+    """
+
+    digest: str
+    fingerprint: str
+    tokens: int
+    nbytes: int
+    tier: str
+    created: float
+    pinned: bool = False
+
+
+class ChunkStore:
     """KV of chunks by what they were computed from. Open one with `ChunkStore.open`; threads may share it.
 
     Args:
@@ -71,7 +96,7 @@ class ChunkStore(Upkeep):
         bounded = [limits.bound(tier, index, self._catalog.owns, self._was_evicted, skip) for tier in tiers]
         given = (held, bounded, self._catalog, self._tally)
         settings: dict[str, Any] = {"secret": secret, "ttl_s": limits.ttl_s, "codec": codec}
-        self._stack: StreamingStack = StreamingStack(*given, **settings, queue_bytes=limits.queue_bytes)
+        self._stack: TierStack = TierStack(*given, **settings, queue_bytes=limits.queue_bytes)
         for tier in tiers:
             self._tally.count("removed", "orphans", tier.reclaim())
 
@@ -162,7 +187,7 @@ class ChunkStore(Upkeep):
     def stream(
         self, key: ChunkKey, recompute: Recompute, budget_s: float | None = None, layout: Layout | None = None
     ) -> ChunkKV | None:
-        """Fetch a chunk whose layers may still be on their way; see `StreamingStack.stream`.
+        """Fetch a chunk whose layers may still be on their way; see `TierStack.stream`.
 
         Args:
             key: which chunk.
@@ -247,7 +272,7 @@ class ChunkStore(Upkeep):
         from ..model.canary import compute_chunk
         from ..model.capture import check_chunk
         from ..model.fingerprint import fingerprint
-        from ..prompt.pieces import tokenize
+        from ..prompt.pieces import tokenize, tokenizer_digest
 
         if isinstance(chunks, str):
             raise PromptError(f"chunks is the text {chunks!r:.60}, wanted a list of chunks. Write [text].")
@@ -256,14 +281,19 @@ class ChunkStore(Upkeep):
         keys = [ChunkKey(identity, sink, tokenize(tokenizer, chunk), self.namespace) for chunk in chunks]
         for number, key in enumerate(keys):
             check_chunk(model, key.token_ids, key.sink_ids, f"chunk {number}")
+        texts = {key for key, chunk in zip(keys, chunks, strict=True) if isinstance(chunk, str)}
         for key in dict.fromkeys(keys):
             if not self.contains(key):
-                self._put(compute_chunk(model, key), wait_s=ADD_S)
+                self._put(compute_chunk(model, key, tokenizer_digest(tokenizer) if key in texts else ""), wait_s=ADD_S)
         self.flush(ADD_S)
         return keys
 
-    def find(self, fingerprint: str, sink_ids: Sequence[int], token_ids: Sequence[int]) -> list[tuple[int, ChunkKey]]:
-        """Find stored chunks inside any tokens, by content and at any offset.
+    def find(self, fingerprint: str, sink_ids: Sequence[int], token_ids: Sequence[int]) -> list[Found]:
+        """Find stored chunks inside any tokens, by content and at any offset, also where a few tokens differ.
+
+        A tokenizer makes other tokens where two texts are joined. A chunk of 16 tokens or more is found all the same
+        if no more than its first 8 tokens differ; what of it agrees with the prompt is reported. So is the beginning
+        of a chunk that is cut off, if it is at least a quarter of it.
 
         Args:
             fingerprint: of the model.
@@ -271,13 +301,32 @@ class ChunkStore(Upkeep):
             token_ids: for example a whole prompt.
 
         Returns:
-            Where each chunk starts, and its key: left to right, the longest first at an offset, no overlap.
+            From left to right, without overlap; of chunks that overlap the longest is whole.
         """
-        spans = self._catalog.find(fingerprint, sink_ids, token_ids)
-        sink = tuple(sink_ids)
-        return [
-            (start, ChunkKey(fingerprint, sink, tuple(token_ids[start:stop]), self.namespace)) for start, stop in spans
-        ]
+        sink, runs = tuple(sink_ids), self._catalog.match(fingerprint, sink_ids, token_ids)
+        keys = (ChunkKey(fingerprint, sink, unpack_tokens(run.packed), self.namespace) for run in runs)
+        return [Found(run.start, key, run.first, run.tokens) for run, key in zip(runs, keys, strict=True)]
+
+    def sample(self, fingerprint: str, sink_ids: Sequence[int]) -> ChunkKey | None:
+        """Any chunk of a model behind a sink, for looking at what is stored; None if there is none.
+
+        Args:
+            fingerprint: of the model.
+            sink_ids: tokens that stood before the chunk when it was computed.
+        """
+        packed = self._catalog.sample(fingerprint, sink_ids)
+        return ChunkKey(fingerprint, tuple(sink_ids), unpack_tokens(packed), self.namespace) if packed else None
+
+    def counts(self, fingerprint: str) -> tuple[int, int]:
+        """How many chunks the store is known to hold.
+
+        Args:
+            fingerprint: of a model.
+
+        Returns:
+            Those of this model, and those of all models, in the store's namespace.
+        """
+        return self._catalog.counts(fingerprint)
 
     def contains(self, key: ChunkKey) -> bool:
         """Say whether a chunk is there, without reading it: `get` may still find it damaged."""
@@ -319,6 +368,158 @@ class ChunkStore(Upkeep):
         """
         self._stack.weigh(key.digest, min(1.0, max(0.0, important_ratio)))
 
+    def pin(self, key: ChunkKey) -> None:
+        """Keep a chunk from being evicted, also after a restart if it is on disk; it still counts against caps.
+
+        Args:
+            key: which chunk; it need not be stored yet.
+
+        Raises:
+            StoreError: the disk refuses.
+        """
+        self.set_pins([key.digest], True)
+
+    def unpin(self, key: ChunkKey) -> None:
+        """Let a chunk be evicted again; arguments and errors as in `pin`."""
+        self.set_pins([key.digest], False)
+
+    def set_pins(self, digests: Iterable[str], pinned: bool) -> None:
+        """Pin chunks, or let them go, by their digests.
+
+        Args:
+            digests: as `entries` names them.
+            pinned: whether they may no longer be evicted.
+
+        Raises:
+            StoreError: the disk refuses.
+        """
+        for digest in digests:
+            try:
+                self._stack.set_pin(digest, pinned)
+            except OSError as error:
+                raise _refused(f"the pin of chunk {digest} cannot be noted", error) from error
+
+    def flush(self, wait_s: float = FLUSH_S) -> bool:
+        """Wait until what was put is written to every tier, or was refused by it.
+
+        Args:
+            wait_s: how long at most, in seconds.
+
+        Returns:
+            False if something still waits.
+        """
+        return self._stack.flush(wait_s)
+
+    def remove(self, digests: Iterable[str]) -> int:
+        """Remove chunks from every tier by their digests.
+
+        Args:
+            digests: as `entries` names them.
+
+        Returns:
+            How many there were.
+
+        Raises:
+            StoreError: a tier refuses.
+        """
+        removed = 0
+        for digest in digests:
+            try:
+                removed += self._stack.delete(digest)
+            except OSError as error:
+                raise _refused(f"chunk {digest} cannot be removed", error) from error
+        return removed
+
+    def check(self, *, repair: bool = False) -> Iterator[Finding]:
+        """Read every entry of this namespace in every tier and verify all of it.
+
+        Args:
+            repair: remove what can never become good.
+
+        Yields:
+            One finding for each entry, whole or not.
+        """
+        self.flush()
+        for tier in self._stack.tiers:
+            for name in sorted(self._catalog.names(tier.name)):
+                yield self._stack.examine(tier, name, repair)
+
+    def collect(self, target_bytes: int | None = None) -> dict[str, int]:
+        """Remove what writers that are gone left behind, what is too old, and what is above the caps.
+
+        Args:
+            target_bytes: evict until no more than this is left in each tier, all namespaces together.
+
+        Returns:
+            `orphans` and `expired` removed, and `freed_bytes` by eviction.
+        """
+        found = {"orphans": 0, "expired": 0, "freed_bytes": 0}
+        self.flush()
+        for tier in self._stack.tiers:
+            found["orphans"] += tier.reclaim()
+            found["expired"] += self._stack.expire(tier)
+            limits = [value for value in (target_bytes, tier.cap_bytes) if value is not None]
+            found["freed_bytes"] += tier.shrink(min(limits)) if limits else 0
+        return found
+
+    def tiers(self) -> list[Tier]:
+        """The tiers that keep bytes, the nearest first."""
+        return [bounded.tier for bounded in self._stack.tiers]
+
+    def place(self, key: ChunkKey) -> str | None:
+        """The name of the nearest place that has a chunk; None if none has it, or says so now."""
+        for name, place in self._stack.at_hand():
+            if place.contains(key.digest):
+                return name
+        for tier in self._stack.tiers:
+            with contextlib.suppress(OSError):
+                if tier.contains(self._catalog.name(key.digest)):
+                    return tier.name
+        return None
+
+    def files(self) -> Iterator[tuple[str, Path]]:
+        """Verify every entry in a folder of this store, and walk over those that are whole: digest and file."""
+        for tier in self._stack.tiers:
+            for name in sorted(self._catalog.names(tier.name)):
+                path = tier.tier.file(name)
+                if path is not None and not self._stack.examine(tier, name, repair=False).reason:
+                    yield self._catalog.digest(name), path
+
+    def entries(self) -> Iterator[EntryInfo]:
+        """Walk over what is stored in this namespace, in the order of digests."""
+        pins = self._stack.pins()  # by name
+        for digest, record in self._catalog.items():
+            held = [name for name, place in self._stack.at_hand() if place.contains(digest)]
+            where = "+".join([*held, *self._catalog.places(digest)])
+            about = (record.fingerprint, record.tokens, record.nbytes)
+            yield EntryInfo(digest, *about, where, record.created, self._catalog.name(digest) in pins)
+
+    def stats(self) -> dict[str, Any]:
+        """Count what happened since opening, and what is held now.
+
+        Returns:
+            `hits`, `stored` and `evicted` by tier, `misses` by reason, `load_failures` by tier and reason,
+            `store_failures` by error, `dropped_writes` by tier and reason (full, closed, exit, thread, changed),
+            `removed` by cause (corrupt, expired, orphans), `skipped` by tier (or index, order) and reason: what
+            listing passed over, `seconds` by stage and tier, `entries`, and `bytes`, `pinned_bytes` and
+            `capacity_bytes` by tier;
+            those of the disk hold every namespace; `queued_bytes` by tier: what waits to be written; `healthy` by
+            tier: whether it answers.
+        """
+        happened = ("hits", "misses", "load_failures", "stored", "store_failures", "dropped_writes")
+        all_places: list[Any] = [*self._stack.held, *self._stack.tiers]
+        places = {place.name: place for place in all_places}
+        return {
+            **{group: self._tally.group(group) for group in (*happened, "evicted", "removed", "skipped")},
+            "seconds": self._tally.seconds(),
+            "entries": len(self._catalog.items()),
+            "bytes": {name: place.nbytes for name, place in places.items()},
+            "pinned_bytes": {name: place.pinned_bytes for name, place in places.items()},
+            "capacity_bytes": {name: place.cap_bytes for name, place in places.items()},
+            "queued_bytes": {name: queue.nbytes for name, queue in self._stack.queues.items()},
+            "healthy": {tier.name: tier.is_healthy for tier in self._stack.tiers},
+        }
+
     def close(self) -> None:
         """Flush for 30 s at most, save the index, and let go of memory and connections; closing twice is allowed."""
         self._stack.close(FLUSH_S)
@@ -344,3 +545,7 @@ class ChunkStore(Upkeep):
 def _check_durability(durability: str) -> None:
     if durability not in _DURABILITIES:
         raise ConfigError(f"no durability named {durability!r}. {suggest(str(durability), _DURABILITIES)}")
+
+
+def _refused(what: str, error: OSError) -> StoreError:
+    return StoreError(f"{what}: {error}. Check who owns the files of the store.")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_blend.loading.pipeline import Pipeline
+from hf_blend.prefill.pipeline import Pipeline
 from hf_blend.store import ChunkKey, ChunkKV, ChunkStore
 
 from .damage import clear

@@ -576,9 +576,9 @@ def test_a_stream_that_does_not_begin_in_time_is_a_miss(gate, filled, chunk):
 def test_a_layer_that_takes_longer_than_the_budget_is_computed_and_those_before_it_are_used(
     filled, chunk, same, monkeypatch
 ):
-    from hf_blend.store import streaming
+    from hf_blend.store import stack
 
-    monkeypatch.setattr(streaming, "READ_BYTES", 0)
+    monkeypatch.setattr(stack, "READ_BYTES", 0)
     stored, computed = chunk(layers=4), []
     store = ChunkStore([], [filled])
     found = store.stream(stored.key, lambda: computed.append(1) or stored, budget_s=5.0)

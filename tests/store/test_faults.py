@@ -148,7 +148,7 @@ def without_one_reading(patch: pytest.MonkeyPatch) -> None:
 
 def without_identity(patch: pytest.MonkeyPatch) -> None:
     """Whatever a model is, its fingerprint is the same."""
-    real = sys.modules["hf_blend.fingerprint"].fingerprint
+    real = sys.modules["hf_blend.model.fingerprint"].fingerprint
 
     def constant(model: Any, **given: Any) -> str:
         real(model, **given)

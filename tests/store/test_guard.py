@@ -62,7 +62,8 @@ def test_whatever_is_written_to_a_chunk_the_next_hit_is_what_was_stored(handed, 
     got = store.get(kept.key)
     write(part(got))
     same(store.get(kept.key), kept)
-    assert store.stats()["load_failures"] == {"memory:changed": 1}
+    is_own_view = write is WRITES["other data"] and part is not PARTS["a table"]  # views are made for the asker
+    assert store.stats()["load_failures"] == ({} if is_own_view else {"memory:changed": 1})
     assert store.get(kept.key) is store.get(kept.key)
 
 
@@ -84,7 +85,7 @@ def test_a_chunk_that_is_in_memory_alone_is_a_miss_after_it_was_written_to(chunk
 
 
 def test_what_is_written_while_a_chunk_is_still_being_read_is_not_held(tmp_path, chunk, same, monkeypatch):
-    monkeypatch.setattr("hf_blend.store.streaming.READ_BYTES", 1)
+    monkeypatch.setattr("hf_blend.store.stack.READ_BYTES", 1)
     stored = chunk(layers=3)
     ChunkStore.open(tmp_path).put(stored)
     store = ChunkStore.open(tmp_path)

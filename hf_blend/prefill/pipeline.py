@@ -12,7 +12,7 @@ The thread is at most `depth` layers ahead of what is used, and ends with the re
 import threading
 from collections.abc import Sequence
 
-from .stream import StreamedLayers
+from ..store.stream import StreamedLayers
 
 IDLE_S = 30.0  # a request that uses nothing for so long is gone; what is still needed is then read where it is used
 

@@ -15,8 +15,8 @@ from typing import Any, overload
 
 from torch import Tensor
 
-from ..store.chunk import ChunkKV
-from ..store.tiers.base import EntryFault
+from .chunk import ChunkKV
+from .tiers.base import EntryFault
 
 KV = tuple[Tensor, Tensor]
 FAULTS = (EntryFault, OSError, MemoryError)
