@@ -7,8 +7,9 @@ another order of the data; `--minutes` ends after so long.
 
 Two things of training the finished model has not. Late reading: below layer `READS` questions see BOS and themselves
 only, so that the chains must be followed where they are told, by the chunks' own tokens; half of the later steps are
-trained with the plain causal mask, with which the finished model runs. Helpers: linear heads behind the layers below `READS` tell, at the token that
-closes a clause, what it leans on (layer 0) and who the owner is (layer n, for up to n links).
+trained with the plain causal mask, with which the finished model runs. Helpers: linear heads behind the layers below
+`READS` tell, at the token that closes a clause, what it leans on (layer 0) and who the owner is (layer n, for up to n
+links).
 """
 
 import argparse
