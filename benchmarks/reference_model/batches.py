@@ -26,9 +26,10 @@ class Batch:
         late: added to the scores of the questions, which see the story and themselves, `[rows, 1, questions, all]`.
         early: likewise, where they see BOS and themselves.
         chunks: index of the chunk of each token of the story, from 1; 0 is BOS, -1 padding.
-        asked: row, place of the question mark, id of the owner, of every question.
+        asked: row, place of the question mark, id of the owner, place where the fact is closed, of every question.
         facts: the fact behind each question.
-        links: row, place, id of the owner, id of the thing leant on (or the owner), depth, of every fact.
+        links: row, place, id of the owner, id of the thing leant on (or the owner), depth, and the places where that
+            thing is named and where its fact is closed (or the fact's own), of every fact.
     """
 
     ids: Tensor
@@ -73,15 +74,19 @@ def draw(random: Random, level: Level, rows: int, story: int, questions: int, sp
         ids[row, :length] = torch.tensor([ids_of[word] for word in words])
         positions[row, :length] = torch.arange(length)
         chunks[row, :length] = torch.tensor(places)
+        closed = {fact.thing: starts[fact.chunk] + fact.place for fact in told.facts}
         for fact in told.facts:
-            leant = ids_of[fact.leans_on or fact.owner]
-            links.append((row, starts[fact.chunk] + fact.place, ids_of[fact.owner], leant, fact.depth))
+            leant, place = ids_of[fact.leans_on or fact.owner], closed[fact.thing]
+            named = words.index(fact.leans_on) if fact.leans_on else place
+            links.append(
+                (row, place, ids_of[fact.owner], leant, fact.depth, named, closed[fact.leans_on or fact.thing])
+            )
         for number, fact in enumerate(_chosen(random, told, questions, split)):
             first = story + number * ASKED
             text = [*question(fact.thing), fact.owner]
             ids[row, first : first + ASKED] = torch.tensor([ids_of[word] for word in text])
             positions[row, first : first + ASKED] = torch.arange(length, length + ASKED)
-            asked.append((row, first + ASKED - 2, ids_of[fact.owner]))
+            asked.append((row, first + ASKED - 2, ids_of[fact.owner], closed[fact.thing]))
             facts.append(fact)
     late, early = _masks(torch.tensor(lengths), story, questions)
     return Batch(ids, positions, story, late, early, chunks, torch.tensor(asked), facts, torch.tensor(links))

@@ -13,6 +13,7 @@ from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, 
 LAYERS, WIDTH, MLP, HEADS, KV_HEADS, HEAD_DIM, THETA = 8, 128, 256, 8, 4, 32, 1_000_000.0
 EPS = 1e-6
 _LOOKS_BACK = (3, 4, 1, 2, 0, 0, 0, 0)  # tokens, per head of layer 0; 0 looks for what resembles the current token
+LOOKERS = slice(4, None)  # heads of layer 0 that look for what a token names by its kind
 READS = 5  # first layer in which questions read the story while training
 _CONSTANT, _STD, _SHARPNESS = 0.3, 0.05, 1.7
 _PAIRS, _SLOW = 6, 7  # pairs of a head's dimensions that tell neighbours apart; from here on, those that hardly turn

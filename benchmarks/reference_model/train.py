@@ -9,7 +9,8 @@ Two things of training the finished model has not. Late reading: below layer `RE
 only, so that the chains must be followed where they are told, by the chunks' own tokens; half of the later steps are
 trained with the plain causal mask, with which the finished model runs. Helpers: linear heads behind the layers below
 `READS` tell, at the token that closes a clause, what it leans on (layer 0) and who the owner is (layer n, for up to n
-links).
+links). Attention is taught as well: the closing word of a link should look at what it leans on, and the question at
+the end of the fact that it asks for.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from random import Random
 
 import torch
 from batches import ASKED, Batch, draw, reuse_mask
-from net import LAYERS, READS, WIDTH, Net, start_reading
+from net import HEAD_DIM, LAYERS, LOOKERS, READS, WIDTH, Net, rotary, start_reading
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, rms_norm
 
@@ -33,6 +34,7 @@ from hf_blend.evaluation.world.muon import Muon
 logger = logging.getLogger(__name__)
 SAVED_EVERY = 120.0  # seconds
 SCORED_TOKENS = 8192
+_LOOK_WEIGHT = 0.5  # of attention to where the chain goes on
 _END_WEIGHT = 0.1  # of the end-of-text token behind the answer
 
 
@@ -71,9 +73,9 @@ LONG = Level(chunks=(8, 14), facts=(1, 2), fillers=(5, 9))
 STAGES = (
     Stage("one link", replace(SHORT, depth=1), 96, 10, 8, 40, 2e-3, 2e-3, stock=0.0),
     Stage("four links", SHORT, 96, 10, 8, 160, 2e-3, 2e-3),
-    Stage("middle", MIDDLE, 256, 16, 6, 400, 2e-3, 1.5e-3, goal=0.95),
-    Stage("long", LONG, 768, 20, 4, 200, 1.5e-3, 1e-3, goal=0.96),
-    Stage("longest", Level(), 1536, 20, 2, 300, 1e-3, 1e-4),
+    Stage("middle", MIDDLE, 256, 16, 6, 141, 2e-3, 1.7e-3),
+    Stage("long", LONG, 640, 20, 4, 150, 2e-3, 1e-3),
+    Stage("longest", Level(), 1536, 20, 2, 200, 1e-3, 1e-4),
 )
 
 
@@ -152,11 +154,12 @@ class Trainer:
         batch = draw(random, stage.level, stage.rows, stage.story, stage.questions)
         masks = [batch.late] * LAYERS if random.random() < stage.stock else late_reading(batch)
         states = self.net(batch.ids, batch.positions, batch.story, masks)
-        row, place, owner = batch.asked.T
+        row, place, owner, _ = batch.asked.T
         answers = cross_entropy(self.net.logits(states[-1][row, place]), owner)
         ends = cross_entropy(self.net.logits(states[-1][row, place + 1]), torch.full_like(owner, vocabulary()[EOS]))
         helped = torch.stack(self.helper_losses(batch, states)).mean()
-        (answers + _END_WEIGHT * ends + helped).backward()
+        looked = torch.stack(self.looking_losses(batch, states)).mean()
+        (answers + _END_WEIGHT * ends + helped + _LOOK_WEIGHT * looked).backward()
         nn.utils.clip_grad_norm_([*self.net.parameters(), *self.helpers.parameters()], 1.0)
         total = self.step / stage.steps
         rate = stage.rate + (stage.last_rate - stage.rate) * total
@@ -166,16 +169,37 @@ class Trainer:
                 group["lr"] = rate * group["share"]
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        return [answers.item(), helped.item()]
+        return [answers.item(), helped.item(), looked.item()]
 
     def helper_losses(self, batch: Batch, states: list[Tensor]) -> list[Tensor]:
         """Cross-entropy of each helper."""
-        row, place, owner, leant, depth = batch.links.T
+        row, place, owner, leant, depth, *_ = batch.links.T
         found = []
         for index, helper in enumerate(self.helpers):
             logits = helper(rms_norm(states[index][row, place], (WIDTH,)))
             near = depth <= index
             found.append(cross_entropy(logits, leant) if index == 0 else cross_entropy(logits[near], owner[near]))
+        return found
+
+    def looking_losses(self, batch: Batch, states: list[Tensor]) -> list[Tensor]:
+        """For each layer, minus the logarithm of the attention, mean over the heads, to where the chain goes on.
+
+        In layer 0 that is the thing that a link names by its kind, in the layers below `READS` the end of its fact, and
+        behind them, for the question mark, the end of the fact that is asked for.
+        """
+        row, place, _, _, depth, named, closed = batch.links[batch.links[:, 4] > 0].T
+        asking, mark, _, told = batch.asked.T
+        tables, found = rotary(batch.positions), []
+        inputs = [self.net.model.embed_tokens(batch.ids), *states]
+        for index, layer in enumerate(self.net.model.layers):
+            q, k, _ = layer.self_attn.heads(layer.input_layernorm(inputs[index]), *tables)
+            rows, at, goal = (asking, mark, told) if index >= READS else (row, place, closed if index else named)
+            k = k[:, LOOKERS if index == 0 else slice(None), : batch.story]
+            q = q[:, LOOKERS if index == 0 else slice(None)]
+            scores = torch.einsum("nhd,nhtd->nht", q[rows, :, at], k[rows]) * HEAD_DIM**-0.5
+            hidden = (torch.arange(batch.story) > at[:, None]) | (batch.chunks[rows] < 0)
+            weights = scores.masked_fill(hidden[:, None], float("-inf")).softmax(-1).mean(1)
+            found.append(-weights.gather(1, goal[:, None]).clamp_min(1e-6).log().mean())
         return found
 
     @torch.compiler.set_stance("force_eager")  # other shapes must not use up the limit of recompiles
@@ -202,7 +226,7 @@ class Trainer:
         }
         means = [sum(column) / len(column) for column in zip(*losses, strict=True)]
         logger.info(
-            "%s %d/%d, %.2f M tokens, %.1f min, loss %.3f, helpers %.3f | late %s | stock %s | reuse %s | helpers %s",
+            "%s %d/%d, %.2f M tokens, %.1f min, loss %.3f, helpers %.3f, looks %.3f | late %s | stock %s | reuse %s | helpers %s",
             stage.name, self.step, stage.steps, self.tokens / 1e6, self.seconds / 60, *means,
             shown["late"], shown["stock"], shown["reuse"], self.helped(batch),
         )  # fmt: skip
@@ -211,13 +235,13 @@ class Trainer:
     def right(self, batch: Batch, masks: list[Tensor], story_mask: Tensor | None) -> Tensor:
         """1.0 where a question is answered rightly."""
         states = self.net(batch.ids, batch.positions, batch.story, masks, story_mask)
-        row, place, owner = batch.asked.T
+        row, place, owner, _ = batch.asked.T
         return (self.net.logits(states[-1][row, place]).argmax(-1) == owner).float()
 
     def helped(self, batch: Batch) -> str:
         """Share of the links that each helper tells rightly."""
         states = self.net(batch.ids, batch.positions, batch.story, late_reading(batch))
-        row, place, owner, leant, depth = batch.links.T
+        row, place, owner, leant, depth, *_ = batch.links.T
         found = []
         for index, helper in enumerate(self.helpers):
             told = helper(rms_norm(states[index][row, place], (WIDTH,))).argmax(-1)
