@@ -67,6 +67,7 @@ def ask(
 
     config = blend_config(selector, recompute_ratio=ratio, allow_unverified=allow_unverified)
     given, documents = _given(question, files or [], questions)
+    model = model or ("reference" if given else "chains")
     source = open_model(model, device, dtype)
     asks = _asks(given, documents, source, top_k, chunk_tokens, system, max_new_tokens)
     shown = _Shown(json, compare, is_listed=questions is not None)
@@ -114,12 +115,12 @@ def _asks(
     max_new_tokens: int,
 ) -> "list[Asked]":
     from hf_blend.evaluation.asking import Asked, prepare
-    from hf_blend.evaluation.bundled import quickstart_questions
+    from hf_blend.evaluation.bundled import long_questions, quickstart_questions
     from hf_blend.evaluation.retrieving import Retriever
 
     if not given:
         names = ("prefix", "chunks", "question")
-        ours = quickstart_questions()
+        ours = long_questions() if source.name == "chains" else quickstart_questions()
         return [Asked({name: one[name] for name in names}, one["question"], one["answer"]) for one in ours]
     retriever = Retriever(split(documents, source, chunk_tokens, given), top_k)
     asks = [prepare(source, retriever, question, system, max_new_tokens) for question in given]

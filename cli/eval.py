@@ -27,7 +27,10 @@ Order = Annotated[str, typer.Option(help="given, shuffled or reversed.")]
 Batch = Annotated[int, typer.Option(help="Samples answered side by side; above 1 only the first are timed.")]
 Output = Annotated[Path | None, typer.Option(help="Folder of the run; a stopped run goes on there.")]
 Report = Annotated[bool, typer.Option("--report", help="Write report.html and plots into the folder, too.")]
-SHOWN = ("task", "model", "method", "ratio", "n", "score", "low", "high", "charged_budget", "ttft_ms")
+SHOWN = (
+    "task", "model", "method", "ratio", "n", "score", "low", "high", "charged_budget", "ttft_ms", "speedup",
+    "read_bytes",
+)  # fmt: skip
 
 
 def eval(

@@ -52,7 +52,7 @@ def tune(
     from hf_blend.evaluation.answering import blend_config
     from hf_blend.evaluation.bundled import load_model
 
-    sample = tuning.read_prompts(prompts) if prompts else tuning.bundled_prompts(count, seed)
+    sample = tuning.read_prompts(prompts) if prompts else tuning.bundled_prompts(count, seed, model)
     config = blend_config(selector, corrector=corrector, allow_unverified=allow_unverified)
     loaded, tokenizer = load_model(model, device, dtype)
     with ChunkStore.open(store) as opened:

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Models to ask: the reference model that comes with the package, or any other by path or hub id.
+"""Models to ask: the two that come with the package, or any other by path or hub id.
 
 What can be known without the weights is known first: the folder, the type, the tokenizer, the device. A mistake is
 answered before anything large is read.
@@ -23,7 +23,11 @@ from torch import nn
 from hf_blend.errors import ConfigError, UnsupportedModelError, suggest
 from hf_blend.rotary.regime import stretches
 
-REFERENCE = str(files("hf_blend") / "bundled" / "reference")  # folder of the bundled model
+BUNDLED = {  # name → folder
+    "reference": str(files("hf_blend") / "bundled" / "reference"),  # short notes; binds in its first layers
+    "chains": str(files("hf_blend") / "bundled" / "chains"),  # long prompts; chains over chunks, to the middle layers
+}
+REFERENCE, CHAINS = BUNDLED["reference"], BUNDLED["chains"]
 AUTO = "auto"
 DTYPES = ("float32", "bfloat16", "float16")
 HUB_S = 5.0  # until the hub counts as out of reach
@@ -82,7 +86,7 @@ def open_model(name: str | None = None, device: str = AUTO, dtype: str = AUTO) -
     """Find a model and read its config and tokenizer.
 
     Args:
-        name: path or hub id; None is the bundled reference model, for which no network is used.
+        name: path or hub id, or a name in `BUNDLED`, for which no network is used; None is the reference model.
         device: such as "cuda:1"; "auto" is a GPU if there is one.
         dtype: of the weights, a name in `DTYPES`; "auto" is as they were saved.
 
@@ -95,7 +99,7 @@ def open_model(name: str | None = None, device: str = AUTO, dtype: str = AUTO) -
         UnsupportedModelError: it is no decoder.
     """
     where, kind = choose_device(device), choose_dtype(dtype)
-    folder = REFERENCE if name is None else os.path.expanduser(name)
+    folder = REFERENCE if name is None else BUNDLED.get(name) or os.path.expanduser(name)
     if folder.startswith((".", os.sep)) and not os.path.isdir(folder):
         raise ConfigError(
             f"there is no folder {name!r}. Give a folder that a model was saved in, or the id of one on the hub, such "
@@ -269,4 +273,10 @@ def quickstart_questions() -> list[dict[str, Any]]:
     """The bundled questions: prefix, chunks, question and answer of each."""
     text = (files("hf_blend") / "bundled" / "documents" / "questions.json").read_text("utf-8")
     found: list[dict[str, Any]] = json.loads(text)
+    return found
+
+
+def long_questions() -> list[dict[str, Any]]:
+    """The questions that come with the chain model: prefix, chunks, question and answer of each."""
+    found: list[dict[str, Any]] = json.loads((Path(CHAINS) / "questions.json").read_text("utf-8"))
     return found
