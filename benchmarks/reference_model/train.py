@@ -184,10 +184,10 @@ class Trainer:
     def looking_losses(self, batch: Batch, states: list[Tensor]) -> list[Tensor]:
         """For each layer, minus the logarithm of the attention, mean over the heads, to where the chain goes on.
 
-        In layer 0 that is the thing that a link names by its kind, in the layers below `READS` the end of its fact, and
-        behind them, for the question mark, the end of the fact that is asked for.
+        In layer 0 that is the thing that a link names by its kind, in the layers below `READS` the end of its fact,
+        and behind them, for the question mark, the end of the fact that is asked for.
         """
-        row, place, _, _, depth, named, closed = batch.links[batch.links[:, 4] > 0].T
+        row, place, _, _, _, named, closed = batch.links[batch.links[:, 4] > 0].T
         asking, mark, _, told = batch.asked.T
         tables, found = rotary(batch.positions), []
         inputs = [self.net.model.embed_tokens(batch.ids), *states]
@@ -226,7 +226,7 @@ class Trainer:
         }
         means = [sum(column) / len(column) for column in zip(*losses, strict=True)]
         logger.info(
-            "%s %d/%d, %.2f M tokens, %.1f min, loss %.3f, helpers %.3f, looks %.3f | late %s | stock %s | reuse %s | helpers %s",
+            "%s %d/%d, %.2f M tokens, %.1f min, loss %.3f %.3f %.3f | late %s | stock %s | reuse %s | helpers %s",
             stage.name, self.step, stage.steps, self.tokens / 1e6, self.seconds / 60, *means,
             shown["late"], shown["stock"], shown["reuse"], self.helped(batch),
         )  # fmt: skip
