@@ -8,6 +8,7 @@ once, so that no method pays for it. With a batch, samples are answered side by 
 by all methods in turn, for the time to the first token.
 """
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -85,7 +86,10 @@ class Trial:
     def settings(self) -> dict[str, Any]:
         """What must be the same for two runs to be one."""
         versions = {"hf_blend": hf_blend.__version__, "torch": torch.__version__}
-        return {**asdict(self), "threads": torch.get_num_threads(), "versions": versions}
+        known = {**asdict(self), "threads": torch.get_num_threads(), "versions": versions}
+        paths = [name.partition(":")[0] for name, _ in self.ways() if name.partition(":")[0].endswith(plugins.FILE)]
+        digests = {path: hashlib.sha256(Path(path).expanduser().read_bytes()).hexdigest()[:16] for path in paths}
+        return {**known, "files": digests} if digests else known
 
     def ways(self) -> list[tuple[str, float | None]]:
         """Every method with every ratio that it takes, full prefill first."""
@@ -135,11 +139,7 @@ def _is_complete(trial: Trial, model: str, folder: RunFolder) -> bool:
 
 
 def _load(name: str, trial: Trial) -> tuple[nn.Module, Any]:
-    model, tokenizer = load_model(None if name == REFERENCE else name)
-    dtype = None if trial.dtype is None else getattr(torch, trial.dtype, None)
-    if trial.dtype is not None and not isinstance(dtype, torch.dtype):
-        raise ConfigError(f"dtype is {trial.dtype!r}, wanted one such as float32 or bfloat16.")
-    return model.to(device=trial.device, dtype=dtype), tokenizer
+    return load_model(None if name == REFERENCE else name, trial.device, trial.dtype or "auto")
 
 
 def _task(trial: Trial, name: str, tokenizer: Any) -> Task:

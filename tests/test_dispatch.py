@@ -164,4 +164,4 @@ def test_a_mask_that_is_brought_to_another_device_goes_on_attending_by_blocks():
     moved = mask.to("meta", non_blocking=True)
     assert isinstance(moved, RowMask)
     assert moved.is_meta
-    assert (moved.group, moved._numbers, moved.shape) == (2, [2, 5, 8], (1, 1, 3, 9))
+    assert (moved.group, moved.lines._numbers, moved.shape) == (2, [2, 5, 8], (1, 1, 3, 9))

@@ -8,8 +8,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_blend.model import masks
-from hf_blend.model.masks import RowMask, attend, row_mask
+from hf_blend.model import row_attention, row_lines
+from hf_blend.model.masks import RowMask, row_mask
+from hf_blend.model.row_attention import attend
 
 LOWEST = torch.finfo(torch.float32).min
 
@@ -150,8 +151,8 @@ def test_causal_blocks_found_from_the_columns_alone_are_those_of_the_dense_mask(
     repeated = (states.repeat_interleave(group, 1) for states in (key, value))  # as transformers does, for group 2
     got = scaled_dot_product_attention(query, *repeated, attn_mask=mask, scale=0.3, enable_gqa=group == 1)
     torch.testing.assert_close(got, wanted, atol=2e-6, rtol=0)
-    torch.testing.assert_close(attend(query, key, value, mask, scale=0.3), wanted, atol=2e-6, rtol=0)
-    held = [place for block in mask.blocks() for place in range(block.rows.start, block.rows.stop)]
+    torch.testing.assert_close(attend(query, key, value, mask.lines, scale=0.3), wanted, atol=2e-6, rtol=0)
+    held = [place for block in mask.lines.blocks for place in range(block.rows.start, block.rows.stop)]
     assert held == list(range(rows.shape[1]))
 
 
@@ -167,7 +168,7 @@ def test_heads_that_see_different_keys_are_not_folded(heads):
     mask.group = 2
     dense = additive[:, :, rows[0]]
     wanted = scaled_dot_product_attention(query, key, value, attn_mask=dense, scale=0.3, enable_gqa=True)
-    torch.testing.assert_close(attend(query, key, value, mask, scale=0.3), wanted, atol=2e-6, rtol=0)
+    torch.testing.assert_close(attend(query, key, value, mask.lines, scale=0.3), wanted, atol=2e-6, rtol=0)
 
 
 def test_a_row_that_sees_no_key_disturbs_no_other():
@@ -185,13 +186,16 @@ def test_a_row_that_sees_no_key_disturbs_no_other():
     kept=st.sets(st.integers(0, 63), min_size=1),
     group=st.sampled_from([1, 2, 4]),
     step=st.sampled_from([4, 8, 16]),
+    run=st.sampled_from([2, 5, 100]),
     kept_bytes=st.sampled_from([0, 1 << 20]),
     batch=st.sampled_from([1, 2]),
+    in_two=st.booleans(),
 )
-@example(kept={0, 1, 2, 3, 10, 13}, group=1, step=4, kept_bytes=0, batch=1)  # a short last block that spans much
-@settings(max_examples=300)
+@example(kept={0, 1, 2, 3, 10, 13}, group=1, step=4, run=100, kept_bytes=0, batch=1, in_two=False)  # the last is short
+@example(kept={*range(9, 64)}, group=2, step=4, run=5, kept_bytes=0, batch=1, in_two=True)  # one run
+@settings(max_examples=150)
 def test_any_columns_cut_into_blocks_of_any_size_give_attention_under_the_dense_mask(
-    kept, group, step, kept_bytes, batch
+    kept, group, step, run, kept_bytes, batch, in_two
 ):
     columns = torch.tensor(sorted(kept))
     dense = (torch.arange(64) <= columns[:, None])[None, None]
@@ -199,18 +203,52 @@ def test_any_columns_cut_into_blocks_of_any_size_give_attention_under_the_dense_
     query = torch.randn(batch, 4, len(columns), 8, generator=generator)
     key, value = torch.randn(2, batch, 4 // group, 64, 8, generator=generator)
     wanted = scaled_dot_product_attention(query, key, value, dense, enable_gqa=True)
-    for mask in (RowMask.causal(columns[None], 64), RowMask.of(dense)):
+    made = [row_lines.MadeLines(dense), row_lines.LocalLines(columns.expand(batch, -1), 64)]
+    made += [RowMask.causal(columns[None], 64).lines] if batch == 1 else []
+    for lines in made:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(masks, "BLOCK_ROWS", (step, step))
-            patch.setattr(masks, "SMALL_MASK", 0)
-            patch.setattr(masks, "KEPT_BYTES", kept_bytes)
-            got = masks.attend(query, key, value, mask)
-        assert [number for block in mask.blocks() for number in range(64)[block.rows]] == list(range(len(columns)))
-        torch.testing.assert_close(got, wanted, atol=1e-5, rtol=0)
+            patch.setattr(row_lines, "BLOCK_ROWS", (step, step))
+            patch.setattr(row_lines, "SPAN_ROWS", (step, step))
+            patch.setattr(row_lines, "RUN_ROWS", run)
+            patch.setattr(row_lines, "SMALL_MASK", 0)
+            patch.setattr(row_lines, "KEPT_BYTES", kept_bytes)
+            patch.setattr(row_attention, "_fused", row_attention._fused if in_two else None)
+            got = [attend(query, key, value, lines) for _ in range(2)]
+            blocks = lines.spans if in_two and isinstance(lines, row_lines.CausalLines) else lines.blocks
+        assert [number for block in blocks for number in range(64)[block.rows]] == list(range(len(columns)))
+        for one in got:
+            torch.testing.assert_close(one, wanted, atol=1e-5, rtol=0)
+
+
+def test_attention_in_two_steps_makes_no_mask_of_the_keys_that_a_block_shares(monkeypatch):
+    rows, made = scattered(1, 700, 4000), []
+    query, key, value = attention_inputs(1, 700, 4000)
+    cut = row_lines.LocalLines.cut
+    monkeypatch.setattr(row_lines.LocalLines, "cut", lambda *given: made.append(cut(*given)) or made[-1])
+    got = attend(query, key, value, row_mask(None, rows, 0, 4000, "sdpa").lines)
+    assert sum(mask.numel() for mask in made) < 0.11 * 700 * 4000
+    dense = torch.arange(4000) <= rows[0][:, None]
+    wanted = scaled_dot_product_attention(query, key, value, attn_mask=dense, enable_gqa=True)
+    torch.testing.assert_close(got, wanted, atol=2e-6, rtol=0)
+
+
+def test_gradients_go_through_attention_by_blocks():
+    rows = scattered(1, 700, 1000)
+    given = attention_inputs(1, 700, 1000)
+    dense = torch.arange(1000) <= rows[0][:, None]
+    by_blocks = lambda *states: attend(*states, row_mask(None, rows, 0, 1000, "sdpa").lines)  # noqa: E731
+    stock = lambda *states: scaled_dot_product_attention(*states, attn_mask=dense, enable_gqa=True)  # noqa: E731
+    for one, other in zip(gradients(by_blocks, given), gradients(stock, given), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=0)
+
+
+def gradients(attention, given):
+    states = [one.clone().requires_grad_() for one in given]
+    return torch.autograd.grad(attention(*states).square().sum(), states)
 
 
 def test_a_causal_mask_takes_no_memory_until_some_code_asks_for_a_tensor():
     mask = RowMask.causal(torch.arange(0, 1 << 20, 64)[None], 1 << 20)  # 16 GiB as booleans
     assert mask.shape == (1, 1, 1 << 14, 1 << 20)
     assert (mask.dtype, mask.dim(), mask.device.type) == (torch.bool, 4, "cpu")
-    assert len(mask.blocks()) == (1 << 14) / 128
+    assert len(mask.lines.spans) <= (1 << 14) / 64 + 1

@@ -4,9 +4,12 @@
 
 from typing import Any
 
+from torch import nn
 from transformers import DynamicCache, cache_utils
 
 from ..errors import ConfigError
+from ..model.anatomy import text_config
+from ..model.fingerprint import PerStructure
 from .layers import BlendLayer
 from .quantised_layer import QuantisedLayer
 from .sliding_layer import BlendSlidingLayer
@@ -14,13 +17,23 @@ from .sliding_layer import BlendSlidingLayer
 UNREADABLE = (AttributeError, LookupError, TypeError, ValueError)  # a config that transformers' own cache refuses
 
 
-def cache_layers(config: Any, count: int, kv_bits: int | None = None) -> list[Any]:
+@PerStructure
+def _stock_layers(model: nn.Module) -> list[Any]:
+    """The layers of the cache that transformers makes for a model, empty; none where it makes none."""
+    try:
+        return list(DynamicCache(config=text_config(model)).layers)
+    except UNREADABLE:
+        return []
+
+
+def cache_layers(model: nn.Module, count: int, kv_bits: int | None = None, digest: str = "") -> list[Any]:
     """The layers of a blend cache: full or sliding where transformers' own cache has such a layer.
 
     Args:
-        config: of the text model.
+        model: of transformers.
         count: how many decoder layers the model has.
         kv_bits: 8 to keep K and V of full layers in 8 bits; a layer with a window holds no more than that window.
+        digest: the model's `structure_digest`, where it was asked for just now.
 
     Returns:
         One cache layer per decoder layer; a layer that keeps no K and V of its own has transformers' place holder.
@@ -28,10 +41,7 @@ def cache_layers(config: Any, count: int, kv_bits: int | None = None) -> list[An
     Raises:
         ConfigError: 8 bits are asked for, and no layer is full.
     """
-    try:
-        stock = DynamicCache(config=config).layers
-    except UNREADABLE:
-        stock = []
+    stock = _stock_layers(model, digest)
     full: type[BlendLayer] = BlendLayer if kv_bits is None else QuantisedLayer
     layers: list[Any] = [_like(stock[index], full) if index < len(stock) else full() for index in range(count)]
     if kv_bits is not None and not any(isinstance(layer, QuantisedLayer) for layer in layers):

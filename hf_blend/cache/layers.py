@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One layer of a blend cache: K and V in buffers that are allocated once, with room for the answer."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ class BlendLayer(CacheLayerMixin):
 
     is_sliding = False
     is_croppable = True
+    keeps_all = True  # as it came: nothing is forgotten or packed when a forward is over
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,6 +57,31 @@ class BlendLayer(CacheLayerMixin):
             self._move(key_states, value_states, end + max(ROOM_TOKENS, start), slice(0, start))
         self._show(end)
         return self._columns(slice(start, end))
+
+    def open_with(
+        self, others: Sequence[Any], tokens: int, key_states: Tensor, value_states: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        """Make place in this layer and in others, all empty, in one buffer of K and one of V.
+
+        Args:
+            others: the layers behind this one.
+            tokens: how many columns to open, as in `open`.
+            key_states: any keys of these layers.
+            value_states: any values of these layers.
+
+        Returns:
+            Views of the opened columns, `[layers, batch, kv_heads, tokens, head_dim]`; None where a layer is not
+            empty, or of another kind.
+        """
+        layers = (self, *others)
+        if any(type(layer) is not BlendLayer or layer._buffers is not None for layer in layers):
+            return None
+        pair = [_buffer(states, tokens + ROOM_TOKENS, None, len(layers)) for states in (key_states, value_states)]
+        for number, layer in enumerate(layers):
+            layer.lazy_initialization(key_states, value_states)
+            layer._buffers = (pair[0][number], pair[1][number])
+            layer._show(tokens)
+        return pair[0][..., :tokens, :], pair[1][..., :tokens, :]
 
     def settle(self) -> None:
         """The attention over the opened columns is done: forget what no later token can see."""
@@ -179,10 +206,11 @@ class BlendLayer(CacheLayerMixin):
         self._buffers = (_buffer(key_states, capacity, old[0]), _buffer(value_states, capacity, old[1]))
 
 
-def _buffer(states: Tensor, capacity: int, old: Tensor | None) -> Tensor:
-    """A buffer like `states` with `capacity` columns, the first of which hold the old states."""
+def _buffer(states: Tensor, capacity: int, old: Tensor | None, layers: int = 0) -> Tensor:
+    """A buffer like `states` with `capacity` columns, the first of which hold the old states; for several layers."""
     batch, heads, _, width = states.shape
-    buffer = torch.empty((batch, heads, capacity, width), dtype=states.dtype, device=states.device)
+    shape = (batch, heads, capacity, width)
+    buffer = torch.empty((layers, *shape) if layers else shape, dtype=states.dtype, device=states.device)
     if old is not None:
         buffer[:, :, : old.shape[2]] = old
     return buffer

@@ -72,6 +72,8 @@ class QuantisedLayer(BlendLayer):
     every look, except while a forward has opened them.
     """
 
+    keeps_all = False
+
     def __init__(self) -> None:
         self._packed: tuple[Packed, ...] = ()
         self._recent: tuple[Tensor, Tensor] | None = None

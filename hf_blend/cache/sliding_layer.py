@@ -20,6 +20,7 @@ class BlendSlidingLayer(BlendLayer):
     """
 
     is_sliding = True
+    keeps_all = False
 
     def __init__(self, sliding_window: int) -> None:
         super().__init__()

@@ -7,9 +7,9 @@ Nothing here knows the name of a model. A layer is described by what it receives
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -228,12 +228,13 @@ class LayerCall:
             with_hidden: False where the hidden states are those of the kept rows already.
             known: what was taken for other layers of the same forward: most arguments are the same for all of them.
         """
-        skip = {"attention_mask"} if with_hidden else {"attention_mask", self.hidden_name}
         for name, value in self.arguments.items():
-            if name not in skip and isinstance(value, Tensor | tuple | list):
-                is_hidden = name == self.hidden_name
-                take = partial(_rows, index=index, total=total, is_hidden=is_hidden)
-                self.arguments[name] = take(value) if known is None or is_hidden else known.take(value, index, take)
+            if name == self.hidden_name:
+                self.arguments[name] = _rows(value, index, total, True) if with_hidden else value
+            elif name != "attention_mask" and isinstance(value, (Tensor, tuple, list)):
+                self.arguments[name] = (
+                    _rows(value, index, total) if known is None else known.take(value, index, total)
+                )
 
     def run(self, **changes: Any) -> Any:
         """Call the layer's own forward, past its hooks.
@@ -260,11 +261,11 @@ class KnownRows:
     def __init__(self) -> None:
         self._taken: dict[tuple[int, int], tuple[Any, Any, Any]] = {}
 
-    def take(self, value: Any, index: Tensor, take: Callable[[Any], Any]) -> Any:
-        """`take(value)`, once; both are kept alive, or their ids would be used again."""
+    def take(self, value: Any, index: Tensor, total: int) -> Any:
+        """Some of the `total` rows of a value, taken once; both are kept alive, or their ids would be used again."""
         place = (id(value), id(index))
         if place not in self._taken:
-            self._taken[place] = (take(value), value, index)
+            self._taken[place] = (_rows(value, index, total), value, index)
         return self._taken[place][0]
 
 
@@ -276,8 +277,8 @@ def parameter_names(module_class: type[nn.Module]) -> tuple[str, ...]:
     return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
 
 
-def _rows(value: Any, index: Tensor, total: int, is_hidden: bool) -> Any:
-    if isinstance(value, tuple | list):
+def _rows(value: Any, index: Tensor, total: int, is_hidden: bool = False) -> Any:
+    if isinstance(value, (tuple, list)):
         return type(value)(_rows(item, index, total, is_hidden) for item in value)
     if not isinstance(value, Tensor) or value.dim() < 2:
         return value

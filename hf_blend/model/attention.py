@@ -24,7 +24,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..errors import UnsupportedModelError
 from .anatomy import decoder_layers, kv_groups
-from .masks import RowMask, attend
+from .masks import RowMask
+from .row_attention import attend
 
 STOCK, OURS, GLANCE = "sdpa", "hf_blend_rows_over_", "hf_blend_glance"  # OURS: before the name of the stock one
 Taker = Callable[..., tuple[Tensor, None]]  # what an attention function of transformers is
@@ -77,8 +78,9 @@ class Detour:
         """Take the next call; a layer whose attention is not found, or is not sdpa or flash, goes its own way."""
         name = "" if self._config is None else self._config._attn_implementation or ""
         if self._config is not None and not name.startswith(OURS) and (name == STOCK or is_flash(name)):
-            AttentionInterface.register(OURS + name, attend_rows)
-            AttentionMaskInterface.register(OURS + name, ALL_MASK_ATTENTION_FUNCTIONS[name])
+            if OURS + name not in ALL_ATTENTION_FUNCTIONS:
+                AttentionInterface.register(OURS + name, attend_rows)
+                AttentionMaskInterface.register(OURS + name, ALL_MASK_ATTENTION_FUNCTIONS[name])
             self._config._attn_implementation_internal = OURS + name
 
     def close(self) -> None:
@@ -125,7 +127,7 @@ def attend_rows(
         )
     if special:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    output = attend(query, key, value, attention_mask, dropout, scaling)
+    output = attend(query, key, value, attention_mask.lines, dropout, scaling)
     return output.transpose(1, 2).contiguous(), None
 
 

@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,8 @@ from ..rotary.base import RotaryStyle, compose, in_values
 from ..rotary.tables import Table
 from .anatomy import decoder_layers, refuse_other_states, text_config
 from .capture import Capture, capture
-from .fingerprint import structure_digest
+from .fingerprint import PerStructure
+from .identity.canonical import canonical
 
 PROBE_TOKENS = 20
 PROBE_SHIFT = 37  # not a multiple of a head's width, so that no frequency comes back to where it was
@@ -32,14 +32,14 @@ NUDGE = 1e-5  # of hidden states: a change by so little shows how far a model ma
 FLOORS = 4.0  # one nudge is a small sample of the noise, so this many of it are allowed
 MOST_TOLERANCE = 0.2  # of a measured floor: beyond it a wrong style could pass
 
-_known: WeakKeyDictionary[nn.Module, tuple[str, tuple[type[RotaryStyle], ...]]] = WeakKeyDictionary()
 
 
-def rotary_styles(model: nn.Module) -> tuple[type[RotaryStyle], ...]:
+def rotary_styles(model: nn.Module, digest: str = "") -> tuple[type[RotaryStyle], ...]:
     """The rotary style of each layer, probed at first use and remembered while the model has the same structure.
 
     Args:
         model: the model to probe with two forwards of 20 tokens, or three if its products are rounded.
+        digest: its `structure_digest`, where it was asked for just now.
 
     Returns:
         One style per decoder layer.
@@ -47,10 +47,7 @@ def rotary_styles(model: nn.Module) -> tuple[type[RotaryStyle], ...]:
     Raises:
         UnsupportedModelError: a layer's K/V do not map from one place to another; it is named.
     """
-    structure = structure_digest(model)
-    if model not in _known or _known[model][0] != structure:
-        _known[model] = structure, _calibrate(model)
-    return _known[model][1]
+    return _styles(model, digest)
 
 
 @dataclass
@@ -95,6 +92,12 @@ class _Probe:
             nudged = capture(self.model, self.ids, torch.arange(PROBE_TOKENS)[None])
         pairs = zip(nudged.layers, self.here.layers, strict=True)
         return [max(map(relative_error, got, expected)) for got, expected in pairs]
+
+
+@PerStructure
+def _styles(model: nn.Module) -> tuple[type[RotaryStyle], ...]:
+    with canonical(model):
+        return _calibrate(model)
 
 
 def _calibrate(model: nn.Module) -> tuple[type[RotaryStyle], ...]:

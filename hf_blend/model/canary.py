@@ -34,12 +34,13 @@ COARSE_TOLERANCE = 0.15  # bfloat16 and float16, and models whose matrix product
 _known: WeakKeyDictionary[nn.Module, tuple[int, str]] = WeakKeyDictionary()
 
 
-def compute_chunk(model: nn.Module, key: "ChunkKey") -> "ChunkKV":
+def compute_chunk(model: nn.Module, key: "ChunkKey", tokenizer: str = "") -> "ChunkKV":
     """Compute the chunk of a key, to be stored under it.
 
     Args:
         model: whose fingerprint is the key's.
         key: which chunk.
+        tokenizer: digest of the tokenizer that made its ids; empty if that is not known.
 
     Returns:
         The chunk.
@@ -55,7 +56,7 @@ def compute_chunk(model: nn.Module, key: "ChunkKey") -> "ChunkKV":
             f"{type(model).__name__} changed while a chunk was computed: its fingerprint is {now:.12}…, expected "
             f"{key.fingerprint:.12}…. Nothing is stored. Do not train or patch a model while it is used."
         )
-    return replace(chunk, canary=canary_of(model))
+    return replace(chunk, canary=canary_of(model), tokenizer=tokenizer)
 
 
 def canary_of(model: nn.Module) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PromptError, UnsupportedModelError
+from ..prompt.pieces import check_ids
 from ..rotary.tables import Table, rotary_table
 from ..store.chunk import ChunkKey, ChunkKV
 from .anatomy import LayerCall, decoder_layers, decoder_of
@@ -177,11 +178,14 @@ def check_chunk(model: nn.Module, token_ids: Sequence[int], sink_ids: Sequence[i
         name: of the chunk, as the subject of a message.
 
     Raises:
-        PromptError: the chunk is empty, longer than the model's positions, or holds a placeholder of an image.
+        PromptError: the chunk is empty, longer than the model's positions, or holds a placeholder of an image or an id
+            that the model does not know.
     """
     refuse_placeholders(model, sink_ids, f"what stands before {name}")
     refuse_placeholders(model, token_ids, name)
-    longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    config = model.config.get_text_config(decoder=True)
+    longest = getattr(config, "max_position_embeddings", None)
+    check_ids((*sink_ids, *token_ids), config)
     if not token_ids:
         raise PromptError(f"{name} has 0 tokens, but at least one is expected. Leave empty documents out.")
     if longest is not None and len(sink_ids) + len(token_ids) > longest:

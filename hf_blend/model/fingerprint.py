@@ -19,8 +19,9 @@ store starts cold: a field that nobody has looked at must not be assumed harmles
 import hashlib
 import json
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -32,9 +33,13 @@ from .identity.structure import IGNORED_ATTRIBUTES, IGNORED_CONFIG_FIELDS, Struc
 from .identity.watch import StructureWatch, WeightWatch
 from .identity.weights import weight_digest
 
-__all__ = ["IGNORED_ATTRIBUTES", "IGNORED_CONFIG_FIELDS", "describe_fingerprint", "fingerprint", "structure_digest"]
+__all__ = [
+    "IGNORED_ATTRIBUTES", "IGNORED_CONFIG_FIELDS", "PerStructure", "describe_fingerprint", "fingerprint",
+    "structure_digest",
+]  # fmt: skip
 
 FORMAT = "hf_blend.fingerprint/2"
+T = TypeVar("T")
 
 
 @dataclass
@@ -47,6 +52,7 @@ class _Known:
     weight_watch: WeightWatch | None = None
     parts: dict[str, Any] | None = None  # both, and the fingerprint
     state: int = 0  # counts the changes that were noticed
+    digest: str = ""  # of `structure`
 
     def is_read(self) -> bool:
         """Whether the weights were read, and a sample of them is as it was."""
@@ -104,6 +110,32 @@ def describe_fingerprint(model: nn.Module, *, reread: bool = False) -> dict[str,
         return dict(known.parts)
 
 
+class PerStructure(Generic[T]):
+    """Something that is found out about a model, remembered while the model lives and has the same structure."""
+
+    def __init__(self, find: Callable[[nn.Module], T]) -> None:
+        """Remember what a function gives.
+
+        Args:
+            find: the function.
+        """
+        self._find = find
+        self._found: WeakKeyDictionary[nn.Module, tuple[str, T]] = WeakKeyDictionary()
+
+    def __call__(self, model: nn.Module, digest: str = "") -> T:
+        """What was found, or is found now.
+
+        Args:
+            model: as in `fingerprint`.
+            digest: its `structure_digest`, where it was asked for just now.
+        """
+        digest = digest or structure_digest(model)
+        known = self._found.get(model)
+        if known is None or known[0] != digest:
+            known = self._found[model] = digest, self._find(model)
+        return known[1]
+
+
 def structure_digest(model: nn.Module) -> str:
     """A digest of all that makes a fingerprint except the weights, in 64 hex digits.
 
@@ -114,7 +146,9 @@ def structure_digest(model: nn.Module) -> str:
         UnsupportedModelError: as in `fingerprint`.
     """
     with _lock:
-        return _sha256(_structure_of(model).structure)
+        known = _structure_of(model)
+        known.digest = known.digest or _sha256(known.structure)
+        return known.digest
 
 
 def state_of(model: nn.Module) -> int:

@@ -11,6 +11,7 @@ arguments. A copy of a model that is watched has hooks that see nothing.
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -48,7 +49,7 @@ class Entry:
         self._before: Handles = []  # on the model
         self._after: Handles = []
         self._inner: Handles = []  # on its layers
-        self._is_raising = False
+        self._is_raising = self._is_inside = False
         self._finalizer = weakref.finalize(guest, _remove, self._before, self._after, self._inner)
         self._finalizer.atexit = False
 
@@ -92,6 +93,15 @@ class Entry:
         if not watching:
             _remove(self._before)
 
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Let calls of the model pass that are made in the middle of a forward of the guest; layers are seen still."""
+        self._is_inside = True
+        try:
+            yield
+        finally:
+            self._is_inside = False
+
     def check_caller(self) -> bool:
         """Refuse K and V that another model computed; called from where a layer's attention hands them over.
 
@@ -117,7 +127,7 @@ class Entry:
         return False
 
     def _model_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        guest = self._own(args, kwargs)
+        guest = None if self._is_inside else self._own(args, kwargs)
         if guest is not None and kwargs is not None:
             if self._after:
                 guest.forward_ends(failed=True)  # the last forward was interrupted in a way that no hook sees
@@ -131,7 +141,7 @@ class Entry:
 
     def _ended(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
         kwargs, output = rest if len(rest) == 2 else (None, *rest)
-        guest = self._own(args, kwargs)
+        guest = None if self._is_inside else self._own(args, kwargs)
         if guest is not None:
             self._is_raising = output is None
             guest.forward_ends(failed=self._is_raising)

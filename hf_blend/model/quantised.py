@@ -7,6 +7,8 @@ import weakref
 
 from torch import nn
 
+from .fingerprint import PerStructure
+
 LOGGER = "bitsandbytes.autograd._functions"
 REPEATED = "MatMul8bitLt: inputs will be cast"
 
@@ -16,14 +18,20 @@ class _WithoutCasts(logging.Filter):
         return not str(record.msg).startswith(REPEATED)
 
 
-def silence_casts(model: nn.Module, owner: object) -> None:
+@PerStructure
+def _has_casts(model: nn.Module) -> bool:
+    return any(type(module).__name__ == "Linear8bitLt" for module in model.modules())
+
+
+def silence_casts(model: nn.Module, owner: object, digest: str = "") -> None:
     """Drop the line that bitsandbytes logs per product, as long as an object lives; other lines pass.
 
     Args:
         model: nothing is done if it has no 8-bit layer.
         owner: such as the cache of a request.
+        digest: the model's `structure_digest`, where it was asked for just now.
     """
-    if any(type(module).__name__ == "Linear8bitLt" for module in model.modules()):
+    if _has_casts(model, digest):
         logger, dropping = logging.getLogger(LOGGER), _WithoutCasts()
         logger.addFilter(dropping)
         weakref.finalize(owner, logger.removeFilter, dropping).atexit = False

@@ -43,7 +43,7 @@ _lock = threading.RLock()
 
 
 def ensure_trusted(
-    model: nn.Module, make_cache: Callable[..., Any], allow_unverified: bool = False
+    model: nn.Module, make_cache: Callable[..., Any], allow_unverified: bool = False, digest: str = ""
 ) -> tuple[type[RotaryStyle], ...]:
     """Find out whether a model can be blended exactly, once for each dtype, attention and structure that it has.
 
@@ -51,6 +51,7 @@ def ensure_trusted(
         model: a causal language model; it is left as it was.
         make_cache: makes a `BlendCache` of the model and settings, with an empty store; may call this function again.
         allow_unverified: use a model that fails the self-test, with one warning.
+        digest: the model's `structure_digest`, where it was asked for just now.
 
     Returns:
         The rotary style of each layer.
@@ -58,13 +59,16 @@ def ensure_trusted(
     Raises:
         UnsupportedModelError: a layer cannot be moved, or blending does not reproduce the model's own logits.
     """
-    with _lock, canonical(model):
-        styles = rotary_styles(model)
-        ensure_passed(model, "blend", lambda: _tested(model, make_cache), allow_unverified)
+    with _lock:
+        digest = digest or structure_digest(model)
+        styles = rotary_styles(model, digest)
+        ensure_passed(model, "blend", lambda: _tested(model, make_cache), allow_unverified, digest)
     return styles
 
 
-def ensure_passed(model: nn.Module, use: str, test: Callable[[], str], allow_unverified: bool = False) -> None:
+def ensure_passed(
+    model: nn.Module, use: str, test: Callable[[], str], allow_unverified: bool = False, digest: str = ""
+) -> None:
     """Run a self-test once for each dtype and attention that a model is used with.
 
     Args:
@@ -73,30 +77,32 @@ def ensure_passed(model: nn.Module, use: str, test: Callable[[], str], allow_unv
         test: gives what speaks against the model, "" if nothing does. What it makes may call this function again with
             the same use, and is not tested meanwhile.
         allow_unverified: use a model that fails, with one warning.
+        digest: the model's `structure_digest`, where it was asked for just now.
 
     Raises:
         UnsupportedModelError: with what the test gave.
     """
-    with _lock, canonical(model):
+    with _lock:
         if use in _testing.get(model, ()):
             return
-        complaint = _complaint(model, use, test)
+        complaint = _complaint(model, use, test, digest or structure_digest(model))
         if complaint and not allow_unverified:
             raise UnsupportedModelError(complaint)
         if complaint and use not in _warned.setdefault(model, set()):
             _warned[model].add(use)
-            logger.warning("used although it is not verified: %s", complaint)
+            logger.warning("the model is used without being verified (allow_unverified): %s", complaint)
 
 
-def _complaint(model: nn.Module, use: str, test: Callable[[], str]) -> str:
+def _complaint(model: nn.Module, use: str, test: Callable[[], str], digest: str) -> str:
     """What speaks against the model as it is now; empty if nothing does."""
     known = _complaints.setdefault(model, {})
     attention = getattr(text_config(model), "_attn_implementation", None)
-    state = (use, model.dtype, attention, structure_digest(model))
+    state = (use, model.dtype, attention, digest)
     if state not in known:
         _testing.setdefault(model, set()).add(use)
         try:
-            known[state] = test()
+            with canonical(model):
+                known[state] = test()
         finally:
             _testing[model].discard(use)
     return known[state]

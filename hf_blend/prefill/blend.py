@@ -12,10 +12,12 @@ To look before paying, a layer is run until its K and V reach the cache and left
 is run again for the chosen rows. The layer's code is the model's own.
 """
 
+import copy
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -79,7 +81,8 @@ class Fusor:
                 tokens see those behind them are computed, and the decoder finds every row between its layers.
         """
         self._model, self._layers, self._plan, self._past = model, layers, plan, past
-        self._chooser, self._realigner, self._report = chooser, realigner, report
+        self._chooser: Any = chooser  # None: nothing is chosen
+        self._realigner, self._report = realigner, report
         self._wanted_rows, self._repair = min(wanted_rows, plan.real.shape[1]), repair
         self._beyond_text = beyond_text
         self._last = len(layers) - 1
@@ -99,10 +102,52 @@ class Fusor:
         self._padding: dict[torch.device, Tensor] = {}
         self._rows: Rows | None = None  # None: all tokens, as the model passes them
         self._opened: dict[int, KV] = {}
+        devices = {*getattr(model, "hf_device_map", {}).values()}
+        self._opens_several = len(devices) < 2  # several layers at once, until one proves to be unlike its neighbour
+        self._settled = 0  # the layers before this one are done
+        self._used: set[int] = set()  # the layers that handed over K and V; others may be opened with them
+        self._ahead: dict[int, tuple[int, list[Slot]]] = {}  # layer → the first of its group, the chunks written
         self._is_looking = False
+        self._is_shared = False  # its layers are those of another forward, to which they are left open
         self._glance: Glance | None = None
         self._listener = listener
         self._detour: Detour | None = None
+
+    def probe(self, listener: Listener, spare: Callable[[], Sequence[Any]]) -> "Fusor":
+        """A forward over the same plan that recomputes nothing but the question, beside this one.
+
+        Args:
+            listener: is given every layer's attention.
+            spare: makes layers that hold what these held before the forward, for where these are in use already, or
+                forget what is behind their windows. Otherwise what is written there is what this forward needs too.
+
+        Returns:
+            The other forward, with a report of its own; `adopt` ends it.
+        """
+        keep_all = all(getattr(layer, "keeps_all", False) for layer in self._layers)
+        shared = keep_all and not self._used and self._plan.partial is None
+        twin = copy.copy(self)
+        twin._layers = self._layers if shared else spare()
+        twin._report, twin._listener, twin._is_shared = BlendReport(_costs=self._report._costs), listener, shared
+        twin._first_ratio, twin._ratios, twin._chooser = 0.0, {}, None
+        twin._chosen_counts, twin._has_chosen, twin._rows = None, True, None
+        twin._opened, twin._ahead, twin._used, twin._settled = {}, {}, set(), 0
+        twin._known_rows, twin._detour, twin._glance, twin._is_looking = KnownRows(), None, None, False
+        return twin
+
+    def adopt(self, probe: "Fusor") -> None:
+        """End a probe: it is charged for, and what it wrote stays."""
+        probe.close_doors()
+        report = probe._report
+        self._report.charge(lambda: report.flops)
+        if probe._is_shared:
+            self._opened.update(probe._opened)
+            self._ahead.update(probe._ahead)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the new tokens are those of one prompt, without padding."""
+        return len(self._plan.counts) == 1 and not self._padded
 
     @property
     def past(self) -> int:
@@ -120,7 +165,10 @@ class Fusor:
             The same call, changed.
         """
         self._settle(index)
-        self._realigner.learn(index, rotary_table(call.arguments, call.layer))
+        table = rotary_table(call.arguments, call.layer)
+        if self._chooser is None:  # a probe: the forward knows the tables of the layers that it has reached
+            self._realigner.learn_again(index, table)
+        self._realigner.learn(index, table)
         model_mask = call.arguments.get("attention_mask")
         if index == 0:
             self._begin(call)
@@ -168,7 +216,7 @@ class Fusor:
         Returns:
             K and V of every token, past and new: fresh for the rows, stored for the others.
         """
-        if index not in self._opened:
+        if index not in self._used:
             self._open(index, keys, values)
             if self._rows is not None:
                 self._repair.keep(index, self._opened[index])
@@ -190,19 +238,26 @@ class Fusor:
 
     def end(self) -> None:
         """Leave no trace in the model's config, also after a failure, and no more in the cache than stays."""
-        for door in (self._detour, self._glance):
-            if door is not None:
-                door.close()
+        self.close_doors()
         self._settle(len(self._layers))
         replaced = len(self._plan.replaced)
         self._report.planned(computed_chunks=replaced, loaded_chunks=-replaced)
         self._plan.close()
 
+    def close_doors(self) -> None:
+        """Give the names of attention functions back."""
+        for door in (self._detour, self._glance):
+            if door is not None:
+                door.close()
+
     def _settle(self, index: int) -> None:
         """The layers before this one are done: what they hold beyond their windows is given back."""
-        for done in [layer for layer in self._opened if layer < index]:
-            del self._opened[done]
-            self._layers[done].settle()
+        if self._is_shared:
+            return
+        for done in range(self._settled, index):
+            if self._opened.pop(done, None) is not None:
+                self._layers[done].settle()
+        self._settled = max(self._settled, index)
 
     def _begin(self, call: LayerCall) -> None:
         """Leave out what needs no computing at all, and choose at once if nothing must be seen for it."""
@@ -214,18 +269,24 @@ class Fusor:
             self._look(0, call)
             if not self._plan.slots:
                 return
-        flows, counts = self._plan.real & ~self._exact, self._stored_counts
-        if self._first_ratio is not None:
+        counts, nothing, picked = self._stored_counts, [0] * len(self._stored_counts), None
+        if self._chooser is None:
+            counts = self._chosen_counts = nothing
+        elif self._first_ratio is not None:
             counts = self._chooser.counts(self._first_ratio, self._stored_counts)
-            picked = self._chooser.choose(0, Rows.every(flows), self._reusable, None, counts)
-            flows, self._chosen_counts = flows & (~self._reusable | picked), counts
+            picked = self._chooser.choose(0, Rows.every(self._reusable), self._reusable, None, counts)
+            self._chosen_counts = counts
         total = [fresh + stored for fresh, stored in zip(self._fresh_counts, counts, strict=True)]
-        if min(total) < self._tokens:
-            self._rows = Rows.of(flows, total)[0]
-            if self._first_ratio is not None and self._chooser.has_chosen:
-                self._weigh(self._rows)
-            elif min(total) == max(total) and counts in (self._stored_counts, [0] * len(counts)):
-                self._rows.numbers = self._plan.fresh_columns(self._end, with_reusable=any(counts))
+        if min(total) == self._tokens:
+            return
+        known = self._plan.fresh(self._end, with_reusable=counts == self._stored_counts and any(counts))
+        if min(total) == max(total) and counts in (self._stored_counts, nothing):
+            self._rows = Rows.at([np.flatnonzero(row).tolist() for row in known], device)
+        else:
+            flows = torch.from_numpy(known).to(device)
+            self._rows = Rows.of(flows if picked is None else flows | picked, total)[0]
+        if self._chooser is not None and self._first_ratio is not None and self._chooser.has_chosen:
+            self._weigh(self._rows)
 
     @property
     def _is_narrowed(self) -> bool:
@@ -234,23 +295,64 @@ class Fusor:
 
     def _weigh(self, rows: Rows) -> None:
         """Tell the store what the first choice found important."""
-        if not self._has_chosen and self._chosen_counts is not None and any(self._chosen_counts):
+        is_read = self._plan.store is not None and self._plan.store.reads_importance
+        if is_read and not self._has_chosen and self._chosen_counts is not None and any(self._chosen_counts):
             weigh_chunks(self._plan, rows.numbers)
         self._has_chosen = True
 
     def _open(self, index: int, keys: Tensor, values: Tensor) -> None:
-        """Open the new tokens' columns in a layer's buffers and lay what is stored."""
-        opened = self._layers[index].open(self._tokens, keys, values)
-        self._opened[index] = opened
-        if self._rows is None:
+        """Open the new tokens' columns in a layer's buffers and write what is stored, unless it was done ahead."""
+        self._used.add(index)
+        if index in self._opened and self._is_ready(index, keys):
             return
-        if self._padded:
-            for states in opened:
-                states.masked_fill_(self._padding_on(states.device), 0)  # NaN would pass a mask
-        slots = [slot for slot in self._plan.slots if slot.exact or self._is_narrowed]
-        if self._plan.partial is not None and self._plan.partial.is_open(index):
-            slots = self._plan.partial.lay_probes(index, slots, self._realigner, opened)
+        slots = [] if self._rows is None else [slot for slot in self._plan.slots if slot.exact or self._is_narrowed]
+        partial = self._plan.partial
+        if index in self._opened:  # written ahead as another layer's table says
+            self._realigner.lay(index, slots, *self._opened[index])
+            return
+        several = self._opens_several and partial is None and not keys.requires_grad
+        if several and self._open_several(index, keys, values, slots):
+            return
+        self._opened[index] = opened = self._layers[index].open(self._tokens, keys, values)
+        self._ahead[index] = (index, slots)
+        self._blank(opened)
+        if partial is not None and partial.is_open(index):
+            slots = partial.lay_probes(index, slots, self._realigner, opened)
         self._realigner.lay(index, slots, *opened)
+
+    def _open_several(self, index: int, keys: Tensor, values: Tensor, slots: list[Slot]) -> bool:
+        """Open a layer, and those behind it that look alike; True if that was possible."""
+        checks = [] if self._is_narrowed else [one for one in self._ratios if one > index]
+        last = min(checks, default=self._last)
+        group = self._realigner.together(index, slots, last, keys.device)
+        first, *others = (self._layers[one] for one in group)
+        states = first.open_with(others, self._tokens, keys, values)
+        if states is None:
+            return False
+        self._blank(states)
+        self._realigner.lay(index, slots, *states)
+        for number, one in enumerate(group):
+            self._opened[one] = (states[0][number], states[1][number])
+            self._ahead[one] = (index, slots)
+        return True
+
+    def _is_ready(self, index: int, keys: Tensor) -> bool:
+        """Whether what was written ahead for a layer is what it needs; it is closed again where it is elsewhere."""
+        ahead, (first, slots) = self._opened[index][0], self._ahead[index]
+        if (ahead.device, ahead.dtype) == (keys.device, keys.dtype):
+            is_laid = self._realigner.is_laid(index, first, slots, keys.device)
+        else:
+            is_laid = False
+            del self._opened[index]
+            self._layers[index].reset()
+        self._opens_several = self._opens_several and is_laid
+        return is_laid
+
+    def _blank(self, opened: KV) -> None:
+        """Zeros on padding: NaN would pass a mask."""
+        if self._padded and self._rows is not None:
+            for states in opened:
+                states.masked_fill_(self._padding_on(states.device), 0)
 
     def _padding_on(self, device: torch.device) -> Tensor:
         """`[batch, 1, tokens, 1]`, True on padding."""
@@ -328,7 +430,8 @@ class Fusor:
         picked = self._chooser.choose(index, rows, self._reusable, self._opened.get(index), counts, seen)
         self._chosen_counts = [min(pair) for pair in zip(counts, before, strict=True)]
         total = [sum(pair) for pair in zip(self._fresh_counts, self._chosen_counts, strict=True)]
-        return rows.take(self._plan.real) & (~rows.take(self._reusable) | picked), total
+        kept = ~rows.take(self._reusable) | picked
+        return (kept & rows.take(self._plan.real) if self._padded else kept), total
 
     def _narrow(self, layer: int, call: LayerCall, model_mask: Any, selected: Tensor, counts: list[int]) -> None:
         """Let only the selected of the active rows go on."""

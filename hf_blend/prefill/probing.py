@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pass of the question alone over the stored KV: what it looks at, before anything is recomputed."""
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -91,7 +92,7 @@ def run_probe(
 
     Args:
         model: the model.
-        cache: a `BlendCache` that listens; it is used up.
+        cache: a `BlendCache` in a forward that listens, see `Fusor.probe`.
         ids: `[batch, tokens]`, the new ones.
         mask: `[batch, columns]`, 0 on padding, with those of what is in the cache; None: no padding.
         arguments: of the model's forward, where it brings more than text: then the whole model is run.
@@ -100,15 +101,8 @@ def run_probe(
     if mask is not None:
         positions = (mask.long().cumsum(-1) - 1).clamp_min(0)
         given = {"attention_mask": mask, "position_ids": positions[:, -ids.shape[1] :]}
-    is_whole = False
-    try:
-        cache.forward_begins(arguments or {"input_ids": ids, "attention_mask": mask, "logits_to_keep": 1})
+    with contextlib.suppress(Reached):
         if arguments:
             model(**{**arguments, "past_key_values": cache, "use_cache": True})
         else:
             model.get_decoder()(input_ids=ids, past_key_values=cache, use_cache=True, **given)
-        is_whole = True
-    except Reached:
-        pass
-    finally:
-        cache.forward_ends(failed=not is_whole)

@@ -3,25 +3,26 @@
 """Stored KV at its place in a prompt: keys moved to their new positions, always from the stored original.
 
 All chunks of a forward are moved together: their tokens side by side are one tensor, rotated by one composed table. So
-a layer costs the host the same few kernels, however many chunks there are; small layers are rotated several at a time.
+a layer costs the host the same few kernels, however many chunks there are; small layers are written several at a time.
 """
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
 from ..rotary.base import RotaryStyle, compose
 from ..rotary.tables import Table
+from ..store.chunk import StackedLayers
 from .plan import Slot
 from .report import BlendReport
 
 KV = tuple[Tensor, Tensor]
-GROUP_BYTES = 4 << 20  # of stored keys that are rotated at a time: as many layers as fit, where all are in memory
+GROUP_BYTES = 4 << 20  # of keys that are written at a time: as many layers as fit, where all chunks are in memory
 
 
 @dataclass
@@ -40,15 +41,33 @@ class Placement:
     rows: Tensor | None
     row: int
 
-    @cached_property
-    def sources(self) -> list[tuple[Sequence[KV], slice | None]]:
-        """The layers of each chunk, and which of its tokens are here; None for all."""
-        return [(slot.chunk.layers, None if slot.is_whole else slot.inside) for slot in self.slots]
+    @property
+    def is_run(self) -> bool:
+        """Whether the chunks are neighbours in one batch entry."""
+        return self.rows is None and isinstance(self.columns, slice)
 
-    def parts(self, layer: int, which: int) -> list[Tensor]:
-        """K (0) or V (1) of a layer as stored, `[heads, tokens, width]` of each chunk."""
-        found = [(layers[layer][which], inside) for layers, inside in self.sources]
-        return [states if inside is None else states[:, inside] for states, inside in found]
+    @cached_property
+    def is_stacked(self) -> bool:
+        """Whether several layers of each chunk can be had as one tensor."""
+        return all(isinstance(slot.chunk.layers, StackedLayers) for slot in self.slots)
+
+    @cached_property
+    def tokens(self) -> int:
+        """How many tokens the chunks have together."""
+        return sum(slot.tokens for slot in self.slots)
+
+    def parts(self, layers: range, which: int) -> list[Tensor]:
+        """K (0) or V (1) of some layers as stored, `[layers, heads, tokens, width]` of each chunk."""
+        first, stop = layers.start, layers.stop
+        found = []
+        for slot in self.slots:
+            held = slot.chunk.layers
+            if isinstance(held, StackedLayers):
+                states = (held.values if which else held.keys)[first:stop]
+            else:
+                states = held[first][which][None]
+            found.append(states if slot.is_whole else states[:, :, slot.inside])
+        return found
 
     @classmethod
     def of(cls, slots: Sequence[Slot], device: torch.device) -> "Placement":
@@ -65,19 +84,19 @@ class Placement:
         return cls(tuple(slots), columns, rows, row)
 
     def write(self, states: Tensor, stored: Tensor) -> None:
-        """Write `[heads, tokens, width]` to its columns of `[batch, heads, columns, width]`."""
+        """Write `[layers, heads, tokens, width]` to its columns of `[layers, batch, heads, columns, width]`."""
         if self.rows is not None:
-            states.transpose(1, 2).index_put_((self.rows, self.columns), stored.transpose(0, 1))
+            states.permute(1, 3, 0, 2, 4).index_put_((self.rows, self.columns), stored.permute(2, 0, 1, 3))
         elif isinstance(self.columns, slice):
-            states[self.row, :, self.columns] = stored
+            states[:, self.row, :, self.columns] = stored
         else:
-            states[self.row].index_copy_(1, self.columns, stored)
+            states[:, self.row].index_copy_(2, self.columns, stored)
 
     def write_parts(self, states: Tensor, parts: Sequence[Tensor]) -> None:
-        """As `write`, for tensors `[heads, tokens of one chunk, width]` side by side."""
-        side_by_side = self.rows is None and isinstance(self.columns, slice) and not states.requires_grad
-        if side_by_side and all(part.dtype == states.dtype and part.device == states.device for part in parts):
-            torch.cat([*parts], dim=1, out=states[self.row, :, self.columns])
+        """As `write`, for tensors `[layers, heads, tokens of one chunk, width]` side by side."""
+        fits = self.is_run and not states.requires_grad
+        if fits and all(part.dtype == states.dtype and part.device == states.device for part in parts):
+            torch.cat([*parts], dim=2, out=states[:, self.row, :, self.columns])
         else:
             self.write(states, _cat(parts, states.device))
 
@@ -99,12 +118,23 @@ class Placement:
 class Realigner:
     """Writes stored chunks into a layer's buffers. A rotation is composed once per rotary table and kept."""
 
-    def __init__(self, styles: Sequence[type[RotaryStyle]], report: BlendReport) -> None:
+    def __init__(
+        self, styles: Sequence[type[RotaryStyle]], report: BlendReport, slots: Sequence[Slot] = ()
+    ) -> None:
+        """Prepare for one forward.
+
+        Args:
+            styles: of each layer.
+            report: is told how long it took.
+            slots: all chunks of the forward, in order, where they are known: one rotation is composed for them all.
+        """
         self._styles, self._report = styles, report
+        self._all, self._starts = tuple(slots), [0, *accumulate(slot.tokens for slot in slots)]
         self._placements: dict[tuple[int, ...], Placement] = {}
         self._turns: dict[tuple[object, ...], KV] = {}
-        self._ahead: dict[tuple[int, int], tuple[object, Tensor]] = {}  # (placement, layer) → rotation, rotated keys
         self._tables: dict[int, Table | None] = {}
+        self._alike: dict[int, Table] = {}  # id of a table → the same one, made earlier
+        self._kept: list[Table] = []
 
     @property
     def num_layers(self) -> int:
@@ -118,7 +148,51 @@ class Realigner:
             layer: which layer.
             table: (cos, sin), `[batch or 1, tokens, width]`, at the positions of the prompt.
         """
-        self._tables.setdefault(layer, table)
+        self._tables.setdefault(layer, table if table is None else self._alike.get(id(table[0]), table))
+
+    def learn_again(self, layer: int, table: Table | None) -> None:
+        """Remember that a table which the model made anew is that of a layer that is known: rotations stay the same.
+
+        Args:
+            layer: which layer.
+            table: for the same tokens at the same positions; kept alive, or its id would be used again.
+        """
+        known = self._tables.get(layer)
+        if table is not None and known is not None:
+            self._alike[id(table[0])] = known
+            self._kept.append(table)
+
+    def together(self, layer: int, slots: Sequence[Slot], last: int, device: torch.device) -> range:
+        """This layer, and those behind it that can be written with it.
+
+        Args:
+            layer: which layer.
+            slots: the chunks to write.
+            last: the last layer to which these chunks are written.
+            device: of the buffers.
+
+        Returns:
+            Layers whose chunks are in memory, look alike and are rotated alike, up to a size.
+        """
+        placed = self._placed(slots, device) if slots else None
+        if placed is None or not placed.is_stacked:
+            return range(layer, layer + 1)
+        chunk, style = placed.slots[0].chunk, self._styles[layer]
+        keys = chunk.layers.keys  # type: ignore[attr-defined]
+        nbytes = max(1, keys[0].nbytes // keys.shape[2] * placed.tokens)
+        stop = layer + 1
+        while stop <= last and nbytes * (stop - layer) < GROUP_BYTES:
+            if self._styles[stop] is not style or chunk.layer_table[stop] != chunk.layer_table[layer]:
+                break
+            stop += 1
+        return range(layer, stop)
+
+    def is_laid(self, layer: int, first: int, slots: Sequence[Slot], device: torch.device) -> bool:
+        """Whether a layer that was written with the first of its group is rotated as its own table says."""
+        if not slots:
+            return True
+        placed = self._placed(slots, device)
+        return self._turn(layer, placed) is self._turn(first, placed)
 
     def lay(self, layer: int, slots: Sequence[Slot], keys: Tensor, values: Tensor) -> None:
         """Write stored chunks to their columns.
@@ -126,19 +200,28 @@ class Realigner:
         Args:
             layer: which layer.
             slots: the chunks to write.
-            keys: `[batch, kv_heads, tokens, head_dim]`; the chunks' columns receive keys rotated for this prompt.
+            keys: `[batch, kv_heads, tokens, head_dim]`; the chunks' columns receive keys rotated for this prompt. Or
+                `[layers, batch, …]`, of this layer and those behind it, as `together` gives them.
             values: likewise; values carry no position and are copied.
         """
+        for which, states in enumerate((keys, values)):
+            self.lay_part(layer, slots, which, states)
+
+    def lay_part(self, layer: int, slots: Sequence[Slot], which: int, states: Tensor) -> None:
+        """As `lay`, for K (0) or V (1) alone."""
         if not slots:
             return
         started = time.perf_counter()
-        placed, rotating = self._placed(slots, keys.device), self._styles[layer].slot
-        turn = self._turn(layer, placed)
-        for which, states in enumerate((keys, values)):
-            if turn is None or which != rotating:
-                placed.write_parts(states, placed.parts(layer, which))
-            else:
-                placed.write(states, self._rotated(layer, placed, turn, keys.device))
+        placed, style = self._placed(slots, states.device), self._styles[layer]
+        turn = self._turn(layer, placed) if which == style.slot else None
+        states = states if states.dim() == 5 else states[None]
+        parts = placed.parts(range(layer, layer + states.shape[0]), which)
+        if turn is None:
+            placed.write_parts(states, parts)
+        elif placed.is_run and not states.requires_grad:
+            _rotated(style, parts, turn, states.device, states[:, placed.row, :, placed.columns])
+        else:
+            placed.write(states, _rotated(style, parts, turn, states.device))
         self._report.realign_ms += 1e3 * (time.perf_counter() - started)
 
     def moved(self, layer: int, slot: Slot, keys: Tensor, values: Tensor) -> KV:
@@ -238,45 +321,13 @@ class Realigner:
 
     def _gathered(self, layer: int, placed: Placement, device: torch.device) -> KV:
         """K and V of all tokens of some chunks, `[heads, tokens, width]` each, rotated for this prompt."""
-        rotating, turn = self._styles[layer].slot, self._turn(layer, placed)
-        if turn is None:
-            return _cat(placed.parts(layer, 0), device), _cat(placed.parts(layer, 1), device)
-        found = [Tensor(), Tensor()]
-        found[1 - rotating] = _cat(placed.parts(layer, 1 - rotating), device)
-        found[rotating] = self._rotated(layer, placed, turn, device)
+        style, turn = self._styles[layer], self._turn(layer, placed)
+        found = []
+        for which in (0, 1):
+            parts = placed.parts(range(layer, layer + 1), which)
+            plain = turn is None or which != style.slot
+            found.append((_cat(parts, device) if plain else _rotated(style, parts, turn, device))[0])
         return found[0], found[1]
-
-    def _rotated(self, layer: int, placed: Placement, turn: KV, device: torch.device) -> Tensor:
-        """The rotating states of a layer; those of the next layers that rotate alike are made with them."""
-        known, ahead = self._ahead.pop((id(placed), layer), (None, None))
-        if known is turn and ahead is not None:
-            return ahead
-        layers, style = self._alike(layer, placed), self._styles[layer]
-        states = _cat([part for one in layers for part in placed.parts(one, style.slot)], device)
-        grouped = states.unflatten(1, (len(layers), -1))
-        out = torch.empty_like(grouped)
-        turn_here = (turn[0].to(device), turn[1].to(device))
-        style.move(grouped, turn_here, out=out)
-        for number, one in enumerate(layers[1:], 1):
-            self._ahead[id(placed), one] = (turn, out[:, number])
-        return out[:, 0]
-
-    def _alike(self, layer: int, placed: Placement) -> list[int]:
-        """This layer, and those behind it whose keys are in memory and rotate by the same table, up to a size."""
-        first, style = placed.slots[0].chunk, self._styles[layer]
-        if not all(isinstance(slot.chunk.layers, tuple) for slot in placed.slots):
-            return [layer]
-        like = first.layers[layer][style.slot]
-        nbytes = like.nbytes // like.shape[1] * sum(slot.tokens for slot in placed.slots)
-        found = [layer]
-        for other in range(layer + 1, len(self._styles)):
-            if nbytes * (len(found) + 1) > GROUP_BYTES:
-                break
-            states = first.layers[other][style.slot]
-            same = (states.shape, states.dtype, states.device) == (like.shape, like.dtype, like.device)
-            if same and self._styles[other] is style and first.layer_table[other] == first.layer_table[layer]:
-                found.append(other)
-        return found
 
     def _turn(self, layer: int, placed: Placement) -> KV | None:
         """The rotation of some chunks' keys in a layer, `[tokens, pairs]` each; None where the layer has none."""
@@ -285,14 +336,42 @@ class Realigner:
             return None
         place = (id(placed), number, id(table[0]), self._styles[layer])
         if place not in self._turns:
-            new = (placed.take(table[0]), placed.take(table[1]))
-            parts = [slot.table(slot.chunk.layer_table[layer]) for slot in placed.slots]
-            old = tuple(torch.cat([part[which].to(new[0].device) for part in parts]) for which in (0, 1))
-            self._turns[place] = compose(self._styles[layer], (old[0], old[1]), new)
+            whole = self._placed(self._all, table[0].device) if self._all else placed
+            part = self._part(placed)
+            if part is None or whole is placed:
+                self._turns[place] = self._composed(layer, placed, table)
+            else:
+                cos, sin = self._turn(layer, whole)  # type: ignore[misc]
+                self._turns[place] = cos[part], sin[part]
         return self._turns[place]
+
+    def _part(self, placed: Placement) -> slice | None:
+        """Where the tokens of some neighbours among all chunks are, if they are neighbours."""
+        first, count = placed.slots[0], len(placed.slots)
+        start = next((number for number, slot in enumerate(self._all) if slot is first), 0)
+        follow = self._all[start : start + count]
+        if len(follow) < count or any(one is not other for one, other in zip(follow, placed.slots, strict=True)):
+            return None
+        return slice(self._starts[start], self._starts[start + count])
+
+    def _composed(self, layer: int, placed: Placement, table: Table) -> KV:
+        new = (placed.take(table[0]), placed.take(table[1]))
+        parts = [slot.table(slot.chunk.layer_table[layer]) for slot in placed.slots]
+        old = tuple(torch.cat([part[which].to(new[0].device) for part in parts]) for which in (0, 1))
+        return compose(self._styles[layer], (old[0], old[1]), new)
+
+
+def _rotated(
+    style: type[RotaryStyle], parts: Sequence[Tensor], turn: KV | None, device: torch.device, out: Tensor | None = None
+) -> Tensor:
+    """Rotate states `[layers, heads, tokens of one chunk, width]` side by side."""
+    states, (cos, sin) = _cat(parts, device), turn  # type: ignore[misc]
+    out = torch.empty_like(states) if out is None else out
+    style.move(states, (cos.to(device), sin.to(device)), out=out)
+    return out
 
 
 def _cat(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     if any(part.device != device for part in parts):
         parts = [part.to(device, non_blocking=True) for part in parts]
-    return parts[0] if len(parts) == 1 else torch.cat([*parts], dim=1)
+    return parts[0] if len(parts) == 1 else torch.cat([*parts], dim=2)

@@ -59,6 +59,9 @@ class BlendReport:
         realign_ms: host time for moving stored KV to its place.
         select_ms: host time for scoring and choosing.
         past_tokens: tokens that were in the cache before this prefill.
+        seam_tokens: tokens at the beginning or the end of stored chunks that the prompt has others for, because it was
+            tokenised as a whole, or lacks; what the prompt has there is computed like a question.
+        notice: what else is worth knowing, such as that the chunks were stored with another tokenizer.
         fallback_reason: why every token was computed although there was a prompt, and what to pass instead; empty
             where stored chunks could be reused.
     """
@@ -74,6 +77,8 @@ class BlendReport:
     realign_ms: float = 0.0
     select_ms: float = 0.0
     past_tokens: int = 0
+    seam_tokens: int = 0
+    notice: str = ""
     fallback_reason: str = ""
     _chosen: list[list[list[int]] | tuple[Tensor, Tensor, int]] = field(default_factory=list, repr=False)
     _charges: list[Charge] = field(default_factory=list, repr=False)
@@ -165,5 +170,6 @@ class BlendReport:
             f"{self.prompt_tokens} tokens: {self.exact_tokens} exact, {self.reusable_tokens} reusable, of which "
             f"{sum(map(len, self.chosen_columns))} recomputed (nominal {self.nominal_ratio:.0%}, charged "
             f"{self.charged_budget:.1%}); {self.loaded_chunks} chunks loaded, {self.computed_chunks} computed; "
-            f"realign {self.realign_ms:.1f} ms, select {self.select_ms:.1f} ms"
+            f"{f'{self.seam_tokens} of their tokens differ at seams; ' if self.seam_tokens else ''}"
+            f"realign {self.realign_ms:.1f} ms, select {self.select_ms:.1f} ms{self.notice and f'; {self.notice}'}"
         )

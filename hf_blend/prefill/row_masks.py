@@ -11,13 +11,12 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..errors import UnsupportedModelError
 from ..model.anatomy import LayerCall, text_config
 from ..model.attention import Detour, is_flash
-from ..model.masks import RowMask, local_mask, row_mask
+from ..model.masks import RowMask, row_lines, row_mask
 from .rows import Rows
 
 logger = logging.getLogger(__name__)
@@ -86,10 +85,7 @@ class RowMasks:
                 self._implementation,
                 self._implementation,
             )
-        mask = local_mask(columns, past, keys, window)
-        if model_mask is not None:
-            mask = mask & model_mask[:, None, None, -keys:].to(device=mask.device, dtype=torch.bool)
-        return RowMask.of(mask)
+        return RowMask.of(row_lines(model_mask, columns, past, keys, window, lambda: rows.numbers[0]))
 
 
 def _sizes(layer: Any, past: int, tokens: int) -> tuple[int, int]:

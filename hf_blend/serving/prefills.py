@@ -28,7 +28,7 @@ from ..model.canary import compute_chunk
 from ..model.fingerprint import fingerprint
 from ..prefill.report import BlendReport
 from ..store import ChunkStore
-from ..store.chunk import ChunkKey
+from ..store.chunk import ChunkKey, Found
 from .paged import BlendedPagedCache, salted
 from .turns import Turns
 
@@ -41,7 +41,7 @@ FAILURES = (ArithmeticError, AttributeError, HfBlendError, LookupError, MemoryEr
 KEPT_REPORTS = 4096
 FETCH_S = 2.0  # how long a chunk on another machine is waited for; a later one is computed
 
-Spans = Sequence[tuple[int, ChunkKey]]
+Spans = Sequence[Found]
 
 
 @dataclass(frozen=True)
@@ -215,11 +215,11 @@ class BlendedPrefills:
         spans = self._found(held)
         if not spans:
             return 0
-        exact, least = spans[0][0], spans[-1][0] + len(spans[-1][1].token_ids)
+        exact, least = spans[0].start, spans[-1].start + spans[-1].tokens
         tokens = len(state.initial_tokens) - 1
         ids = salted(state.initial_tokens, reuse.salt)
         root = self._root(spans, reuse, state.initial_tokens)
-        fetched = [reuse.store.get(key, FETCH_S) for _, key in spans]  # into memory, while the engine goes on
+        fetched = [reuse.store.get(span.key, FETCH_S) for span in spans]  # into memory, while the engine goes on
         self.turns.checkpoint()
         if paged.count_exact(ids) >= least:
             held.outcome.reason = "all chunks lie in an exact prefix that is in the engine's cache"
@@ -252,7 +252,7 @@ class BlendedPrefills:
             reuse.store.put(chunk)
             held.outcome.computed_chunks += 1
         spans = reuse.store.find(identity, self._sink, token_ids)
-        return [span for span in spans if span[0] + len(span[1].token_ids) < len(token_ids)]
+        return [span for span in spans if span.start + span.tokens < len(token_ids)]
 
     def _missing(self, reuse: Reuse, identity: str, token_ids: Sequence[int]) -> list[ChunkKey]:
         """Chunks of a request, and what stands before the first of them, that are not stored."""
@@ -279,12 +279,12 @@ class BlendedPrefills:
     def _root(self, spans: Spans, reuse: Reuse, token_ids: Sequence[int]) -> int:
         """What the hashes of blended blocks begin at: all that their K and V depend on beside the tokens in them."""
         about = {
-            "fingerprint": spans[0][1].fingerprint,
+            "fingerprint": spans[0].key.fingerprint,
             "namespace": reuse.store.namespace,
             "salt": reuse.salt,
             "config": self._config.to_dict(),
-            "chunks": [(start, key.digest) for start, key in spans],
-            "before": list(token_ids if self._sees_question else token_ids[: spans[0][0]]),
+            "chunks": [(span.start, span.key.digest, span.first, span.tokens) for span in spans],
+            "before": list(token_ids if self._sees_question else token_ids[: spans[0].start]),
         }
         digest = hashlib.blake2b(json.dumps(about, sort_keys=True).encode(), digest_size=8)
         return int.from_bytes(digest.digest(), "little")

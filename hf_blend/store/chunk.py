@@ -8,17 +8,19 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from typing import NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from ..errors import ConfigError, StoreError
 
-__all__ = ["ChunkKV", "ChunkKey", "Layout", "has_usable_values"]
+__all__ = ["ChunkKV", "ChunkKey", "Found", "Layout", "has_usable_values"]
 
 _KEY_FORMAT = b"hf_blend.key/1"
 _MAX_TOKEN_ID = 2**31 - 1
 _LARGEST = 2.0**30  # of a value; K and V of models stay below 10^4, and products of larger ones soon overflow
+KV = tuple[Tensor, Tensor]
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -55,6 +57,22 @@ class ChunkKey:
         return state.hexdigest()
 
 
+class Found(NamedTuple):
+    """Tokens of a stored chunk that are in a prompt.
+
+    Attributes:
+        start: place of the first of them in the prompt.
+        key: of the chunk.
+        first: place of the first of them in the chunk.
+        tokens: how many they are, one behind the other.
+    """
+
+    start: int
+    key: ChunkKey
+    first: int
+    tokens: int
+
+
 @dataclass(frozen=True)
 class Layout:
     """What the KV of one model looks like, whatever the chunk: what is stored under its fingerprint must match.
@@ -87,6 +105,52 @@ class Layout:
         )
 
 
+class StackedLayers(Sequence[KV]):
+    """K and V of layers that are all alike, held as two tensors; what is asked for is a view, made then.
+
+    Args:
+        keys: `[layers, kv_heads, tokens, head_dim]`.
+        values: likewise; heads and width may be others than those of `keys`.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self.keys, self.values = keys, values
+
+    @classmethod
+    @torch.inference_mode(False)  # tensors that count what is written to them: see `Guard`
+    def of(cls, layers: Sequence[KV]) -> "StackedLayers | None":
+        """Copy layers into two tensors on the CPU; None where they differ in shape or dtype.
+
+        Args:
+            layers: as `ChunkKV.layers`.
+        """
+        pairs = list(layers)
+        if not pairs or any(
+            len({(part.shape, part.dtype) for part in parts}) > 1 for parts in zip(*pairs, strict=True)
+        ):
+            return None
+        keys, values = (torch.stack([part.detach().cpu() for part in parts]) for parts in zip(*pairs, strict=True))
+        return cls(keys, values)
+
+    def to(self, device: str) -> "StackedLayers":
+        """The same layers on a device."""
+        return StackedLayers(self.keys.to(device), self.values.to(device))
+
+    def __len__(self) -> int:
+        return self.keys.shape[0]
+
+    @overload
+    def __getitem__(self, place: int) -> KV: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[KV]: ...
+    def __getitem__(self, place: int | slice) -> KV | Sequence[KV]:
+        """(K, V) of a layer, `[kv_heads, tokens, head_dim]` each, or of several."""
+        if isinstance(place, slice):
+            return StackedLayers(self.keys[place], self.values[place])
+        place = range(len(self))[place]
+        return self.keys[place], self.values[place]
+
+
 @dataclass(frozen=True, eq=False)
 class ChunkKV:
     """The keys and values of one chunk computed alone behind the sink, with the sink cut off.
@@ -101,13 +165,16 @@ class ChunkKV:
         tables: the distinct `(cos, sin)` of the model for those positions, each `[tokens, rotary_width]` in float32.
         layer_table: for each layer its place in `tables`, or -1 if it does not rotate.
         canary: what the model that computed it says of itself, stored with it; the store does not look at it.
+        tokenizer: digest of the tokenizer that made the ids from text (`hf_blend.prompt.identity`); empty where ids
+            were given. K and V do not depend on it: it says why a prompt of another tokenizer finds nothing.
     """
 
     key: ChunkKey
-    layers: tuple[tuple[Tensor, Tensor], ...]
+    layers: Sequence[KV]
     tables: tuple[tuple[Tensor, Tensor], ...]
     layer_table: tuple[int, ...]
     canary: str = ""
+    tokenizer: str = ""
 
     @property
     def tokens(self) -> int:
@@ -126,12 +193,29 @@ class ChunkKV:
         tables = tuple((cos.shape[1], sin.shape[1], cos.dtype) for cos, sin in self.tables)
         return Layout(layers, tables, self.layer_table)
 
+    def fits(self, layout: Layout | None) -> bool:
+        """Whether its tensors look like a model's; found out once for the layout that is asked for again and again."""
+        if layout is None or self.__dict__.get("_fits") is layout:
+            return True
+        if self.layout != layout:
+            return False
+        self.__dict__["_fits"] = layout
+        return True
+
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Walk over the tensors in stored order: tables first, then keys and values of one layer after the other."""
         for kind, pairs, parts in (("table", self.tables, ("cos", "sin")), ("layer", self.layers, ("k", "v"))):
             for place, pair in enumerate(pairs):
                 for part, tensor in zip(parts, pair, strict=True):
                     yield f"{kind}.{place}.{part}", tensor
+
+    def buffers(self) -> Iterator[Tensor]:
+        """The tensors whose memory holds everything, in stored order; those of stacked layers are two."""
+        if not isinstance(self.layers, StackedLayers):
+            yield from (tensor for _, tensor in self.named_tensors())
+            return
+        yield from (part for table in self.tables for part in table)
+        yield from (self.layers.keys, self.layers.values)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "ChunkKV":
         """Apply a function to every tensor.
@@ -145,6 +229,27 @@ class ChunkKV:
         layers = tuple((change(keys), change(values)) for keys, values in self.layers)
         tables = tuple((change(cos), change(sin)) for cos, sin in self.tables)
         return replace(self, layers=layers, tables=tables)
+
+    def own_copy(self) -> "ChunkKV":
+        """A dense copy on the CPU: what happens to these tensors later cannot reach it. Alike layers are stacked."""
+        pairs = ((_dense_copy(keys), _dense_copy(values)) for keys, values in self.layers)
+        layers = StackedLayers.of(self.layers) or tuple(pairs)
+        return replace(
+            self, layers=layers, tables=tuple((_dense_copy(cos), _dense_copy(sin)) for cos, sin in self.tables)
+        )
+
+    def stacked(self) -> "ChunkKV":
+        """The same chunk with alike layers in two tensors; itself where they are, or cannot be."""
+        if isinstance(self.layers, StackedLayers) or (stacked := StackedLayers.of(self.layers)) is None:
+            return self
+        return replace(self, layers=stacked)
+
+    def to(self, device: str) -> "ChunkKV":
+        """The same chunk on a device."""
+        if not isinstance(self.layers, StackedLayers):
+            return self.map(lambda tensor: tensor.to(device))
+        tables = tuple((cos.to(device), sin.to(device)) for cos, sin in self.tables)
+        return replace(self, layers=self.layers.to(device), tables=tables)
 
     def check(self) -> None:
         """Refuse KV that must not be stored: shapes that do not fit the tokens, no floats, NaN or absurd values.
@@ -170,6 +275,11 @@ class ChunkKV:
                     f"{_LARGEST:g}, or no floats: nothing is stored. Check the model's weights, or run it in another "
                     "dtype."
                 )
+
+
+@torch.inference_mode(False)  # tensors that count what is written to them: see `Guard`
+def _dense_copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()
 
 
 def _checked_ids(name: str, ids: Sequence[int]) -> tuple[int, ...]:

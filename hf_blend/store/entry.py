@@ -51,7 +51,7 @@ def encode_entry(chunk: ChunkKV, secret: bytes | None = None, codec: str = "raw"
         for (name, tensor), view in zip(named, views, strict=True)
     )
     about = (key.digest, key.fingerprint, hash_namespace(key.namespace), packing.text)
-    header = Header(*about, chunk.layer_table, plans, chunk.canary)
+    header = Header(*about, chunk.layer_table, plans, chunk.canary, chunk.tokenizer)
     return [memoryview(header.encode(secret)), *views]
 
 
@@ -160,7 +160,8 @@ class EntryReader:
         Returns:
             The chunk; its layout is known without looking at its layers.
         """
-        chunk = ChunkKV(self._key, layers, tables, self.header.layer_table, self.header.canary)  # type: ignore[arg-type]
+        about = (self.header.layer_table, self.header.canary, self.header.tokenizer)
+        chunk = ChunkKV(self._key, layers, tables, *about)
         chunk.__dict__["layout"] = self.layout  # a cached property
         return chunk
 

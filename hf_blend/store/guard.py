@@ -10,13 +10,14 @@ numpy that nobody counts. A write of a few values through those two can pass uns
 
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
 __all__ = ["Guard"]
 
-_PIECES = 4  # of each tensor
+_PIECES = 4  # of each tensor, or of each layer of stacked ones
 _PIECE_BYTES = 64
 
 
@@ -30,6 +31,7 @@ class Guard:
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._tensors = list(tensors)
         self._pieces = [piece for tensor in self._tensors for piece in _pieces(tensor)]
+        self._versioned = [one for one in self._tensors if not one.is_inference()]
         self._before = self._marks()
 
     def is_intact(self) -> bool:
@@ -37,19 +39,18 @@ class Guard:
         return self._marks() == self._before
 
     def _marks(self) -> tuple[object, ...]:
-        seen = [(_writes(one), one.data_ptr(), one.shape) for one in self._tensors]
-        return seen, xxhash.xxh3_64_intdigest(b"".join(self._pieces))
+        places = [(one.data_ptr(), one.shape) for one in self._tensors]
+        pieces = b"".join([piece.tobytes() for piece in self._pieces])
+        return places, [one._version for one in self._versioned], xxhash.xxh3_64_intdigest(pieces)
 
 
-def _writes(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
-
-
-def _pieces(tensor: Tensor) -> list[memoryview]:
-    """Some bytes of a tensor on the CPU, evenly spaced, the first and the last among them."""
+def _pieces(tensor: Tensor) -> list[np.ndarray]:
+    """Some bytes of a tensor on the CPU, evenly spaced, `[pieces, bytes]`; the first and the last are among them."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or not tensor.numel():
         return []
-    data = memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())
-    last = max(0, len(data) - _PIECE_BYTES)
-    starts = sorted({last * number // (_PIECES - 1) for number in range(_PIECES)})
-    return [data[start : start + _PIECE_BYTES] for start in starts]
+    data = tensor.detach().view(-1).view(torch.uint8).numpy()
+    width = min(_PIECE_BYTES, len(data))
+    count = _PIECES * (tensor.shape[0] if tensor.ndim == 4 else 1)
+    step = max(1, (len(data) - width) // (count - 1))
+    spread = np.lib.stride_tricks.as_strided(data, (min(count, 1 + (len(data) - width) // step), width), (step, 1))
+    return [spread, data[-width:]]

@@ -51,6 +51,11 @@ class HeldChunks:
         self._lock = new_lock()
 
     @property
+    def reads_importance(self) -> bool:
+        """Whether it wants to be told which share of a chunk's tokens was important."""
+        return self._budget.reads_importance
+
+    @property
     def cap_bytes(self) -> int:
         """How much may be held, in bytes."""
         return self._budget.cap_bytes or 0
@@ -95,13 +100,14 @@ class HeldChunks:
         digest = chunk.key.digest
         if not self.cap_bytes:
             return []
+        chunk = chunk.stacked()
         with self._lock:
             self._remove(digest)
             gone = self._make_room(chunk.nbytes)
             if self._budget.fits(chunk.nbytes) or not self._chunks:
-                mine = chunk.map(lambda tensor: tensor.to(self.device)) if self.device else chunk
+                mine = chunk.to(self.device) if self.device else chunk
                 self._chunks[digest] = mine
-                self._guards[digest] = Guard(tensor for _, tensor in mine.named_tensors())
+                self._guards[digest] = Guard(mine.buffers())
                 self._since[digest] = time.monotonic()
                 self._budget.add(digest, chunk.nbytes)
             return gone

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from weakref import WeakValueDictionary, finalize
 
-import torch
 from torch import Tensor
 
 from .behind import PendingWrite, WriteQueue
@@ -134,7 +133,7 @@ class TierStack:
             The chunk; its `layers` wait for what is not there yet. None for a miss.
         """
         flying = self._flying.get(key.digest)
-        if flying is not None and flying.key == key and layout in (None, flying.layout):
+        if flying is not None and flying.key == key and flying.fits(layout):
             return flying
         take = partial(self._streamed, recompute=recompute, stop_s=time.monotonic() + budget_s, layout=layout)
         chunk = self._fetch(key, take, budget_s, layout)
@@ -156,7 +155,7 @@ class TierStack:
         here = (place.get(digest) for place in self.held if place.device is None)
         mine = next((one for one in here if one and one.key == chunk.key), None)
         if mine is None:
-            mine = chunk.map(_own_copy)
+            mine = chunk.own_copy()
         kept = kept_as(mine, self._codec)
         self._hold(kept)
         encoded = functools.cache(partial(encode_entry, mine, self._secret, self._codec))
@@ -291,7 +290,7 @@ class TierStack:
                 return chunk
         for queue in self.queues.values():
             chunk = queue.get(key)
-            if chunk is not None and layout in (None, chunk.layout):
+            if chunk is not None and chunk.fits(layout):
                 self._tally.count("hits", "queue")
                 return chunk
         return None
@@ -304,7 +303,7 @@ class TierStack:
             self._tally.warn_once(f"chunk {key.digest} was written to after it was handed out, and is read again")
         if chunk is None or chunk.key != key:
             return None
-        if layout is not None and chunk.layout != layout:
+        if not chunk.fits(layout):
             self._tally.count("load_failures", f"{place.name}:layout")
             place.delete(key.digest)
             return None
@@ -510,16 +509,6 @@ class TierStack:
             self._tally.count("removed", cause, int(removed))
         self._catalog.forget(self._catalog.digest(name), tier.name)
         return removed
-
-
-@torch.inference_mode(False)
-def _own_copy(tensor: Tensor) -> Tensor:
-    """A dense copy on the CPU: what the caller does with the original later cannot reach the store.
-
-    Outside inference mode, where tensors count what is written to them: see `Guard`.
-    """
-    copy = tensor.detach().to("cpu", copy=True)
-    return copy.contiguous()
 
 
 def _stat(tier: BoundedTier, name: str) -> ObjectStat | None:

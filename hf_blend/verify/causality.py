@@ -58,7 +58,7 @@ def _states(subject: Subject, prompt: Prompt) -> list[KV]:
 def _changes(subject: Subject, prompt: Prompt) -> list[tuple[Prompt, int]]:
     """The prompt with one other token, and its column."""
     changes = []
-    (start, _), middle = prompt.spans()[1], len(prompt.chunks[1]) // 2
+    (start, *_), middle = prompt.spans()[1], len(prompt.chunks[1]) // 2
     for offset in (middle, len(prompt.chunks[1]) - 1):
         chunks = (prompt.chunks[0], _other(subject, prompt.chunks[1], offset), *prompt.chunks[2:])
         changes.append((replace(prompt, chunks=chunks), start + offset))

@@ -20,7 +20,7 @@ class Layer0(Rung):
         realigner = Realigner(subject.styles, BlendReport())
         realigner.learn(0, subject.prompt_tables([prompt])[0])
         errors = []
-        for number, (start, ids) in enumerate(prompt.spans()):
+        for number, (start, ids, *_) in enumerate(prompt.spans()):
             slot = Slot(0, start, subject.chunk(ids), False, number)
             fresh = tuple(states[:, slot.columns] for states in wanted)
             errors += [distance(*pair) for pair in zip(realigner.moved(0, slot, *fresh), fresh, strict=True)]

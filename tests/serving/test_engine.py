@@ -126,7 +126,7 @@ def test_exact_prefixes_are_still_shared_between_plain_and_blended_requests(mode
 def test_the_next_turn_of_a_conversation_finds_the_blended_blocks_of_the_last(model, bench, store):
     store.add(model, None, bench.workload.library)
     start = [1, *bench.draw(4, 7), *bench.workload.library[0], *bench.workload.library[3]]
-    first = [*start, *bench.draw(20, 3)]
+    first = [*start, *bench.draw(20, 203)]  # not the beginning of a chunk in the library
     with bench.engine(model, store, recompute_ratio=RATIO) as engine:
         answer = bench.answers(engine, [bench.Ask(first)])[0]
         second = [*first, *answer, *bench.draw(7, 4)]

@@ -62,7 +62,8 @@ def test_whatever_is_written_to_a_chunk_the_next_hit_is_what_was_stored(handed, 
     got = store.get(kept.key)
     write(part(got))
     same(store.get(kept.key), kept)
-    assert store.stats()["load_failures"] == {"memory:changed": 1}
+    is_own_view = write is WRITES["other data"] and part is not PARTS["a table"]  # views are made for the asker
+    assert store.stats()["load_failures"] == ({} if is_own_view else {"memory:changed": 1})
     assert store.get(kept.key) is store.get(kept.key)
 
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from ...cache.blend_cache import BlendCache
 from ...errors import ConfigError
-from ...model.anatomy import kv_groups
-from ...model.masks import RowMask, attend
+from ...model.row_attention import attend
+from ...model.row_lines import MadeLines
 from ..decoding import stock_attention
 from ..looking import is_cut
 
@@ -78,8 +78,6 @@ def attend_part(
         part = part.index_select(-1, visible.to(mask.device))
     name = attention.config._attn_implementation
     if name == "sdpa" and given.get("softcap") is None and given.get("s_aux") is None:
-        cut = RowMask.of(part)
-        cut.group = kv_groups(layer)
-        output = attend(query, key, value, cut, given.get("dropout", 0.0), given.get("scaling"))
+        output = attend(query, key, value, MadeLines(part), given.get("dropout", 0.0), given.get("scaling"))
         return output.transpose(1, 2).contiguous(), None
     return stock_attention(attention, name)(attention, query, key, value, part, **given)

@@ -121,7 +121,7 @@ class PartialStore:
         finalize(layers, source.close).atexit = False
         self._keys[key.digest] = key
         table = tuple(reader.header["layer_table"])
-        return ChunkKV(key, layers, reader.tables, table)  # type: ignore[arg-type]
+        return ChunkKV(key, layers, reader.tables, table)
 
     def put(self, chunk: ChunkKV) -> ChunkKV:
         """Keep a chunk in blocks, its tokens in the order of their importance, as far as it is known; give it back."""
