@@ -5,6 +5,7 @@
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,6 +89,16 @@ def collect(engine: Any, requests: Sequence[str], timeout_s: float = 60.0) -> di
         if output.is_finished():
             found[output.request_id] = output
     return found
+
+
+@pytest.fixture(autouse=True, scope="session")
+def without_collection() -> Iterator[None]:
+    """Let the engine of transformers not collect garbage three times when it ends: half a second each among tests."""
+    from transformers.generation.continuous_batching import continuous_api
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(continuous_api, "gc", SimpleNamespace(collect=lambda: 0))
+        yield
 
 
 class Bench:

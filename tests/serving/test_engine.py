@@ -2,13 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Served with others, a request gets the answer that it gets alone; the engine survives what befalls its requests."""
 
+import importlib
 import random
+import sys
 import time
 
 import pytest
 import torch
 
-from hf_blend import ChunkStore
+from hf_blend import BlendCache, ChunkStore
 from hf_blend.errors import ConfigError, PromptError, StoreError, UnsupportedModelError
 from hf_blend.serving import prefills
 from hf_blend.serving.turns import Turns
@@ -85,19 +87,19 @@ def test_the_model_is_left_as_it_was(model, bench, store, untouched):
 
 
 def test_a_block_that_holds_blended_kv_is_never_an_exact_prefix(model, bench, store):
-    store.add(model, None, bench.workload.library)
-    chunks = bench.workload.library[:2]
+    chunks = [*bench.workload.library[:2], bench.draw(9, 5)]
+    store.add(model, None, chunks)
+    long = generation = bench.generation(max_new_tokens=24, eos_token_id=None)
     ask = bench.Ask([1, *bench.draw(4, 7), *chunks[0], *chunks[1], *bench.draw(9, 3)])
-    short = bench.Ask([1, 5, *chunks[0][:10], 9, 9])  # ends within its first page, so that decoding fills it
-    with bench.engine(model, store, recompute_ratio=0.0, generation_config=bench.generation(max_new_tokens=24)) as e:
-        blended = bench.answers(e, [ask, short])
-        plain = bench.answers(e, [ask, short], blend=False)
-        name = e.add_request(ask.ids)
-        assert bench.collect(e, [name])[name].generated_tokens == plain[0]
-        assert e.outcome(name).reason.startswith("all chunks lie in an exact prefix")
-        exact = model.generate_batch(
-            [ask.ids, short.ids], bench.generation(max_new_tokens=24), bench.batching(), warmup=False
-        )
+    short = bench.Ask([1, 5, *chunks[2], 9, 9])  # ends within its first page, so that decoding fills it
+    with bench.engine(model, store, recompute_ratio=0.0, generation_config=long) as engine:
+        blended = bench.answers(engine, [ask, short])
+        follows = [ask, bench.Ask([*short.ids, *blended[1]])]  # begins with what is in the blocks of both
+        plain = bench.answers(engine, follows, blend=False)
+        name = engine.add_request(ask.ids)
+        assert bench.collect(engine, [name])[name].generated_tokens == plain[0]
+        assert engine.outcome(name).reason.startswith("all chunks lie in an exact prefix")
+    exact = model.generate_batch([one.ids for one in follows], generation, bench.batching(), warmup=False)
     assert plain == [output.generated_tokens for output in exact.values()]
     assert blended[0] != plain[0], "the blend at ratio 0 differs, or this test would see nothing"
 
@@ -211,6 +213,32 @@ def test_chunks_that_several_waiting_requests_bring_are_computed_once(model, ben
     assert len(computed) == len(set(computed)) == 3, "two chunks and what stands before them"
     for ask, answer in zip(asks, answers, strict=True):
         assert answer == bench.lone_answer(model, store, ask.ids, recompute_ratio=RATIO)
+
+
+def test_the_model_is_looked_at_in_a_turn_alone(model, bench, store, monkeypatch):
+    """During a step its config says is_causal=False: fingerprints and masks would be others."""
+    in_turn = []
+
+    def watched(what):
+        return lambda *given: (in_turn.append(engine.prefills.turns._holds), what(*given))[1]
+
+    for name in ("fingerprint", "compute_chunk"):
+        monkeypatch.setattr(prefills, name, watched(getattr(prefills, name)))
+    monkeypatch.setattr(BlendCache, "forward_begins", watched(BlendCache.forward_begins))
+    chunks = [bench.draw(20, 1), bench.draw(30, 2)]
+    with bench.engine(model, store, recompute_ratio=RATIO) as engine:
+        bench.answers(engine, [bench.Ask([1, 7, 8, *chunks[0], *chunks[1], 9, 9], chunks)])
+    assert in_turn == [True] * 5, "fingerprint, two chunks and what is before them, the forward"
+
+
+def test_a_transformers_without_cache_allocators_is_refused_by_name(monkeypatch):
+    missing = "transformers.generation.continuous_batching.cache_allocators"
+    for name in (missing, f"{missing}.cache_allocator"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for name in [name for name in sys.modules if name.startswith("hf_blend.serving.")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(UnsupportedModelError, match=r"continuous batching of transformers .* has no cache allocators"):
+        importlib.import_module("hf_blend.serving.engine")
 
 
 @pytest.mark.parametrize("when", ["waiting", "planning", "in a layer", "decoding"])
