@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from hf_blend import plugins
 from hf_blend.model.capture import capture
-from hf_blend.selectors.learned import PREFIX
 
 from .bundled import load_model
 from .tasks.base import Sample
 
 LAYERS = (0, 1, 2, 3)
 _FLOOR = 1e-4  # of a relative squared deviation: below it nothing moved
+PREFIX = "values."  # of the names of tensors that the selector reads
 _RIDGE = 1e-3  # of the mean square of the features
 
 

@@ -97,7 +97,7 @@ class Approach(ABC):
     @torch.no_grad()
     def token_bytes(self) -> int:
         """Bytes of K and V of one token, all layers."""
-        cache = DynamicCache(config=self.model.config)
+        cache: Any = DynamicCache(config=self.model.config)
         device = self.model.get_input_embeddings().weight.device
         self.model(torch.zeros((1, 1), dtype=torch.long, device=device), past_key_values=cache, use_cache=True)
         return sum(part.nbytes for layer in cache.layers for part in (layer.keys, layer.values))

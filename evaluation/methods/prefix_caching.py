@@ -10,6 +10,7 @@ joining, so what is kept is never written to.
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,7 +75,7 @@ class PrefixCaching(Approach):
             return
         while len(self._kept) >= MOST_KEPT:
             del self._kept[next(iter(self._kept))]
-        cache = DynamicCache(config=self.model.config)
+        cache: Any = DynamicCache(config=self.model.config)
         device = self.model.get_input_embeddings().weight.device
         self.model(torch.tensor([ids], device=device), past_key_values=cache, use_cache=True)
         self._kept[ids] = [(layer.keys, layer.values) for layer in cache.layers]

@@ -110,7 +110,7 @@ class Fusor:
         self._opens_several = len(devices) < 2  # several layers at once, until one proves to be unlike its neighbour
         self._settled = 0  # the layers before this one are done
         self._used: set[int] = set()  # the layers that handed over K and V; others may be opened with them
-        self._ahead: dict[int, tuple[int, list[Slot]]] = {}  # layer → the first of its group, the chunks written
+        self._ahead: dict[int, int] = {}  # layer → the first of those that were written with it
         self._is_looking = False
         self._is_shared = False  # its layers are those of another forward, to which they are left open
         self._glance: Glance | None = None
@@ -341,7 +341,7 @@ class Fusor:
         if several and self._open_several(index, keys, values, slots):
             return
         self._opened[index] = opened = self._layers[index].open(self._tokens, keys, values)
-        self._ahead[index] = (index, slots)
+        self._ahead[index] = index
         self._blank(opened)
         if partial is not None and partial.is_open(index):
             slots = partial.lay_probes(index, slots, self._realigner, opened)
@@ -389,14 +389,14 @@ class Fusor:
         self._realigner.lay(index, slots, *states)
         for number, one in enumerate(group):
             self._opened[one] = (states[0][number], states[1][number])
-            self._ahead[one] = (index, slots)
+            self._ahead[one] = index
         return True
 
     def _is_ready(self, index: int, keys: Tensor) -> bool:
         """Whether what was written ahead for a layer is what it needs; it is closed again where it is elsewhere."""
-        ahead, (first, slots) = self._opened[index][0], self._ahead[index]
+        ahead = self._opened[index][0]
         if (ahead.device, ahead.dtype) == (keys.device, keys.dtype):
-            is_laid = self._realigner.is_laid(index, first, slots, keys.device)
+            is_laid = self._realigner.is_alike(index, self._ahead[index])
         else:
             is_laid = False
             del self._opened[index]

@@ -143,7 +143,7 @@ class Plan:
     def read_ahead(self, depth: int) -> None:
         """Begin to read, so many layers ahead of what is used, the chunks whose layers come one by one."""
         streams = {id(slot.chunk.layers): slot.chunk.layers for slot in self.slots}
-        coming = [layers for layers in streams.values() if isinstance(layers, StreamedLayers)]
+        coming = [layers for layers in streams.values() if type(layers) is StreamedLayers]
         if coming and depth:
             self.pipeline = Pipeline(coming, depth)
 

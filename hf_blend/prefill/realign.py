@@ -49,7 +49,7 @@ class Placement:
     @cached_property
     def is_stacked(self) -> bool:
         """Whether several layers of each chunk can be had as one tensor."""
-        return all(isinstance(slot.chunk.layers, StackedLayers) for slot in self.slots)
+        return all(type(slot.chunk.layers) is StackedLayers for slot in self.slots)
 
     @cached_property
     def tokens(self) -> int:
@@ -62,8 +62,8 @@ class Placement:
         found = []
         for slot in self.slots:
             held = slot.chunk.layers
-            if isinstance(held, StackedLayers):
-                states = (held.values if which else held.keys)[first:stop]
+            if type(held) is StackedLayers:  # an instance check of a Sequence takes longer
+                states = (held.values if which else held.keys).narrow(0, first, stop - first)
             else:
                 states = held[first][which][None]
             found.append(states if slot.is_whole else states[:, :, slot.inside])
@@ -187,12 +187,10 @@ class Realigner:
             stop += 1
         return range(layer, stop)
 
-    def is_laid(self, layer: int, first: int, slots: Sequence[Slot], device: torch.device) -> bool:
-        """Whether a layer that was written with the first of its group is rotated as its own table says."""
-        if not slots:
-            return True
-        placed = self._placed(slots, device)
-        return self._turn(layer, placed) is self._turn(first, placed)
+    def is_alike(self, layer: int, first: int) -> bool:
+        """Whether a layer that was written with the first of its group is rotated by the same table."""
+        own, table = self._tables.get(layer), self._tables.get(first)
+        return own is table or (own is not None and table is not None and own[0] is table[0])
 
     def lay(self, layer: int, slots: Sequence[Slot], keys: Tensor, values: Tensor) -> None:
         """Write stored chunks to their columns.
