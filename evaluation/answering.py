@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_blend import BlendCache, ChunkStore
+from hf_blend import BlendCache, ChunkStore, plugins
 from hf_blend.config import BlendConfig
 from hf_blend.errors import ConfigError
 from hf_blend.model.placement import input_device
@@ -19,6 +19,7 @@ from hf_blend.prefill.report import BlendReport
 from .prompting import ids_of, inputs_of
 
 MAX_NEW_TOKENS = 16
+HALF_A_LETTER = "\ufffd"  # what tokenizers decode to where a letter's other bytes are in the next token
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ def blend_config(selector: str, **settings: Any) -> BlendConfig:
 
     Raises:
         ConfigError: an option has no value, or a setting is refused.
+        PluginNotFoundError: there is no such selector.
     """
     name, _, options = selector.partition(":")
     pairs = [option.partition("=") for option in options.split(",") if option]
@@ -58,6 +60,7 @@ def blend_config(selector: str, **settings: Any) -> BlendConfig:
             raise ConfigError(
                 f"the option {option!r} of {selector!r} has no value. Write name:option=value,option=value."
             )
+    plugins.load("selectors", name)
     return BlendConfig(selector=name, selector_options={option: value for option, _, value in pairs}, **settings)
 
 
@@ -97,13 +100,17 @@ class Listener:
         if self.first is None:
             self.first = time.perf_counter()
         self._ids += value.flatten().tolist()
-        if self.tell:
-            text = self.tokenizer.decode(self._ids, skip_special_tokens=True)
-            self.tell(text[len(self._told) :])
-            self._told = text
+        self._say(self.tokenizer.decode(self._ids, skip_special_tokens=True) if self.tell else "")
 
     def end(self) -> None:
-        """Nothing is held back."""
+        """Pass on what was held back."""
+        self._say(self.tokenizer.decode(self._ids, skip_special_tokens=True) if self.tell else "", is_last=True)
+
+    def _say(self, text: str, is_last: bool = False) -> None:
+        """Pass on what is new; half a letter waits for its other half."""
+        if self.tell and (is_last or not text.endswith(HALF_A_LETTER)):
+            self.tell(text[len(self._told) :])
+            self._told = text
 
 
 def answer(

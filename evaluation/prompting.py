@@ -3,7 +3,7 @@
 """A question and its documents as the prompt of a model: messages where it has a chat template, pieces where not."""
 
 from collections.abc import Sequence
-from itertools import pairwise
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -13,34 +13,51 @@ from hf_blend.errors import PromptError
 from hf_blend.prompt.messages import build_messages, render
 from hf_blend.prompt.pieces import build, tokenize
 
-__all__ = ["documents_end", "ids_of", "inputs_of", "request", "split"]
+__all__ = ["Turn", "documents_end", "ids_of", "inputs_of", "request"]
 
 INSTRUCTION = "Answer the question from the documents, in as few words as possible."
 
 
-def request(tokenizer: Any, chunks: Sequence[Any], question: str, system: str | None) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Turn:
+    """A question and its answer, earlier in a conversation."""
+
+    question: str
+    answer: str
+
+
+def request(
+    tokenizer: Any, chunks: Sequence[Any], question: str, system: str | None, history: Sequence[Turn] = ()
+) -> dict[str, Any]:
     """Put a question and its chunks into the model's own form of a prompt.
+
+    The documents are in the first turn, so that what precedes them is the same in every turn and is stored once.
 
     Args:
         tokenizer: the model's.
         chunks: text or token ids; text for a tokenizer with a chat template.
         question: the question.
         system: instruction before the documents; None is a short one of ours for chat models, nothing for others.
+        history: what was asked and answered before.
 
     Returns:
         Arguments of `BlendCache.inputs_from_messages` if the tokenizer has a chat template, of `BlendCache.inputs` if
         not.
     """
     if not getattr(tokenizer, "chat_template", None):
-        return {"prefix": system or None, "chunks": list(chunks), "question": question}
+        said = "".join(f"Question: {turn.question}\nAnswer: {turn.answer}\n" for turn in history)
+        asked = f"{said}Question: {question}\nAnswer:" if history else question
+        return {"prefix": system or None, "chunks": list(chunks), "question": asked}
     texts = [chunk if isinstance(chunk, str) else tokenizer.decode(chunk) for chunk in chunks]
     told = INSTRUCTION if system is None else system
-    content = f"{''.join(texts).rstrip()}\n\nQuestion: {question}"
-    asked = {"role": "user", "content": f"{told}\n\n{content}" if told else content}
-    if told and _has_system_role(tokenizer, told):
-        messages = [{"role": "system", "content": told}, {"role": "user", "content": content}]
-    else:
-        messages = [asked]
+    has_system = bool(told) and _has_system_role(tokenizer, told)
+    questions = [*(turn.question for turn in history), question]
+    content = f"{''.join(texts).rstrip()}\n\nQuestion: {questions[0]}"
+    messages = [{"role": "system", "content": told}] if has_system else []
+    messages.append({"role": "user", "content": f"{told}\n\n{content}" if told and not has_system else content})
+    for turn, asked in zip(history, questions[1:], strict=True):
+        messages.append({"role": "assistant", "content": turn.answer})
+        messages.append({"role": "user", "content": asked})
     return {"messages": messages, "documents": [text for text in texts if text.strip()]}
 
 
@@ -63,28 +80,6 @@ def documents_end(tokenizer: Any, given: dict[str, Any], tokens: int) -> int:
         spans = build_messages(tokenizer, given["messages"], given["documents"], {}).spans()
         return spans[-1].stop if spans else 0
     return tokens - len(tokenize(tokenizer, given["question"]))
-
-
-def split(tokenizer: Any, text: str, chunk_tokens: int) -> list[Any]:
-    """Cut a document into chunks of equal length, the last one shorter.
-
-    Args:
-        tokenizer: the model's.
-        text: the document.
-        chunk_tokens: length of a chunk.
-
-    Returns:
-        Texts for a tokenizer with a chat template, whose prompts are tokenised as a whole; else token ids.
-    """
-    ids = list(tokenize(tokenizer, text))
-    starts = range(0, len(ids), chunk_tokens)
-    if not getattr(tokenizer, "chat_template", None):
-        return [ids[start : start + chunk_tokens] for start in starts]
-    if not getattr(tokenizer, "is_fast", False):
-        return [tokenizer.decode(ids[start : start + chunk_tokens]) for start in starts]
-    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-    edges = [0, *(offsets[start][0] for start in starts[1:]), len(text)]
-    return [text[start:stop] for start, stop in pairwise(edges) if start < stop]
 
 
 def _has_system_role(tokenizer: Any, told: str) -> bool:

@@ -24,9 +24,13 @@ def grids(draw, batch=None, places=None):
     return grid
 
 
+def fillers(rows):
+    return torch.zeros_like(rows.columns, dtype=torch.bool) if rows.filler is None else rows.filler
+
+
 def sets(rows):
     """The columns of each entry, without the repetitions."""
-    return [columns[~filler].tolist() for columns, filler in zip(rows.columns, rows.filler, strict=True)]
+    return [columns[~filler].tolist() for columns, filler in zip(rows.columns, fillers(rows), strict=True)]
 
 
 def wanted_sets(grid):
@@ -48,7 +52,7 @@ def test_a_filler_repeats_the_first_row_of_its_own_entry(grid):
     rows, _ = Rows.of(grid)
     assert torch.equal(rows.columns, rows.columns.sort(dim=1).values)
     assert all(set(columns.tolist()) == set(wanted) for columns, wanted in zip(rows.columns, sets(rows), strict=True))
-    assert torch.equal(rows.columns[rows.filler], rows.columns[:, :1].expand_as(rows.columns)[rows.filler])
+    assert torch.equal(rows.columns[fillers(rows)], rows.columns[:, :1].expand_as(rows.columns)[fillers(rows)])
 
 
 @property_test

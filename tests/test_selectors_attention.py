@@ -130,7 +130,7 @@ def test_attention_is_shared_out_by_hand():
     weights = seen.weights(slice(None))
     torch.testing.assert_close(weights[0, 0, 0], torch.tensor([1.0, 2.0, -torch.inf]).softmax(0))
     torch.testing.assert_close(weights[0, 1, 1], torch.tensor([1.0, 2.0, 3.0]).softmax(0))
-    assert spent == [2 * 1 * 2 * (2 + 3)]  # two FLOPs, width 1, two heads, keys that are seen
+    assert [flops() for flops in spent] == [2 * 1 * 2 * (2 + 3)]  # two FLOPs, width 1, two heads, keys that are seen
     torch.testing.assert_close(seen.outputs(weights), weights @ values)
     assert seen.first_key().tolist() == [0]
 

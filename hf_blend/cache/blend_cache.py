@@ -572,7 +572,8 @@ class BlendCache(MaskedDecode):
         self._fusor = probe = forward.probe(Listener(hear, last, anchors), self._spare_layers)
         try:
             with self._entry.inside():
-                run_probe(self.model, self, ids, mask, self._beyond_text)
+                is_plain = probe.is_plain and not self._past  # no padding, and nothing before it
+                run_probe(self.model, self, ids, None if is_plain else mask, self._beyond_text)
         finally:
             self._fusor = forward
             forward.adopt(probe)

@@ -80,6 +80,8 @@ def row_lines(
     if model_mask is not None or window is not None or rows.shape[0] > 1:
         return LocalLines(rows + past, keys, window, model_mask)
     known = rows[0].tolist if numbers is None else numbers
+    if not past:
+        return CausalLines(rows, keys, known)
     return CausalLines(rows + past, keys, lambda: [number + past for number in known()])
 
 

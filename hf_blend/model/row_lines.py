@@ -68,8 +68,9 @@ class RowLines(ABC):
     def blocks(self) -> list[RowBlock]:
         """Blocks in order; together they hold every row once."""
         rows, keys = self.shape[2:]
-        step = BLOCK_ROWS[self.device.type == "cuda"] if rows * keys > SMALL_MASK else rows
-        step = min(step, max(64, BLOCK_BYTES // (4 * keys)))
+        if rows * keys <= SMALL_MASK:  # nobody is asked where they are
+            return [RowBlock(slice(0, rows), slice(0, keys))]
+        step = min(BLOCK_ROWS[self.device.type == "cuda"], max(64, BLOCK_BYTES // (4 * keys)))
         cut = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
         return [RowBlock(rows, slice(*end)) for rows, end in zip(cut, self._ends(cut), strict=True)]
 
@@ -87,12 +88,25 @@ class RowLines(ABC):
         place = (block.rows.start, block.rows.stop, block.shared, dtype, repeats)
         if place not in self._biases:
             keys = slice(max(block.keys.start, block.shared), block.keys.stop)
-            made = _additive(self.cut(block.rows, keys), dtype)
+            made = self._additive(block.rows, keys, dtype)
             made = made.repeat(1, 1, repeats, 1) if repeats > 1 else made
             if sum(bias.nbytes for bias in self._biases.values()) + made.nbytes > KEPT_BYTES:
                 return made
             self._biases[place] = made
         return self._biases[place]
+
+    def _hidden(self, rows: slice, keys: slice) -> Tensor:
+        """Where a boolean mask hides a key."""
+        return self.cut(rows, keys).logical_not()
+
+    def _additive(self, rows: slice, keys: slice, dtype: torch.dtype) -> Tensor:
+        """A part of the mask as it is added to the scores."""
+        if self.dtype != torch.bool:
+            return self.cut(rows, keys).to(dtype)
+        hidden = self._hidden(rows, keys)
+        width = hidden.shape[3]  # kernels on a GPU read lines that begin at multiples of 16 bytes
+        lines = torch.zeros((*hidden.shape[:3], -(-width // 8) * 8), dtype=dtype, device=hidden.device)[..., :width]
+        return lines.masked_fill_(hidden, float("-inf"))
 
     def _ends(self, cut: list[slice]) -> list[tuple[int, int]]:
         """The first and the end of the keys that one of the rows of each block sees; asks the device once."""
@@ -190,6 +204,10 @@ class CausalLines(LocalLines):
         super().__init__(columns, keys)
         self._ask = ask
 
+    def _hidden(self, rows: slice, keys: slice) -> Tensor:
+        places = torch.arange(keys.start, keys.stop, device=self.device)
+        return places > self._columns[:, None, rows, None]
+
     @cached_property
     def _numbers(self) -> list[int]:
         return self._ask()
@@ -228,12 +246,3 @@ def _runs(numbers: list[int], least: int) -> list[slice]:
 
 def _steps(start: int, stop: int, step: int) -> list[slice]:
     return [slice(one, min(one + step, stop)) for one in range(start, stop, step)]
-
-
-def _additive(part: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask as it is added to the scores."""
-    if part.dtype != torch.bool:
-        return part.to(dtype)
-    width = part.shape[3]  # kernels on a GPU read lines that begin at multiples of 16 bytes
-    lines = torch.zeros((*part.shape[:3], -(-width // 8) * 8), dtype=dtype, device=part.device)[..., :width]
-    return lines.masked_fill_(part.logical_not(), float("-inf"))

@@ -90,7 +90,7 @@ def ensure_passed(
             raise UnsupportedModelError(complaint)
         if complaint and use not in _warned.setdefault(model, set()):
             _warned[model].add(use)
-            logger.warning("used although it is not verified: %s", complaint)
+            logger.warning("the model is used without being verified (allow_unverified): %s", complaint)
 
 
 def _complaint(model: nn.Module, use: str, test: Callable[[], str], digest: str) -> str:

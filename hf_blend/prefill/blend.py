@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -109,7 +110,7 @@ class Fusor:
         self._opens_several = len(devices) < 2  # several layers at once, until one proves to be unlike its neighbour
         self._settled = 0  # the layers before this one are done
         self._used: set[int] = set()  # the layers that handed over K and V; others may be opened with them
-        self._ahead: dict[int, tuple[int, list[Slot]]] = {}  # layer → the first of its group, the chunks written
+        self._ahead: dict[int, int] = {}  # layer → the first of those that were written with it
         self._is_looking = False
         self._is_shared = False  # its layers are those of another forward, to which they are left open
         self._glance: Glance | None = None
@@ -168,6 +169,11 @@ class Fusor:
             self._ahead.update(probe._ahead)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether the new tokens are those of one prompt, without padding."""
+        return len(self._plan.counts) == 1 and not self._padded
+
+    @property
     def past(self) -> int:
         """Tokens in the cache before the new ones; it knows where the rows stand that flow."""
         return self._past if self._rows is None else PastTokens.before(self._past, self._rows.columns)
@@ -183,7 +189,10 @@ class Fusor:
             The same call, changed.
         """
         self._settle(index)
-        self._realigner.learn(index, rotary_table(call.arguments, call.layer))
+        table = rotary_table(call.arguments, call.layer)
+        if self._chooser is None:  # a probe: the forward knows the tables of the layers that it has reached
+            self._realigner.learn_again(index, table)
+        self._realigner.learn(index, table)
         model_mask = call.arguments.get(call.mask_name)
         self._begin_mixer(index, call)
         if index == 0:
@@ -287,21 +296,24 @@ class Fusor:
             self._look(0, call)
             if not self._plan.slots:
                 return
-        flows, counts = self._plan.real & ~self._exact, self._stored_counts
+        counts, nothing, picked = self._stored_counts, [0] * len(self._stored_counts), None
         if self._chooser is None:
-            flows, self._chosen_counts = flows & ~self._reusable, [0] * len(counts)
-            counts = self._chosen_counts
+            counts = self._chosen_counts = nothing
         elif self._first_ratio is not None:
             counts = self._chooser.counts(self._first_ratio, self._stored_counts)
-            picked = self._chooser.choose(0, Rows.every(flows), self._reusable, None, counts)
-            flows, self._chosen_counts = flows & (~self._reusable | picked), counts
+            picked = self._chooser.choose(0, Rows.every(self._reusable), self._reusable, None, counts)
+            self._chosen_counts = counts
         total = [fresh + stored for fresh, stored in zip(self._fresh_counts, counts, strict=True)]
-        if min(total) < self._tokens:
-            self._rows = Rows.of(flows, total)[0]
-            if self._chooser is not None and self._first_ratio is not None and self._chooser.has_chosen:
-                self._weigh(self._rows)
-            elif min(total) == max(total) and counts in (self._stored_counts, [0] * len(counts)):
-                self._rows.numbers = self._plan.fresh_columns(self._end, with_reusable=any(counts))
+        if min(total) == self._tokens:
+            return
+        known = self._plan.fresh(self._end, with_reusable=counts == self._stored_counts and any(counts))
+        if min(total) == max(total) and counts in (self._stored_counts, nothing):
+            self._rows = Rows.at([np.flatnonzero(row).tolist() for row in known], device)
+        else:
+            flows = torch.from_numpy(known).to(device)
+            self._rows = Rows.of(flows if picked is None else flows | picked, total)[0]
+        if self._chooser is not None and self._first_ratio is not None and self._chooser.has_chosen:
+            self._weigh(self._rows)
 
     @property
     def _is_narrowed(self) -> bool:
@@ -310,7 +322,8 @@ class Fusor:
 
     def _weigh(self, rows: Rows) -> None:
         """Tell the store what the first choice found important."""
-        if not self._has_chosen and self._chosen_counts is not None and any(self._chosen_counts):
+        is_read = self._plan.store is not None and self._plan.store.reads_importance
+        if is_read and not self._has_chosen and self._chosen_counts is not None and any(self._chosen_counts):
             weigh_chunks(self._plan, rows.numbers)
         self._has_chosen = True
 
@@ -328,7 +341,7 @@ class Fusor:
         if several and self._open_several(index, keys, values, slots):
             return
         self._opened[index] = opened = self._layers[index].open(self._tokens, keys, values)
-        self._ahead[index] = (index, slots)
+        self._ahead[index] = index
         self._blank(opened)
         if partial is not None and partial.is_open(index):
             slots = partial.lay_probes(index, slots, self._realigner, opened)
@@ -376,14 +389,14 @@ class Fusor:
         self._realigner.lay(index, slots, *states)
         for number, one in enumerate(group):
             self._opened[one] = (states[0][number], states[1][number])
-            self._ahead[one] = (index, slots)
+            self._ahead[one] = index
         return True
 
     def _is_ready(self, index: int, keys: Tensor) -> bool:
         """Whether what was written ahead for a layer is what it needs; it is closed again where it is elsewhere."""
-        ahead, (first, slots) = self._opened[index][0], self._ahead[index]
+        ahead = self._opened[index][0]
         if (ahead.device, ahead.dtype) == (keys.device, keys.dtype):
-            is_laid = self._realigner.is_laid(index, first, slots, keys.device)
+            is_laid = self._realigner.is_alike(index, self._ahead[index])
         else:
             is_laid = False
             del self._opened[index]
@@ -481,7 +494,8 @@ class Fusor:
         picked = self._chooser.choose(index, rows, self._reusable, self._fresh(index), counts, seen)
         self._chosen_counts = [min(pair) for pair in zip(counts, before, strict=True)]
         total = [sum(pair) for pair in zip(self._fresh_counts, self._chosen_counts, strict=True)]
-        return rows.take(self._plan.real) & (~rows.take(self._reusable) | picked), total
+        kept = ~rows.take(self._reusable) | picked
+        return (kept & rows.take(self._plan.real) if self._padded else kept), total
 
     def _fresh(self, index: int) -> KV | None:
         """What a layer keeps of all new tokens, as far as it is known: K and V, or the projections of its mixer."""

@@ -16,7 +16,6 @@ from ..errors import PromptError
 from ..model.capture import Capture, capture, capture_forward
 from ..selectors.attention import Attention
 from ..selectors.base import KV, Hear, Selector, TokenView
-from .mixers import side_by_side
 from .plan import Plan
 from .realign import Realigner
 from .report import BlendReport
@@ -83,6 +82,7 @@ class Chooser:
         self._selector, self._plan, self._past = selector, plan, past
         self._realigner, self._report, self._truth = realigner, report, truth
         self._probe = probe
+        self._table: tuple[int, Tensor] | None = None
         self._first_scores: Tensor | None = None
         self._asked_before = False  # those scores are of a selector that has yet to see layer 0
         self._is_first = True
@@ -165,7 +165,7 @@ class Chooser:
         view = self._view(index, rows, reusable, fresh if self._first_scores is None or self._asked_before else None)
         if attention is not None:
             view = replace(view, attention=lambda: attention)
-        scores = self._scores(view) if any(counts) else torch.zeros_like(view.reusable, dtype=torch.float32)
+        scores = self._scores(view, rows) if any(counts) else torch.zeros_like(view.reusable, dtype=torch.float32)
         picked = highest(scores.to(view.reusable.device), view.reusable, counts)
         if self._is_first and not (self._asked_before and fresh is None):  # candidates are no choice yet
             self._report.chose(rows.columns, picked, self._past)
@@ -182,68 +182,87 @@ class Chooser:
         """
         return [self._selector.count(ratio, tokens) for tokens in reusable]
 
-    def _scores(self, view: TokenView) -> Tensor:
+    def _scores(self, view: TokenView, rows: Rows) -> Tensor:
         """Scores of the rows; a selector that scores before the check layers keeps to what it said there."""
-        if self._first_scores is not None and not (self._asked_before and view.fresh is not None):
-            return view.take(self._first_scores)
-        earlier = None if self._first_scores is None else view.take(self._first_scores)
+        if self._first_scores is not None and not (self._asked_before and view.in_layer):
+            return rows.take(self._first_scores)
+        earlier = None if self._first_scores is None else rows.take(self._first_scores)
         scores = self._selector.score(replace(view, earlier=earlier))
-        self._asked_before = self._selector.at_layer_0 and view.fresh is None
+        self._asked_before = self._selector.at_layer_0 and not view.in_layer
         if self._selector.at_layer_0 or not self._sees_layers:
-            grid = torch.zeros(self._plan.real.shape, dtype=scores.dtype, device=scores.device)
-            self._first_scores = grid.scatter(1, view.columns, scores)
+            self._first_scores = scores if rows.is_all else _spread(scores, view.columns, self._plan.real.shape[1])
         return scores
 
     def _view(self, index: int, rows: Rows, reusable: Tensor, fresh: KV | None) -> TokenView:
-        table = self._plan.token_table().to(reusable.device)
-        chunk, offset, tokens = table.gather(2, rows.columns.expand(3, *rows.columns.shape))
-        eligible = rows.take(reusable) & ~rows.filler
+        table = self._tokens(reusable)
+        chunk, offset, tokens = table if rows.is_all else table.gather(2, rows.columns.expand(3, *rows.columns.shape))
+        chunk = chunk if rows.filler is None else chunk.masked_fill(rows.filler, -1)
         view = TokenView(
             index,
             rows.columns,
-            eligible,
-            chunk.masked_fill(~eligible, -1),
+            chunk >= 0,
+            chunk,
             offset,
             tokens,
             stored_alone=lambda layer: rows.take_pair(self._alone(self._with_keys[layer])),
             probe=self._probe,
             num_layers=len(self._with_keys),
-            chunks=table[0].masked_fill(~reusable, -1),
+            chunks=table[0],
         )
         if fresh is None:
             return view
-        return replace(
+        pair = lambda part: rows.take_pair((fresh[part], self._stored(index, fresh, part)))  # noqa: E731
+        view = replace(
             view,
-            fresh=rows.take_pair(fresh),
-            stored=rows.take_pair(self._stored(index, fresh)),
+            in_layer=True,
+            pairs=pair,
             full_prefill=lambda: [rows.take_pair(states) for states in self._full_prefill()],
-            stored_at=lambda layer: rows.take_pair(self._stored(self._with_keys[layer], fresh)),
+            stored_at=self._stored_at(rows, fresh),
         )
+        if not self._selector.needs_pairs:
+            return view
+        (fresh_keys, keys), (fresh_values, values) = pair(0), pair(1)
+        return replace(view, fresh=(fresh_keys, fresh_values), stored=(keys, values))
+
+    def _tokens(self, reusable: Tensor) -> Tensor:
+        """`[3, batch, tokens]`: see `Plan.token_table`; made once, and again after a chunk was refused."""
+        known = len(self._plan.slots)
+        if self._table is None or self._table[0] != known:
+            table = self._plan.token_table().to(reusable.device)
+            table[0].masked_fill_(~reusable, -1)
+            self._table = known, table
+        return self._table[1]
 
     @cached_property
     def _with_keys(self) -> list[int]:
         """The layers that keep K and V; a selector counts these only."""
         return [index for index, states in enumerate(self._plan.slots[0].chunk.layout.layers) if len(states) > 1]
 
-    def _stored(self, index: int, states: KV) -> KV:
-        """A copy of K and V of all new tokens with the stored chunks laid over it, realigned; or of projections."""
+    def _stored_at(self, rows: Rows, fresh: KV) -> Callable[[int], KV]:
+        """Gives the stored K and V of the rows in one of the layers that keep them."""
+
+        def stored(layer: int) -> KV:
+            index = self._with_keys[layer]
+            return rows.take_pair((self._stored(index, fresh, 0), self._stored(index, fresh, 1)))
+
+        return stored
+
+    def _stored(self, index: int, states: KV, part: int) -> Tensor:
+        """A copy of K (0) or V (1) of all new tokens with the stored chunks over it, realigned; or of projections."""
         slots = [slot for slot in self._plan.slots if not slot.exact]
         if len(self._plan.slots[0].chunk.layers[index]) == 1:
-            projections = states[0].clone()
+            projections = states[part].clone()
             self._realigner.lay_projections(index, slots, projections)
-            return side_by_side(projections)
-        keys, values = (whole.clone() for whole in self._like(index, states))
-        self._realigner.lay(index, slots, keys, values)
-        return keys, values
+            return projections
+        whole = self._like(index, states, part)
+        self._realigner.lay_part(index, slots, part, whole)
+        return whole
 
-    def _like(self, index: int, states: KV) -> KV:
-        """These states, or zeros where the K and V of a layer have another form."""
-        stored, tokens = self._plan.slots[0].states(index), states[0].shape[2]
-        forms = [(states[0].shape[0], one.shape[0], tokens, one.shape[2]) for one in stored]
-        if all(one.shape == form for one, form in zip(states, forms, strict=True)):
-            return states
-        keys, values = (states[0].new_zeros(form, dtype=one.dtype) for one, form in zip(stored, forms, strict=True))
-        return keys, values
+    def _like(self, index: int, states: KV, part: int) -> Tensor:
+        """A copy of these states, or zeros where those of a layer have another form."""
+        stored, given = self._plan.slots[0].states(index)[part], states[part]
+        form = (given.shape[0], stored.shape[0], given.shape[2], stored.shape[2])
+        return given.clone() if given.shape == form else given.new_zeros(form, dtype=stored.dtype)
 
     def _alone(self, layer: int) -> KV:
         """K and V of all new tokens as they are stored, zero elsewhere."""
@@ -262,3 +281,8 @@ class Chooser:
             self._realigner.learn(layer, table)
         pairs = [truth.layers[index][:2] for index in self._with_keys]
         return [(keys[:, :, self._past :], values[:, :, self._past :]) for keys, values in pairs]
+
+
+def _spread(scores: Tensor, columns: Tensor, tokens: int) -> Tensor:
+    """Scores of some columns, `[batch, rows]`, among all `tokens`, 0 elsewhere."""
+    return scores.new_zeros(scores.shape[0], tokens).scatter_(1, columns.to(scores.device), scores)

@@ -78,7 +78,7 @@ class InputTest:
             known[kind] = complaint
             raise UnsupportedModelError(complaint)
         if complaint and kind not in known:
-            logger.warning("used although it is not verified: %s", complaint)
+            logger.warning("the model is used without being verified (allow_unverified): %s", complaint)
         if complaint is not None:
             known[kind] = complaint
 

@@ -143,7 +143,7 @@ class Plan:
     def read_ahead(self, depth: int) -> None:
         """Begin to read, so many layers ahead of what is used, the chunks whose layers come one by one."""
         streams = {id(slot.chunk.layers): slot.chunk.layers for slot in self.slots}
-        coming = [layers for layers in streams.values() if isinstance(layers, StreamedLayers)]
+        coming = [layers for layers in streams.values() if type(layers) is StreamedLayers]
         if coming and depth:
             self.pipeline = Pipeline(coming, depth)
 
@@ -178,19 +178,18 @@ class Plan:
                 counts[slot.row] += max(0, min(slot.columns.stop, end) - slot.start)
         return counts
 
-    def fresh_columns(self, end: int, with_reusable: bool) -> list[list[int]]:
-        """The columns of each entry that are not padding and have no exact KV.
+    def fresh(self, end: int, with_reusable: bool) -> np.ndarray:
+        """`[batch, tokens]`: True on columns that are not padding and have no exact KV; known to the host.
 
         Args:
             end: the first column behind which nothing stored is used.
-            with_reusable: also those with stored KV that is not exact.
+            with_reusable: also on those with stored KV that is not exact.
         """
         stored = self._where(exact=True)
         if not with_reusable:
             stored |= self._where(exact=False)
         stored[:, end:] = False
-        real = np.asarray(self._real_here)
-        return [np.flatnonzero(row & ~there).tolist() for row, there in zip(real, stored, strict=True)]
+        return np.asarray(self._real_here) & ~stored
 
     def token_table(self) -> Tensor:
         """`[3, batch, tokens]`: number of the chunk, place in it, its length; -1 for tokens that cannot be chosen."""

@@ -49,7 +49,7 @@ class Placement:
     @cached_property
     def is_stacked(self) -> bool:
         """Whether several layers of each chunk can be had as one tensor."""
-        return all(isinstance(slot.chunk.layers, StackedLayers) for slot in self.slots)
+        return all(type(slot.chunk.layers) is StackedLayers for slot in self.slots)
 
     @cached_property
     def tokens(self) -> int:
@@ -62,8 +62,8 @@ class Placement:
         found = []
         for slot in self.slots:
             held = slot.chunk.layers
-            if isinstance(held, StackedLayers):
-                states = (held.values if which else held.keys)[first:stop]
+            if type(held) is StackedLayers:  # an instance check of a Sequence takes longer
+                states = (held.values if which else held.keys).narrow(0, first, stop - first)
             else:
                 states = held[first][which][None]
             found.append(states if slot.is_whole else states[:, :, slot.inside])
@@ -133,6 +133,8 @@ class Realigner:
         self._placements: dict[tuple[int, ...], Placement] = {}
         self._turns: dict[tuple[object, ...], KV] = {}
         self._tables: dict[int, Table | None] = {}
+        self._alike: dict[int, Table] = {}  # id of a table → the same one, made earlier
+        self._kept: list[Table] = []
 
     @property
     def num_layers(self) -> int:
@@ -146,7 +148,19 @@ class Realigner:
             layer: which layer.
             table: (cos, sin), `[batch or 1, tokens, width]`, at the positions of the prompt.
         """
-        self._tables.setdefault(layer, table)
+        self._tables.setdefault(layer, table if table is None else self._alike.get(id(table[0]), table))
+
+    def learn_again(self, layer: int, table: Table | None) -> None:
+        """Remember that a table which the model made anew is that of a layer that is known: rotations stay the same.
+
+        Args:
+            layer: which layer.
+            table: for the same tokens at the same positions; kept alive, or its id would be used again.
+        """
+        known = self._tables.get(layer)
+        if table is not None and known is not None:
+            self._alike[id(table[0])] = known
+            self._kept.append(table)
 
     def together(self, layer: int, slots: Sequence[Slot], last: int, device: torch.device) -> range:
         """This layer, and those behind it that can be written with it.
@@ -173,12 +187,10 @@ class Realigner:
             stop += 1
         return range(layer, stop)
 
-    def is_laid(self, layer: int, first: int, slots: Sequence[Slot], device: torch.device) -> bool:
-        """Whether a layer that was written with the first of its group is rotated as its own table says."""
-        if not slots:
-            return True
-        placed = self._placed(slots, device)
-        return self._turn(layer, placed) is self._turn(first, placed)
+    def is_alike(self, layer: int, first: int) -> bool:
+        """Whether a layer that was written with the first of its group is rotated by the same table."""
+        own, table = self._tables.get(layer), self._tables.get(first)
+        return own is table or (own is not None and table is not None and own[0] is table[0])
 
     def lay(self, layer: int, slots: Sequence[Slot], keys: Tensor, values: Tensor) -> None:
         """Write stored chunks to their columns.
@@ -190,21 +202,24 @@ class Realigner:
                 `[layers, batch, …]`, of this layer and those behind it, as `together` gives them.
             values: likewise; values carry no position and are copied.
         """
+        for which, states in enumerate((keys, values)):
+            self.lay_part(layer, slots, which, states)
+
+    def lay_part(self, layer: int, slots: Sequence[Slot], which: int, states: Tensor) -> None:
+        """As `lay`, for K (0) or V (1) alone."""
         if not slots:
             return
         started = time.perf_counter()
-        placed, style = self._placed(slots, keys.device), self._styles[layer]
-        turn = self._turn(layer, placed)
-        pair = (keys, values) if keys.dim() == 5 else (keys[None], values[None])
-        layers = range(layer, layer + pair[0].shape[0])
-        for which, states in enumerate(pair):
-            parts = placed.parts(layers, which)
-            if turn is None or which != style.slot:
-                placed.write_parts(states, parts)
-            elif placed.is_run and not states.requires_grad:
-                _rotated(style, parts, turn, states.device, states[:, placed.row, :, placed.columns])
-            else:
-                placed.write(states, _rotated(style, parts, turn, states.device))
+        placed, style = self._placed(slots, states.device), self._styles[layer]
+        turn = self._turn(layer, placed) if which == style.slot else None
+        states = states if states.dim() == 5 else states[None]
+        parts = placed.parts(range(layer, layer + states.shape[0]), which)
+        if turn is None:
+            placed.write_parts(states, parts)
+        elif placed.is_run and not states.requires_grad:
+            _rotated(style, parts, turn, states.device, states[:, placed.row, :, placed.columns])
+        else:
+            placed.write(states, _rotated(style, parts, turn, states.device))
         self._report.realign_ms += 1e3 * (time.perf_counter() - started)
 
     def lay_projections(self, layer: int, slots: Sequence[Slot], states: Tensor) -> None:

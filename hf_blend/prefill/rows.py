@@ -21,13 +21,15 @@ class Rows:
 
     Attributes:
         columns: `[batch, rows]`, sorted, counted from the first new token.
-        filler: `[batch, rows]`, True for the repetitions.
+        filler: `[batch, rows]`, True for the repetitions; None: there are none.
         counts: how many rows of each entry are none; known to the host without asking the device.
+        is_all: the rows are all columns, in order.
     """
 
     columns: Tensor
-    filler: Tensor
+    filler: Tensor | None
     counts: tuple[int, ...]
+    is_all: bool = False
     _moved: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -43,9 +45,10 @@ class Rows:
         """
         known = tuple(selected.sum(dim=1).tolist()) if counts is None else tuple(counts)
         width, device = max(known), selected.device
-        index = torch.argsort((~selected).to(torch.uint8), dim=1, stable=True)[:, :width]
-        repeated = torch.zeros_like(index, dtype=torch.bool)
+        index = torch.argsort(selected.view(torch.uint8), dim=1, descending=True, stable=True)[:, :width]
+        repeated = None
         if min(known) < width:
+            repeated = torch.zeros_like(index, dtype=torch.bool)
             filler = torch.arange(width, device=device) >= torch.tensor(known, device=device)[:, None]
             index = torch.where(filler, index[:, :1], index).sort(dim=1).values
             # behind the sort a repetition is any row equal to the one before it
@@ -53,10 +56,17 @@ class Rows:
         return cls(index, repeated, known), index
 
     @classmethod
+    def at(cls, numbers: list[list[int]], device: torch.device) -> "Rows":
+        """Rows at columns that the host knows, as many in each entry."""
+        rows = cls(torch.tensor(numbers).to(device), None, (len(numbers[0]),) * len(numbers))
+        rows.numbers = numbers
+        return rows
+
+    @classmethod
     def every(cls, grid: Tensor) -> "Rows":
         """All places of a `[batch, places]` grid."""
         columns = torch.arange(grid.shape[1], device=grid.device).expand(grid.shape[0], -1)
-        return cls(columns, torch.zeros_like(grid, dtype=torch.bool), (grid.shape[1],) * grid.shape[0])
+        return cls(columns, None, (grid.shape[1],) * grid.shape[0], is_all=True)
 
     @cached_property
     def numbers(self) -> list[list[int]]:
@@ -74,25 +84,28 @@ class Rows:
         Returns:
             The smaller set, and the index `[batch, kept]` of its rows among these.
         """
-        kept, index = Rows.of(selected & ~self.filler if min(self.counts) < max(self.counts) else selected, counts)
+        kept, index = Rows.of(selected if self.filler is None else selected & ~self.filler, counts)
+        if self.is_all:
+            return kept, index
         return Rows(self.columns.gather(1, index), kept.filler, kept.counts), index
 
     def last(self, count: int) -> tuple["Rows", Tensor]:
         """Keep the last `count` rows, none of which is a repetition; otherwise as `keep`."""
         width = self.columns.shape[1]
         index = torch.arange(width - count, width, device=self.columns.device).expand(self.columns.shape[0], -1)
-        kept = Rows(self.columns[:, -count:], self.filler[:, -count:], (count,) * self.columns.shape[0])
+        filler = None if self.filler is None else self.filler[:, -count:]
+        kept = Rows(self.columns[:, -count:], filler, (count,) * self.columns.shape[0])
         if "numbers" in vars(self):
             kept.numbers = [numbers[-count:] for numbers in self.numbers]
         return kept, index
 
     def take(self, grid: Tensor) -> Tensor:
         """The entries of a `[batch, tokens]` grid at these rows: `[batch, rows]`."""
-        return grid.gather(1, self.columns)
+        return grid if self.is_all else grid.gather(1, self.columns)
 
     def take_states(self, states: Tensor) -> Tensor:
         """The columns of `[batch, heads, tokens, width]` at these rows: `[batch, heads, rows, width]`."""
-        return gather_rows(states.transpose(1, 2), self.columns).transpose(1, 2)
+        return states if self.is_all else gather_rows(states.transpose(1, 2), self.columns).transpose(1, 2)
 
     def take_pair(self, states: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """`take_states` of K and of V."""
@@ -132,7 +145,7 @@ def highest(scores: Tensor, eligible: Tensor, counts: Sequence[int]) -> Tensor:
     if not any(counts):
         return torch.zeros_like(eligible)
     lowest = torch.finfo(torch.float32).min  # above what is not eligible: that may never take the place of what is
-    scores = scores.float().nan_to_num(nan=lowest, neginf=lowest).masked_fill(~eligible, float("-inf"))
+    scores = torch.where(eligible, scores.float().nan_to_num(nan=lowest, neginf=lowest), float("-inf"))
     order = torch.argsort(scores, dim=1, descending=True, stable=True)[:, : max(counts)]
     if min(counts) == max(counts):
         return torch.zeros_like(eligible).scatter_(1, order, True) & eligible

@@ -54,7 +54,9 @@ class Attention:
         if self.mask is None:
             places = torch.arange(self.keys.shape[2], device=self.keys.device)
             return (places <= self.columns[:, rows, None] + self.past)[:, None]
-        part = self.mask[:, :, rows]
+        lines = getattr(self.mask, "lines", None)  # of a mask that is made a block at a time
+        whole = slice(0, self.keys.shape[2])
+        part = self.mask[:, :, rows] if lines is None else lines.cut(slice(*rows.indices(lines.shape[2])[:2]), whole)
         return part if part.dtype == torch.bool else part > torch.finfo(part.dtype).min / 2
 
     def weights(self, rows: slice, only: Tensor | None = None) -> Tensor:
@@ -74,7 +76,11 @@ class Attention:
         scores = (queries @ self.keys.float().transpose(2, 3)).view(batch, heads, -1, count) * self.scaling
         if self.softcap:
             scores = torch.tanh(scores / self.softcap) * self.softcap
-        self._charge(visible, width)
+        if only is None and self.mask is None:  # counted by the columns, when somebody asks
+            columns, before, each = self.columns[:, rows], self.past + 1, 2.0 * width * self.queries.shape[1]
+            self.charge(lambda: float((columns + before).sum()) * each)
+        else:
+            self._charge(visible, width)
         scores = scores.masked_fill(~visible, torch.finfo(torch.float32).min)
         return scores.softmax(dim=-1) * visible
 

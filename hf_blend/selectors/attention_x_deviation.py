@@ -19,14 +19,14 @@ class AttentionXDeviation(Selector):
     """Attention of the question at the check layer times distance. Options: `on` (v, k or kv), `reduce`."""
 
     needs_attention = True
+    needs_pairs = False
     defaults: ClassVar[Mapping[str, Any]] = {"on": "v", "reduce": "mean"}
 
     def score(self, view: TokenView) -> Tensor:
         """Attention received from the question times the distance of fresh and stored states, `[batch, tokens]`."""
         parts = {"k": (0,), "v": (1,), "kv": (0, 1)}[self.choice("on", ("v", "k", "kv"))]
         reduce = self.choice("reduce", ("mean", "l2", "max", "last"))
-        fresh, stored = view.both
-        distance = sum(squared_distance(fresh[part], stored[part]) for part in parts) ** 0.5
+        distance = sum(squared_distance(*view.pair(part)) for part in parts) ** 0.5
         seen = view.attention()
         wanted = view.is_question(seen.columns)
         rows = slice(int(wanted.any(dim=0).to(int).argmax()), None)

@@ -22,6 +22,7 @@ class Auto(Selector):
     """The recommended selector; it takes no options, so that its results stay comparable."""
 
     needs_attention = True
+    needs_pairs = False
     at_layer_0 = True
     defaults: ClassVar[Mapping[str, Any]] = {}
 

@@ -45,6 +45,8 @@ class TokenView:
         fresh: (K, V) computed in this prompt, `[batch, kv_heads, tokens, head_dim]`, K rotated for the prompt's
             positions; None for a selector that declares `needs_kv = False`.
         stored: (K, V) from the store, K realigned to the same positions; equal to `fresh` where not reusable.
+        in_layer: whether K and V of `layer` were computed for these tokens; False before the first layer.
+        pairs: gives (fresh, stored) of K (0) or V (1) alone; see `pair`.
         full_prefill: computes (K, V) of every layer as a full prefill would have them, for all columns; for research.
         stored_at: stored (K, V) of a layer at the tokens of this view, realigned.
         stored_alone: stored (K, V) of a layer at the tokens of this view, K rotated for where each chunk was computed,
@@ -74,6 +76,8 @@ class TokenView:
     num_layers: int = 1
     chunks: Tensor | None = None
     earlier: Tensor | None = None
+    in_layer: bool = False
+    pairs: Callable[[int], tuple[Tensor, Tensor]] | None = None
 
     def is_question(self, columns: Tensor) -> Tensor:
         """Which columns stand behind the last token with stored KV of their entry.
@@ -84,10 +88,12 @@ class TokenView:
         Returns:
             `[batch, rows]`.
         """
+        last = torch.where(self.reusable, self.columns, -1).amax(dim=1, keepdim=True).to(columns.device)
+        if columns.shape[0] == 1:  # nothing is repeated
+            return columns > last
         again = torch.zeros_like(columns, dtype=torch.bool)
         again[:, 1:] = columns[:, 1:] == columns[:, :-1]
-        last = self.columns.masked_fill(~self.reusable, -1).amax(dim=1, keepdim=True)
-        return (columns > last.to(columns.device)) & ~again
+        return (columns > last) & ~again
 
     def same_chunk(self, rows: slice, columns: int) -> Tensor:
         """Which columns belong to the chunk of each of some tokens.
@@ -99,15 +105,22 @@ class TokenView:
         Returns:
             `[batch, rows, columns]`; a token without stored KV has no chunk, and shares it with none.
         """
-        numbers = self.chunk.masked_fill(~self.reusable, -1)
+        numbers = torch.where(self.reusable, self.chunk, -3)
         where = self.chunks
         if where is None:
             where = numbers.new_full((numbers.shape[0], columns), -2).scatter(1, self.columns, numbers)
-        return where[:, None] == numbers[:, rows, None].masked_fill(numbers[:, rows, None] < 0, -3)
+        return where[:, None] == numbers[:, rows, None]
 
     def take(self, grid: Tensor) -> Tensor:
         """The entries of a `[batch, columns]` grid at the tokens of this view."""
         return grid.gather(1, self.columns.to(grid.device))
+
+    def pair(self, part: int) -> tuple[Tensor, Tensor]:
+        """(fresh, stored) K (0) or V (1) alone, `[batch, kv_heads, tokens, head_dim]`, made when it is asked for."""
+        if self.pairs is not None:
+            return self.pairs(part)
+        fresh, stored = self.both
+        return fresh[part], stored[part]
 
     @property
     def both(self) -> tuple[KV, KV]:
@@ -119,6 +132,7 @@ class Selector(ABC):
     """Gives every reusable token a score; the fusor takes the highest."""
 
     needs_kv = True  # False: the choice needs no computed layer, so it is made before the first
+    needs_pairs = True  # False: it does without `fresh` and `stored`, and asks for what it compares by `pair`
     needs_full_prefill = False  # True: for research; costs as much as what blending saves
     needs_attention = False  # True: wants the queries of the layer at which it chooses
     at_layer_0 = False  # True: chooses at layer 0, from what can be seen there, before the first check layer

@@ -33,6 +33,7 @@ class Dependency(Selector):
     """
 
     needs_attention = True
+    needs_pairs = False
     at_layer_0 = True
     defaults: ClassVar[Mapping[str, Any]] = {"layers": "1", "reduce": "last", "candidates": 3.0, "closure": 0.0}
 
@@ -43,10 +44,10 @@ class Dependency(Selector):
     def score(self, view: TokenView) -> Tensor:
         """Attention from the question times the missing part at layer 0, `[batch, tokens]`; before it, the first."""
         read = self._read(view) if view.earlier is None else view.earlier
-        if view.fresh is None:
+        if not view.in_layer:
             return read
-        missing, given = self._missing(view, read * view.reusable)
-        return (read + self.options["closure"] * view.take(given)) * missing
+        missing, given = self._missing(view, read)
+        return (read if given is None else read + self.options["closure"] * view.take(given)) * missing
 
     def _read(self, view: TokenView) -> Tensor:
         """Attention that each token gets from the question, `[batch, tokens]`."""
@@ -59,19 +60,20 @@ class Dependency(Selector):
                 found.append(received(seen, weights, view.is_question(seen.columns), reduce))
 
         view.probe(hear, layers[-1], None)
-        return view.take(torch.stack(found).mean(dim=0))
+        return view.take(found[0] if len(found) == 1 else torch.stack(found).mean(dim=0))
 
-    def _missing(self, view: TokenView, read: Tensor) -> tuple[Tensor, Tensor]:
+    def _missing(self, view: TokenView, read: Tensor) -> tuple[Tensor, Tensor | None]:
         """How far each token's output at layer 0 is from that of its chunk alone, and what the read tokens look at."""
         seen = view.attention()
         missing = torch.zeros_like(read)
-        given = read.new_zeros(read.shape[0], seen.keys.shape[2] - seen.past)
+        given = read.new_zeros(read.shape[0], seen.keys.shape[2] - seen.past) if self.options["closure"] else None
         for rows in seen.blocks():
             weights = seen.weights(rows)
             alone = weights * self._own(view, seen, rows)[:, None]
             alone = alone / alone.sum(dim=-1, keepdim=True).clamp_min(1e-20)
             missing[:, rows] = (seen.outputs(weights) - seen.outputs(alone)).square().sum(dim=(1, 3)).sqrt()
-            given += (weights.mean(dim=1) * read[:, rows, None]).sum(dim=1)[:, seen.past :]
+            if given is not None:
+                given += (weights.mean(dim=1) * (read * view.reusable)[:, rows, None]).sum(dim=1)[:, seen.past :]
         return missing, given
 
     @staticmethod

@@ -22,6 +22,7 @@ class InterAttention(Selector):
     """Attention to what stands before the chunk. Option `adaptive`: shares by chunk."""
 
     needs_attention = True
+    needs_pairs = False
     at_layer_0 = True
     defaults: ClassVar[Mapping[str, Any]] = {"adaptive": True}
 

@@ -9,7 +9,6 @@ realignment, which leaves the distance unchanged, since a rotation keeps lengths
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from ..errors import ConfigError
@@ -19,6 +18,7 @@ from .base import Selector, TokenView, squared_distance
 class KvDeviation(Selector):
     """Squared distance, summed over heads and dimensions. Option `on`: "v" (as the released code), "k" or "kv"."""
 
+    needs_pairs = False
     defaults: ClassVar[Mapping[str, Any]] = {"on": "v"}
 
     def score(self, view: TokenView) -> Tensor:
@@ -26,5 +26,5 @@ class KvDeviation(Selector):
         parts = {"k": (0,), "v": (1,), "kv": (0, 1)}.get(self.options["on"])
         if parts is None:
             raise ConfigError(f"kv-deviation compares on {self.options['on']!r}; give on='v', 'k' or 'kv'.")
-        fresh, stored = view.both
-        return torch.stack([squared_distance(fresh[part], stored[part]) for part in parts]).sum(dim=0)
+        distances = [squared_distance(*view.pair(part)) for part in parts]
+        return distances[0] if len(distances) == 1 else distances[0] + distances[1]

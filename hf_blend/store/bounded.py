@@ -70,6 +70,11 @@ class BoundedTier(WrappedTier):
         self._stuck: frozenset[str] = frozenset()
 
     @property
+    def reads_importance(self) -> bool:
+        """Whether it wants to be told which share of a chunk's tokens was important."""
+        return self._budget.reads_importance
+
+    @property
     def cap_bytes(self) -> int | None:
         """How much the tier may hold, in bytes."""
         with self._lock:

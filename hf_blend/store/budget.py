@@ -40,6 +40,11 @@ class Budget:
         """Bytes that may not leave."""
         return sum(self._sizes.get(name, 0) for name in self._pins)
 
+    @property
+    def reads_importance(self) -> bool:
+        """Whether the policy wants to know which share of an object's tokens was important."""
+        return self.policy.reads_importance
+
     def add(self, name: str, nbytes: int, stamp_s: float | None = None) -> None:
         """Enter an object, or correct its size.
 

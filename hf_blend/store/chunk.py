@@ -7,8 +7,8 @@ import operator
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
-from typing import NamedTuple, overload
+from functools import cache, cached_property, lru_cache
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -50,12 +50,9 @@ class ChunkKey:
     @cached_property
     def digest(self) -> str:
         """The name of the chunk: 64 lowercase hex digits, the same in every process and on every machine."""
-        parts = (text.encode("utf-8", "surrogatepass") for text in (self.fingerprint, self.namespace))
-        state = hashlib.sha256()
-        for part in (_KEY_FORMAT, *parts, _packed(self.sink_ids), _packed(self.token_ids)):
-            state.update(len(part).to_bytes(8, "little"))
-            state.update(part)
-        return state.hexdigest()
+        state = _hashed(self.fingerprint, self.namespace, self.sink_ids).copy()
+        _feed(state, _packed(self.token_ids))
+        return str(state.hexdigest())
 
 
 class Found(NamedTuple):
@@ -306,6 +303,21 @@ def _checked_ids(name: str, ids: Sequence[int]) -> tuple[int, ...]:
             f"{name} has {min(checked)} … {max(checked)}, wanted 0 … {_MAX_TOKEN_ID}. Use the tokenizer's own ids."
         )
     return checked
+
+
+@lru_cache(maxsize=64)
+def _hashed(fingerprint: str, namespace: str, sink_ids: tuple[int, ...]) -> Any:
+    """The hash of what the keys of many chunks have in common; to be copied."""
+    state = hashlib.sha256()
+    for text in (_KEY_FORMAT, *(one.encode("utf-8", "surrogatepass") for one in (fingerprint, namespace))):
+        _feed(state, text)
+    _feed(state, _packed(sink_ids))
+    return state
+
+
+def _feed(state: Any, part: bytes) -> None:
+    state.update(len(part).to_bytes(8, "little"))
+    state.update(part)
 
 
 def _packed(ids: tuple[int, ...]) -> bytes:

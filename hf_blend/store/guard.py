@@ -45,12 +45,12 @@ class Guard:
 
 
 def _pieces(tensor: Tensor) -> list[np.ndarray]:
-    """Some bytes of a tensor on the CPU, evenly spaced, `[pieces, bytes]`; the first and the last are among them."""
+    """Some bytes of a tensor on the CPU, evenly spaced up to the last, `[pieces, bytes]`; none of other tensors."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or not tensor.numel():
         return []
     data = tensor.detach().view(-1).view(torch.uint8).numpy()
     width = min(_PIECE_BYTES, len(data))
-    count = _PIECES * (tensor.shape[0] if tensor.ndim == 4 else 1)
-    step = max(1, (len(data) - width) // (count - 1))
-    spread = np.lib.stride_tricks.as_strided(data, (min(count, 1 + (len(data) - width) // step), width), (step, 1))
-    return [spread, data[-width:]]
+    count = min(_PIECES * (tensor.shape[0] if tensor.ndim == 4 else 1), 1 + len(data) - width)
+    step = (len(data) - width) // max(1, count - 1)
+    first = len(data) - width - step * (count - 1)  # so that the last piece ends with the tensor
+    return [np.lib.stride_tricks.as_strided(data[first:], (count, width), (max(1, step), 1))]

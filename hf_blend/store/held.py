@@ -51,6 +51,11 @@ class HeldChunks:
         self._lock = new_lock()
 
     @property
+    def reads_importance(self) -> bool:
+        """Whether it wants to be told which share of a chunk's tokens was important."""
+        return self._budget.reads_importance
+
+    @property
     def cap_bytes(self) -> int:
         """How much may be held, in bytes."""
         return self._budget.cap_bytes or 0

@@ -137,7 +137,7 @@ class TierStack:
             return flying
         take = partial(self._streamed, recompute=recompute, stop_s=time.monotonic() + budget_s, layout=layout)
         chunk = self._fetch(key, take, budget_s, layout)
-        if chunk is not None and isinstance(chunk.layers, StreamedLayers):
+        if chunk is not None and type(chunk.layers) is StreamedLayers:
             self._flying[key.digest] = chunk
         return chunk
 

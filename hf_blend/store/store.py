@@ -359,6 +359,12 @@ class ChunkStore:
         with contextlib.suppress(StoreError):
             self.delete(key)
 
+    @property
+    def reads_importance(self) -> bool:
+        """Whether a tier wants to be told by `weigh` which tokens were important."""
+        held = any(place.reads_importance for place in self._stack.held)
+        return held or any(tier.reads_importance for tier in self._stack.tiers)
+
     def weigh(self, key: ChunkKey, important_ratio: float) -> None:
         """Say which share of a chunk's tokens turned out to be important, for the policy "importance".
 

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A folder for `generate(custom_generate=...)`: documents and a question in, an answer out, KV of documents reused."""
 
-from hf_blend import BlendCache, ChunkStore
+from hf_blend import BlendCache, BlendConfig, ChunkStore
 
 
 def generate(
@@ -15,8 +15,8 @@ def generate(
     messages=None,
     documents=None,
     store="memory://",
-    recompute_ratio=0.15,
-    selector="kv-deviation",
+    recompute_ratio=BlendConfig.recompute_ratio,
+    selector=BlendConfig.selector,
     **arguments,
 ):
     """Answer a question over chunks, or go on with a prompt in which stored chunks are found.

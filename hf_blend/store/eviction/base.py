@@ -19,6 +19,8 @@ State = tuple[float, ...]
 class EvictionPolicy(ABC):
     """Gives every object a score that changes only when it is used; the lowest leaves first."""
 
+    reads_importance = True  # False: a request need not find out which share of a chunk's tokens was important
+
     def __init__(self) -> None:
         self._states: dict[str, State] = {}
         self._heap: list[tuple[float, str]] = []  # may hold scores that are out of date; they are passed over

@@ -8,6 +8,8 @@ from .base import EvictionPolicy, State
 class Lru(EvictionPolicy):
     """The score is the time of the last use."""
 
+    reads_importance = False
+
     def updated(self, state: State | None, stamp_s: float, important_ratio: float | None) -> State:
         """When the object was last used."""
         return (stamp_s,)
