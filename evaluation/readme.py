@@ -229,7 +229,7 @@ EVAL2_COLUMNS = (
 
 
 def _eval2(document: dict[str, Any]) -> list[str]:
-    """Quality, time and bytes of every method on the same long prompts; no column of the file's figures is left out."""
+    """Quality, time and bytes of every method on the same long prompts; no column of the file is left out."""
     rows = document["rows"]
     settings = rows[0]
     lines = [
