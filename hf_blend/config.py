@@ -4,6 +4,7 @@
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
@@ -53,6 +54,12 @@ class BlendConfig:
             later one, so that the mean over the layers is recompute_ratio.
         sink_ids: tokens that stand before each chunk while it is precomputed; None is the model's BOS, if any.
         kv_bits: 8 to decode from K and V in 8 bits; None keeps them in the model's dtype. The prefill is the same.
+        kv_device_map: where the K and V of each layer are kept: "auto" lets accelerate decide by `max_memory`; or
+            layer → device, where layers that are not named stay on the device that computes them. A device is the
+            number of a GPU, "cpu" or "disk". None keeps all of them on their devices.
+        max_memory: for "auto": device → bytes of K and V, as a number or as "10GB"; None is what accelerate finds
+            free.
+        offload_folder: for K and V that go to the disk; each cache has a folder of its own there, which it deletes.
         allow_unverified: use a model whose layers could not all be verified by the probe.
         seed: for selectors that draw at random.
     """
@@ -67,6 +74,9 @@ class BlendConfig:
     gradual: bool = False
     sink_ids: tuple[int, ...] | None = None
     kv_bits: int | None = None
+    kv_device_map: str | Mapping[Any, int | str] | None = None
+    max_memory: Mapping[Any, int | str] | None = None
+    offload_folder: str | None = None
     allow_unverified: bool = False
     seed: int = 0
 
@@ -91,6 +101,7 @@ class BlendConfig:
             raise ConfigError(f"kv_bits is {self.kv_bits!r}, but 8 or None is wanted. Leave it out for none of it.")
         self._check_layers()
         self._check_schedule()
+        self._check_memory()
 
     def _check_layers(self) -> None:
         layers = self.check_layers
@@ -117,6 +128,62 @@ class BlendConfig:
                 f"gradual=True came with check_layers={layers} and layer_ratios={ratios}, but gradual filtering needs "
                 "two or more check layers and finds the ratios itself. Give check_layers=(1, 2) and no layer_ratios."
             )
+
+    def _check_memory(self) -> None:
+        for name in ("kv_device_map", "max_memory"):
+            value = getattr(self, name)
+            if isinstance(value, Mapping):
+                object.__setattr__(self, name, Options({str(key): one for key, one in value.items()}))
+        if self.offload_folder is not None:
+            object.__setattr__(self, "offload_folder", os.fspath(self.offload_folder))
+        placed, limits = self.kv_device_map, self.max_memory
+        if placed is not None and placed != "auto" and not isinstance(placed, Mapping):
+            raise ConfigError(
+                f'kv_device_map is {placed!r}, expected "auto" or layer → device, such as {{4: "cpu", 5: "disk"}}.'
+            )
+        if limits is not None and not isinstance(limits, Mapping):
+            raise ConfigError(f'max_memory is {limits!r}, expected device → bytes, such as {{0: "4GB"}}.')
+        if limits is not None and placed != "auto":
+            raise ConfigError(
+                f'max_memory={dict(limits)} came with kv_device_map={placed!r}, expected "auto", which is what it '
+                'limits. Give kv_device_map="auto".'
+            )
+        if placed is not None and self.kv_bits is not None:
+            raise ConfigError(
+                f"kv_device_map={placed!r} came with kv_bits={self.kv_bits}, but what is placed has the model's "
+                "dtype. Leave one of them out."
+            )
+        self.device_map, self.memory_limits  # noqa: B018 (they refuse what cannot be a layer, a device or a size)
+
+    @property
+    def device_map(self) -> str | dict[int, int | str]:
+        """`kv_device_map` with layers and GPUs as numbers; "auto" as it is."""
+        placed = self.kv_device_map
+        if not isinstance(placed, Mapping):
+            return placed or {}
+        found: dict[int, int | str] = {}
+        for layer, device in placed.items():
+            if not str(layer).isdigit() or isinstance(device, bool) or not isinstance(device, int | str):
+                raise ConfigError(
+                    f"kv_device_map has {layer!r}: {device!r}, expected the number of a layer and a device, such as "
+                    '4: "cpu".'
+                )
+            found[int(layer)] = _device_name(device)
+        return found
+
+    @property
+    def memory_limits(self) -> dict[int | str, int | str] | None:
+        """`max_memory` with GPUs as numbers."""
+        if self.max_memory is None:
+            return None
+        found: dict[int | str, int | str] = {}
+        for device, limit in self.max_memory.items():
+            if isinstance(limit, bool) or not isinstance(limit, int | str) or (isinstance(limit, int) and limit < 0):
+                raise ConfigError(
+                    f"max_memory has {device!r}: {limit!r}, expected bytes, as a whole number or such as '10GB'."
+                )
+            found[_device_name(device)] = limit
+        return found
 
     def ratios(self, num_layers: int) -> dict[int, float]:
         """Say which share of the reusable tokens is kept from each check layer on.
@@ -203,6 +270,12 @@ class BlendConfig:
             if name not in names:
                 raise ConfigError(f"BlendConfig has no field {name!r}. {suggest(str(name), names)}")
         return cls(**values)
+
+
+def _device_name(device: int | str) -> int | str:
+    """A device as accelerate names it: GPUs by number."""
+    text = str(device).removeprefix("cuda:")
+    return int(text) if text.isdigit() else str(device)
 
 
 def _instance(name: str, value: Any, kind: type) -> Any:

@@ -14,6 +14,7 @@ __all__ = [
     "ConfigError",
     "HfBlendError",
     "MissingExtraError",
+    "OffloadError",
     "PluginNotFoundError",
     "PromptError",
     "StoreError",
@@ -41,6 +42,10 @@ class UnsupportedModelError(HfBlendError, NotImplementedError):
 
 class StoreError(HfBlendError, OSError):
     """The chunk store cannot be opened, read or written."""
+
+
+class OffloadError(HfBlendError, OSError):
+    """K and V that were offloaded cannot be written, or are not what was written."""
 
 
 class PluginNotFoundError(HfBlendError, LookupError):

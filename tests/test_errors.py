@@ -12,6 +12,7 @@ FAMILY = {
     "PromptError": ValueError,
     "UnsupportedModelError": NotImplementedError,
     "StoreError": OSError,
+    "OffloadError": OSError,
     "PluginNotFoundError": LookupError,
     "MissingExtraError": ImportError,
 }

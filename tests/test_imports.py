@@ -27,6 +27,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # its modules; wh
     "eviction": (("store.eviction",), ()),
     "codecs": (("store.codecs",), ()),
     "store": (("store",), ("locks", "tiers", "eviction", "codecs")),
+    "offload": (("offload",), ()),
     "prompt": (("prompt",), ("rotary",)),
     "model": (("model",), ("rotary", "prompt")),
     "prefill": (
@@ -35,7 +36,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # its modules; wh
     ),
     "cache": (
         ("cache",),
-        ("rotary", "selectors", "correctors", "prompt", "model", "store", "tiers", "prefill"),
+        ("rotary", "selectors", "correctors", "offload", "prompt", "model", "store", "tiers", "prefill"),
     ),
     "loading": (("loading",), ("model", "store", "prefill", "cache")),
     "context": (("context",), ("rotary", "prompt", "model", "store", "tiers", "prefill", "cache")),

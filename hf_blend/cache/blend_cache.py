@@ -106,6 +106,7 @@ class BlendCache(MaskedDecode):
             ConfigError: a setting is refused.
             UnsupportedModelError: the model cannot be blended exactly; `allow_unverified=True` uses it all the same.
             PromptError: `sink_ids` holds a token that stands for an image.
+            OffloadError: `offload_folder` cannot be written to.
         """
         self.config = BlendConfig.from_dict({**(config or BlendConfig()).to_dict(), **settings})
         refuse_wrapper(model)
@@ -137,6 +138,11 @@ class BlendCache(MaskedDecode):
         self._before: list[Any] = []
         self._states_before: list[Any] = []  # of the mixers
         self._kept = cache_layers(model, len(self._styles), self.config.kv_bits, digest)
+        self.kv_memory: Any = None  # of the K and V that are not all on their devices; None without `kv_device_map`
+        if self.config.kv_device_map is not None:
+            from .offloaded_layer import offload  # brings accelerate, which takes a while
+
+            self.kv_memory = offload(self._kept, self.config)
         super().__init__(layers=[*self._kept])
 
     def inputs(
@@ -373,7 +379,7 @@ class BlendCache(MaskedDecode):
         """A cache with its own K and V, for the same model and store."""
         twin = BlendCache(self.model, self.store, self.config)
         twin._kept = copy.deepcopy(self._kept, memo)
-        twin.layers = [*twin._kept]
+        twin.layers, twin.kv_memory = [*twin._kept], copy.deepcopy(self.kv_memory, memo)
         twin.report = copy.deepcopy(self.report, memo)
         return twin
 

@@ -65,6 +65,7 @@ def sparse_decoding(
             f"the cache was made for another {type(cache.model).__name__} than this {type(model).__name__}. Pass the "
             "model that it was made for."
         )
+    refuse_offloaded(cache)
     merged = SparseConfig(**{**vars(config or SparseConfig()), **settings})
     session = SparseSession(cache, merged, watch_mass)
     if not session.layers:
@@ -78,6 +79,19 @@ def sparse_decoding(
     finally:
         for door in doors:
             door.remove()
+
+
+def refuse_offloaded(cache: BlendCache) -> None:
+    """Refuse a cache whose layers are brought whole: looking at a part of them would bring them twice.
+
+    Raises:
+        ConfigError: the cache has a `kv_device_map`.
+    """
+    if cache.kv_memory is not None:
+        raise ConfigError(
+            f"the cache has kv_device_map={cache.config.kv_device_map!r}, which brings whole layers, expected a cache "
+            "whose K and V are all on their devices. Leave kv_device_map out."
+        )
 
 
 class Door:
@@ -183,9 +197,7 @@ def stock_attention(module: nn.Module, name: str) -> Callable[..., Any]:
     """
     if name in ALL_ATTENTION_FUNCTIONS:
         return ALL_ATTENTION_FUNCTIONS[name]
-    found: Callable[..., Any] | None = getattr(
-        sys.modules[type(module).__module__], f"{name}_attention_forward", None
-    )
+    found: Callable[..., Any] | None = getattr(sys.modules[type(module).__module__], f"{name}_attention_forward", None)
     if found is None:
         raise UnsupportedModelError(
             f"{type(module).__name__} attends with {name!r}, whose function was not found. Load the model with "

@@ -385,6 +385,7 @@ REFUSED = {
     "window": ({"sliding_window": 8}, {}, {}, UnsupportedModelError, "a window of 8"),
     "dynamic": ({"rope": "dynamic"}, {}, {}, UnsupportedModelError, "rope_type='dynamic'"),
     "kv_bits": ({}, {"kv_bits": 8}, {}, ConfigError, "kv_bits=8"),
+    "kv_device_map": ({}, {"kv_device_map": {0: "cpu"}}, {}, ConfigError, "kv_device_map="),
     "scheduler": ({}, {}, {"scheduler_type": "prefill_first"}, ConfigError, "scheduler_type='prefill_first'"),
     "sharing": ({}, {}, {"allow_block_sharing": False}, ConfigError, "allow_block_sharing=False"),
     "async": ({}, {}, {"use_async_batching": True}, ConfigError, "use_async_batching=True"),

@@ -29,7 +29,7 @@ from ...model.attention import Glance
 from ...prefill.plan import Plan, Slot
 from ...prefill.realign import Realigner
 from ...prefill.rows import Rows
-from ..decoding import Door
+from ..decoding import Door, refuse_offloaded
 from .itf import agreed, importance, probe_count
 from .seen import PartDecoding, attend_part
 from .store import PartialLayers, PartialStore
@@ -84,6 +84,7 @@ def partial_loading(
         )
     if not 0 < share <= 1 or alpha < 0:
         raise ConfigError(f"share is {share} and alpha {alpha}, wanted above 0 and up to 1, and 0 or more.")
+    refuse_offloaded(cache)
     loading = PartialLoading(cache, share, alpha, by_question)
     door, before = Door(model, loading), cache.store.partial
     cache.store.partial = loading

@@ -1,0 +1,134 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Decoding from KV that accelerate places on disk, beside KV on the device and transformers' `OffloadedCache`.
+
+Each cache is filled with the same random K and V; then tokens are decoded one at a time, and the caches take turns.
+"""
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Cache, DynamicCache
+
+from hf_blend import BlendCache, ChunkStore
+
+from .decode import fill, step
+from .shapes import random_model, wait_for
+
+OURS, RESIDENT, DYNAMIC, STOCK = "kv_device_map", "blend", "DynamicCache", "OffloadedCache"
+
+
+@dataclass(frozen=True)
+class OffloadPlan:
+    """What is measured.
+
+    Attributes:
+        shape: name of a model shape.
+        contexts: tokens in the cache before decoding.
+        excess: the K and V of the context over what `max_memory` allows on the device.
+        tokens: how many are decoded in a turn.
+        rounds: how many turns each cache takes; the median counts.
+        dtype: of weights and KV.
+        seed: of weights, K and V.
+        device: where the model runs.
+        folder: for what goes to the disk; None is the system's folder for temporary files.
+    """
+
+    shape: str = "smollm2-135m"
+    contexts: tuple[int, ...] = (4096, 16384)
+    excess: float = 4.0
+    tokens: int = 8
+    rounds: int = 5
+    dtype: str = "float32"
+    seed: int = 0
+    device: str = "cpu"
+    folder: str | None = None
+
+
+@torch.no_grad()
+def measure_offload(plan: OffloadPlan, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
+    """Decode with each cache at each context.
+
+    Args:
+        plan: what to measure.
+        progress: called with a line of text before each context.
+
+    Returns:
+        `rows`, one for each context and cache: tokens a second, ratio to `OffloadedCache` and to KV on the device,
+        whether the most likely tokens are those of KV on the device, bytes; `error` where a cache does not run here.
+    """
+    model = random_model(plan.shape, getattr(torch, plan.dtype), plan.device, plan.seed)
+    rows = []
+    for context in plan.contexts:
+        if progress:
+            progress(f"{context} tokens of context")
+        with tempfile.TemporaryDirectory(dir=plan.folder) as folder:
+            rows += _rows(model, context, plan, folder)
+    return {"threads": torch.get_num_threads(), "torch": torch.__version__, **vars(plan), "rows": rows}
+
+
+def _rows(model: Any, context: int, plan: OffloadPlan, folder: str) -> list[dict[str, Any]]:
+    limit = round(_kv_bytes(model, context) / plan.excess)
+    device: int | str = 0 if plan.device.startswith("cuda") else "cpu"
+    placed: dict[str, Any] = {"kv_device_map": "auto", "max_memory": {device: limit}, "offload_folder": folder}
+    store = ChunkStore.open("memory://")
+    caches: dict[str, Cache] = {
+        OURS: BlendCache(model, store, **placed),
+        RESIDENT: BlendCache(model, store),
+        DYNAMIC: DynamicCache(config=model.config),
+    }
+    errors: dict[str, str] = {}
+    try:
+        stock = DynamicCache(config=model.config, offloading=True)
+        fill(model, [stock], 1, plan.seed)
+        caches[STOCK] = DynamicCache(config=model.config, offloading=True)
+    except (RuntimeError, AssertionError, ValueError) as error:
+        errors[STOCK] = f"does not run on {plan.device}: {str(error).splitlines()[0]}"
+    fill(model, list(caches.values()), context, plan.seed)
+    rates, texts = _turns(model, caches, context, plan)
+    memory = caches[OURS].kv_memory  # type: ignore[attr-defined]
+    bytes_held = {"limit_bytes": limit, "peak_resident_bytes": memory.peak_resident_bytes}
+    bytes_held |= {"disk_bytes": memory.disk_bytes, "loads": memory.loads, "prefetched": memory.prefetched}
+    rows = [
+        {
+            "context": context,
+            "cache": name,
+            "kv_bytes": _kv_bytes(model, context),
+            "tokens_s": rate,
+            "vs_device": rate / rates[RESIDENT],
+            "vs_offloaded_cache": rate / rates[STOCK] if STOCK in rates else None,
+            "equal_text": texts[name] == texts[RESIDENT],
+            **(bytes_held if name == OURS else {}),
+        }
+        for name, rate in rates.items()
+    ]
+    return rows + [{"context": context, "cache": name, "error": error} for name, error in errors.items()]
+
+
+def _turns(
+    model: nn.Module, caches: dict[str, Cache], context: int, plan: OffloadPlan
+) -> tuple[dict[str, float], dict[str, list[int]]]:
+    """Median tokens a second and the most likely tokens of each cache."""
+    rates: dict[str, list[float]] = {name: [] for name in caches}
+    texts: dict[str, list[int]] = {name: [] for name in caches}
+    for number in range(plan.rounds + 1):  # the first round warms up
+        for name, cache in caches.items():
+            place = context + number * plan.tokens
+            started = time.perf_counter()
+            logits = [step(model, cache, place + one) for one in range(plan.tokens)]
+            wait_for(model)
+            rates[name] += [plan.tokens / (time.perf_counter() - started)] if number else []
+            texts[name] += [int(one[0, -1].argmax()) for one in logits]
+    return {name: statistics.median(found) for name, found in rates.items()}, texts
+
+
+def _kv_bytes(model: Any, context: int) -> int:
+    config = model.config
+    width = config.num_key_value_heads * config.hidden_size // config.num_attention_heads
+    return int(2 * context * width * model.dtype.itemsize * config.num_hidden_layers)

@@ -1,0 +1,247 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""One layer of a blend cache whose K and V are on its device only as far as a `KVMemory` allows.
+
+A layer that is away is brought whole for its own attention, in a forward and in every step. New tokens stay on the
+device until they fill a block, so that a step writes nothing but its own token in memory.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config import BlendConfig
+from ..errors import ConfigError
+from ..offload.memory import GROW_TOKENS, KVMemory, round_up
+from .layers import BlendLayer
+
+
+def offload(layers: list[Any], config: BlendConfig) -> KVMemory | None:
+    """Put layers whose K and V grow with the context under a memory, in place.
+
+    Args:
+        layers: of a blend cache, empty.
+        config: what it says of `kv_device_map`, `max_memory` and `offload_folder` is done.
+
+    Returns:
+        The memory; None where no `kv_device_map` is given.
+
+    Raises:
+        ConfigError: no layer can be placed, or a setting is refused.
+        OffloadError: the folder cannot be written to.
+    """
+    if config.kv_device_map is None:
+        return None
+    indices = [index for index, layer in enumerate(layers) if type(layer) is BlendLayer]
+    if not indices:
+        kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
+        raise ConfigError(
+            f"kv_device_map={config.kv_device_map!r} came with a cache of {kinds}, expected layers whose K and V grow "
+            "with the context: windows and states hold no more than they need. Leave kv_device_map out."
+        )
+    memory = KVMemory(indices, config.device_map, config.memory_limits, config.offload_folder)
+    for index in indices:
+        layers[index] = OffloadedLayer(memory, index)
+    return memory
+
+
+class OffloadedLayer(BlendLayer):
+    """K and V of one decoder layer, resident or away as the memory decides.
+
+    Away, the first tokens are in the memory and the others in `_recent`, `[GROW_TOKENS, batch, kv_heads, head_dim]`.
+    `keys` and `values` bring all of them at every look, except while a forward has opened them.
+    """
+
+    keeps_all = False
+
+    def __init__(self, memory: KVMemory, index: int) -> None:
+        self._memory, self._index = memory, index
+        self._away = 0  # tokens that are in the memory
+        self._held = 0  # tokens in the memory or in `_recent`
+        self._recent: tuple[Tensor, Tensor] | None = None
+        self._opened: tuple[Tensor, Tensor] | None = None  # `[rows, batch, kv_heads, head_dim]`
+        super().__init__()
+
+    @property
+    def keys(self) -> Tensor | None:
+        """All K, `[batch, kv_heads, tokens, head_dim]`, rotated for their positions."""
+        return self._look(0)
+
+    @keys.setter
+    def keys(self, value: Any) -> None:
+        """Nothing: what is held is in buffers or away."""
+
+    @property
+    def values(self) -> Tensor | None:
+        """All V, `[batch, kv_heads, tokens, head_dim]`."""
+        return self._look(1)
+
+    @values.setter
+    def values(self, value: Any) -> None:
+        """Nothing: what is held is in buffers or away."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device, what is brought for one look left out."""
+        recent = sum(states.nbytes for states in (*(self._recent or ()), *(self._opened or ())))
+        return super().nbytes + recent
+
+    def open(self, tokens: int, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """See `BlendLayer.open`; what is away is on the device until `settle`."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start, end = self.length, self.length + tokens
+        stays = self._memory.is_resident(self._index, end, key_states, value_states)
+        if self._buffers is not None or (stays and not self._held):
+            if self._buffers is None or self._buffers[0].shape[2] < end:
+                self._move(key_states, value_states, round_up(end), slice(0, start))
+                self._count()
+        else:
+            self._opened = self._brought(end, key_states, value_states)
+        self.length = end
+        keys, values = self._shown()
+        return keys[:, :, start:], values[:, :, start:]
+
+    def settle(self) -> None:
+        """Put away what shall not stay on the device."""
+        if self._buffers is not None:
+            if not self._memory.is_resident(self._index, self.length, *self._buffers):
+                rows = tuple(buffer[:, :, : self.length].permute(2, 0, 1, 3) for buffer in self._buffers)
+                self._buffers = None
+                self._keep(*rows)
+        elif self._opened is not None:
+            keys, values = self._opened
+            self._opened = None
+            self._keep(keys[: self.length], values[: self.length])
+
+    def _keep(self, keys: Tensor, values: Tensor) -> None:
+        """Hold all tokens of the layer, `[tokens, batch, kv_heads, head_dim]`: put whole blocks away."""
+        if self.length - self._away >= GROW_TOKENS:
+            self._memory.put(self._index, keys[self._away :], values[self._away :])
+            self._away, self._recent = self.length, None
+        elif self.length > self._held:
+            if self._recent is None:
+                shape = (GROW_TOKENS, *keys.shape[1:]), (GROW_TOKENS, *values.shape[1:])
+                self._recent = (keys.new_empty(shape[0]), values.new_empty(shape[1]))
+            first, behind = max(self._held, self._away) - self._away, self.length - self._away
+            for recent, rows in zip(self._recent, (keys, values), strict=True):
+                recent[first:behind] = rows[self._away + first :]
+        self._held = self.length
+        self._count()
+
+    def snapshot(self) -> Any:
+        """What `restore` needs to take back every token that comes from now on."""
+        return self.length
+
+    def restore(self, snapshot: Any) -> None:
+        """Forget the tokens that came since a snapshot, also in the middle of a forward."""
+        self._opened = None
+        if self._buffers is None:
+            self.length = min(self.length, self._held)
+        self._shorten(min(snapshot, self.length))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens; see `BlendLayer.crop`."""
+        self.check_crop(tokens_to_remove)
+        if self.is_initialized and tokens_to_remove:
+            self._shorten(self.length + tokens_to_remove)
+
+    def _shorten(self, length: int) -> None:
+        if length == 0 and self._buffers is None:
+            self.reset()
+            return
+        self.length, self.unchanged_tokens = length, min(self.unchanged_tokens, length)
+        if self._buffers is None:
+            self._held = length
+            if length < self._away:
+                self._memory.crop(self._index, length)
+                self._away, self._recent = length, None
+        self._count()
+
+    def reset(self) -> None:
+        """Forget everything, and delete what is away."""
+        super().reset()
+        self._recent = self._opened = None
+        self._away = self._held = 0
+        self._memory.remove(self._index)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every batch entry `repeats` times in a row."""
+        self._change(lambda states: states.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only some batch entries; `indices` is `[kept]`."""
+        if not torch.equal(indices.cpu(), torch.arange(self._batch())):
+            self._change(lambda states: states.index_select(0, indices.to(states.device)))
+
+    def _batch(self) -> int:
+        if self._buffers is not None:
+            return self._buffers[0].shape[0]
+        return 0 if not self.length else self._like()[0].shape[0]
+
+    def _like(self) -> tuple[Tensor, Tensor]:
+        """Any K and V of the layer, while it holds some outside of buffers."""
+        if self._recent is None:
+            return self._memory.like(self._index)
+        return _as_states(self._recent[0]), _as_states(self._recent[1])
+
+    def _change(self, change: Any) -> None:
+        """Write the whole layer again, changed along its batch."""
+        if not self.length:
+            return
+        keys, values = (change(states) for states in self._shown_or_brought())
+        length = self.length
+        self.reset()
+        opened = self.open(length, keys, values)
+        for new, states in zip(opened, (keys, values), strict=True):
+            new.copy_(states)
+        self.settle()
+
+    def _brought(self, rows: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """All tokens on the device, in the caller's hands, `[rows or more, batch, kv_heads, head_dim]`."""
+        brought = self._memory.bring(self._index, rows, keys, values)
+        if self._recent is not None and self._held > self._away:
+            for states, recent in zip(brought, self._recent, strict=True):
+                states[self._away : self._held] = recent[: self._held - self._away]
+        return brought
+
+    def _look(self, which: int) -> Tensor | None:
+        return self._shown_or_brought()[which] if self.length and self.is_initialized else None
+
+    def _shown_or_brought(self) -> tuple[Tensor, Tensor]:
+        if self._buffers is not None or self._opened is not None:
+            return self._shown()
+        keys, values = self._brought(self._held, *self._like())
+        return _as_states(keys[: self._held]), _as_states(values[: self._held])
+
+    def _shown(self) -> tuple[Tensor, Tensor]:
+        """Views of all tokens, as a forward sees them."""
+        if self._buffers is not None:
+            return self._columns(slice(0, self.length))
+        keys, values = self._opened  # type: ignore[misc]
+        return _as_states(keys[: self.length]), _as_states(values[: self.length])
+
+    def _show(self, length: int) -> None:
+        self.length = length
+
+    def _count(self) -> None:
+        self._memory.count(("held", self._index), self.nbytes)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "OffloadedLayer":
+        """The same tokens in a copy of the memory; those that a forward has opened are left out."""
+        twin = OffloadedLayer(copy.deepcopy(self._memory, memo), self._index)
+        length = self.length if self._buffers is not None else self._held
+        if length:
+            keys, values = (states[:, :, :length] for states in self._shown_or_brought())
+            for new, states in zip(twin.open(length, keys, values), (keys, values), strict=True):
+                new.copy_(states)
+            twin.settle()
+        twin.unchanged_tokens = self.unchanged_tokens
+        return twin
+
+
+def _as_states(rows: Tensor) -> Tensor:
+    """`[tokens, batch, kv_heads, head_dim]` as `[batch, kv_heads, tokens, head_dim]`."""
+    return rows.permute(1, 2, 0, 3)

@@ -1,0 +1,336 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""KV that accelerate places beyond the device: the text is the same, the device holds no more than allowed."""
+
+import copy
+import gc
+import json
+import os
+import signal
+
+import pytest
+import torch
+from accelerate import cpu_offload, disk_offload
+
+from hf_blend import BlendCache, BlendConfig, ChunkStore, ConfigError, sparse_decoding
+from hf_blend.cache.layers import BlendLayer
+from hf_blend.cache.offloaded_layer import OffloadedLayer
+from hf_blend.errors import OffloadError
+from hf_blend.offload.memory import GROW_TOKENS, KVMemory
+from hf_blend.offload.states import Folder, States
+from hf_blend.sparse.partial.loading import partial_loading
+from hf_blend.sparse.partial.store import PartialStore
+from hf_blend.verify.zoo import tiny_model as zoo_model
+
+LAYERS, ROW = 12, 2 * 2 * 16 * 4  # of the long model; bytes of K and V of a token in a layer
+GREEDY = {"max_new_tokens": 80, "do_sample": False, "eos_token_id": None}
+PIECES = {"prefix": [1, 4, 5], "chunks": [list(range(10, 90)), list(range(20, 85))], "question": [5, 6, 7, 8]}
+LONG = {
+    "prefix": [1, 4, 5],
+    "chunks": [[(7 * place + chunk) % 120 + 3 for place in range(250)] for chunk in range(4)],
+    "question": [5, 6, 7, 8],
+}
+TOKENS = 3 + 4 * 250 + 4
+KV_BYTES = TOKENS * ROW * LAYERS
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def long_model(tiny_model):
+    return tiny_model(num_hidden_layers=LAYERS, max_position_embeddings=2048)
+
+
+def asked(model, store, pieces=PIECES, ways=GREEDY, **settings):
+    cache = BlendCache(model, store, **settings)
+    return cache, model.generate(**cache.inputs(None, **pieces), past_key_values=cache, **ways)
+
+
+def files(folder):
+    return sorted(path.name for path in folder.rglob("*.dat"))
+
+
+class Live:
+    """The oracle: tensors that are alive while a step attends, found by the garbage collector."""
+
+    def __init__(self, model, tokens):
+        self.least, self.most, self.peak = tokens * ROW // 2, (tokens + 2 * GROW_TOKENS) * ROW // 2, 0
+        projections = [layer.self_attn.o_proj for layer in model.model.layers[5:6]]
+        self.handles = [module.register_forward_pre_hook(self.look) for module in projections]
+
+    def look(self, module, args):
+        if args[0].shape[1] == 1:
+            storages = [one.untyped_storage() for one in gc.get_objects() if type(one) is torch.Tensor]
+            found = {one.data_ptr(): one.nbytes() for one in storages if self.least <= one.nbytes() <= self.most}
+            self.peak = max(self.peak, sum(found.values()))
+
+
+def test_a_prompt_of_four_times_the_memory_gives_the_same_text_within_the_memory(long_model, untouched, tmp_path):
+    store = ChunkStore.open("memory://")
+    ways = {**GREEDY, "max_new_tokens": 12}
+    _, expected = asked(long_model, store, LONG, ways)
+    limit = KV_BYTES // 4
+    with untouched(long_model):
+        cache = BlendCache(
+            long_model, store, kv_device_map="auto", max_memory={"cpu": limit}, offload_folder=str(tmp_path)
+        )
+        got = long_model.generate(**cache.inputs(None, **LONG), past_key_values=cache, **ways)
+    assert torch.equal(got, expected)
+    assert cache.report.reusable_tokens == 1000
+    memory = cache.kv_memory
+    layer = (TOKENS + 12 + 2 * GROW_TOKENS) * ROW
+    assert memory.peak_resident_bytes <= limit + layer, "a layer beyond: the one read ahead"
+    assert list(memory.device_map.values()).count("cpu") == 1
+    assert list(memory.device_map.values()).count("disk") == 11
+    assert memory.loads >= 11 * 11
+    assert memory.prefetched >= memory.loads - 12
+    assert memory.disk_bytes > 10 * TOKENS * ROW
+    live = Live(long_model, TOKENS)
+    long_model.generate(got, past_key_values=cache, **{**GREEDY, "max_new_tokens": 3})
+    for handle in live.handles:
+        handle.remove()
+    assert 3 * TOKENS * ROW <= live.peak <= limit + layer, "the counter is right: the tensors themselves are no more"
+    del cache, memory
+    assert list(tmp_path.iterdir()) == [], "what was offloaded is deleted with the cache"
+
+
+def test_a_layer_that_is_away_is_a_layer_whatever_is_done_with_it(tmp_path):
+    torch.manual_seed(0)
+
+    def states(tokens, batch=2):
+        return torch.randn(batch, 2, tokens, 8), torch.randn(batch, 2, tokens, 6)
+
+    plain = BlendLayer()
+    memory = KVMemory([0, 1], {0: "disk", 1: "disk"}, None, tmp_path)
+    layer, other = OffloadedLayer(memory, 0), OffloadedLayer(memory, 1)
+
+    def same(what):
+        assert layer.get_seq_length() == plain.get_seq_length(), what
+        if plain.get_seq_length():
+            assert torch.equal(layer.keys, plain.keys), what
+            assert torch.equal(layer.values, plain.values), what
+
+    for number, tokens in enumerate((150, 1, 1, 70, *([1] * 130), 200, 1)):
+        new = states(tokens)
+        seen = [one.update(*new) for one in (plain, layer)]
+        other.update(*new)
+        assert all(torch.equal(*pair) for pair in zip(*seen, strict=True))
+        if number % 40 == 0:
+            same(tokens)
+    same("appended")
+    for removed in (-1, -30, -100, -1):
+        for one in (plain, layer):
+            one.crop(removed)
+        same(removed)
+        new = states(5)
+        assert torch.equal(plain.update(*new)[0], layer.update(*new)[0])
+    twin = copy.deepcopy(layer)
+    for one in (plain, layer):
+        one.batch_select_indices(torch.tensor([1, 0]))
+        one.batch_repeat_interleave(2)
+    same("batch")
+    new = states(3, 4)
+    assert torch.equal(plain.update(*new)[1], layer.update(*new)[1])
+    assert twin.keys.shape[0] == 2
+    before = [one.snapshot() for one in (plain, layer)]
+    for one, snapshot in zip((plain, layer), before, strict=True):
+        one.open(9, *states(9, 4))
+        one.restore(snapshot)
+    same("restored")
+    for one in (plain, layer):
+        one.reset()
+        one.update(*(part[:1] for part in new))
+    same("used again")
+    layer.reset()
+    other.reset()
+    assert memory.resident_bytes == memory.disk_bytes == 0
+    assert [name for name in files(tmp_path) if name.startswith("layer")] == ["layer.0.keys.dat", "layer.0.values.dat"]
+    del twin
+    gc.collect()
+    assert files(tmp_path) == []
+
+
+def test_a_step_writes_no_more_than_its_own_tokens(model, tmp_path, monkeypatch):
+    written, write = [], States._write
+
+    def noted(self, name, data, offset):
+        written.append(len(data))
+        write(self, name, data, offset)
+
+    monkeypatch.setattr(States, "_write", noted)
+    places = dict.fromkeys(range(4), "disk")
+    cache, _ = asked(model, ChunkStore.open("memory://"), kv_device_map=places, offload_folder=tmp_path)
+    tokens = sum(written) / (ROW * 4)
+    assert tokens == 3 + 80 + 65 + 4 + GROW_TOKENS, "each token once, the last ones not yet"
+    assert len([size for size in written if size]) == 2 * 4 * 2, "the prompt, and one block"
+    assert cache.kv_memory.disk_bytes == sum(written)
+
+
+@pytest.mark.parametrize("how", ["greedy", "beams", "assisted", "batch", "sampling", "bfloat16"])
+def test_the_text_is_the_same_in_every_way_of_decoding(model, tiny_model, tmp_path, how):
+    store, ways, pieces = ChunkStore.open("memory://"), {**GREEDY, "max_new_tokens": 12}, PIECES
+    if how == "beams":
+        ways |= {"num_beams": 3}
+    if how == "assisted":
+        ways |= {"assistant_model": tiny_model(num_hidden_layers=2)}
+    if how == "sampling":
+        ways |= {"do_sample": True, "top_k": 20}
+    if how == "bfloat16":
+        model = copy.deepcopy(model).to(torch.bfloat16)
+    if how == "batch":
+        chunks = [PIECES["chunks"], [[9, 8, 7] * 30, [4, 5] * 20]]
+        pieces = {**PIECES, "chunks": chunks, "question": [[5, 6, 7], [8, 9]]}
+    torch.manual_seed(3)
+    _, expected = asked(model, store, pieces, ways)
+    places = {0: "disk", 1: "cpu", 2: "disk", 3: "disk"}
+    torch.manual_seed(3)
+    cache, got = asked(model, store, pieces, ways, kv_device_map=places, offload_folder=tmp_path)
+    assert torch.equal(got, expected)
+    assert cache.kv_memory.disk_bytes > 0
+
+
+@pytest.mark.parametrize("selector", ["kv-deviation", "query-attention", "attention-x-deviation"])
+def test_a_conversation_goes_on_in_offloaded_kv(model, tmp_path, selector):
+    store = ChunkStore.open("memory://")
+    ways, texts = {**GREEDY, "max_new_tokens": 10}, []
+    places = dict.fromkeys(range(4), "disk")
+    for settings in ({}, {"kv_device_map": places, "offload_folder": str(tmp_path)}):
+        cache = BlendCache(model, store, selector=selector, **settings)
+        first = model.generate(**cache.inputs(None, **PIECES), past_key_values=cache, **ways)
+        more = cache.inputs(None, chunks=[list(range(30, 100))], question=[3, 4], history=first)
+        texts.append(model.generate(**more, past_key_values=cache, **ways))
+        twin = copy.deepcopy(cache)
+        texts.append(model.generate(texts[-1], past_key_values=twin, **ways))
+    assert torch.equal(texts[0], texts[2])
+    assert torch.equal(texts[1], texts[3])
+
+
+@pytest.mark.parametrize("how", ["cpu", "disk"])
+def test_a_model_that_accelerate_offloads_decodes_from_offloaded_kv(tiny_model, tmp_path, how):
+    model, store, ways = tiny_model(), ChunkStore.open("memory://"), {**GREEDY, "max_new_tokens": 12}
+    _, expected = asked(model, store, ways=ways)
+    if how == "cpu":
+        cpu_offload(model, torch.device("cpu"))
+    else:
+        disk_offload(model, str(tmp_path / "weights"), execution_device=torch.device("cpu"))
+    forwards = {name: module.forward for name, module in model.named_modules() if hasattr(module, "_hf_hook")}
+    limit = {"cpu": 2 * 160 * ROW}
+    cache, got = asked(model, store, ways=ways, kv_device_map="auto", max_memory=limit, offload_folder=tmp_path / "kv")
+    assert torch.equal(got, expected)
+    assert "disk" in cache.kv_memory.device_map.values()
+    assert forwards == {name: module.forward for name, module in model.named_modules() if hasattr(module, "_hf_hook")}
+
+
+def test_windows_stay_and_what_grows_goes_away(tmp_path):
+    model, store = zoo_model("gemma3_text"), ChunkStore.open("memory://")
+    _, expected = asked(model, store)
+    limits = {"kv_device_map": "auto", "max_memory": {"cpu": 0}, "offload_folder": str(tmp_path)}
+    cache, got = asked(model, store, **limits)
+    assert torch.equal(got, expected)
+    assert set(cache.kv_memory.device_map.values()) == {"disk"}
+    assert 0 < len(cache.kv_memory.device_map) < len(cache.layers)
+
+
+def test_a_damaged_file_is_refused_and_the_model_and_the_cache_are_left_usable(model, untouched, tmp_path):
+    store = ChunkStore.open("memory://")
+    _, expected = asked(model, store)
+    cache = BlendCache(model, store, kv_device_map={1: "disk", 3: "disk"}, offload_folder=str(tmp_path))
+    with untouched(model):
+        text = model.generate(**cache.inputs(None, **PIECES), past_key_values=cache, **{**GREEDY, "max_new_tokens": 2})
+        [path] = tmp_path.rglob("layer.3.values.dat")
+        with path.open("r+b") as file:
+            file.seek(1234)
+            file.write(b"\x55\xaa")
+        message = r"tokens 0 to .* of layer\.3\.values.* not what was written.*reset\(\)"
+        with pytest.raises(OffloadError, match=message):
+            model.generate(text, past_key_values=cache, **GREEDY)
+    cache.reset()
+    assert files(tmp_path) == []
+    got = model.generate(**cache.inputs(None, **PIECES), past_key_values=cache, **GREEDY)
+    assert torch.equal(got, expected)
+
+
+def test_a_failed_forward_leaves_what_was_there_before(model, untouched, tmp_path, monkeypatch):
+    store = ChunkStore.open("memory://")
+    cache = BlendCache(model, store, kv_device_map=dict.fromkeys(range(4), "disk"), offload_folder=str(tmp_path))
+    ways = {**GREEDY, "max_new_tokens": 4}
+    first = model.generate(**cache.inputs(None, **PIECES), past_key_values=cache, **ways)
+    before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+    with untouched(model), monkeypatch.context() as patch:
+        more = cache.inputs(None, chunks=[list(range(30, 100))], question=[3, 4], history=first)
+        patch.setattr(model.model.layers[2].mlp, "forward", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model.generate(**more, past_key_values=cache, **ways)
+    for layer, (keys, values) in zip(cache.layers, before, strict=True):
+        assert torch.equal(layer.keys, keys)
+        assert torch.equal(layer.values, values)
+
+
+def test_folders_of_processes_that_were_killed_are_swept_and_those_in_use_stay(tmp_path):
+    child = os.fork()
+    if not child:
+        folder = Folder(tmp_path)
+        (folder.path / "layer.0.keys.dat").write_bytes(b"x")
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert files(tmp_path) == ["layer.0.keys.dat"]
+    one = KVMemory([0], {0: "disk"}, None, tmp_path)
+    two = KVMemory([0], {0: "disk"}, None, tmp_path)
+    assert files(tmp_path) == []
+    assert len(list(tmp_path.iterdir())) == 2
+    del one, two
+
+
+REFUSED = {
+    "a name": ({"kv_device_map": "disc"}, r"kv_device_map is 'disc'.*\"auto\" or layer → device"),
+    "limits alone": ({"max_memory": {"cpu": 1}}, r"max_memory=.* expected \"auto\""),
+    "a layer that is not there": ({"kv_device_map": {9: "cpu"}}, r"places layer 9.*\[0, 1, 2, 3\]"),
+    "a layer by name": ({"kv_device_map": {"model.layers.0": "cpu"}}, r"'model.layers.0'.*number of a layer"),
+    "a device": ({"kv_device_map": {0: "dsik"}}, r"device 'dsik'"),
+    "a device of a limit": ({"kv_device_map": "auto", "max_memory": {"gpu": 1}}, r"accelerate refuses.*gpu"),
+    "a size": ({"kv_device_map": "auto", "max_memory": {"cpu": "much"}}, r"accelerate refuses.*size"),
+    "a size below 0": ({"kv_device_map": "auto", "max_memory": {"cpu": -1}}, r"'cpu': -1, expected bytes"),
+    "8 bits": ({"kv_device_map": "auto", "kv_bits": 8}, r"kv_bits=8"),
+}
+
+
+@pytest.mark.parametrize("which", REFUSED)
+def test_what_cannot_be_placed_is_refused_at_once(model, which):
+    settings, message = REFUSED[which]
+    with pytest.raises(ConfigError, match=message):
+        BlendCache(model, ChunkStore.open("memory://"), **settings)
+
+
+@pytest.mark.parametrize("way", [sparse_decoding, partial_loading])
+def test_what_reads_a_part_of_the_kv_refuses_kv_that_is_brought_whole(model, tmp_path, way):
+    store = (
+        PartialStore(ChunkStore.open("memory://"), None) if way is partial_loading else ChunkStore.open("memory://")
+    )
+    cache = BlendCache(model, store, kv_device_map={0: "disk"}, offload_folder=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"kv_device_map=.*Leave kv_device_map out"), way(model, cache):
+        pass
+
+
+def test_a_model_of_windows_only_has_nothing_to_place():
+    with pytest.raises(ConfigError, match=r"BlendSlidingLayer.*Leave kv_device_map out"):
+        BlendCache(zoo_model("mistral"), ChunkStore.open("memory://"), kv_device_map="auto")
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"), [({"cpu": 0}, "offload_folder is None"), ({"cpu": 0, "disk": 10}, "10 there")]
+)
+def test_what_fits_nowhere_is_refused_before_it_is_written(model, limits, message, untouched):
+    with untouched(model), pytest.raises((ConfigError, OffloadError), match=message):
+        asked(model, ChunkStore.open("memory://"), kv_device_map="auto", max_memory=limits)
+
+
+def test_the_settings_survive_json(tmp_path):
+    config = BlendConfig(kv_device_map={4: "cuda:1", 5: 0, 6: "disk"}, offload_folder=tmp_path)
+    again = BlendConfig.from_dict(json.loads(config.to_json()))
+    assert again == config
+    assert again.device_map == {4: 1, 5: 0, 6: "disk"}
+    limits = BlendConfig(kv_device_map="auto", max_memory={0: "4GB", "cpu": 10}).memory_limits
+    assert limits == {0: "4GB", "cpu": 10}
