@@ -143,7 +143,16 @@ class BlendCache(MaskedDecode):
             from .offloaded_layer import offload  # brings accelerate, which takes a while
 
             self.kv_memory = offload(self._kept, self.config)
+        self._part: Any = None  # loads chunks in part, where the store does
+        self._check_store()
         super().__init__(layers=[*self._kept])
+
+    def _check_store(self) -> None:
+        if self.kv_memory is not None and getattr(self.store, "loads_in_part", False):
+            raise ConfigError(
+                f"kv_device_map={self.config.kv_device_map!r} came with a store that loads chunks in part, but layers "
+                "that are away are brought whole. Leave one of them out."
+            )
 
     def inputs(
         self,
@@ -310,6 +319,10 @@ class BlendCache(MaskedDecode):
             self._check_forward(layer_idx, key_states)
         if self._fusor is not None:
             return self._fusor.update(layer_idx, key_states, value_states)
+        if getattr(self._kept[layer_idx], "visible", None) is not None:
+            self._part = self._part or self._part_loader()
+            if self._part is not None:
+                self._part.take_step(layer_idx)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -424,6 +437,8 @@ class BlendCache(MaskedDecode):
         """Called by the hook behind the model; after a failure the cache is as it was before."""
         if self._fusor is not None:
             self._fusor.end()
+            if self._part is not None:
+                self.report.partial = vars(self._part.report)
         if failed and self._fusor is not None:
             for layer, snapshot in zip(self._layers(), self._before, strict=True):
                 layer.restore(snapshot)
@@ -510,6 +525,14 @@ class BlendCache(MaskedDecode):
 
     def _enter(self, plan: Plan, ids: Tensor, mask: Tensor | None, wanted_rows: int) -> None:
         """Take over the layers for one forward, by a plan that has something stored in it."""
+        if any(getattr(layer, "visible", None) is not None for layer in self._layers()):
+            raise ConfigError(
+                f"a prompt came behind {self._past} tokens of which some layers loaded a part only, but it would "
+                "attend to all of them. reset() the cache and pass the whole conversation, or open the store without "
+                "partial."
+            )
+        if plan.partial is None:
+            plan.partial = self._part = self._part_loader()
         self._before = [layer.snapshot() for layer in self._layers()]
         mixers = (layer for layer in self._layers() if isinstance(layer, MixerLayer))
         self._states_before = [layer.snapshot_mixer() for layer in mixers]
@@ -567,6 +590,11 @@ class BlendCache(MaskedDecode):
             self.report.fallback_reason = reason
             if reason:
                 _warn_once(reason)
+
+    def _part_loader(self) -> Any:
+        """What loads chunks in part for this request; None where the store loads them whole."""
+        make = getattr(self.store, "loader", None)
+        return None if make is None else make(self)
 
     def _probe(self, ids: Tensor, mask: Tensor | None, hear: Hear, last: int | None, anchors: Tensor | None) -> None:
         """A pass of the question alone, in the middle of a forward."""

@@ -165,6 +165,9 @@ class BlendLayer(CacheLayerMixin):
         self.check_crop(tokens_to_remove)
         if self.is_initialized:
             self._show(self.length + tokens_to_remove)
+            if self.visible is not None:
+                kept = self.visible[self.visible < self.length]
+                self.visible = kept if len(kept) else None
             self.unchanged_tokens = min(self.unchanged_tokens, self.length)
 
     def reset(self) -> None:

@@ -145,13 +145,18 @@ class Glance:
         found = [config for config in configs.values() if hasattr(config, "_attn_implementation_internal")]
         self._config, self._take, self._before = (found[0] if len(found) == 1 else None), take, None
 
-    def open(self) -> None:
-        """Take the next call; a layer whose attention is not found goes its own way."""
+    def open(self) -> bool:
+        """Take the next call; a layer whose attention is not found goes its own way.
+
+        Returns:
+            Whether the layer's attention was found.
+        """
         if self._config is not None and self._config._attn_implementation != GLANCE:
             AttentionInterface.register(GLANCE, show_rows)
             AttentionMaskInterface.register(GLANCE, sdpa_mask)
             self._before = self._config._attn_implementation_internal
             _taking.glance, self._config._attn_implementation_internal = self, GLANCE
+        return self._config is not None
 
     def close(self) -> None:
         """Give the name back, if the call has not done so."""

@@ -61,6 +61,8 @@ class BlendReport:
         past_tokens: tokens that were in the cache before this prefill.
         seam_tokens: tokens at the beginning or the end of stored chunks that the prompt has others for, because it was
             tokenised as a whole, or lacks; what the prompt has there is computed like a question.
+        partial: where chunks are loaded in part, how many layers were, and the bytes that were loaded and that there
+            are; None otherwise.
         notice: what else is worth knowing, such as that the chunks were stored with another tokenizer.
         fallback_reason: why every token was computed although there was a prompt, and what to pass instead; empty
             where stored chunks could be reused.
@@ -78,6 +80,7 @@ class BlendReport:
     select_ms: float = 0.0
     past_tokens: int = 0
     seam_tokens: int = 0
+    partial: dict[str, float] | None = None
     notice: str = ""
     fallback_reason: str = ""
     _chosen: list[list[list[int]] | tuple[Tensor, Tensor, int]] = field(default_factory=list, repr=False)
@@ -166,6 +169,10 @@ class BlendReport:
         asked = {"scoring_flops": self.scoring_flops, "chosen_columns": self.chosen_columns}
         return {**shown, **asked, "charged_budget": self.charged_budget, "flop_bound": self.flop_bound}
 
+    def _loaded_in_part(self) -> str:
+        found = self.partial
+        return f"{found['loaded_bytes']:,} of {found['all_bytes']:,} bytes loaded in part; " if found else ""
+
     def __str__(self) -> str:
         """One line for people."""
         if self.fallback_reason:
@@ -175,5 +182,6 @@ class BlendReport:
             f"{sum(map(len, self.chosen_columns))} recomputed (nominal {self.nominal_ratio:.0%}, charged "
             f"{self.charged_budget:.1%}); {self.loaded_chunks} chunks loaded, {self.computed_chunks} computed; "
             f"{f'{self.seam_tokens} of their tokens differ at seams; ' if self.seam_tokens else ''}"
+            f"{self._loaded_in_part()}"
             f"realign {self.realign_ms:.1f} ms, select {self.select_ms:.1f} ms{self.notice and f'; {self.notice}'}"
         )

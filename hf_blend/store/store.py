@@ -7,7 +7,7 @@ A fault costs time, never correctness: whatever is missing, damaged, foreign or 
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -119,6 +119,7 @@ class ChunkStore:
         durability: str = "full",
         secret: bytes | None = None,
         codec: str = "raw",
+        partial: float | Mapping[str, float] | None = None,
     ) -> Self:
         """Open a store, making it if it does not exist.
 
@@ -146,6 +147,10 @@ class ChunkStore:
                 stored, hides its names, and refuses what is not signed so; see docs/security.md.
             codec: "raw" keeps K and V bit for bit; "int8" takes half the bytes of bfloat16, and a chunk is then used
                 as it was rounded, from memory too. Entries of either are read.
+            partial: share of a chunk's blocks that a request loads, chosen by its question (IMPRESS); the columns of
+                the others are seen by nobody. A mapping sets `share` (0.25), `alpha` (0.6, the exponent of the
+                threshold above which probe heads agree; a layer whose heads do not is loaded whole) and
+                `block_tokens` (16). Blocks are kept beside the chunks; None loads chunks whole.
 
         Returns:
             The store.
@@ -159,12 +164,21 @@ class ChunkStore:
         check_secret(secret)
         _check_durability(durability)
         plugins.load("store.codecs", codec)
-        root, tiers = open_tiers(
-            location, remote, durable=durability == "full", deadline_s=remote_deadline_s
-        )
+        root, tiers = open_tiers(location, remote, durable=durability == "full", deadline_s=remote_deadline_s)
         index = root / "index" if root else None
         given: dict[str, Any] = {"namespace": namespace, "index": index, "limits": limits, "secret": secret}
-        return cls(limits.hold(device), tiers, **given, codec=codec)
+        opened = cls(limits.hold(device), tiers, **given, codec=codec)
+        if partial is None:
+            return opened
+        settings = dict(partial) if isinstance(partial, Mapping) else {"share": partial}
+        if root is None and any(not tier.is_local for tier in tiers):
+            raise ConfigError(
+                f"partial={partial!r} came with a location that is a URL, expected a directory: blocks are read from "
+                "a disk. Give a directory, and remote=URL."
+            )
+        loader = plugins.load("sparse.partial", "impress")()
+        in_front: Self = loader.open(opened, root / "blocks" if root else None, **settings)
+        return in_front
 
     def get(self, key: ChunkKey, budget_s: float = math.inf, layout: Layout | None = None) -> ChunkKV | None:
         """Fetch a chunk. Its tensors are shared: never write to them. One that was written to is not handed out again.

@@ -2,11 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loading chunks in part while they are blended, and decoding over what was loaded.
 
-    store = PartialStore(ChunkStore.open("kv-store"), tier)
-    cache = BlendCache(model, store, recompute_ratio=0.0, selector="none")
-    with partial_loading(model, cache, share=0.25) as loading:
-        model.generate(**cache.inputs(...), past_key_values=cache, max_new_tokens=64)
-    print(loading.report)
+    store = ChunkStore.open("kv-store", partial=0.25)
+    cache = BlendCache(model, store)
+    model.generate(**cache.inputs(...), past_key_values=cache, max_new_tokens=64)
+    print(cache.report.partial)
+
+`partial_loading` does the same for one cache over a `PartialStore`, with other settings, while its block runs.
 
 In each layer behind the last check layer the keys of the probe heads come first; when the layer's attention begins,
 the question's queries say which blocks are important; those are loaded and laid, and attention runs over them, over
@@ -107,7 +108,7 @@ class PartialLoading(PartDecoding):
         by_question: whether the question decides.
     """
 
-    def __init__(self, cache: BlendCache, share: float, alpha: float, by_question: bool) -> None:
+    def __init__(self, cache: BlendCache, share: float, alpha: float, by_question: bool = True) -> None:
         super().__init__(cache)
         self._share, self._alpha, self._by_question = share, alpha, by_question
         self._store: Any = cache.store

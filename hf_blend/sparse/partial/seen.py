@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over the part of a layer's columns that was loaded: of the block's rows, and of the answer's tokens."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 
 from ...cache.blend_cache import BlendCache
 from ...errors import ConfigError
+from ...model.anatomy import decoder_layers
+from ...model.attention import Glance
 from ...model.row_attention import attend
 from ...model.row_lines import MadeLines
 from ..decoding import stock_attention
@@ -25,6 +28,24 @@ class PartDecoding:
     def __init__(self, cache: BlendCache) -> None:
         self._cache = cache
         self._layers: list[Any] = list(cache.layers)
+        self._glances: dict[int, Glance] = {}
+
+    def take_step(self, index: int) -> None:
+        """Take a layer's next attention call, over the columns that are there; nothing stays in the model behind it.
+
+        Args:
+            index: of a layer that was loaded in part and hands over new K and V now.
+        """
+        if index not in self._glances:
+            self._glances[index] = Glance(decoder_layers(self._cache.model)[index], partial(self._attend, index))
+        self._layers[index].is_guarded = self._glances[index].open()
+
+    def _attend(
+        self, index: int, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **given: Any
+    ) -> Any:
+        name = module.config._attn_implementation
+        few = self.few(index, query, key, value, mask, name, given.get("scaling"))
+        return stock_attention(module, name)(module, query, *(few or (key, value, mask)), **given)
 
     def owns(self, cache: Any) -> bool:
         """Whether a forward is one of this request."""
@@ -44,7 +65,7 @@ class PartDecoding:
         """K, V and mask of the columns that are there, and of all behind the prompt."""
         layer = self._layers[index]
         visible = getattr(layer, "visible", None)
-        if visible is None or key.shape[2] != layer.length or key.shape[0] != 1:
+        if visible is None or key.shape[2] != layer.length:
             return None
         if not is_cut(mask, name):
             raise ConfigError(f"decoding over a part of the KV needs sdpa or eager attention, not {name!r}.")

@@ -86,9 +86,18 @@ class PartialStore:
         store: the store behind; computes and keeps what is missing.
         tier: where the blocks are; one of its own.
         block_tokens: tokens of a block.
+        make_loader: makes what loads in part for a request, from its cache; the store behind then keeps each chunk
+            whole. None loads in part only within `partial_loading`, and keeps chunks as blocks only.
     """
 
-    def __init__(self, store: ChunkStore, tier: Tier, block_tokens: int = BLOCK_TOKENS) -> None:
+    def __init__(
+        self,
+        store: ChunkStore,
+        tier: Tier,
+        block_tokens: int = BLOCK_TOKENS,
+        make_loader: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self._make_loader = make_loader
         self._store, self._tier, self._block_tokens = store, tier, block_tokens
         self._space = keyed(store.secret, "space", hash_namespace(f"{store.namespace}\0blocks"))[:2]
         self.faults: Counter[str] = Counter()  # by reason; what cannot become good was removed
@@ -99,8 +108,42 @@ class PartialStore:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
+    def __enter__(self) -> "PartialStore":
+        """As the store behind."""
+        self._store.__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        """As the store behind."""
+        self._store.__exit__(*raised)
+
+    def loader(self, cache: Any) -> Any:
+        """What loads in part for one request.
+
+        Args:
+            cache: of the request.
+
+        Returns:
+            A `PartialLoading`; None where requests load in part only within `partial_loading`, or one does now.
+        """
+        return None if self._make_loader is None or self.partial is not None else self._make_loader(cache)
+
+    @property
+    def loads_in_part(self) -> bool:
+        """Whether every request over this store loads in part."""
+        return self._make_loader is not None
+
     def stream(self, key: ChunkKey, recompute: Callable[[], ChunkKV], layout: Layout | None = None) -> ChunkKV | None:
         """A chunk whose layers can be loaded in part; None if it is not there in blocks, or not of the layout."""
+        found = self._blocks(key, recompute, layout)
+        if found is None and self.loads_in_part:
+            whole = self._store.get(key, layout=layout)
+            if whole is not None:
+                self._put_blocks(whole)
+                found = self._blocks(key, recompute, layout) or whole
+        return found
+
+    def _blocks(self, key: ChunkKey, recompute: Callable[[], ChunkKV], layout: Layout | None) -> ChunkKV | None:
         source = None
         try:
             source = self._tier.open(self._name(key))
@@ -125,7 +168,13 @@ class PartialStore:
 
     def put(self, chunk: ChunkKV) -> ChunkKV:
         """Keep a chunk in blocks, its tokens in the order of their importance, as far as it is known; give it back."""
-        chunk.check()
+        if self.loads_in_part:
+            chunk = self._store.put(chunk)
+        else:
+            chunk.check()
+        return self._put_blocks(chunk)
+
+    def _put_blocks(self, chunk: ChunkKV) -> ChunkKV:
         known = self.importance.get(chunk.key.digest)
         order = list(range(chunk.tokens)) if known is None else known.argsort(descending=True, stable=True).tolist()
         name = self._name(chunk.key)
@@ -152,7 +201,7 @@ class PartialStore:
         count = 0
         for chunk in [self._known(digest) for digest in list(self.importance)]:
             if chunk is not None:
-                self.put(chunk)
+                self._put_blocks(chunk)
                 count += 1
         return count
 

@@ -1,0 +1,27 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""The interface of a way to load chunks in part."""
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+
+class PartialLoader(ABC):
+    """Puts a store in front of a store, so that requests load only the part of a chunk that matters to them."""
+
+    @abstractmethod
+    def open(self, store: Any, folder: Path | None, **settings: Any) -> Any:
+        """Put a store in front.
+
+        Args:
+            store: the store behind, which keeps every chunk whole.
+            folder: for what is loaded in part; None keeps it in memory.
+            **settings: of the method.
+
+        Returns:
+            A store that a `BlendCache` takes.
+
+        Raises:
+            ConfigError: a setting is refused.
+        """
