@@ -10,7 +10,20 @@ import typer
 
 from hf_blend.errors import PromptError
 
-from .options import RATIO, SELECTOR, ChunkTokens, Device, Dtype, Model, Ratio, Selector, Store, TopK, Unverified
+from .options import (
+    RATIO,
+    SELECTOR,
+    ChunkTokens,
+    Device,
+    Dtype,
+    Model,
+    Partial,
+    Ratio,
+    Selector,
+    Store,
+    TopK,
+    Unverified,
+)  # fmt: skip
 from .output import Json, interruptible, say, show
 from .reading import read, say_limits, split
 
@@ -41,6 +54,7 @@ def ask(
     top_k: TopK = 8,
     ratio: Ratio = RATIO,
     selector: Selector = SELECTOR,
+    partial: Partial = None,
     compare: Compare = False,
     chunk_tokens: ChunkTokens = 512,
     system: System = None,
@@ -57,6 +71,7 @@ def ask(
     Examples:
         hf-blend ask --store my-chunks
         hf-blend ask --store my-chunks --compare --json
+        hf-blend ask --store my-chunks --partial 0.25 --json
         hf-blend ask "Who keeps the light?" notes/ --model HuggingFaceTB/SmolLM2-135M-Instruct  # network
     """
     from hf_blend import ChunkStore
@@ -71,7 +86,7 @@ def ask(
     source = open_model(model, device, dtype)
     asks = _asks(given, documents, source, top_k, chunk_tokens, system, max_new_tokens)
     shown = _Shown(json, compare, is_listed=questions is not None)
-    with ChunkStore.open(store) as opened, interruptible(lambda: shown.kept(len(asks))):
+    with ChunkStore.open(store, partial=partial) as opened, interruptible(lambda: shown.kept(len(asks))):
         loaded = source.load()
         for asked in asks:
             if compare and (report := warm(loaded, source.tokenizer, opened, asked, Method("blend", config))):

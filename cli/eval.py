@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .options import SELECTOR, Device, Dtype
+from .options import SELECTOR, Device, Dtype, Partial
 from .output import Json, progress, say, show
 
 __all__ = ["eval"]
@@ -44,6 +44,7 @@ def eval(
     chunk_tokens: ChunkTokens = None,
     chunk_order: Order = "given",
     batch: Batch = 1,
+    partial: Partial = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     output_dir: Output = None,
@@ -57,6 +58,7 @@ def eval(
     Examples:
         hf-blend eval --limit 2 --ratio 0.1 --json
         hf-blend eval needle --limit 2 --method auto --ratio 0.1
+        hf-blend eval needle --limit 2 --method kv-deviation@0.1 --partial 0.25
         hf-blend eval --method all --limit 500 --batch 25 --output-dir run --report  # slow
         hf-blend eval musique --model mistralai/Mistral-7B-Instruct-v0.2 --limit 20  # network
     """
@@ -73,7 +75,7 @@ def eval(
     files = _files(data or [], names)
     trial = Trial(
         names, tuple(model), wanted, tuple(ratio), limit or None, seed, chunk_tokens, chunk_order, files, batch,
-        None if dtype == "auto" else dtype, str(choose_device(device)),
+        None if dtype == "auto" else dtype, str(choose_device(device)), partial,
     )  # fmt: skip
 
     def told(parts: Iterator[Any], count: int) -> Iterator[Any]:
@@ -84,15 +86,19 @@ def eval(
         made = summarised(trial.settings, folder.lines.values())
         folder.write(SUMMARY, json_format.dumps(made, indent=1, allow_nan=False) + "\n")
         if report:
-            from hf_blend.evaluation.report import html, plots
-
-            folder.write("report.html", html(made))
-            for name, text in plots(made).items():
-                folder.write(f"{name}.svg", text)
+            _write_report(folder, made)
     if output_dir:
         say(f"written to {output_dir}")
     rows = [{name: row[name] for name in SHOWN} for row in made["rows"]]
     show(made if json else rows, as_json=json, title="evaluation", header=True)
+
+
+def _write_report(folder: Any, made: dict[str, Any]) -> None:
+    from hf_blend.evaluation.report import html, plots
+
+    folder.write("report.html", html(made))
+    for name, text in plots(made).items():
+        folder.write(f"{name}.svg", text)
 
 
 def _files(data: list[str], tasks: tuple[str, ...]) -> tuple[tuple[str, str], ...]:

@@ -12,7 +12,8 @@ import typer
 from hf_blend.config import BlendConfig
 
 __all__ = [
-    "RATIO", "SELECTOR", "ChunkTokens", "Device", "Dtype", "Model", "Ratio", "Selector", "Store", "TopK", "Unverified",
+    "RATIO", "SELECTOR", "ChunkTokens", "Device", "Dtype", "Model", "Partial", "Ratio", "Selector", "Store", "TopK",
+    "Unverified",
 ]  # fmt: skip
 
 RATIO, SELECTOR = BlendConfig.recompute_ratio, BlendConfig.selector
@@ -24,6 +25,9 @@ Dtype = Annotated[str, typer.Option(help="Of the weights: float32, bfloat16 or f
 Ratio = Annotated[float, typer.Option(help="Share of the reusable tokens that is recomputed, 0 to 1.")]
 Selector = Annotated[
     str, typer.Option(help="Which tokens are recomputed: a method or a file with one, options behind it.")
+]
+Partial = Annotated[
+    float | None, typer.Option(help="Share of the stored blocks that is loaded, chosen by the question; else all.")
 ]
 ChunkTokens = Annotated[int, typer.Option(min=1, help="Most tokens of a piece that a document is split into.")]
 Unverified = Annotated[bool, typer.Option("--allow-unverified", help="Use a model that was not found to be exact.")]

@@ -118,6 +118,9 @@ def ask(
         "charged_budget": 1.0 if got.report is None else got.report.charged_budget,
         "sources": [{"name": one.name, "start": one.start, "stop": one.stop} for one in asked.sources],
     }
+    if getattr(store, "loads_in_part", False):
+        partial = (got.report and got.report.partial) or {}
+        row |= {name: partial.get(name, 0) for name in ("loaded_bytes", "all_bytes")}
     chosen = set(got.report.chosen_columns[0]) if got.report and got.report.chosen_columns else set()
     ids = got.input_ids.tolist()
     end = documents_end(tokenizer, asked.pieces, len(ids))

@@ -80,6 +80,22 @@ MEASURED = {
         },
         _rounds,
     ),
+    "offload": plain(
+        {
+            "context": text("context"),
+            "cache": text("cache"),
+            "K and V, MB": lambda row: f"{row['kv_bytes'] / 1e6:.0f}" if "kv_bytes" in row else "",
+            "held at most, MB": lambda row: (
+                f"{row['peak_resident_bytes'] / 1e6:.0f} of {row['limit_bytes'] / 1e6:.0f} allowed"
+                if "limit_bytes" in row
+                else ""
+            ),
+            "tokens/s": number("tokens_s", ".2f"),
+            "beside KV on the device": number("vs_device", ".2f"),
+            "same tokens": lambda row: row.get("error") or ("yes" if row["equal_text"] else "NO"),
+        },
+        _rounds,
+    ),
     "sparse_decode": plain(
         {
             "context": text("context"),

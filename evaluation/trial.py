@@ -51,6 +51,7 @@ class Trial:
         batch: samples answered side by side.
         dtype: of the weights; None is as saved.
         device: where to run.
+        partial: share of the stored blocks that blended requests load; None loads chunks whole.
     """
 
     tasks: tuple[str, ...] = ("reference-world",)
@@ -65,6 +66,7 @@ class Trial:
     batch: int = 1
     dtype: str | None = None
     device: str = "cpu"
+    partial: float | None = None
 
     def __post_init__(self) -> None:
         """Refuse what cannot run, before anything is loaded."""
@@ -86,7 +88,8 @@ class Trial:
     def settings(self) -> dict[str, Any]:
         """What must be the same for two runs to be one."""
         versions = {"hf_blend": hf_blend.__version__, "torch": torch.__version__}
-        known = {**asdict(self), "threads": torch.get_num_threads(), "versions": versions}
+        asked = {name: value for name, value in asdict(self).items() if name != "partial" or value is not None}
+        known = {**asked, "threads": torch.get_num_threads(), "versions": versions}
         paths = [name.partition(":")[0] for name, _ in self.ways() if name.partition(":")[0].endswith(plugins.FILE)]
         digests = {path: hashlib.sha256(Path(path).expanduser().read_bytes()).hexdigest()[:16] for path in paths}
         return {**known, "files": digests} if digests else known
@@ -155,7 +158,7 @@ class _Bench:
         self, trial: Trial, model_name: str, task_name: str, task: Task, model: nn.Module, tokenizer: Any, folder: Any
     ) -> None:
         self._trial, self._names, self._folder = trial, (task_name, model_name), folder
-        store = ChunkStore.open("memory://")
+        store = ChunkStore.open("memory://", partial=trial.partial)
         given = (model, tokenizer, store, task.max_new_tokens)
         self._ways: list[tuple[str, float | None, Approach]] = [
             (name, ratio, approach(name, ratio, *given)) for name, ratio in trial.ways()

@@ -5,10 +5,15 @@
     store.add(model, tokenizer, documents)
     model.generate(**tokenizer(prompt, return_tensors="pt"), custom_generate=blended(store), max_new_tokens=64)
 
+`blended(store, sparse=0.25)` also decodes over a quarter of the blocks of the context (`hf_blend.sparse`).
+
 Greedy search, sampling and beam search run as without it. transformers does not hand a streamer or an assistant to a
 callable: for those make a `BlendCache` and pass it as `past_key_values`.
 """
 
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import fields
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,17 +21,26 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from .cache.blend_cache import BlendCache
 from .config import BlendConfig
-from .errors import ConfigError
+from .errors import ConfigError, suggest
 from .prefill.report import BlendReport
+from .sparse.config import SparseConfig
+from .sparse.decoding import sparse_decoding
+from .sparse.session import SparseMetrics
 from .store import ChunkStore
 
 
 class Blended:
-    """What `generate` calls in place of its own decoding; `report` says what the last prefill cost."""
+    """What `generate` calls in place of its own decoding.
 
-    def __init__(self, store: ChunkStore, config: BlendConfig) -> None:
-        self.store, self.config = store, config
+    Attributes:
+        report: what the last prefill cost.
+        sparse_metrics: how the last answer's selections of blocks held; None where decoding is dense.
+    """
+
+    def __init__(self, store: ChunkStore, config: BlendConfig, sparse: SparseConfig | None = None) -> None:
+        self.store, self.config, self.sparse = store, config, sparse
         self.report: BlendReport | None = None
+        self.sparse_metrics: SparseMetrics | None = None
 
     def __call__(self, model: nn.Module, input_ids: Tensor, *, generation_config: Any, **kwargs: Any) -> Any:
         """Decode as `generate` would, with a cache that brings stored chunks.
@@ -55,17 +69,27 @@ class Blended:
             raise ConfigError(f"{mode.value} is no way of transformers itself. Use sampling, greedy or beam search.")
         cache = BlendCache(model, self.store, self.config)
         kwargs["past_key_values"] = cache
-        output = method(model, input_ids, generation_config=generation_config, **kwargs)
-        self.report = cache.report
+        decoding: Any = nullcontext() if self.sparse is None else sparse_decoding(model, cache, self.sparse)
+        with decoding as session:
+            output = method(model, input_ids, generation_config=generation_config, **kwargs)
+        self.report, self.sparse_metrics = cache.report, session and session.metrics
         return output
 
 
-def blended(store: ChunkStore, config: BlendConfig | None = None, **settings: Any) -> Blended:
+def blended(
+    store: ChunkStore,
+    config: BlendConfig | None = None,
+    *,
+    sparse: float | Mapping[str, Any] | SparseConfig | None = None,
+    **settings: Any,
+) -> Blended:
     """Make what is given to `generate(custom_generate=...)`; it may be used again and again.
 
     Args:
         store: where chunks are kept; they are found inside the prompt by content, at any offset.
         config: the settings; the defaults where left out.
+        sparse: share of the context's blocks that a decoding step looks at, above 0 up to 1; or fields of
+            `hf_blend.sparse.config.SparseConfig` by name. None looks at all of it.
         **settings: fields of `BlendConfig` that differ from `config`, such as `recompute_ratio=0.15`.
 
     Returns:
@@ -74,4 +98,16 @@ def blended(store: ChunkStore, config: BlendConfig | None = None, **settings: An
     Raises:
         ConfigError: a setting is refused.
     """
-    return Blended(store, BlendConfig.from_dict({**(config or BlendConfig()).to_dict(), **settings}))
+    merged = BlendConfig.from_dict({**(config or BlendConfig()).to_dict(), **settings})
+    return Blended(store, merged, None if sparse is None else _sparse_config(sparse))
+
+
+def _sparse_config(sparse: float | Mapping[str, Any] | SparseConfig) -> SparseConfig:
+    if isinstance(sparse, SparseConfig):
+        return sparse
+    given = sparse if isinstance(sparse, Mapping) else {"share": sparse}
+    known = [entry.name for entry in fields(SparseConfig)]
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"sparse has {name!r}, which SparseConfig does not have. {suggest(str(name), known)}")
+    return SparseConfig(**given)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import dynamic_module_utils
 
-from hf_blend import BlendCache, ChunkStore, ConfigError, blended
+from hf_blend import BlendCache, ChunkStore, ConfigError, blended, sparse_decoding
 from hf_blend.evaluation.bundled import load_model, quickstart_questions
 
 FOLDER = str(Path(__file__).resolve().parent.parent / "examples" / "custom_generate")
@@ -67,3 +67,24 @@ def test_a_folder_takes_documents_and_a_question(bundled, asked, tmp_path, monke
     answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     assert answer.strip() == one["answer"]
     assert len(ChunkStore.open(tmp_path / "kv")) > 0
+
+
+def test_the_keyword_decodes_sparsely_as_the_block_does(bundled, asked, untouched):
+    (model, _), (inputs, store, _) = bundled, asked
+    ways = {"share": 0.25, "block_tokens": 8, "min_tokens": 0}
+    cache = BlendCache(model, store, recompute_ratio=0.3)
+    with sparse_decoding(model, cache, **ways) as session:
+        expected = model.generate(**inputs, past_key_values=cache, max_new_tokens=12)
+    keyword = blended(store, recompute_ratio=0.3, sparse=ways)
+    with untouched(model):
+        got = model.generate(**inputs, custom_generate=keyword, max_new_tokens=12)
+    assert torch.equal(got, expected)
+    assert vars(keyword.sparse_metrics) == vars(session.metrics)
+    assert keyword.sparse_metrics.steps > 0
+    short = {name: value[:, -5:] for name, value in inputs.items()}  # less than a block is looked at whole
+    got = model.generate(**short, custom_generate=blended(store, sparse={"share": 0.5, "min_tokens": 0}))
+    assert torch.equal(got, model.generate(**short))
+    assert blended(store, sparse=0.5).sparse.share == 0.5
+    for wrong, message in (({"shares": 1}, "Did you mean 'share'"), (0, "share is 0")):
+        with pytest.raises(ConfigError, match=message):
+            blended(store, sparse=wrong)

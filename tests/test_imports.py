@@ -42,7 +42,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # its modules; wh
     "context": (("context",), ("rotary", "prompt", "model", "store", "tiers", "prefill", "cache")),
     "attending": (("sparse.methods",), ()),
     "sparse": (("sparse",), ("attending", "rotary", "prompt", "model", "store", "tiers", "prefill", "cache")),
-    "generate": (("generate",), ("prompt", "model", "store", "prefill", "cache", "context")),
+    "generate": (("generate",), ("prompt", "model", "store", "prefill", "cache", "context", "sparse")),
     "verify": (
         ("verify",),
         ("rotary", "selectors", "prompt", "model", "store", "prefill", "loading", "cache", "context", "sparse"),

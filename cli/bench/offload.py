@@ -31,7 +31,7 @@ def offload(
     device: Device = "auto",
     json: Json = False,
 ) -> None:
-    """Tokens a second from KV that accelerate places on disk, beside KV on the device and `OffloadedCache`, in turns.
+    """Tokens a second from KV that accelerate places on disk, beside KV on the device and `OffloadedCache`.
 
     Examples:
         hf-blend bench offload --shape tiny --context 512 --tokens 2 --rounds 1 --json

@@ -226,7 +226,7 @@ def _reported(outcome: Outcome, report: BlendReport, batch_size: int, token_byte
         outcome,
         charged_budget=report.charged_budget,
         reused_tokens=reused,
-        read_bytes=reused * token_bytes,
+        read_bytes=int(report.partial["loaded_bytes"]) if report.partial else reused * token_bytes,
         computed_chunks=report.computed_chunks // batch_size,
         loaded_chunks=report.loaded_chunks // batch_size,
     )

@@ -112,7 +112,8 @@ class BlockedLayer:
         buffer, every = states.new_empty((batch, heads, capacity, width)), tokens // size
         for row in range(batch):  # whole blocks are copied in half the time of their tokens
             found = states[row, :, : every * size].unflatten(1, (every, size)).flatten(2)
-            torch.index_select(found, 1, blocks[row], out=buffer[row, :, : count * size].view(heads, count, -1))
+            chosen = buffer[row, :, : count * size].view(heads, count, size * width)  # none in less than a block
+            torch.index_select(found, 1, blocks[row], out=chosen)
         return buffer
 
     def _represented(self, count: int) -> Tensor:
