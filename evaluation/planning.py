@@ -1,0 +1,143 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Where a store's chunks belong, from rates and prices as users write them; what `hf-blend store plan` does."""
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import cached_property
+from typing import Any
+
+from hf_blend.context.size import cache_size
+from hf_blend.errors import ConfigError, suggest
+from hf_blend.loading.estimator import GB, Placement, StorageDevice, Workload, choose, place
+
+MEMORY = "memory"
+
+
+def planned(
+    model: str,
+    work: tuple[int, int, int, float],
+    given: Mapping[str, Sequence[str] | None],
+    *,
+    prefill_s: float | None,
+    ratio: float,
+    gpu_hour: float,
+    dtype: str | None = None,
+) -> dict[str, Any]:
+    """Estimate every device and choose one.
+
+    Args:
+        model: a path, a hub id, tiny:TYPE or reference; its weights are loaded only where `prefill_s` is measured.
+        work: the fields of `Workload`.
+        given: `rate`, `price` and `at`, as NAME=VALUE each. A device with a price and no rate is measured here: its
+            folder, or memory.
+        prefill_s: of a full prefill of a request's chunks; None measures a profile of the model on this machine.
+        ratio: least share to recompute.
+        gpu_hour: price of the GPU for an hour.
+        dtype: of K and V; None is the model's.
+
+    Returns:
+        `rows`, one for each device; `chosen`, its name; `store`, the arguments of `ChunkStore.open`.
+
+    Raises:
+        ConfigError: a value cannot be read, or a device has no price.
+    """
+    rates, prices = (_pairs(name, given.get(name), float) for name in ("rate", "price"))
+    places, workload = _pairs("at", given.get("at"), str), Workload(*work)
+    for name in rates:
+        if name not in prices:
+            raise ConfigError(f"device {name!r} has a rate and no price, expected both. Give --price {name}=PRICE.")
+    for name in places:
+        if name not in prices:
+            raise ConfigError(f"device {name!r} has no price. {suggest(name, prices)} Give --price {name}=PRICE.")
+    machine = _Machine(model)
+    rates |= {name: machine.rate(name, places.get(name)) for name in prices if name not in rates}
+    devices = [StorageDevice(name, rate * GB, prices[name]) for name, rate in rates.items()]
+    token_bytes, prefill = _measures(machine, dtype, prefill_s, workload.request_tokens)
+    rows = [place(one, workload, token_bytes, prefill, least_ratio=ratio, gpu_hour=gpu_hour) for one in devices]
+    chosen = choose(rows)
+    return {
+        "model": model,
+        "bytes_per_token": token_bytes,
+        "prefill_s": prefill,
+        "rows": [{**asdict(one), "total_month": one.total_month} for one in rows],
+        "chosen": chosen.device,
+        "store": _settings(chosen, places.get(chosen.device)),
+    }
+
+
+def _pairs(option: str, texts: Sequence[str] | None, read: Callable[[str], Any]) -> dict[str, Any]:
+    found = {}
+    for text in texts or ():
+        name, _, value = text.partition("=")
+        try:
+            found[name] = read(value)
+        except ValueError:
+            name = ""
+        if not name or not value:
+            kind = "TEXT" if read is str else "NUMBER"
+            raise ConfigError(f"--{option} is {text!r}, expected NAME={kind}, such as disk=4.8.")
+    return found
+
+
+class _Machine:
+    """A model on this machine, loaded when something is to be measured."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @cached_property
+    def model(self) -> Any:
+        from .bundled import load_model
+
+        return load_model(self.name)[0]
+
+    def rate(self, device: str, location: str | None) -> float:
+        """10^9 bytes a second at which a store gives back a chunk from a device: read, verified."""
+        from hf_blend import ChunkStore, plugins
+        from hf_blend.loading.profile import bytes_per_second
+
+        if device == MEMORY and location is None:
+            tier = plugins.load("store.tiers", "memory")()
+            return bytes_per_second(ChunkStore([], [tier]), self.model) / GB
+        with tempfile.TemporaryDirectory() as scratch, ChunkStore.open(location or scratch, memory_bytes=0) as store:
+            return bytes_per_second(store, self.model) / GB
+
+
+def _measures(machine: _Machine, dtype: str | None, prefill_s: float | None, tokens: int) -> tuple[float, float]:
+    """Bytes of K and V of a token, and seconds of a full prefill."""
+    if prefill_s is None:
+        from hf_blend.loading.profile import profile_of
+
+        profile = profile_of(machine.model)
+        return profile.bytes_per_token, profile.prefill_s(tokens, 1.0)
+    import torch
+
+    kind = None if dtype is None else getattr(torch, dtype, None)
+    if dtype is not None and not isinstance(kind, torch.dtype):
+        raise ConfigError(f"no dtype named {dtype!r}. {suggest(dtype, ('float32', 'bfloat16', 'float16'))}")
+    if prefill_s <= 0:
+        raise ConfigError(f"prefill_s is {prefill_s}, expected seconds above 0. Leave it out to measure it here.")
+    return cache_size(_config(machine.name), context_tokens=tokens, dtype=kind).bytes_per_token, prefill_s
+
+
+def _config(model: str) -> Any:
+    from hf_blend.verify.zoo import TINY, tiny_model
+
+    if model.startswith(TINY):
+        return tiny_model(model.removeprefix(TINY)).config
+    from transformers import AutoConfig
+
+    from .bundled import BUNDLED
+
+    return AutoConfig.from_pretrained(BUNDLED.get(model, model))
+
+
+def _settings(chosen: Placement, location: str | None) -> dict[str, Any]:
+    """The arguments of `ChunkStore.open` for a device."""
+    if chosen.device == MEMORY and location is None:
+        return {"location": "memory://", "memory_bytes": chosen.stored_bytes}
+    if location is not None and "://" in location:
+        return {"location": location}
+    return {"location": location, "disk_bytes": chosen.stored_bytes}

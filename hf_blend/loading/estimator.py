@@ -1,0 +1,169 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Where stored KV belongs: the delay and cost estimators of CacheBlend (section 5.1).
+
+    T_recompute(r, L) = r x Prefill(L)
+    T_load(L, device) = bytes per token x L / throughput of the device
+    ratio             = max(r*, the r at which both take as long)
+    device            = the cheapest one with T_load <= T_recompute(r*)
+
+Differs: where no device hides its loading, the one that costs least in all is chosen, the GPU's waiting included. The
+paper does not price that; here a month costs storage and the GPU seconds of its requests.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ..errors import ConfigError
+
+GB, MONTH_S, HOUR_S = 1e9, 30 * 86400.0, 3600.0
+
+
+@dataclass(frozen=True)
+class StorageDevice:
+    """A place where chunks may be kept.
+
+    Attributes:
+        name: of the device.
+        bytes_s: that a request reads from it.
+        gb_month: price of 10^9 bytes for a month.
+    """
+
+    name: str
+    bytes_s: float
+    gb_month: float
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be."""
+        if not self.bytes_s > 0 or not self.gb_month >= 0:
+            raise ConfigError(
+                f"device {self.name!r} reads {self.bytes_s} bytes a second for {self.gb_month} per GB and month, "
+                "expected a rate above 0 and a price from 0 on."
+            )
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is stored and asked for.
+
+    Attributes:
+        chunks: that are stored.
+        chunk_tokens: of each.
+        chunks_per_request: that a request reads.
+        requests_per_day: of all clients.
+    """
+
+    chunks: int
+    chunk_tokens: int
+    chunks_per_request: int
+    requests_per_day: float
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be."""
+        if min(self.chunks, self.chunk_tokens, self.chunks_per_request) < 1 or not self.requests_per_day >= 0:
+            raise ConfigError(f"{self} holds a number out of range, expected 1 or more, and requests from 0 on.")
+
+    @property
+    def request_tokens(self) -> int:
+        """Tokens of the chunks of a request."""
+        return self.chunk_tokens * self.chunks_per_request
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What one device means for a workload.
+
+    Attributes:
+        device: its name.
+        load_s: of a request's chunks.
+        recompute_s: of the least share of them.
+        is_hidden: loading ends no later than recomputing.
+        ratio: to recompute; more than the least where loading leaves time for it.
+        request_s: the longer of loading and recomputing.
+        stored_bytes: of all chunks.
+        storage_month: price of keeping them.
+        gpu_month: price of the GPU while requests load and recompute.
+    """
+
+    device: str
+    load_s: float
+    recompute_s: float
+    is_hidden: bool
+    ratio: float
+    request_s: float
+    stored_bytes: int
+    storage_month: float
+    gpu_month: float
+
+    @property
+    def total_month(self) -> float:
+        """Both prices."""
+        return self.storage_month + self.gpu_month
+
+
+def recompute_s(prefill_s: float, ratio: float) -> float:
+    """Seconds to recompute a share of a prompt: `r x Prefill(L)`."""
+    return ratio * prefill_s
+
+
+def load_s(bytes_per_token: float, tokens: int, bytes_s: float) -> float:
+    """Seconds to load the KV of some tokens: bytes per token x L / throughput."""
+    return bytes_per_token * tokens / bytes_s
+
+
+def ratio_that_loading_hides(load: float, prefill_s: float, least_ratio: float) -> float:
+    """The share that can be recomputed while loading goes on, at least `least_ratio`, at most 1."""
+    return min(1.0, max(least_ratio, load / prefill_s))
+
+
+def place(
+    device: StorageDevice,
+    workload: Workload,
+    bytes_per_token: float,
+    prefill_s: float,
+    *,
+    least_ratio: float = 0.15,
+    gpu_hour: float = 0.0,
+) -> Placement:
+    """What it means to keep all chunks on one device.
+
+    Args:
+        device: where.
+        workload: what is kept and asked for.
+        bytes_per_token: of K and V, all layers.
+        prefill_s: seconds of a full prefill of a request's chunks.
+        least_ratio: r*, what quality asks for.
+        gpu_hour: price of the GPU for an hour.
+
+    Returns:
+        Delays and prices.
+    """
+    tokens = workload.request_tokens
+    load, least = load_s(bytes_per_token, tokens, device.bytes_s), recompute_s(prefill_s, least_ratio)
+    ratio = ratio_that_loading_hides(load, prefill_s, least_ratio)
+    request = max(load, recompute_s(prefill_s, ratio))
+    stored = round(bytes_per_token * workload.chunk_tokens * workload.chunks)
+    requests = workload.requests_per_day * MONTH_S / 86400
+    gpu = requests * request / HOUR_S * gpu_hour
+    return Placement(
+        device.name, load, least, load <= least, ratio, request, stored, stored / GB * device.gb_month, gpu
+    )
+
+
+def choose(placements: Sequence[Placement]) -> Placement:
+    """The cheapest device that hides its loading under recomputing; without one, the one that costs least in all.
+
+    Args:
+        placements: of the devices there are, the preferred first where prices are equal.
+
+    Returns:
+        One of them.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not placements:
+        raise ConfigError("no device was named, expected one or more. Give --rate NAME=GB/s and --price NAME=PRICE.")
+    hidden = [one for one in placements if one.is_hidden]
+    cost: Callable[[Placement], float] = (lambda one: one.storage_month) if hidden else (lambda one: one.total_month)
+    return min(hidden or placements, key=cost)

@@ -1,0 +1,139 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""The estimators of CacheBlend give the paper's own examples, and the plan of a store is what they say."""
+
+import json
+
+import pytest
+
+from hf_blend import ChunkStore, ConfigError
+from hf_blend.cli.main import main
+from hf_blend.loading.estimator import (
+    StorageDevice,
+    Workload,
+    choose,
+    load_s,
+    place,
+    ratio_that_loading_hides,
+    recompute_s,
+)
+
+TOKENS = 4096
+LLAMA_7B = 2 * 32 * 128 * 2  # bytes of K and V of a token in a layer, 16 bits
+LLAMA_70B = 2 * 8 * 128 * 2
+NVME = 4.2e9  # at which the paper's two layers take what it says; it measured 4.8 GB/s for its disk
+
+
+def test_the_kv_of_llama_7b_at_4096_tokens_is_the_papers():
+    assert LLAMA_7B * 32 * TOKENS == 2_147_483_648
+
+
+@pytest.mark.parametrize(("token_bytes", "stated_ms"), [(LLAMA_7B, 16), (LLAMA_70B, 4)])
+def test_loading_a_layer_takes_what_the_paper_says(token_bytes, stated_ms):
+    assert 1e3 * load_s(token_bytes, TOKENS, NVME) == pytest.approx(stated_ms, rel=0.01)
+    assert 1e3 * load_s(token_bytes, TOKENS, 4.8e9) == pytest.approx(stated_ms, rel=0.15)
+
+
+@pytest.mark.parametrize(("prefill_ms", "stated_ms"), [(20, 3), (46.7, 7)])
+def test_recomputing_15_percent_of_a_layer_takes_what_the_paper_says(prefill_ms, stated_ms):
+    assert recompute_s(prefill_ms, 0.15) == pytest.approx(stated_ms, rel=0.01)
+
+
+def test_llama_7b_recomputes_more_while_the_disk_is_read_and_llama_70b_hides_the_disk():
+    assert ratio_that_loading_hides(16, 20, 0.15) == pytest.approx(0.8)
+    assert ratio_that_loading_hides(4, 46.7, 0.15) == 0.15
+    assert ratio_that_loading_hides(100, 20, 0.15) == 1.0
+
+
+WORK = Workload(chunks=1000, chunk_tokens=512, chunks_per_request=8, requests_per_day=10_000)
+DEVICES = [StorageDevice("memory", 50e9, 2.0), StorageDevice("nvme", NVME, 0.08), StorageDevice("hdd", 0.2e9, 0.02)]
+
+
+def placed(token_bytes, layers, layer_ms, devices=DEVICES, **given):
+    return [place(one, WORK, token_bytes * layers, layer_ms * layers / 1e3, **given) for one in devices]
+
+
+def test_the_cheapest_device_that_hides_its_loading_is_chosen():
+    small, large = placed(LLAMA_7B, 32, 20), placed(LLAMA_70B, 80, 46.7)
+    assert [one.is_hidden for one in small] == [True, False, False]
+    assert [one.is_hidden for one in large] == [True, True, False]
+    assert choose(small).device == "memory"
+    assert choose(large).device == "nvme"
+
+
+def test_prices_are_bytes_by_month_and_seconds_by_hour():
+    memory, nvme, _ = placed(LLAMA_7B, 32, 20, gpu_hour=3.0)
+    assert memory.stored_bytes == LLAMA_7B * 32 * 512 * 1000
+    assert memory.storage_month == pytest.approx(268.435456 * 2.0)
+    assert memory.gpu_month == pytest.approx(300_000 * 0.096 / 3600 * 3.0)
+    assert nvme.gpu_month == pytest.approx(300_000 * 0.5113 / 3600 * 3.0, rel=1e-3)
+    assert nvme.total_month == nvme.storage_month + nvme.gpu_month
+
+
+def test_where_no_device_hides_its_loading_the_gpus_waiting_decides():
+    slow = DEVICES[1:]
+    assert choose(placed(LLAMA_7B, 32, 20, slow)).device == "hdd"
+    assert choose(placed(LLAMA_7B, 32, 20, slow, gpu_hour=3.0)).device == "nvme"
+
+
+@pytest.mark.parametrize("wrong", [lambda: StorageDevice("x", 0, 1), lambda: Workload(0, 1, 1, 1), lambda: choose([])])
+def test_what_cannot_be_is_refused(wrong):
+    with pytest.raises(ConfigError, match="expected"):
+        wrong()
+
+
+STATED = (
+    "store plan --model tiny:llama --chunks 100 --chunk-tokens 256 --per-request 4 --prefill-s 0.5 --gpu-hour 3 "
+    "--rate memory=20 --price memory=2 --rate disk=1 --price disk=0.05 --rate remote=0.0001 --price remote=0.01"
+).split()
+
+
+def run(capsys, *words):
+    with pytest.raises(SystemExit) as ended:
+        main([*STATED, *words])
+    return ended.value.code, capsys.readouterr()
+
+
+def test_the_command_prints_a_table_and_writes_what_a_store_is_opened_with(tmp_path, capsys):
+    path = tmp_path / "store.json"
+    code, shown = run(capsys, "--at", f"disk={tmp_path / 'kv'}", "--output", str(path), "--json")
+    assert not code, shown
+    found = json.loads(shown.out)
+    assert found["chosen"] == "disk"
+    assert [row["device"] for row in found["rows"]] == ["memory", "disk", "remote"]
+    assert [row["is_hidden"] for row in found["rows"]] == [True, True, False]
+    settings = json.loads(path.read_text("utf-8"))
+    assert (
+        settings
+        == found["store"]
+        == {"location": str(tmp_path / "kv"), "disk_bytes": found["rows"][1]["stored_bytes"]}
+    )
+    with ChunkStore.open(**settings) as store:
+        assert len(store) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--rate", "tape=1"], "no price"),
+        (["--rate", "disk"], "NAME=NUMBER"),
+        (["--price", "disk=cheap"], "NAME=NUMBER"),
+        (["--at", "attic=/x"], "attic"),
+    ],
+)
+def test_what_the_command_cannot_read_is_refused(capsys, words, message):
+    code, shown = run(capsys, *words)
+    assert code
+    assert message in shown.err
+
+
+def test_what_is_not_stated_is_measured(tmp_path, capsys):
+    words = "store plan --model reference --chunks 10 --chunk-tokens 32 --per-request 2 --prefill-s 0.1".split()
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "--price", "memory=2", "--price", "disk=0.05", "--at", f"disk={tmp_path}", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert not ended.value.code
+    assert found["chosen"] == "disk"
+    assert all(0 < row["load_s"] < 1 for row in found["rows"])
+    with ChunkStore.open(tmp_path) as store:
+        assert len(store) == 0, "what was measured with is removed"
