@@ -12,7 +12,7 @@ WORKERS ?= logical
 COVERED := cache model prefill rotary selectors store
 
 .DEFAULT_GOAL := help
-.PHONY: faults help install quickstart demo space docs test test-slow test-oldest check bench eval
+.PHONY: chain-model faults help install quickstart demo space docs test test-slow test-oldest check bench eval
 
 help: ## say what each target does
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,9 +25,8 @@ $(STAMP): setup.cfg pyproject.toml $(CONSTRAINTS)
 	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e ".[dev]"
 	touch $(STAMP)
 
-quickstart: $(STAMP) ## answer questions by full prefill, full reuse and blending; then the speed on a larger shape
+quickstart: $(STAMP) ## answer long questions by full prefill, full reuse and blending, and say when each first token came
 	$(BIN)/hf-blend ask --compare --store $(VENV)/quickstart
-	$(BIN)/hf-blend bench ttft --chunks 6 --chunk-tokens 256 --question-tokens 32 --rounds 3 --ratios 0.3 0.15 0.05
 
 demo: $(STAMP) ## show three answers side by side in a browser
 	$(BIN)/hf-blend demo
@@ -68,6 +67,13 @@ check: $(STAMP) ## lint, types, and all that the documents claim: links, numbers
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(if $(CLAIMS),$(BIN)/python -P -m pytest -q $(CLAIMS))
+
+CHAIN_RUN ?= build/chains
+
+chain-model: $(STAMP) ## train the second reference model (hours on a CPU, resumes), export it and measure its gates
+	$(BIN)/python benchmarks/reference_model/train.py --folder $(CHAIN_RUN)
+	$(BIN)/python benchmarks/reference_model/export.py --folder $(CHAIN_RUN) --to hf_blend/bundled/chains
+	$(BIN)/python benchmarks/reference_model/gates.py
 
 bench: $(STAMP) ## measure time to first token and write it to benchmarks/results
 	mkdir -p benchmarks/results

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Ask a question over documents, and see what reusing their KV changes."""
+"""Ask a question over documents: retrieve, answer with stored KV, name the sources."""
 
 import sys
 from pathlib import Path
@@ -8,10 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .output import Json, fail, say, show
+from hf_blend.errors import PromptError
+
+from .options import RATIO, SELECTOR, ChunkTokens, Device, Dtype, Model, Ratio, Selector, Store, TopK, Unverified
+from .output import Json, interruptible, say, show
+from .reading import read, say_limits, split
 
 if TYPE_CHECKING:
     from hf_blend.evaluation.asking import Asked, Reply
+    from hf_blend.evaluation.bundled import ModelSource
+    from hf_blend.evaluation.documents import Document
     from hf_blend.prefill.report import BlendReport
 
 __all__ = ["ask"]
@@ -21,15 +27,9 @@ Files = Annotated[list[str] | None, typer.Argument(help="Documents to ask about:
 Questions = Annotated[
     Path | None, typer.Option(help="File with a question on each line; all arguments are documents then.")
 ]
-Model = Annotated[str | None, typer.Option(help="Hub id or path; the default is the bundled reference model.")]
-Store = Annotated[str | None, typer.Option("--store", help="Folder of the chunk store; the default is the library's.")]
-Ratio = Annotated[float, typer.Option(help="Share of the reusable tokens that is recomputed, 0 to 1.")]
-Selector = Annotated[str, typer.Option(help="Which tokens are recomputed: a method, with its options.")]
 Compare = Annotated[bool, typer.Option("--compare", help="Beside blending, also full prefill and full reuse.")]
-ChunkTokens = Annotated[int, typer.Option(min=1, help="Documents are cut into chunks of this many tokens.")]
 System = Annotated[str | None, typer.Option(help="Text before the documents.")]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Where an answer is cut.")]
-Unverified = Annotated[bool, typer.Option("--allow-unverified", help="Use a model that was not found to be exact.")]
 
 
 def ask(
@@ -38,85 +38,150 @@ def ask(
     questions: Questions = None,
     model: Model = None,
     store: Store = None,
-    ratio: Ratio = 0.15,
-    selector: Selector = "kv-deviation",
+    top_k: TopK = 8,
+    ratio: Ratio = RATIO,
+    selector: Selector = SELECTOR,
     compare: Compare = False,
     chunk_tokens: ChunkTokens = 512,
     system: System = None,
     max_new_tokens: MaxNewTokens = 32,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
     allow_unverified: Unverified = False,
     json: Json = False,
 ) -> None:
-    """Answer from documents, reusing what is stored of them and storing what is not.
+    """Answer from the pieces of documents that a question is about, and name their sources.
+
+    What is stored of the pieces is reused, what is not is computed and stored: hf-blend index does so ahead of time.
 
     Examples:
         hf-blend ask --store my-chunks
         hf-blend ask --store my-chunks --compare --json
-        hf-blend ask "Who keeps the light?" notes.txt --model HuggingFaceTB/SmolLM2-135M-Instruct  # network
+        hf-blend ask "Who keeps the light?" notes/ --model HuggingFaceTB/SmolLM2-135M-Instruct  # network
     """
     from hf_blend import ChunkStore
-    from hf_blend.evaluation import asking
-    from hf_blend.evaluation.answering import blend_config
-    from hf_blend.evaluation.bundled import load_model
+    from hf_blend.evaluation.answering import Method, blend_config
+    from hf_blend.evaluation.asking import ask as answer
+    from hf_blend.evaluation.asking import methods, warm
+    from hf_blend.evaluation.bundled import open_model
 
-    given = [question] if question else []
-    if questions is not None:
-        files, given = [*given, *(files or [])], _lines(questions)
-    if given and not files:
-        question = given[0]
-        fail(f"the question {question!r} came without documents. Name files behind it, or - for standard input.")
     config = blend_config(selector, recompute_ratio=ratio, allow_unverified=allow_unverified)
-    loaded, tokenizer = load_model(model)
-    replies: list[Reply] = []
-    reports: list[BlendReport] = []
-    with ChunkStore.open(store) as opened:
-        for asked in _asked(tokenizer, given, files or [], chunk_tokens, system):
-            if compare and (warmed := asking.warm(loaded, tokenizer, opened, asked, asking.Method("blend", config))):
-                reports.append(warmed)
-            for method in asking.methods(config, compare):
-                stream = None if json or compare else _stream
-                replies.append(asking.ask(loaded, tokenizer, opened, asked, method, max_new_tokens, stream))
-                if stream:
-                    typer.echo()
-            if compare and not json:
-                _marked(asked, replies[-1])
-    reports += [reply.answer.report for reply in replies if reply.answer.report and not compare]
-    _result(replies, reports, compare, json)
+    given, documents = _given(question, files or [], questions)
+    model = model or ("reference" if given else "chains")
+    source = open_model(model, device, dtype)
+    asks = _asks(given, documents, source, top_k, chunk_tokens, system, max_new_tokens)
+    shown = _Shown(json, compare, is_listed=questions is not None)
+    with ChunkStore.open(store) as opened, interruptible(lambda: shown.kept(len(asks))):
+        loaded = source.load()
+        for asked in asks:
+            if compare and (report := warm(loaded, source.tokenizer, opened, asked, Method("blend", config))):
+                shown.reports.append(report)
+            shown.begin(asked)
+            replies = [
+                answer(loaded, source.tokenizer, opened, asked, method, max_new_tokens, shown.stream)
+                for method in methods(config, compare)
+            ]
+            shown.end(asked, replies)
+    shown.result()
 
 
-def _asked(
-    tokenizer: Any, questions: list[str], files: list[str], chunk_tokens: int, system: str | None
+def _given(question: str | None, files: list[str], questions: Path | None) -> "tuple[list[str], list[Document]]":
+    """The questions and the documents; neither for the bundled ones."""
+    from hf_blend.evaluation.documents import read_file
+
+    if question is None and questions is None:
+        return [], []
+    first = [question] if question is not None else []
+    if questions is None:
+        given, names = [one.strip() for one in first], files
+    else:
+        (listed,) = read_file(questions, str(questions))
+        given, names = [line.strip() for line in listed.text.splitlines() if line.strip()], [*first, *files]
+    if not all(given):
+        raise PromptError(f"the question is {question!r}, but a text is expected. Write it before the documents.")
+    if not names:
+        told = f"{question!r} is a path: write the question before it." if Path(given[0]).exists() else "Name some."
+        raise PromptError(f"the question {given[0]!r} came without documents. {told} Or give - for standard input.")
+    return given, read(names)
+
+
+def _asks(
+    given: list[str],
+    documents: "list[Document]",
+    source: "ModelSource",
+    top_k: int,
+    chunk_tokens: int,
+    system: str | None,
+    max_new_tokens: int,
 ) -> "list[Asked]":
-    from hf_blend.evaluation.asking import Asked, pieces, split
-    from hf_blend.evaluation.bundled import quickstart_questions
-    from hf_blend.evaluation.documents import gather, unknown_words
+    from hf_blend.evaluation.asking import Asked, prepare
+    from hf_blend.evaluation.bundled import long_questions, quickstart_questions
+    from hf_blend.evaluation.retrieving import Retriever
 
-    if not questions:
-        given = quickstart_questions()
+    if not given:
         names = ("prefix", "chunks", "question")
-        return [Asked({name: one[name] for name in names}, one["question"], one["answer"]) for one in given]
-    texts = gather(files, sys.stdin)
-    if said := unknown_words(tokenizer, "\n".join([*texts, *questions])):
-        say(f"{said} Name another with --model.")
-    chunks = [chunk for text in texts for chunk in split(tokenizer, text, chunk_tokens)]
-    return [Asked(pieces(tokenizer, chunks, question, system), question) for question in questions]
+        ours = long_questions() if source.name == "chains" else quickstart_questions()
+        return [Asked({name: one[name] for name in names}, one["question"], one["answer"]) for one in ours]
+    retriever = Retriever(split(documents, source, chunk_tokens, given), top_k)
+    asks = [prepare(source, retriever, question, system, max_new_tokens) for question in given]
+    say_limits(retriever, asks, source)
+    return asks
 
 
-def _lines(path: Path) -> list[str]:
-    """The questions in a file."""
-    from hf_blend.evaluation.asking import read_documents
+class _Shown:
+    """What is printed, while answers come and behind them."""
 
-    return [line.strip() for line in read_documents([str(path)], ())[0].splitlines() if line.strip()]
+    def __init__(self, json: bool, compare: bool, is_listed: bool) -> None:
+        self.reports: list[BlendReport] = []
+        self._replies: list[Reply] = []
+        self._json, self._compare, self._is_listed = json, compare, is_listed
 
+    def stream(self, text: str) -> None:
+        """Print a part of an answer as it comes."""
+        if not (self._json or self._compare):
+            typer.echo(text, nl=False)
 
-def _stream(text: str) -> None:
-    typer.echo(text, nl=False)
+    def begin(self, asked: "Asked") -> None:
+        """Before a question is answered."""
+        if self._is_listed and not self._json and not self._compare:
+            typer.echo(typer.style(asked.question, bold=True))
 
+    def end(self, asked: "Asked", replies: "list[Reply]") -> None:
+        """When a question was answered."""
+        self._replies += replies
+        self.reports += [reply.answer.report for reply in replies if reply.answer.report and not self._compare]
+        if self._json:
+            return
+        if self._compare:
+            typer.echo(typer.style(f"\n{asked.question}", bold=True))
+            typer.echo(" ".join(_mark(text) if chosen else text for text, chosen in replies[-1].tokens))
+        else:
+            typer.echo()
+        if asked.sources:
+            typer.echo(f"Sources: {', '.join(asked.names)}" + ("\n" if self._is_listed else ""))
 
-def _marked(asked: "Asked", reply: "Reply") -> None:
-    """Show the documents with the recomputed tokens standing out."""
-    typer.echo(typer.style(f"\n{asked.question}", bold=True))
-    typer.echo(" ".join(_mark(text) if chosen else text for text, chosen in reply.tokens))
+    def kept(self, count: int) -> str:
+        """What Ctrl-C leaves."""
+        done = sum(report.computed_chunks for report in self.reports)
+        answered = len({reply.row["question"] for reply in self._replies})
+        return (
+            f"{answered} of {count} questions are answered; the {done} chunks computed for them are stored. Run the "
+            "same command again: what is stored is loaded."
+        )
+
+    def result(self) -> None:
+        """When all is answered."""
+        names = ("computed", "loaded")
+        chunks = {name: sum(getattr(report, f"{name}_chunks") for report in self.reports) for name in names}
+        rows = [reply.row for reply in self._replies]
+        if self._json:
+            show({"rows": rows, "chunks": chunks}, as_json=True)
+            return
+        if self._compare:
+            typer.echo()
+            show([_readable(row) for row in rows], title="recomputed tokens stand out above", header=True)
+        said = "the text before the documents counts as a chunk"
+        say(f"{chunks['loaded']} chunks loaded from the store, {chunks['computed']} computed ({said})")
 
 
 def _mark(text: str) -> str:
@@ -125,25 +190,10 @@ def _mark(text: str) -> str:
     return (typer.style(shown, reverse=True) if sys.stdout.isatty() else f"[{shown}]") + "\n" * text.count("\n")
 
 
-def _result(replies: "list[Reply]", reports: "list[BlendReport]", compare: bool, json: bool) -> None:
-    chunks = {
-        "computed": sum(report.computed_chunks for report in reports),
-        "loaded": sum(report.loaded_chunks for report in reports),
-    }
-    rows = [reply.row for reply in replies]
-    if json:
-        show({"rows": rows, "chunks": chunks}, as_json=True)
-    elif compare:
-        typer.echo()
-        show([_readable(row) for row in rows], title="recomputed tokens stand out above", header=True)
-    if not json:
-        say(f"{chunks['loaded']} chunks loaded, {chunks['computed']} computed (the beginning of a prompt is one, too)")
-
-
 def _readable(row: dict[str, Any]) -> dict[str, Any]:
     right = {True: "right", False: "WRONG", None: ""}[row["correct"]]
     return {
-        **row,
+        **{name: value for name, value in row.items() if name != "sources"},
         "correct": right,
         "ttft_ms": round(row["ttft_ms"], 1),
         "charged_budget": f"{row['charged_budget']:.0%}",

@@ -6,6 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
+from hf_blend.errors import ConfigError
+
+from .options import Device, Dtype
 from .output import Json, fail, say, show
 
 __all__ = ["demo"]
@@ -24,6 +27,8 @@ def demo(
     port: Port = None,
     folders: Folders = True,
     most_parameters: Parameters = 2.0,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
     check: Check = False,
     json: Json = False,
 ) -> None:
@@ -37,7 +42,9 @@ def demo(
     from hf_blend.evaluation.demo.page import Demo, serve
     from hf_blend.evaluation.demo.shelf import Shelf
 
-    made = Demo(Shelf(most_parameters=int(most_parameters * 1e9), takes_folders=folders), model=model)
+    _refuse_taken(host, port)
+    limits: dict[str, Any] = {"most_parameters": int(most_parameters * 1e9), "takes_folders": folders}
+    made = Demo(Shelf(**limits, device=device, dtype=dtype), model=model)
     made.shelf.take(model)
     blocks, url = serve(made, host=host, port=port, wait=False)
     try:
@@ -51,6 +58,19 @@ def demo(
         blocks.close(verbose=False)
 
 
+def _refuse_taken(host: str, port: int | None) -> None:
+    """Find out whether one may listen there, before a model is read."""
+    import socket
+
+    try:
+        socket.create_server((host, port or 0)).close()
+    except OSError as error:
+        raise ConfigError(
+            f"the page cannot listen on {host}, port {port}: {error.strerror or error}. Give another --port, or leave "
+            "it out for the first free one from 7860 on; --host is an address of this machine."
+        ) from error
+
+
 def _checked(url: str, made: Any, json: bool) -> None:
     """Ask the first bundled question through the page's own interface."""
     from hf_blend.evaluation.demo.asked import first_answers
@@ -58,4 +78,4 @@ def _checked(url: str, made: Any, json: bool) -> None:
     answers = first_answers(url, made.model)
     show({"url": url, "answers": answers}, as_json=json)
     if not all(answers.values()):
-        fail(f"the page at {url} gave {answers}, wanted was an answer by each method. Run it with --traceback.")
+        fail(f"the page at {url} gave {answers}, but an answer by each method is expected. Run it with --debug.")

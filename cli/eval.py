@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from .options import SELECTOR, Device, Dtype
 from .output import Json, progress, say, show
 
 __all__ = ["eval"]
@@ -24,17 +25,18 @@ Seed = Annotated[int, typer.Option(help="Of drawn samples and shuffled chunks.")
 ChunkTokens = Annotated[int | None, typer.Option(help="Cut chunks anew, so many tokens each.")]
 Order = Annotated[str, typer.Option(help="given, shuffled or reversed.")]
 Batch = Annotated[int, typer.Option(help="Samples answered side by side; above 1 only the first are timed.")]
-Dtype = Annotated[str | None, typer.Option(help="Of the weights; the default is as saved.")]
-Device = Annotated[str, typer.Option(help="Where to run, such as cuda.")]
 Output = Annotated[Path | None, typer.Option(help="Folder of the run; a stopped run goes on there.")]
 Report = Annotated[bool, typer.Option("--report", help="Write report.html and plots into the folder, too.")]
-SHOWN = ("task", "model", "method", "ratio", "n", "score", "low", "high", "charged_budget", "ttft_ms")
+SHOWN = (
+    "task", "model", "method", "ratio", "n", "score", "low", "high", "charged_budget", "ttft_ms", "speedup",
+    "read_bytes",
+)  # fmt: skip
 
 
 def eval(
     tasks: Tasks = None,
     model: Models = ["reference"],  # noqa: B006
-    method: Methods = ["full-prefill", "prefix-caching", "full-reuse", "auto"],  # noqa: B006
+    method: Methods = ["full-prefill", "prefix-caching", "full-reuse", SELECTOR],  # noqa: B006
     ratio: Ratios = [0.02, 0.05, 0.1, 0.15, 0.3],  # noqa: B006
     data: Data = None,
     limit: Limit = 50,
@@ -42,8 +44,8 @@ def eval(
     chunk_tokens: ChunkTokens = None,
     chunk_order: Order = "given",
     batch: Batch = 1,
-    dtype: Dtype = None,
-    device: Device = "cpu",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
     output_dir: Output = None,
     report: Report = False,
     json: Json = False,
@@ -61,6 +63,7 @@ def eval(
     import tempfile
 
     from hf_blend.evaluation.blending import method_names
+    from hf_blend.evaluation.bundled import choose_device
     from hf_blend.evaluation.folder import SUMMARY, RunFolder
     from hf_blend.evaluation.summary import summarised
     from hf_blend.evaluation.trial import Trial, run
@@ -69,8 +72,8 @@ def eval(
     wanted = tuple(name for one in method for name in (method_names() if one == "all" else [one]))
     files = _files(data or [], names)
     trial = Trial(
-        names, tuple(model), wanted, tuple(ratio), limit or None, seed, chunk_tokens, chunk_order, files, batch, dtype,
-        device,
+        names, tuple(model), wanted, tuple(ratio), limit or None, seed, chunk_tokens, chunk_order, files, batch,
+        None if dtype == "auto" else dtype, str(choose_device(device)),
     )  # fmt: skip
 
     def told(parts: Iterator[Any], count: int) -> Iterator[Any]:

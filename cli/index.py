@@ -1,29 +1,36 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Compute and store the chunks of a corpus ahead of time."""
+"""Split documents into chunks, and compute and store the KV of each ahead of time."""
 
-import os
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .output import Json, SecretFile, fail, progress, read_secret, show
+from .options import ChunkTokens, Device, Dtype, Model, Store
+from .output import Json, SecretFile, duration, fail, humanise, interruptible, progress, read_secret, say, show
+from .reading import read, split
+
+if TYPE_CHECKING:
+    from hf_blend.evaluation.bundled import ModelSource
+    from hf_blend.evaluation.documents import Document
+    from hf_blend.evaluation.indexing import Indexed
+    from hf_blend.evaluation.splitting import Piece
 
 __all__ = ["index"]
 
 PATIENCE_S = 60.0  # nobody waits for an answer here
 
-Names = Annotated[list[str] | None, typer.Argument(metavar="CORPUS ...", help="Text files, JSONL files, or folders.")]
-Model = Annotated[str | None, typer.Option(help="Hub id or path; the default is the bundled reference model.")]
-Store = Annotated[str | None, typer.Option("--store", help="Folder of the chunk store; the default is the library's.")]
+Names = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="CORPUS ...", help="Files or folders: text, Markdown, HTML, PDF, JSONL; - is stdin."),
+]
 Remote = Annotated[str | None, typer.Option(help="URL of a tier behind it: s3://…, hf://…, redis://…, file://….")]
 Namespace = Annotated[str, typer.Option(help="Store the chunks in this namespace.")]
-ChunkTokens = Annotated[int, typer.Option(min=1, help="Documents are cut into chunks of this many tokens.")]
 ShardOption = Annotated[
     str | None, typer.Option("--shard", help="NUMBER/COUNT: only this share; accelerate launch and torchrun say it.")
 ]
-Device = Annotated[str | None, typer.Option(help="Where the model runs; the default is a GPU of its own, or the CPU.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what it takes, and store nothing.")]
 
 
 def index(
@@ -35,14 +42,17 @@ def index(
     secret_file: SecretFile = None,
     chunk_tokens: ChunkTokens = 512,
     shard: ShardOption = None,
-    device: Device = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    dry_run: DryRun = False,
     json: Json = False,
 ) -> None:
     """Store every chunk of a corpus that is not stored yet; without a corpus, of the bundled documents.
 
-    Stopped at any time and run again, it goes on where it was. Several processes share the work by the digests of the
-    chunks, and never talk: accelerate launch --multi_gpu --num_processes 2 -m hf_blend.cli.main index CORPUS. The
-    bytes of the store are those of one process, where a process computes with as many threads. Exit code 1 if the
+    It says first how many tokens there are, how many bytes their KV takes and how long that lasts, and what it leaves
+    out. Stopped at any time and run again, it continues where it was. Several processes share the work by the digests
+    of the chunks, and never talk: accelerate launch --multi_gpu --num_processes 2 -m hf_blend.cli.main index CORPUS.
+    The bytes of the store are those of one process, where a process computes with as many threads. Exit code 1 if the
     store did not keep all of it.
 
     Examples:
@@ -52,26 +62,46 @@ def index(
     """
     from hf_blend import ChunkStore
     from hf_blend.evaluation import indexing
-    from hf_blend.evaluation.bundled import load_model
+    from hf_blend.evaluation.bundled import open_model
 
-    share, documents = indexing.Shard.find(shard), indexing.Corpus(corpus or [])
-    loaded, tokenizer = load_model(model)
-    loaded.to(device or _own_device())
+    share, secret = indexing.Shard.find(shard), read_secret(secret_file)
+    documents = read(corpus or [])
+    source = open_model(model, device, dtype)
+    pieces = _pieces(documents, source, chunk_tokens)
+    estimate = indexing.Estimate.of(pieces, source)
     is_first = share.number == 0
-    shown = progress(documents, "documents", total=len(documents), quiet=json or not is_first)
+    if is_first:
+        size = f"{estimate.tokens:,} tokens, {humanise('nbytes', estimate.nbytes)} of KV"
+        say(f"{len({piece.name for piece in pieces}):,} documents in {estimate.pieces:,} chunks: {size}.")
     place: dict[str, Any] = {"remote": remote, "remote_deadline_s": PATIENCE_S, "namespace": namespace}
-    with ChunkStore.open(store, memory_bytes=0, **place, secret=read_secret(secret_file)) as opened:
-        done = indexing.index(loaded, tokenizer, opened, shown, chunk_tokens, share)
+    with ChunkStore.open("memory://" if dry_run else store, memory_bytes=0, **place, secret=secret) as opened:
+        indexing.check_room(opened, estimate)
+        indexer = indexing.Indexer(source.load(), source.tokenizer, opened, pieces, share)
+        if is_first and indexer.missing:
+            say(f"{len(indexer.missing):,} to compute, about {duration(indexer.probe_s())} on {source.device}.")
+        if dry_run:
+            show(asdict(estimate), as_json=json)
+            return
+        if is_first:
+            indexer.name_sources(documents, model or "bundled", chunk_tokens)
+        with interruptible(lambda: _kept(indexer.done, len(indexer.missing))):
+            done = indexer.run(lambda keys: progress(keys, "chunks", quiet=not is_first))
         evicted = sum(opened.stats()["evicted"].values())
     if is_first or shard:
-        show({**asdict(done), "evicted": evicted, "shard": f"{share.number}/{share.count}"}, as_json=json)
+        numbers = {"documents": len({piece.name for piece in pieces}), **asdict(done), "evicted": evicted}
+        show({**numbers, "shard": f"{share.number}/{share.count}"}, as_json=json)
     if done.refused or evicted:
         fail(f"the store did not keep {done.refused + evicted} chunks. Make room for them, and run it again.")
 
 
-def _own_device() -> str:
-    import torch
+def _pieces(documents: "list[Document]", source: "ModelSource", chunk_tokens: int) -> "list[Piece]":
+    from hf_blend.evaluation.indexing import bundled_pieces
 
-    if not torch.cuda.is_available():
-        return "cpu"
-    return f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % torch.cuda.device_count()}"
+    return split(documents, source, chunk_tokens) if documents else list(bundled_pieces(source.tokenizer))
+
+
+def _kept(done: "Indexed", missing: int) -> str:
+    return (
+        f"{done.stored + done.present:,} chunks are stored and stay, {missing - done.stored - done.refused:,} are "
+        "missing. Run the same command again to continue."
+    )

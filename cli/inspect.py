@@ -2,27 +2,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Look inside one prompt: deviation, attention and what each selector takes."""
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .output import Json, fail, say, show
+from hf_blend.errors import PromptError
+
+from .options import RATIO, ChunkTokens, Device, Dtype, Model, TopK
+from .output import Json, say, show
+from .reading import read, split
 
 if TYPE_CHECKING:
+    from hf_blend.evaluation.bundled import ModelSource
+    from hf_blend.evaluation.documents import Document
     from hf_blend.evaluation.inspecting import Inspection
 
 __all__ = ["inspect"]
 
 Question = Annotated[str | None, typer.Argument(help="The question; without one, the first bundled one.")]
 Files = Annotated[list[str] | None, typer.Argument(help="Documents to look into: files, folders; - is stdin.")]
-Model = Annotated[str | None, typer.Option(help="Hub id or path; the default is the bundled reference model.")]
 Selectors = Annotated[list[str] | None, typer.Option("--selector", help="A method, with options; may be repeated.")]
-Ratio = Annotated[float, typer.Option(min=0.0, max=1.0, help="At which the selectors are compared.")]
+At = Annotated[float, typer.Option("--ratio", min=0.0, max=1.0, help="At which the selectors are compared.")]
 Png = Annotated[Path | None, typer.Option(help="Draw the picture into this file; needs the extra plot.")]
-ChunkTokens = Annotated[int, typer.Option(min=1, help="Documents are cut into chunks of this many tokens.")]
-Store = Annotated[str, typer.Option(help="Where chunks are kept.")]
+StorePlace = Annotated[str, typer.Option("--store", help="Where chunks are kept.")]
 
 
 def inspect(
@@ -30,10 +33,13 @@ def inspect(
     files: Files = None,
     model: Model = None,
     selector: Selectors = None,
-    ratio: Ratio = 0.1,
+    ratio: At = RATIO,
     png: Png = None,
-    chunk_tokens: ChunkTokens = 64,
-    store: Store = "memory://",
+    top_k: TopK = 8,
+    chunk_tokens: ChunkTokens = 512,
+    store: StorePlace = "memory://",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
     json: Json = False,
 ) -> None:
     """Show, for one prompt, how far stored KV is from that of a full prefill, and what the selectors do about it.
@@ -44,16 +50,18 @@ def inspect(
         hf-blend inspect "Who keeps the light?" notes.txt --model HuggingFaceTB/SmolLM2-135M-Instruct  # network
     """
     from hf_blend import ChunkStore
-    from hf_blend.evaluation.bundled import load_model
+    from hf_blend.evaluation.answering import blend_config
+    from hf_blend.evaluation.bundled import open_model
     from hf_blend.evaluation.inspecting import Inspector
     from hf_blend.evaluation.inspecting_plot import draw
 
-    if question is not None and not files:
-        fail(f"the question {question!r} came without documents. Name files behind it, or - for standard input.")
-    loaded, tokenizer = load_model(model)
+    for one in selector or ():
+        blend_config(one)  # refuses what is no selector
+    documents = _documents(question, files or [])
+    source = open_model(model, device, dtype)
+    pieces = _pieces(source, question, documents, top_k, chunk_tokens)
     with ChunkStore.open(store) as opened:
-        pieces = _pieces(tokenizer, question, files or [], chunk_tokens)
-        found = Inspector(loaded, tokenizer, opened, pieces).look(selector, ratio)
+        found = Inspector(source.load(), source.tokenizer, opened, pieces).look(selector, ratio)
     if png is not None:
         draw(found, png)
         say(f"drawn into {png}")
@@ -63,17 +71,29 @@ def inspect(
         _tables(found)
 
 
-def _pieces(tokenizer: Any, question: str | None, files: list[str], chunk_tokens: int) -> dict[str, Any]:
-    from hf_blend.evaluation import asking
+def _documents(question: str | None, files: list[str]) -> "list[Document]":
+    if question is None:
+        return []
+    if not question.strip() or not files:
+        raise PromptError(
+            f"the question is {question!r}, with {len(files)} documents, but a text and at least one are expected. "
+            "Name files behind it, or - for standard input."
+        )
+    return read(files)
+
+
+def _pieces(
+    source: "ModelSource", question: str | None, documents: "list[Document]", top_k: int, chunk_tokens: int
+) -> dict[str, Any]:
+    from hf_blend.evaluation.asking import prepare
     from hf_blend.evaluation.bundled import quickstart_questions
-    from hf_blend.evaluation.documents import gather
+    from hf_blend.evaluation.retrieving import Retriever
 
     if question is None:
         first = quickstart_questions()[0]
         return {name: first[name] for name in ("prefix", "chunks", "question")}
-    texts = gather(files, sys.stdin)
-    chunks = [chunk for text in texts for chunk in asking.split(tokenizer, text, chunk_tokens)]
-    return asking.pieces(tokenizer, chunks, question, None)
+    retriever = Retriever(split(documents, source, chunk_tokens, [question]), top_k)
+    return prepare(source, retriever, question, None, 1).pieces
 
 
 def _tables(found: "Inspection") -> None:

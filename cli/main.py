@@ -24,8 +24,13 @@ import typer
 from hf_blend.errors import HfBlendError
 from hf_blend.version import __version__
 
-HELPERS = {"main", "output"}
-EXIT_USAGE = 2  # a command that ran and failed ends by output.fail, with 1
+from .output import interruptible
+
+HELPERS = {"main", "options", "output", "reading"}
+EXIT_FAILED, EXIT_USAGE = 1, 2  # a command that ran and failed ends by output.fail
+STOPPED = "What is stored stays, and no entry is half-written. Run the same command again."
+DEBUG = ("--debug", "--traceback")
+MOST_LETTERS = 300  # of a message that is not ours
 COMPLETION = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")  # where shells put the words while they complete a line
 
 
@@ -85,28 +90,43 @@ def build(words: Sequence[str] = ()) -> typer.Typer:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Run one command and exit: 0 ok, 1 failed, 2 wrong usage.
+    """Run one command and exit: 0 ok, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C.
 
     Args:
         words: the arguments; None is what was typed.
 
     Raises:
         SystemExit: always, with the code.
-        HfBlendError: only with --traceback; without, its message is printed on stderr.
+        Exception: only with --debug; without, its message is printed on stderr.
     """
     if words is None and not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers draws bars into pipes too
     typed = list(sys.argv[1:] if words is None else words)
-    asked = [word for word in typed if word != "--traceback"]
+    asked = [word for word in typed if word not in DEBUG]
     try:
         build([*asked, *(word for name in COMPLETION for word in os.environ.get(name, "").split())])(
             asked, prog_name="hf-blend"
         )
-    except (HfBlendError, OSError) as error:
+    except Exception as error:
         if len(asked) < len(typed):
             raise
-        typer.echo(f"hf-blend: {error}", err=True)
-        sys.exit(EXIT_USAGE)
+        typer.echo(f"hf-blend: {_sentence(error)}", err=True)
+        sys.exit(EXIT_USAGE if isinstance(error, HfBlendError | OSError) else EXIT_FAILED)
+
+
+def _sentence(error: Exception) -> str:
+    """What to print for an error: our own words, or a line of somebody else's with what to do about it."""
+    if isinstance(error, HfBlendError):
+        return str(error)
+    line = (str(error).strip().splitlines() or [""])[0][:MOST_LETTERS].rstrip(" .")
+    if "out of memory" in line.lower() or isinstance(error, MemoryError):
+        return f"the memory is full ({line}). Use a smaller model, fewer documents, or --dtype bfloat16."
+    if isinstance(error, OSError):
+        return f"{line}. Check the path, and who may read and write there."
+    return (
+        f"an error that has no sentence of its own: {type(error).__name__}: {line}. Run it again with --debug to see "
+        "where it comes from, and report it with the output of hf-blend env."
+    )
 
 
 def _group(text: str) -> typer.Typer:
@@ -127,7 +147,7 @@ def _add(app: typer.Typer, name: str, line: str) -> None:
     for command, function in found.items():
         text, examples = split_examples(function.__doc__ or "")
         epilog = "\n  ".join(["\b\nExamples:", *examples]) if examples else None
-        target.command(command, help=text, epilog=epilog)(function)
+        target.command(command, help=text, epilog=epilog)(interruptible(STOPPED)(function))
 
 
 def _versions(wanted: bool) -> None:
@@ -145,7 +165,7 @@ def _root(
     version: Annotated[
         bool, typer.Option("--version", callback=_versions, is_eager=True, help="Show the versions that matter.")
     ] = False,
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from.")] = False,
+    debug: Annotated[bool, typer.Option(*DEBUG, help="Show where an error came from.")] = False,
 ) -> None: ...
 
 

@@ -6,11 +6,12 @@ Units are read from names: `nbytes` and `…_bytes`, `…_ms`, `…_ratio`, `cre
 a terminal, and left as they are in pipes and JSON.
 """
 
+import contextlib
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 
@@ -18,7 +19,11 @@ import typer
 
 from hf_blend.errors import ConfigError
 
-__all__ = ["Json", "SecretFile", "fail", "humanise", "progress", "read_secret", "say", "show"]
+__all__ = [
+    "Json", "SecretFile", "duration", "fail", "humanise", "interruptible", "progress", "read_secret", "say", "show",
+]  # fmt: skip
+
+LINE_S = 5.0  # between two lines of progress in a log
 
 Item = TypeVar("Item")
 Row = Mapping[str, Any]
@@ -95,24 +100,67 @@ def fail(text: str) -> NoReturn:
     raise typer.Exit(1)
 
 
+@contextlib.contextmanager
+def interruptible(what: str | Callable[[], str]) -> Iterator[None]:
+    """Answer Ctrl-C inside with a sentence and exit code 130.
+
+    Args:
+        what: what is kept, and how to continue; asked for when it is needed.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        typer.Exit: Ctrl-C was pressed.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        say(f"\nStopped. {what if isinstance(what, str) else what()}")
+        raise typer.Exit(130) from None
+
+
 def progress(items: Iterable[Item], what: str, *, total: int | None = None, quiet: bool = False) -> Iterator[Item]:
-    """Show on stderr how far a loop is.
+    """Show on stderr how far a loop is: a bar on a terminal, and elsewhere a line every few seconds.
 
     Args:
         items: what is looped over.
-        what: said beside the bar.
+        what: what is counted.
         total: how many there are; None asks `len`.
-        quiet: show nothing; also so where stderr is no terminal or the environment forbids bars.
+        quiet: show nothing; also so where the environment forbids bars.
 
     Yields:
         The items.
     """
-    from rich.console import Console
-    from rich.progress import track
+    forbids_bars = os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS") and sys.stderr.isatty()  # `main` sets it in pipes
+    quiet = bool(quiet or forbids_bars or os.environ.get("TQDM_DISABLE"))
+    total = len(items) if total is None and isinstance(items, Sized) else total
+    if quiet:
+        yield from items
+    elif sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import track
 
-    forbidden = any(os.environ.get(name) for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "TQDM_DISABLE"))
-    off = quiet or forbidden or not sys.stderr.isatty()
-    yield from track(items, what, total, console=Console(stderr=True), transient=True, disable=off)
+        yield from track(items, what, total, console=Console(stderr=True), transient=True)
+    else:
+        yield from _lines(items, what, total)
+
+
+def _lines(items: Iterable[Item], what: str, total: int | None) -> Iterator[Item]:
+    """Say now and then how far a loop is, and when it will end at this rate; nothing about a short one."""
+    started = last = time.monotonic()
+    for done, item in enumerate(items):
+        if (now := time.monotonic()) - last >= LINE_S and done:
+            last, rest = now, (now - started) / done * ((total or done) - done)
+            say(f"{done:,} of {total:,} {what}, about {duration(rest)} left" if total else f"{done:,} {what}")
+        yield item
+
+
+def duration(seconds: float) -> str:
+    """Write a time for people: `40 s`, `12 min`, `3.5 h`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def humanise(name: str, value: Any) -> str:
@@ -137,6 +185,8 @@ def humanise(name: str, value: Any) -> str:
         return f"{value:.1%}"
     if name == "created":
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value))
+    if name == "age_s":
+        return duration(value) if value < 172800 else f"{value / 86400:.0f} days"
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Look into a chunk store, check it, and keep it small."""
 
+import time
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -14,14 +15,18 @@ from hf_blend.errors import ConfigError, StoreError
 from .output import Json, SecretFile, fail, read_secret, say, show
 
 if TYPE_CHECKING:
-    from hf_blend.store import ChunkStore
+    from hf_blend.evaluation.sources import Source
+    from hf_blend.store import ChunkStore, EntryInfo
 
 __all__ = ["check", "gc", "ls", "pin", "rm", "stats"]
 
 Store = Annotated[str | None, typer.Option("--store", help="Folder of the store; the default is that of the library.")]
 Namespace = Annotated[str, typer.Option(help="Look at the chunks of this namespace.")]
 Limit = Annotated[int | None, typer.Option(min=1, help="Show the newest N only.")]
-
+Names = Annotated[
+    list[str] | None, typer.Argument(metavar="NAME ...", help="Documents or folders as ls names them, or digests.")
+]
+Chunks = Annotated[bool, typer.Option("--chunks", help="Show every chunk, with its digest.")]
 Digests = Annotated[list[str] | None, typer.Argument(metavar="DIGEST ...", help="Digests, or how they begin.")]
 Model = Annotated[str | None, typer.Option(help="All chunks of the models whose fingerprint begins so.")]
 All = Annotated[bool, typer.Option("--all", help="All chunks of the namespace.")]
@@ -83,7 +88,7 @@ def gc(
 
 
 def rm(
-    digests: Digests = None,
+    names: Names = None,
     everything: All = False,
     model: Model = None,
     store: Store = None,
@@ -91,14 +96,25 @@ def rm(
     secret_file: SecretFile = None,
     json: Json = False,
 ) -> None:
-    """Remove chunks.
+    """Remove documents, or chunks by their digests; a chunk that another document has too stays.
 
     Examples:
         hf-blend store rm --model 0123abcd
         hf-blend store rm --all --json
     """
+    from hf_blend.evaluation.sources import Sources
+
     with _opened(store, namespace, secret_file) as opened:
-        show({"removed": opened.remove(_chosen(opened, digests, everything, model))}, as_json=json)
+        sources = Sources(opened)
+        documents = [one for name in names or [] for one in sources.named(name)]
+        digests = [name for name in names or [] if not sources.named(name)]
+        if digests or everything or model or not documents:
+            chosen = _chosen(opened, digests, everything, model)
+            documents += [one for one in sources if everything or (model and one.fingerprint.startswith(model))]
+        else:
+            chosen = []
+        chosen += sources.remove(documents)
+        show({"removed": opened.remove(dict.fromkeys(chosen)), "documents": len(documents)}, as_json=json)
 
 
 def pin(
@@ -128,20 +144,59 @@ def ls(
     namespace: Namespace = "",
     secret_file: SecretFile = None,
     limit: Limit = None,
+    chunks: Chunks = False,
     json: Json = False,
 ) -> None:
-    """List the stored chunks, the newest first.
+    """List the indexed documents with their models, sizes and ages; with --chunks every chunk, the newest first.
+
+    Chunks that no document is known of are in one row without a name: those of texts that were given to the library,
+    of a store with a secret, and the beginnings of prompts.
 
     Examples:
         hf-blend store ls
-        hf-blend store ls --limit 5 --json
+        hf-blend store ls --chunks --limit 5 --json
     """
+    from hf_blend.evaluation.sources import Sources
+
     with _opened(store, namespace, secret_file) as opened:
-        entries = sorted(opened.entries(), key=lambda entry: entry.created, reverse=True)[:limit]
+        entries = sorted(opened.entries(), key=lambda entry: entry.created, reverse=True)
+        sources = list(Sources(opened))
     if not entries and not json:
         say("The store holds no chunks.")
         return
-    show([asdict(entry) for entry in entries], as_json=json)
+    rows = _chunk_rows(entries, sources) if chunks else _document_rows(entries, sources)
+    show(rows[:limit], as_json=json, header=True)
+
+
+def _chunk_rows(entries: "list[EntryInfo]", sources: "list[Source]") -> list[dict[str, Any]]:
+    names = {digest: source.name for source in sources for digest in source.digests}
+    return [{**asdict(entry), "name": names.get(entry.digest)} for entry in entries]
+
+
+def _document_rows(entries: "list[EntryInfo]", sources: "list[Source]") -> list[dict[str, Any]]:
+    """A row for each document, the newest first, and one for the chunks of none."""
+    held = {entry.digest: entry for entry in entries}
+    known = {digest for source in sources for digest in source.digests}
+    rows = [
+        {"name": source.name, "model": source.model, **_sums([held[one] for one in source.digests if one in held])}
+        | {"missing_chunks": sum(one not in held for one in source.digests), "fingerprint": source.fingerprint}
+        for source in sorted(sources, key=lambda source: -source.created)
+    ]
+    for fingerprint in dict.fromkeys(entry.fingerprint for entry in entries if entry.digest not in known):
+        rest = [one for one in entries if one.digest not in known and one.fingerprint == fingerprint]
+        model = next((source.model for source in sources if source.fingerprint == fingerprint), None)
+        rows.append({"name": None, "model": model, **_sums(rest), "missing_chunks": 0, "fingerprint": fingerprint})
+    return rows
+
+
+def _sums(entries: "list[EntryInfo]") -> dict[str, Any]:
+    newest = max((entry.created for entry in entries), default=None)
+    return {
+        "chunks": len(entries),
+        "tokens": sum(entry.tokens for entry in entries),
+        "nbytes": sum(entry.nbytes for entry in entries),
+        "age_s": None if newest is None else round(time.time() - newest),
+    }
 
 
 def stats(
@@ -188,7 +243,10 @@ def _opened(
 def _chosen(store: "ChunkStore", digests: list[str] | None, everything: bool, model: str | None) -> list[str]:
     """Full digests of the chunks that were named in one of the three ways."""
     if not (digests or everything or model):
-        raise ConfigError("no chunk was named. Give digests, --model or --all; hf-blend store ls shows what there is.")
+        raise ConfigError(
+            f"{len(digests or [])} chunks were named, expected one or more. Give names of documents, digests, --model "
+            "or --all; hf-blend store ls shows what there is."
+        )
     entries = list(store.entries())
     if digests:
         return [_completed(digest, [entry.digest for entry in entries]) for digest in digests]
@@ -199,7 +257,7 @@ def _completed(beginning: str, digests: list[str]) -> str:
     found = [digest for digest in digests if digest.startswith(beginning)]
     if len(found) != 1:
         raise StoreError(
-            f"{len(found)} stored chunks have a digest that begins with {beginning!r}, wanted one. Look it up with "
-            "hf-blend store ls."
+            f"{len(found)} stored documents or chunks are called {beginning!r}, expected one. hf-blend store ls shows "
+            "the documents, with --chunks also the digests."
         )
     return found[0]

@@ -7,32 +7,33 @@ from typing import Annotated
 
 import typer
 
+from .options import SELECTOR, Device, Dtype, Selector, Unverified
 from .output import Json, fail, say, show
 
 __all__ = ["tune"]
 
-Model = Annotated[str | None, typer.Argument(help="Hub id or path; the default is the bundled reference model.")]
+ModelName = Annotated[str | None, typer.Argument(help="Hub id or path; the default is the bundled reference model.")]
 Prompts = Annotated[
     Path | None, typer.Option(help="JSONL file with chunks, question and maybe answer; default: the bundled task.")
 ]
-Keep = Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of full-prefill quality that is wanted.")]
-Selector = Annotated[str, typer.Option(help="Which tokens are recomputed: a method, with its options.")]
+Keep = Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of full-prefill quality that is to be kept.")]
 Corrector = Annotated[str, typer.Option(help="What is done to tokens that are not recomputed.")]
 Count = Annotated[int, typer.Option(min=1, help="Questions of the bundled task.")]
 Seed = Annotated[int, typer.Option(help="Which questions of the bundled task.")]
-Store = Annotated[str, typer.Option(help="Where chunks are kept.")]
-Unverified = Annotated[bool, typer.Option("--allow-unverified", help="Use a model that was not found to be exact.")]
+StorePlace = Annotated[str, typer.Option("--store", help="Where chunks are kept.")]
 
 
 def tune(
-    model: Model = None,
+    model: ModelName = None,
     prompts: Prompts = None,
     keep: Keep = 0.98,
-    selector: Selector = "auto",
+    selector: Selector = SELECTOR,
     corrector: Corrector = "none",
     count: Count = 100,
     seed: Seed = 2,
-    store: Store = "memory://",
+    store: StorePlace = "memory://",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
     allow_unverified: Unverified = False,
     json: Json = False,
 ) -> None:
@@ -51,9 +52,9 @@ def tune(
     from hf_blend.evaluation.answering import blend_config
     from hf_blend.evaluation.bundled import load_model
 
-    sample = tuning.read_prompts(prompts) if prompts else tuning.bundled_prompts(count, seed)
+    sample = tuning.read_prompts(prompts) if prompts else tuning.bundled_prompts(count, seed, model)
     config = blend_config(selector, corrector=corrector, allow_unverified=allow_unverified)
-    loaded, tokenizer = load_model(model)
+    loaded, tokenizer = load_model(model, device, dtype)
     with ChunkStore.open(store) as opened:
         measure = tuning.Measure(loaded, tokenizer, sample, opened)
         told = None if json else lambda point: say(f"ratio {point.recompute_ratio:g} keeps {point.kept:.3f}")

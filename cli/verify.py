@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from .options import Device
 from .output import Json, fail, progress, show
 
 __all__ = ["verify"]
@@ -17,7 +18,6 @@ All = Annotated[bool, typer.Option("--all", help="Every causal model type of the
 Dtype = Annotated[list[str] | None, typer.Option("--dtype", help="float32, bfloat16 or float16; may be repeated.")]
 Attention = Annotated[list[str] | None, typer.Option("--attention", help="eager or sdpa; may be repeated.")]
 Rungs = Annotated[list[str] | None, typer.Option("--rung", help="Climb only this rung; may be repeated.")]
-Device = Annotated[str, typer.Option(help="Where to run the model.")]
 
 
 def verify(
@@ -26,7 +26,7 @@ def verify(
     dtype: Dtype = None,
     attention: Attention = None,
     rung: Rungs = None,
-    device: Device = "cpu",
+    device: Device = "auto",
     json: Json = False,
 ) -> None:
     """Climb the ladder of exactness: small claims, each measured on the model.
@@ -41,6 +41,7 @@ def verify(
         hf-blend verify --all --json  # slow
         hf-blend verify HuggingFaceTB/SmolLM2-135M-Instruct  # network
     """
+    from hf_blend.evaluation.bundled import choose_device
     from hf_blend.verify.ladder import ATTENTIONS
     from hf_blend.verify.ladder import verify as climb
 
@@ -54,7 +55,7 @@ def verify(
         dtypes=dtype or ("float32", "bfloat16"),
         attention=attention or ATTENTIONS,
         rungs=rung,
-        device=device,
+        device=str(choose_device(device)),
     )
     document = verdict.to_dict()
     show(document if json else document["rungs"], as_json=json, title=model)

@@ -10,14 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_blend import BlendCache, ChunkStore
+from hf_blend import BlendCache, ChunkStore, plugins
 from hf_blend.config import BlendConfig
 from hf_blend.errors import ConfigError
 from hf_blend.model.placement import input_device
 from hf_blend.prefill.report import BlendReport
-from hf_blend.prompt.pieces import build
+
+from .prompting import ids_of, inputs_of
 
 MAX_NEW_TOKENS = 16
+HALF_A_LETTER = "\ufffd"  # what tokenizers decode to where a letter's other bytes are in the next token
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ def blend_config(selector: str, **settings: Any) -> BlendConfig:
 
     Raises:
         ConfigError: an option has no value, or a setting is refused.
+        PluginNotFoundError: there is no such selector.
     """
     name, _, options = selector.partition(":")
     pairs = [option.partition("=") for option in options.split(",") if option]
@@ -57,6 +60,7 @@ def blend_config(selector: str, **settings: Any) -> BlendConfig:
             raise ConfigError(
                 f"the option {option!r} of {selector!r} has no value. Write name:option=value,option=value."
             )
+    plugins.load("selectors", name)
     return BlendConfig(selector=name, selector_options={option: value for option, _, value in pairs}, **settings)
 
 
@@ -96,13 +100,17 @@ class Listener:
         if self.first is None:
             self.first = time.perf_counter()
         self._ids += value.flatten().tolist()
-        if self.tell:
-            text = self.tokenizer.decode(self._ids, skip_special_tokens=True)
-            self.tell(text[len(self._told) :])
-            self._told = text
+        self._say(self.tokenizer.decode(self._ids, skip_special_tokens=True) if self.tell else "")
 
     def end(self) -> None:
-        """Nothing is held back."""
+        """Pass on what was held back."""
+        self._say(self.tokenizer.decode(self._ids, skip_special_tokens=True) if self.tell else "", is_last=True)
+
+    def _say(self, text: str, is_last: bool = False) -> None:
+        """Pass on what is new; half a letter waits for its other half."""
+        if self.tell and (is_last or not text.endswith(HALF_A_LETTER)):
+            self.tell(text[len(self._told) :])
+            self._told = text
 
 
 def answer(
@@ -121,7 +129,7 @@ def answer(
         tokenizer: its tokenizer.
         store: where chunks are kept; a full prefill does not look at it.
         method: how to answer.
-        pieces: `prefix`, `chunks` and `question`, as `BlendCache.inputs` takes them.
+        pieces: the prompt, as `prompting.request` gives it.
         tell: is given the answer piece by piece, while it is written.
         max_new_tokens: where the answer is cut.
 
@@ -131,13 +139,12 @@ def answer(
     listener = Listener(tokenizer, tell)
     started = time.perf_counter()
     if method.config is None:
-        ids = build(tokenizer, pieces.get("prefix"), pieces["chunks"], pieces["question"]).ids
-        inputs = {"input_ids": torch.tensor([ids], device=input_device(model))}
+        inputs = {"input_ids": torch.tensor([ids_of(tokenizer, pieces)], device=input_device(model))}
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
         cache = None
     else:
         cache = BlendCache(model, store, method.config)
-        inputs = cache.inputs(tokenizer, **pieces)
+        inputs = inputs_of(cache, tokenizer, pieces)
     output = model.generate(
         **inputs, past_key_values=cache, streamer=listener, do_sample=False, max_new_tokens=max_new_tokens
     )

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Questions over documents, answered by one method or by several side by side; what `hf-blend ask` does."""
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -13,12 +13,15 @@ from hf_blend import ChunkStore
 from hf_blend.config import BlendConfig
 from hf_blend.errors import PromptError
 from hf_blend.prefill.report import BlendReport
-from hf_blend.prompt.pieces import tokenize
 
 from .answering import FULL_PREFILL, FULL_REUSE, Answer, Method, answer, is_right
+from .bundled import ModelSource
+from .prompting import Turn, documents_end, ids_of, request
+from .retrieving import Retriever
+from .splitting import Piece
 
-INSTRUCTION = "Answer the question from the documents, in as few words as possible."
-MARK = "\0"
+STUB = "x"  # in the place of documents, where the rest of a prompt is measured
+SEARCHED_TURNS = 1  # earlier questions that the next one may mean with a pronoun
 
 
 @dataclass(frozen=True)
@@ -26,14 +29,23 @@ class Asked:
     """A question with its documents.
 
     Attributes:
-        pieces: `prefix`, `chunks` and `question`, as `BlendCache.inputs` takes them.
+        pieces: the prompt, as `prompting.request` gives it.
         question: as the user wrote it.
         wanted: the right answer, if it is known.
+        sources: the pieces of documents that are its chunks; empty for bundled questions.
+        squeezed_out: retrieved pieces that the model has no room for.
     """
 
     pieces: dict[str, Any]
     question: str
     wanted: str | None = None
+    sources: tuple[Piece, ...] = ()
+    squeezed_out: int = 0
+
+    @property
+    def names(self) -> list[str]:
+        """The documents that the sources are from, each once, the best first."""
+        return list(dict.fromkeys(piece.name for piece in self.sources))
 
 
 @dataclass(frozen=True)
@@ -104,73 +116,56 @@ def ask(
         "correct": None if asked.wanted is None else is_right(got.text, asked.wanted),
         "ttft_ms": got.ttft_ms,
         "charged_budget": 1.0 if got.report is None else got.report.charged_budget,
+        "sources": [{"name": one.name, "start": one.start, "stop": one.stop} for one in asked.sources],
     }
     chosen = set(got.report.chosen_columns[0]) if got.report and got.report.chosen_columns else set()
-    asked_tokens = len(tokenize(tokenizer, asked.pieces["question"]))
     ids = got.input_ids.tolist()
+    end = documents_end(tokenizer, asked.pieces, len(ids))
     tokens = [
-        (tokenizer.decode([token]), place in chosen) for place, token in enumerate(ids[: len(ids) - asked_tokens])
+        (tokenizer.decode([token]), place in chosen) for place, token in enumerate(ids[:end])
     ]
     return Reply(row, tokens, got)
 
 
-def split(tokenizer: Any, text: str, chunk_tokens: int) -> list[list[int]]:
-    """Cut a document into chunks of equal length, the last one shorter.
+def prepare(
+    source: ModelSource,
+    retriever: Retriever,
+    question: str,
+    system: str | None,
+    max_new_tokens: int,
+    history: Sequence[Turn] = (),
+) -> Asked:
+    """Retrieve for a question, and put as much into a prompt as the model has room for.
 
     Args:
-        tokenizer: the model's.
-        text: the document.
-        chunk_tokens: length of a chunk.
+        source: the model.
+        retriever: holds the pieces of the documents.
+        question: the question.
+        system: as in `prompting.request`.
+        max_new_tokens: room that is left for the answer.
+        history: as in `prompting.request`; it is part of what is searched for.
 
     Returns:
-        Token ids of each chunk.
-    """
-    ids = list(tokenize(tokenizer, text))
-    return [ids[start : start + chunk_tokens] for start in range(0, len(ids), chunk_tokens)]
-
-
-def read_documents(names: Sequence[str], stdin: Iterable[str]) -> list[str]:
-    """Read documents from files, or from standard input where a name is `-`.
-
-    Args:
-        names: paths.
-        stdin: lines of standard input.
-
-    Returns:
-        The texts, in the order of the names.
+        The question with the best pieces, the best first.
 
     Raises:
-        PromptError: a file cannot be read as text.
+        PromptError: not even one piece fits.
     """
-    return ["".join(stdin) if name == "-" else _read(Path(name)) for name in names]
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PromptError(f"the document {str(path)!r} cannot be read as text: {error}. Give a text file.") from error
-
-
-def pieces(tokenizer: Any, chunks: Sequence[Any], question: str, system: str | None) -> dict[str, Any]:
-    """Put a question and its chunks into the model's own form of a prompt.
-
-    A tokenizer with a chat template gets it: what the template puts before the documents is the prefix, what it puts
-    behind them the end of the question. Without one the question simply follows the documents.
-
-    Args:
-        tokenizer: the model's.
-        chunks: text or token ids.
-        question: the question.
-        system: instruction before the documents; None is a short one of ours for chat models, nothing for others.
-
-    Returns:
-        `prefix`, `chunks` and `question`, as `BlendCache.inputs` takes them.
-    """
-    if not getattr(tokenizer, "chat_template", None):
-        return {"prefix": system or None, "chunks": list(chunks), "question": question}
-    content = f"{INSTRUCTION if system is None else system}\n\n{MARK}\n\nQuestion: {question}"
-    turn = [{"role": "user", "content": content}]
-    text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
-    before, after = text.split(MARK)
-    return {"prefix": tokenize(tokenizer, before), "chunks": list(chunks), "question": tokenize(tokenizer, after)}
+    searched = " ".join([*(turn.question for turn in history[-SEARCHED_TURNS:]), question])
+    ranked = retriever.rank(searched)
+    tokenizer = source.tokenizer
+    rest = len(ids_of(tokenizer, request(tokenizer, [STUB], question, system, history)))
+    room = math.inf if source.positions is None else source.positions - rest - max_new_tokens
+    taken: list[Piece] = []
+    for piece in ranked:
+        if len(piece.ids) <= room:
+            taken.append(piece)
+            room -= len(piece.ids)
+    if not taken:
+        raise PromptError(
+            f"the question, an answer of {max_new_tokens} tokens and a piece of {len(ranked[0].ids) if ranked else 0} "
+            f"tokens do not fit into the model's {source.positions} positions. Take smaller --chunk-tokens or "
+            "--max-new-tokens, or a model that reads more."
+        )
+    made = request(tokenizer, [piece.prompt_text for piece in taken], question, system, history)
+    return Asked(made, question, sources=tuple(taken), squeezed_out=len(ranked) - len(taken))

@@ -54,8 +54,11 @@ def takes_ratio(name: str) -> bool:
 
     Raises:
         PluginNotFoundError: there is no such method; the message suggests the nearest.
+        ConfigError: it is the path of a file that holds no selector.
     """
     plain = name.partition(":")[0].replace("_", "-")
+    if plain.endswith(plugins.FILE):
+        return bool(plugins.load("selectors", name.partition(":")[0]))
     if plain not in method_names():
         raise PluginNotFoundError(f"there is no method {name!r}. {suggest(plain, method_names())}")
     return plain in plugins.describe("selectors")

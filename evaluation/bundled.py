@@ -1,54 +1,282 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Models to ask: the reference model that comes with the package, or any other by path or hub id."""
+"""Models to ask: the two that come with the package, or any other by path or hub id.
+
+What can be known without the weights is known first: the folder, the type, the tokenizer, the device. A mistake is
+answered before anything large is read.
+"""
 
 import difflib
 import json
 import os
+import socket
+from dataclasses import dataclass
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
+import torch
 from torch import nn
 
-from hf_blend.errors import ConfigError
+from hf_blend.errors import ConfigError, UnsupportedModelError, suggest
+from hf_blend.rotary.regime import stretches
 
-REFERENCE = str(files("hf_blend") / "bundled" / "reference")  # folder of the bundled model
+BUNDLED = {  # name → folder
+    "reference": str(files("hf_blend") / "bundled" / "reference"),  # short notes; binds in its first layers
+    "chains": str(files("hf_blend") / "bundled" / "chains"),  # long prompts; chains over chunks, to the middle layers
+}
+REFERENCE, CHAINS = BUNDLED["reference"], BUNDLED["chains"]
+AUTO = "auto"
+DTYPES = ("float32", "bfloat16", "float16")
+HUB_S = 5.0  # until the hub counts as out of reach
 
 
-def load_model(name: str | None = None) -> tuple[nn.Module, Any]:
-    """Load a model and its tokenizer.
+@dataclass(frozen=True)
+class ModelSource:
+    """A model whose weights are not read yet.
+
+    Attributes:
+        name: as the user wrote it; None is the bundled reference model.
+        folder: a folder, or a hub id.
+        config: of the model.
+        tokenizer: of the model.
+        device: where the model will be.
+        dtype: of the weights; "auto" is as they were saved.
+        is_local_only: nothing is asked of the hub.
+    """
+
+    name: str | None
+    folder: str
+    config: Any
+    tokenizer: Any
+    device: torch.device
+    dtype: torch.dtype | str
+    is_local_only: bool = False
+
+    @property
+    def positions(self) -> int | None:
+        """How many tokens a prompt and its answer may have together; None if there is no limit, or none is known."""
+        config = self.config.get_text_config(decoder=True)
+        found = getattr(config, "max_position_embeddings", None)
+        return found if isinstance(found, int) and not stretches(config) else None
+
+    def load(self) -> nn.Module:
+        """Read the weights.
+
+        Returns:
+            The model in evaluation mode, on its device.
+
+        Raises:
+            ConfigError: the weights are missing or damaged.
+        """
+        from transformers import AutoModelForCausalLM
+
+        try:
+            model: nn.Module = AutoModelForCausalLM.from_pretrained(
+                self.folder, dtype=self.dtype, local_files_only=self.is_local_only
+            )
+        except (OSError, ValueError) as error:
+            raise _unreadable(self.name, "weights", error) from error
+        return model.to(self.device).eval()
+
+
+def open_model(name: str | None = None, device: str = AUTO, dtype: str = AUTO) -> ModelSource:
+    """Find a model and read its config and tokenizer.
 
     Args:
-        name: path or hub id; None is the bundled reference model, for which no network is used.
+        name: path or hub id, or a name in `BUNDLED`, for which no network is used; None is the reference model.
+        device: such as "cuda:1"; "auto" is a GPU if there is one.
+        dtype: of the weights, a name in `DTYPES`; "auto" is as they were saved.
 
     Returns:
-        The model, in evaluation mode and in the dtype that it was saved in, and its tokenizer.
+        The model, its weights not read yet.
 
     Raises:
-        ConfigError: there is no such folder, and no such model on the hub, or the hub cannot be reached.
+        ConfigError: there is no such folder, and no such model on the hub, or the hub cannot be reached; it has no
+            tokenizer; there is no such device or dtype.
+        UnsupportedModelError: it is no decoder.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    source = REFERENCE if name is None else os.path.expanduser(name)
-    if source.startswith((".", os.sep)) and not os.path.isdir(source):
+    where, kind = choose_device(device), choose_dtype(dtype)
+    folder = REFERENCE if name is None else BUNDLED.get(name) or os.path.expanduser(name)
+    if folder.startswith((".", os.sep)) and not os.path.isdir(folder):
         raise ConfigError(
             f"there is no folder {name!r}. Give a folder that a model was saved in, or the id of one on the hub, such "
             "as HuggingFaceTB/SmolLM2-135M-Instruct."
         )
+    is_local_only = not os.path.isdir(folder) and not _hub_is_reachable()
+    config = _config(folder, name, is_local_only)
+    _refuse_non_decoder(config, name)
+    tokenizer = _tokenizer(folder, name, config, is_local_only)
+    return ModelSource(name, folder, config, tokenizer, where, kind, is_local_only)
+
+
+def load_model(name: str | None = None, device: str = "cpu", dtype: str = AUTO) -> tuple[nn.Module, Any]:
+    """Load a model and its tokenizer.
+
+    Args:
+        name: as in `open_model`.
+        device: as in `open_model`.
+        dtype: as in `open_model`.
+
+    Returns:
+        The model, in evaluation mode, and its tokenizer.
+    """
+    source = open_model(name, device, dtype)
+    return source.load(), source.tokenizer
+
+
+def choose_device(name: str = AUTO) -> torch.device:
+    """Find a device by its name.
+
+    Args:
+        name: such as "cpu" or "cuda:1"; "auto" is a GPU if there is one: for a process that was launched with others
+            the one of its `LOCAL_RANK`.
+
+    Returns:
+        The device; it can be used.
+
+    Raises:
+        ConfigError: this machine has no such device.
+    """
+    if name == AUTO:
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype="auto").eval()
-        return model, AutoTokenizer.from_pretrained(source)
-    except OSError as error:
-        near = difflib.get_close_matches(source, [path for path in os.listdir() if os.path.isdir(path)], n=1)
-        meant = f" (but {near[0]!r} is)" if near else ""
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        found = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
         raise ConfigError(
-            f"the model {name!r} cannot be loaded: it is no folder here{meant}. From the hub: "
-            f"{str(error).splitlines()[0]} Give a folder that a model was saved in, or the id of one."
+            f"the device {name!r} cannot be used: {_first_line(error)} Give auto, or one of those found here: "
+            f"{', '.join(found)}."
         ) from error
+    return device
+
+
+def choose_dtype(name: str = AUTO) -> torch.dtype | str:
+    """Find a dtype of weights by its name.
+
+    Args:
+        name: a name in `DTYPES`, or "auto" for the dtype that a model was saved in.
+
+    Returns:
+        The dtype, or "auto".
+
+    Raises:
+        ConfigError: there is no such dtype.
+    """
+    if name == AUTO:
+        return AUTO
+    if name not in DTYPES:
+        raise ConfigError(f"no dtype named {name!r}. {suggest(name, (AUTO, *DTYPES))}")
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
+def _hub_is_reachable() -> bool:
+    """Whether a connection to the hub comes about; the hub's own client tries for a minute."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    if getproxies():
+        return True
+    endpoint = urlsplit(constants.ENDPOINT)
+    try:
+        socket.create_connection((endpoint.hostname or "", endpoint.port or 443), timeout=HUB_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def _config(folder: str, name: str | None, is_local_only: bool) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=is_local_only)
+    except (OSError, ValueError) as error:
+        if os.path.isdir(folder):
+            raise _unreadable(name, "config", error) from error
+        near = difflib.get_close_matches(folder, [path for path in os.listdir() if os.path.isdir(path)], n=1)
+        meant = f" (but {near[0]!r} is)" if near else ""
+        why = "The hub cannot be reached, and it is not in the cache." if is_local_only else _first_line(error)
+        raise ConfigError(
+            f"the model {name!r} cannot be loaded: it is no folder here{meant}. From the hub: {why} Give a folder "
+            "that a model was saved in, or the id of one."
+        ) from error
+
+
+def _refuse_non_decoder(config: Any, name: str | None) -> None:
+    """Refuse what is known to be no decoder from its config alone."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
+
+    kind = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        what = "an encoder-decoder"
+    elif type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
+        what = "an encoder"
+    elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        what = "no causal language model"
+    else:
+        return
+    raise UnsupportedModelError(
+        f"the model {name!r} is of the type {kind}, {what}, but a decoder-only language model is expected: it is the "
+        "KV cache of its prompt that is reused. Give another, such as HuggingFaceTB/SmolLM2-135M-Instruct."
+    )
+
+
+def _tokenizer(folder: str, name: str | None, config: Any, is_local_only: bool) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=is_local_only)
+    except (ImportError, OSError, ValueError) as error:
+        why = "" if os.path.isdir(folder) else f"{_first_line(error)} "  # of a folder it says nothing that helps
+        raise _without_tokenizer(folder, name, why) from error
+    names = {"tokenizer.json", *getattr(tokenizer, "vocab_files_names", {}).values()}
+    if os.path.isdir(folder) and not any(Path(folder, one).exists() for one in names):
+        raise _without_tokenizer(folder, name, f"None of {', '.join(sorted(names))} is there. ")
+    vocabulary = getattr(config.get_text_config(decoder=True), "vocab_size", None)
+    if isinstance(vocabulary, int) and tokenizer.vocab_size > vocabulary:
+        raise ConfigError(
+            f"the tokenizer of {name!r} has {tokenizer.vocab_size:,} tokens, but its model has embeddings for "
+            f"{vocabulary:,}: they do not belong together. Save the model's own tokenizer into the folder."
+        )
+    return tokenizer
+
+
+def _without_tokenizer(folder: str, name: str | None, why: str) -> ConfigError:
+    place = "folder" if os.path.isdir(folder) else "repository"
+    return ConfigError(
+        f"the {place} {name!r} has no tokenizer that can be loaded. {why}Save it beside the model: "
+        f"AutoTokenizer.from_pretrained(ORIGINAL).save_pretrained({name!r})."
+    )
+
+
+def _unreadable(name: str | None, what: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"the {what} of the model {name!r} cannot be read: {_first_line(error)} Give a folder that "
+        "model.save_pretrained wrote, or the id of a model on the hub."
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    """The first line of somebody else's message, ended like a sentence."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return f"{lines[0][:300].rstrip(' .:')}."
 
 
 def quickstart_questions() -> list[dict[str, Any]]:
     """The bundled questions: prefix, chunks, question and answer of each."""
     text = (files("hf_blend") / "bundled" / "documents" / "questions.json").read_text("utf-8")
     found: list[dict[str, Any]] = json.loads(text)
+    return found
+
+
+def long_questions() -> list[dict[str, Any]]:
+    """The questions that come with the chain model: prefix, chunks, question and answer of each."""
+    found: list[dict[str, Any]] = json.loads((Path(CHAINS) / "questions.json").read_text("utf-8"))
     return found

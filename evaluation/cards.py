@@ -6,6 +6,7 @@ python -m hf_blend.evaluation.cards
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,15 @@ WORLD: dict[str, Any] = {
     "dataset_type": "hf_blend/reference-world",
     "dataset_name": "reference world, held-out questions",
 }
+CHAIN_WORLD: dict[str, Any] = {
+    "dataset_type": "hf_blend/chain-world",
+    "dataset_name": "chain world, held-out questions",
+}
+MODELS = {  # name of the card → title, result file, world
+    "reference": ("hf_blend reference model", "reference", WORLD),
+    "chains": ("hf_blend chain model", "reference2_gates", CHAIN_WORLD),
+}
+GATES_PLACE = re.compile(r"(<!--gates-->).*?(<!--end-->)", re.DOTALL)
 LIMITS = """## Limits
 
 The model is a measuring instrument of 1.2 M parameters with a world of 298 words ([card](reference.md)). What holds
@@ -60,7 +70,8 @@ RECIPES = (
 def cards() -> dict[str, str]:
     """All cards: file name → text."""
     made = {f"{recipe.name}.md": recipe_card(recipe, _rows(recipe.result)) for recipe in RECIPES}
-    return {"reference.md": model_card((FOLDER / "reference.md").read_text("utf-8")), **made}
+    written = {f"{name}.md": model_card(name, (FOLDER / f"{name}.md").read_text("utf-8")) for name in MODELS}
+    return {**written, **made}
 
 
 def recipe_card(recipe: Recipe, rows: list[dict[str, Any]]) -> str:
@@ -97,26 +108,52 @@ def recipe_card(recipe: Recipe, rows: list[dict[str, Any]]) -> str:
     ])  # fmt: skip
 
 
-def model_card(text: str) -> str:
-    """A card whose text is written by hand, with its head made anew.
+def model_card(name: str, text: str) -> str:
+    """A card whose text is written by hand, with a new head.
 
     Args:
+        name: of the model, one of `MODELS`.
         text: the whole card.
 
     Returns:
         The same text behind a head with the scores of the results.
     """
-    rows = {row["method"]: row for row in _rows("reference")}
+    title, result, world = MODELS[name]
+    rows = {row["method"]: row for row in _rows(result)}
     scores = {f"exact match, {name}": rows[name]["score"] for name in ("full prefill", "full reuse")}
-    data = _data("hf_blend reference model", scores, rows["full prefill"]["n"], tags=["toy-model"])
-    return f"---\n{data.to_yaml()}\n---\n\n{ModelCard(text).text.strip()}\n"
+    data = _data(title, scores, rows["full prefill"]["n"], tags=["toy-model"], world=world)
+    body = GATES_PLACE.sub(
+        lambda place: f"{place[1]}\n{gates_table(result)}\n{place[2]}", ModelCard(text).text.strip()
+    )
+    return f"---\n{data.to_yaml()}\n---\n\n{body}\n"
 
 
-def _data(name: str, scores: Mapping[str, float], count: int, tags: list[str] | None = None) -> ModelCardData:
+def gates_table(result: str) -> str:
+    """Every gate of a result file, and what the emulation scored."""
+    made = json.loads((RESULTS / f"{result}.json").read_text("utf-8"))
+    gates = ["| gate | expected | measured | |\n|---|---|---|---|"]
+    gates += [
+        f"| {one['gate']} | {one['expected']} | {one['figure']:.3f} | {'holds' if one['holds'] else '**fails**'} |"
+        for one in made["gates"]
+    ]
+    depths = list(made["emulation"][0]["by_depth"])
+    head = f"| exact match, emulation | all | {' | '.join(f'depth {depth}' for depth in depths)} |"
+    lines = [
+        f"| {row['method']} | {row['exact_match']:.3f} [{row['interval'][0]:.3f}, {row['interval'][1]:.3f}] | "
+        + " | ".join(f"{row['by_depth'][depth]:.2f}" for depth in depths)
+        + " |"
+        for row in made["emulation"]
+    ]
+    return "\n".join([*gates, "", head, "|---" * (2 + len(depths)) + "|", *lines])
+
+
+def _data(
+    name: str, scores: Mapping[str, float], count: int, tags: list[str] | None = None, world: dict[str, Any] = WORLD
+) -> ModelCardData:
     results = [
         EvalResult(
             task_type="text-generation", metric_type="exact_match", metric_name=metric, metric_value=value,
-            metric_args={"questions": count}, **WORLD,
+            metric_args={"questions": count}, **world,
         )
         for metric, value in scores.items()
     ]  # fmt: skip
@@ -128,7 +165,8 @@ def _data(name: str, scores: Mapping[str, float], count: int, tags: list[str] | 
 
 def _rows(result: str) -> list[dict[str, Any]]:
     """Rows of a result file in one form: method, ratio, charged, score, low, high, n."""
-    rows = json.loads((RESULTS / f"{result}.json").read_text("utf-8"))["rows"]
+    made = json.loads((RESULTS / f"{result}.json").read_text("utf-8"))
+    rows = made.get("rows") or [{**row, "nominal_ratio": None, "charged_budget": None} for row in made["emulation"]]
     if result == "study":
         rows = [row for row in rows if row["task"] == "reference-world" and row["part"] == "final"]
         renamed = [{**row, "charged": row["charged_budget"]} for row in rows]

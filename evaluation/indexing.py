@@ -2,29 +2,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compute and store the chunks of a corpus ahead of time, by one process or by many; what `hf-blend index` does."""
 
-import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from hf_blend import ChunkStore
-from hf_blend.errors import ConfigError, PromptError
+from hf_blend.context.size import cache_size
+from hf_blend.errors import ConfigError, StoreError
 from hf_blend.model.anatomy import default_sink
 from hf_blend.model.fingerprint import fingerprint
+from hf_blend.prompt.pieces import tokenize
 from hf_blend.store import ChunkKey
 
-from .asking import read_documents, split
-from .bundled import quickstart_questions
+from .bundled import ModelSource, quickstart_questions
+from .documents import Document
+from .sources import Source, Sources
+from .splitting import Piece, closed
 
-__all__ = ["Corpus", "Indexed", "Shard", "index"]
-
-SUFFIXES = (".txt", ".md", ".rst")
-LINES = ".jsonl"
-FIELD = "text"
+__all__ = ["Estimate", "Indexed", "Indexer", "Shard", "bundled_pieces"]
 
 
 @dataclass(frozen=True)
@@ -63,33 +62,36 @@ class Shard:
         return int(key.digest[:16], 16) % self.count == self.number
 
 
-class Corpus:
-    """Documents in files, in folders of text files, and one by one in the lines of JSONL files.
+@dataclass(frozen=True)
+class Estimate:
+    """What storing some pieces takes, known before the weights are read.
 
-    Args:
-        names: paths; none is the bundled documents.
-
-    Raises:
-        PromptError: a path does not exist, or a folder has no text.
+    Attributes:
+        pieces: how many, equal ones once.
+        tokens: in all of them.
+        nbytes: of their K and V.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self._paths = [path for name in names for path in _text_files(Path(name))]
-        self._count = sum(_lines(path) if path.suffix == LINES else 1 for path in self._paths)
-        self._bundled = [] if names else [text for one in quickstart_questions() for text in one["chunks"]]
+    pieces: int
+    tokens: int
+    nbytes: int
 
-    def __len__(self) -> int:
-        """How many documents there are."""
-        return self._count + len(self._bundled)
+    @classmethod
+    def of(cls, pieces: Iterable[Piece], source: ModelSource) -> "Estimate":
+        """Estimate from a model's config.
 
-    def __iter__(self) -> Iterator[str]:
-        """Read one document after the other."""
-        yield from self._bundled
-        for path in self._paths:
-            if path.suffix == LINES:
-                yield from _documents(path)
-            else:
-                yield from read_documents([str(path)], ())
+        Args:
+            pieces: what is to be stored.
+            source: the model.
+
+        Returns:
+            The estimate.
+        """
+        unlike = {piece.ids for piece in pieces}
+        tokens = sum(map(len, unlike))
+        dtype = None if isinstance(source.dtype, str) else source.dtype
+        each = cache_size(source.config, context_tokens=1, dtype=dtype).bytes_per_token
+        return cls(len(unlike), tokens, tokens * each)
 
 
 @dataclass
@@ -97,94 +99,114 @@ class Indexed:
     """What came of it.
 
     Attributes:
-        documents: how many were read.
-        chunks: how many they have, those of other processes and repeated ones too.
+        chunks: how many there are, those of other processes too, equal ones once.
+        tokens: in all of them.
         stored: how many this process computed and stored.
         present: how many of its chunks were there already.
         refused: how many it computed, and the store did not keep.
     """
 
-    documents: int = 0
     chunks: int = 0
+    tokens: int = 0
     stored: int = 0
     present: int = 0
     refused: int = 0
 
 
-def index(
-    model: nn.Module,
-    tokenizer: Any,
-    store: ChunkStore,
-    documents: Iterable[str],
-    chunk_tokens: int,
-    shard: Shard = Shard(),
-) -> Indexed:
-    """Store every chunk of a corpus that is not stored yet. Stopped at any time, it goes on where it was.
+class Indexer:
+    """Stores every piece of a corpus that is not stored yet. Stopped at any time, it continues where it was.
 
     Args:
         model: a causal language model.
         tokenizer: its tokenizer.
         store: receives the chunks.
-        documents: texts.
-        chunk_tokens: documents are cut into chunks of this many tokens, as `hf-blend ask` cuts them.
+        pieces: all pieces of the corpus.
         shard: which of the chunks are computed here.
-
-    Returns:
-        What was done.
     """
-    done = Indexed()
-    identity, sink = fingerprint(model), default_sink(model)
-    for text in documents:
-        done.documents += 1
-        for ids in split(tokenizer, text, chunk_tokens):
-            done.chunks += 1
-            key = ChunkKey(identity, sink, tuple(ids), store.namespace)
-            if shard.owns(key):
-                _store(model, tokenizer, store, key, done)
-    return done
+
+    def __init__(
+        self, model: nn.Module, tokenizer: Any, store: ChunkStore, pieces: Sequence[Piece], shard: Shard = Shard()
+    ) -> None:
+        self.model, self.tokenizer, self.store = model, tokenizer, store
+        self.fingerprint, sink = fingerprint(model), default_sink(model)
+        self._names = [(piece.name, ChunkKey(self.fingerprint, sink, piece.ids, store.namespace)) for piece in pieces]
+        self._texts = {key: piece.prompt_text for (_, key), piece in zip(self._names, pieces, strict=True)}
+        self.keys = list(self._texts)
+        own = [key for key in self.keys if shard.owns(key)]
+        self.missing = [key for key in own if not store.contains(key)]
+        tokens = sum(len(key.token_ids) for key in self.keys)
+        self.done = Indexed(len(self.keys), tokens, present=len(own) - len(self.missing))
+
+    def probe_s(self) -> float:
+        """Compute one missing chunk and throw it away.
+
+        Returns:
+            How long all the missing ones will take at this rate, in seconds.
+        """
+        if not self.missing:
+            return 0.0
+        longest = max(self.missing, key=lambda key: len(key.token_ids))
+        with ChunkStore.open("memory://") as scratch:
+            started = time.perf_counter()
+            scratch.add(self.model, self.tokenizer, [self._texts[longest]], sink_ids=longest.sink_ids)
+            seconds = time.perf_counter() - started
+        return seconds * sum(len(key.token_ids) for key in self.missing) / len(longest.token_ids)
+
+    def run(self, progress: Callable[[Iterable[ChunkKey]], Iterable[ChunkKey]] = iter) -> Indexed:
+        """Compute and store what is missing.
+
+        Args:
+            progress: wraps the loop over the missing chunks.
+
+        Returns:
+            What was done; `done` has it while it is under way.
+        """
+        for key in progress(self.missing):
+            self.store.add(self.model, self.tokenizer, [self._texts[key]], sink_ids=key.sink_ids)
+            if self.store.contains(key):
+                self.done.stored += 1
+            else:
+                self.done.refused += 1
+        return self.done
+
+    def name_sources(self, documents: Iterable[Document], model: str, chunk_tokens: int) -> None:
+        """Write down beside the store which document each chunk came from.
+
+        Args:
+            documents: those that the pieces are of.
+            model: what to call the model.
+            chunk_tokens: most tokens of a piece.
+        """
+        paths = {one.name: str(one.path.resolve()) if one.path else "" for one in documents}
+        digests: dict[str, dict[str, None]] = {}
+        for name, key in self._names:
+            digests.setdefault(name, {})[key.digest] = None
+        about = (model, self.fingerprint, chunk_tokens, time.time())
+        Sources(self.store).add(
+            Source(name, paths.get(name, ""), *about, tuple(found)) for name, found in digests.items()
+        )
 
 
-def _store(model: nn.Module, tokenizer: Any, store: ChunkStore, key: ChunkKey, done: Indexed) -> None:
-    if store.contains(key):
-        done.present += 1
-        return
-    store.add(model, tokenizer, [key.token_ids], sink_ids=key.sink_ids)
-    if store.contains(key):
-        done.stored += 1
-    else:
-        done.refused += 1
+def check_room(store: ChunkStore, estimate: Estimate) -> None:
+    """Refuse what a store's disk will not hold.
+
+    Args:
+        store: the store.
+        estimate: of what is to be stored, with what is stored already.
+
+    Raises:
+        StoreError: it is more than the disk may hold.
+    """
+    capacity = store.stats()["capacity_bytes"].get("disk")
+    if capacity is not None and estimate.nbytes > capacity:
+        raise StoreError(
+            f"the corpus takes about {estimate.nbytes / 1e9:.1f} GB, but the store may hold {capacity / 1e9:.1f} GB: "
+            "what it holds and half of what is free on its disk. Make room, give another --store, or index less."
+        )
 
 
-def _text_files(path: Path) -> list[Path]:
-    if not path.is_dir():
-        if not path.is_file():
-            raise PromptError(f"there is no file or folder {str(path)!r}. Give text files, JSONL files, or folders.")
-        return [path]
-    found = sorted(one for one in path.rglob("*") if one.suffix in (*SUFFIXES, LINES) and one.is_file())
-    if not found:
-        raise PromptError(f"no file in {str(path)!r} ends in {', '.join((*SUFFIXES, LINES))}. Name the files.")
-    return found
-
-
-def _lines(path: Path) -> int:
-    with path.open("rb") as lines:
-        return sum(bool(line.strip()) for line in lines)
-
-
-def _documents(path: Path) -> Iterator[str]:
-    """The lines of a JSONL file: texts, or objects with a field `text`."""
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                yield _document(f"{path}:{number}", line)
-
-
-def _document(place: str, line: str) -> str:
-    try:
-        found = json.loads(line)
-    except ValueError as error:
-        raise PromptError(f"{place} is not JSON: {error}. Write one text, or one object, on each line.") from error
-    text = found.get(FIELD) if isinstance(found, dict) else found
-    if not isinstance(text, str):
-        raise PromptError(f"{place} is {line.strip()[:60]!r}, wanted a text or an object with a field {FIELD!r}.")
-    return text
+def bundled_pieces(tokenizer: Any) -> Iterator[Piece]:
+    """The bundled documents, each a piece as the bundled questions use it."""
+    for one in quickstart_questions():
+        for text in one["chunks"]:
+            yield Piece(f"bundled story {one['story']}", 0, text, tokenize(tokenizer, closed(text)))

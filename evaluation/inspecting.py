@@ -21,6 +21,7 @@ from hf_blend.prefill.probing import Listener
 from hf_blend.selectors.attention import Attention
 
 from .answering import blend_config
+from .prompting import inputs_of
 
 RATIOS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0)
 MASS = 0.9  # of attention, that a token's keys together have to hold
@@ -78,7 +79,7 @@ class Inspector:
             model: a causal language model.
             tokenizer: its tokenizer.
             store: where chunks are kept.
-            pieces: `prefix`, `chunks` and `question`, as `BlendCache.inputs` takes them.
+            pieces: the prompt, as `prompting.request` gives it.
 
         Raises:
             PromptError: nothing of the prompt is reused.
@@ -88,7 +89,7 @@ class Inspector:
         self._rows = 1  # of the question
         full = self._run(BlendConfig(1.0, "full"))
         if not full.chosen:
-            raise PromptError(f"nothing of {pieces['chunks']!r:.80} can be reused. Give two chunks or more.")
+            raise PromptError(f"nothing of {pieces!r:.80} can be reused. Give two chunks or more.")
         self._rows = len(self._ids) - full.chosen[-1] - 1
         self.columns = full.chosen
         self._full = self._run(BlendConfig(1.0, "full"))
@@ -130,7 +131,7 @@ class Inspector:
             attention.append(weights[0, :, -self._rows :])
 
         cache.listener = Listener(hear)
-        inputs = cache.inputs(self._tokenizer, **self._pieces)
+        inputs = inputs_of(cache, self._tokenizer, self._pieces)
         self._model(**inputs, past_key_values=cache, logits_to_keep=1)
         self._ids = inputs["input_ids"][0].tolist()
         layers: list[Any] = list(cache.layers)

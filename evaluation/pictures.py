@@ -79,7 +79,37 @@ def speed() -> str:
     )
 
 
-PICTURES: dict[str, Callable[[], str]] = {"prompt": prompt, "layers": layers, "quality": quality, "speed": speed}
+def gain() -> str:
+    """The first token by full prefill, blending and full reuse, as bars; light and dark as the page around it."""
+    document = _result("ttft")
+    row = {one["ratio"]: one for one in document["rows"]}
+    full, machine = document["full"]["ttft_ms"], document["machine"]
+    said = {0.15: "blending at 15 %", 0.0: "full reuse"}
+    bars = [("full prefill", full), *((name, row[ratio]["ttft_ms"]) for ratio, name in said.items())]
+    parts = []
+    for place, (name, ms) in enumerate(bars):
+        y, width = 34 + 44 * place, round(430 * ms / full)
+        faster = f", {full / ms:.1f} x as fast" if ms != full else ""
+        parts += [
+            f'<text x="150" y="{y + 18}" text-anchor="end">{name}</text>',
+            f'<rect x="160" y="{y}" width="{width}" height="26" rx="3" class="bar{place}"/>',
+            f'<text x="{168 + width}" y="{y + 18}">{ms / 1e3:.1f} s{faster}</text>',
+        ]
+    prompt = f"{row[0.15]['prompt_tokens']:,} tokens, shape of {machine['shape']}, {machine['threads']} CPU cores"
+    title = f"Time to the first token ({prompt})"
+    colours = ".bar0{fill:#94a3b8}.bar1{fill:#2563eb}.bar2{fill:#cbd5e1}text{fill:#1f2937}"
+    dark = ".bar0{fill:#64748b}.bar1{fill:#60a5fa}.bar2{fill:#475569}text{fill:#e5e7eb}"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 180" width="100%" role="img" '
+        f'style="max-width:720px" font-family="system-ui,sans-serif" font-size="14"><title>{title}</title>'
+        f"<style>{colours}@media (prefers-color-scheme:dark){{{dark}}}</style>"
+        f'<text x="10" y="18" font-weight="bold">{title}</text>{"".join(parts)}</svg>'
+    )
+
+
+PICTURES: dict[str, Callable[[], str]] = {
+    "prompt": prompt, "layers": layers, "quality": quality, "speed": speed, "gain": gain,
+}  # fmt: skip
 
 
 def screenshot(path: Path) -> None:

@@ -14,7 +14,8 @@ from .measured import MEASURED, acceptance, store
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST_LETTERS = 140  # of a reason in a table
-SOURCES = {"ends": "reference", "acceptance": "sparse_quality"}  # tables named otherwise than their result file
+# tables named otherwise than their result file
+SOURCES = {"ends": "reference", "acceptance": "sparse_quality", "support": "families"}
 ENDS = (None, 0.0, 0.15, 1.0)  # ratios of the short table
 PLACE = re.compile(r"<!--table:(?P<name>\w+)-->\n.*?<!--end-->", re.DOTALL)
 
@@ -113,8 +114,7 @@ def _families(document: dict[str, Any]) -> list[str]:
     rows = document["models"]
     counts = [sum(row["supported"] for row in rows), *(_exact(rows, name) for name in ("move", "extend"))]
     lines = [
-        f"<details><summary>Of {len(rows)} model types {counts[0]} blend, {counts[1]} move and {counts[2]} extend "
-        "exactly; the others are refused, each with its reason</summary>",
+        f"Of {len(rows)} model types {counts[0]} blend, {counts[1]} move and {counts[2]} extend exactly.",
         "",
         "| type | blend | move | extend | rotary style | windows |",
         "|---|---|---|---|---|---|",
@@ -125,7 +125,17 @@ def _families(document: dict[str, Any]) -> list[str]:
         results = [_result(*found[0]), *(_result(*one, blend) for one in found[1:])]
         cells = [row["model"], *results, row["rotary"], row["window"]]
         lines.append(f"| {' | '.join(cells)} |")
-    return [*lines, "", "</details>"]
+    return lines
+
+
+def _support(document: dict[str, Any]) -> list[str]:
+    """How many model types are blended, in a sentence."""
+    rows = document["models"]
+    count = sum(row["supported"] for row in rows)
+    return [
+        f"Of the {len(rows)} causal model types of transformers, {count} are blended exactly; "
+        "[each is listed](docs/models.md), the others with the reason."
+    ]
 
 
 def _exact(rows: list[dict[str, Any]], name: str) -> int:
@@ -219,6 +229,7 @@ TABLES = {
     "reference": _reference,
     "ttft": _ttft,
     "families": _families,
+    "support": _support,
     "context_shift": _context_shift,
     "self_extend": _self_extend,
     "session": _session,

@@ -21,7 +21,8 @@ def summarised(settings: Mapping[str, Any], lines: Iterable[Line]) -> dict[str, 
 
     Returns:
         `settings` and `rows`: `task`, `model`, `method`, `ratio`, `n`, `score` with `low` and `high` (95 %),
-        `charged_budget`, `ttft_ms` (median; None if none was measured), `rule`, `difference` to full prefill with
+        `charged_budget`, `ttft_ms` (median; None if none was measured), `speedup` (median of full prefill's time
+        over its own, sample by sample), `read_bytes` (mean), `rules`, `difference` to full prefill with
         its interval, `normalised` ((score - full reuse) / (full prefill - full reuse); None where these are alike),
         `score_where_full` (over the samples that full prefill scores above 0), `kl`, `top1` and `exact_output`, each
         the mean over the samples.
@@ -43,6 +44,7 @@ def _row(paired: Sequence[tuple[Line, Line]], reuse: Mapping[str, Line]) -> dict
     gaps = [line["score"] - right["score"] for line, right in paired]
     (low, high), (gap_low, gap_high) = interval(own), interval(gaps)
     times = [line["ttft_ms"] for line, _ in paired if line["ttft_ms"] is not None]
+    ratios = [right["ttft_ms"] / line["ttft_ms"] for line, right in paired if line["ttft_ms"] and right["ttft_ms"]]
     where = [line["score"] for line, right in paired if right["score"] > 0]
     return {
         "n": len(paired),
@@ -51,6 +53,8 @@ def _row(paired: Sequence[tuple[Line, Line]], reuse: Mapping[str, Line]) -> dict
         "high": high,
         "charged_budget": statistics.fmean(line["charged_budget"] for line, _ in paired),
         "ttft_ms": statistics.median(times) if times else None,
+        "speedup": statistics.median(ratios) if ratios else None,
+        "read_bytes": _mean(line.get("read_bytes") for line, _ in paired),
         "rules": _rules(paired),
         "difference": statistics.fmean(gaps),
         "difference_low": gap_low,

@@ -4,10 +4,11 @@
 
 Every sample is answered by all methods, full prefill first, before the next one begins: what is measured side by side
 is measured under the same conditions, and a stopped run has whole comparisons. Before that, every chunk is computed
-once, so that no method pays for it. With a batch, samples are answered side by side and the first `TIMED` also alone,
-by all methods in turn, for the time to the first token.
+once, and each method keeps what it would have kept, so that none pays for it. With a batch, samples are answered side
+by side and the first `TIMED` also alone, by all methods in turn, for the time to the first token.
 """
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -39,7 +40,7 @@ class Trial:
 
     Attributes:
         tasks: names.
-        models: hub ids or folders; "reference" is the bundled one.
+        models: hub ids or folders; "reference" and "chains" are bundled.
         methods: names; a selector may have options behind a colon, and one ratio of its own behind an @.
         ratios: for the methods that take one.
         limit: samples of each task; None is all.
@@ -85,7 +86,10 @@ class Trial:
     def settings(self) -> dict[str, Any]:
         """What must be the same for two runs to be one."""
         versions = {"hf_blend": hf_blend.__version__, "torch": torch.__version__}
-        return {**asdict(self), "threads": torch.get_num_threads(), "versions": versions}
+        known = {**asdict(self), "threads": torch.get_num_threads(), "versions": versions}
+        paths = [name.partition(":")[0] for name, _ in self.ways() if name.partition(":")[0].endswith(plugins.FILE)]
+        digests = {path: hashlib.sha256(Path(path).expanduser().read_bytes()).hexdigest()[:16] for path in paths}
+        return {**known, "files": digests} if digests else known
 
     def ways(self) -> list[tuple[str, float | None]]:
         """Every method with every ratio that it takes, full prefill first."""
@@ -135,11 +139,7 @@ def _is_complete(trial: Trial, model: str, folder: RunFolder) -> bool:
 
 
 def _load(name: str, trial: Trial) -> tuple[nn.Module, Any]:
-    model, tokenizer = load_model(None if name == REFERENCE else name)
-    dtype = None if trial.dtype is None else getattr(torch, trial.dtype, None)
-    if trial.dtype is not None and not isinstance(dtype, torch.dtype):
-        raise ConfigError(f"dtype is {trial.dtype!r}, wanted one such as float32 or bfloat16.")
-    return model.to(device=trial.device, dtype=dtype), tokenizer
+    return load_model(name, trial.device, trial.dtype or "auto")
 
 
 def _task(trial: Trial, name: str, tokenizer: Any) -> Task:
@@ -162,9 +162,7 @@ class _Bench:
         ]
         self._warm = approach(WARM, None, model, tokenizer, store, 1)
         rules = dict.fromkeys((task.score, *task.also))
-        self._rules: dict[str, Score] = {
-            name: plugins.load("evaluation.scores", name)(tokenizer) for name in rules
-        }
+        self._rules: dict[str, Score] = {name: plugins.load("evaluation.scores", name)(tokenizer) for name in rules}
         self._score, self._done = task.score, 0
 
     def answer(self, samples: Sequence[Sample]) -> None:
@@ -175,6 +173,8 @@ class _Bench:
         if not asked:
             return
         counted = self._warm.answer(asked)
+        for *_, way in self._ways:
+            way.warm(asked)
         full = self._ways[0][2].answer(asked)
         wanted = [one.ids for one in full]
         alone = [sample.id in timed and len(asked) > 1 for sample in asked]
@@ -217,6 +217,7 @@ class _Bench:
             "charged_budget": one.charged_budget,
             "prompt_tokens": one.prompt_tokens,
             "reused_tokens": one.reused_tokens,
+            "read_bytes": one.read_bytes,
             "computed_chunks": warm.computed_chunks,
             "kl": kl,
             "top1": top1,

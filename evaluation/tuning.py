@@ -20,6 +20,7 @@ from hf_blend.config import BlendConfig
 from hf_blend.errors import PromptError
 from hf_blend.prompt.pieces import build
 
+from . import chains
 from .answering import FULL_PREFILL, Method, answer, is_right
 from .bootstrap import interval
 from .reference import pieces_of
@@ -82,16 +83,20 @@ class Tuning:
         return asdict(self)
 
 
-def bundled_prompts(count: int, seed: int) -> list[Prompt]:
-    """Held-out questions of the bundled task.
+def bundled_prompts(count: int, seed: int, model: str | None = None) -> list[Prompt]:
+    """Held-out questions of a bundled model's task.
 
     Args:
         count: how many.
         seed: which.
+        model: "chains" for the chain world; all others get the reference world.
 
     Returns:
         The prompts, with their answers.
     """
+    if model == "chains":
+        chained = chains.sample_examples(count, seed)
+        return [Prompt({"prefix": None, "chunks": list(x.chunks), "question": x.question}, x.answer) for x in chained]
     return [Prompt(pieces_of(one), one.answer) for one in sample_examples(count, seed)]
 
 

@@ -31,7 +31,7 @@ class Answerer:
 
     def __call__(self, given: dict) -> str:
         """Answer from `given["documents"]`; a document that was seen before is not prefilled again."""
-        cache = BlendCache(self.model, self.store, recompute_ratio=0.05, selector="auto")
+        cache = BlendCache(self.model, self.store)
         texts = [document.page_content for document in given["documents"]]
         inputs = cache.inputs(self.tokenizer, chunks=texts, question=given["question"])
         output = self.model.generate(**inputs, past_key_values=cache, max_new_tokens=8, do_sample=False)

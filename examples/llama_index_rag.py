@@ -37,7 +37,7 @@ class BlendedQueryEngine(CustomQueryEngine):
 
     def custom_query(self, query_str: str) -> str:
         """Answer one question."""
-        cache = BlendCache(self.model, self.store, recompute_ratio=0.05, selector="auto")
+        cache = BlendCache(self.model, self.store)
         texts = [found.node.get_content() for found in self.retriever.retrieve(query_str)]
         inputs = cache.inputs(self.tokenizer, chunks=texts, question=query_str)
         output = self.model.generate(**inputs, past_key_values=cache, max_new_tokens=8, do_sample=False)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""The whole of it: store the KV of documents once, then answer over them inside stock `generate`.
+"""A whole program: store the KV of documents once, then answer over them inside stock `generate`.
 
 Run it with `python examples/rag.py`.
 """
@@ -19,7 +19,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(REFERENCE)
     with tempfile.TemporaryDirectory() as folder, ChunkStore.open(folder) as store:
         for asked in quickstart_questions():
-            cache = BlendCache(model, store, recompute_ratio=0.3)
+            cache = BlendCache(model, store)
             inputs = cache.inputs(tokenizer, chunks=asked["chunks"], question=asked["question"])
             output = model.generate(**inputs, past_key_values=cache, max_new_tokens=8, do_sample=False)
             answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)

@@ -1,14 +1,16 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Methods are files. To add one, add a file; nothing else is edited.
+"""Methods are files. To add one, add a file: there is no list to edit.
 
 A *kind* is a sub-package with a `base.py`, such as `selectors` or `store.tiers`. A *plugin* is a file beside it
 with exactly one public class that derives from a class of that `base.py`. Its name is the file's name, with `-`
 for `_`. Other distributions add plugins by entry points in the group `hf_blend.<kind>`; they cannot replace ours.
+A selector or a corrector may also be a file anywhere, by its path.
 """
 
 import ast
 import importlib
+import importlib.util
 import logging
 import sys
 from functools import cache
@@ -19,6 +21,9 @@ from types import ModuleType
 from .errors import ConfigError, PluginNotFoundError, suggest
 
 logger = logging.getLogger(__name__)
+
+FILE = ".py"  # how the name of a file of the caller's own ends
+FROM_FILES = ("selectors", "correctors")  # their names never come from what others wrote, such as an entry
 
 
 def kinds() -> list[str]:
@@ -48,15 +53,18 @@ def load(kind: str, name: str) -> type:
 
     Args:
         kind: the sub-package, such as `selectors` or `store.tiers`.
-        name: the plugin's name; `-` and `_` are the same.
+        name: the plugin's name; `-` and `_` are the same. A path that ends in `.py` is a file of the caller's
+            own, for the kinds in `FROM_FILES`; it is imported.
 
     Returns:
         The plugin's class.
 
     Raises:
-        PluginNotFoundError: no such kind or name; the message suggests the nearest.
-        ConfigError: the file or entry point does not hold exactly one plugin.
+        PluginNotFoundError: no such kind, name or file; the message suggests the nearest name.
+        ConfigError: the file or entry point does not hold exactly one plugin, or the file cannot be imported.
     """
+    if kind in FROM_FILES and name.endswith(FILE):
+        return _only_plugin(_imported(Path(name).expanduser()), importlib.import_module(f"hf_blend.{kind}.base"))
     wanted = name.replace("_", "-")
     files = _files(kind)
     base = importlib.import_module(f"hf_blend.{kind}.base")
@@ -66,6 +74,32 @@ def load(kind: str, name: str) -> type:
     if wanted in installed:
         return _checked(installed[wanted], base)
     raise PluginNotFoundError(f"hf_blend.{kind} has no plugin named {name!r}. {suggest(wanted, describe(kind))}")
+
+
+def _imported(path: Path) -> ModuleType:
+    """The module in a file that no package has; once for each state of the file, so that its class is one class."""
+    if not path.is_file():
+        raise PluginNotFoundError(f"there is no file {str(path)!r}. Give a Python file that defines one plugin.")
+    return _imported_state(path.resolve(), path.stat().st_mtime_ns)
+
+
+@cache
+def _imported_state(path: Path, changed_ns: int) -> ModuleType:
+    name = f"hf_blend_file_{path.stem}_{changed_ns}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"the file {str(path)!r} cannot be imported. Give a Python file that defines one plugin.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        where = f"line {error.lineno}" if isinstance(error, SyntaxError) else type(error).__name__
+        raise ConfigError(
+            f"the file {str(path)!r} cannot be imported ({where}): {error}. Correct it: python {path.name} shows it."
+        ) from error
+    return module
 
 
 @cache

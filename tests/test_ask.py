@@ -53,6 +53,6 @@ def test_a_second_process_loads_what_the_first_computed_and_answers_alike(store,
 
 
 def test_every_row_has_the_keys_that_programs_rely_on(first):
-    keys = {"method", "question", "answer", "correct", "ttft_ms", "charged_budget"}
+    keys = {"method", "question", "answer", "correct", "ttft_ms", "charged_budget", "sources"}
     assert all(keys <= set(row) for row in first["rows"])
     assert {row["method"] for row in first["rows"]} == {"blend"}

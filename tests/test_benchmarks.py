@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from hf_blend.errors import ConfigError
+from hf_blend.evaluation.bench.joins import JOINS, bundled_passages, measure_joins, read_passages
+
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
 
@@ -68,3 +71,24 @@ def test_answers_from_8_bits_are_measured_and_as_committed(tmp_path, monkeypatch
     assert kept["reference"]["equal_answers"] >= 0.99
     held = {name: kind["bytes_per_token"] for name, kind in kept["step"]["layers"].items()}
     assert held["QuantisedLayer"] < 0.55 * held["DynamicLayer"]
+
+
+def test_the_committed_joins_hold_what_they_promise():
+    found = json.loads((BENCHMARKS / "results" / "joins.json").read_text("utf-8"))
+    assert [(row["tokenizer"], row["join"]) for row in found["rows"]] == [
+        (name, join) for name in ("gpt2-bpe", "mistral-7b-v1-spm") for join in JOINS
+    ]
+    for row in found["rows"]:
+        assert row["ids_as_plain_call"]
+        assert row["passages"] == 300
+        assert min(row["reused_by_ids"], row["reused_by_text"]) >= found["goal"] == 0.97
+
+
+def test_joins_are_measured_with_the_bundled_tokenizer(tmp_path):
+    rows = measure_joins([], bundled_passages())["rows"]
+    assert [row["join"] for row in rows] == list(JOINS)
+    assert all(row["ids_as_plain_call"] and 0 <= row["found_whole"] <= 1 for row in rows)
+    with pytest.raises(ConfigError, match="Give JSON lines, each with a list 'chunks'"):
+        read_passages(str(tmp_path / "none.jsonl"), 3)
+    with pytest.raises(ConfigError, match=r"no tokenizer in .* Give its folder"):
+        measure_joins([str(tmp_path)], [["a"]])

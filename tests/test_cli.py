@@ -3,6 +3,7 @@
 """The command starts light, speaks to people and to programs, and its exit code says how it went."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -142,27 +143,27 @@ def test_a_store_with_a_secret_is_looked_after_with_the_file_that_holds_it(run, 
     signed = (*words, "--secret-file", str(tmp_path / "key"))
     with ChunkStore.open(tmp_path / "s", secret=b"one") as store:
         store.put(ChunkKV(key, ((torch.ones(1, 2, 4),) * 2,), ((torch.ones(2, 4),) * 2,), (0,)))
-    assert [one["digest"] for one in json.loads(run("store", "ls", *signed)[1])] == [key.digest]
+    assert [one["digest"] for one in json.loads(run("store", "ls", "--chunks", *signed)[1])] == [key.digest]
     assert json.loads(run("store", "check", *signed)[1])["whole"] == 1
     assert json.loads(run("store", "pin", "--all", *signed)[1]) == {"pinned": 1}
-    assert json.loads(run("store", "ls", *words)[1]) == []
+    assert json.loads(run("store", "ls", "--chunks", *words)[1]) == []
     code, out, _ = run("store", "check", "--repair", *words)
     assert (code, json.loads(out)["whole"], json.loads(out)["damaged"]) == (0, 0, 0)
     assert json.loads(run("store", "stats", *signed)[1])["pinned"] == 1
-    assert json.loads(run("store", "rm", "--all", *signed)[1]) == {"removed": 1}
+    assert json.loads(run("store", "rm", "--all", *signed)[1]) == {"removed": 1, "documents": 0}
     (tmp_path / "key").write_bytes(b"")
-    assert "is empty" in run("store", "ls", *signed)[2]
+    assert "is empty" in run("store", "ls", "--chunks", *signed)[2]
     assert "cannot be read" in run("store", "ls", *words, "--secret-file", str(tmp_path / "none"))[2]
 
 
-@pytest.mark.parametrize("words", [["--traceback", "store", "ls"], ["store", "ls", "--traceback"]])
-def test_traceback_shows_where_an_error_came_from(words):
+@pytest.mark.parametrize("words", [["--debug", "store", "ls"], ["store", "ls", "--traceback"]])
+def test_debug_shows_where_an_error_came_from(words):
     with pytest.raises(hf_blend.StoreError):
         command.main([*words, "--store", "nowhere"])
 
 
 def test_json_is_one_document_and_nothing_else(run, filled):
-    code, out, err = run("store", "ls", "--store", filled, "--json")
+    code, out, err = run("store", "ls", "--chunks", "--store", filled, "--json")
     entries = json.loads(out)
     assert (code, err) == (0, "")
     assert sorted(entry["tokens"] for entry in entries) == [5, 7]
@@ -179,13 +180,13 @@ def test_an_empty_store_is_said_to_be_empty_on_stderr(run):
 
 
 def test_the_newest_chunk_comes_first_and_the_limit_holds(run, filled):
-    everything = json.loads(run("store", "ls", "--store", filled, "--json")[1])
+    everything = json.loads(run("store", "ls", "--chunks", "--store", filled, "--json")[1])
     assert [entry["created"] for entry in everything] == sorted((e["created"] for e in everything), reverse=True)
-    assert json.loads(run("store", "ls", "--store", filled, "--json", "--limit", "1")[1]) == everything[:1]
+    assert json.loads(run("store", "ls", "--chunks", "--store", filled, "--json", "--limit", "1")[1]) == everything[:1]
 
 
 def test_stats_add_up_what_ls_lists(run, filled):
-    entries = json.loads(run("store", "ls", "--store", filled, "--json")[1])
+    entries = json.loads(run("store", "ls", "--chunks", "--store", filled, "--json")[1])
     stats = json.loads(run("store", "stats", "--store", filled, "--json")[1])
     assert stats["chunks"] == 2
     assert stats["tokens"] == 12
@@ -209,7 +210,7 @@ def test_a_terminal_gets_a_table_with_units(run, filled, monkeypatch):
     _, out, _ = run("store", "stats", "--store", filled)
     (line,) = [line for line in out.splitlines() if "nbytes" in line]
     assert " B " in line or " kB " in line
-    _, out, _ = run("store", "ls", "--store", filled)
+    _, out, _ = run("store", "ls", "--chunks", "--store", filled)
     assert "digest" in out
     assert out.count("disk") == 2
 
@@ -244,6 +245,48 @@ def test_a_command_that_failed_exits_with_1(run, tmp_path, monkeypatch):
     assert "Examples:\n    hf-blend burn" in out
     assert list(command.commands()) == ["burn"]
     sys.modules.pop("hf_blend.cli.burn")
+
+
+def test_an_error_that_is_not_ours_is_a_sentence_that_says_what_to_do(run, monkeypatch):
+    def broken(_):
+        raise KeyError("layer 7")
+
+    monkeypatch.setattr("hf_blend.evaluation.bundled.open_model", lambda *_: broken(0))
+    code, out, err = run("index")
+    assert (code, out) == (1, "")
+    assert "KeyError: 'layer 7'" in err
+    assert "Run it again with --debug" in err
+    assert "Traceback" not in err
+
+
+def test_a_full_memory_is_answered_with_ways_to_need_less(run, monkeypatch):
+    def broken(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+
+    monkeypatch.setattr("hf_blend.evaluation.bundled.open_model", broken)
+    code, _, err = run("index")
+    assert code == 1
+    assert "--dtype bfloat16" in err
+    assert "Tried to allocate 2.00 GiB" in err
+
+
+def test_ctrl_c_ends_with_130_and_a_sentence(run, monkeypatch):
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hf_blend.evaluation.bundled.open_model", stopped)
+    code, out, err = run("index")
+    assert (code, out) == (130, "")
+    assert "Stopped. What is stored stays" in err
+
+
+def test_a_log_gets_a_line_of_progress_now_and_then(capsys, monkeypatch):
+    clock = iter(range(0, 1000, 2))
+    monkeypatch.setattr(output.time, "monotonic", lambda: float(next(clock)))
+    assert list(output.progress(range(9), "chunks")) == list(range(9))
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(r"(\d of 9 chunks, about \d+ s left\n){2,}", err), err
 
 
 def test_a_bar_is_not_drawn_where_nobody_looks(capsys):

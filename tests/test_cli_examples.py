@@ -3,6 +3,7 @@
 """Every example in the help of a command is run, in an empty folder."""
 
 import importlib
+import io
 import shlex
 import subprocess
 import sys
@@ -46,6 +47,7 @@ def test_the_example_runs(example, tmp_path, monkeypatch, capsys):
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return
+    monkeypatch.setattr(sys, "stdin", io.StringIO("What does the miller carry?\n/sources\n"))
     with pytest.raises(SystemExit) as ended:
         main(words)
     out, err = capsys.readouterr()

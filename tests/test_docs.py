@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the documents say runs: Python blocks in the order of the page, command lines against the real command line."""
 
+import copy
 import re
 import shlex
 import subprocess
@@ -55,7 +56,7 @@ def ready(bundled, tmp_path, monkeypatch):
     one = quickstart_questions()[0]
     return {
         "model": bundled[0],
-        "tokenizer": bundled[1],
+        "tokenizer": copy.deepcopy(bundled[1]),
         "documents": one["chunks"],
         "question": one["question"],
         "system": None,

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from hf_blend import BlendConfig, ChunkStore, ConfigError, PromptError
+from hf_blend import BlendConfig, ChunkStore, ConfigError
 from hf_blend.evaluation import answering, asking, reference
 from hf_blend.evaluation.bench.shapes import random_model
 from hf_blend.evaluation.bench.ttft import TtftPlan, measure_ttft
@@ -90,45 +90,7 @@ def test_a_reply_marks_the_recomputed_tokens_and_no_others(bundled):
     marked = sum(chosen for _, chosen in reply.tokens)
     assert marked == len(reply.answer.report.chosen_columns[0]) > 0
     assert marked < len(reply.tokens)
-    assert set(reply.row) == {"method", "question", "answer", "correct", "ttft_ms", "charged_budget"}
-
-
-def test_documents_are_cut_into_chunks_that_join_to_the_document(bundled):
-    _, tokenizer = bundled
-    text = " ".join(quickstart_questions()[0]["chunks"])
-    chunks = asking.split(tokenizer, text, 7)
-    assert [token for chunk in chunks for token in chunk] == tokenizer.encode(text, add_special_tokens=False)
-    assert {len(chunk) for chunk in chunks[:-1]} == {7}
-
-
-def test_a_missing_document_is_named():
-    with pytest.raises(PromptError, match="no-such-file"):
-        asking.read_documents(["no-such-file"], [])
-
-
-def test_documents_come_from_standard_input_too():
-    assert asking.read_documents(["-"], ["a\n", "b"]) == ["a\nb"]
-
-
-class Chat:
-    """A tokenizer of letters with a chat template."""
-
-    chat_template = "yes"
-
-    def apply_chat_template(self, turns, tokenize, add_generation_prompt):
-        assert not tokenize
-        assert add_generation_prompt
-        return f"<user>{turns[0]['content']}</user><assistant>"
-
-    def encode(self, text, add_special_tokens):
-        return [ord(letter) for letter in text]
-
-
-def test_a_chat_template_stands_around_the_documents():
-    pieces = asking.pieces(Chat(), ["abc"], "why?", None)
-    assert "".join(map(chr, pieces["prefix"])).startswith("<user>Answer")
-    assert "".join(map(chr, pieces["question"])).endswith("Question: why?</user><assistant>")
-    assert pieces["chunks"] == ["abc"]
+    assert set(reply.row) == {"method", "question", "answer", "correct", "ttft_ms", "charged_budget", "sources"}
 
 
 def test_the_bench_reports_every_ratio_beside_its_bound():

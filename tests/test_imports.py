@@ -46,6 +46,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # its modules; wh
         ("verify",),
         ("rotary", "selectors", "prompt", "model", "store", "prefill", "loading", "cache", "context", "sparse"),
     ),
+    "serving": (("serving",), ("prompt", "model", "store", "tiers", "prefill", "cache")),
     "testing": (("testing",), ("store", "tiers")),
     "evaluation": (("evaluation",), ("*",)),
     "cli": (("cli", "__main__"), ("*", "evaluation")),

@@ -15,22 +15,34 @@ import pytest
 
 from hf_blend import ChunkStore
 from hf_blend.cli.main import main
-from hf_blend.errors import ConfigError, PromptError
-from hf_blend.evaluation.bundled import load_model
-from hf_blend.evaluation.indexing import Corpus, Shard, index
+from hf_blend.errors import ConfigError, StoreError
+from hf_blend.evaluation.bundled import open_model, quickstart_questions
+from hf_blend.evaluation.documents import Document
+from hf_blend.evaluation.indexing import Estimate, Indexer, Shard, check_room
+from hf_blend.evaluation.splitting import Splitter
 
 CHUNK_TOKENS = 4
 WHOLE = Shard()
 
 
 @pytest.fixture(scope="module")
-def reference():
-    return load_model()
+def source():
+    return open_model(device="cpu")
+
+
+@pytest.fixture(scope="module")
+def loaded(source):
+    return source.load(), source.tokenizer
 
 
 @pytest.fixture(scope="module")
 def texts():
-    return list(Corpus([]))[:6]
+    return [text for one in quickstart_questions() for text in one["chunks"]][:6]
+
+
+@pytest.fixture(scope="module")
+def pieces(source, texts):
+    return Splitter(source.tokenizer, CHUNK_TOKENS).split_all(Document("story", text) for text in texts)
 
 
 def objects(folder: Path) -> dict[str, bytes]:
@@ -38,80 +50,78 @@ def objects(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
-def run(folder, reference, texts, shard=WHOLE):
+def run(folder, loaded, pieces, shard=WHOLE, progress=iter):
     with ChunkStore.open(folder, memory_bytes=0, durability="none") as store:
-        return index(*reference, store, texts, CHUNK_TOKENS, shard)
+        return Indexer(*loaded, store, pieces, shard).run(progress)
 
 
 @pytest.fixture(scope="module")
-def serial(tmp_path_factory, reference, texts):
+def serial(tmp_path_factory, loaded, pieces):
     folder = tmp_path_factory.mktemp("serial")
-    run(folder, reference, texts)
+    run(folder, loaded, pieces)
     return objects(folder)
 
 
-def test_indexing_again_computes_nothing(tmp_path, reference, texts):
-    first = run(tmp_path, reference, texts)
+def test_indexing_again_computes_nothing(tmp_path, loaded, pieces):
+    first = run(tmp_path, loaded, pieces)
     before = objects(tmp_path)
-    again = run(tmp_path, reference, texts)
+    again = run(tmp_path, loaded, pieces)
     assert first.stored == len(before) > 10
     assert (again.stored, again.present) == (0, again.chunks)
     assert objects(tmp_path) == before
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_shards_in_any_order_and_repeated_give_the_bytes_of_a_serial_run(count, tmp_path, reference, texts, serial):
-    done = [run(tmp_path, reference, texts, Shard(number, count)) for number in [*reversed(range(count)), 0]]
+def test_shards_in_any_order_and_repeated_give_the_bytes_of_a_serial_run(count, tmp_path, loaded, pieces, serial):
+    done = [run(tmp_path, loaded, pieces, Shard(number, count)) for number in [*reversed(range(count)), 0]]
     assert objects(tmp_path) == serial
     assert sum(one.stored for one in done) == len(serial)
     assert all(one.stored for one in done[:-1])
     assert done[-1].stored == 0
 
 
-def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path, reference, texts, serial):
-    def broken_off():
-        yield from texts[:3]
+def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path, loaded, pieces, serial):
+    def broken_off(keys):
+        yield from itertools.islice(keys, 3)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, reference, broken_off())
+        run(tmp_path, loaded, pieces, progress=broken_off)
     found = len(objects(tmp_path))
     assert 0 < found < len(serial)
-    assert run(tmp_path, reference, texts).stored == len(serial) - found
+    assert run(tmp_path, loaded, pieces).stored == len(serial) - found
     assert objects(tmp_path) == serial
 
 
-def test_a_store_that_keeps_nothing_is_noticed(tmp_path, reference, texts):
+def test_a_store_that_keeps_nothing_is_noticed(tmp_path, loaded, pieces):
     with ChunkStore.open(tmp_path, memory_bytes=0, disk_bytes=10) as store:
-        done = index(*reference, store, texts[:1], CHUNK_TOKENS)
+        done = Indexer(*loaded, store, pieces[:2]).run()
     assert done.refused > 0 == done.stored
 
 
-def test_a_corpus_is_files_folders_and_lines(tmp_path):
-    (tmp_path / "sub").mkdir()
-    (tmp_path / "b.txt").write_text("two")
-    (tmp_path / "sub" / "a.md").write_text("three")
-    (tmp_path / "x.jsonl").write_text('"four"\n\n{"text": "five", "id": 3}\n')
-    (tmp_path / "no.bin").write_bytes(b"\xff")
-    corpus = Corpus([str(tmp_path / "b.txt"), str(tmp_path)])
-    assert list(corpus) == ["two", "two", "three", "four", "five"]
-    assert len(corpus) == 5
+def test_what_it_takes_is_known_before_and_right_to_a_tenth(tmp_path, source, loaded, pieces):
+    estimate = Estimate.of(pieces, source)
+    with ChunkStore.open("memory://") as store:
+        done = Indexer(*loaded, store, pieces).run()
+        kept = [store.get(key) for key in Indexer(*loaded, store, pieces).keys]
+    kv = sum(tensor.nbytes for chunk in kept for layer in chunk.layers for tensor in layer)
+    assert (estimate.pieces, estimate.tokens) == (done.chunks, done.tokens)
+    assert estimate.nbytes == kv
 
 
-@pytest.mark.parametrize(
-    ("content", "says"), [('{"body": 1}', r"x\.jsonl:1 is.*field 'text'"), ("{", r"x\.jsonl:1 is not JSON")]
-)
-def test_a_line_that_is_no_document_is_named(content, says, tmp_path):
-    (tmp_path / "x.jsonl").write_text(content)
-    with pytest.raises(PromptError, match=says):
-        list(Corpus([str(tmp_path / "x.jsonl")]))
+def test_what_a_disk_will_not_hold_is_refused_before_anything_is_computed(tmp_path, source, pieces):
+    with ChunkStore.open(tmp_path, memory_bytes=0, disk_bytes=1000) as store, pytest.raises(StoreError, match="GB"):
+        check_room(store, Estimate.of(pieces, source))
 
 
-def test_a_corpus_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(PromptError, match="no file or folder"):
-        Corpus([str(tmp_path / "none")])
-    with pytest.raises(PromptError, match="no file in"):
-        Corpus([str(tmp_path)])
+def test_a_dry_run_says_what_it_takes_and_stores_nothing(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["index", "--store", str(tmp_path / "s"), "--dry-run", "--json"])
+    assert not ended.value.code
+    out, err = capsys.readouterr()
+    assert set(json.loads(out)) == {"pieces", "tokens", "nbytes"}
+    assert "to compute, about" in err
+    assert not (tmp_path / "s").exists()
 
 
 @pytest.mark.parametrize("text", ["2/2", "a/b", "1", "-1/2", "0/0"])

@@ -1,34 +1,101 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""The way of a new user: own documents, an own model directory, an index, a restart, ten questions, and mistakes."""
+"""The way of a new user: own documents, an own model of thirty layers, a real tokenizer, the README, and mistakes.
 
+The documents are paragraphs of HotpotQA and the tokenizer is GPT-2's where these files lie beside the project; else
+generated prose, and a tokenizer of bytes.
+"""
+
+import contextlib
+import io
 import json
+import os
+import random
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
+from hf_blend import ChunkStore
 from hf_blend.cli.main import main
 
-DOCUMENTS = {
-    "a.txt": "The lighthouse was built on the north cliff. Its keeper is called Mara, who came from Velden.\n",
-    "b.txt": "Mara's brother Tomas repairs boats in the harbour. He owns a grey dog.\n",
-    "c.md": "In winter the harbour freezes, and the boats are drawn up to the old mill.\n",
-}
+pytest.importorskip("semantic_text_splitter", reason="the extra rag is not installed: pip install hf-blend[rag]")
+pytest.importorskip("bm25s", reason="the extra rag is not installed: pip install hf-blend[rag]")
+
+ROOT = Path(__file__).resolve().parent.parent
+PUBLISHED = Path(os.environ.get("HF_BLEND_DATA") or ROOT.parent / "shared" / "data")
+README = (ROOT / "README.md").read_text("utf-8")
+FILES = 40
+WORDS = "harbour light boat river mill keeper winter north cliff storm rope barrel market letter wheel".split()
+
+
+def prose(number: int) -> str:
+    """Five paragraphs that nobody wrote."""
+    draw = random.Random(number)
+    words = [draw.choices(WORDS, k=3) for _ in range(20)]
+    sentences = [f"The {one} of place {number} holds a {two} by the {three}." for one, two, three in words]
+    return "\n\n".join(" ".join(sentences[start : start + 4]) for start in range(0, 20, 4))
+
+
+def texts() -> list[str]:
+    """Forty texts of some paragraphs."""
+    path = PUBLISHED / "hotpotqa_natural.jsonl"
+    if not path.is_file():
+        return [prose(number) for number in range(FILES)]
+    rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()[:FILES]]
+    return ["\n\n".join(row["chunks"][:1]) for row in rows]
+
+
+@pytest.fixture(scope="module")
+def own_model(tmp_path_factory, model_folder, tiny_model):
+    """A folder with a random model of thirty layers and a tokenizer that people use."""
+    from transformers import AutoTokenizer
+
+    path = tmp_path_factory.mktemp("models") / "thirty"
+    real = PUBLISHED / "tokenizers" / "gpt2-bpe"
+    tokenizer = AutoTokenizer.from_pretrained(real if real.is_dir() else model_folder)
+    tokenizer.save_pretrained(path)
+    settings = {"vocab_size": len(tokenizer), "num_hidden_layers": 30, "max_position_embeddings": 2048}
+    tiny_model(**settings, bos_token_id=None, eos_token_id=tokenizer.eos_token_id).save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A folder with forty documents, and files that are none."""
+    folder = tmp_path_factory.mktemp("written")
+    for number, text in enumerate(texts()):
+        path = folder / "notes" / ("archive" if number % 2 else "") / f"note-{number:02d}.{('txt', 'MD')[number % 2]}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (folder / "notes" / "table.csv").write_text("a,b\n")
+    (folder / "latin.txt").write_bytes("Grüße".encode("latin-1"))
+    (folder / "empty.txt").write_text("\n")
+    (folder / "file").write_text("a file")
+    return folder
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
-    """A folder with documents, ten questions, and nothing else."""
+def here(written, tmp_path, monkeypatch):
+    """Be in a copy of that folder, with a store of its own and nothing on standard input."""
+    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_BLEND_HOME", str(tmp_path / "home"))
-    (tmp_path / "docs").mkdir()
-    for name, text in DOCUMENTS.items():
-        (tmp_path / "docs" / name).write_text(text)
-    (tmp_path / "ten.txt").write_text("".join(f"Who keeps the light, number {n}?\n" for n in range(10)))
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
     return tmp_path
 
 
 @pytest.fixture
 def run(capsys):
+    """Run a command line; gives exit code, stdout and stderr."""
+
     def run_words(*words):
         with pytest.raises(SystemExit) as ended:
             main(words)
@@ -37,40 +104,186 @@ def run(capsys):
     return run_words
 
 
-def test_ten_questions_over_an_indexed_folder_compute_no_document_again(here, run, model_folder):
-    code, out, err = run("index", "docs", "--model", model_folder, "--store", "kv", "--json")
-    assert (code, json.loads(out)["stored"]) == (0, 3), err
-    asked = ("ask", "--questions", "ten.txt", "docs", "--model", model_folder, "--store", "kv", "--json")
-    for beginnings in (1, 0):  # what stands before the first document is no part of an index
-        code, out, err = run(*asked, "--max-new-tokens", "2")
-        found = json.loads(out)
-        assert code == 0, err
-        assert [row["question"] for row in found["rows"]] == (here / "ten.txt").read_text().splitlines()
-        assert found["chunks"]["computed"] == beginnings
-        assert found["chunks"]["loaded"] >= 30
+@pytest.fixture(scope="module")
+def indexed(written, own_model, tmp_path_factory):
+    """A store with all of the documents, and what the command said."""
+    folder = tmp_path_factory.mktemp("indexed")
+    out, err = io.StringIO(), io.StringIO()
+    listening = contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)
+    with contextlib.chdir(written), listening[0], listening[1], pytest.raises(SystemExit) as ended:
+        main(["index", "notes", "--model", own_model, "--store", str(folder / "kv"), "--json"])
+    assert not ended.value.code, err.getvalue()
+    return folder / "kv", json.loads(out.getvalue()), err.getvalue()
 
 
-def test_a_word_that_the_bundled_model_does_not_know_is_said(here, run):
-    code, _, err = run("ask", "Who keeps the light?", "docs", "--store", "kv", "--max-new-tokens", "1")
-    assert code == 0
-    assert "This model knows 298 words" in err
-    assert "Name another with --model." in err
+def test_forty_files_are_indexed_and_the_size_the_time_and_what_is_left_out_are_said_first(indexed):
+    _, found, said = indexed
+    assert found["documents"] == FILES
+    assert found["stored"] == found["chunks"] >= FILES
+    lines = said.splitlines()
+    assert "Left out: notes/table.csv (.csv is not read in folders)." in lines[0]
+    assert re.search(rf"^{FILES} documents in [\d,]+ chunks: [\d,]+ tokens, [\d.]+ MB of KV\.$", said, re.MULTILINE)
+    assert re.search(r"to compute, about \d+ (s|min) on ", said)
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["ask", "Who?", "nowhere"], "nowhere"),
-        (["ask", "Who?"], "came without documents"),
-        (["ask", "Who?", "docs", "--model", "dosc"], "(but 'docs' is)"),
-        (["ask", "Who?", "docs", "--model", "./own"], "there is no folder './own'"),
-        (["ask", "--questions", "none.txt", "docs"], "none.txt"),
-        (["inspect", "Who?", "docs/a.tx"], "a.tx"),
-    ],
-)
-def test_a_mistake_is_answered_with_a_sentence(here, run, words, says):
+def test_a_question_over_forty_files_reads_the_right_one_and_computes_no_document(indexed, here, run, own_model):
+    store, _, _ = indexed
+    wanted = (here / "notes" / "note-06.txt").read_text()
+    question = f"What is said of {' '.join(wanted.split()[:12])}?"
+    words = ("ask", question, "notes", "--model", own_model, "--store", str(store), "--max-new-tokens", "2", "--json")
     code, out, err = run(*words)
-    assert code in (1, 2)
-    assert out == ""
+    assert code == 0, err
+    (row,) = json.loads(out)["rows"]
+    assert row["sources"][0]["name"] == "notes/note-06.txt"
+    assert json.loads(out)["chunks"]["computed"] <= 1  # the beginning of the prompt
+    assert wanted[row["sources"][0]["start"] : row["sources"][0]["stop"]].strip()
+
+
+def test_questions_of_a_file_are_shown_with_their_answers(indexed, here, run, own_model):
+    (here / "two.txt").write_text("Where is the light?\n\nWho keeps it?\n")
+    words = ("ask", "--questions", "two.txt", "notes", "--model", own_model, "--store", str(indexed[0]))
+    code, out, err = run(*words, "--max-new-tokens", "1", "--top-k", "2")
+    assert code == 0, err
+    assert out.index("Where is the light?") < out.index("Sources: ") < out.index("Who keeps it?")
+    assert out.count("Sources: ") == 2
+
+
+def test_documents_are_listed_by_name_and_removed_by_name(indexed, here, run):
+    shutil.copytree(indexed[0], here / "kv")
+    rows = json.loads(run("store", "ls", "--store", "kv", "--json")[1])
+    assert {row["name"] for row in rows} - {None} == {
+        str(path.relative_to(here)) for path in (here / "notes").rglob("note-*")
+    }
+    assert all(row["model"].endswith("thirty") and row["nbytes"] > 0 and row["age_s"] >= 0 for row in rows)
+    before = len(json.loads(run("store", "ls", "--store", "kv", "--chunks", "--json")[1]))
+    removed = json.loads(run("store", "rm", "notes/archive", "--store", "kv", "--json")[1])
+    assert removed["documents"] == FILES // 2
+    assert len(json.loads(run("store", "ls", "--store", "kv", "--chunks", "--json")[1])) == before - removed["removed"]
+    left = {row["name"] for row in json.loads(run("store", "ls", "--store", "kv", "--json")[1])}
+    assert not any(name and name.startswith("notes/archive") for name in left)
+
+
+@pytest.mark.slow
+def test_indexing_that_was_stopped_says_what_is_kept_and_continues(here, own_model):
+    words = [sys.executable, "-P", "-m", "hf_blend", "index", "notes", "--model", own_model, "--store", "kv"]
+    started = subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while len(list(here.glob("kv/objects/**/*.safetensors"))) < 3 and started.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    started.send_signal(signal.SIGINT)
+    _, err = started.communicate(timeout=120)
+    assert started.returncode == 130, err
+    kept, missing = re.search(r"Stopped\. (\d+) chunks are stored and stay, (\d+) are missing", err).groups()
+    assert int(kept) >= 3
+    assert "Run the same command again to continue." in err
+    assert "Traceback" not in err
+    with ChunkStore.open("kv") as store:
+        assert len(store) in (int(kept), int(kept) + 1)  # one may have been written when the key was pressed
+    done = subprocess.run([*words, "--json"], capture_output=True, text=True, timeout=300)
+    assert int(missing) - 1 <= json.loads(done.stdout)["stored"] <= int(missing)
+
+
+def mistakes():
+    """Command lines that go wrong, and what the answer has to say; MODEL is the own model, FOLDERS the broken ones."""
+    yield ["ask", "", "notes"], "the question is ''"
+    yield ["ask", " \n", "notes"], "a text is expected"
+    yield ["ask", "--questions", "empty.txt", "notes"], "it holds no text"
+    yield ["ask", "--questions", "none.txt", "notes"], "none.txt"
+    yield ["ask", "Who?"], "came without documents"
+    yield ["ask", "notes"], "is a path: write the question before it"
+    yield ["ask", "Who?", "nowhere"], "there is no file or folder 'nowhere'"
+    yield ["ask", "Who?", "latin.txt"], "not UTF-8"
+    yield ["ask", "Who?", "notes", "--model", "noets"], "(but 'notes' is)"
+    yield ["ask", "Who?", "notes", "--model", "./own"], "there is no folder './own'"
+    yield ["ask", "Who?", "notes", "--model", "FOLDERS/bare"], "has no tokenizer"
+    yield ["ask", "Who?", "notes", "--model", "FOLDERS/bert"], "an encoder"
+    yield ["index", "notes", "--model", "FOLDERS/t5"], "an encoder-decoder"
+    yield ["chat", "notes", "--model", "FOLDERS/t5"], "an encoder-decoder"
+    yield ["index", "notes", "--model", "FOLDERS/small"], "embeddings for 100"
+    yield ["ask", "Who?", "notes", "--ratio", "15"], "15 % is 0.15"
+    yield ["ask", "Who?", "notes", "--selector", "kv-devation"], "Did you mean 'kv-deviation'?"
+    yield ["ask", "Who?", "notes", "--selector", "./mine.py"], "there is no file 'mine.py'"
+    yield ["ask", "Who?", "notes", "--device", "cuda:99"], "cuda:99"
+    yield ["ask", "Who?", "notes", "--dtype", "half"], "no dtype named 'half'"
+    yield ["ask", "Who?", "notes", "--top-k", "-1"], "--top-k"
+    yield ["ask", "Who?", "notes", "--chunk-tokens", "4000", "--top-k", "1", "--model", "MODEL", "--max-new-tokens",
+           "2040"], "do not fit into the model's 2048 positions"  # fmt: skip
+    yield ["ask", "Who?", "notes", "--store", "file"], "file"
+    yield ["index", "notes/table.csv", "latin.txt"], "not UTF-8"
+    yield ["index", "notes", "--shard", "4/4"], "NUMBER/COUNT"
+    yield ["chat", "-"], "standard input brings the questions"
+    yield ["inspect", "Who?", "notes/a.tx"], "a.tx"
+    yield ["inspect", "Who?"], "at least one are expected"
+    yield ["tune", "--prompts", "empty.txt"], "holds no prompt"
+    yield ["demo", "--port", "PORT"], "cannot listen on 127.0.0.1"
+    yield ["store", "ls", "--store", "nowhere"], "there is no store at 'nowhere'"
+    yield ["store", "rm"], "0 chunks were named"
+    yield ["store", "rm", "nothing.md"], "called 'nothing.md'"
+    yield ["verify"], "Give a model, or --all"
+    yield ["aks"], "Did you mean 'ask'?"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory, model_folder):
+    """Folders with models that cannot be used."""
+    from transformers import AutoConfig
+
+    path = tmp_path_factory.mktemp("broken")
+    for name, model_type in (("bare", "llama"), ("bert", "bert"), ("t5", "t5")):
+        AutoConfig.for_model(model_type).save_pretrained(path / name)
+    shutil.copytree(model_folder, path / "small")
+    config = json.loads((path / "small" / "config.json").read_text())
+    (path / "small" / "config.json").write_text(json.dumps({**config, "vocab_size": 100}))
+    return path
+
+
+@pytest.mark.parametrize(("words", "says"), [pytest.param(*one, id=" ".join(one[0])) for one in mistakes()])
+def test_a_mistake_is_a_sentence_with_exit_code_2_before_any_weight_is_read(
+    words, says, here, run, folders, own_model, monkeypatch
+):
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("weights were read"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        names = {"MODEL": own_model, "FOLDERS": str(folders), "PORT": str(taken.getsockname()[1])}
+        code, out, err = run(*(re.sub("|".join(names), lambda found: names[found[0]], word) for word in words))
+    assert (code, out) == (2, ""), err
     assert says in err
     assert "Traceback" not in err
+
+
+def section(title: str) -> str:
+    return README.partition(f"## {title}\n")[2].partition("\n## ")[0]
+
+
+@pytest.mark.slow
+def test_the_six_lines_of_the_readme_run_with_an_own_model(here, own_model, capsys):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    (code,) = re.findall(r"```python\n(.*?)```", section("With your own model"), re.DOTALL)
+    names = {
+        "model": AutoModelForCausalLM.from_pretrained(own_model).eval(),
+        "tokenizer": AutoTokenizer.from_pretrained(own_model),
+        "documents": [path.read_text() for path in sorted((here / "notes").glob("*.txt"))[:3]],
+        "question": "Who keeps the light?",
+    }
+    exec(compile(code, "README", "exec"), names)
+    exec(compile(code, "README", "exec"), names)
+    first, second = (line for line in capsys.readouterr().out.splitlines() if "chunks loaded" in line)
+    assert "0 chunks loaded" in first
+    assert second.endswith(first[first.index("realign") :]) or "0 computed" in second
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_readme_run_with_an_own_model_and_own_documents(here, run, own_model, monkeypatch):
+    (block,) = re.findall(r"```bash\n(.*?)```", section("With your own documents"), re.DOTALL)
+    lines = [line for line in block.splitlines() if line.startswith("hf-blend ")]
+    assert [line.split()[1] for line in lines] == ["index", "ask", "chat"]
+    for line in lines:
+        monkeypatch.setattr("sys.stdin", io.StringIO("Who keeps the light?\n/quit\n"))
+        words = shlex.split(line, comments=True)[1:]
+        words[words.index("--model") + 1] = own_model
+        code, out, err = run(*words, *(["--max-new-tokens", "2"] if words[0] != "index" else []))
+        assert code == 0, err
+        assert words[0] == "index" or "Sources: notes/" in out

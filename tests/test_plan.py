@@ -7,7 +7,8 @@ import torch
 
 from hf_blend import ChunkStore
 from hf_blend.model.fingerprint import fingerprint
-from hf_blend.prefill.plan import Planner
+from hf_blend.prefill.plan import Planner, Whole
+from hf_blend.prompt.pieces import Span
 
 BOS = (1,)
 A, B, C = tuple(range(10, 17)), tuple(range(20, 25)), tuple(range(30, 39))
@@ -50,14 +51,14 @@ def test_a_prefix_is_an_entry_of_its_own_once_it_was_computed(planner):
     one, prefix = planner(A), (*BOS, 5, 6)
     row = (*prefix, *A, *Q)
     assert slots(plan(one, row)) == [(0, 3, A, False)]
-    assert slots(plan(one, row, known=[[(3, A)]])) == [(0, 0, prefix, True), (0, 3, A, False)]
+    assert slots(plan(one, row, known=[[Span.whole(3, A)]])) == [(0, 0, prefix, True), (0, 3, A, False)]
     assert slots(plan(one, row)) == [(0, 0, prefix, True), (0, 3, A, False)]
 
 
 def test_a_chunk_that_is_known_but_missing_is_computed_once_and_stored(planner):
     one = planner(A)
     rows = ((*BOS, *A, *B, *Q), (*BOS, *B, *A, *Q))
-    known = [[(1, A), (8, B)], [(1, B), (6, A)]]
+    known = [[Span.whole(1, A), Span.whole(8, B)], [Span.whole(1, B), Span.whole(6, A)]]
     made = plan(one, *rows, known=known)
     assert (made.computed, made.loaded) == (2, 1)  # the sink and B
     assert (plan(one, *rows, known=known).computed, plan(one, *rows).computed) == (0, 0)
@@ -106,3 +107,47 @@ def test_numbers_count_the_chunks_of_each_row(planner):
     made = plan(planner(A, B), (*BOS, 5, *A, *B, *Q), (*BOS, 5, *B, *A, *Q))
     assert [slot.number for slot in made.slots] == [0, 1, 0, 1]
     assert torch.equal(made.real, torch.ones(2, 17, dtype=torch.bool))
+
+
+LONG = tuple(range(20, 60))
+
+
+def parts(made):
+    return [(slot.start, slot.inside.start, slot.tokens, slot.exact) for slot in made.slots]
+
+
+def test_a_chunk_whose_edges_differ_is_reused_inside_and_never_exact(planner):
+    one = planner(LONG)
+    made = plan(one, (*BOS, 7, 8, *LONG[1:-2], *Q))
+    assert parts(made) == [(3, 1, 37, False)]
+    assert made.seam_tokens == 3
+    assert parts(plan(one, (*BOS, 7, *LONG[1:], *Q))) == [(2, 1, 39, False)], "its first token is another here"
+    assert parts(plan(one, (*BOS, *LONG[1:], *Q)))[1:] == [(1, 1, 39, False)], "its first token is not there"
+
+
+def test_the_beginning_of_a_chunk_right_behind_its_sink_is_exact_whatever_follows(planner):
+    made = plan(planner(LONG), (*BOS, *LONG[:-3], *Q))
+    assert parts(made) == [(0, 0, 1, True), (1, 0, 37, True)]
+
+
+def test_a_part_of_a_chunk_gives_the_stored_values_of_just_these_tokens(planner):
+    slot = plan(planner(LONG), (*BOS, 7, *LONG[2:], *Q)).slots[0]
+    for layer, (keys, values) in enumerate(slot.chunk.layers):
+        assert torch.equal(slot.states(layer)[0], keys[:, 2:])
+        assert torch.equal(slot.states(layer)[1], values[:, 2:])
+    assert torch.equal(slot.table(0)[0], slot.chunk.tables[0][0][2:])
+
+
+def test_places_inside_a_chunk_are_counted_from_its_stored_beginning(planner):
+    chunk, place, length = plan(planner(LONG), (*BOS, 7, *LONG[2:], *Q)).token_table()[:, 0, 2:40]
+    assert chunk.unique().tolist() == [0]
+    assert length.unique().tolist() == [40]
+    assert place.tolist() == list(range(2, 40))
+
+
+def test_known_chunks_come_first_and_others_are_searched_where_asked(planner):
+    one, row = planner(A, LONG), (*BOS, 5, *A, *LONG, *Q)
+    known = [[Span(3, A, 1, 6)]]
+    searched = one.plan([row], [0], len(row), known, True, [Whole(row, prefix=0, is_searched=True)])
+    assert parts(searched) == [(3, 1, 6, False), (9, 0, 40, False)]
+    assert parts(plan(one, row, known=known)) == [(0, 0, 3, True), (3, 1, 6, False)], "what is before it is an entry"

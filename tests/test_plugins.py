@@ -3,6 +3,7 @@
 """A method is one file: it is described without being imported, loaded alone, and its name may be misspelt."""
 
 import importlib
+import os
 import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -127,3 +128,40 @@ def test_every_plugin_of_ours_loads_and_has_a_first_line(kind, name):
     assert issubclass(plugins.load(kind, name), object)
     line = plugins.describe(kind)[name]
     assert line.endswith("."), f"{kind}/{name}: the first docstring line is shown to users: {line!r}"
+
+
+OWN = """from hf_blend.selectors.base import Selector
+
+
+class Mine(Selector):
+    def score(self, view):
+        return view.offset.float()
+"""
+
+
+def test_a_selector_may_be_a_file_anywhere_and_an_edit_of_it_counts(tmp_path):
+    path = tmp_path / "my_own.py"
+    path.write_text(OWN)
+    first = plugins.load("selectors", str(path))
+    assert first.__name__ == "Mine"
+    assert plugins.load("selectors", str(path)) is first
+    path.write_text(OWN.replace("Mine", "Edited"))
+    os.utime(path, ns=(1, 1))
+    assert plugins.load("selectors", str(path)).__name__ == "Edited"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("x = (", r"my_own\.py' cannot be imported \(line 1\)"), ("1 / 0", "ZeroDivisionError"), ("x = 1", "0 public")],
+)
+def test_a_file_that_is_no_selector_is_refused_by_its_name(text, says, tmp_path):
+    (tmp_path / "my_own.py").write_text(text)
+    with pytest.raises(hf_blend.ConfigError, match=says):
+        plugins.load("selectors", str(tmp_path / "my_own.py"))
+
+
+@pytest.mark.parametrize("kind", ["store.codecs", "store.tiers", "store.eviction"])
+def test_what_an_entry_of_a_store_may_name_is_never_a_file(kind, tmp_path):
+    (tmp_path / "my_own.py").write_text("raise SystemExit('ran')")
+    with pytest.raises(hf_blend.PluginNotFoundError):
+        plugins.load(kind, str(tmp_path / "my_own.py"))

@@ -27,7 +27,7 @@ class Merging:
 def test_spans_say_where_each_chunk_stands(prefix, chunks, question):
     prompt = build(None, prefix, chunks, question)
     assert list(prompt.ids) == [*prefix, *sum(chunks, []), *question]
-    for (start, chunk), wanted in zip(prompt.spans(), chunks, strict=True):
+    for (start, chunk, *_), wanted in zip(prompt.spans(), chunks, strict=True):
         assert list(prompt.ids[start : start + len(chunk)]) == list(chunk) == wanted
 
 

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from ..options import Device
 from ..output import Json, say, show
 
 __all__ = ["break_even"]
@@ -21,6 +22,7 @@ def break_even(
     tokens: Tokens = [64, 128, 256, 512],  # noqa: B006
     method: Methods = ["kv-deviation@0.15", "auto@0.05"],  # noqa: B006
     rounds: Rounds = 7,
+    device: Device = "auto",
     json: Json = False,
 ) -> None:
     """Time to the first token at small lengths: full prefill against blending, every chunk in memory.
@@ -30,7 +32,9 @@ def break_even(
         hf-blend bench break-even --tokens 256 --tokens 1024  # slow
     """
     from hf_blend.evaluation.bench.break_even import BreakEvenPlan, measure_break_even
+    from hf_blend.evaluation.bundled import choose_device
 
-    plan = BreakEvenPlan(shape, tuple(sorted(tokens)), methods=tuple(method), rounds=rounds)
+    where = str(choose_device(device))
+    plan = BreakEvenPlan(shape, tuple(sorted(tokens)), methods=tuple(method), rounds=rounds, device=where)
     found = measure_break_even(plan, progress=say)
     show(found if json else found["rows"], as_json=json, title=f"{shape}, short prompts", header=True)

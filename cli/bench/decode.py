@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from ..options import Device
 from ..output import Json, say, show
 
 __all__ = ["decode"]
@@ -23,6 +24,7 @@ def decode(
     tokens: Tokens = 8,
     rounds: Rounds = 7,
     dtype: Dtype = "float32",
+    device: Device = "auto",
     json: Json = False,
 ) -> None:
     """Tokens a second with a blend cache beside transformers' dynamic and static caches, in turns.
@@ -32,6 +34,8 @@ def decode(
         hf-blend bench decode --context 4096  # slow
     """
     from hf_blend.evaluation.bench.decode import DecodePlan, measure_decode
+    from hf_blend.evaluation.bundled import choose_device
 
-    found = measure_decode(DecodePlan(shape, tuple(context), tokens, rounds, dtype), progress=say)
+    where = str(choose_device(device))
+    found = measure_decode(DecodePlan(shape, tuple(context), tokens, rounds, dtype, device=where), progress=say)
     show(found if json else found["rows"], as_json=json, title=f"{shape}, decoding", header=True)

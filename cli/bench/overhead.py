@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from ..options import Device
 from ..output import Json, say, show
 
 __all__ = ["overhead"]
@@ -23,6 +24,7 @@ def overhead(
     chunks: Chunks = [2, 6, 20, 64],  # noqa: B006
     rounds: Rounds = 15,
     dtype: Dtype = "float32",
+    device: Device = "auto",
     json: Json = False,
 ) -> None:
     """Kernels per layer, waits for the device, and host time of a blended prefill beside a stock one.
@@ -34,7 +36,9 @@ def overhead(
         hf-blend bench overhead  # slow
     """
     from hf_blend.evaluation.bench.overhead import OverheadPlan, measure_overhead
+    from hf_blend.evaluation.bundled import choose_device
 
-    plan = OverheadPlan(shape, tokens, chunks=tuple(chunks), rounds=rounds, dtype=dtype)
+    where = str(choose_device(device))
+    plan = OverheadPlan(shape, tokens, chunks=tuple(chunks), rounds=rounds, dtype=dtype, device=where)
     found = measure_overhead(plan, progress=say)
     show(found if json else found["rows"], as_json=json, title=f"{shape}, host cost of a prefill", header=True)

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from ..options import Device
 from ..output import Json, say, show
 
 __all__ = ["session"]
@@ -23,6 +24,7 @@ def session(
     turn_tokens: Turn = 64,
     turns: Turns = 10,
     rounds: Rounds = 5,
+    device: Device = "auto",
     json: Json = False,
 ) -> None:
     """Time to the first token of each turn: kept cache against full prefill, and what saving it costs.
@@ -32,7 +34,8 @@ def session(
         hf-blend bench session --turns 4  # slow
     """
     from hf_blend.evaluation.bench.session import SessionPlan, measure_session
+    from hf_blend.evaluation.bundled import choose_device
 
-    plan = SessionPlan(shape, system_tokens, turn_tokens, turns, rounds)
+    plan = SessionPlan(shape, system_tokens, turn_tokens, turns, rounds, device=str(choose_device(device)))
     found = measure_session(plan, progress=say)
     show(found if json else found["rows"], as_json=json, title=f"{shape}, turn by turn", header=True)

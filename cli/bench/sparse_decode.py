@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from ..options import Device
 from ..output import Json, say, show
 
 __all__ = ["sparse_decode"]
@@ -25,6 +26,7 @@ def sparse_decode(
     method: Method = "gsa",
     tokens: Tokens = 32,
     rounds: Rounds = 5,
+    device: Device = "auto",
     json: Json = False,
 ) -> None:
     """Tokens a second over selected blocks beside dense decoding of the same cache, locked and unlocked.
@@ -34,7 +36,8 @@ def sparse_decode(
         hf-blend bench sparse-decode --context 32768 --share 0.25  # slow
     """
     from hf_blend.evaluation.bench.sparse_decode import SparsePlan, measure_sparse_decode
+    from hf_blend.evaluation.bundled import choose_device
 
-    plan = SparsePlan(shape, tuple(context), tuple(share), method, tokens, rounds)
+    plan = SparsePlan(shape, tuple(context), tuple(share), method, tokens, rounds, device=str(choose_device(device)))
     found = measure_sparse_decode(plan, progress=say)
     show(found if json else found["rows"], as_json=json, title=f"{shape}, sparse decoding", header=True)

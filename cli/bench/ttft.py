@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..options import SELECTOR, Device, Selector
 from ..output import Json, say, show
 
 __all__ = ["ttft"]
@@ -18,10 +19,8 @@ ChunkTokens = Annotated[int, typer.Option(min=1, help="Tokens in each chunk.")]
 QuestionTokens = Annotated[int, typer.Option(min=1, help="Tokens in the question.")]
 Ratios = Annotated[list[float], typer.Option(metavar="RATIO ...", help="Recompute ratios, 0 to 1, as many as wanted.")]
 More = Annotated[list[float] | None, typer.Argument(hidden=True)]  # the ratios behind the first: an option takes one
-Selector = Annotated[str, typer.Option(help="Which tokens are recomputed.")]
 Rounds = Annotated[int, typer.Option(min=1, help="How often each is measured; the median counts.")]
 Dtype = Annotated[str, typer.Option(help="Of weights and KV.")]
-Device = Annotated[str, typer.Option(help="Where the model runs, such as cpu or cuda.")]
 Where = Annotated[str, typer.Option(help="memory or disk: where the chunks are.")]
 Cold = Annotated[bool, typer.Option("--cold", help="Have the files forgotten before each run.")]
 Throttle = Annotated[list[float], typer.Option(help="Rate of the disk in GB/s, 0 for its own; may be repeated.")]
@@ -34,10 +33,10 @@ def ttft(
     chunk_tokens: ChunkTokens = 512,
     question_tokens: QuestionTokens = 64,
     ratios: Ratios = RATIOS,
-    selector: Selector = "kv-deviation",
+    selector: Selector = SELECTOR,
     rounds: Rounds = 5,
     dtype: Dtype = "float32",
-    device: Device = "cpu",
+    device: Device = "auto",
     tier: Where = "memory",
     cold: Cold = False,
     throttle: Throttle = [0.5, 1.0, 4.0, 0.0],  # noqa: B006
@@ -53,6 +52,7 @@ def ttft(
         hf-blend bench ttft --shape smollm2-135m --ratios 0.15 0.05  # slow
     """
     from hf_blend.evaluation.bench.ttft import TtftPlan, measure_ttft
+    from hf_blend.evaluation.bundled import choose_device
 
     asked = (*ratios, *(more or ()))
     plan = TtftPlan(
@@ -64,7 +64,7 @@ def ttft(
         selector=selector,
         rounds=rounds,
         dtype=dtype,
-        device=device,
+        device=str(choose_device(device)),
     )
     if tier == "disk":
         from hf_blend.evaluation.bench.ttft_disk import DiskPlan, measure_ttft_disk

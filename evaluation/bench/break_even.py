@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from hf_blend import BlendCache, ChunkStore
+from hf_blend.model.placement import input_device
 
 from ..answering import blend_config
-from .shapes import random_model
+from .shapes import random_model, wait_for
 from .ttft import TtftPlan, machine
 
 CHUNKS = 4
@@ -33,6 +34,7 @@ class BreakEvenPlan:
         rounds: how often each is measured, in turn; the median counts.
         dtype: of weights and KV.
         seed: of weights and tokens.
+        device: where the model runs.
     """
 
     shape: str = "smollm2-135m"
@@ -42,6 +44,7 @@ class BreakEvenPlan:
     rounds: int = 7
     dtype: str = "float32"
     seed: int = 0
+    device: str = "cpu"
 
 
 class _Ids:
@@ -62,13 +65,15 @@ def measure_break_even(plan: BreakEvenPlan, progress: Callable[[str], None] | No
         `machine`, `rows` (one for each length and method) and `break_even_tokens`: for each method the shortest
         prompt that was measured from which on it was faster each time; None if there is none.
     """
-    model = random_model(plan.shape, getattr(torch, plan.dtype), "cpu", plan.seed)
+    model = random_model(plan.shape, getattr(torch, plan.dtype), plan.device, plan.seed)
     rows: list[dict[str, Any]] = []
     for tokens in plan.tokens:
         if progress:
             progress(f"{tokens} tokens")
         rows += _rows(model, plan, tokens)
-    told = machine(TtftPlan(plan.shape, rounds=plan.rounds, dtype=plan.dtype, selector=", ".join(plan.methods)))
+    told = machine(TtftPlan(
+        plan.shape, rounds=plan.rounds, dtype=plan.dtype, device=plan.device, selector=", ".join(plan.methods)
+    ))
     found = {method: _break_even([row for row in rows if row["method"] == method]) for method in plan.methods}
     return {"machine": told, "plan": asdict(plan), "rows": rows, "break_even_tokens": found}
 
@@ -104,12 +109,13 @@ def _ttft_ms(model: nn.Module, store: ChunkStore, pieces: dict[str, Any], method
     started = time.perf_counter()
     if method == FULL:
         ids = [_Ids.bos_token_id, *(token for chunk in pieces["chunks"] for token in chunk), *pieces["question"]]
-        inputs, cache = {"input_ids": torch.tensor([ids])}, None
+        inputs, cache = {"input_ids": torch.tensor([ids], device=input_device(model))}, None
     else:
         name, _, ratio = method.partition("@")
         cache = BlendCache(model, store, blend_config(name, recompute_ratio=float(ratio)))
         inputs = cache.inputs(_Ids, **pieces)
     model.generate(**inputs, past_key_values=cache, do_sample=False, min_new_tokens=1, max_new_tokens=1)
+    wait_for(model)
     return 1e3 * (time.perf_counter() - started)
 
 

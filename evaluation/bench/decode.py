@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, StaticCache
 
 from hf_blend import BlendCache, ChunkStore
+from hf_blend.model.placement import input_device
 
-from .shapes import random_model
+from .shapes import random_model, wait_for
 
 OURS, DYNAMIC, STATIC = "blend", "dynamic", "static"
 
@@ -33,6 +34,7 @@ class DecodePlan:
         rounds: how many turns each cache takes; the median counts.
         dtype: of weights and KV.
         seed: of weights, K and V.
+        device: where the model runs.
     """
 
     shape: str = "smollm2-135m"
@@ -41,6 +43,7 @@ class DecodePlan:
     rounds: int = 7
     dtype: str = "float32"
     seed: int = 0
+    device: str = "cpu"
 
 
 @torch.no_grad()
@@ -54,7 +57,7 @@ def measure_decode(plan: DecodePlan, progress: Callable[[str], None] | None = No
     Returns:
         `rows`, one for each context: tokens a second of each cache and the ratios of ours to the others.
     """
-    model = random_model(plan.shape, getattr(torch, plan.dtype), "cpu", plan.seed)
+    model = random_model(plan.shape, getattr(torch, plan.dtype), plan.device, plan.seed)
     rows = []
     for context in plan.contexts:
         if progress:
@@ -91,7 +94,7 @@ def fill(model: Any, caches: list[Cache], context: int, seed: int) -> None:
     config, generator = model.config, torch.Generator().manual_seed(seed)
     shape = (1, config.num_key_value_heads, context, config.hidden_size // config.num_attention_heads)
     for layer in range(config.num_hidden_layers):
-        keys, values = (torch.randn(shape, generator=generator).to(model.dtype) for _ in range(2))
+        keys, values = (torch.randn(shape, generator=generator).to(model.device, model.dtype) for _ in range(2))
         for cache in caches:
             cache.update(keys, values, layer)
 
@@ -101,11 +104,12 @@ def _decode(model: nn.Module, cache: Cache, position: int, tokens: int) -> float
     started = time.perf_counter()
     for place in range(position, position + tokens):
         step(model, cache, place)
+    wait_for(model)
     return tokens / (time.perf_counter() - started)
 
 
 def step(model: nn.Module, cache: Cache, place: int) -> Tensor:
     """Decode one token at a position; its logits, `[1, 1, vocabulary]`."""
-    positions = torch.tensor([[place]])
-    output: Tensor = model(torch.tensor([[7]]), past_key_values=cache, position_ids=positions, use_cache=True).logits
+    ids, positions = torch.tensor([[[7]], [[place]]], device=input_device(model))
+    output: Tensor = model(ids, past_key_values=cache, position_ids=positions, use_cache=True).logits
     return output

@@ -21,9 +21,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_blend import BlendCache, ChunkStore
+from hf_blend.model.placement import input_device
 from hf_blend.prefill.report import BlendReport
 
-from .shapes import random_model
+from .shapes import random_model, wait_for
 
 WAITING = (
     *("tolist", "item", "cpu", "numpy", "nonzero", "equal", "unique"),
@@ -46,6 +47,7 @@ class OverheadPlan:
         rounds: how often host time is measured, in turns; the median counts.
         dtype: of weights and KV.
         seed: of weights and tokens.
+        device: where the model runs.
     """
 
     shape: str = "tiny-deep"
@@ -57,6 +59,7 @@ class OverheadPlan:
     rounds: int = 15
     dtype: str = "float32"
     seed: int = 0
+    device: str = "cpu"
 
 
 class KernelCount:
@@ -105,7 +108,7 @@ def measure_overhead(plan: OverheadPlan, progress: Callable[[str], None] | None 
         `rows`, one per setting and number of chunks: kernels per layer, synchronisations, and host time as a ratio of
         the stock prefill's.
     """
-    model = random_model(plan.shape, getattr(torch, plan.dtype), "cpu", plan.seed)
+    model = random_model(plan.shape, getattr(torch, plan.dtype), plan.device, plan.seed)
     rows = []
     for selector, ratio in plan.settings:
         for chunks in plan.chunks:
@@ -138,6 +141,7 @@ def _runs(
 ) -> tuple[Callable[[], Any], Callable[[], Any], BlendReport]:
     """A blended and a stock prefill of one prompt, and the report of the first, which computed the chunks."""
     pieces, ids = _prompt(plan, chunks, max(1, tokens // chunks), model.config.vocab_size)
+    ids = ids.to(input_device(model))
     store = ChunkStore.open("memory://", memory_bytes=8 << 30)
 
     def blend() -> BlendCache:
@@ -160,6 +164,7 @@ def _prompt(
 
 def _first_token(model: Any, cache: Any, inputs: dict[str, Any]) -> None:
     model.generate(**inputs, past_key_values=cache, max_new_tokens=1, min_new_tokens=1, do_sample=False)
+    wait_for(model)
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hf_blend import SequenceCache
 from hf_blend.context.session import load_session, save_session
 
-from .shapes import random_model
+from .shapes import random_model, wait_for
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class SessionPlan:
         rounds: how often each turn is measured; the median counts.
         dtype: of weights and KV.
         seed: of weights and tokens.
+        device: where the model runs.
     """
 
     shape: str = "smollm2-135m"
@@ -40,6 +41,7 @@ class SessionPlan:
     rounds: int = 5
     dtype: str = "float32"
     seed: int = 0
+    device: str = "cpu"
 
 
 @torch.no_grad()
@@ -53,7 +55,7 @@ def measure_session(plan: SessionPlan, progress: Callable[[str], None] | None = 
     Returns:
         `rows`, one for each turn, and `threads`.
     """
-    model = random_model(plan.shape, getattr(torch, plan.dtype), "cpu", plan.seed)
+    model = random_model(plan.shape, getattr(torch, plan.dtype), plan.device, plan.seed)
     draw = torch.Generator().manual_seed(plan.seed)
     cache, rows = SequenceCache(model), []
     with cache, tempfile.TemporaryDirectory() as folder:
@@ -69,14 +71,15 @@ def measure_session(plan: SessionPlan, progress: Callable[[str], None] | None = 
 
 def _turn(model: nn.Module, cache: SequenceCache, question: Tensor, path: Path, rounds: int) -> dict[str, Any]:
     """Measure one turn, and leave the question in the cache."""
-    kept, whole = cache.get_seq_length(), torch.cat([torch.tensor([cache.tokens()]), question], 1)
+    before = torch.tensor([cache.tokens()], device=question.device)
+    kept, whole = cache.get_seq_length(), torch.cat([before, question], 1)
     save_ms, file_bytes = _timed(lambda: save_session(cache, path))
     loaded = SequenceCache(model)
     load_ms, _ = _timed(lambda: load_session(loaded, path))
     full_ms, kept_ms = [], []
     for _ in range(rounds):
-        full_ms.append(_timed(lambda: model(whole, use_cache=True, logits_to_keep=1))[0])
-        kept_ms.append(_timed(lambda: model(question, past_key_values=cache, logits_to_keep=1))[0])
+        full_ms.append(_timed(lambda: _waited(model, whole, use_cache=True, logits_to_keep=1))[0])
+        kept_ms.append(_timed(lambda: _waited(model, question, past_key_values=cache, logits_to_keep=1))[0])
         cache.crop(-question.shape[1])
     model(question, past_key_values=cache, logits_to_keep=1)
     full, short = statistics.median(full_ms), statistics.median(kept_ms)
@@ -99,5 +102,11 @@ def _timed(work: Callable[[], Any]) -> tuple[float, Any]:
     return 1e3 * (time.perf_counter() - started), result
 
 
+def _waited(model: nn.Module, ids: Tensor, **arguments: Any) -> None:
+    """A forward, until the device is done with it."""
+    model(ids, **arguments)
+    wait_for(model)
+
+
 def _ids(model: Any, tokens: int, draw: torch.Generator) -> Tensor:
-    return torch.randint(3, model.config.vocab_size, (1, tokens), generator=draw)
+    return torch.randint(3, model.config.vocab_size, (1, tokens), generator=draw).to(model.device)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from hf_blend.errors import ConfigError, suggest
+from hf_blend.model.placement import input_device
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
@@ -73,6 +74,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         "sliding_window": None,
     },
 }
+
+
+def wait_for(model: nn.Module) -> None:
+    """Wait until the model's device has done what was asked of it, so that a clock shows it."""
+    if (device := input_device(model)).type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def random_model(shape: str, dtype: torch.dtype, device: str, seed: int = 0) -> nn.Module:

@@ -18,7 +18,7 @@ from torch import nn
 from hf_blend import BlendCache, ChunkStore, sparse_decoding
 
 from .decode import fill, step
-from .shapes import random_model
+from .shapes import random_model, wait_for
 
 DENSE = "dense"
 
@@ -36,6 +36,7 @@ class SparsePlan:
         rounds: how many turns each way takes; the median counts.
         dtype: of weights and KV.
         seed: of weights, K and V.
+        device: where the model runs.
     """
 
     shape: str = "smollm2-135m"
@@ -46,6 +47,7 @@ class SparsePlan:
     rounds: int = 5
     dtype: str = "float32"
     seed: int = 0
+    device: str = "cpu"
 
 
 @torch.no_grad()
@@ -59,7 +61,7 @@ def measure_sparse_decode(plan: SparsePlan, progress: Callable[[str], None] | No
     Returns:
         `rows`, one for each context and way: tokens a second, ratio to dense decoding, share of attention kept.
     """
-    model = random_model(plan.shape, getattr(torch, plan.dtype), "cpu", plan.seed)
+    model = random_model(plan.shape, getattr(torch, plan.dtype), plan.device, plan.seed)
     rows = []
     for context in plan.contexts:
         if progress:
@@ -104,6 +106,7 @@ def _decode(
         started = time.perf_counter()
         for place in range(context, context + plan.tokens):
             step(model, cache, place)
+        wait_for(model)
         seconds = time.perf_counter() - started
     cache.crop(-plan.tokens)
     return seconds, session.kept_mass if session else 1.0

@@ -5,6 +5,7 @@
 import re
 from html import unescape
 
+from hf_blend.config import BlendConfig
 from hf_blend.errors import import_extra
 
 from .wish import stories
@@ -27,5 +28,6 @@ def first_answers(url: str, model: str = "") -> dict[str, str]:
     """
     client = import_extra("gradio_client", extra="demo", wanted_by="checking the page").Client(url, verbose=False)
     story = next(iter(stories().values()))
-    shown = client.predict(model, story["documents"], next(iter(story["questions"])), 0.05, "auto", api_name="/ask")
+    how = (BlendConfig.recompute_ratio, BlendConfig.selector)
+    shown = client.predict(model, story["documents"], next(iter(story["questions"])), *how, api_name="/ask")
     return {method: unescape(text) for value in shown for method, text in ANSWER.findall(str(value))}

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
 
-from hf_blend.errors import HfBlendError, import_extra
+from hf_blend.config import BlendConfig
+from hf_blend.errors import ConfigError, HfBlendError, import_extra
 
 from . import drawing
 from .compare import Panel, Scene, again, compare
@@ -131,24 +132,32 @@ def serve(demo: Demo, *, host: str = "127.0.0.1", port: int | None = None, wait:
 
     Returns:
         The `gradio.Blocks` and its address.
+
+    Raises:
+        ConfigError: Gradio cannot reach its own page.
     """
     blocks = build(demo)
     gradio = import_extra("gradio", extra="demo", wanted_by="the demo")
     fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
-    _, url, _ = blocks.launch(
-        server_name=host,
-        server_port=port,
-        prevent_thread_lock=not wait,
-        quiet=not wait,
-        share=False,
-        show_error=False,
-        ssr_mode=False,
-        enable_monitoring=False,
-        max_file_size="1kb",
-        footer_links=[],
-        theme=gradio.themes.Default(**fonts),
-        css=(files(__package__) / "page.css").read_text("utf-8"),
-    )
+    settings = {
+        "prevent_thread_lock": not wait,
+        "quiet": not wait,
+        "share": False,
+        "show_error": False,
+        "ssr_mode": False,
+        "enable_monitoring": False,
+        "max_file_size": "1kb",
+        "footer_links": [],
+        "theme": gradio.themes.Default(**fonts),
+        "css": (files(__package__) / "page.css").read_text("utf-8"),
+    }
+    try:
+        _, url, _ = blocks.launch(server_name=host, server_port=port, **settings)
+    except ValueError as error:
+        raise ConfigError(
+            f"the page was started on {host}, but Gradio cannot reach it there: {error} A proxy stands between where "
+            "the address is not excepted: set NO_PROXY=localhost,127.0.0.1."
+        ) from error
     return blocks, url
 
 
@@ -186,8 +195,12 @@ def _asking(gradio: Any, demo: Demo) -> _Asking:
             try_these = gradio.Dropdown(questions, value=questions[0], label="Questions to try", elem_id="hb-try")
             question = gradio.Textbox(questions[0], label="Question", elem_id="hb-question")
             with gradio.Row():
-                ratio = gradio.Slider(0, 1, 0.05, step=0.01, label="Recompute ratio", elem_id="hb-ratio")
-                selector = gradio.Dropdown(list(selectors()), value="auto", label="Selector", elem_id="hb-selector")
+                ratio = gradio.Slider(
+                    0, 1, BlendConfig.recompute_ratio, step=0.01, label="Recompute ratio", elem_id="hb-ratio"
+                )
+                selector = gradio.Dropdown(
+                    list(selectors()), value=BlendConfig.selector, label="Selector", elem_id="hb-selector"
+                )
             model = gradio.Textbox(
                 demo.model, label="Model", placeholder="empty: the bundled one", elem_id="hb-model",
                 info="Hub id of a causal model" + (", or a folder" if demo.shelf.takes_folders else ""),
@@ -223,7 +236,7 @@ def _wire(gradio: Any, demo: Demo, asking: _Asking, outputs: list[Any]) -> None:
 
 def _wish(values: tuple[Any, ...]) -> Wish:
     _, documents, question, ratio, selector = values
-    return Wish(documents or "", question or "", float(ratio or 0.0), str(selector or "auto"))
+    return Wish(documents or "", question or "", float(ratio or 0.0), str(selector or BlendConfig.selector))
 
 
 def _shown(scene: Scene) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from hf_blend import BlendCache, ChunkStore
-from hf_blend.errors import ConfigError
+from hf_blend.errors import ConfigError, HfBlendError
 
 from ..bundled import REFERENCE, load_model
 
@@ -49,12 +49,21 @@ class Shelf:
         most_models: that are kept.
         most_parameters: of a model that is taken.
         takes_folders: whether a name may be a folder of this machine.
+        device: where models run, as `open_model` takes it.
+        dtype: of their weights, as `open_model` takes it.
     """
 
     def __init__(
-        self, *, most_models: int = 2, most_parameters: int = 2_000_000_000, takes_folders: bool = True
+        self,
+        *,
+        most_models: int = 2,
+        most_parameters: int = 2_000_000_000,
+        takes_folders: bool = True,
+        device: str = "auto",
+        dtype: str = "auto",
     ) -> None:
         self.most_models, self.most_parameters, self.takes_folders = most_models, most_parameters, takes_folders
+        self._on = (device, dtype)
         self._held: OrderedDict[str, Loaded] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -84,8 +93,8 @@ class Shelf:
         source = REFERENCE if name == BUNDLED else self._checked(name)
         try:
             self._weigh(source, name)
-            model, tokenizer = load_model(source)
-        except ConfigError:
+            model, tokenizer = load_model(source, *self._on)
+        except HfBlendError:
             raise
         except FAILURES as error:
             raise ConfigError(

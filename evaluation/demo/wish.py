@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_blend import BlendConfig, plugins
-from hf_blend.errors import PromptError
-from hf_blend.prompt.pieces import tokenize
+from hf_blend.errors import PluginNotFoundError, PromptError, suggest
 
 from ..answering import blend_config
-from ..asking import Asked, pieces, split
+from ..asking import Asked
 from ..bundled import quickstart_questions
+from ..documents import Document
+from ..prompting import ids_of, request
+from ..splitting import Splitter
 from .shelf import Loaded
 from .visitors import Limits
 
@@ -31,11 +33,18 @@ class Wish:
 
     documents: str
     question: str
-    recompute_ratio: float = 0.15
-    selector: str = "auto"
+    recompute_ratio: float = BlendConfig.recompute_ratio
+    selector: str = BlendConfig.selector
 
     def config(self) -> BlendConfig:
-        """How to blend."""
+        """How to blend.
+
+        Raises:
+            PluginNotFoundError: the selector is none that a visitor may choose, such as a file of this machine.
+        """
+        name = self.selector.partition(":")[0]
+        if name not in selectors():
+            raise PluginNotFoundError(f"there is no selector {name!r}. {suggest(name, selectors())}")
         return blend_config(self.selector, recompute_ratio=self.recompute_ratio)
 
 
@@ -86,9 +95,12 @@ def prepare(loaded: Loaded, wish: Wish, limits: Limits) -> Asked:
     """
     limits.check_letters(wish.documents, wish.question)
     tokenizer, documents = loaded.tokenizer, documents_of(wish.documents)
-    cut = [chunk for text in documents for chunk in split(tokenizer, text, limits.chunk_tokens)]
-    asked = Asked(pieces(tokenizer, cut, wish.question, None), wish.question, _known_answer(wish))
-    tokens = sum(map(len, cut)) + len(tokenize(tokenizer, asked.pieces["question"]))
+    cut = Splitter(tokenizer, limits.chunk_tokens).split_all(
+        Document(f"document {number}", text) for number, text in enumerate(documents, 1)
+    )
+    made = request(tokenizer, [piece.prompt_text for piece in cut], wish.question, None)
+    asked = Asked(made, wish.question, _known_answer(wish))
+    tokens = len(ids_of(tokenizer, made))
     most = min(limits.prompt_tokens, getattr(loaded.model.config, "max_position_embeddings", limits.prompt_tokens))
     if tokens + limits.new_tokens > most:
         raise PromptError(

@@ -10,6 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -38,6 +39,7 @@ class Outcome:
         reused_tokens: those with stored KV.
         computed_chunks: that the store lacked.
         loaded_chunks: that came from it.
+        read_bytes: of K and V that were computed for another prompt and read for this one.
         logits: `[tokens, vocabulary]` over the answer that was given to agree with; None if none was given.
     """
 
@@ -49,6 +51,7 @@ class Outcome:
     reused_tokens: int = 0
     computed_chunks: int = 0
     loaded_chunks: int = 0
+    read_bytes: int = 0
     logits: Tensor | None = None
 
 
@@ -83,6 +86,21 @@ class Approach(ABC):
         Returns:
             One outcome per sample.
         """
+
+    def warm(self, samples: Sequence[Sample]) -> None:  # noqa: B027
+        """Keep what this method would keep of these samples if it had seen their chunks before; not timed.
+
+        Chunks in the store are for the caller to warm, since all methods share it.
+        """
+
+    @cached_property
+    @torch.no_grad()
+    def token_bytes(self) -> int:
+        """Bytes of K and V of one token, all layers."""
+        cache: Any = DynamicCache(config=self.model.config)
+        device = self.model.get_input_embeddings().weight.device
+        self.model(torch.zeros((1, 1), dtype=torch.long, device=device), past_key_values=cache, use_cache=True)
+        return sum(part.nbytes for layer in cache.layers for part in (layer.keys, layer.values))
 
     def prompt(self, sample: Sample) -> Prompt:
         """The ids of a sample, BOS in front if the tokenizer has one."""
@@ -194,19 +212,21 @@ class Blended(Approach):
             "question": [one.question for one in prompts],
         }
         found = self.generate(cache.inputs(self.tokenizer, **pieces), cache, wanted, started)
-        return [_reported(one, cache.report, len(samples)) for one in found]
+        return [_reported(one, cache.report, len(samples), self.token_bytes) for one in found]
 
     def keeper(self) -> Any:
         """The store that the cache reads; a method may put something in front of it."""
         return self.store
 
 
-def _reported(outcome: Outcome, report: BlendReport, batch_size: int) -> Outcome:
+def _reported(outcome: Outcome, report: BlendReport, batch_size: int, token_bytes: int) -> Outcome:
     """The figures of a batch are shared out evenly."""
+    reused = (report.reusable_tokens + report.exact_tokens) // batch_size
     return replace(
         outcome,
         charged_budget=report.charged_budget,
-        reused_tokens=(report.reusable_tokens + report.exact_tokens) // batch_size,
+        reused_tokens=reused,
+        read_bytes=reused * token_bytes,
         computed_chunks=report.computed_chunks // batch_size,
         loaded_chunks=report.loaded_chunks // batch_size,
     )

@@ -3,21 +3,24 @@
 """Only what stands at the very beginning is reused: the prefix, and the first chunk behind it if it was there before.
 
 It computes what a full prefill computes, in two pieces: where its answers differ from a full prefill's, that is the
-noise between equal computations.
+noise between equal computations. Kept K and V are handed to a new cache without a copy: a stock cache grows by
+joining, so what is kept is never written to.
 """
 
-import copy
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import DynamicCache
 
 from ..tasks.base import Sample
 from .base import Approach, Outcome
 
-MOST_KEPT = 16  # caches of beginnings
+MOST_KEPT = 64  # beginnings
+KV = tuple[Tensor, Tensor]
 
 
 class PrefixCaching(Approach):
@@ -26,23 +29,45 @@ class PrefixCaching(Approach):
     answers_together = False
 
     def answer(self, samples: Sequence[Sample], wanted: Sequence[Sequence[int]] | None = None) -> list[Outcome]:
-        """Continue the longest kept beginning."""
+        """Continue the longest kept beginning, then keep those of this prompt."""
         (sample,) = samples
         prompt, inputs = self.prompt(sample), self.inputs(samples)
-        beginnings = [(*prompt.prefix, *prompt.chunks[0]), prompt.prefix]
-        known = next((one for one in beginnings if one in self._kept), ())
+        known = next((one for one in self._beginnings(sample) if one in self._kept), ())
         started = time.perf_counter()
-        cache = copy.deepcopy(self._kept[known]) if known else DynamicCache(config=self.model.config)
-        (found,) = self.generate(inputs, cache, wanted, started)
-        for beginning in beginnings:
-            self._keep(beginning)
+        (found,) = self.generate(inputs, self._cache(known), wanted, started)
+        self.warm(samples)
         chunk_tokens = sum(map(len, prompt.chunks))
         reused = max(0, len(known) - len(prompt.prefix))
-        return [replace(found, charged_budget=1 - reused / chunk_tokens, reused_tokens=len(known))]
+        return [
+            replace(
+                found,
+                charged_budget=1 - reused / chunk_tokens,
+                reused_tokens=len(known),
+                read_bytes=len(known) * self.token_bytes,
+            )
+        ]
+
+    def warm(self, samples: Sequence[Sample]) -> None:
+        """Keep the beginnings of these prompts, as if each first chunk had stood first before."""
+        for sample in samples:
+            for beginning in self._beginnings(sample):
+                self._keep(beginning)
+
+    def _beginnings(self, sample: Sample) -> list[tuple[int, ...]]:
+        """What a prompt begins with, the longest first."""
+        prompt = self.prompt(sample)
+        return [(*prompt.prefix, *prompt.chunks[0]), prompt.prefix]
+
+    def _cache(self, known: tuple[int, ...]) -> DynamicCache:
+        """A cache that holds a kept beginning."""
+        cache = DynamicCache(config=self.model.config)
+        for index, (keys, values) in enumerate(self._kept.get(known, ())):
+            cache.update(keys, values, index)
+        return cache
 
     @property
-    def _kept(self) -> dict[tuple[int, ...], DynamicCache]:
-        return self.__dict__.setdefault("_caches", {})
+    def _kept(self) -> dict[tuple[int, ...], list[KV]]:
+        return self.__dict__.setdefault("_beginnings_kept", {})
 
     @torch.no_grad()
     def _keep(self, ids: tuple[int, ...]) -> None:
@@ -50,7 +75,7 @@ class PrefixCaching(Approach):
             return
         while len(self._kept) >= MOST_KEPT:
             del self._kept[next(iter(self._kept))]
-        cache = DynamicCache(config=self.model.config)
+        cache: Any = DynamicCache(config=self.model.config)
         device = self.model.get_input_embeddings().weight.device
         self.model(torch.tensor([ids], device=device), past_key_values=cache, use_cache=True)
-        self._kept[ids] = cache
+        self._kept[ids] = [(layer.keys, layer.values) for layer in cache.layers]

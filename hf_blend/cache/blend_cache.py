@@ -14,7 +14,7 @@ model, enters the model's layers for the one forward that is the prefill, and be
 
 import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -24,12 +24,13 @@ from transformers.cache_utils import CacheLayerMixin
 
 from .. import plugins
 from ..config import BlendConfig
-from ..errors import ConfigError
+from ..errors import ConfigError, PromptError
 from ..model.anatomy import LayerCall, decoder_layers, default_sink, text_config
 from ..model.fingerprint import fingerprint, structure_digest
 from ..model.flops import layer_costs
 from ..model.hooks import Entry
 from ..model.identity.canonical import refuse_arguments, refuse_request_state, refuse_wrapper
+from ..model.mixer_probe import mixers_of
 from ..model.modality import has_features, other_inputs, placeholder_ids, refuse_placeholders
 from ..model.placement import input_device
 from ..model.quantised import silence_casts
@@ -38,23 +39,36 @@ from ..prefill.blend import Fusor
 from ..prefill.choice import Chooser, FullPrefill
 from ..prefill.correcting import Repair
 from ..prefill.input_test import InputTest
+from ..prefill.notices import other_tokenizers, why_nothing_found
 from ..prefill.plan import Plan, Planner
 from ..prefill.probing import Listener, run_probe
 from ..prefill.realign import Realigner
 from ..prefill.report import BlendReport
 from ..prefill.request import PADDED_INSIDE, UNSEEN, Brought, Coming, check_new, new_tokens, real_tokens, why_plain
-from ..prompt.pieces import History, batch, build_all, check_lengths
+from ..prompt.messages import build_messages
+from ..prompt.pieces import (
+    History,
+    Prompt,
+    TextPrompt,
+    batch,
+    build_all,
+    check_lengths,
+    shared_tokens,
+    tokenizer_digest,
+)
+from ..prompt.text import build_text
 from ..selectors.base import Hear
 from ..store import ChunkStore
 from .cache_layers import cache_layers
 from .decode_masks import MaskedDecode
+from .mixer_layer import MixerLayer
 
 logger = logging.getLogger(__name__)
 
 
 @cache
-def _warn_once(reason: str) -> None:
-    logger.warning("no stored chunk is reused: %s", reason)
+def _warn_once(reason: str, what: str = "no stored chunk is reused: ") -> None:
+    logger.warning("%s%s", what, reason)
 
 
 def trial_cache(model: nn.Module, **settings: Any) -> "BlendCache":
@@ -109,15 +123,19 @@ class BlendCache(MaskedDecode):
         self.report = BlendReport(self.config.recompute_ratio)
         silence_casts(model, self, digest)
         self._styles = ensure_trusted(model, trial_cache, self.config.allow_unverified, digest)
+        self._mixers = mixers_of(model, digest)
         self._entry = Entry(self, model, layers)
         self._fusor: Fusor | None = None
         self.listener: Listener | None = None  # is given every layer's attention in a blended forward
         self._coming, self._resume = Coming(), Coming()
         self._history = History()
+        self._beginning: tuple[int, ...] = ()  # ids of the prompt that the cache begins with, where they are known
+        self._tokenizer = ""  # digest of the one that made the prompt
         self._brought: tuple[Brought | None, Tensor | None, Tensor | None] = (None, None, None)
         self._past, self._is_seen = 0, False  # is seen: the hook on the model was called for this forward
         self._layer = len(self._styles)  # the last one that was updated
         self._before: list[Any] = []
+        self._states_before: list[Any] = []  # of the mixers
         self._kept = cache_layers(model, len(self._styles), self.config.kv_bits, digest)
         super().__init__(layers=[*self._kept])
 
@@ -152,10 +170,114 @@ class BlendCache(MaskedDecode):
         pad_id = getattr(tokenizer, "pad_token_id", None)
         known = self._history.extended(history, pad_id, self.model.generation_config.eos_token_id)
         prompts = build_all(tokenizer, prefix, chunks, question, known.rows())
-        held = 0 if known else super().get_seq_length()
+        return self._expect(tokenizer, prompts, 0 if known else super().get_seq_length(), known)
+
+    def inputs_from_messages(
+        self,
+        tokenizer: Any,
+        messages: Sequence[Any],
+        documents: Sequence[Any] | None = None,
+        **template: Any,
+    ) -> dict[str, Tensor]:
+        """Build the prompt of the next `generate` from messages, by the tokenizer's own chat template.
+
+        The template is rendered once and tokenised once: the ids are those of `apply_chat_template`. Documents are
+        found in its text and stored under ids of their own, so that they are reused in any message, order and company;
+        the few tokens that differ where they are joined are computed (`report.seam_tokens`). Stored chunks that are
+        not named, such as those of earlier turns, are found too.
+
+        A cache that holds an earlier prompt keeps what both begin with: a chat passes all of its messages each time.
+
+        Args:
+            tokenizer: the model's tokenizer, with a chat template.
+            messages: as for `apply_chat_template`: dicts with a role and a content, of one conversation. For a batch:
+                a list of conversations.
+            documents: texts that are in the messages, as they are there; or dicts such as `{"title": …, "text": …}`
+                for a template that takes documents. None: only what is stored is reused. For a batch: a list for each
+                conversation.
+            **template: further arguments of `apply_chat_template`: `tools`, `enable_thinking`, `chat_template`,
+                `continue_final_message`; `add_generation_prompt` is True where it is left out.
+
+        Returns:
+            `input_ids` and `attention_mask`, `[batch, tokens]`, padded on the left, on the model's device.
+
+        Raises:
+            PromptError: the tokenizer has no chat template or is another model's, the template refuses the messages,
+                a document is empty or not in the prompt, or the prompt does not fit the model.
+        """
+        if len(messages) and isinstance(messages[0], list | tuple):
+            named = _for_each(documents, len(messages))
+            pairs = zip(messages, named, strict=True)
+            return self._expect_texts(tokenizer, [build_messages(tokenizer, *pair, template) for pair in pairs])
+        return self._expect_texts(tokenizer, [build_messages(tokenizer, messages, documents or (), template)])
+
+    def inputs_from_text(
+        self,
+        tokenizer: Any,
+        text: str | Sequence[str],
+        chunks: Sequence[Any] | None = None,
+        *,
+        add_special_tokens: bool = True,
+    ) -> dict[str, Tensor]:
+        """Build the prompt of the next `generate` from text as it is, with stored chunks wherever they are in it.
+
+        The ids are those of `tokenizer(text)`: the text is tokenised as a whole. A tokenizer makes other tokens where
+        texts are joined; these few are computed, and what is inside a chunk is reused (`report.seam_tokens`).
+
+        Args:
+            tokenizer: the model's tokenizer.
+            text: the prompt, or a list of prompts for a batch.
+            chunks: texts that are in the prompt; those that are not stored are computed and stored. None: only what is
+                stored is reused. For a batch: a list for each prompt.
+            add_special_tokens: as for the tokenizer; False for text that a chat template made.
+
+        Returns:
+            `input_ids` and `attention_mask`, `[batch, tokens]`, padded on the left, on the model's device.
+
+        Raises:
+            PromptError: the text is empty or would begin with two BOS, a chunk is empty or not in the text, the
+                tokenizer is another model's, or the prompt does not fit the model.
+        """
+        texts = [text] if isinstance(text, str) else list(text)
+        named = [chunks or ()] if isinstance(text, str) else _for_each(chunks, len(texts))
+        build = partial(build_text, tokenizer, special=add_special_tokens)
+        return self._expect_texts(tokenizer, [build(*pair) for pair in zip(texts, named, strict=True)])
+
+    def _expect_texts(self, tokenizer: Any, prompts: Sequence[TextPrompt]) -> dict[str, Tensor]:
+        """Expect prompts that begin at position 0; what the cache holds of the same beginning stays."""
+        check_lengths(prompts, 0, text_config(self.model))
+        kept = self._keep_beginning(prompts)
+        if not kept:
+            return self._expect(tokenizer, prompts)
+        ids = torch.tensor([prompts[0].ids[:kept]])
+        return self._expect(tokenizer, [prompts[0].behind(kept)], history=History(ids, torch.ones_like(ids)))
+
+    def _keep_beginning(self, prompts: Sequence[TextPrompt]) -> int:
+        """Forget what the cache holds behind what a prompt begins with; gives how many tokens it still holds."""
+        held = super().get_seq_length()
+        if not held:
+            return 0
+        ids, common = prompts[0].ids, 0
+        if len(prompts) == 1 and all(layer.keys.shape[0] == 1 for layer in self._layers()):
+            common = shared_tokens(ids[:-1], self._beginning[:held])
+        try:
+            self.crop(common - held)
+        except ConfigError:  # a window has forgotten what stood before
+            common = 0
+        if not common:
+            self.reset()
+        return common
+
+    def _expect(
+        self, tokenizer: Any, prompts: Sequence[Prompt | TextPrompt], held: int = 0, history: History | None = None
+    ) -> dict[str, Tensor]:
+        """Put prompts side by side and wait for them."""
         check_lengths(prompts, held, text_config(self.model))
-        made = batch(prompts, 0 if pad_id is None else pad_id, known)
+        pad_id = getattr(tokenizer, "pad_token_id", None)
+        made = batch(prompts, 0 if pad_id is None else pad_id, history)
         self._coming, self._history = Coming(made, held), History(made.input_ids, made.attention_mask)
+        self._beginning = () if held or len(prompts) > 1 else tuple(prompts[0].ids)
+        self._tokenizer = tokenizer_digest(tokenizer)
         self._entry.watch_model()
         device = input_device(self.model)
         return {"input_ids": made.input_ids.to(device), "attention_mask": made.attention_mask.to(device)}
@@ -232,6 +354,11 @@ class BlendCache(MaskedDecode):
             self.forward_ends(failed=True)  # it was interrupted
         super().reset()
         self._entry.leave()
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """For each layer whether it keeps a mixer's state and no K and V; models choose by this which mask to make."""
+        return [isinstance(layer, MixerLayer) and not isinstance(layer, CacheLayerMixin) for layer in self.layers]
 
     @property
     def is_expecting(self) -> bool:
@@ -324,6 +451,7 @@ class BlendCache(MaskedDecode):
             arguments: of the forward.
         """
         past, is_begun = super().get_seq_length(), self._coming.is_begun
+        self._beginning = () if new_tokens(arguments) > 1 else self._beginning
         is_told = bool(reason and (self._coming or not past))
         if is_told and not is_begun:
             self.report = BlendReport(self.config.recompute_ratio, past_tokens=past)
@@ -377,13 +505,16 @@ class BlendCache(MaskedDecode):
     def _enter(self, plan: Plan, ids: Tensor, mask: Tensor | None, wanted_rows: int) -> None:
         """Take over the layers for one forward, by a plan that has something stored in it."""
         self._before = [layer.snapshot() for layer in self._layers()]
+        mixers = (layer for layer in self._layers() if isinstance(layer, MixerLayer))
+        self._states_before = [layer.snapshot_mixer() for layer in mixers]
         realigner = Realigner(self._styles, self.report, plan.slots)
         truth = FullPrefill(self.model, self.config.selector, ids, mask, self._past, self._beyond_text)
         probe = partial(self._probe, ids, mask)
         chooser = Chooser(self._selector, plan, self._past, realigner, self.report, truth, probe)
         repair = Repair(self._corrector, plan, realigner, self.report)
         given = (self._kept, plan, self._past, plan.settings(self.config), chooser, realigner, repair, self.report)
-        self._fusor = Fusor(self.model, *given, wanted_rows, self.listener, self._beyond_text is not None)
+        is_beyond = self._beyond_text is not None
+        self._fusor = Fusor(self.model, *given, wanted_rows, self.listener, is_beyond, self._mixers)
         self._entry.enter_layers(ids.shape[1], between=self._beyond_text is not None)
 
     def _read(self, ids: Tensor, mask: Tensor | None) -> Brought | None:
@@ -398,9 +529,13 @@ class BlendCache(MaskedDecode):
         """Which columns have stored KV; the report begins anew, or goes on where a prompt comes in parts."""
         refuse_request_state(self.model, decoder_layers(self.model))
         given = (fingerprint(self.model), tuple(self.sink_ids), self.config.recompute_ratio)
-        planner = Planner(self.model, self.store, *given, self._placeholders)
+        planner = Planner(self.model, self.store, *given, self._placeholders, self._tokenizer)
         goes_on, self._resume = self._coming.is_begun, self._coming
+        if not self._coming:
+            self._tokenizer = ""
         plan, self._coming = self._coming.plan(planner, brought, self._past)
+        if self._coming.is_other:
+            self._beginning = ()
         if not goes_on:
             nominal = plan.settings(self.config).nominal_ratio(len(self._kept))
             self.report = BlendReport(nominal, past_tokens=self._past, _costs=layer_costs(self.model))
@@ -410,12 +545,30 @@ class BlendCache(MaskedDecode):
             exact_tokens=sum(plan.stored_counts(True, brought.width)),
             computed_chunks=plan.computed,
             loaded_chunks=plan.loaded,
+            seam_tokens=plan.seam_tokens,
         )
+        self._notice(plan, given[0])
         return plan
+
+    def _notice(self, plan: Plan, identity: str) -> None:
+        """Say, once of each kind, where the prompt and the store do not fit each other."""
+        if notice := other_tokenizers(plan.tokenizers, self._tokenizer):
+            self.report.notice = notice
+            _warn_once(notice, "")
+        is_whole, used = not self._coming.is_begun, self.report.reusable_tokens + self.report.exact_tokens
+        if is_whole and not used and not self.report.past_tokens:
+            reason = why_nothing_found(self.store, identity, tuple(self.sink_ids), self._tokenizer)
+            self.report.fallback_reason = reason
+            if reason:
+                _warn_once(reason)
 
     def _probe(self, ids: Tensor, mask: Tensor | None, hear: Hear, last: int | None, anchors: Tensor | None) -> None:
         """A pass of the question alone, in the middle of a forward."""
         forward: Any = self._fusor
+        mixers = [layer for layer in self._layers() if isinstance(layer, MixerLayer)]
+        states = [layer.snapshot_mixer() for layer in mixers]
+        for layer, state in zip(mixers, self._states_before, strict=True):
+            layer.restore_mixer(state)
         self._fusor = probe = forward.probe(Listener(hear, last, anchors), self._spare_layers)
         try:
             with self._entry.inside():
@@ -424,15 +577,29 @@ class BlendCache(MaskedDecode):
         finally:
             self._fusor = forward
             forward.adopt(probe)
+            for layer, state in zip(mixers, states, strict=True):
+                layer.restore_mixer(state)
 
     def _spare_layers(self) -> list[Any]:
         """Layers that hold what these held before the forward."""
         spare: list[Any] = copy.deepcopy(self._kept)
-        kept: list[Any] = [layer for layer in spare if isinstance(layer, CacheLayerMixin)]
+        kept: list[Any] = [layer for layer in spare if isinstance(layer, CacheLayerMixin | MixerLayer)]
         for layer, snapshot in zip(kept, self._before, strict=True):
             layer.restore(copy.deepcopy(snapshot))
         return spare
 
     def _layers(self) -> list[Any]:
-        """The layers that keep K and V."""
-        return [layer for layer in self._kept if isinstance(layer, CacheLayerMixin)]
+        """The layers that keep K and V, or the state of a mixer."""
+        return [layer for layer in self._kept if isinstance(layer, CacheLayerMixin | MixerLayer)]
+
+
+def _for_each(documents: Sequence[Any] | None, count: int) -> Sequence[Any]:
+    """The documents of each prompt of a batch."""
+    if documents is None or not len(documents):
+        return [()] * count
+    if len(documents) != count or any(isinstance(one, str | Mapping) for one in documents):
+        raise PromptError(
+            f"a batch of {count} prompts came with {len(documents)} documents, expected a list of documents for each "
+            "prompt. Write [[…], […]]."
+        )
+    return documents

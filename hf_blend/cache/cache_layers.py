@@ -5,29 +5,25 @@
 from typing import Any
 
 from torch import nn
-from transformers import DynamicCache, cache_utils
+from transformers import cache_utils
 
 from ..errors import ConfigError
-from ..model.anatomy import text_config
+from ..model.anatomy import stock_layers, text_config
 from ..model.fingerprint import PerStructure
 from .layers import BlendLayer
+from .mixer_layer import MixerAttentionLayer, MixerLayer, MixerSlidingLayer
 from .quantised_layer import QuantisedLayer
 from .sliding_layer import BlendSlidingLayer
-
-UNREADABLE = (AttributeError, LookupError, TypeError, ValueError)  # a config that transformers' own cache refuses
 
 
 @PerStructure
 def _stock_layers(model: nn.Module) -> list[Any]:
     """The layers of the cache that transformers makes for a model, empty; none where it makes none."""
-    try:
-        return list(DynamicCache(config=text_config(model)).layers)
-    except UNREADABLE:
-        return []
+    return stock_layers(text_config(model))
 
 
 def cache_layers(model: nn.Module, count: int, kv_bits: int | None = None, digest: str = "") -> list[Any]:
-    """The layers of a blend cache: full or sliding where transformers' own cache has such a layer.
+    """The layers of a blend cache: full, sliding or of a mixer where transformers' own cache has such a layer.
 
     Args:
         model: of transformers.
@@ -54,6 +50,12 @@ def cache_layers(model: nn.Module, count: int, kv_bits: int | None = None, diges
 
 
 def _like(stock: Any, full: type[BlendLayer]) -> Any:
-    if getattr(stock, "is_sliding", False):
+    is_sliding, is_mixer = getattr(stock, "is_sliding", False), hasattr(stock, "recurrent_states")
+    if is_sliding and is_mixer:
+        return MixerSlidingLayer(stock.sliding_window, stock.number_of_states)
+    if is_mixer:
+        kind = MixerAttentionLayer if isinstance(stock, cache_utils.CacheLayerMixin) else MixerLayer
+        return kind(stock.number_of_states)
+    if is_sliding:
         return BlendSlidingLayer(stock.sliding_window)
     return stock if isinstance(stock, getattr(cache_utils, "DummyLayer", ())) else full()

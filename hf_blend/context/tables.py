@@ -16,7 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
-from ..model.anatomy import LayerCall, decoder_layers, decoder_of, has_windows, is_extended, text_config
+from ..model.anatomy import (
+    LayerCall,
+    decoder_layers,
+    decoder_of,
+    has_windows,
+    is_extended,
+    keeps_nothing,
+    refuse_other_states,
+    stock_layers,
+    text_config,
+)
 from ..model.calibrate import rotary_styles
 from ..model.placement import input_device
 from ..rotary.base import RotaryStyle
@@ -57,6 +67,8 @@ class TableSource:
             UnsupportedModelError: a layer's keys do not rotate by a table that can be made at will; it is named.
         """
         if model not in _known:
+            refuse_other_states(model, with_mixers=False)
+            _refuse_shared(model)
             _refuse_moving(model)
             styles = rotary_styles(model)
             makers = _find_makers(model)
@@ -118,6 +130,16 @@ def _made(maker: Maker, positions: Tensor) -> Table:
         )
     cos, sin = table
     return cos[0], sin[0]
+
+
+def _refuse_shared(model: nn.Module) -> None:
+    """Refuse layers that look at the K and V of others: only the latter would be moved."""
+    for index, layer in enumerate(stock_layers(text_config(model))):
+        if keeps_nothing(layer):
+            raise UnsupportedModelError(
+                f"layer {index} of {type(model).__name__} keeps no K and V of its own, but keys of every layer are "
+                "expected to be moved in a cache. Use a fresh prefill instead."
+            )
 
 
 def _refuse_moving(model: nn.Module) -> None:

@@ -22,6 +22,7 @@ from .placement import input_device
 
 EXTENDED = "hf_blend_self_extend"  # the name of Self-Extend's attention function
 TOKEN_STATES = ("", "SlidingWindow", "Dummy")  # cache layers of transformers, less "Dynamic" and "Layer"
+MIXER_STATES = ("LinearAttention", "LinearAttentionAndFullAttention", "LinearAttentionAndSlidingWindowAttention")
 PER_TOKEN = ("output_hidden_states", "output_attentions", "output_router_logits")  # a row for every token of a layer
 _reshaping: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 UNREADABLE = (AttributeError, LookupError, TypeError, ValueError)  # a config that transformers' own cache refuses
@@ -85,43 +86,80 @@ def _breaks_on_fewer_rows(model: nn.Module) -> bool:
     return False
 
 
-def refuse_other_states(model: nn.Module) -> None:
-    """Refuse a model some of whose layers keep something else than K and V of each token.
+def refuse_other_states(model: nn.Module, with_mixers: bool = True) -> None:
+    """Refuse a model some of whose layers keep something else than K and V of each token, or a mixer's state.
 
     Args:
         model: asked by way of the cache that transformers makes for its config.
+        with_mixers: let linear attention, state spaces and convolutions pass.
 
     Raises:
         UnsupportedModelError: naming the layer and what it keeps.
     """
-    complaint = other_states(text_config(model))
+    complaint = other_states(text_config(model), with_mixers)
     if complaint:
         raise UnsupportedModelError(f"{type(model).__name__} cannot be blended: {complaint}")
 
 
-def other_states(config: Any) -> str:
-    """What a config says against keeping K and V of each token in every layer; empty if nothing.
+def other_states(config: Any, with_mixers: bool = True) -> str:
+    """What a config says against keeping K and V of each token, or a mixer's state, in every layer; empty if nothing.
 
     Args:
         config: of a text model; transformers is asked which cache it makes for it.
+        with_mixers: let linear attention, state spaces and convolutions pass.
 
     Returns:
         A sentence that names the first such layer and its kind.
     """
-    from transformers import DynamicCache
-
-    try:
-        kept = DynamicCache(config=config).layers
-    except UNREADABLE:
-        return ""  # what it keeps shows when it is run
-    for index, layer in enumerate(kept):
+    known = (*TOKEN_STATES, *MIXER_STATES) if with_mixers else TOKEN_STATES
+    for index, layer in enumerate(stock_layers(config)):
         name = type(layer).__name__.removeprefix("Dynamic").removesuffix("Layer")
-        if name not in TOKEN_STATES:
+        if name not in known:
             return (
                 f"layer {index} keeps a state of another kind ({name}) than K and V of each token, which cannot stand "
                 "behind other tokens. Use full prefill."
             )
     return ""
+
+
+def stock_layers(config: Any) -> list[Any]:
+    """The cache layers that transformers makes for the config of a text model; none where it refuses the config."""
+    from transformers import DynamicCache
+
+    try:
+        return list(DynamicCache(config=config).layers)
+    except UNREADABLE:
+        return []  # what it keeps shows when it is run
+
+
+def has_mixers(model: nn.Module) -> bool:
+    """Whether some layers of a model keep a state that every token before has gone into, as transformers sees it."""
+    return any(hasattr(layer, "recurrent_states") for layer in stock_layers(text_config(model)))
+
+
+def full_cache(model: nn.Module) -> Any:
+    """A stock cache in which no layer forgets what lies outside its window."""
+    from transformers import DynamicCache
+    from transformers.cache_utils import Cache
+
+    layers = stock_layers(text_config(model))
+    if not any(hasattr(layer, "recurrent_states") for layer in layers):
+        return DynamicCache()  # without a config no layer has a window
+    return Cache(layers=list(map(_without_window, layers)))
+
+
+def _without_window(layer: Any) -> Any:
+    from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer
+
+    if not getattr(layer, "is_sliding", False):
+        return layer
+    states = getattr(layer, "number_of_states", 0)
+    return LinearAttentionAndFullAttentionLayer(states) if states else DynamicLayer()
+
+
+def keeps_nothing(layer: Any) -> bool:
+    """Whether a cache layer of transformers is a place holder: of no attention, or of one over K and V of others."""
+    return type(layer).__name__ == "DummyLayer"
 
 
 def _lists_of(module: nn.Module, wanted: int | None) -> list[nn.ModuleList]:
@@ -189,6 +227,11 @@ def kv_groups(layer: nn.Module) -> int:
     )
 
 
+def has_attention(layer: nn.Module) -> bool:
+    """Whether a layer attends, by what transformers' attention modules have in common."""
+    return any(hasattr(module, "num_key_value_groups") for module in layer.modules())
+
+
 @dataclass
 class LayerCall:
     """The arguments of one call of a decoder layer, by the names of its `forward`.
@@ -208,6 +251,11 @@ class LayerCall:
         """Give each positional argument its name."""
         names = parameter_names(type(layer))  # type: ignore[arg-type]
         return cls(layer, {**dict(zip(names, args, strict=False)), **kwargs}, names[0])
+
+    @property
+    def mask_name(self) -> str:
+        """The argument that holds the mask of the layer's attention; a mixer beside it may have one of its own."""
+        return "causal_mask" if "causal_mask" in self.arguments else "attention_mask"
 
     @property
     def hidden(self) -> Tensor:
@@ -231,7 +279,7 @@ class LayerCall:
         for name, value in self.arguments.items():
             if name == self.hidden_name:
                 self.arguments[name] = _rows(value, index, total, True) if with_hidden else value
-            elif name != "attention_mask" and isinstance(value, (Tensor, tuple, list)):
+            elif name != self.mask_name and isinstance(value, (Tensor, tuple, list)):
                 self.arguments[name] = (
                     _rows(value, index, total) if known is None else known.take(value, index, total)
                 )

@@ -68,7 +68,7 @@ class _Probe:
 
     def tolerance(self, index: int, error: float) -> float:
         """What an error in a layer may be: by the dtype or, where that does not do, by the model's own noise."""
-        allowed = TOLERANCE.get(self.here.layers[index][0].dtype, COARSE_TOLERANCE)
+        allowed = TOLERANCE.get(self.here.layers[index][-1].dtype, COARSE_TOLERANCE)
         if error <= allowed or allowed == COARSE_TOLERANCE:
             return allowed
         return max(allowed, min(MOST_TOLERANCE, FLOORS * self.floors[index]))
@@ -91,7 +91,7 @@ class _Probe:
                 stack.callback(module.register_forward_hook(nudge).remove)
             nudged = capture(self.model, self.ids, torch.arange(PROBE_TOKENS)[None])
         pairs = zip(nudged.layers, self.here.layers, strict=True)
-        return [max(map(relative_error, got, expected)) for got, expected in pairs]
+        return [max(map(relative_error, got, expected), default=0.0) for got, expected in pairs]
 
 
 @PerStructure
@@ -106,7 +106,9 @@ def _calibrate(model: nn.Module) -> tuple[type[RotaryStyle], ...]:
     styles = [plugins.load("rotary", name) for name in plugins.describe("rotary")]
     candidates = [*styles, *map(in_values, styles)]
     found = tuple(_style_of(probe, index, candidates) for index in range(len(probe.here.layers)))
-    _refuse_counted_positions(probe, 1 - found[0].slot)
+    first = probe.here.layers[0]
+    if first:
+        _refuse_counted_positions(probe, 1 - found[0].slot if len(first) == 2 else -1)
     return found
 
 
@@ -123,7 +125,12 @@ def _refuse_counted_positions(probe: _Probe, slot: int) -> None:
 
 
 def _style_of(probe: _Probe, index: int, candidates: list[type[RotaryStyle]]) -> type[RotaryStyle]:
-    pair, there_pair = probe.here.layers[index], probe.there.layers[index]
+    states, there = probe.here.layers[index], probe.there.layers[index]
+    if len(states) != 2:
+        _refuse_moving_projections(probe, index)
+    if len(states) < 2:
+        return plugins.load("rotary", "unrotated")
+    pair, there_pair = (states[0], states[1]), (there[0], there[1])
     tables = probe.here.tables[index], probe.there.tables[index]
     errors = {style: _error(style, pair, there_pair, *tables) for style in candidates}
     ones = torch.ones(1, pair[0].shape[-1])
@@ -136,6 +143,21 @@ def _style_of(probe: _Probe, index: int, candidates: list[type[RotaryStyle]]) ->
             f"where {tolerance:g} is allowed. {_cause(tables[0])} Use full prefill for this model."
         )
     return best
+
+
+def _refuse_moving_projections(probe: _Probe, index: int) -> None:
+    """Refuse a mixer whose projections of the same tokens differ from place to place."""
+    states, there = probe.here.layers[index], probe.there.layers[index]
+    if not states:
+        return
+    error = relative_error(states[-1], there[-1])
+    tolerance = probe.tolerance(index, error)
+    if error > tolerance:
+        raise UnsupportedModelError(
+            f"layer {index} of {type(probe.model).__name__} cannot be moved: what its mixer projects of the same "
+            f"tokens at two places differs by {error:.2g} of its size, where {tolerance:g} is allowed. Use full "
+            "prefill for this model."
+        )
 
 
 def _cause(table: Table | None) -> str:

@@ -34,12 +34,13 @@ COARSE_TOLERANCE = 0.15  # bfloat16 and float16, and models whose matrix product
 _known: WeakKeyDictionary[nn.Module, tuple[int, str]] = WeakKeyDictionary()
 
 
-def compute_chunk(model: nn.Module, key: "ChunkKey") -> "ChunkKV":
+def compute_chunk(model: nn.Module, key: "ChunkKey", tokenizer: str = "") -> "ChunkKV":
     """Compute the chunk of a key, to be stored under it.
 
     Args:
         model: whose fingerprint is the key's.
         key: which chunk.
+        tokenizer: digest of the tokenizer that made its ids; empty if that is not known.
 
     Returns:
         The chunk.
@@ -55,7 +56,7 @@ def compute_chunk(model: nn.Module, key: "ChunkKey") -> "ChunkKV":
             f"{type(model).__name__} changed while a chunk was computed: its fingerprint is {now:.12}…, expected "
             f"{key.fingerprint:.12}…. Nothing is stored. Do not train or patch a model while it is used."
         )
-    return replace(chunk, canary=canary_of(model))
+    return replace(chunk, canary=canary_of(model), tokenizer=tokenizer)
 
 
 def canary_of(model: nn.Module) -> str:
@@ -97,7 +98,8 @@ def _numbers(model: nn.Module) -> str:
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(0, text_config(model).vocab_size, (1, TOKENS), generator=draw)
     parts = []
-    for states in capture(model, ids).layers[-1]:
+    kept = [states for states in capture(model, ids).layers if states][-1]
+    for states in (kept[0], kept[-1]):
         by_token = states[0].transpose(0, 1).flatten(1).float().cpu()  # [tokens, heads · width]
         signs = torch.randint(0, 2, (by_token.shape[1], NUMBERS // 2), generator=draw).float() * 2 - 1
         parts.append(by_token @ signs / math.sqrt(len(signs)))

@@ -14,10 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PromptError, UnsupportedModelError
+from ..prompt.pieces import check_ids
 from ..rotary.tables import Table, rotary_table
 from ..store.chunk import ChunkKey, ChunkKV
-from .anatomy import LayerCall, decoder_layers, decoder_of
+from .anatomy import LayerCall, decoder_layers, decoder_of, full_cache, keeps_nothing, stock_layers, text_config
 from .identity.canonical import canonical
+from .mixer import ActiveRows, MixerPass
+from .mixer_probe import mixers_of
 from .modality import refuse_placeholders
 from .placement import input_device
 
@@ -27,11 +30,12 @@ class Capture:
     """What one plain forward left in the cache, and the tables with which it was rotated.
 
     Attributes:
-        layers: (K, V) per layer, each `[batch, kv_heads, tokens, head_dim]`; K rotated for its positions.
+        layers: (K, V) per layer, each `[batch, kv_heads, tokens, head_dim]`; K rotated for its positions. Or as
+            `ChunkKV.layers` has them, with a batch axis in front.
         tables: the rotary table that each layer was handed, None where there was none.
     """
 
-    layers: tuple[tuple[Tensor, Tensor], ...]
+    layers: tuple[tuple[Tensor, ...], ...]
     tables: tuple[Table | None, ...]
 
 
@@ -58,7 +62,7 @@ def capture_chunk(
     captured = capture(model, torch.tensor([[*sink_ids, *token_ids]]))
     start = len(sink_ids)
     tables, layer_table = _distinct(captured.tables, start)
-    layers = tuple((keys[0, :, start:].clone(), values[0, :, start:].clone()) for keys, values in captured.layers)
+    layers = tuple(tuple(one[0, :, start:].clone() for one in states) for states in captured.layers)
     return ChunkKV(ChunkKey(fingerprint, tuple(sink_ids), tuple(token_ids), namespace), layers, tables, layer_table)
 
 
@@ -81,16 +85,15 @@ def capture(
     Raises:
         UnsupportedModelError: a layer leaves no K/V of the form `[batch, heads, tokens, width]` in the cache.
     """
-    from transformers import DynamicCache
-
     layers = decoder_layers(model)
     device = input_device(model)
     given = {"position_ids": position_ids, "attention_mask": attention_mask}
     given = {name: value.to(device) for name, value in given.items() if value is not None}
-    cache = DynamicCache()  # without a config no layer forgets what lies outside its window
-    with canonical(model), _recorded_tables(layers, cache) as tables:
+    cache, tokens = full_cache(model), input_ids.shape[1]
+    recorded = _recorded_projections(model, cache, tokens)
+    with recorded as passes, canonical(model), _recorded_tables(layers, cache) as tables:
         decoder_of(model)(input_ids=input_ids.to(device), past_key_values=cache, use_cache=True, **given)
-    return _captured(model, cache, input_ids.shape[1], tables)
+    return _captured(model, cache, tokens, tables, passes)
 
 
 @torch.no_grad()
@@ -107,18 +110,44 @@ def capture_forward(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[Cap
     Raises:
         UnsupportedModelError: a layer leaves no K/V of the form `[batch, heads, tokens, width]` in the cache.
     """
-    from transformers import DynamicCache
-
-    cache = DynamicCache()
-    with _recorded_tables(decoder_layers(model), cache) as tables:
+    cache, tokens = full_cache(model), arguments["input_ids"].shape[1]
+    recorded = _recorded_projections(model, cache, tokens)
+    with recorded as passes, _recorded_tables(decoder_layers(model), cache) as tables:
         output = model(**{**arguments, "past_key_values": cache, "use_cache": True})
-    return _captured(model, cache, arguments["input_ids"].shape[1], tables), output
+    return _captured(model, cache, tokens, tables, passes), output
 
 
-def _captured(model: nn.Module, cache: Any, tokens: int, tables: dict[int, Table | None]) -> Capture:
+def _captured(
+    model: nn.Module, cache: Any, tokens: int, tables: dict[int, Table | None], passes: dict[int, MixerPass]
+) -> Capture:
     indices = range(len(decoder_layers(model)))
-    kept = tuple(_cached(model, cache, index, tokens) for index in indices)
+    kept = tuple(_states(model, cache, index, tokens, passes.get(index)) for index in indices)
     return Capture(kept, tuple(tables.get(index) for index in indices))
+
+
+def _states(model: nn.Module, cache: Any, index: int, tokens: int, mixer: MixerPass | None) -> tuple[Tensor, ...]:
+    """What is kept of a layer, as in `Capture.layers`."""
+    stock = dict(enumerate(stock_layers(text_config(model)))).get(index)
+    if keeps_nothing(stock):
+        return ()
+    has_keys = mixer is None or hasattr(stock, "keys")
+    states = _cached(model, cache, index, tokens) if has_keys else ()
+    return states if mixer is None else (*states, mixer.states[:, None])  # type: ignore[index]
+
+
+@contextmanager
+def _recorded_projections(model: nn.Module, cache: Any, tokens: int) -> Iterator[dict[int, MixerPass]]:
+    """What the mixers' projections give in calls with this cache, by layer."""
+    rows = ActiveRows(None, tokens, {})
+    mixers = {index: mixer for index, mixer in enumerate(mixers_of(model)) if mixer is not None}
+    passes = {index: MixerPass(mixer, cache, rows) for index, mixer in mixers.items()}
+    try:
+        for one in passes.values():
+            one.enter()
+        yield passes
+    finally:
+        for one in passes.values():
+            one.leave()
 
 
 @contextmanager
@@ -177,11 +206,14 @@ def check_chunk(model: nn.Module, token_ids: Sequence[int], sink_ids: Sequence[i
         name: of the chunk, as the subject of a message.
 
     Raises:
-        PromptError: the chunk is empty, longer than the model's positions, or holds a placeholder of an image.
+        PromptError: the chunk is empty, longer than the model's positions, or holds a placeholder of an image or an id
+            that the model does not know.
     """
     refuse_placeholders(model, sink_ids, f"what stands before {name}")
     refuse_placeholders(model, token_ids, name)
-    longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    config = model.config.get_text_config(decoder=True)
+    longest = getattr(config, "max_position_embeddings", None)
+    check_ids((*sink_ids, *token_ids), config)
     if not token_ids:
         raise PromptError(f"{name} has 0 tokens, but at least one is expected. Leave empty documents out.")
     if longest is not None and len(sink_ids) + len(token_ids) > longest:

@@ -11,10 +11,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
 
-from .anatomy import decoder_layers, decoder_of, layer_configs, text_config
+from .anatomy import decoder_layers, decoder_of, full_cache, has_attention, layer_configs, text_config
+from .mixer_probe import mixers_of
 from .placement import input_device
+
+CONVOLUTION_AXES = 3  # of the weight of a 1-D convolution
 
 _known: WeakKeyDictionary[nn.Module, list["LayerCost"]] = WeakKeyDictionary()
 
@@ -27,16 +29,22 @@ class LayerCost:
         before_kv: matrix products up to the moment when K and V reach the cache (queries included).
         after_kv: matrix products after that: output projection and MLP.
         per_key: attention, for each key that the token looks at.
+        always: what a mixer does for every token, also for those that are not recomputed: convolution and scan.
     """
 
     before_kv: float
     after_kv: float
     per_key: float
+    always: float = 0.0
 
     def of_columns(self, columns: Tensor) -> float:
         """FLOPs of the tokens at some columns, each looking at all columns up to its own (the lower triangle)."""
         tokens, keys = columns.numel(), float((columns + 1).sum())
         return tokens * (self.before_kv + self.after_kv) + keys * self.per_key
+
+    def of_all(self, columns: Tensor) -> float:
+        """`of_columns`, and what is done for every token, for tokens all of which are computed."""
+        return self.of_columns(columns) + columns.numel() * self.always
 
 
 def layer_costs(model: nn.Module) -> list[LayerCost]:
@@ -53,37 +61,51 @@ def layer_costs(model: nn.Module) -> list[LayerCost]:
     return _known[model]
 
 
-class _Marker(DynamicCache):
-    """A cache that remembers which layers have handed it their K and V."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reached: set[int] = set()
-
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Note the layer, then do as any cache does."""
-        self.reached.add(layer_idx)
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-
-
 @torch.no_grad()
 def _measure(model: nn.Module) -> list[LayerCost]:
-    layers, marker = decoder_layers(model), _Marker()
-    before, after = [0.0] * len(layers), [0.0] * len(layers)
+    layers, cache, mixers = decoder_layers(model), full_cache(model), mixers_of(model)
+    before, after, always = ([0.0] * len(layers) for _ in range(3))
+    reached: set[int] = set()  # the layers that have handed over their K and V
+    update = cache.update
 
+    def noted(keys: Tensor, values: Tensor, index: int, *args: Any, **kwargs: Any) -> Any:
+        reached.add(index)
+        return update(keys, values, index, *args, **kwargs)
+
+    cache.update = noted
     thread = threading.get_ident()  # others may run the model meanwhile
 
     def count(index: int, module: nn.Module) -> None:
         if threading.get_ident() != thread:
             return
-        side = after if index in marker.reached else before
+        mixer = mixers[index]
+        side = after if index in reached else before
+        if mixer is not None and any(module is inner for inner in mixer.module.modules()):
+            widths = [one.width for one in mixer.projections if one.module is module]
+            side = always if not widths else before if widths[0] else after
+        elif mixer is not None and index not in keyed:
+            side = after
         side[index] += 2.0 * module.in_features * module.out_features
 
+    keyed = {index for index, layer in enumerate(cache.layers) if hasattr(layer, "keys")} if cache.layers else set()
     with _watched(layers, count):
         device = input_device(model)
-        decoder_of(model)(input_ids=torch.zeros((1, 4), dtype=torch.long, device=device), past_key_values=marker)
-    per_key = [_per_key(config) for config in layer_configs(text_config(model), len(layers))]
-    return [LayerCost(*costs) for costs in zip(before, after, per_key, strict=True)]
+        decoder_of(model)(input_ids=torch.zeros((1, 4), dtype=torch.long, device=device), past_key_values=cache)
+    for index, mixer in enumerate(mixers):
+        always[index] += 0.0 if mixer is None else _scan(mixer.module, cache.layers[index])
+    configs = layer_configs(text_config(model), len(layers))
+    attending = [
+        index in reached or (mixers[index] is None and has_attention(layer)) for index, layer in enumerate(layers)
+    ]
+    per_key = [_per_key(config) if attends else 0.0 for config, attends in zip(configs, attending, strict=True)]
+    return [LayerCost(*costs) for costs in zip(before, after, per_key, always, strict=True)]
+
+
+def _scan(mixer: nn.Module, states: Any) -> float:
+    """FLOPs of a token in convolution and recurrence: each number of the state decays, takes the token up, is read."""
+    weights = sum(weight.numel() for weight in mixer.parameters() if weight.dim() == CONVOLUTION_AXES)
+    state = sum(state[0].numel() for state in states.recurrent_states.values() if state is not None)
+    return 2.0 * weights + 6.0 * state
 
 
 def _per_key(config: Any) -> float:

@@ -114,7 +114,7 @@ class Entry:
             ConfigError: it is a layer of another model; names both.
         """
         callers = []
-        for module in _running_modules():
+        for module in running_modules():
             if any(module is layer or module in layer.children() for layer in self._layers):
                 return True
             callers.append(module)
@@ -186,8 +186,8 @@ def _callable_as(model: nn.Module) -> list[nn.Module]:
     return [model] if inside is model else [model, inside]
 
 
-def _running_modules() -> Iterator[nn.Module]:
-    """The modules whose `forward` runs in this thread, the innermost first."""
+def running_modules() -> Iterator[nn.Module]:
+    """The modules whose `forward` runs in this thread, the innermost first, each once for every frame of it."""
     frame = sys._getframe(1)
     while frame is not None:
         if "forward" in frame.f_code.co_name and frame.f_code.co_varnames[:1] == ("self",):  # dynamo adds to the name

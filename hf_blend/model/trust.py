@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import HfBlendError, UnsupportedModelError
 from ..rotary.base import RotaryStyle
-from .anatomy import PER_TOKEN, text_config
+from .anatomy import PER_TOKEN, full_cache, text_config
 from .calibrate import rotary_styles
 from .fingerprint import structure_digest
 from .identity.canonical import canonical
@@ -90,7 +90,7 @@ def ensure_passed(
             raise UnsupportedModelError(complaint)
         if complaint and use not in _warned.setdefault(model, set()):
             _warned[model].add(use)
-            logger.warning("used although it is not verified: %s", complaint)
+            logger.warning("the model is used without being verified (allow_unverified): %s", complaint)
 
 
 def _complaint(model: nn.Module, use: str, test: Callable[[], str], digest: str) -> str:
@@ -162,9 +162,7 @@ def _sees_ahead(model: nn.Module) -> float:
 
 def _floor(model: nn.Module, ids: Tensor, wanted: Tensor) -> float:
     """How far the plain model is from itself when it is run in two pieces."""
-    from transformers import DynamicCache
-
-    cache, half = DynamicCache(), ids.shape[1] // 2
+    cache, half = full_cache(model), ids.shape[1] // 2
     parts = [model(part, past_key_values=cache, use_cache=True).logits for part in (ids[:, :half], ids[:, half:])]
     return _share(torch.cat(parts, dim=1)[:, -QUESTION_TOKENS:], wanted)
 

@@ -15,6 +15,7 @@ is run again for the chosen rows. The layer's code is the model's own.
 import copy
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,11 +27,13 @@ from ..errors import UnsupportedModelError
 from ..model.anatomy import KnownRows, LayerCall
 from ..model.attention import Detour, Glance, Reached
 from ..model.masks import looks_ahead
+from ..model.mixer import Mixer
 from ..rotary.tables import rotary_table
 from ..selectors.attention import Attention
 from ..selectors.base import KV
 from .choice import Chooser
 from .correcting import Repair
+from .mixers import MixerRows, at_layers_that_keep, keeps_keys, keeps_states, side_by_side
 from .places import PastTokens
 from .plan import Plan, Slot
 from .probing import Listener, sight
@@ -62,6 +65,7 @@ class Fusor:
         wanted_rows: int,
         listener: Listener | None = None,
         beyond_text: bool = False,
+        mixers: Sequence[Mixer | None] = (),
     ) -> None:
         """Prepare a forward.
 
@@ -79,16 +83,16 @@ class Fusor:
             listener: is given every layer's attention.
             beyond_text: the forward brings more than text. Then too nothing stored is believed unseen, chunks whose
                 tokens see those behind them are computed, and the decoder finds every row between its layers.
+            mixers: of the model, by layer; empty where no layer has one.
         """
         self._model, self._layers, self._plan, self._past = model, layers, plan, past
         self._chooser: Any = chooser  # None: nothing is chosen
         self._realigner, self._report = realigner, report
         self._wanted_rows, self._repair = min(wanted_rows, plan.real.shape[1]), repair
         self._beyond_text = beyond_text
-        self._last = len(layers) - 1
-        self._first_ratio, self._ratios = chooser.schedule(config, len(layers), plan.real.numel())
         self._tokens = plan.real.shape[1]
         self._padded = min(plan.counts) < self._tokens
+        self._schedule(chooser, config, mixers)
         self._masks = RowMasks(model, layers, past, self._tokens)
         self._exact, self._reusable = plan.where(exact=True), plan.where(exact=False)
         self._end = self._tokens - self._wanted_rows  # an output is expected from here on
@@ -113,6 +117,23 @@ class Fusor:
         self._listener = listener
         self._detour: Detour | None = None
 
+    def _schedule(self, chooser: Chooser, config: BlendConfig, mixers: Sequence[Mixer | None]) -> None:
+        """Find out what the layers keep, and when tokens are chosen: where there is something to choose by."""
+        layers, need = self._layers, chooser.needs_attention
+        padding = ~self._plan.real if self._padded else None
+        self._mixers = MixerRows(mixers or [None] * len(layers), layers, self._tokens, padding)
+        self._projections: dict[int, Tensor] = {}
+        self._unseen: set[str] = set()  # what a look still waits for
+        self._last = max((index for index, layer in enumerate(layers) if keeps_states(layer)), default=-1)
+        self._with_keys = [index for index, layer in enumerate(layers) if keeps_keys(layer)]
+        self._first_ratio, asked = chooser.schedule(config, len(layers), self._plan.real.numel())
+        self._ratios = at_layers_that_keep(asked, layers, need)
+        self._sees_attention = {
+            place: chooser.wants_attention(layer)
+            for layer in sorted(asked, reverse=True)
+            for place in at_layers_that_keep({layer: 0.0}, layers, need)
+        }
+
     def probe(self, listener: Listener, spare: Callable[[], Sequence[Any]]) -> "Fusor":
         """A forward over the same plan that recomputes nothing but the question, beside this one.
 
@@ -132,12 +153,15 @@ class Fusor:
         twin._first_ratio, twin._ratios, twin._chooser = 0.0, {}, None
         twin._chosen_counts, twin._has_chosen, twin._rows = None, True, None
         twin._opened, twin._ahead, twin._used, twin._settled = {}, {}, set(), 0
+        self._mixers.pause()  # its layer may be the one that this forward is in
+        twin._mixers, twin._projections, twin._unseen = self._mixers.anew(), {}, set()
         twin._known_rows, twin._detour, twin._glance, twin._is_looking = KnownRows(), None, None, False
         return twin
 
     def adopt(self, probe: "Fusor") -> None:
         """End a probe: it is charged for, and what it wrote stays."""
         probe.close_doors()
+        self._mixers.resume()
         report = probe._report
         self._report.charge(lambda: report.flops)
         if probe._is_shared:
@@ -169,25 +193,26 @@ class Fusor:
         if self._chooser is None:  # a probe: the forward knows the tables of the layers that it has reached
             self._realigner.learn_again(index, table)
         self._realigner.learn(index, table)
-        model_mask = call.arguments.get("attention_mask")
+        model_mask = call.arguments.get(call.mask_name)
+        self._begin_mixer(index, call)
         if index == 0:
             self._begin(call)
         if self._rows is not None:
             call.take_rows(self._rows.columns, self._tokens, index == 0 or self._beyond_text, self._known_rows)
-            self._detour = self._masks.give(index, call, model_mask, self._rows)
+            self._pass_on(index, call, model_mask, self._rows)
         if index in self._ratios and any(self._stored_counts):
-            seen = self._look(index, call, self._chooser.wants_attention(index))
+            seen = self._look(index, call, self._sees_attention[index])
             self._narrow(index, call, model_mask, *self._chosen(index, seen))
-        partial = self._plan.partial if self._listener is None else None
-        if partial is not None and index > max(self._ratios, default=-1):
-            partial.begin(index, self._rows, self._plan)
+        in_part = self._plan.partial if self._listener is None else None
+        if in_part is not None and index > max(self._ratios, default=-1):
+            in_part.begin(index, self._rows, self._plan)
         if index == self._last:
             self._trim(index, call, model_mask)
-        if self._listener is not None:
+        if self._listener is not None and index in self._with_keys:
             self._glance = self._glancing(index, call, self._listener.take)
-        elif partial is not None:
-            self._glance = partial.glance(index, call.layer, self._rows, self._realigner, self._past)
-        self._note(index, kv_only=self._listener is not None and index == self._listener.last)
+        elif in_part is not None:
+            self._glance = in_part.glance(index, call.layer, self._rows, self._realigner, self._past)
+        self._note(index, kv_only=self._is_last_heard(index))
         return call
 
     def leave(self, output: Any) -> Any:
@@ -226,12 +251,12 @@ class Fusor:
             else:
                 self._rows.write_states(whole, part)
         self._repair.apply(index, self._opened[index], self._flowing)
-        if index == 0:
+        if index == 0 and self._mixers[0] is None:
             self._guard()
         if self._glance is not None:
             self._glance.open()
         elif self._is_looking:
-            raise Reached
+            self._reach("keys")
         elif self._detour is not None:
             self._detour.open()
         return self._layers[index].keys, self._layers[index].values
@@ -245,7 +270,8 @@ class Fusor:
         self._plan.close()
 
     def close_doors(self) -> None:
-        """Give the names of attention functions back."""
+        """Give the names of attention functions back, and take the hooks out of a mixer."""
+        self._mixers.leave()
         for door in (self._detour, self._glance):
             if door is not None:
                 door.close()
@@ -255,6 +281,7 @@ class Fusor:
         if self._is_shared:
             return
         for done in range(self._settled, index):
+            self._projections.pop(done, None)
             if self._opened.pop(done, None) is not None:
                 self._layers[done].settle()
         self._settled = max(self._settled, index)
@@ -265,7 +292,7 @@ class Fusor:
         self._plan.real, self._exact = self._plan.real.to(device), self._exact.to(device)
         self._reusable = self._reusable.to(device)
         if self._beyond_text:
-            self._drop_what_looks_ahead(call.arguments.get("attention_mask"))
+            self._drop_what_looks_ahead(call.arguments.get(call.mask_name))
             self._look(0, call)
             if not self._plan.slots:
                 return
@@ -320,6 +347,35 @@ class Fusor:
             slots = partial.lay_probes(index, slots, self._realigner, opened)
         self._realigner.lay(index, slots, *opened)
 
+    def _is_last_heard(self, index: int) -> bool:
+        """Whether nothing runs any more behind the attention of a layer, because nobody listens there."""
+        last = None if self._listener is None else self._listener.last
+        return last is not None and self._with_keys.index(index) == last if index in self._with_keys else False
+
+    def _begin_mixer(self, index: int, call: LayerCall) -> None:
+        self._mixers.begin(index, call, partial(self._open_projections, index), partial(self._projected, index))
+
+    def _open_projections(self, index: int, states: Tensor) -> Tensor:
+        """Lay what is stored of a mixer's projections into `[batch, tokens, width]` of zeros."""
+        self._projections[index] = states[:, None]
+        if self._rows is not None:
+            slots = [slot for slot in self._plan.slots if slot.exact or self._is_narrowed]
+            self._realigner.lay_projections(index, slots, self._projections[index])
+        return states
+
+    def _projected(self, index: int) -> None:
+        """All that is stored of a layer's mixer has been computed for the rows that flow."""
+        if index == 0:  # before any convolution: they depend on the token alone
+            self._guard()
+        if self._is_looking:
+            self._reach("projections")
+
+    def _reach(self, part: str) -> None:
+        """A look has come to a part of what it waits for; it ends with the last."""
+        self._unseen.discard(part)
+        if not self._unseen:
+            raise Reached
+
     def _open_several(self, index: int, keys: Tensor, values: Tensor, slots: list[Slot]) -> bool:
         """Open a layer, and those behind it that look alike; True if that was possible."""
         checks = [] if self._is_narrowed else [one for one in self._ratios if one > index]
@@ -365,9 +421,14 @@ class Fusor:
         slots = [slot for slot in self._plan.slots if self._rows is None or not slot.exact]
         if self._is_narrowed or not slots:
             return
-        for slot, error in zip(slots, self._realigner.mismatches(0, slots, *self._opened[0]), strict=True):
+        for slot, error in zip(slots, self._mismatches(slots), strict=True):
             if error > MISMATCH_LIMIT:
                 self._refuse(slot, error)
+
+    def _mismatches(self, slots: Sequence[Slot]) -> list[float]:
+        if 0 in self._projections:
+            return self._realigner.mismatches(0, slots, self._projections[0], of_mixer=True)
+        return self._realigner.mismatches(0, slots, *self._opened[0])
 
     def _drop_what_looks_ahead(self, model_mask: Any) -> None:
         """Compute the chunks in which a token sees those behind it; alone they were computed causally."""
@@ -395,11 +456,12 @@ class Fusor:
     def _glancing(self, index: int, call: LayerCall, take: Callable[[int, Attention], Any]) -> Glance:
         """A way to see what the rows that flow look at in a layer."""
         rows = self._rows or Rows.every(self._plan.real)
-        heard = sight(rows.columns, self._tokens, self._report.charge, lambda seen: take(index, seen))
+        number = self._with_keys.index(index)  # selectors count the layers that attend
+        heard = sight(rows.columns, self._tokens, self._report.charge, lambda seen: take(number, seen))
         return Glance(call.layer, heard)
 
     def _look(self, index: int, call: LayerCall, further: bool = False) -> Attention | None:
-        """Run a layer until its K and V are known for the rows that flow, or further until its attention begins."""
+        """Run a layer until what it keeps is known for the rows that flow, or further until its attention begins."""
         self._note(index, kv_only=True)
         found: list[Attention] = []
 
@@ -407,7 +469,8 @@ class Fusor:
             found.append(seen)
             raise Reached
 
-        self._is_looking = True
+        self._is_looking, self._unseen = True, self._parts(index)
+        before = self._mixers.states()
         self._glance = self._glancing(index, call, take) if further else None
         try:
             call.run()
@@ -417,6 +480,7 @@ class Fusor:
             if self._glance is not None:
                 self._glance.close()
             self._is_looking, self._glance = False, None
+            self._mixers.restore(before)
         raise UnsupportedModelError(
             f"layer {index} of {type(self._model).__name__} ran to its end without handing K and V to the cache, but "
             "blending waits for them there. Use full prefill for this model."
@@ -427,11 +491,30 @@ class Fusor:
         rows = self._rows or Rows.every(self._plan.real)
         before = self._stored_counts if self._chosen_counts is None else self._chosen_counts
         counts = self._chooser.counts(self._ratios[index], self._stored_counts)
-        picked = self._chooser.choose(index, rows, self._reusable, self._opened.get(index), counts, seen)
+        picked = self._chooser.choose(index, rows, self._reusable, self._fresh(index), counts, seen)
         self._chosen_counts = [min(pair) for pair in zip(counts, before, strict=True)]
         total = [sum(pair) for pair in zip(self._fresh_counts, self._chosen_counts, strict=True)]
         kept = ~rows.take(self._reusable) | picked
         return (kept & rows.take(self._plan.real) if self._padded else kept), total
+
+    def _fresh(self, index: int) -> KV | None:
+        """What a layer keeps of all new tokens, as far as it is known: K and V, or the projections of its mixer."""
+        if index in self._opened:
+            return self._opened[index]
+        return side_by_side(self._projections[index]) if index in self._projections else None
+
+    def _parts(self, index: int) -> set[str]:
+        """What a layer keeps of each token."""
+        has = {"keys": keeps_keys(self._layers[index]), "projections": self._mixers[index] is not None}
+        return {part for part, is_kept in has.items() if is_kept}
+
+    def _pass_on(self, layer: int, call: LayerCall, model_mask: Any, rows: Rows) -> None:
+        """Give a layer's mixer and its attention what they need to know of the rows."""
+        self._mixers.take(call, rows)
+        is_mixer_only = self._mixers[layer] is not None and not keeps_keys(self._layers[layer])
+        self._detour = None if is_mixer_only else self._masks.give(layer, call, model_mask, rows)
+        if self._detour is not None and not keeps_keys(self._layers[layer]):
+            self._detour.open()  # it looks at the K and V of another layer, and hands over none of its own
 
     def _narrow(self, layer: int, call: LayerCall, model_mask: Any, selected: Tensor, counts: list[int]) -> None:
         """Let only the selected of the active rows go on."""
@@ -445,7 +528,7 @@ class Fusor:
         before = self._tokens if self._rows is None else self._rows.columns.shape[1]
         call.take_rows(index, before)
         self._rows = rows
-        self._detour = self._masks.give(layer, call, model_mask, rows)
+        self._pass_on(layer, call, model_mask, rows)
 
     def _trim(self, index: int, call: LayerCall, model_mask: Any) -> None:
         """In the last layer, go past K and V only with the rows whose output is expected; a listener hears all."""

@@ -5,6 +5,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -129,6 +130,11 @@ class Chooser:
         one = self._selector
         return one.needs_kv or one.needs_full_prefill or one.needs_attention
 
+    @property
+    def needs_attention(self) -> bool:
+        """Whether the selector has to see what rows look at."""
+        return self._selector.needs_attention
+
     def wants_attention(self, index: int) -> bool:
         """Whether the selector has to see what the rows look at in a check layer."""
         return self._selector.needs_attention and (index == 0 or not self._selector.at_layer_0)
@@ -198,9 +204,9 @@ class Chooser:
             chunk,
             offset,
             tokens,
-            stored_alone=lambda layer: rows.take_pair(self._alone(layer)),
+            stored_alone=lambda layer: rows.take_pair(self._alone(self._with_keys[layer])),
             probe=self._probe,
-            num_layers=self._realigner.num_layers,
+            num_layers=len(self._with_keys),
             chunks=table[0],
         )
         if fresh is None:
@@ -211,7 +217,7 @@ class Chooser:
             in_layer=True,
             pairs=pair,
             full_prefill=lambda: [rows.take_pair(states) for states in self._full_prefill()],
-            stored_at=lambda layer: rows.take_pair((self._stored(layer, fresh, 0), self._stored(layer, fresh, 1))),
+            stored_at=self._stored_at(rows, fresh),
         )
         if not self._selector.needs_pairs:
             return view
@@ -227,11 +233,36 @@ class Chooser:
             self._table = known, table
         return self._table[1]
 
+    @cached_property
+    def _with_keys(self) -> list[int]:
+        """The layers that keep K and V; a selector counts these only."""
+        return [index for index, states in enumerate(self._plan.slots[0].chunk.layout.layers) if len(states) > 1]
+
+    def _stored_at(self, rows: Rows, fresh: KV) -> Callable[[int], KV]:
+        """Gives the stored K and V of the rows in one of the layers that keep them."""
+
+        def stored(layer: int) -> KV:
+            index = self._with_keys[layer]
+            return rows.take_pair((self._stored(index, fresh, 0), self._stored(index, fresh, 1)))
+
+        return stored
+
     def _stored(self, index: int, states: KV, part: int) -> Tensor:
-        """A copy of K (0) or V (1) of all new tokens with the stored chunks laid over it, realigned."""
-        whole = states[part].clone()
-        self._realigner.lay_part(index, [slot for slot in self._plan.slots if not slot.exact], part, whole)
+        """A copy of K (0) or V (1) of all new tokens with the stored chunks over it, realigned; or of projections."""
+        slots = [slot for slot in self._plan.slots if not slot.exact]
+        if len(self._plan.slots[0].chunk.layers[index]) == 1:
+            projections = states[part].clone()
+            self._realigner.lay_projections(index, slots, projections)
+            return projections
+        whole = self._like(index, states, part)
+        self._realigner.lay_part(index, slots, part, whole)
         return whole
+
+    def _like(self, index: int, states: KV, part: int) -> Tensor:
+        """A copy of these states, or zeros where those of a layer have another form."""
+        stored, given = self._plan.slots[0].states(index)[part], states[part]
+        form = (given.shape[0], stored.shape[0], given.shape[2], stored.shape[2])
+        return given.clone() if given.shape == form else given.new_zeros(form, dtype=stored.dtype)
 
     def _alone(self, layer: int) -> KV:
         """K and V of all new tokens as they are stored, zero elsewhere."""
@@ -248,7 +279,8 @@ class Chooser:
         truth = self._truth()
         for layer, table in enumerate(truth.tables):
             self._realigner.learn(layer, table)
-        return [(keys[:, :, self._past :], values[:, :, self._past :]) for keys, values in truth.layers]
+        pairs = [truth.layers[index][:2] for index in self._with_keys]
+        return [(keys[:, :, self._past :], values[:, :, self._past :]) for keys, values in pairs]
 
 
 def _spread(scores: Tensor, columns: Tensor, tokens: int) -> Tensor:

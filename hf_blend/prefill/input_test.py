@@ -78,7 +78,7 @@ class InputTest:
             known[kind] = complaint
             raise UnsupportedModelError(complaint)
         if complaint and kind not in known:
-            logger.warning("used although it is not verified: %s", complaint)
+            logger.warning("the model is used without being verified (allow_unverified): %s", complaint)
         if complaint is not None:
             known[kind] = complaint
 
@@ -153,7 +153,7 @@ def _with_true_kv(plan: Plan, true: Capture) -> Plan:
 
     def filled(slot: Slot) -> Slot:
         row, columns = slot.row, slot.columns
-        layers = tuple((keys[row, :, columns], values[row, :, columns]) for keys, values in true.layers)
+        layers = tuple(tuple(one[row, :, columns] for one in states) for states in true.layers)
         cut = tuple(
             (cos[row % len(cos), columns].float(), sin[row % len(sin), columns].float()) for cos, sin in distinct
         )

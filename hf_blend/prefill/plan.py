@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which columns of a prompt have stored KV: found by content, checked, computed where missing."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -17,7 +17,7 @@ from ..model.canary import compute_chunk, is_of_model
 from ..prompt.pieces import Span
 from ..rotary.regime import frequency_regime
 from ..store import ChunkStore
-from ..store.chunk import ChunkKey, ChunkKV, Layout
+from ..store.chunk import ChunkKey, ChunkKV, Found, Layout
 from ..store.stream import StreamedLayers
 from .advice import Advice
 from .layout import layout_of
@@ -68,7 +68,7 @@ class Slot:
 
     def states(self, layer: int) -> tuple[Tensor, Tensor]:
         """Stored (K, V) of a layer, `[kv_heads, tokens, head_dim]` each, K rotated for the chunk's own positions."""
-        keys, values = self.chunk.layers[layer]
+        keys, values, *_ = self.chunk.layers[layer]
         if self.is_whole:
             return keys, values
         return keys[:, self.inside], values[:, self.inside]
@@ -87,11 +87,15 @@ class Whole:
         ids: of all its real tokens.
         seen: how many of them went before the row.
         columns: where the row's tokens stand, if there is padding between them; empty: one behind the other.
+        prefix: how many of the first tokens are an entry of their own; None: all before the first chunk.
+        is_searched: stored chunks are looked for beside those that are known.
     """
 
     ids: tuple[int, ...]
     seen: int = 0
     columns: tuple[int, ...] = ()
+    prefix: int | None = None
+    is_searched: bool = False
 
     def place(self, start: int, first: int, count: int) -> int | None:
         """The column of the row's token `first`, if `count` tokens stand there side by side; else None."""
@@ -111,6 +115,8 @@ class Plan:
         counts: how many tokens of each entry are real.
         computed: how many chunks were missing and computed for this request.
         loaded: how many came from the store.
+        tokenizers: digests of those that made the ids of the loaded chunks, as far as it is known.
+        seam_tokens: first or last tokens of these chunks that the prompt has others for, or lacks.
         replaced: which of these turned out to be damaged or late while they were read, and were computed.
         pipeline: reads the layers of chunks that are not in memory yet.
         store: where the chunks came from.
@@ -123,6 +129,8 @@ class Plan:
     counts: list[int] = field(default_factory=list)
     computed: int = 0
     loaded: int = 0
+    tokenizers: set[str] = field(default_factory=set)
+    seam_tokens: int = 0
     replaced: list[ChunkKey] = field(default_factory=list)
     pipeline: Pipeline | None = None
     store: ChunkStore | None = None
@@ -209,7 +217,9 @@ class Planner:
         sink_ids: tuple[int, ...],
         least_ratio: float = 0.0,
         placeholders: frozenset[int] = frozenset(),
+        tokenizer: str = "",
     ) -> None:
+        self._tokenizer = tokenizer  # digest of the one that made the prompt's ids; stored with what is computed
         self._placeholders = placeholders  # no chunk that holds one is looked up, or computed alone
         self._least_ratio = least_ratio  # what a controller may raise
         self._model, self._store, self._fingerprint, self._sink_ids = model, store, fingerprint, sink_ids
@@ -232,8 +242,8 @@ class Planner:
             rows: the real token ids of each batch entry, without padding.
             starts: the column at which each entry's first real token stands.
             width: columns of the batch.
-            known: (first token, ids) of the chunks in each row's prompt, those that must be computed if they are
-                missing; None to look for stored chunks by content instead.
+            known: the chunks in each row's prompt, those that must be computed if they are missing; None to look for
+                stored chunks by content instead.
             at_beginning: the prompts begin at position 0, with nothing in the cache before them.
             wholes: the prompts that the rows are parts of; where left out, each row is its own.
 
@@ -245,10 +255,11 @@ class Planner:
         wholes = [Whole(tuple(ids)) for ids in rows] if wholes is None else wholes
         longest = max(whole.seen + len(new) for new, whole in zip(rows, wholes, strict=True))
         self._regimes = {self._regime(longest), self._regime(max(whole.seen for whole in wholes) + width)}
-        found = [self._spans(row, whole.ids, known, at_beginning) for row, whole in enumerate(wholes)]
-        unloaded = self._advised(plan, [key for spans in found for _, key in spans])
+        given = [None] * len(wholes) if known is None else known
+        found = [self._spans(spans, whole, at_beginning) for spans, whole in zip(given, wholes, strict=True)]
+        unloaded = self._advised(plan, [span.key for spans in found for span in spans])
         for row, (new, start, whole) in enumerate(zip(rows, starts, wholes, strict=True)):
-            spans = [span for span in found[row] if span[1] not in unloaded]
+            spans = [span for span in found[row] if span.key not in unloaded]
             self._place(plan, row, start, len(new), whole, spans, at_beginning)
         plan.read_ahead(self._store.pipeline_depth)
         self._fetched.clear()
@@ -262,26 +273,28 @@ class Planner:
         plan.advice = self._store.controller.decide(chunks, self._least_ratio) if chunks else None
         return set() if plan.advice is None else {*chunks} - {chunks[place] for place in plan.advice.loaded}
 
-    def _spans(
-        self, row: int, ids: Sequence[int], known: Sequence[Sequence[Span]] | None, at_beginning: bool
-    ) -> list[tuple[int, ChunkKey]]:
-        spans = self._found(ids, at_beginning) if known is None else self._wanted(known[row], ids, at_beginning)
-        return [span for span in spans if self._placeholders.isdisjoint(span[1].token_ids)]
+    def _spans(self, known: Sequence[Span] | None, whole: Whole, at_beginning: bool) -> list[Found]:
+        """The chunks of one prompt, from left to right."""
+        given = list(known or ())
+        spans = [Found(one.start, self._key(one.token_ids, self._sink_ids), one.first, one.tokens) for one in given]
+        if known is None or whole.is_searched:
+            found = self._store.find(self._fingerprint, self._sink_ids, whole.ids)
+            spans = sorted(spans + [one for one in found if not _overlaps(one, given)], key=lambda one: one.start)
+        first = whole.ids[: spans[0].start] if spans and at_beginning else ()
+        prefix = first if known is not None and whole.prefix is None else first[: whole.prefix or 0]
+        spans = (self._prefix(prefix) or self._stored_prefix(first)) + spans
+        return [span for span in spans if self._placeholders.isdisjoint(span.key.token_ids)]
 
-    def _found(self, ids: Sequence[int], at_beginning: bool) -> list[tuple[int, ChunkKey]]:
-        spans = self._store.find(self._fingerprint, self._sink_ids, ids)
-        first = ids[: spans[0][0]] if spans else ()
-        prefix = self._prefix(first, at_beginning)
-        known = tuple(first) == self._sink_ids or all(self._store.contains(key) for _, key in prefix)
-        return prefix + spans if known else spans
+    def _prefix(self, ids: Sequence[int]) -> list[Found]:
+        """What is before the first chunk, as an entry of its own, computed behind nothing."""
+        return [Found(0, self._key(ids, ()), 0, len(ids))] if ids else []
 
-    def _wanted(self, known: Sequence[Span], ids: Sequence[int], at_beginning: bool) -> list[tuple[int, ChunkKey]]:
-        spans = [(start, self._key(chunk, self._sink_ids)) for start, chunk in known]
-        return self._prefix(ids[: spans[0][0]] if spans else (), at_beginning) + spans
-
-    def _prefix(self, ids: Sequence[int], at_beginning: bool) -> list[tuple[int, ChunkKey]]:
-        """What stands before the first chunk, as an entry of its own, computed behind nothing."""
-        return [(0, self._key(ids, ()))] if at_beginning and len(ids) else []
+    def _stored_prefix(self, ids: Sequence[int]) -> list[Found]:
+        """As much of what is before the first chunk as one entry has, computed behind nothing."""
+        if ids == self._sink_ids:
+            return self._prefix(ids)
+        found = self._store.find(self._fingerprint, (), ids) if ids else []
+        return [one for one in found[:1] if one.start == one.first == 0]
 
     def _key(self, ids: Sequence[int], sink_ids: Sequence[int]) -> ChunkKey:
         return ChunkKey(self._fingerprint, tuple(sink_ids), tuple(ids), self._store.namespace)
@@ -293,21 +306,24 @@ class Planner:
         start: int,
         new: int,
         whole: Whole,
-        spans: list[tuple[int, ChunkKey]],
+        spans: list[Found],
         beginning: bool,
     ) -> None:
         exact_until = 0 if beginning else -1
-        for number, (offset, key) in enumerate(spans):
-            end = offset + len(key.token_ids)
+        for number, (offset, key, inside, count) in enumerate(spans):
+            end = offset + count
             if end >= max(len(whole.ids), whole.seen + new):
                 continue  # the last token is always computed: its output is wanted
-            exact = offset == exact_until and whole.ids[:offset] == key.sink_ids and self._is_turned_alike(key)
+            alone = inside == 0 and whole.ids[:offset] == key.sink_ids  # what is before it here is what was then
+            exact = offset == exact_until and alone and self._is_turned_alike(key)
             exact_until = end if exact else exact_until
             first, last = max(offset, whole.seen), min(end, whole.seen + new - 1)  # a part's last token flows too
             place = whole.place(start, first - whole.seen, last - first) if first < last else None
             if place is not None:
                 chunk = self._fetch(plan, key)
-                plan.slots.append(Slot(row, place, chunk, exact, number, first - offset, last - first))
+                plan.slots.append(Slot(row, place, chunk, exact, number, inside + first - offset, last - first))
+                if first == offset and key.sink_ids == self._sink_ids:
+                    plan.seam_tokens += len(key.token_ids) - count
 
     def _is_turned_alike(self, key: ChunkKey) -> bool:
         """Whether a chunk is computed by the frequencies of this forward."""
@@ -320,16 +336,18 @@ class Planner:
         known = self._fetched.get(key)
         if known is not None:
             return known
-        chunk = self._store.stream(key, partial(_compute, self._model, key, plan.replaced), layout=self._layout)
+        compute = partial(compute_chunk, self._model, key, self._tokenizer)
+        chunk = self._store.stream(key, partial(_replace, plan.replaced, key, compute), layout=self._layout)
         if chunk is not None and chunk.canary not in self._canaries and not is_of_model(self._model, chunk.canary):
             self._store.reject(key, "canary")
             chunk = None
         if chunk is None:
             with self._store.timed(key):
-                chunk = self._store.put(_compute(self._model, key))
+                chunk = self._store.put(compute())
             plan.computed += 1
         else:
             plan.loaded += 1
+            plan.tokenizers |= {chunk.tokenizer} - {""}
             self._canaries.add(chunk.canary)
         self._fetched[key] = chunk
         return chunk
@@ -337,6 +355,10 @@ class Planner:
     @cached_property
     def _layout(self) -> Layout:
         return layout_of(self._model, self._fingerprint)
+
+
+def _overlaps(one: Found, spans: Sequence[Span]) -> bool:
+    return any(one.start < span.stop and span.start < one.start + one.tokens for span in spans)
 
 
 def _real(
@@ -350,8 +372,7 @@ def _real(
     return torch.from_numpy(real)
 
 
-def _compute(model: nn.Module, key: ChunkKey, replaced: list[ChunkKey] | None = None) -> ChunkKV:
+def _replace(replaced: list[ChunkKey], key: ChunkKey, compute: Callable[[], ChunkKV]) -> ChunkKV:
     """Compute a chunk alone. It knows no plan: the chunk keeps it, and would keep itself alive."""
-    if replaced is not None:
-        replaced.append(key)
-    return compute_chunk(model, key)
+    replaced.append(key)
+    return compute()

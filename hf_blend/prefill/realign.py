@@ -57,7 +57,7 @@ class Placement:
         return sum(slot.tokens for slot in self.slots)
 
     def parts(self, layers: range, which: int) -> list[Tensor]:
-        """K (0) or V (1) of some layers as stored, `[layers, heads, tokens, width]` of each chunk."""
+        """K (0), V (1) or projections (-1) of some layers as stored, `[layers, heads, tokens, width]` by chunk."""
         first, stop = layers.start, layers.stop
         found = []
         for slot in self.slots:
@@ -222,23 +222,37 @@ class Realigner:
             placed.write(states, _rotated(style, parts, turn, states.device))
         self._report.realign_ms += 1e3 * (time.perf_counter() - started)
 
-    def moved(self, layer: int, slot: Slot, keys: Tensor, values: Tensor) -> KV:
-        """A chunk's stored K and V as they would be written.
+    def lay_projections(self, layer: int, slots: Sequence[Slot], states: Tensor) -> None:
+        """Write what is stored of a layer's mixer to its columns; it carries no position.
+
+        Args:
+            layer: which layer.
+            slots: the chunks to write.
+            states: `[batch, 1, tokens, width]`.
+        """
+        if slots:
+            placed = self._placed(slots, states.device)
+            placed.write_parts(states[None], placed.parts(range(layer, layer + 1), -1))
+
+    def moved(self, layer: int, slot: Slot, *states: Tensor) -> tuple[Tensor, ...]:
+        """A chunk's stored K and V as they would be written; of a layer with a mixer alone its projections.
 
         Args:
             layer: which layer.
             slot: the chunk.
-            keys: `[kv_heads, tokens, head_dim]`, for dtype and device only.
-            values: likewise.
+            *states: K and V, `[kv_heads, tokens, head_dim]`, or projections, for dtype and device only.
 
         Returns:
-            New keys, rotated for this prompt, and the stored values.
+            New keys, rotated for this prompt, and the stored values; or the stored projections.
         """
-        found = self._gathered(layer, self._placed([slot], keys.device), keys.device)
-        return found[0].to(keys.dtype), found[1].to(values.dtype)
+        device = states[0].device
+        found = self._gathered(layer, self._placed([slot], device), device)
+        return tuple(one.to(like.dtype) for one, like in zip(found, states, strict=True))
 
     @torch.no_grad()
-    def mismatches(self, layer: int, slots: Sequence[Slot], keys: Tensor, values: Tensor) -> list[float]:
+    def mismatches(
+        self, layer: int, slots: Sequence[Slot], *computed: Tensor, of_mixer: bool = False
+    ) -> list[float]:
         """How far the stored K and V of some chunks are from those that were computed in this prompt.
 
         One token that stands for an image is seen among hundreds of text.
@@ -246,20 +260,22 @@ class Realigner:
         Args:
             layer: which layer.
             slots: the chunks, at least one.
-            keys: `[batch, kv_heads, tokens, head_dim]`, as computed.
-            values: likewise.
+            *computed: K and V, `[batch, kv_heads, tokens, head_dim]`; or the projections of the layer's mixer.
+            of_mixer: these are projections.
 
         Returns:
             For each chunk the larger of the two differences at the token where it is most, as a share of the larger
             of that token's size and the chunk's mean size (norms over heads and width); NaN counts as infinite. The
             device is asked once.
         """
-        placed, count, device = self._placed(slots, keys.device), len(slots), keys.device
+        device, count = computed[0].device, len(slots)
+        placed = self._placed(slots, device)
         lengths = torch.tensor([slot.tokens for slot in slots], device=device)
         total = sum(slot.tokens for slot in slots)
         number = torch.arange(count, device=device).repeat_interleave(lengths, output_size=total)
         worst = torch.zeros(count, device=device)
-        for states, stored in zip((keys, values), self._gathered(layer, placed, device), strict=True):
+        kept = self._projections(layer, placed, device) if of_mixer else self._gathered(layer, placed, device)
+        for states, stored in zip(computed, kept, strict=True):
             fresh = placed.read(states).float()
             error, size = torch.stack((fresh - stored.float(), fresh)).square_().sum(dim=(1, 3))
             mean = torch.zeros(count, device=device).index_add_(0, number, size) / lengths
@@ -317,8 +333,15 @@ class Realigner:
             self._placements[place] = Placement.of(slots, device)  # keeps the slots, so their ids are not used again
         return self._placements[place]
 
-    def _gathered(self, layer: int, placed: Placement, device: torch.device) -> KV:
+    @staticmethod
+    def _projections(layer: int, placed: Placement, device: torch.device) -> tuple[Tensor]:
+        """What is stored of a layer's mixer of all tokens of some chunks, `[1, tokens, width]`."""
+        return (_cat(placed.parts(range(layer, layer + 1), -1), device)[0],)
+
+    def _gathered(self, layer: int, placed: Placement, device: torch.device) -> tuple[Tensor, ...]:
         """K and V of all tokens of some chunks, `[heads, tokens, width]` each, rotated for this prompt."""
+        if len(placed.slots[0].chunk.layers[layer]) == 1:
+            return self._projections(layer, placed, device)
         style, turn = self._styles[layer], self._turn(layer, placed)
         found = []
         for which in (0, 1):

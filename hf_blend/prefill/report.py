@@ -59,6 +59,9 @@ class BlendReport:
         realign_ms: host time for moving stored KV to its place.
         select_ms: host time for scoring and choosing.
         past_tokens: tokens that were in the cache before this prefill.
+        seam_tokens: tokens at the beginning or the end of stored chunks that the prompt has others for, because it was
+            tokenised as a whole, or lacks; what the prompt has there is computed like a question.
+        notice: what else is worth knowing, such as that the chunks were stored with another tokenizer.
         fallback_reason: why every token was computed although there was a prompt, and what to pass instead; empty
             where stored chunks could be reused.
     """
@@ -74,6 +77,8 @@ class BlendReport:
     realign_ms: float = 0.0
     select_ms: float = 0.0
     past_tokens: int = 0
+    seam_tokens: int = 0
+    notice: str = ""
     fallback_reason: str = ""
     _chosen: list[list[list[int]] | tuple[Tensor, Tensor, int]] = field(default_factory=list, repr=False)
     _charges: list[Charge] = field(default_factory=list, repr=False)
@@ -123,19 +128,19 @@ class BlendReport:
     @property
     def flops(self) -> float:
         """FLOPs of the decoder spent here, on all tokens, and of choosing and correcting."""
-        return sum(self._spent(work, work.flowing & work.real) for work in self._work) + self.scoring_flops
+        return sum(self._spent(work, work.real) for work in self._work) + self.scoring_flops
 
     @property
     def charged_budget(self) -> float:
         """FLOPs spent on the reusable tokens over those that a full prefill spends on them; 0 without any."""
-        full = sum(self._costs[work.layer].of_columns(self._columns(work, work.reusable)) for work in self._layers())
-        spent = sum(self._spent(work, work.flowing & work.reusable) for work in self._work)
+        full = sum(self._costs[work.layer].of_all(self._columns(work, work.reusable)) for work in self._layers())
+        spent = sum(self._spent(work, work.reusable) for work in self._work)
         return (spent + self.scoring_flops) / full + self.full_prefills if full else 0.0
 
     @property
     def flop_bound(self) -> float:
         """FLOPs of the decoder in a full prefill over those spent here: how much faster this prefill could be."""
-        full = sum(self._costs[work.layer].of_columns(self._columns(work, work.real)) for work in self._layers())
+        full = sum(self._costs[work.layer].of_all(self._columns(work, work.real)) for work in self._layers())
         return full / self.flops if self.flops else 1.0
 
     def _layers(self) -> list[Work]:
@@ -143,8 +148,12 @@ class BlendReport:
         return [work for work in self._work if not work.kv_only]
 
     def _spent(self, work: Work, tokens: Tensor) -> float:
-        cost = self._costs[work.layer]
-        return cost.before_kv * int(tokens.sum()) if work.kv_only else cost.of_columns(self._columns(work, tokens))
+        """FLOPs spent on some tokens: on those of them that the layer ran for, and in its mixer on all."""
+        cost, active = self._costs[work.layer], work.flowing & tokens
+        if work.kv_only:
+            return cost.before_kv * int(active.sum())
+        every = cost.always * int(tokens.sum()) if cost.always else 0.0
+        return cost.of_columns(self._columns(work, active)) + every
 
     @staticmethod
     def _columns(work: Work, tokens: Tensor) -> Tensor:
@@ -165,5 +174,6 @@ class BlendReport:
             f"{self.prompt_tokens} tokens: {self.exact_tokens} exact, {self.reusable_tokens} reusable, of which "
             f"{sum(map(len, self.chosen_columns))} recomputed (nominal {self.nominal_ratio:.0%}, charged "
             f"{self.charged_budget:.1%}); {self.loaded_chunks} chunks loaded, {self.computed_chunks} computed; "
-            f"realign {self.realign_ms:.1f} ms, select {self.select_ms:.1f} ms"
+            f"{f'{self.seam_tokens} of their tokens differ at seams; ' if self.seam_tokens else ''}"
+            f"realign {self.realign_ms:.1f} ms, select {self.select_ms:.1f} ms{self.notice and f'; {self.notice}'}"
         )

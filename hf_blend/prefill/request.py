@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import PromptError
 from ..model.anatomy import PER_TOKEN
-from ..prompt.pieces import Prompt, PromptBatch
+from ..prompt.pieces import Prompt, PromptBatch, TextPrompt
 from .plan import Plan, Planner, Whole
 
 PADDED_INSIDE = "padding stands behind or between the tokens of a prompt. Pad on the left: padding_side='left'."
@@ -71,14 +71,15 @@ class Brought:
 class Coming:
     """The prompts that `BlendCache.inputs` built, until their last tokens have been brought."""
 
-    def __init__(self, batch: PromptBatch | None = None, held: int = 0) -> None:
+    def __init__(self, batch: PromptBatch | None = None, held: int = 0, is_other: bool = False) -> None:
         """Expect some prompts, or nothing.
 
         Args:
             batch: the prompts.
             held: columns in the cache that stand before them and are no part of them.
+            is_other: the last forward brought something else than what was expected.
         """
-        self.batch, self.held = batch, held
+        self.batch, self.held, self.is_other = batch, held, is_other
         self.is_begun = False  # a part of the prompts has been brought, and more is to come
 
     def __bool__(self) -> bool:
@@ -100,16 +101,16 @@ class Coming:
         prompts = None if self.batch is None else self.batch.find(rows, brought.seen)
         if prompts is None:
             others = [Whole(tuple(row), 0, columns) for row, columns in zip(rows, brought.columns, strict=True)]
-            return planner.plan(rows, starts, width, None, past == 0, others), Coming()
+            return planner.plan(rows, starts, width, None, past == 0, others), Coming(is_other=True)
         wholes = [
-            Whole(prompt.ids, seen, columns)
+            Whole(prompt.ids, seen, columns, prompt.opening, prompt.is_searched)
             for prompt, seen, columns in zip(prompts, brought.seen, brought.columns, strict=True)
         ]
         beginning = self.held == 0 and not any(prompt.history for prompt in prompts)
         plan = planner.plan(rows, starts, width, [prompt.spans() for prompt in prompts], beginning, wholes)
         return plan, self._rest(prompts, brought)
 
-    def _rest(self, prompts: Sequence[Prompt], brought: Brought) -> "Coming":
+    def _rest(self, prompts: Sequence[Prompt | TextPrompt], brought: Brought) -> "Coming":
         missing = (
             seen + len(row) < len(prompt.ids)
             for row, seen, prompt in zip(brought.rows, brought.seen, prompts, strict=True)

@@ -37,9 +37,10 @@ class RowMasks:
             tokens: new ones, all rows that a layer of the plain model would have.
         """
         self._implementation = text_config(model)._attn_implementation or "eager"
-        self._sizes = [_sizes(layer, past, tokens) for layer in layers]
-        self._windows = [getattr(layer, "sliding_window", None) for layer in layers]
-        self._past = past
+        seen = [layers[source] for source in kv_sources(layers, getattr(text_config(model), "layer_types", None))]
+        self._sizes = [_sizes(layer, past, tokens) for layer in seen]
+        self._windows = [getattr(layer, "sliding_window", None) for layer in seen]
+        self._past, self._tokens = past, tokens
         self._detours = Detour.of_layers(model)
         self._made: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 
@@ -61,7 +62,7 @@ class RowMasks:
             mask = self._lines(model_mask, rows, keys, offset, self._windows[index])
             self._made[place] = (mask, (model_mask, rows))  # kept alive, or the ids would be used again
         mask = self._made[place][0]
-        call.arguments["attention_mask"] = mask
+        call.arguments[call.mask_name] = mask
         if not isinstance(mask, RowMask):
             return None
         detour = self._detours[index]
@@ -75,6 +76,9 @@ class RowMasks:
 
     def _lines(self, model_mask: Any, rows: Rows, keys: int, offset: int, window: int | None) -> Any:
         past, columns = self._past - offset, rows.columns
+        if getattr(model_mask, "ndim", 0) == 4 and model_mask.shape[2] == columns.shape[1] < self._tokens:
+            # Gemma 4 has cut it: behind its last K and V it goes on with the rows that are asked for
+            return RowMask.of(model_mask) if self._implementation == "sdpa" else model_mask
         if not is_flash(self._implementation):
             return row_mask(model_mask, columns, past, keys, self._implementation, lambda: rows.numbers[0])
         if self._implementation not in _told:
@@ -92,3 +96,18 @@ def _sizes(layer: Any, past: int, tokens: int) -> tuple[int, int]:
     """Keys that new tokens see in a cache layer, and how many before them they do not; a place holder has all."""
     sizes: tuple[int, int] = layer.sizes_behind(past, tokens) if hasattr(layer, "sizes_behind") else (past + tokens, 0)
     return sizes
+
+
+def kv_sources(layers: Sequence[Any], kinds: Sequence[str] | None) -> list[int]:
+    """The layer whose K and V each layer looks at: its own, or the last before it of its kind that has any.
+
+    Args:
+        layers: the cache's layers; a place holder keeps nothing.
+        kinds: the kind of each layer, such as "sliding_attention"; None where they do not differ.
+    """
+    found: list[int] = []
+    for index, layer in enumerate(layers):
+        like = [other for other in range(index) if kinds is None or kinds[other] == kinds[index]]
+        others = [other for other in like if hasattr(layers[other], "sizes_behind")]
+        found.append(index if hasattr(layer, "sizes_behind") or not others else others[-1])
+    return found

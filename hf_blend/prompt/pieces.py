@@ -6,19 +6,47 @@ Tokenising the joined text would merge tokens across the seams, and no stored ch
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import PromptError
 from ..rotary.regime import stretches
 from .history import History
+from .tokenizer import tokenizer_digest as tokenizer_digest  # the store asks here
 
 Piece = str | Sequence[int]
-Span = tuple[int, tuple[int, ...]]  # (first token, token ids) of a chunk in its prompt
+
+
+class Span(NamedTuple):
+    """A chunk in its prompt, or as much of it as the prompt has the same tokens for.
+
+    Attributes:
+        start: place of its first token in the prompt.
+        token_ids: of the chunk, all of it.
+        first: how many of the chunk's first tokens are not among them.
+        tokens: how many they are, one behind the other.
+    """
+
+    start: int
+    token_ids: tuple[int, ...]
+    first: int
+    tokens: int
+
+    @classmethod
+    def whole(cls, start: int, token_ids: Sequence[int]) -> "Span":
+        """A chunk that is in its prompt from its first token to its last."""
+        return cls(start, tuple(token_ids), 0, len(token_ids))
+
+    @property
+    def stop(self) -> int:
+        """The place in the prompt behind its last token."""
+        return self.start + self.tokens
+
 
 
 @dataclass(frozen=True)
@@ -43,13 +71,42 @@ class Prompt:
         chunks = (token for chunk in self.chunks for token in chunk)
         return (*self.history, *self.prefix, *chunks, *self.question)
 
+    opening = None  # all that is before the first chunk is an entry of its own
+    is_searched = False
+
     def spans(self) -> list[Span]:
         """(first column, token ids) of each chunk, counted from the first token of the prompt."""
         spans, start = [], len(self.history) + len(self.prefix)
         for chunk in self.chunks:
-            spans.append((start, chunk))
+            spans.append(Span.whole(start, chunk))
             start += len(chunk)
         return spans
+
+
+@dataclass(frozen=True)
+class TextPrompt:
+    """One request that was tokenised as a whole.
+
+    Attributes:
+        ids: all token ids.
+        known: the chunks that were named, from left to right. Others that are stored are looked for.
+        opening: how many of the first tokens are stored as an entry of their own.
+        history: those of the first tokens that are in the cache.
+    """
+
+    ids: tuple[int, ...]
+    known: tuple[Span, ...] = ()
+    opening: int = 0
+    history: tuple[int, ...] = ()
+    is_searched = True
+
+    def spans(self) -> list[Span]:
+        """The chunks that were named."""
+        return list(self.known)
+
+    def behind(self, tokens: int) -> "TextPrompt":
+        """The same prompt, of which the cache holds so many tokens."""
+        return replace(self, history=self.ids[:tokens])
 
 
 @dataclass(frozen=True)
@@ -62,11 +119,11 @@ class PromptBatch:
         attention_mask: `[batch, tokens]`, 0 on padding.
     """
 
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[Prompt | TextPrompt, ...]
     input_ids: Tensor
     attention_mask: Tensor
 
-    def find(self, rows: Sequence[Sequence[int]], seen: Sequence[int]) -> list[Prompt] | None:
+    def find(self, rows: Sequence[Sequence[int]], seen: Sequence[int]) -> list[Prompt | TextPrompt] | None:
         """Which prompt each row of token ids goes on with.
 
         A beam search repeats prompts; assisted decoding puts its candidates behind them; a prefill by parts passes
@@ -145,11 +202,12 @@ def build(
         raise PromptError(f"question is {question!r} and has no token. Ask something; the model answers after it.")
     bos = getattr(tokenizer, "bos_token_id", None)
     bare = bos is None or len(history) or (prefix is not None and not isinstance(prefix, str))
-    front = () if bare else (bos,)
-    return Prompt((*front, *tokenize(tokenizer, prefix or ())), tuple(pieces), asked, tuple(history))
+    begin = tokenize(tokenizer, prefix or ())
+    front = () if bare or begin[:1] == (bos,) else (bos,)  # text of a chat template begins with one
+    return Prompt((*front, *begin), tuple(pieces), asked, tuple(history))
 
 
-def batch(prompts: Sequence[Prompt], pad_id: int, history: History | None = None) -> PromptBatch:
+def batch(prompts: Sequence[Prompt | TextPrompt], pad_id: int, history: History | None = None) -> PromptBatch:
     """Put requests side by side.
 
     Args:
@@ -205,7 +263,32 @@ def build_all(
     return [build(tokenizer, *pieces) for pieces in zip(prefixes, chunks, question, said, strict=True)]
 
 
-def check_lengths(prompts: Sequence[Prompt], held: int, config: Any) -> None:
+def shared_tokens(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many of their first token ids two prompts share."""
+    size = min(len(one), len(other))
+    differs = np.flatnonzero(np.array(one[:size]) != np.array(other[:size]))
+    return int(differs[0]) if len(differs) else size
+
+
+def check_ids(ids: Sequence[int], config: Any) -> None:
+    """Refuse ids of another model's tokenizer, as far as they can be told.
+
+    Args:
+        ids: of a prompt or a chunk.
+        config: of the text model.
+
+    Raises:
+        PromptError: an id is not in the model's vocabulary.
+    """
+    known, largest = getattr(config, "vocab_size", None), max(ids, default=0)
+    if known is not None and largest >= known:
+        raise PromptError(
+            f"the tokenizer gave id {largest}, but the model knows {known} ids, 0 to {known - 1}: it is another "
+            "model's tokenizer. Load both from the same name or folder."
+        )
+
+
+def check_lengths(prompts: Sequence[Prompt | TextPrompt], held: int, config: Any) -> None:
     """Refuse a prompt that does not fit the model.
 
     Args:
@@ -214,9 +297,11 @@ def check_lengths(prompts: Sequence[Prompt], held: int, config: Any) -> None:
         config: of the text model.
 
     Raises:
-        PromptError: a prompt reaches past the model's positions.
+        PromptError: a prompt reaches past the model's positions, or has ids that the model does not know.
     """
     longest = getattr(config, "max_position_embeddings", None)
+    for prompt in prompts:
+        check_ids(prompt.ids, config)
     tokens = held + max(len(prompt.ids) for prompt in prompts)
     if longest is not None and tokens > longest and not stretches(config):
         raise PromptError(

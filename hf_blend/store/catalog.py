@@ -12,6 +12,7 @@ from .chunk import ChunkKey
 from .entry import read_key
 from .header import hash_namespace
 from .index import ContentIndex, IndexRecord, pack_tokens
+from .interiors import Run
 from .locks import new_lock
 from .seal import keyed
 from .snapshot import load_snapshot, save_snapshot
@@ -100,11 +101,21 @@ class Catalog:
                 self._index.discard(digest)
                 self._digests.pop(self.name(digest), None)
 
-    def find(self, fingerprint: str, sink_ids: Sequence[int], token_ids: Sequence[int]) -> list[tuple[int, int]]:
-        """As `ContentIndex.find`, over what is stored now."""
+    def match(self, fingerprint: str, sink_ids: Sequence[int], token_ids: Sequence[int]) -> list[Run]:
+        """As `ContentIndex.match`, over what is stored now."""
         with self._lock:
             self.refresh()
-            return self._index.find(fingerprint, sink_ids, token_ids)
+            return self._index.match(fingerprint, sink_ids, token_ids)
+
+    def sample(self, fingerprint: str, sink_ids: Sequence[int]) -> bytes:
+        """As `ContentIndex.sample`."""
+        with self._lock:
+            return self._index.sample(fingerprint, sink_ids)
+
+    def counts(self, fingerprint: str) -> tuple[int, int]:
+        """How many chunks of a model are known, and how many of all models."""
+        with self._lock:
+            return self._index.count(fingerprint), len(self._index)
 
     def items(self) -> list[tuple[str, IndexRecord]]:
         """Digest and record of every chunk that is stored now."""

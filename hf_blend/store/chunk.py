@@ -8,18 +8,19 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from ..errors import ConfigError, StoreError
 
-__all__ = ["ChunkKV", "ChunkKey", "Layout", "has_usable_values"]
+__all__ = ["ChunkKV", "ChunkKey", "Found", "Layout", "has_usable_values", "kinds_of"]
 
 _KEY_FORMAT = b"hf_blend.key/1"
 _MAX_TOKEN_ID = 2**31 - 1
 _LARGEST = 2.0**30  # of a value; K and V of models stay below 10^4, and products of larger ones soon overflow
+_KINDS: tuple[tuple[str, ...], ...] = ((), ("p",), ("k", "v"), ("k", "v", "p"))  # by the number of tensors of a layer
 KV = tuple[Tensor, Tensor]
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -54,19 +55,35 @@ class ChunkKey:
         return str(state.hexdigest())
 
 
+class Found(NamedTuple):
+    """Tokens of a stored chunk that are in a prompt.
+
+    Attributes:
+        start: place of the first of them in the prompt.
+        key: of the chunk.
+        first: place of the first of them in the chunk.
+        tokens: how many they are, one behind the other.
+    """
+
+    start: int
+    key: ChunkKey
+    first: int
+    tokens: int
+
+
 @dataclass(frozen=True)
 class Layout:
     """What the KV of one model looks like, whatever the chunk: what is stored under its fingerprint must match.
 
     Attributes:
-        layers: of each layer (kv_heads, head_dim, dtype) of its keys and of its values.
+        layers: of each layer (kv_heads, head_dim, dtype) of each of its tensors, as in `ChunkKV.layers`.
         tables: of each distinct (cos, sin) both widths and the dtype.
         layer_table: see `ChunkKV`.
         norms: for each table the largest cos² + sin², where that is the same for every entry; None where it is not.
             No part of the comparison: `fits_norms` uses it.
     """
 
-    layers: tuple[tuple[tuple[int, int, torch.dtype], tuple[int, int, torch.dtype]], ...]
+    layers: tuple[tuple[tuple[int, int, torch.dtype], ...], ...]
     tables: tuple[tuple[int, int, torch.dtype], ...]
     layer_table: tuple[int, ...]
     norms: tuple[float | None, ...] = field(default=(), compare=False)
@@ -99,14 +116,14 @@ class StackedLayers(Sequence[KV]):
 
     @classmethod
     @torch.inference_mode(False)  # tensors that count what is written to them: see `Guard`
-    def of(cls, layers: Sequence[KV]) -> "StackedLayers | None":
-        """Copy layers into two tensors on the CPU; None where they differ in shape or dtype.
+    def of(cls, layers: Sequence[tuple[Tensor, ...]]) -> "StackedLayers | None":
+        """Copy layers into two tensors on the CPU; None where they differ in kind, shape or dtype.
 
         Args:
             layers: as `ChunkKV.layers`.
         """
         pairs = list(layers)
-        if not pairs or any(
+        if not pairs or any(len(pair) != 2 for pair in pairs) or any(
             len({(part.shape, part.dtype) for part in parts}) > 1 for parts in zip(*pairs, strict=True)
         ):
             return None
@@ -142,17 +159,22 @@ class ChunkKV:
         key: what it was computed from.
         layers: `(keys, values)` of each layer, each `[kv_heads, tokens, head_dim]` in the model's dtype; keys already
             rotated for positions `len(sink_ids) … len(sink_ids) + tokens - 1`. Heads and width may differ between
-            keys, values and layers.
+            keys, values and layers. A layer with a mixer (linear attention, state space, convolution) has
+            `(projections,)`, `[1, tokens, width]`: what its input projections make of each token, without a position;
+            a layer with both has `(keys, values, projections)`, and one that keeps nothing of its own `()`.
         tables: the distinct `(cos, sin)` of the model for those positions, each `[tokens, rotary_width]` in float32.
         layer_table: for each layer its place in `tables`, or -1 if it does not rotate.
         canary: what the model that computed it says of itself, stored with it; the store does not look at it.
+        tokenizer: digest of the tokenizer that made the ids from text (`hf_blend.prompt.identity`); empty where ids
+            were given. K and V do not depend on it: it says why a prompt of another tokenizer finds nothing.
     """
 
     key: ChunkKey
-    layers: Sequence[KV]
+    layers: Sequence[tuple[Tensor, ...]]
     tables: tuple[tuple[Tensor, Tensor], ...]
     layer_table: tuple[int, ...]
     canary: str = ""
+    tokenizer: str = ""
 
     @property
     def tokens(self) -> int:
@@ -167,7 +189,7 @@ class ChunkKV:
     @cached_property
     def layout(self) -> Layout:
         """What its tensors look like, for comparing with what a model's look like."""
-        layers = tuple((_form(keys), _form(values)) for keys, values in self.layers)
+        layers = tuple(tuple(map(_form, states)) for states in self.layers)
         tables = tuple((cos.shape[1], sin.shape[1], cos.dtype) for cos, sin in self.tables)
         return Layout(layers, tables, self.layer_table)
 
@@ -181,11 +203,13 @@ class ChunkKV:
         return True
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Walk over the tensors in stored order: tables first, then keys and values of one layer after the other."""
-        for kind, pairs, parts in (("table", self.tables, ("cos", "sin")), ("layer", self.layers, ("k", "v"))):
-            for place, pair in enumerate(pairs):
-                for part, tensor in zip(parts, pair, strict=True):
-                    yield f"{kind}.{place}.{part}", tensor
+        """Walk over the tensors in stored order: tables first, then the states of one layer after the other."""
+        for place, table in enumerate(self.tables):
+            cos, sin = table
+            yield from ((f"table.{place}.cos", cos), (f"table.{place}.sin", sin))
+        for place, states in enumerate(self.layers):
+            kinds = kinds_of(states)
+            yield from ((f"layer.{place}.{kind}", tensor) for kind, tensor in zip(kinds, states, strict=True))
 
     def buffers(self) -> Iterator[Tensor]:
         """The tensors whose memory holds everything, in stored order; those of stacked layers are two."""
@@ -204,14 +228,14 @@ class ChunkKV:
         Returns:
             A new chunk; this one is left as it is.
         """
-        layers = tuple((change(keys), change(values)) for keys, values in self.layers)
+        layers = tuple(tuple(map(change, states)) for states in self.layers)
         tables = tuple((change(cos), change(sin)) for cos, sin in self.tables)
         return replace(self, layers=layers, tables=tables)
 
     def own_copy(self) -> "ChunkKV":
         """A dense copy on the CPU: what happens to these tensors later cannot reach it. Alike layers are stacked."""
-        pairs = ((_dense_copy(keys), _dense_copy(values)) for keys, values in self.layers)
-        layers = StackedLayers.of(self.layers) or tuple(pairs)
+        states = (tuple(map(_dense_copy, one)) for one in self.layers)
+        layers = StackedLayers.of(self.layers) or tuple(states)
         return replace(
             self, layers=layers, tables=tuple((_dense_copy(cos), _dense_copy(sin)) for cos, sin in self.tables)
         )
@@ -253,6 +277,15 @@ class ChunkKV:
                     f"{_LARGEST:g}, or no floats: nothing is stored. Check the model's weights, or run it in another "
                     "dtype."
                 )
+
+
+def kinds_of(states: Sequence[object]) -> tuple[str, ...]:
+    """Name the tensors of a layer: "k" and "v", "p" for the projections of a mixer, all three, or none.
+
+    Args:
+        states: of one layer, as in `ChunkKV.layers`.
+    """
+    return _KINDS[len(states)]
 
 
 @torch.inference_mode(False)  # tensors that count what is written to them: see `Guard`

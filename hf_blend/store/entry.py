@@ -16,7 +16,7 @@ from torch import Tensor
 from ..errors import ConfigError, StoreError
 from .chunk import ChunkKey, ChunkKV, Layout, has_usable_values
 from .header import DTYPES, HEADER_CAP_BYTES, Header, TensorPlan, hash_namespace
-from .packing import Packing, table_count
+from .packing import Packing, layer_kinds, table_count
 from .seal import content_hasher
 from .tiers.base import EntryFault, Source, as_fault
 
@@ -51,7 +51,7 @@ def encode_entry(chunk: ChunkKV, secret: bytes | None = None, codec: str = "raw"
         for (name, tensor), view in zip(named, views, strict=True)
     )
     about = (key.digest, key.fingerprint, hash_namespace(key.namespace), packing.text)
-    header = Header(*about, chunk.layer_table, plans, chunk.canary)
+    header = Header(*about, chunk.layer_table, plans, chunk.canary, chunk.tokenizer)
     return [memoryview(header.encode(secret)), *views]
 
 
@@ -120,6 +120,7 @@ class EntryReader:
             self.layout = self._packing.layout(self.header)
         if layout is not None and layout != self.layout:
             raise EntryFault("layout", f"{self.layout!r:.160} is not what the model has: {layout!r:.160}")
+        self._kinds = layer_kinds(self.header)
         self._places: dict[str, tuple[TensorPlan, int]] = {}
         for plan in self.header.tensors:
             self._places[plan.name] = (plan, data_start)
@@ -150,7 +151,7 @@ class EntryReader:
             layers = tuple(self._states(take, place) for place in range(len(self.header.layer_table)))
             return self.chunk(layers, self._checked_tables(take))
 
-    def chunk(self, layers: Sequence[tuple[Tensor, Tensor]], tables: tuple[tuple[Tensor, Tensor], ...]) -> ChunkKV:
+    def chunk(self, layers: Sequence[tuple[Tensor, ...]], tables: tuple[tuple[Tensor, Tensor], ...]) -> ChunkKV:
         """Make the chunk of tensors that were read.
 
         Args:
@@ -160,20 +161,21 @@ class EntryReader:
         Returns:
             The chunk; its layout is known without looking at its layers.
         """
-        chunk = ChunkKV(self._key, layers, tables, self.header.layer_table, self.header.canary)
+        about = (self.header.layer_table, self.header.canary, self.header.tokenizer)
+        chunk = ChunkKV(self._key, layers, tables, *about)
         chunk.__dict__["layout"] = self.layout  # a cached property
         return chunk
 
     @torch.inference_mode(False)  # tensors that count what is written to them: see `Guard`
-    def layers(self, first: int, least_bytes: int = 0) -> list[tuple[Tensor, Tensor]]:
-        """Read keys and values of one layer or a few, each `[kv_heads, tokens, head_dim]` as in `ChunkKV.layers`.
+    def layers(self, first: int, least_bytes: int = 0) -> list[tuple[Tensor, ...]]:
+        """Read the states of one layer or a few, each `[kv_heads, tokens, head_dim]` as in `ChunkKV.layers`.
 
         Args:
             first: number of the layer.
             least_bytes: go on with the layers behind it until so much was read: many small reads take longer.
 
         Returns:
-            Keys and values, layer by layer.
+            The states, layer by layer.
 
         Raises:
             EntryFault: truncated, digest or values.
@@ -204,9 +206,11 @@ class EntryReader:
 
     def _layer_start(self, place: int) -> int:
         """Where the tensors of a layer begin in the file; the end of all for the layer behind the last."""
-        first = next(iter(self._packing.codec.parts("k"))).suffix
-        name = f"layer.{place}.k{first}"
-        return self._places[name][1] if name in self._places else self._end
+        for later, kinds in enumerate(self._kinds[place:], place):
+            if kinds:
+                first = next(iter(self._packing.codec.parts(kinds[0]))).suffix
+                return self._places[f"layer.{later}.{kinds[0]}{first}"][1]
+        return self._end
 
     def _taker(self, start: int, nbytes: int) -> Callable[[str], Tensor]:
         """Reads the tensors of a stretch of the file into one buffer, which is filled as far as they need it."""
@@ -244,8 +248,8 @@ class EntryReader:
         take = self._taker(plans[0][1], sum(plan.nbytes for plan, _ in plans))
         return tuple(tuple(take(plan.name).tolist()) for plan, _ in plans)
 
-    def _states(self, take: Callable[[str], Tensor], place: int) -> tuple[Tensor, Tensor]:
-        return self._packing.states(take, place, "k"), self._packing.states(take, place, "v")
+    def _states(self, take: Callable[[str], Tensor], place: int) -> tuple[Tensor, ...]:
+        return tuple(self._packing.states(take, place, kind) for kind in self._kinds[place])
 
 
 def _table(take: Callable[[str], Tensor], place: int) -> tuple[Tensor, Tensor]:

@@ -71,6 +71,7 @@ class Header:
         layer_table: see `ChunkKV`.
         tensors: in file order, without gaps.
         canary: see `ChunkKV`; opaque here.
+        tokenizer: see `ChunkKV`; not written where it is not known.
     """
 
     key: str
@@ -80,6 +81,7 @@ class Header:
     layer_table: tuple[int, ...]
     tensors: tuple[TensorPlan, ...]
     canary: str = ""
+    tokenizer: str = ""
 
     def encode(self, secret: bytes | None = None) -> bytes:
         """The only form of this header: length and JSON, padded so that the data begins at a multiple of 64 bytes.
@@ -172,7 +174,8 @@ class Header:
         )
         layer_table = tuple(map(int, json.loads(metadata["layer_table"])))
         texts = {name: _checked_text(metadata[name]) for name in _TEXTS}
-        return cls(**texts, layer_table=layer_table, tensors=tensors)
+        tokenizer = _checked_text(metadata.get("tokenizer", ""))
+        return cls(**texts, layer_table=layer_table, tensors=tensors, tokenizer=tokenizer)
 
     def _metadata(self) -> dict[str, str]:
         return {
@@ -180,6 +183,7 @@ class Header:
             **{name: getattr(self, name) for name in _TEXTS},
             "layer_table": _compact(self.layer_table),
             "digests": _compact([plan.digest for plan in self.tensors]),
+            **({"tokenizer": self.tokenizer} if self.tokenizer else {}),
         }
 
 

@@ -3,10 +3,16 @@
 """Finding stored chunks inside any list of tokens, by content and at any offset."""
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["ContentIndex", "IndexRecord", "pack_tokens"]
+import numpy as np
+
+from .interiors import Interiors, Run, without_overlap
+from .windows import WindowFilter
+
+__all__ = ["ContentIndex", "IndexRecord", "pack_tokens", "unpack_tokens"]
 
 _WIDTH = 4  # bytes of a packed token
 _HEAD_BYTES = 8 * _WIDTH  # chunks are told apart by their first 8 tokens, then compared whole
@@ -41,10 +47,14 @@ class _Group:
 
     def __init__(self) -> None:
         self._heads: dict[int, dict[bytes, dict[int, set[bytes]]]] = {}
+        self._filters: dict[int, WindowFilter] = {}
+        self._interiors = Interiors()
 
     def add(self, packed: bytes) -> None:
         head = packed[:_HEAD_BYTES]
         self._heads.setdefault(len(head), {}).setdefault(head, {}).setdefault(len(packed), set()).add(packed)
+        self._filters.setdefault(len(head), WindowFilter(len(head) // _WIDTH)).add(head)
+        self._interiors.add(packed)
 
     def discard(self, packed: bytes) -> None:
         head = packed[:_HEAD_BYTES]
@@ -55,19 +65,29 @@ class _Group:
         if not heads[head]:
             del heads[head]
         if not heads:
-            del self._heads[len(head)]
+            del self._heads[len(head)], self._filters[len(head)]
+        self._interiors.discard(packed)
 
-    def find(self, prompt: bytes) -> Iterator[tuple[int, int]]:
-        """Start and stop in bytes, left to right, without overlap."""
-        start, tables = 0, sorted(self._heads.items(), reverse=True)
-        while start < len(prompt):
-            length = 0
-            for width, heads in tables:
-                lengths = heads.get(prompt[start : start + width])
-                if lengths and (length := _longest(lengths, prompt, start)):
-                    yield start, start + length
-                    break
-            start += length or _WIDTH
+    def find(self, ids: np.ndarray) -> list[Run]:
+        """Whole chunks from left to right, without overlap: the longest at each place."""
+        prompt, stop, found = ids.tobytes(), 0, []
+        for start, width in self._places(ids):
+            head = self._heads[width].get(prompt[start : start + width])
+            length = _longest(head, prompt, start) if head and start >= stop else 0
+            if length:
+                stop = start + length
+                found.append(Run(start // _WIDTH, prompt[start:stop], 0, length // _WIDTH))
+        return found
+
+    def match(self, ids: np.ndarray) -> list[Run]:
+        """Whole chunks and parts of others."""
+        return without_overlap(self.find(ids), list(self._interiors.find(ids)))
+
+    def _places(self, ids: np.ndarray) -> list[tuple[int, int]]:
+        """(start, width of the head) in bytes, wherever a chunk may begin; the longest head first at each start."""
+        known = [(filter_.positions(ids), width) for width, filter_ in self._filters.items()]
+        places = [(_WIDTH * start, -width) for starts, width in known for start in starts.tolist()]
+        return [(start, -width) for start, width in sorted(places)]
 
 
 def _longest(lengths: dict[int, set[bytes]], prompt: bytes, start: int) -> int:
@@ -84,6 +104,7 @@ class ContentIndex:
     def __init__(self) -> None:
         self._records: dict[str, IndexRecord] = {}
         self._groups: dict[tuple[str, tuple[int, ...]], _Group] = {}
+        self._counts: Counter[str] = Counter()  # of the chunks of each model
 
     def add(self, digest: str, record: IndexRecord) -> None:
         """Make a chunk findable; adding it again changes nothing.
@@ -94,12 +115,14 @@ class ContentIndex:
         """
         if digest not in self._records:
             self._groups.setdefault((record.fingerprint, record.sink_ids), _Group()).add(record.packed)
+            self._counts[record.fingerprint] += 1
         self._records[digest] = record
 
     def discard(self, digest: str) -> None:
         """Forget a chunk, if it is known."""
         record = self._records.pop(digest, None)
         if record:
+            self._counts[record.fingerprint] -= 1
             self._groups[record.fingerprint, record.sink_ids].discard(record.packed)
 
     def find(self, fingerprint: str, sink_ids: Sequence[int], token_ids: Sequence[int]) -> list[tuple[int, int]]:
@@ -114,9 +137,30 @@ class ContentIndex:
             Start and stop of each, in tokens.
         """
         group = self._groups.get((fingerprint, tuple(sink_ids)))
-        if group is None:
-            return []
-        return [(start // _WIDTH, stop // _WIDTH) for start, stop in group.find(pack_tokens(token_ids))]
+        return [] if group is None else [(run.start, run.stop) for run in group.find(_as_array(token_ids))]
+
+    def match(self, fingerprint: str, sink_ids: Sequence[int], token_ids: Sequence[int]) -> list[Run]:
+        """Find the stored chunks of one model and sink, also those whose first or last tokens differ here.
+
+        Args:
+            fingerprint: of the model.
+            sink_ids: the tokens that stood before the chunks when they were computed.
+            token_ids: any list of tokens.
+
+        Returns:
+            From left to right, without overlap. Of chunks that overlap the longest is whole.
+        """
+        group = self._groups.get((fingerprint, tuple(sink_ids)))
+        return [] if group is None else group.match(_as_array(token_ids))
+
+    def sample(self, fingerprint: str, sink_ids: Sequence[int]) -> bytes:
+        """The packed ids of any chunk of a model and sink; empty if there is none."""
+        alike = (one for one in self._records.values() if one.fingerprint == fingerprint)
+        return next((one.packed for one in alike if one.sink_ids == tuple(sink_ids)), b"")
+
+    def count(self, fingerprint: str) -> int:
+        """How many chunks of a model there are."""
+        return self._counts[fingerprint]
 
     def items(self) -> list[tuple[str, IndexRecord]]:
         """Everything that is known, by digest."""
@@ -139,3 +183,12 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
         The packed ids.
     """
     return array("i", token_ids).tobytes()
+
+
+def unpack_tokens(packed: bytes) -> tuple[int, ...]:
+    """The token ids that `pack_tokens` laid side by side."""
+    return tuple(array("i", packed))
+
+
+def _as_array(token_ids: Sequence[int]) -> np.ndarray:
+    return np.frombuffer(pack_tokens(token_ids), np.int32)

@@ -14,14 +14,13 @@ from torch import Tensor
 
 from .. import plugins
 from ..errors import PluginNotFoundError, StoreError
-from .chunk import ChunkKey, ChunkKV, Layout, has_usable_values
+from .chunk import ChunkKey, ChunkKV, Layout, has_usable_values, kinds_of
 from .codecs.base import Codec
 from .header import DTYPES, Header, TensorPlan
 from .tiers.base import EntryFault, as_fault
 
-__all__ = ["Packing", "kept_as", "table_count"]
+__all__ = ["Packing", "kept_as", "layer_kinds", "table_count"]
 
-_KINDS = ("k", "v")
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -38,7 +37,10 @@ def kept_as(chunk: ChunkKV, codec: str) -> ChunkKV:
     packing = Packing(codec, plugins.load("store.codecs", codec)(), None)
     if packing.codec.is_exact:
         return chunk
-    layers = tuple((packing.again("k", keys), packing.again("v", values)) for keys, values in chunk.layers)
+    layers = tuple(
+        tuple(packing.again(kind, one) for kind, one in zip(kinds_of(states), states, strict=True))
+        for states in chunk.layers
+    )
     return replace(chunk, layers=layers)
 
 
@@ -59,7 +61,7 @@ class Packing:
     @classmethod
     def of_chunk(cls, chunk: ChunkKV, codec: str) -> "Packing":
         """The packing of a chunk that is to be stored; raises StoreError if its states are of several dtypes."""
-        dtypes = {states.dtype for pair in chunk.layers for states in pair}
+        dtypes = {states.dtype for layer in chunk.layers for states in layer}
         packing = cls(codec, plugins.load("store.codecs", codec)(), min(dtypes, key=str, default=None))
         if len(dtypes) > 1 and not packing.codec.is_exact:
             raise StoreError(
@@ -96,12 +98,12 @@ class Packing:
                 yield name + part.suffix, packed
 
     def states(self, take: Callable[[str], Tensor], place: int, kind: str) -> Tensor:
-        """Unpack keys or values of one layer.
+        """Unpack keys, values or projections of one layer.
 
         Args:
             take: reads a tensor by its name.
             place: which layer.
-            kind: "k" or "v".
+            kind: "k", "v" or "p".
 
         Returns:
             States, `[kv_heads, tokens, head_dim]`.
@@ -142,7 +144,7 @@ class Packing:
             cos, sin = (plans[f"table.{place}.{part}"] for part in ("cos", "sin"))
             return cos.shape[1], sin.shape[1], DTYPES[cos.dtype]
 
-        layers = tuple((form(place, "k"), form(place, "v")) for place in range(len(header.layer_table)))
+        layers = tuple(tuple(form(place, kind) for kind in kinds) for place, kinds in enumerate(layer_kinds(header)))
         return Layout(layers, tuple(map(table, range(table_count(header)))), header.layer_table)
 
     def check(self, header: Header, key: ChunkKey) -> None:
@@ -159,7 +161,7 @@ class Packing:
         if len(expected) != len(header.tensors) or not all(map(_fits, header.tensors, expected)):
             raise EntryFault("format", f"names or shapes are not those of a chunk of {len(key.token_ids)} tokens")
         tables = {DTYPES[plan.dtype] for plan in header.tensors if plan.name.startswith("table.")}
-        states = {dtype for pair in self.layout(header).layers for _, _, dtype in pair}
+        states = {dtype for layer in self.layout(header).layers for _, _, dtype in layer}
         odd = [dtype for dtype in tables | states if not dtype.is_floating_point]
         if odd:
             raise EntryFault("format", f"K, V or tables are said to be {odd[0]}, expected floats")
@@ -173,10 +175,17 @@ class Packing:
         yield ("sink_ids", 1, 0, sinks)
         for place in range(tables):
             yield from ((f"table.{place}.{part}", 2, 0, tokens) for part in ("cos", "sin"))
-        for place in range(len(header.layer_table)):
-            for kind in _KINDS:
+        for place, kinds in enumerate(layer_kinds(header)):
+            for kind in kinds:
                 for part in self.codec.parts(kind):
                     yield (f"layer.{place}.{kind}{part.suffix}", part.axes, part.tokens_axis, tokens)
+
+
+def layer_kinds(header: Header) -> tuple[tuple[str, ...], ...]:
+    """Which states an entry holds of each layer, by the names of its tensors; see `kinds_of`."""
+    named = {plan.name for plan in header.tensors}
+    marks = [(f"layer.{place}.k" in named, f"layer.{place}.p" in named) for place in range(len(header.layer_table))]
+    return tuple(kinds_of(range(2 * has_keys + has_projections)) for has_keys, has_projections in marks)
 
 
 def table_count(header: Header) -> int:

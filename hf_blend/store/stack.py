@@ -459,13 +459,13 @@ class TierStack:
         guards = [Guard(part for pair in tables for part in pair)]  # of what is used before all of it is held
         opened = opened.pop_all()
 
-        def read(place: int) -> Sequence[tuple[Tensor, Tensor]]:
+        def read(place: int) -> Sequence[tuple[Tensor, ...]]:
             with self._tally.timed("load_seconds", tier.name):
                 found = reader.layers(place, READ_BYTES)
-            guards.append(Guard(states for pair in found for states in pair))
+            guards.append(Guard(one for states in found for one in states))
             return found
 
-        def complete(layers: tuple[tuple[Tensor, Tensor], ...]) -> None:
+        def complete(layers: tuple[tuple[Tensor, ...], ...]) -> None:
             opened.close()
             if all(guard.is_intact() for guard in guards):
                 self._keep(reader.chunk(layers, tables), tier, source, deleted)

@@ -19,9 +19,10 @@ from .. import plugins
 from ..errors import ConfigError, PromptError, StoreError, suggest
 from ..model.anatomy import default_sink
 from .catalog import Catalog
-from .chunk import ChunkKey, ChunkKV, Layout
+from .chunk import ChunkKey, ChunkKV, Found, Layout
 from .header import hash_namespace
 from .held import HeldChunks
+from .index import unpack_tokens
 from .limits import Limits
 from .location import open_tiers
 from .seal import check_secret, keyed
@@ -271,7 +272,7 @@ class ChunkStore:
         from ..model.canary import compute_chunk
         from ..model.capture import check_chunk
         from ..model.fingerprint import fingerprint
-        from ..prompt.pieces import tokenize
+        from ..prompt.pieces import tokenize, tokenizer_digest
 
         if isinstance(chunks, str):
             raise PromptError(f"chunks is the text {chunks!r:.60}, wanted a list of chunks. Write [text].")
@@ -280,14 +281,19 @@ class ChunkStore:
         keys = [ChunkKey(identity, sink, tokenize(tokenizer, chunk), self.namespace) for chunk in chunks]
         for number, key in enumerate(keys):
             check_chunk(model, key.token_ids, key.sink_ids, f"chunk {number}")
+        texts = {key for key, chunk in zip(keys, chunks, strict=True) if isinstance(chunk, str)}
         for key in dict.fromkeys(keys):
             if not self.contains(key):
-                self._put(compute_chunk(model, key), wait_s=ADD_S)
+                self._put(compute_chunk(model, key, tokenizer_digest(tokenizer) if key in texts else ""), wait_s=ADD_S)
         self.flush(ADD_S)
         return keys
 
-    def find(self, fingerprint: str, sink_ids: Sequence[int], token_ids: Sequence[int]) -> list[tuple[int, ChunkKey]]:
-        """Find stored chunks inside any tokens, by content and at any offset.
+    def find(self, fingerprint: str, sink_ids: Sequence[int], token_ids: Sequence[int]) -> list[Found]:
+        """Find stored chunks inside any tokens, by content and at any offset, also where a few tokens differ.
+
+        A tokenizer makes other tokens where two texts are joined. A chunk of 16 tokens or more is found all the same
+        if no more than its first 8 tokens differ; what of it agrees with the prompt is reported. So is the beginning
+        of a chunk that is cut off, if it is at least a quarter of it.
 
         Args:
             fingerprint: of the model.
@@ -295,13 +301,32 @@ class ChunkStore:
             token_ids: for example a whole prompt.
 
         Returns:
-            Where each chunk starts, and its key: left to right, the longest first at an offset, no overlap.
+            From left to right, without overlap; of chunks that overlap the longest is whole.
         """
-        spans = self._catalog.find(fingerprint, sink_ids, token_ids)
-        sink = tuple(sink_ids)
-        return [
-            (start, ChunkKey(fingerprint, sink, tuple(token_ids[start:stop]), self.namespace)) for start, stop in spans
-        ]
+        sink, runs = tuple(sink_ids), self._catalog.match(fingerprint, sink_ids, token_ids)
+        keys = (ChunkKey(fingerprint, sink, unpack_tokens(run.packed), self.namespace) for run in runs)
+        return [Found(run.start, key, run.first, run.tokens) for run, key in zip(runs, keys, strict=True)]
+
+    def sample(self, fingerprint: str, sink_ids: Sequence[int]) -> ChunkKey | None:
+        """Any chunk of a model behind a sink, for looking at what is stored; None if there is none.
+
+        Args:
+            fingerprint: of the model.
+            sink_ids: tokens that stood before the chunk when it was computed.
+        """
+        packed = self._catalog.sample(fingerprint, sink_ids)
+        return ChunkKey(fingerprint, tuple(sink_ids), unpack_tokens(packed), self.namespace) if packed else None
+
+    def counts(self, fingerprint: str) -> tuple[int, int]:
+        """How many chunks the store is known to hold.
+
+        Args:
+            fingerprint: of a model.
+
+        Returns:
+            Those of this model, and those of all models, in the store's namespace.
+        """
+        return self._catalog.counts(fingerprint)
 
     def contains(self, key: ChunkKey) -> bool:
         """Say whether a chunk is there, without reading it: `get` may still find it damaged."""

@@ -18,12 +18,12 @@ from torch import Tensor
 from .chunk import ChunkKV
 from .tiers.base import EntryFault
 
-KV = tuple[Tensor, Tensor]
+KV = tuple[Tensor, ...]
 FAULTS = (EntryFault, OSError, MemoryError)
 
 
 class StreamedLayers(Sequence[KV]):
-    """(K, V) of each layer, `[kv_heads, tokens, head_dim]` each, as `ChunkKV.layers`.
+    """The states of each layer, `[kv_heads, tokens, head_dim]` each, as `ChunkKV.layers`.
 
     Args:
         count: how many layers there are.

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..prompt.pieces import Prompt
-from ..selectors.base import KV
 from .base import Outcome, Rung
-from .floor import distance, in_pieces
+from .floor import States, distance, in_pieces
 from .subject import Subject
 
 RATIO = 0.5
@@ -50,15 +49,15 @@ def _moves_plainly(subject: Subject, prompt: Prompt, changes: Sequence[tuple[Pro
     return False
 
 
-def _states(subject: Subject, prompt: Prompt) -> list[KV]:
+def _states(subject: Subject, prompt: Prompt) -> list[States]:
     layers = subject.blend([prompt], RATIO, selector="random").layers
-    return [(keys[0], values[0]) for keys, values in layers]
+    return [tuple(states[0] for states in layer) for layer in layers]
 
 
 def _changes(subject: Subject, prompt: Prompt) -> list[tuple[Prompt, int]]:
     """The prompt with one other token, and its column."""
     changes = []
-    (start, _), middle = prompt.spans()[1], len(prompt.chunks[1]) // 2
+    (start, *_), middle = prompt.spans()[1], len(prompt.chunks[1]) // 2
     for offset in (middle, len(prompt.chunks[1]) - 1):
         chunks = (prompt.chunks[0], _other(subject, prompt.chunks[1], offset), *prompt.chunks[2:])
         changes.append((replace(prompt, chunks=chunks), start + offset))
@@ -71,8 +70,8 @@ def _other(subject: Subject, ids: Sequence[int], place: int) -> tuple[int, ...]:
     return (*ids[:place], (ids[place] + 1) % subject.vocabulary, *ids[place + 1 :])
 
 
-def _apart(before: Sequence[KV], after: Sequence[KV], columns: slice) -> float:
+def _apart(before: Sequence[States], after: Sequence[States], columns: slice) -> float:
     pairs = [
         (a[:, columns], b[:, columns]) for one in zip(before, after, strict=True) for a, b in zip(*one, strict=True)
     ]
-    return max(distance(a, b) for a, b in pairs)
+    return max((distance(a, b) for a, b in pairs), default=0.0)

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..model.anatomy import text_config
+from ..model.anatomy import full_cache, text_config
 from ..model.placement import input_device
 from ..prompt.pieces import Prompt, batch
-from ..selectors.base import KV
 
 PIECES = (2, 3, 7)
+States = tuple[Tensor, ...]  # (K, V) of a layer, or () where it keeps none
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,12 @@ class Prefill:
 
     Attributes:
         logits: `[tokens, vocabulary]` float32.
-        layers: (K, V) of each layer, `[kv_heads, tokens, head_dim]`; K rotated for the prompt's positions.
+        layers: (K, V) of each layer, `[kv_heads, tokens, head_dim]`, K rotated for the prompt's positions; () where a
+            layer keeps none.
     """
 
     logits: Tensor
-    layers: tuple[KV, ...]
+    layers: tuple[States, ...]
 
 
 @dataclass(frozen=True)
@@ -95,10 +96,8 @@ def prefill(model: nn.Module, prompts: Sequence[Prompt]) -> list[Prefill]:
     Returns:
         Logits, K and V of each prompt, without its padding.
     """
-    from transformers import DynamicCache
-
     built = batch(prompts, 0)
-    cache = DynamicCache()  # without a config no layer forgets what lies outside its window
+    cache = full_cache(model)
     given = placed(model, {"input_ids": built.input_ids, "attention_mask": built.attention_mask})
     logits = model(**given, past_key_values=cache, use_cache=True).logits.float()
     return [_cut(logits, cache, row, len(prompt.ids)) for row, prompt in enumerate(prompts)]
@@ -116,11 +115,9 @@ def in_pieces(model: nn.Module, prompts: Sequence[Prompt], count: int) -> list[P
     Returns:
         Logits, K and V of each prompt.
     """
-    from transformers import DynamicCache
-
     done = []
     for prompt in prompts:
-        cache, logits = DynamicCache(), []
+        cache, logits = full_cache(model), []
         for piece in torch.tensor([prompt.ids], device=device_of(model)).tensor_split(count, dim=1):
             logits.append(model(piece, past_key_values=cache, use_cache=True).logits.float())
         done.append(_cut(torch.cat(logits, dim=1), cache, 0, len(prompt.ids)))
@@ -172,9 +169,10 @@ def attending(model: nn.Module, implementation: str) -> Iterator[None]:
         model.set_attn_implementation(before)
 
 
-def kv_of(cache: Any) -> list[KV]:
-    """(K, V) of each layer of a cache, `[batch, kv_heads, tokens, head_dim]`; not copied."""
-    return [(layer.keys, layer.values) for layer in cache.layers]
+def kv_of(cache: Any) -> list[States]:
+    """(K, V) of each layer of a cache, `[batch, kv_heads, tokens, head_dim]`, not copied; () where it has none."""
+    keys = [getattr(layer, "keys", None) for layer in cache.layers]
+    return [() if one is None else (one, layer.values) for one, layer in zip(keys, cache.layers, strict=True)]
 
 
 def distance(one: Tensor, other: Tensor) -> float:
@@ -187,10 +185,11 @@ def distance(one: Tensor, other: Tensor) -> float:
     return largest if largest == largest else float("inf")
 
 
-def _apart(one: Sequence[KV], other: Sequence[KV]) -> float:
-    return max(distance(a, b) for pair in zip(one, other, strict=True) for a, b in zip(*pair, strict=True))
+def _apart(one: Sequence[States], other: Sequence[States]) -> float:
+    pairs = (pair for layers in zip(one, other, strict=True) for pair in zip(*layers, strict=True))
+    return max((distance(*pair) for pair in pairs), default=0.0)
 
 
 def _cut(logits: Tensor, cache: Any, row: int, tokens: int) -> Prefill:
-    layers = tuple((keys[row, :, -tokens:], values[row, :, -tokens:]) for keys, values in kv_of(cache))
+    layers = tuple(tuple(states[row, :, -tokens:] for states in layer) for layer in kv_of(cache))
     return Prefill(logits[row, -tokens:], layers)

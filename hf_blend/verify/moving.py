@@ -47,9 +47,12 @@ def moved(subject: Subject, chunk: ChunkKV, start: int) -> ChunkKV:
     tables, layers = list(chunk.tables), []
     for index, table in enumerate(subject.tables_at(start, chunk.tokens)):
         realigner.learn(index, table)
-        keys, values = (torch.full_like(states, float("nan"))[None] for states in chunk.layers[index])
-        realigner.lay(index, [slot], keys, values)
-        layers.append((keys[0], values[0]))
+        laid = [torch.full_like(states, float("nan"))[None] for states in chunk.layers[index]]
+        if len(laid) > 1:
+            realigner.lay(index, [slot], *laid[:2])
+        if len(laid) % 2:
+            realigner.lay_projections(index, [slot], laid[-1])
+        layers.append(tuple(states[0] for states in laid))
         if table is not None and chunk.layer_table[index] >= 0:
             tables[chunk.layer_table[index]] = tuple(part[0].float() for part in table)
     return replace(chunk, layers=tuple(layers), tables=tuple(tables))
@@ -57,12 +60,14 @@ def moved(subject: Subject, chunk: ChunkKV, start: int) -> ChunkKV:
 
 def turning(subject: Subject, chunk: ChunkKV) -> list[Tensor]:
     """Of each layer's (K, V) the tensor that turns with the position, `[kv_heads, tokens, head_dim]`."""
-    return [pair[style.slot] for pair, style in zip(chunk.layers, subject.styles, strict=True)]
+    pairs = zip(chunk.layers, subject.styles, strict=True)
+    return [layer[style.slot] for layer, style in pairs if len(layer) > 1]
 
 
 def still(subject: Subject, chunk: ChunkKV) -> list[Tensor]:
     """Of each layer's (K, V) the tensor that carries no position."""
-    return [pair[1 - style.slot] for pair, style in zip(chunk.layers, subject.styles, strict=True)]
+    pairs = zip(chunk.layers, subject.styles, strict=True)
+    return [layer[1 - style.slot] for layer, style in pairs if len(layer) > 1]
 
 
 def keys_apart(subject: Subject, one: ChunkKV, other: ChunkKV) -> float:

@@ -31,7 +31,7 @@ def _rubbish(chunk: ChunkKV) -> ChunkKV:
     """The same chunk with large random K and V at every layer but 0, where a guard would notice."""
     generator = torch.Generator().manual_seed(0)
     spoilt = [
-        tuple((10 * torch.randn(states.shape, generator=generator)).to(states) for states in pair)
-        for pair in chunk.layers[1:]
+        tuple((10 * torch.randn(states.shape, generator=generator)).to(states) for states in layer)
+        for layer in chunk.layers[1:]
     ]
     return replace(chunk, layers=(chunk.layers[0], *spoilt))

@@ -33,5 +33,5 @@ def chunk_slots(subject: Subject, got: Blended) -> list[Slot]:
     return [
         Slot(row, width - len(prompt.ids) + start, subject.chunk(ids), False, number)
         for row, prompt in enumerate(got.prompts)
-        for number, (start, ids) in enumerate(prompt.spans())
+        for number, (start, ids, *_) in enumerate(prompt.spans())
     ]

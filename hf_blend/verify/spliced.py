@@ -3,7 +3,7 @@
 """A dense forward in which the slots that a blended request did not choose hold the stored K and V.
 
 It knows nothing of rows, hooks or masks: the plain model runs all tokens with a plain cache that lays stored K and V
-over what was computed, at the layers behind the check layer.
+over what was computed, at the layers behind the check layer. A model with mixers is compared as `stale` says.
 """
 
 from collections.abc import Sequence
@@ -17,6 +17,7 @@ from ..prompt.pieces import Prompt
 from ..selectors.base import KV
 from .floor import distance
 from .slots import unchosen
+from .stale import stale_error
 from .subject import Blended, Subject
 
 
@@ -32,6 +33,8 @@ def fused_error(subject: Subject, prompts: Sequence[Prompt], ratio: float) -> fl
     Returns:
         Largest absolute difference of the questions' logits.
     """
+    if any(subject.mixers):
+        return stale_error(subject, prompts, ratio)
     got = subject.blend(prompts, ratio)
     dense = _Spliced(got, unchosen(got), got.cache.config.check_layers[0])
     wanted = subject.model(**subject.inputs(subject.cache(0.0), prompts), past_key_values=dense, use_cache=True).logits

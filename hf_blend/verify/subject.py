@@ -16,13 +16,13 @@ from ..model.anatomy import decoder_layers, text_config
 from ..model.calibrate import rotary_styles
 from ..model.capture import capture, capture_chunk
 from ..model.fingerprint import fingerprint
+from ..model.mixer_probe import mixers_of
 from ..model.quantised import silence_casts
 from ..prompt.pieces import Prompt, batch
 from ..rotary.tables import Table
-from ..selectors.base import KV
 from ..store import ChunkStore
 from ..store.chunk import ChunkKV
-from .floor import Floor, Prefill, device_of, kv_of, measure_floor, placed, prefill
+from .floor import Floor, Prefill, States, device_of, kv_of, measure_floor, placed, prefill
 
 FLOAT32_LOGITS = 1e-5  # asked of float32 even where the floor is lower
 LENGTHS = (((17, 23, 31), 9), ((29, 12), 14), ((20, 20, 11, 8), 6))  # chunks and question of each request, in tokens
@@ -44,8 +44,8 @@ class Blended:
     prompts: Sequence[Prompt]
 
     @property
-    def layers(self) -> list[KV]:
-        """(K, V) of each layer, `[batch, kv_heads, tokens, head_dim]`."""
+    def layers(self) -> list[States]:
+        """(K, V) of each layer, `[batch, kv_heads, tokens, head_dim]`; () where it keeps none."""
         return kv_of(self.cache)
 
 
@@ -64,6 +64,7 @@ class Subject:
         silence_casts(model, self)
         self.model = model
         self.styles = rotary_styles(model)
+        self.mixers = mixers_of(model)
         self.num_layers = len(decoder_layers(model))
         self.vocabulary = text_config(model).vocab_size
         bos = getattr(text_config(model), "bos_token_id", None)

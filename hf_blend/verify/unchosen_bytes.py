@@ -29,6 +29,8 @@ class UnchosenBytes(Rung):
         realigner, wrong = Realigner(subject.styles, BlendReport()), []
         tables = subject.prompt_tables(subject.prompts)
         for index in range(got.cache.config.check_layers[0] + 1, subject.num_layers):
+            if not got.layers[index]:
+                continue
             realigner.learn(index, tables[index])
             laid = tuple(torch.zeros_like(states) for states in got.layers[index])
             realigner.lay(index, slots, *laid)

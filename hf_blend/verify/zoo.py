@@ -34,7 +34,18 @@ FIELDS = {
     "laurel_rank": 8, "num_kv_shared_layers": 0, "altup_num_inputs": 2, "first_k_dense_replace": 1,
     "ffn_hidden_size": 128, "expert_ffn_hidden_size": 32, "num_global_key_value_heads": 2, "n_shared_experts": 1,
     "num_layers": LAYERS, "moe_topk": 2, "zero_expert_num": 2,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "linear_num_heads": 4, "linear_head_dim": 16, "lru_width": 64, "n_mamba_heads": 4, "mamba_num_heads": 8,
+    "mamba_head_dim": 16, "mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16,
+    "mamba_dt_rank": 4, "mamba_chunk_size": 32, "ssm_state_size": 16,
 }  # fmt: skip
+MIXERS = ("linear_attention", "conv")  # kinds of layers with a mixer
+MIXED = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
+SHARED: dict[str, Any] = {  # as by default in Gemma 3n, the last layers look at the K and V of earlier ones
+    "num_hidden_layers": LAYERS + 1,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "num_kv_shared_layers": 2,
+}
 EXTRA: dict[str, dict[str, Any]] = {  # what a type asks for beyond the names that many share
     "cohere_compass_text": {
         "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
@@ -43,8 +54,16 @@ EXTRA: dict[str, dict[str, Any]] = {  # what a type asks for beyond the names th
             for kind, theta in (("sliding_attention", 1e4), ("full_attention", 1e6))
         },
     },
-    "lfm2": {"layer_types": ["conv"] * (LAYERS - 1) + ["full_attention"]},
-    "lfm2_moe": {"layer_types": ["conv"] * (LAYERS - 1) + ["full_attention"]},
+    "bamba": {"attn_layer_indices": [2]},
+    "gemma3n_text": SHARED,
+    "granitemoehybrid": {"layer_types": MIXED},
+    "jamba": {"attn_layer_period": 4, "attn_layer_offset": 2},
+    "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "chunk_size": 32},
+    "nemotron_h": {"chunk_size": 32},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "attention_head_dim": 32},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "chunk_size": 32},
     "zaya": {"num_experts_per_tok": 1},
 }
 WRONG_CONFIG = (ArithmeticError, AttributeError, AssertionError, ImportError, LookupError, RuntimeError,
@@ -195,8 +214,9 @@ def _shrunk(default: Any, fill: bool) -> dict[str, Any]:
         if inner is not None:
             found[name] = _shrunk(inner, fill)
     kinds = _layer_kinds(default)
-    if 1 < len(kinds) <= LAYERS and not isinstance(getattr(type(default), "layer_types", None), property):
-        found["layer_types"] = _layer_types(kinds)
+    own = getattr(default, "attribute_map", {}).get("layer_types", "layer_types")
+    if 1 < len(kinds) <= LAYERS and not isinstance(getattr(type(default), own, None), property):
+        found[own] = _layer_types(kinds)
     return found
 
 
@@ -218,7 +238,9 @@ def _layer_kinds(config: Any) -> list[str]:
 
 
 def _layer_types(kinds: Sequence[str]) -> list[str]:
-    """Every kind of layer that the type has, in its order; the first kind fills up."""
+    """Every kind of layer that the type has, in its order; the first kind fills up, and is also last if it mixes."""
+    if kinds[0] in MIXERS and len(kinds) < LAYERS:
+        return [kinds[0]] * (LAYERS - len(kinds)) + [*kinds[1:], kinds[0]]
     return [kinds[0]] * (LAYERS - len(kinds) + 1) + list(kinds[1:])
 
 

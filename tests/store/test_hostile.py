@@ -263,7 +263,7 @@ def test_a_crafted_index_is_passed_over_counted_and_made_again(tmp_path, chunk, 
     good = path.read_bytes()
     path.write_bytes(forge.seal(secret, body) + body)
     with ChunkStore.open(tmp_path, **given) as store:
-        assert store.find(chunk().key.fingerprint, (1,), [5, 6, 7]) == [(0, chunk().key)]
+        assert store.find(chunk().key.fingerprint, (1,), [5, 6, 7]) == [(0, chunk().key, 0, 3)]
         assert list(store.entries()) == wanted
         assert store.stats()["skipped"] == {"index:format": 1}
     assert path.read_bytes() == good

@@ -57,7 +57,7 @@ def test_two_secrets_and_none_in_one_folder_do_not_see_each_other(opened, chunk,
         for asked in (store, opened(secret)):
             same(asked.get(chunk().key), chunk(seed=number))
             assert {one.digest for one in asked.entries()} == {chunk().key.digest, chunk((8, number)).key.digest}
-            assert [key for _, key in asked.find(chunk().key.fingerprint, (1,), [8, 0, 8, 1, 8, 2])] == [
+            assert [found.key for found in asked.find(chunk().key.fingerprint, (1,), [8, 0, 8, 1, 8, 2])] == [
                 chunk((8, number)).key
             ]
             assert sorted(one.reason for one in asked.check(repair=True) if one.reason != "secret") == ["", ""]
@@ -121,7 +121,7 @@ def test_an_index_of_names_that_say_nothing_is_as_fast(opened, chunk, monkeypatc
     monkeypatch.setattr("hf_blend.store.catalog.read_key", None)
     again = opened(ONE)
     assert {one.digest: one.pinned for one in again.entries()} == {one.key.digest: one is stored[2] for one in stored}
-    assert again.find(stored[0].key.fingerprint, (1,), [5, 1]) == [(0, stored[1].key)]
+    assert again.find(stored[0].key.fingerprint, (1,), [5, 1]) == [(0, stored[1].key, 0, 2)]
     assert again.remove([stored[0].key.digest]) == 1
     assert len(again) == 3
 

@@ -41,7 +41,7 @@ def test_a_store_opens_from_its_index_without_reading_entries(root, monkeypatch)
     monkeypatch.setattr("hf_blend.store.catalog.read_key", never)
     assert listed(root) == wanted
     with ChunkStore.open(root) as store:
-        assert [start for start, _ in store.find("0" * 64, (), [9, 5, 0, 9])] == [1]
+        assert [start for start, *_ in store.find("0" * 64, (), [9, 5, 0, 9])] == [1]
 
 
 def test_any_damage_to_the_index_changes_nothing(root):
@@ -86,7 +86,7 @@ def test_an_index_that_lies_can_only_cause_a_miss(root, chunk):
     with ChunkStore.open(root) as store:
         for number in range(6):
             wanted = chunk((5, number), fingerprint=f"{number % 2:064x}", sink_ids=(1,) * (number % 3))
-            for _, key in store.find(wanted.key.fingerprint, wanted.key.sink_ids, [5, number]):
+            for _, key, *_ in store.find(wanted.key.fingerprint, wanted.key.sink_ids, [5, number]):
                 got = store.get(key)
                 assert got is None or got.layers[0][0].equal(wanted.layers[0][0])
 

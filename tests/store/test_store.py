@@ -336,7 +336,7 @@ def test_a_key_of_another_namespace_is_never_answered(opened, chunk, same):
     assert not a.delete(theirs.key)
     with pytest.raises(StoreError, match="another namespace"):
         a.put(theirs)
-    assert [key for _, key in opened(namespace="a").find(mine.key.fingerprint, (1,), [5, 6, 7])] == [mine.key]
+    assert [found.key for found in opened(namespace="a").find(mine.key.fingerprint, (1,), [5, 6, 7])] == [mine.key]
     assert len(opened()) == 0
     same(opened(namespace="b").get(theirs.key), theirs)
 
@@ -532,11 +532,11 @@ def test_what_another_process_stores_or_removes_is_seen(opened, chunk, same):
     other.put(chunk((5, 6, 7)))
     other.put(chunk((8, 9)))
     same(mine.get(chunk((5, 6, 7)).key), chunk((5, 6, 7)))
-    assert [start for start, _ in mine.find(chunk().key.fingerprint, (1,), [8, 9, 0, 5, 6, 7])] == [0, 3]
+    assert [start for start, *_ in mine.find(chunk().key.fingerprint, (1,), [8, 9, 0, 5, 6, 7])] == [0, 3]
     other.delete(chunk((8, 9)).key)
-    assert [start for start, _ in mine.find(chunk().key.fingerprint, (1,), [8, 9, 0, 5, 6, 7])] == [3]
+    assert [start for start, *_ in mine.find(chunk().key.fingerprint, (1,), [8, 9, 0, 5, 6, 7])] == [3]
     other.delete(chunk((5, 6, 7)).key)
-    assert [start for start, _ in mine.find(chunk().key.fingerprint, (1,), [8, 9, 0, 5, 6, 7])] == [3]  # in memory
+    assert [start for start, *_ in mine.find(chunk().key.fingerprint, (1,), [8, 9, 0, 5, 6, 7])] == [3]  # in memory
     same(mine.get(chunk((5, 6, 7)).key), chunk((5, 6, 7)))
 
 

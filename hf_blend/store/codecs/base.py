@@ -33,7 +33,10 @@ class Part:
 
 
 class Codec(ABC):
-    """Packs the states of one layer, `kind` being "k" or "v". The first part has one value for each of the states'."""
+    """Packs the states of one layer, `kind` being "k", "v" or "p" (projections).
+
+    The first part has one value for each of the states'.
+    """
 
     is_exact: ClassVar[bool] = False
 
@@ -46,7 +49,7 @@ class Codec(ABC):
         """Pack states.
 
         Args:
-            kind: "k" or "v".
+            kind: "k", "v" or "p".
             states: `[kv_heads, tokens, head_dim]`, keys rotated for the chunk's own positions.
 
         Returns:
@@ -58,7 +61,7 @@ class Codec(ABC):
         """Unpack states.
 
         Args:
-            kind: "k" or "v".
+            kind: "k", "v" or "p".
             packed: the tensor of each part, by its suffix; they may be of any size, for an entry says so itself.
             dtype: of the states.
 

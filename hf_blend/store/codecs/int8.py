@@ -21,7 +21,7 @@ from .base import Codec, Part
 __all__ = ["Int8"]
 
 _LARGEST = 127
-_REDUCED = {"k": 1, "v": 2}  # the axis of `[kv_heads, tokens, head_dim]` over which a scale holds
+_REDUCED = {"k": 1, "v": 2, "p": 1}  # the axis of `[kv_heads, tokens, head_dim]` over which a scale holds
 
 
 class Int8(Codec):
@@ -29,7 +29,7 @@ class Int8(Codec):
 
     def parts(self, kind: str) -> tuple[Part, ...]:
         """Steps, and a scale in float32 for each channel of a head, or for each token of a head."""
-        return (Part(), Part(".scale", 2, {"k": None, "v": 1}[kind]))
+        return (Part(), Part(".scale", 2, 1 if kind == "v" else None))
 
     def pack(self, kind: str, states: Tensor) -> tuple[Tensor, ...]:
         """Round to steps."""

@@ -1,0 +1,124 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Talk about documents: answers are streamed, earlier questions are remembered, sources are named."""
+
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hf_blend.errors import PromptError
+
+from .options import RATIO, SELECTOR, ChunkTokens, Device, Dtype, Model, Ratio, Selector, Store, TopK, Unverified
+from .output import Json, say, show
+from .reading import read, say_limits, split
+
+if TYPE_CHECKING:
+    from hf_blend.evaluation.chatting import Chat
+
+__all__ = ["chat"]
+
+Files = Annotated[
+    list[str] | None, typer.Argument(metavar="CORPUS ...", help="Files, folders; the default is bundled documents.")
+]
+Fixed = Annotated[bool, typer.Option("--fixed", help="Keep the pieces of the first question for all others.")]
+System = Annotated[str | None, typer.Option(help="Text before the documents.")]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Where an answer is cut.")]
+WORDS = "Ask something. /sources names what the last answer read, /reset forgets the conversation, /quit ends it."
+
+
+def chat(
+    corpus: Files = None,
+    model: Model = None,
+    store: Store = None,
+    top_k: TopK = 8,
+    fixed: Fixed = False,
+    ratio: Ratio = RATIO,
+    selector: Selector = SELECTOR,
+    chunk_tokens: ChunkTokens = 512,
+    system: System = None,
+    max_new_tokens: MaxNewTokens = 256,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    allow_unverified: Unverified = False,
+    json: Json = False,
+) -> None:
+    """Answer one question after the other, each from the pieces of documents that it is about.
+
+    Questions are read from standard input, a line each: from a terminal, a pipe or a file. Ctrl-C stops an answer;
+    /quit, Ctrl-D or Ctrl-C at the prompt ends.
+
+    Examples:
+        hf-blend chat --store my-chunks
+        hf-blend chat --store my-chunks --fixed --json
+        hf-blend chat notes/ --model HuggingFaceTB/SmolLM2-135M-Instruct  # network
+    """
+    from hf_blend import ChunkStore
+    from hf_blend.evaluation.answering import blend_config
+    from hf_blend.evaluation.bundled import open_model
+    from hf_blend.evaluation.chatting import Chat
+    from hf_blend.evaluation.indexing import bundled_pieces
+    from hf_blend.evaluation.retrieving import Retriever
+
+    config = blend_config(selector, recompute_ratio=ratio, allow_unverified=allow_unverified)
+    if "-" in (names := corpus or []):
+        raise PromptError(f"the documents are {names}, but standard input brings the questions here. Name files.")
+    documents = read(names)
+    source = open_model(model, device, dtype)
+    pieces = split(documents, source, chunk_tokens) if names else list(bundled_pieces(source.tokenizer))
+    retriever = Retriever(pieces, top_k)
+    with ChunkStore.open(store) as opened:
+        talk = Chat(source.load(), source, opened, retriever, config, system, max_new_tokens, fixed)
+        rows = list(_talk(talk, json))
+    if json:
+        show({"rows": rows}, as_json=True)
+
+
+def _talk(talk: "Chat", json: bool) -> Iterator[dict[str, Any]]:
+    """Answer until there are no more questions; gives a row for each answer."""
+    said: list[str] = []
+    if sys.stdin.isatty():
+        say(WORDS)
+    while (question := _next()) is not None:
+        if question == "/reset":
+            talk.turns.clear()
+        elif question == "/sources":
+            say("\n".join(said) or "Nothing was asked yet.")
+        elif question.startswith("/"):
+            say(f"There is no {question.split()[0]}. {WORDS}")
+        elif question:
+            row = _answer(talk, question, json)
+            said = [f"{one['name']}, characters {one['start']} to {one['stop']}" for one in row.get("sources", [])]
+            yield from [row] if row else []
+
+
+def _next() -> str | None:
+    """The next line; None at the end."""
+    try:
+        if sys.stdin.isatty():
+            typer.echo("> ", nl=False, err=True)
+        line = sys.stdin.readline()
+    except KeyboardInterrupt:
+        line = ""
+    question = line.strip()
+    return None if not line or question in ("/quit", "/exit") else question
+
+
+def _answer(talk: "Chat", question: str, json: bool) -> dict[str, Any]:
+    """Answer one question; an empty row if it was stopped or cannot be asked."""
+    try:
+        asked = talk.prepare(question)
+        say_limits(talk.retriever, [asked], talk.source)
+        got = talk.answer(asked, None if json else lambda text: typer.echo(text, nl=False))
+    except KeyboardInterrupt:
+        say("\n(stopped)")
+        return {}
+    except PromptError as error:
+        say(f"hf-blend: {error}")
+        return {}
+    if not json:
+        typer.echo(f"\nSources: {', '.join(asked.names)}\n")
+    sources = [{"name": one.name, "start": one.start, "stop": one.stop} for one in asked.sources]
+    chunks = {name: getattr(got.report, f"{name}_chunks", 0) for name in ("loaded", "computed")}
+    return {"question": question, "answer": got.text, "ttft_ms": got.ttft_ms, "sources": sources, "chunks": chunks}

@@ -1,0 +1,30 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Options that several commands have, said once: the same names, the same help, the same defaults.
+
+The selector and the ratio that are used where nothing is said are those of `BlendConfig`, here as in the library.
+"""
+
+from typing import Annotated
+
+import typer
+
+from hf_blend.config import BlendConfig
+
+__all__ = [
+    "RATIO", "SELECTOR", "ChunkTokens", "Device", "Dtype", "Model", "Ratio", "Selector", "Store", "TopK", "Unverified",
+]  # fmt: skip
+
+RATIO, SELECTOR = BlendConfig.recompute_ratio, BlendConfig.selector
+
+Model = Annotated[str | None, typer.Option(help="Hub id or path; the default is the bundled reference model.")]
+Store = Annotated[str | None, typer.Option("--store", help="Folder of the chunk store; the default is the library's.")]
+Device = Annotated[str, typer.Option(help="Where the model runs, such as cuda:1; auto is a GPU if there is one.")]
+Dtype = Annotated[str, typer.Option(help="Of the weights: float32, bfloat16 or float16; auto is as they were saved.")]
+Ratio = Annotated[float, typer.Option(help="Share of the reusable tokens that is recomputed, 0 to 1.")]
+Selector = Annotated[
+    str, typer.Option(help="Which tokens are recomputed: a method or a file with one, options behind it.")
+]
+ChunkTokens = Annotated[int, typer.Option(min=1, help="Most tokens of a piece that a document is split into.")]
+Unverified = Annotated[bool, typer.Option("--allow-unverified", help="Use a model that was not found to be exact.")]
+TopK = Annotated[int, typer.Option(min=0, help="Most pieces of documents for a question; 0 is all that fit.")]

@@ -1,0 +1,144 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Serve a model over HTTP, as OpenAI's API, with documents whose KV is reused."""
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .output import Json, SecretFile, fail, read_secret, say, show
+
+if TYPE_CHECKING:
+    from hf_blend.serving.service import Service
+    from hf_blend.serving.tenants import Tenant
+
+__all__ = ["serve"]
+
+Model = Annotated[str | None, typer.Option(help="Hub id or path; the default is the bundled reference model.")]
+Store = Annotated[str | None, typer.Option("--store", help="Folder of the chunk store; the default is the library's.")]
+Remote = Annotated[str | None, typer.Option(help="URL of a tier behind it that servers share, such as redis://host.")]
+Host = Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 for everybody who reaches this machine.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="Where to listen; 0 is any free one.")]
+Ratio = Annotated[float, typer.Option(help="Share of the reusable tokens that is recomputed, 0 to 1.")]
+Selector = Annotated[str, typer.Option(help="Which tokens are recomputed: a method, with its options.")]
+TenantsFile = Annotated[
+    Path | None, typer.Option("--tenants", help="JSON file of tenants: name, api_key, secret of each.")
+]
+MaxRequests = Annotated[int, typer.Option(min=1, help="Requests under way or waiting; more are answered 429.")]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Where an answer is cut that names no length.")]
+MaxBody = Annotated[int, typer.Option(min=1, help="Bytes of a request; a larger one is answered 413.")]
+CacheTokens = Annotated[
+    int | None, typer.Option(min=64, help="Tokens in the engine's cache; by default what a quarter of memory holds.")
+]
+BatchTokens = Annotated[int, typer.Option(min=1, help="Tokens of one step of the engine.")]
+StallMs = Annotated[float, typer.Option(min=0, help="How long a blended prefill may hold up those that decode.")]
+Unverified = Annotated[bool, typer.Option("--allow-unverified", help="Use a model that was not found to be exact.")]
+Check = Annotated[bool, typer.Option("--check", help="Start, answer one question over HTTP, and end.")]
+
+
+def serve(
+    model: Model = None,
+    store: Store = None,
+    remote: Remote = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    ratio: Ratio = 0.15,
+    selector: Selector = "kv-deviation",
+    tenants: TenantsFile = None,
+    secret_file: SecretFile = None,
+    max_requests: MaxRequests = 64,
+    max_new_tokens: MaxNewTokens = 256,
+    max_body_bytes: MaxBody = 4 << 20,
+    cache_tokens: CacheTokens = None,
+    batch_tokens: BatchTokens = 512,
+    stall_ms: StallMs = 50.0,
+    allow_unverified: Unverified = False,
+    check: Check = False,
+    json: Json = False,
+) -> None:
+    """Serve /v1/chat/completions and /v1/completions; needs the extra serve. Ctrl-C or SIGTERM ends it.
+
+    Examples:
+        hf-blend serve --check --port 0 --store my-chunks --json  # slow
+        hf-blend serve --model HuggingFaceTB/SmolLM2-135M-Instruct --store my-chunks  # network
+    """
+    from hf_blend.evaluation.answering import blend_config
+    from hf_blend.evaluation.bundled import load_model
+
+    rows = _tenants(tenants, secret_file)
+    config = blend_config(selector, recompute_ratio=ratio, allow_unverified=allow_unverified)
+    plan = {
+        "name": Path(model).name if model else "hf-blend-reference", "location": store, "remote": remote,
+        "secret": read_secret(secret_file), "tenants": rows, "blend": config, "cache_tokens": cache_tokens,
+        "batch_tokens": batch_tokens, "stall_s": stall_ms / 1e3,
+    }  # fmt: skip
+    limits = {"requests": max_requests, "new_tokens": max_new_tokens, "body_bytes": max_body_bytes}
+    loaded, tokenizer = load_model(model)
+    service = _service(loaded, tokenizer, plan, limits)
+    answers: list[dict[str, Any]] = []
+
+    def started(url: str, stop: Callable[[], None]) -> None:
+        if check:
+            asking = (url, stop, service.name, rows[0].api_key if rows else "", json, answers)
+            threading.Thread(target=_ask, args=asking, daemon=True).start()
+            return
+        show({"url": url, "model": service.name}, as_json=json)
+        say("Press Ctrl-C to end it.")
+
+    _run(service, host, port, started)
+    if check and not (answers and answers[0].get("choices")):
+        fail(f"the server gave {answers}, expected an answer. Run it with --traceback.")
+
+
+def _tenants(path: Path | None, secret_file: Path | None) -> "list[Tenant]":
+    from hf_blend.errors import import_extra
+
+    for module in ("fastapi", "uvicorn", "prometheus_client"):
+        import_extra(module, extra="serve", wanted_by="hf-blend serve")
+    from hf_blend.serving.tenants import read_tenants
+
+    if path is not None and secret_file is not None:
+        raise typer.BadParameter("each tenant has its own secret: leave --secret-file out")
+    return read_tenants(path) if path is not None else []
+
+
+def _service(model: Any, tokenizer: Any, plan: dict[str, Any], limits: dict[str, Any]) -> "Service":
+    from hf_blend.serving.run import ServerPlan, make_service
+    from hf_blend.serving.service import Limits
+
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
+    return make_service(model, tokenizer, ServerPlan(**plan, limits=Limits(**limits)))
+
+
+def _run(service: "Service", host: str, port: int, started: Callable[[str, Callable[[], None]], None]) -> None:
+    from hf_blend.serving.run import serve
+
+    serve(service, host, port, on_start=started)
+
+
+def _ask(
+    url: str, stop: Callable[[], None], model: str, key: str, json: bool, answers: list[dict[str, Any]]
+) -> None:
+    """Ask a bundled question over HTTP, and end the server."""
+    import json as codec
+    import urllib.request
+
+    from hf_blend.evaluation.bundled import quickstart_questions
+
+    asked = quickstart_questions()[0]
+    body = {
+        "model": model, "temperature": 0, "max_tokens": 8, "documents": asked["chunks"],
+        "messages": [{"role": "user", "content": asked["question"]}],
+    }  # fmt: skip
+    headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
+    request = urllib.request.Request(f"{url}/v1/chat/completions", codec.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=120) as response:
+            answers.append(codec.load(response))
+        show({"url": url, **answers[0]}, as_json=json)
+    finally:
+        stop()

@@ -1,0 +1,229 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""A server under load: full prefill, sharing of prefixes alone, and blending, on the same requests in one run.
+
+Requests arrive at random (Poisson); their chunks are drawn from a library in which a few are asked for often (Zipf).
+First each way answers all requests at once: that is its capacity. Then they come at shares of the capacity of full
+prefill, the same for all ways. All ways run transformers' continuous batching with the same settings.
+"""
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_blend import ChunkStore
+from hf_blend.errors import ConfigError
+
+from .shapes import random_model
+from .ttft import TtftPlan, machine
+
+FULL, PREFIX, BLEND = "full", "prefix", "blend"
+WAYS = (FULL, PREFIX, BLEND)
+PATIENCE_S = 3600.0
+
+
+@dataclass(frozen=True)
+class ServePlan:
+    """What is measured.
+
+    Attributes:
+        shape: name of a model shape.
+        chunks: how many chunks are before the question.
+        chunk_tokens: length of each.
+        question_tokens: length of the question.
+        library: how many chunks there are to draw from.
+        zipf: how uneven they are drawn: the n-th is drawn with a weight of 1 / n to this power.
+        requests: of each run.
+        new_tokens: of each answer.
+        rates: shares of the capacity of full prefill at which requests arrive.
+        recompute_ratio: of blending.
+        batch_tokens: of a step.
+        batch_requests: of a step.
+        page_tokens: of a block.
+        cache_tokens: of the engine's cache; None: of four prompts more than a step has requests.
+        stall_ms: how long a blended prefill may hold up those that decode.
+        dtype: of weights and KV.
+        device: where the model runs.
+        seed: of weights, tokens and arrivals.
+    """
+
+    shape: str = "smollm2-135m"
+    chunks: int = 8
+    chunk_tokens: int = 512
+    question_tokens: int = 64
+    library: int = 40
+    zipf: float = 1.1
+    requests: int = 24
+    new_tokens: int = 16
+    rates: tuple[float, ...] = (0.5, 0.8, 2.5)
+    recompute_ratio: float = 0.15
+    batch_tokens: int = 512
+    batch_requests: int = 8
+    page_tokens: int = 64
+    cache_tokens: int | None = None
+    stall_ms: float = 50.0
+    dtype: str = "float32"
+    device: str = "cpu"
+    seed: int = 0
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of each prompt, BOS included."""
+        return 1 + self.chunks * self.chunk_tokens + self.question_tokens
+
+
+def measure_serve(plan: ServePlan, progress: Callable[[str], Any] | None = None) -> dict[str, Any]:
+    """Measure every way at once, and at every rate.
+
+    Args:
+        plan: what to measure.
+        progress: called with a line of text before each run.
+
+    Returns:
+        `machine`, `plan`, `precompute_s` (to fill the store before anything is measured), `capacity` (all requests at
+        once) and `rows` (one for each way and rate): requests a second, and p50, p95, p99 of the time to the first
+        token and between tokens.
+
+    Raises:
+        ConfigError: a number makes no sense.
+    """
+    if plan.library < plan.chunks or plan.requests < 2:
+        raise ConfigError(
+            f"there are {plan.library} chunks for {plan.chunks} in a prompt, and {plan.requests} requests; expected "
+            "are at least as many chunks, and 2 requests. Raise --library or --requests."
+        )
+    model = random_model(plan.shape, getattr(torch, plan.dtype), plan.device, plan.seed)
+    library, prompts = _prompts(plan, model.config.vocab_size)
+    with ChunkStore.open("memory://", memory_bytes=64 << 30) as store:
+        started = time.perf_counter()
+        store.add(model, None, library)
+        filled_s = time.perf_counter() - started
+        say = progress or (lambda text: None)
+        capacity = {}
+        for way in WAYS:
+            say(f"{way}: {plan.requests} requests at once")
+            capacity[way] = _measured(model, store, plan, way, prompts, [0.0] * plan.requests)
+        most = capacity[FULL]["requests_s"]
+        rows = []
+        for share in plan.rates:
+            arrivals = _arrivals(plan, share * most)
+            for way in WAYS:
+                say(f"{way}: {share:g} of the capacity of full prefill")
+                row = _measured(model, store, plan, way, prompts, arrivals)
+                rows.append({"way": way, "share": share, "rate": share * most, **row})
+    return {
+        "machine": _machine(plan), "plan": asdict(plan), "precompute_s": filled_s, "capacity": capacity, "rows": rows,
+    }  # fmt: skip
+
+
+def _machine(plan: ServePlan) -> dict[str, Any]:
+    found = machine(TtftPlan(plan.shape, dtype=plan.dtype, device=plan.device))
+    return {name: value for name, value in found.items() if name not in ("rounds", "selector")}
+
+
+def _prompts(plan: ServePlan, vocabulary: int) -> tuple[list[list[int]], list[list[int]]]:
+    """The library, and the prompt of each request."""
+    draw = random.Random(plan.seed)
+    tokens = lambda count: [draw.randrange(3, vocabulary) for _ in range(count)]  # noqa: E731
+    library = [tokens(plan.chunk_tokens) for _ in range(plan.library)]
+    weights = [1 / (rank + 1) ** plan.zipf for rank in range(plan.library)]
+    prompts = []
+    for _ in range(plan.requests):
+        picked: list[int] = []
+        while len(picked) < plan.chunks:
+            one = draw.choices(range(plan.library), weights)[0]
+            picked += [one] if one not in picked else []
+        chunks = [token for number in picked for token in library[number]]
+        prompts.append([1, *chunks, *tokens(plan.question_tokens)])
+    return library, prompts
+
+
+def _arrivals(plan: ServePlan, rate: float) -> list[float]:
+    """When each request comes, in seconds: the same pattern at every rate."""
+    draw, at, found = random.Random(plan.seed + 1), 0.0, []
+    for _ in range(plan.requests):
+        found.append(at)
+        at += draw.expovariate(1.0) / rate
+    return found
+
+
+def _engine(model: nn.Module, store: ChunkStore, plan: ServePlan, way: str) -> Any:
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    from hf_blend.serving.engine import BlendedBatching, ContinuousBatchingManager
+
+    room = plan.cache_tokens or (plan.batch_requests + 4) * (plan.prompt_tokens + plan.new_tokens)
+    batching = ContinuousBatchingConfig(
+        page_size=plan.page_tokens,
+        num_blocks=-(-room // plan.page_tokens) + 2 * plan.batch_requests,
+        max_batch_tokens=plan.batch_tokens,
+        max_requests_per_batch=plan.batch_requests,
+        allow_block_sharing=way != FULL,
+        auto_switch_to_flash=False,
+    )
+    greedy = GenerationConfig(max_new_tokens=plan.new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    if way != BLEND:
+        return ContinuousBatchingManager(model, greedy, batching)
+    return BlendedBatching(
+        model, store, generation_config=greedy, batching=batching, stall_s=plan.stall_ms / 1e3,
+        recompute_ratio=plan.recompute_ratio,
+    )  # fmt: skip
+
+
+def _measured(
+    model: nn.Module, store: ChunkStore, plan: ServePlan, way: str, prompts: Sequence[list[int]], at: Sequence[float]
+) -> dict[str, Any]:
+    """Answer all requests, each when it comes."""
+    engine = _engine(model, store, plan, way)
+    engine.start()
+    try:
+        _finished(engine, [engine.add_request([1, 5, 6, 7], "warm-up", max_new_tokens=2)])
+        begin, due = time.perf_counter(), {}
+        for number, (prompt, seconds) in enumerate(zip(prompts, at, strict=True)):
+            time.sleep(max(0.0, begin + seconds - time.perf_counter()))
+            due[engine.add_request(prompt, str(number), record_timestamps=True)] = begin + seconds
+        found = _finished(engine, list(due))
+        reports = [engine.outcome(name).report for name in due] if way == BLEND else []
+    finally:
+        engine.stop(block=True)
+        engine.destroy()
+    return _row(due, found, [report for report in reports if report is not None])
+
+
+def _finished(engine: Any, names: Sequence[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    while len(found) < len(names):
+        output = engine.get_result(timeout=PATIENCE_S)
+        if output is None or output.error:
+            raise ConfigError(f"the engine ended with {getattr(output, 'error', None)!r}, expected answers. Ask less.")
+        if output.is_finished():
+            found[output.request_id] = output
+    return found
+
+
+def _row(due: dict[str, float], found: dict[str, Any], reports: Sequence[Any]) -> dict[str, Any]:
+    times = {name: found[name].timestamps for name in due}
+    first = [times[name][0] - at for name, at in due.items()]
+    between = [after - before for row in times.values() for before, after in pairwise(row)]
+    took = max(row[-1] for row in times.values()) - min(due.values())
+    answered = sum(len(row) for row in times.values())
+    row = {"requests_s": len(due) / took, "tokens_s": answered / took, "took_s": took}
+    row |= {f"first_token_{name}_s": value for name, value in _percentiles(first).items()}
+    row |= {f"next_token_{name}_s": value for name, value in _percentiles(between).items()}
+    if reports:
+        row["charged_budget"] = statistics.fmean(report.charged_budget for report in reports)
+        row["blended_requests"] = len(reports)
+    return row
+
+
+def _percentiles(values: Sequence[float]) -> dict[str, float]:
+    """The smallest value that so many of a hundred do not exceed."""
+    ordered = sorted(values)
+    return {f"p{share}": ordered[-(-share * len(ordered) // 100) - 1] for share in (50, 95, 99)}

@@ -1,0 +1,108 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Which documents the chunks of a store came from: a small JSON file for each indexed document, beside the chunks.
+
+Chunks are named by their content. These files are for people alone, who list, find and remove documents by name; no
+request reads them. They hold names in clear, so a store with a secret has none.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from hf_blend import ChunkStore
+from hf_blend.store.header import hash_namespace
+
+FORMAT = "hf_blend.source/1"
+
+
+@dataclass(frozen=True)
+class Source:
+    """An indexed document.
+
+    Attributes:
+        name: as `hf-blend ask` names it.
+        path: of its file when it was indexed; "" for standard input and bundled documents.
+        model: as it was called when the document was indexed.
+        fingerprint: of that model.
+        chunk_tokens: most tokens of a piece.
+        created: when it was indexed, seconds since 1970.
+        digests: of its pieces' chunks, in order.
+    """
+
+    name: str
+    path: str
+    model: str
+    fingerprint: str
+    chunk_tokens: int
+    created: float
+    digests: tuple[str, ...]
+
+    @property
+    def id(self) -> str:
+        """What tells it from all others: indexing a document again replaces its entry."""
+        text = "\0".join((self.fingerprint, self.path, self.name))
+        return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Build it from what `json` read."""
+        return cls(**{**values, "digests": tuple(values["digests"])})
+
+
+class Sources:
+    """The documents of one namespace of a store.
+
+    Args:
+        store: of any kind; only a folder without a secret keeps names.
+    """
+
+    def __init__(self, store: ChunkStore) -> None:
+        root = next((Path(tier.root) for tier in store.tiers() if hasattr(tier, "root") and tier.is_local), None)
+        keeps = root is not None and store.secret is None
+        self._folder = root / "sources" / hash_namespace(store.namespace)[:16] if root and keeps else None
+
+    def add(self, sources: Iterable[Source]) -> None:
+        """Write documents down, replacing what was known of the same ones."""
+        if self._folder is None:
+            return
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for source in sources:
+            part = self._folder / f".{source.id}.{os.getpid()}.part"
+            part.write_text(json.dumps({"format": FORMAT, **asdict(source)}, ensure_ascii=False), "utf-8")
+            os.replace(part, self._folder / f"{source.id}.json")
+
+    def __iter__(self) -> Iterator[Source]:
+        """All documents, by name; a file that cannot be read is passed over."""
+        found = []
+        for path in self._folder.glob("*.json") if self._folder else ():
+            with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+                values = json.loads(path.read_text("utf-8"))
+                if values.pop("format", None) == FORMAT:
+                    found.append(Source.from_dict(values))
+        yield from sorted(found, key=lambda source: (source.name, source.model))
+
+    def named(self, name: str) -> list[Source]:
+        """The documents of a name, of a path, or in a folder of that name."""
+        plain = name.rstrip("/")
+        return [one for one in self if one.name == plain or one.path == plain or one.name.startswith(f"{plain}/")]
+
+    def remove(self, sources: Iterable[Source]) -> list[str]:
+        """Strike documents out.
+
+        Args:
+            sources: as `named` gave them.
+
+        Returns:
+            Digests of the chunks that no other document has: those may be removed from the store.
+        """
+        gone = list(sources)
+        for source in gone if self._folder else ():
+            (self._folder / f"{source.id}.json").unlink(missing_ok=True)  # type: ignore[operator]
+        kept = {digest for source in self for digest in source.digests}
+        return [digest for digest in dict.fromkeys(d for source in gone for d in source.digests) if digest not in kept]

@@ -1,0 +1,356 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Find the mixers of a model, their projections, and the columns of these that another token can feel.
+
+Nothing here knows the name of a module. A mixer is what hands a state to the cache. A linear module inside it is an
+input projection if its output at a token stays when every other token changes. A column of it is felt if a gradient
+reaches it from the output at another token; modules of which nobody else feels any, gates and the output projection,
+are computed for active rows only, and nothing of them is stored. Then the whole is tried: with what would be stored,
+and nothing in the place of all else, the active rows must come out as in a plain forward.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import UnsupportedModelError
+from .anatomy import decoder_layers, decoder_of, full_cache, has_mixers, parameter_names, stock_layers, text_config
+from .fingerprint import PerStructure
+from .hooks import running_modules
+from .identity.canonical import canonical
+from .mixer import ActiveRows, Mixer, MixerPass, Projection
+from .placement import input_device
+
+__all__ = ["mixers_of"]
+
+TOKENS, PADDING = 24, 3
+SEEN_FROM = (5, 11)  # the tokens whose columns are looked at from the others
+OFFSETS = (0.0, 0.0, -4.0, 4.0)  # the first stands for the outputs as they are
+ACTIVE = (0, 2, 3, 7, 8, 13, 20, 23)  # the rows of the trial
+CHANGE = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative; what depends on another token moves by about 1
+COARSE_CHANGE = 0.05
+FAILURES = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+
+def mixers_of(model: nn.Module, digest: str = "") -> tuple[Mixer | None, ...]:
+    """The mixer of each decoder layer, found by a short probe at first use; None where a layer has none.
+
+    Args:
+        model: a causal language model; it is left as it was.
+        digest: its `structure_digest`, where it was asked for just now.
+
+    Returns:
+        One entry per decoder layer.
+
+    Raises:
+        UnsupportedModelError: a layer has a mixer whose projections cannot be told apart; the layer is named.
+    """
+    return _mixers(model, digest)
+
+
+@dataclass
+class _Call:
+    """A mixer as the decoder called it."""
+
+    module: nn.Module
+    arguments: dict[str, Any]
+    hidden_name: str
+
+    def run(self, model: nn.Module, hidden: Tensor, **changes: Any) -> Tensor:
+        """Its output for other hidden states, with a cache of its own."""
+        cache = full_cache(model)
+        given = {**self.arguments, **changes, self.hidden_name: hidden}
+        given = {name: cache if value is _CACHE else value for name, value in given.items()}
+        output = self.module(**given)
+        outputs = output if isinstance(output, tuple) else (output,)
+        found = [one.flatten(2) for one in outputs if isinstance(one, Tensor) and one.shape[:2] == hidden.shape[:2]]
+        return torch.cat(found, dim=-1)
+
+
+_CACHE = object()  # stands for the cache among the arguments of a call
+
+
+@PerStructure
+def _mixers(model: nn.Module) -> tuple[Mixer | None, ...]:
+    layers = decoder_layers(model)
+    if not has_mixers(model):
+        return (None,) * len(layers)
+    with canonical(model):
+        calls = _calls(model, _modules(model, layers))
+        known: dict[Any, Mapping[str, Tensor | None]] = {}
+        mixers: dict[int, Mixer] = {}
+        for index, call in calls.items():
+            kind = (type(call.module), *((name, _features(linear)) for name, linear in _linears(call.module)))
+            if kind not in known:  # layers of one kind differ in nothing but their weights
+                known[kind] = _examined(model, index, call)
+            mixers[index] = _mixer(call.module, known[kind])
+    return tuple(mixers.get(index) for index in range(len(layers)))
+
+
+def _run(model: nn.Module, cache: Any, mask: Tensor | None = None) -> None:
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, text_config(model).vocab_size, (1, TOKENS), generator=draw).to(input_device(model))
+    given = {} if mask is None else {"attention_mask": mask.to(ids.device)}
+    decoder_of(model)(input_ids=ids, past_key_values=cache, use_cache=True, **given)
+
+
+def _modules(model: nn.Module, layers: Sequence[nn.Module]) -> dict[int, nn.Module]:
+    """By layer, the innermost module that holds everything which hands a state to the cache."""
+    owners: dict[int, list[list[nn.Module]]] = {}
+    cache = full_cache(model)
+
+    def note() -> None:
+        running = list(dict.fromkeys(running_modules()))
+        index = next((place for place, layer in enumerate(layers) if layer in running), None)
+        if index is not None:
+            owners.setdefault(index, []).append(running[: running.index(layers[index])][::-1])
+
+    def noted(update: Any, *args: Any, **given: Any) -> Any:
+        note()
+        return update(*args, **given)
+
+    for name in ("update_conv_state", "update_recurrent_state"):
+        kept = getattr(cache, name)
+        setattr(cache, name, partial(noted, kept))
+    try:
+        _run(model, cache)
+    except FAILURES as error:
+        message = f"{type(model).__name__} cannot be blended: {type(error).__name__}: {error} Use full prefill."
+        raise UnsupportedModelError(message) from error
+    for index, layer in enumerate(stock_layers(text_config(model))):
+        if hasattr(layer, "recurrent_states") and index not in owners:
+            raise _refusal(model, index, "none of it came to the cache that the model was given as past_key_values")
+    return {index: _innermost(model, index, paths) for index, paths in owners.items()}
+
+
+def _innermost(model: nn.Module, index: int, paths: list[list[nn.Module]]) -> nn.Module:
+    shared = [modules[0] for modules in zip(*paths, strict=False) if len(set(modules)) == 1]
+    if not shared:
+        names = ", ".join(dict.fromkeys(type(path[-1]).__name__ for path in paths if path))
+        raise _refusal(model, index, f"its states come from several modules ({names or 'the layer itself'})")
+    return shared[-1]
+
+
+def _calls(model: nn.Module, modules: Mapping[int, nn.Module]) -> dict[int, _Call]:
+    """How the decoder calls each mixer, for plain tokens."""
+    calls: dict[int, _Call] = {}
+    cache = full_cache(model)
+
+    def note(index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        names = parameter_names(type(module))  # type: ignore[arg-type]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        given = {name: _CACHE if value is cache else value for name, value in given.items()}
+        if index in calls or not names or not isinstance(given.get(names[0]), Tensor):
+            raise _refusal(model, index, "its mixer is called twice, or without hidden states")
+        calls[index] = _Call(module, given, names[0])
+
+    with _hooked() as handles:
+        for index, module in modules.items():
+            hook = lambda one, args, kwargs, index=index: note(index, one, args, kwargs)  # noqa: E731
+            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        _run(model, cache)
+    return calls
+
+
+def _examined(model: nn.Module, index: int, call: _Call) -> Mapping[str, Tensor | None]:
+    """For each linear module that is computed by rows the columns, `[width]`, that are stored; None for all."""
+    try:
+        hidden = call.arguments[call.hidden_name]
+        expected = call.run(model, hidden)
+        names = _linear_names(model, call, hidden)
+        inputs = _input_projections(model, call, hidden, names)
+        felt = _felt(model, call, hidden, names, inputs)
+        complaint = ""
+        for columns in (felt, {name: None if name in inputs else which for name, which in felt.items()}):
+            complaint = _complaint(model, call, _mixer(call.module, columns), hidden, expected)
+            if not complaint:
+                return columns
+    except FAILURES as error:
+        complaint = f"{type(error).__name__}: {error}"
+    raise _refusal(model, index, f"its mixer, {type(call.module).__name__}, cannot be entered by rows: {complaint}")
+
+
+def _linear_names(model: nn.Module, call: _Call, hidden: Tensor) -> list[str]:
+    """The linear modules that see every token once, by name, in the order of their calls."""
+    found: list[str] = []
+
+    def note(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        found.extend([name] if output.dim() == 3 and output.shape[:2] == hidden.shape[:2] else [])
+
+    with _hooked() as handles:
+        for name, module in _linears(call.module):
+            hook = lambda one, args, output, name=name: note(name, one, args, output)  # noqa: E731
+            handles.append(module.register_forward_hook(hook))
+        call.run(model, hidden)
+    return [name for name in found if found.count(name) == 1]
+
+
+def _input_projections(model: nn.Module, call: _Call, hidden: Tensor, names: list[str]) -> set[str]:
+    """Those whose output at a token stays when all other tokens change."""
+    alone: set[str] = set(names)
+    before = _outputs(model, call, hidden, names)
+    for token in SEEN_FROM:
+        other = _rubbish(hidden, seed=token)
+        other[:, token] = hidden[:, token]
+        after = _outputs(model, call, other, names)
+        moved = {name for name in names if _far(after[name][:, token], before[name][:, token])}
+        alone -= moved
+    return alone
+
+
+def _felt(
+    model: nn.Module, call: _Call, hidden: Tensor, names: list[str], inputs: set[str]
+) -> dict[str, Tensor | None]:
+    """For each linear module the columns, `[width]`, that another token feels; none for one that sees all tokens."""
+    try:
+        gradients = _gradients(model, call, hidden, names, inputs)
+    except FAILURES:  # no gradient to be had, as with quantised weights
+        return dict.fromkeys(inputs)
+    totals = {name: one[:, list(SEEN_FROM)].abs().float().sum(dim=(0, 1)) for name, one in gradients.items()}
+    felt = {name: total.nonzero().flatten() for name, total in totals.items()}
+    return {
+        name: None if len(columns) == len(totals[name]) else columns
+        for name, columns in felt.items()
+        if name in inputs or not len(columns)
+    }
+
+
+def _gradients(
+    model: nn.Module, call: _Call, hidden: Tensor, names: list[str], inputs: set[str]
+) -> dict[str, Tensor]:
+    """How the output at the other tokens depends on each linear module's output, `[points, tokens, features]`."""
+    kept: dict[str, Tensor] = {}
+
+    def keep(name: str, output: Tensor) -> Tensor:
+        if output.shape[1] != TOKENS:
+            return output
+        if name in inputs:  # what is stored stands between it and whatever made its input
+            kept[name] = _points(output.detach()).requires_grad_()
+            return kept[name]
+        if output.requires_grad:
+            kept[name] = output
+            output.retain_grad()
+        return output
+
+    with torch.enable_grad(), _hooked() as handles:
+        for name, module in _linears(call.module):
+            if name in names:
+                handles.append(module.register_forward_hook(lambda _, __, out, name=name: keep(name, out)))
+        output = call.run(model, hidden.repeat(len(OFFSETS), 1, 1))
+        weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
+        weights[:, list(SEEN_FROM)] = 0
+        (output * weights).sum().backward(inputs=list(kept.values()))
+    return {name: torch.zeros_like(one) if one.grad is None else one.grad for name, one in kept.items()}
+
+
+def _points(output: Tensor) -> Tensor:
+    """Where gradients are taken: the outputs as they are, and around some offsets, since what is felt may saturate."""
+    noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
+    shares = torch.tensor([1.0, *(0.0 for _ in OFFSETS[1:])]).to(output)[:, None, None]
+    return output * shares + (noise + torch.tensor(OFFSETS).to(output)[:, None, None]) * (1 - shares)
+
+
+def _mixer(module: nn.Module, columns: Mapping[str, Tensor | None]) -> Mixer:
+    projections, start = [], 0
+    for name, linear in _linears(module):
+        if name in columns:
+            which = columns[name]
+            width = _features(linear) if which is None else len(which)
+            kept = None if which is None or not width else which
+            projections.append(Projection(linear, kept, start, width))
+            start += width
+    return Mixer(module, tuple(projections), start)
+
+
+def _complaint(model: nn.Module, call: _Call, mixer: Mixer, hidden: Tensor, expected: Tensor) -> str:
+    """What speaks against a mixer: the active rows among rubbish against those of a plain forward; "" if nothing."""
+    if not mixer.width:
+        return "no projection of it is felt by another token"
+    cache, rows = full_cache(model), ActiveRows(None, TOKENS, {})
+    states = _recorded(model, call, mixer, cache, rows, hidden)
+    columns = torch.tensor([ACTIVE], device=hidden.device)
+    rows = ActiveRows(columns, TOKENS, {})
+    cache, given = full_cache(model), states.clone()
+    given[:, columns[0]] = _rubbish(given, seed=1)[:, columns[0]]  # to be computed
+    run = MixerPass(mixer, cache, rows, given)
+    got = _passed(model, call, run, hidden[:, columns[0]], cache)
+    if got.shape[:2] != columns.shape:
+        return f"its output has the shape {tuple(got.shape)} for {len(ACTIVE)} rows"
+    if _far(got, expected[:, columns[0]]):
+        return "with stored projections its rows are not those of a plain forward"
+    if _far(given, states):
+        return "its projections of some rows are not those of a plain forward"
+    return ""
+
+
+def _recorded(model: nn.Module, call: _Call, mixer: Mixer, cache: Any, rows: ActiveRows, hidden: Tensor) -> Tensor:
+    run = MixerPass(mixer, cache, rows)
+    _passed(model, call, run, hidden, cache)
+    return run.states
+
+
+def _passed(model: nn.Module, call: _Call, run: MixerPass, hidden: Tensor, cache: Any) -> Tensor:
+    changes = {name: cache for name, value in call.arguments.items() if value is _CACHE}
+    run.enter()
+    try:
+        return call.run(model, hidden, **changes)
+    finally:
+        run.leave()
+
+
+def _outputs(model: nn.Module, call: _Call, hidden: Tensor, names: list[str]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+
+    def keep(name: str, output: Tensor) -> None:
+        if output.shape[1] == TOKENS:
+            found[name] = output.detach()
+
+    with _hooked() as handles:
+        for name, module in _linears(call.module):
+            if name in names:
+                handles.append(module.register_forward_hook(lambda _, __, output, name=name: keep(name, output)))
+        call.run(model, hidden)
+    return found
+
+
+def _linears(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, inner in module.named_modules():
+        if hasattr(inner, "in_features") and hasattr(inner, "out_features"):
+            yield name, inner
+
+
+def _features(linear: nn.Module) -> int:
+    return int(linear.out_features)
+
+
+def _rubbish(like: Tensor, seed: int) -> Tensor:
+    noise = torch.randn(like.shape, generator=torch.Generator().manual_seed(seed)).to(like)
+    return noise * like.float().std().clamp_min(1e-6).to(like)
+
+
+def _far(got: Tensor, expected: Tensor) -> bool:
+    size = expected.float().abs().amax().clamp_min(1e-30)
+    error = (got.float() - expected.float()).abs().amax() / size
+    return not bool(error <= CHANGE.get(expected.dtype, COARSE_CHANGE))
+
+
+@contextmanager
+def _hooked() -> Iterator[list[Any]]:
+    handles: list[Any] = []
+    try:
+        yield handles
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _refusal(model: nn.Module, index: int, what: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"layer {index} of {type(model).__name__} keeps a state of all tokens before, and {what}. Use full prefill "
+        "for this model."
+    )

@@ -1,0 +1,130 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""The mixers of one blended forward: which rows they project, and what stands in for the others."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..model.anatomy import LayerCall
+from ..model.mixer import ActiveRows, Mixer, MixerPass, whole_arguments
+from .rows import Rows
+
+Make = Callable[[Tensor], Tensor]
+
+
+class MixerRows:
+    """Enters the mixer of one layer after the other. A model without mixers is left alone."""
+
+    def __init__(
+        self, mixers: Sequence[Mixer | None], layers: Sequence[Any], tokens: int, padding: Tensor | None
+    ) -> None:
+        """Prepare for one forward.
+
+        Args:
+            mixers: of the model that runs, by layer.
+            layers: the cache's layers.
+            tokens: how many are new.
+            padding: `[batch, tokens]`, True on padding; None: none.
+        """
+        self._mixers, self._layers = mixers, layers
+        self._tokens, self._padding = tokens, padding
+        self._index, self._whole, self._kept = -1, dict[str, Any](), list[Any]()
+        self._pass: MixerPass | None = None
+
+    def __getitem__(self, index: int) -> Mixer | None:
+        """The mixer of a layer, None where it has none."""
+        return self._mixers[index]
+
+    def begin(self, index: int, call: LayerCall, make: Make, reached: Callable[[], None]) -> None:
+        """A layer begins; nothing is entered yet.
+
+        Args:
+            index: which layer.
+            call: its arguments for all tokens, before any rows are taken.
+            make: lays what is stored into `[batch, tokens, width]` of zeros.
+            reached: is called when all that is stored of the layer has been computed; may raise.
+        """
+        self.leave()
+        mixer = self._mixers[index]
+        if mixer is None:
+            return
+        self._index, self._whole = index, dict(call.arguments)
+        cache = next(value for value in call.arguments.values() if hasattr(value, "update_conv_state"))
+        self._pass = MixerPass(mixer, cache, ActiveRows(None, self._tokens, {}), None, make, reached)
+        self._pass.enter()
+
+    def take(self, call: LayerCall, rows: Rows | None) -> None:
+        """The layer runs for some rows.
+
+        Args:
+            call: its arguments for these.
+            rows: which rows; None: all.
+        """
+        if self._pass is None or rows is None:
+            return
+        self._kept.append(dict(call.arguments))  # kept alive: they are told by their ids
+        whole = whole_arguments(call.arguments, self._whole)
+        self._pass.rows = ActiveRows(rows.columns, self._tokens, whole, self._padding)
+
+    def anew(self) -> "MixerRows":
+        """For another forward over the same tokens and layers."""
+        return MixerRows(self._mixers, self._layers, self._tokens, self._padding)
+
+    def pause(self) -> None:
+        """Another forward of the model begins inside this one."""
+        if self._pass is not None:
+            self._pass.leave()
+
+    def resume(self) -> None:
+        """The other forward is done."""
+        if self._pass is not None:
+            self._pass.enter()
+
+    def leave(self) -> None:
+        """The layer is done, or the forward failed."""
+        if self._pass is not None:
+            self._pass.leave()
+        self._pass, self._whole, self._kept = None, {}, []
+
+    def states(self) -> Any:
+        """The state of the layer's mixer as it is, to be given back by `restore`."""
+        return None if self._pass is None else self._layers[self._index].snapshot_mixer()
+
+    def restore(self, states: Any) -> None:
+        """The mixer ran as a look only: take its state back."""
+        if states is not None:
+            self._layers[self._index].restore_mixer(states)
+
+
+def side_by_side(projections: Tensor) -> tuple[Tensor, Tensor]:
+    """Projections in the place of K and of V, for selectors: `[batch, 1, tokens, width]` each."""
+    return projections, projections
+
+
+def keeps_keys(layer: Any) -> bool:
+    """Whether a layer of a blend cache holds K and V."""
+    return hasattr(layer, "sizes_behind")
+
+
+def keeps_states(layer: Any) -> bool:
+    """Whether a layer of a blend cache holds anything of each token, or a mixer's state."""
+    return keeps_keys(layer) or hasattr(layer, "snapshot_mixer")
+
+
+def at_layers_that_keep(ratios: dict[int, float], layers: Sequence[Any], with_keys: bool) -> dict[int, float]:
+    """Move each check layer to the first one from there on at which there is something to compare.
+
+    Args:
+        ratios: check layer → ratio.
+        layers: the cache's layers.
+        with_keys: K and V are needed, projections will not do.
+
+    Returns:
+        The same, moved; where two meet the later one counts.
+    """
+    keeps = keeps_keys if with_keys else keeps_states
+    places = [index for index, layer in enumerate(layers) if keeps(layer)]
+    moved = {layer: next((place for place in places if place >= layer), None) for layer in ratios}
+    return {place: ratios[layer] for layer, place in sorted(moved.items()) if place is not None}

@@ -1,0 +1,62 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a user should hear of a prompt and a store that do not fit each other."""
+
+from collections.abc import Iterable, Sequence
+
+from ..store import ChunkStore
+
+__all__ = ["other_tokenizers", "why_nothing_found"]
+
+
+def why_nothing_found(store: ChunkStore, fingerprint: str, sink_ids: Sequence[int], tokenizer: str) -> str:
+    """Why nothing of a prompt is in a store.
+
+    Args:
+        store: where it was looked for.
+        fingerprint: of the model.
+        sink_ids: the tokens before each chunk.
+        tokenizer: digest of the one that made the prompt; empty if it is not known.
+
+    Returns:
+        What is there and what to do; empty where the store is.
+    """
+    here, everywhere = store.counts(fingerprint)
+    if not everywhere:
+        return ""
+    if not here:
+        return (
+            f"the store holds {everywhere} chunks, but none of this model: weights, adapter or code are others. Add "
+            "the documents with this model."
+        )
+    key = store.sample(fingerprint, sink_ids)
+    if key is None:
+        return (
+            f"the store holds {here} chunks of this model, but none behind sink_ids={tuple(sink_ids)}. Use the "
+            "sink_ids that they were added with."
+        )
+    chunk = store.get(key) if tokenizer else None
+    named = other_tokenizers([chunk.tokenizer] if chunk is not None else (), tokenizer)
+    return (
+        f"the store holds {here} chunks of this model, but none of them is in the prompt. "
+        + (f"{named[0].upper()}{named[1:]}" if named else "Put the documents into it as they were added.")
+    )
+
+
+def other_tokenizers(stored: Iterable[str], tokenizer: str) -> str:
+    """Name the tokenizers that chunks were stored with, if they are not the prompt's.
+
+    Args:
+        stored: digests of the chunks' tokenizers; empty ones are not known.
+        tokenizer: digest of the prompt's; empty if it is not known.
+
+    Returns:
+        A sentence; empty where there is nothing to say.
+    """
+    others = sorted({*stored} - {"", tokenizer})
+    if not others or not tokenizer:
+        return ""
+    return (
+        f"chunks were stored with another tokenizer ({', '.join(others)}) than this one ({tokenizer}): their ids may "
+        "not be in its prompts. Add the documents with the tokenizer that is used."
+    )

@@ -1,0 +1,109 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts that are messages: the chat template is rendered once, as `apply_chat_template` does, and then read."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..errors import PromptError
+from .text import TextPrompt, build_text
+
+__all__ = ["build_messages"]
+
+Document = str | Mapping[str, Any]
+_OURS = ("tokenize", "return_tensors", "return_dict", "padding", "truncation", "max_length", "tokenizer_kwargs")
+
+
+def build_messages(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], documents: Sequence[Document], template: Mapping[str, Any]
+) -> TextPrompt:
+    """Render a conversation and find its documents.
+
+    Args:
+        tokenizer: with a chat template.
+        messages: as for `apply_chat_template`.
+        documents: texts that are in the messages; or dicts for a template that takes documents, whose longest text is
+            looked for.
+        template: further arguments of `apply_chat_template`, such as `tools`.
+
+    Returns:
+        The request; its ids are those of `apply_chat_template`.
+
+    Raises:
+        PromptError: the tokenizer has no template, the template refuses the messages, or a document is not in the
+            prompt.
+    """
+    _check(tokenizer, messages, documents, template)
+    given = [one for one in documents if not isinstance(one, str)]
+    texts = [one if isinstance(one, str) else _text_of(one) for one in documents]
+    arguments = {"add_generation_prompt": not template.get("continue_final_message", False), **template}
+    text = render(tokenizer, messages, **arguments, **({"documents": given} if given else {}))
+    return build_text(tokenizer, text, texts, special=False, opening=_is_opening(messages, texts))
+
+
+def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
+    """The text that a chat template makes of messages.
+
+    Args:
+        tokenizer: with a chat template.
+        messages: as for `apply_chat_template`.
+        **arguments: as for `apply_chat_template`.
+
+    Returns:
+        The text, to be tokenised without special tokens.
+
+    Raises:
+        PromptError: the template refuses the messages.
+    """
+    try:
+        text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, **arguments)
+    except Exception as error:  # a template is code of somebody else and raises what it likes
+        raise PromptError(
+            f"the chat template refused the {len(messages)} messages: {type(error).__name__}: {error}. Give messages "
+            "and arguments that apply_chat_template takes for this tokenizer."
+        ) from error
+    return text
+
+
+def _check(tokenizer: Any, messages: Any, documents: Any, template: Mapping[str, Any]) -> None:
+    if not (template.get("chat_template") or getattr(tokenizer, "chat_template", None)):
+        raise PromptError(
+            f"{type(tokenizer).__name__} has no chat template, but messages need one. Use a chat model's tokenizer, "
+            "or inputs and inputs_from_text for a model that is none."
+        )
+    if isinstance(messages, str | Mapping) or not len(messages):
+        raise PromptError(f"messages is {messages!r:.60}, expected a list of dicts with a role and a content.")
+    if isinstance(documents, str | Mapping) or not all(isinstance(one, str | Mapping) for one in documents):
+        raise PromptError(f"documents is {documents!r:.60}, expected a list of texts, or of dicts with a text.")
+    for name in _OURS:
+        if name in template:
+            raise PromptError(
+                f"{name} was passed for the chat template, but the prompt is tokenised here, as [1, tokens]. Leave it "
+                "out; arguments such as tools, enable_thinking or chat_template are passed on."
+            )
+
+
+def _text_of(document: Mapping[str, Any]) -> str:
+    """The longest text of a document; the others are its title, its address and so on."""
+    texts = [value for value in document.values() if isinstance(value, str)]
+    if not texts:
+        raise PromptError(f"the document {document!r:.60} has no text. Give dicts such as {{'title': …, 'text': …}}.")
+    return max(texts, key=len)
+
+
+def _is_opening(messages: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> bool:
+    """Whether no answer is before the first document: what is before it then is the same in other conversations."""
+    for message in messages:
+        content = _content(message)
+        if message.get("role") not in ("system", "developer", "user"):
+            return False
+        if any(text.strip() in content for text in texts):
+            return True
+    return True
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    """The text of a message, which may be in parts."""
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [{"text": content}]
+    return "".join(str(part.get("text", "")) for part in parts if isinstance(part, Mapping))

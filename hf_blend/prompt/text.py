@@ -1,0 +1,151 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts that are one text: tokenised once, as the tokenizer alone would, with chunks found by their characters.
+
+A tokenizer makes other tokens of a text where it is joined to others. So a chunk has ids of its own, under which it is
+stored, and a prompt has those of a run inside it; the tokens at the seams are the prompt's and are computed.
+"""
+
+import json
+from array import array
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import numpy as np
+
+from ..errors import PromptError
+from .pieces import Span, TextPrompt, tokenize
+
+__all__ = ["build_text"]
+
+_SEAM_TOKENS = 8  # so many tokens at either end of a chunk may differ in a prompt
+_WIDTH = 4  # bytes of a packed token
+_REMEMBERED = 4096  # documents of each tokenizer
+
+_remembered: WeakKeyDictionary[Any, Callable[[str, int], tuple[int, ...]]] = WeakKeyDictionary()
+
+
+def build_text(
+    tokenizer: Any, text: str, chunks: Sequence[str], *, special: bool, opening: bool = True
+) -> TextPrompt:
+    """Tokenise a prompt and find chunks in it.
+
+    Args:
+        tokenizer: the model's; one without offsets (`is_fast` is False) has its chunks found by their ids.
+        text: the prompt.
+        chunks: texts that are in it, in any order; a chunk may be there more than once.
+        special: the tokenizer adds its special tokens, such as BOS.
+        opening: what is before the first chunk is an entry of its own.
+
+    Returns:
+        The request; its ids are those of `tokenizer(text, add_special_tokens=special)`.
+
+    Raises:
+        PromptError: the text is empty or would begin with two BOS, or a chunk is empty or not in the text.
+    """
+    ids, offsets = _tokenized(tokenizer, text, special)
+    places = _located(text, chunks)
+    packed, spans = array("i", ids).tobytes(), list[Span]()
+    first, ids_of, size = len(ids), _remembering(tokenizer), _size(tokenizer)
+    for start, stop, chunk in places:
+        begin, end = _columns(offsets, start, stop) if offsets is not None else (0, len(ids))
+        least = spans[-1].stop if spans else 0
+        begin = max(begin, least)
+        span = _aligned(packed, begin, end, least, ids_of(chunk, size))
+        if span is None and offsets is not None:
+            span = Span.whole(begin, ids[begin:end])  # its tokens are others throughout: these are a chunk too
+        if span is not None and span.tokens:
+            first = min(first, begin, span.start)
+            spans.append(span)
+    return TextPrompt(tuple(ids), tuple(spans), first if opening and spans and offsets is not None else 0)
+
+
+def _tokenized(tokenizer: Any, text: str, special: bool) -> tuple[list[int], np.ndarray | None]:
+    """Token ids, and `[tokens, 2]` where the characters of each begin and end, ascending; None if it is not known."""
+    is_fast = bool(getattr(tokenizer, "is_fast", False))
+    made = tokenizer(text, add_special_tokens=special, **({"return_offsets_mapping": True} if is_fast else {}))
+    ids, bos = list(made["input_ids"]), getattr(tokenizer, "bos_token_id", None)
+    if not ids:
+        raise PromptError(f"the text {text!r:.40} has no token. Ask something; the model answers after it.")
+    if special and bos is not None and ids[:2] == [bos, bos]:
+        raise PromptError(
+            f"the text begins with {text[:12]!r}, which is BOS (id {bos}), and the tokenizer puts another before it; "
+            "one is expected. Pass add_special_tokens=False for text of a chat template, or use inputs_from_messages."
+        )
+    return ids, np.maximum.accumulate(np.array(made["offset_mapping"])) if is_fast else None
+
+
+def _columns(offsets: np.ndarray, start: int, stop: int) -> tuple[int, int]:
+    """The tokens that have characters of a piece of text; special tokens have none."""
+    return int(np.searchsorted(offsets[:, 1], start, "right")), int(np.searchsorted(offsets[:, 0], stop, "left"))
+
+
+def _remembering(tokenizer: Any) -> Callable[[str, int], tuple[int, ...]]:
+    """Gives the ids of a document of last time without asking the tokenizer again, which takes as long as the prompt.
+
+    The second argument is the size of the vocabulary: tokens may be added.
+    """
+    if tokenizer not in _remembered:
+        own = ref(tokenizer)  # not the tokenizer, which would be kept alive
+        _remembered[tokenizer] = lru_cache(_REMEMBERED)(lambda text, _: tokenize(own(), text))
+    return _remembered[tokenizer]
+
+
+def _size(tokenizer: Any) -> int:
+    return len(tokenizer) if hasattr(type(tokenizer), "__len__") else 0
+
+
+def _located(text: str, chunks: Sequence[str]) -> list[tuple[int, int, str]]:
+    """(first character, character behind the last, chunk) wherever a chunk is, longer ones first, without overlap."""
+    found: list[tuple[int, int, str]] = []
+    for number, chunk in sorted(enumerate(chunks), key=lambda pair: -len(pair[1])):
+        if not chunk.strip():
+            raise PromptError(f"document {number} is {chunk!r} and has no token. Leave empty documents out.")
+        form = next((one for one in _forms(chunk) if one in text), None)
+        if form is None:
+            raise PromptError(
+                f"document {number} ({chunk!r:.40}) is not in the prompt. Put its text into a message as it is; for a "
+                "template that takes documents pass them as dicts: [{'title': …, 'text': …}]."
+            )
+        at = text.find(form)
+        while at >= 0:
+            stop = at + len(form)
+            if all(stop <= begin or end <= at for begin, end, _ in found):
+                found.append((at, stop, chunk))
+            at = text.find(form, stop)
+    return sorted(found)
+
+
+def _forms(chunk: str) -> tuple[str, ...]:
+    """How templates write a text: as it is, without white space at its ends, or as JSON."""
+    return chunk, chunk.strip(), json.dumps(chunk, ensure_ascii=False)[1:-1], json.dumps(chunk)[1:-1]
+
+
+def _aligned(packed: bytes, begin: int, end: int, least: int, chunk: tuple[int, ...]) -> Span | None:
+    """The run of tokens that a chunk and a prompt share; None if even what is inside the chunk differs.
+
+    Args:
+        packed: the prompt's ids, 4 bytes each.
+        begin: the first token with characters of the chunk.
+        end: the token behind the last of them.
+        least: the run begins here or later.
+        chunk: its ids.
+    """
+    count = len(chunk)
+    cut = min(_SEAM_TOKENS, count // 4)
+    inside = array("i", chunk[cut : count - cut]).tobytes()
+    at = packed.find(inside, _WIDTH * begin, _WIDTH * end)
+    while at >= 0 and at % _WIDTH:
+        at = packed.find(inside, at + 1, _WIDTH * end)
+    if at < 0:
+        return None
+    shift = at // _WIDTH - cut
+    low, high = max(0, least - shift), min(count, len(packed) // _WIDTH - shift)
+    here = np.frombuffer(packed, np.int32)[shift + low : shift + high]
+    differs = here != np.array(chunk[low:high], np.int32)
+    before, behind = np.flatnonzero(differs[: cut - low][::-1]), np.flatnonzero(differs[count - cut - low :])
+    first = low if not len(before) else cut - int(before[0])
+    last = high if not len(behind) else count - cut + int(behind[0])
+    return Span(shift + first, chunk, first, last - first)

@@ -1,0 +1,83 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Recompute the tokens that a linear probe of the stored values expects to change most: nothing is computed first.
+
+What a token lacks when its chunk is computed alone often shows in the token itself: "that animal" with no animal
+before it, "she" with no name. A probe reads it off the stored values of a few layers, which do not depend on the
+position, and predicts the deviation that `oracle` would see. It is fitted for one model by
+`hf_blend.evaluation.fitting`, from a few prompts, by ridge regression. Unlike `kv-deviation` it needs no layer
+computed in full, and unlike `query-attention` it does not know the question.
+
+Source: ours. The target is CacheBlend's (arXiv 2405.16444), predicted instead of measured.
+"""
+
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError
+from .base import Selector, TokenView, norms
+
+PREFIX = "values."
+
+
+class Learned(Selector):
+    """The prediction of a fitted probe. Option `path`: its file; without one, the length of the last values."""
+
+    needs_kv = False
+    defaults: ClassVar[Mapping[str, Any]] = {"path": ""}
+
+    def score(self, view: TokenView) -> Tensor:
+        """Predicted deviation, `[batch, tokens]`."""
+        path = str(self.options["path"])
+        if not path:
+            return norms(view.stored_alone(view.num_layers - 1)[1])
+        weights = probe(path)
+        if max(weights) >= view.num_layers:
+            raise ConfigError(
+                f"the probe {path!r} reads layer {max(weights)}, expected at most {view.num_layers - 1}: it was "
+                "fitted for another model. Fit one for this model."
+            )
+        parts = [self._read(view.stored_alone(layer)[1], weight) for layer, weight in weights.items()]
+        return torch.stack(parts).sum(dim=0)
+
+    def _read(self, values: Tensor, weight: Tensor) -> Tensor:
+        """Weighted sum over heads and width of `[batch, kv_heads, tokens, width]`: `[batch, tokens]`."""
+        if weight.shape != (values.shape[1], values.shape[3]):
+            raise ConfigError(
+                f"the probe {self.options['path']!r} reads values of {tuple(weight.shape)} (heads, width), expected "
+                f"{(values.shape[1], values.shape[3])}: it was fitted for another model. Fit one for this model."
+            )
+        return torch.einsum("bhtd,hd->bt", values.float(), weight.to(values.device))
+
+
+@lru_cache(maxsize=8)
+def probe(path: str) -> dict[int, Tensor]:
+    """Read a fitted probe.
+
+    Args:
+        path: of a safetensors file.
+
+    Returns:
+        Layer → `[kv_heads, head_dim]` float32.
+
+    Raises:
+        ConfigError: there is no such file, or it holds no probe.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        tensors = load_file(Path(path).expanduser())
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"the probe {path!r} cannot be read: {error}. Expected a file of evaluation.fitting."
+        ) from error
+    found = {int(name.removeprefix(PREFIX)): one.float() for name, one in tensors.items() if name.startswith(PREFIX)}
+    if not found:
+        raise ConfigError(f"the file {path!r} holds {sorted(tensors)}, expected weights named {PREFIX}<layer>.")
+    return found

@@ -1,0 +1,338 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""`BlendedBatching`: transformers' continuous batching, with prompts whose chunks are stored blended into its blocks.
+
+    with BlendedBatching(model, store, recompute_ratio=0.15) as engine:
+        request = engine.add_request(token_ids, max_new_tokens=64)
+        output = engine.get_result(timeout=60)
+        print(output.generated_tokens, engine.outcome(request))
+
+The engine's steps are stock. Between two of them a blended prefill goes on for at most `stall_s` and one layer.
+"""
+
+import copy
+import threading
+from collections.abc import Sequence
+from typing import Any, Self
+
+from torch import nn
+from transformers import ContinuousBatchingConfig, GenerationConfig
+
+from ..cache.blend_cache import BlendCache
+from ..config import BlendConfig
+from ..errors import ConfigError, PromptError, UnsupportedModelError
+from ..model.anatomy import text_config
+from ..model.canary import canary_of
+from ..model.fingerprint import fingerprint
+from ..prefill.layout import layout_of
+from ..store import ChunkStore
+from .turns import Turns
+
+try:
+    from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+
+    from .paged import BlendedPagedCache
+    from .prefills import FAILURES, BlendedPrefills, Prefilled, Reuse
+    from .scheduler import BlendedScheduler
+except ImportError as error:
+    import transformers
+
+    raise UnsupportedModelError(
+        f"continuous batching of transformers {transformers.__version__} has no cache allocators ({error}), but "
+        "blended blocks need them. Install transformers 5.23, or use a BlendCache for each request."
+    ) from error
+
+__all__ = ["BlendedBatching"]
+
+MOST_FAILURES = 3  # steps that fail one after the other before the engine gives up
+IDLE_TURN_S = 0.1  # of a prefill while nobody decodes; new requests are looked for behind it
+
+
+class BlendedBatching(ContinuousBatchingManager):
+    """Continuous batching that reuses stored chunks anywhere in a prompt.
+
+    A request whose prompt holds stored chunks gets a blended prefill, as a lone `BlendCache` would compute it, before
+    the engine sees it; the engine then runs its last token and decodes. Others run as in stock continuous batching,
+    with its sharing of exact prefixes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        store: ChunkStore,
+        config: BlendConfig | None = None,
+        *,
+        generation_config: GenerationConfig | None = None,
+        batching: ContinuousBatchingConfig | None = None,
+        stall_s: float = 0.05,
+        **settings: Any,
+    ) -> None:
+        """Prepare an engine; `start`, or a `with` block, begins it.
+
+        Args:
+            model: a causal language model with the attention implementation sdpa, all of whose layers see everything.
+            store: where chunks are kept; a request may name another.
+            config: how prompts are blended; the defaults where left out.
+            generation_config: how all requests decode; the model's own where left out.
+            batching: of transformers: blocks, tokens and requests per step.
+            stall_s: how long a blended prefill may hold up those that decode, between two steps, up to the next layer.
+            **settings: fields of `BlendConfig` that differ from `config`.
+
+        Raises:
+            ConfigError: a setting of the engine that blended prompts cannot be served with; it is named.
+            UnsupportedModelError: the model cannot be blended, or cannot be served so.
+        """
+        self.blend_config = BlendConfig.from_dict({**(config or BlendConfig()).to_dict(), **settings})
+        batching = copy.copy(batching) if batching is not None else ContinuousBatchingConfig()
+        generation_config = copy.deepcopy(generation_config or model.generation_config)
+        if generation_config.eos_token_id is None:
+            generation_config.eos_token_id = -1
+        _check_model(model)
+        _check_settings(self.blend_config, batching, generation_config, stall_s)
+        BlendCache(model, store, self.blend_config)  # calibrates and tests the model, or refuses it
+        layout_of(model, fingerprint(model))
+        canary_of(model)
+        self.store, self.stall_s = store, stall_s
+        self._failed_steps = 0
+        self._lock = threading.Lock()
+        batching.auto_switch_to_flash, batching.use_async_batching = False, False
+        batching.use_cuda_graph, batching.max_blocks_per_request = False, 0
+        super().__init__(model, generation_config, batching)
+        self.prefills = BlendedPrefills(model, self.blend_config, Turns(self._wake_up_loop.set, self._settle))
+
+    def add_request(  # type: ignore[override]
+        self,
+        input_ids: Sequence[int],
+        request_id: str | None = None,
+        max_new_tokens: int | None = None,
+        *,
+        chunks: Sequence[Sequence[int]] = (),
+        store: ChunkStore | None = None,
+        salt: Sequence[int] = (),
+        blend: bool = True,
+        **settings: Any,
+    ) -> str:
+        """Add a request; may be called from any thread.
+
+        Args:
+            input_ids: of its prompt.
+            request_id: a name that no other request has; one is made where left out.
+            max_new_tokens: where its answer is cut; as the generation config says where left out.
+            chunks: token ids of chunks that stand in the prompt; missing ones are computed and stored first. Without,
+                chunks that are stored already are found by their content.
+            store: of the request's tenant; the engine's own where left out.
+            salt: numbers below 2³¹ that keep the tenant's blocks from being shared with others.
+            blend: whether chunks are reused at all.
+            **settings: as in transformers: `streaming`, `record_timestamps`, `eos_token_id`, and what the logits
+                processors take.
+
+        Returns:
+            The name of the request.
+
+        Raises:
+            PromptError: the prompt is empty, or it does not fit the model or the engine's cache.
+            ConfigError: the engine is not running.
+        """
+        tokens = list(map(int, input_ids))
+        new = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
+        self._check_length(len(tokens), new)
+        self._check_tokens(tokens)
+        with self._lock:
+            if request_id is None:
+                request_id = f"blended_{self._request_counter}"
+                self._request_counter += 1
+            known = self.outcome(request_id)
+            if known is not None and known.how == "waiting":
+                raise ConfigError(f"there is a request {request_id!r} already. Give each its own name, or none.")
+            if blend and len(tokens) > 1:
+                reuse = Reuse(store or self.store, tuple(map(tuple, chunks)), tuple(salt))
+                self.prefills.expect(request_id, reuse)
+            given = super().add_request(tokens, request_id, new, **settings)
+        if given is None:
+            self.prefills.drop(request_id)
+            raise ConfigError(
+                "a request was added to an engine that is not running, or is about to stop. Call start(), or make a "
+                "new one."
+            )
+        return given
+
+    def outcome(self, request_id: str) -> Prefilled | None:
+        """What a request's prefill cost; None for one that the engine has not taken up, or has forgotten.
+
+        Args:
+            request_id: of one of the last few thousand requests.
+        """
+        return self.prefills.outcomes.get(request_id)
+
+    def forget_handler(self, request_id: str) -> None:
+        """Deliver nothing more of a request to whom `register_result_handler` named: a cancelled one never ends.
+
+        Args:
+            request_id: of the request.
+        """
+        with self.output_router._lock:
+            self.output_router.result_handlers.pop(request_id, None)
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Which tokens end an answer."""
+        given = self.generation_config.eos_token_id
+        return frozenset(given if isinstance(given, list | tuple) else [given])
+
+    @property
+    def paged(self) -> BlendedPagedCache:
+        """The engine's cache, while it runs.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        if self.batch_processor is None:
+            raise ConfigError("the engine has no cache before it runs. Call start() first.")
+        cache: BlendedPagedCache = self.batch_processor.cache  # type: ignore[assignment]
+        return cache
+
+    def start(self) -> None:
+        """Begin to serve.
+
+        Raises:
+            MemoryError: the blocks asked for do not fit.
+            UnsupportedModelError: the engine keeps blocks of another kind for this model.
+        """
+        if self.batch_processor is None:
+            self.batch_processor = self._create_batch_processor()  # here, so that the caller sees why it fails
+        super().start()
+
+    def stop(self, *args: Any, **settings: Any) -> None:
+        """Stop, as in transformers: by default when every request is done."""
+        super().stop(*args, **settings)
+        if not self.is_running():
+            self.prefills.clear()
+            self.prefills.turns.close()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, kind: Any, *exception: object) -> None:
+        self.stop(hard_stop=kind is not None)
+        self.destroy()
+
+    def _check_length(self, tokens: int, new: int | None) -> None:
+        longest = getattr(text_config(self.model), "max_position_embeddings", None)
+        given = self.continuous_batching_config
+        capacity = given.num_blocks * given.page_size if given.num_blocks else None
+        total = tokens + (new or 1)
+        for limit, what in ((longest, "positions"), (capacity, "tokens of cache")):
+            if limit is not None and total > limit:
+                raise PromptError(
+                    f"the prompt has {tokens} tokens and up to {new} are to come, but there are {limit} {what}. "
+                    "Shorten the prompt, or lower max_new_tokens."
+                )
+        if not tokens:
+            raise PromptError("the prompt has 0 tokens, but at least one is expected. Give it some text.")
+
+    def _check_tokens(self, tokens: list[int]) -> None:
+        """One token that the embeddings lack would fail all requests of its step."""
+        size = self.model.get_input_embeddings().weight.shape[0]
+        odd = [token for token in (min(tokens), max(tokens)) if not 0 <= token < size]
+        if odd:
+            raise PromptError(f"the prompt holds the token id {odd[0]}, but there are {size}, from 0 on. Correct it.")
+
+    def _create_batch_processor(self) -> Any:
+        processor = super()._create_batch_processor()
+        cache = BlendedPagedCache.adopt(processor.cache, self.prefills)
+        if list(cache.cache_allocators) != ["full_attention"]:
+            raise UnsupportedModelError(
+                f"the engine keeps {', '.join(cache.cache_allocators)} for {type(self.model).__name__}, but blended "
+                "blocks hold full attention alone. Use a BlendCache for each request."
+            )
+        scheduler = BlendedScheduler.adopt(processor.scheduler, self.prefills)  # type: ignore[arg-type]
+        self.prefills.attach(cache, processor.inputs_and_outputs.compute_stream, scheduler.may_grow)
+        return processor
+
+    def _generation_loop_body(self, batch_processor: Any, bootstrapping: bool) -> bool:
+        """A step of the engine, and before it a turn of the blended prefill that is under way."""
+        steps = self.current_batch
+        try:
+            is_decoding = bool(batch_processor.scheduler.active_requests)
+            self.prefills.advance(self.stall_s if is_decoding else IDLE_TURN_S)
+            goes_on = super()._generation_loop_body(batch_processor, bootstrapping)
+        except FAILURES as error:
+            self._recover(batch_processor, error)
+            return True
+        self._failed_steps = 0 if self.current_batch > steps else self._failed_steps
+        return bool(goes_on)
+
+    def _recover(self, processor: Any, error: Exception) -> None:
+        """Fail the requests that the engine was computing, and serve on; a stock engine ends here."""
+        self._failed_steps += 1
+        if self._failed_steps > MOST_FAILURES:
+            raise error
+        scheduler = processor.scheduler
+        for state in list(scheduler.active_requests.values()):
+            processor._handle_request_error(error, state)
+            scheduler.finish_request(state.request_id)
+            self.prefills.drop(state.request_id)
+        scheduler._requests_to_fork.clear()
+
+    def _settle(self) -> None:
+        """Wait for the device before those that decode go on: the bound is on what they see."""
+        if self.model.device.type != "cpu" and self.batch_processor is not None:
+            stream = self.batch_processor.inputs_and_outputs.compute_stream
+            if stream is not None:
+                stream.synchronize()
+
+
+def _check_model(model: nn.Module) -> None:
+    name, attention = type(model).__name__, getattr(model.config, "_attn_implementation", None)
+    config = text_config(model)
+    if attention != "sdpa":
+        raise UnsupportedModelError(
+            f"{name} attends by {attention!r}, but blended prefills and the engine share sdpa. Load it with "
+            "attn_implementation='sdpa'."
+        )
+    kinds = set(getattr(config, "layer_types", None) or ())
+    window = getattr(config, "sliding_window", None)
+    windows = kinds - {"full_attention"} if kinds else ({f"a window of {window}"} if window else set())
+    if windows:
+        raise UnsupportedModelError(
+            f"layers of {name} have {', '.join(sorted(map(str, windows)))}, of which the engine keeps the last tokens "
+            "alone, but blended blocks hold every token. Use a BlendCache for each request."
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    if any(kind in str(rope.get("rope_type", "")) for kind in ("dynamic", "longrope")):
+        raise UnsupportedModelError(
+            f"{name} has rope_type={rope['rope_type']!r}: its frequencies depend on the longest prompt in a step, so "
+            "requests would change each other. Use a BlendCache for each request."
+        )
+    if getattr(model, "_device_mesh", None) is not None:
+        raise UnsupportedModelError(
+            f"{name} is spread over devices by tensor parallelism, but a blended prefill runs on one. Load it without "
+            "tp_plan."
+        )
+
+
+def _check_settings(
+    config: BlendConfig, batching: ContinuousBatchingConfig, generation: GenerationConfig, stall_s: float
+) -> None:
+    refused = (
+        (config.kv_bits is not None, f"kv_bits={config.kv_bits}", "the engine's blocks hold the model's dtype"),
+        (batching.scheduler_type != "fifo", f"scheduler_type={batching.scheduler_type!r}", "only 'fifo' holds back"),
+        (not batching.allow_block_sharing, "allow_block_sharing=False", "blended blocks enter by the shared prefix"),
+        (bool(batching.use_async_batching), "use_async_batching=True", "a prefill needs the model between steps"),
+        (_graphs(batching), f"use_cuda_graph={batching.use_cuda_graph}", "a prefill would break a captured graph"),
+        (batching.cpu_offload_space != 0, f"cpu_offload_space={batching.cpu_offload_space}", "a swap hashes anew"),
+        (bool(batching.max_blocks_per_request), f"max_blocks_per_request={batching.max_blocks_per_request}",
+         "the decode fast path writes K and V by itself"),
+        ((generation.num_return_sequences or 1) != 1, f"num_return_sequences={generation.num_return_sequences}",
+         "a fork begins before the last prompt token"),
+        (not stall_s >= 0, f"stall_s={stall_s}", "seconds from 0 on are expected"),
+    )  # fmt: skip
+    for is_so, given, reason in refused:
+        if is_so:
+            raise ConfigError(f"{given} cannot be served with blended prompts: {reason}. Leave it at its default.")
+
+
+def _graphs(batching: ContinuousBatchingConfig) -> bool:
+    given = batching.use_cuda_graph
+    return any(given) if isinstance(given, tuple) else bool(given)

@@ -1,0 +1,113 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What stands before the server's own code: keys, and bodies that are too large, too slow, or never end."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from .service import Limits
+from .tenants import Tenants
+from .wire import error_body
+
+__all__ = ["Guard"]
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Any]]
+Send = Callable[[Any], Awaitable[None]]
+
+OPEN = ("/health", "/metrics")  # asked by machines that have no key
+
+
+class Refused(Exception):
+    """A request that goes no further."""
+
+    def __init__(self, status: int, message: str, code: str) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+class Guard:
+    """An ASGI application around another: knows the tenant, and has the whole body, before that is asked.
+
+    Args:
+        app: the application behind.
+        tenants: who may ask.
+        limits: size of a body and time for it.
+        responded: called with the status of every response.
+    """
+
+    def __init__(self, app: Any, tenants: Tenants, limits: Limits, responded: Callable[[int], None]) -> None:
+        self._app, self._tenants, self._limits, self._responded = app, tenants, limits, responded
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse it."""
+        if scope["type"] != "http" or scope["path"] in OPEN:
+            await self._app(scope, receive, send)
+            return
+
+        async def counted(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                self._responded(message["status"])
+            await send(message)
+
+        try:
+            headers = {name.decode("latin1").lower(): value.decode("latin1") for name, value in scope["headers"]}
+            tenant = self._tenants.find(headers.get("authorization"))
+            if tenant is None:
+                text = "the API key is missing or wrong. Send 'Authorization: Bearer KEY'."
+                raise Refused(401, text, "invalid_api_key")
+            scope.setdefault("state", {})["tenant"] = tenant
+            body = await self._body(headers, receive)
+        except Refused as refused:
+            await _answer(counted, refused)
+            return
+        if body is not None:
+            await self._app(scope, _Replay(body, receive), counted)
+
+    async def _body(self, headers: dict[str, str], receive: Receive) -> bytes | None:
+        """All of it; None where the client went away."""
+        most, length = self._limits.body_bytes, headers.get("content-length", "0")
+        too_large = Refused(413, f"the body is larger than {most} bytes. Send less.", "request_too_large")
+        if length.isdigit() and int(length) > most:
+            raise too_large
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(self._limits.body_s):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    if size > most:
+                        raise too_large
+                    if not message.get("more_body", False):
+                        return b"".join(parts)
+        except TimeoutError:
+            slow = f"the body did not arrive within {self._limits.body_s:g} s. Send it faster."
+            raise Refused(408, slow, "request_timeout") from None
+
+
+class _Replay:
+    """Gives the body once, and from then on what the client does."""
+
+    def __init__(self, body: bytes, receive: Receive) -> None:
+        self._body: bytes | None = body
+        self._receive = receive
+
+    async def __call__(self) -> Any:
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        return await self._receive()
+
+
+async def _answer(send: Send, refused: Refused) -> None:
+    kind = "authentication_error" if refused.status == 401 else "invalid_request_error"
+    content = json.dumps(error_body(str(refused), kind, refused.code)).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
+    headers += [(b"connection", b"close")] if refused.status != 401 else [(b"www-authenticate", b"Bearer")]
+    await send({"type": "http.response.start", "status": refused.status, "headers": headers})
+    await send({"type": "http.response.body", "body": content})

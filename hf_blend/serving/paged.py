@@ -1,0 +1,229 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's paged cache, with blocks that hold blended K and V.
+
+A block whose K and V are those of a full prefill may serve any request whose prompt begins with the same tokens: the
+engine shares it by a hash over these tokens. Blended K and V depend on more: which chunks stood where, and how much of
+them was recomputed. So the hashes of blended blocks begin at another root, made of these things, and only a request
+with the same chunks at the same places and the same settings finds them. A tenant's hashes are salted, so that nobody
+learns from a first token's time what another has asked.
+"""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
+from transformers.generation.continuous_batching.cache_allocators.cache_allocator import compute_block_hash
+
+__all__ = ["BlendedPagedCache", "salted"]
+
+SALT_WORDS = 8
+
+
+class Guide(Protocol):
+    """What the cache asks about a request."""
+
+    def take_ready(self, request_id: str) -> int:
+        """How many tokens of its prompt are in its blocks already; 0 for a request that the engine computes."""
+
+    def note_prefix(self, request_id: str, tokens: int) -> None:
+        """So many of its first tokens were found as an exact prefix."""
+
+    def salt_of(self, request_id: str) -> Sequence[int]:
+        """What its tokens are salted with before they are hashed; empty: nothing."""
+
+
+def salted(token_ids: Sequence[int], salt: Sequence[int]) -> list[int]:
+    """Token ids of which the first are changed by a salt.
+
+    Args:
+        token_ids: of a prompt, each below 2³¹.
+        salt: numbers below 2³¹.
+    """
+    return [*(token ^ word for token, word in zip(token_ids, salt, strict=False)), *token_ids[len(salt) :]]
+
+
+class BlendedPagedCache(PagedAttentionCache):
+    """A stock paged cache of full attention layers, which a `Guide` tells what was blended.
+
+    transformers names the class that its engine makes, and gives no place to name another: an existing cache becomes
+    one of this class by `adopt`.
+    """
+
+    guide: Guide
+    blended: dict[str, int]  # request → the root of the hashes of its blended blocks
+
+    @classmethod
+    def adopt(cls, cache: PagedAttentionCache, guide: Guide) -> "BlendedPagedCache":
+        """Turn the cache that the engine made into one of this class.
+
+        Args:
+            cache: that holds no request yet.
+            guide: knows the requests.
+        """
+        cache.__class__ = cls
+        adopted: BlendedPagedCache = cache  # type: ignore[assignment]
+        adopted.guide, adopted.blended = guide, {}
+        return adopted
+
+    @property
+    def allocator(self) -> Any:
+        """Of the full attention layers, which are all layers."""
+        return self.cache_allocators["full_attention"]
+
+    @property
+    def capacity(self) -> int:
+        """How many tokens fit, of all requests together."""
+        return int(self.allocator.num_blocks * self.allocator.tokens_per_page)
+
+    @property
+    def blocks_in_use(self) -> int:
+        """Blocks that a request holds; those kept for later requests are not counted."""
+        pool, allocator = self.pool, self.allocator
+        free = pool.num_free_sectors * allocator.blocks_per_sector + pool.count_free_blocks(allocator.index)
+        return int(allocator.num_blocks - free - len(allocator.ledger.cached_blocks))
+
+    def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
+        """How many of a prompt's first tokens are there: blended for this request, or of an exact prefix.
+
+        Args:
+            request_id: of a request that waits.
+            prompt_ids: of its prompt.
+        """
+        ready = self.guide.take_ready(request_id)
+        if ready:
+            return ready
+        found = super().search_prefix_match(request_id, salted(prompt_ids, self.guide.salt_of(request_id)))
+        self.guide.note_prefix(request_id, found)
+        return int(found)
+
+    def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
+        """Register the hashes of the blocks that a step has filled.
+
+        Args:
+            state: of the request.
+            complete_blocks: how many are new, by allocator.
+        """
+        table = self.allocator.block_table.get(state.request_id)
+        if not table or (state.request_id in self.blended and table[0] not in self.allocator.ledger.block_to_hash):
+            return  # its first block is blended and was not full when it was: no hash leads from it to others
+        tokens = salted([*state.initial_tokens, *state.generated_tokens], self.guide.salt_of(state.request_id))
+        stand_in: Any = SimpleNamespace(
+            request_id=state.request_id, status=state.status, initial_tokens=tokens, generated_tokens=[]
+        )
+        super().mark_complete_blocks(stand_in, complete_blocks)
+
+    def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
+        """Let go of a request's blocks.
+
+        Args:
+            request_id: any; one without blocks is passed over.
+            no_cache: keep none of them for later requests.
+        """
+        self.blended.pop(request_id, None)
+        super().free_blocks(request_id, no_cache)
+
+    def free_all_requests(self, clear_ledgers: bool = False) -> None:
+        """Let go of the blocks of all requests.
+
+        Args:
+            clear_ledgers: forget what is kept for later requests, too.
+        """
+        self.blended.clear()
+        super().free_all_requests(clear_ledgers)
+
+    def count_exact(self, token_ids: Sequence[int]) -> int:
+        """How many first tokens are in blocks that hold what a full prefill computes.
+
+        Args:
+            token_ids: of a prompt, salted.
+        """
+        return len(self.allocator.match_prefix_blocks(list(token_ids))) * int(self.allocator.tokens_per_page)
+
+    def reserve(self, state: Any, tokens: int) -> bool:
+        """Take blocks for the first tokens of a prompt that waits; False where there are none now.
+
+        Args:
+            state: of the request.
+            tokens: how many.
+        """
+        self.pool.try_to_free_sectors()
+        if self.can_store_request_tokens(state, tokens):
+            return True
+        if self.evict_cached_blocks():
+            self.pool.try_to_free_sectors()
+            return bool(self.can_store_request_tokens(state, tokens))
+        return False
+
+    def rows_of(self, request_id: str, tokens: int) -> Tensor:
+        """Where the first tokens of a request that has blocks for them are kept, `[tokens]`."""
+        return torch.tensor(self.allocator.get_write_indices(request_id, 0, tokens), device=self.device)
+
+    def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Put K and V of a prompt's first tokens into a request's blocks.
+
+        Args:
+            layer: which layer.
+            rows: from `rows_of`.
+            keys: `[kv_heads, tokens, head_dim]`, rotated for positions from 0 on.
+            values: `[kv_heads, tokens, head_dim]`.
+        """
+        self.allocator.update(keys.transpose(0, 1), values.transpose(0, 1), layer, rows[:0], rows)
+
+    def register(self, request_id: str, token_ids: Sequence[int], exact: int, root: int) -> None:
+        """Give a blended request's full blocks their hashes; one that is there already takes the place of its twin.
+
+        Args:
+            request_id: whose blocks were written.
+            token_ids: of which K and V are in them, salted.
+            exact: so many first tokens have K and V of a full prefill.
+            root: what the hashes of the other blocks begin at.
+        """
+        self.blended[request_id] = root
+        ledger, table = self.allocator.ledger, self.allocator.block_table[request_id]
+        for place, block_hash in enumerate(self._hashes(token_ids, exact, root)):
+            twin = ledger.register_new_hash(table[place], block_hash)
+            if twin is not None:
+                ledger.acquire(twin)
+                block, table[place] = table[place], twin
+                if ledger.release(block):
+                    self.pool.free_blocks(self.allocator.index, [block])
+
+    def share_blended(self, request_id: str, token_ids: Sequence[int], exact: int, root: int, least: int) -> int:
+        """Use the blended blocks of an earlier request with the same chunks, if they reach far enough.
+
+        Args:
+            request_id: of a request without blocks.
+            token_ids: of its prompt without the last token, salted.
+            exact: as in `register`.
+            root: as in `register`.
+            least: fewer tokens than these are of no use: a chunk would be cut.
+
+        Returns:
+            How many tokens are there; 0 where nothing is shared.
+        """
+        allocator = self.allocator
+        blocks: list[int] = []
+        for block_hash in self._hashes(token_ids, exact, root):
+            block = allocator.ledger.hash_to_block.get(block_hash)
+            if block is None:
+                break
+            blocks.append(block)
+        tokens = len(blocks) * int(allocator.tokens_per_page)
+        if not blocks or tokens < least:
+            return 0
+        allocator.acquire_prefix_blocks(request_id, tokens, blocks)
+        self.blended[request_id] = root
+        return tokens
+
+    def _hashes(self, token_ids: Sequence[int], exact: int, root: int) -> list[int]:
+        """The hash of each full block: a chain as the engine's, which restarts at the root where blending begins."""
+        size, parent, hashes = int(self.allocator.tokens_per_page), None, list[int]()
+        for start in range(0, len(token_ids) // size * size, size):
+            begins_blended = start <= exact < start + size
+            parent = compute_block_hash(root if begins_blended else parent, list(token_ids[start : start + size]))
+            hashes.append(parent)
+        return hashes

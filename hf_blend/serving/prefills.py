@@ -1,0 +1,308 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Blended prefills of requests that wait, one at a time and in turns with the engine.
+
+Why not inside `PagedAttentionCache.search_prefix_match`, where the engine asks what is there of a prompt: an answer is
+due at once, and 0 means "compute it", so every request that waits would be blended within one step, and nobody's next
+token would come before all of them were done. Here a request is held back from the engine until its blocks are filled;
+then that method answers "all but the last token".
+"""
+
+import hashlib
+import json
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import plugins
+from ..cache.blend_cache import BlendCache
+from ..config import BlendConfig
+from ..errors import HfBlendError
+from ..model.anatomy import decoder_layers, default_sink
+from ..model.canary import compute_chunk
+from ..model.fingerprint import fingerprint
+from ..prefill.report import BlendReport
+from ..store import ChunkStore
+from ..store.chunk import ChunkKey, Found
+from .paged import BlendedPagedCache, salted
+from .turns import Turns
+
+__all__ = ["FAILURES", "BlendedPrefills", "Prefilled", "Reuse"]
+
+logger = logging.getLogger(__name__)
+
+FAILURES = (ArithmeticError, AttributeError, HfBlendError, LookupError, MemoryError, OSError, RuntimeError, TypeError,
+            ValueError)  # fmt: skip
+KEPT_REPORTS = 4096
+FETCH_S = 2.0  # how long a chunk on another machine is waited for; a later one is computed
+
+Spans = Sequence[Found]
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """Where a request's chunks come from.
+
+    Attributes:
+        store: of the request's tenant.
+        chunks: token ids of chunks in its prompt that are computed and stored first if they are missing.
+        salt: of the tenant's hashes; empty where all requests share their prefixes.
+    """
+
+    store: ChunkStore
+    chunks: tuple[tuple[int, ...], ...] = ()
+    salt: tuple[int, ...] = ()
+
+
+@dataclass
+class Prefilled:
+    """What happened to a request before the engine began with it.
+
+    Attributes:
+        how: "blended", "shared" (blocks of an earlier request with the same chunks), "plain" (the engine computes it,
+            or finds a prefix of it), or "waiting".
+        tokens: how many of its tokens were in its blocks then.
+        prefix_tokens: how many tokens the engine found as an exact prefix.
+        computed_chunks: chunks that were missing, and were computed and stored for this request.
+        report: of the blended prefill.
+        reason: why it is plain although chunks might be stored; empty otherwise.
+    """
+
+    how: str = "waiting"
+    tokens: int = 0
+    prefix_tokens: int = 0
+    computed_chunks: int = 0
+    report: BlendReport | None = None
+    reason: str = ""
+
+
+@dataclass
+class _Held:
+    """A request that the engine does not see yet."""
+
+    state: Any
+    reuse: Reuse
+    outcome: Prefilled = field(default_factory=Prefilled)
+
+
+class BlendedPrefills:
+    """The requests that are held back, and the thread that fills their blocks.
+
+    Args:
+        model: the model that the engine runs.
+        config: how prompts are blended.
+        turns: the thread.
+    """
+
+    def __init__(self, model: nn.Module, config: BlendConfig, turns: Turns) -> None:
+        self._model, self._config, self.turns = model, config, turns
+        selector = plugins.load("selectors", config.selector)(config.selector_options, seed=config.seed)
+        self._sees_question = bool(selector.needs_attention or selector.needs_full_prefill)
+        self._sink = default_sink(model) if config.sink_ids is None else config.sink_ids
+        self._paged: BlendedPagedCache | None = None
+        self._stream: Any = None
+        self._may_grow: Callable[[], bool] = lambda: True
+        self._reuse: dict[str, Reuse] = {}
+        self._held: OrderedDict[str, _Held] = OrderedDict()
+        self._ready: dict[str, int] = {}
+        self._running: str | None = None
+        self.outcomes: OrderedDict[str, Prefilled] = OrderedDict()
+
+    def attach(self, paged: BlendedPagedCache, compute_stream: Any, may_grow: Callable[[], bool]) -> None:
+        """Work for an engine.
+
+        Args:
+            paged: its cache.
+            compute_stream: on which it computes; None on a CPU.
+            may_grow: whether another prompt may take blocks now.
+        """
+        self._paged, self._stream, self._may_grow = paged, compute_stream, may_grow
+
+    def expect(self, request_id: str, reuse: Reuse) -> None:
+        """A request that is about to be added may reuse chunks. Called from any thread.
+
+        Args:
+            request_id: of the request.
+            reuse: where its chunks come from.
+        """
+        self._reuse[request_id] = reuse
+
+    def offer(self, state: Any) -> None:
+        """The engine has a new request, or one that it had to put back into its queue."""
+        reuse = self._reuse.get(state.request_id)
+        self._note(state.request_id, Prefilled("plain" if reuse is None else "waiting"))
+        if reuse is not None:
+            self._held[state.request_id] = _Held(state, reuse, self.outcomes[state.request_id])
+
+    def holds(self, request_id: str) -> bool:
+        """Whether the engine may not see a request yet."""
+        return request_id in self._held
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def drop(self, request_id: str) -> None:
+        """A request is over: finished, cancelled or failed."""
+        self._reuse.pop(request_id, None)
+        self._ready.pop(request_id, None)
+        self._held.pop(request_id, None)
+        if self._running == request_id:
+            self.turns.cancel()
+
+    def clear(self) -> None:
+        """All requests are over."""
+        for request_id in [*self._held, *self._reuse, *self._ready]:
+            self.drop(request_id)
+
+    def take_ready(self, request_id: str) -> int:
+        """See `Guide`."""
+        return self._ready.pop(request_id, 0)
+
+    def note_prefix(self, request_id: str, tokens: int) -> None:
+        """See `Guide`."""
+        if request_id in self.outcomes:
+            self.outcomes[request_id].prefix_tokens = tokens
+
+    def salt_of(self, request_id: str) -> Sequence[int]:
+        """See `Guide`."""
+        reuse = self._reuse.get(request_id)
+        return () if reuse is None else reuse.salt
+
+    def advance(self, seconds: float) -> None:
+        """Between two steps of the engine: begin with the next request, and let the one under way go on.
+
+        Args:
+            seconds: for how long, up to the next layer.
+        """
+        if not self.turns.is_busy and self._held:
+            self._running, held = next(iter(self._held.items()))
+            self.turns.start(lambda: self._run(held))
+        self.turns.give(seconds)
+
+    def _note(self, request_id: str, outcome: Prefilled) -> None:
+        self.outcomes[request_id] = outcome
+        while len(self.outcomes) > KEPT_REPORTS:
+            self.outcomes.popitem(last=False)
+
+    def _run(self, held: _Held) -> None:
+        """In the thread: fill the blocks of one request, and let the engine see it."""
+        request_id = held.state.request_id
+        try:
+            with torch.no_grad(), self._on_stream(), self.turns.at_layers(decoder_layers(self._model)):
+                try:
+                    held.outcome.tokens = self._filled(held)
+                except FAILURES as error:
+                    logger.warning("request %s is computed in full: %s", request_id, error)
+                    held.outcome.reason = f"{type(error).__name__}: {error}"
+                    self.turns.checkpoint()
+                    self._cache.free_blocks(request_id, no_cache=True)
+                self.turns.checkpoint()  # from here to the end the engine waits
+                held.outcome.how = held.outcome.how if held.outcome.tokens else "plain"
+                if held.outcome.tokens:
+                    self._ready[request_id] = held.outcome.tokens
+                self._held.pop(request_id, None)
+        finally:
+            self._running = None
+
+    def _filled(self, held: _Held) -> int:
+        """How many of a prompt's first tokens are in its blocks now."""
+        state, reuse, paged = held.state, held.reuse, self._cache
+        spans = self._found(held)
+        if not spans:
+            return 0
+        exact, least = spans[0].start, spans[-1].start + spans[-1].tokens
+        tokens = len(state.initial_tokens) - 1
+        ids = salted(state.initial_tokens, reuse.salt)
+        root = self._root(spans, reuse, state.initial_tokens)
+        fetched = [reuse.store.get(span.key, FETCH_S) for span in spans]  # into memory, while the engine goes on
+        self.turns.checkpoint()
+        if paged.count_exact(ids) >= least:
+            held.outcome.reason = "all chunks lie in an exact prefix that is in the engine's cache"
+            return 0
+        shared = paged.share_blended(state.request_id, ids[:tokens], exact, root, least)
+        if shared:
+            held.outcome.how = "shared"
+            return shared
+        while not self._reserve(state, tokens):
+            self.turns.checkpoint(end_turn=True)  # blocks come back as others finish
+        self._blend(held, tokens)
+        del fetched
+        paged.register(state.request_id, ids[:tokens], exact, root)
+        return tokens
+
+    def _reserve(self, state: Any, tokens: int) -> bool:
+        return self._may_grow() and self._cache.reserve(state, tokens)
+
+    def _found(self, held: _Held) -> Spans:
+        """Where chunks stand in a prompt that are stored; those that must be are computed first."""
+        reuse, token_ids = held.reuse, held.state.initial_tokens
+        self.turns.checkpoint()
+        identity = fingerprint(self._model)
+        self.turns.release()
+        for key in self._missing(reuse, identity, token_ids):
+            with reuse.store.timed(key):
+                self.turns.checkpoint()
+                chunk = compute_chunk(self._model, key)
+                self.turns.release()
+            reuse.store.put(chunk)
+            held.outcome.computed_chunks += 1
+        spans = reuse.store.find(identity, self._sink, token_ids)
+        return [span for span in spans if span.start + span.tokens < len(token_ids)]
+
+    def _missing(self, reuse: Reuse, identity: str, token_ids: Sequence[int]) -> list[ChunkKey]:
+        """Chunks of a request, and what stands before the first of them, that are not stored."""
+        keys = [ChunkKey(identity, tuple(self._sink), chunk, reuse.store.namespace) for chunk in reuse.chunks]
+        start = _first(token_ids, reuse.chunks[0]) if reuse.chunks else 0
+        if start > len(self._sink):
+            keys.append(ChunkKey(identity, (), tuple(token_ids[:start]), reuse.store.namespace))
+        return [key for key in dict.fromkeys(keys) if not reuse.store.contains(key)]
+
+    def _blend(self, held: _Held, tokens: int) -> None:
+        """Run the blended prefill of a whole prompt, and copy K and V of its first tokens."""
+        state, paged = held.state, self._cache
+        cache = BlendCache(self._model, held.reuse.store, self._config)
+        cache.get_seq_length()  # from here on it sees the model's call
+        ids = torch.tensor([state.initial_tokens], device=paged.device)
+        self._model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        held.outcome.how, held.outcome.report = "blended", cache.report
+        layers: list[Any] = cache.layers
+        rows = paged.rows_of(state.request_id, tokens)
+        for index, layer in enumerate(layers):
+            self.turns.checkpoint()
+            paged.write(index, rows, layer.keys[0, :, :tokens], layer.values[0, :, :tokens])
+
+    def _root(self, spans: Spans, reuse: Reuse, token_ids: Sequence[int]) -> int:
+        """What the hashes of blended blocks begin at: all that their K and V depend on beside the tokens in them."""
+        about = {
+            "fingerprint": spans[0].key.fingerprint,
+            "namespace": reuse.store.namespace,
+            "salt": reuse.salt,
+            "config": self._config.to_dict(),
+            "chunks": [(span.start, span.key.digest, span.first, span.tokens) for span in spans],
+            "before": list(token_ids if self._sees_question else token_ids[: spans[0].start]),
+        }
+        digest = hashlib.blake2b(json.dumps(about, sort_keys=True).encode(), digest_size=8)
+        return int.from_bytes(digest.digest(), "little")
+
+    @property
+    def _cache(self) -> BlendedPagedCache:
+        if self._paged is None:
+            raise RuntimeError("the engine has no cache yet: attach one first")
+        return self._paged
+
+    def _on_stream(self) -> Any:
+        from transformers.generation.continuous_batching.utils import stream_context
+
+        return stream_context(self._stream)
+
+
+def _first(token_ids: Sequence[int], chunk: Sequence[int]) -> int:
+    """Where a chunk stands first in a prompt; 0 where it does not."""
+    size, wanted = len(chunk), list(chunk)
+    found = (at for at in range(len(token_ids) - size + 1) if token_ids[at] == wanted[0])
+    return next((at for at in found if list(token_ids[at : at + size]) == wanted), 0)

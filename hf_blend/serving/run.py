@@ -1,0 +1,174 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Put a server together and run it until it is told to stop."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import psutil
+from torch import nn
+from transformers import ContinuousBatchingConfig
+
+from ..config import BlendConfig
+from ..errors import ConfigError, import_extra
+from ..model.anatomy import text_config
+from ..store import ChunkStore
+from .engine import BlendedBatching
+from .sampling import add_sampling, sampled
+from .service import Limits, Service
+from .tenants import Tenant, Tenants
+
+__all__ = ["ServerPlan", "make_service", "serve"]
+
+logger = logging.getLogger(__name__)
+
+OnStart: TypeAlias = Callable[[str, Callable[[], None]], None]
+
+PROMPTS_AT_ONCE = 32  # of the model's full length, for which there is room unless memory is scarce
+
+
+@dataclass(frozen=True)
+class ServerPlan:
+    """How a server is set up.
+
+    Attributes:
+        name: of the model, as clients see it.
+        location: of the store; None is the library's default.
+        remote: URL of a tier behind it, shared with other servers.
+        secret: of the store, where there are no tenants.
+        tenants: who may ask; empty: everybody.
+        blend: how prompts are blended.
+        limits: what is taken.
+        cache_tokens: tokens that fit in the engine's cache; None: what memory allows, up to 32 full prompts.
+        batch_tokens: of one step.
+        batch_requests: of one step.
+        page_tokens: of one block; prefixes are shared in whole blocks.
+        stall_s: how long a blended prefill may hold up those that decode.
+    """
+
+    name: str = "hf-blend-reference"
+    location: str | None = None
+    remote: str | None = None
+    secret: bytes | None = None
+    tenants: Sequence[Tenant] = ()
+    blend: BlendConfig = field(default_factory=BlendConfig)
+    limits: Limits = field(default_factory=Limits)
+    cache_tokens: int | None = None
+    batch_tokens: int = 512
+    batch_requests: int = 32
+    page_tokens: int = 32
+    stall_s: float = 0.05
+
+
+def make_service(model: nn.Module, tokenizer: Any, plan: ServerPlan) -> Service:
+    """Open the stores, start the engine.
+
+    Args:
+        model: a causal language model.
+        tokenizer: its tokenizer.
+        plan: how the server is set up.
+
+    Returns:
+        The service; `close` it in the end.
+
+    Raises:
+        ConfigError: as `BlendedBatching`, and of the stores.
+        UnsupportedModelError: as `BlendedBatching`.
+    """
+    rows = list(plan.tenants) or [Tenant()]
+    share = int(psutil.virtual_memory().available) // 4 // len(rows)
+
+    def open_store(tenant: Tenant) -> ChunkStore:
+        secret = tenant.secret if tenant.name else plan.secret
+        given: dict[str, Any] = {"namespace": tenant.name, "secret": secret, "memory_bytes": share}
+        return ChunkStore.open(plan.location, remote=plan.remote, **given)
+
+    tenants = Tenants(rows, open_store)
+    try:
+        engine = BlendedBatching(
+            model,
+            next(iter(tenants.stores.values())),
+            plan.blend,
+            generation_config=sampled(model, plan.limits.new_tokens),
+            batching=_batching(model, plan),
+            stall_s=plan.stall_s,
+        )
+        add_sampling(engine.logit_processor)
+        engine.start()
+    except BaseException:
+        tenants.close()
+        raise
+    return Service(engine, tokenizer, tenants, plan.limits, plan.name)
+
+
+def serve(service: Service, host: str, port: int, patience_s: int = 30, on_start: OnStart | None = None) -> None:
+    """Serve until SIGINT or SIGTERM; requests under way are answered first.
+
+    Args:
+        service: from `make_service`; it is closed in the end.
+        host: where to listen.
+        port: 0 is any free one.
+        patience_s: how long requests under way may take at the end.
+        on_start: called with the server's URL, and a function that ends it, when it listens.
+
+    Raises:
+        ConfigError: nobody can listen there.
+        MissingExtraError: the extra serve is not installed.
+    """
+    uvicorn: Any = import_extra("uvicorn", extra="serve", wanted_by="hf-blend serve")
+    import_extra("fastapi", extra="serve", wanted_by="hf-blend serve")
+    import_extra("prometheus_client", extra="serve", wanted_by="hf-blend serve")
+    from .app import make_app
+
+    config = uvicorn.Config(
+        make_app(service), host=host, port=port, log_level="warning", access_log=False,
+        timeout_graceful_shutdown=patience_s, timeout_keep_alive=30, server_header=False,
+        limit_concurrency=4 * service.limits.requests + 64,
+    )  # fmt: skip
+    try:
+        listener = config.bind_socket()
+    except SystemExit as error:
+        service.close(0.0)
+        raise ConfigError(f"port {port} of {host} cannot be listened at. Choose another with --port.") from error
+    server = uvicorn.Server(config)
+
+    def stop() -> None:
+        server.should_exit = True
+
+    with listener:
+        listener.listen(config.backlog)  # who connects from now on waits until the server is up
+        number = listener.getsockname()[1]
+        if on_start is not None:
+            on_start(f"http://{f'[{host}]' if ':' in host else host}:{number}", stop)
+        server.run(sockets=[listener])
+
+
+def _batching(model: nn.Module, plan: ServerPlan) -> ContinuousBatchingConfig:
+    blocks = -(-_cache_tokens(model, plan) // plan.page_tokens)
+    return ContinuousBatchingConfig(
+        page_size=plan.page_tokens,
+        num_blocks=blocks,
+        max_batch_tokens=plan.batch_tokens,
+        max_requests_per_batch=plan.batch_requests,
+        per_request_processors=False,
+    )
+
+
+def _cache_tokens(model: nn.Module, plan: ServerPlan) -> int:
+    """As many as were asked for, or as a quarter of the memory holds, up to some full prompts."""
+    if plan.cache_tokens is not None:
+        return plan.cache_tokens
+    config = text_config(model)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    per_token = 2 * config.num_hidden_layers * heads * width * model.dtype.itemsize
+    if model.device.type == "cuda":
+        import torch
+
+        free = torch.cuda.mem_get_info(model.device)[0] // 2
+    else:
+        free = int(psutil.virtual_memory().available) // 4
+    most = PROMPTS_AT_ONCE * (getattr(config, "max_position_embeddings", None) or 4096)
+    return int(max(plan.page_tokens, min(free // per_token, most)))

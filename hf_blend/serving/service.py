@@ -1,0 +1,214 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Between HTTP and the engine: who may come in, what is under way, and text from tokens."""
+
+import asyncio
+import itertools
+import secrets
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import HfBlendError, PromptError
+from .engine import BlendedBatching
+from .prompts import ServedPrompt
+from .tenants import Tenant, Tenants
+from .wire import Generation
+
+__all__ = ["Busy", "Limits", "Running", "Service", "ServiceError"]
+
+
+class ServiceError(HfBlendError, RuntimeError):
+    """The engine could not answer a request; it serves on."""
+
+
+class Busy(HfBlendError):
+    """More requests are under way than are taken."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a server takes.
+
+    Attributes:
+        requests: under way or waiting, of all tenants.
+        body_bytes: of a request.
+        body_s: how long its body may take to arrive.
+        request_s: how long it may take altogether.
+        new_tokens: where an answer is cut that names no length.
+        documents: of one request.
+    """
+
+    requests: int = 64
+    body_bytes: int = 4 << 20
+    body_s: float = 20.0
+    request_s: float = 300.0
+    new_tokens: int = 256
+    documents: int = 256
+
+
+@dataclass
+class Running:
+    """A request that is under way.
+
+    Attributes:
+        name: of the request.
+        prompt: its tokens.
+        tokens: of its answer so far.
+        arrived: when each came, `time.perf_counter`.
+        started: when the request came.
+    """
+
+    name: str
+    prompt: ServedPrompt
+    started: float = field(default_factory=time.perf_counter)
+    tokens: list[int] = field(default_factory=list)
+    arrived: list[float] = field(default_factory=list)
+
+
+class Service:
+    """One engine, its tenants, and the requests under way.
+
+    Args:
+        engine: started.
+        tokenizer: of its model.
+        tenants: who may ask.
+        limits: what is taken.
+        name: of the model, as clients see it.
+    """
+
+    def __init__(
+        self, engine: BlendedBatching, tokenizer: Any, tenants: Tenants, limits: Limits, name: str
+    ) -> None:
+        self.engine, self.tokenizer, self.tenants, self.limits, self.name = engine, tokenizer, tenants, limits, name
+        self.running: Counter[str] = Counter()  # requests under way, by tenant
+        self.is_draining = False
+        self._numbers = itertools.count()
+        self._prefix = secrets.token_hex(4)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are taken."""
+        return self.engine.is_running() and not self.is_draining
+
+    @asynccontextmanager
+    async def admitted(self, tenant: Tenant) -> AsyncIterator[None]:
+        """Count a request while it is under way.
+
+        Args:
+            tenant: whose.
+
+        Raises:
+            Busy: there are too many, of all or of this tenant.
+        """
+        own, all_of_them = self.running[tenant.name], self.running.total()
+        limit = self.limits.requests if tenant.max_requests is None else tenant.max_requests
+        if all_of_them >= self.limits.requests or own >= limit:
+            raise Busy(f"{own if own >= limit else all_of_them} requests are under way. Try again in a moment.")
+        self.running[tenant.name] += 1
+        try:
+            yield
+        finally:
+            self.running[tenant.name] -= 1
+
+    async def generate(self, tenant: Tenant, asked: Generation, prompt: ServedPrompt) -> AsyncGenerator[Running, None]:
+        """Have the engine answer; gives the request after each token. Whoever stops listening cancels it.
+
+        Args:
+            tenant: whose request it is.
+            asked: how to answer.
+            prompt: its tokens.
+
+        Raises:
+            PromptError: the prompt does not fit.
+            ServiceError: a step of the engine failed.
+            TimeoutError: it took too long.
+        """
+        run = Running(f"{self._prefix}-{next(self._numbers)}", prompt)
+        outputs: asyncio.Queue[Any] = asyncio.Queue()
+        self.engine.register_result_handler(run.name, outputs.put_nowait)
+        is_over = False
+        try:
+            async with asyncio.timeout(self.limits.request_s):
+                self._add(tenant, asked, run)
+                while not is_over:
+                    output = await outputs.get()
+                    is_over = output.is_finished()
+                    if output.error:
+                        raise ServiceError(f"the engine failed: {output.error}. Send the request again.")
+                    run.tokens = output.generated_tokens
+                    run.arrived.append(time.perf_counter())
+                    yield run
+        finally:
+            if not is_over:
+                self.engine.cancel_request(run.name)
+                self.engine.forget_handler(run.name)
+
+    def _add(self, tenant: Tenant, asked: Generation, run: Running) -> None:
+        if len(run.prompt.chunks) > self.limits.documents:
+            raise PromptError(f"{len(run.prompt.chunks)} documents came, at most {self.limits.documents} are taken.")
+        self.engine.add_request(
+            run.prompt.ids,
+            run.name,
+            asked.new_tokens or self.limits.new_tokens,
+            chunks=run.prompt.chunks,
+            store=self.tenants.stores[tenant.name],
+            salt=tenant.salt,
+            streaming=True,
+            temperature=float(asked.temperature),
+            top_p=float(asked.top_p),
+        )
+
+    def close(self, patience_s: float = 30.0) -> None:
+        """Let what is under way come to its end, stop the engine, and close the stores.
+
+        Args:
+            patience_s: how long is waited for; what is not done then is dropped.
+        """
+        self.is_draining = True
+        self.engine.stop(timeout=patience_s)
+        if self.engine.is_running():
+            self.engine.stop(hard_stop=True)
+        self.engine.destroy()
+        self.tenants.close()
+
+
+class Detokenizer:
+    """Text of an answer as it grows: what may still change, or begin a stop text, is held back.
+
+    Args:
+        tokenizer: of the model.
+        stops: texts that end the answer, and are no part of it.
+    """
+
+    def __init__(self, tokenizer: Any, stops: list[str]) -> None:
+        self._tokenizer, self._stops = tokenizer, stops
+        self.text = ""  # given out so far
+        self.is_stopped = False
+
+    def feed(self, tokens: list[int], is_last: bool) -> str:
+        """The text that is new.
+
+        Args:
+            tokens: of the whole answer so far.
+            is_last: nothing comes behind them.
+        """
+        whole = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        places = (whole.find(stop, max(0, len(self.text) - len(stop))) for stop in self._stops)
+        found = [at for at in places if at >= 0]
+        if found:
+            self.is_stopped, whole = True, whole[: min(found)]
+        elif not is_last:
+            whole = whole[: len(whole) - self._uncertain(whole)]
+        new = whole[len(self.text) :] if whole.startswith(self.text) else ""
+        self.text += new
+        return str(new)
+
+    def _uncertain(self, whole: str) -> int:
+        """How many characters at the end may change with the next token."""
+        broken = len(whole) - len(whole.rstrip("\ufffd"))
+        begun = [n for stop in self._stops for n in range(1, len(stop)) if whole.endswith(stop[:n])]
+        return max([broken, *begun])

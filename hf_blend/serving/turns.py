@@ -1,0 +1,160 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""A thread that runs a model in turns with the engine: it stops at each decoder layer when its time is up.
+
+A blended prefill of a long prompt takes longer than users who are reading may wait for their next token. So it runs in
+a thread of its own, and the engine lends that thread the model between two of its steps. Hooks on the decoder layers
+are the places where the thread may be stopped. What needs no model, such as reading from a store, runs beside the
+engine. What looks at the model does not: during a step of the engine transformers sets `config.is_causal` to False,
+and a forward that began then would build another mask.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from torch import nn
+
+__all__ = ["TaskCancelled", "Turns"]
+
+NEVER = float("inf")
+
+
+class TaskCancelled(Exception):
+    """Raised inside a task, at the next place where it may be stopped, after `cancel` or `close`."""
+
+
+class Turns:
+    """One worker thread and the turns that the engine gives it.
+
+    Args:
+        wake: called in the worker when it waits for a turn or is done, so that an idle engine looks.
+        settle: called in the worker before it gives back a turn; an accelerator is waited for here, or the bound on
+            the stall would hold for the host alone.
+    """
+
+    def __init__(self, wake: Callable[[], Any], settle: Callable[[], Any] = lambda: None) -> None:
+        self._wake, self._settle = wake, settle
+        self._moved = threading.Condition()
+        self._task: Callable[[], None] | None = None
+        self._thread: threading.Thread | None = None
+        self._asks = self._holds = self._is_cancelled = self._is_closed = False
+        self._deadline = NEVER
+        self.turns = 0  # given so far
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a task is under way."""
+        return self._task is not None
+
+    def start(self, task: Callable[[], None]) -> None:
+        """Begin a task in the worker thread. Called by the engine while no other is under way.
+
+        Args:
+            task: runs beside the engine until its first `checkpoint`; handles its exceptions but `TaskCancelled`.
+        """
+        with self._moved:
+            self._task, self._is_cancelled = task, False
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._run, name="hf_blend-prefill", daemon=True)
+                self._thread.start()
+            self._moved.notify_all()
+
+    def give(self, seconds: float) -> None:
+        """Let the task run, if it waits for a turn; returns when it reached a layer after `seconds`, or has no use.
+
+        Args:
+            seconds: how long; the task runs on to its next layer, so 0 is one layer.
+        """
+        with self._moved:
+            if not self._asks:
+                return
+            self.turns += 1
+            self._asks, self._holds, self._deadline = False, True, time.monotonic() + seconds
+            self._moved.notify_all()
+            self._moved.wait_for(lambda: not self._holds)
+
+    def cancel(self) -> None:
+        """Let the task end at the next place where it may be stopped. Called by the engine."""
+        with self._moved:
+            self._is_cancelled = True
+            self._moved.notify_all()
+
+    def close(self) -> None:
+        """Cancel what is under way, and end the thread."""
+        with self._moved:
+            self._is_closed = self._is_cancelled = True
+            self._moved.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def checkpoint(self, end_turn: bool = False) -> None:
+        """Have the turn from here on, in the worker; waits where there is none, or where its time is up.
+
+        Args:
+            end_turn: give the turn back, whatever its time, and wait for the next.
+
+        Raises:
+            TaskCancelled: the task is to end.
+        """
+        if self._holds and (end_turn or time.monotonic() >= self._deadline):
+            self._settle()
+            self._end_turn()
+        with self._moved:
+            if not self._holds and not self._is_cancelled:
+                self._asks = True
+                self._wake()
+                self._moved.wait_for(lambda: self._holds or self._is_cancelled)
+                self._asks = False
+            if self._is_cancelled:
+                raise TaskCancelled
+
+    def release(self) -> None:
+        """Give the turn back, in the worker: what comes next does not look at the model."""
+        if self._holds:
+            self._settle()
+            self._end_turn()
+
+    @contextmanager
+    def at_layers(self, layers: Sequence[nn.Module]) -> Iterator[None]:
+        """Let every decoder layer be a checkpoint for this thread.
+
+        Args:
+            layers: of the model that the task runs.
+        """
+        own = threading.get_ident()
+
+        def begin(module: nn.Module, args: Any) -> None:
+            if threading.get_ident() == own:
+                self.checkpoint()
+
+        handles = [layer.register_forward_pre_hook(begin) for layer in layers]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _end_turn(self) -> None:
+        with self._moved:
+            self._holds = False
+            self._moved.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._moved:
+                self._moved.wait_for(lambda: self._task is not None or self._is_closed)
+                task = self._task
+            if task is None:
+                return
+            try:
+                with suppress(TaskCancelled):
+                    task()
+            finally:
+                with self._moved:
+                    self._task, self._holds, self._asks = None, False, False
+                    self._moved.notify_all()
+                self._wake()

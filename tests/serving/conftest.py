@@ -1,0 +1,139 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Requests to serve, the answers that a lone cache gives to them, and engines in small."""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig
+
+from hf_blend import BlendCache, ChunkStore
+
+NEW_TOKENS = 6
+FAMILIES = {"llama": {}, "qwen3": {"head_dim": 16}, "mistral": {"sliding_window": None}}
+
+
+def draw(count: int, seed: int) -> list[int]:
+    """Token ids that are no special tokens."""
+    return torch.randint(3, 128, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@dataclass
+class Ask:
+    """One request.
+
+    Attributes:
+        ids: of its prompt.
+        chunks: those that the engine is told of; they may be missing from the store.
+    """
+
+    ids: list[int]
+    chunks: list[list[int]] = field(default_factory=list)
+
+
+class Workload:
+    """Requests over a library of chunks: most share chunks, some bring new ones, some have none."""
+
+    def __init__(self, seed: int = 0, chunks: int = 6) -> None:
+        self.random = random.Random(seed)
+        self.library = [draw(17 + 5 * number, 1000 * seed + number) for number in range(chunks)]
+        self.prefixes = [[1, *draw(4, 7)], [1, *draw(11, 8)]]
+
+    def ask(self, number: int) -> Ask:
+        """A request of a kind drawn at random."""
+        kind, question = self.random.random(), draw(self.random.randint(3, 14), 5000 + number)
+        prefix = self.random.choice(self.prefixes)
+        if kind < 0.15:
+            return Ask([*prefix, *draw(self.random.randint(5, 60), 9000 + number), *question])
+        picked = self.random.sample(self.library, self.random.randint(1, 3))
+        if kind < 0.3:
+            new = draw(19, 7000 + number)
+            return Ask([*prefix, *picked[0], *new, *question], [picked[0], new])
+        gap = draw(2, number) if kind < 0.6 else []
+        return Ask([*prefix, *(token for chunk in picked for token in [*chunk, *gap]), *question])
+
+    def asks(self, count: int) -> list[Ask]:
+        """So many requests."""
+        return [self.ask(number) for number in range(count)]
+
+
+def generation(**settings: Any) -> GenerationConfig:
+    """Greedy, a few tokens."""
+    given = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": 2, "pad_token_id": 0}
+    return GenerationConfig(**{**given, **settings})
+
+
+def batching(**settings: Any) -> ContinuousBatchingConfig:
+    """Small pages, so that prompts have several."""
+    return ContinuousBatchingConfig(**{"page_size": 16, "num_blocks": 96, "max_batch_tokens": 64, **settings})
+
+
+def lone_answer(model: Any, store: ChunkStore, ids: Sequence[int], *, new: int = NEW_TOKENS, **settings: Any) -> list:
+    """What a request gets that is alone with a cache of its own."""
+    cache, config = BlendCache(model, store, **settings), generation(max_new_tokens=new)
+    output = model.generate(torch.tensor([ids]), past_key_values=cache, generation_config=config)
+    return output[0, len(ids) :].tolist()
+
+
+def collect(engine: Any, requests: Sequence[str], timeout_s: float = 60.0) -> dict[str, Any]:
+    """The finished outputs of some requests."""
+    found: dict[str, Any] = {}
+    while len(found) < len(requests):
+        output = engine.get_result(timeout=timeout_s)
+        assert output is not None, f"{len(found)} of {len(requests)} came, the engine runs: {engine.is_running()}"
+        if output.is_finished():
+            found[output.request_id] = output
+    return found
+
+
+@pytest.fixture(autouse=True, scope="session")
+def without_collection() -> Iterator[None]:
+    """Let the engine of transformers not collect garbage three times when it ends: half a second each among tests."""
+    from transformers.generation.continuous_batching import continuous_api
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(continuous_api, "gc", SimpleNamespace(collect=lambda: 0))
+        yield
+
+
+class Bench:
+    """What a test of the engine needs: requests, engines, and the answers of a lone cache."""
+
+    FAMILIES, Ask = FAMILIES, Ask
+    draw, generation, batching = staticmethod(draw), staticmethod(generation), staticmethod(batching)
+    lone_answer, collect = staticmethod(lone_answer), staticmethod(collect)
+
+    def __init__(self) -> None:
+        self.workload = Workload()
+
+    def engine(self, model: Any, store: ChunkStore, pages: dict[str, Any] | None = None, **settings: Any) -> Any:
+        """An engine that is not started."""
+        from hf_blend.serving.engine import BlendedBatching
+
+        given = {"generation_config": generation(), "batching": batching(**(pages or {})), **settings}
+        return BlendedBatching(model, store, **given)
+
+    def answers(self, engine: Any, asks: Sequence[Ask], **settings: Any) -> list[list[int]]:
+        """Have an engine answer requests; their answers, in their order."""
+        names = [engine.add_request(ask.ids, chunks=ask.chunks, **settings) for ask in asks]
+        found = collect(engine, names)
+        assert not [output.error for output in found.values() if output.error]
+        return [found[name].generated_tokens for name in names]
+
+
+@pytest.fixture
+def bench() -> Bench:
+    """Give `Bench`."""
+    return Bench()
+
+
+@pytest.fixture
+def store() -> Iterator[ChunkStore]:
+    """An empty store in memory."""
+    with ChunkStore.open("memory://") as opened:
+        yield opened

@@ -1,0 +1,418 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Served with others, a request gets the answer that it gets alone; the engine survives what befalls its requests."""
+
+import importlib
+import random
+import sys
+import time
+
+import pytest
+import torch
+
+from hf_blend import BlendCache, ChunkStore
+from hf_blend.errors import ConfigError, PromptError, StoreError, UnsupportedModelError
+from hf_blend.serving import prefills
+from hf_blend.serving.turns import Turns
+
+RATIO = 0.3
+FAMILIES = ("llama", "qwen3", "mistral")
+
+
+def wait_for(happened, what, seconds=30.0):
+    until = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < until, f"{what} did not happen"
+        time.sleep(0.002)
+
+
+@pytest.fixture
+def model(shared_model):
+    return shared_model("llama")
+
+
+def check_all_returned(engine):
+    """No block is held, no request is known, and the thread of the prefills does nothing."""
+    wait_for(lambda: not engine.batch_processor.scheduler.active_requests, "the end of the last step")
+    assert engine.paged.blocks_in_use == 0
+    assert len(engine.prefills) == 0
+    assert not engine.paged.blended
+
+
+def serve_at_random(bench, model, store, asks, seed, pages=None, **settings):
+    """Add requests with random pauses between them; the answers in order, and what became of each prefill."""
+    pause = random.Random(seed)
+    with bench.engine(model, store, pages, **settings) as engine:
+        names = []
+        for ask in asks:
+            names.append(engine.add_request(ask.ids, chunks=ask.chunks))
+            time.sleep(pause.choice([0, 0, 0.002, 0.02]))
+        found = bench.collect(engine, names)
+        check_all_returned(engine)
+        outcomes = [engine.outcome(name) for name in names]
+    assert not [output.error for output in found.values() if output.error]
+    return [found[name].generated_tokens for name in names], outcomes
+
+
+@pytest.mark.parametrize("count", [10, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_answer_is_that_of_a_lone_request_with_the_same_plan(family, count, shared_model, bench, store):
+    model = shared_model(family, **bench.FAMILIES[family])
+    store.add(model, None, bench.workload.library)
+    asks = bench.workload.asks(count)
+    answers, outcomes = serve_at_random(bench, model, store, asks, count, recompute_ratio=RATIO, stall_s=0.0)
+    kinds = {outcome.how for outcome in outcomes}
+    assert kinds >= {"blended", "plain"}
+    for ask, answer in zip(asks, answers, strict=True):  # what was new is stored by now
+        assert answer == bench.lone_answer(model, store, ask.ids, recompute_ratio=RATIO)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_with_every_token_recomputed_the_answers_are_those_of_stock_batching(family, shared_model, bench, store):
+    model = shared_model(family, **bench.FAMILIES[family])
+    store.add(model, None, bench.workload.library)
+    asks = bench.workload.asks(8)
+    stock = model.generate_batch(
+        [ask.ids for ask in asks], bench.generation(), bench.batching(), warmup=False
+    )
+    answers, outcomes = serve_at_random(bench, model, store, asks, 0, recompute_ratio=1.0)
+    assert answers == [output.generated_tokens for output in stock.values()]
+    assert sum(outcome.how == "blended" for outcome in outcomes) > 3
+
+
+def test_the_model_is_left_as_it_was(model, bench, store, untouched):
+    store.add(model, None, bench.workload.library)
+    with untouched(model), bench.engine(model, store) as engine:
+        bench.answers(engine, bench.workload.asks(3))
+
+
+def test_a_block_that_holds_blended_kv_is_never_an_exact_prefix(model, bench, store):
+    chunks = [*bench.workload.library[:2], bench.draw(9, 5)]
+    store.add(model, None, chunks)
+    long = generation = bench.generation(max_new_tokens=24, eos_token_id=None)
+    ask = bench.Ask([1, *bench.draw(4, 7), *chunks[0], *chunks[1], *bench.draw(9, 3)])
+    short = bench.Ask([1, 5, *chunks[2], 9, 9])  # ends within its first page, so that decoding fills it
+    with bench.engine(model, store, recompute_ratio=0.0, generation_config=long) as engine:
+        blended = bench.answers(engine, [ask, short])
+        follows = [ask, bench.Ask([*short.ids, *blended[1]])]  # begins with what is in the blocks of both
+        plain = bench.answers(engine, follows, blend=False)
+        name = engine.add_request(ask.ids)
+        assert bench.collect(engine, [name])[name].generated_tokens == plain[0]
+        assert engine.outcome(name).reason.startswith("all chunks lie in an exact prefix")
+    exact = model.generate_batch([one.ids for one in follows], generation, bench.batching(), warmup=False)
+    assert plain == [output.generated_tokens for output in exact.values()]
+    assert blended[0] != plain[0], "the blend at ratio 0 differs, or this test would see nothing"
+
+
+def test_exact_prefixes_are_still_shared_between_plain_and_blended_requests(model, bench, store):
+    store.add(model, None, bench.workload.library)
+    prefix = [1, *bench.draw(39, 7)]  # two pages and a half
+    plain = bench.Ask([*prefix, *bench.draw(9, 3)])
+    blended = bench.Ask([*prefix, *bench.workload.library[2], *bench.draw(8, 4)])
+    with bench.engine(model, store, recompute_ratio=RATIO) as engine:
+        for first, second in ((plain, blended), (blended, plain)):
+            engine.paged.evict_cached_blocks()
+            bench.answers(engine, [first])
+            before = set(engine.paged.allocator.ledger.block_to_hash)
+            name = engine.add_request(second.ids)
+            bench.collect(engine, [name])
+            wait_for(lambda: not engine.batch_processor.scheduler.active_requests, "the end")
+            kept = len(before & set(engine.paged.allocator.ledger.block_to_hash))
+            assert kept == len(before), "the first two pages are the same blocks"
+            outcome = engine.outcome(name)
+            assert outcome.prefix_tokens == (32 if second is plain else 0)
+
+
+def test_the_next_turn_of_a_conversation_finds_the_blended_blocks_of_the_last(model, bench, store):
+    store.add(model, None, bench.workload.library)
+    start = [1, *bench.draw(4, 7), *bench.workload.library[0], *bench.workload.library[3]]
+    first = [*start, *bench.draw(20, 203)]  # not the beginning of a chunk in the library
+    with bench.engine(model, store, recompute_ratio=RATIO) as engine:
+        answer = bench.answers(engine, [bench.Ask(first)])[0]
+        second = [*first, *answer, *bench.draw(7, 4)]
+        name = engine.add_request(second)
+        found = bench.collect(engine, [name])[name].generated_tokens
+        assert engine.outcome(name).how == "shared"
+        assert engine.outcome(name).tokens >= (len(first) // 16) * 16
+        check_all_returned(engine)
+    assert found == bench.lone_answer(model, store, second, recompute_ratio=RATIO)
+
+
+@pytest.mark.parametrize("changed", ["ratio", "chunk", "salt", "namespace"])
+def test_blended_blocks_are_shared_by_requests_with_the_same_chunks_settings_and_tenant_alone(
+    changed, model, bench, store
+):
+    library = bench.workload.library
+    store.add(model, None, library)
+    start = [1, *bench.draw(4, 7), *library[0]]
+    ids = [*start, *library[3], *bench.draw(20, 3)]
+    other = [*start, *library[4], *bench.draw(20, 3)] if changed == "chunk" else ids
+    given = {"salt": (5, 6, 7)} if changed == "salt" else {}
+    if changed == "namespace":
+        given["store"] = ChunkStore.open("memory://", namespace="b")
+        given["store"].add(model, None, library)
+    with bench.engine(model, store, recompute_ratio=RATIO) as engine:
+        bench.answers(engine, [bench.Ask(ids)])
+        if changed == "ratio":
+            engine.prefills._config = engine.prefills._config.from_dict({"recompute_ratio": 0.5})
+        name = engine.add_request(other, **given)
+        bench.collect(engine, [name])
+        assert engine.outcome(name).how == "blended"
+        again = engine.add_request(other, **given)
+        bench.collect(engine, [again])
+        assert engine.outcome(again).how == "shared"
+
+
+def test_salted_requests_do_not_share_exact_prefixes_with_others(model, bench, store):
+    ids = [1, *bench.draw(60, 3)]
+    with bench.engine(model, store) as engine:
+        matched = []
+        for salt in ((), (5, 6), (5, 6), (5, 7)):
+            name = engine.add_request(ids, salt=salt)
+            bench.collect(engine, [name])
+            matched.append(engine.outcome(name).prefix_tokens)
+    assert matched == [0, 0, 48, 0]
+
+
+def test_a_prefill_is_cut_into_turns_and_those_that_decode_go_on_between_them(tiny_model, bench, store, monkeypatch):
+    model = tiny_model("llama", num_hidden_layers=8)
+    store.add(model, None, bench.workload.library)
+    long = bench.Ask([1, *(token for chunk in bench.workload.library for token in chunk), *bench.draw(5, 3)])
+    at_turn = []
+    given = Turns.give
+    monkeypatch.setattr(Turns, "give", lambda self, s: (at_turn.append((self._asks, s)), given(self, s))[1])
+    slow = bench.generation(max_new_tokens=60)
+    with bench.engine(model, store, stall_s=0.0, recompute_ratio=RATIO, generation_config=slow) as engine:
+        reader = engine.add_request([1, *bench.draw(9, 3)], streaming=True, blend=False)
+        seen = [engine.get_result(timeout=30)]
+        del at_turn[:]
+        name = engine.add_request(long.ids)
+        between = 0
+        while engine.outcome(name) is None or engine.outcome(name).how == "waiting":
+            output = engine.get_result(timeout=30)
+            between += output.request_id == reader
+        bench.collect(engine, [name])
+        given_turns = [seconds for asks, seconds in at_turn if asks]
+    assert seen[0].request_id == reader
+    assert len(given_turns) >= 8 + 8 + 2, "a layer and a copy of its K and V are each a turn"
+    assert between >= 8, "one token in each"
+
+
+def test_chunks_that_several_waiting_requests_bring_are_computed_once(model, bench, store, monkeypatch):
+    computed = []
+    compute = prefills.compute_chunk
+    monkeypatch.setattr(prefills, "compute_chunk", lambda *given: (computed.append(given[1]), compute(*given))[1])
+    chunks = [bench.draw(20, 1), bench.draw(30, 2)]
+    asks = [
+        bench.Ask([1, 7, 8, *chunks[number % 2], *chunks[1 - number % 2], *bench.draw(6, number)], chunks)
+        for number in range(6)
+    ]
+    asks = [bench.Ask(ask.ids, chunks if number % 2 == 0 else chunks[::-1]) for number, ask in enumerate(asks)]
+    with bench.engine(model, store, recompute_ratio=RATIO) as engine:
+        answers = bench.answers(engine, asks)
+    assert len(computed) == len(set(computed)) == 3, "two chunks and what stands before them"
+    for ask, answer in zip(asks, answers, strict=True):
+        assert answer == bench.lone_answer(model, store, ask.ids, recompute_ratio=RATIO)
+
+
+def test_the_model_is_looked_at_in_a_turn_alone(model, bench, store, monkeypatch):
+    """During a step its config says is_causal=False: fingerprints and masks would be others."""
+    in_turn = []
+
+    def watched(what):
+        return lambda *given: (in_turn.append(engine.prefills.turns._holds), what(*given))[1]
+
+    for name in ("fingerprint", "compute_chunk"):
+        monkeypatch.setattr(prefills, name, watched(getattr(prefills, name)))
+    monkeypatch.setattr(BlendCache, "forward_begins", watched(BlendCache.forward_begins))
+    chunks = [bench.draw(20, 1), bench.draw(30, 2)]
+    with bench.engine(model, store, recompute_ratio=RATIO) as engine:
+        bench.answers(engine, [bench.Ask([1, 7, 8, *chunks[0], *chunks[1], 9, 9], chunks)])
+    assert in_turn == [True] * 5, "fingerprint, two chunks and what is before them, the forward"
+
+
+def test_a_transformers_without_cache_allocators_is_refused_by_name(monkeypatch):
+    missing = "transformers.generation.continuous_batching.cache_allocators"
+    for name in (missing, f"{missing}.cache_allocator"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for name in [name for name in sys.modules if name.startswith("hf_blend.serving.")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(UnsupportedModelError, match=r"continuous batching of transformers .* has no cache allocators"):
+        importlib.import_module("hf_blend.serving.engine")
+
+
+@pytest.mark.parametrize("when", ["waiting", "planning", "in a layer", "decoding"])
+def test_a_cancelled_request_leaves_nothing_behind_and_others_go_on(when, model, bench, store, monkeypatch):
+    store.add(model, None, bench.workload.library)
+    asks = [bench.Ask([1, *bench.workload.library[n], *bench.draw(6, n)]) for n in range(3)]
+    victim = {}
+
+    def cancel_now(engine):
+        engine.cancel_request("victim")
+        victim["done"] = True
+
+    with bench.engine(model, store, stall_s=0.0, recompute_ratio=RATIO) as engine:
+        if when == "planning":
+            find = ChunkStore.find
+            monkeypatch.setattr(
+                ChunkStore,
+                "find",
+                lambda self, identity, sink, ids: (
+                    cancel_now(engine) if ids[-6:] == asks[0].ids[-6:] else None,
+                    find(self, identity, sink, ids),
+                )[1],
+            )
+        if when == "in a layer":
+            write = type(engine.prefills)._blend
+            monkeypatch.setattr(
+                type(engine.prefills),
+                "_blend",
+                lambda self, held, tokens: (
+                    cancel_now(engine) if held.state.request_id == "victim" else None,
+                    write(self, held, tokens),
+                )[1],
+            )
+        names = [engine.add_request(ask.ids, f"other {n}") for n, ask in enumerate(asks[1:])]
+        settings = {"max_new_tokens": 200} if when == "decoding" else {}
+        engine.add_request(asks[0].ids, "victim", streaming=True, **settings)
+        if when == "waiting":
+            cancel_now(engine)
+        if when == "decoding":
+            while engine.get_result(timeout=30).request_id != "victim":
+                pass
+            cancel_now(engine)
+            names = [engine.add_request(ask.ids, f"later {n}") for n, ask in enumerate(asks[1:])]
+        found = {}
+        while len(found) < 2:
+            output = engine.get_result(timeout=30)
+            if output.is_finished() and output.request_id in names:
+                found[output.request_id] = output
+        wait_for(lambda: "done" in victim, "the cancellation")
+        wait_for(lambda: not engine.prefills.turns.is_busy, "the end of the prefill")
+        wait_for(lambda: not engine.batch_processor.has_pending_requests(), "the end of all")
+        check_all_returned(engine)
+        assert "victim" not in engine.prefills._reuse
+    for ask, name in zip(asks[1:], names, strict=True):
+        assert found[name].generated_tokens == bench.lone_answer(model, store, ask.ids, recompute_ratio=RATIO)
+
+
+def test_a_prefill_that_fails_is_computed_in_full_by_the_engine(model, bench, store, monkeypatch):
+    store.add(model, None, bench.workload.library)
+    asks = [bench.Ask([1, *bench.workload.library[n], *bench.draw(6, n)]) for n in range(3)]
+    blend = prefills.BlendedPrefills._blend
+
+    def failing(self, held, tokens):
+        if held.state.request_id == "unlucky":
+            raise StoreError("the disk is gone")
+        blend(self, held, tokens)
+
+    monkeypatch.setattr(prefills.BlendedPrefills, "_blend", failing)
+    with bench.engine(model, store, recompute_ratio=RATIO) as engine:
+        names = [engine.add_request(asks[0].ids, "unlucky"), *(engine.add_request(ask.ids) for ask in asks[1:])]
+        found = bench.collect(engine, names)
+        outcome = engine.outcome("unlucky")
+        check_all_returned(engine)
+    assert (outcome.how, outcome.reason) == ("plain", "StoreError: the disk is gone")
+    stock = model.generate_batch([asks[0].ids], bench.generation(), bench.batching(), warmup=False)
+    assert found["unlucky"].generated_tokens == next(iter(stock.values())).generated_tokens
+    assert found[names[1]].generated_tokens == bench.lone_answer(model, store, asks[1].ids, recompute_ratio=RATIO)
+
+
+def test_a_step_that_fails_fails_its_requests_and_the_engine_serves_on(model, bench, store, monkeypatch):
+    store.add(model, None, bench.workload.library)
+    asks = [bench.Ask([1, *bench.workload.library[n], *bench.draw(6, n)]) for n in range(2)]
+    with bench.engine(model, store, recompute_ratio=RATIO) as engine:
+        step = engine._generation_step
+        broken = []
+
+        def fail_once():
+            if not broken:
+                broken.append(True)
+                raise torch.OutOfMemoryError("no memory for this step")
+            step()
+
+        monkeypatch.setattr(engine, "_generation_step", fail_once)
+        first = engine.add_request(asks[0].ids)
+        output = engine.get_result(timeout=30)
+        assert (output.request_id, output.error) == (first, "no memory for this step")
+        assert bench.answers(engine, asks) == [
+            bench.lone_answer(model, store, ask.ids, recompute_ratio=RATIO) for ask in asks
+        ]
+        check_all_returned(engine)
+
+
+def test_an_engine_whose_every_step_fails_ends(model, bench, store, monkeypatch):
+    def fail():
+        raise RuntimeError("broken for good")
+
+    engine = bench.engine(model, store)
+    monkeypatch.setattr(engine, "_generation_step", fail)
+    with engine:
+        with pytest.raises(ConfigError, match="not running"):  # noqa: PT012
+            while True:
+                engine.add_request([1, 5, 6, 7])
+                wait_for(lambda: engine.get_result(timeout=0.05) or not engine.is_running(), "an error")
+        assert not engine.is_running()
+
+
+def test_requests_that_the_engine_puts_back_for_want_of_blocks_are_blended_again(model, bench, store, monkeypatch):
+    store.add(model, None, bench.workload.library)
+    asks = [
+        bench.Ask([1, *bench.workload.library[n], *bench.workload.library[n + 1], *bench.draw(5, n)]) for n in range(4)
+    ]
+    long = bench.generation(max_new_tokens=40)
+    with bench.engine(
+        model, store, {"num_blocks": 14, "safety_margin": 0.0}, recompute_ratio=RATIO, generation_config=long
+    ) as engine:
+        put_back = []
+        scheduler = type(engine.batch_processor.scheduler)
+        add = scheduler.add_waiting_request
+        monkeypatch.setattr(
+            scheduler, "add_waiting_request", lambda self, state: (put_back.append(state.request_id), add(self, state))
+        )
+        names = [engine.add_request(ask.ids) for ask in asks]
+        found = bench.collect(engine, names)
+        check_all_returned(engine)
+    assert len(put_back) > len(asks), "blocks were scarce, or this test would see nothing"
+    for ask, name in zip(asks, names, strict=True):
+        assert not found[name].error
+        whole = bench.lone_answer(model, store, ask.ids, new=40, recompute_ratio=RATIO)
+        assert found[name].generated_tokens == whole
+
+
+REFUSED = {
+    "eager": ({"attention": "eager"}, {}, {}, UnsupportedModelError, "attends by 'eager'.*attn_implementation='sdpa'"),
+    "window": ({"sliding_window": 8}, {}, {}, UnsupportedModelError, "a window of 8"),
+    "dynamic": ({"rope": "dynamic"}, {}, {}, UnsupportedModelError, "rope_type='dynamic'"),
+    "kv_bits": ({}, {"kv_bits": 8}, {}, ConfigError, "kv_bits=8"),
+    "scheduler": ({}, {}, {"scheduler_type": "prefill_first"}, ConfigError, "scheduler_type='prefill_first'"),
+    "sharing": ({}, {}, {"allow_block_sharing": False}, ConfigError, "allow_block_sharing=False"),
+    "async": ({}, {}, {"use_async_batching": True}, ConfigError, "use_async_batching=True"),
+    "graph": ({}, {}, {"use_cuda_graph": True}, ConfigError, "use_cuda_graph=True"),
+    "swap": ({}, {}, {"cpu_offload_space": 1.0}, ConfigError, "cpu_offload_space=1.0"),
+    "fast path": ({}, {}, {"max_blocks_per_request": 8}, ConfigError, "max_blocks_per_request=8.*decode fast path"),
+    "stall": ({}, {"stall_s": -1.0}, {}, ConfigError, "stall_s=-1.0"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_served_is_refused_by_name(what, tiny_model, bench, store, untouched):
+    of_model, settings, pages, kind, words = REFUSED[what]
+    config = {"attn_implementation": "eager"} if "attention" in of_model else {}
+    if "rope" in of_model:
+        config["rope_parameters"] = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    family = "mistral" if "sliding_window" in of_model else "llama"
+    model = tiny_model(family, **config, **({"sliding_window": 8} if family == "mistral" else {}))
+    with untouched(model), pytest.raises(kind, match=words):
+        bench.engine(model, store, pages, **settings)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "new", "words"),
+    [(0, 4, "0 tokens"), (500, 40, "512 positions"), (300, 20, "256 tokens of cache")],
+)
+def test_a_prompt_that_does_not_fit_is_refused_before_it_reaches_the_engine(tokens, new, words, model, bench, store):
+    with bench.engine(model, store, {"num_blocks": 16}) as engine:
+        with pytest.raises(PromptError, match=words):
+            engine.add_request(bench.draw(tokens, 0), max_new_tokens=new)
+        assert bench.answers(engine, [bench.Ask([1, 5, 6, 7])])

@@ -1,0 +1,447 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""The server as clients see it: OpenAI's own client, tenants, and clients that misbehave."""
+
+import contextlib
+import json
+import socket
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+
+from hf_blend import BlendCache, BlendConfig, ChunkStore
+from hf_blend.errors import ConfigError
+from hf_blend.evaluation.bundled import load_model, quickstart_questions
+from hf_blend.serving.prompts import chat_prompt, text_prompt
+from hf_blend.serving.run import ServerPlan, make_service, serve
+from hf_blend.serving.service import Detokenizer, Limits
+from hf_blend.serving.tenants import Tenant, read_tenants
+
+KEYS = {"anna": "key-of-anna-0123456789", "bert": "key-of-bert-0123456789"}
+TENANTS = [
+    Tenant("anna", KEYS["anna"], bytes(range(32))),
+    Tenant("bert", KEYS["bert"], bytes(range(32, 64)), max_requests=1),
+]
+LIMITS = Limits(requests=3, body_bytes=40_000, body_s=0.6, request_s=60.0, new_tokens=12, documents=30)
+QUESTION = quickstart_questions()[0]
+
+
+def wait_for(happened, what, seconds=30.0):
+    until = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < until, f"{what} did not happen"
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return load_model()
+
+
+@contextlib.contextmanager
+def running(loaded, folder, **settings):
+    """A server in a thread, and its service."""
+    model, tokenizer = loaded
+    given = {"location": str(folder), "limits": LIMITS, "cache_tokens": 8192, "page_tokens": 16, **settings}
+    service = make_service(model, tokenizer, ServerPlan(**given))
+    up, ends = threading.Event(), []
+
+    def started(url, stop):
+        service.url = url
+        ends.append(stop)
+        up.set()
+
+    thread = threading.Thread(target=serve, args=(service, "127.0.0.1", 0, 20, started))
+    thread.start()
+    assert up.wait(30)
+    try:
+        yield service
+    finally:
+        ends[0]()
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def server(loaded, tmp_path_factory):
+    with running(loaded, tmp_path_factory.mktemp("store"), tenants=TENANTS) as service:
+        yield service
+
+
+@pytest.fixture
+def client(server):
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEYS["anna"], max_retries=0, timeout=60)
+
+
+@pytest.fixture
+def http(server):
+    headers = {"authorization": f"Bearer {KEYS['anna']}"}
+    with httpx.Client(base_url=server.url, headers=headers, timeout=60) as opened:
+        yield opened
+
+
+def messages(question=None):
+    return [{"role": "user", "content": question or QUESTION["question"]}]
+
+
+def endless(**more):
+    """The body of a request whose answer is as long as the server allows."""
+    return {"model": "m", "prompt": "the the the", "max_tokens": 700, "temperature": 2.0, **more}
+
+
+@pytest.fixture
+def no_end(server, monkeypatch):
+    """From now on no token ends an answer of the engine, and its steps take their time."""
+    step = server.engine._generation_step
+    monkeypatch.setattr(server.engine, "_generation_step", lambda: (time.sleep(0.005), step()))
+    add = server.engine.add_request
+    monkeypatch.setattr(server.engine, "add_request", lambda *a, **k: add(*a, **k, eos_token_id=-1))
+    monkeypatch.setattr(type(server.engine), "end_tokens", frozenset())
+
+
+def check_idle(server):
+    """Nothing is under way, no block is held, and no handler waits."""
+    engine = server.engine
+    wait_for(lambda: not server.running.total(), "the end of all requests")
+    wait_for(lambda: not engine.batch_processor.has_pending_requests(), "the end of the engine's requests")
+    wait_for(lambda: engine.paged.blocks_in_use == 0, "the return of all blocks")
+    assert not engine.output_router.result_handlers
+
+
+def test_the_openai_client_gets_the_answer_of_a_lone_request_and_what_it_cost(client, server, loaded):
+    given = {"model": server.name, "messages": messages(), "temperature": 0, "max_tokens": 8}
+    first = client.chat.completions.create(**given, extra_body={"documents": QUESTION["chunks"]})
+    assert first.choices[0].message.content == QUESTION["answer"]
+    assert first.choices[0].finish_reason == "stop"
+    again = client.chat.completions.create(**given, extra_body={"documents": QUESTION["chunks"][::-1]})
+    costs = again.usage.hf_blend
+    assert first.usage.hf_blend["computed_chunks"] == len(QUESTION["chunks"])
+    assert (costs["prefill"], costs["computed_chunks"]) == ("blended", 0)
+    assert costs["reused_tokens"] > costs["recomputed_tokens"] > 0
+    assert again.usage.prompt_tokens_details.cached_tokens == costs["reused_tokens"]
+
+    model, tokenizer = loaded
+    store = ChunkStore.open("memory://")
+    prompt = chat_prompt(tokenizer, messages(), QUESTION["chunks"][::-1])
+    store.add(model, None, prompt.chunks)
+    cache = BlendCache(model, store)
+    import torch
+
+    output = model.generate(torch.tensor([prompt.ids]), past_key_values=cache, max_new_tokens=8, do_sample=False)
+    text = tokenizer.decode(output[0, len(prompt.ids) :], skip_special_tokens=True)
+    assert again.choices[0].message.content == text
+
+
+def test_the_openai_client_streams_the_same_text(client, server):
+    given = {"model": "any", "temperature": 0, "max_tokens": 8, "extra_body": {"documents": QUESTION["chunks"]}}
+    whole = client.chat.completions.create(messages=messages(), **given)
+    parts = list(
+        client.chat.completions.create(
+            messages=messages(), stream=True, stream_options={"include_usage": True}, **given
+        )
+    )
+    text = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
+    assert text == whole.choices[0].message.content
+    assert parts[0].choices[0].delta.role == "assistant"
+    assert parts[-2].choices[0].finish_reason == "stop"
+    assert parts[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert parts[-1].usage.hf_blend["prefill"] in ("blended", "shared")
+
+
+def test_the_openai_client_completes_text_with_documents_or_chunk_markers(client):
+    documents, question = QUESTION["chunks"], QUESTION["question"]
+    given = {"model": "any", "temperature": 0, "max_tokens": 8}
+    by_field = client.completions.create(prompt=question, extra_body={"documents": documents}, **given)
+    marked = "|".join(["", *documents, question])
+    by_marker = client.completions.create(prompt=marked, extra_body={"chunk_separator": "|"}, **given)
+    streamed = client.completions.create(
+        prompt=question, stream=True, extra_body={"documents": documents}, **given
+    )
+    assert by_field.choices[0].text == by_marker.choices[0].text == "".join(p.choices[0].text for p in streamed)
+    assert by_field.choices[0].text == QUESTION["answer"]
+    assert by_marker.usage.hf_blend["prefill"] in ("blended", "shared")
+
+
+def test_the_openai_client_lists_the_model_and_asynchronous_requests_are_served_side_by_side(server, client):
+    assert [model.id for model in client.models.list()] == [server.name]
+
+    async def ask(number):
+        asked = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEYS["anna"], max_retries=8)
+        async with asked:
+            return await asked.chat.completions.create(
+                model="any", messages=messages(), temperature=0, max_tokens=8,
+                extra_body={"documents": QUESTION["chunks"][: 4 + number]},
+            )  # fmt: skip
+
+    async def all_of_them():
+        return await asyncio.gather(*map(ask, range(6)))
+
+    import asyncio
+
+    answers = asyncio.run(all_of_them())
+    assert all(answer.choices[0].finish_reason for answer in answers)
+    check_idle(server)
+
+
+def test_stop_texts_and_lengths_end_an_answer(client, no_end):
+    given = {"model": "any", "prompt": "the the the", "temperature": 0}
+    long = client.completions.create(max_tokens=10, **given)
+    assert long.choices[0].finish_reason == "length"
+    assert long.usage.completion_tokens == 10
+    words = long.choices[0].text.split()
+    stop = next(word for word in words[1:] if word != words[0])
+    cut = client.completions.create(max_tokens=10, stop=[stop], **given)
+    assert cut.choices[0].finish_reason == "stop"
+    assert cut.choices[0].text == long.choices[0].text.split(stop)[0]
+
+
+class Letters:
+    """A tokenizer of bytes."""
+
+    @staticmethod
+    def decode(tokens, skip_special_tokens=True):
+        return bytes(tokens).decode(errors="replace")
+
+
+def test_text_that_may_still_change_or_begin_a_stop_is_held_back():
+    text, given = "naïve ¾ STo STOP more", Detokenizer(Letters, ["STOP"])
+    tokens, pieces = list(text.encode()), []
+    for count in range(1, len(tokens) + 1):
+        pieces.append(given.feed(tokens[:count], count == len(tokens)))
+        if given.is_stopped:
+            break
+    assert "".join(pieces) == "naïve ¾ STo "
+    assert "\ufffd" not in "".join(pieces)
+
+
+def test_greedy_and_sampled_requests_share_a_step(client, server):
+    def ask(temperature, top_p=1.0):
+        return client.completions.create(
+            model="any", prompt="Rolf works as", temperature=temperature, top_p=top_p, max_tokens=6
+        )
+
+    greedy = ask(0).choices[0].text
+    assert ask(1.7, top_p=1e-6).choices[0].text == greedy, "the likeliest alone is left"
+    assert ask(0).choices[0].text == greedy
+
+
+BAD = {
+    "no key": ({}, {"authorization": ""}, 401, "invalid_api_key"),
+    "wrong key": ({}, {"authorization": "Bearer wrong"}, 401, "invalid_api_key"),
+    "no body": (b"", {}, 400, None),
+    "no JSON": (b"{oops", {}, 400, None),
+    "not an object": (b"[1]", {}, 400, None),
+    "no prompt": ({"model": "m"}, {}, 400, None),
+    "wrong type": ({"prompt": {"a": 1}}, {}, 400, None),
+    "wrong temperature": ({"prompt": "a", "temperature": 9}, {}, 400, None),
+    "wrong length": ({"prompt": "a", "max_tokens": 0}, {}, 400, None),
+    "unknown field": ({"prompt": "a", "tempreature": 1}, {}, 400, "bad_request"),
+    "unserved field": ({"prompt": "a", "n": 3}, {}, 400, "bad_request"),
+    "logprobs": ({"prompt": "a", "logprobs": 5}, {}, 400, "bad_request"),
+    "too many stops": ({"prompt": "a", "stop": list("abcde")}, {}, 400, "bad_request"),
+    "empty document": ({"prompt": "a", "documents": [""]}, {}, 400, None),
+    "too many documents": ({"prompt": "a", "documents": [f"no {n}." for n in range(40)]}, {}, 400, "bad_request"),
+    "too long": ({"prompt": "a " * 5000}, {}, 400, "bad_request"),
+    "a token that does not exist": ({"prompt": [5, 10**6]}, {}, 400, "bad_request"),
+    "a negative token": ({"prompt": [5, -1]}, {}, 400, "bad_request"),
+    "too large": (b"x" * 50_000, {}, 413, "request_too_large"),
+    "deep": (b'{"prompt":' + b"[" * 9000, {}, 400, None),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_bad_request_gets_a_clear_4xx(what, http, server):
+    body, headers, status, code = BAD[what]
+    content = body if isinstance(body, bytes) else json.dumps({"model": "m", **body}).encode()
+    response = http.post("/v1/completions", content=content, headers={"content-type": "application/json", **headers})
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert error["message"]
+    assert len(error["message"]) < 400
+    assert code is None or error["code"] == code
+    assert "Traceback" not in response.text
+
+
+@pytest.mark.parametrize(("path", "status"), [("/v1/nothing", 404), ("/v1/completions", 405), ("/docs", 404)])
+def test_an_unknown_path_or_method_is_an_error_in_the_same_form(path, status, http):
+    response = http.get(path)
+    assert response.status_code == status
+    assert response.json()["error"]["message"]
+
+
+def test_a_message_of_parts_must_be_text(http):
+    part = {"type": "image_url", "image_url": {"url": "data:"}}
+    response = http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": [part]}]})
+    assert response.status_code == 400
+    assert "no text" in response.json()["error"]["message"]
+
+
+def connect(server):
+    host, port = server.url.removeprefix("http://").split(":")
+    opened = socket.create_connection((host, int(port)), timeout=20)
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEYS['anna']}\r\n"
+        "content-type: application/json\r\n"
+    )
+    return opened, head
+
+
+def test_a_client_that_drips_its_body_is_sent_away(server):
+    opened, head = connect(server)
+    with opened:
+        opened.sendall(f"{head}content-length: 500\r\n\r\n".encode())
+        for _ in range(4):
+            opened.sendall(b" ")
+            time.sleep(0.05)
+        assert b" 408 " in opened.recv(1000)
+
+
+def test_a_body_without_a_length_is_cut_off_where_it_is_too_large(server):
+    opened, head = connect(server)
+    with opened:
+        opened.sendall(f"{head}transfer-encoding: chunked\r\n\r\n".encode())
+        with contextlib.suppress(OSError):
+            for _ in range(10):
+                opened.sendall(b"2000\r\n" + b"x" * 0x2000 + b"\r\n")
+        assert b" 413 " in opened.recv(1000)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_cancels_its_request(stream, server, no_end):
+    opened, head = connect(server)
+    body = json.dumps(endless(stream=stream)).encode()
+    with opened:
+        opened.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        if stream:
+            assert b"data:" in opened.recv(4000) + opened.recv(4000)
+        wait_for(lambda: server.engine.batch_processor.scheduler.active_requests, "the first step")
+    check_idle(server)
+
+
+def test_more_requests_than_are_taken_get_429_and_room_is_made_again(server, client, http, no_end):
+    with contextlib.ExitStack() as stack:
+        streams = [
+            stack.enter_context(http.stream("POST", "/v1/completions", json=endless(stream=True))).iter_lines()
+            for _ in range(LIMITS.requests)
+        ]
+        assert all(next(lines).startswith("data:") for lines in streams)
+        with pytest.raises(openai.RateLimitError) as refused:
+            client.completions.create(model="any", prompt="Rolf", max_tokens=2)
+        assert refused.value.response.headers["retry-after"]
+    check_idle(server)
+    assert client.completions.create(model="any", prompt="Rolf", max_tokens=2).usage.completion_tokens == 2
+
+
+def test_a_tenant_has_its_own_limit_and_its_own_store(server, client, no_end):
+    bert = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEYS["bert"], max_retries=0)
+    given = {"model": "any", "prompt": QUESTION["question"], "temperature": 0, "max_tokens": 3}
+    documents = {"documents": ["Rolf bought a lantern too.", "The miller was born in May anyway."]}
+    first = client.completions.create(**given, extra_body=documents)
+    other = bert.completions.create(**given, extra_body=documents)
+    again = bert.completions.create(**given, extra_body=documents)
+    computed = [answer.usage.hf_blend["computed_chunks"] for answer in (first, other, again)]
+    assert computed == [2, 2, 0]
+    assert other.usage.hf_blend["prefill"] == "blended", "no block of the other tenant is shared"
+    assert {name for name, _ in server.tenants.stores.items()} == set(KEYS)
+    with bert.completions.create(model="any", prompt="the", max_tokens=700, stream=True) as answer:
+        next(iter(answer))
+        with pytest.raises(openai.RateLimitError, match="1 requests are under way"):
+            bert.completions.create(**given)
+        assert client.completions.create(**given).choices
+    check_idle(server)
+
+
+def test_health_and_metrics_say_what_happens(server, http, client):
+    client.completions.create(model="any", prompt="Rolf", temperature=0, max_tokens=3)
+    with httpx.Client(base_url=server.url) as anybody:
+        assert anybody.get("/health").json() == {"ready": True}
+        text = anybody.get("/metrics").text
+    values = {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line[0] != "#"}
+    assert values["hf_blend_blocks_used"] == 0
+    assert values['hf_blend_requests_total{status="200"}'] >= 1
+    assert values['hf_blend_prefills_total{how="plain"}'] >= 1
+    assert values["hf_blend_first_token_seconds_count"] >= 1
+    assert any(name.startswith('hf_blend_chunks_stored_total{tenant="anna"') for name in values)
+    assert not [key for key in KEYS.values() if key in text]
+
+
+def test_a_failed_step_is_a_500_and_the_server_serves_on(server, client, monkeypatch):
+    step, broken = server.engine._generation_step, []
+
+    def fail_once():
+        if not broken:
+            broken.append(True)
+            raise RuntimeError("a step broke")
+        step()
+
+    monkeypatch.setattr(server.engine, "_generation_step", fail_once)
+    with pytest.raises(openai.InternalServerError, match="a step broke"):
+        client.completions.create(model="any", prompt="Rolf", max_tokens=3)
+    assert client.completions.create(model="any", prompt="Rolf", max_tokens=3).choices
+    check_idle(server)
+
+
+def test_an_answer_that_takes_too_long_is_given_up(server, client, monkeypatch, no_end):
+    monkeypatch.setattr(server, "limits", Limits(requests=3, request_s=0.4, new_tokens=700))
+    with pytest.raises(openai.APIStatusError) as given_up:
+        client.completions.create(model="any", prompt="the the", max_tokens=800)
+    assert given_up.value.status_code == 504
+    check_idle(server)
+
+
+def test_a_server_that_is_told_to_stop_answers_what_is_under_way(loaded, tmp_path):
+    found = []
+    with running(loaded, tmp_path) as service:
+        asked = openai.OpenAI(base_url=f"{service.url}/v1", api_key="none is needed", max_retries=0)
+        stream = asked.completions.create(model="any", prompt="the the", max_tokens=12, temperature=2, stream=True)
+        found.append(next(iter(stream)))
+        reader = threading.Thread(target=lambda: found.extend(stream))
+        reader.start()
+    reader.join(30)
+    assert found[-1].choices[0].finish_reason
+    assert not service.engine.is_running()
+    assert service.engine.prefills.turns._thread is None
+
+
+def test_documents_are_chunks_wherever_they_are_in_a_prompt(loaded):
+    tokenizer = loaded[1]
+    one, two = "Rolf bought a satchel too.", "He lives in Kestrel."
+    before = chat_prompt(tokenizer, messages("Where?"), [one, two])
+    inside = chat_prompt(tokenizer, messages(f"{one}\n{two}\nWhere?"), [two, one])
+    text = text_prompt(tokenizer, f"{one}\n{two}\nWhere?", [one, two])
+    ids = text_prompt(tokenizer, tokenizer.encode("Where?", add_special_tokens=False), [one, two])
+    assert before == inside == text == ids
+    assert len(before.chunks) == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", "cannot be read"),
+        ("[]", "names no tenant"),
+        ('{"tenants": [{"name": "a"}]}', "no api_key of 16"),
+        ('{"tenants": [{"name": "a", "api_key": "short"}]}', "no api_key of 16"),
+        ('{"tenants": [{"api_key": "0123456789abcdef"}]}', "no name"),
+        ('{"tenants": [{"name": "a", "api_key": "0123456789abcdef", "secret": "00"}]}', "64 or more hex digits"),
+        ('{"tenants": [{"name": "a", "api_key": "0123456789abcdef", "quota": 1}]}', "expected fields among"),
+        ('{"tenants": [{"name": "a", "api_key": "0123456789abcdef"}, {"name": "a", "api_key": "x123456789abcdef"}]}',
+         "same name"),
+    ],
+)  # fmt: skip
+def test_a_file_of_tenants_that_makes_no_sense_is_refused(content, words, tmp_path):
+    path = tmp_path / "tenants.json"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=words) as refused:
+        read_tenants(path)
+    assert "0123456789abcdef" not in str(refused.value)
+
+
+def test_a_port_that_is_taken_is_refused(loaded, tmp_path, server):
+    model, tokenizer = loaded
+    service = make_service(model, tokenizer, ServerPlan(location=str(tmp_path), blend=BlendConfig(), cache_tokens=256))
+    with pytest.raises(ConfigError, match="cannot be listened at"):
+        serve(service, "127.0.0.1", int(server.url.rsplit(":", 1)[1]))
+    assert not service.engine.is_running()

@@ -1,0 +1,193 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Documents are read from what people have, nothing is left out in silence, and pieces end where sentences end."""
+
+import re
+
+import pytest
+
+from hf_blend.errors import MissingExtraError, PromptError
+from hf_blend.evaluation.documents import Corpus, Document
+from hf_blend.evaluation.retrieving import Retriever
+from hf_blend.evaluation.splitting import Piece, Splitter
+
+pytest.importorskip("semantic_text_splitter", reason="the extra rag is not installed: pip install hf-blend[rag]")
+pytest.importorskip("bm25s", reason="the extra rag is not installed: pip install hf-blend[rag]")
+
+HTML = """<html><head><title>T</title><script>var x = 1</script></head><body><nav>Home</nav>
+<h1>Keepers</h1><p>Mara keeps the <b>light</b>.</p><p>Tomas *repairs* boats.</p></body></html>"""
+
+
+def pdf(text: str) -> bytes:
+    """A PDF of one page, written by hand."""
+    content = f"BT /F1 12 Tf 72 720 Td ({text}) Tj ET".encode("latin-1")
+    objects = [
+        b"<< /Type /Catalog /Pages 2 0 R >>",
+        b"<< /Type /Pages /Kids [3 0 R] /Count 1 >>",
+        b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents 4 0 R "
+        b"/Resources << /Font << /F1 << /Type /Font /Subtype /Type1 /BaseFont /Helvetica >> >> >> >>",
+        b"<< /Length %d >>\nstream\n%s\nendstream" % (len(content), content),
+    ]
+    made, places = b"%PDF-1.4\n", []
+    for number, one in enumerate(objects, 1):
+        places.append(len(made))
+        made += b"%d 0 obj\n%s\nendobj\n" % (number, one)
+    table = b"".join(b"%010d 00000 n \n" % place for place in places)
+    end = b"trailer << /Size %d /Root 1 0 R >>\nstartxref\n%d\n%%%%EOF\n" % (len(objects) + 1, len(made))
+    return made + b"xref\n0 %d\n0000000000 65535 f \n" % (len(objects) + 1) + table + end
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder as people have them."""
+    files = {
+        "a.txt": "Mara keeps the light.\n",
+        "sub/B.MD": "# Boats\n\nTomas repairs boats.\n",
+        "c.HTML": HTML,
+        "x.jsonl": '"four"\n\n{"text": "five", "title": "Fifth"}\n',
+        ".git/config": "hidden",
+        "table.csv": "a,b",
+        "script.py": "pass",
+    }
+    for name, text in files.items():
+        (tmp_path / "notes" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "notes" / name).write_text(text)
+    (tmp_path / "notes" / "d.pdf").write_bytes(pdf("The mill stands on the river."))
+    (tmp_path / "notes" / "old.txt").write_bytes("Grüße".encode("latin-1"))
+    (tmp_path / "notes" / "empty.md").write_text(" \n")
+    return tmp_path / "notes"
+
+
+def test_text_markdown_html_pdf_and_lines_are_read_whatever_the_case_of_their_endings(folder):
+    pytest.importorskip("markdownify")
+    pytest.importorskip("pypdf")
+    read = {document.name: document.text for document in Corpus([str(folder)])}
+    assert set(read) == {"notes/a.txt", "notes/sub/B.MD", "notes/c.HTML", "notes/d.pdf", "notes/x.jsonl:1",
+                         "notes/x.jsonl:Fifth"}  # fmt: skip
+    assert read["notes/a.txt"] == "Mara keeps the light.\n"
+    assert read["notes/c.HTML"] == "# Keepers\n\nMara keeps the **light**.\n\nTomas *repairs* boats.\n"
+    assert read["notes/d.pdf"].strip() == "The mill stands on the river."
+    assert read["notes/x.jsonl:Fifth"] == "five"
+
+
+def test_whatever_is_left_out_of_a_folder_is_named_with_its_reason(folder):
+    corpus = Corpus([str(folder)])
+    list(corpus)
+    reasons = {name: reason for name, reason in corpus.left_out if not name.endswith((".pdf", ".HTML"))}
+    assert set(reasons) == {"notes/.git/config", "notes/table.csv", "notes/script.py", "notes/old.txt",
+                            "notes/empty.md"}  # fmt: skip
+    assert reasons["notes/old.txt"] == "it is not UTF-8 (byte 2)"
+    assert reasons["notes/empty.md"] == "it holds no text"
+    assert all(name in corpus.said() for name in reasons)
+
+
+def test_many_files_that_are_left_out_are_counted_by_reason(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    for number in range(7):
+        (tmp_path / f"{number}.py").write_text("pass")
+    corpus = Corpus([str(tmp_path)])
+    list(corpus)
+    assert corpus.said() == "Left out: 7 files (.py is not read in folders)."
+
+
+def test_a_file_that_is_named_is_read_as_text_whatever_its_ending(folder):
+    (document,) = Corpus([str(folder / "script.py")])
+    assert (document.name, document.text) == ("script.py", "pass")
+
+
+@pytest.mark.parametrize(("name", "says"), [("old.txt", "not UTF-8"), ("empty.md", "no text"), ("none", "no file")])
+def test_a_file_that_is_named_and_cannot_be_read_is_refused(folder, name, says):
+    with pytest.raises(PromptError, match=says):
+        list(Corpus([str(folder / name)]))
+
+
+def test_a_folder_without_documents_is_refused_with_what_was_left_out(tmp_path):
+    (tmp_path / "a.py").write_text("pass")
+    with pytest.raises(PromptError, match=r"no document was found in .*a\.py.*\.txt"):
+        list(Corpus([str(tmp_path)]))
+
+
+def test_a_missing_reader_is_named_with_the_command_that_installs_it(folder, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "pypdf", None)
+    with pytest.raises(MissingExtraError, match=r'pip install "hf-blend\[rag\]"'):
+        list(Corpus([str(folder / "d.pdf")]))
+    corpus = Corpus([str(folder)])
+    assert "notes/d.pdf" not in {document.name for document in corpus}
+    assert "pip install" in dict(corpus.left_out)["notes/d.pdf"]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"), [('{"body": 1}', r"x\.jsonl:1 is.*field 'text'"), ("{", r"x\.jsonl:1 is not JSON")]
+)
+def test_a_line_that_is_no_document_is_named(content, says, tmp_path):
+    (tmp_path / "x.jsonl").write_text(content)
+    with pytest.raises(PromptError, match=says):
+        list(Corpus([str(tmp_path / "x.jsonl")]))
+
+
+def test_documents_come_from_standard_input_too():
+    assert [(one.name, one.text) for one in Corpus(["-"], ["a\n", "b"])] == [("stdin", "a\nb")]
+
+
+SENTENCES = [f"Sentence number {n} says that boat {n * 7} lies in harbour {n * 3}." for n in range(60)]
+PROSE = "\n\n".join(" ".join(SENTENCES[start : start + 4]) for start in range(0, 60, 4))
+
+
+@pytest.fixture(params=["bytes", "mistral"])
+def splitter(request, model_folder):
+    """Splitters for a byte tokenizer and, where it is there, one of SentencePiece."""
+    if request.param == "mistral":
+        return Splitter(request.getfixturevalue("mistral_tokenizer"), 128)
+    from transformers import AutoTokenizer
+
+    return Splitter(AutoTokenizer.from_pretrained(model_folder), 400)
+
+
+@pytest.mark.parametrize("is_markdown", [False, True])
+def test_pieces_are_whole_sentences_no_longer_than_asked_with_their_place_in_the_document(splitter, is_markdown):
+    pieces = splitter.split(Document("a", PROSE, is_markdown=is_markdown))
+    assert len(pieces) > 5
+    assert all(PROSE[piece.start : piece.stop] == piece.text for piece in pieces)
+    assert all(len(piece.ids) <= splitter.chunk_tokens for piece in pieces)
+    assert re.sub(r"\s", "", "".join(piece.text for piece in pieces)) == re.sub(r"\s", "", PROSE)
+    assert all(piece.text[0] == "S" and piece.text.rstrip()[-1] == "." for piece in pieces)
+
+
+def test_a_short_document_is_one_piece_as_it_is(splitter):
+    (piece,) = splitter.split(Document("a", "Mara keeps the light.\n"))
+    assert (piece.start, piece.text) == (0, "Mara keeps the light.\n")
+    assert splitter.split(Document("a", " \n")) == []
+
+
+def test_splitting_again_gives_the_same_tokens(splitter):
+    again = [piece.ids for piece in splitter.split(Document("b", PROSE))]
+    assert [piece.ids for piece in splitter.split(Document("a", PROSE))] == again
+
+
+def piece(text: str) -> Piece:
+    return Piece(text.split()[0], 0, text, (1,))
+
+
+TEXTS = ("a: the mill and the river", "b: Mara keeps the light", "c: 灯台の番人はマラです", "d: boats")
+PIECES = [piece(text) for text in TEXTS]
+
+
+@pytest.mark.parametrize(
+    ("question", "first"), [("Who keeps the LIGHT?", "b:"), ("灯台", "c:"), ("Which river?", "a:"), ("Boats?", "d:")]
+)
+def test_the_piece_that_shares_the_telling_words_comes_first(question, first):
+    retriever = Retriever(PIECES, top_k=2)
+    assert retriever.rank(question)[0].name == first
+    assert len(retriever.rank(question)) == 2
+    assert retriever.knows(question)
+
+
+def test_a_question_without_a_known_word_gets_the_beginning_and_it_is_known():
+    retriever = Retriever(PIECES, top_k=2)
+    assert retriever.rank("Xyzzy?") == PIECES[:2]
+    assert not retriever.knows("Xyzzy?")
+
+
+@pytest.mark.parametrize("top_k", [0, 4, 9])
+def test_nothing_is_chosen_where_all_pieces_may_come(top_k):
+    assert Retriever(PIECES, top_k).rank("Who?") == PIECES

@@ -1,0 +1,245 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Models with mixers: linear attention, state spaces and convolutions between or beside layers of attention."""
+
+import copy
+from functools import cache
+
+import pytest
+import torch
+
+from hf_blend import BlendCache, ChunkStore, ConfigError, UnsupportedModelError, observer, plugins
+from hf_blend.cache.mixer_layer import MixerLayer
+from hf_blend.context.sequence_cache import SequenceCache
+from hf_blend.model import mixer
+from hf_blend.model.fingerprint import fingerprint
+from hf_blend.model.mixer_probe import mixers_of
+from hf_blend.prefill import mixers
+from hf_blend.prefill.realign import Realigner
+from hf_blend.store.chunk import ChunkKey
+from hf_blend.verify.everything import RUNGS
+from hf_blend.verify.ladder import measure
+from hf_blend.verify.subject import Subject
+from hf_blend.verify.zoo import tiny_model
+
+# one for each way in which a mixer stands in a layer: before its MLP, beside attention, behind it, alone
+FAST = ("qwen3_next", "lfm2")
+SLOW = (
+    "bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear", "lfm2_moe", "lfm3",
+    "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "zamba", "zamba2",
+)  # fmt: skip
+TELLING = ("ratio_1_batch", "fused_ratio", "causality")
+
+
+@cache
+def subject_of(name):
+    return Subject(tiny_model(name))
+
+
+def failing(name, rungs):
+    found = [measure(rung, subject_of(name), "float32", "sdpa") for rung in rungs]
+    return [(rung.name, rung.max_abs_error, rung.tolerance, rung.detail) for rung in found if not rung.passed]
+
+
+def pieces(seed=0, lengths=(12, 9, 14), question=6):
+    draw = torch.Generator().manual_seed(seed)
+    ids = lambda count: torch.randint(8, 128, (count,), generator=draw).tolist()  # noqa: E731
+    return {"prefix": [1, *ids(3)], "chunks": [ids(count) for count in lengths], "question": ids(question)}
+
+
+@pytest.mark.parametrize(("name", "rungs"), [("lfm2", TELLING), ("qwen3_next", ("fused_ratio",))])
+def test_a_hybrid_is_exact_in_a_padded_batch_and_equals_the_dense_forward_with_stale_tokens(name, rungs):
+    assert failing(name, rungs) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*FAST, *SLOW])
+def test_a_hybrid_climbs_the_ladder(name):
+    assert failing(name, RUNGS) == []
+
+
+def state_kept_after_a_look(monkeypatch):
+    monkeypatch.setattr(mixers.MixerRows, "restore", lambda self, states: None)
+
+
+def convolution_tail_missing(monkeypatch):
+    lay = Realigner.lay_projections
+
+    def without_tails(self, layer, slots, states):
+        lay(self, layer, slots, states)
+        for slot in slots:
+            states[slot.row, :, slot.columns.stop - 2 : slot.columns.stop] = 0
+
+    monkeypatch.setattr(Realigner, "lay_projections", without_tails)
+
+
+def column_left_out(monkeypatch):
+    lay = Realigner.lay_projections
+
+    def without_column(self, layer, slots, states):
+        lay(self, layer, slots, states)
+        states[..., 1] = 0
+
+    monkeypatch.setattr(Realigner, "lay_projections", without_column)
+
+
+def fresh_rows_not_written(monkeypatch):
+    write = mixer.ActiveRows.write
+
+    def but_the_first(self, whole, rows):
+        kept = whole[:, :1].clone() if self.columns.shape[1] < 2 else whole.gather(
+            1, self.columns[:, :1, None].expand(-1, 1, whole.shape[-1])
+        ).clone()
+        write(self, whole, rows)
+        whole.scatter_(1, self.columns[:, :1, None].expand_as(kept), kept)
+
+    monkeypatch.setattr(mixer.ActiveRows, "write", but_the_first)
+
+
+def padding_forgotten(monkeypatch):
+    init = mixers.MixerRows.__init__
+    monkeypatch.setattr(mixers.MixerRows, "__init__", lambda self, *args: init(self, *args[:3], None))
+
+
+def rows_of_the_output_shifted(monkeypatch):
+    outputs = mixer.MixerPass._row_outputs
+    monkeypatch.setattr(mixer.MixerPass, "_row_outputs", lambda self, output: outputs(self, output.roll(1, 1)))
+
+
+@pytest.mark.parametrize(
+    ("name", "mistake"),
+    [
+        ("lfm2", convolution_tail_missing),
+        ("lfm2", column_left_out),
+        ("lfm2", fresh_rows_not_written),
+        ("lfm2", rows_of_the_output_shifted),
+        pytest.param("olmo_hybrid", state_kept_after_a_look, marks=pytest.mark.slow),
+        pytest.param("qwen3_next", convolution_tail_missing, marks=pytest.mark.slow),
+        pytest.param("qwen3_next", column_left_out, marks=pytest.mark.slow),
+        pytest.param("qwen3_next", padding_forgotten, marks=pytest.mark.slow),
+    ],
+)
+def test_the_ladder_fails_where_a_mixer_is_fed_wrongly(name, mistake):
+    subject = subject_of(name)
+    assert subject.floor  # measured before anything is broken
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        mistake(monkeypatch)
+        rungs = (measure(rung, subject, "float32", "sdpa") for rung in ("fused_ratio", "ratio_1_batch"))
+        assert any(not rung.passed and rung.tolerance is not None for rung in rungs)
+
+
+@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}])
+def test_decoding_behind_a_blend_goes_on_as_stock(name, how):
+    model = subject_of(name).model
+    blended = BlendCache(model, ChunkStore.open("memory://"), recompute_ratio=1.0)
+    inputs = blended.inputs(None, **pieces())
+    given = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, **how}
+    torch.manual_seed(0)
+    got = model.generate(**inputs, past_key_values=blended, **given)
+    torch.manual_seed(0)
+    assert torch.equal(got, model.generate(**inputs, **given))
+    assert blended.report.reusable_tokens >= 35
+
+
+@pytest.mark.parametrize("selector", [name for name in plugins.describe("selectors") if name != "explicit"])
+def test_every_selector_chooses_among_the_tokens_of_a_hybrid(selector):
+    model = tiny_model("lfm2", layer_types=["conv", "full_attention"] * 2)
+    for ratio in (0.3, 1.0):
+        blended = BlendCache(model, ChunkStore.open("memory://"), recompute_ratio=ratio, selector=selector)
+        inputs = blended.inputs(None, **pieces())
+        with torch.no_grad():
+            got = model(**inputs, past_key_values=blended, use_cache=True, logits_to_keep=1).logits
+            plain = model(**inputs, use_cache=False).logits[:, -1:]
+        assert got.isfinite().all()
+        if len(blended.report.chosen_columns[0]) == 35:
+            assert torch.allclose(got, plain, atol=1e-5)
+    assert selector == "none" or len(blended.report.chosen_columns[0]) == 35
+
+
+def test_a_cache_of_a_hybrid_can_be_reset_and_copied_and_refuses_to_crop():
+    model = subject_of("qwen3_next").model
+    blended = BlendCache(model, ChunkStore.open("memory://"), recompute_ratio=0.3)
+
+    def step(one, ids):
+        return model(torch.tensor([[ids]]), past_key_values=one, use_cache=True).logits
+
+    with torch.no_grad():
+        logits = []
+        for _ in range(2):
+            inputs = blended.inputs(None, **pieces())
+            logits.append(model(**inputs, past_key_values=blended, use_cache=True, logits_to_keep=1).logits)
+            twin = copy.deepcopy(blended)
+            assert torch.equal(step(blended, 9), step(twin, 9))
+            with pytest.raises(ConfigError, match="whose state holds"):
+                blended.crop(-1)
+            blended.crop(0)
+            blended.reset()
+            assert blended.get_seq_length() == 0
+    assert torch.equal(*logits)
+
+
+def test_a_forward_that_fails_leaves_the_states_as_they_were():
+    model = subject_of("qwen3_next").model
+    blended = BlendCache(model, ChunkStore.open("memory://"), recompute_ratio=0.3)
+    inputs = blended.inputs(None, **pieces())
+
+    @observer
+    def fail(*_):
+        raise KeyError("on purpose")
+
+    handle = model.model.layers[2].register_forward_hook(fail)
+    with pytest.raises(KeyError, match="on purpose"), torch.no_grad():
+        model(**inputs, past_key_values=blended, use_cache=True, logits_to_keep=1)
+    handle.remove()
+    assert not any(any(one.has_previous_state.values()) for one in blended.layers if isinstance(one, MixerLayer))
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.model.layers.modules())
+    with torch.no_grad():
+        model(**blended.inputs(None, **pieces()), past_key_values=blended, use_cache=True, logits_to_keep=1)
+    assert blended.report.reusable_tokens == 35
+
+
+def test_what_no_other_token_feels_is_not_stored():
+    model = subject_of("qwen3_next").model
+    config, (first, *_) = model.config, mixers_of(model)
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    assert first.width == 2 * keys + values + 2 * config.linear_num_value_heads  # without the gate, as wide as values
+    out = next(one for one in first.projections if one.module is first.module.out_proj)
+    assert out.width == 0
+
+
+def test_unchosen_tokens_have_the_stored_projections(monkeypatch):
+    subject, kept = subject_of("lfm2"), {}
+    leave = mixer.MixerPass.leave
+
+    def leaving(self):
+        if self.states is not None and self.rows.columns is not None:
+            kept[id(self._mixer.module)] = self.states.clone()
+        leave(self)
+
+    monkeypatch.setattr(mixer.MixerPass, "leave", leaving)
+    got = subject.blend(subject.prompts[:1], 0.3)
+    states = kept[id(mixers_of(subject.model)[3].module)][0]
+    prompt, chosen = subject.prompts[0], set(got.cache.report.chosen_columns[0])
+    for start, ids, *_ in prompt.spans():
+        stored = subject.chunk(ids).layers[3][0][0]
+        same = [bool(torch.equal(states[start + at], stored[at])) for at in range(len(ids))]
+        assert same == [start + at not in chosen for at in range(len(ids))]
+
+
+def test_projections_come_back_from_disk_as_they_were_stored(tmp_path):
+    subject, ids = subject_of("lfm2"), tuple(range(20, 33))
+    chunk = subject.chunk(ids)
+    with ChunkStore.open(tmp_path, memory_bytes=0, durability="none") as store:
+        store.put(chunk)
+        back = store.get(ChunkKey(fingerprint(subject.model), subject.sink_ids, ids))
+    assert [len(layer) for layer in back.layers] == [1, 1, 2, 1]
+    assert back.layout == chunk.layout
+    pairs = zip(chunk.named_tensors(), back.named_tensors(), strict=True)
+    assert all(one == other and torch.equal(a, b) for (one, a), (other, b) in pairs)
+
+
+def test_sequences_that_move_are_refused_for_a_hybrid_by_what_it_keeps():
+    with pytest.raises(UnsupportedModelError, match=r"layer 0 keeps a state of another kind \(LinearAttention\)"):
+        SequenceCache(subject_of("qwen3_next").model)

@@ -1,0 +1,252 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Messages become the prompt that the chat template makes, and the documents in them are reused."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from hf_blend import BlendCache, ChunkStore, PromptError
+from tests.chat_templates import (
+    ASKED,
+    CASES,
+    CHATML,
+    COMMAND_R,
+    DOCUMENTS,
+    GEMMA,
+    JOINED,
+    LLAMA3,
+    MISTRAL,
+    PHI,
+    QUESTION,
+    SYSTEM,
+    TITLED,
+    TURNS,
+    small_tokenizer,
+)
+
+WORDS = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+
+
+@pytest.fixture(scope="module")
+def models(tiny_model):
+    """A model for each of the small tokenizers, and the tokenizer."""
+    tokenizers = {kind: small_tokenizer(kind) for kind in ("bytes", "spaces")}
+    shape = {"num_hidden_layers": 2, "max_position_embeddings": 2048}
+    return {kind: (tiny_model(vocab_size=len(one), **shape), one) for kind, one in tokenizers.items()}
+
+
+@pytest.fixture
+def known(request, models):
+    """A model and its tokenizer."""
+    return models[getattr(request, "param", "spaces")]
+
+
+@pytest.fixture
+def cached(known):
+    model = known[0]
+
+    def make(store=None, **settings):
+        settings.setdefault("recompute_ratio", 0.2)
+        return BlendCache(model, store or ChunkStore.open("memory://"), **settings)
+
+    return make
+
+
+def stock(tokenizer, messages, documents=(), **template):
+    """What transformers makes of messages; nothing of ours is in it."""
+    given = {"documents": documents} if documents and isinstance(documents[0], dict) else {}
+    begins = {"add_generation_prompt": not template.get("continue_final_message", False)}
+    made = tokenizer.apply_chat_template(
+        messages, **{**begins, **template, **given}, return_dict=True, return_tensors="pt"
+    )
+    return made["input_ids"]
+
+
+def answer(model, cache, inputs, **settings):
+    return model.generate(**inputs, past_key_values=cache, **WORDS | settings)
+
+
+@pytest.mark.parametrize(
+    ("known", "case"),
+    [*(("spaces", case) for case in CASES), ("bytes", "chatml, several turns"), ("bytes", "llama 3")],
+    indirect=["known"],
+)
+def test_ids_and_greedy_text_are_those_of_apply_chat_template(known, cached, case):
+    model, tokenizer = known
+    template, messages, documents, given = CASES[case]
+    given = {"chat_template": template, **given}
+    expected = stock(tokenizer, messages, documents, **given)
+    cache = cached(recompute_ratio=1.0)
+    inputs = cache.inputs_from_messages(tokenizer, messages, documents, **given)
+    assert torch.equal(inputs["input_ids"], expected)
+    assert (expected == tokenizer.bos_token_id).sum() == ("bos_token" in template)
+    assert torch.equal(answer(model, cache, inputs), model.generate(expected, **WORDS))
+    named = {text for text in DOCUMENTS if text in tokenizer.decode(expected[0])} or DOCUMENTS
+    assert cache.report.reusable_tokens + cache.report.exact_tokens > 0.7 * sum(
+        len(tokenizer.encode(text, add_special_tokens=False)) for text in named
+    )
+
+
+@pytest.mark.parametrize("case", list(CASES)[1::3])
+def test_every_document_is_loaded_and_a_prompt_that_was_seen_computes_no_chunk(known, cached, case):
+    model, tokenizer = known
+    template, messages, documents, given = CASES[case]
+    store = ChunkStore.open("memory://")
+    keys = store.add(model, tokenizer, DOCUMENTS)
+    reports = []
+    for _ in range(2):
+        cache = cached(store)
+        inputs = cache.inputs_from_messages(tokenizer, messages, documents, chat_template=template, **given)
+        answer(model, cache, inputs, max_new_tokens=1)
+        reports.append(cache.report)
+    asked = json.dumps([messages, documents])
+    assert reports[0].loaded_chunks >= sum(json.dumps(text)[1:-1] in asked for text in DOCUMENTS)
+    assert reports[0].computed_chunks == len(store) - len(keys) <= 1, "what is before the documents, and nothing else"
+    assert reports[1].computed_chunks == 0
+    assert 0 <= reports[1].seam_tokens <= 4 * reports[1].loaded_chunks
+
+
+def test_documents_that_are_not_named_are_found_in_messages_too(known, cached):
+    model, tokenizer = known
+    store = ChunkStore.open("memory://")
+    store.add(model, tokenizer, DOCUMENTS)
+    cache = cached(store)
+    answer(model, cache, cache.inputs_from_messages(tokenizer, [SYSTEM, *TURNS], chat_template=CHATML))
+    assert cache.report.loaded_chunks == 3
+    assert cache.report.seam_tokens <= 12
+
+
+def test_what_is_before_the_documents_is_exact_from_the_second_request_on(known, cached):
+    model, tokenizer = known
+    store, reports = ChunkStore.open("memory://"), []
+    for documents in (DOCUMENTS, DOCUMENTS[::-1]):
+        cache, asked = cached(store), {"role": "user", "content": "\n\n".join([*documents, QUESTION])}
+        inputs = cache.inputs_from_messages(tokenizer, [SYSTEM, asked], documents, chat_template=LLAMA3)
+        answer(model, cache, inputs)
+        reports.append(cache.report)
+    assert reports[0].computed_chunks == 4
+    assert reports[1].computed_chunks == 0
+    assert reports[1].exact_tokens == reports[0].exact_tokens > 10
+
+
+def test_an_answer_before_the_documents_is_not_stored(known, cached):
+    model, tokenizer = known
+    store, said = ChunkStore.open("memory://"), [{"role": "user", "content": "Hello."}, TURNS[1], TURNS[2]]
+    cache = cached(store)
+    answer(model, cache, cache.inputs_from_messages(tokenizer, said, DOCUMENTS[1:], chat_template=CHATML))
+    assert len(store) == 2
+    assert cache.report.computed_chunks == 2
+
+
+def test_a_chat_goes_on_in_the_same_cache_by_all_its_messages(known, cached):
+    model, tokenizer = known
+    store = ChunkStore.open("memory://")
+    cache, messages = cached(store, recompute_ratio=1.0), [SYSTEM, ASKED]
+    for turn in ("And who repaired it?", "Why?"):
+        inputs = cache.inputs_from_messages(tokenizer, messages, DOCUMENTS, chat_template=CHATML)
+        output = answer(model, cache, inputs)
+        assert torch.equal(output, model.generate(stock(tokenizer, messages, chat_template=CHATML), **WORDS))
+        said = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :])
+        messages = [*messages, {"role": "assistant", "content": said}, {"role": "user", "content": turn}]
+    assert cache.report.past_tokens > 100, "only what is new was computed"
+
+
+def test_another_conversation_in_the_same_cache_begins_where_it_differs(known, cached):
+    model, tokenizer = known
+    cache = cached(recompute_ratio=1.0)
+    first, other = [SYSTEM, ASKED], [{**SYSTEM, "content": "Be brief."}, TURNS[2]]
+    answer(model, cache, cache.inputs_from_messages(tokenizer, first, DOCUMENTS, chat_template=CHATML))
+    inputs = cache.inputs_from_messages(tokenizer, other, DOCUMENTS[1:], chat_template=CHATML)
+    expected = model.generate(stock(tokenizer, other, chat_template=CHATML), **WORDS)
+    assert torch.equal(answer(model, cache, inputs), expected)
+    assert cache.report.past_tokens < 20
+
+
+def test_a_cache_that_was_used_for_something_else_begins_again(known, cached):
+    model, tokenizer = known
+    cache = cached(recompute_ratio=1.0)
+    cache.inputs_from_messages(tokenizer, [SYSTEM, ASKED], DOCUMENTS, chat_template=CHATML)
+    model.generate(tokenizer("Something else.", return_tensors="pt")["input_ids"], past_key_values=cache, **WORDS)
+    inputs = cache.inputs_from_messages(tokenizer, [SYSTEM, ASKED], DOCUMENTS, chat_template=CHATML)
+    expected = model.generate(stock(tokenizer, [SYSTEM, ASKED], chat_template=CHATML), **WORDS)
+    assert torch.equal(answer(model, cache, inputs), expected)
+
+
+def test_a_batch_of_conversations_is_padded_on_the_left(known, cached):
+    model, tokenizer = known
+    both = [[SYSTEM, ASKED], [TURNS[2]]]
+    cache = cached(recompute_ratio=1.0)
+    inputs = cache.inputs_from_messages(tokenizer, both, [DOCUMENTS, DOCUMENTS[1:]], chat_template=PHI)
+    output = answer(model, cache, inputs)
+    for row, messages in enumerate(both):
+        alone = model.generate(stock(tokenizer, messages, chat_template=PHI), **WORDS)[0]
+        assert torch.equal(output[row, -len(alone) :], alone)
+    with pytest.raises(PromptError, match="batch of 2 prompts came with 3 documents, expected a list"):
+        cache.inputs_from_messages(tokenizer, both, DOCUMENTS, chat_template=PHI)
+
+
+@pytest.mark.parametrize(
+    ("messages", "documents", "given", "says"),
+    [
+        ([ASKED], ["Somebody else."], {}, r"document 0 \('Somebody else.'\) is not in the prompt. Put its text"),
+        ([ASKED], [DOCUMENTS[0], " "], {}, "document 1 is ' ' and has no token. Leave"),
+        ([ASKED], JOINED, {}, "expected a list of texts, or of dicts"),
+        ([ASKED], [3], {}, "expected a list of texts, or of dicts"),
+        ([ASKED], [{"id": 3}], {}, "has no text. Give dicts such as"),
+        ([ASKED], [{"text": "Not in ChatML."}], {}, "is not in the prompt. Put its text"),
+        ("Hello", (), {}, "expected a list of dicts with a role and a content"),
+        ([], (), {}, "expected a list of dicts with a role and a content"),
+        ([{"role": "user"}], (), {}, "the chat template refused the 1 messages: "),
+        ([ASKED], (), {"return_tensors": "pt"}, "return_tensors was passed for the chat template.* Leave it out"),
+        ([SYSTEM, ASKED], (), {"chat_template": GEMMA}, "TemplateError: System role not supported. Give"),
+        ([SYSTEM, TURNS[1]], (), {"chat_template": MISTRAL}, "Conversation roles must alternate"),
+    ],
+)
+def test_what_makes_no_prompt_is_refused_with_a_way_out(known, cached, messages, documents, given, says):
+    with pytest.raises(PromptError, match=says):
+        cached().inputs_from_messages(known[1], messages, documents, **{"chat_template": CHATML, **given})
+
+
+def test_a_tokenizer_without_a_template_says_what_to_use_instead(known, cached):
+    with pytest.raises(PromptError, match=r"has no chat template.*inputs and inputs_from_text"):
+        cached().inputs_from_messages(known[1], [ASKED])
+
+
+def test_documents_that_a_template_writes_as_json_or_stripped_are_found(known, cached):
+    model, tokenizer = known
+    texts = [
+        'The clock of "Lund" is nine minutes slow.\nNobody has repaired it, says the naïve harbour master.',
+        "  Ines Okafor keeps bees. ",
+    ]
+    for filter_ in ("tojson", "trim"):
+        template = "{% for one in messages %}" + f"[{{{{ one.content | {filter_} }}}}]" + "{% endfor %}"
+        messages = [{"role": "user", "content": text} for text in (*texts, QUESTION)]
+        cache = cached(recompute_ratio=1.0)
+        inputs = cache.inputs_from_messages(tokenizer, messages, texts, chat_template=template)
+        expected = stock(tokenizer, messages, chat_template=template)
+        assert torch.equal(answer(model, cache, inputs), model.generate(expected, **WORDS))
+        assert cache.report.reusable_tokens > 15
+
+
+@pytest.mark.parametrize(
+    ("name", "template"),
+    [("mistral-7b-v1-spm", MISTRAL), ("gpt2-bpe", CHATML), ("mistral-7b-v1-spm", COMMAND_R)],
+)
+def test_a_published_tokenizer_gives_the_same_ids_and_text(name, template, tiny_model, published):
+    folder = published / "tokenizers" / name
+    if not folder.is_dir():
+        pytest.skip(f"no tokenizer at {folder}")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 1, "num_key_value_heads": 1}
+    model = tiny_model(vocab_size=len(tokenizer), num_hidden_layers=2, max_position_embeddings=2048, **shape)
+    documents = TITLED if template is COMMAND_R else DOCUMENTS
+    messages = [SYSTEM, {**ASKED, "content": QUESTION} if template is COMMAND_R else ASKED]
+    cache = BlendCache(model, ChunkStore.open("memory://"), recompute_ratio=1.0)
+    inputs = cache.inputs_from_messages(tokenizer, messages, documents, chat_template=template)
+    expected = stock(tokenizer, messages, documents, chat_template=template)
+    assert torch.equal(inputs["input_ids"], expected)
+    assert torch.equal(answer(model, cache, inputs), model.generate(expected, **WORDS))
+    assert cache.report.seam_tokens <= 6

@@ -1,0 +1,300 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""A prompt that is one text keeps its ids, and what is inside its chunks is reused."""
+
+import itertools
+import json
+import logging
+import re
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from hf_blend import BlendCache, ChunkStore, PromptError, blended
+from hf_blend.cache import blend_cache
+from hf_blend.model.anatomy import default_sink
+from hf_blend.model.fingerprint import fingerprint
+from hf_blend.prefill.plan import Planner
+from hf_blend.prompt.pieces import tokenize
+from hf_blend.prompt.text import build_text
+from hf_blend.prompt.tokenizer import tokenizer_digest
+from tests.chat_templates import DOCUMENTS, JOINED, QUESTION, small_tokenizer
+
+WORDS = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+JOINS = {
+    "a blank line": "\n\n".join,
+    "a line break": "\n".join,
+    "a space": " ".join,
+    "nothing": "".join,
+    "numbers": lambda texts: "\n".join(f"Document [{number}]: {text}" for number, text in enumerate(texts, 1)),
+    "tags": lambda texts: "".join(f"<doc>{text}</doc>" for text in texts),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tiny_model):
+    tokenizers = {kind: small_tokenizer(kind) for kind in ("bytes", "spaces")}
+    shape = {"num_hidden_layers": 2, "max_position_embeddings": 2048}
+    return {kind: (tiny_model(vocab_size=len(one), **shape), one) for kind, one in tokenizers.items()}
+
+
+@pytest.fixture
+def known(request, models):
+    """A model and its tokenizer."""
+    return models[getattr(request, "param", "spaces")]
+
+
+@pytest.fixture(autouse=True)
+def each_warning_is_new():
+    blend_cache._warn_once.cache_clear()
+
+
+def longest_run(prompt, chunk):
+    """How many neighbours of a chunk are in a prompt at most: every pair of places is tried."""
+    best, above = 0, [0] * (len(prompt) + 1)
+    for token in chunk:
+        here = [0] * (len(prompt) + 1)
+        for place, other in enumerate(prompt):
+            here[place + 1] = above[place] + 1 if token == other else 0
+        best, above = max(best, *here), here
+    return best
+
+
+@pytest.mark.parametrize("known", ["bytes", "spaces"], indirect=True)
+@pytest.mark.parametrize("join", JOINS)
+def test_ids_are_the_tokenizers_and_of_each_chunk_the_longest_run_is_reused(known, join):
+    model, tokenizer = known
+    text = f"Answer the question.\n\n{JOINS[join](DOCUMENTS)}\n\n{QUESTION}"
+    cache = BlendCache(model, ChunkStore.open("memory://"), recompute_ratio=1.0)
+    inputs = cache.inputs_from_text(tokenizer, text, DOCUMENTS[::-1])
+    expected = tokenizer(text, return_tensors="pt")
+    assert torch.equal(inputs["input_ids"], expected["input_ids"])
+    output = model.generate(**inputs, past_key_values=cache, **WORDS)
+    assert torch.equal(output, model.generate(**expected, **WORDS))
+    ids, lengths = expected["input_ids"][0].tolist(), [len(tokenize(tokenizer, one)) for one in DOCUMENTS]
+    runs = sum(longest_run(ids, tokenize(tokenizer, one)) for one in DOCUMENTS)
+    assert cache.report.reusable_tokens == runs
+    assert cache.report.seam_tokens == sum(lengths) - runs
+
+
+@pytest.mark.parametrize("join", JOINS)
+def test_generate_alone_finds_what_is_inside_stored_chunks(known, join):
+    model, tokenizer = known
+    store = ChunkStore.open("memory://")
+    store.add(model, tokenizer, DOCUMENTS)
+    inputs = tokenizer(f"Answer the question.\n\n{JOINS[join](DOCUMENTS)}\n\n{QUESTION}", return_tensors="pt")
+    keyword = blended(store, recompute_ratio=1.0)
+    output = model.generate(**inputs, custom_generate=keyword, **WORDS)
+    assert torch.equal(output, model.generate(**inputs, **WORDS))
+    runs = sum(longest_run(inputs["input_ids"][0].tolist(), tokenize(tokenizer, one)) for one in DOCUMENTS)
+    assert keyword.report.reusable_tokens == runs
+    assert (keyword.report.loaded_chunks, keyword.report.computed_chunks) == (3, 0)
+
+
+def test_what_is_reused_are_the_stored_values_of_just_these_tokens(known):
+    model, tokenizer = known
+    store = ChunkStore.open("memory://")
+    (key,) = store.add(model, tokenizer, DOCUMENTS[2:])
+    cache = BlendCache(model, store, recompute_ratio=0.0, selector="none")
+    inputs = cache.inputs_from_text(tokenizer, f"{DOCUMENTS[0]}\n{DOCUMENTS[2]}\n{QUESTION}")
+    ids = inputs["input_ids"][0].tolist()
+    (found,) = store.find(key.fingerprint, key.sink_ids, ids)
+    assert 0 < found.first < 4
+    model(**inputs, past_key_values=cache, logits_to_keep=1)
+    chunk = store.get(key)
+    for layer, (_, values) in zip(cache.layers, chunk.layers, strict=True):
+        here = layer.values[0, :, found.start : found.start + found.tokens]
+        assert torch.equal(here, values[:, found.first : found.first + found.tokens])
+    with torch.no_grad():
+        plain = model(inputs["input_ids"], use_cache=True).past_key_values
+    assert torch.allclose(cache.layers[0].keys, plain.layers[0].keys, atol=1e-4), "at layer 0 K depends on the token"
+
+
+def test_a_batch_of_texts_is_padded_on_the_left(known):
+    model, tokenizer = known
+    texts = [f"{JOINED}\n\n{QUESTION}", f"{DOCUMENTS[1]}\n{QUESTION}"]
+    cache = BlendCache(model, ChunkStore.open("memory://"), recompute_ratio=1.0)
+    inputs = cache.inputs_from_text(tokenizer, texts, [DOCUMENTS, DOCUMENTS[1:2]])
+    output = model.generate(**inputs, past_key_values=cache, **WORDS)
+    for row, text in enumerate(texts):
+        alone = model.generate(**tokenizer(text, return_tensors="pt"), **WORDS)[0]
+        assert torch.equal(output[row, -len(alone) :], alone)
+
+
+def test_a_prompt_in_parts_counts_its_seams_once(known):
+    model, tokenizer = known
+    text, counts = f"Answer.\n{JOINED}\n\n{QUESTION}", []
+    store = ChunkStore.open("memory://")
+    for part in (None, 17):
+        cache = BlendCache(model, store, recompute_ratio=1.0)
+        inputs = cache.inputs_from_text(tokenizer, text, DOCUMENTS)
+        output = model.generate(**inputs, past_key_values=cache, prefill_chunk_size=part, **WORDS)
+        assert torch.equal(output, model.generate(**tokenizer(text, return_tensors="pt"), **WORDS))
+        counts.append(cache.report.seam_tokens)
+    assert counts[0] == counts[1] > 0
+
+
+def test_a_chunk_of_which_every_token_differs_is_stored_as_the_prompt_has_it(known):
+    tokenizer = known[1]
+    text = "Ines: " + "".join(f"{letter}​" for letter in DOCUMENTS[1][:40]) + QUESTION
+    chunk = text[6:86]
+
+    class Other(type(tokenizer)):
+        def encode(self, piece, **given):
+            return [token + 1 for token in super().encode(piece, **given)] if piece == chunk else super().encode(piece)
+
+    tokenizer.__class__, own = Other, type(tokenizer)
+    try:
+        prompt = build_text(tokenizer, text, [chunk], special=True)
+    finally:
+        tokenizer.__class__ = own
+    (span,) = prompt.spans()
+    assert span.token_ids == prompt.ids[span.start : span.stop]
+    assert span.first == 0
+
+
+class Slow:
+    """A tokenizer that knows no offsets."""
+
+    is_fast = False
+
+    def __init__(self, tokenizer):
+        self._tokenizer = tokenizer
+
+    def __call__(self, text, add_special_tokens=True):
+        return {"input_ids": self._tokenizer.encode(text, add_special_tokens=add_special_tokens)}
+
+    def __getattr__(self, name):
+        return getattr(self._tokenizer, name)
+
+
+@pytest.mark.parametrize("join", JOINS)
+def test_a_tokenizer_without_offsets_finds_the_same_runs(known, join):
+    _, tokenizer = known
+    text = f"Answer.\n{JOINS[join](DOCUMENTS)}\n\n{QUESTION}"
+    fast, slow = (build_text(one, text, DOCUMENTS, special=True) for one in (tokenizer, Slow(tokenizer)))
+    assert fast.ids == slow.ids
+    assert fast.known == slow.known
+
+
+def test_text_that_begins_with_bos_never_makes_two(known):
+    model, tokenizer = known
+    cache = BlendCache(model, ChunkStore.open("memory://"))
+    with pytest.raises(PromptError, match=r"begins with '<s>.*one is expected. Pass add_special_tokens=False"):
+        cache.inputs_from_text(tokenizer, f"<s>{JOINED}", DOCUMENTS)
+    inputs = cache.inputs_from_text(tokenizer, f"<s>{JOINED}", DOCUMENTS, add_special_tokens=False)
+    assert inputs["input_ids"][0].tolist().count(1) == 1
+    cache = BlendCache(model, ChunkStore.open("memory://"))
+    inputs = cache.inputs(tokenizer, prefix="<s>[INST] ", chunks=DOCUMENTS, question=QUESTION)
+    assert inputs["input_ids"][0].tolist().count(1) == 1, "pieces, as guides show them"
+
+
+@pytest.mark.parametrize(
+    ("text", "chunks", "says"),
+    [
+        ("", None, "the text '' has no token"),
+        (JOINED, ["Not there."], "is not in the prompt"),
+        (JOINED, [""], "has no token"),
+        ([JOINED], DOCUMENTS, "a batch of 1 prompts came with 3 documents"),
+    ],
+)
+def test_text_that_makes_no_prompt_is_refused(known, text, chunks, says):
+    tokenizer = known[1]
+    cache = BlendCache(known[0], ChunkStore.open("memory://"))
+    with pytest.raises(PromptError, match=says):
+        cache.inputs_from_text(tokenizer, text, chunks, add_special_tokens=bool(text))
+
+
+def test_a_tokenizer_of_a_larger_model_is_refused_before_any_forward(known, tiny_model, monkeypatch):
+    model, tokenizer = tiny_model(vocab_size=100, num_hidden_layers=2), known[1]
+    store = ChunkStore.open("memory://")
+    cache = BlendCache(model, store)
+    monkeypatch.setattr(type(model), "forward", None)
+    for make in (
+        lambda: cache.inputs_from_text(tokenizer, JOINED),
+        lambda: cache.inputs(tokenizer, chunks=DOCUMENTS, question=QUESTION),
+        lambda: store.add(model, tokenizer, DOCUMENTS),
+    ):
+        with pytest.raises(PromptError, match=r"gave id \d+, but the model knows 100 ids, 0 to 99.* Load both"):
+            make()
+
+
+def test_a_prompt_in_which_a_store_finds_nothing_says_so_once(known, caplog):
+    model, tokenizer = known
+    store, asked = ChunkStore.open("memory://"), tokenizer(QUESTION, return_tensors="pt")
+
+    def ask():
+        cache = BlendCache(model, store)
+        model.generate(**asked, past_key_values=cache, max_new_tokens=2)
+        return cache.report.fallback_reason
+
+    assert ask() == "", "an empty store has nothing to say"
+    store.add(model, tokenizer, DOCUMENTS)
+    with caplog.at_level(logging.WARNING):
+        reasons = {ask(), ask()}
+    (reason,) = reasons
+    assert reason.startswith("the store holds 3 chunks of this model, but none of them is in the prompt. Put the")
+    assert len(caplog.records) == 1
+
+
+def test_a_store_of_another_model_or_sink_is_named(known, tiny_model):
+    model, tokenizer = known
+    store, asked = ChunkStore.open("memory://"), tokenizer(QUESTION, return_tensors="pt")
+    store.add(tiny_model(vocab_size=len(tokenizer), num_hidden_layers=2, seed=1), tokenizer, DOCUMENTS)
+    for says in ("holds 3 chunks, but none of this model", r"but none behind sink_ids=\(1,\)"):
+        cache = BlendCache(model, store)
+        model.generate(**asked, past_key_values=cache, max_new_tokens=1)
+        assert re.search(says, cache.report.fallback_reason)
+        store.add(model, tokenizer, DOCUMENTS, sink_ids=(1, 5))
+
+
+def test_a_store_that_was_filled_with_another_tokenizer_is_named(models, tmp_path, caplog):
+    (model, tokenizer), (_, other) = models["spaces"], models["bytes"]
+    assert tokenizer_digest(tokenizer) == tokenizer_digest(tokenizer) != tokenizer_digest(other) != ""
+    with ChunkStore.open(tmp_path) as store:
+        store.add(model, other, DOCUMENTS)
+    with ChunkStore.open(tmp_path) as store, caplog.at_level(logging.WARNING):
+        cache = BlendCache(model, store)
+        inputs = cache.inputs_from_text(tokenizer, f"{JOINED}\n{QUESTION}")
+        model.generate(**inputs, past_key_values=cache, max_new_tokens=1)
+        named = f"nother tokenizer ({tokenizer_digest(other)}) than this one ({tokenizer_digest(tokenizer)})"
+        assert named in cache.report.fallback_reason
+        cache = BlendCache(model, store)
+        inputs = cache.inputs(tokenizer, chunks=[tokenize(other, one) for one in DOCUMENTS], question=QUESTION)
+        model.generate(**inputs, past_key_values=cache, max_new_tokens=1)
+    assert named in cache.report.notice
+    assert cache.report.notice in str(cache.report)
+    assert len(caplog.records) == 2
+
+
+def test_padding_and_truncation_are_no_part_of_a_tokenizers_name(known):
+    tokenizer = small_tokenizer.__wrapped__("spaces")
+    before = tokenizer_digest(known[1])
+    tokenizer(["a", "b c d"], padding=True, truncation=True, max_length=2)
+    assert tokenizer_digest(tokenizer) == before
+    tokenizer.add_tokens(["<new>"])
+    assert tokenizer_digest(tokenizer) != before
+    assert tokenizer_digest(None) == ""
+
+
+@pytest.mark.parametrize("name", ["gpt2-bpe", "mistral-7b-v1-spm"])
+def test_of_published_passages_nearly_all_is_reused_however_they_are_joined(name, published, tiny_model):
+    folder, rows = published / "tokenizers" / name, published / "hotpotqa_natural.jsonl"
+    if not (folder.is_dir() and rows.is_file()):
+        pytest.skip(f"{folder} or {rows} is not there")
+    with rows.open(encoding="utf-8") as lines:
+        chunks = [json.loads(line)["chunks"] for line in itertools.islice(lines, 1)]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 1, "num_key_value_heads": 1}
+    model = tiny_model(vocab_size=len(tokenizer), num_hidden_layers=1, max_position_embeddings=8192, **shape)
+    store = ChunkStore.open("memory://")
+    for texts in chunks:
+        store.add(model, tokenizer, texts)
+    planner = Planner(model, store, fingerprint(model), default_sink(model))
+    for texts, (join, joined) in itertools.product(chunks, JOINS.items()):
+        ids = tokenizer(f"Answer.\n\n{joined(texts)}\n\nQuestion:")["input_ids"]
+        made = planner.plan([ids], [0], len(ids), None, True)
+        stored = sum(len(tokenize(tokenizer, text)) for text in texts)
+        assert sum(slot.tokens for slot in made.slots if not slot.exact) >= 0.97 * stored, join
+        assert len({slot.chunk.key for slot in made.slots}) >= len(texts), join
