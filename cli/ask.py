@@ -67,7 +67,7 @@ def ask(
 
     config = blend_config(selector, recompute_ratio=ratio, allow_unverified=allow_unverified)
     given, documents = _given(question, files or [], questions)
-    model = model or ("reference" if given else "chains")
+    model = model or "reference"
     source = open_model(model, device, dtype)
     asks = _asks(given, documents, source, top_k, chunk_tokens, system, max_new_tokens)
     shown = _Shown(json, compare, is_listed=questions is not None)

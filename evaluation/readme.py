@@ -222,8 +222,37 @@ def _study(document: dict[str, Any]) -> list[str]:
     return lines
 
 
+EVAL2_COLUMNS = (
+    "method", "nominal", "charged", "exact match", "difference to full prefill", "KL to full", "first token",
+    "speed-up", "read",
+)  # fmt: skip
+
+
+def _eval2(document: dict[str, Any]) -> list[str]:
+    """Quality, time and bytes of every method on the same long prompts; no column of the file is left out."""
+    rows = document["rows"]
+    settings = rows[0]
+    lines = [
+        f"Model `{settings['model']}`, task `{settings['task']}`, n = {settings['n']} prompts of "
+        f"{settings['prompt_tokens']:,.0f} tokens on average, {document['settings']['threads']} thread(s).",
+        "",
+        f"| {' | '.join(EVAL2_COLUMNS)} |",
+        "|---" * len(EVAL2_COLUMNS) + "|",
+    ]
+    for row in rows:
+        gap = f"{row['difference']:+.3f} [{row['difference_low']:+.3f}, {row['difference_high']:+.3f}]"
+        kl = "" if row["kl"] is None else f"{row['kl']:.3f}"
+        times = "|" if row["ttft_ms"] is None else f"{row['ttft_ms']:.0f} ms | {row['speedup']:.2f} x"
+        lines.append(
+            f"| {row['method']} | {_share(row['ratio'])} | {100 * row['charged_budget']:.1f} % | {row['score']:.3f} "
+            f"[{row['low']:.3f}, {row['high']:.3f}] | {gap} | {kl} | {times} | {row['read_bytes'] / 1e6:.1f} MB |"
+        )
+    return lines
+
+
 TABLES = {
     "ends": _ends,
+    "eval2": _eval2,
     "break_even": _break_even,
     "study": _study,
     "reference": _reference,

@@ -13,7 +13,7 @@ from hf_blend.errors import ConfigError, PromptError
 from hf_blend.evaluation.tasks.base import Sample, Shape, Task, polished
 from hf_blend.evaluation.tasks.reading import read_rows
 
-TASKS = ("hotpotqa", "multi-news", "musique", "needle", "reference-world", "samsum", "wikimqa")
+TASKS = ("chain-world", "hotpotqa", "multi-news", "musique", "needle", "reference-world", "samsum", "wikimqa")
 INSTRUCTION, END = (733, 16289, 28793), (733, 28748, 16289, 28793)
 FILES = {
     "musique": "musique_cacheblend.jsonl",

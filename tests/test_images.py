@@ -581,7 +581,7 @@ def test_rows_put_back_to_wrong_places_are_refused(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING):
         _build.cache_clear()
         blend("qwen3_vl", ids, 0, filled("qwen3_vl"), allow_unverified=True)
-    assert "used although it is not verified: Qwen3VL" in caplog.text
+    assert "without being verified (allow_unverified): Qwen3VL" in caplog.text
     _build.cache_clear()
 
 

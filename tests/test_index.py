@@ -142,7 +142,7 @@ def test_what_was_indexed_is_found_when_a_question_is_asked(tmp_path, capsys):
         main(["index", "--store", str(tmp_path), "--json"])
     assert json.loads(capsys.readouterr().out)["stored"] > 0
     with pytest.raises(SystemExit):
-        main(["ask", "--store", str(tmp_path), "--json"])
+        main(["ask", "--model", "reference", "--store", str(tmp_path), "--json"])
     chunks = json.loads(capsys.readouterr().out)["chunks"]
     assert chunks["computed"] < chunks["loaded"]
 

@@ -125,10 +125,10 @@ def values_shifted(self: Any, layer: int, slots: Any, keys: Any, values: Any) ->
         values[slot.row, :, slot.columns] = values[slot.row, :, slot.columns].roll(1, dims=1)
 
 
-def store_written(self: Any, layer: int, slots: Any, keys: Any, values: Any) -> None:
-    LAY(self, layer, slots, keys, values)
+def store_written(self: Any, layer: int, slots: Any, which: int, states: Any) -> None:
+    LAY_PART(self, layer, slots, which, states)
     for slot in slots:
-        slot.chunk.layers[layer][0].mul_(1.0001)
+        slot.chunk.layers[layer][which].mul_(1.0001)
 
 
 def stored_coarsely(*arguments: Any) -> Any:
@@ -204,7 +204,8 @@ def as_the_model_has_put_them(source: Any, layer: int, states: Any, old: Any, ne
     return states
 
 
-COMPOSE, ROW_MASK, LAY, HIGHEST = realign.compose, row_masks.row_mask, realign.Realigner.lay, choice.highest
+COMPOSE, ROW_MASK, HIGHEST = realign.compose, row_masks.row_mask, choice.highest
+LAY, LAY_PART = realign.Realigner.lay, realign.Realigner.lay_part
 COMPUTE_CHUNK, CHOSEN, BEGIN = plan.compute_chunk, blend.Fusor._chosen, blend.Fusor._begin
 TAKE_ROWS, WRITES = LayerCall.take_rows, itertools.count()
 WRITE_STATES, ENDED, LAYER_UPDATE = rows.Rows.write_states, hooks.Entry._ended, layers.BlendLayer.update
@@ -230,7 +231,7 @@ BREAKS: list[tuple[str, Any, str, Callable[..., Any]]] = [  # rung, owner, attri
     ("question_is_fresh", blend.Fusor, "_begin", question_from_a_stale_place),
     ("unchosen_bytes", plan, "compute_chunk", stored_coarsely),
     ("causality", row_masks, "row_mask", looking_ahead),
-    ("store_bytes", realign.Realigner, "lay", store_written),
+    ("store_bytes", realign.Realigner, "lay_part", store_written),
     ("same_bits", choice, "highest", by_lot),
     ("selection", Selector, "count", one_too_few),
     ("selection", choice, "highest", by_lot),
@@ -342,7 +343,7 @@ def test_a_type_that_cannot_be_built_says_why():
     ("family", "why"),
     [
         ("gpt2", "layer 0 of GPT2LMHeadModel cannot be moved"),
-        ("mamba", "mamba models cannot be blended: layer 0 keeps a state"),
+        ("mamba", "layer 0 of MambaForCausalLM keeps a state"),
     ],
 )
 def test_a_model_that_cannot_be_blended_is_refused_with_its_layer(family, why):

@@ -176,7 +176,7 @@ def test_a_conversation_and_its_window_refuse_what_a_sequence_refuses(monkeypatc
             make()
         with caplog.at_level(logging.WARNING, "hf_blend"):
             make(allow_unverified=True)
-    assert len([one for one in caplog.records if "not verified" in one.message]) == 1
+    assert len([one for one in caplog.records if "without being verified" in one.message]) == 1
 
 
 class Ids:

@@ -232,3 +232,30 @@ def test_the_oracle_lets_no_layer_drown_the_others():
 def test_a_selector_without_a_score_cannot_be_made():
     with pytest.raises(TypeError, match="abstract"):
         Selector({})
+
+
+def test_the_learned_selector_follows_its_probe_and_refuses_one_of_another_model(tmp_path):
+    from safetensors.torch import save_file
+
+    seen = view()
+    weight = torch.randn(2, 6, generator=torch.Generator().manual_seed(3))
+    save_file({"values.1": weight}, tmp_path / "probe.safetensors")
+    got = selector("learned", path=str(tmp_path / "probe.safetensors")).score(seen)
+    values = seen.stored_alone(1)[1]
+    assert torch.allclose(got, (values * weight[:, None]).sum(dim=(1, 3)), atol=1e-5)
+    for name, tensors, said in (
+        ("layer", {"values.9": weight}, "reads layer 9, expected at most 3"),
+        ("shape", {"values.0": weight[:1]}, "expected \\(2, 6\\)"),
+        ("empty", {"other": weight}, "expected weights named"),
+    ):
+        save_file(tensors, tmp_path / name)
+        with pytest.raises(ConfigError, match=said):
+            selector("learned", path=str(tmp_path / name)).score(seen)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        selector("learned", path=str(tmp_path / "nothing")).score(seen)
+
+
+def test_random_with_free_layers_waits_for_the_check_layer():
+    assert not selector("random").needs_kv
+    assert selector("random", free_layers=True).needs_kv
+    assert torch.equal(selector("random", free_layers="true").score(view()), selector("random").score(view()))

@@ -172,7 +172,7 @@ class Entry:
 
 def _entry_of_nobody() -> Entry:
     entry = Entry.__new__(Entry)
-    entry._guest = _nobody
+    entry._guest, entry._is_inside = _nobody, False
     return entry
 
 

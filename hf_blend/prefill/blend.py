@@ -383,7 +383,7 @@ class Fusor:
 
     def _open_several(self, index: int, keys: Tensor, values: Tensor, slots: list[Slot]) -> bool:
         """Open a layer, and those behind it that look alike; True if that was possible."""
-        checks = [] if self._is_narrowed else [one for one in self._ratios if one > index]
+        checks = [] if self._is_narrowed else [one for one in self._ratios if one >= index]  # then more is stored
         last = min(checks, default=self._last)
         group = self._realigner.together(index, slots, last, keys.device)
         first, *others = (self._layers[one] for one in group)
