@@ -67,7 +67,8 @@ def _ends(document: dict[str, Any]) -> list[str]:
     for row in rows:
         if (row["method"], row["ratio"]) not in ENDS:
             continue
-        shares = [_share(row["charged_budget"] if row["ratio"] is None else row["ratio"]), _share(row["charged_budget"])]
+        charged = row["charged_budget"]
+        shares = [_share(charged if row["ratio"] is None else row["ratio"]), _share(charged)]
         name = {"full-prefill": "full prefill", "full-reuse": "full reuse"}.get(row["method"], "blend")
         time = f"{row['ttft_ms']:.0f} ms, {row['speedup']:.1f} x"
         score = f"{row['score']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
