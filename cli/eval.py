@@ -75,7 +75,7 @@ def eval(
     files = _files(data or [], names)
     trial = Trial(
         names, tuple(model), wanted, tuple(ratio), limit or None, seed, chunk_tokens, chunk_order, files, batch,
-        None if dtype == "auto" else dtype, str(choose_device(device)), partial,
+        None if dtype == "auto" else dtype, str(choose_device(device)), partial=partial,
     )  # fmt: skip
 
     def told(parts: Iterator[Any], count: int) -> Iterator[Any]:
