@@ -16,6 +16,7 @@ from hf_blend import BlendCache, BlendConfig, ChunkStore, ConfigError, sparse_de
 from hf_blend.cache.layers import BlendLayer
 from hf_blend.cache.offloaded_layer import OffloadedLayer
 from hf_blend.errors import OffloadError
+from hf_blend.offload import memory as placing
 from hf_blend.offload.memory import GROW_TOKENS, KVMemory
 from hf_blend.offload.states import Folder, States
 from hf_blend.sparse.partial.loading import partial_loading
@@ -23,7 +24,7 @@ from hf_blend.sparse.partial.store import PartialStore
 from hf_blend.verify.zoo import tiny_model as zoo_model
 
 LAYERS, ROW = 12, 2 * 2 * 16 * 4  # of the long model; bytes of K and V of a token in a layer
-GREEDY = {"max_new_tokens": 80, "do_sample": False, "eos_token_id": None}
+GREEDY = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
 PIECES = {"prefix": [1, 4, 5], "chunks": [list(range(10, 90)), list(range(20, 85))], "question": [5, 6, 7, 8]}
 LONG = {
     "prefix": [1, 4, 5],
@@ -70,7 +71,7 @@ class Live:
 
 def test_a_prompt_of_four_times_the_memory_gives_the_same_text_within_the_memory(long_model, untouched, tmp_path):
     store = ChunkStore.open("memory://")
-    ways = {**GREEDY, "max_new_tokens": 12}
+    ways = GREEDY
     _, expected = asked(long_model, store, LONG, ways)
     limit = KV_BYTES // 4
     with untouched(long_model):
@@ -97,14 +98,16 @@ def test_a_prompt_of_four_times_the_memory_gives_the_same_text_within_the_memory
     assert list(tmp_path.iterdir()) == [], "what was offloaded is deleted with the cache"
 
 
-def test_a_layer_that_is_away_is_a_layer_whatever_is_done_with_it(tmp_path):
+@pytest.mark.parametrize("place", ["disk", "cpu"])
+def test_a_layer_that_is_away_is_a_layer_whatever_is_done_with_it(tmp_path, monkeypatch, place):
+    monkeypatch.setattr(placing, "_is_same", lambda *_: False)  # as if a GPU computed, and "cpu" were another place
     torch.manual_seed(0)
 
     def states(tokens, batch=2):
         return torch.randn(batch, 2, tokens, 8), torch.randn(batch, 2, tokens, 6)
 
     plain = BlendLayer()
-    memory = KVMemory([0, 1], {0: "disk", 1: "disk"}, None, tmp_path)
+    memory = KVMemory([0, 1], {0: place, 1: place}, None, tmp_path)
     layer, other = OffloadedLayer(memory, 0), OffloadedLayer(memory, 1)
 
     def same(what):
@@ -147,7 +150,7 @@ def test_a_layer_that_is_away_is_a_layer_whatever_is_done_with_it(tmp_path):
     layer.reset()
     other.reset()
     assert memory.resident_bytes == memory.disk_bytes == 0
-    assert [name for name in files(tmp_path) if name.startswith("layer")] == ["layer.0.keys.dat", "layer.0.values.dat"]
+    assert files(tmp_path) == (["layer.0.keys.dat", "layer.0.values.dat"] if place == "disk" else [])
     del twin
     gc.collect()
     assert files(tmp_path) == []
@@ -162,7 +165,8 @@ def test_a_step_writes_no_more_than_its_own_tokens(model, tmp_path, monkeypatch)
 
     monkeypatch.setattr(States, "_write", noted)
     places = dict.fromkeys(range(4), "disk")
-    cache, _ = asked(model, ChunkStore.open("memory://"), kv_device_map=places, offload_folder=tmp_path)
+    ways, store = {**GREEDY, "max_new_tokens": 80}, ChunkStore.open("memory://")
+    cache, _ = asked(model, store, ways=ways, kv_device_map=places, offload_folder=tmp_path)
     tokens = sum(written) / (ROW * 4)
     assert tokens == 3 + 80 + 65 + 4 + GROW_TOKENS, "each token once, the last ones not yet"
     assert len([size for size in written if size]) == 2 * 4 * 2, "the prompt, and one block"
@@ -171,7 +175,7 @@ def test_a_step_writes_no_more_than_its_own_tokens(model, tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("how", ["greedy", "beams", "assisted", "batch", "sampling", "bfloat16"])
 def test_the_text_is_the_same_in_every_way_of_decoding(model, tiny_model, tmp_path, how):
-    store, ways, pieces = ChunkStore.open("memory://"), {**GREEDY, "max_new_tokens": 12}, PIECES
+    store, ways, pieces = ChunkStore.open("memory://"), GREEDY, PIECES
     if how == "beams":
         ways |= {"num_beams": 3}
     if how == "assisted":
@@ -210,7 +214,7 @@ def test_a_conversation_goes_on_in_offloaded_kv(model, tmp_path, selector):
 
 @pytest.mark.parametrize("how", ["cpu", "disk"])
 def test_a_model_that_accelerate_offloads_decodes_from_offloaded_kv(tiny_model, tmp_path, how):
-    model, store, ways = tiny_model(), ChunkStore.open("memory://"), {**GREEDY, "max_new_tokens": 12}
+    model, store, ways = tiny_model(), ChunkStore.open("memory://"), GREEDY
     _, expected = asked(model, store, ways=ways)
     if how == "cpu":
         cpu_offload(model, torch.device("cpu"))

@@ -2,6 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ChunkStore.open(partial=0.25)`: what `partial_loading` gives by hand, for every request, after a restart too."""
 
+import os
+import signal
+
 import pytest
 import torch
 
@@ -126,6 +129,23 @@ def test_a_further_prompt_behind_a_part_is_refused(model):
     more = cache.inputs(None, chunks=[CHUNKS[0]], question=[3, 4], history=first)
     with pytest.raises(ConfigError, match=r"behind .* tokens of which some layers loaded a part only.*reset\(\)"):
         model.generate(**more, past_key_values=cache, **GREEDY)
+
+
+def test_a_process_that_is_killed_while_it_reorders_loses_no_chunk(model, tmp_path):
+    with ChunkStore.open(tmp_path, partial=ANYHOW, memory_bytes=0) as store:
+        asked(model, store)
+        _, expected = asked(model, store)
+        assert store.importance
+        child = os.fork()
+        if not child:
+            store._tier.put_if_absent = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # the old blocks are gone now
+            store.reorder()
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    with ChunkStore.open(tmp_path, partial=ANYHOW, memory_bytes=0) as store:
+        cache, got = asked(model, store)
+        assert cache.report.computed_chunks == 0, "the whole chunk is there"
+        assert cache.report.partial["partial_layers"] > 0, "and its blocks are made from it"
+        assert torch.equal(got, expected)
 
 
 REFUSED = {

@@ -87,6 +87,9 @@ class BlendCache(MaskedDecode):
     asked for (no `logits_to_keep`, a tensor of places, `labels`, hidden states, attentions) all tokens are computed,
     as without this cache: nothing is reused then, and `report.fallback_reason` and one warning say why.
 
+    With `kv_device_map`, `kv_memory` says which layers' K and V are where, how many bytes were on the device at most,
+    and how many are on disk; what is on disk is deleted with the cache.
+
     A cache serves the model object that it was made for, also inside a wrapper that calls the same layers, and refuses
     every other, copies included; a copy that `torch.compile` has compiled is not noticed.
     """
