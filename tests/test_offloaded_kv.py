@@ -175,7 +175,7 @@ def test_a_step_writes_no_more_than_its_own_tokens(model, tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("how", ["greedy", "beams", "assisted", "batch", "sampling", "bfloat16"])
 def test_the_text_is_the_same_in_every_way_of_decoding(model, tiny_model, tmp_path, how):
-    store, ways, pieces = ChunkStore.open("memory://"), GREEDY, PIECES
+    store, ways, pieces = ChunkStore.open("memory://"), dict(GREEDY), PIECES
     if how == "beams":
         ways |= {"num_beams": 3}
     if how == "assisted":
