@@ -306,6 +306,21 @@ class BlendCache(MaskedDecode):
             return self._fusor.update(layer_idx, key_states, value_states)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """Take a layer's new indexer keys and give back all of them.
+
+        Args:
+            indexer_key_states: `[batch, rows, width]`, rotated for the rows' positions.
+            layer_idx: which layer.
+
+        Returns:
+            Those of all tokens, `[batch, tokens, width]`.
+        """
+        if self._fusor is not None:
+            return self._fusor.update_indexer(layer_idx, indexer_key_states)
+        found: Tensor = self._kept[layer_idx].update_indexer(indexer_key_states)
+        return found
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """How many tokens a layer holds. `generate` asks just before the prefill: the model is watched from here."""
         if self._fusor is not None:

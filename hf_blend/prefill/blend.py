@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ..config import BlendConfig
 from ..errors import UnsupportedModelError
-from ..model.anatomy import KnownRows, LayerCall
+from ..model.anatomy import KnownRows, LayerCall, has_indexer
 from ..model.attention import Detour, Glance, Reached
 from ..model.masks import looks_ahead
 from ..model.mixer import Mixer
@@ -106,6 +106,7 @@ class Fusor:
         self._padding: dict[torch.device, Tensor] = {}
         self._rows: Rows | None = None  # None: all tokens, as the model passes them
         self._opened: dict[int, KV] = {}
+        self._indexed: dict[int, Tensor] = {}  # the new tokens' indexer keys, `[batch, tokens, width]`
         devices = {*getattr(model, "hf_device_map", {}).values()}
         self._opens_several = len(devices) < 2  # several layers at once, until one proves to be unlike its neighbour
         self._settled = 0  # the layers before this one are done
@@ -152,7 +153,7 @@ class Fusor:
         twin._report, twin._listener, twin._is_shared = BlendReport(_costs=self._report._costs), listener, shared
         twin._first_ratio, twin._ratios, twin._chooser = 0.0, {}, None
         twin._chosen_counts, twin._has_chosen, twin._rows = None, True, None
-        twin._opened, twin._ahead, twin._used, twin._settled = {}, {}, set(), 0
+        twin._opened, twin._indexed, twin._ahead, twin._used, twin._settled = {}, {}, {}, set(), 0
         self._mixers.pause()  # its layer may be the one that this forward is in
         twin._mixers, twin._projections, twin._unseen = self._mixers.anew(), {}, set()
         twin._known_rows, twin._detour, twin._glance, twin._is_looking = KnownRows(), None, None, False
@@ -262,6 +263,27 @@ class Fusor:
             self._detour.open()
         return self._layers[index].keys, self._layers[index].values
 
+    def update_indexer(self, index: int, keys: Tensor) -> Tensor:
+        """Take the indexer's keys of the rows that flow, and give back those of all tokens.
+
+        Args:
+            index: which layer.
+            keys: `[batch, rows, width]`, rotated for the rows' positions.
+
+        Returns:
+            Of every token, past and new, `[batch, tokens, width]`: fresh for the rows, stored for the others.
+        """
+        if index not in self._indexed:
+            self._indexed[index] = self._layers[index].open_indexer(self._tokens, keys)
+            self._realigner.lay_projections(index, self._stored_slots(), self._indexed[index][:, None])
+        if self._rows is None:
+            self._indexed[index].copy_(keys)
+        else:
+            self._rows.write_states(self._indexed[index][:, None], keys[:, None])
+        if self._is_looking:
+            self._reach("indexer")
+        return self._layers[index].indexer_keys  # type: ignore[no-any-return]
+
     def end(self) -> None:
         """Leave no trace in the model's config, also after a failure, and no more in the cache than stays."""
         self.close_doors()
@@ -283,6 +305,7 @@ class Fusor:
             return
         for done in range(self._settled, index):
             self._projections.pop(done, None)
+            self._indexed.pop(done, None)
             if self._opened.pop(done, None) is not None:
                 self._layers[done].settle()
         self._settled = max(self._settled, index)
@@ -333,8 +356,7 @@ class Fusor:
         self._used.add(index)
         if index in self._opened and self._is_ready(index, keys):
             return
-        slots = [] if self._rows is None else [slot for slot in self._plan.slots if slot.exact or self._is_narrowed]
-        partial = self._plan.partial
+        slots, partial = self._stored_slots(), self._plan.partial
         if index in self._opened:  # written ahead as another layer's table says
             self._realigner.lay(index, slots, *self._opened[index])
             return
@@ -363,10 +385,12 @@ class Fusor:
     def _open_projections(self, index: int, states: Tensor) -> Tensor:
         """Lay what is stored of a mixer's projections into `[batch, tokens, width]` of zeros."""
         self._projections[index] = states[:, None]
-        if self._rows is not None:
-            slots = [slot for slot in self._plan.slots if slot.exact or self._is_narrowed]
-            self._realigner.lay_projections(index, slots, self._projections[index])
+        self._realigner.lay_projections(index, self._stored_slots(), self._projections[index])
         return states
+
+    def _stored_slots(self) -> list[Slot]:
+        """The chunks of which something stored stands in, now: none where all rows flow."""
+        return [] if self._rows is None else [slot for slot in self._plan.slots if slot.exact or self._is_narrowed]
 
     def _projected(self, index: int) -> None:
         """All that is stored of a layer's mixer has been computed for the rows that flow."""
@@ -510,7 +534,11 @@ class Fusor:
 
     def _parts(self, index: int) -> set[str]:
         """What a layer keeps of each token."""
-        has = {"keys": keeps_keys(self._layers[index]), "projections": self._mixers[index] is not None}
+        has = {
+            "keys": keeps_keys(self._layers[index]),
+            "projections": self._mixers[index] is not None,
+            "indexer": has_indexer(self._layers[index]) and self._realigner.has_beside(index),
+        }
         return {part for part, is_kept in has.items() if is_kept}
 
     def _pass_on(self, layer: int, call: LayerCall, model_mask: Any, rows: Rows) -> None:
@@ -518,6 +546,8 @@ class Fusor:
         self._mixers.take(call, rows)
         is_mixer_only = self._mixers[layer] is not None and not keeps_keys(self._layers[layer])
         self._detour = None if is_mixer_only else self._masks.give(layer, call, model_mask, rows)
+        if has_indexer(self._layers[layer]):  # its attention hides more than the mask does, by the stock way alone
+            self._detour = None
         if self._detour is not None and not keeps_keys(self._layers[layer]):
             self._detour.open()  # it looks at the K and V of another layer, and hands over none of its own
 

@@ -37,7 +37,7 @@ FIELDS = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "linear_num_heads": 4, "linear_head_dim": 16, "lru_width": 64, "n_mamba_heads": 4, "mamba_num_heads": 8,
     "mamba_head_dim": 16, "mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16,
-    "mamba_dt_rank": 4, "mamba_chunk_size": 32, "ssm_state_size": 16,
+    "mamba_dt_rank": 4, "mamba_chunk_size": 32, "ssm_state_size": 16, "index_topk": 16, "index_head_dim": 32,
 }  # fmt: skip
 MIXERS = ("linear_attention", "conv")  # kinds of layers with a mixer
 MIXED = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
