@@ -44,9 +44,9 @@ def cache_layers(model: nn.Module, count: int, kv_bits: int | None = None, diges
     if kv_bits is not None and not any(isinstance(layer, QuantisedLayer) for layer in layers):
         kinds = sorted({type(layer).__name__ for layer in stock})
         raise ConfigError(
-            f"kv_bits={kv_bits} came with a model whose layers are all of the kind {' or '.join(kinds)}, but only full "
-            f"layers are kept in {kv_bits} bits: others hold no more than a window, or an indexer's keys too. Leave "
-            "kv_bits out."
+            f"kv_bits={kv_bits} came with a model whose layers are all of the kind {' or '.join(kinds)}, but only "
+            f"full layers are kept in {kv_bits} bits: others hold no more than a window, or an indexer's keys too. "
+            "Leave kv_bits out."
         )
     return layers
 

@@ -34,7 +34,11 @@ class IndexedLayer(BlendLayer):
         return self._appended(keys.new_zeros(keys.shape[0], tokens, keys.shape[2]))[:, -tokens:]
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """Append the indexer's keys of new tokens, `[batch, new, width]`; gives those of all, `[batch, tokens, width]`."""
+        """Append the indexer's keys of new tokens, `[batch, new, width]`.
+
+        Returns:
+            Those of all tokens, `[batch, tokens, width]`.
+        """
         return self._appended(indexer_key_states)
 
     def _appended(self, keys: Tensor) -> Tensor:

@@ -282,7 +282,7 @@ class Fusor:
             self._rows.write_states(self._indexed[index][:, None], keys[:, None])
         if self._is_looking:
             self._reach("indexer")
-        return self._layers[index].indexer_keys  # type: ignore[no-any-return]
+        return self._layers[index].indexer_keys
 
     def end(self) -> None:
         """Leave no trace in the model's config, also after a failure, and no more in the cache than stays."""

@@ -368,12 +368,14 @@ class Realigner:
         """K and V of all tokens of some chunks, `[heads, tokens, width]` each, rotated for this prompt."""
         if len(placed.slots[0].chunk.layers[layer]) == 1:
             return (self._beside(layer, placed, device),)
-        style = self._styles[layer]
-        turn, found = self._turn(layer, placed, style), []
+        style, found = self._styles[layer], []
+        turn = self._turn(layer, placed, style)
         for which in (0, 1):
             parts = self._parts(placed, range(layer, layer + 1), which, device)
-            plain = turn is None or which != style.slot
-            found.append((_cat(parts, device) if plain else _rotated(style, turn, parts, device))[0])
+            if turn is None or which != style.slot:
+                found.append(_cat(parts, device)[0])
+            else:
+                found.append(_rotated(style, turn, parts, device)[0])
         return found[0], found[1]
 
     def _turn(self, layer: int, placed: Placement, style: type[RotaryStyle]) -> KV | None:

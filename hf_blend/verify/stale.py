@@ -84,7 +84,7 @@ def _inputs_alone(subject: Subject, got: Blended) -> list[Tensor]:
 
 
 def _by_token(hidden: Tensor, tokens: int) -> Tensor:
-    """Hidden states `[…, batch, tokens, width]`; streams behind the tokens, `[batch, tokens, streams, width]`, joined."""
+    """Hidden states `[…, batch, tokens, width]`; streams of each token, `[batch, tokens, streams, width]`, joined."""
     return hidden.flatten(2) if hidden.dim() == 4 and hidden.shape[1] == tokens else hidden
 
 

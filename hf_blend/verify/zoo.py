@@ -46,6 +46,11 @@ SHARED: dict[str, Any] = {  # as by default in Gemma 3n, the last layers look at
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
     "num_kv_shared_layers": 2,
 }
+LATENT_WINDOWS: dict[str, Any] = {  # latent attention with windows has sizes of its own
+    "layer_types": ["indexed_attention", "sliding_attention", "indexed_attention", "sliding_attention"],
+    "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 32, "swa_kv_lora_rank": 32,
+    "swa_head_dim": 32, "swa_qk_nope_head_dim": 16, "swa_v_head_dim": 16,
+}  # fmt: skip
 EXTRA: dict[str, dict[str, Any]] = {  # what a type asks for beyond the names that many share
     "cohere_compass_text": {
         "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
@@ -54,6 +59,12 @@ EXTRA: dict[str, dict[str, Any]] = {  # what a type asks for beyond the names th
             for kind, theta in (("sliding_attention", 1e4), ("full_attention", 1e6))
         },
     },
+    "dots3_note": {
+        "text_config": LATENT_WINDOWS,
+        "vision_config": {"adapter_in_dim": 64, "adapter_out_dim": 64, "pyramid_num_routed": [-1, -1, 4, 4]},
+        "audio_config": {"adapter_input_size": 64, "adapter_out_dim": 64},
+    },
+    "dots3_note_text": LATENT_WINDOWS,
     "bamba": {"attn_layer_indices": [2]},
     "gemma3n_text": SHARED,
     "granitemoehybrid": {"layer_types": MIXED},
@@ -199,15 +210,17 @@ def _tiny_config(model_type: str, fields: dict[str, Any], fill: bool) -> Any:
     from transformers import AutoConfig
 
     default = AutoConfig.for_model(model_type)
-    return AutoConfig.for_model(model_type, **{**_shrunk(default, fill), **EXTRA.get(model_type, {}), **fields})
+    shrunk, extra = _shrunk(default, fill), EXTRA.get(model_type, {})
+    inner = {name: {**shrunk[name], **extra[name]} for name in extra if isinstance(shrunk.get(name), dict)}
+    return AutoConfig.for_model(model_type, **{**shrunk, **extra, **inner, **fields})
 
 
 def _shrunk(default: Any, fill: bool) -> dict[str, Any]:
     """Small values for those fields that a config has, with `fill` those at None too; its inner configs likewise."""
     found: dict[str, Any] = {name: value for name, value in FIELDS.items() if _has(default, name, fill)}
     found |= {name: FIELDS[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    if hasattr(default, "num_key_value_heads"):
-        latent = getattr(default, "kv_lora_rank", None) is not None  # latent attention has as many as there are heads
+    if _has(default, "num_key_value_heads", True):
+        latent = _has(default, "kv_lora_rank", False)  # latent attention has as many as there are heads
         found["num_key_value_heads"] = FIELDS["num_attention_heads" if latent else "num_key_value_heads"]
     for name in getattr(default, "sub_configs", {}):
         inner = getattr(default, name, None)
