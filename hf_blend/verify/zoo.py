@@ -51,6 +51,10 @@ LATENT_WINDOWS: dict[str, Any] = {  # latent attention with windows has sizes of
     "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 32, "swa_kv_lora_rank": 32,
     "swa_head_dim": 32, "swa_qk_nope_head_dim": 16, "swa_v_head_dim": 16,
 }  # fmt: skip
+BLOCK_INDEXER: dict[str, Any] = {  # fields that are None by default, without which no layer can be made
+    "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 32, "indexer_budget": 16,
+    "indexer_compress_ratio": 4, "hc_lowrank": 16,
+}  # fmt: skip
 EXTRA: dict[str, dict[str, Any]] = {  # what a type asks for beyond the names that many share
     "cohere_compass_text": {
         "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
@@ -58,6 +62,11 @@ EXTRA: dict[str, dict[str, Any]] = {  # what a type asks for beyond the names th
             kind: {"rope_type": "default", "rope_theta": theta}
             for kind, theta in (("sliding_attention", 1e4), ("full_attention", 1e6))
         },
+    },
+    "dbrx": {  # the classes of its inner configs lack what its checkpoints give
+        "attn_config": {"rope_theta": 5e5, "kv_n_heads": 2, "clip_qkv": 8},
+        "ffn_config": {"ffn_hidden_size": 64, "moe_top_k": 2},
+        "d_model": 64,
     },
     "dots3_note": {
         "text_config": LATENT_WINDOWS,
@@ -75,6 +84,8 @@ EXTRA: dict[str, dict[str, Any]] = {  # what a type asks for beyond the names th
     "nemotron_h": {"chunk_size": 32},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "attention_head_dim": 32},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "chunk_size": 32},
+    "qwen4_exp": {"text_config": BLOCK_INDEXER},
+    "qwen4_exp_text": BLOCK_INDEXER,
     "zaya": {"num_experts_per_tok": 1},
 }
 WRONG_CONFIG = (ArithmeticError, AttributeError, AssertionError, ImportError, LookupError, RuntimeError,
