@@ -15,6 +15,7 @@ from hf_blend.model.calibrate import rotary_styles
 from hf_blend.prefill import probing
 from hf_blend.prefill.blend import Fusor
 from hf_blend.prefill.realign import Realigner
+from hf_blend.prefill.rows import Rows
 from hf_blend.sparse.decoding import sparse_decoding
 from hf_blend.store.chunk import ChunkKey
 from hf_blend.verify.everything import RUNGS
@@ -27,7 +28,7 @@ RELEASED = {"index_topk": 2048}  # more than any prompt here: the indexer hides 
 FAST = ("kv-deviation", "query-attention")  # selectors
 SLOW = (
     ("axk2", {}), ("deepseek_v32", {}), ("deepseek_v32", RELEASED), ("dots3_note", {}), ("dots3_note_text", {}),
-    ("glm_moe_dsa", {}), ("glm_moe_dsa", SHARED), ("hy_v4", {}),
+    ("glm_moe_dsa", {}), ("glm_moe_dsa", SHARED), ("hy_v4", {}), ("qwen4_exp", {}), ("qwen4_exp_text", {}),
 )  # fmt: skip
 
 
@@ -52,6 +53,17 @@ def pieces(seed=0, lengths=(12, 9, 14), question=6):
     draw = torch.Generator().manual_seed(seed)
     ids = lambda count: torch.randint(8, 128, (count,), generator=draw).tolist()  # noqa: E731
     return {"prefix": [1, *ids(3)], "chunks": [ids(count) for count in lengths], "question": ids(question)}
+
+
+def with_both(test):
+    """With an indexer whose keys are rotated when they are made, and with one that rotates them when it looks."""
+    names = ["deepseek_v32", pytest.param("qwen4_exp_text", marks=pytest.mark.slow)]
+    return pytest.mark.parametrize("name", names)(test)
+
+
+def model_of(name):
+    fields = {"layer_types": ("linear_attention", "indexed_attention") * 2} if name == "qwen4_exp_text" else {}
+    return subject_of(name, **fields).model
 
 
 def prefill(model, **settings):
@@ -95,6 +107,11 @@ def choice_of_the_indexer_forgotten(monkeypatch):
     monkeypatch.setattr("hf_blend.prefill.blend.has_indexer", lambda _: False)
 
 
+def table_of_the_first_tokens(monkeypatch):
+    behind = Rows.behind
+    monkeypatch.setattr(Rows, "behind", lambda self, *given: behind(self, *given).roll(1, 1))
+
+
 def fresh_keys_not_written(monkeypatch):
     update = Fusor.update_indexer
 
@@ -108,18 +125,22 @@ def fresh_keys_not_written(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "mistake",
+    ("name", "mistake"),
     [
-        keys_of_the_indexer_unmoved,
-        stored_keys_at_the_check_layer,
-        pytest.param(choice_of_the_indexer_forgotten, marks=pytest.mark.slow),
-        pytest.param(fresh_keys_not_written, marks=pytest.mark.slow),
-        pytest.param(keys_of_the_indexer_missing, marks=pytest.mark.slow),
+        ("deepseek_v32", keys_of_the_indexer_unmoved),
+        ("deepseek_v32", stored_keys_at_the_check_layer),
+        pytest.param("deepseek_v32", choice_of_the_indexer_forgotten, marks=pytest.mark.slow),
+        pytest.param("deepseek_v32", fresh_keys_not_written, marks=pytest.mark.slow),
+        pytest.param("deepseek_v32", keys_of_the_indexer_missing, marks=pytest.mark.slow),
+        pytest.param("qwen4_exp_text", keys_of_the_indexer_missing, marks=pytest.mark.slow),
+        pytest.param("qwen4_exp_text", fresh_keys_not_written, marks=pytest.mark.slow),
+        pytest.param("qwen4_exp_text", table_of_the_first_tokens, marks=pytest.mark.slow),
     ],
 )
-def test_the_ladder_fails_where_an_indexer_is_fed_wrongly(mistake):
-    subject = subject_of()
-    assert subject.floor  # measured before anything is broken
+def test_the_ladder_fails_where_an_indexer_is_fed_wrongly(name, mistake):
+    subject = subject_of(name)
+    assert subject.floor
+    subject.cache(0.0)  # measured and trusted before anything is broken
     with pytest.MonkeyPatch.context() as monkeypatch:
         mistake(monkeypatch)
         assert any(not one.passed and one.tolerance is not None for one in rungs_of(subject, ("fused_ratio",)))
@@ -148,9 +169,10 @@ def turned_back(keys, cos, sin):
     return torch.cat((one * cos + other * sin, other * cos - one * sin), dim=-1)
 
 
+@with_both
 @pytest.mark.parametrize("how", [{}, {"num_beams": 3}])
-def test_decoding_behind_a_blend_goes_on_as_stock(how):
-    model = subject_of().model
+def test_decoding_behind_a_blend_goes_on_as_stock(name, how):
+    model = model_of(name)
     blended = BlendCache(model, ChunkStore.open("memory://"), recompute_ratio=1.0)
     inputs = blended.inputs(None, **pieces())
     given = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, **how}
@@ -161,6 +183,19 @@ def test_decoding_behind_a_blend_goes_on_as_stock(how):
     assert blended.report.reusable_tokens >= 35
 
 
+@with_both
+def test_chunks_behind_a_conversation_are_blended_as_in_a_full_prefill(name):
+    model = model_of(name)
+    blended = BlendCache(model, ChunkStore.open("memory://"), recompute_ratio=1.0)
+    given = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    first = model.generate(**blended.inputs(None, **pieces()), past_key_values=blended, **given)
+    inputs = blended.inputs(None, **{**pieces(seed=3), "prefix": None}, history=first)
+    got = model.generate(**inputs, past_key_values=blended, **given)
+    assert blended.report.reusable_tokens == 35
+    assert torch.equal(got, model.generate(**inputs, **given))
+
+
+@with_both
 @pytest.mark.parametrize(
     "selector",
     [
@@ -169,8 +204,8 @@ def test_decoding_behind_a_blend_goes_on_as_stock(how):
         if name != "explicit"
     ],
 )
-def test_every_selector_chooses_among_the_tokens_of_a_model_with_an_indexer(selector):
-    model = subject_of().model
+def test_every_selector_chooses_among_the_tokens_of_a_model_with_an_indexer(name, selector):
+    model = model_of(name)
     for ratio in (0.3, 1.0):
         blended, got, plain = prefill(model, recompute_ratio=ratio, selector=selector)
         assert got.isfinite().all()

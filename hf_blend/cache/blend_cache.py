@@ -25,7 +25,7 @@ from transformers.cache_utils import CacheLayerMixin
 from .. import plugins
 from ..config import BlendConfig
 from ..errors import ConfigError, PromptError
-from ..model.anatomy import LayerCall, decoder_layers, default_sink, text_config
+from ..model.anatomy import LayerCall, decoder_layers, default_sink, has_indexer, text_config
 from ..model.fingerprint import fingerprint, structure_digest
 from ..model.flops import layer_costs
 from ..model.hooks import Entry
@@ -586,6 +586,9 @@ class BlendCache(MaskedDecode):
         states = [layer.snapshot_mixer() for layer in mixers]
         for layer, state in zip(mixers, self._states_before, strict=True):
             layer.restore_mixer(state)
+        positions = {layer: layer.indexer_position_ids for layer in self._layers() if has_indexer(layer)}
+        for layer, places in positions.items():  # the model appends those of the prompt again
+            layer.indexer_position_ids = None if places is None else places[..., : self._past]
         self._fusor = probe = forward.probe(Listener(hear, layers, anchors), self._spare_layers)
         try:
             with self._entry.inside():
@@ -596,6 +599,8 @@ class BlendCache(MaskedDecode):
             forward.adopt(probe)
             for layer, state in zip(mixers, states, strict=True):
                 layer.restore_mixer(state)
+            for layer, places in positions.items():
+                layer.indexer_position_ids = places
 
     def _spare_layers(self) -> list[Any]:
         """Layers that hold what these held before the forward."""

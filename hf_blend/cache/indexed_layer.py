@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A layer of a blend cache whose attention is sparse: an indexer's keys beside K and V, one vector of each token."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,8 @@ class IndexedLayer(BlendLayer):
 
     Attributes:
         indexer_keys: `[batch, tokens, width]`, rotated for the tokens' positions; None where there are none.
+        indexer_position_ids: `[axes, batch, tokens]`, of models whose indexer rotates keys when it looks at them; they
+            are written by the model.
     """
 
     keeps_all = False  # a probe writes to layers of its own: the indexer's keys are written once only
@@ -20,6 +24,7 @@ class IndexedLayer(BlendLayer):
     def __init__(self) -> None:
         super().__init__()
         self.indexer_keys: Tensor | None = None
+        self.indexer_position_ids: Tensor | None = None
 
     def open_indexer(self, tokens: int, keys: Tensor) -> Tensor:
         """Make place for the indexer's keys of new tokens.
@@ -54,22 +59,26 @@ class IndexedLayer(BlendLayer):
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens."""
         super().crop(tokens_to_remove)
-        if self.indexer_keys is not None:
-            self.indexer_keys = self.indexer_keys[:, : self.length]
+        self._change(lambda keys: keys[:, : self.length])
 
     def reset(self) -> None:
         """Forget everything."""
         super().reset()
-        self.indexer_keys = None
+        self.indexer_keys = self.indexer_position_ids = None
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every batch entry `repeats` times in a row."""
         super().batch_repeat_interleave(repeats)
-        if self.indexer_keys is not None:
-            self.indexer_keys = self.indexer_keys.repeat_interleave(repeats, dim=0)
+        self._change(lambda keys: keys.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only some batch entries; `indices` is `[kept]`."""
         super().batch_select_indices(indices)
+        self._change(lambda keys: keys.index_select(0, indices.to(keys.device)))
+
+    def _change(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Change what is kept, `[batch, tokens, width]`."""
         if self.indexer_keys is not None:
-            self.indexer_keys = self.indexer_keys.index_select(0, indices.to(self.indexer_keys.device))
+            self.indexer_keys = change(self.indexer_keys)
+        if self.indexer_position_ids is not None:
+            self.indexer_position_ids = change(self.indexer_position_ids.permute(1, 2, 0)).permute(2, 0, 1)

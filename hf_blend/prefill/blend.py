@@ -28,7 +28,7 @@ from ..model.anatomy import KnownRows, LayerCall, has_indexer
 from ..model.attention import Detour, Glance, Reached
 from ..model.masks import looks_ahead
 from ..model.mixer import Mixer
-from ..rotary.tables import rotary_table
+from ..rotary.tables import Table, rotary_table
 from ..selectors.attention import Attention
 from ..selectors.base import KV
 from .choice import Chooser
@@ -106,6 +106,7 @@ class Fusor:
         self._padding: dict[torch.device, Tensor] = {}
         self._rows: Rows | None = None  # None: all tokens, as the model passes them
         self._opened: dict[int, KV] = {}
+        self._whole_table: Table | None = None  # of all tokens, past and new, where a layer needs it
         self._indexed: dict[int, Tensor] = {}  # the new tokens' indexer keys, `[batch, tokens, width]`
         devices = {*getattr(model, "hf_device_map", {}).values()}
         self._opens_several = len(devices) < 2  # several layers at once, until one proves to be unlike its neighbour
@@ -190,7 +191,7 @@ class Fusor:
             The same call, changed.
         """
         self._settle(index)
-        table = rotary_table(call.arguments, call.layer)
+        table = self._own_table(index, call)
         if self._chooser is None:  # a probe: the forward knows the tables of the layers that it has reached
             self._realigner.learn_again(index, table)
         self._realigner.learn(index, table)
@@ -370,6 +371,14 @@ class Fusor:
             slots = partial.lay_probes(index, slots, self._realigner, opened)
         self._realigner.lay(index, slots, *opened)
 
+    def _own_table(self, index: int, call: LayerCall) -> Table | None:
+        """The rotary table of the new tokens; a layer whose indexer rotates stored keys has those before them too."""
+        table, self._whole_table = rotary_table(call.arguments, call.layer), None
+        if table is None or not has_indexer(self._layers[index]) or not self._realigner.is_unrotated_beside(index):
+            return table
+        self._whole_table = table
+        return table[0][:, -self._tokens :], table[1][:, -self._tokens :]
+
     def _is_heard(self, index: int) -> bool:
         """Whether the listener takes the attention of a layer, if it has any."""
         return index in self._with_keys and self._listener.hears(self._with_keys.index(index))  # type: ignore[union-attr]
@@ -543,6 +552,9 @@ class Fusor:
 
     def _pass_on(self, layer: int, call: LayerCall, model_mask: Any, rows: Rows) -> None:
         """Give a layer's mixer and its attention what they need to know of the rows."""
+        if self._whole_table is not None:
+            table = tuple(rows.behind(part, self._tokens) for part in self._whole_table)
+            call.arguments["position_embeddings"] = table
         self._mixers.take(call, rows)
         is_mixer_only = self._mixers[layer] is not None and not keeps_keys(self._layers[layer])
         self._detour = None if is_mixer_only else self._masks.give(layer, call, model_mask, rows)

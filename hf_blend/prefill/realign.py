@@ -321,6 +321,11 @@ class Realigner:
         """Whether a layer stores something beside K and V."""
         return self._styles[layer].beside is not None
 
+    def is_unrotated_beside(self, layer: int) -> bool:
+        """Whether a layer stores something beside K and V that carries no position."""
+        beside = self._styles[layer].beside
+        return beside is not None and not beside.turns
+
     def turns_keys(self, layer: int) -> bool:
         """Whether a layer rotates its keys, or nothing; not what is in the place of values."""
         return self._styles[layer].slot == 0
