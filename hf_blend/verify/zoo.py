@@ -20,6 +20,7 @@ TINY = "tiny:"
 LAYERS = 4
 WEIGHT_SCALE = 3.0  # at 1 attention is nearly uniform, and much that is wrong would not show
 SPREAD = 0.1  # of biases and norm weights, which are all 0 or all 1 in a fresh model
+NOT_JUDGED = "not judged: "  # how it is said that there is no tiny model, so that nothing is known of a type
 MOST_PARAMETERS = 20_000_000  # more means that the config did not shrink
 FIELDS = {
     "vocab_size": 128, "hidden_size": 64, "embedding_size": 64, "intermediate_size": 128, "ffn_dim": 128,
@@ -76,12 +77,17 @@ EXTRA: dict[str, dict[str, Any]] = {  # what a type asks for beyond the names th
     "dots3_note_text": LATENT_WINDOWS,
     "bamba": {"attn_layer_indices": [2]},
     "gemma3n_text": SHARED,
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {"layer_types": MIXED},
     "jamba": {"attn_layer_period": 4, "attn_layer_offset": 2},
     "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
     "mamba2": {"num_heads": 8, "head_dim": 16, "chunk_size": 32},
     "nemotron_h": {"chunk_size": 32},
+    "reformer": {"is_decoder": True, "axial_pos_embds": False},
+    "xlnet": {"d_head": 16},
+    "xlstm": {"qk_dim_factor": 1.0},
+    "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "attention_head_dim": 32},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "chunk_size": 32},
     "qwen4_exp": {"text_config": BLOCK_INDEXER},
@@ -141,7 +147,8 @@ def tiny_model(model_type: str, *, seed: int = 0, **fields: Any) -> nn.Module:
 
     Raises:
         ConfigError: transformers knows no causal model of that type.
-        UnsupportedModelError: its config does not shrink.
+        UnsupportedModelError: its config says that it cannot be blended; or does not shrink, which begins with
+            `NOT_JUDGED`.
     """
     if model_type not in tiny_types():
         near = suggest(model_type, tiny_types()).partition("Available")[0]
@@ -161,8 +168,8 @@ def tiny_model(model_type: str, *, seed: int = 0, **fields: Any) -> nn.Module:
         except WRONG_CONFIG as error:
             failures.append(error)
     raise UnsupportedModelError(
-        f"no tiny model of type {model_type!r} can be built: {type(failures[0]).__name__}: {_short(failures[0])} Its "
-        "config does not shrink by the common field names; verify a checkpoint of it instead."
+        f"{NOT_JUDGED}no tiny model of type {model_type!r} can be built: {type(failures[0]).__name__}: "
+        f"{_short(failures[0])} Its config does not shrink by the common field names; verify a checkpoint instead."
     ) from failures[0]
 
 
@@ -195,8 +202,8 @@ def _build(model_type: str, seed: int, fields: dict[str, Any], fill: bool) -> nn
         count = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
     if count > MOST_PARAMETERS:
         raise UnsupportedModelError(
-            f"no tiny model of type {model_type!r} can be built: it would have {count:,} parameters, at most "
-            f"{MOST_PARAMETERS:,} are wanted. Verify a checkpoint of it instead."
+            f"{NOT_JUDGED}no tiny model of type {model_type!r} can be built: it would have {count:,} parameters, at "
+            f"most {MOST_PARAMETERS:,} are expected. Verify a checkpoint of it instead."
         )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
