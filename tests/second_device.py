@@ -84,7 +84,9 @@ def run(func, args, kwargs, asked):
     if not goes:
         return found
     known = {id(one.held): one for one in tensors if isinstance(one, There)}  # what was written in place
-    return tree_map(lambda one: (known[id(one)] if id(one) in known else There(one)) if isinstance(one, Tensor) else one, found)
+    return tree_map(
+        lambda one: (known[id(one)] if id(one) in known else There(one)) if isinstance(one, Tensor) else one, found
+    )
 
 
 class SecondDevice(TorchDispatchMode):
@@ -109,7 +111,9 @@ def second_device():
     with contextlib.ExitStack() as entered:
         entered.enter_context(mock.patch.object(torch, "tensor", tensor))
         entered.enter_context(mock.patch.object(torch.cuda, "_lazy_init", lambda: None))
-        entered.enter_context(mock.patch.object(watch.WeightWatch, "_sampled", lambda self: []))  # bits, in inference mode
+        entered.enter_context(
+            mock.patch.object(watch.WeightWatch, "_sampled", lambda self: [])
+        )  # bits, in inference mode
         yield entered.enter_context(SecondDevice())
 
 

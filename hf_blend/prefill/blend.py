@@ -265,6 +265,7 @@ class Fusor:
     def end(self) -> None:
         """Leave no trace in the model's config, also after a failure, and no more in the cache than stays."""
         self.close_doors()
+        self._realigner.close()
         self._settle(len(self._layers))
         replaced = len(self._plan.replaced)
         self._report.planned(computed_chunks=replaced, loaded_chunks=-replaced)
@@ -292,6 +293,8 @@ class Fusor:
         device = call.hidden.device
         self._plan.real, self._exact = self._plan.real.to(device), self._exact.to(device)
         self._reusable = self._reusable.to(device)
+        if self._plan.partial is None:
+            self._realigner.ahead(range(1), device)
         if self._beyond_text:
             self._drop_what_looks_ahead(call.arguments.get(call.mask_name))
             self._look(0, call)
@@ -340,6 +343,7 @@ class Fusor:
             return
         several = self._opens_several and partial is None and not keys.requires_grad
         if several and self._open_several(index, keys, values, slots):
+            self._bring_next(index, keys.device)
             return
         self._opened[index] = opened = self._layers[index].open(self._tokens, keys, values)
         self._ahead[index] = index
@@ -347,6 +351,21 @@ class Fusor:
         if partial is not None and partial.is_open(index):
             slots = partial.lay_probes(index, slots, self._realigner, opened)
         self._realigner.lay(index, slots, *opened)
+        self._bring_next(index, keys.device)
+
+    def _bring_next(self, index: int, device: torch.device) -> None:
+        """Bring what is stored of the layers behind those that were written to the device, while these compute."""
+        if device.type == "cpu" or self._plan.partial is not None:
+            return
+        following = [one for one in self._with_keys if one > index and one not in self._opened]
+        if not following:
+            return
+        first, is_narrowed = following[0], self._is_narrowed or index in self._ratios
+        checks = [] if is_narrowed else [one for one in self._ratios if one >= first]
+        group = range(first, first + 1)
+        if first not in checks and self._opens_several:
+            group = self._realigner.together(first, self._plan.slots, min(checks, default=self._last), device)
+        self._realigner.ahead(group, device)
 
     def _is_heard(self, index: int) -> bool:
         """Whether the listener takes the attention of a layer, if it has any."""
