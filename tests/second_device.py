@@ -110,10 +110,8 @@ def second_device():
 
     with contextlib.ExitStack() as entered:
         entered.enter_context(mock.patch.object(torch, "tensor", tensor))
-        entered.enter_context(mock.patch.object(torch.cuda, "_lazy_init", lambda: None))
-        entered.enter_context(
-            mock.patch.object(watch.WeightWatch, "_sampled", lambda self: [])
-        )  # bits, in inference mode
+        entered.enter_context(mock.patch.object(torch.cuda, "_lazy_init", return_value=None))
+        entered.enter_context(mock.patch.object(watch.WeightWatch, "_sampled", return_value=[]))  # bits: not there
         yield entered.enter_context(SecondDevice())
 
 
