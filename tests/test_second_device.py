@@ -135,18 +135,19 @@ def test_inside_the_layers_no_value_is_asked_of_the_device_but_once_per_request(
     assert counts["end", 3] - counts["begin", 0] <= ASKS[selector]
 
 
+SLOW = pytest.mark.slow
 CASES = [
-    {"selector": "kv-deviation", "corrector": "mean-shift"},
-    {"selector": "inter-attention"},
-    {"check_layers": (1, 2), "gradual": True},
-    {"kv_bits": 8},
-    {"max_tokens": 160},
-    {"sparse": True},
+    pytest.param({"selector": "kv-deviation", "corrector": "mean-shift"}, True, id="a-batch"),
+    pytest.param({"sparse": True}, False, id="sparse"),
+    pytest.param({"sparse": True}, True, id="sparse-batch", marks=SLOW),
+    pytest.param({"selector": "inter-attention"}, False, id="inter-attention", marks=SLOW),
+    pytest.param({"check_layers": (1, 2), "gradual": True}, True, id="gradual", marks=SLOW),
+    pytest.param({"kv_bits": 8}, True, id="kv_bits", marks=SLOW),
+    pytest.param({"max_tokens": 160}, True, id="max_tokens", marks=SLOW),
 ]
 
 
-@pytest.mark.parametrize("is_batch", [False, True])
-@pytest.mark.parametrize("settings", CASES, ids=lambda one: "-".join(map(str, one)))
+@pytest.mark.parametrize(("settings", "is_batch"), CASES)
 def test_no_tensor_meets_one_of_another_device(models, pieces, tokenizer, said, settings, is_batch):
     batch = [pieces(), pieces((12, 20, 22), seed=1, question=5)]
     given = {name: [one[name] for one in batch] for name in batch[0]} if is_batch else batch[0]

@@ -37,6 +37,7 @@ from ..model.quantised import silence_casts
 from ..model.trust import ensure_trusted
 from ..prefill.blend import Fusor
 from ..prefill.choice import Chooser, FullPrefill
+from ..prefill.context import PrefillContext
 from ..prefill.correcting import Repair
 from ..prefill.input_test import InputTest
 from ..prefill.notices import other_tokenizers, why_nothing_found
@@ -552,12 +553,12 @@ class BlendCache(MaskedDecode):
         realigner = Realigner(self._styles, self.report, plan.slots)
         truth = FullPrefill(self.model, self.config.selector, ids, mask, self._past, self._beyond_text)
         probe = partial(self._probe, ids, mask)
-        chooser = Chooser(self._selector, plan, self._past, realigner, self.report, truth, probe)
-        repair = Repair(self._corrector, plan, realigner, self.report)
-        given = (self._kept, plan, self._past, plan.settings(self.config), chooser, realigner, repair, self.report)
         is_beyond = self._beyond_text is not None
-        self._fusor = Fusor(self.model, *given, wanted_rows, self.listener, is_beyond, self._mixers)
-        self._entry.enter_layers(ids.shape[1], between=self._beyond_text is not None)
+        given = (self._kept, plan, self._past, plan.settings(self.config), self.report, realigner)
+        context = PrefillContext(self.model, *given, wanted_rows, is_beyond, self._mixers)
+        repair = Repair(self._corrector, plan, realigner, self.report)
+        self._fusor = Fusor(context, Chooser(self._selector, context, truth, probe), repair, self.listener)
+        self._entry.enter_layers(ids.shape[1], between=is_beyond)
 
     def _read(self, ids: Tensor, mask: Tensor | None) -> Brought | None:
         """The new tokens of a forward; asked of the device once."""
@@ -571,7 +572,7 @@ class BlendCache(MaskedDecode):
         """Which columns have stored KV; the report begins anew, or goes on where a prompt comes in parts."""
         refuse_request_state(self.model, decoder_layers(self.model))
         given = (fingerprint(self.model), tuple(self.sink_ids), self.config.recompute_ratio)
-        planner = Planner(self.model, self.store, *given, self._placeholders, self._tokenizer)
+        planner = Planner(self.model, self.store, *given, self._tokenizer)
         goes_on, self._resume = self._coming.is_begun, self._coming
         if not self._coming:
             self._tokenizer = ""
