@@ -43,6 +43,7 @@ class StaticLayer(BlendLayer):
 
     @length.setter
     def length(self, tokens: int) -> None:
+        """Say how many, on the host and on the device."""
         if self.filled is not None and tokens != self._known:
             self.filled.fill_(tokens)
         self._known = tokens
