@@ -123,7 +123,7 @@ def _bring(stream: CopyStream, parts: Parts) -> Brought | None:
         with torch.no_grad():
             torch.cat(here, dim=2, out=host)
         return (*stream.send(host), found)
-    except (RuntimeError, MemoryError, OSError) as error:  # what needs these states copies them then, and meets the fault
+    except (RuntimeError, MemoryError, OSError) as error:  # they are copied where they are used, then
         logger.debug("states were not brought ahead: %s", error)
         return None
 
