@@ -53,6 +53,8 @@ class BlendConfig:
             later one, so that the mean over the layers is recompute_ratio.
         sink_ids: tokens that stand before each chunk while it is precomputed; None is the model's BOS, if any.
         kv_bits: 8 to decode from K and V in 8 bits; None keeps them in the model's dtype. The prefill is the same.
+        max_tokens: hold K and V in static buffers of so many tokens, the prompt and all new ones but the last, so that
+            a decoding step can be compiled; None lets the cache grow.
         allow_unverified: use a model whose layers could not all be verified by the probe.
         seed: for selectors that draw at random.
     """
@@ -67,6 +69,7 @@ class BlendConfig:
     gradual: bool = False
     sink_ids: tuple[int, ...] | None = None
     kv_bits: int | None = None
+    max_tokens: int | None = None
     allow_unverified: bool = False
     seed: int = 0
 
@@ -89,8 +92,22 @@ class BlendConfig:
             _instance(name, getattr(self, name), kind)
         if self.kv_bits is not None and (type(self.kv_bits) is not int or self.kv_bits != 8):
             raise ConfigError(f"kv_bits is {self.kv_bits!r}, but 8 or None is wanted. Leave it out for none of it.")
+        self._check_max_tokens()
         self._check_layers()
         self._check_schedule()
+
+    def _check_max_tokens(self) -> None:
+        most = self.max_tokens
+        if most is not None and (type(most) is not int or most < 1):
+            raise ConfigError(
+                f"max_tokens is {most!r}, but a number of tokens from 1 on, or None, is expected. Give the length of "
+                "the prompt and of the answer together."
+            )
+        if most is not None and self.kv_bits is not None:
+            raise ConfigError(
+                f"max_tokens={most} came with kv_bits={self.kv_bits}, but one of them at most is expected: static "
+                "buffers hold the model's dtype. Leave one out."
+            )
 
     def _check_layers(self) -> None:
         layers = self.check_layers

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..config import BlendConfig
 from ..errors import UnsupportedModelError
@@ -32,12 +32,12 @@ from ..rotary.tables import Table, rotary_table
 from ..selectors.attention import Attention
 from ..selectors.base import KV
 from .choice import Chooser
+from .context import PrefillContext
 from .correcting import Repair
 from .mixers import MixerRows, at_layers_that_keep, keeps_keys, keeps_states, side_by_side
 from .places import PastTokens
-from .plan import Plan, Slot
+from .plan import Slot
 from .probing import Listener, sight
-from .realign import Realigner
 from .report import BlendReport, Work
 from .row_masks import RowMasks
 from .rows import Rows
@@ -52,48 +52,26 @@ class Fusor:
     """State of one forward; made when it begins, gone when it ends."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        layers: Sequence[Any],
-        plan: Plan,
-        past: int,
-        config: BlendConfig,
-        chooser: Chooser,
-        realigner: Realigner,
-        repair: Repair,
-        report: BlendReport,
-        wanted_rows: int,
-        listener: Listener | None = None,
-        beyond_text: bool = False,
-        mixers: Sequence[Mixer | None] = (),
+        self, context: PrefillContext, chooser: Chooser, repair: Repair, listener: Listener | None = None
     ) -> None:
         """Prepare a forward.
 
         Args:
-            model: the model that runs.
-            layers: the cache's layers, holding `past` tokens each.
-            plan: which of the new tokens have stored KV.
-            past: tokens in the cache.
-            config: ratios and check layers.
+            context: of the forward.
             chooser: chooses the tokens.
-            realigner: lays stored KV.
             repair: corrects what is not recomputed.
-            report: is told what was computed.
-            wanted_rows: how many of the last rows the caller wants an output for.
             listener: is given every layer's attention.
-            beyond_text: the forward brings more than text. Then too nothing stored is believed unseen, chunks whose
-                tokens see those behind them are computed, and the decoder finds every row between its layers.
-            mixers: of the model, by layer; empty where no layer has one.
         """
-        self._model, self._layers, self._plan, self._past = model, layers, plan, past
+        plan, layers, past = context.plan, context.layers, context.past
+        self._model, self._layers, self._plan, self._past = context.model, layers, plan, past
         self._chooser: Any = chooser  # None: nothing is chosen
-        self._realigner, self._report = realigner, report
-        self._wanted_rows, self._repair = min(wanted_rows, plan.real.shape[1]), repair
-        self._beyond_text = beyond_text
+        self._realigner, self._report = context.realigner, context.report
+        self._wanted_rows, self._repair = min(context.wanted_rows, plan.real.shape[1]), repair
+        self._beyond_text = context.beyond_text
         self._tokens = plan.real.shape[1]
         self._padded = min(plan.counts) < self._tokens
-        self._schedule(chooser, config, mixers)
-        self._masks = RowMasks(model, layers, past, self._tokens)
+        self._schedule(chooser, context.config, context.mixers)
+        self._masks = RowMasks(context.model, layers, past, self._tokens)
         self._exact, self._reusable = plan.where(exact=True), plan.where(exact=False)
         self._end = self._tokens - self._wanted_rows  # an output is expected from here on
         self._exact[:, self._end :] = self._reusable[:, self._end :] = False
@@ -108,7 +86,7 @@ class Fusor:
         self._opened: dict[int, KV] = {}
         self._whole_table: Table | None = None  # of all tokens, past and new, where a layer needs it
         self._indexed: dict[int, Tensor] = {}  # the new tokens' indexer keys, `[batch, tokens, width]`
-        devices = {*getattr(model, "hf_device_map", {}).values()}
+        devices = {*getattr(context.model, "hf_device_map", {}).values()}
         self._opens_several = len(devices) < 2  # several layers at once, until one proves to be unlike its neighbour
         self._settled = 0  # the layers before this one are done
         self._used: set[int] = set()  # the layers that handed over K and V; others may be opened with them
@@ -288,6 +266,7 @@ class Fusor:
     def end(self) -> None:
         """Leave no trace in the model's config, also after a failure, and no more in the cache than stays."""
         self.close_doors()
+        self._realigner.close()
         self._settle(len(self._layers))
         replaced = len(self._plan.replaced)
         self._report.planned(computed_chunks=replaced, loaded_chunks=-replaced)
@@ -316,6 +295,8 @@ class Fusor:
         device = call.hidden.device
         self._plan.real, self._exact = self._plan.real.to(device), self._exact.to(device)
         self._reusable = self._reusable.to(device)
+        if self._plan.partial is None:
+            self._realigner.ahead(range(1), device)
         if self._beyond_text:
             self._drop_what_looks_ahead(call.arguments.get(call.mask_name))
             self._look(0, call)
@@ -363,6 +344,7 @@ class Fusor:
             return
         several = self._opens_several and partial is None and not keys.requires_grad
         if several and self._open_several(index, keys, values, slots):
+            self._bring_next(index, keys.device)
             return
         self._opened[index] = opened = self._layers[index].open(self._tokens, keys, values)
         self._ahead[index] = index
@@ -370,6 +352,21 @@ class Fusor:
         if partial is not None and partial.is_open(index):
             slots = partial.lay_probes(index, slots, self._realigner, opened)
         self._realigner.lay(index, slots, *opened)
+        self._bring_next(index, keys.device)
+
+    def _bring_next(self, index: int, device: torch.device) -> None:
+        """Bring what is stored of the layers behind those that were written to the device, while these compute."""
+        if device.type == "cpu" or self._plan.partial is not None:
+            return
+        following = [one for one in self._with_keys if one > index and one not in self._opened]
+        if not following:
+            return
+        first, is_narrowed = following[0], self._is_narrowed or index in self._ratios
+        checks = [] if is_narrowed else [one for one in self._ratios if one >= first]
+        group = range(first, first + 1)
+        if first not in checks and self._opens_several:
+            group = self._realigner.together(first, self._plan.slots, min(checks, default=self._last), device)
+        self._realigner.ahead(group, device)
 
     def _own_table(self, index: int, call: LayerCall) -> Table | None:
         """The rotary table of the new tokens; a layer whose indexer rotates stored keys has those before them too."""

@@ -9,7 +9,7 @@ a layer costs the host the same few kernels, however many chunks there are; smal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 
 import torch
@@ -18,6 +18,8 @@ from torch import Tensor
 from ..rotary.base import RotaryStyle, compose
 from ..rotary.tables import Table
 from ..store.chunk import StackedLayers
+from ..store.stream import StreamedLayers
+from .copies import Copies
 from .plan import Slot
 from .report import BlendReport
 
@@ -126,9 +128,7 @@ class Placement:
 class Realigner:
     """Writes stored chunks into a layer's buffers. A rotation is composed once per rotary table and kept."""
 
-    def __init__(
-        self, styles: Sequence[type[RotaryStyle]], report: BlendReport, slots: Sequence[Slot] = ()
-    ) -> None:
+    def __init__(self, styles: Sequence[type[RotaryStyle]], report: BlendReport, slots: Sequence[Slot] = ()) -> None:
         """Prepare for one forward.
 
         Args:
@@ -145,6 +145,7 @@ class Realigner:
         self._tables: dict[int, Table | None] = {}
         self._alike: dict[int, Table] = {}  # id of a table → the same one, made earlier
         self._kept: list[Table] = []
+        self._copies = Copies()
 
     @property
     def num_layers(self) -> int:
@@ -196,6 +197,38 @@ class Realigner:
                 break
             stop += 1
         return range(layer, stop)
+
+    def ahead(self, layers: range, device: torch.device) -> None:
+        """Begin to bring the stored K and V of some layers to a device, of all chunks; on a CPU nothing.
+
+        Args:
+            layers: as they will be written, see `together`.
+            device: of the buffers.
+        """
+        if self._all and device.type != "cpu":
+            for which in (0, 1):
+                self._copies.ahead((layers.start, layers.stop, which), device, partial(self._held, layers, which))
+
+    def close(self) -> None:
+        """Bring nothing more."""
+        self._copies.close()
+
+    def _held(self, layers: range, which: int) -> list[Tensor] | None:
+        """`Placement.parts` of all chunks for another thread; None where a layer has to be computed to be had."""
+        found = []
+        for slot in self._all:
+            held = slot.chunk.layers
+            if type(held) is StackedLayers:
+                states = (held.values if which else held.keys)[layers.start : layers.stop]
+            elif isinstance(held, tuple | StreamedLayers) and len(layers) == 1:
+                pair = held.peek(layers.start) if isinstance(held, StreamedLayers) else held[layers.start]
+                if pair is None or len(pair) < 2:
+                    return None
+                states = pair[which][None]
+            else:
+                return None
+            found.append(states if slot.is_whole else states[:, :, slot.inside])
+        return found
 
     def is_alike(self, layer: int, first: int) -> bool:
         """Whether a layer that was written with the first of its group is rotated by the same table."""
@@ -264,9 +297,7 @@ class Realigner:
         return tuple(one.to(like.dtype) for one, like in zip(found, states, strict=True))
 
     @torch.no_grad()
-    def mismatches(
-        self, layer: int, slots: Sequence[Slot], *computed: Tensor, of_mixer: bool = False
-    ) -> list[float]:
+    def mismatches(self, layer: int, slots: Sequence[Slot], *computed: Tensor, of_mixer: bool = False) -> list[float]:
         """How far the stored K and V of some chunks are from those that were computed in this prompt.
 
         One token that stands for an image is seen among hundreds of text.
@@ -408,11 +439,13 @@ class Realigner:
 
     def _parts(self, placed: Placement, layers: range, which: int, device: torch.device) -> list[Tensor]:
         """`Placement.parts`; of one tensor for all chunks and layers, where that is small."""
-        whole = self._whole(which, device) if which >= 0 else None
-        part = None if whole is None else self._part(placed)
-        if whole is None or part is None:
+        part = self._part(placed) if which >= 0 and self._all else None
+        if part is None:
             return placed.parts(layers, which)
-        return [whole[layers.start : layers.stop, :, part]]
+        if (whole := self._whole(which, device)) is not None:
+            return [whole[layers.start : layers.stop, :, part]]
+        brought = self._copies.take((layers.start, layers.stop, which), device)
+        return placed.parts(layers, which) if brought is None else [brought[:, :, part]]
 
     def _whole(self, which: int, device: torch.device) -> Tensor | None:
         """K (0) or V (1) of all layers of all chunks side by side, `[layers, heads, tokens, width]`."""

@@ -23,6 +23,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..cache.blend_cache import BlendCache
+from ..cache.static_layer import refuse_static
 from ..errors import ConfigError, UnsupportedModelError
 from ..model.anatomy import decoder_layers, has_indexer, stock_layers, text_config
 from .config import SparseConfig
@@ -65,6 +66,7 @@ def sparse_decoding(
             f"the cache was made for another {type(cache.model).__name__} than this {type(model).__name__}. Pass the "
             "model that it was made for."
         )
+    refuse_static(cache.config.max_tokens, "sparse_decoding")
     merged = SparseConfig(**{**vars(config or SparseConfig()), **settings})
     session = SparseSession(cache, merged, watch_mass)
     if not session.layers:
