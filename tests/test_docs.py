@@ -21,6 +21,7 @@ from hf_blend.evaluation.readme import PLACE, filled
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NEEDED = {"frameworks.md": ("langchain_core", "llama_index", "haystack")}  # page: packages of extras
 LINK = re.compile(r"\]\((?!https?:)([^)\s]*)\)")
 
 
@@ -66,6 +67,8 @@ def ready(bundled, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("path", [path for path in PAGES if blocks(path, "python")], ids=name)
 def test_the_python_of_the_page_runs(path, ready):
+    for package in NEEDED.get(path.name, ()):
+        pytest.importorskip(package, reason=f"{path.name} needs {package}: pip install hf-blend[dev]")
     for number, text in enumerate(blocks(path, "python")):
         exec(compile(text, f"{name(path)}, block {number}", "exec"), ready)
 

@@ -15,10 +15,11 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from ..errors import HfBlendError
+from ..prompt.detokenizer import Detokenizer
 from .guard import Guard
 from .meters import Meters
 from .prompts import ServedPrompt, chat_prompt, text_prompt
-from .service import Busy, Detokenizer, Running, Service, ServiceError
+from .service import Busy, Running, Service, ServiceError
 from .wire import ChatRequest, CompletionRequest, Generation, answer_body, error_body, usage
 
 __all__ = ["make_app"]
