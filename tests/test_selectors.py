@@ -55,14 +55,14 @@ def _attention(seeds, columns, pad):
     return Attention(queries, keys, values, columns, 0, mask[:, None], 6**-0.5)
 
 
-def _probe(attention, hear, last, anchors):
+def _probe(attention, hear, layers, anchors):
     """Tell of the same attention, of the last rows only, as if it were that of every layer."""
     rows = slice(-QUESTION, None)
     part = replace(
         attention, queries=attention.queries[:, :, rows], columns=attention.columns[:, rows],
         mask=attention.mask[:, :, rows],
     )  # fmt: skip
-    for layer in range(LAYERS if last is None else last + 1):
+    for layer in range(LAYERS) if layers is None else layers:
         hear(layer, part, part.weights(slice(None)))
 
 

@@ -119,13 +119,13 @@ def test_the_quick_encoder_equals_the_tokenizer_whole_or_in_pieces():
     for example in sample_examples(50, seed=2):
         pieces = [tokenizer.encode(piece, add_special_tokens=False) for piece in example.prompt_pieces]
         assert pieces == [encode(piece) for piece in example.prompt_pieces]
-        assert tokenizer.encode("".join(example.prompt_pieces)) == sum(pieces, [])
+        assert tokenizer.encode("".join(example.prompt_pieces)) == [tokenizer.bos_token_id, *sum(pieces, [])]
 
 
 def test_decoding_gives_the_text_back():
     tokenizer = build_tokenizer()
     text = "".join(sample_examples(1, seed=0)[0].prompt_pieces)
-    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True) == text
 
 
 def test_no_word_is_unknown():
@@ -173,7 +173,7 @@ def test_the_shipped_model_is_a_stock_llama_with_grouped_queries_and_enough_laye
 def test_the_shipped_tokenizer_is_the_one_that_the_world_builds(tokenizer):
     assert tokenizer.get_vocab() == vocabulary()
     text = "".join(sample_examples(1, seed=9)[0].prompt_pieces)
-    assert tokenizer.encode(text) == encode(text)
+    assert tokenizer.encode(text) == [tokenizer.bos_token_id, *encode(text)]
 
 
 def test_the_shipped_model_reads_across_chunks_and_full_reuse_does_not(reference):

@@ -75,7 +75,7 @@ STAGES = (
     Stage("four links", SHORT, 96, 10, 8, 160, 2e-3, 2e-3),
     Stage("middle", MIDDLE, 256, 16, 6, 141, 2e-3, 1.7e-3),
     Stage("long", LONG, 640, 20, 4, 150, 2e-3, 1e-3),
-    Stage("longest", replace(Level(), fillers=(8, 16)), 1152, 20, 3, 100, 1.3e-3, 1e-4),
+    Stage("longest", replace(Level(), fillers=(8, 16)), 1152, 20, 3, 300, 1.5e-3, 1e-4),
 )
 
 

@@ -31,6 +31,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 512,
         "max_position_embeddings": 131072,
     },
+    "thin": {
+        "model_type": "llama",
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 512,
+        "max_position_embeddings": 131072,
+    },
     "smollm2-135m": {
         "model_type": "llama",
         "hidden_size": 576,

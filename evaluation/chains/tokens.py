@@ -20,7 +20,7 @@ def vocabulary() -> dict[str, int]:
 
 
 def build_tokenizer() -> "PreTrainedTokenizerFast":
-    """Build the tokenizer; it never adds a token by itself, and a text has the same tokens whole or in pieces."""
+    """Build the tokenizer; it adds BOS to a whole prompt, and a text has the same tokens whole or in pieces."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -43,6 +43,7 @@ def build_tokenizer() -> "PreTrainedTokenizerFast":
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=BOS,
+        add_bos_token=True,
         eos_token=EOS,
         unk_token=UNKNOWN,
         pad_token=EOS,

@@ -45,7 +45,7 @@ def encode(text: str) -> list[int]:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Build the tokenizer; it never adds a token by itself."""
+    """Build the tokenizer; it adds BOS to a whole prompt."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -68,6 +68,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=BOS,
+        add_bos_token=True,
         eos_token=EOS,
         unk_token=UNKNOWN,
         pad_token=EOS,

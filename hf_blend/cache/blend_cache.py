@@ -562,14 +562,16 @@ class BlendCache(MaskedDecode):
             if reason:
                 _warn_once(reason)
 
-    def _probe(self, ids: Tensor, mask: Tensor | None, hear: Hear, last: int | None, anchors: Tensor | None) -> None:
+    def _probe(
+        self, ids: Tensor, mask: Tensor | None, hear: Hear, layers: Sequence[int], anchors: Tensor | None
+    ) -> None:
         """A pass of the question alone, in the middle of a forward."""
         forward: Any = self._fusor
         mixers = [layer for layer in self._layers() if isinstance(layer, MixerLayer)]
         states = [layer.snapshot_mixer() for layer in mixers]
         for layer, state in zip(mixers, self._states_before, strict=True):
             layer.restore_mixer(state)
-        self._fusor = probe = forward.probe(Listener(hear, last, anchors), self._spare_layers)
+        self._fusor = probe = forward.probe(Listener(hear, layers, anchors), self._spare_layers)
         try:
             with self._entry.inside():
                 is_plain = probe.is_plain and not self._past  # no padding, and nothing before it

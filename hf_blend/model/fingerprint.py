@@ -161,9 +161,9 @@ def state_of(model: nn.Module) -> int:
 
 
 def _structure_of(model: nn.Module) -> _Known:
-    known = _known.get(model)
-    if known is not None and known.structure_watch.is_same():
-        refuse_foreign_hooks(known.structure_watch.modules())
+    known, hooked = _known.get(model), list[nn.Module]()
+    if known is not None and known.structure_watch.is_same(hooked):
+        refuse_foreign_hooks(hooked)
         return known
     refuse_wrapper(model)
     refuse_foreign_hooks(model.modules())

@@ -208,7 +208,8 @@ class Fusor:
             in_part.begin(index, self._rows, self._plan)
         if index == self._last:
             self._trim(index, call, model_mask)
-        if self._listener is not None and index in self._with_keys:
+        self._glance = None
+        if self._listener is not None and self._is_heard(index):
             self._glance = self._glancing(index, call, self._listener.take)
         elif in_part is not None:
             self._glance = in_part.glance(index, call.layer, self._rows, self._realigner, self._past)
@@ -346,6 +347,10 @@ class Fusor:
         if partial is not None and partial.is_open(index):
             slots = partial.lay_probes(index, slots, self._realigner, opened)
         self._realigner.lay(index, slots, *opened)
+
+    def _is_heard(self, index: int) -> bool:
+        """Whether the listener takes the attention of a layer, if it has any."""
+        return index in self._with_keys and self._listener.hears(self._with_keys.index(index))  # type: ignore[union-attr]
 
     def _is_last_heard(self, index: int) -> bool:
         """Whether nothing runs any more behind the attention of a layer, because nobody listens there."""

@@ -66,7 +66,7 @@ class Chooser:
         realigner: Realigner,
         report: BlendReport,
         truth: Callable[[], Capture],
-        probe: Callable[[Hear, int | None, Tensor | None], None],
+        probe: Callable[[Hear, Sequence[int], Tensor | None], None],
     ) -> None:
         """Prepare for one forward.
 

@@ -36,6 +36,10 @@ class Slot:
         number: counts the chunks of a row from 0, in order.
         first: the first token of the chunk that lies here; the ones before lie in an earlier part of the prompt.
         count: how many tokens of it lie here; all from `first` on where left out.
+        tokens: the same number.
+        is_whole: all tokens of the chunk lie here.
+        columns: the columns that the chunk covers.
+        inside: the tokens of the chunk that lie here.
     """
 
     row: int
@@ -46,25 +50,16 @@ class Slot:
     first: int = 0
     count: int | None = None
 
-    @property
-    def tokens(self) -> int:
-        """How many tokens of the chunk lie here."""
-        return self.chunk.tokens - self.first if self.count is None else self.count
+    tokens: int = field(init=False, compare=False)
+    is_whole: bool = field(init=False, compare=False)
+    columns: slice = field(init=False, compare=False)
+    inside: slice = field(init=False, compare=False)
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether all tokens of the chunk lie here."""
-        return self.first == 0 and (self.count is None or self.count == self.chunk.tokens)
-
-    @property
-    def columns(self) -> slice:
-        """The columns that the chunk covers."""
-        return slice(self.start, self.start + self.tokens)
-
-    @property
-    def inside(self) -> slice:
-        """The tokens of the chunk that lie here."""
-        return slice(self.first, self.first + self.tokens)
+    def __post_init__(self) -> None:
+        held = self.chunk.tokens
+        tokens = held - self.first if self.count is None else self.count
+        columns, inside = slice(self.start, self.start + tokens), slice(self.first, self.first + tokens)
+        vars(self).update(tokens=tokens, is_whole=tokens == held, columns=columns, inside=inside)
 
     def states(self, layer: int) -> tuple[Tensor, Tensor]:
         """Stored (K, V) of a layer, `[kv_heads, tokens, head_dim]` each, K rotated for the chunk's own positions."""
@@ -76,7 +71,7 @@ class Slot:
     def table(self, number: int) -> tuple[Tensor, Tensor]:
         """(cos, sin) for which stored K are rotated, `[tokens, rotary_width]` each; one of the chunk's tables."""
         cos, sin = self.chunk.tables[number]
-        return cos[self.inside], sin[self.inside]
+        return (cos, sin) if self.is_whole else (cos[self.inside], sin[self.inside])
 
 
 @dataclass(frozen=True)

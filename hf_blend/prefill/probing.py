@@ -3,7 +3,7 @@
 """A pass of the question alone over the stored KV: what it looks at, before anything is recomputed."""
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,15 +17,20 @@ from ..selectors.base import Hear
 class Listener:
     """Stands in the place of each layer's attention: tells what is looked at, and attends."""
 
-    def __init__(self, hear: Hear, last: int | None = None, anchors: Tensor | None = None) -> None:
+    def __init__(self, hear: Hear, layers: Sequence[int] | None = None, anchors: Tensor | None = None) -> None:
         """Prepare to listen.
 
         Args:
-            hear: is told each layer, its attention and the weights.
-            last: the layer behind whose scores nothing runs any more; None runs all.
+            hear: is told of layers, their attention and the weights.
+            layers: which, increasing; behind the scores of the last nothing runs any more. None: all, to the end.
             anchors: `[batch, columns]`, the new tokens that the rows themselves look at; None for all.
         """
-        self._hear, self.last, self._anchors = hear, last, anchors
+        self._hear, self._layers, self._anchors = hear, layers, anchors
+        self.last = None if layers is None else layers[-1]
+
+    def hears(self, index: int) -> bool:
+        """Whether a layer's attention is taken; the others attend as they do without a listener."""
+        return self._layers is None or self._anchors is not None or index in self._layers
 
     def take(self, index: int, seen: Attention) -> tuple[Tensor, None]:
         """Tell of a layer, then give what its attention gives.
@@ -40,8 +45,10 @@ class Listener:
         Raises:
             Reached: it is the last layer that matters.
         """
-        weights = seen.weights(slice(None))
-        self._hear(index, seen, weights)
+        is_told = self._layers is None or index in self._layers
+        if is_told:
+            weights = seen.weights(slice(None))
+            self._hear(index, seen, weights)
         if index == self.last:
             raise Reached
         if self._anchors is not None:

@@ -22,6 +22,7 @@ from .plan import Slot
 from .report import BlendReport
 
 KV = tuple[Tensor, Tensor]
+MANY = 8
 GROUP_BYTES = 4 << 20  # of keys that are written at a time: as many layers as fit, where all chunks are in memory
 
 
@@ -56,6 +57,12 @@ class Placement:
         """How many tokens the chunks have together."""
         return sum(slot.tokens for slot in self.slots)
 
+    @property
+    def nbytes(self) -> int:
+        """Size of the K of all layers of stacked chunks, in bytes."""
+        keys = self.slots[0].chunk.layers.keys  # type: ignore[attr-defined]
+        return int(keys.nbytes // keys.shape[2] * self.tokens)
+
     def parts(self, layers: range, which: int) -> list[Tensor]:
         """K (0), V (1) or projections (-1) of some layers as stored, `[layers, heads, tokens, width]` by chunk."""
         first, stop = layers.start, layers.stop
@@ -63,7 +70,8 @@ class Placement:
         for slot in self.slots:
             held = slot.chunk.layers
             if type(held) is StackedLayers:  # an instance check of a Sequence takes longer
-                states = (held.values if which else held.keys).narrow(0, first, stop - first)
+                states = held.values if which else held.keys
+                states = states if stop - first == len(held) else states.narrow(0, first, stop - first)
             else:
                 states = held[first][which][None]
             found.append(states if slot.is_whole else states[:, :, slot.inside])
@@ -130,6 +138,8 @@ class Realigner:
         """
         self._styles, self._report = styles, report
         self._all, self._starts = tuple(slots), [0, *accumulate(slot.tokens for slot in slots)]
+        self._first = {id(slot): number for number, slot in enumerate(self._all)}
+        self._wholes: dict[tuple[int, torch.device], Tensor | None] = {}
         self._placements: dict[tuple[int, ...], Placement] = {}
         self._turns: dict[tuple[object, ...], KV] = {}
         self._tables: dict[int, Table | None] = {}
@@ -213,7 +223,7 @@ class Realigner:
         placed, style = self._placed(slots, states.device), self._styles[layer]
         turn = self._turn(layer, placed) if which == style.slot else None
         states = states if states.dim() == 5 else states[None]
-        parts = placed.parts(range(layer, layer + states.shape[0]), which)
+        parts = self._parts(placed, range(layer, layer + states.shape[0]), which, states.device)
         if turn is None:
             placed.write_parts(states, parts)
         elif placed.is_run and not states.requires_grad:
@@ -345,7 +355,7 @@ class Realigner:
         style, turn = self._styles[layer], self._turn(layer, placed)
         found = []
         for which in (0, 1):
-            parts = placed.parts(range(layer, layer + 1), which)
+            parts = self._parts(placed, range(layer, layer + 1), which, device)
             plain = turn is None or which != style.slot
             found.append((_cat(parts, device) if plain else _rotated(style, parts, turn, device))[0])
         return found[0], found[1]
@@ -368,12 +378,29 @@ class Realigner:
 
     def _part(self, placed: Placement) -> slice | None:
         """Where the tokens of some neighbours among all chunks are, if they are neighbours."""
-        first, count = placed.slots[0], len(placed.slots)
-        start = next((number for number, slot in enumerate(self._all) if slot is first), 0)
-        follow = self._all[start : start + count]
-        if len(follow) < count or any(one is not other for one, other in zip(follow, placed.slots, strict=True)):
+        start, count = self._first.get(id(placed.slots[0]), 0), len(placed.slots)
+        if self._all[start : start + count] != placed.slots:
             return None
         return slice(self._starts[start], self._starts[start + count])
+
+    def _parts(self, placed: Placement, layers: range, which: int, device: torch.device) -> list[Tensor]:
+        """`Placement.parts`; of one tensor for all chunks and layers, where that is small."""
+        whole = self._whole(which, device) if which >= 0 else None
+        part = None if whole is None else self._part(placed)
+        if whole is None or part is None:
+            return placed.parts(layers, which)
+        return [whole[layers.start : layers.stop, :, part]]
+
+    def _whole(self, which: int, device: torch.device) -> Tensor | None:
+        """K (0) or V (1) of all layers of all chunks side by side, `[layers, heads, tokens, width]`."""
+        place = (which, device)
+        if place not in self._wholes:
+            placed = self._placed(self._all, device) if self._all else None
+            is_many = placed is not None and len(placed.slots) >= MANY  # one more copy takes less than many parts
+            is_small = is_many and placed.is_stacked and placed.nbytes <= GROUP_BYTES  # type: ignore[union-attr]
+            parts = placed.parts(range(self.num_layers), which) if placed is not None and is_small else []
+            self._wholes[place] = _cat(parts, parts[0].device).to(device) if parts else None
+        return self._wholes[place]
 
     def _composed(self, layer: int, placed: Placement, table: Table) -> KV:
         new = (placed.take(table[0]), placed.take(table[1]))

@@ -7,6 +7,7 @@ Tokenising the joined text would merge tokens across the seams, and no stored ch
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,7 +65,7 @@ class Prompt:
     question: tuple[int, ...]
     history: tuple[int, ...] = ()
 
-    @property
+    @cached_property
     def ids(self) -> tuple[int, ...]:
         """All token ids, in order."""
         chunks = (token for chunk in self.chunks for token in chunk)

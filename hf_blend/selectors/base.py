@@ -52,9 +52,9 @@ class TokenView:
         stored_alone: stored (K, V) of a layer at the tokens of this view, K rotated for where each chunk was computed,
             zero where nothing is stored; needs nothing computed.
         attention: what the tokens of this view look at in this layer; for selectors with `needs_attention`.
-        probe: runs the question alone over the stored KV of all chunks. `probe(hear, last, anchors)` tells `hear` of
-            each layer up to `last` (None: all); with `anchors`, `[batch, columns]`, the question itself looks at
-            those only, while `hear` is told of all. Charged.
+        probe: runs the question alone over the stored KV of all chunks. `probe(hear, layers, anchors)` tells `hear`
+            of some layers, increasing, and runs no further; with `anchors`, `[batch, columns]`, the question itself
+            looks at those only, while `hear` is told of all. Charged.
         num_layers: how many layers the model has.
         chunks: `[batch, columns]`, number of each column's chunk, -1 for none; also of columns that flow no more.
         earlier: `[batch, tokens]`, what this selector said of these tokens before the first layer, if it was asked.
@@ -72,7 +72,7 @@ class TokenView:
     stored_at: Callable[[int], KV] = _unavailable
     stored_alone: Callable[[int], KV] = _unavailable
     attention: Callable[[], Attention] = _no_attention
-    probe: Callable[[Hear, int | None, Tensor | None], None] = _no_attention
+    probe: Callable[[Hear, Sequence[int], Tensor | None], None] = _no_attention
     num_layers: int = 1
     chunks: Tensor | None = None
     earlier: Tensor | None = None

@@ -56,10 +56,9 @@ class Dependency(Selector):
         found: list[Tensor] = []
 
         def hear(layer: int, seen: Attention, weights: Tensor) -> None:
-            if layer in layers:
-                found.append(received(seen, weights, view.is_question(seen.columns), reduce))
+            found.append(received(seen, weights, view.is_question(seen.columns), reduce))
 
-        view.probe(hear, layers[-1], None)
+        view.probe(hear, layers, None)
         return view.take(found[0] if len(found) == 1 else torch.stack(found).mean(dim=0))
 
     def _missing(self, view: TokenView, read: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -44,11 +44,10 @@ class QueryAttention(Selector):
         found: list[Tensor] = []
 
         def hear(layer: int, seen: Attention, weights: Tensor) -> None:
-            if layer in layers:
-                wanted = view.is_question(seen.columns)
-                found.append(received(seen, weights, wanted, reduce, self.options["by_value"]))
+            wanted = view.is_question(seen.columns)
+            found.append(received(seen, weights, wanted, reduce, self.options["by_value"]))
 
-        view.probe(hear, layers[-1], anchors)
+        view.probe(hear, layers, anchors)
         return view.take(torch.stack(found).mean(dim=0))
 
     def _anchors(self, view: TokenView) -> Tensor:

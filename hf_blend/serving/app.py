@@ -16,9 +16,10 @@ from starlette.exceptions import HTTPException
 
 from ..errors import HfBlendError
 from ..prompt.detokenizer import Detokenizer
+from ..prompt.pieces import TextPrompt
 from .guard import Guard
 from .meters import Meters
-from .prompts import ServedPrompt, chat_prompt, text_prompt
+from .prompts import chat_prompt, text_prompt
 from .service import Busy, Running, Service, ServiceError
 from .wire import ChatRequest, CompletionRequest, Generation, answer_body, error_body, usage
 
@@ -45,7 +46,7 @@ class Answering:
         kind: "chat.completion" or "text_completion".
     """
 
-    def __init__(self, app: "Parts", tenant: Any, asked: Generation, prompt: ServedPrompt, kind: str) -> None:
+    def __init__(self, app: "Parts", tenant: Any, asked: Generation, prompt: TextPrompt, kind: str) -> None:
         self._app, self._tenant, self._asked, self._prompt, self._kind = app, tenant, asked, prompt, kind
         self._run: Running | None = None
         self._reason: str | None = None
@@ -149,7 +150,7 @@ class Parts:
         self.service, self.meters = service, Meters(service)
 
     async def answer(
-        self, request: Request, asked: Generation, kind: str, build: Callable[[], ServedPrompt]
+        self, request: Request, asked: Generation, kind: str, build: Callable[[], TextPrompt]
     ) -> Response:
         """Answer a request of either kind.
 
@@ -202,7 +203,7 @@ def _add_endpoints(app: FastAPI, parts: Parts) -> None:
 
     @app.post("/v1/completions")
     async def complete(request: Request, asked: CompletionRequest) -> Response:
-        def build() -> ServedPrompt:
+        def build() -> TextPrompt:
             prompt, documents = asked.prompt, list(asked.documents)
             if asked.chunk_separator and isinstance(prompt, str):
                 parts = prompt.split(asked.chunk_separator)

@@ -25,6 +25,7 @@ from ..model.anatomy import text_config
 from ..model.canary import canary_of
 from ..model.fingerprint import fingerprint
 from ..prefill.layout import layout_of
+from ..prompt.pieces import TextPrompt
 from ..store import ChunkStore
 from .turns import Turns
 
@@ -102,11 +103,10 @@ class BlendedBatching(ContinuousBatchingManager):
 
     def add_request(  # type: ignore[override]
         self,
-        input_ids: Sequence[int],
+        input_ids: Sequence[int] | TextPrompt,
         request_id: str | None = None,
         max_new_tokens: int | None = None,
         *,
-        chunks: Sequence[Sequence[int]] = (),
         store: ChunkStore | None = None,
         salt: Sequence[int] = (),
         blend: bool = True,
@@ -115,11 +115,10 @@ class BlendedBatching(ContinuousBatchingManager):
         """Add a request; may be called from any thread.
 
         Args:
-            input_ids: of its prompt.
+            input_ids: of its prompt, in which stored chunks are found by their content; or a prompt that names its
+                chunks, such as `chat_prompt` makes: those that are missing are computed and stored first.
             request_id: a name that no other request has; one is made where left out.
             max_new_tokens: where its answer is cut; as the generation config says where left out.
-            chunks: token ids of chunks that stand in the prompt; missing ones are computed and stored first. Without,
-                chunks that are stored already are found by their content.
             store: of the request's tenant; the engine's own where left out.
             salt: numbers below 2³¹ that keep the tenant's blocks from being shared with others.
             blend: whether chunks are reused at all.
@@ -133,7 +132,8 @@ class BlendedBatching(ContinuousBatchingManager):
             PromptError: the prompt is empty, or it does not fit the model or the engine's cache.
             ConfigError: the engine is not running.
         """
-        tokens = list(map(int, input_ids))
+        prompt = input_ids if isinstance(input_ids, TextPrompt) else TextPrompt(tuple(map(int, input_ids)))
+        tokens = list(prompt.ids)
         new = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
         self._check_length(len(tokens), new)
         self._check_tokens(tokens)
@@ -145,7 +145,7 @@ class BlendedBatching(ContinuousBatchingManager):
             if known is not None and known.how == "waiting":
                 raise ConfigError(f"there is a request {request_id!r} already. Give each its own name, or none.")
             if blend and len(tokens) > 1:
-                reuse = Reuse(store or self.store, tuple(map(tuple, chunks)), tuple(salt))
+                reuse = Reuse(store or self.store, prompt, tuple(salt))
                 self.prefills.expect(request_id, reuse)
             given = super().add_request(tokens, request_id, new, **settings)
         if given is None:

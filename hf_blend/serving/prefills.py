@@ -27,6 +27,7 @@ from ..model.anatomy import decoder_layers, default_sink
 from ..model.canary import compute_chunk
 from ..model.fingerprint import fingerprint
 from ..prefill.report import BlendReport
+from ..prompt.pieces import TextPrompt
 from ..store import ChunkStore
 from ..store.chunk import ChunkKey, Found
 from .paged import BlendedPagedCache, salted
@@ -50,12 +51,12 @@ class Reuse:
 
     Attributes:
         store: of the request's tenant.
-        chunks: token ids of chunks in its prompt that are computed and stored first if they are missing.
+        prompt: its chunks are computed and stored first if they are missing.
         salt: of the tenant's hashes; empty where all requests share their prefixes.
     """
 
     store: ChunkStore
-    chunks: tuple[tuple[int, ...], ...] = ()
+    prompt: TextPrompt
     salt: tuple[int, ...] = ()
 
 
@@ -244,7 +245,7 @@ class BlendedPrefills:
         self.turns.checkpoint()
         identity = fingerprint(self._model)
         self.turns.release()
-        for key in self._missing(reuse, identity, token_ids):
+        for key in self._missing(reuse, identity):
             with reuse.store.timed(key):
                 self.turns.checkpoint()
                 chunk = compute_chunk(self._model, key)
@@ -254,12 +255,13 @@ class BlendedPrefills:
         spans = reuse.store.find(identity, self._sink, token_ids)
         return [span for span in spans if span.start + span.tokens < len(token_ids)]
 
-    def _missing(self, reuse: Reuse, identity: str, token_ids: Sequence[int]) -> list[ChunkKey]:
+    def _missing(self, reuse: Reuse, identity: str) -> list[ChunkKey]:
         """Chunks of a request, and what stands before the first of them, that are not stored."""
-        keys = [ChunkKey(identity, tuple(self._sink), chunk, reuse.store.namespace) for chunk in reuse.chunks]
-        start = _first(token_ids, reuse.chunks[0]) if reuse.chunks else 0
-        if start > len(self._sink):
-            keys.append(ChunkKey(identity, (), tuple(token_ids[:start]), reuse.store.namespace))
+        sink, namespace = tuple(self._sink), reuse.store.namespace
+        keys = [ChunkKey(identity, sink, span.token_ids, namespace) for span in reuse.prompt.spans()]
+        opening = reuse.prompt.ids[: reuse.prompt.opening]
+        if len(opening) > len(self._sink):
+            keys.append(ChunkKey(identity, (), opening, namespace))
         return [key for key in dict.fromkeys(keys) if not reuse.store.contains(key)]
 
     def _blend(self, held: _Held, tokens: int) -> None:
@@ -300,9 +302,3 @@ class BlendedPrefills:
 
         return stream_context(self._stream)
 
-
-def _first(token_ids: Sequence[int], chunk: Sequence[int]) -> int:
-    """Where a chunk stands first in a prompt; 0 where it does not."""
-    size, wanted = len(chunk), list(chunk)
-    found = (at for at in range(len(token_ids) - size + 1) if token_ids[at] == wanted[0])
-    return next((at for at in found if list(token_ids[at : at + size]) == wanted), 0)

@@ -1,36 +1,24 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""From what clients send to token ids: a prompt, and which runs of it are chunks.
+"""From what clients send to a prompt: its token ids, and which runs of them are chunks.
 
-The server asks these functions and nothing else for its prompts.
+The server asks these functions and nothing else for its prompts. The ids are those of the tokenizer's own call.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ..errors import PromptError
-from ..prompt.pieces import tokenize
+from ..prompt.messages import build_messages
+from ..prompt.pieces import Span, TextPrompt, tokenize
+from ..prompt.text import build_text
 
-__all__ = ["ServedPrompt", "chat_prompt", "text_prompt"]
+__all__ = ["chat_prompt", "text_prompt"]
 
 BETWEEN = "\n\n"
 
 
-@dataclass(frozen=True)
-class ServedPrompt:
-    """A prompt to serve.
-
-    Attributes:
-        ids: its tokens.
-        chunks: token ids of the chunks in it, in their order.
-    """
-
-    ids: tuple[int, ...]
-    chunks: tuple[tuple[int, ...], ...] = ()
-
-
-def chat_prompt(tokenizer: Any, messages: Sequence[Mapping[str, Any]], documents: Sequence[str]) -> ServedPrompt:
+def chat_prompt(tokenizer: Any, messages: Sequence[Mapping[str, Any]], documents: Sequence[str]) -> TextPrompt:
     """Render messages with the tokenizer's chat template.
 
     Args:
@@ -45,24 +33,19 @@ def chat_prompt(tokenizer: Any, messages: Sequence[Mapping[str, Any]], documents
         PromptError: there is no message of the user, or the template refuses the messages.
     """
     given = [{**message, "content": _content(message)} for message in messages]
-    if not any(message.get("role") == "user" for message in given):
+    last = next((message for message in reversed(given) if message.get("role") == "user"), None)
+    if last is None:
         raise PromptError(f"{len(given)} messages came, but none with role 'user' is among them. Send a question.")
-    absent = [text for text in documents if not any(text in message["content"] for message in given)]
-    if getattr(tokenizer, "chat_template", None) is None:
-        last = given.pop()
-        before = "".join(message["content"] for message in given)
-        return _joined(tokenizer, [before, *_with_ends(absent, "\n"), last["content"]], documents)
-    if absent:
-        last = next(message for message in reversed(given) if message.get("role") == "user")
-        last["content"] = "".join([*_with_ends(absent, BETWEEN), last["content"]])
-    try:
-        text = tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True)
-    except (ValueError, TypeError, KeyError, RuntimeError) as error:
-        raise PromptError(f"the chat template refuses these {len(given)} messages: {error}. Send others.") from error
-    return _joined(tokenizer, [text], documents, bos=False)
+    has_template = getattr(tokenizer, "chat_template", None) is not None
+    contents = [message["content"] for message in given]
+    chunks, added = _added(documents, contents, BETWEEN if has_template else "\n")
+    last["content"] = f"{added}{last['content']}"
+    if has_template:
+        return build_messages(tokenizer, given, chunks, {})
+    return build_text(tokenizer, "".join(message["content"] for message in given), chunks, special=True)
 
 
-def text_prompt(tokenizer: Any, prompt: str | Sequence[int], documents: Sequence[str]) -> ServedPrompt:
+def text_prompt(tokenizer: Any, prompt: str | Sequence[int], documents: Sequence[str]) -> TextPrompt:
     """A prompt of text or ids, behind documents.
 
     Args:
@@ -72,48 +55,37 @@ def text_prompt(tokenizer: Any, prompt: str | Sequence[int], documents: Sequence
 
     Returns:
         The prompt; each document in it is a chunk.
+
+    Raises:
+        PromptError: it has no token.
     """
-    if not isinstance(prompt, str):
-        ids = tuple(map(int, prompt))
-        whole = _joined(tokenizer, [*_with_ends(documents, "\n"), ids], documents)
-        return whole if documents else ServedPrompt(ids)
-    absent = [text for text in documents if text not in prompt]
-    return _joined(tokenizer, [*_with_ends(absent, "\n"), prompt], documents)
+    if isinstance(prompt, str):
+        chunks, added = _added(documents, [prompt], "\n")
+        return build_text(tokenizer, f"{added}{prompt}", chunks, special=True)
+    return _before_ids(tokenizer, _added(documents, [], "\n")[0], tuple(map(int, prompt)))
 
 
-def _joined(
-    tokenizer: Any, pieces: Sequence[str | Sequence[int]], documents: Sequence[str], bos: bool = True
-) -> ServedPrompt:
-    """Tokenise pieces one by one; text that is a document is a piece of its own wherever it is."""
-    begin = getattr(tokenizer, "bos_token_id", None)
-    ids: list[int] = [begin] if bos and begin is not None else []
-    chunks = []
-    for piece in pieces:
-        for part, is_chunk in _parts(piece, documents):
-            tokens = tokenize(tokenizer, part)
-            ids.extend(tokens)
-            if is_chunk and tokens:
-                chunks.append(tokens)
-    if not ids:
+def _before_ids(tokenizer: Any, documents: Sequence[str], ids: tuple[int, ...]) -> TextPrompt:
+    """Documents, each tokenised alone, and ids behind them."""
+    if not (documents or ids):
         raise PromptError("the prompt has no token, but at least one is expected. Send some text.")
-    return ServedPrompt(tuple(ids), tuple(chunks))
+    begin = getattr(tokenizer, "bos_token_id", None)
+    before = (begin,) if documents and begin is not None else ()
+    spans, start = list[Span](), len(before)
+    for document in documents:
+        spans.append(Span.whole(start, tokenize(tokenizer, document)))
+        start = spans[-1].stop
+    whole = (*before, *(token for span in spans for token in span.token_ids), *ids)
+    return TextPrompt(whole, tuple(spans), len(before))
 
 
-def _parts(piece: str | Sequence[int], documents: Sequence[str]) -> list[tuple[str | Sequence[int], bool]]:
-    """A piece of text, cut where documents begin and end; a line's end behind one belongs to it."""
-    if not isinstance(piece, str):
-        return [(piece, False)]
-    found = min(((piece.find(text), -len(text)) for text in documents if text and text in piece), default=None)
-    if found is None:
-        return [(piece, False)] if piece else []
-    start, stop = found[0], found[0] - found[1]
-    stop += piece.startswith("\n", stop)
-    before: list[tuple[str | Sequence[int], bool]] = [(piece[:start], False)] if start else []
-    return [*before, (piece[start:stop], True), *_parts(piece[stop:], documents)]
-
-
-def _with_ends(texts: Sequence[str], end: str) -> list[str]:
-    return [text if text.endswith(end) else f"{text}{end}" for text in texts]
+def _added(documents: Sequence[str], contents: Sequence[str], end: str) -> tuple[list[str], str]:
+    """The documents as they will be in the prompt, and the text of those that are not in it yet."""
+    absent = [text for text in documents if not any(text in content for content in contents)]
+    if end == BETWEEN:  # white space between documents is no part of them
+        return list(documents), "".join(f"{text.rstrip()}{end}" for text in absent)
+    ended = {text: text if text.endswith(end) else f"{text}{end}" for text in absent}
+    return [ended.get(text, text) for text in documents], "".join(ended[text] for text in absent)
 
 
 def _content(message: Mapping[str, Any]) -> str:

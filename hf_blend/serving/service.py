@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import HfBlendError, PromptError
+from ..prompt.pieces import TextPrompt
 from .engine import BlendedBatching
-from .prompts import ServedPrompt
 from .tenants import Tenant, Tenants
 from .wire import Generation
 
@@ -63,7 +63,7 @@ class Running:
     """
 
     name: str
-    prompt: ServedPrompt
+    prompt: TextPrompt
     started: float = field(default_factory=time.perf_counter)
     tokens: list[int] = field(default_factory=list)
     arrived: list[float] = field(default_factory=list)
@@ -114,7 +114,7 @@ class Service:
         finally:
             self.running[tenant.name] -= 1
 
-    async def generate(self, tenant: Tenant, asked: Generation, prompt: ServedPrompt) -> AsyncGenerator[Running, None]:
+    async def generate(self, tenant: Tenant, asked: Generation, prompt: TextPrompt) -> AsyncGenerator[Running, None]:
         """Have the engine answer; gives the request after each token. Whoever stops listening cancels it.
 
         Args:
@@ -148,13 +148,13 @@ class Service:
                 self.engine.forget_handler(run.name)
 
     def _add(self, tenant: Tenant, asked: Generation, run: Running) -> None:
-        if len(run.prompt.chunks) > self.limits.documents:
-            raise PromptError(f"{len(run.prompt.chunks)} documents came, at most {self.limits.documents} are taken.")
+        documents = len(run.prompt.spans())
+        if documents > self.limits.documents:
+            raise PromptError(f"{documents} documents came, at most {self.limits.documents} are taken.")
         self.engine.add_request(
-            run.prompt.ids,
+            run.prompt,
             run.name,
             asked.new_tokens or self.limits.new_tokens,
-            chunks=run.prompt.chunks,
             store=self.tenants.stores[tenant.name],
             salt=tenant.salt,
             streaming=True,

@@ -13,6 +13,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from hf_blend import BlendCache, ChunkStore
+from hf_blend.prompt.pieces import Span, TextPrompt
 
 NEW_TOKENS = 6
 FAMILIES = {"llama": {}, "qwen3": {"head_dim": 16}, "mistral": {"sliding_window": None}}
@@ -34,6 +35,14 @@ class Ask:
 
     ids: list[int]
     chunks: list[list[int]] = field(default_factory=list)
+
+    @property
+    def prompt(self) -> TextPrompt:
+        """With the chunks at their places, and what is before them as an entry."""
+        words = [" ".join(map(str, ids)) for ids in (self.ids, *self.chunks)]
+        starts = [words[0][: f" {words[0]} ".index(f" {chunk} ")].count(" ") for chunk in words[1:]]
+        spans = map(Span.whole, starts, self.chunks)
+        return TextPrompt(tuple(self.ids), tuple(sorted(spans)), min(starts, default=0))
 
 
 class Workload:
@@ -120,7 +129,7 @@ class Bench:
 
     def answers(self, engine: Any, asks: Sequence[Ask], **settings: Any) -> list[list[int]]:
         """Have an engine answer requests; their answers, in their order."""
-        names = [engine.add_request(ask.ids, chunks=ask.chunks, **settings) for ask in asks]
+        names = [engine.add_request(ask.prompt, **settings) for ask in asks]
         found = collect(engine, names)
         assert not [output.error for output in found.values() if output.error]
         return [found[name].generated_tokens for name in names]

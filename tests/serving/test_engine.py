@@ -45,7 +45,7 @@ def serve_at_random(bench, model, store, asks, seed, pages=None, **settings):
     with bench.engine(model, store, pages, **settings) as engine:
         names = []
         for ask in asks:
-            names.append(engine.add_request(ask.ids, chunks=ask.chunks))
+            names.append(engine.add_request(ask.prompt))
             time.sleep(pause.choice([0, 0, 0.002, 0.02]))
         found = bench.collect(engine, names)
         check_all_returned(engine)

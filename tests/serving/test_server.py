@@ -20,6 +20,7 @@ from hf_blend.serving.prompts import chat_prompt, text_prompt
 from hf_blend.serving.run import ServerPlan, make_service, serve
 from hf_blend.serving.service import Limits
 from hf_blend.serving.tenants import Tenant, read_tenants
+from tests.chat_templates import CHATML, DOCUMENTS, small_tokenizer
 
 KEYS = {"anna": "key-of-anna-0123456789", "bert": "key-of-bert-0123456789"}
 TENANTS = [
@@ -127,7 +128,7 @@ def test_the_openai_client_gets_the_answer_of_a_lone_request_and_what_it_cost(cl
     model, tokenizer = loaded
     store = ChunkStore.open("memory://")
     prompt = chat_prompt(tokenizer, messages(), QUESTION["chunks"][::-1])
-    store.add(model, None, prompt.chunks)
+    store.add(model, None, [span.token_ids for span in prompt.spans()])
     cache = BlendCache(model, store)
     import torch
 
@@ -409,13 +410,28 @@ def test_a_server_that_is_told_to_stop_answers_what_is_under_way(loaded, tmp_pat
 
 def test_documents_are_chunks_wherever_they_are_in_a_prompt(loaded):
     tokenizer = loaded[1]
-    one, two = "Rolf bought a satchel too.", "He lives in Kestrel."
+    one, two = "Rolf bought a satchel too.\n", "He lives in Kestrel.\n"
     before = chat_prompt(tokenizer, messages("Where?"), [one, two])
-    inside = chat_prompt(tokenizer, messages(f"{one}\n{two}\nWhere?"), [two, one])
-    text = text_prompt(tokenizer, f"{one}\n{two}\nWhere?", [one, two])
+    inside = chat_prompt(tokenizer, messages(f"{one}{two}Where?"), [two, one])
+    text = text_prompt(tokenizer, f"{one}{two}Where?", [one, two])
     ids = text_prompt(tokenizer, tokenizer.encode("Where?", add_special_tokens=False), [one, two])
-    assert before == inside == text == ids
-    assert len(before.chunks) == 2
+    ended = chat_prompt(tokenizer, messages("Where?"), [one.strip(), two.strip()])
+    assert before == inside == text == ids == ended
+    assert before.ids == tuple(tokenizer(f"{one}{two}Where?")["input_ids"])
+    assert [span.token_ids for span in before.spans()] == [
+        tuple(tokenizer.encode(document, add_special_tokens=False)) for document in (one, two)
+    ]
+
+
+def test_documents_within_a_template_have_the_ids_of_the_whole_text_and_keep_their_inside():
+    tokenizer = small_tokenizer("spaces")
+    tokenizer.chat_template = CHATML
+    prompt = chat_prompt(tokenizer, messages("Where?"), DOCUMENTS)
+    asked = messages("\n\n".join([*DOCUMENTS, "Where?"]))
+    whole = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)
+    assert list(prompt.ids) == whole["input_ids"]
+    for span, document in zip(prompt.spans(), DOCUMENTS, strict=True):
+        assert span.tokens >= len(tokenizer.encode(document, add_special_tokens=False)) - 8
 
 
 @pytest.mark.parametrize(

@@ -107,14 +107,14 @@ class StructureWatch:
                 seen.add(id(one))
                 self._objects.append(_noted(one, found))
 
-    def modules(self) -> Iterator[nn.Module]:
-        """The modules of the model, as long as it has the same structure."""
-        return (ref() for ref, *_ in self._modules)
+    def is_same(self, hooked: list[nn.Module]) -> bool:
+        """Whether the model has the structure still; cheap where all of its code is the libraries' own.
 
-    def is_same(self) -> bool:
-        """Whether the model has the structure still; cheap where all of its code is the libraries' own."""
+        Args:
+            hooked: the modules that have forward hooks are added to it.
+        """
         try:
-            same = _are_same(self._modules) and _are_same(self._objects)
+            same = _are_same(self._modules, hooked) and _are_same(self._objects)
             same = same and all(held == vars(space) for space, held in self._spaces)
             same = same and foreign_attention(self._model()).keys() == self._attention
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):  # gone, or no longer comparable
@@ -135,13 +135,15 @@ def _noted(owner: Any, found: list[Any]) -> _Note:
     return weakref.ref(owner), type(owner), len(held), itemgetter(*names), frozen
 
 
-def _are_same(notes: list[_Note]) -> bool:
+def _are_same(notes: list[_Note], hooked: list[nn.Module] | None = None) -> bool:
     for ref, kind, size, get, frozen in notes:
         owner = ref()
         held = owner.__dict__
         # what was noted is on the left: a tensor there would compare its values
         if type(owner) is not kind or len(held) != size or frozen != get(held):
             return False
+        if hooked is not None and (held["_forward_hooks"] or held["_forward_pre_hooks"]):
+            hooked.append(owner)
     return True
 
 
