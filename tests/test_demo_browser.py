@@ -27,7 +27,7 @@ SHORT = stories()["Story 1"]
 FIRST = next(iter(SHORT["questions"]))
 DESKTOP, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
 METHODS = ("full prefill", "full reuse", "blend")
-NOTES = {"light.md": "# Light\n\nInes keeps the light of Lund.\n", "bees.txt": "The bees are in the garden of Gävle.\n"}
+NOTES = {"light.md": "# Light\n\nInes keeps the light of Lund.\n", "bees.txt": "The bees are in the garden.\n"}
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +148,11 @@ def test_the_page_opens_with_an_answered_example_that_wins_above_the_fold(visit,
     seen.page.screenshot(path=artefacts / f"start-{size['width']}.png", full_page=True)
 
 
-@pytest.mark.parametrize(("size", "dark"), [(DESKTOP, False), (DESKTOP, True), (PHONE, False)])
+@pytest.mark.parametrize(
+    ("size", "dark"),
+    [(DESKTOP, False), (PHONE, False), pytest.param(DESKTOP, True, marks=pytest.mark.slow)],
+    ids=["desktop", "phone", "dark"],
+)
 def test_no_tab_has_a_serious_barrier(visit, artefacts, size, dark):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="pip install axe-playwright-python")
     seen = visit(**size, dark=dark)
@@ -189,17 +193,17 @@ def test_the_address_is_a_link_to_the_question(visit):
     answer = seen.answer("blend")
     seen.page.wait_for_url("**/?*")
     link = seen.page.evaluate("() => location.search")
-    again = visit(f"/{link}")
+    again = visit(link)
     again.page.locator("#hb-status", has_text="chunks computed").wait_for()
     sync_api.expect(again.page.locator("#hb-question textarea, #hb-question input").first).to_have_value(other)
     sync_api.expect(again.page.locator("#hb-story input")).to_have_value("Story 1")
     again.page.wait_for_function(
-        "text => document.querySelector('#hb-panels [data-method=blend][data-state=done] .hb-answer')?.innerText.trim()"
-        " === text && document.querySelectorAll('#hb-documents .hb-token').length < 500", arg=answer
+        "text => document.querySelector('#hb-panels [data-method=blend][data-state=done] .hb-answer')?.innerText"
+        ".trim() === text && document.querySelectorAll('#hb-documents .hb-token').length < 500", arg=answer
     )  # fmt: skip
 
 
-def test_files_are_retrieved_from_and_named(visit, model_folder, tmp_path, artefacts):
+def test_files_are_retrieved_from_and_named_and_answers_grow(visit, model_folder, tmp_path, artefacts):
     for name, text in NOTES.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     (tmp_path / "broken.txt").write_bytes(b"\xff\xfe\x00")
@@ -210,28 +214,20 @@ def test_files_are_retrieved_from_and_named(visit, model_folder, tmp_path, artef
     assert "broken.txt (it is not UTF-8" in seen.page.locator("#own-read").inner_text()
     seen.write("#own-model", model_folder)
     seen.write("#own-question", "Who keeps the light?")
+    seen.page.evaluate(
+        "() => { window.lengths = new Set(); new MutationObserver(() => document.querySelectorAll("
+        "'#own-panels [data-method=blend] .hb-answer').forEach(one => window.lengths.add(one.innerText.length)))"
+        ".observe(document.body, {subtree: true, childList: true, characterData: true}) }"
+    )
     seen.ask("own")
     assert all(seen.answer(method, "own") for method in METHODS)
     seen.page.locator("#own-status", has_text="Sources: ").wait_for()
     assert "light.md" in seen.page.locator("#own-status").inner_text()
+    assert len(seen.page.evaluate("() => [...window.lengths]")) > 4
     seen.page.screenshot(path=artefacts / "files.png", full_page=True)
 
 
-def test_an_answer_grows_while_it_is_written(visit, model_folder):
-    seen = visit()
-    seen.short()
-    seen.page.evaluate(
-        "() => { window.lengths = new Set(); new MutationObserver(() => document.querySelectorAll("
-        "'#hb-panels [data-method=blend] .hb-answer').forEach(one => window.lengths.add(one.innerText.length)))"
-        ".observe(document.body, {subtree: true, childList: true, characterData: true}) }"
-    )
-    seen.write("#hb-model", model_folder)
-    seen.ask()
-    seen.answer("blend")
-    assert len(seen.page.evaluate("() => [...window.lengths]")) > 4
-
-
-def test_hostile_text_is_only_text(visit, artefacts):
+def test_hostile_text_is_only_text_and_a_huge_one_is_refused_with_a_sentence(visit, artefacts):
     seen = visit()
     seen.write("#hb-model", "reference")
     seen.write("#hb-text", f"{HOSTILE}\nRolf bought a satchel too.")
@@ -247,16 +243,11 @@ def test_hostile_text_is_only_text(visit, artefacts):
     assert seen.page.evaluate("() => window.broken") is None
     assert "is no model id" in seen.page.locator(".hb-error").inner_text()
     seen.page.screenshot(path=artefacts / "hostile.png", full_page=True)
-
-
-def test_a_huge_text_is_refused_with_a_sentence_and_the_page_continues(visit):
-    seen = visit()
-    seen.short()
+    seen.write("#hb-model", "reference")
     seen.write("#hb-text", "Rolf bought a satchel too. " * 40_000)
     seen.page.locator("#hb-ask").click()
-    seen.page.locator(".hb-error").wait_for()
-    assert "1,080,000 letters" in seen.page.locator(".hb-error").inner_text()
-    seen.write("#hb-text", SHORT["documents"])
+    seen.page.locator(".hb-error", has_text="1,080,000 letters").wait_for()
+    seen.short()
     seen.page.locator("#hb-ask").click()
     assert seen.answer("full prefill") == SHORT["questions"][FIRST]
 

@@ -16,7 +16,7 @@ NOTES = {
     "full reuse": "Stored KV of every document, as it is.",
     "blend": "Stored KV, and some tokens recomputed.",
 }
-DARK = 0.82  # of the heat scale, from where on white text is read better
+DARK = 0.81  # of the heat scale, from where on white text is read better
 MOST_TOKENS = 3000  # that are shown one by one
 RIGHT = {True: '<span class="hb-right">right</span>', False: '<span class="hb-wrong">wrong</span>', None: ""}
 

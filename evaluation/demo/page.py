@@ -74,13 +74,13 @@ class Demo:
         Returns:
             Their documents, and a sentence that says how many there are and what was left out.
         """
-        found, left = [], []
+        found, left = list[Document](), list[str]()
         for path in map(Path, paths):
             try:
                 found += read_file(path, path.name)
             except HfBlendError as error:
                 left.append(f"{path.name} ({'; '.join(getattr(error, '__notes__', [])) or error})")
-        letters = sum(len(one.text) for one in found)
+        letters = sum(map(len, (one.text for one in found)))
         said = f"{len(found)} documents with {letters:,} letters." if paths else ""
         return tuple(found), said + (f" Left out: {'; '.join(left)}." if left else "")
 
@@ -238,7 +238,7 @@ def _asking(gradio: Any, demo: Demo, prefix: str, question: str, scene: Scene, m
         )
         named = gradio.Textbox(
             model, label="Model", placeholder="reference, chains, or an id on the hub", elem_id=f"{prefix}-model",
-            info="Bundled: reference, chains. Or a hub id" + (", or a folder" * demo.shelf.takes_folders),
+            info="Bundled: reference, chains. Or a hub id" + (", or a folder" if demo.shelf.takes_folders else ""),
         )  # fmt: skip
     marked = gradio.HTML(shown[5], elem_id=f"{prefix}-documents", padding=False)
     with gradio.Accordion("How far stored KV is from a full prefill, layer by layer", open=False):
