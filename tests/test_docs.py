@@ -6,6 +6,7 @@ import copy
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,18 @@ def test_the_tables_are_those_of_the_committed_results(path):
 def test_every_page_is_in_the_list_of_pages():
     listed = set(LINK.findall((ROOT / "docs" / "README.md").read_text("utf-8")))
     assert {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"} <= listed
+
+
+def test_the_site_is_built_without_a_warning_and_fetches_nothing(tmp_path):
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install hf-blend[docs]")
+    command = [sys.executable, "-P", "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    pages = {path.stem: path.read_text("utf-8") for path in tmp_path.glob("*.html")}
+    assert {path.stem for path in (ROOT / "docs").glob("*.md")} - {"README"} <= set(pages)
+    fetched = [re.findall(r'(?:src|<link[^>]* href)="(?:https?:)?//[^"]*', text) for text in pages.values()]
+    assert not [one for found in fetched for one in found]
+    assert 'href="../' not in "".join(pages.values())
 
 
 @pytest.mark.parametrize("picture", pictures.PICTURES)
