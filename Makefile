@@ -12,7 +12,7 @@ WORKERS ?= logical
 COVERED := cache model prefill rotary selectors store
 
 .DEFAULT_GOAL := help
-.PHONY: chain-model faults help install quickstart demo space docs docs-site test test-slow test-oldest check bench eval
+.PHONY: bench chain-model check demo docs docs-site eval eval2 faults help install quickstart space test test-oldest test-slow
 
 help: ## say what each target does
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -97,6 +97,14 @@ EVALUATED := full-prefill prefix-caching full-reuse unaligned-reuse $(AT:%=auto@
 	$(foreach r,0.01 0.05 0.1 0.15 0.3 1.0,kv-deviation@$(r)) $(foreach s,$(SEVERAL),$(foreach r,0.05 0.15 0.5,$(s)@$(r))) \
 	$(ONCE:%=%@0.15) map-reduce map-rerank
 COUNT ?= 500
+
+EVALUATED2 := prefix-caching full-reuse $(foreach r,0.05 0.1 0.15 0.3,kv-deviation@$(r)) $(foreach r,0.05 0.15,auto@$(r) \
+	learned@$(r)) random@0.15 dependency@0.15 query-attention@0.15 boundary@0.15 stored-importance@0.15 oracle@0.15
+COUNT2 ?= 200
+
+eval2: $(STAMP) ## score methods on long prompts, answers and times of the same questions: rows in benchmarks/results
+	$(BIN)/hf-blend eval chain-world --model chains $(EVALUATED2:%=--method %) --limit $(COUNT2) --batch 4 --output-dir build/eval2
+	cp build/eval2/summary.json benchmarks/results/eval2.json
 
 eval: $(STAMP) ## score every method on held-out questions: table, plots and page in build/eval, rows in benchmarks/results
 	$(BIN)/hf-blend eval $(EVALUATED:%=--method %) --limit $(COUNT) --batch 25 --output-dir build/eval --report

@@ -30,6 +30,7 @@ Questions = Annotated[
 ]
 Compare = Annotated[bool, typer.Option("--compare", help="Beside blending, also full prefill and full reuse.")]
 System = Annotated[str | None, typer.Option(help="Text before the documents.")]
+MOST_SHOWN = 400  # tokens of a prompt in which the recomputed ones are marked
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Where an answer is cut.")]
 
 
@@ -68,7 +69,7 @@ def ask(
 
     config = blend_config(selector, recompute_ratio=ratio, allow_unverified=allow_unverified)
     given, documents = _given(question, files or [], questions)
-    model = model or "reference"
+    model = model or ("reference" if given else "chains")
     source = open_model(model, device, dtype)
     shown = _Shown(json, compare, is_listed=questions is not None)
     asks: list[Asked] = []
@@ -138,6 +139,7 @@ class _Shown:
         self.reports: list[BlendReport] = []
         self._replies: list[Reply] = []
         self._json, self._compare, self._is_listed = json, compare, is_listed
+        self._is_marked = False
 
     def stream(self, text: str) -> None:
         """Print a part of an answer as it comes."""
@@ -157,7 +159,9 @@ class _Shown:
             return
         if self._compare:
             typer.echo(typer.style(f"\n{asked.question}", bold=True))
-            typer.echo(" ".join(_mark(text) if chosen else text for text, chosen in replies[-1].tokens))
+            if len(tokens := replies[-1].tokens) <= MOST_SHOWN:
+                self._is_marked = True
+                typer.echo(" ".join(_mark(text) if chosen else text for text, chosen in tokens))
         else:
             typer.echo()
         if asked.sources:
@@ -182,7 +186,8 @@ class _Shown:
             return
         if self._compare:
             typer.echo()
-            show([_readable(row) for row in rows], title="recomputed tokens stand out above", header=True)
+            title = "recomputed tokens stand out above" if self._is_marked else None
+            show([_readable(row) for row in rows], title=title, header=True)
         said = "the text before the documents counts as a chunk"
         say(f"{chunks['loaded']} chunks loaded from the store, {chunks['computed']} computed ({said})")
 

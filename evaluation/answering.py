@@ -43,7 +43,7 @@ def blend_config(selector: str, **settings: Any) -> BlendConfig:
     """Settings of a blend, with the selector's options behind its name.
 
     Args:
-        selector: a name, or a name with options such as `kv-deviation:on=k`.
+        selector: a name, or a name with options such as `kv-deviation:on=k`; check_layers is one too.
         **settings: other fields of `BlendConfig`.
 
     Returns:
@@ -61,7 +61,16 @@ def blend_config(selector: str, **settings: Any) -> BlendConfig:
                 f"the option {option!r} of {selector!r} has no value. Write name:option=value,option=value."
             )
     plugins.load("selectors", name)
-    return BlendConfig(selector=name, selector_options={option: value for option, _, value in pairs}, **settings)
+    given = {option: value for option, _, value in pairs}
+    if "check_layers" in given:
+        settings["check_layers"] = tuple(_layer(part) for part in given.pop("check_layers").split("+"))
+    return BlendConfig(selector=name, selector_options=given, **settings)
+
+
+def _layer(text: str) -> int:
+    if not text.isdecimal():
+        raise ConfigError(f"check_layers has {text!r}, expected layers such as 1 or 1+4.")
+    return int(text)
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from .measured import MEASURED, acceptance, store
 ROOT = Path(__file__).resolve().parent.parent
 MOST_LETTERS = 140  # of a reason in a table
 # tables named otherwise than their result file
-SOURCES = {"ends": "reference", "acceptance": "sparse_quality", "support": "families"}
-ENDS = (None, 0.0, 0.15, 1.0)  # ratios of the short table
+SOURCES = {"ends": "eval2", "acceptance": "sparse_quality", "support": "families"}
+ENDS = (("full-prefill", None), ("full-reuse", None), ("kv-deviation", 0.15))  # rows of the short table
 PLACE = re.compile(r"<!--table:(?P<name>\w+)-->\n.*?<!--end-->", re.DOTALL)
 
 
@@ -57,18 +57,22 @@ def _reference(document: dict[str, Any]) -> list[str]:
 
 
 def _ends(document: dict[str, Any]) -> list[str]:
-    """The ends of the scale, and the default between them."""
+    """Full prefill, full reuse, and blending between them, on the same prompts."""
+    rows = document["rows"]
     lines = [
-        f"| {document['rows'][0]['n']} questions to the bundled model | recomputed | charged | exact match |",
-        "|---|---|---|---|",
+        f"| {rows[0]['n']} questions to {rows[0]['prompt_tokens']:,.0f} tokens | recomputed | charged | first token "
+        "| exact match |",
+        "|---|---|---|---|---|",
     ]
-    for row in document["rows"]:
-        name = {"kv-deviation:on=k": "blend"}.get(row["method"], row["method"])
-        if row["nominal_ratio"] not in ENDS or name not in ("full prefill", "full reuse", "blend"):
+    for row in rows:
+        if (row["method"], row["ratio"]) not in ENDS:
             continue
-        low, high = row["interval"]
-        shares = [_share(1.0 if row[of] is None else row[of]) for of in ("nominal_ratio", "charged_budget")]
-        lines.append(f"| {name} | {' | '.join(shares)} | {row['exact_match']:.3f} [{low:.3f}, {high:.3f}] |")
+        charged = row["charged_budget"]
+        shares = [_share(charged if row["ratio"] is None else row["ratio"]), _share(charged)]
+        name = {"full-prefill": "full prefill", "full-reuse": "full reuse"}.get(row["method"], "blend")
+        time = f"{row['ttft_ms']:.0f} ms, {row['speedup']:.1f} x"
+        score = f"{row['score']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
+        lines.append(f"| {name} | {' | '.join(shares)} | {time} | {score} |")
     return lines
 
 

@@ -78,14 +78,34 @@ def html(summary: Mapping[str, Any]) -> str:
         A whole HTML document.
     """
     charts = "".join(f"<figure>{chart}</figure>" for chart in plots(summary).values())
-    tables = "".join(_section(task, model, rows) for (task, model), rows in _groups(summary["rows"]).items())
-    settings = escape(json.dumps(summary.get("settings", {}), indent=1, ensure_ascii=False, default=str))
+    content = f"<div class=charts>{charts}</div>{html_table(summary['rows'])}"
+    return page("Evaluation", content, summary.get("settings", {}))
+
+
+def html_table(rows: Sequence[Row]) -> str:
+    """A table for each task and model, under a heading.
+
+    Args:
+        rows: of a summary.
+    """
+    return "".join(_section(task, model, found) for (task, model), found in _groups(rows).items())
+
+
+def page(title: str, content: str, settings: Mapping[str, Any]) -> str:
+    """A whole HTML document.
+
+    Args:
+        title: its heading.
+        content: HTML.
+        settings: of the run, shown at its end.
+    """
+    shown = escape(json.dumps(settings, indent=1, ensure_ascii=False, default=str))
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>Evaluation</title><style>{STYLE}</style></head><body>"
-        f"<h1>Evaluation</h1><p>{escape(NOTE)}</p><div class=charts>{charts}</div>{tables}"
-        f"<h2>Settings</h2><pre>{settings}</pre></body></html>\n"
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>"
+        f"<h1>{escape(title)}</h1><p>{escape(NOTE)}</p>{content}"
+        f"<h2>Settings</h2><pre>{shown}</pre></body></html>\n"
     )
 
 

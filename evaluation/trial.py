@@ -51,6 +51,7 @@ class Trial:
         batch: samples answered side by side.
         dtype: of the weights; None is as saved.
         device: where to run.
+        most_chunks: keep so many of a prompt's chunks; None keeps all.
     """
 
     tasks: tuple[str, ...] = ("reference-world",)
@@ -65,6 +66,7 @@ class Trial:
     batch: int = 1
     dtype: str | None = None
     device: str = "cpu"
+    most_chunks: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse what cannot run, before anything is loaded."""
@@ -80,7 +82,11 @@ class Trial:
             raise ConfigError(f"ratios are {self.ratios}, wanted numbers from 0 to 1.")
         if self.batch < 1 or (self.limit is not None and self.limit < 1):
             raise ConfigError(f"limit is {self.limit} and batch {self.batch}, wanted 1 or more.")
-        Shape(self.chunk_tokens, self.chunk_order, self.seed)
+        self.shape()
+
+    def shape(self) -> Shape:
+        """How chunks are cut and ordered."""
+        return Shape(self.chunk_tokens, self.chunk_order, self.seed, self.most_chunks)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -122,7 +128,7 @@ def run(trial: Trial, folder: RunFolder, progress: Callable[[Iterator[Any], int]
         model, tokenizer = _load(name, trial)
         for task_name in trial.tasks:
             task = _task(trial, task_name, tokenizer)
-            samples = task.samples(trial.limit, Shape(trial.chunk_tokens, trial.chunk_order, trial.seed))
+            samples = task.samples(trial.limit, trial.shape())
             bench = _Bench(trial, name, task_name, task, model, tokenizer, folder)
             parts = [samples[first : first + trial.batch] for first in range(0, len(samples), trial.batch)]
             for part in progress(iter(parts), len(parts)) if progress else parts:

@@ -76,6 +76,7 @@ STAGES = (
     Stage("middle", MIDDLE, 256, 16, 6, 141, 2e-3, 1.7e-3),
     Stage("long", LONG, 640, 20, 4, 150, 2e-3, 1e-3),
     Stage("longest", replace(Level(), fillers=(8, 16)), 1152, 20, 3, 300, 1.5e-3, 1e-4),
+    Stage("whole", Level(), 1792, 24, 2, 120, 1.2e-3, 5e-5),
 )
 
 

@@ -58,11 +58,13 @@ class Shape:
         chunk_tokens: cut the joined chunks into pieces of so many tokens; None leaves them as they are.
         chunk_order: "given", "shuffled" or "reversed".
         seed: of the shuffling.
+        most_chunks: keep the first so many; None keeps all.
     """
 
     chunk_tokens: int | None = None
     chunk_order: str = "given"
     seed: int = 0
+    most_chunks: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse what makes no sense."""
@@ -70,6 +72,8 @@ class Shape:
             raise ConfigError(f"chunk_order is {self.chunk_order!r}, wanted one of {', '.join(ORDERS)}.")
         if self.chunk_tokens is not None and self.chunk_tokens < 1:
             raise ConfigError(f"chunk_tokens is {self.chunk_tokens}, wanted 1 or more.")
+        if self.most_chunks is not None and self.most_chunks < 1:
+            raise ConfigError(f"most_chunks is {self.most_chunks}, expected 1 or more.")
 
     def applied(self, sample: Sample) -> Sample:
         """The same sample with its chunks cut and ordered."""
@@ -82,7 +86,7 @@ class Shape:
             joined = [token for chunk in chunks for token in chunk]
             starts = range(0, len(joined), self.chunk_tokens)
             chunks = [tuple(joined[start : start + self.chunk_tokens]) for start in starts]
-        return replace(sample, chunks=tuple(chunks))
+        return replace(sample, chunks=tuple(chunks[: self.most_chunks]))
 
 
 class Task(ABC):

@@ -1,0 +1,137 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""A paper's figures on one's own model: each figure is a few runs of `trial`, in a folder that goes on where it was.
+
+What the figures of CacheBlend vary are methods, ratios, the check layer, and the length and number of chunks. Its
+storage devices are in `hf-blend bench ttft --disk`, its request rates in `hf-blend bench serve`: these measure times,
+for which weights do not matter.
+
+Source: CacheBlend (arXiv 2405.16444), figures 6, 12, 13, 15, 16.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from hf_blend.errors import ConfigError
+
+from .folder import RunFolder
+from .report import html_table, page, plots
+from .summary import summarised
+from .trial import Trial, run
+
+RESULT, PAGE = "result.json", "index.html"
+TASKS = ("musique", "wikimqa", "samsum", "multi-news")
+BASELINES = ("prefix-caching", "full-reuse", "unaligned-reuse", "map-reduce", "map-rerank")
+BLEND = "kv-deviation"
+CUT, CHUNKS = 256, 8  # tokens of a chunk where their number varies; how many chunks where nothing else is said
+Progress = Callable[[str, Iterator[Any], int], Any]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What one figure varies.
+
+    Attributes:
+        name: of its folder.
+        title: what it shows, and which figure of the paper it is.
+        trials: the runs, by what is varied; "" where the methods of one run are compared.
+    """
+
+    name: str
+    title: str
+    trials: tuple[tuple[str, Trial], ...]
+
+
+def cacheblend(base: Trial, is_small: bool = False) -> list[Figure]:
+    """The figures of CacheBlend.
+
+    Args:
+        base: model, tasks, data and limit.
+        is_small: two values of each thing that varies.
+    """
+
+    def few(values: Sequence[Any]) -> Sequence[Any]:
+        return (values[0], values[-1]) if is_small else values
+
+    blends = [f"{BLEND}@{ratio}" for ratio in few((0.05, 0.15, 0.3))]
+    ratios = tuple(f"{BLEND}@{ratio}" for ratio in few((0.0, 0.02, 0.05, 0.1, 0.15, 0.3, 0.5, 1.0)))
+    layers = tuple(f"{BLEND}:check_layers={layer}@0.15" for layer in few((1, 2, 3)))
+    first = replace(base, tasks=base.tasks[:1], data=tuple(pair for pair in base.data if pair[0] == base.tasks[0]))
+    compared = replace(first, methods=("full-reuse", f"{BLEND}@0.15"))
+    return [
+        Figure("methods", "Quality and time to the first token of every method (figures 12, 13)",
+               (("", replace(base, methods=(*BASELINES, *blends))),)),
+        Figure("ratio", "Recompute ratio (figures 6, 16)", (("", replace(first, methods=("full-reuse", *ratios))),)),
+        Figure("check-layer", "The layer at which tokens are chosen", (("", replace(first, methods=layers)),)),
+        Figure("chunk-tokens", "Length of a chunk (figure 15)",
+               tuple((f"{size} tokens", replace(compared, chunk_tokens=size)) for size in few((128, 256, 512)))),
+        Figure("chunks", "Number of chunks (figure 15)",
+               tuple((f"{count} chunks", replace(compared, chunk_tokens=CUT, most_chunks=count))
+                     for count in few((2, 4, CHUNKS, 16)))),
+    ]  # fmt: skip
+
+
+PAPERS: dict[str, Callable[[Trial, bool], list[Figure]]] = {"cacheblend": cacheblend}
+
+
+def data_files(folder: Path, tasks: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """The file of each task in a folder: a JSONL file whose name has the task's in it, the paper's own first.
+
+    Args:
+        folder: where to look, sub-folders included.
+        tasks: names; those without a file are left out.
+
+    Raises:
+        ConfigError: it is no folder, or has a file for none of them.
+    """
+    files = sorted(folder.rglob("*.jsonl"), key=lambda path: ("cacheblend" not in path.name, str(path)))
+    plain = {path: path.name.replace("_", "-").lower() for path in files}
+    found = [(task, next((str(path) for path in files if task in plain[path]), "")) for task in tasks]
+    if not any(path for _, path in found):
+        raise ConfigError(
+            f"{str(folder)!r} has no JSONL file for any of {', '.join(tasks)}. Name files after tasks, such as "
+            "musique.jsonl; each line has id, chunks, question and answers."
+        )
+    return tuple((task, path) for task, path in found if path)
+
+
+def reproduce(figures: Sequence[Figure], folder: Path, progress: Progress | None = None) -> dict[str, Any]:
+    """Run what the folder does not hold yet, and write `result.json` and `index.html`.
+
+    Args:
+        figures: of a paper.
+        folder: of the run; one that was stopped goes on.
+        progress: wraps the loop over samples; is given what is run, the loop and its length.
+
+    Returns:
+        `figures`: name, title and rows of each; a row has what is varied as `varied`.
+    """
+    made = []
+    for figure in figures:
+        rows: list[dict[str, Any]] = []
+        for varied, trial in figure.trials:
+            place = folder / figure.name / varied.replace(" ", "-")
+            what = " ".join(one for one in (figure.name, varied) if one)
+            with RunFolder(place, trial.settings) as opened:
+                run(trial, opened, partial(progress, what) if progress else None)
+                found = summarised(trial.settings, opened.lines.values())["rows"]
+            rows += [{"varied": varied, **row} for row in found]
+        made.append({"name": figure.name, "title": figure.title, "rows": rows})
+    result = {"settings": figures[0].trials[0][1].settings, "figures": made}
+    (folder / RESULT).write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", "utf-8")
+    (folder / PAGE).write_text(_page(result), "utf-8")
+    return result
+
+
+def _page(result: dict[str, Any]) -> str:
+    parts = []
+    for figure in result["figures"]:
+        rows = [{**row, "method": f"{row['method']} {row['varied']}".strip()} for row in figure["rows"]]
+        charts = "".join(f"<figure>{chart}</figure>" for chart in plots({"rows": rows}).values())
+        parts.append(f"<h2>{escape(figure['title'])}</h2><div class=charts>{charts}</div>{html_table(rows)}")
+    return page("Reproduction", "".join(parts), result["settings"])
