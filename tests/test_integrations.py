@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The classes for LangChain, LlamaIndex and Haystack: answers of stock `generate`, documents reused, real streams."""
 
+import asyncio
 import copy
 import importlib
 import os
@@ -147,6 +148,17 @@ def test_langchain_answers_as_stock_and_reuses_documents(model, tokenizer, store
     assert exact.invoke(messages, documents=documents, stop=[answer.content[3:5]]).content == answer.content[:3]
     with pytest.raises(PromptError, match="expected a list"):
         exact.invoke(messages, documents=documents[0])
+
+
+def test_langchain_answers_several_at_once_as_one_alone(model, tokenizer, store):
+    chat = framework("langchain").ChatBlend
+    llm = chat(model=model, tokenizer=tokenizer, store=store, temperature=0, settings=NEW, blend=EVERYTHING)
+    questions = [f"{QUESTION} {number}" for number in range(4)]
+    turns = [{"role": "user", "content": f"{JOINED}\n\n{question}"} for question in questions]
+    answers = llm.batch(questions, documents=DOCUMENTS)
+    assert [one.content for one in answers] == [stock(model, tokenizer, [turn]) for turn in turns]
+    alone = asyncio.run(llm.ainvoke(questions[0], documents=DOCUMENTS))
+    assert alone.content == answers[0].content
 
 
 def test_langchain_streams_in_pieces_and_counts_at_the_end(model, tokenizer, store):
