@@ -42,6 +42,11 @@ class Prompt:
     depth: int
     crossings: int
 
+    @property
+    def reusable(self) -> Tensor:
+        """`[tokens]`, True for the tokens of all chunks but the first, which is behind BOS alone here, too."""
+        return self.told & (torch.arange(len(self.told)) >= self.pieces[0][1])
+
 
 def encode(example: Example) -> Prompt:
     """An example as ids, without the tokenizer."""
@@ -135,18 +140,18 @@ class Emulation:
         Args:
             score: given K and V of the check layer minus the stored ones, `[1, heads, tokens, head_dim]`; gives
                 `[tokens]`.
-            ratio: share of the chunks' tokens.
+            ratio: share of the reusable tokens.
             check: the layer at which is chosen.
         """
-        told = self.prompt.told
+        reusable = self.prompt.reusable
         keys, values = (new - old for new, old in zip(self.fresh[check], self.stored[check], strict=True))
-        scores = score(keys, values).masked_fill(~told, float("-inf"))
-        count = math.ceil(int(told.sum()) * ratio)
-        return self.kept(torch.zeros_like(told).index_fill(0, scores.topk(count).indices, True), check + 1)
+        scores = score(keys, values).masked_fill(~reusable, float("-inf"))
+        count = math.ceil(int(reusable.sum()) * ratio)
+        return self.kept(torch.zeros_like(reusable).index_fill(0, scores.topk(count).indices, True), check + 1)
 
     def links_only(self) -> Tensor:
         """Only the tokens that refer back are fresh, in every layer."""
-        return self.kept(self.prompt.links)
+        return self.kept(self.prompt.links & self.prompt.reusable)
 
 
 def by_value(keys: Tensor, values: Tensor) -> Tensor:

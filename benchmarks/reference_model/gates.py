@@ -50,7 +50,7 @@ def emulated_ways() -> dict[str, Way]:
 
 def library_ways(prompt: Prompt, number: int) -> dict[str, BlendConfig | None]:
     """What the library is asked, by the names of the emulation."""
-    columns = prompt.links.nonzero().flatten().tolist()
+    columns = (prompt.links & prompt.reusable).nonzero().flatten().tolist()
     return {
         "full prefill": None,
         "full reuse": BlendConfig(selector="none", recompute_ratio=0.0),
@@ -67,7 +67,7 @@ def library_ways(prompt: Prompt, number: int) -> dict[str, BlendConfig | None]:
 
 def _share(count: int, prompt: Prompt) -> float:
     """The ratio at which exactly `count` tokens are chosen; slightly less, since shares are rounded up."""
-    return max(0.0, (count - 0.5) / int(prompt.told.sum()))
+    return max(0.0, (count - 0.5) / int(prompt.reusable.sum()))
 
 
 def emulate(model: nn.Module, prompts: Sequence[Prompt], tell: Callable[[int], None]) -> dict[str, list[bool]]:

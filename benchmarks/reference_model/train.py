@@ -77,6 +77,7 @@ STAGES = (
     Stage("long", LONG, 640, 20, 4, 150, 2e-3, 1e-3),
     Stage("longest", replace(Level(), fillers=(8, 16)), 1152, 20, 3, 300, 1.5e-3, 1e-4),
     Stage("whole", Level(), 1792, 24, 2, 120, 1.2e-3, 5e-5),
+    Stage("settle", Level(), 1792, 24, 2, 150, 8e-4, 2e-5, stock=0.7),
 )
 
 
