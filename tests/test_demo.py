@@ -201,6 +201,9 @@ def test_a_link_says_only_what_it_may():
     wrong = page._followed({"ratio": "7", "story": "no", "documents": HOSTILE}, None)
     assert list(wrong) == [None, None, None, None, None, HOSTILE]
     assert list(page._followed({}, None)) == [None] * 6
+    assert page.asks_at_once({"question": "Who?", "model": "chains"})
+    assert not page.asks_at_once({"question": "Who?", "model": "somebody/large"})
+    assert not page.asks_at_once({"story": "Story 1"})
 
 
 def test_text_on_every_colour_of_the_heat_scale_can_be_read():

@@ -12,6 +12,7 @@ from typing import Any
 from hf_blend.config import BlendConfig
 from hf_blend.errors import ConfigError, HfBlendError, import_extra
 
+from ..bundled import BUNDLED
 from ..documents import READERS, Document, read_file
 from . import drawing
 from .compare import Panel, Scene, again, compare, opening
@@ -280,8 +281,8 @@ def _examples(gradio: Any, blocks: Any, demo: Demo, name: str, wish: Wish, scene
         return tuple(_followed(request.query_params, gradio.skip()))
 
     def ask_linked(request: gradio.Request, *values: Any) -> Iterator[tuple[Any, ...]]:
-        is_linked = "question" in request.query_params
-        yield from ask(request, *values) if is_linked else [(gradio.skip(),) * len(asking.outputs)]
+        is_asked = asks_at_once(request.query_params, demo.model)
+        yield from ask(request, *values) if is_asked else [(gradio.skip(),) * len(asking.outputs)]
 
     private = {"api_visibility": "private"}
     story.input(pick, [story], [documents, try_these, asking.question, asking.model], **private)
@@ -349,6 +350,16 @@ def _followed(query: Mapping[str, str], skip: Any) -> Iterator[Any]:
         elif name == "documents" and story in stories():
             value = stories()[story]["documents"]
         yield skip if value is None or (known and value not in known) else value
+
+
+def asks_at_once(query: Mapping[str, str], model: str = "") -> bool:
+    """Whether a link is answered without a press of the button: never where it names a model to be fetched.
+
+    Args:
+        query: of the address.
+        model: that the page begins with.
+    """
+    return "question" in query and query.get("model", "") in ("", model, *BUNDLED)
 
 
 def _share(text: str | None) -> float | None:
