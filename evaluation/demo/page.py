@@ -288,7 +288,8 @@ def _examples(gradio: Any, blocks: Any, demo: Demo, name: str, wish: Wish, scene
     story.input(pick, [story], [documents, try_these, asking.question, asking.model], **private)
     try_these.input(lambda text: text or "", [try_these], [asking.question], **private)
     documents.input(lambda: OWN, None, [story], **private)
-    blocks.load(follow, None, linked, **private).then(ask_linked, inputs, asking.outputs, **private, **QUEUE)
+    quiet = {**private, "show_progress": "hidden"}  # most visitors come without a link
+    blocks.load(follow, None, linked, **quiet).then(ask_linked, inputs, asking.outputs, **quiet, **QUEUE)
 
 
 def _own(gradio: Any, demo: Demo) -> None:
