@@ -25,7 +25,7 @@ from transformers.cache_utils import CacheLayerMixin
 from .. import plugins
 from ..config import BlendConfig
 from ..errors import ConfigError, PromptError
-from ..model.anatomy import LayerCall, decoder_layers, default_sink, text_config
+from ..model.anatomy import LayerCall, decoder_layers, default_sink, has_indexer, text_config
 from ..model.fingerprint import fingerprint, structure_digest
 from ..model.flops import layer_costs
 from ..model.hooks import Entry
@@ -306,6 +306,21 @@ class BlendCache(MaskedDecode):
             return self._fusor.update(layer_idx, key_states, value_states)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """Take a layer's new indexer keys and give back all of them.
+
+        Args:
+            indexer_key_states: `[batch, rows, width]`, rotated for the rows' positions.
+            layer_idx: which layer.
+
+        Returns:
+            Those of all tokens, `[batch, tokens, width]`.
+        """
+        if self._fusor is not None:
+            return self._fusor.update_indexer(layer_idx, indexer_key_states)
+        found: Tensor = self._kept[layer_idx].update_indexer(indexer_key_states)
+        return found
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """How many tokens a layer holds. `generate` asks just before the prefill: the model is watched from here."""
         if self._fusor is not None:
@@ -571,6 +586,9 @@ class BlendCache(MaskedDecode):
         states = [layer.snapshot_mixer() for layer in mixers]
         for layer, state in zip(mixers, self._states_before, strict=True):
             layer.restore_mixer(state)
+        positions = {layer: layer.indexer_position_ids for layer in self._layers() if has_indexer(layer)}
+        for layer, places in positions.items():  # the model appends those of the prompt again
+            layer.indexer_position_ids = None if places is None else places[..., : self._past]
         self._fusor = probe = forward.probe(Listener(hear, layers, anchors), self._spare_layers)
         try:
             with self._entry.inside():
@@ -581,6 +599,8 @@ class BlendCache(MaskedDecode):
             forward.adopt(probe)
             for layer, state in zip(mixers, states, strict=True):
                 layer.restore_mixer(state)
+            for layer, places in positions.items():
+                layer.indexer_position_ids = places
 
     def _spare_layers(self) -> list[Any]:
         """Layers that hold what these held before the forward."""

@@ -8,8 +8,9 @@ from torch import nn
 from transformers import cache_utils
 
 from ..errors import ConfigError
-from ..model.anatomy import stock_layers, text_config
+from ..model.anatomy import has_indexer, stock_layers, text_config
 from ..model.fingerprint import PerStructure
+from .indexed_layer import IndexedLayer
 from .layers import BlendLayer
 from .mixer_layer import MixerAttentionLayer, MixerLayer, MixerSlidingLayer
 from .quantised_layer import QuantisedLayer
@@ -28,7 +29,7 @@ def cache_layers(model: nn.Module, count: int, kv_bits: int | None = None, diges
     Args:
         model: of transformers.
         count: how many decoder layers the model has.
-        kv_bits: 8 to keep K and V of full layers in 8 bits; a layer with a window holds no more than that window.
+        kv_bits: 8 to keep K and V of full layers in 8 bits; layers with a window or an indexer stay as they are.
         digest: the model's `structure_digest`, where it was asked for just now.
 
     Returns:
@@ -41,10 +42,11 @@ def cache_layers(model: nn.Module, count: int, kv_bits: int | None = None, diges
     full: type[BlendLayer] = BlendLayer if kv_bits is None else QuantisedLayer
     layers: list[Any] = [_like(stock[index], full) if index < len(stock) else full() for index in range(count)]
     if kv_bits is not None and not any(isinstance(layer, QuantisedLayer) for layer in layers):
+        kinds = sorted({type(layer).__name__ for layer in stock})
         raise ConfigError(
-            f"kv_bits={kv_bits} came with a model in which every layer has a window, of "
-            f"{layers[0].sliding_window} tokens, but only full layers are kept in {kv_bits} bits: the others hold no "
-            "more than their windows. Leave kv_bits out."
+            f"kv_bits={kv_bits} came with a model whose layers are all of the kind {' or '.join(kinds)}, but only "
+            f"full layers are kept in {kv_bits} bits: others hold no more than a window, or an indexer's keys too. "
+            "Leave kv_bits out."
         )
     return layers
 
@@ -56,6 +58,8 @@ def _like(stock: Any, full: type[BlendLayer]) -> Any:
     if is_mixer:
         kind = MixerAttentionLayer if isinstance(stock, cache_utils.CacheLayerMixin) else MixerLayer
         return kind(stock.number_of_states)
+    if has_indexer(stock):
+        return IndexedLayer()
     if is_sliding:
         return BlendSlidingLayer(stock.sliding_window)
     return stock if isinstance(stock, getattr(cache_utils, "DummyLayer", ())) else full()

@@ -133,7 +133,9 @@ def _states(
         return ()
     has_keys = mixer is None or hasattr(stock, "keys")
     states = _cached(model, cache, index, tokens) if has_keys else ()
-    return states if mixer is None else (*states, mixer.states[:, None])  # type: ignore[index]
+    index_keys = getattr(cache.layers[index], "indexer_keys", None)
+    beside = index_keys if mixer is None else mixer.states
+    return states if beside is None else (*states, beside[:, None])
 
 
 @contextmanager

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 from ..config import BlendConfig
 from ..errors import UnsupportedModelError
-from ..model.anatomy import KnownRows, LayerCall
+from ..model.anatomy import KnownRows, LayerCall, has_indexer
 from ..model.attention import Detour, Glance, Reached
 from ..model.masks import looks_ahead
 from ..model.mixer import Mixer
-from ..rotary.tables import rotary_table
+from ..rotary.tables import Table, rotary_table
 from ..selectors.attention import Attention
 from ..selectors.base import KV
 from .choice import Chooser
@@ -106,6 +106,8 @@ class Fusor:
         self._padding: dict[torch.device, Tensor] = {}
         self._rows: Rows | None = None  # None: all tokens, as the model passes them
         self._opened: dict[int, KV] = {}
+        self._whole_table: Table | None = None  # of all tokens, past and new, where a layer needs it
+        self._indexed: dict[int, Tensor] = {}  # the new tokens' indexer keys, `[batch, tokens, width]`
         devices = {*getattr(model, "hf_device_map", {}).values()}
         self._opens_several = len(devices) < 2  # several layers at once, until one proves to be unlike its neighbour
         self._settled = 0  # the layers before this one are done
@@ -152,7 +154,7 @@ class Fusor:
         twin._report, twin._listener, twin._is_shared = BlendReport(_costs=self._report._costs), listener, shared
         twin._first_ratio, twin._ratios, twin._chooser = 0.0, {}, None
         twin._chosen_counts, twin._has_chosen, twin._rows = None, True, None
-        twin._opened, twin._ahead, twin._used, twin._settled = {}, {}, set(), 0
+        twin._opened, twin._indexed, twin._ahead, twin._used, twin._settled = {}, {}, {}, set(), 0
         self._mixers.pause()  # its layer may be the one that this forward is in
         twin._mixers, twin._projections, twin._unseen = self._mixers.anew(), {}, set()
         twin._known_rows, twin._detour, twin._glance, twin._is_looking = KnownRows(), None, None, False
@@ -189,7 +191,7 @@ class Fusor:
             The same call, changed.
         """
         self._settle(index)
-        table = rotary_table(call.arguments, call.layer)
+        table = self._own_table(index, call)
         if self._chooser is None:  # a probe: the forward knows the tables of the layers that it has reached
             self._realigner.learn_again(index, table)
         self._realigner.learn(index, table)
@@ -262,6 +264,27 @@ class Fusor:
             self._detour.open()
         return self._layers[index].keys, self._layers[index].values
 
+    def update_indexer(self, index: int, keys: Tensor) -> Tensor:
+        """Take the indexer's keys of the rows that flow, and give back those of all tokens.
+
+        Args:
+            index: which layer.
+            keys: `[batch, rows, width]`, rotated for the rows' positions.
+
+        Returns:
+            Of every token, past and new, `[batch, tokens, width]`: fresh for the rows, stored for the others.
+        """
+        if index not in self._indexed:
+            self._indexed[index] = self._layers[index].open_indexer(self._tokens, keys)
+            self._realigner.lay_projections(index, self._stored_slots(), self._indexed[index][:, None])
+        if self._rows is None:
+            self._indexed[index].copy_(keys)
+        else:
+            self._rows.write_states(self._indexed[index][:, None], keys[:, None])
+        if self._is_looking:
+            self._reach("indexer")
+        return self._layers[index].indexer_keys
+
     def end(self) -> None:
         """Leave no trace in the model's config, also after a failure, and no more in the cache than stays."""
         self.close_doors()
@@ -283,6 +306,7 @@ class Fusor:
             return
         for done in range(self._settled, index):
             self._projections.pop(done, None)
+            self._indexed.pop(done, None)
             if self._opened.pop(done, None) is not None:
                 self._layers[done].settle()
         self._settled = max(self._settled, index)
@@ -333,8 +357,7 @@ class Fusor:
         self._used.add(index)
         if index in self._opened and self._is_ready(index, keys):
             return
-        slots = [] if self._rows is None else [slot for slot in self._plan.slots if slot.exact or self._is_narrowed]
-        partial = self._plan.partial
+        slots, partial = self._stored_slots(), self._plan.partial
         if index in self._opened:  # written ahead as another layer's table says
             self._realigner.lay(index, slots, *self._opened[index])
             return
@@ -347,6 +370,14 @@ class Fusor:
         if partial is not None and partial.is_open(index):
             slots = partial.lay_probes(index, slots, self._realigner, opened)
         self._realigner.lay(index, slots, *opened)
+
+    def _own_table(self, index: int, call: LayerCall) -> Table | None:
+        """The rotary table of the new tokens; a layer whose indexer rotates stored keys has those before them too."""
+        table, self._whole_table = rotary_table(call.arguments, call.layer), None
+        if table is None or not has_indexer(self._layers[index]) or not self._realigner.is_unrotated_beside(index):
+            return table
+        self._whole_table = table
+        return table[0][:, -self._tokens :], table[1][:, -self._tokens :]
 
     def _is_heard(self, index: int) -> bool:
         """Whether the listener takes the attention of a layer, if it has any."""
@@ -363,10 +394,12 @@ class Fusor:
     def _open_projections(self, index: int, states: Tensor) -> Tensor:
         """Lay what is stored of a mixer's projections into `[batch, tokens, width]` of zeros."""
         self._projections[index] = states[:, None]
-        if self._rows is not None:
-            slots = [slot for slot in self._plan.slots if slot.exact or self._is_narrowed]
-            self._realigner.lay_projections(index, slots, self._projections[index])
+        self._realigner.lay_projections(index, self._stored_slots(), self._projections[index])
         return states
+
+    def _stored_slots(self) -> list[Slot]:
+        """The chunks of which something stored stands in, now: none where all rows flow."""
+        return [] if self._rows is None else [slot for slot in self._plan.slots if slot.exact or self._is_narrowed]
 
     def _projected(self, index: int) -> None:
         """All that is stored of a layer's mixer has been computed for the rows that flow."""
@@ -510,14 +543,23 @@ class Fusor:
 
     def _parts(self, index: int) -> set[str]:
         """What a layer keeps of each token."""
-        has = {"keys": keeps_keys(self._layers[index]), "projections": self._mixers[index] is not None}
+        has = {
+            "keys": keeps_keys(self._layers[index]),
+            "projections": self._mixers[index] is not None,
+            "indexer": has_indexer(self._layers[index]) and self._realigner.has_beside(index),
+        }
         return {part for part, is_kept in has.items() if is_kept}
 
     def _pass_on(self, layer: int, call: LayerCall, model_mask: Any, rows: Rows) -> None:
         """Give a layer's mixer and its attention what they need to know of the rows."""
+        if self._whole_table is not None:
+            table = tuple(rows.behind(part, self._tokens) for part in self._whole_table)
+            call.arguments["position_embeddings"] = table
         self._mixers.take(call, rows)
         is_mixer_only = self._mixers[layer] is not None and not keeps_keys(self._layers[layer])
         self._detour = None if is_mixer_only else self._masks.give(layer, call, model_mask, rows)
+        if has_indexer(self._layers[layer]):  # its attention hides more than the mask does, by the stock way alone
+            self._detour = None
         if self._detour is not None and not keeps_keys(self._layers[layer]):
             self._detour.open()  # it looks at the K and V of another layer, and hands over none of its own
 
