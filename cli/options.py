@@ -12,7 +12,8 @@ import typer
 from hf_blend.config import BlendConfig
 
 __all__ = [
-    "RATIO", "SELECTOR", "ChunkTokens", "Device", "Dtype", "Model", "Ratio", "Selector", "Store", "TopK", "Unverified",
+    "RATIO", "SELECTOR", "ChunkTokens", "Device", "Dtype", "IndexedTokens", "Model", "Ratio", "Selector", "Store",
+    "TopK", "Unverified",
 ]  # fmt: skip
 
 RATIO, SELECTOR = BlendConfig.recompute_ratio, BlendConfig.selector
@@ -26,5 +27,8 @@ Selector = Annotated[
     str, typer.Option(help="Which tokens are recomputed: a method or a file with one, options behind it.")
 ]
 ChunkTokens = Annotated[int, typer.Option(min=1, help="Most tokens of a piece that a document is split into.")]
+IndexedTokens = Annotated[
+    int | None, typer.Option("--chunk-tokens", min=1, help="Most tokens of a piece; as indexed, or 512, if left out.")
+]
 Unverified = Annotated[bool, typer.Option("--allow-unverified", help="Use a model that was not found to be exact.")]
 TopK = Annotated[int, typer.Option(min=0, help="Most pieces of documents for a question; 0 is all that fit.")]

@@ -47,6 +47,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # its modules; wh
         ("rotary", "selectors", "prompt", "model", "store", "prefill", "loading", "cache", "context", "sparse"),
     ),
     "serving": (("serving",), ("prompt", "model", "store", "tiers", "prefill", "cache")),
+    "integrations": (("integrations",), ("prompt", "store", "cache")),
     "testing": (("testing",), ("store", "tiers")),
     "evaluation": (("evaluation",), ("*",)),
     "cli": (("cli", "__main__"), ("*", "evaluation")),
