@@ -12,7 +12,7 @@ WORKERS ?= logical
 COVERED := cache model prefill rotary selectors store
 
 .DEFAULT_GOAL := help
-.PHONY: chain-model eval2 faults help install quickstart demo space docs test test-slow test-oldest check bench eval
+.PHONY: bench chain-model check demo docs docs-site eval eval2 faults help install quickstart space test test-oldest test-slow
 
 help: ## say what each target does
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,6 +36,9 @@ docs: $(STAMP) ## write anew what is made from results and docstrings: tables, c
 	$(BIN)/python -P -m hf_blend.evaluation.cards
 	$(BIN)/python -P -m hf_blend.evaluation.pages
 	$(BIN)/python -P -m hf_blend.evaluation.pictures
+
+docs-site: $(STAMP) ## build docs/ as a site in build/site; a broken link is an error
+	$(BIN)/python -P -m mkdocs build --strict --site-dir build/site
 
 space: ## lay out build/space, all that a Hugging Face Space needs
 	rm -rf build/space && mkdir -p build/space

@@ -13,9 +13,9 @@ from hf_blend.errors import PromptError
 from .options import (
     RATIO,
     SELECTOR,
-    ChunkTokens,
     Device,
     Dtype,
+    IndexedTokens,
     Model,
     Partial,
     Ratio,
@@ -28,6 +28,7 @@ from .output import Json, interruptible, say, show
 from .reading import read, say_limits, split
 
 if TYPE_CHECKING:
+    from hf_blend import ChunkStore
     from hf_blend.evaluation.asking import Asked, Reply
     from hf_blend.evaluation.bundled import ModelSource
     from hf_blend.evaluation.documents import Document
@@ -57,7 +58,7 @@ def ask(
     selector: Selector = SELECTOR,
     partial: Partial = None,
     compare: Compare = False,
-    chunk_tokens: ChunkTokens = 512,
+    chunk_tokens: IndexedTokens = None,
     system: System = None,
     max_new_tokens: MaxNewTokens = 32,
     device: Device = "auto",
@@ -85,9 +86,10 @@ def ask(
     given, documents = _given(question, files or [], questions)
     model = model or ("reference" if given else "chains")
     source = open_model(model, device, dtype)
-    asks = _asks(given, documents, source, top_k, chunk_tokens, system, max_new_tokens)
     shown = _Shown(json, compare, is_listed=questions is not None)
+    asks: list[Asked] = []
     with ChunkStore.open(store, partial=partial) as opened, interruptible(lambda: shown.kept(len(asks))):
+        asks = _asks(given, documents, source, opened, top_k, chunk_tokens, system, max_new_tokens)
         loaded = source.load()
         for asked in asks:
             if compare and (report := warm(loaded, source.tokenizer, opened, asked, Method("blend", config))):
@@ -125,8 +127,9 @@ def _asks(
     given: list[str],
     documents: "list[Document]",
     source: "ModelSource",
+    store: "ChunkStore",
     top_k: int,
-    chunk_tokens: int,
+    chunk_tokens: int | None,
     system: str | None,
     max_new_tokens: int,
 ) -> "list[Asked]":
@@ -138,7 +141,7 @@ def _asks(
         names = ("prefix", "chunks", "question")
         ours = long_questions() if source.name == "chains" else quickstart_questions()
         return [Asked({name: one[name] for name in names}, one["question"], one["answer"]) for one in ours]
-    retriever = Retriever(split(documents, source, chunk_tokens, given), top_k)
+    retriever = Retriever(split(documents, source, chunk_tokens, given, store), top_k)
     asks = [prepare(source, retriever, question, system, max_new_tokens) for question in given]
     say_limits(retriever, asks, source)
     return asks

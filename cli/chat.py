@@ -10,7 +10,7 @@ import typer
 
 from hf_blend.errors import PromptError
 
-from .options import RATIO, SELECTOR, ChunkTokens, Device, Dtype, Model, Ratio, Selector, Store, TopK, Unverified
+from .options import RATIO, SELECTOR, Device, Dtype, IndexedTokens, Model, Ratio, Selector, Store, TopK, Unverified
 from .output import Json, say, show
 from .reading import read, say_limits, split
 
@@ -36,7 +36,7 @@ def chat(
     fixed: Fixed = False,
     ratio: Ratio = RATIO,
     selector: Selector = SELECTOR,
-    chunk_tokens: ChunkTokens = 512,
+    chunk_tokens: IndexedTokens = None,
     system: System = None,
     max_new_tokens: MaxNewTokens = 256,
     device: Device = "auto",
@@ -66,9 +66,10 @@ def chat(
         raise PromptError(f"the documents are {names}, but standard input brings the questions here. Name files.")
     documents = read(names)
     source = open_model(model, device, dtype)
-    pieces = split(documents, source, chunk_tokens) if names else list(bundled_pieces(source.tokenizer))
-    retriever = Retriever(pieces, top_k)
     with ChunkStore.open(store) as opened:
+        ours = bundled_pieces(source.tokenizer)
+        pieces = split(documents, source, chunk_tokens, store=opened) if names else list(ours)
+        retriever = Retriever(pieces, top_k)
         talk = Chat(source.load(), source, opened, retriever, config, system, max_new_tokens, fixed)
         rows = list(_talk(talk, json))
     if json:

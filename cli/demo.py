@@ -13,7 +13,7 @@ from .output import Json, fail, say, show
 
 __all__ = ["demo"]
 
-Model = Annotated[str, typer.Option(help="Hub id or folder to begin with; empty is the bundled model.")]
+Model = Annotated[str, typer.Option(help="Hub id or folder to begin with; empty is a bundled one, with an answer.")]
 Host = Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 for everybody who reaches this machine.")]
 Port = Annotated[int | None, typer.Option(min=1, max=65535, help="The first free one from 7860 on if left out.")]
 Folders = Annotated[bool, typer.Option("--folders/--no-folders", help="Whether visitors may name folders as models.")]
@@ -45,7 +45,8 @@ def demo(
     _refuse_taken(host, port)
     limits: dict[str, Any] = {"most_parameters": int(most_parameters * 1e9), "takes_folders": folders}
     made = Demo(Shelf(**limits, device=device, dtype=dtype), model=model)
-    made.shelf.take(model)
+    if model:
+        made.shelf.take(model)
     blocks, url = serve(made, host=host, port=port, wait=False)
     try:
         if check:

@@ -83,7 +83,7 @@ def index(
             show(asdict(estimate), as_json=json)
             return
         if is_first:
-            indexer.name_sources(documents, model or "bundled", chunk_tokens)
+            indexer.name_sources(documents, model or "reference", chunk_tokens)
         with interruptible(lambda: _kept(indexer.done, len(indexer.missing))):
             done = indexer.run(lambda keys: progress(keys, "chunks", quiet=not is_first))
         evicted = sum(opened.stats()["evicted"].values())

@@ -12,8 +12,8 @@ import typer
 from hf_blend.config import BlendConfig
 
 __all__ = [
-    "RATIO", "SELECTOR", "ChunkTokens", "Device", "Dtype", "Model", "Partial", "Ratio", "Selector", "Store", "TopK",
-    "Unverified",
+    "RATIO", "SELECTOR", "ChunkTokens", "Device", "Dtype", "IndexedTokens", "Model", "Partial", "Ratio", "Selector",
+    "Store", "TopK", "Unverified",
 ]  # fmt: skip
 
 RATIO, SELECTOR = BlendConfig.recompute_ratio, BlendConfig.selector
@@ -30,5 +30,8 @@ Partial = Annotated[
     float | None, typer.Option(help="Share of the stored blocks that is loaded, chosen by the question; else all.")
 ]
 ChunkTokens = Annotated[int, typer.Option(min=1, help="Most tokens of a piece that a document is split into.")]
+IndexedTokens = Annotated[
+    int | None, typer.Option("--chunk-tokens", min=1, help="Most tokens of a piece; as indexed, or 512, if left out.")
+]
 Unverified = Annotated[bool, typer.Option("--allow-unverified", help="Use a model that was not found to be exact.")]
 TopK = Annotated[int, typer.Option(min=0, help="Most pieces of documents for a question; 0 is all that fit.")]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from .output import say
 
 if TYPE_CHECKING:
+    from hf_blend import ChunkStore
     from hf_blend.evaluation.asking import Asked
     from hf_blend.evaluation.bundled import ModelSource
     from hf_blend.evaluation.documents import Document
@@ -42,26 +43,43 @@ def read(names: Sequence[str]) -> "list[Document]":
 
 
 def split(
-    documents: "Sequence[Document]", source: "ModelSource", chunk_tokens: int, questions: Sequence[str] = ()
+    documents: "Sequence[Document]",
+    source: "ModelSource",
+    chunk_tokens: int | None,
+    questions: Sequence[str] = (),
+    store: "ChunkStore | None" = None,
 ) -> "list[Piece]":
-    """Split documents, and say so if the model does not know their words.
+    """Split documents as they were when they were indexed; say what a model does not know, and what is not found.
 
     Args:
         documents: what to split.
         source: the model.
-        chunk_tokens: most tokens of a piece.
+        chunk_tokens: most tokens of a piece; None is the size that a document was indexed with, or the usual one.
         questions: what is asked about them.
+        store: where they may have been indexed.
 
     Returns:
         The pieces.
     """
     from hf_blend.evaluation.documents import unknown_words
-    from hf_blend.evaluation.splitting import Splitter
+    from hf_blend.evaluation.sources import Sources
+    from hf_blend.evaluation.splitting import CHUNK_TOKENS, Splitter
 
     text = "\n".join([*questions, *(document.text[:SAMPLE] for document in documents)])
     if said := unknown_words(source.tokenizer, text[:SAMPLE]):
         say(f"{said} Name another with --model.")
-    return Splitter(source.tokenizer, chunk_tokens).split_all(documents)
+    indexed = {} if store is None else Sources(store).chunk_tokens(documents, source.name or "reference")
+    others = sorted({size for size in indexed.values() if chunk_tokens not in (None, size)})
+    if others:
+        say(
+            f"Documents were indexed with --chunk-tokens {', '.join(map(str, others))}, not {chunk_tokens}: what is "
+            "stored of them is not found. Leave the option out to split them as they were indexed."
+        )
+    splitters = {
+        size: Splitter(source.tokenizer, size) for size in {chunk_tokens or CHUNK_TOKENS, *indexed.values()}
+    }
+    sizes = (chunk_tokens or indexed.get(document.name, CHUNK_TOKENS) for document in documents)
+    return [piece for one, size in zip(documents, sizes, strict=True) for piece in splitters[size].split(one)]
 
 
 def say_limits(retriever: "Retriever", asks: "Sequence[Asked]", source: "ModelSource") -> None:

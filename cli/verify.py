@@ -33,7 +33,8 @@ def verify(
 
     Exit code 0: every rung holds, or is about something that is refused for the model by name. 1: a rung fails or the
     model cannot be blended; which and why is said. With --all every type is blended, moved and extended exactly in
-    float32, or refused with a reason; the exit code is 1 if one crashed or is wrong without a refusal.
+    float32, refused with a reason, or not judged, where no tiny model of it can be built; the exit code is 1 if one
+    crashed or is wrong without a refusal.
 
     Examples:
         hf-blend verify tiny:llama --dtype float32 --attention sdpa --rung ratio_1
@@ -64,11 +65,13 @@ def verify(
 
 
 def _verify_all(json: bool) -> None:
-    from hf_blend.verify.everything import broken, verify_types
+    from hf_blend.verify.everything import broken, judged, verify_types
     from hf_blend.verify.zoo import tiny_types
 
     rows: list[dict[str, Any]] = list(progress(verify_types(), "model types", total=len(tiny_types())))
-    show({"models": rows} if json else rows, as_json=json, title="model types", header=True)
+    exact, unknown = sum(row["supported"] for row in rows), sum(not judged(row) for row in rows)
+    title = f"{exact} model types exact, {len(rows) - exact - unknown} refused, {unknown} not judged"
+    show({"models": rows} if json else rows, as_json=json, title=title, header=True)
     found = [row["model"] for row in rows if broken(row)]
     if found:
         fail(f"{len(found)} model types crashed or are wrong without a refusal: {', '.join(found)}.")

@@ -72,7 +72,9 @@ class _Seen:
 class Inspector:
     """Looks at one prompt of one model."""
 
-    def __init__(self, model: nn.Module, tokenizer: Any, store: ChunkStore, pieces: dict[str, Any]) -> None:
+    def __init__(
+        self, model: nn.Module, tokenizer: Any, store: ChunkStore, pieces: dict[str, Any], with_attention: bool = True
+    ) -> None:
         """Run a full prefill and full reuse.
 
         Args:
@@ -80,19 +82,22 @@ class Inspector:
             tokenizer: its tokenizer.
             store: where chunks are kept.
             pieces: the prompt, as `prompting.request` gives it.
+            with_attention: also keep attention; `deviation` alone does not need it, and costs a fraction then.
 
         Raises:
             PromptError: nothing of the prompt is reused.
         """
         self._model, self._tokenizer, self._store, self._pieces = model, tokenizer, store, pieces
         self._ids: list[int] = []
-        self._rows = 1  # of the question
+        self._rows = 0  # of the question, whose attention is kept
         full = self._run(BlendConfig(1.0, "full"))
         if not full.chosen:
             raise PromptError(f"nothing of {pieces!r:.80} can be reused. Give two chunks or more.")
-        self._rows = len(self._ids) - full.chosen[-1] - 1
         self.columns = full.chosen
-        self._full = self._run(BlendConfig(1.0, "full"))
+        if with_attention:
+            self._rows = len(self._ids) - full.chosen[-1] - 1
+            full = self._run(BlendConfig(1.0, "full"))
+        self._full = full
         self._reuse = self._run(BlendConfig(0.0, "none"))
 
     def look(self, selectors: Sequence[str] | None, ratio: float, ratios: Sequence[float] = RATIOS) -> Inspection:
@@ -130,7 +135,7 @@ class Inspector:
         def hear(layer: int, seen: Attention, weights: Tensor) -> None:
             attention.append(weights[0, :, -self._rows :])
 
-        cache.listener = Listener(hear)
+        cache.listener = Listener(hear) if self._rows else None
         inputs = inputs_of(cache, self._tokenizer, self._pieces)
         self._model(**inputs, past_key_values=cache, logits_to_keep=1)
         self._ids = inputs["input_ids"][0].tolist()

@@ -17,7 +17,7 @@ from typing import Any
 from hf_blend.errors import ConfigError, import_extra
 
 from .demo.drawing import chart, quality_of
-from .svg import INK, Line, line_chart, page
+from .svg import INK, THEMED, Line, line_chart, page
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "pictures"
@@ -39,7 +39,7 @@ def prompt() -> str:
     parts = [_row(place, *way) for place, way in enumerate(ways)]
     legend = [(COMPUTED, "computed now"), (STORED, "stored KV, keys moved to here"), (EXACT, "stored and exact")]
     parts += [_key(LEFT + (0, 150, 400)[place], 192, *entry) for place, entry in enumerate(legend)]
-    return page(780, 212, "".join(parts), "what full prefill, full reuse and blending compute", "#ffffff")
+    return page(780, 212, "".join(parts), "what full prefill, full reuse and blending compute", THEMED)
 
 
 def layers() -> str:
@@ -57,12 +57,12 @@ def layers() -> str:
         parts.append(_text(LEFT - 60, y + 15, name, "end"))
         parts += [_box(LEFT - 50 + column * 15, y, 12, 20, _colour(column, count)) for column in range(28)]
         parts.append(_text(LEFT - 50, y + 34, said, "start", 11))
-    return page(540, 250, "".join(parts), "which tokens are computed in which layer", "#ffffff")
+    return page(540, 250, "".join(parts), "which tokens are computed in which layer", THEMED)
 
 
 def quality() -> str:
     """Exact match against what it cost, from the committed results."""
-    return chart(quality_of(_result("reference"), _result("study")), background="#ffffff")
+    return chart(quality_of(_result("reference"), _result("study")), background=THEMED)
 
 
 def speed() -> str:
@@ -75,7 +75,7 @@ def speed() -> str:
     lines = [Line("measured", measured), Line("what the saved FLOPs allow", bound)]
     tokens = f"{rows[0]['prompt_tokens']} tokens, shape of {document['machine']['shape']}"
     return line_chart(
-        lines, x_label=f"charged ({tokens})", y_label="first token, of full prefill", background="#ffffff"
+        lines, x_label=f"charged ({tokens})", y_label="first token, of full prefill", background=THEMED
     )
 
 
@@ -113,7 +113,7 @@ PICTURES: dict[str, Callable[[], str]] = {
 
 
 def screenshot(path: Path) -> None:
-    """Start the demo, ask its first question, and take a picture of the page.
+    """Start the demo, and take a picture of the example that it opens with.
 
     Args:
         path: the PNG to write.
@@ -134,9 +134,8 @@ def screenshot(path: Path) -> None:
             browser = running.chromium.launch(executable_path=chromium, args=list(CHROMIUM_FLAGS))
             seen = browser.new_page(viewport={"width": 1180, "height": 900})
             seen.goto(url)
-            seen.locator("#hb-ask").click()
-            seen.locator("#hb-deviation rect").first.wait_for()
-            seen.screenshot(path=path, clip={"x": 0, "y": 0, "width": 1180, "height": 1280}, full_page=True)
+            seen.locator("#hb-documents .hb-chosen").first.wait_for()
+            seen.screenshot(path=path)
             browser.close()
     finally:
         blocks.close(verbose=False)
@@ -163,7 +162,7 @@ def _row(place: int, name: str, colours: list[str], taken: dict[int, tuple[int, 
     for piece, ((said, width), colour) in enumerate(zip(PIECES, colours, strict=True)):
         parts.append(_box(x, y, width - 4, 38, colour))
         parts += [_box(x + offset, y, 12, 38, COMPUTED) for offset in taken.get(piece, ())]
-        parts.append(_text(x + width / 2, y + 24, said, "middle"))
+        parts.append(_text(x + width / 2, y + 24, said, "middle", fill=INK))
         x += width
     return "".join(parts)
 
@@ -181,8 +180,8 @@ def _box(x: float, y: float, width: float, height: float, colour: str) -> str:
     return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3" fill="{colour}"/>'
 
 
-def _text(x: float, y: float, text: str, anchor: str, size: int = 13) -> str:
-    return f'<text x="{x:g}" y="{y:g}" fill="{INK}" font-size="{size}" text-anchor="{anchor}">{escape(text)}</text>'
+def _text(x: float, y: float, text: str, anchor: str, size: int = 13, fill: str = "currentColor") -> str:
+    return f'<text x="{x:g}" y="{y:g}" fill="{fill}" font-size="{size}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
 if __name__ == "__main__":

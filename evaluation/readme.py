@@ -10,6 +10,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from hf_blend.verify.everything import judged
+
 from .measured import MEASURED, acceptance, store
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -117,8 +119,10 @@ def _families(document: dict[str, Any]) -> list[str]:
     """Every model type, and whether it is blended, moved and extended: exact, or the reason why not."""
     rows = document["models"]
     counts = [sum(row["supported"] for row in rows), *(_exact(rows, name) for name in ("move", "extend"))]
+    unknown = sum(not judged(row) for row in rows)
+    apart = f"; of {unknown} no tiny model can be built, and they are not judged" if unknown else ""
     lines = [
-        f"Of {len(rows)} model types {counts[0]} blend, {counts[1]} move and {counts[2]} extend exactly.",
+        f"Of {len(rows)} model types {counts[0]} blend, {counts[1]} move and {counts[2]} extend exactly{apart}.",
         "",
         "| type | blend | move | extend | rotary style | windows |",
         "|---|---|---|---|---|---|",
@@ -135,10 +139,11 @@ def _families(document: dict[str, Any]) -> list[str]:
 def _support(document: dict[str, Any]) -> list[str]:
     """How many model types are blended, in a sentence."""
     rows = document["models"]
-    count = sum(row["supported"] for row in rows)
+    count, unknown = sum(row["supported"] for row in rows), sum(not judged(row) for row in rows)
+    apart = f"; {unknown} could not be tried" if unknown else ""
     return [
         f"Of the {len(rows)} causal model types of transformers, {count} are blended exactly; "
-        "[each is listed](docs/models.md), the others with the reason."
+        f"[each is listed](docs/models.md), the others with the reason{apart}."
     ]
 
 

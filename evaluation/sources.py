@@ -18,6 +18,8 @@ from typing import Any, Self
 from hf_blend import ChunkStore
 from hf_blend.store.header import hash_namespace
 
+from .documents import Document
+
 FORMAT = "hf_blend.source/1"
 
 
@@ -91,6 +93,23 @@ class Sources:
         """The documents of a name, of a path, or in a folder of that name."""
         plain = name.rstrip("/")
         return [one for one in self if one.name == plain or one.path == plain or one.name.startswith(f"{plain}/")]
+
+    def chunk_tokens(self, documents: Iterable[Document], model: str) -> dict[str, int]:
+        """The sizes that documents were split at when they were indexed.
+
+        Args:
+            documents: by their file, or by their name where the file was moved.
+            model: as it is called; what was indexed for it counts more than what was for another.
+
+        Returns:
+            Name of a document → most tokens of its pieces; nothing of those that were never indexed.
+        """
+        known: dict[str, int] = {}
+        for one in sorted(self, key=lambda source: (source.model == model, source.created)):
+            known |= {one.name: one.chunk_tokens} | ({one.path: one.chunk_tokens} if one.path else {})
+        paths = ((one.name, str(one.path.resolve()) if one.path else one.name) for one in documents)
+        found = {name: known.get(path, known.get(name)) for name, path in paths}
+        return {name: size for name, size in found.items() if size is not None}
 
     def remove(self, sources: Iterable[Source]) -> list[str]:
         """Strike documents out.

@@ -14,6 +14,8 @@ DASHES = ("", "8 4", "2 4", "12 4 2 4")  # of lines that share a colour
 WIDTH, HEIGHT = 720, 380
 LEFT, RIGHT, TOP, BOTTOM = 64, 28, 16, 92  # margins, in pixels
 INK = "#1f2937"
+THEMED = "themed"  # a background that is white or dark, as the reader prefers
+DARK = "@media (prefers-color-scheme:dark){.ground{fill:#0d1117}.ink{color:#e5e7eb}}"
 
 
 @dataclass(frozen=True)
@@ -134,13 +136,16 @@ def page(width: float, height: float, content: str, title: str, background: str 
         height: in pixels, at full size.
         content: elements.
         title: for those who do not see it.
-        background: colour, or None.
+        background: colour, `THEMED`, or None.
 
     Returns:
         The element.
     """
     behind = f'<rect width="{width}" height="{height}" fill="{background}"/>' if background else ""
     ink = f' color="{INK}"' if background else ""
+    if background == THEMED:
+        behind = f'<style>{DARK}</style><rect width="{width}" height="{height}" fill="#ffffff" class="ground"/>'
+        ink += ' class="ink"'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="100%" role="img"{ink} '
         f'style="max-width:{width}px" font-family="system-ui,sans-serif" font-size="13">'

@@ -60,6 +60,8 @@ class BlendConfig:
         max_memory: for "auto": device → bytes of K and V, as a number or as "10GB"; None is what accelerate finds
             free.
         offload_folder: for K and V that go to the disk; each cache has a folder of its own there, which it deletes.
+        max_tokens: hold K and V in static buffers of so many tokens, the prompt and all new ones but the last, so that
+            a decoding step can be compiled; None lets the cache grow.
         allow_unverified: use a model whose layers could not all be verified by the probe.
         seed: for selectors that draw at random.
     """
@@ -77,6 +79,7 @@ class BlendConfig:
     kv_device_map: str | Mapping[Any, int | str] | None = None
     max_memory: Mapping[Any, int | str] | None = None
     offload_folder: str | None = None
+    max_tokens: int | None = None
     allow_unverified: bool = False
     seed: int = 0
 
@@ -99,9 +102,23 @@ class BlendConfig:
             _instance(name, getattr(self, name), kind)
         if self.kv_bits is not None and (type(self.kv_bits) is not int or self.kv_bits != 8):
             raise ConfigError(f"kv_bits is {self.kv_bits!r}, but 8 or None is wanted. Leave it out for none of it.")
+        self._check_max_tokens()
         self._check_layers()
         self._check_schedule()
         self._check_memory()
+
+    def _check_max_tokens(self) -> None:
+        most = self.max_tokens
+        if most is not None and (type(most) is not int or most < 1):
+            raise ConfigError(
+                f"max_tokens is {most!r}, but a number of tokens from 1 on, or None, is expected. Give the length of "
+                "the prompt and of the answer together."
+            )
+        if most is not None and self.kv_bits is not None:
+            raise ConfigError(
+                f"max_tokens={most} came with kv_bits={self.kv_bits}, but one of them at most is expected: static "
+                "buffers hold the model's dtype. Leave one out."
+            )
 
     def _check_layers(self) -> None:
         layers = self.check_layers
@@ -152,6 +169,11 @@ class BlendConfig:
             raise ConfigError(
                 f"kv_device_map={placed!r} came with kv_bits={self.kv_bits}, but what is placed has the model's "
                 "dtype. Leave one of them out."
+            )
+        if placed is not None and self.max_tokens is not None:
+            raise ConfigError(
+                f"kv_device_map={placed!r} came with max_tokens={self.max_tokens}, but static buffers stay on their "
+                "devices. Leave one of them out."
             )
         self.device_map, self.memory_limits  # noqa: B018 (they refuse what cannot be a layer, a device or a size)
 

@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import logging
 import sys
+import threading
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -23,6 +24,7 @@ from .errors import ConfigError, PluginNotFoundError, suggest
 logger = logging.getLogger(__name__)
 
 FILE = ".py"  # how the name of a file of the caller's own ends
+_parsing = threading.Lock()  # CPython 3.11 raises SystemError where two threads parse at once
 FROM_FILES = ("selectors", "correctors")  # their names never come from what others wrote, such as an entry
 
 
@@ -108,7 +110,9 @@ def _files(kind: str) -> dict[str, tuple[str, str]]:
     if kind not in kinds():
         raise PluginNotFoundError(f"hf_blend has no kind of plugin named {kind!r}. {suggest(kind, kinds())}")
     folders = [Path(root, *kind.split(".")) for root in sys.modules["hf_blend"].__path__]
-    trees = {path.stem: ast.parse(path.read_text("utf-8")) for f in folders for path in sorted(f.glob("[!_]*.py"))}
+    paths = [path for folder in folders for path in sorted(folder.glob("[!_]*.py"))]
+    with _parsing:
+        trees = {path.stem: ast.parse(path.read_text("utf-8")) for path in paths}
     return {
         stem.replace("_", "-"): (stem, (ast.get_docstring(tree) or "").partition("\n")[0])
         for stem, tree in trees.items()

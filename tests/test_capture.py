@@ -7,6 +7,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_blend.errors import PromptError, UnsupportedModelError
+from hf_blend.model import capture as module
 from hf_blend.model.anatomy import decoder_layers
 from hf_blend.model.capture import _recorded_tables, capture, capture_chunk
 
@@ -101,3 +102,11 @@ def test_a_capture_that_ends_in_the_middle_of_another_call_does_no_harm(tiny_mod
     assert ended
     assert tables == {}
     assert not layer._forward_pre_hooks
+
+
+def test_the_layers_of_transformers_are_made_once_for_a_chunk_not_once_for_each_layer(tiny_model, monkeypatch):
+    model, made = tiny_model(num_hidden_layers=6), []
+    stock = module.stock_layers
+    monkeypatch.setattr(module, "stock_layers", lambda config: made.append(config) or stock(config))
+    capture_chunk(model, CHUNK, (1,), "f")
+    assert len(made) == 1

@@ -21,6 +21,7 @@ from hf_blend.evaluation.demo.compare import Panel, Scene, again, compare, strea
 from hf_blend.evaluation.demo.shelf import Shelf
 from hf_blend.evaluation.demo.visitors import Limits, Visitors
 from hf_blend.evaluation.demo.wish import Wish, documents_of, prepare, selectors, stories
+from hf_blend.evaluation.documents import Document
 
 ROOT = Path(__file__).resolve().parent.parent
 HOSTILE = "<script>window.broken = 1</script><img src=x onerror='window.broken = 1'> \" & </textarea>"
@@ -43,7 +44,7 @@ def store():
 
 @pytest.fixture(scope="module")
 def wish():
-    first = next(iter(stories().values()))
+    first = stories()["Story 1"]
     return Wish(first["documents"], next(iter(first["questions"])), 0.05, "auto")
 
 
@@ -151,6 +152,71 @@ def test_a_visitor_finds_nothing_of_another(bundled, wish):
     assert list(visitors.store("a").entries())
     visitors.store("c")
     assert not list(visitors.store("b").entries())
+
+
+def test_the_page_opens_with_an_example_that_wins(shelf):
+    name, wish, scene = page.Demo(shelf, Visitors(Limits(prompt_tokens=2048))).opening()
+    assert stories()[name]["questions"][wish.question]
+    assert scene.wins, "no bundled question is answered by full prefill and blending, and wrongly by full reuse"
+    assert [panel.correct for panel in scene.panels] == [True, False, True]
+    assert len(scene.tokens) > 1000
+
+
+def test_a_model_that_was_named_opens_without_an_answer():
+    name, wish, scene = page.Demo(model="somebody/model").opening()
+    assert scene == page.EMPTY
+    assert stories()[name]["questions"][wish.question]
+
+
+def test_uploaded_files_are_read_and_what_is_left_out_is_named(tmp_path):
+    (tmp_path / "a.md").write_text("# Light\n\nInes keeps it.\n", encoding="utf-8")
+    (tmp_path / "b.txt").write_bytes(b"\xff\xfe")
+    (tmp_path / "c.txt").write_text(" ", encoding="utf-8")
+    documents, said = page.Demo().read(sorted(map(str, tmp_path.iterdir())))
+    assert [one.name for one in documents] == ["a.md"]
+    assert "1 documents" in said
+    assert "b.txt (it is not UTF-8 (byte 0))" in said
+    assert "c.txt (it holds no text)" in said
+
+
+def test_of_files_the_pieces_that_fit_a_question_are_read_and_named(folder, shelf, store):
+    own = shelf.take(folder)
+    others = [Document(f"{n}.txt", f"The harbour {n} has a crane.\n" * 5) for n in range(20)]
+    wish = Wish("", "Who keeps bees?", files=(*others, Document("bees.txt", "Gerda keeps bees.\n")), top_k=4)
+    asked = prepare(own, wish, Limits())
+    assert (len(asked.sources), asked.names[0]) == (4, "bees.txt")
+    told = list(compare(own, store, wish, replace(Limits(), new_tokens=2)))[-1]
+    assert told.sources == tuple(asked.names)
+    assert "bees.txt" in drawing.status(told.status, sources=told.sources)
+    few = prepare(own, replace(wish, top_k=0), replace(Limits(), prompt_tokens=700))
+    assert 0 < len(few.sources) < 21
+    with pytest.raises(PromptError, match="letters"):
+        prepare(own, wish, replace(Limits(), file_letters=100))
+
+
+def test_a_link_says_only_what_it_may():
+    story = stories()["Story 1"]
+    followed = list(page._followed({"story": "Story 1", "ratio": "0.4", "selector": "x"}, None))
+    assert followed == [None, 0.4, None, None, "Story 1", story["documents"]]
+    wrong = page._followed({"ratio": "7", "story": "no", "documents": HOSTILE}, None)
+    assert list(wrong) == [None, None, None, None, None, HOSTILE]
+    assert list(page._followed({}, None)) == [None] * 6
+    assert page.asks_at_once({"question": "Who?", "model": "chains"})
+    assert not page.asks_at_once({"question": "Who?", "model": "somebody/large"})
+    assert not page.asks_at_once({"story": "Story 1"})
+
+
+def test_text_on_every_colour_of_the_heat_scale_can_be_read():
+    def light(colour):
+        parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        linear = [one / 12.92 if one <= 0.04045 else ((one + 0.055) / 1.055) ** 2.4 for one in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    for share in range(101):
+        ground = light(svg.heat(share / 100))
+        ink = 1.0 if share / 100 > drawing.DARK else 0.0
+        brighter, darker = max(ground, ink) + 0.05, min(ground, ink) + 0.05
+        assert brighter / darker >= 4.5, share
 
 
 def test_a_refusal_is_a_sentence_on_the_page(shelf, wish):

@@ -6,6 +6,7 @@ import copy
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from hf_blend.evaluation.readme import PLACE, filled
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NEEDED = {"frameworks.md": ("langchain_core", "llama_index", "haystack")}  # page: packages of extras
 LINK = re.compile(r"\]\((?!https?:)([^)\s]*)\)")
 
 
@@ -66,6 +68,8 @@ def ready(bundled, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("path", [path for path in PAGES if blocks(path, "python")], ids=name)
 def test_the_python_of_the_page_runs(path, ready):
+    for package in NEEDED.get(path.name, ()):
+        pytest.importorskip(package, reason=f"{path.name} needs {package}: pip install hf-blend[dev]")
     for number, text in enumerate(blocks(path, "python")):
         exec(compile(text, f"{name(path)}, block {number}", "exec"), ready)
 
@@ -106,6 +110,18 @@ def test_the_tables_are_those_of_the_committed_results(path):
 def test_every_page_is_in_the_list_of_pages():
     listed = set(LINK.findall((ROOT / "docs" / "README.md").read_text("utf-8")))
     assert {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"} <= listed
+
+
+def test_the_site_is_built_without_a_warning_and_fetches_nothing(tmp_path):
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install hf-blend[docs]")
+    command = [sys.executable, "-P", "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    pages = {path.stem: path.read_text("utf-8") for path in tmp_path.glob("*.html")}
+    assert {path.stem for path in (ROOT / "docs").glob("*.md")} - {"README"} <= set(pages)
+    fetched = [re.findall(r'(?:src|<link[^>]* href)="(?:https?:)?//[^"]*', text) for text in pages.values()]
+    assert not [one for found in fetched for one in found]
+    assert 'href="../' not in "".join(pages.values())
 
 
 @pytest.mark.parametrize("picture", pictures.PICTURES)

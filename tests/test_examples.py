@@ -13,14 +13,10 @@ from hf_blend import ChunkStore
 from tests.chat_templates import ASKED, CHATML, DOCUMENTS, small_tokenizer
 
 PROGRAMS = sorted((Path(__file__).resolve().parent.parent / "examples").glob("*.py"))
-NEEDED = {"langchain_rag.py": "langchain_core", "llama_index_rag.py": "llama_index.core"}
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.name)
 def test_the_example_runs_and_says_something(program, tmp_path, monkeypatch, capsys):
-    if program.name in NEEDED:
-        reason = f"{NEEDED[program.name]} is not installed: pip install hf-blend[recipes]"
-        pytest.importorskip(NEEDED[program.name].partition(".")[0], reason=reason)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [str(program)])
     runpy.run_path(str(program), run_name="__main__")

@@ -11,7 +11,7 @@ import torch
 
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.model.calibrate import rotary_styles
-from hf_blend.verify.everything import broken, verify_types
+from hf_blend.verify.everything import broken, judged, verify_types
 from hf_blend.verify.ladder import measure
 from hf_blend.verify.subject import Subject
 from hf_blend.verify.zoo import SHARED, tiny_model, tiny_types
@@ -45,7 +45,8 @@ def test_the_family_is_exact_with_its_own_rotary_style(name):
     ("name", "cause"),
     [
         ("minimax", "MiniMax uses cache of its own"),
-        ("deepseek_v32", "Indexed"),
+        ("gpt_neo", "no rotary table"),
+        ("xlstm", "left NoneType in the cache"),
         ("bart", "encoder-decoder"),
         ("gpt2", "no rotary table"),
         ("hunyuan_v1_dense", "turns its keys in a way that is not known"),
@@ -57,6 +58,13 @@ def test_the_family_is_refused_for_what_stands_in_the_way(name, cause):
     assert not row["supported"]
     assert cause in row["reason"]
     assert row["reason"] == row["move"] == row["extend"]
+
+
+def test_a_type_of_which_no_tiny_model_can_be_built_is_not_judged():
+    unknown, refused = verify_types(["musicgen", "bart"])
+    assert unknown["reason"].startswith("not judged: no tiny model of type 'musicgen' can be built")
+    assert (judged(unknown), broken(unknown)) == (False, False)
+    assert judged(refused)
 
 
 @pytest.mark.parametrize("name", ["gemma4_text", pytest.param("gemma3n_text", marks=pytest.mark.slow)])

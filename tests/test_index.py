@@ -147,6 +147,30 @@ def test_what_was_indexed_is_found_when_a_question_is_asked(tmp_path, capsys):
     assert chunks["computed"] < chunks["loaded"]
 
 
+def test_a_folder_that_was_indexed_at_another_size_is_found_and_a_mismatch_is_named(tmp_path, texts, capsys):
+    folder, store = tmp_path / "notes", str(tmp_path / "kv")
+    folder.mkdir()
+    (folder / "a.txt").write_text("\n\n".join(texts), encoding="utf-8")
+    (folder / "b.txt").write_text(texts[0], encoding="utf-8")
+
+    def run_words(*words):
+        with pytest.raises(SystemExit):
+            main([*words, "--store", store, "--json"])
+        out, err = capsys.readouterr()
+        return json.loads(out), err
+
+    assert run_words("index", str(folder), "--chunk-tokens", "16")[0]["stored"] > 4
+    (folder / "new.txt").write_text(texts[1], encoding="utf-8")  # indexed at no size
+    for path in (folder, folder / "a.txt"):
+        found, err = run_words("ask", texts[0], str(path), "--top-k", "0")
+        assert found["chunks"]["loaded"] > 4
+        assert found["chunks"]["computed"] <= 2  # what is new, and the beginning of the prompt
+        assert "--chunk-tokens" not in err
+    found, err = run_words("ask", texts[0], str(folder), "--chunk-tokens", "512", "--top-k", "0")
+    assert "were indexed with --chunk-tokens 16, not 512" in err
+    assert found["chunks"]["computed"] >= 1
+
+
 def launched(corpus: Path, store: Path, processes: int) -> subprocess.Popen:
     command = [sys.executable, "-P", "-m", "accelerate.commands.launch"]
     command += ["--multi_gpu", "--num_processes", str(processes), "--mixed_precision", "no", "--dynamo_backend", "no"]

@@ -22,6 +22,7 @@ SETUP.read(ROOT / "setup.cfg", "utf-8")
 OPTIONS = SETUP["options"]
 FOLDERS = dict(entry.split(" = ") for entry in OPTIONS["package_dir"].split("\n") if entry)
 EXTRAS = SETUP["options.extras_require"]
+IMPORTED_AS = {"haystack": "haystack-ai", "llama_index": "llama-index-core"}  # import: distribution
 
 
 def requirements(*texts: str) -> list[Requirement]:
@@ -93,7 +94,7 @@ def test_everything_that_is_imported_is_declared():
                     needed |= {alias.name.partition(".")[0] for alias in node.names}
                 elif isinstance(node, ast.ImportFrom) and not node.level:
                     needed.add((node.module or "").partition(".")[0])
-    third_party = needed - set(sys.stdlib_module_names) - {"hf_blend"}
+    third_party = {IMPORTED_AS.get(name, name) for name in needed - set(sys.stdlib_module_names) - {"hf_blend"}}
     assert {canonicalize_name(name) for name in third_party} <= names(
         requirements(OPTIONS["install_requires"], *EXTRAS.values())
     )

@@ -164,6 +164,7 @@ def test_what_makes_no_sense_is_refused(which):
         ChunkStore.open("memory://", partial=partial)
 
 
-def test_layers_that_are_away_are_brought_whole(model):
-    with pytest.raises(ConfigError, match="in part, but layers that are away are brought whole"):
-        BlendCache(model, ChunkStore.open("memory://", partial=0.5), kv_device_map={0: "cpu"})
+@pytest.mark.parametrize("settings", [{"kv_device_map": {0: "cpu"}}, {"max_tokens": 500}])
+def test_layers_that_are_away_or_static_are_seen_whole(model, settings):
+    with pytest.raises(ConfigError, match="in part, but layers that are away are brought whole, and static"):
+        BlendCache(model, ChunkStore.open("memory://", partial=0.5), **settings)

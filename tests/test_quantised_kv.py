@@ -169,5 +169,5 @@ def test_other_widths_are_refused(bits):
 
 
 def test_a_model_of_windows_only_has_nothing_to_quantise():
-    with pytest.raises(ConfigError, match=r"window, of 16 tokens.*Leave kv_bits out"):
+    with pytest.raises(ConfigError, match=r"only full layers .*than a window.*Leave kv_bits out"):
         BlendCache(zoo_model("mistral"), ChunkStore.open("memory://"), kv_bits=8)

@@ -48,7 +48,8 @@ def test_the_space_has_the_versions_that_were_tested():
 
 
 def test_the_space_brings_all_that_the_library_needs():
-    assert set(wanted(SETUP["options"]["install_requires"])) | {"gradio", "semantic-text-splitter"} == set(BROUGHT)
+    extras = (SETUP["options.extras_require"][name] for name in ("demo", "rag"))
+    assert set(wanted("\n".join([SETUP["options"]["install_requires"], *extras]))) == set(BROUGHT)
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ def first_answers(url: str, model: str = "") -> dict[str, str]:
 
     Args:
         url: of the page.
-        model: its name; empty is the bundled one.
+        model: its name; empty is the bundled one of the story.
 
     Returns:
         Method → answer.
@@ -27,7 +27,8 @@ def first_answers(url: str, model: str = "") -> dict[str, str]:
         MissingExtraError: Gradio is not installed.
     """
     client = import_extra("gradio_client", extra="demo", wanted_by="checking the page").Client(url, verbose=False)
-    story = next(iter(stories().values()))
+    story = stories()["Story 1"]
     how = (BlendConfig.recompute_ratio, BlendConfig.selector)
-    shown = client.predict(model, story["documents"], next(iter(story["questions"])), *how, api_name="/ask")
+    name = model or story["model"]
+    shown = client.predict(name, story["documents"], next(iter(story["questions"])), *how, api_name="/ask")
     return {method: unescape(text) for value in shown for method, text in ANSWER.findall(str(value))}

@@ -15,9 +15,9 @@ from ..answering import FULL_PREFILL, FULL_REUSE, Method
 from ..asking import Asked, Reply, ask, warm
 from ..documents import unknown_words
 from ..inspecting import Inspector
-from .shelf import Loaded
+from .shelf import Loaded, Shelf
 from .visitors import Limits
-from .wish import Wish, prepare
+from .wish import Wish, prepare, stories
 
 POLL_S = 0.02
 
@@ -53,6 +53,7 @@ class Scene:
         tokens: (text, recomputed) of the prompt up to the question.
         deviation: by layer, of each reusable token.
         columns: where the reusable tokens stand in the prompt.
+        sources: names of the files that the documents are pieces of.
         failed: whether the status says what went wrong.
     """
 
@@ -61,7 +62,13 @@ class Scene:
     tokens: tuple[tuple[str, bool], ...] = ()
     deviation: tuple[tuple[float, ...], ...] = ()
     columns: tuple[int, ...] = ()
+    sources: tuple[str, ...] = ()
     failed: bool = False
+
+    @property
+    def wins(self) -> bool:
+        """Whether full prefill and blending are right where full reuse is wrong."""
+        return tuple(one.correct for one in self.panels) == (True, False, True)
 
 
 def compare(loaded: Loaded, store: ChunkStore, wish: Wish, limits: Limits) -> Iterator[Scene]:
@@ -78,7 +85,8 @@ def compare(loaded: Loaded, store: ChunkStore, wish: Wish, limits: Limits) -> It
     """
     asked = prepare(loaded, wish, limits)
     methods = (FULL_PREFILL, FULL_REUSE, Method("blend", wish.config()))
-    scene = Scene(tuple(Panel(method.name) for method in methods), "Storing the documents, then asking three ways …")
+    panels = tuple(Panel(method.name) for method in methods)
+    scene = Scene(panels, "Storing the documents, then asking three ways …", sources=tuple(asked.names))
     yield scene
     report = warm(loaded.model, loaded.tokenizer, store, asked, methods[-1])
     for place, method in enumerate(methods):
@@ -86,8 +94,9 @@ def compare(loaded: Loaded, store: ChunkStore, wish: Wish, limits: Limits) -> It
             yield told
         scene = told
     stored = "" if report is None else f"{report.computed_chunks} chunks computed, {report.loaded_chunks} from before."
-    strange = unknown_words(loaded.tokenizer, f"{wish.documents}\n{wish.question}")
-    said = [stored, _too_short(scene), strange and f"{strange} Pick a story, or name another model."]
+    texts = "\n".join([wish.question, wish.documents, *(piece.text for piece in asked.sources)])
+    strange = unknown_words(loaded.tokenizer, texts)
+    said = [_won(scene), stored, _too_short(scene), strange and f"{strange} Pick a story, or name another model."]
     yield replace(_looked_into(loaded, store, asked, scene), status=" ".join(filter(None, said)))
 
 
@@ -107,6 +116,26 @@ def again(loaded: Loaded, store: ChunkStore, wish: Wish, limits: Limits, scene: 
     asked = prepare(loaded, wish, limits)
     method = Method("blend", wish.config())
     yield from _one(loaded, store, asked, (len(scene.panels) - 1, method), limits, scene)
+
+
+def opening(shelf: Shelf, limits: Limits) -> tuple[str, Wish, Scene]:
+    """Answer bundled questions until one shows what blending is for.
+
+    Args:
+        shelf: the models.
+        limits: what is allowed.
+
+    Returns:
+        The name of a story, what was asked of it, and the complete scene; the last one if none wins.
+    """
+    left = list(stories().items())
+    while True:
+        name, story = left.pop(0)
+        wish = Wish(story["documents"], next(iter(story["questions"])))
+        with ChunkStore.open("memory://") as store:
+            *_, scene = compare(shelf.take(story["model"]), store, wish, limits)
+        if scene.wins or not left:
+            return name, wish, scene
 
 
 def _one(
@@ -130,6 +159,14 @@ def _one(
             yield _with_panel(scene, place, Panel(method.name, "writing", text))
 
 
+def _won(scene: Scene) -> str:
+    """Say what blending was good for, where it was."""
+    full, blend = scene.panels[0].ttft_ms, scene.panels[-1].ttft_ms
+    if not (scene.wins and full and blend and blend < full):
+        return ""
+    return f"Blending gave the right answer {full / blend:.1f} x as fast as full prefill; full reuse got it wrong."
+
+
 def _too_short(scene: Scene) -> str:
     """Say so where blending took longer than a full prefill."""
     full, blend = scene.panels[0].ttft_ms, scene.panels[-1].ttft_ms
@@ -145,7 +182,7 @@ def _with_panel(scene: Scene, place: int, panel: Panel) -> Scene:
 def _looked_into(loaded: Loaded, store: ChunkStore, asked: Asked, scene: Scene) -> Scene:
     """The scene with the deviation of stored KV; without it where nothing can be reused."""
     try:
-        inspector = Inspector(loaded.model, loaded.tokenizer, store, asked.pieces)
+        inspector = Inspector(loaded.model, loaded.tokenizer, store, asked.pieces, with_attention=False)
     except PromptError:
         return scene
     rows = tuple(tuple(row) for row in inspector.deviation())

@@ -3,6 +3,7 @@
 """The page's parts as HTML. Whatever came from a visitor or a model is escaped here, and nowhere left out."""
 
 import json
+from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 from typing import Any
@@ -11,10 +12,11 @@ from ..svg import Line, heat, heat_map, line_chart
 from .compare import Panel, Scene
 
 NOTES = {
-    "full prefill": "The model reads everything anew.",
+    "full prefill": "The model reads everything again.",
     "full reuse": "Stored KV of every document, as it is.",
     "blend": "Stored KV, and some tokens recomputed.",
 }
+DARK = 0.81  # of the heat scale, from where on white text is read better
 MOST_TOKENS = 3000  # that are shown one by one
 RIGHT = {True: '<span class="hb-right">right</span>', False: '<span class="hb-wrong">wrong</span>', None: ""}
 
@@ -30,10 +32,11 @@ def panel(shown: Panel, full: Panel | None = None) -> str:
         HTML.
     """
     dots = '<span class="hb-caret">▍</span>' if shown.state == "writing" else ""
-    text = escape(shown.text) or ("…" if shown.state != "done" else "<i>(nothing)</i>")
+    text = escape(shown.text) or {"done": "<i>(nothing)</i>", "writing": ""}.get(shown.state, "<i>not asked yet</i>")
     return (
-        f'<section class="hb-panel" data-method="{escape(shown.method)}" data-state="{shown.state}">'
-        f"<h3>{escape(shown.method)} {RIGHT[shown.correct]}</h3><p class='hb-note'>{NOTES.get(shown.method, '')}</p>"
+        f'<section class="hb-panel" data-method="{escape(shown.method)}" data-state="{shown.state}" '
+        f'aria-label="{escape(shown.method)}">'
+        f"<h2>{escape(shown.method)} {RIGHT[shown.correct]}</h2><p class='hb-note'>{NOTES.get(shown.method, '')}</p>"
         f'<p class="hb-answer">{text}{dots}</p><p class="hb-figures">{_figures(shown, full)}</p></section>'
     )
 
@@ -43,10 +46,11 @@ def panels(scene: Scene) -> tuple[str, ...]:
     return tuple(panel(one, scene.panels[0]) for one in scene.panels)
 
 
-def status(text: str, kind: str = "info") -> str:
-    """One sentence above the answers; `kind` is info or error."""
+def status(text: str, kind: str = "info", sources: Sequence[str] = ()) -> str:
+    """One sentence above the answers, and the files they are from; `kind` is info or error."""
     role = "alert" if kind == "error" else "status"
-    return f'<p class="hb-status hb-{kind}" role="{role}">{escape(text)}</p>' if text else ""
+    named = f"<br>Sources: {escape(', '.join(sources))}" if sources else ""
+    return f'<p class="hb-status hb-{kind}" role="{role}">{escape(text)}{named}</p>' if text else ""
 
 
 def documents(scene: Scene) -> str:
@@ -72,7 +76,7 @@ def deviation(scene: Scene) -> str:
     if not scene.deviation:
         return ""
     drawn = heat_map(scene.deviation, row_name="layer", column_name="reusable token")
-    return f'<div class="hb-heat">{drawn}</div>'
+    return f'<div class="hb-heat" tabindex="0">{drawn}</div>'
 
 
 def quality() -> str:
@@ -150,7 +154,7 @@ def _figures(shown: Panel, full: Panel | None) -> str:
 
 
 def _token(place: int, text: str, chosen: bool, share: float | None) -> str:
-    ground = "" if share is None else f"background:{heat(share)};color:#111"
+    ground = "" if share is None else f"background:{heat(share)};color:{'#fff' if share > DARK else '#000'}"
     said = f"token {place}" + ("" if share is None else f", deviation {share:.0%} of the largest")
     name = "hb-token hb-chosen" if chosen else "hb-token"
     broken = "<br>" * text.count("\n")

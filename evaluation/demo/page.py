@@ -3,16 +3,19 @@
 """The page itself. Gradio is imported when it is built; nothing is sent anywhere, and no font or script is fetched."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from hf_blend.config import BlendConfig
 from hf_blend.errors import ConfigError, HfBlendError, import_extra
 
+from ..bundled import BUNDLED
+from ..documents import READERS, Document, read_file
 from . import drawing
-from .compare import Panel, Scene, again, compare
+from .compare import Panel, Scene, again, compare, opening
 from .shelf import Shelf
 from .visitors import Visitors
 from .wish import Wish, selectors, stories
@@ -20,10 +23,26 @@ from .wish import Wish, selectors, stories
 OWN = "my own text"
 QUIET = {"GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1"}
 QUEUE = {"concurrency_limit": 1, "concurrency_id": "model"}  # one answer at a time, so that times are comparable
-HEAD = """# hf_blend: reuse the KV cache of documents
-One question over documents, answered three ways. *Full prefill* reads everything anew. *Full reuse* takes the stored
-KV of each document as it is, so documents never attended to each other. *Blend* recomputes a share of the tokens."""
+UPLOADS_S = 3600  # until what was uploaded is deleted
+HEAD = """<h1>hf_blend</h1><p>One question over documents, answered by a <b>full prefill</b>, by <b>full reuse</b>
+of stored KV, and by <b>blending</b>: stored KV with a share of the tokens recomputed.</p>"""
+FILES = "Pieces of your files that fit a question are found and answered from. Name a model that knows their words."
+COLOURS = {  # with white on them, or on white, a contrast of 4.5 or more
+    "button_primary_background_fill": "*primary_700",
+    "button_primary_background_fill_hover": "*primary_800",
+    "button_primary_background_fill_dark": "*primary_700",
+    "button_primary_background_fill_hover_dark": "*primary_800",
+    "color_accent": "*primary_700",
+}
 EMPTY = Scene((Panel("full prefill"), Panel("full reuse"), Panel("blend")))
+LINKED = ("question", "ratio", "selector", "model", "story", "documents")
+MOST_LINKED = 4000  # letters of documents that a link carries
+LINK = """(question, ratio, selector, model, story, documents) => {
+  const query = new URLSearchParams({question, ratio, selector, model, story});
+  if (story === "%s" && documents.length <= %d) query.set("documents", documents);
+  history.replaceState(null, "", "?" + query);%s
+}"""
+COPY = "\n  navigator.clipboard?.writeText(location.href);"
 
 
 @dataclass
@@ -33,12 +52,38 @@ class Demo:
     Attributes:
         shelf: the models.
         visitors: limits and stores.
-        model: name of the model that the page begins with; empty is the bundled one.
+        model: name of the model that the page begins with; empty is a bundled one, with an example that is answered.
     """
 
     shelf: Shelf = field(default_factory=Shelf)
     visitors: Visitors = field(default_factory=Visitors)
     model: str = ""
+
+    def opening(self) -> tuple[str, Wish, Scene]:
+        """The name of a story, a question to it, and what the page begins with."""
+        if not self.model:
+            return opening(self.shelf, self.visitors.limits)
+        name, story = next((name, one) for name, one in stories().items() if one["model"] == "reference")
+        return name, Wish(story["documents"], next(iter(story["questions"]))), EMPTY
+
+    def read(self, paths: Sequence[str]) -> tuple[tuple[Document, ...], str]:
+        """Read files that were uploaded.
+
+        Args:
+            paths: of the files.
+
+        Returns:
+            Their documents, and a sentence that says how many there are and what was left out.
+        """
+        found, left = list[Document](), list[str]()
+        for path in map(Path, paths):
+            try:
+                found += read_file(path, path.name)
+            except HfBlendError as error:
+                left.append(f"{path.name} ({'; '.join(getattr(error, '__notes__', [])) or error})")
+        letters = sum(map(len, (one.text for one in found)))
+        said = f"{len(found)} documents with {letters:,} letters." if paths else ""
+        return tuple(found), said + (f" Left out: {'; '.join(left)}." if left else "")
 
     def ask(self, request: Any, model: str, wish: Wish) -> Iterator[Scene]:
         """Answer three ways.
@@ -104,19 +149,17 @@ def build(demo: Demo) -> Any:
     """
     os.environ.update(QUIET)
     gradio = import_extra("gradio", extra="demo", wanted_by="the demo")
-    with gradio.Blocks(title="hf_blend", analytics_enabled=False) as blocks:
-        gradio.Markdown(HEAD)
-        asking = _asking(gradio, demo)
-        said = gradio.HTML(elem_id="hb-status")
-        with gradio.Row(elem_id="hb-panels"):
-            answers = [gradio.HTML(one, min_width=220) for one in drawing.panels(EMPTY)]
-        marked = gradio.HTML(elem_id="hb-documents")
-        with gradio.Accordion("How far stored KV is from a full prefill, layer by layer", open=True):
-            heat = gradio.HTML(elem_id="hb-deviation")
-        with gradio.Accordion("Answers against cost: 500 questions to the bundled model", open=True):
-            gradio.HTML(drawing.quality(), elem_id="hb-quality")
-        scene = gradio.State(EMPTY)
-        _wire(gradio, demo, asking, [scene, said, *answers, marked, heat])
+    name, wish, scene = demo.opening()
+    with gradio.Blocks(title="hf_blend", analytics_enabled=False, delete_cache=(UPLOADS_S, UPLOADS_S)) as blocks:
+        gradio.HTML(HEAD, elem_id="hb-head", padding=False)
+        with gradio.Tabs():
+            with gradio.Tab("Examples", id="examples"):
+                _examples(gradio, blocks, demo, name, wish, scene)
+            with gradio.Tab("Your files", id="own"):
+                _own(gradio, demo)
+            with gradio.Tab("Quality", id="quality"):
+                gradio.Markdown("Answers against cost: 500 questions to the bundled reference model.")
+                gradio.HTML(drawing.quality(), elem_id="hb-quality")
     blocks.queue(max_size=32, default_concurrency_limit=8)
     return blocks
 
@@ -146,9 +189,9 @@ def serve(demo: Demo, *, host: str = "127.0.0.1", port: int | None = None, wait:
         "show_error": False,
         "ssr_mode": False,
         "enable_monitoring": False,
-        "max_file_size": "1kb",
+        "max_file_size": demo.visitors.limits.file_bytes,
         "footer_links": [],
-        "theme": gradio.themes.Default(**fonts),
+        "theme": gradio.themes.Default(primary_hue="blue", **fonts).set(**COLOURS),
         "css": (files(__package__) / "page.css").read_text("utf-8"),
     }
     try:
@@ -163,83 +206,177 @@ def serve(demo: Demo, *, host: str = "127.0.0.1", port: int | None = None, wait:
 
 @dataclass(frozen=True)
 class _Asking:
-    """The controls."""
+    """A question, its answers and its settings, on one tab."""
 
-    model: Any
-    story: Any
-    try_these: Any
-    documents: Any
     question: Any
+    button: Any
+    outputs: list[Any]
+    model: Any
     ratio: Any
     selector: Any
-    button: Any
 
     @property
-    def values(self) -> list[Any]:
-        """Those whose values a question needs."""
-        return [self.model, self.documents, self.question, self.ratio, self.selector]
+    def settings(self) -> list[Any]:
+        """The controls whose values every question needs."""
+        return [self.question, self.ratio, self.selector, self.model]
 
 
-def _asking(gradio: Any, demo: Demo) -> _Asking:
-    told = stories()
-    name, first = next(iter(told.items()))
-    questions = list(first["questions"])
+def _asking(gradio: Any, demo: Demo, prefix: str, question: str, scene: Scene, model: str) -> _Asking:
+    """Draw a question, its answers and its settings."""
+    with gradio.Row(elem_classes="hb-asking", equal_height=True):
+        asked = gradio.Textbox(question, label="Question", elem_id=f"{prefix}-question", scale=5, min_width=240)
+        button = gradio.Button("Ask three ways", variant="primary", elem_id=f"{prefix}-ask", scale=1, min_width=150)
+    shown = _shown(scene)
+    said = gradio.HTML(shown[1], elem_id=f"{prefix}-status", padding=False)
+    with gradio.Row(elem_id=f"{prefix}-panels", elem_classes="hb-panels"):
+        answers = [gradio.HTML(one, min_width=220, padding=False) for one in shown[2:5]]
     with gradio.Row():
-        with gradio.Column(min_width=280):
-            story = gradio.Dropdown([*told, OWN], value=name, label="Documents", elem_id="hb-story")
-            documents = gradio.Textbox(
-                first["documents"], lines=8, max_lines=14, show_label=False, elem_id="hb-text",
-                info="One document a line, or paragraphs with empty lines between them.",
-            )  # fmt: skip
-        with gradio.Column(min_width=280):
-            try_these = gradio.Dropdown(questions, value=questions[0], label="Questions to try", elem_id="hb-try")
-            question = gradio.Textbox(questions[0], label="Question", elem_id="hb-question")
-            with gradio.Row():
-                ratio = gradio.Slider(
-                    0, 1, BlendConfig.recompute_ratio, step=0.01, label="Recompute ratio", elem_id="hb-ratio"
-                )
-                selector = gradio.Dropdown(
-                    list(selectors()), value=BlendConfig.selector, label="Selector", elem_id="hb-selector"
-                )
-            model = gradio.Textbox(
-                demo.model, label="Model", placeholder="empty: the bundled one", elem_id="hb-model",
-                info="Hub id of a causal model" + (", or a folder" if demo.shelf.takes_folders else ""),
-            )  # fmt: skip
-            button = gradio.Button("Ask three ways", variant="primary", elem_id="hb-ask")
-    return _Asking(model, story, try_these, documents, question, ratio, selector, button)
+        ratio = gradio.Slider(
+            0, 1, BlendConfig.recompute_ratio, step=0.01, label="Recompute ratio", elem_id=f"{prefix}-ratio"
+        )
+        selector = gradio.Dropdown(
+            list(selectors()), value=BlendConfig.selector, label="Selector", elem_id=f"{prefix}-selector"
+        )
+        named = gradio.Textbox(
+            model, label="Model", placeholder="reference, chains, or an id on the hub", elem_id=f"{prefix}-model",
+            info="Bundled: reference, chains. Or a hub id" + (", or a folder" if demo.shelf.takes_folders else ""),
+        )  # fmt: skip
+    marked = gradio.HTML(shown[5], elem_id=f"{prefix}-documents", padding=False)
+    with gradio.Accordion("How far stored KV is from a full prefill, layer by layer", open=False):
+        heat = gradio.HTML(shown[6], elem_id=f"{prefix}-deviation")
+    outputs = [gradio.State(scene), said, *answers, marked, heat]
+    return _Asking(asked, button, outputs, named, ratio, selector)
 
 
-def _wire(gradio: Any, demo: Demo, asking: _Asking, outputs: list[Any]) -> None:
-    """Say what happens when something is pressed, moved or picked."""
-
-    def ask(request: gradio.Request, *values: Any) -> Iterator[tuple[Any, ...]]:
-        for scene in demo.ask(request, str(values[0]), _wish(values)):
-            yield _shown(scene)
-
-    def move(request: gradio.Request, scene: Scene, *values: Any) -> Iterator[tuple[Any, ...]]:
-        for now in demo.move(request, str(values[0]), _wish(values), scene):
-            yield _shown(now)
+def _examples(gradio: Any, blocks: Any, demo: Demo, name: str, wish: Wish, scene: Scene) -> None:
+    """The tab with bundled stories, answered by the time it is seen."""
+    asking = _asking(gradio, demo, "hb", wish.question, scene, demo.model or stories()[name]["model"])
+    with gradio.Row():
+        story = gradio.Dropdown([*stories(), OWN], value=name, label="Story", elem_id="hb-story")
+        try_these = gradio.Dropdown(
+            list(stories()[name]["questions"]), value=wish.question, label="Questions to try", elem_id="hb-try"
+        )
+        copy = gradio.Button("Copy link", elem_id="hb-copy", min_width=120)
+    documents = gradio.Textbox(
+        wish.documents, lines=6, max_lines=14, label="Documents", elem_id="hb-text",
+        info="One document a line, or paragraphs with empty lines between them.",
+    )  # fmt: skip
+    inputs = [asking.model, documents, asking.question, asking.ratio, asking.selector]
+    linked = [*asking.settings, story, documents]
+    ask, move = _handlers(gradio, demo, lambda values: (str(values[0] or ""), _wish(*values[1:])))
+    pressed = [asking.button.click, asking.question.submit]
+    done = gradio.on(pressed, ask, inputs, asking.outputs, api_name="ask", **QUEUE)
+    done.then(None, linked, None, js=LINK % (OWN, MOST_LINKED, ""), api_visibility="private")
+    copy.click(None, linked, None, js=LINK % (OWN, MOST_LINKED, COPY), api_visibility="private")
+    _on_moved(gradio, asking, move, inputs)
 
     def pick(name: str) -> tuple[Any, ...]:
-        story = stories().get(name, {"documents": "", "questions": {}})
+        story = stories().get(name, {"documents": "", "questions": {}, "model": gradio.skip()})
         questions = list(story["questions"])
         first = questions[0] if questions else ""
-        return story["documents"], gradio.update(choices=questions, value=first or None), first
+        model = gradio.skip() if demo.model else story["model"]
+        return story["documents"], gradio.update(choices=questions, value=first or None), first, model
 
-    outputs_of_pick = [asking.documents, asking.try_these, asking.question]
-    gradio.on([asking.button.click, asking.question.submit], ask, asking.values, outputs, api_name="ask", **QUEUE)
-    moved = [asking.ratio.release, asking.selector.input]
-    gradio.on(moved, move, [outputs[0], *asking.values], outputs, api_visibility="private", **QUEUE)
-    asking.story.input(pick, [asking.story], outputs_of_pick, api_visibility="private")
-    asking.try_these.input(lambda text: text or "", [asking.try_these], [asking.question], api_visibility="private")
+    def follow(request: gradio.Request) -> tuple[Any, ...]:
+        return tuple(_followed(request.query_params, gradio.skip()))
+
+    def ask_linked(request: gradio.Request, *values: Any) -> Iterator[tuple[Any, ...]]:
+        is_asked = asks_at_once(request.query_params, demo.model)
+        yield from ask(request, *values) if is_asked else [(gradio.skip(),) * len(asking.outputs)]
+
+    private = {"api_visibility": "private"}
+    story.input(pick, [story], [documents, try_these, asking.question, asking.model], **private)
+    try_these.input(lambda text: text or "", [try_these], [asking.question], **private)
+    documents.input(lambda: OWN, None, [story], **private)
+    quiet = {**private, "show_progress": "hidden"}  # most visitors come without a link
+    blocks.load(follow, None, linked, **quiet).then(ask_linked, inputs, asking.outputs, **quiet, **QUEUE)
 
 
-def _wish(values: tuple[Any, ...]) -> Wish:
-    _, documents, question, ratio, selector = values
-    return Wish(documents or "", question or "", float(ratio or 0.0), str(selector or BlendConfig.selector))
+def _own(gradio: Any, demo: Demo) -> None:
+    """The tab with a visitor's files."""
+    gradio.Markdown(FILES)
+    limits = demo.visitors.limits
+    with gradio.Row():
+        uploaded = gradio.File(
+            file_count="multiple", file_types=sorted(READERS), height=130, elem_id="own-files", scale=3,
+            label=f"Files: text, Markdown, HTML, PDF, JSONL; at most {limits.file_bytes >> 20} MB each",
+        )  # fmt: skip
+        top_k = gradio.Slider(1, 16, Wish.top_k, step=1, label="Pieces retrieved", elem_id="own-top-k", min_width=160)
+    held, read = gradio.State(()), gradio.HTML(elem_id="own-read", padding=False)
+    asking = _asking(gradio, demo, "own", "", EMPTY, demo.model)
+    inputs = [asking.model, held, asking.question, asking.ratio, asking.selector, top_k]
+
+    def wish(values: Sequence[Any]) -> tuple[str, Wish]:
+        model, documents, *rest, most = values
+        return str(model or ""), _wish("", *rest, files=documents, top_k=int(most or 0))
+
+    def take(paths: list[str] | None) -> tuple[Any, ...]:
+        documents, said = demo.read((paths or [])[: limits.files])
+        return documents, drawing.status(said)
+
+    ask, move = _handlers(gradio, demo, wish)
+    uploaded.change(take, [uploaded], [held, read], api_visibility="private")
+    pressed = [asking.button.click, asking.question.submit]
+    gradio.on(pressed, ask, inputs, asking.outputs, api_visibility="private", **QUEUE)
+    _on_moved(gradio, asking, move, inputs)
+
+
+def _handlers(gradio: Any, demo: Demo, read: Callable[[Sequence[Any]], tuple[str, Wish]]) -> tuple[Any, Any]:
+    """What is called when a question is asked, and when a setting is moved; `read` gives model and wish of values."""
+
+    def ask(request: gradio.Request, *values: Any) -> Iterator[tuple[Any, ...]]:
+        yield from map(_shown, demo.ask(request, *read(values)))
+
+    def move(request: gradio.Request, scene: Scene, *values: Any) -> Iterator[tuple[Any, ...]]:
+        yield from map(_shown, demo.move(request, *read(values), scene))
+
+    return ask, move
+
+
+def _on_moved(gradio: Any, asking: _Asking, move: Any, inputs: list[Any]) -> None:
+    """Blend again when the ratio or the selector is another, be it typed or dragged."""
+    moved = [asking.ratio.input, asking.selector.input]
+    given = [asking.outputs[0], *inputs]
+    gradio.on(moved, move, given, asking.outputs, trigger_mode="always_last", api_visibility="private", **QUEUE)
+
+
+def _followed(query: Mapping[str, str], skip: Any) -> Iterator[Any]:
+    """What a link says, in the order of `LINKED`; `skip` for what it does not say, or says wrongly."""
+    story = query.get("story", "")
+    for name in LINKED:
+        value: Any = query.get(name)
+        known = {"selector": selectors(), "story": (*stories(), OWN)}.get(name)
+        if name == "ratio":
+            value = _share(value)
+        elif name == "documents" and story in stories():
+            value = stories()[story]["documents"]
+        yield skip if value is None or (known and value not in known) else value
+
+
+def asks_at_once(query: Mapping[str, str], model: str = "") -> bool:
+    """Whether a link is answered without a press of the button: never where it names a model to be fetched.
+
+    Args:
+        query: of the address.
+        model: that the page begins with.
+    """
+    return "question" in query and query.get("model", "") in ("", model, *BUNDLED)
+
+
+def _share(text: str | None) -> float | None:
+    """A number from 0 to 1, or None."""
+    try:
+        number = float(text or "")
+    except ValueError:
+        return None
+    return number if 0 <= number <= 1 else None
+
+
+def _wish(documents: str, question: str, ratio: float | None, selector: str | None, **more: Any) -> Wish:
+    return Wish(documents or "", question or "", float(ratio or 0.0), str(selector or BlendConfig.selector), **more)
 
 
 def _shown(scene: Scene) -> tuple[Any, ...]:
     """The values of all outputs, in their order."""
-    said = drawing.status(scene.status, "error" if scene.failed else "info")
+    said = drawing.status(scene.status, "error" if scene.failed else "info", scene.sources)
     return (scene, said, *drawing.panels(scene), drawing.documents(scene), drawing.deviation(scene))

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""The models of the page: the bundled one, and those that visitors name; none that cannot be blended exactly."""
+"""The models of the page: the bundled ones, and those that visitors name; none that cannot be blended exactly."""
 
 import os
 import re
@@ -14,9 +14,8 @@ from torch import nn
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.errors import ConfigError, HfBlendError
 
-from ..bundled import REFERENCE, load_model
+from ..bundled import BUNDLED, ModelSource, open_model
 
-BUNDLED = "bundled reference model"
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 FAILURES = (ImportError, LookupError, OSError, RuntimeError, ValueError)
 MOST_LETTERS = 300  # of somebody else's message
@@ -29,17 +28,17 @@ class Loaded:
     Attributes:
         name: as the visitor wrote it.
         model: in evaluation mode.
-        tokenizer: its tokenizer.
+        source: where it and its tokenizer came from.
     """
 
     name: str
     model: nn.Module
-    tokenizer: Any
+    source: ModelSource
 
     @property
-    def is_bundled(self) -> bool:
-        """Whether it is the one that comes with the package."""
-        return self.name == BUNDLED
+    def tokenizer(self) -> Any:
+        """Its tokenizer."""
+        return self.source.tokenizer
 
 
 class Shelf:
@@ -71,7 +70,7 @@ class Shelf:
         """Give a model, loading and verifying it if it is not held.
 
         Args:
-            name: hub id or folder; empty is the bundled model.
+            name: hub id, folder or the name of a bundled model; empty is the bundled reference model.
 
         Returns:
             The model.
@@ -80,7 +79,7 @@ class Shelf:
             ConfigError: there is no such model, or it is too large.
             UnsupportedModelError: it cannot be blended exactly; the message says which layer stands in the way.
         """
-        wanted = name.strip() or BUNDLED
+        wanted = name.strip() or "reference"
         with self._lock:
             if wanted not in self._held:
                 self._held[wanted] = self._load(wanted)
@@ -90,10 +89,11 @@ class Shelf:
             return self._held[wanted]
 
     def _load(self, name: str) -> Loaded:
-        source = REFERENCE if name == BUNDLED else self._checked(name)
+        folder = BUNDLED.get(name) or self._checked(name)
         try:
-            self._weigh(source, name)
-            model, tokenizer = load_model(source, *self._on)
+            self._weigh(folder, name)
+            source = open_model(folder, *self._on)
+            model = source.load()
         except HfBlendError:
             raise
         except FAILURES as error:
@@ -102,7 +102,7 @@ class Shelf:
                 "hub, such as HuggingFaceTB/SmolLM2-135M-Instruct, or leave the box empty for the bundled one."
             ) from error
         BlendCache(model, ChunkStore.open("memory://"))  # raises if it is not exact
-        return Loaded(name, model, tokenizer)
+        return Loaded(name, model, source)
 
     def _checked(self, name: str) -> str:
         """A folder where that is allowed, or what looks like a hub id."""

@@ -19,7 +19,10 @@ class Limits:
     """What the page takes from one visitor.
 
     Attributes:
-        document_letters: all documents together.
+        document_letters: all documents together, as far as they are not in files.
+        file_letters: all files together.
+        file_bytes: of one file.
+        files: how many.
         question_letters: of the question.
         prompt_tokens: of documents and question, as the model counts.
         chunk_tokens: at which a document is cut.
@@ -30,6 +33,9 @@ class Limits:
     """
 
     document_letters: int = 20_000
+    file_letters: int = 500_000
+    file_bytes: int = 2 << 20
+    files: int = 20
     question_letters: int = 500
     prompt_tokens: int = 4096
     chunk_tokens: int = 256
@@ -38,12 +44,13 @@ class Limits:
     store_bytes: int = 128 << 20
     visitors: int = 16
 
-    def check_letters(self, documents: str, question: str) -> None:
+    def check_letters(self, documents: str, question: str, are_files: bool = False) -> None:
         """Refuse what is empty or too long, before anything is computed.
 
         Args:
             documents: all of them.
             question: the question.
+            are_files: whether the documents are files that pieces are retrieved from.
 
         Raises:
             PromptError: what is wrong, and what to do.
@@ -51,9 +58,10 @@ class Limits:
         for name, text in (("document", documents), ("question", question)):
             if not text.strip():
                 raise PromptError(f"there is no {name}: the box is empty. Pick a story, or write one of your own.")
-        if len(documents) > self.document_letters:
+        most = self.file_letters if are_files else self.document_letters
+        if len(documents) > most:
             raise PromptError(
-                f"the documents have {len(documents):,} letters, but at most {self.document_letters:,} are taken. "
+                f"the documents have {len(documents):,} letters, but at most {most:,} are taken. "
                 "Leave some out; on your own machine hf-blend ask has no such limit."
             )
         if len(question) > self.question_letters:

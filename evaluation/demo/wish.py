@@ -3,6 +3,7 @@
 """What a visitor asks for, and the prompt that is made of it."""
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from hf_blend import BlendConfig, plugins
@@ -10,9 +11,10 @@ from hf_blend.errors import PluginNotFoundError, PromptError, suggest
 
 from ..answering import blend_config
 from ..asking import Asked
-from ..bundled import quickstart_questions
+from ..bundled import long_questions, quickstart_questions
 from ..documents import Document
 from ..prompting import ids_of, request
+from ..retrieving import TOP_K, Retriever
 from ..splitting import Splitter
 from .shelf import Loaded
 from .visitors import Limits
@@ -29,12 +31,16 @@ class Wish:
         question: the question.
         recompute_ratio: 0 to 1.
         selector: its name, options behind it.
+        files: documents that are retrieved from, in place of `documents`.
+        top_k: most pieces of them that are retrieved; 0 is all that fit.
     """
 
     documents: str
     question: str
     recompute_ratio: float = BlendConfig.recompute_ratio
     selector: str = BlendConfig.selector
+    files: tuple[Document, ...] = ()
+    top_k: int = TOP_K
 
     def config(self) -> BlendConfig:
         """How to blend.
@@ -48,12 +54,15 @@ class Wish:
         return blend_config(self.selector, recompute_ratio=self.recompute_ratio)
 
 
+@cache
 def stories() -> dict[str, dict[str, Any]]:
-    """The bundled stories: name → documents, and its questions with their answers."""
+    """The bundled stories, long ones first: name → documents, questions with their answers, and the model's name."""
     found: dict[str, dict[str, Any]] = {}
-    for one in quickstart_questions():
-        name = f"Story {one['story']}"
-        story = found.setdefault(name, {"documents": "".join(one["chunks"]).rstrip("\n"), "questions": {}})
+    named = [(f"Long story {number}", "chains", one) for number, one in enumerate(long_questions(), 1)]
+    named += [(f"Story {one['story']}", "reference", one) for one in quickstart_questions()]
+    for name, model, one in named:
+        text = "".join(one["chunks"]).rstrip("\n")
+        story = found.setdefault(name, {"documents": text, "questions": {}, "model": model})
         story["questions"][one["question"]] = one["answer"]
     return found
 
@@ -93,21 +102,22 @@ def prepare(loaded: Loaded, wish: Wish, limits: Limits) -> Asked:
     Raises:
         PromptError: something is missing or too long.
     """
-    limits.check_letters(wish.documents, wish.question)
-    tokenizer, documents = loaded.tokenizer, documents_of(wish.documents)
-    cut = Splitter(tokenizer, limits.chunk_tokens).split_all(
-        Document(f"document {number}", text) for number, text in enumerate(documents, 1)
-    )
-    made = request(tokenizer, [piece.prompt_text for piece in cut], wish.question, None)
-    asked = Asked(made, wish.question, _known_answer(wish))
-    tokens = len(ids_of(tokenizer, made))
-    most = min(limits.prompt_tokens, getattr(loaded.model.config, "max_position_embeddings", limits.prompt_tokens))
-    if tokens + limits.new_tokens > most:
-        raise PromptError(
-            f"documents and question have {tokens:,} tokens for this model, and {most - limits.new_tokens:,} fit. "
-            "Leave some documents out."
-        )
-    return asked
+    limits.check_letters(wish.documents or "".join(one.text for one in wish.files), wish.question, bool(wish.files))
+    given = wish.files or [Document(f"document {n}", text) for n, text in enumerate(documents_of(wish.documents), 1)]
+    pieces = Splitter(loaded.tokenizer, limits.chunk_tokens).split_all(given)
+    room = min(limits.prompt_tokens, loaded.source.positions or limits.prompt_tokens) - limits.new_tokens
+    if wish.files:
+        pieces = Retriever(pieces, wish.top_k).rank(wish.question)
+    while True:
+        made = request(loaded.tokenizer, [piece.prompt_text for piece in pieces], wish.question, None)
+        if (tokens := len(ids_of(loaded.tokenizer, made))) <= room:
+            return Asked(made, wish.question, _known_answer(wish), tuple(pieces) if wish.files else ())
+        if not wish.files or len(pieces) < 2:
+            raise PromptError(
+                f"documents and question have {tokens:,} tokens for this model, and {room:,} fit. Leave some "
+                "documents out, or put them into files: of files the pieces that a question is about are read."
+            )
+        pieces = pieces[:-1]
 
 
 def _known_answer(wish: Wish) -> str | None:

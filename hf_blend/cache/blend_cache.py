@@ -25,7 +25,7 @@ from transformers.cache_utils import CacheLayerMixin
 from .. import plugins
 from ..config import BlendConfig
 from ..errors import ConfigError, PromptError
-from ..model.anatomy import LayerCall, decoder_layers, default_sink, text_config
+from ..model.anatomy import LayerCall, decoder_layers, default_sink, has_indexer, text_config
 from ..model.fingerprint import fingerprint, structure_digest
 from ..model.flops import layer_costs
 from ..model.hooks import Entry
@@ -37,6 +37,7 @@ from ..model.quantised import silence_casts
 from ..model.trust import ensure_trusted
 from ..prefill.blend import Fusor
 from ..prefill.choice import Chooser, FullPrefill
+from ..prefill.context import PrefillContext
 from ..prefill.correcting import Repair
 from ..prefill.input_test import InputTest
 from ..prefill.notices import other_tokenizers, why_nothing_found
@@ -44,7 +45,17 @@ from ..prefill.plan import Plan, Planner
 from ..prefill.probing import Listener, run_probe
 from ..prefill.realign import Realigner
 from ..prefill.report import BlendReport
-from ..prefill.request import PADDED_INSIDE, UNSEEN, Brought, Coming, check_new, new_tokens, real_tokens, why_plain
+from ..prefill.request import (
+    PADDED_INSIDE,
+    UNSEEN,
+    Brought,
+    Coming,
+    check_new,
+    new_tokens,
+    real_tokens,
+    why_plain,
+    with_plain_mask,
+)
 from ..prompt.messages import build_messages
 from ..prompt.pieces import (
     History,
@@ -59,9 +70,10 @@ from ..prompt.pieces import (
 from ..prompt.text import build_text
 from ..selectors.base import Hear
 from ..store import ChunkStore
-from .cache_layers import cache_layers
+from .cache_layers import cache_layers, check_masked
 from .decode_masks import MaskedDecode
 from .mixer_layer import MixerLayer
+from .static_layer import StaticLayer, check_room
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +102,11 @@ class BlendCache(MaskedDecode):
     With `kv_device_map`, `kv_memory` says which layers' K and V are where, how many bytes were on the device at most,
     and how many are on disk; what is on disk is deleted with the cache.
 
+    With `max_tokens` K and V are held in buffers that never move, and steps of one token attend to all of them through
+    a mask, so `torch.compile` compiles a step once for all tokens and all such caches of one size: `generate` does so
+    by itself on a GPU, as for transformers' static cache, and elsewhere with a `compile_config`. The prefill is never
+    compiled. What does not fit is refused before anything is written. Windows and mixers have no such buffers.
+
     A cache serves the model object that it was made for, also inside a wrapper that calls the same layers, and refuses
     every other, copies included; a copy that `torch.compile` has compiled is not noticed.
     """
@@ -115,6 +132,8 @@ class BlendCache(MaskedDecode):
         refuse_wrapper(model)
         layers, digest = decoder_layers(model), structure_digest(model)
         self.config.ratios(len(layers))
+        if self.config.max_tokens is not None:
+            check_masked(model, self.config.max_tokens)
         self._selector = plugins.load("selectors", self.config.selector)(
             self.config.selector_options, seed=self.config.seed
         )
@@ -140,7 +159,8 @@ class BlendCache(MaskedDecode):
         self._layer = len(self._styles)  # the last one that was updated
         self._before: list[Any] = []
         self._states_before: list[Any] = []  # of the mixers
-        self._kept = cache_layers(model, len(self._styles), self.config.kv_bits, digest)
+        self._masked_before = 0  # tokens for which transformers made a mask before it called the model
+        self._kept = cache_layers(model, len(self._styles), self.config, digest)
         self.kv_memory: Any = None  # of the K and V that are not all on their devices; None without `kv_device_map`
         if self.config.kv_device_map is not None:
             from .offloaded_layer import offload  # brings accelerate, which takes a while
@@ -151,10 +171,12 @@ class BlendCache(MaskedDecode):
         super().__init__(layers=[*self._kept])
 
     def _check_store(self) -> None:
-        if self.kv_memory is not None and getattr(self.store, "loads_in_part", False):
+        settings = {"kv_device_map": self.config.kv_device_map, "max_tokens": self.config.max_tokens}
+        given = [f"{name}={value!r}" for name, value in settings.items() if value is not None]
+        if given and getattr(self.store, "loads_in_part", False):
             raise ConfigError(
-                f"kv_device_map={self.config.kv_device_map!r} came with a store that loads chunks in part, but layers "
-                "that are away are brought whole. Leave one of them out."
+                f"{given[0]} came with a store that loads chunks in part, but layers that are away are brought whole, "
+                "and static buffers are seen whole. Leave one of them out."
             )
 
     def inputs(
@@ -264,6 +286,7 @@ class BlendCache(MaskedDecode):
     def _expect_texts(self, tokenizer: Any, prompts: Sequence[TextPrompt]) -> dict[str, Tensor]:
         """Expect prompts that begin at position 0; what the cache holds of the same beginning stays."""
         check_lengths(prompts, 0, text_config(self.model))
+        self._check_room(max(len(prompt.ids) for prompt in prompts), 0)
         kept = self._keep_beginning(prompts)
         if not kept:
             return self._expect(tokenizer, prompts)
@@ -291,6 +314,7 @@ class BlendCache(MaskedDecode):
     ) -> dict[str, Tensor]:
         """Put prompts side by side and wait for them."""
         check_lengths(prompts, held, text_config(self.model))
+        self._check_room(held + max(len(prompt.ids) for prompt in prompts), 0)
         pad_id = getattr(tokenizer, "pad_token_id", None)
         made = batch(prompts, 0 if pad_id is None else pad_id, history)
         self._coming, self._history = Coming(made, held), History(made.input_ids, made.attention_mask)
@@ -328,8 +352,25 @@ class BlendCache(MaskedDecode):
                 self._part.take_step(layer_idx)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """Take a layer's new indexer keys and give back all of them.
+
+        Args:
+            indexer_key_states: `[batch, rows, width]`, rotated for the rows' positions.
+            layer_idx: which layer.
+
+        Returns:
+            Those of all tokens, `[batch, tokens, width]`.
+        """
+        if self._fusor is not None:
+            return self._fusor.update_indexer(layer_idx, indexer_key_states)
+        found: Tensor = self._kept[layer_idx].update_indexer(indexer_key_states)
+        return found
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """How many tokens a layer holds. `generate` asks just before the prefill: the model is watched from here."""
+        if torch.compiler.is_compiling():
+            return super().get_seq_length(layer_idx)
         if self._fusor is not None:
             return self._fusor.past
         length = super().get_seq_length(layer_idx)
@@ -349,7 +390,16 @@ class BlendCache(MaskedDecode):
         """
         if self._fusor is not None and isinstance(self._kept[layer_idx], CacheLayerMixin):
             return self._kept[layer_idx].sizes_behind(self._past, query_length)
+        if not torch.compiler.is_compiling():
+            self._masked_before = 0 if self._is_seen else query_length
         return super().get_mask_sizes(query_length, layer_idx)
+
+    def get_query_offset(self, layer_idx: int = 0) -> Any:
+        """Where new tokens are counted from; behind compiled steps a tensor, of which the device is not asked."""
+        layer = self.layers[layer_idx]
+        if self._fusor is None and isinstance(layer, StaticLayer):
+            return layer.get_query_offset()
+        return super().get_query_offset(layer_idx)
 
     def activate_past_recording(self) -> None:
         """Called first by assisted decoding: from now on windows wait for `crop` before they forget."""
@@ -420,6 +470,10 @@ class BlendCache(MaskedDecode):
         self._is_seen = True
         refuse_arguments(arguments)
         check_new(arguments, super().get_seq_length())
+        self._check_room(new_tokens(arguments))
+        if self._masked_before == new_tokens(arguments):
+            arguments = with_plain_mask(arguments)
+        self._masked_before = 0
         reason = why_plain(arguments, text_config(self.model))
         if reason or new_tokens(arguments) < 2:
             self._fall_back(reason, arguments)
@@ -466,6 +520,12 @@ class BlendCache(MaskedDecode):
                 self._fall_back(UNSEEN if keys.shape[2] > 1 else "", {"input_ids": keys[:, 0, :, 0]})
             self._is_seen = False
             self._entry.leave(watching=self._coming.is_begun)  # the model has asked for the length once more
+
+    def _check_room(self, tokens: int, held: int | None = None) -> None:
+        """Refuse tokens behind those held for which static buffers have no room."""
+        if self.config.max_tokens is not None:
+            check_masked(self.model, self.config.max_tokens)
+            check_room(super().get_seq_length() if held is None else held, tokens, self.config.max_tokens)
 
     def _fall_back(self, reason: str, arguments: dict[str, Any]) -> None:
         """Compute every token of this forward; say why, if there was a prompt in which chunks might have been reused.
@@ -542,12 +602,12 @@ class BlendCache(MaskedDecode):
         realigner = Realigner(self._styles, self.report, plan.slots)
         truth = FullPrefill(self.model, self.config.selector, ids, mask, self._past, self._beyond_text)
         probe = partial(self._probe, ids, mask)
-        chooser = Chooser(self._selector, plan, self._past, realigner, self.report, truth, probe)
-        repair = Repair(self._corrector, plan, realigner, self.report)
-        given = (self._kept, plan, self._past, plan.settings(self.config), chooser, realigner, repair, self.report)
         is_beyond = self._beyond_text is not None
-        self._fusor = Fusor(self.model, *given, wanted_rows, self.listener, is_beyond, self._mixers)
-        self._entry.enter_layers(ids.shape[1], between=self._beyond_text is not None)
+        given = (self._kept, plan, self._past, plan.settings(self.config), self.report, realigner)
+        context = PrefillContext(self.model, *given, wanted_rows, is_beyond, self._mixers)
+        repair = Repair(self._corrector, plan, realigner, self.report)
+        self._fusor = Fusor(context, Chooser(self._selector, context, truth, probe), repair, self.listener)
+        self._entry.enter_layers(ids.shape[1], between=is_beyond)
 
     def _read(self, ids: Tensor, mask: Tensor | None) -> Brought | None:
         """The new tokens of a forward; asked of the device once."""
@@ -561,7 +621,7 @@ class BlendCache(MaskedDecode):
         """Which columns have stored KV; the report begins anew, or goes on where a prompt comes in parts."""
         refuse_request_state(self.model, decoder_layers(self.model))
         given = (fingerprint(self.model), tuple(self.sink_ids), self.config.recompute_ratio)
-        planner = Planner(self.model, self.store, *given, self._placeholders, self._tokenizer)
+        planner = Planner(self.model, self.store, *given, self._tokenizer)
         goes_on, self._resume = self._coming.is_begun, self._coming
         if not self._coming:
             self._tokenizer = ""
@@ -608,6 +668,9 @@ class BlendCache(MaskedDecode):
         states = [layer.snapshot_mixer() for layer in mixers]
         for layer, state in zip(mixers, self._states_before, strict=True):
             layer.restore_mixer(state)
+        positions = {layer: layer.indexer_position_ids for layer in self._layers() if has_indexer(layer)}
+        for layer, places in positions.items():  # the model appends those of the prompt again
+            layer.indexer_position_ids = None if places is None else places[..., : self._past]
         self._fusor = probe = forward.probe(Listener(hear, layers, anchors), self._spare_layers)
         try:
             with self._entry.inside():
@@ -618,6 +681,8 @@ class BlendCache(MaskedDecode):
             forward.adopt(probe)
             for layer, state in zip(mixers, states, strict=True):
                 layer.restore_mixer(state)
+            for layer, places in positions.items():
+                layer.indexer_position_ids = places
 
     def _spare_layers(self) -> list[Any]:
         """Layers that hold what these held before the forward."""

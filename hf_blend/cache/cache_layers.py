@@ -2,18 +2,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which kind of cache layer each decoder layer gets: asked of transformers, not of the model's name."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
 from transformers import cache_utils
 
+from ..config import BlendConfig
 from ..errors import ConfigError
-from ..model.anatomy import stock_layers, text_config
+from ..model.anatomy import has_indexer, stock_layers, text_config
 from ..model.fingerprint import PerStructure
+from .indexed_layer import IndexedLayer
 from .layers import BlendLayer
 from .mixer_layer import MixerAttentionLayer, MixerLayer, MixerSlidingLayer
 from .quantised_layer import QuantisedLayer
 from .sliding_layer import BlendSlidingLayer
+from .static_layer import StaticLayer
+
+MASKED = ("sdpa", "eager")  # attention that hides what a step's mask hides; flash kernels go by lengths
 
 
 @PerStructure
@@ -22,40 +29,85 @@ def _stock_layers(model: nn.Module) -> list[Any]:
     return stock_layers(text_config(model))
 
 
-def cache_layers(model: nn.Module, count: int, kv_bits: int | None = None, digest: str = "") -> list[Any]:
+def cache_layers(model: nn.Module, count: int, config: BlendConfig, digest: str = "") -> list[Any]:
     """The layers of a blend cache: full, sliding or of a mixer where transformers' own cache has such a layer.
 
     Args:
         model: of transformers.
         count: how many decoder layers the model has.
-        kv_bits: 8 to keep K and V of full layers in 8 bits; a layer with a window holds no more than that window.
+        config: with `kv_bits` K and V of full layers are kept in 8 bits; layers with a window or an indexer are not.
+            With `max_tokens` all layers have static buffers.
         digest: the model's `structure_digest`, where it was asked for just now.
 
     Returns:
         One cache layer per decoder layer; a layer that keeps no K and V of its own has transformers' place holder.
 
     Raises:
-        ConfigError: 8 bits are asked for, and no layer is full.
+        ConfigError: 8 bits are asked for, and no layer is full; or static buffers, and some layer is not.
     """
-    stock = _stock_layers(model, digest)
-    full: type[BlendLayer] = BlendLayer if kv_bits is None else QuantisedLayer
+    stock, kv_bits = _stock_layers(model, digest), config.kv_bits
+    full: Callable[[], BlendLayer] = BlendLayer if kv_bits is None else QuantisedLayer
+    if config.max_tokens is not None:
+        _check_static(model, stock, config.max_tokens)
+        full = partial(StaticLayer, config.max_tokens)
     layers: list[Any] = [_like(stock[index], full) if index < len(stock) else full() for index in range(count)]
     if kv_bits is not None and not any(isinstance(layer, QuantisedLayer) for layer in layers):
+        kinds = sorted({type(layer).__name__ for layer in stock})
         raise ConfigError(
-            f"kv_bits={kv_bits} came with a model in which every layer has a window, of "
-            f"{layers[0].sliding_window} tokens, but only full layers are kept in {kv_bits} bits: the others hold no "
-            "more than their windows. Leave kv_bits out."
+            f"kv_bits={kv_bits} came with a model whose layers are all of the kind {' or '.join(kinds)}, but only "
+            f"full layers are kept in {kv_bits} bits: others hold no more than a window, or an indexer's keys too. "
+            "Leave kv_bits out."
         )
     return layers
 
 
-def _like(stock: Any, full: type[BlendLayer]) -> Any:
+def _check_static(model: nn.Module, stock: list[Any], max_tokens: int) -> None:
+    kinds = [_kept(one) for one in stock]
+    if any(kinds):
+        other, kind = next((index, kind) for index, kind in enumerate(kinds) if kind)
+        raise ConfigError(
+            f"max_tokens={max_tokens} came with {type(model).__name__}, whose layer {other} keeps {kind}, but layers "
+            "that keep K and V of all tokens are expected: only these have static buffers. Leave max_tokens out."
+        )
+
+
+def _kept(stock: Any) -> str:
+    """What a layer keeps other than K and V of all tokens; empty where nothing."""
+    if getattr(stock, "is_sliding", False):
+        return "a window"
+    if hasattr(stock, "recurrent_states"):
+        return "the state of a mixer"
+    return "the keys of an indexer" if has_indexer(stock) else ""
+
+
+def check_masked(model: nn.Module, max_tokens: int) -> None:
+    """Refuse attention that would look at the columns of static buffers that hold nothing yet.
+
+    Args:
+        model: of transformers.
+        max_tokens: of the cache, for the message.
+
+    Raises:
+        ConfigError: it goes by lengths instead of masks.
+    """
+    name = getattr(text_config(model), "_attn_implementation", None)
+    if name not in MASKED:
+        raise ConfigError(
+            f"max_tokens={max_tokens} came with attn_implementation={name!r}, but one of {MASKED} is expected: a "
+            "compiled step sees the whole buffer through a mask. Call model.set_attn_implementation('sdpa'), or leave "
+            "max_tokens out."
+        )
+
+
+def _like(stock: Any, full: Callable[[], BlendLayer]) -> Any:
     is_sliding, is_mixer = getattr(stock, "is_sliding", False), hasattr(stock, "recurrent_states")
     if is_sliding and is_mixer:
         return MixerSlidingLayer(stock.sliding_window, stock.number_of_states)
     if is_mixer:
         kind = MixerAttentionLayer if isinstance(stock, cache_utils.CacheLayerMixin) else MixerLayer
         return kind(stock.number_of_states)
+    if has_indexer(stock):
+        return IndexedLayer()
     if is_sliding:
         return BlendSlidingLayer(stock.sliding_window)
     return stock if isinstance(stock, getattr(cache_utils, "DummyLayer", ())) else full()

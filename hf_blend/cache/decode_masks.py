@@ -26,7 +26,9 @@ class MaskedDecode(Cache):
 
     @property
     def is_compileable(self) -> bool:
-        """True only while decoding on a CPU, where transformers compiles nothing."""
+        """True with static buffers; otherwise only while decoding on a CPU, where transformers compiles nothing."""
+        if super().is_compileable:
+            return True
         if self.model.device.type != "cpu" or self.is_expecting or not self:
             return False
         config = text_config(self.model)

@@ -54,7 +54,7 @@ class BlendLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         start, end = self.length, self.length + tokens
         if self._buffers is None or self._buffers[0].shape[2] < end:
-            self._move(key_states, value_states, end + max(ROOM_TOKENS, start), slice(0, start))
+            self._move(key_states, value_states, self._capacity(end), slice(0, start))
         self._show(end)
         return self._columns(slice(start, end))
 
@@ -74,12 +74,13 @@ class BlendLayer(CacheLayerMixin):
             empty, or of another kind.
         """
         layers = (self, *others)
-        if any(type(layer) is not BlendLayer or layer._buffers is not None for layer in layers):
+        is_alike = self.keeps_all and all(type(layer) is type(self) and layer._buffers is None for layer in layers)
+        if not is_alike:
             return None
-        pair = [_buffer(states, tokens + ROOM_TOKENS, None, len(layers)) for states in (key_states, value_states)]
+        pair = [_buffer(one, self._capacity(tokens), None, len(layers)) for one in (key_states, value_states)]
         for number, layer in enumerate(layers):
             layer.lazy_initialization(key_states, value_states)
-            layer._buffers = (pair[0][number], pair[1][number])
+            layer._hold((pair[0][number], pair[1][number]))
             layer._show(tokens)
         return pair[0][..., :tokens, :], pair[1][..., :tokens, :]
 
@@ -206,7 +207,15 @@ class BlendLayer(CacheLayerMixin):
     def _move(self, key_states: Tensor, value_states: Tensor, capacity: int, kept: slice) -> None:
         """Go on in buffers of another capacity that begin with the kept columns of those used so far."""
         old = (None, None) if self._buffers is None else self._columns(kept)
-        self._buffers = (_buffer(key_states, capacity, old[0]), _buffer(value_states, capacity, old[1]))
+        self._hold((_buffer(key_states, capacity, old[0]), _buffer(value_states, capacity, old[1])))
+
+    def _capacity(self, end: int) -> int:
+        """Columns of buffers that hold `end` tokens."""
+        return end + max(ROOM_TOKENS, self.length)
+
+    def _hold(self, buffers: tuple[Tensor, Tensor]) -> None:
+        """Go on in other buffers."""
+        self._buffers = buffers
 
 
 def _buffer(states: Tensor, capacity: int, old: Tensor | None, layers: int = 0) -> Tensor:

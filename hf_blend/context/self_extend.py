@@ -24,7 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
 from ..errors import ConfigError, UnsupportedModelError
-from ..model.anatomy import EXTENDED, kv_groups, text_config, windowed_layer
+from ..model.anatomy import EXTENDED, kv_groups, other_states, text_config, windowed_layer
 from ..rotary.base import RotaryStyle, compose
 from .self_test import ensure_extendable
 from .tables import TableSource
@@ -155,6 +155,9 @@ def attend(
 def _extension(
     model: nn.Module, trained: int | None, longest: int | None, window: int | None, group: int | None
 ) -> Extension:
+    complaint = other_states(text_config(model), only_keys=True)
+    if complaint:
+        raise UnsupportedModelError(f"{type(model).__name__} cannot be extended: {complaint}")
     windowed = windowed_layer(model)
     if windowed is not None:
         raise UnsupportedModelError(

@@ -67,7 +67,7 @@ class TableSource:
             UnsupportedModelError: a layer's keys do not rotate by a table that can be made at will; it is named.
         """
         if model not in _known:
-            refuse_other_states(model, with_mixers=False)
+            refuse_other_states(model, only_keys=True)
             _refuse_shared(model)
             _refuse_moving(model)
             styles = rotary_styles(model)
@@ -79,7 +79,7 @@ class TableSource:
     @property
     def rotates(self) -> bool:
         """Whether any layer rotates its keys."""
-        return any(map(is_rotary, self.styles))
+        return any(style.turns for style in self.styles)
 
     def tables(self, positions: Tensor) -> list[Table | None]:
         """Make the tables of all layers.
@@ -104,11 +104,6 @@ class TableSource:
         """Make the table of one layer, as `tables` does."""
         maker = self._makers[layer]
         return None if maker is None else _made(maker, positions)
-
-
-def is_rotary(style: type[RotaryStyle]) -> bool:
-    """Whether keys of this style rotate at all."""
-    return bool(style.pairs(torch.ones(1, 8)).numel())
 
 
 def counted_in_tokens(model: nn.Module, source: TableSource) -> str:
@@ -156,7 +151,7 @@ def _refuse_without_table(
     model: nn.Module, styles: tuple[type[RotaryStyle], ...], makers: tuple[Maker | None, ...]
 ) -> None:
     for index, (style, maker) in enumerate(zip(styles, makers, strict=True)):
-        if maker is None and is_rotary(style):
+        if maker is None and style.turns:
             raise UnsupportedModelError(
                 f"layer {index} of {type(model).__name__} rotates its keys ({style.__name__}), but neither receives a "
                 "rotary table nor makes one in a way that is known, so its keys cannot be moved. Use a fresh prefill."

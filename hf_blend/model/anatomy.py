@@ -23,6 +23,7 @@ from .placement import input_device
 EXTENDED = "hf_blend_self_extend"  # the name of Self-Extend's attention function
 TOKEN_STATES = ("", "SlidingWindow", "Dummy")  # cache layers of transformers, less "Dynamic" and "Layer"
 MIXER_STATES = ("LinearAttention", "LinearAttentionAndFullAttention", "LinearAttentionAndSlidingWindowAttention")
+BLENDED_STATES = (*TOKEN_STATES, *MIXER_STATES, "Indexed")
 PER_TOKEN = ("output_hidden_states", "output_attentions", "output_router_logits")  # a row for every token of a layer
 _reshaping: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 UNREADABLE = (AttributeError, LookupError, TypeError, ValueError)  # a config that transformers' own cache refuses
@@ -86,32 +87,32 @@ def _breaks_on_fewer_rows(model: nn.Module) -> bool:
     return False
 
 
-def refuse_other_states(model: nn.Module, with_mixers: bool = True) -> None:
-    """Refuse a model some of whose layers keep something else than K and V of each token, or a mixer's state.
+def refuse_other_states(model: nn.Module, only_keys: bool = False) -> None:
+    """Refuse a model some of whose layers keep something that cannot be blended.
 
     Args:
         model: asked by way of the cache that transformers makes for its config.
-        with_mixers: let linear attention, state spaces and convolutions pass.
+        only_keys: refuse mixers' states and indexers' keys too: all but K and V of each token.
 
     Raises:
         UnsupportedModelError: naming the layer and what it keeps.
     """
-    complaint = other_states(text_config(model), with_mixers)
+    complaint = other_states(text_config(model), only_keys)
     if complaint:
         raise UnsupportedModelError(f"{type(model).__name__} cannot be blended: {complaint}")
 
 
-def other_states(config: Any, with_mixers: bool = True) -> str:
-    """What a config says against keeping K and V of each token, or a mixer's state, in every layer; empty if nothing.
+def other_states(config: Any, only_keys: bool = False) -> str:
+    """What a config says against keeping K and V of each token in every layer; empty if nothing.
 
     Args:
         config: of a text model; transformers is asked which cache it makes for it.
-        with_mixers: let linear attention, state spaces and convolutions pass.
+        only_keys: do not let linear attention, state spaces, convolutions and indexers pass.
 
     Returns:
         A sentence that names the first such layer and its kind.
     """
-    known = (*TOKEN_STATES, *MIXER_STATES) if with_mixers else TOKEN_STATES
+    known = TOKEN_STATES if only_keys else BLENDED_STATES
     for index, layer in enumerate(stock_layers(config)):
         name = type(layer).__name__.removeprefix("Dynamic").removesuffix("Layer")
         if name not in known:
@@ -143,7 +144,7 @@ def full_cache(model: nn.Module) -> Any:
     from transformers.cache_utils import Cache
 
     layers = stock_layers(text_config(model))
-    if not any(hasattr(layer, "recurrent_states") for layer in layers):
+    if not any(hasattr(layer, "recurrent_states") or has_indexer(layer) for layer in layers):
         return DynamicCache()  # without a config no layer has a window
     return Cache(layers=list(map(_without_window, layers)))
 
@@ -155,6 +156,11 @@ def _without_window(layer: Any) -> Any:
         return layer
     states = getattr(layer, "number_of_states", 0)
     return LinearAttentionAndFullAttentionLayer(states) if states else DynamicLayer()
+
+
+def has_indexer(layer: Any) -> bool:
+    """Whether a cache layer, of transformers or of a blend cache, can hold the keys of an indexer."""
+    return hasattr(layer, "update_indexer")
 
 
 def keeps_nothing(layer: Any) -> bool:

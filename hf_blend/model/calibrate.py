@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .. import plugins
 from ..errors import UnsupportedModelError
-from ..rotary.base import RotaryStyle, compose, in_values
+from ..rotary.base import RotaryStyle, at_the_end, compose, in_values, with_style_beside
 from ..rotary.tables import Table
 from .anatomy import decoder_layers, refuse_other_states, text_config
 from .capture import Capture, capture
@@ -31,7 +31,7 @@ COARSE_TOLERANCE = 0.1  # bfloat16 and float16
 NUDGE = 1e-5  # of hidden states: a change by so little shows how far a model magnifies what is no difference
 FLOORS = 4.0  # one nudge is a small sample of the noise, so this many of it are allowed
 MOST_TOLERANCE = 0.2  # of a measured floor: beyond it a wrong style could pass
-
+BESIDE = "what is kept beside the K/V (an indexer's keys, a mixer's projections)"
 
 
 def rotary_styles(model: nn.Module, digest: str = "") -> tuple[type[RotaryStyle], ...]:
@@ -104,11 +104,10 @@ def _calibrate(model: nn.Module) -> tuple[type[RotaryStyle], ...]:
     refuse_other_states(model)
     probe = _Probe.of(model)
     styles = [plugins.load("rotary", name) for name in plugins.describe("rotary")]
-    candidates = [*styles, *map(in_values, styles)]
-    found = tuple(_style_of(probe, index, candidates) for index in range(len(probe.here.layers)))
+    found = tuple(_style_of(probe, index, styles) for index in range(len(probe.here.layers)))
     first = probe.here.layers[0]
     if first:
-        _refuse_counted_positions(probe, 1 - found[0].slot if len(first) == 2 else -1)
+        _refuse_counted_positions(probe, 1 - found[0].slot if len(first) > 1 else -1)
     return found
 
 
@@ -124,22 +123,31 @@ def _refuse_counted_positions(probe: _Probe, slot: int) -> None:
         )
 
 
-def _style_of(probe: _Probe, index: int, candidates: list[type[RotaryStyle]]) -> type[RotaryStyle]:
-    states, there = probe.here.layers[index], probe.there.layers[index]
-    if len(states) != 2:
+def _style_of(probe: _Probe, index: int, styles: list[type[RotaryStyle]]) -> type[RotaryStyle]:
+    states = probe.here.layers[index]
+    if len(states) == 1:
         _refuse_moving_projections(probe, index)
     if len(states) < 2:
         return plugins.load("rotary", "unrotated")
-    pair, there_pair = (states[0], states[1]), (there[0], there[1])
+    own = _nearest(probe, index, slice(0, 2), [*styles, *map(in_values, styles)])
+    if len(states) < 3:
+        return own
+    return with_style_beside(own, _nearest(probe, index, slice(2, 3), [*styles, *map(at_the_end, styles)]))
+
+
+def _nearest(probe: _Probe, index: int, part: slice, candidates: list[type[RotaryStyle]]) -> type[RotaryStyle]:
+    """The style that takes a part of what a layer keeps from one place to the other."""
+    states, there = probe.here.layers[index][part], probe.there.layers[index][part]
     tables = probe.here.tables[index], probe.there.tables[index]
-    errors = {style: _error(style, pair, there_pair, *tables) for style in candidates}
-    ones = torch.ones(1, pair[0].shape[-1])
+    errors = {style: _error(style, states, there, *tables) for style in candidates}
+    ones = torch.ones(1, states[0].shape[-1])
     best = min(errors, key=lambda style: (errors[style], style.pairs(ones).shape[-1]))  # of equals what turns least
     tolerance = probe.tolerance(index, errors[best])
     if errors[best] > tolerance:
         raise UnsupportedModelError(
-            f"layer {index} of {type(probe.model).__name__} cannot be moved: the K/V of the same tokens at two "
-            f"places differ by {errors[best]:.2g} of their size after the nearest rotary style ({best.__name__}), "
+            f"layer {index} of {type(probe.model).__name__} cannot be moved: {BESIDE if part.start else 'the K/V'} of "
+            f"the same tokens at two places differ by {errors[best]:.2g} of their size after the nearest rotary style "
+            f"({best.__name__}), "
             f"where {tolerance:g} is allowed. {_cause(tables[0])} Use full prefill for this model."
         )
     return best
@@ -168,12 +176,12 @@ def _cause(table: Table | None) -> str:
 
 def _error(
     style: type[RotaryStyle],
-    states: tuple[Tensor, Tensor],
-    wanted: tuple[Tensor, Tensor],
+    states: tuple[Tensor, ...],
+    wanted: tuple[Tensor, ...],
     old: Table | None,
     new: Table | None,
 ) -> float:
-    """How far a style is from taking (K, V) of one place to those of another; the worse of the two tensors."""
+    """How far a style is from taking the states of one place to those of another; the worse of several tensors."""
     turning, moved = style.slot, [part.clone() for part in states]
     if old is not None and new is not None:
         device = states[turning].device  # of the layer; the model may make its tables on another

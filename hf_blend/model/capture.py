@@ -120,19 +120,22 @@ def capture_forward(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[Cap
 def _captured(
     model: nn.Module, cache: Any, tokens: int, tables: dict[int, Table | None], passes: dict[int, MixerPass]
 ) -> Capture:
-    indices = range(len(decoder_layers(model)))
-    kept = tuple(_states(model, cache, index, tokens, passes.get(index)) for index in indices)
+    indices, stock = range(len(decoder_layers(model))), dict(enumerate(stock_layers(text_config(model))))
+    kept = tuple(_states(model, cache, index, tokens, passes.get(index), stock.get(index)) for index in indices)
     return Capture(kept, tuple(tables.get(index) for index in indices))
 
 
-def _states(model: nn.Module, cache: Any, index: int, tokens: int, mixer: MixerPass | None) -> tuple[Tensor, ...]:
-    """What is kept of a layer, as in `Capture.layers`."""
-    stock = dict(enumerate(stock_layers(text_config(model)))).get(index)
+def _states(
+    model: nn.Module, cache: Any, index: int, tokens: int, mixer: MixerPass | None, stock: Any
+) -> tuple[Tensor, ...]:
+    """What is kept of a layer, as in `Capture.layers`; `stock` is the cache layer that transformers makes for it."""
     if keeps_nothing(stock):
         return ()
     has_keys = mixer is None or hasattr(stock, "keys")
     states = _cached(model, cache, index, tokens) if has_keys else ()
-    return states if mixer is None else (*states, mixer.states[:, None])  # type: ignore[index]
+    index_keys = getattr(cache.layers[index], "indexer_keys", None)
+    beside = index_keys if mixer is None else mixer.states
+    return states if beside is None else (*states, beside[:, None])
 
 
 @contextmanager

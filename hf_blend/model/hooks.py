@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -129,6 +130,8 @@ class Entry:
     def _model_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         guest = None if self._is_inside else self._own(args, kwargs)
         if guest is not None and kwargs is not None:
+            if torch.compiler.is_compiling():
+                _refuse_compiled()
             if self._after:
                 guest.forward_ends(failed=True)  # the last forward was interrupted in a way that no hook sees
                 self.watch_model()
@@ -168,6 +171,15 @@ class Entry:
         guest = self._guest()
         given = (*args, *(kwargs or {}).values())
         return guest if guest is not None and any(value is guest for value in given) else None
+
+
+@torch.compiler.disable
+def _refuse_compiled() -> None:
+    raise ConfigError(
+        "the prefill came from compiled code, which this cache cannot enter, but only decoding steps are expected to "
+        "be compiled. Call the model itself for the prompt; with generate leave prefill_chunk_size out, or pass "
+        "disable_compile=True."
+    )
 
 
 def _entry_of_nobody() -> Entry:

@@ -20,24 +20,24 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..config import BlendConfig
 from ..errors import UnsupportedModelError
-from ..model.anatomy import KnownRows, LayerCall
+from ..model.anatomy import KnownRows, LayerCall, has_indexer
 from ..model.attention import Detour, Glance, Reached
 from ..model.masks import looks_ahead
 from ..model.mixer import Mixer
-from ..rotary.tables import rotary_table
+from ..rotary.tables import Table, rotary_table
 from ..selectors.attention import Attention
 from ..selectors.base import KV
 from .choice import Chooser
+from .context import PrefillContext
 from .correcting import Repair
 from .mixers import MixerRows, at_layers_that_keep, keeps_keys, keeps_states, side_by_side
 from .places import PastTokens
-from .plan import Plan, Slot
+from .plan import Slot
 from .probing import Listener, sight
-from .realign import Realigner
 from .report import BlendReport, Work
 from .row_masks import RowMasks
 from .rows import Rows
@@ -52,48 +52,26 @@ class Fusor:
     """State of one forward; made when it begins, gone when it ends."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        layers: Sequence[Any],
-        plan: Plan,
-        past: int,
-        config: BlendConfig,
-        chooser: Chooser,
-        realigner: Realigner,
-        repair: Repair,
-        report: BlendReport,
-        wanted_rows: int,
-        listener: Listener | None = None,
-        beyond_text: bool = False,
-        mixers: Sequence[Mixer | None] = (),
+        self, context: PrefillContext, chooser: Chooser, repair: Repair, listener: Listener | None = None
     ) -> None:
         """Prepare a forward.
 
         Args:
-            model: the model that runs.
-            layers: the cache's layers, holding `past` tokens each.
-            plan: which of the new tokens have stored KV.
-            past: tokens in the cache.
-            config: ratios and check layers.
+            context: of the forward.
             chooser: chooses the tokens.
-            realigner: lays stored KV.
             repair: corrects what is not recomputed.
-            report: is told what was computed.
-            wanted_rows: how many of the last rows the caller wants an output for.
             listener: is given every layer's attention.
-            beyond_text: the forward brings more than text. Then too nothing stored is believed unseen, chunks whose
-                tokens see those behind them are computed, and the decoder finds every row between its layers.
-            mixers: of the model, by layer; empty where no layer has one.
         """
-        self._model, self._layers, self._plan, self._past = model, layers, plan, past
+        plan, layers, past = context.plan, context.layers, context.past
+        self._model, self._layers, self._plan, self._past = context.model, layers, plan, past
         self._chooser: Any = chooser  # None: nothing is chosen
-        self._realigner, self._report = realigner, report
-        self._wanted_rows, self._repair = min(wanted_rows, plan.real.shape[1]), repair
-        self._beyond_text = beyond_text
+        self._realigner, self._report = context.realigner, context.report
+        self._wanted_rows, self._repair = min(context.wanted_rows, plan.real.shape[1]), repair
+        self._beyond_text = context.beyond_text
         self._tokens = plan.real.shape[1]
         self._padded = min(plan.counts) < self._tokens
-        self._schedule(chooser, config, mixers)
-        self._masks = RowMasks(model, layers, past, self._tokens)
+        self._schedule(chooser, context.config, context.mixers)
+        self._masks = RowMasks(context.model, layers, past, self._tokens)
         self._exact, self._reusable = plan.where(exact=True), plan.where(exact=False)
         self._end = self._tokens - self._wanted_rows  # an output is expected from here on
         self._exact[:, self._end :] = self._reusable[:, self._end :] = False
@@ -106,7 +84,9 @@ class Fusor:
         self._padding: dict[torch.device, Tensor] = {}
         self._rows: Rows | None = None  # None: all tokens, as the model passes them
         self._opened: dict[int, KV] = {}
-        devices = {*getattr(model, "hf_device_map", {}).values()}
+        self._whole_table: Table | None = None  # of all tokens, past and new, where a layer needs it
+        self._indexed: dict[int, Tensor] = {}  # the new tokens' indexer keys, `[batch, tokens, width]`
+        devices = {*getattr(context.model, "hf_device_map", {}).values()}
         self._opens_several = len(devices) < 2  # several layers at once, until one proves to be unlike its neighbour
         self._settled = 0  # the layers before this one are done
         self._used: set[int] = set()  # the layers that handed over K and V; others may be opened with them
@@ -152,7 +132,7 @@ class Fusor:
         twin._report, twin._listener, twin._is_shared = BlendReport(_costs=self._report._costs), listener, shared
         twin._first_ratio, twin._ratios, twin._chooser = 0.0, {}, None
         twin._chosen_counts, twin._has_chosen, twin._rows = None, True, None
-        twin._opened, twin._ahead, twin._used, twin._settled = {}, {}, set(), 0
+        twin._opened, twin._indexed, twin._ahead, twin._used, twin._settled = {}, {}, {}, set(), 0
         self._mixers.pause()  # its layer may be the one that this forward is in
         twin._mixers, twin._projections, twin._unseen = self._mixers.anew(), {}, set()
         twin._known_rows, twin._detour, twin._glance, twin._is_looking = KnownRows(), None, None, False
@@ -189,7 +169,7 @@ class Fusor:
             The same call, changed.
         """
         self._settle(index)
-        table = rotary_table(call.arguments, call.layer)
+        table = self._own_table(index, call)
         if self._chooser is None:  # a probe: the forward knows the tables of the layers that it has reached
             self._realigner.learn_again(index, table)
         self._realigner.learn(index, table)
@@ -262,9 +242,31 @@ class Fusor:
             self._detour.open()
         return self._layers[index].keys, self._layers[index].values
 
+    def update_indexer(self, index: int, keys: Tensor) -> Tensor:
+        """Take the indexer's keys of the rows that flow, and give back those of all tokens.
+
+        Args:
+            index: which layer.
+            keys: `[batch, rows, width]`, rotated for the rows' positions.
+
+        Returns:
+            Of every token, past and new, `[batch, tokens, width]`: fresh for the rows, stored for the others.
+        """
+        if index not in self._indexed:
+            self._indexed[index] = self._layers[index].open_indexer(self._tokens, keys)
+            self._realigner.lay_projections(index, self._stored_slots(), self._indexed[index][:, None])
+        if self._rows is None:
+            self._indexed[index].copy_(keys)
+        else:
+            self._rows.write_states(self._indexed[index][:, None], keys[:, None])
+        if self._is_looking:
+            self._reach("indexer")
+        return self._layers[index].indexer_keys
+
     def end(self) -> None:
         """Leave no trace in the model's config, also after a failure, and no more in the cache than stays."""
         self.close_doors()
+        self._realigner.close()
         self._settle(len(self._layers))
         replaced = len(self._plan.replaced)
         self._report.planned(computed_chunks=replaced, loaded_chunks=-replaced)
@@ -283,6 +285,7 @@ class Fusor:
             return
         for done in range(self._settled, index):
             self._projections.pop(done, None)
+            self._indexed.pop(done, None)
             if self._opened.pop(done, None) is not None:
                 self._layers[done].settle()
         self._settled = max(self._settled, index)
@@ -292,6 +295,8 @@ class Fusor:
         device = call.hidden.device
         self._plan.real, self._exact = self._plan.real.to(device), self._exact.to(device)
         self._reusable = self._reusable.to(device)
+        if self._plan.partial is None:
+            self._realigner.ahead(range(1), device)
         if self._beyond_text:
             self._drop_what_looks_ahead(call.arguments.get(call.mask_name))
             self._look(0, call)
@@ -333,13 +338,13 @@ class Fusor:
         self._used.add(index)
         if index in self._opened and self._is_ready(index, keys):
             return
-        slots = [] if self._rows is None else [slot for slot in self._plan.slots if slot.exact or self._is_narrowed]
-        partial = self._plan.partial
+        slots, partial = self._stored_slots(), self._plan.partial
         if index in self._opened:  # written ahead as another layer's table says
             self._realigner.lay(index, slots, *self._opened[index])
             return
         several = self._opens_several and partial is None and not keys.requires_grad
         if several and self._open_several(index, keys, values, slots):
+            self._bring_next(index, keys.device)
             return
         self._opened[index] = opened = self._layers[index].open(self._tokens, keys, values)
         self._ahead[index] = index
@@ -347,6 +352,29 @@ class Fusor:
         if partial is not None and partial.is_open(index):
             slots = partial.lay_probes(index, slots, self._realigner, opened)
         self._realigner.lay(index, slots, *opened)
+        self._bring_next(index, keys.device)
+
+    def _bring_next(self, index: int, device: torch.device) -> None:
+        """Bring what is stored of the layers behind those that were written to the device, while these compute."""
+        if device.type == "cpu" or self._plan.partial is not None:
+            return
+        following = [one for one in self._with_keys if one > index and one not in self._opened]
+        if not following:
+            return
+        first, is_narrowed = following[0], self._is_narrowed or index in self._ratios
+        checks = [] if is_narrowed else [one for one in self._ratios if one >= first]
+        group = range(first, first + 1)
+        if first not in checks and self._opens_several:
+            group = self._realigner.together(first, self._plan.slots, min(checks, default=self._last), device)
+        self._realigner.ahead(group, device)
+
+    def _own_table(self, index: int, call: LayerCall) -> Table | None:
+        """The rotary table of the new tokens; a layer whose indexer rotates stored keys has those before them too."""
+        table, self._whole_table = rotary_table(call.arguments, call.layer), None
+        if table is None or not has_indexer(self._layers[index]) or not self._realigner.is_unrotated_beside(index):
+            return table
+        self._whole_table = table
+        return table[0][:, -self._tokens :], table[1][:, -self._tokens :]
 
     def _is_heard(self, index: int) -> bool:
         """Whether the listener takes the attention of a layer, if it has any."""
@@ -363,10 +391,12 @@ class Fusor:
     def _open_projections(self, index: int, states: Tensor) -> Tensor:
         """Lay what is stored of a mixer's projections into `[batch, tokens, width]` of zeros."""
         self._projections[index] = states[:, None]
-        if self._rows is not None:
-            slots = [slot for slot in self._plan.slots if slot.exact or self._is_narrowed]
-            self._realigner.lay_projections(index, slots, self._projections[index])
+        self._realigner.lay_projections(index, self._stored_slots(), self._projections[index])
         return states
+
+    def _stored_slots(self) -> list[Slot]:
+        """The chunks of which something stored stands in, now: none where all rows flow."""
+        return [] if self._rows is None else [slot for slot in self._plan.slots if slot.exact or self._is_narrowed]
 
     def _projected(self, index: int) -> None:
         """All that is stored of a layer's mixer has been computed for the rows that flow."""
@@ -510,14 +540,23 @@ class Fusor:
 
     def _parts(self, index: int) -> set[str]:
         """What a layer keeps of each token."""
-        has = {"keys": keeps_keys(self._layers[index]), "projections": self._mixers[index] is not None}
+        has = {
+            "keys": keeps_keys(self._layers[index]),
+            "projections": self._mixers[index] is not None,
+            "indexer": has_indexer(self._layers[index]) and self._realigner.has_beside(index),
+        }
         return {part for part, is_kept in has.items() if is_kept}
 
     def _pass_on(self, layer: int, call: LayerCall, model_mask: Any, rows: Rows) -> None:
         """Give a layer's mixer and its attention what they need to know of the rows."""
+        if self._whole_table is not None:
+            table = tuple(rows.behind(part, self._tokens) for part in self._whole_table)
+            call.arguments["position_embeddings"] = table
         self._mixers.take(call, rows)
         is_mixer_only = self._mixers[layer] is not None and not keeps_keys(self._layers[layer])
         self._detour = None if is_mixer_only else self._masks.give(layer, call, model_mask, rows)
+        if has_indexer(self._layers[layer]):  # its attention hides more than the mask does, by the stock way alone
+            self._detour = None
         if self._detour is not None and not keeps_keys(self._layers[layer]):
             self._detour.open()  # it looks at the K and V of another layer, and hands over none of its own
 

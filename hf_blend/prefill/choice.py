@@ -16,9 +16,7 @@ from ..errors import PromptError
 from ..model.capture import Capture, capture, capture_forward
 from ..selectors.attention import Attention
 from ..selectors.base import KV, Hear, Selector, TokenView
-from .plan import Plan
-from .realign import Realigner
-from .report import BlendReport
+from .context import PrefillContext
 from .rows import Rows, highest
 
 
@@ -61,10 +59,7 @@ class Chooser:
     def __init__(
         self,
         selector: Selector,
-        plan: Plan,
-        past: int,
-        realigner: Realigner,
-        report: BlendReport,
+        context: PrefillContext,
         truth: Callable[[], Capture],
         probe: Callable[[Hear, Sequence[int], Tensor | None], None],
     ) -> None:
@@ -72,15 +67,12 @@ class Chooser:
 
         Args:
             selector: scores tokens.
-            plan: which of the new tokens have stored KV.
-            past: tokens in the cache before these.
-            realigner: lays stored KV beside the fresh.
-            report: is told what was chosen, and how long it took.
+            context: of the forward; its realigner lays stored KV beside the fresh.
             truth: computes K, V and rotary tables of every layer for all tokens by a full prefill; for research.
             probe: runs the question alone over what is stored, see `TokenView`.
         """
-        self._selector, self._plan, self._past = selector, plan, past
-        self._realigner, self._report, self._truth = realigner, report, truth
+        self._selector, self._plan, self._past = selector, context.plan, context.past
+        self._realigner, self._report, self._truth = context.realigner, context.report, truth
         self._probe = probe
         self._table: tuple[int, Tensor] | None = None
         self._first_scores: Tensor | None = None

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..config import BlendConfig
 from ..model.anatomy import text_config
 from ..model.canary import compute_chunk, is_of_model
+from ..model.modality import placeholder_ids
 from ..prompt.pieces import Span
 from ..rotary.regime import frequency_regime
 from ..store import ChunkStore
@@ -211,11 +212,10 @@ class Planner:
         fingerprint: str,
         sink_ids: tuple[int, ...],
         least_ratio: float = 0.0,
-        placeholders: frozenset[int] = frozenset(),
         tokenizer: str = "",
     ) -> None:
         self._tokenizer = tokenizer  # digest of the one that made the prompt's ids; stored with what is computed
-        self._placeholders = placeholders  # no chunk that holds one is looked up, or computed alone
+        self._placeholders = placeholder_ids(model.config)  # no chunk that holds one is looked up, or computed alone
         self._least_ratio = least_ratio  # what a controller may raise
         self._model, self._store, self._fingerprint, self._sink_ids = model, store, fingerprint, sink_ids
         self._fetched: dict[ChunkKey, ChunkKV] = {}

@@ -84,11 +84,20 @@ def sight(
         mask = given.get("attention_mask", mask)
         is_plain = isinstance(mask, Tensor) and mask.dim() == 4 and not getattr(mask, "is_causal", False)
         plain = mask if is_plain else None
+        if given.get("indices") is not None:
+            plain = _indexed(mask, given["indices"], key.shape[2])
         scaling = given.get("scaling") or getattr(module, "scaling", None) or query.shape[-1] ** -0.5
         past = key.shape[2] - tokens
         return take(Attention(query, key, value, columns, past, plain, scaling, given.get("softcap"), charge))
 
     return attend
+
+
+def _indexed(mask: Tensor, indices: Tensor, keys: int) -> Tensor:
+    """A mask, boolean or additive, that hides all but the keys that an indexer chose, `[batch, rows, chosen]`."""
+    chosen = torch.zeros((*indices.shape[:2], keys), dtype=torch.bool, device=indices.device)
+    chosen = chosen.scatter_(-1, indices.long(), True)[:, None]
+    return mask & chosen if mask.dtype == torch.bool else mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
 
 
 @torch.no_grad()

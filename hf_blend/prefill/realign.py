@@ -9,7 +9,7 @@ a layer costs the host the same few kernels, however many chunks there are; smal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 
 import torch
@@ -18,6 +18,8 @@ from torch import Tensor
 from ..rotary.base import RotaryStyle, compose
 from ..rotary.tables import Table
 from ..store.chunk import StackedLayers
+from ..store.stream import StreamedLayers
+from .copies import Copies
 from .plan import Slot
 from .report import BlendReport
 
@@ -126,9 +128,7 @@ class Placement:
 class Realigner:
     """Writes stored chunks into a layer's buffers. A rotation is composed once per rotary table and kept."""
 
-    def __init__(
-        self, styles: Sequence[type[RotaryStyle]], report: BlendReport, slots: Sequence[Slot] = ()
-    ) -> None:
+    def __init__(self, styles: Sequence[type[RotaryStyle]], report: BlendReport, slots: Sequence[Slot] = ()) -> None:
         """Prepare for one forward.
 
         Args:
@@ -145,6 +145,7 @@ class Realigner:
         self._tables: dict[int, Table | None] = {}
         self._alike: dict[int, Table] = {}  # id of a table → the same one, made earlier
         self._kept: list[Table] = []
+        self._copies = Copies()
 
     @property
     def num_layers(self) -> int:
@@ -197,6 +198,38 @@ class Realigner:
             stop += 1
         return range(layer, stop)
 
+    def ahead(self, layers: range, device: torch.device) -> None:
+        """Begin to bring the stored K and V of some layers to a device, of all chunks; on a CPU nothing.
+
+        Args:
+            layers: as they will be written, see `together`.
+            device: of the buffers.
+        """
+        if self._all and device.type != "cpu":
+            for which in (0, 1):
+                self._copies.ahead((layers.start, layers.stop, which), device, partial(self._held, layers, which))
+
+    def close(self) -> None:
+        """Bring nothing more."""
+        self._copies.close()
+
+    def _held(self, layers: range, which: int) -> list[Tensor] | None:
+        """`Placement.parts` of all chunks for another thread; None where a layer has to be computed to be had."""
+        found = []
+        for slot in self._all:
+            held = slot.chunk.layers
+            if type(held) is StackedLayers:
+                states = (held.values if which else held.keys)[layers.start : layers.stop]
+            elif isinstance(held, tuple | StreamedLayers) and len(layers) == 1:
+                pair = held.peek(layers.start) if isinstance(held, StreamedLayers) else held[layers.start]
+                if pair is None or len(pair) < 2:
+                    return None
+                states = pair[which][None]
+            else:
+                return None
+            found.append(states if slot.is_whole else states[:, :, slot.inside])
+        return found
+
     def is_alike(self, layer: int, first: int) -> bool:
         """Whether a layer that was written with the first of its group is rotated by the same table."""
         own, table = self._tables.get(layer), self._tables.get(first)
@@ -221,19 +254,19 @@ class Realigner:
             return
         started = time.perf_counter()
         placed, style = self._placed(slots, states.device), self._styles[layer]
-        turn = self._turn(layer, placed) if which == style.slot else None
+        turn = self._turn(layer, placed, style) if which == style.slot else None
         states = states if states.dim() == 5 else states[None]
         parts = self._parts(placed, range(layer, layer + states.shape[0]), which, states.device)
         if turn is None:
             placed.write_parts(states, parts)
         elif placed.is_run and not states.requires_grad:
-            _rotated(style, parts, turn, states.device, states[:, placed.row, :, placed.columns])
+            _rotated(style, turn, parts, states.device, states[:, placed.row, :, placed.columns])
         else:
-            placed.write(states, _rotated(style, parts, turn, states.device))
+            placed.write(states, _rotated(style, turn, parts, states.device))
         self._report.realign_ms += 1e3 * (time.perf_counter() - started)
 
     def lay_projections(self, layer: int, slots: Sequence[Slot], states: Tensor) -> None:
-        """Write what is stored of a layer's mixer to its columns; it carries no position.
+        """Write what is stored beside K and V to its columns: a mixer's projections, or an indexer's keys, moved.
 
         Args:
             layer: which layer.
@@ -242,7 +275,11 @@ class Realigner:
         """
         if slots:
             placed = self._placed(slots, states.device)
-            placed.write_parts(states[None], placed.parts(range(layer, layer + 1), -1))
+            parts, turn = placed.parts(range(layer, layer + 1), -1), self._turn_beside(layer, placed)
+            if turn is None:
+                placed.write_parts(states[None], parts)
+            else:
+                placed.write(states[None], _rotated(*turn, parts, states.device))
 
     def moved(self, layer: int, slot: Slot, *states: Tensor) -> tuple[Tensor, ...]:
         """A chunk's stored K and V as they would be written; of a layer with a mixer alone its projections.
@@ -260,9 +297,7 @@ class Realigner:
         return tuple(one.to(like.dtype) for one, like in zip(found, states, strict=True))
 
     @torch.no_grad()
-    def mismatches(
-        self, layer: int, slots: Sequence[Slot], *computed: Tensor, of_mixer: bool = False
-    ) -> list[float]:
+    def mismatches(self, layer: int, slots: Sequence[Slot], *computed: Tensor, of_mixer: bool = False) -> list[float]:
         """How far the stored K and V of some chunks are from those that were computed in this prompt.
 
         One token that stands for an image is seen among hundreds of text.
@@ -284,7 +319,7 @@ class Realigner:
         total = sum(slot.tokens for slot in slots)
         number = torch.arange(count, device=device).repeat_interleave(lengths, output_size=total)
         worst = torch.zeros(count, device=device)
-        kept = self._projections(layer, placed, device) if of_mixer else self._gathered(layer, placed, device)
+        kept = (self._beside(layer, placed, device),) if of_mixer else self._gathered(layer, placed, device)
         for states, stored in zip(computed, kept, strict=True):
             fresh = placed.read(states).float()
             error, size = torch.stack((fresh - stored.float(), fresh)).square_().sum(dim=(1, 3))
@@ -306,12 +341,21 @@ class Realigner:
         Returns:
             New keys, rotated for this prompt.
         """
-        turn = self._turn(layer, self._placed([slot], keys.device))
+        turn = self._turn(layer, self._placed([slot], keys.device), self._styles[layer])
         if turn is None:
             return keys
         out = torch.empty_like(keys)
         self._styles[layer].move(keys, (turn[0][tokens], turn[1][tokens]), out=out)
         return out
+
+    def has_beside(self, layer: int) -> bool:
+        """Whether a layer stores something beside K and V."""
+        return self._styles[layer].beside is not None
+
+    def is_unrotated_beside(self, layer: int) -> bool:
+        """Whether a layer stores something beside K and V that carries no position."""
+        beside = self._styles[layer].beside
+        return beside is not None and not beside.turns
 
     def turns_keys(self, layer: int) -> bool:
         """Whether a layer rotates its keys, or nothing; not what is in the place of values."""
@@ -343,36 +387,46 @@ class Realigner:
             self._placements[place] = Placement.of(slots, device)  # keeps the slots, so their ids are not used again
         return self._placements[place]
 
-    @staticmethod
-    def _projections(layer: int, placed: Placement, device: torch.device) -> tuple[Tensor]:
-        """What is stored of a layer's mixer of all tokens of some chunks, `[1, tokens, width]`."""
-        return (_cat(placed.parts(range(layer, layer + 1), -1), device)[0],)
+    def _beside(self, layer: int, placed: Placement, device: torch.device) -> Tensor:
+        """What is stored beside K and V of all tokens of some chunks, `[1, tokens, width]`, moved if it turns."""
+        parts, turn = placed.parts(range(layer, layer + 1), -1), self._turn_beside(layer, placed)
+        return (_cat(parts, device) if turn is None else _rotated(*turn, parts, device))[0]
+
+    def _turn_beside(self, layer: int, placed: Placement) -> tuple[type[RotaryStyle], KV] | None:
+        """The style and rotation of what is stored beside some chunks' K and V; None where it does not turn."""
+        style = self._styles[layer].beside
+        if style is None or not style.turns:
+            return None
+        turn = self._turn(layer, placed, style)
+        return None if turn is None else (style, turn)
 
     def _gathered(self, layer: int, placed: Placement, device: torch.device) -> tuple[Tensor, ...]:
         """K and V of all tokens of some chunks, `[heads, tokens, width]` each, rotated for this prompt."""
         if len(placed.slots[0].chunk.layers[layer]) == 1:
-            return self._projections(layer, placed, device)
-        style, turn = self._styles[layer], self._turn(layer, placed)
-        found = []
+            return (self._beside(layer, placed, device),)
+        style, found = self._styles[layer], []
+        turn = self._turn(layer, placed, style)
         for which in (0, 1):
             parts = self._parts(placed, range(layer, layer + 1), which, device)
-            plain = turn is None or which != style.slot
-            found.append((_cat(parts, device) if plain else _rotated(style, parts, turn, device))[0])
+            if turn is None or which != style.slot:
+                found.append(_cat(parts, device)[0])
+            else:
+                found.append(_rotated(style, turn, parts, device)[0])
         return found[0], found[1]
 
-    def _turn(self, layer: int, placed: Placement) -> KV | None:
+    def _turn(self, layer: int, placed: Placement, style: type[RotaryStyle]) -> KV | None:
         """The rotation of some chunks' keys in a layer, `[tokens, pairs]` each; None where the layer has none."""
         table, number = self._tables.get(layer), placed.slots[0].chunk.layer_table[layer]
         if table is None or number < 0:
             return None
-        place = (id(placed), number, id(table[0]), self._styles[layer])
+        place = (id(placed), number, id(table[0]), style)
         if place not in self._turns:
             whole = self._placed(self._all, table[0].device) if self._all else placed
             part = self._part(placed)
             if part is None or whole is placed:
-                self._turns[place] = self._composed(layer, placed, table)
+                self._turns[place] = self._composed(layer, placed, table, style)
             else:
-                cos, sin = self._turn(layer, whole)  # type: ignore[misc]
+                cos, sin = self._turn(layer, whole, style)  # type: ignore[misc]
                 self._turns[place] = cos[part], sin[part]
         return self._turns[place]
 
@@ -385,11 +439,13 @@ class Realigner:
 
     def _parts(self, placed: Placement, layers: range, which: int, device: torch.device) -> list[Tensor]:
         """`Placement.parts`; of one tensor for all chunks and layers, where that is small."""
-        whole = self._whole(which, device) if which >= 0 else None
-        part = None if whole is None else self._part(placed)
-        if whole is None or part is None:
+        part = self._part(placed) if which >= 0 and self._all else None
+        if part is None:
             return placed.parts(layers, which)
-        return [whole[layers.start : layers.stop, :, part]]
+        if (whole := self._whole(which, device)) is not None:
+            return [whole[layers.start : layers.stop, :, part]]
+        brought = self._copies.take((layers.start, layers.stop, which), device)
+        return placed.parts(layers, which) if brought is None else [brought[:, :, part]]
 
     def _whole(self, which: int, device: torch.device) -> Tensor | None:
         """K (0) or V (1) of all layers of all chunks side by side, `[layers, heads, tokens, width]`."""
@@ -402,18 +458,18 @@ class Realigner:
             self._wholes[place] = _cat(parts, parts[0].device).to(device) if parts else None
         return self._wholes[place]
 
-    def _composed(self, layer: int, placed: Placement, table: Table) -> KV:
+    def _composed(self, layer: int, placed: Placement, table: Table, style: type[RotaryStyle]) -> KV:
         new = (placed.take(table[0]), placed.take(table[1]))
         parts = [slot.table(slot.chunk.layer_table[layer]) for slot in placed.slots]
         old = tuple(torch.cat([part[which].to(new[0].device) for part in parts]) for which in (0, 1))
-        return compose(self._styles[layer], (old[0], old[1]), new)
+        return compose(style, (old[0], old[1]), new)
 
 
 def _rotated(
-    style: type[RotaryStyle], parts: Sequence[Tensor], turn: KV | None, device: torch.device, out: Tensor | None = None
+    style: type[RotaryStyle], turn: KV, parts: Sequence[Tensor], device: torch.device, out: Tensor | None = None
 ) -> Tensor:
     """Rotate states `[layers, heads, tokens of one chunk, width]` side by side."""
-    states, (cos, sin) = _cat(parts, device), turn  # type: ignore[misc]
+    states, (cos, sin) = _cat(parts, device), turn
     out = torch.empty_like(states) if out is None else out
     style.move(states, (cos.to(device), sin.to(device)), out=out)
     return out

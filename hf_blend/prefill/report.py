@@ -129,6 +129,11 @@ class BlendReport:
         return [[column for row in rows for column in row] for rows in zip(*parts, strict=True)]
 
     @property
+    def reused_tokens(self) -> int:
+        """Tokens whose stored KV was used as it is; asks the device once."""
+        return self.exact_tokens + self.reusable_tokens - sum(map(len, self.chosen_columns))
+
+    @property
     def flops(self) -> float:
         """FLOPs of the decoder spent here, on all tokens, and of choosing and correcting."""
         return sum(self._spent(work, work.real) for work in self._work) + self.scoring_flops

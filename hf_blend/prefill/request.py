@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a cache knows of the prompt that is coming, and which part of it a forward brings."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,6 +143,23 @@ def real_tokens(arguments: dict[str, Any]) -> int:
     if isinstance(mask, Tensor) and mask.dim() == 2:
         return int(mask[:, -tokens:].sum())
     return int(given.shape[0]) * tokens
+
+
+def with_plain_mask(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a forward with the mask of its columns, where transformers made one of rows and columns of it.
+
+    Args:
+        arguments: of the model's forward, by name; the last row of a mask made for a cache sees all but padding.
+
+    Returns:
+        The same, with `attention_mask` `[batch, columns]`, or None where none is needed.
+    """
+    mask = arguments.get("attention_mask")
+    if isinstance(mask, Mapping) and len(mask) == 1:
+        (mask,) = mask.values()
+    if isinstance(mask, Tensor) and mask.dim() == 4:
+        mask = mask[:, 0, -1] if mask.dtype == torch.bool else mask[:, 0, -1] == 0
+    return {**arguments, "attention_mask": mask}
 
 
 def why_plain(arguments: dict[str, Any], config: Any) -> str:

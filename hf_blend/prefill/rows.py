@@ -125,6 +125,19 @@ class Rows:
             self._moved[device] = (self.columns[0] if self.columns.shape[0] == 1 else self.columns).to(device)
         return self._moved[device]
 
+    def behind(self, table: Tensor, tokens: int) -> Tensor:
+        """A table of all tokens, and behind these the rows' own part of it: some layers look for theirs at the end.
+
+        Args:
+            table: `[batch or 1, past + tokens, width]`.
+            tokens: how many new ones there are.
+
+        Returns:
+            `[batch, past + tokens + rows, width]`.
+        """
+        own = gather_rows(table[:, -tokens:], self.columns)
+        return torch.cat((table.expand(own.shape[0], -1, -1), own), dim=1)
+
     def spread(self, rows: Tensor, tokens: int) -> Tensor:
         """The rows `[…, batch, rows, width]` at their columns among `tokens`, 0 elsewhere."""
         whole = rows.new_zeros((*rows.shape[:-2], tokens, rows.shape[-1]))

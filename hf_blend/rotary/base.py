@@ -20,9 +20,13 @@ class RotaryStyle(ABC):
     """One way of pairing the dimensions of a key. Stateless: every method is a function of its arguments.
 
     `slot` says which of the two tensors that a layer hands to its cache turns: 0, the keys, for nearly all models.
+    `turns` is False for the one that leaves keys as they are. `beside` is the style of what a layer stores of each
+    token beside K and V, such as the keys of an indexer; None where there is nothing.
     """
 
     slot: ClassVar[int] = 0
+    turns: ClassVar[bool] = True
+    beside: "ClassVar[type[RotaryStyle] | None]" = None
 
     @staticmethod
     @abstractmethod
@@ -86,6 +90,37 @@ def in_values(style: type[RotaryStyle]) -> type[RotaryStyle]:
         A style with `slot` 1; the same class for the same argument.
     """
     return type(f"{style.__name__}InValues", (style,), {"slot": 1, "__doc__": style.__doc__})
+
+
+@cache
+def at_the_end(style: type[RotaryStyle]) -> type[RotaryStyle]:
+    """The same style for keys whose last dimensions turn, and not their first.
+
+    Args:
+        style: any style.
+
+    Returns:
+        A style; the same class for the same argument.
+    """
+
+    def split(keys: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
+        return style.split(keys[..., keys.shape[-1] - 2 * pairs :], pairs)
+
+    return type(f"{style.__name__}AtTheEnd", (style,), {"split": staticmethod(split), "__doc__": style.__doc__})
+
+
+@cache
+def with_style_beside(style: type[RotaryStyle], beside: type[RotaryStyle]) -> type[RotaryStyle]:
+    """The same style for a layer that stores something beside K and V, such as the keys of an indexer.
+
+    Args:
+        style: of the layer's K and V.
+        beside: of the other.
+
+    Returns:
+        A style with `beside`; the same class for the same arguments.
+    """
+    return type(style.__name__, (style,), {"beside": beside, "__doc__": style.__doc__})
 
 
 def compose(style: type[RotaryStyle], old: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

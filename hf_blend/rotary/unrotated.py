@@ -10,6 +10,8 @@ from .base import RotaryStyle
 class Unrotated(RotaryStyle):
     """No pair turns."""
 
+    turns = False
+
     @staticmethod
     def pairs(table: Tensor) -> Tensor:
         """Keep nothing of `[…, tokens, width]`."""

@@ -15,11 +15,12 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from ..errors import HfBlendError
+from ..prompt.detokenizer import Detokenizer
 from ..prompt.pieces import TextPrompt
 from .guard import Guard
 from .meters import Meters
 from .prompts import chat_prompt, text_prompt
-from .service import Busy, Detokenizer, Running, Service, ServiceError
+from .service import Busy, Running, Service, ServiceError
 from .wire import ChatRequest, CompletionRequest, Generation, answer_body, error_body, usage
 
 __all__ = ["make_app"]

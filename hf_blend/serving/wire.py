@@ -114,7 +114,7 @@ def usage(prompt_tokens: int, completion_tokens: int, prefilled: Prefilled | Non
     """
     report = None if prefilled is None else prefilled.report
     recomputed = 0 if report is None else sum(map(len, report.chosen_columns))
-    reused = 0 if report is None else report.reusable_tokens + report.exact_tokens - recomputed
+    reused = 0 if report is None else report.reused_tokens
     prefix = 0 if prefilled is None else prefilled.prefix_tokens
     prefix += prefilled.tokens if prefilled is not None and prefilled.how == "shared" else 0
     return {

@@ -23,8 +23,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..cache.blend_cache import BlendCache
+from ..cache.static_layer import refuse_static
 from ..errors import ConfigError, UnsupportedModelError
-from ..model.anatomy import decoder_layers
+from ..model.anatomy import decoder_layers, has_indexer, stock_layers, text_config
 from .config import SparseConfig
 from .session import SparseSession
 
@@ -58,7 +59,7 @@ def sparse_decoding(
 
     Raises:
         ConfigError: a setting is refused, or the cache is for another model.
-        UnsupportedModelError: no layer of the model attends to its whole context.
+        UnsupportedModelError: no layer of the model attends to its whole context, or an indexer chooses already.
     """
     if cache.model is not model:
         raise ConfigError(
@@ -66,6 +67,7 @@ def sparse_decoding(
             "model that it was made for."
         )
     refuse_offloaded(cache)
+    refuse_static(cache.config.max_tokens, "sparse_decoding")
     merged = SparseConfig(**{**vars(config or SparseConfig()), **settings})
     session = SparseSession(cache, merged, watch_mass)
     if not session.layers:
@@ -103,6 +105,11 @@ class Door:
     """
 
     def __init__(self, model: nn.Module, guest: Any) -> None:
+        if any(map(has_indexer, stock_layers(text_config(model)))):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} chooses by an indexer what its layers look at, and does so only in the stock "
+                "attention. Decode with it as it is."
+            )
         self._guest = guest
         self._configs = _attention_configs(model)
         self._before: list[str] = []

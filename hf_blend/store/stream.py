@@ -19,6 +19,7 @@ from .chunk import ChunkKV
 from .tiers.base import EntryFault
 
 KV = tuple[Tensor, ...]
+POLL_S = 0.05
 FAULTS = (EntryFault, OSError, MemoryError)
 
 
@@ -67,6 +68,27 @@ class StreamedLayers(Sequence[KV]):
             driver.synchronize(place)
         found = self._layers[place]
         return self._awaited(place) if found is None else found
+
+    def peek(self, place: int) -> KV | None:
+        """Wait for a layer that another thread reads; None if nobody does, or it was not read in time.
+
+        Args:
+            place: which layer.
+
+        Returns:
+            Its states as they were read; a fault is left to whoever asks for the layer itself.
+        """
+        with self._changed:
+            until_s = time.monotonic() + min(self._patience_s, self._budget_s)
+            while self._layers[place] is None and self._is_coming and time.monotonic() < until_s:
+                self._changed.wait(POLL_S)  # a driver that ends says nothing
+            return self._layers[place]
+
+    @property
+    def _is_coming(self) -> bool:
+        """Whether some thread still reads layers."""
+        is_sound = self._fault is None and self._instead is None
+        return is_sound and any(driver.is_running for driver in self.drivers)
 
     def fetch_kv(self, place: int, wait_s: float = -1) -> None:
         """Read a layer, unless it is there; a fault is kept for whoever needs the layer.

@@ -1,6 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Every model type of the installed transformers: blended, moved and extended exactly, or refused with a reason."""
+"""Every model type of the installed transformers: blended, moved and extended exactly, or refused with a reason.
+
+A type of which no tiny model can be built is neither: it is not judged, and counted apart.
+"""
 
 import re
 import time
@@ -16,7 +19,7 @@ from ..model.anatomy import text_config
 from ..model.calibrate import rotary_styles
 from ..store import ChunkStore
 from .ladder import FAILURES, Verdict, verify
-from .zoo import TINY, load_model, tiny_types
+from .zoo import NOT_JUDGED, TINY, load_model, tiny_types
 
 RUNGS = ("layer_0", "moved_chunk", "ratio_1", "ratio_1_batch", "all_but_one", "fused_ratio", "causality", "untouched")
 MOVE_RUNGS = ("whole_shift", "closed_hole")
@@ -40,8 +43,8 @@ def verify_types(
         `model` (its type); `supported`, `reason` and `max_abs_error` (of logits, float32) of blending; `move` for
         sequences whose tokens move and `extend` for Self-Extend, "exact" or the reason why it is refused, with
         `move_error` (of logits) and `extend_error` (a share of a layer's output); `rotary`, `window` and `seconds`.
-        What breaks in a way that nobody foresaw has a reason that begins with "crashed", and what is neither exact
-        nor refused one that begins with "wrong".
+        What breaks in a way that nobody foresaw has a reason that begins with "crashed", what is neither exact nor
+        refused one that begins with "wrong", and what there is no tiny model of one that begins with "not judged".
     """
     for model_type in tiny_types() if types is None else types:
         started = time.perf_counter()
@@ -52,6 +55,11 @@ def verify_types(
 def broken(row: dict[str, Any]) -> bool:
     """Whether a row says of anything that it crashed or is wrong without a refusal."""
     return any(str(row[name] or "").startswith(BROKEN) for name in ("reason", "move", "extend"))
+
+
+def judged(row: dict[str, Any]) -> bool:
+    """Whether there was a tiny model of a row's type to try, or its config told enough."""
+    return not str(row["reason"] or "").startswith(NOT_JUDGED)
 
 
 def _row(model_type: str, attention: tuple[str, ...]) -> dict[str, Any]:

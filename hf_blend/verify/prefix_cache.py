@@ -4,8 +4,9 @@
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
 
+from ..model.anatomy import full_cache
 from ..prompt.pieces import Prompt
 from .base import Outcome, Rung
 from .floor import device_of, distance, kv_of
@@ -28,11 +29,11 @@ class PrefixCache(Rung):
 def _error(subject: Subject, sink: tuple[int, ...]) -> float:
     prompt = Prompt(sink, subject.prompts[0].chunks[:1], subject.prompts[0].question)
     got = subject.blend([prompt], 0.0, sink_ids=sink)
-    stocks = [DynamicCache(), DynamicCache(config=subject.model.config)]
+    stocks = [full_cache(subject.model), DynamicCache(config=subject.model.config)]
     return min(_apart(got, _continued(subject, prompt, stock), stock) for stock in stocks)
 
 
-def _continued(subject: Subject, prompt: Prompt, stock: DynamicCache) -> Tensor:
+def _continued(subject: Subject, prompt: Prompt, stock: Cache) -> Tensor:
     """Fill a stock cache with sink and chunk, and continue it: the question's logits.
 
     A product of one row may round unlike that of many, so the sink's columns come from a forward of the sink alone, as
@@ -40,7 +41,7 @@ def _continued(subject: Subject, prompt: Prompt, stock: DynamicCache) -> Tensor:
     """
     _run(subject, prompt.prefix + prompt.chunks[0], stock)
     if prompt.prefix:
-        alone, tokens = DynamicCache(), len(prompt.prefix + prompt.chunks[0])
+        alone, tokens = full_cache(subject.model), len(prompt.prefix + prompt.chunks[0])
         _run(subject, prompt.prefix, alone)
         for whole, part in zip(kv_of(stock), kv_of(alone), strict=True):
             forgotten = tokens - whole[0].shape[2]  # outside of the window
@@ -51,12 +52,12 @@ def _continued(subject: Subject, prompt: Prompt, stock: DynamicCache) -> Tensor:
     return _run(subject, prompt.question, stock)
 
 
-def _run(subject: Subject, ids: tuple[int, ...], cache: DynamicCache) -> Tensor:
+def _run(subject: Subject, ids: tuple[int, ...], cache: Cache) -> Tensor:
     tokens = torch.tensor([ids], device=device_of(subject.model))
     return subject.model(tokens, past_key_values=cache, use_cache=True).logits.float()
 
 
-def _apart(got: Blended, logits: Tensor, stock: DynamicCache) -> float:
+def _apart(got: Blended, logits: Tensor, stock: Cache) -> float:
     pairs = [(got.asked, logits)]
     for mine, kept in zip(got.layers, kv_of(stock), strict=True):
         pairs += [(one[:, :, -other.shape[2] :], other) for one, other in zip(mine, kept, strict=True)]

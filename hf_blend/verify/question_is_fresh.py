@@ -3,8 +3,8 @@
 """The question is always computed: at ratio 0 its rows equal those of the plain model over the stored chunks."""
 
 import torch
-from transformers import DynamicCache
 
+from ..model.anatomy import full_cache
 from .base import Outcome, Rung
 from .floor import device_of, distance
 from .subject import Subject
@@ -18,10 +18,13 @@ class QuestionIsFresh(Rung):
         """Largest absolute difference of the question's logits, over requests that run alone."""
         errors = []
         for prompt in subject.prompts:
-            got, stock = subject.blend([prompt], 0.0), DynamicCache()
+            got, stock = subject.blend([prompt], 0.0), full_cache(subject.model)
             for index, (keys, values) in enumerate(got.layers):
                 before = len(prompt.ids) - len(prompt.question)
                 stock.update(keys[:, :, :before].clone(), values[:, :, :before].clone(), index)
+                indexer_keys = getattr(got.cache.layers[index], "indexer_keys", None)
+                if indexer_keys is not None:
+                    stock.update_indexer(indexer_keys[:, :before].clone(), index)
             ids = torch.tensor([prompt.question], device=device_of(subject.model))
             wanted = subject.model(ids, past_key_values=stock, use_cache=True).logits.float()
             errors.append(distance(got.asked, wanted))

@@ -3,7 +3,8 @@
 """A dense forward in which the slots that a blended request did not choose hold the stored K and V.
 
 It knows nothing of rows, hooks or masks: the plain model runs all tokens with a plain cache that lays stored K and V
-over what was computed, at the layers behind the check layer. A model with mixers is compared as `stale` says.
+over what was computed, at the layers behind the check layer. A model with mixers or indexers is compared as
+`stale` says.
 """
 
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ def fused_error(subject: Subject, prompts: Sequence[Prompt], ratio: float) -> fl
     Returns:
         Largest absolute difference of the questions' logits.
     """
-    if any(subject.mixers):
+    if any(subject.mixers) or any(style.beside for style in subject.styles):
         return stale_error(subject, prompts, ratio)
     got = subject.blend(prompts, ratio)
     dense = _Spliced(got, unchosen(got), got.cache.config.check_layers[0])

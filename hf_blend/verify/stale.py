@@ -41,7 +41,8 @@ def stale_error(subject: Subject, prompts: Sequence[Prompt], ratio: float) -> fl
 
     def replace(index: int, hidden: Tensor) -> Tensor:
         layer = index % subject.num_layers
-        return torch.where(slots[..., None], alone[index], hidden) if layer >= first else hidden
+        flat = _by_token(hidden, slots.shape[1])
+        return torch.where(slots[..., None], alone[index], flat).view_as(hidden) if layer >= first else hidden
 
     with _inputs(subject, replace):
         given = subject.inputs(subject.cache(0.0), prompts)
@@ -65,11 +66,11 @@ def _inputs_alone(subject: Subject, got: Blended) -> list[Tensor]:
     whole = [Tensor()] * (2 * subject.num_layers)
 
     def keep(index: int, hidden: Tensor, row: int, start: int, count: int) -> Tensor:
-        kept = whole[index]
+        kept, flat = whole[index], _by_token(hidden, len(subject.sink_ids) + count)
         if not kept.numel():
-            shape = (*hidden.shape[:-3], len(got.prompts), width, hidden.shape[-1])
-            kept = whole[index] = hidden.new_zeros(shape)
-        kept[..., row, start : start + count, :] = hidden[..., 0, -count:, :]
+            shape = (*flat.shape[:-3], len(got.prompts), width, flat.shape[-1])
+            kept = whole[index] = flat.new_zeros(shape)
+        kept[..., row, start : start + count, :] = flat[..., 0, -count:, :]
         return hidden
 
     for row, prompt in enumerate(got.prompts):
@@ -80,6 +81,11 @@ def _inputs_alone(subject: Subject, got: Blended) -> list[Tensor]:
                 given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
                 subject.model(**placed(subject.model, given))
     return whole
+
+
+def _by_token(hidden: Tensor, tokens: int) -> Tensor:
+    """Hidden states `[…, batch, tokens, width]`; streams of each token, `[batch, tokens, streams, width]`, joined."""
+    return hidden.flatten(2) if hidden.dim() == 4 and hidden.shape[1] == tokens else hidden
 
 
 @contextmanager

@@ -20,6 +20,7 @@ TINY = "tiny:"
 LAYERS = 4
 WEIGHT_SCALE = 3.0  # at 1 attention is nearly uniform, and much that is wrong would not show
 SPREAD = 0.1  # of biases and norm weights, which are all 0 or all 1 in a fresh model
+NOT_JUDGED = "not judged: "  # how it is said that there is no tiny model, so that nothing is known of a type
 MOST_PARAMETERS = 20_000_000  # more means that the config did not shrink
 FIELDS = {
     "vocab_size": 128, "hidden_size": 64, "embedding_size": 64, "intermediate_size": 128, "ffn_dim": 128,
@@ -37,7 +38,7 @@ FIELDS = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "linear_num_heads": 4, "linear_head_dim": 16, "lru_width": 64, "n_mamba_heads": 4, "mamba_num_heads": 8,
     "mamba_head_dim": 16, "mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16,
-    "mamba_dt_rank": 4, "mamba_chunk_size": 32, "ssm_state_size": 16,
+    "mamba_dt_rank": 4, "mamba_chunk_size": 32, "ssm_state_size": 16, "index_topk": 16, "index_head_dim": 32,
 }  # fmt: skip
 MIXERS = ("linear_attention", "conv")  # kinds of layers with a mixer
 MIXED = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
@@ -46,6 +47,15 @@ SHARED: dict[str, Any] = {  # as by default in Gemma 3n, the last layers look at
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
     "num_kv_shared_layers": 2,
 }
+LATENT_WINDOWS: dict[str, Any] = {  # latent attention with windows has sizes of its own
+    "layer_types": ["indexed_attention", "sliding_attention", "indexed_attention", "sliding_attention"],
+    "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 32, "swa_kv_lora_rank": 32,
+    "swa_head_dim": 32, "swa_qk_nope_head_dim": 16, "swa_v_head_dim": 16,
+}  # fmt: skip
+BLOCK_INDEXER: dict[str, Any] = {  # fields that are None by default, without which no layer can be made
+    "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 32, "indexer_budget": 16,
+    "indexer_compress_ratio": 4, "hc_lowrank": 16,
+}  # fmt: skip
 EXTRA: dict[str, dict[str, Any]] = {  # what a type asks for beyond the names that many share
     "cohere_compass_text": {
         "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
@@ -54,16 +64,34 @@ EXTRA: dict[str, dict[str, Any]] = {  # what a type asks for beyond the names th
             for kind, theta in (("sliding_attention", 1e4), ("full_attention", 1e6))
         },
     },
+    "dbrx": {  # the classes of its inner configs lack what its checkpoints give
+        "attn_config": {"rope_theta": 5e5, "kv_n_heads": 2, "clip_qkv": 8},
+        "ffn_config": {"ffn_hidden_size": 64, "moe_top_k": 2},
+        "d_model": 64,
+    },
+    "dots3_note": {
+        "text_config": LATENT_WINDOWS,
+        "vision_config": {"adapter_in_dim": 64, "adapter_out_dim": 64, "pyramid_num_routed": [-1, -1, 4, 4]},
+        "audio_config": {"adapter_input_size": 64, "adapter_out_dim": 64},
+    },
+    "dots3_note_text": LATENT_WINDOWS,
     "bamba": {"attn_layer_indices": [2]},
     "gemma3n_text": SHARED,
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {"layer_types": MIXED},
     "jamba": {"attn_layer_period": 4, "attn_layer_offset": 2},
     "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
     "mamba2": {"num_heads": 8, "head_dim": 16, "chunk_size": 32},
     "nemotron_h": {"chunk_size": 32},
+    "reformer": {"is_decoder": True, "axial_pos_embds": False},
+    "xlnet": {"d_head": 16},
+    "xlstm": {"qk_dim_factor": 1.0},
+    "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "attention_head_dim": 32},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "chunk_size": 32},
+    "qwen4_exp": {"text_config": BLOCK_INDEXER},
+    "qwen4_exp_text": BLOCK_INDEXER,
     "zaya": {"num_experts_per_tok": 1},
 }
 WRONG_CONFIG = (ArithmeticError, AttributeError, AssertionError, ImportError, LookupError, RuntimeError,
@@ -119,7 +147,8 @@ def tiny_model(model_type: str, *, seed: int = 0, **fields: Any) -> nn.Module:
 
     Raises:
         ConfigError: transformers knows no causal model of that type.
-        UnsupportedModelError: its config does not shrink.
+        UnsupportedModelError: its config says that it cannot be blended; or does not shrink, which begins with
+            `NOT_JUDGED`.
     """
     if model_type not in tiny_types():
         near = suggest(model_type, tiny_types()).partition("Available")[0]
@@ -139,8 +168,8 @@ def tiny_model(model_type: str, *, seed: int = 0, **fields: Any) -> nn.Module:
         except WRONG_CONFIG as error:
             failures.append(error)
     raise UnsupportedModelError(
-        f"no tiny model of type {model_type!r} can be built: {type(failures[0]).__name__}: {_short(failures[0])} Its "
-        "config does not shrink by the common field names; verify a checkpoint of it instead."
+        f"{NOT_JUDGED}no tiny model of type {model_type!r} can be built: {type(failures[0]).__name__}: "
+        f"{_short(failures[0])} Its config does not shrink by the common field names; verify a checkpoint instead."
     ) from failures[0]
 
 
@@ -173,8 +202,8 @@ def _build(model_type: str, seed: int, fields: dict[str, Any], fill: bool) -> nn
         count = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
     if count > MOST_PARAMETERS:
         raise UnsupportedModelError(
-            f"no tiny model of type {model_type!r} can be built: it would have {count:,} parameters, at most "
-            f"{MOST_PARAMETERS:,} are wanted. Verify a checkpoint of it instead."
+            f"{NOT_JUDGED}no tiny model of type {model_type!r} can be built: it would have {count:,} parameters, at "
+            f"most {MOST_PARAMETERS:,} are expected. Verify a checkpoint of it instead."
         )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -199,15 +228,17 @@ def _tiny_config(model_type: str, fields: dict[str, Any], fill: bool) -> Any:
     from transformers import AutoConfig
 
     default = AutoConfig.for_model(model_type)
-    return AutoConfig.for_model(model_type, **{**_shrunk(default, fill), **EXTRA.get(model_type, {}), **fields})
+    shrunk, extra = _shrunk(default, fill), EXTRA.get(model_type, {})
+    inner = {name: {**shrunk[name], **extra[name]} for name in extra if isinstance(shrunk.get(name), dict)}
+    return AutoConfig.for_model(model_type, **{**shrunk, **extra, **inner, **fields})
 
 
 def _shrunk(default: Any, fill: bool) -> dict[str, Any]:
     """Small values for those fields that a config has, with `fill` those at None too; its inner configs likewise."""
     found: dict[str, Any] = {name: value for name, value in FIELDS.items() if _has(default, name, fill)}
     found |= {name: FIELDS[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    if hasattr(default, "num_key_value_heads"):
-        latent = getattr(default, "kv_lora_rank", None) is not None  # latent attention has as many as there are heads
+    if _has(default, "num_key_value_heads", True):
+        latent = _has(default, "kv_lora_rank", False)  # latent attention has as many as there are heads
         found["num_key_value_heads"] = FIELDS["num_attention_heads" if latent else "num_key_value_heads"]
     for name in getattr(default, "sub_configs", {}):
         inner = getattr(default, name, None)

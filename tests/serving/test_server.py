@@ -15,9 +15,10 @@ import pytest
 from hf_blend import BlendCache, BlendConfig, ChunkStore
 from hf_blend.errors import ConfigError
 from hf_blend.evaluation.bundled import load_model, quickstart_questions
+from hf_blend.prompt.detokenizer import Detokenizer
 from hf_blend.serving.prompts import chat_prompt, text_prompt
 from hf_blend.serving.run import ServerPlan, make_service, serve
-from hf_blend.serving.service import Detokenizer, Limits
+from hf_blend.serving.service import Limits
 from hf_blend.serving.tenants import Tenant, read_tenants
 from tests.chat_templates import CHATML, DOCUMENTS, small_tokenizer
 

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...store.chunk import ChunkKey, ChunkKV, Layout, has_usable_values
+from ...errors import UnsupportedModelError
+from ...store.chunk import ChunkKey, ChunkKV, Layout, has_usable_values, kinds_of
 from ...store.header import DTYPES, hash_namespace
 from ...store.seal import check_seal, content_hasher, seal, seal_size
 from ...store.tiers.base import EntryFault, Source, as_fault
@@ -42,7 +43,11 @@ def encode_blocks(
 
     Returns:
         The bytes in pieces.
+
+    Raises:
+        UnsupportedModelError: a layer has something else than K and V.
     """
+    _check_layers(chunk)
     index = torch.tensor(list(order))
     pieces, digests = [], []
     for keys, values in chunk.layers:
@@ -185,6 +190,17 @@ class BlockReader:
         token_bytes = self._width(part) * self.dtype.itemsize
         sizes = [min(self.block_tokens, self.tokens - one * self.block_tokens) * token_bytes for one in blocks]
         return base, sizes
+
+
+def _check_layers(chunk: ChunkKV) -> None:
+    for index, states in enumerate(chunk.layers):
+        if len(states) != 2:
+            kinds = ", ".join(kinds_of(states)) or "nothing"
+            raise UnsupportedModelError(
+                f"layer {index} of chunk {chunk.key.digest[:12]} has {kinds} (k and v: K and V, p: projections of a "
+                "mixer or keys of an indexer), but K and V alone are expected in every layer that is loaded in part. "
+                "Use a ChunkStore for this model."
+            )
 
 
 def _text(table: Tensor) -> str:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from ...cache.blend_cache import BlendCache
 from ...cache.layers import BlendLayer
+from ...cache.static_layer import refuse_static
 from ...errors import ConfigError
 from ...model.attention import Glance
 from ...prefill.plan import Plan, Slot
@@ -86,6 +87,7 @@ def partial_loading(
     if not 0 < share <= 1 or alpha < 0:
         raise ConfigError(f"share is {share} and alpha {alpha}, wanted above 0 and up to 1, and 0 or more.")
     refuse_offloaded(cache)
+    refuse_static(cache.config.max_tokens, "partial_loading")
     loading = PartialLoading(cache, share, alpha, by_question)
     door, before = Door(model, loading), cache.store.partial
     cache.store.partial = loading

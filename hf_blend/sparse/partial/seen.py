@@ -78,7 +78,8 @@ class PartDecoding:
             part = mask.index_select(-1, columns)
             cut = part & seen if part.dtype == torch.bool else part
         elif cut is not None and name != "sdpa":
-            cut = torch.zeros(cut.shape, dtype=query.dtype).masked_fill(~cut, torch.finfo(query.dtype).min)
+            zeros = torch.zeros(cut.shape, dtype=query.dtype, device=query.device)
+            cut = zeros.masked_fill(~cut, torch.finfo(query.dtype).min)
         return key.index_select(2, columns), value.index_select(2, columns), cut
 
 

@@ -1,0 +1,246 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What the classes for frameworks share: a request is prefilled with stored chunks, and its answer comes as text."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from threading import Event
+from typing import Any
+
+from torch import Tensor
+from transformers.generation.stopping_criteria import StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from ..cache.blend_cache import BlendCache
+from ..config import BlendConfig
+from ..errors import ConfigError, PromptError
+from ..prompt.detokenizer import Detokenizer
+from ..prompt.messages import render
+from ..store import ChunkStore
+
+__all__ = ["Answer", "Answerer", "Document"]
+
+Document = str | Mapping[str, Any]
+Inputs = Callable[[BlendCache], dict[str, Tensor]]
+BETWEEN = "\n\n"
+OURS = ("past_key_values", "streamer", "stopping_criteria", "input_ids")
+PROBE = "hf_blend asks whether the template takes documents"
+
+
+@dataclass(frozen=True)
+class Answerer:
+    """Answers with a model, and reuses what a store holds of the prompt.
+
+    Attributes:
+        model: a causal language model of transformers.
+        tokenizer: its tokenizer.
+        store: where the chunks are kept.
+        config: how to blend.
+        settings: arguments of `generate`, such as `max_new_tokens`; those of a call are added to them.
+    """
+
+    model: Any
+    tokenizer: Any
+    store: ChunkStore
+    config: BlendConfig = field(default_factory=BlendConfig)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        documents: Sequence[Document] = (),
+        template: Mapping[str, Any] | None = None,
+        stops: Sequence[str] = (),
+        **settings: Any,
+    ) -> "Answer":
+        """Answer messages by the model's own chat template.
+
+        Args:
+            messages: as for `apply_chat_template`.
+            documents: retrieved texts, or dicts with a text. Those that are in no message are passed to a template
+                that takes documents, and put before the last message of the user for every other.
+            template: further arguments of `apply_chat_template`, such as `tools`.
+            stops: texts that end the answer, and are no part of it.
+            **settings: of `generate`.
+
+        Returns:
+            The answer; nothing is computed before it is iterated over.
+        """
+        placed, named = self._placed(messages, documents, template or {})
+        arguments = (self.tokenizer, placed, named)
+        return self._answer(lambda cache: cache.inputs_from_messages(*arguments, **(template or {})), stops, settings)
+
+    def complete(
+        self, text: str, documents: Sequence[Document] = (), stops: Sequence[str] = (), **settings: Any
+    ) -> "Answer":
+        """Continue a text.
+
+        Args:
+            text: the prompt.
+            documents: as in `chat`; those that are not in the prompt are put before it.
+            stops: as in `chat`.
+            **settings: of `generate`.
+
+        Returns:
+            The answer.
+        """
+        texts = [_text_of(one) for one in documents]
+        whole = BETWEEN.join([*(one for one in texts if one not in text), text])
+        return self._answer(lambda cache: cache.inputs_from_text(self.tokenizer, whole, texts), stops, settings)
+
+    def _answer(self, inputs: Inputs, stops: Sequence[str], settings: Mapping[str, Any]) -> "Answer":
+        given = _checked({**self.settings, **settings})
+        ends = [stops] if isinstance(stops, str) else list(stops or ())
+        return Answer(self, BlendCache(self.model, self.store, self.config), inputs, ends, given)
+
+    def _placed(
+        self, messages: Sequence[Mapping[str, Any]], documents: Sequence[Document], template: Mapping[str, Any]
+    ) -> tuple[list[Mapping[str, Any]], list[Document]]:
+        """The messages with all documents in them, or the documents for a template that writes them itself."""
+        texts, given = [_text_of(one) for one in documents], list(messages)
+        contents = [str(message.get("content") or "") for message in given]
+        absent = [text for text in texts if not any(text in content for content in contents)]
+        if not absent:
+            return given, [*texts]
+        if len(absent) == len(texts) and self._takes_documents(given, template):
+            return given, [one if isinstance(one, Mapping) else {"text": one} for one in documents]
+        last = max((at for at, message in enumerate(given) if message.get("role") == "user"), default=None)
+        if last is None:
+            raise PromptError(
+                f"{len(documents)} documents came with {len(given)} messages, but none of the messages has the role "
+                "user, before which documents are put. Add one with the question."
+            )
+        given[last] = {**given[last], "content": BETWEEN.join([*absent, contents[last]])}
+        return given, [*texts]
+
+    def _takes_documents(self, messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any]) -> bool:
+        arguments = {**template, "documents": [{"title": PROBE, "text": PROBE}]}
+        return bool(getattr(self.tokenizer, "chat_template", None)) and PROBE in render(
+            self.tokenizer, messages, **arguments
+        )
+
+
+class Answer:
+    """An answer, computed while it is iterated over; closing the iterator ends it at its next token.
+
+    Args:
+        by: who answers.
+        cache: of this request.
+        inputs: builds the prompt with the cache.
+        stops: texts that end the answer.
+        settings: of `generate`.
+
+    Attributes:
+        prompt_tokens: of the prompt.
+        tokens: ids of the answer so far, an end token among them.
+        text: of the answer so far.
+    """
+
+    def __init__(
+        self, by: Answerer, cache: BlendCache, inputs: Inputs, stops: Sequence[str], settings: Mapping[str, Any]
+    ) -> None:
+        self._by, self._cache, self._inputs, self._settings = by, cache, inputs, settings
+        self._given = Detokenizer(by.tokenizer, stops)
+        self.prompt_tokens = 0
+        self.tokens: list[int] = []
+
+    def __iter__(self) -> Iterator[str]:
+        """Give the text piece by piece."""
+        new: SimpleQueue[list[int] | None] = SimpleQueue()
+        gone = Event()
+        with ThreadPoolExecutor(1) as pool:
+            run = pool.submit(self._generate, new.put, gone)
+            run.add_done_callback(lambda _: new.put(None))
+            try:
+                while not self._given.is_stopped and (tokens := new.get()) is not None:
+                    self.tokens += tokens
+                    if text := self._given.feed(self.tokens, is_last=False):
+                        yield text
+            finally:
+                gone.set()
+        run.result()
+        if not self._given.is_stopped and (text := self._given.feed(self.tokens, is_last=True)):
+            yield text
+
+    def whole(self) -> "Answer":
+        """The answer when all of it is computed."""
+        for _ in self:
+            pass
+        return self
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return str(self._given.text)
+
+    @property
+    def reason(self) -> str:
+        """Why it ended: "stop" at an end token or a stop text, "length" at `max_new_tokens`."""
+        ends = self._settings.get("eos_token_id", self._by.model.generation_config.eos_token_id)
+        ends = {ends} if isinstance(ends, int) else set(ends or ())
+        is_ended = self._given.is_stopped or bool(self.tokens and self.tokens[-1] in ends)
+        return "stop" if is_ended else "length"
+
+    @property
+    def reused_tokens(self) -> int:
+        """Tokens of the prompt whose stored KV was used as it is."""
+        return self._cache.report.reused_tokens
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """What the prefill cost, as JSON values."""
+        shown = self._cache.report.as_dict()
+        return {name: value for name, value in shown.items() if name != "chosen_columns"}
+
+    def _generate(self, tell: Callable[[list[int]], None], gone: Event) -> None:
+        inputs = self._inputs(self._cache)
+        self.prompt_tokens = inputs["input_ids"].shape[1]
+        self._by.model.generate(
+            **inputs,
+            past_key_values=self._cache,
+            streamer=_Teller(tell),
+            stopping_criteria=StoppingCriteriaList([lambda ids, scores, **_: _all(ids, gone.is_set())]),
+            **self._settings,
+        )
+
+
+class _Teller(BaseStreamer):
+    """Passes new token ids on; the first call of `generate` brings the prompt."""
+
+    def __init__(self, tell: Callable[[list[int]], None]) -> None:
+        self._tell, self._is_prompt_seen = tell, False
+
+    def put(self, value: Tensor) -> None:
+        if self._is_prompt_seen:
+            self._tell(value.flatten().tolist())
+        self._is_prompt_seen = True
+
+    def end(self) -> None:
+        """Nothing is held back here."""
+
+
+def _all(ids: Tensor, is_done: bool) -> Tensor:
+    """`[batch]`: the same for every request."""
+    return ids.new_full((ids.shape[0],), is_done).bool()
+
+
+def _checked(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings of `generate`; a temperature of 0 is greedy search there, as frameworks have it."""
+    for name in OURS:
+        if name in settings:
+            raise ConfigError(f"{name} was passed for generate, but it is set here. Leave it out.")
+    if (beams := settings.get("num_beams") or 1) > 1:
+        raise ConfigError(f"num_beams is {beams}, expected 1: an answer is given while it is written. Leave it out.")
+    temperature = settings.pop("temperature", None)
+    if temperature is None:
+        return settings
+    return {**settings, "do_sample": temperature > 0, **({"temperature": temperature} if temperature > 0 else {})}
+
+
+def _text_of(document: Document) -> str:
+    text = document if isinstance(document, str) else document.get("text")
+    if not isinstance(text, str) or not text.strip():
+        raise PromptError(f"the document {document!r:.60} has no text. Pass texts, or dicts such as {{'text': …}}.")
+    return text

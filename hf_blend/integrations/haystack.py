@@ -1,0 +1,102 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Haystack: a chat generator that reuses the KV of retrieved documents.
+
+    pipeline.add_component("llm", BlendChatGenerator(model, tokenizer, ChunkStore.open("kv-store")))
+    pipeline.connect("retriever.documents", "llm.documents")
+
+Haystack sends telemetry unless the environment has HAYSTACK_TELEMETRY_ENABLED=False.
+"""
+
+from typing import Any
+
+from torch import nn
+
+from ..config import BlendConfig
+from ..errors import import_extra
+from ..store import ChunkStore
+from .answering import Answer, Answerer
+
+try:
+    from haystack import Document, component
+    from haystack.dataclasses import ChatMessage, StreamingChunk
+    from haystack.dataclasses.streaming_chunk import StreamingCallbackT, select_streaming_callback
+except ModuleNotFoundError:
+    import_extra("haystack", extra="haystack", wanted_by="BlendChatGenerator")
+    raise
+
+__all__ = ["BlendChatGenerator"]
+
+
+@component
+class BlendChatGenerator:
+    """A chat generator for Haystack on a model of transformers and a `BlendCache`.
+
+    Connect a retriever's `documents` to it: those that are in no message are put before the last question, or passed
+    to a chat template that takes documents. Without them, stored chunks are found in the messages. `meta["hf_blend"]`
+    of a reply says what the prefill cost.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        store: ChunkStore,
+        blend: BlendConfig | None = None,
+        generation_kwargs: dict[str, Any] | None = None,
+        streaming_callback: StreamingCallbackT | None = None,
+    ) -> None:
+        """Prepare to answer.
+
+        Args:
+            model: a causal language model of transformers.
+            tokenizer: its tokenizer, with a chat template.
+            store: where the chunks are kept.
+            blend: how to blend.
+            generation_kwargs: arguments of `generate`, such as `max_new_tokens`; `temperature` 0 is greedy; `stop` has
+                texts that end the answer; `template` has arguments of the chat template.
+            streaming_callback: is given the answer piece by piece.
+        """
+        self._answerer = Answerer(model, tokenizer, store, blend or BlendConfig(), {"max_new_tokens": 256})
+        self.generation_kwargs, self.streaming_callback = generation_kwargs or {}, streaming_callback
+
+    @component.output_types(replies=list[ChatMessage])
+    def run(
+        self,
+        messages: list[ChatMessage],
+        documents: list[Document] | None = None,
+        generation_kwargs: dict[str, Any] | None = None,
+        streaming_callback: StreamingCallbackT | None = None,
+    ) -> dict[str, list[ChatMessage]]:
+        """Answer messages.
+
+        Args:
+            messages: the conversation.
+            documents: what was retrieved for it.
+            generation_kwargs: added to those of the component.
+            streaming_callback: in place of the component's.
+
+        Returns:
+            `replies`, one.
+        """
+        tell = select_streaming_callback(self.streaming_callback, streaming_callback, requires_async=False)
+        settings = {**self.generation_kwargs, **(generation_kwargs or {})}
+        template, stops = settings.pop("template", None), settings.pop("stop", ())
+        plain = [{"role": one.role.value, "content": one.text or ""} for one in messages]
+        answer = self._answerer.chat(plain, list(map(_document, documents or ())), template, stops, **settings)
+        for number, text in enumerate(answer):
+            if tell:
+                tell(StreamingChunk(text, index=0, start=number == 0))
+        return {"replies": [ChatMessage.from_assistant(answer.text, meta=_meta(answer))]}
+
+
+def _document(document: Document) -> dict[str, Any]:
+    """A document as a dict for chat templates."""
+    title = document.meta.get("title") or document.meta.get("file_path")
+    return {**({"title": str(title)} if title else {}), "text": document.content}
+
+
+def _meta(answer: Answer) -> dict[str, Any]:
+    usage = {"prompt_tokens": answer.prompt_tokens, "completion_tokens": len(answer.tokens)}
+    usage["prompt_tokens_details"] = {"cached_tokens": answer.reused_tokens}  # type: ignore[assignment]
+    return {"finish_reason": answer.reason, "usage": usage, "hf_blend": answer.report}

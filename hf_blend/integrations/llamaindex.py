@@ -1,0 +1,158 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""LlamaIndex: a language model that reuses the KV of retrieved nodes.
+
+    llm = BlendLLM(model=model, tokenizer=tokenizer, store=ChunkStore.open("kv-store"))
+    engine = index.as_query_engine(llm=llm, node_postprocessors=[StoreNodes(llm=llm)], streaming=True)
+
+LlamaIndex passes text to a model, not nodes: stored nodes are found in that text.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..config import BlendConfig
+from ..errors import import_extra
+from .answering import Answer, Answerer
+
+try:
+    from llama_index.core.base.llms.types import (
+        ChatMessage,
+        ChatResponse,
+        ChatResponseGen,
+        CompletionResponse,
+        CompletionResponseGen,
+        LLMMetadata,
+        MessageRole,
+    )
+    from llama_index.core.llms import CustomLLM
+    from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
+    from llama_index.core.postprocessor.types import BaseNodePostprocessor
+    from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore, QueryBundle
+    from pydantic import Field
+except ModuleNotFoundError:
+    import_extra("llama_index.core", extra="llamaindex", wanted_by="BlendLLM")
+    raise
+
+__all__ = ["BlendLLM", "StoreNodes"]
+
+CONTEXT_TOKENS = 4096  # of a model whose config does not say it
+
+
+class BlendLLM(CustomLLM):
+    """A language model for LlamaIndex on a model of transformers and a `BlendCache`.
+
+    Stored nodes are found in any prompt that LlamaIndex writes: `StoreNodes` stores what was retrieved, `add_nodes`
+    does it ahead of time. `complete`, `chat` and their streaming forms also take `documents`, a list of texts;
+    `template`, arguments of the chat template; `stop`, texts that end the answer; all other keywords are those of
+    `generate`. `raw` of a response says what the prefill cost.
+
+    Attributes:
+        model: a causal language model of transformers.
+        tokenizer: its tokenizer. With a chat template, query engines use `chat`, without one `complete`.
+        store: a `ChunkStore`.
+        blend: how to blend.
+        max_new_tokens: where an answer is cut.
+        temperature: 0 is greedy; None is as the model's generation config says.
+        settings: further arguments of `generate`.
+    """
+
+    model: Any
+    tokenizer: Any
+    store: Any
+    blend: BlendConfig = Field(default_factory=BlendConfig)
+    max_new_tokens: int = 256
+    temperature: float | None = None
+    settings: dict[str, Any] = Field(default_factory=dict)
+
+    @classmethod
+    def class_name(cls) -> str:
+        """Name of the class in what LlamaIndex writes down."""
+        return "hf_blend"
+
+    @property
+    def metadata(self) -> LLMMetadata:
+        """What LlamaIndex plans prompts by."""
+        most = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        return LLMMetadata(
+            context_window=most or CONTEXT_TOKENS,
+            num_output=self.max_new_tokens,
+            is_chat_model=bool(getattr(self.tokenizer, "chat_template", None)),
+            model_name=self.model.config.name_or_path or type(self.model).__name__,
+        )
+
+    def add_nodes(self, nodes: Sequence[BaseNode]) -> None:
+        """Compute and store the KV of nodes; those that are stored already cost nothing.
+
+        Args:
+            nodes: of an index or of a retriever. Their text is the one that prompts have, metadata included.
+        """
+        texts = [node.get_content(metadata_mode=MetadataMode.LLM).strip() for node in nodes]
+        self.store.add(self.model, self.tokenizer, [text for text in texts if text])
+
+    @llm_completion_callback()
+    def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+        """Continue a text."""
+        answer = self._complete(prompt, kwargs).whole()
+        return CompletionResponse(text=answer.text, raw=_raw(answer))
+
+    @llm_completion_callback()
+    def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
+        """Continue a text, and give what there is of it each time that there is more."""
+        answer = self._complete(prompt, kwargs)
+        return (CompletionResponse(text=answer.text, delta=text) for text in answer)
+
+    @llm_chat_callback()
+    def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        """Answer messages by the model's own chat template."""
+        answer = self._chat(messages, kwargs).whole()
+        return ChatResponse(message=_message(answer), raw=_raw(answer))
+
+    @llm_chat_callback()
+    def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
+        """Answer messages, and give what there is of the answer each time that there is more."""
+        answer = self._chat(messages, kwargs)
+        return (ChatResponse(message=_message(answer), delta=text) for text in answer)
+
+    def _complete(self, prompt: str, given: dict[str, Any]) -> Answer:
+        return self._answerer().complete(prompt, given.pop("documents", None) or (), given.pop("stop", ()), **given)
+
+    def _chat(self, messages: Sequence[ChatMessage], given: dict[str, Any]) -> Answer:
+        plain = [{"role": one.role.value, "content": one.content or ""} for one in messages]
+        named, template, stops = given.pop("documents", None), given.pop("template", None), given.pop("stop", ())
+        return self._answerer().chat(plain, named or (), template, stops, **given)
+
+    def _answerer(self) -> Answerer:
+        own = {"max_new_tokens": self.max_new_tokens, "temperature": self.temperature, **self.settings}
+        return Answerer(self.model, self.tokenizer, self.store, self.blend, own)
+
+
+class StoreNodes(BaseNodePostprocessor):
+    """Stores the KV of retrieved nodes that the store lacks, and passes the nodes on as they are.
+
+    Attributes:
+        llm: the model that will read them.
+    """
+
+    llm: BlendLLM
+
+    @classmethod
+    def class_name(cls) -> str:
+        """Name of the class in what LlamaIndex writes down."""
+        return "hf_blend_store_nodes"
+
+    def _postprocess_nodes(
+        self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
+    ) -> list[NodeWithScore]:
+        self.llm.add_nodes([one.node for one in nodes])
+        return nodes
+
+
+def _message(answer: Answer) -> ChatMessage:
+    return ChatMessage(role=MessageRole.ASSISTANT, content=answer.text)
+
+
+def _raw(answer: Answer) -> dict[str, Any]:
+    usage = {"prompt_tokens": answer.prompt_tokens, "completion_tokens": len(answer.tokens)}
+    details = {"prompt_tokens_details": {"cached_tokens": answer.reused_tokens}}
+    return {"usage": {**usage, **details}, "finish_reason": answer.reason, "hf_blend": answer.report}

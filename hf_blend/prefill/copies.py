@@ -1,0 +1,137 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Stored states brought to a device ahead of their use, while the layer before them computes.
+
+    ahead(layer i + 1)   a thread joins the chunks in pinned memory, and queues one copy on a stream of its own
+    layer i              is queued and runs meanwhile
+    take(layer i + 1)    the stream that computes waits for the copy; the host waits for the thread only
+
+What is not brought ahead, because it is on the device, damaged or late, is copied where it is used, as on a CPU.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+Parts = Callable[[], Sequence[Tensor] | None]
+Brought = tuple[Tensor, Any, Sequence[Tensor]]  # what was moved, the event behind it, the parts in order
+Place = tuple[int, int, int]  # first layer, the one behind the last, K (0) or V (1)
+
+
+class CopyStream:
+    """A CUDA stream beside the one that computes, and the thread that feeds it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hf_blend-copy")
+
+    def submit(self, place: Place, work: Callable[[], Any]) -> "Future[Any]":
+        """Bring something on the thread, one after the other."""
+        return self._thread.submit(work)
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Host memory that a copy needs no staging for; freed when the copies from it are done."""
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+
+    def send(self, host: Tensor) -> tuple[Tensor, Any]:
+        """Queue a copy; gives the tensor on the device, and the event behind the copy."""
+        with torch.cuda.stream(self._stream):
+            moved = host.to(self._device, non_blocking=True)
+            return moved, self._stream.record_event()
+
+    def join(self, moved: Tensor, event: Any) -> None:
+        """Let the stream that computes wait for a copy, and keep its memory until what is queued there is done."""
+        computing = torch.cuda.current_stream(self._device)
+        computing.wait_event(event)
+        moved.record_stream(computing)
+
+    def close(self) -> None:
+        """End the thread; what it is at ends by itself."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def open_stream(device: torch.device) -> CopyStream | None:
+    """A stream of copies to a device; None where there is nothing to copy, or no stream to do it on."""
+    return CopyStream(device) if device.type == "cuda" else None
+
+
+class Copies:
+    """The states that one forward brings ahead."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, CopyStream | None] = {}
+        self._coming: dict[tuple[Place, torch.device], Future[Brought | None]] = {}
+        self._there: dict[tuple[Place, torch.device], Tensor | None] = {}
+
+    def stream(self, device: torch.device) -> CopyStream | None:
+        """The stream of a device, opened once."""
+        if device not in self._streams:
+            self._streams[device] = open_stream(device)
+        return self._streams[device]
+
+    def ahead(self, place: Place, device: torch.device, parts: Parts) -> None:
+        """Begin to bring states to a device, unless they come already; those of layers long past are let go of.
+
+        Args:
+            place: which layers, and whether K or V.
+            device: where to.
+            parts: gives `[layers, heads, tokens, width]` of each chunk, where it is; None where they cannot be had.
+                Called on another thread: it may wait, and must run no model.
+        """
+        stream = self.stream(device)
+        if stream is None or (place, device) in self._coming or (place, device) in self._there:
+            return
+        for held in (self._coming, self._there):
+            for known in [one for one in held if one[0][1] < place[0]]:
+                del held[known]
+        self._coming[place, device] = stream.submit(place, lambda: _bring(stream, parts))
+
+    def take(self, place: Place, device: torch.device) -> Tensor | None:
+        """What was brought: all chunks side by side, `[layers, heads, tokens, width]`; None: nothing."""
+        known = (place, device)
+        if known in self._coming:
+            found, stream = self._coming.pop(known).result(), self._streams[device]
+            self._there[known] = None
+            if found is not None and stream is not None:
+                moved, event, parts = found
+                stream.join(moved, event)
+                self._there[known] = _in_order(moved, parts)
+        return self._there.get(known)
+
+    def close(self) -> None:
+        """Let go of everything."""
+        for stream in self._streams.values():
+            if stream is not None:
+                stream.close()
+        self._streams, self._coming, self._there = {}, {}, {}
+
+
+def _bring(stream: CopyStream, parts: Parts) -> Brought | None:
+    try:
+        found = parts() or ()
+        here = [part for part in found if part.device.type == "cpu"]
+        if not here:
+            return None
+        shape = (*here[0].shape[:2], sum(part.shape[2] for part in here), here[0].shape[3])
+        host = stream.pinned(shape, here[0].dtype)
+        with torch.no_grad():
+            torch.cat(here, dim=2, out=host)
+        return (*stream.send(host), found)
+    except (RuntimeError, MemoryError, OSError) as error:  # they are copied where they are used, then
+        logger.debug("states were not brought ahead: %s", error)
+        return None
+
+
+def _in_order(moved: Tensor, found: Sequence[Tensor]) -> Tensor:
+    """All chunks side by side, of which some were on the device before."""
+    if all(part.device.type == "cpu" for part in found):
+        return moved
+    sizes = [part.shape[2] for part in found if part.device.type == "cpu"]
+    brought = iter(moved.split(sizes, dim=2))
+    return torch.cat([next(brought) if part.device.type == "cpu" else part for part in found], dim=2)

@@ -1,0 +1,191 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Decoding from static buffers: compiled once, the same text, and a clear word where there is no room."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from transformers import CompileConfig
+
+from hf_blend import BlendCache, BlendConfig, ChunkStore
+from hf_blend.cache.static_layer import StaticLayer
+from hf_blend.errors import ConfigError
+from hf_blend.sparse.decoding import sparse_decoding
+
+GREEDY = {"max_new_tokens": 18, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+LONG = {"max_new_tokens": 80}
+MOST = 160
+
+
+class Compiler:
+    """Runs graphs as they are, and counts them."""
+
+    def __init__(self):
+        self.graphs = 0
+
+        def backend(graph, example):  # a function, because generate copies its settings
+            self.graphs += 1
+            return graph.forward
+
+        self.backend = backend
+        self.config = CompileConfig(backend=backend, mode=None, dynamic=None)
+        self.config._compile_all_devices = True  # transformers compiles on a GPU only
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)  # pytest would keep all of it
+    torch._dynamo.reset()
+    yield Compiler()
+    torch._dynamo.reset()
+
+
+def made(model, pieces, store=None, **settings):
+    cache = BlendCache(model, store or ChunkStore.open("memory://"), **{"max_tokens": MOST, **settings})
+    return cache, cache.inputs(None, **pieces)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", pytest.param("eager", marks=pytest.mark.slow)])
+def test_a_compiled_step_serves_all_tokens_and_all_requests_and_says_what_stock_says(
+    tiny_model, pieces, compiler, implementation
+):
+    model = tiny_model(num_hidden_layers=2, attn_implementation=implementation)
+    store = ChunkStore.open("memory://")
+    for seed, chunks in enumerate([(17, 23), (17, 23), (9, 30, 12)]):
+        cache, inputs = made(model, pieces(chunks, seed=seed), store, recompute_ratio=1.0)
+        expected = model.generate(**inputs, **GREEDY)
+        output = model.generate(**inputs, past_key_values=cache, compile_config=compiler.config, **GREEDY)
+        assert torch.equal(output, expected)
+        assert cache.report.reusable_tokens == sum(chunks)
+        assert cache.get_seq_length() == output.shape[1] - 1
+    cache, inputs = made(model, pieces((50, 60), seed=5), store)
+    with pytest.raises(ConfigError, match=rf"holds {MOST}, but at most max_tokens={MOST} are expected"):
+        model.generate(**inputs, past_key_values=cache, compile_config=compiler.config, **{**GREEDY, **LONG})
+    assert cache.get_seq_length() == MOST
+    assert compiler.graphs == 1
+
+
+@torch.no_grad()
+def steps(model, cache, inputs, step, count=20):
+    """The tokens of greedy steps, three of which are taken back on the way, and what the cache then holds."""
+    tokens = [model(**inputs, past_key_values=cache, logits_to_keep=1).logits[:, -1].argmax(-1, keepdim=True)]
+    for number in range(count):
+        if number == 10:
+            cache.crop(-3)
+        tokens.append(step(tokens[-1], past_key_values=cache).logits[:, -1].argmax(-1, keepdim=True))
+    return torch.cat(tokens), [states for layer in cache.layers for states in (layer.keys, layer.values)]
+
+
+def test_static_buffers_hold_what_a_growing_cache_holds(tiny_model, pieces, compiler):
+    model = tiny_model(num_hidden_layers=2)
+    expected = steps(model, *made(model, pieces(), recompute_ratio=0.15, max_tokens=None), model)
+    for step in (model, torch.compile(model, backend=compiler.backend)):
+        tokens, held = steps(model, *made(model, pieces(), recompute_ratio=0.15), step)
+        assert torch.equal(tokens, expected[0])
+        torch.testing.assert_close(held, expected[1])
+    assert compiler.graphs == 1
+
+
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_padded_batch_a_later_turn_and_beams_are_the_same_from_static_buffers(
+    tiny_model, pieces, tokenizer, compiler, is_compiled
+):
+    model, compiled = tiny_model(num_hidden_layers=2), {"compile_config": compiler.config} if is_compiled else {}
+    batch = [pieces((17, 23)), pieces((12, 9), seed=1, question=5)]
+    given = {name: [one[name] for one in batch] for name in batch[0]}
+    cache = BlendCache(model, ChunkStore.open("memory://"), recompute_ratio=1.0, max_tokens=MOST)
+    for turn in range(2):
+        history = {"history": output} if turn else {}  # noqa: F821
+        inputs = cache.inputs(tokenizer, **given, **history)
+        expected = model.generate(**inputs, **GREEDY)
+        output = model.generate(**inputs, past_key_values=cache, **compiled, **GREEDY)
+        assert torch.equal(output, expected)
+        assert cache.report.reusable_tokens > 40
+        given.pop("prefix", None)
+    assert compiler.graphs == is_compiled
+    cache, inputs = made(model, pieces(), recompute_ratio=1.0)
+    beams = {**GREEDY, "num_beams": 3}
+    assert torch.equal(model.generate(**inputs, past_key_values=cache, **beams), model.generate(**inputs, **beams))
+
+
+def test_a_cache_that_is_used_again_stays_where_it_is_and_shows_nothing_of_what_it_held(shared_model, pieces):
+    model = shared_model()
+    cache, inputs = made(model, pieces(), recompute_ratio=1.0)
+    model.generate(**inputs, past_key_values=cache, **GREEDY)
+    places = [layer._buffers[0].data_ptr() for layer in cache.layers]
+    for layer in cache.layers:
+        layer.keys[:, :, 50:] = layer.values[:, :, 50:] = float("nan")
+    cache.reset()
+    assert (cache.get_seq_length(), bool(cache)) == (0, False)
+    inputs = cache.inputs(None, **pieces((9, 11), seed=3))
+    output = model.generate(**inputs, past_key_values=cache, **GREEDY)
+    assert torch.equal(output, model.generate(**inputs, **GREEDY))
+    assert places == [layer._buffers[0].data_ptr() for layer in cache.layers]
+    assert torch.equal(copy.deepcopy(cache).layers[0].keys, cache.layers[0].keys)
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_written(shared_model, pieces):
+    model = shared_model()
+    cache, inputs = made(model, pieces((17, 23)), recompute_ratio=1.0, max_tokens=60)
+    with pytest.raises(ConfigError, match=r"holds 60, but at most max_tokens=60 are expected"):
+        model.generate(**inputs, past_key_values=cache, **GREEDY)
+    assert cache.get_seq_length() == 60
+    with pytest.raises(ConfigError, match=r"1 more token was to go into a BlendCache that holds 60"):
+        model(torch.tensor([[5]]), past_key_values=cache)
+    assert cache.get_seq_length() == 60
+    with pytest.raises(ConfigError, match=r"max_tokens=60 are expected"):
+        cache.inputs(None, **pieces((40, 23)))
+    with pytest.raises(ConfigError, match=r"max_tokens=60 are expected"):
+        model.generate(torch.arange(3, 90)[None], past_key_values=cache, **GREEDY)
+    assert cache.get_seq_length() == 60
+    few = {**GREEDY, "max_new_tokens": 60 - inputs["input_ids"].shape[1] + 1}
+    cache, inputs = made(model, pieces((17, 23)), recompute_ratio=1.0, max_tokens=60)
+    output = model.generate(**inputs, past_key_values=cache, **few)
+    assert torch.equal(output, model.generate(**inputs, **few))
+
+
+def test_a_compiled_prefill_is_refused_by_name(tiny_model, pieces, compiler):
+    model = tiny_model(num_hidden_layers=2)
+    cache, inputs = made(model, pieces())
+    with pytest.raises(ConfigError, match=r"prefill came from compiled code.*prefill_chunk_size"):
+        model.generate(
+            **inputs, past_key_values=cache, compile_config=compiler.config, prefill_chunk_size=25, **GREEDY
+        )
+    assert cache.get_seq_length() == 0
+
+
+def test_what_has_no_static_buffers_is_refused_by_name(shared_model, tiny_model, pieces):
+    store = ChunkStore.open("memory://")
+    with pytest.raises(ConfigError, match=r"(?s)max_tokens=64.*layer 0 keeps a window"):
+        BlendCache(shared_model("mistral"), store, max_tokens=64)
+    with pytest.raises(ConfigError, match="expected: static"):
+        BlendConfig(max_tokens=64, kv_bits=8)
+    for most in (0, 1.5, True):
+        with pytest.raises(ConfigError, match="from 1 on"):
+            BlendConfig(max_tokens=most)
+    model = tiny_model(num_hidden_layers=2)
+    cache, _ = made(model, pieces())
+    with pytest.raises(ConfigError, match="sparse_decoding came with"), sparse_decoding(model, cache):
+        pass
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ConfigError, match=r"(?s)'flash_attention_2'.*sdpa"):
+        BlendCache(model, store, max_tokens=64)
+    with pytest.raises(ConfigError, match=r"(?s)'flash_attention_2'.*sdpa"):
+        cache.inputs(None, **pieces())
+
+
+def test_the_host_knows_how_many_tokens_a_layer_holds_and_asks_once_behind_compiled_steps():
+    layer, states = StaticLayer(8), torch.ones(1, 1, 3, 2)
+    layer.update(states, states)
+    assert [tuple(part.shape) for part in layer.update(states[:, :, :1], states[:, :, :1])] == [(1, 1, 8, 2)] * 2
+    assert (layer.length, layer.get_mask_sizes(1), layer.get_mask_sizes(2)) == (4, (8, 0), (6, 0))
+    layer.filled.add_(1)
+    layer._known, layer._has_stepped = None, True  # as a compiled step leaves it
+    assert layer.get_query_offset() is layer.filled
+    assert (layer.length, layer.get_query_offset(), layer.keys.shape[2]) == (5, 5, 5)
+    with pytest.raises(ConfigError, match="4 more tokens were"):
+        layer.update(torch.ones(1, 1, 4, 2), torch.ones(1, 1, 4, 2))
+    layer.crop(-2)
+    assert (layer.length, int(layer.filled), layer._buffers[0][0, 0, 3:].abs().sum()) == (3, 3, 0)

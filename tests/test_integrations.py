@@ -1,0 +1,260 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""The classes for LangChain, LlamaIndex and Haystack: answers of stock `generate`, documents reused, real streams."""
+
+import asyncio
+import copy
+import importlib
+import os
+import re
+import sys
+import threading
+
+import pytest
+import torch
+
+from hf_blend import BlendConfig, ChunkStore
+from hf_blend.errors import ConfigError, MissingExtraError, PromptError
+from hf_blend.integrations.answering import Answerer
+from tests.chat_templates import CHATML, COMMAND_R, DOCUMENTS, JOINED, QUESTION, SYSTEM, TITLED, small_tokenizer
+
+NEW = {"max_new_tokens": 6, "eos_token_id": None}
+EVERYTHING = BlendConfig(recompute_ratio=1.0)
+ASKED = [SYSTEM, {"role": "user", "content": QUESTION}]
+PLACED = [SYSTEM, {"role": "user", "content": f"{JOINED}\n\n{QUESTION}"}]
+FRAMEWORKS = {"langchain": "langchain_core", "llamaindex": "llama_index.core", "haystack": "haystack"}
+
+
+def framework(extra):
+    """The module of an extra, or a skip that says what to install."""
+    os.environ["HAYSTACK_TELEMETRY_ENABLED"] = "False"
+    pytest.importorskip(FRAMEWORKS[extra].partition(".")[0], reason=f"{extra}: pip install hf-blend[{extra}]")
+    return importlib.import_module(f"hf_blend.integrations.{extra}")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    made = copy.deepcopy(small_tokenizer("spaces"))
+    made.chat_template = CHATML
+    return made
+
+
+@pytest.fixture
+def model(shared_model, tokenizer):
+    return shared_model("llama", vocab_size=len(tokenizer), max_position_embeddings=2048)
+
+
+@pytest.fixture
+def store():
+    return ChunkStore.open("memory://")
+
+
+def stock(model, tokenizer, messages, **template):
+    """What `apply_chat_template` and `generate` answer, without anything of ours."""
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", **template)
+    return stock_text(model, tokenizer, ids["input_ids"])
+
+
+def stock_text(model, tokenizer, ids):
+    mask = torch.ones_like(ids)
+    output = model.generate(ids, attention_mask=mask, do_sample=False, pad_token_id=0, **NEW)
+    return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+@pytest.fixture
+def answerer(model, tokenizer, store):
+    return Answerer(model, tokenizer, store, EVERYTHING, {"temperature": 0, **NEW})
+
+
+def test_documents_in_no_message_are_put_before_the_question(answerer):
+    answer = answerer.chat(ASKED, DOCUMENTS).whole()
+    assert answer.text == stock(answerer.model, answerer.tokenizer, PLACED)
+    assert answer.report["computed_chunks"] == 4
+
+
+def test_documents_that_are_in_a_message_stay_where_they_are(answerer):
+    messages = [{**SYSTEM, "content": f"{SYSTEM['content']}\n{DOCUMENTS[1]}"}, ASKED[1]]
+    given = [messages[0], {"role": "user", "content": f"{DOCUMENTS[0]}\n\n{QUESTION}"}]
+    expected = stock(answerer.model, answerer.tokenizer, given)
+    assert answerer.chat(messages, DOCUMENTS[:2]).whole().text == expected
+
+
+def test_a_template_that_takes_documents_gets_them_as_documents(answerer):
+    template = {"chat_template": COMMAND_R}
+    answer = answerer.chat(ASKED, TITLED, template).whole()
+    assert answer.text == stock(answerer.model, answerer.tokenizer, ASKED, documents=TITLED, **template)
+    assert answer.report["computed_chunks"] >= 3
+
+
+def test_stored_chunks_are_found_in_messages_without_naming_them(answerer, store):
+    store.add(answerer.model, answerer.tokenizer, DOCUMENTS)
+    answer = answerer.chat(PLACED).whole()
+    assert answer.report["loaded_chunks"] == 3
+    assert answer.text == stock(answerer.model, answerer.tokenizer, PLACED)
+
+
+def test_a_stop_text_ends_the_answer_and_is_no_part_of_it(answerer):
+    whole = answerer.chat(ASKED, DOCUMENTS).whole()
+    stop = whole.text[3:6]
+    cut = answerer.chat(ASKED, DOCUMENTS, stops=[stop]).whole()
+    assert cut.text == whole.text[: whole.text.find(stop)]
+    assert (whole.reason, cut.reason) == ("length", "stop")
+
+
+def test_closing_a_stream_ends_the_computation(answerer):
+    before = threading.active_count()
+    stream = iter(answerer.chat(ASKED, DOCUMENTS, max_new_tokens=1000))
+    assert next(stream)
+    stream.close()
+    assert threading.active_count() <= before
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "says"),
+    [
+        (lambda one: one.chat([SYSTEM], DOCUMENTS), PromptError, "has the role user"),
+        (lambda one: one.chat(ASKED, [" "]), PromptError, "has no text"),
+        (lambda one: one.chat(ASKED, [{"title": "a"}]), PromptError, "has no text"),
+        (lambda one: one.chat(ASKED, num_beams=4), ConfigError, "num_beams is 4"),
+        (lambda one: one.chat(ASKED, streamer=None), ConfigError, "streamer was passed"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_in_words(answerer, call, error, says):
+    with pytest.raises(error, match=says):
+        call(answerer)
+
+
+def test_what_generate_refuses_reaches_the_caller(answerer):
+    with pytest.raises(ValueError, match="no_such_setting"):
+        answerer.chat(ASKED, no_such_setting=1).whole()
+
+
+def test_langchain_answers_as_stock_and_reuses_documents(model, tokenizer, store):
+    chat = framework("langchain").ChatBlend
+    from langchain_core.documents import Document
+    from langchain_core.messages import HumanMessage, SystemMessage
+
+    documents = [Document(page_content=text, metadata={"source": "a.md"}) for text in DOCUMENTS]
+    messages = [SystemMessage(SYSTEM["content"]), HumanMessage(QUESTION)]
+    settings = {"model": model, "tokenizer": tokenizer, "store": store, "temperature": 0, "settings": NEW}
+    exact = chat(**settings, blend=EVERYTHING)
+    answer = exact.invoke(messages, documents=documents)
+    assert answer.content == stock(model, tokenizer, PLACED)
+    assert answer.response_metadata["hf_blend"]["computed_chunks"] == 4
+    assert "".join(chunk.content for chunk in exact.stream(messages, documents=documents)) == answer.content
+    again = chat(**settings).invoke(messages, documents=documents[::-1])
+    assert again.response_metadata["hf_blend"]["computed_chunks"] == 0
+    assert again.usage_metadata["input_token_details"]["cache_read"] > 0.5 * again.usage_metadata["input_tokens"]
+    assert exact.invoke(messages, documents=documents, stop=[answer.content[3:5]]).content == answer.content[:3]
+    with pytest.raises(PromptError, match="expected a list"):
+        exact.invoke(messages, documents=documents[0])
+
+
+def test_langchain_answers_several_at_once_as_one_alone(model, tokenizer, store):
+    chat = framework("langchain").ChatBlend
+    llm = chat(model=model, tokenizer=tokenizer, store=store, temperature=0, settings=NEW, blend=EVERYTHING)
+    questions = [f"{QUESTION} {number}" for number in range(4)]
+    turns = [{"role": "user", "content": f"{JOINED}\n\n{question}"} for question in questions]
+    answers = llm.batch(questions, documents=DOCUMENTS)
+    assert [one.content for one in answers] == [stock(model, tokenizer, [turn]) for turn in turns]
+    alone = asyncio.run(llm.ainvoke(questions[0], documents=DOCUMENTS))
+    assert alone.content == answers[0].content
+
+
+def test_langchain_streams_in_pieces_and_counts_at_the_end(model, tokenizer, store):
+    chat = framework("langchain").ChatBlend
+    llm = chat(model=model, tokenizer=tokenizer, store=store, temperature=0, settings=NEW)
+    chunks = list(llm.stream(QUESTION, documents=DOCUMENTS))
+    assert len([chunk for chunk in chunks if chunk.content]) > 1
+    whole = chunks[0]
+    for chunk in chunks[1:]:
+        whole += chunk
+    assert whole.usage_metadata["output_tokens"] == NEW["max_new_tokens"]
+    assert whole.response_metadata["finish_reason"] == "length"
+
+
+def test_llamaindex_reuses_what_was_retrieved_in_its_own_prompts(model, tokenizer, store, monkeypatch):
+    blend = framework("llamaindex")
+    from llama_index.core import QueryBundle
+    from llama_index.core.query_engine import RetrieverQueryEngine
+    from llama_index.core.retrievers import BaseRetriever
+    from llama_index.core.schema import NodeWithScore, TextNode
+
+    class All(BaseRetriever):
+        def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
+            nodes = [TextNode(text=text, metadata={"file_name": "a.md"}) for text in DOCUMENTS]
+            return [NodeWithScore(node=node, score=1.0) for node in nodes]
+
+    settings = {"model": model, "tokenizer": tokenizer, "store": store, "temperature": 0, "settings": NEW}
+    llm = blend.BlendLLM(**settings, blend=EVERYTHING)
+    seen = []
+
+    def noted(self, messages, *rest, **given):
+        seen.append((messages, chat(self, messages, *rest, **given)))
+        return seen[-1][1]
+
+    chat = Answerer.chat
+    monkeypatch.setattr(Answerer, "chat", noted)
+    engine = RetrieverQueryEngine.from_args(All(), llm=llm, node_postprocessors=[blend.StoreNodes(llm=llm)])
+    said = str(engine.query(QUESTION))
+    ((messages, answer),) = seen
+    assert said == stock(model, tokenizer, messages)
+    assert all(text in messages[-1]["content"] for text in DOCUMENTS)
+    assert len(store) == answer.report["loaded_chunks"] == 3
+
+
+def test_llamaindex_chats_completes_and_streams(model, tokenizer, store):
+    blend = framework("llamaindex")
+    from llama_index.core.llms import ChatMessage
+
+    settings = {"model": model, "tokenizer": tokenizer, "store": store, "temperature": 0, "settings": NEW}
+    llm = blend.BlendLLM(**settings, blend=EVERYTHING)
+    messages = [ChatMessage(role=one["role"], content=one["content"]) for one in ASKED]
+    whole = llm.chat(messages, documents=DOCUMENTS)
+    assert whole.message.content == stock(model, tokenizer, PLACED)
+    parts = list(llm.stream_chat(messages, documents=DOCUMENTS))
+    assert (len(parts) > 1, parts[-1].message.content) == (True, whole.message.content)
+    ids = tokenizer(f"{JOINED}\n\n{QUESTION}", return_tensors="pt")["input_ids"]
+    text = llm.complete(QUESTION, documents=DOCUMENTS)
+    assert text.text == stock_text(model, tokenizer, ids)
+    assert "".join(part.delta for part in llm.stream_complete(QUESTION, documents=DOCUMENTS)) == text.text
+    assert text.raw["usage"]["completion_tokens"] == NEW["max_new_tokens"]
+    assert llm.metadata.context_window == 2048
+
+
+def test_haystack_answers_in_a_pipeline_and_streams(model, tokenizer, store):
+    blend = framework("haystack")
+    from haystack import Document, Pipeline, component
+    from haystack.dataclasses import ChatMessage
+
+    @component
+    class All:
+        @component.output_types(documents=list[Document])
+        def run(self, query: str) -> dict[str, list[Document]]:
+            return {"documents": [Document(content=text, meta={"file_path": "a.md"}) for text in DOCUMENTS]}
+
+    told = []
+    llm = blend.BlendChatGenerator(model, tokenizer, store, EVERYTHING, {"temperature": 0, **NEW}, told.append)
+    pipeline = Pipeline()
+    pipeline.add_component("retriever", All())
+    pipeline.add_component("llm", llm)
+    pipeline.connect("retriever.documents", "llm.documents")
+    messages = [ChatMessage.from_system(SYSTEM["content"]), ChatMessage.from_user(QUESTION)]
+    for computed in (4, 0):
+        told.clear()
+        (reply,) = pipeline.run({"retriever": {"query": QUESTION}, "llm": {"messages": messages}})["llm"]["replies"]
+        assert reply.text == stock(model, tokenizer, PLACED) == "".join(chunk.content for chunk in told)
+        assert len(told) > 1
+        assert reply.meta["hf_blend"]["computed_chunks"] == computed
+    assert reply.meta["usage"]["completion_tokens"] == NEW["max_new_tokens"]
+
+
+@pytest.mark.parametrize("extra", FRAMEWORKS)
+def test_a_framework_that_is_missing_is_named_with_its_extra(extra, monkeypatch):
+    name = f"hf_blend.integrations.{extra}"
+    for known in [*sys.modules]:
+        if known == name or f"{known}.".startswith(f"{FRAMEWORKS[extra]}."):
+            monkeypatch.delitem(sys.modules, known)
+    monkeypatch.setitem(sys.modules, FRAMEWORKS[extra], None)
+    with pytest.raises(MissingExtraError, match=re.escape(f'pip install "hf-blend[{extra}]"')):
+        importlib.import_module(name)
