@@ -506,7 +506,7 @@ def test_a_layer_that_hands_nothing_to_the_cache_is_named(tiny_model, pieces, bl
     model, store = tiny_model(), ChunkStore.open("memory://")
     blend(model, store, pieces())
     monkeypatch.setattr(decoder_layers(model)[CHECK], "forward", lambda hidden_states, **_: hidden_states)
-    monkeypatch.setattr(StructureWatch, "is_same", lambda _: True)  # else it would be another model, with no chunks
+    monkeypatch.setattr(StructureWatch, "is_same", lambda *_: True)  # else it would be another model, with no chunks
     with pytest.raises(UnsupportedModelError, match="layer 1 of LlamaForCausalLM ran to its end"):
         blend(model, store, pieces())
 
