@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from hf_blend import BlendCache, ChunkStore
+from hf_blend import BlendCache, ChunkStore, HfBlendError
 from hf_blend.version import __version__
 
 from .shapes import random_model
@@ -80,7 +80,7 @@ def measure_scale(plan: ScalePlan, progress: Callable[[str], None] | None = None
         command = [sys.executable, "-P", "-c", _CHILD, given]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise RuntimeError(f"measuring {point[0]} with {point[1]} tokens ended with {done.stderr[-800:]}")
+            raise HfBlendError(f"measuring {point[0]} with {point[1]} tokens ended with {done.stderr[-800:]}")
         rows.append(json.loads(done.stdout.splitlines()[-1]))
     about = {name: value for name, value in asdict(plan).items() if name != "points"}
     return {"torch": torch.__version__, "hf_blend": __version__, **about, "rows": rows}
@@ -89,7 +89,8 @@ def measure_scale(plan: ScalePlan, progress: Callable[[str], None] | None = None
 def _child(given: str) -> None:
     """Measure the one point of a plan, and print its row."""
     settings = json.loads(given)
-    print(json.dumps(measure_point(ScalePlan(**{**settings, "points": tuple(map(tuple, settings["points"]))}))))
+    row = measure_point(ScalePlan(**{**settings, "points": tuple(map(tuple, settings["points"]))}))
+    sys.stdout.write(json.dumps(row) + "\n")
 
 
 @torch.no_grad()
