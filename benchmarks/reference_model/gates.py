@@ -167,8 +167,9 @@ def gates(emulated: dict[str, list[bool]], library: dict[str, list[bool]]) -> li
 
 
 def _gate(name: str, figure: float, side: str, bound: float) -> dict[str, Any]:
+    figure = round(figure, 4)
     holds = figure >= bound if side == "at least" else figure <= bound
-    return {"gate": name, "figure": round(figure, 4), "expected": f"{side} {bound:g}", "holds": holds}
+    return {"gate": name, "figure": figure, "expected": f"{side} {bound:g}", "holds": holds}
 
 
 def _mean(values: Sequence[float]) -> float:
