@@ -387,7 +387,7 @@ def test_what_a_selector_looks_at_has_the_image_in_it(kind, monkeypatch):
         Listener, "take", lambda self, index, seen: looked.append((index, seen.keys)) or true_take(self, index, seen)
     )
     for selector in ("query-attention", "dependency"):
-        blend(kind, ids, 1, store, selector=selector)
+        blend(kind, ids, 1, store, selector=selector, selector_options={"layers": "0"})
     true = stock(kind, ids, 1)[1].layers
     keys = [keys for index, keys in looked if index == 0]
     assert len(keys) == 2
@@ -512,8 +512,8 @@ def test_what_others_stored_behind_a_placeholder_is_not_looked_up(monkeypatch):
 
 
 def test_placeholders_that_no_config_names_show_at_layer_0(monkeypatch, caplog):
-    monkeypatch.setattr("hf_blend.model.modality.placeholder_ids", lambda config: frozenset({START}))
-    monkeypatch.setattr("hf_blend.cache.blend_cache.placeholder_ids", lambda config: frozenset({START}))
+    for place in ("model.modality", "cache.blend_cache", "prefill.plan"):
+        monkeypatch.setattr(f"hf_blend.{place}.placeholder_ids", lambda config: frozenset({START}))
     model, store, kind = build("llava"), filled("llava"), "llava"
     unnamed = [*range(80, 100), *[IMAGE] * 16, *range(80, 100)]
     store.add(model, None, [unnamed])

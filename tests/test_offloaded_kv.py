@@ -59,6 +59,7 @@ class Live:
 
     def __init__(self, model, tokens):
         self.least, self.most, self.peak = tokens * ROW // 2, (tokens + 2 * GROW_TOKENS) * ROW // 2, 0
+        gc.collect()  # what other tests have left
         projections = [layer.self_attn.o_proj for layer in model.model.layers[5:6]]
         self.handles = [module.register_forward_pre_hook(self.look) for module in projections]
 

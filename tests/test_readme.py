@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hf_blend.cli.main import commands, main
-from hf_blend.evaluation.bundled import quickstart_questions
+from hf_blend.evaluation.bundled import long_questions
 from hf_blend.evaluation.readme import PLACE, filled
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,8 +46,8 @@ def test_the_page_is_read_in_some_minutes():
 
 
 def test_the_output_that_is_shown_is_what_the_command_prints(capsys, tmp_path, monkeypatch):
-    asked = quickstart_questions()[:1]
-    monkeypatch.setattr("hf_blend.evaluation.bundled.quickstart_questions", lambda: asked)
+    asked = long_questions()[:1]
+    monkeypatch.setattr("hf_blend.evaluation.bundled.long_questions", lambda: asked)
     (block,) = re.findall(r"```console\n\$ hf-blend ask --compare\n(.*?)```", README, re.DOTALL)
     with pytest.raises(SystemExit):
         main(["ask", "--compare", "--store", str(tmp_path)])

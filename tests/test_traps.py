@@ -98,7 +98,7 @@ def test_positions_with_gaps_are_never_shown_to_flash_attention(monkeypatch):
     for module in model.modules():
         if hasattr(module, "config"):
             module.config._attn_implementation_internal = "flash_attention_2"
-    monkeypatch.setattr(StructureWatch, "is_same", lambda _: True)  # `shown` is part of what foreign code holds
+    monkeypatch.setattr(StructureWatch, "is_same", lambda *_: True)  # `shown` is part of what foreign code holds
     cache, inputs = prepared(model, PIECES, recompute_ratio=0.3)
     shown.clear()
     model.generate(**inputs, past_key_values=cache, **GREEDY)

@@ -19,7 +19,7 @@ from .base import EntryFault, ObjectStat
 
 __all__ = ["FileSource", "is_abandoned", "open_regular", "sync_directory", "write_atomically"]
 
-_TEMPORARY = re.compile(r"[0-9a-z]+\.([0-9a-f]{12})\.([0-9]+)\.([0-9]+)\.[0-9a-f]{16}\.tmp")
+_TEMPORARY = re.compile(r"[0-9a-z.]+\.([0-9a-f]{12})\.([0-9]+)\.([0-9]+)\.[0-9a-f]{16}\.tmp")
 _MAX_CALL_BYTES = 1 << 30
 _FOREIGN_AGE_S = 24 * 3600.0
 
