@@ -18,7 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 MOST_LETTERS = 140  # of a reason in a table
 # tables named otherwise than their result file
 SOURCES = {"ends": "eval2", "acceptance": "sparse_quality", "support": "families"}
-ENDS = (("full-prefill", None), ("full-reuse", None), ("kv-deviation", 0.15))  # rows of the short table
+# rows of the short table
+ENDS = (("full-prefill", None), ("full-reuse", None), ("kv-deviation", 0.15), ("query-attention", 0.15))
 PLACE = re.compile(r"<!--table:(?P<name>\w+)-->\n.*?<!--end-->", re.DOTALL)
 
 
@@ -71,7 +72,9 @@ def _ends(document: dict[str, Any]) -> list[str]:
             continue
         charged = row["charged_budget"]
         shares = [_share(charged if row["ratio"] is None else row["ratio"]), _share(charged)]
-        name = {"full-prefill": "full prefill", "full-reuse": "full reuse"}.get(row["method"], "blend")
+        name = {"full-prefill": "full prefill", "full-reuse": "full reuse", "kv-deviation": "blend"}.get(
+            row["method"], f"blend, `{row['method']}`"
+        )
         time = f"{row['ttft_ms']:.0f} ms, {row['speedup']:.1f} x"
         score = f"{row['score']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
         lines.append(f"| {name} | {' | '.join(shares)} | {time} | {score} |")
