@@ -21,7 +21,7 @@ FLAGS = (
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
     *("--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"),
 )
-WAIT_MS = 30_000
+WAIT_MS = 90_000  # a busy machine
 HOSTILE = "<script>window.broken = 1</script><img src=x onerror='window.broken = 1'>\n\"><svg onload=alert(1)>"
 SHORT = stories()["Story 1"]
 FIRST = next(iter(SHORT["questions"]))

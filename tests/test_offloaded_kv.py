@@ -61,11 +61,16 @@ class Live:
         self.least, self.most, self.peak = tokens * ROW // 2, (tokens + 2 * GROW_TOKENS) * ROW // 2, 0
         gc.collect()  # what other tests have left
         projections = [layer.self_attn.o_proj for layer in model.model.layers[5:6]]
+        self.columns = range(tokens, tokens + 2 * GROW_TOKENS + 1)  # no other test has prompts of this length
         self.handles = [module.register_forward_pre_hook(self.look) for module in projections]
+
+    def is_context(self, tensor):
+        return any(size in self.columns for size in tensor.shape)
 
     def look(self, module, args):
         if args[0].shape[1] == 1:
-            storages = [one.untyped_storage() for one in gc.get_objects() if type(one) is torch.Tensor]
+            tensors = [one for one in gc.get_objects() if type(one) is torch.Tensor and self.is_context(one)]
+            storages = [one.untyped_storage() for one in tensors]
             found = {one.data_ptr(): one.nbytes() for one in storages if self.least <= one.nbytes() <= self.most}
             self.peak = max(self.peak, sum(found.values()))
 
@@ -94,7 +99,7 @@ def test_a_prompt_of_four_times_the_memory_gives_the_same_text_within_the_memory
     long_model.generate(got, past_key_values=cache, **{**GREEDY, "max_new_tokens": 3})
     for handle in live.handles:
         handle.remove()
-    assert 3 * TOKENS * ROW <= live.peak <= limit + layer, "the counter is right: the tensors themselves are no more"
+    assert 2 * TOKENS * ROW <= live.peak <= limit + layer, "the counter is right: the tensors themselves are no more"
     del cache, memory
     assert list(tmp_path.iterdir()) == [], "what was offloaded is deleted with the cache"
 
