@@ -9,6 +9,7 @@ encoded whole or piece by piece, as long as no piece ends inside a word.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -44,12 +45,16 @@ def encode(text: str) -> list[int]:
     return [ids[word] for word in split_words(text)]
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Build the tokenizer; it adds BOS to a whole prompt."""
+def build_tokenizer(words: Mapping[str, int] | None = None) -> PreTrainedTokenizerFast:
+    """Build the tokenizer; it adds BOS to a whole prompt, and a text has the same tokens whole or in pieces.
+
+    Args:
+        words: id of every word, the special tokens among them; those of the reference world where left out.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.WordLevel(vocabulary(), unk_token=UNKNOWN))
+    tokenizer = Tokenizer(models.WordLevel(dict(words or vocabulary()), unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(r"\n"), "isolated"),
