@@ -115,7 +115,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def _sentence(error: Exception) -> str:
-    """What to print for an error: our own words, or a line of somebody else's with what to do about it."""
+    """What to print for an error: our own words, or a line of another library's with what to do about it."""
     if isinstance(error, HfBlendError):
         return str(error)
     line = (str(error).strip().splitlines() or [""])[0][:MOST_LETTERS].rstrip(" .")

@@ -19,7 +19,7 @@ Data = Annotated[Path | None, typer.Option(help="Folder of JSONL files named aft
 Tasks = Annotated[list[str] | None, typer.Option("--task", help="May be repeated; the default is the paper's four.")]
 Limit = Annotated[int, typer.Option(min=1, help="Samples of each task.")]
 Small = Annotated[bool, typer.Option("--small", help="Two values of each thing that varies.")]
-Output = Annotated[Path, typer.Option(help="Folder of the run; a stopped run goes on there.")]
+Output = Annotated[Path, typer.Option(help="Folder of the run; a stopped run resumes there.")]
 SHOWN = ("figure", "varied", "task", "method", "ratio", "n", "score", "charged_budget", "ttft_ms", "speedup")
 
 

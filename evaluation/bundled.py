@@ -264,7 +264,7 @@ def _unreadable(name: str | None, what: str, error: Exception) -> ConfigError:
 
 
 def _first_line(error: BaseException) -> str:
-    """The first line of somebody else's message, ended like a sentence."""
+    """The first line of another library's message, ended like a sentence."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return f"{lines[0][:300].rstrip(' .:')}."
 

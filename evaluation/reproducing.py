@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""A paper's figures on one's own model: each figure is a few runs of `trial`, in a folder that goes on where it was.
+"""A paper's figures on one's own model: each figure is a few runs of `trial`, in a folder that resumes where it was.
 
 What the figures of CacheBlend vary are methods, ratios, the check layer, and the length and number of chunks. Its
 storage devices are in `hf-blend bench ttft --disk`, its request rates in `hf-blend bench serve`: these measure times,
@@ -105,7 +105,7 @@ def reproduce(figures: Sequence[Figure], folder: Path, progress: Progress | None
 
     Args:
         figures: of a paper.
-        folder: of the run; one that was stopped goes on.
+        folder: of the run; one that was stopped resumes.
         progress: wraps the loop over samples; is given what is run, the loop and its length.
 
     Returns:

@@ -76,7 +76,7 @@ def emulate(model: nn.Module, prompts: Sequence[Prompt], tell: Callable[[int], N
     Args:
         model: gives the weights.
         prompts: the questions.
-        tell: is told the number of each prompt.
+        tell: receives the number of each prompt.
 
     Returns:
         For every way which questions it answers rightly.

@@ -19,7 +19,7 @@ class Example:
 
     Attributes:
         chunks: each ends in a newline.
-        question: stands last.
+        question: comes last.
         answer: one word.
         depth: links from the thing asked for to the sentence that names the owner.
         crossings: how many of them lead to another chunk.

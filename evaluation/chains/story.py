@@ -6,7 +6,7 @@
     the lantern goes with that animal .
     whose is the lantern ?    -> Mara
 
-A story tells of at most one thing of each kind, so "that animal" is clear, but it mostly stands in another chunk. The
+A story tells of at most one thing of each kind, so "that animal" is clear, but it mostly is in another chunk. The
 owner of the lantern is the owner of that animal, which may have been linked itself: up to `Level.depth` links.
 """
 

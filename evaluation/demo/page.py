@@ -198,7 +198,7 @@ def serve(demo: Demo, *, host: str = "127.0.0.1", port: int | None = None, wait:
         _, url, _ = blocks.launch(server_name=host, server_port=port, **settings)
     except ValueError as error:
         raise ConfigError(
-            f"the page was started on {host}, but Gradio cannot reach it there: {error} A proxy stands between where "
+            f"the page was started on {host}, but Gradio cannot reach it there: {error} A proxy is between where "
             "the address is not excepted: set NO_PROXY=localhost,127.0.0.1."
         ) from error
     return blocks, url

@@ -112,7 +112,7 @@ def load_s(bytes_per_token: float, tokens: int, bytes_s: float) -> float:
 
 
 def ratio_that_loading_hides(load: float, prefill_s: float, least_ratio: float) -> float:
-    """The share that can be recomputed while loading goes on, at least `least_ratio`, at most 1."""
+    """The share that can be recomputed while others load, at least `least_ratio`, at most 1."""
     return min(1.0, max(least_ratio, load / prefill_s))
 
 

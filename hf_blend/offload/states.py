@@ -248,7 +248,7 @@ class AwayLayer:
             self.tokens += len(keys)
 
     def bring(self, rows: int) -> tuple[Tensor, Tensor]:
-        """K and V on the device, `[rows, batch, kv_heads, head_dim]`; what stands behind the tokens is undefined.
+        """K and V on the device, `[rows, batch, kv_heads, head_dim]`; what is behind the tokens is undefined.
 
         accelerate's hook brings them to host memory. From there they go to a GPU without it: the hook would empty the
         allocator's cache, and so wait for the device, for every tensor.

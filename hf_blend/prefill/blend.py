@@ -134,7 +134,7 @@ class Fusor:
         twin._chosen_counts, twin._has_chosen, twin._rows = None, True, None
         twin._opened, twin._indexed, twin._ahead, twin._used, twin._settled = {}, {}, {}, set(), 0
         self._mixers.pause()  # its layer may be the one that this forward is in
-        twin._mixers, twin._projections, twin._unseen = self._mixers.anew(), {}, set()
+        twin._mixers, twin._projections, twin._unseen = self._mixers.emptied(), {}, set()
         twin._known_rows, twin._detour, twin._glance, twin._is_looking = KnownRows(), None, None, False
         return twin
 
@@ -395,7 +395,7 @@ class Fusor:
         return states
 
     def _stored_slots(self) -> list[Slot]:
-        """The chunks of which something stored stands in, now: none where all rows flow."""
+        """The chunks of which something stored is used, now: none where all rows flow."""
         return [] if self._rows is None else [slot for slot in self._plan.slots if slot.exact or self._is_narrowed]
 
     def _projected(self, index: int) -> None:

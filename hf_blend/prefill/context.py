@@ -17,7 +17,7 @@ from .report import BlendReport
 
 @dataclass(frozen=True)
 class PrefillContext:
-    """One forward of the model in which stored KV stands in for tokens.
+    """One forward of the model in which stored KV takes the place of tokens.
 
     Attributes:
         model: the model that runs.
@@ -25,7 +25,7 @@ class PrefillContext:
         plan: which of the new tokens have stored KV.
         past: tokens in the cache.
         config: ratios and check layers.
-        report: is told what was chosen and computed.
+        report: receives what was chosen and computed.
         realigner: writes stored KV to its columns.
         wanted_rows: how many of the last rows the caller wants an output for.
         beyond_text: the forward brings more than text. Then nothing stored is believed unseen, chunks whose tokens

@@ -68,7 +68,7 @@ class MixerRows:
         whole = whole_arguments(call.arguments, self._whole)
         self._pass.rows = ActiveRows(rows.columns, self._tokens, whole, self._padding)
 
-    def anew(self) -> "MixerRows":
+    def emptied(self) -> "MixerRows":
         """For another forward over the same tokens and layers."""
         return MixerRows(self._mixers, self._layers, self._tokens, self._padding)
 

@@ -21,7 +21,7 @@ class Listener:
         """Prepare to listen.
 
         Args:
-            hear: is told of layers, their attention and the weights.
+            hear: receives layers, their attention and the weights.
             layers: which, increasing; behind the scores of the last nothing runs any more. None: all, to the end.
             anchors: `[batch, columns]`, the new tokens that the rows themselves look at; None for all.
         """

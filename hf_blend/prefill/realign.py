@@ -133,7 +133,7 @@ class Realigner:
 
         Args:
             styles: of each layer.
-            report: is told how long it took.
+            report: receives how long it took.
             slots: all chunks of the forward, in order, where they are known: one rotation is composed for them all.
         """
         self._styles, self._report = styles, report
@@ -162,7 +162,7 @@ class Realigner:
         self._tables.setdefault(layer, table if table is None else self._alike.get(id(table[0]), table))
 
     def learn_again(self, layer: int, table: Table | None) -> None:
-        """Remember that a table which the model made anew is that of a layer that is known: rotations stay the same.
+        """Remember that a table which the model made again is that of a layer that is known: rotations stay the same.
 
         Args:
             layer: which layer.

@@ -57,7 +57,7 @@ def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **arguments: A
     """
     try:
         text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, **arguments)
-    except Exception as error:  # a template is code of somebody else and raises what it likes
+    except Exception as error:  # a template is code of others and raises what it likes
         raise PromptError(
             f"the chat template refused the {len(messages)} messages: {type(error).__name__}: {error}. Give messages "
             "and arguments that apply_chat_template takes for this tokenizer."

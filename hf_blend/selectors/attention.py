@@ -76,7 +76,7 @@ class Attention:
         scores = (queries @ self.keys.float().transpose(2, 3)).view(batch, heads, -1, count) * self.scaling
         if self.softcap:
             scores = torch.tanh(scores / self.softcap) * self.softcap
-        if only is None and self.mask is None:  # counted by the columns, when somebody asks
+        if only is None and self.mask is None:  # counted by the columns, when it is asked for
             columns, before, each = self.columns[:, rows], self.past + 1, 2.0 * width * self.queries.shape[1]
             self.charge(lambda: float((columns + before).sum()) * each)
         else:

@@ -54,7 +54,7 @@ class TokenView:
         attention: what the tokens of this view look at in this layer; for selectors with `needs_attention`.
         probe: runs the question alone over the stored KV of all chunks. `probe(hear, layers, anchors)` tells `hear`
             of some layers, increasing, and runs no further; with `anchors`, `[batch, columns]`, the question itself
-            looks at those only, while `hear` is told of all. Charged.
+            looks at those only, while `hear` receives all. Charged.
         num_layers: how many layers the model has.
         chunks: `[batch, columns]`, number of each column's chunk, -1 for none; also of columns that flow no more.
         earlier: `[batch, tokens]`, what this selector said of these tokens before the first layer, if it was asked.

@@ -7,7 +7,7 @@
         output = engine.get_result(timeout=60)
         print(output.generated_tokens, engine.outcome(request))
 
-The engine's steps are stock. Between two of them a blended prefill goes on for at most `stall_s` and one layer.
+The engine's steps are stock. Between two of them a blended prefill runs for at most `stall_s` and one layer.
 """
 
 import copy
@@ -324,7 +324,7 @@ def _check_settings(
         (not batching.allow_block_sharing, "allow_block_sharing=False", "blended blocks enter by the shared prefix"),
         (bool(batching.use_async_batching), "use_async_batching=True", "a prefill needs the model between steps"),
         (_graphs(batching), f"use_cuda_graph={batching.use_cuda_graph}", "a prefill would break a captured graph"),
-        (batching.cpu_offload_space != 0, f"cpu_offload_space={batching.cpu_offload_space}", "a swap hashes anew"),
+        (batching.cpu_offload_space != 0, f"cpu_offload_space={batching.cpu_offload_space}", "a swap hashes again"),
         (bool(batching.max_blocks_per_request), f"max_blocks_per_request={batching.max_blocks_per_request}",
          "the decode fast path writes K and V by itself"),
         ((generation.num_return_sequences or 1) != 1, f"num_return_sequences={generation.num_return_sequences}",

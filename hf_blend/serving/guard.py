@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""What stands before the server's own code: keys, and bodies that are too large, too slow, or never end."""
+"""What comes before the server's own code: keys, and bodies that are too large, too slow, or never end."""
 
 import asyncio
 import json

@@ -220,7 +220,7 @@ class BlendedPrefills:
         tokens = len(state.initial_tokens) - 1
         ids = salted(state.initial_tokens, reuse.salt)
         root = self._root(spans, reuse, state.initial_tokens)
-        fetched = [reuse.store.get(span.key, FETCH_S) for span in spans]  # into memory, while the engine goes on
+        fetched = [reuse.store.get(span.key, FETCH_S) for span in spans]  # into memory, while the engine runs
         self.turns.checkpoint()
         if paged.count_exact(ids) >= least:
             held.outcome.reason = "all chunks lie in an exact prefix that is in the engine's cache"
@@ -256,7 +256,7 @@ class BlendedPrefills:
         return [span for span in spans if span.start + span.tokens < len(token_ids)]
 
     def _missing(self, reuse: Reuse, identity: str) -> list[ChunkKey]:
-        """Chunks of a request, and what stands before the first of them, that are not stored."""
+        """Chunks of a request, and what comes before the first of them, that are not stored."""
         sink, namespace = tuple(self._sink), reuse.store.namespace
         keys = [ChunkKey(identity, sink, span.token_ids, namespace) for span in reuse.prompt.spans()]
         opening = reuse.prompt.ids[: reuse.prompt.opening]

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Put a server together and run it until it is told to stop."""
+"""Put a server together and run it until it is asked to stop."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ class ServerPlan:
         location: of the store; None is the library's default.
         remote: URL of a tier behind it, shared with other servers.
         secret: of the store, where there are no tenants.
-        tenants: who may ask; empty: everybody.
+        tenants: who may ask; empty: anyone.
         blend: how prompts are blended.
         limits: what is taken.
         cache_tokens: tokens that fit in the engine's cache; None: what memory allows, up to 32 full prompts.

@@ -76,7 +76,7 @@ class StreamedLayers(Sequence[KV]):
             place: which layer.
 
         Returns:
-            Its states as they were read; a fault is left to whoever asks for the layer itself.
+            Its states as they were read; a fault is left to the code that asks for the layer itself.
         """
         with self._changed:
             until_s = time.monotonic() + min(self._patience_s, self._budget_s)
