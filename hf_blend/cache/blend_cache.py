@@ -40,6 +40,7 @@ from ..prefill.choice import Chooser, FullPrefill
 from ..prefill.context import PrefillContext
 from ..prefill.correcting import Repair
 from ..prefill.input_test import InputTest
+from ..prefill.mixers import keeps_keys
 from ..prefill.notices import other_tokenizers, why_nothing_found
 from ..prefill.plan import Plan, Planner
 from ..prefill.probing import Listener, run_probe
@@ -299,7 +300,7 @@ class BlendCache(MaskedDecode):
         if not held:
             return 0
         ids, common = prompts[0].ids, 0
-        if len(prompts) == 1 and all(layer.keys.shape[0] == 1 for layer in self._layers()):
+        if len(prompts) == 1 and next(filter(keeps_keys, self._layers())).batch_size == 1:
             common = shared_tokens(ids[:-1], self._beginning[:held])
         try:
             self.crop(common - held)
