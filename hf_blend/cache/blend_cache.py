@@ -443,11 +443,13 @@ class BlendCache(MaskedDecode):
         return super().get_seq_length() > 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "BlendCache":
-        """A cache with its own K and V, for the same model and store."""
+        """A cache with its own K and V, for the same model and store, that continues and expects the same prompts."""
         twin = BlendCache(self.model, self.store, self.config)
         twin._kept = copy.deepcopy(self._kept, memo)
         twin.layers, twin.kv_memory = [*twin._kept], copy.deepcopy(self.kv_memory, memo)
         twin.report = copy.deepcopy(self.report, memo)
+        for name in ("_coming", "_resume", "_history", "_beginning", "_tokenizer"):  # what it knows of its prompts
+            setattr(twin, name, getattr(self, name))
         return twin
 
     def __copy__(self) -> "BlendCache":
