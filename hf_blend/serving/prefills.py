@@ -249,7 +249,8 @@ class BlendedPrefills:
             self.turns.checkpoint(end_turn=True)  # blocks come back as others finish
         self._blend(held, tokens)
         del fetched
-        paged.register(state.request_id, ids[:tokens], exact, root)
+        is_planned = self._spans(reuse, spans[0].key.fingerprint, state.initial_tokens) == spans
+        paged.register(state.request_id, ids[:tokens] if is_planned else (), exact, root)
         return tokens
 
     def _reserve(self, state: Any, tokens: int) -> bool:
@@ -268,6 +269,10 @@ class BlendedPrefills:
                 self.turns.release()
             reuse.store.put(chunk)
             held.outcome.computed_chunks += 1
+        return self._spans(reuse, identity, token_ids)
+
+    def _spans(self, reuse: Reuse, identity: str, token_ids: Sequence[int]) -> Spans:
+        """The chunks of a prompt that are stored now; one may be evicted, or come from another server, at any time."""
         spans = reuse.store.find(identity, self._sink, token_ids)
         return [span for span in spans if span.start + span.tokens < len(token_ids)]
 

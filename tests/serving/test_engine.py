@@ -328,6 +328,27 @@ def test_a_cancelled_request_leaves_nothing_behind_and_others_go_on(when, model,
         assert found[name].generated_tokens == bench.lone_answer(model, store, ask.ids, recompute_ratio=RATIO)
 
 
+def test_blocks_of_a_prompt_whose_chunk_is_evicted_meanwhile_serve_no_other(model, bench, store, monkeypatch):
+    chunks = bench.workload.library[1:3]
+    ids = [1, *bench.draw(4, 7), *chunks[0], *chunks[1], *bench.draw(20, 3)]
+    keys = store.add(model, None, chunks)
+    alone = bench.lone_answer(model, store, ids, recompute_ratio=0.0)
+    with bench.engine(model, store, {"page_size": 4}, recompute_ratio=0.0) as engine:
+        blend = engine.prefills._blend
+
+        def evicting(*given):
+            store.delete(keys[1])
+            blend(*given)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.prefills, "_blend", evicting)
+            bench.answers(engine, [bench.Ask(ids)])
+        store.add(model, None, chunks)
+        name = engine.add_request(ids)
+        assert bench.collect(engine, [name])[name].generated_tokens == alone
+        assert engine.outcome(name).how == "blended", "not shared with what was blended of one chunk"
+
+
 def test_a_prefill_that_fails_is_computed_in_full_by_the_engine(model, bench, store, monkeypatch):
     store.add(model, None, bench.workload.library)
     asks = [bench.Ask([1, *bench.workload.library[n], *bench.draw(6, n)]) for n in range(3)]
