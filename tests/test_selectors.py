@@ -3,9 +3,8 @@
 """What every selector promises, checked on every selector that is found; then what each of them is for."""
 
 import math
-from dataclasses import replace
-
 import os
+from dataclasses import replace
 
 import pytest
 import torch
