@@ -66,11 +66,12 @@ def text_prompt(tokenizer: Any, prompt: str | Sequence[int], documents: Sequence
 
 
 def _before_ids(tokenizer: Any, documents: Sequence[str], ids: tuple[int, ...]) -> TextPrompt:
-    """Documents, each tokenised alone, and ids behind them."""
+    """Documents, each tokenised alone, and ids behind them; a BOS of the ids goes in front of all."""
     if not (documents or ids):
         raise PromptError("the prompt has no token, but at least one is expected. Send some text.")
     begin = getattr(tokenizer, "bos_token_id", None)
     before = (begin,) if documents and begin is not None else ()
+    ids = ids[1:] if before and ids[:1] == before else ids
     spans, start = list[Span](), len(before)
     for document in documents:
         spans.append(Span.whole(start, tokenize(tokenizer, document)))
