@@ -109,6 +109,7 @@ class BlendedPrefills:
         self._stream: Any = None
         self._may_grow: Callable[[], bool] = lambda: True
         self._reuse: dict[str, Reuse] = {}
+        self._last: tuple[str, Reuse] | None = None  # that the engine has let go of
         self._held: OrderedDict[str, _Held] = OrderedDict()
         self._ready: dict[str, int] = {}
         self._running: str | None = None
@@ -135,6 +136,8 @@ class BlendedPrefills:
 
     def offer(self, state: Any) -> None:
         """The engine has a new request, or one that it had to put back into its queue."""
+        if self._last is not None and self._last[0] == state.request_id:
+            self._reuse[state.request_id] = self._last[1]
         reuse = self._reuse.get(state.request_id)
         self._note(state.request_id, Prefilled("plain" if reuse is None else "waiting"))
         if reuse is not None:
@@ -146,6 +149,12 @@ class BlendedPrefills:
 
     def __len__(self) -> int:
         return len(self._held)
+
+    def finish(self, request_id: str) -> None:
+        """The engine lets go of a request. If it puts it back into its queue, it does so before the next `advance`."""
+        reuse = self._reuse.get(request_id)
+        self._last = None if reuse is None else (request_id, reuse)
+        self.drop(request_id)
 
     def drop(self, request_id: str) -> None:
         """A request is over: finished, cancelled or failed."""
@@ -180,6 +189,7 @@ class BlendedPrefills:
         Args:
             seconds: for how long, up to the next layer.
         """
+        self._last = None
         if not self.turns.is_busy and self._held:
             self._running, held = next(iter(self._held.items()))
             self.turns.start(lambda: self._run(held))

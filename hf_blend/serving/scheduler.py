@@ -54,6 +54,15 @@ class BlendedScheduler(FIFOScheduler):
         states: list[Any] = super().clear_cancelled_requests()
         return states
 
+    def finish_request(self, request_id: str) -> None:
+        """Let go of a request that is done, failed, or put back into the queue, with all that was kept for its prefill.
+
+        Args:
+            request_id: of the request.
+        """
+        super().finish_request(request_id)
+        self.prefills.finish(request_id)
+
     def may_grow(self) -> bool:
         """Whether another prompt may take blocks: enough are left for those that decode, or nobody does."""
         return not self.active_requests or bool(self._try_to_meet_safety_margin())

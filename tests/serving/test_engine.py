@@ -37,6 +37,7 @@ def check_all_returned(engine):
     assert engine.paged.blocks_in_use == 0
     assert len(engine.prefills) == 0
     assert not engine.paged.blended
+    assert not engine.prefills._reuse, "the prompts of requests that are over are let go of"
 
 
 def serve_at_random(bench, model, store, asks, seed, pages=None, **settings):
