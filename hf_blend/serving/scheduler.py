@@ -54,8 +54,22 @@ class BlendedScheduler(FIFOScheduler):
         states: list[Any] = super().clear_cancelled_requests()
         return states
 
+    def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
+        """Choose the requests of the next step, as the base class does.
+
+        After requests had to give up their blocks it lets no new one in until another has finished. If those were all
+        cancelled none ever would, and the engine would wait for ever.
+
+        Args:
+            token_budget: of the step.
+            cache_budget: cache entries that the step may read.
+        """
+        if not self.active_requests:
+            self.block_new_requests = False
+        return super().schedule_batch(token_budget, cache_budget)
+
     def finish_request(self, request_id: str) -> None:
-        """Let go of a request that is done, failed, or put back into the queue, with all that was kept for its prefill.
+        """Let go of a request that is over or put back into the queue, with all that was kept for its prefill.
 
         Args:
             request_id: of the request.
