@@ -284,7 +284,6 @@ class BlendedBatching(ContinuousBatchingManager):
         for state in list(scheduler.active_requests.values()):
             processor._handle_request_error(error, state)
             scheduler.finish_request(state.request_id)
-            self.prefills.drop(state.request_id)
         scheduler._requests_to_fork.clear()
 
     def _settle(self) -> None:
