@@ -5,9 +5,11 @@
 The oracles are the stock model with a `DynamicCache`, and a rotation written by hand from the model's own positions.
 """
 
+import inspect
+
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, LlavaForConditionalGeneration
 
 from hf_blend import BlendCache, ChunkStore, PromptError, UnsupportedModelError, plugins
 from hf_blend.model.fingerprint import fingerprint
@@ -34,6 +36,10 @@ from tests.image_models import (
     prompt,
 )  # fmt: skip
 
+pytestmark = pytest.mark.skipif(
+    "mm_encoder_outputs" not in inspect.signature(LlavaForConditionalGeneration.forward).parameters,
+    reason="images cannot be encoded ahead: needs transformers 5.18 or newer",
+)
 EXACT = [kind if kind in FAST else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != "paligemma"]
 ROPED = ["llava", "qwen3_vl", pytest.param("qwen2_vl", marks=pytest.mark.slow)]
 
@@ -93,6 +99,7 @@ def test_ratio_1_with_images_as_chunks_equals_stock_and_no_image_is_computed_twi
         assert cache.report.computed_chunks == computed
         assert cache.report.loaded_chunks == len(text) + 2 - computed
         assert cache.report.reusable_tokens == sum(map(len, text)) + 2 * KINDS[kind][1]
+        assert cache.report.encoded_images == computed
         assert not cache.report.refused_chunks
     assert len(runs) == 2
 
@@ -179,6 +186,16 @@ def test_different_pixels_behind_equal_ids_never_reuse_each_other(ratio, selecto
         assert max(map(gap, answers, true)) < FLOOR
 
 
+def test_an_image_with_breaks_between_its_rows_is_one_chunk():
+    kind, store, breaks = "llava", filled("llava"), [START, *([*[IMAGE] * 4, 9] * 4)[:-1], END]
+    for pieces, computed in (([breaks, *CHUNKS], 1), ([*CHUNKS, breaks], 0), ([*CHUNKS, picture(kind)], 1)):
+        inputs = given(kind, pieces, (0,))
+        got, cache = blend(kind, inputs, store, recompute_ratio=1.0)
+        assert gap(got, stock(kind, inputs)[0]) < FLOOR
+        assert cache.report.computed_chunks == computed
+    assert len(store) == len(CHUNKS) + 3  # features, and the KV of the image with and without breaks
+
+
 def test_names_tell_pixels_their_form_and_their_number_of_tokens():
     image = {"pixel_values": torch.ones(16, 4), "image_grid_thw": torch.tensor([[1, 4, 4]])}
     other = {**image, "image_grid_thw": torch.tensor([[1, 2, 8]])}
@@ -226,6 +243,15 @@ def test_an_image_of_a_later_turn_is_a_chunk_too(tokenizer):
         wanted = model(ids[:, held:], **arguments(kind, ids, 1), past_key_values=true, logits_to_keep=1).logits
     assert got[0, ids.shape[1]] == wanted[0, -1].argmax()
     assert mine.report.reusable_tokens == KINDS[kind][1]
+
+
+def test_a_prompt_that_comes_in_parts_is_computed_as_stock_does(tokenizer):
+    kind, store = "llava", filled("llava")
+    inputs = given(kind, [CHUNKS[0], picture(kind), *CHUNKS[1:]], (0,))
+    options = {"max_new_tokens": 4, "do_sample": False, "prefill_chunk_size": 24}
+    cache = BlendCache(build(kind), store, recompute_ratio=1.0)
+    got = build(kind).generate(**cache.inputs_with_images(**inputs), **options, past_key_values=cache)
+    assert got.equal(build(kind).generate(**inputs, **options))
 
 
 def test_a_batch_of_prompts_with_images_equals_stock(tokenizer):

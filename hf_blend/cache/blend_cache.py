@@ -687,6 +687,7 @@ class BlendCache(MaskedDecode):
             computed_chunks=plan.computed,
             loaded_chunks=plan.loaded,
             seam_tokens=plan.seam_tokens,
+            encoded_images=0 if goes_on or self._images is None else self._images.encoded,
         )
         self._notice(plan, given[0])
         return plan

@@ -96,7 +96,8 @@ class ImageEncoder:
         if missing:
             raise UnsupportedModelError(
                 f"images cannot be chunks for {name}: it lacks {missing[0]}, expected of a model whose images are "
-                "encoded ahead. Pass the images to generate as they are: then they are computed in place."
+                "encoded ahead (transformers 5.18 and newer). Pass the images to generate as they are: then they are "
+                "computed in place."
             )
         self.token_id: int = token  # type: ignore[assignment]
         self.names = tuple(one for one in inspect.signature(self._encode).parameters if one != "kwargs")  # type: ignore[arg-type]

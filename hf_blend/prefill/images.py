@@ -193,7 +193,7 @@ class _Naming:
     def add(
         self, image: Mapping[str, Tensor], digest: str, features: Features, places: Sequence[Sequence[int]]
     ) -> None:
-        """The next image, at these rows and columns; it is no chunk where its tokens are not neighbours."""
+        """The next image, at these rows and columns: a chunk from its first token to its last, breaks of rows too."""
         tokens, (row, first) = len(places), places[0]
         if any(one != row for one, _ in places):
             raise PromptError(
@@ -201,19 +201,19 @@ class _Naming:
                 "one prompt. Pass the images in the order of the prompts, as the processor made both."
             )
         self._features[row].append(features[0])
-        columns = slice(first, first + tokens)
-        if places[-1][1] != columns.stop - 1 or tokens < LEAST_TOKENS:
+        if tokens < LEAST_TOKENS:
             return
-        content = content_ids(digest, tokens)
-        self._named[row, columns] = torch.tensor(content)
-        self._spans[row].append(Span.whole(int(self._order[row, first]), content))
-        if content not in self._alone:
-            self._alone[content] = self._arguments(image, features, row, columns)
+        columns = slice(first, places[-1][1] + 1)
+        self._named[row, [column for _, column in places]] = torch.tensor(content_ids(digest, tokens))
+        chunk = tuple(self._named[row, columns].tolist())
+        self._spans[row].append(Span.whole(int(self._order[row, first]), chunk))
+        if chunk not in self._alone:
+            self._alone[chunk] = self._arguments(image, features, row, columns)
 
     def _arguments(self, image: Mapping[str, Tensor], features: Features, row: int, columns: slice) -> dict[str, Any]:
         """Of the model's forward, for one image alone behind the sink."""
         sink, device = len(self._sink), self._inputs["input_ids"].device
-        ids = torch.tensor([[*self._sink, *[self._encoder.token_id] * (columns.stop - columns.start)]], device=device)
+        ids = torch.tensor([[*self._sink, *self._ids[row, columns].tolist()]], device=device)
         given: dict[str, Any] = {"input_ids": ids, ENCODED: {"image": (features,)}, "logits_to_keep": 1}
         for name, value in self._inputs.items():
             if name in image and not name.startswith("pixel"):
