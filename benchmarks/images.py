@@ -118,7 +118,7 @@ METHODS: dict[str, dict[str, Any]] = {  # all images stored, but for the last
 }
 
 
-def measure(family: str, size: dict[str, int], images: int, rounds: int) -> dict[str, Any]:
+def measure(family: str, size: dict[str, int], images: int, rounds: int) -> list[dict[str, Any]]:
     """Compare stock and stored images, in turns.
 
     Args:
@@ -128,7 +128,7 @@ def measure(family: str, size: dict[str, int], images: int, rounds: int) -> dict
         rounds: of each method.
 
     Returns:
-        The figures of one family.
+        For each method the figures of one family.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -148,16 +148,20 @@ def measure(family: str, size: dict[str, int], images: int, rounds: int) -> dict
             took, cache = first_token(model, given, ChunkStore.open("memory://") if is_new else store, settings)
             times[name].append(took)
             charged[name] = cache.report.charged_budget
-    ratios = {
-        name: statistics.median(a / b for a, b in zip(times["stock"], times[name], strict=True)) for name in METHODS
-    }
-    pixels = inputs["pixel_values"].nbytes / images
-    return {
-        "family": family, **size, "images": images, "tokens": inputs["input_ids"].shape[1],
-        "tokens_per_image": (size["side"] // 2) ** 2, "rounds": rounds, "stock_ms": statistics.median(times["stock"]),
-        "times_faster": ratios, "charged_budget": charged, "pixel_bytes_per_image": pixels,
+    shared = {
+        "family": family, "tokens": inputs["input_ids"].shape[1], "stock_ms": statistics.median(times["stock"]),
+        "pixel_bytes_per_image": inputs["pixel_values"].nbytes / images,
         "stored_bytes_per_image": sum(one.nbytes for one in store.entries()) / images,
     }  # fmt: skip
+    return [
+        {
+            **shared,
+            "method": name,
+            "charged_budget": charged[name],
+            "times_faster": statistics.median(a / b for a, b in zip(times["stock"], times[name], strict=True)),
+        }
+        for name in METHODS
+    ]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -174,8 +178,11 @@ def main(arguments: list[str] | None = None) -> None:
         "device": platform.processor() or "cpu", "threads": given.threads, "dtype": "float32",
         "torch": torch.__version__, "transformers": transformers.__version__, "hf_blend": __version__,
     }  # fmt: skip
-    rows = [measure(family, SIZES[given.size], given.images, given.rounds) for family in ("qwen2_vl", "llava")]
-    given.output.write_text(json.dumps({"machine": machine, "rows": rows}, indent=2) + "\n", encoding="utf-8")
+    size = SIZES[given.size]
+    shape = {**size, "images": given.images, "tokens_per_image": (size["side"] // 2) ** 2, "rounds": given.rounds}
+    rows = [row for family in ("qwen2_vl", "llava") for row in measure(family, size, given.images, given.rounds)]
+    result = {"machine": machine, "shape": shape, "rows": rows}
+    given.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
