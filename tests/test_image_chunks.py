@@ -160,7 +160,7 @@ def test_stored_keys_of_an_image_are_moved_by_the_difference_of_the_models_posit
 
 
 @pytest.mark.parametrize("kind", ["llava", pytest.param("gemma3", marks=pytest.mark.slow)])
-def test_an_image_that_stands_first_is_exact_at_every_ratio(kind):
+def test_an_image_that_comes_first_is_exact_at_every_ratio(kind):
     store = ChunkStore.open("memory://")
     ids = torch.tensor([[1, *[IMAGE] * KINDS[kind][1], END, *QUESTION]])
     inputs = {"input_ids": ids, **arguments(kind, ids, 0)}
@@ -280,6 +280,18 @@ def test_a_stored_image_needs_no_tower_in_another_process(tmp_path, monkeypatch)
     assert len(runs) == 2
 
 
+def test_a_damaged_chunk_of_an_image_is_computed_again(tmp_path):
+    kind, inputs = "llava", given("llava", [CHUNKS[0], picture("llava")], (0,))
+    with ChunkStore.open(tmp_path) as store:
+        _, first = blend(kind, inputs, store, recompute_ratio=0.0, selector="none")
+        for _, path in store.files():
+            path.write_bytes(path.read_bytes()[:-64] + bytes(64))
+    with ChunkStore.open(tmp_path) as store:
+        _, cache = blend(kind, inputs, store, recompute_ratio=0.0, selector="none")
+    assert (cache.report.computed_chunks, cache.report.encoded_images) == (1, 1)
+    assert all(torch.equal(one.keys, two.keys) for one, two in zip(first.layers, cache.layers, strict=True))
+
+
 def test_features_that_a_codec_rounds_are_not_kept(tmp_path):
     kind, inputs = "llava", given("llava", [picture("llava"), CHUNKS[0]], (0,))
     for _ in range(2):
@@ -291,19 +303,22 @@ def test_features_that_a_codec_rounds_are_not_kept(tmp_path):
     assert cache.report.loaded_chunks == 1
 
 
-def test_other_images_than_those_that_were_named_are_computed_in_place():
+@pytest.mark.parametrize("encoded", [False, True])
+def test_other_images_than_those_that_were_named_are_computed_in_place(encoded):
     kind, store = "llava", filled("llava")
     inputs = given(kind, [picture(kind), *CHUNKS], (0,))
     other = given(kind, [picture(kind), *CHUNKS], (1,))
     blend(kind, inputs, store)
     cache = BlendCache(build(kind), store, recompute_ratio=0.0, selector="none")
     cache.inputs_with_images(**inputs)
+    brought = BlendCache(build(kind), store).inputs_with_images(**other) if encoded else other
     with torch.no_grad():
-        build(kind)(**other, past_key_values=cache, logits_to_keep=1)
+        build(kind)(**brought, past_key_values=cache, logits_to_keep=1)
     image = columns(kind, other["input_ids"])
     for layer, true in zip(cache.layers, stock(kind, other)[1].layers, strict=True):
         assert gap(layer.keys[:, :, image], true.keys[:, :, image]) < FLOOR
     assert cache.report.reusable_tokens == sum(map(len, CHUNKS))
+    assert not cache.report.refused_chunks
 
 
 def test_what_cannot_be_a_chunk_is_refused_by_name(monkeypatch):
@@ -319,6 +334,10 @@ def test_what_cannot_be_a_chunk_is_refused_by_name(monkeypatch):
         cache.inputs_with_images(**inputs, image_sizes=torch.ones(3, 2))
     with pytest.raises(PromptError, match="pixel_values is list, expected a tensor"):
         cache.inputs_with_images(**{**inputs, "pixel_values": [1]})
+    with pytest.raises(PromptError, match=r"no input_ids .* came with pixel_values"):
+        cache.inputs_with_images(pixel_values=inputs["pixel_values"])
+    with pytest.raises(PromptError, match=r"attention_mask has shape \(1, 3\), expected that of input_ids"):
+        cache.inputs_with_images(**inputs, attention_mask=torch.ones(1, 3))
     with torch.no_grad():
         build(kind)(prompt(kind, CHUNKS[0]), past_key_values=cache, logits_to_keep=1)
     with pytest.raises(PromptError, match=r"images came for a cache that holds .* reset"):

@@ -311,8 +311,13 @@ class BlendCache(MaskedDecode):
         if inputs.get(PIXELS) is None:
             return inputs
         held = super().get_seq_length()
+        refuse_beside_images(inputs)
         coming = self._coming if self._coming.is_of(inputs["input_ids"]) else Coming()
-        refuse_beside_images(inputs, held, bool(coming))
+        if held and not coming:
+            raise PromptError(
+                f"images came for a cache that holds {held} tokens, but a prompt of inputs(history=…) is expected "
+                "there. Call reset() and pass the whole conversation: its images are reused from the store."
+            )
         images = name_images(self.model, self.store, self.sink_ids, inputs, held)
         prompts = images.prompts(coming.batch)
         if not coming:
@@ -613,7 +618,7 @@ class BlendCache(MaskedDecode):
         """Whether it is known what each token of a forward stands for; if not, all of it is computed."""
         if self._beyond_text is None:
             return True
-        is_named = any(is_content(token) for row in brought.rows for token in row)
+        is_named = any(is_content(max(row, default=0)) for row in brought.rows)
         marked = is_named or not all(map(self._placeholders.isdisjoint, brought.rows))
         if not marked and has_features(self._beyond_text):
             logger.warning(

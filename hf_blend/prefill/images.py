@@ -115,7 +115,7 @@ def name_images(
     Args:
         model: reads images.
         store: where features are kept.
-        sink_ids: tokens that stand before a chunk while it is computed.
+        sink_ids: tokens before a chunk while it is computed.
         inputs: arguments of the model's forward: `input_ids` `[batch, tokens]` on any device, `pixel_values` and what
             else a processor makes.
         held: columns that are in the cache already; images there are none of these.
@@ -134,46 +134,45 @@ def name_images(
     places = ((ids == encoder.token_id) & real).nonzero()
     places = places[places[:, 1] >= held].tolist()
     images = encoder.split(inputs)
-    cabinet = _Features(model, store, encoder)
+    source = _Features(model, store, encoder)
     digests, counts = [digest_of(image) for image in images], _expected(images, places)
-    found = [cabinet.of(*one) for one in zip(images, digests, counts, strict=True)]
+    found = [source.of(*one) for one in zip(images, digests, counts, strict=True)]
     _check_count(found, len(places))
     try:
-        encoder.judge(cabinet.identity, inputs, found)
+        encoder.judge(source.identity, inputs, found)
     except UnsupportedModelError:
-        if not cabinet.loaded:
+        if not source.loaded:
             raise
-        found = [cabinet.again(*one) for one in zip(images, digests, strict=True)]
-        encoder.judge(cabinet.identity, inputs, found)
+        found = [source.again(*one) for one in zip(images, digests, strict=True)]
+        encoder.judge(source.identity, inputs, found)
     naming = _Naming(encoder, tuple(sink_ids), ids, real, inputs)
     at = 0
     for image, digest, features in zip(images, digests, found, strict=True):
         naming.add(image, digest, features, places[at : at + len(features[0])])
         at += len(features[0])
-    return naming.result(found, cabinet.encoded)
+    return naming.result(found, source.encoded)
 
 
-def refuse_beside_images(inputs: Mapping[str, Any], held: int, is_built: bool) -> None:
+def refuse_beside_images(inputs: Mapping[str, Any]) -> None:
     """Refuse what images cannot be chunks beside.
 
     Args:
         inputs: arguments of the model's forward, with `pixel_values`.
-        held: tokens that are in the cache.
-        is_built: the prompt is one of `BlendCache.inputs`, which knows what is in the cache.
 
     Raises:
-        PromptError: there are no ids, or other features, or the cache holds tokens that are not known.
+        PromptError: there are no ids, or other features, or the mask has another shape than the ids.
     """
     others = [name for name, value in inputs.items() if value is not None and name in OTHERS]
-    if others or not isinstance(inputs.get("input_ids"), Tensor):
+    ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+    if others or not isinstance(ids, Tensor) or ids.dim() != 2:
         raise PromptError(
-            f"{others[0] if others else 'no input_ids'} came with pixel_values, but ids and images alone are expected "
-            "here. Pass such a prompt to generate as it is: then the images are computed in place."
+            f"{others[0] if others else 'no input_ids [batch, tokens]'} came with pixel_values, but ids and images "
+            "alone are expected here. Pass such a prompt to generate as it is: then the images are computed in place."
         )
-    if held and not is_built:
+    if mask is not None and mask.shape != ids.shape:
         raise PromptError(
-            f"images came for a cache that holds {held} tokens, but a prompt of inputs(history=…) is expected there. "
-            "Call reset() and pass the whole conversation: its images are reused from the store."
+            f"attention_mask has shape {tuple(mask.shape)}, expected that of input_ids, {tuple(ids.shape)}, with 0 on "
+            "padding. Pass the one that the processor made."
         )
 
 
