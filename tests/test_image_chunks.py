@@ -6,6 +6,7 @@ The oracles are the stock model with a `DynamicCache`, and a rotation written by
 """
 
 import inspect
+import itertools
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from hf_blend import BlendCache, ChunkStore, PromptError, UnsupportedModelError,
 from hf_blend.model.fingerprint import fingerprint
 from hf_blend.model.images import ImageEncoder, digest_of
 from hf_blend.prefill.blend import Fusor
+from hf_blend.prefill.images import name_images
 from hf_blend.prompt.content import content_ids, is_content
 from hf_blend.selectors.base import TokenView
 from hf_blend.store.chunk import ChunkKey
@@ -40,7 +42,15 @@ pytestmark = pytest.mark.skipif(
     "mm_encoder_outputs" not in inspect.signature(LlavaForConditionalGeneration.forward).parameters,
     reason="images cannot be encoded ahead: needs transformers 5.18 or newer",
 )
-EXACT = [kind if kind in FAST else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != "paligemma"]
+SLOW, FAST_CHOICES = pytest.mark.slow, [(0.0, "none"), (0.15, "auto"), (0.15, "image-head"), (1.0, "boundary")]
+SELECTORS = sorted({*plugins.describe("selectors")} - {"explicit", "learned", "compose"})
+
+
+def each(*fast):
+    """All kinds whose images are chunks; those that are not named are slow."""
+    return [kind if kind in fast else pytest.param(kind, marks=SLOW) for kind in KINDS if kind != "paligemma"]
+
+
 ROPED = ["llava", "qwen3_vl", pytest.param("qwen2_vl", marks=pytest.mark.slow)]
 
 
@@ -71,8 +81,8 @@ def blend(kind, inputs, store, **settings):
 
 def image_key(kind, inputs, number=0):
     """The key under which an image of a prompt is stored."""
-    image = ImageEncoder(build(kind)).split(inputs)[number]
-    return ChunkKey(fingerprint(build(kind)), (1,), content_ids(digest_of(image), KINDS[kind][1]))
+    images = name_images(build(kind), ChunkStore.open("memory://"), (1,), inputs, 0)
+    return ChunkKey(fingerprint(build(kind)), (1,), images.spans[0][number].token_ids)
 
 
 def columns(kind, ids, number=0):
@@ -88,7 +98,7 @@ def towers_run(kind, monkeypatch):
     return runs
 
 
-@pytest.mark.parametrize("kind", EXACT)
+@pytest.mark.parametrize("kind", each(*FAST))
 def test_ratio_1_with_images_as_chunks_equals_stock_and_no_image_is_computed_twice(kind, monkeypatch):
     store, text, runs = filled(kind), CHUNKS, towers_run(kind, monkeypatch)
     first = given(kind, [text[0], picture(kind), picture(kind), *text[1:]], (0, 1))
@@ -104,7 +114,7 @@ def test_ratio_1_with_images_as_chunks_equals_stock_and_no_image_is_computed_twi
     assert len(runs) == 2
 
 
-@pytest.mark.parametrize("kind", EXACT)
+@pytest.mark.parametrize("kind", each("llava", "qwen3_vl"))
 def test_an_image_moved_to_another_place_has_the_layer_0_kv_of_a_direct_forward(kind, monkeypatch):
     store = filled(kind)
     blend(kind, given(kind, [picture(kind), *CHUNKS], (0,)), store)
@@ -170,8 +180,13 @@ def test_an_image_that_comes_first_is_exact_at_every_ratio(kind):
     assert gap(got, stock(kind, inputs)[0]) < FLOOR
 
 
-@pytest.mark.parametrize("selector", sorted({*plugins.describe("selectors")} - {"explicit", "learned", "compose"}))
-@pytest.mark.parametrize("ratio", [0.0, 0.15, 1.0])
+@pytest.mark.parametrize(
+    ("ratio", "selector"),
+    [
+        pytest.param(*pair, marks=[] if pair in FAST_CHOICES else SLOW)
+        for pair in itertools.product((0.0, 0.15, 1.0), SELECTORS)
+    ],
+)
 def test_different_pixels_behind_equal_ids_never_reuse_each_other(ratio, selector):
     kind, store = "llava", filled("llava")
     both = [given(kind, [CHUNKS[0], picture(kind), *CHUNKS[1:]], (seed,)) for seed in (0, 1)]
@@ -196,6 +211,17 @@ def test_an_image_with_breaks_between_its_rows_is_one_chunk():
     assert len(store) == len(CHUNKS) + 3  # features, and the KV of the image with and without breaks
 
 
+def test_an_image_that_was_stored_with_other_marks_is_another_chunk():
+    kind, store = "gemma3", filled("gemma3")
+    inputs = given(kind, [CHUNKS[0], picture(kind)], (0,))
+    causal = {name: value for name, value in inputs.items() if name != "token_type_ids"}
+    for one in (causal, inputs):  # in the second the tokens of an image see each other
+        got, cache = blend(kind, one, store, recompute_ratio=1.0)
+        assert gap(got, stock(kind, one)[0]) < FLOOR
+        assert cache.report.computed_chunks == 1
+    assert cache.report.encoded_images == 0
+
+
 def test_names_tell_pixels_their_form_and_their_number_of_tokens():
     image = {"pixel_values": torch.ones(16, 4), "image_grid_thw": torch.tensor([[1, 4, 4]])}
     other = {**image, "image_grid_thw": torch.tensor([[1, 2, 8]])}
@@ -208,7 +234,7 @@ def test_names_tell_pixels_their_form_and_their_number_of_tokens():
     assert names[0] == content_ids(digest_of(dict(image)), 4)
 
 
-@pytest.mark.parametrize("kind", EXACT)
+@pytest.mark.parametrize("kind", each("qwen3_vl"))
 def test_generate_with_images_as_chunks_writes_what_stock_writes(kind, tokenizer, untouched):
     model, store = build(kind), filled(kind)
     stock(kind, given(kind, [picture(kind)], (0,)))  # at its first image a model hooks its eyes itself
@@ -330,6 +356,8 @@ def test_what_cannot_be_a_chunk_is_refused_by_name(monkeypatch):
         cache.inputs_with_images(**two)
     with pytest.raises(PromptError, match="pixel_values_videos came with pixel_values, but ids and images alone"):
         cache.inputs_with_images(**inputs, pixel_values_videos=torch.ones(1))
+    with pytest.raises(PromptError, match=r"colours \(1, 2\) came with images, but what it changes .* not known"):
+        cache.inputs_with_images(**inputs, colours=torch.ones(1, 2))
     with pytest.raises(PromptError, match=r"image_sizes has shape .* expected a row for each of the 1 images"):
         cache.inputs_with_images(**inputs, image_sizes=torch.ones(3, 2))
     with pytest.raises(PromptError, match="pixel_values is list, expected a tensor"):
@@ -371,8 +399,8 @@ def test_stored_features_that_are_not_the_towers_are_encoded_again(monkeypatch):
     inputs = given(kind, [picture(kind), *CHUNKS], (0,))
     blend(kind, inputs, store)
     (entry,) = (one for one in store.entries() if one.fingerprint != fingerprint(build(kind)))
-    image = image_key(kind, inputs)
-    key = ChunkKey(entry.fingerprint, (), image.token_ids)
+    image = ImageEncoder(build(kind)).split(inputs)[0]
+    key = ChunkKey(entry.fingerprint, (), content_ids(digest_of(image), KINDS[kind][1]))
     assert key.digest == entry.digest
     kept = store.get(key)
     store.delete(key)

@@ -18,6 +18,7 @@ from ..errors import PromptError, UnsupportedModelError
 from ..model.canary import canary_of, is_of_model
 from ..model.fingerprint import fingerprint
 from ..model.images import ENCODED, PIXELS, Features, ImageEncoder, digest_of
+from ..model.modality import KINDS_OF_TOKENS, TEXT_ARGUMENTS
 from ..prompt.content import LEAST_TOKENS, content_ids
 from ..prompt.pieces import PromptBatch, Span, TextPrompt
 from ..store import ChunkStore
@@ -26,6 +27,7 @@ from .request import Brought
 
 __all__ = ["PromptImages", "name_images", "refuse_beside_images"]
 
+MARKS = KINDS_OF_TOKENS  # how the names of arguments end that say what each token is
 OTHERS = ("pixel_values_videos", "input_features", "input_values", "inputs_embeds", ENCODED)
 
 
@@ -128,6 +130,7 @@ def name_images(
         PromptError: the arguments of the images cannot be taken apart, or do not fit the placeholders.
     """
     encoder = ImageEncoder(model)
+    _check_known(inputs, encoder.names)
     ids = inputs["input_ids"].cpu()
     mask = inputs.get("attention_mask")
     real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.cpu().bool()
@@ -184,6 +187,7 @@ class _Naming:
     ) -> None:
         self._encoder, self._sink, self._inputs, self._real = encoder, sink, inputs, real
         self._ids, self._named = ids, ids.clone()
+        self._marks = {name: value for name, value in inputs.items() if name.endswith(MARKS) and value is not None}
         self._order = real.long().cumsum(1) - 1  # place of each column among the real tokens
         self._spans: list[list[Span]] = [[] for _ in ids]
         self._features: list[list[Tensor]] = [[] for _ in ids]
@@ -203,7 +207,9 @@ class _Naming:
         if tokens < LEAST_TOKENS:
             return
         columns = slice(first, places[-1][1] + 1)
-        self._named[row, [column for _, column in places]] = torch.tensor(content_ids(digest, tokens))
+        marks = {name: value[row, columns].tolist() for name, value in self._marks.items()}  # who sees whom, and where
+        names = content_ids(f"{digest} {sorted(marks.items())}", tokens)
+        self._named[row, [column for _, column in places]] = torch.tensor(names)
         chunk = tuple(self._named[row, columns].tolist())
         self._spans[row].append(Span.whole(int(self._order[row, first]), chunk))
         if chunk not in self._alone:
@@ -217,7 +223,7 @@ class _Naming:
         for name, value in self._inputs.items():
             if name in image and not name.startswith("pixel"):
                 given[name] = image[name]
-            elif isinstance(value, Tensor) and value.shape == self._ids.shape and name.endswith("token_type_ids"):
+            elif name in self._marks:
                 given[name] = nn.functional.pad(value[row : row + 1, columns], (sink, 0))  # 0: text
         return given
 
@@ -281,6 +287,19 @@ class _Features:
         if not all(torch.equal(one[0].cpu(), two[0].cpu()) for one, two in zip(kept.layers, layers, strict=True)):
             self._store.delete(key)  # a codec rounds them
         return features
+
+
+def _check_known(inputs: Mapping[str, Any], of_images: Sequence[str]) -> None:
+    """Refuse tensors that may change an image's K and V in a way that its name does not tell."""
+    shape = inputs["input_ids"].shape
+    for name, value in inputs.items():
+        is_mark = name.endswith(MARKS) and getattr(value, "shape", None) == shape
+        if isinstance(value, Tensor) and not (is_mark or name in TEXT_ARGUMENTS or name in of_images):
+            raise PromptError(
+                f"{name} {tuple(value.shape)} came with images, but what it changes in them is not known: expected "
+                f"are {', '.join(of_images)} and kinds of tokens of the shape of input_ids. Pass such a prompt to "
+                "generate as it is: then the images are computed in place."
+            )
 
 
 def _expected(images: Sequence[Mapping[str, Tensor]], places: Sequence[Sequence[int]]) -> list[int]:
