@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache, StaticCache
 
 from hf_blend import SequenceCache
 
@@ -74,23 +74,26 @@ def _row(
 ) -> dict[str, Any]:
     """Measure steps, and leave their tokens in the cache."""
     held = cache.get_seq_length()
-    stock, times, apart = _stock(cache), {"stock": [], "shared": []}, 0.0  # type: ignore[var-annotated]
+    stock, static = _stock(cache), _stock(cache, held + plan.rounds)
+    caches = {"stock": stock, "static": static, "shared": cache}
+    times: dict[str, list[float]] = {name: [] for name in caches}
+    apart = 0.0
     for _ in range(plan.rounds):
         ids, logits = _ids(model, plan.sequences, 1, draw), []
-        for name, one in (("stock", stock), ("shared", cache)):
+        for name, one in caches.items():
             started = time.perf_counter()
             logits.append(model(ids, past_key_values=one).logits)
             wait_for(model)
             times[name].append(1e3 * (time.perf_counter() - started))
-        apart = max(apart, float((logits[0] - logits[1]).abs().max() / logits[0].abs().max()))
+        apart = max(apart, float((logits[0] - logits[-1]).abs().max() / logits[0].abs().max()))
     tokens = plan.sequences * (cache.get_seq_length() - plan.prefix_tokens)
     tails = prefix_bytes // plan.prefix_tokens * tokens
-    stock_ms, shared_ms = (statistics.median(times[name]) for name in ("stock", "shared"))
+    median = {name: statistics.median(taken) for name, taken in times.items()}
     return {
         "tail_tokens": held - plan.prefix_tokens,
-        "stock_ms": stock_ms,
-        "shared_ms": shared_ms,
-        "shared_over_stock": shared_ms / stock_ms,
+        **{f"{name}_ms": taken for name, taken in median.items()},
+        "shared_over_stock": median["shared"] / median["stock"],
+        "shared_over_static": median["shared"] / median["static"],
         "largest_logit_difference": apart,
         "nbytes": cache.nbytes,
         "stock_nbytes": sum(layer.keys.nbytes + layer.values.nbytes for layer in stock.layers),  # type: ignore[union-attr]
@@ -98,9 +101,10 @@ def _row(
     }
 
 
-def _stock(cache: SequenceCache) -> DynamicCache:
-    """A stock cache with what each active sequence holds."""
-    state, stock = cache.state(), DynamicCache()
+def _stock(cache: SequenceCache, tokens: int | None = None) -> Cache:
+    """A stock cache with what each active sequence holds; of a fixed size, if `tokens` is given."""
+    state = cache.state()
+    stock = DynamicCache() if tokens is None else StaticCache(cache.model.config, max_cache_len=tokens)
     rows = [state[f"sequence.{number}"][0] for number in cache.batch]
     for index in range(len(cache.layers)):
         parts = (state[f"layer.{index}.{part}"] for part in "kv")

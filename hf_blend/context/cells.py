@@ -77,6 +77,11 @@ class Cells:
         """Let each target hold just what its source held before, at the same positions; the storage is shared."""
         self._rows |= dict(zip(targets, [self.row(source) for source in sources], strict=True))
 
+    def hold(self, sequence: int, cells: Tensor, positions: Tensor) -> None:
+        """Let a sequence hold just these, `[tokens]` each; cells behind the last are new ones of the storage."""
+        self._rows[sequence] = cells, positions
+        self.count = max(self.count, int(cells.max()) + 1 if cells.numel() else 0)
+
     def forget(self, sequences: Iterable[int]) -> None:
         """Forget sequences, as if nobody had written to them."""
         for number in sequences:

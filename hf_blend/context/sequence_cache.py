@@ -77,7 +77,7 @@ class SequenceCache(Cache):
         self._origins = torch.empty(0, dtype=torch.long)  # by cell: the position that its key is rotated for
         self._is_laid, self._pending = True, _NOTHING  # of new tokens: positions, ids, and which are no padding
         self._seen: Tensor | None = None  # see `View`
-        self._mask: Tensor | None = None  # of the forward that runs
+        self._detours: list[Detour] = []  # by layer, of a forward whose mask hides cells; see `attend_rows`
         self._was_extended = False
         self._steering = Steering(self, model)
         self._sequence_layers = [SequenceLayer() for _ in decoder_layers(model)]
@@ -228,6 +228,7 @@ class SequenceCache(Cache):
 
     def shown(self) -> list[SequenceLayer]:
         """The layers, with `keys` and `values` of the first active sequence alone, in the order of its tokens."""
+        self._refuse_gaps(self._cells.row(self.active)[1])
         self._close_holes()
         self._lay(view_of([self._cells.row(self.active)], self._origins, self._cells.count, may_hide=False))
         self._is_laid = self._seen is None and len(self.batch) == 1
@@ -247,19 +248,71 @@ class SequenceCache(Cache):
                 "outside the block."
             )
 
-    def state(self) -> dict[str, Tensor]:
-        """Everything that the cache holds, by name: `ids` and `origins` by cell, `active`, cells and positions of each
-        sequence, and K (rotated for the origins) and V of each layer, `[kv_heads, cells, width]`.
+    def state(self, sequence: int | None = None) -> dict[str, Tensor]:
+        """What the cache holds, by name: `ids` and `origins` by cell, `active`, cells and positions of each sequence,
+        and K (rotated for the origins) and V of each layer, `[kv_heads, cells, width]`.
+
+        Args:
+            sequence: None is every sequence; else that one alone, with its cells numbered from 0 on.
+
+        Raises:
+            ConfigError: there is no such sequence.
         """
-        self._close_holes()
-        found = {"ids": self._ids[: self._cells.count], "origins": self._origins[: self._cells.count]}
-        found["active"] = torch.tensor(self.active)
-        for number in self._cells:
-            found[f"sequence.{number}"] = torch.stack(self._cells.row(number))
+        if sequence is None:
+            self._close_holes()
+            kept, active = torch.arange(self._cells.count), self.active
+            rows = {number: torch.stack(self._cells.row(number)) for number in self._cells}
+        else:
+            cells, positions = self._cells.row(self._existing(sequence))
+            kept, active = cells, sequence
+            rows = {sequence: torch.stack([torch.arange(len(cells)), positions])}
+        found = {"ids": self._ids[kept], "origins": self._origins[kept], "active": torch.tensor(active)}
+        found |= {f"sequence.{number}": row for number, row in rows.items()}
         for index, layer in enumerate(self._sequence_layers):
-            if layer.is_initialized:
-                for part, states in zip("kv", layer.stored(torch.arange(self._cells.count)), strict=True):
+            if layer.is_initialized and len(kept):
+                for part, states in zip("kv", layer.stored(kept), strict=True):
                     found[f"layer.{index}.{part}"] = states.contiguous()
+        return found
+
+    def adopt(self, state: dict[str, Tensor], sequence: int) -> None:
+        """Let a sequence hold what `state` gave of one, and leave the others as they are.
+
+        Args:
+            state: of one sequence, of a cache for the same model; its tensors are copied. Tokens from the first on
+                that a sequence of this cache holds with the same bits are shared with that one.
+            sequence: which; what it held is forgotten.
+
+        Raises:
+            ConfigError: it is not of one sequence.
+            KeyError: something is missing; the cache is then as it was.
+        """
+        rows = [row for name, row in state.items() if name.startswith("sequence.")]
+        if len(rows) != 1:
+            raise ConfigError(f"{len(rows)} sequences were given as sequence {sequence}, but one is expected.")
+        number, (cells, positions), ids, origins = self._number(sequence), rows[0], state["ids"], state["origins"]
+        names = range(len(self._sequence_layers) if len(cells) else 0)
+        layers = [tuple(state[f"layer.{index}.{part}"][:, cells].to(self._device) for part in "kv") for index in names]
+        shared = self._shared(ids[cells], positions, origins[cells], layers)
+        first, new = self._cells.count, len(cells) - len(shared)
+        for layer, parts in zip(self._sequence_layers, layers, strict=False):
+            layer.add(first, *(part[:, len(shared) :] for part in parts))
+        self._ids = torch.cat([self._ids[:first], ids[cells][len(shared) :]])
+        self._origins = torch.cat([self._origins[:first], origins[cells][len(shared) :]])
+        self._cells.hold(number, torch.cat([shared, torch.arange(first, first + new)]), positions.clone())
+        self._changed()
+
+    def _shared(self, ids: Tensor, positions: Tensor, origins: Tensor, layers: list[tuple[Tensor, ...]]) -> Tensor:
+        """The cells, of some sequence, that hold the first of some tokens with the same bits; as many as there are."""
+        found = torch.empty(0, dtype=torch.long)
+        for number in self._cells:
+            cells, at = (part[: len(ids)] for part in self._cells.row(number))
+            pairs = ((self._ids[cells], ids), (at, positions), (self._origins[cells], origins))
+            same = torch.stack([one == other[: len(cells)] for one, other in pairs]).all(0)
+            for layer, parts in zip(self._sequence_layers, layers, strict=False):
+                for held, part in zip(layer.stored(cells), parts, strict=True):
+                    same &= (held == part[:, : len(cells)]).flatten(2).all(2).all(0).cpu()
+            length = int(same.long().cumprod(0).sum())
+            found = cells[:length] if length > len(found) else found
         return found
 
     def restore(self, state: dict[str, Tensor]) -> None:
@@ -304,7 +357,7 @@ class SequenceCache(Cache):
             self._check(key_states)
             self._was_extended = self._was_extended or is_extended(self.model)
         shown = self._sequence_layers[layer_idx].write(self._cells.count, key_states, value_states)
-        if isinstance(self._mask, RowMask):
+        if self._detours:
             self._detours[layer_idx].open()
         if layer_idx == len(self._sequence_layers) - 1:
             self._commit()
@@ -369,18 +422,15 @@ class SequenceCache(Cache):
         starts = torch.tensor([[self._cells.next_position(number)] for number in self.batch])
         positions = (starts + real.long().cumsum(1) - 1).clamp_min(0)
         self._pending = positions, given.cpu() if given.dim() == 2 else torch.full(real.shape, UNKNOWN), real
-        self._mask = None if self._seen is None else self._made_mask(self._seen, real)
-        return {**arguments, "position_ids": positions.to(given.device), "attention_mask": self._mask}
+        mask = None if self._seen is None else self._made_mask(self._seen, real)
+        self._detours = Detour.of_layers(self.model) if isinstance(mask, RowMask) else []
+        return {**arguments, "position_ids": positions.to(given.device), "attention_mask": mask}
 
     def forward_ends(self) -> None:
         """Called by the hook behind the model."""
-        self._pending, self._mask = _NOTHING, None
         for detour in self._detours:
             detour.close()
-
-    @property
-    def _detours(self) -> list[Detour]:
-        return Detour.of_layers(self.model)
+        self._pending, self._detours = _NOTHING, []
 
     def _given(self, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """The new tokens, and which of them are no padding, `[sequences, tokens]`."""
@@ -434,6 +484,11 @@ class SequenceCache(Cache):
         except UnsupportedModelError:
             return False
         return True
+
+    def _existing(self, sequence: int) -> int:
+        if self._number(sequence) not in list(self._cells):
+            raise ConfigError(f"there is no sequence {sequence}, expected one of {self.sequences}.")
+        return sequence
 
     def _number(self, sequence: int | None) -> int:
         if sequence is None:
