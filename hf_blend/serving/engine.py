@@ -130,7 +130,7 @@ class BlendedBatching(ContinuousBatchingManager):
             The name of the request.
 
         Raises:
-            PromptError: the prompt is empty, or it does not fit the model or the engine's cache; or no token is asked for.
+            PromptError: the prompt is empty, does not fit the model or the engine's cache, or no token is asked for.
             ConfigError: the engine is not running, a request of this name is not over, or a setting is unknown.
         """
         self._check_known(settings)
