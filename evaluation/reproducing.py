@@ -20,11 +20,13 @@ from typing import Any
 from hf_blend.errors import ConfigError
 
 from .folder import RunFolder
+from .impress import impress
+from .kvstar import kvstar
+from .paper_page import PAGE, RESULT
 from .report import html_table, page, plots
 from .summary import summarised
 from .trial import Trial, run
 
-RESULT, PAGE = "result.json", "index.html"
 TASKS = ("musique", "wikimqa", "samsum", "multi-news")
 BASELINES = ("prefix-caching", "full-reuse", "unaligned-reuse", "map-reduce", "map-rerank")
 BLEND = "kv-deviation"
@@ -76,9 +78,6 @@ def cacheblend(base: Trial, is_small: bool = False) -> list[Figure]:
     ]  # fmt: skip
 
 
-PAPERS: dict[str, Callable[[Trial, bool], list[Figure]]] = {"cacheblend": cacheblend}
-
-
 def data_files(folder: Path, tasks: Sequence[str]) -> tuple[tuple[str, str], ...]:
     """The file of each task in a folder: a JSONL file whose name has the task's in it, the paper's own first.
 
@@ -98,6 +97,15 @@ def data_files(folder: Path, tasks: Sequence[str]) -> tuple[tuple[str, str], ...
             "musique.jsonl; each line has id, chunks, question and answers."
         )
     return tuple((task, path) for task, path in found if path)
+
+
+def _cacheblend(
+    base: Trial, folder: Path, progress: Progress | None = None, is_small: bool = False, draft: str | None = None
+) -> dict[str, Any]:
+    return reproduce(cacheblend(base, is_small), folder, progress)
+
+
+PAPERS: dict[str, Callable[..., dict[str, Any]]] = {"cacheblend": _cacheblend, "impress": impress, "kvstar": kvstar}
 
 
 def reproduce(figures: Sequence[Figure], folder: Path, progress: Progress | None = None) -> dict[str, Any]:
