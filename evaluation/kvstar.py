@@ -32,7 +32,7 @@ from .paper_page import write_paper
 from .tasks.base import Sample
 from .trial import Trial, _load, _task
 
-METHOD, BLOCK_TOKENS, TEXT_TOKENS, DRAFTED_TOKENS = "kvstar", 16, 32, 4
+METHOD, BLOCK_TOKENS, TEXT_TOKENS, DRAFTED_TOKENS = "kvstar", 16, 24, 4
 DENSE = "dense"
 CANNOT_SHOW = (
     "what batches or long answers gain: one request at a time, and as many new tokens as `text_tokens` says.",
@@ -55,19 +55,17 @@ class Way:
         is_drafted: a draft model proposes tokens.
         is_shared: the draft looks at the blocks that the verification looks at.
         method: that selects blocks.
-        is_held: a selection holds over several steps.
     """
 
     share: float = 1.0
     is_drafted: bool = False
     is_shared: bool = False
     method: str = METHOD
-    is_held: bool = True
 
     @property
     def name(self) -> str:
         """What tells it from other ways."""
-        looks = DENSE if self.share == 1 else f"{self.method} {self.share:g}{'' if self.is_held else ', not held'}"
+        looks = DENSE if self.share == 1 else f"{self.method} {self.share:g}"
         if not self.is_drafted:
             return looks
         return f"{looks}, {'draft shares the selection' if self.is_shared else 'draft looks at all'}"
@@ -76,13 +74,12 @@ class Way:
 def figures_of(is_small: bool = False) -> dict[str, list[Way]]:
     """The ways of each figure."""
     shares = (0.25,) if is_small else (0.5, 0.25, 0.1)
-    methods = (METHOD,) if is_small else (METHOD, "gsa", "quest")
+    drafted = shares[:1] if is_small else shares[1:]
     return {
-        "decoding": [Way(), *(Way(share) for share in shares), *(Way(0.25, method=one) for one in methods)],
+        "decoding": [Way(), *(Way(share) for share in shares)],
         "speculation": [
             Way(is_drafted=True),
-            *(Way(share, True, shared) for share in shares for shared in (True, False)),
-            *(() if is_small else (Way(0.25, True, shared, is_held=False) for shared in (True, False))),
+            *(Way(share, True, shared) for share in drafted for shared in (True, False)),
         ],
     }
 
@@ -102,7 +99,7 @@ def kvstar(
         base: model, tasks, data and limit.
         folder: of the run; one that was stopped resumes.
         progress: wraps the loop over samples.
-        is_small: fewer shares and methods.
+        is_small: one share.
         draft: path or name of a smaller model with the same tokenizer; None is the model itself.
 
     Returns:
@@ -185,7 +182,7 @@ class _Stepped(Approach):
             given |= {"assistant_model": self._assistant}
         door: AbstractContextManager[Any] = nullcontext()
         if way.share < 1:
-            config = SparseConfig(way.share, BLOCK_TOKENS, way.method, recent_blocks=1, min_tokens=0, lock=way.is_held)
+            config = SparseConfig(way.share, BLOCK_TOKENS, way.method, recent_blocks=1, min_tokens=0)
             door = sparse_decoding(self.model, cache, config, draft=self._assistant if way.is_shared else None)
         with door:
             made = self.model.generate(
@@ -197,9 +194,15 @@ class _Stepped(Approach):
         return Outcome(self._text(int(ids[0, -1]), own), tuple(new), None, 1.0, ids.shape[1])
 
     def _count(self, way: Way) -> None:
-        """A round brings what was accepted and one token of the model's own; the last one may be cut off."""
-        rounds = self.rounds.sizes[1:-1] if way.is_drafted else []
-        self.proposed, self.accepted = DRAFTED_TOKENS * len(rounds), sum(size - 1 for size in rounds)
+        """A round brings what was accepted and one token of the model's own.
+
+        The first is verified in the prefill, which looks at everything, and the last may be cut off: neither counts.
+        """
+        sizes = self.rounds.sizes
+        counted = range(2, len(sizes) - 1) if way.is_drafted else ()
+        left = {place: TEXT_TOKENS - sum(sizes[1:place]) for place in counted}  # no more is drafted than still fits
+        self.proposed = sum(min(DRAFTED_TOKENS, most - 1) for most in left.values())
+        self.accepted = sum(sizes[place] - 1 for place in counted)
 
 
 class _Bench:

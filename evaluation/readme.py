@@ -225,7 +225,7 @@ def _study(document: dict[str, Any]) -> list[str]:
     """Final rows, set by set, the cheapest first; those of the search are in the file alone."""
     rows = _studied(document)
     lines = [
-        f"n = {rows[0]['n']} questions.",
+        "n is how many questions were asked.",
         "",
         "| questions | method | nominal | charged | exact match, 95 % interval | of full prefill |",
         "|---|---|---|---|---|---|",

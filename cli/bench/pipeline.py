@@ -11,7 +11,7 @@ from ..output import Json, say, show
 __all__ = ["pipeline"]
 
 Cells = Annotated[list[float] | None, typer.Option("--load-to-compute", help="A cell of the grid; may be repeated.")]
-Rounds = Annotated[int, typer.Option(min=1, help="How often the ways of a cell take turns; the median counts.")]
+Rounds = Annotated[int, typer.Option(min=1, help="How often the ways of a cell take turns; the fastest counts.")]
 PlanRounds = Annotated[int, typer.Option(min=1, help="How often the fixed plans and the controller take turns.")]
 RowMs = Annotated[float, typer.Option(min=0.001, help="What a layer sleeps for each row, for the pipeline.")]
 PlanRowMs = Annotated[float, typer.Option(min=0.001, help="The same, for the plans.")]
@@ -20,7 +20,7 @@ PlanRowMs = Annotated[float, typer.Option(min=0.001, help="The same, for the pla
 def pipeline(
     load_to_compute: Cells = None,
     rounds: Rounds = 5,
-    plan_rounds: PlanRounds = 3,
+    plan_rounds: PlanRounds = 4,
     row_ms: RowMs = 0.8,
     plan_row_ms: PlanRowMs = 0.4,
     json: Json = False,
