@@ -136,11 +136,17 @@ def test_the_figures_are_made_on_a_folder_with_a_real_set_and_a_stopped_run_goes
         return json.loads(capsys.readouterr().out)
 
     figures = {figure["name"]: figure["rows"] for figure in made()["figures"]}
-    assert set(figures) == {"methods", "ratio", "check-layer", "chunk-tokens", "chunks"}
+    assert set(figures) == {
+        "methods", "ratio", "check-layer", "chunk-tokens", "chunks", "deviation", "attention-deviation",
+    }  # fmt: skip
     assert {row["method"] for row in figures["check-layer"]} >= {
         "kv-deviation:check_layers=1", "kv-deviation:check_layers=3"
     }  # fmt: skip
     assert {row["varied"] for row in figures["chunks"]} == {"2 chunks", "16 chunks"}
+    assert [row["layer"] for row in figures["deviation"]] == list(range(30))
+    assert figures["deviation"][0]["deviation"] < 1e-4, "what depends on the token alone"
+    assert figures["attention-deviation"][-1]["attention_deviation"] < 1e-4, "all is recomputed"
+    assert (tmp_path / "run" / "methods.csv").read_text("utf-8").count("full-prefill") == 1
     exact = [row for row in figures["ratio"] if row["ratio"] == 1.0]
     assert [row["difference"] for row in exact] == [0.0]
     page = (tmp_path / "run" / "index.html").read_text("utf-8")

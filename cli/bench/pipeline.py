@@ -21,7 +21,7 @@ def pipeline(
     load_to_compute: Cells = None,
     rounds: Rounds = 5,
     plan_rounds: PlanRounds = 4,
-    row_ms: RowMs = 0.8,
+    row_ms: RowMs = 2.4,
     plan_row_ms: PlanRowMs = 0.4,
     json: Json = False,
 ) -> None:

@@ -67,7 +67,7 @@ class PipelinePlan:
     chunks: int = 4
     chunk_tokens: int = 128
     question_tokens: int = 16
-    row_ms: float = 0.8
+    row_ms: float = 2.4
     plan_row_ms: float = 0.4
     near: float = 4.0
     ratios: tuple[float, ...] = (0.15, 0.5)
