@@ -21,7 +21,7 @@ Limit = Annotated[int, typer.Option(min=1, help="Samples of each task.")]
 Small = Annotated[bool, typer.Option("--small", help="Two values of each thing that varies.")]
 Draft = Annotated[str | None, typer.Option(help="kvstar: a smaller model with the same tokenizer; else a copy.")]
 Output = Annotated[Path, typer.Option(help="Folder of the run; a stopped run resumes there.")]
-SHOWN = (  # of cacheblend; the other papers' own columns are all shown
+SHOWN = (  # of figures that compare methods; of others all columns are
     "figure", "varied", "task", "method", "ratio", "n", "score", "charged_budget", "ttft_ms", "speedup",
 )  # fmt: skip
 
@@ -74,8 +74,11 @@ def reproduce(
     if json:
         show(made, as_json=True)
         return
-    rows = [{"figure": figure["name"], **row} for figure in made["figures"] for row in figure["rows"]]
-    for figure in made["figures"] if paper != "cacheblend" else ():
-        show(figure["rows"], title=figure["title"], header=True)
-    if paper == "cacheblend":
+    drawn = [figure for figure in made["figures"] if figure["rows"]]
+    compared = [figure for figure in drawn if "method" in figure["rows"][0]]
+    for figure in drawn:
+        if figure not in compared:
+            show(figure["rows"], title=figure["title"], header=True)
+    rows = [{"figure": figure["name"], **row} for figure in compared for row in figure["rows"]]
+    if rows:
         show([{name: row[name] for name in SHOWN} for row in rows], title=paper, header=True)
