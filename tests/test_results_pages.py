@@ -98,7 +98,8 @@ def test_a_section_names_its_model_how_often_and_what_it_cannot_show(section):
     for name in PLACE.findall(section):
         found = document(name)
         row = (rows_of(found, name) or [{}])[0]
-        model = row.get("model") or found.get("shape") or found.get("machine", {}).get("shape") or "model"
+        known = (row.get("model"), found.get("shape"), found.get("machine", {}).get("shape"), "model")
+        model = next(one for one in known if isinstance(one, str))
         assert model.lower() in text.lower(), f"{name}: {model}"
 
 
