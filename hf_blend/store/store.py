@@ -85,7 +85,9 @@ class ChunkStore:
         codec: str = "raw",
     ) -> None:
         self.namespace = namespace
-        self.pipeline_depth = 2  # layers that a request reads ahead; 0 reads chunks whole before it begins
+        # layers that a request reads ahead of their use; 0 reads chunks whole before it begins. Without a bound by
+        # default: what was read is held until the request ends, and the first layers, all tokens' own, hide the most
+        self.pipeline_depth: float = math.inf
         self.controller: Any = None  # a `LoadingController` decides for each request what is worth loading
         self._tally = Tally()
         self.secret = check_secret(secret)

@@ -15,7 +15,7 @@ what is recomputed, and over all that has no stored KV. The other columns are se
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +37,7 @@ from .seen import PartDecoding, attend_part
 from .store import PartialLayers, PartialStore
 
 KV = tuple[Tensor, Tensor]
+Watch = Callable[[int, Tensor, int], None]
 
 
 @dataclass
@@ -62,7 +63,14 @@ class LoadReport:
 
 @contextmanager
 def partial_loading(
-    model: nn.Module, cache: BlendCache, *, share: float = 0.25, alpha: float = 0.6, by_question: bool = True
+    model: nn.Module,
+    cache: BlendCache,
+    *,
+    share: float = 0.25,
+    alpha: float = 0.6,
+    by_question: bool = True,
+    probes: int | None = None,
+    watch: Watch | None = None,
 ) -> Iterator["PartialLoading"]:
     """Load only the important blocks of stored chunks while the block runs.
 
@@ -72,6 +80,9 @@ def partial_loading(
         share: of the blocks that is loaded.
         alpha: exponent of the threshold above which probe heads agree; larger accepts more, 0 nothing.
         by_question: False loads the blocks that stand first in the store's order, whatever is asked: the static way.
+        probes: how many KV heads of a layer say which blocks are important; None is three of thirty-two, two at least.
+        watch: is given each layer's number, the scores of its probe heads, `[probes, blocks]`, and how many blocks
+            are to be loaded.
 
     Yields:
         The loading, with its `report`.
@@ -86,9 +97,11 @@ def partial_loading(
         )
     if not 0 < share <= 1 or alpha < 0:
         raise ConfigError(f"share is {share} and alpha {alpha}, wanted above 0 and up to 1, and 0 or more.")
+    if probes is not None and (type(probes) is not int or probes < 1):
+        raise ConfigError(f"probes is {probes!r}, expected a whole number from 1 on. Try 2.")
     refuse_offloaded(cache)
     refuse_static(cache.config.max_tokens, "partial_loading")
-    loading = PartialLoading(cache, share, alpha, by_question)
+    loading = PartialLoading(cache, share, alpha, by_question, probes, watch)
     door, before = Door(model, loading), cache.store.partial
     cache.store.partial = loading
     loading.guard(True)
@@ -108,10 +121,21 @@ class PartialLoading(PartDecoding):
         share: of the blocks.
         alpha: exponent of the threshold.
         by_question: whether the question decides.
+        probes: how many heads are probed; None is as in the paper.
+        watch: as in `partial_loading`.
     """
 
-    def __init__(self, cache: BlendCache, share: float, alpha: float, by_question: bool = True) -> None:
+    def __init__(
+        self,
+        cache: BlendCache,
+        share: float,
+        alpha: float,
+        by_question: bool = True,
+        probes: int | None = None,
+        watch: Watch | None = None,
+    ) -> None:
         super().__init__(cache)
+        self._given_probes, self._watch = probes, watch
         self._share, self._alpha, self._by_question = share, alpha, by_question
         self._store: Any = cache.store
         self._index = -1
@@ -133,6 +157,10 @@ class PartialLoading(PartDecoding):
             sum(one.nbytes for one in self._readers.values()),
             self._unseen / layers,
         )
+
+    def _probes(self, kv_heads: int) -> int:
+        """How many heads of a layer are probed."""
+        return probe_count(kv_heads) if self._given_probes is None else min(self._given_probes, kv_heads)
 
     def guard(self, on: bool) -> None:
         """Say to the cache's layers whether whoever attends knows what is there."""
@@ -165,7 +193,7 @@ class PartialLoading(PartDecoding):
             for states in opened:
                 states[slot.row, :, slot.columns] = 0
             if self._by_question:
-                probes = range(probe_count(opened[0].shape[1]))
+                probes = range(self._probes(opened[0].shape[1]))
                 keys = _layers(slot).part(index, 0, probes, range(_layers(slot).reader.blocks)).to(opened[0].device)
                 places = torch.arange(slot.chunk.tokens, device=keys.device)
                 opened[0][slot.row, : len(probes), slot.columns] = realigner.turned(index, slot, keys, places)
@@ -182,14 +210,14 @@ class PartialLoading(PartDecoding):
         def take(attention: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **given: Any) -> Any:
             self._index = -1
             scaling = given.get("scaling") or query.shape[-1] ** -0.5
-            chosen = self._choose(query, key, rows, slots, scaling, past)
+            chosen = self._choose(index, query, key, rows, slots, scaling, past)
             layer.visible = self._load(index, chosen, slots, rows, realigner, (key, value), past)
             return attend_part(attention, module, query, key, value, mask, layer.visible, given)
 
         return Glance(module, take)
 
     def _choose(
-        self, query: Tensor, key: Tensor, rows: Rows, slots: Sequence[Slot], scaling: float, past: int
+        self, index: int, query: Tensor, key: Tensor, rows: Rows, slots: Sequence[Slot], scaling: float, past: int
     ) -> list[list[int]] | None:
         """The blocks of each slot; None if the heads do not agree."""
         readers = [_layers(slot).reader for slot in slots]
@@ -199,7 +227,7 @@ class PartialLoading(PartDecoding):
             return [list(range(math.ceil(self._share * reader.blocks))) for reader in readers]
         columns = torch.cat([torch.arange(slot.columns.start, slot.columns.stop) for slot in slots]).to(key.device)
         asked = (rows.columns[0] > int(columns.max())).nonzero()[:, 0].to(query.device)
-        probes = probe_count(key.shape[1])
+        probes = self._probes(key.shape[1])
         group = query.shape[1] // key.shape[1]
         scores = importance(query[0, : probes * group, asked], key[0, :probes, columns + past], scaling).cpu()
         parts, start = [], 0
@@ -209,7 +237,10 @@ class PartialLoading(PartDecoding):
             start += slot.chunk.tokens
             padded = nn.functional.pad(own[:, reader.order], (0, -slot.chunk.tokens % reader.block_tokens))
             parts.append(padded.unflatten(1, (reader.blocks, reader.block_tokens)).sum(dim=2))
-        found = agreed(torch.cat(parts, dim=1), count, self._alpha)
+        by_block = torch.cat(parts, dim=1)
+        if self._watch is not None:
+            self._watch(index, by_block, count)
+        found = agreed(by_block, count, self._alpha)
         if found is None:
             return None
         starts = [sum(reader.blocks for reader in readers[:place]) for place in range(len(readers))]
@@ -232,7 +263,7 @@ class PartialLoading(PartDecoding):
         visible = torch.ones(keys.shape[2], dtype=torch.bool)
         flowing = torch.zeros(keys.shape[2], dtype=torch.bool)
         flowing[(rows.columns if self._fresh is None else self._fresh)[0].cpu() + past] = True
-        first = probe_count(keys.shape[1]) if self._by_question else 0
+        first = self._probes(keys.shape[1]) if self._by_question else 0
         self._expect(index, chosen, slots, first, keys.shape[1])
         for place, slot in enumerate(slots):
             layers = _layers(slot)
