@@ -73,6 +73,8 @@ class TierStack:
         ttl_s: age in seconds at which an entry is no longer used; None is never.
         codec: how K and V are packed in the tiers that keep bytes; entries of other codecs are read all the same.
         queue_bytes: most that may wait to be written to each tier; with 0 nothing waits, and `put` and `get` do.
+        known_share: gives the share of a chunk's tokens that earlier requests found important, by digest: a chunk that
+            returns to a tier is weighed by it.
 
     Attributes:
         compute_times: what is known of how long chunks take to compute.
@@ -91,8 +93,10 @@ class TierStack:
         ttl_s: float | None = None,
         codec: str = "raw",
         queue_bytes: int = 1 << 30,
+        known_share: Callable[[str], float | None] = lambda _: None,
     ) -> None:
         self.held = tuple(held)
+        self._known_share = known_share
         self.tiers = tuple(tiers)
         self.queues = {tier.name: self._new_queue(tier, queue_bytes) for tier in tiers} if queue_bytes else {}
         self._catalog = catalog
@@ -314,6 +318,8 @@ class TierStack:
         for place in self.held:
             try:
                 self._forget(place, place.put(chunk))
+                if place.reads_importance and (share := self._known_share(chunk.key.digest)) is not None:
+                    place.weigh(chunk.key.digest, share)
             except (RuntimeError, MemoryError) as error:  # of a device that is full
                 self._tally.count("store_failures", type(error).__name__)
                 self._tally.warn_once(f"chunks cannot be held in the {place.name} tier ({error})")
@@ -358,6 +364,8 @@ class TierStack:
                 with self._tally.timed("store_seconds", tier.name):
                     stored = tier.put_if_absent(name, encoded())
                 self._tally.count("stored", tier.name, int(stored))
+                if tier.reads_importance and (share := self._known_share(chunk.key.digest)) is not None:
+                    tier.use(name, share)
             return tier.stat(name)
         except (OSError, MemoryError, EntryFault) as error:
             self._refuse_write(tier, error)
