@@ -254,6 +254,60 @@ class TierStack:
         for tier in self.tiers:
             tier.use(self._catalog.name(digest), important_ratio)
 
+    def move(self, digest: str, target: str) -> bool:
+        """Keep a chunk in one of the tiers that keep bytes: it is written there before it leaves the others.
+
+        Args:
+            digest: of the chunk.
+            target: name of the tier.
+
+        Returns:
+            False if no tier has it whole.
+
+        Raises:
+            OSError: a tier refuses; the chunk is where it was, or in both.
+        """
+        name, there = self._catalog.name(digest), next(tier for tier in self.tiers if tier.name == target)
+        others = [tier for tier in self.tiers if tier is not there]
+        is_there = self._holds(there, digest) or any(self._copy(tier, there, digest) for tier in others)
+        if is_there:
+            for other in others:
+                if other.name in self.queues:
+                    self.queues[other.name].cancel(digest, DELETE_S)
+                other.delete(name)
+                self._catalog.forget(digest, other.name)
+        return is_there
+
+    def _holds(self, tier: BoundedTier, digest: str) -> bool:
+        """Whether a tier has an entry that is whole; what can never become good is removed."""
+        return self.examine(tier, self._catalog.name(digest), repair=True).reason == ""
+
+    def _copy(self, tier: BoundedTier, target: BoundedTier, digest: str) -> bool:
+        """Write the bytes of one tier's entry to another tier, once all of them were verified."""
+        name = self._catalog.name(digest)
+        source = tier.open(name)
+        if source is None:
+            return False
+        recorded = RecordedSource(source)
+        try:
+            key = read_key(recorded, self._catalog.namespace, self._secret)
+            if key.digest != digest:
+                raise EntryFault("key", f"it is {key.digest}")
+            EntryReader(recorded, key, self._secret).read()
+            content = recorded.release()
+        except EntryFault as fault:
+            self._tally.count("load_failures", f"{tier.name}:{fault.reason}")
+            return False
+        finally:
+            recorded.close()
+        if content is None:
+            return False
+        target.put_if_absent(name, [content])
+        stat = target.stat(name)
+        if stat is not None:
+            self._catalog.add(key, stat, [target.name])
+        return stat is not None
+
     def miss(self, reason: str) -> None:
         """Count a miss."""
         self._tally.count("misses", reason)

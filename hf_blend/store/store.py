@@ -408,6 +408,34 @@ class ChunkStore:
         """
         self._stack.weigh(key.digest, min(1.0, max(0.0, important_ratio)))
 
+    def move(self, keys: Iterable[ChunkKey], tier: str) -> int:
+        """Keep chunks in one tier that keeps bytes, such as "disk", and no longer in the others.
+
+        A chunk is written to its tier, as durably as that one writes, before it leaves another: a process that is
+        killed meanwhile leaves it in one of them, or in both. What memory holds stays.
+
+        Args:
+            keys: of the chunks.
+            tier: name of the tier, as `stats()["healthy"]` lists them.
+
+        Returns:
+            How many are there now; those that no tier has whole are not.
+
+        Raises:
+            ConfigError: the store has no such tier.
+            StoreError: a tier refuses.
+        """
+        names = [one.name for one in self._stack.tiers]
+        if tier not in names:
+            raise ConfigError(f"no tier named {tier!r} keeps bytes in this store. {suggest(str(tier), names)}")
+        moved = 0
+        for key in keys:
+            try:
+                moved += key.namespace == self.namespace and self._stack.move(key.digest, tier)
+            except OSError as error:
+                raise _refused(f"chunk {key.digest} cannot be moved to the {tier} tier", error) from error
+        return moved
+
     def pin(self, key: ChunkKey) -> None:
         """Keep a chunk from being evicted, also after a restart if it is on disk; it still counts against caps.
 
