@@ -139,15 +139,22 @@ MEASURED = {
     ),
     "partial_quality": plain(
         {
-            "blend": text("blend"),
-            "blocks": percent("share"),
-            "chosen": lambda row: "by the question" if row["by_question"] else "before it",
+            "loaded, kB": lambda row: f"{row['loaded_bytes'] / 1e3:.0f}",
+            "stored, kB": lambda row: f"{row['all_bytes'] / 1e3:.0f}",
+            "share": percent("loaded_share"),
+            "blocks": text("way"),
             "exact match": number("exact_match"),
             "difference to all": ends("difference_interval"),
-            "layers that fell back": percent("fallback_share"),
-            "tokens unseen": percent("unseen_share"),
+            "same answers": percent("same_answers"),
+            "layers in part": number("partial_layers", ".1f"),
+            "that fell back": number("fallback_layers", ".1f"),
+            "time to all": number("time_ratio", ".2f"),
         },
-        lambda document: f"n = {document['rows'][0]['n']}, blocks of {document['block_tokens']} tokens.",
+        lambda document: (
+            f"{document['model']}, {document['kv_heads']} KV heads, {document['layers']} layers, n = {document['n']}, "
+            f"batches of {document['batch']}, {100 * document['recompute_ratio']:.0f} % recomputed (kv-deviation), "
+            f"behind a restart, {document['threads']} thread."
+        ),
     ),
     "ttft_disk": plain(
         {

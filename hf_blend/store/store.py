@@ -154,10 +154,11 @@ class ChunkStore:
                 as it was rounded, from memory too. Entries of either are read.
             partial: share of a chunk's blocks that a request loads, chosen by its question (IMPRESS); the columns of
                 the others are seen by nobody. A mapping sets `share` (0.25), `alpha` (0.6, the exponent of the
-                threshold above which probe heads agree; a layer whose heads do not is loaded whole) and
-                `block_tokens` (16); `reorder` (True) writes blocks again, beside requests, so that tokens that get
-                attention share blocks. Blocks are kept beside the chunks, each within half of `disk_bytes`; None
-                loads chunks whole.
+                threshold above which probe heads agree), `fallback` ("whole" loads all of a layer whose heads do not
+                agree; "values" the keys of all heads, and of each head the values of the blocks that it looks at),
+                `block_tokens` (16) and `reorder` (True: tokens that get attention are written into blocks together,
+                beside requests). Blocks are kept beside the chunks, each in half of `disk_bytes`; None loads chunks
+                whole.
 
         Returns:
             The store.
