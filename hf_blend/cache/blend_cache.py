@@ -40,6 +40,7 @@ from ..prefill.choice import Chooser, FullPrefill
 from ..prefill.context import PrefillContext
 from ..prefill.correcting import Repair
 from ..prefill.input_test import InputTest
+from ..prefill.mixers import keeps_keys
 from ..prefill.notices import other_tokenizers, why_nothing_found
 from ..prefill.plan import Plan, Planner
 from ..prefill.probing import Listener, run_probe
@@ -299,7 +300,7 @@ class BlendCache(MaskedDecode):
         if not held:
             return 0
         ids, common = prompts[0].ids, 0
-        if len(prompts) == 1 and all(layer.keys.shape[0] == 1 for layer in self._layers()):
+        if len(prompts) == 1 and next(filter(keeps_keys, self._layers())).batch_size == 1:
             common = shared_tokens(ids[:-1], self._beginning[:held])
         try:
             self.crop(common - held)
@@ -442,11 +443,13 @@ class BlendCache(MaskedDecode):
         return super().get_seq_length() > 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "BlendCache":
-        """A cache with its own K and V, for the same model and store."""
+        """A cache with its own K and V, for the same model and store, that continues and expects the same prompts."""
         twin = BlendCache(self.model, self.store, self.config)
         twin._kept = copy.deepcopy(self._kept, memo)
         twin.layers, twin.kv_memory = [*twin._kept], copy.deepcopy(self.kv_memory, memo)
         twin.report = copy.deepcopy(self.report, memo)
+        for name in ("_coming", "_resume", "_history", "_beginning", "_tokenizer"):  # what it knows of its prompts
+            setattr(twin, name, getattr(self, name))
         return twin
 
     def __copy__(self) -> "BlendCache":

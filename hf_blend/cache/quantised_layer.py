@@ -104,6 +104,11 @@ class QuantisedLayer(BlendLayer):
         return sum(part.tokens for part in self._packed)
 
     @property
+    def batch_size(self) -> int:
+        """How many batch entries there are; 0 in an empty layer."""
+        return self._recent[0].shape[0] if self._recent is not None else 0
+
+    @property
     def nbytes(self) -> int:
         """Bytes held."""
         held = [tensor for packed in self._packed for tensor in packed.parts]

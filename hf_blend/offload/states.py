@@ -149,6 +149,12 @@ class States(OffloadedWeightsLoader):
             ends.append((tokens, xxhash.xxh3_64_intdigest(_bytes(whole[start:]))))
         self.reserve(name, tokens)
 
+    def forget(self, name: str, held: int) -> None:
+        """Take back the last `append`, as far as it came, behind so many tokens."""
+        ends = self._digests.get(name)
+        while ends and ends[-1][0] > held:
+            ends.pop()
+
     def remove(self, name: str) -> None:
         """Forget a tensor and delete its file."""
         self.state_dict.pop(name, None)
@@ -243,8 +249,13 @@ class AwayLayer:
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Put tokens behind those it holds, `[new, batch, kv_heads, head_dim]` each."""
         with self._lock:
-            for name, new in (("keys", keys), ("values", values)):
-                self._states.append(self._prefix + name, self.tokens, new)
+            try:
+                for name, new in (("keys", keys), ("values", values)):
+                    self._states.append(self._prefix + name, self.tokens, new)
+            except BaseException:
+                for name in ("keys", "values"):
+                    self._states.forget(self._prefix + name, self.tokens)
+                raise
             self.tokens += len(keys)
 
     def bring(self, rows: int) -> tuple[Tensor, Tensor]:

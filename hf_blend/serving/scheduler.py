@@ -41,6 +41,15 @@ class BlendedScheduler(FIFOScheduler):
         super().add_waiting_request(state)
         self.prefills.offer(state)
 
+    def finish_request(self, request_id: str) -> None:
+        """Let go of the blocks of a request, and of what was known of its chunks.
+
+        Args:
+            request_id: of the request; the engine may add it again at once, to compute it later.
+        """
+        super().finish_request(request_id)
+        self.prefills.finish(request_id)
+
     def clear_cancelled_requests(self) -> list[Any]:
         """Let go of the requests that were cancelled, also of one whose blocks are being filled.
 
