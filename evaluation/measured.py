@@ -156,6 +156,23 @@ MEASURED = {
             f"behind a restart, {document['threads']} thread."
         ),
     ),
+    "eviction": plain(
+        {
+            "memory": percent("cap"),
+            "policy": text("policy"),
+            "important tokens hit": number("important_hit_rate"),
+            "interval": ends("important_hit_rate_interval", ".3f"),
+            "chunks hit": number("hit_rate"),
+            "interval ": ends("hit_rate_interval", ".3f"),
+            "ms to load what is important": number("part_load_ms", ".2f"),
+            "ms to load all": number("whole_load_ms", ".2f"),
+        },
+        lambda document: (
+            f"{document['stories']} stories, {document['chunks']} chunks, {document['questions']} questions of each, "
+            f"{document['requests']} requests, Zipf {document['zipf']}, {document['seeds']} seeds, a tier of "
+            f"{document['rate_gb_s']} GB/s behind; milliseconds are counted from bytes."
+        ),
+    ),
     "ttft_disk": plain(
         {
             "disk, GB/s": text("rate_gb_s", "its own"),

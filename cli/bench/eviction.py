@@ -21,7 +21,7 @@ def eviction(
     rate: Annotated[float, typer.Option(help="Of the slower tier, GB/s.")] = 0.5,
     json: Json = False,
 ) -> None:
-    """Hit rate and time to the first token under Zipf traffic: LRU, LFU, and importance from a model's attention.
+    """Hit rates and loaded bytes under Zipf traffic: LRU, LFU, and importance from a model's attention.
 
     Examples:
         hf-blend bench eviction --stories 2 --questions 1 --requests 20 --seeds 2 --cap 0.5 --json

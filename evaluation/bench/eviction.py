@@ -5,11 +5,11 @@
 First the model answers questions about stories of chunks, over a store that is told what the questions look at.
 Then these requests come again and again, stories drawn by Zipf's law, in front of a memory tier that holds a part of
 all chunks; the book-keeping and the policies are the store's own. What is missed is loaded from a slower tier: whole,
-or (IMPRESS) only the important tokens. Times are counted: the measured forward and the bytes at a stated rate.
+or (IMPRESS) only the important tokens. The time that loading takes before a first token is counted, not measured: the
+bytes at a stated rate, nothing of it hidden.
 """
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -73,7 +73,7 @@ def measure_eviction(plan: EvictionPlan, progress: Callable[[str], None] | None 
     Returns:
         `rows`, one for each cap and policy; `differences` of "importance" to the others, paired by seed.
     """
-    requests, sizes, forward_ms = record(plan, progress)
+    requests, sizes = record(plan, progress)
     rows, differences = [], []
     for cap in plan.caps:
         found = {policy: [replay(plan, policy, cap, seed, requests, sizes) for seed in range(plan.seeds)]
@@ -81,8 +81,7 @@ def measure_eviction(plan: EvictionPlan, progress: Callable[[str], None] | None 
         for runs in found.values():
             for run in runs:
                 for way in ("whole", "part"):
-                    seconds = run[f"{way}_bytes"] / plan.requests / (plan.rate_gb_s * 1e9)
-                    run[f"{way}_ttft_ms"] = forward_ms + 1e3 * seconds
+                    run[f"{way}_load_ms"] = 1e3 * run[f"{way}_bytes"] / plan.requests / (plan.rate_gb_s * 1e9)
         rows += [{"cap": cap, "policy": policy, **_means(runs)} for policy, runs in found.items()]
         for other in POLICIES[:-1]:
             gaps = {
@@ -98,17 +97,16 @@ def measure_eviction(plan: EvictionPlan, progress: Callable[[str], None] | None 
     about = {
         "chunks": len(sizes),
         "corpus_bytes": sum(sizes),
-        "forward_ms": forward_ms,
         "share_mean": statistics.mean(ratios),
         "share_deviation": statistics.pstdev(ratios),
     }
-    return {**vars(plan), **about, "threads": torch.get_num_threads(), "rows": rows, "differences": differences}
+    return {**vars(plan), **about, "rows": rows, "differences": differences}
 
 
 @torch.no_grad()
 def record(
     plan: EvictionPlan, progress: Callable[[str], None] | None = None
-) -> tuple[dict[int, list[Request]], list[int], float]:
+) -> tuple[dict[int, list[Request]], list[int]]:
     """Let the model answer, and note what its questions look at.
 
     Args:
@@ -116,13 +114,11 @@ def record(
         progress: called with a line of text after each story.
 
     Returns:
-        The requests of each story, the bytes of each chunk, and the median time of a forward in milliseconds, its
-        chunks in memory.
+        The requests of each story, and the bytes of each chunk.
     """
     model, tokenizer = load_model(plan.model)
     requests: dict[int, list[Request]] = {}
     sizes: list[int] = []
-    times: list[float] = []
     for number in range(plan.stories):
         random = Random(f"eviction-{number}")
         story = tell(random, LONG, "heldout")
@@ -136,16 +132,14 @@ def record(
             sizes += [chunk.nbytes for key in keys if (chunk := store.get(key)) is not None]
             for fact in facts:
                 told.clear()
-                began = time.perf_counter()
                 cache = BlendCache(model, store)
                 inputs = cache.inputs(tokenizer, chunks=chunks, question=" ".join(question(fact.thing)))
                 model.generate(**inputs, past_key_values=cache, do_sample=False, max_new_tokens=1)
-                times.append(1e3 * (time.perf_counter() - began))
                 shares = tuple(told.get(chunk, 0.0) for chunk in chunks)
                 requests.setdefault(number, []).append(Request(tuple(range(first, first + len(chunks))), shares))
         if progress:
             progress(f"story {number + 1} of {plan.stories}")
-    return requests, sizes, statistics.median(times)
+    return requests, sizes
 
 
 def _heard(told: dict[tuple[int, ...], float]) -> Callable[..., None]:

@@ -128,7 +128,7 @@ def _row(model: nn.Module, pieces: dict[str, Any], plan: PartialPlan, rate: floa
         "loaded_bytes": found["loaded_bytes"],
         "fewer_bytes": stored / found["loaded_bytes"],
         "fallback_layers": found["fallback_layers"],
-        "layers": len(model.model.layers),  # type: ignore[union-attr, arg-type]
+        "layers": len(model.model.layers),
         "unseen_share": found["unseen_share"],
         "all_ttft_ms": whole,
         "partial_ttft_ms": part,
@@ -141,7 +141,7 @@ def _opened(folder: Path, partial: dict[str, Any] | None, rate: float) -> ChunkS
     store: Any = ChunkStore.open(folder, memory_bytes=0, durability="none", partial=partial)
     tier = store._stack.tiers[0] if partial is None else store._tier  # bounded; what is behind it is slowed down
     tier.tier = ThrottledTier(tier.tier, rate * GB) if rate else tier.tier
-    return store  # type: ignore[no-any-return]
+    return store
 
 
 def _pieces(plan: PartialPlan) -> dict[str, Any]:
