@@ -106,6 +106,31 @@ MEASURED = {
         },
         _rounds,
     ),
+    "sparse_offload": plain(
+        {
+            "context": text("context"),
+            "K and V": text("place"),
+            "way": text("way"),
+            "tokens/s": number("tokens_s", ".1f"),
+            "beside dense there": number("vs_dense_there", ".2f"),
+            "beside dense on the device": number("vs_dense_on_device", ".2f"),
+            "on the device": percent("device_share", ".1f"),
+            "blocks loaded": text("loaded_blocks"),
+            "of these read ahead": text("prefetched_blocks"),
+        },
+        _rounds,
+    ),
+    "sparse_offload_answers": plain(
+        {
+            "method": text("method"),
+            "blocks": percent("share"),
+            "held": text("locked"),
+            "right": number("right", ".3f"),
+            "interval": ends("interval", ".3f"),
+            "difference to dense": ends("difference_interval"),
+        },
+        lambda document: f"n = {document['rows'][0]['n']}, blocks of {document['block_tokens']} tokens.",
+    ),
     "sparse_quality": plain(
         {
             "task": text("task"),

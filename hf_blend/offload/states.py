@@ -14,6 +14,7 @@ import threading
 import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,8 @@ class States(OffloadedWeightsLoader):
         """
         self.remove(name)
         if device is not None:
-            self._pools[name] = self.state_dict[name] = like.new_empty((0, *like.shape[1:]), device=device)
+            pool = torch.empty((0, *like.shape[1:]), dtype=like.dtype, device=device)
+            self._pools[name] = self.state_dict[name] = pool
             return
         if self._folder is None:
             raise OffloadError(
@@ -127,7 +129,7 @@ class States(OffloadedWeightsLoader):
         self._write(name, data, held * width)
         end = held + len(states)
         cuts = [held, *range(held - held % PIECE_TOKENS + PIECE_TOKENS, end, PIECE_TOKENS), end]
-        for first, last in zip(cuts, cuts[1:], strict=False):
+        for first, last in pairwise(cuts):
             piece = data[(first - held) * width : (last - held) * width]
             self._digests[name].append((last, xxhash.xxh3_64_intdigest(piece)))
         self.reserve(name, end)

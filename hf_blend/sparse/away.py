@@ -52,6 +52,7 @@ class AwayBlocks(BlockedLayer):
 
     def begin(self) -> None:
         """A step that looks at blocks begins."""
+        super().begin()
         self._layer.release()
         self._layer.sees_blocks = self._has_stepped = True
 
@@ -177,7 +178,7 @@ class AwayBlocks(BlockedLayer):
         size, found = self._size, []
         behind = range(-(-old.tail // size), known // size)
         for blocks in old.rows:
-            slots = {one: slot * size for slot, one in enumerate(blocks) if 0 <= one and (one + 1) * size <= known}
+            slots = {one: slot * size for slot, one in enumerate(blocks) if one >= 0 and (one + 1) * size <= known}
             found.append({one: old.fixed + one * size - old.tail for one in behind} | slots)
         return found
 

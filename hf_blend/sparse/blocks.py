@@ -48,7 +48,11 @@ class BlockedLayer:
         return False
 
     def begin(self) -> None:
-        """A step that looks at blocks begins."""
+        """A step that looks at blocks begins: forget what has changed since the last one."""
+        known = self._layer.unchanged_tokens
+        self._held = min(self._held, known)
+        if self._made is not None:
+            self._made = self._made[:, :, : known // self._config.block_tokens]
 
     def release(self) -> None:
         """The next step looks at everything."""

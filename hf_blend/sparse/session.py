@@ -89,7 +89,7 @@ class SparseSession:
         self._seen: dict[int, tuple[Selection, ...]] = {}  # by the target in this round
         self._drafted: dict[int, tuple[Selection, ...]] = {}  # by the draft, under the target's number of the layer
 
-    def _blocked(self, layer: BlendLayer, method: BlockMethod) -> BlockedLayer:
+    def _blocked(self, layer: Any, method: BlockMethod) -> BlockedLayer:
         if self._cache.kv_memory is None:
             return BlockedLayer(layer, self.config, method)
         from .away import AwayBlocks  # brings accelerate, which takes a while
