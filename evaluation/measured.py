@@ -106,6 +106,23 @@ MEASURED = {
         },
         _rounds,
     ),
+    "store_plan": plain(
+        {
+            "shape": text("shape"),
+            "ratio": percent("ratio"),
+            "GPU, an hour": number("gpu_hour", ".0f"),
+            "from memory, s": number("in_memory_s", ".2f"),
+            "devices: request expected / measured, s": lambda row: "; ".join(
+                f"{one['device']} {one['request_s']:.2f} / {one['measured_s']:.2f}" for one in row["devices"]
+            ),
+            "chosen": text("chosen"),
+            "best": text("best"),
+        },
+        lambda document: (
+            f"Right in {document['right']} of {len(document['rows'])} cells; {document['chunks']} chunks of "
+            f"{document['chunk_tokens']} tokens, {document['threads']} threads, median of {document['rounds']}."
+        ),
+    ),
     "sparse_offload": plain(
         {
             "context": text("context"),
