@@ -71,6 +71,22 @@ MEASURED = {
         },
         lambda document: f"n = {document['rows'][0]['n']} questions of the reference world.",
     ),
+    "images": plain(
+        {
+            "proportions": text("family"),
+            "images": text("method"),
+            "charged": percent("charged_budget"),
+            "speed-up": lambda row: f"{row['times_faster']:.1f} x",
+            "pixels": lambda row: f"{row['pixel_bytes_per_image'] / 1e3:.0f} kB",
+            "stored": lambda row: f"{row['stored_bytes_per_image'] / 1e3:.0f} kB",
+        },
+        lambda document: (
+            f"{document['shape']['images']} images of {document['shape']['tokens_per_image']} tokens, "
+            f"{document['shape']['layers']} layers of width {document['shape']['width']}, "
+            f"{document['machine']['dtype']}, {document['machine']['threads']} thread, median of "
+            f"{document['shape']['rounds']}."
+        ),
+    ),
     "decode": plain(
         {
             "context": text("context"),

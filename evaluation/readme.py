@@ -218,6 +218,24 @@ def _session(document: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _sequences(document: dict[str, Any]) -> list[str]:
+    """A decoding step of a batch over a shared prefix, and bytes, by the tokens that each sequence has of its own."""
+    lines = [
+        f"Shape of {document['shape']}, {document['dtype']}, {document['threads']} thread(s), {document['sequences']} "
+        f"sequences behind {document['prefix_tokens']:,} shared tokens, median of {document['rounds']} steps in turn.",
+        "",
+        "| own tokens | stock step (`DynamicCache`) | of a static cache | shared cells | share of stock, of static | "
+        "bytes | of stock |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in document["rows"]:
+        times = [f"{row[f'{name}_ms']:.0f} ms" for name in ("stock", "static", "shared")]
+        shares = f"{row['shared_over_stock']:.2f}, {row['shared_over_static']:.2f}"
+        sizes = [f"{row[name] / 1e6:.0f} MB" for name in ("nbytes", "stock_nbytes")]
+        lines.append(f"| {row['tail_tokens']} | {' | '.join([*times, shares, *sizes])} |")
+    return lines
+
+
 def _study(document: dict[str, Any]) -> list[str]:
     """Final rows of the reference world, the cheapest first."""
     rows = [row for row in document["rows"] if row["task"] == "reference-world" and row["part"] == "final"]
@@ -274,6 +292,7 @@ TABLES = {
     "context_shift": _context_shift,
     "self_extend": _self_extend,
     "session": _session,
+    "sequences": _sequences,
     "store": store,
     "acceptance": acceptance,
     **MEASURED,

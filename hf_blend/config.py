@@ -53,7 +53,8 @@ class BlendConfig:
         gradual: gradual filtering (CacheBlend, section 4.3): choose more at the first check layer, fewer at each
             later one, so that the mean over the layers is recompute_ratio.
         sink_ids: tokens that stand before each chunk while it is precomputed; None is the model's BOS, if any.
-        kv_bits: 8 to decode from K and V in 8 bits; None keeps them in the model's dtype. The prefill is the same.
+        kv_bits: 8 or 4 to decode from K and V in so many bits; None keeps them in the model's dtype. The prefill is
+            the same.
         kv_device_map: where the K and V of each layer are kept: "auto" lets accelerate decide by `max_memory`; "cpu"
             or "disk" keeps all of them there; or layer → device, where layers that are not named stay on the device
             that computes them. A device is the number of a GPU, "cpu" or "disk". None keeps all on their devices.
@@ -100,8 +101,8 @@ class BlendConfig:
         kinds = {"selector": str, "corrector": str, "gradual": bool, "allow_unverified": bool, "seed": int}
         for name, kind in kinds.items():
             _instance(name, getattr(self, name), kind)
-        if self.kv_bits is not None and (type(self.kv_bits) is not int or self.kv_bits != 8):
-            raise ConfigError(f"kv_bits is {self.kv_bits!r}, but 8 or None is wanted. Leave it out for none of it.")
+        if self.kv_bits is not None and (type(self.kv_bits) is not int or self.kv_bits not in (4, 8)):
+            raise ConfigError(f"kv_bits is {self.kv_bits!r}, but 8, 4 or None is expected. Leave it out for none.")
         self._check_max_tokens()
         self._check_layers()
         self._check_schedule()

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests side by side: each has its own prefix, chunks, length and hits, and its own answer."""
 
+import copy
 import functools
 
 import pytest
@@ -141,6 +142,25 @@ def test_a_batch_keeps_a_conversation_for_each_of_its_rows(shared_model, pieces,
     got = run(model, inputs, cache)
     assert cache.report.reusable_tokens == 24 + 25 + 21
     assert torch.equal(got, run(model, inputs))
+
+
+def test_a_copied_cache_knows_the_padding_between_the_turns_of_its_batch(shared_model, tokenizer):
+    model, said, output = shared_model(), [[1, 4], [1, 4]], None
+    cache = BlendCache(model, ChunkStore.open("memory://"), recompute_ratio=1.0)
+    turns = (
+        {"prefix": [1, 4], "chunks": [[[*range(10, 40)]], [[*range(20, 60)]]], "question": [[5, 6], [7, 8, 9]]},
+        {"chunks": [[], [[*range(50, 70)]]], "question": [[15, 16], [17, 18, 19]]},
+        {"chunks": [[], []], "question": [[25, 26, 33, 34], [27, 28, 29]]},
+    )
+    for number, turn in enumerate(turns):
+        cache = copy.deepcopy(cache) if number == 2 else cache
+        inputs = cache.inputs(tokenizer, **turn, history=output)
+        output = run(model, inputs, cache)
+        for row, answer in enumerate(output[:, inputs["input_ids"].shape[1] :]):
+            said[row] += [*sum(turn["chunks"][row], []), *turn["question"][row]]
+            alone = run(model, {"input_ids": torch.tensor([said[row]])})[0, len(said[row]) :]
+            assert torch.equal(answer, alone), f"turn {number}, row {row}"
+            said[row] += answer.tolist()
 
 
 def test_a_row_that_was_done_earlier_is_masked_in_the_next_turn(shared_model, pieces, tokenizer):

@@ -73,6 +73,18 @@ def test_answers_from_8_bits_are_measured_and_as_committed(tmp_path, monkeypatch
     assert held["QuantisedLayer"] < 0.55 * held["DynamicLayer"]
 
 
+def test_images_are_measured_and_as_committed(tmp_path):
+    output = tmp_path / "images.json"
+    program("images").main(["--size", "tiny", "--images", "2", "--rounds", "1", "--output", str(output)])
+    found = json.loads(output.read_text("utf-8"))
+    kept = json.loads((BENCHMARKS / "results" / "images.json").read_text("utf-8"))
+    named = [[(row["family"], row["method"], sorted(row)) for row in one["rows"]] for one in (found, kept)]
+    assert named[0] == named[1]
+    assert found["shape"].keys() == kept["shape"].keys()
+    assert (kept["shape"]["images"], kept["shape"]["rounds"]) == (6, 5)
+    assert all(0 < row["charged_budget"] < 1 for row in found["rows"])
+
+
 def test_the_committed_joins_hold_what_they_promise():
     found = json.loads((BENCHMARKS / "results" / "joins.json").read_text("utf-8"))
     assert [(row["tokenizer"], row["join"]) for row in found["rows"]] == [

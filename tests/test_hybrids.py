@@ -21,6 +21,7 @@ from hf_blend.verify.everything import RUNGS
 from hf_blend.verify.ladder import measure
 from hf_blend.verify.subject import Subject
 from hf_blend.verify.zoo import tiny_model
+from tests.chat_templates import CHATML, DOCUMENTS, small_tokenizer
 
 # one for each way in which a mixer stands in a layer: before its MLP, beside attention, behind it, alone
 FAST = ("qwen3_next", "lfm2")
@@ -28,6 +29,7 @@ SLOW = (
     "bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear", "lfm2_moe", "lfm3",
     "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "zamba", "zamba2",
 )  # fmt: skip
+WORDS = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
 TELLING = ("ratio_1_batch", "fused_ratio", "causality")
 
 
@@ -243,3 +245,18 @@ def test_projections_come_back_from_disk_as_they_were_stored(tmp_path):
 def test_sequences_that_move_are_refused_for_a_hybrid_by_what_it_keeps():
     with pytest.raises(UnsupportedModelError, match=r"layer 0 keeps a state of another kind \(LinearAttention\)"):
         SequenceCache(subject_of("qwen3_next").model)
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_a_chat_goes_on_in_the_cache_of_a_hybrid(name):
+    tokenizer = small_tokenizer("spaces")
+    model = tiny_model(name, vocab_size=len(tokenizer), max_position_embeddings=2048)
+    blended = BlendCache(model, ChunkStore.open("memory://"), recompute_ratio=1.0)
+    messages = [{"role": "user", "content": DOCUMENTS[0]}]
+    for said in ("It is slow.", "Why?"):
+        given = {"chat_template": CHATML, "add_generation_prompt": True}
+        inputs = blended.inputs_from_messages(tokenizer, messages, DOCUMENTS[:1], chat_template=CHATML)
+        stock = tokenizer.apply_chat_template(messages, **given, return_dict=True, return_tensors="pt")
+        got = model.generate(**inputs, past_key_values=blended, **WORDS)
+        assert torch.equal(got, model.generate(stock["input_ids"], **WORDS))
+        messages = [*messages, {"role": "assistant", "content": said}, {"role": "user", "content": "And now?"}]

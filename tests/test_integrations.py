@@ -12,6 +12,7 @@ import threading
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from hf_blend import BlendConfig, ChunkStore
 from hf_blend.errors import ConfigError, MissingExtraError, PromptError
@@ -20,6 +21,8 @@ from tests.chat_templates import CHATML, COMMAND_R, DOCUMENTS, JOINED, QUESTION,
 
 NEW = {"max_new_tokens": 6, "eos_token_id": None}
 EVERYTHING = BlendConfig(recompute_ratio=1.0)
+SEVERAL = GenerationConfig(do_sample=True, num_return_sequences=3)
+PICTURED = [{"type": "text", "text": QUESTION}, {"type": "image_url", "image_url": {"url": "data:,"}}]
 ASKED = [SYSTEM, {"role": "user", "content": QUESTION}]
 PLACED = [SYSTEM, {"role": "user", "content": f"{JOINED}\n\n{QUESTION}"}]
 FRAMEWORKS = {"langchain": "langchain_core", "llamaindex": "llama_index.core", "haystack": "haystack"}
@@ -115,7 +118,11 @@ def test_closing_a_stream_ends_the_computation(answerer):
         (lambda one: one.chat([SYSTEM], DOCUMENTS), PromptError, "has the role user"),
         (lambda one: one.chat(ASKED, [" "]), PromptError, "has no text"),
         (lambda one: one.chat(ASKED, [{"title": "a"}]), PromptError, "has no text"),
+        (lambda one: one.chat([{"role": "user", "content": PICTURED}]), PromptError, "the part .*image.* is no text"),
+        (lambda one: one.chat([{"role": "user", "content": 5}]), PromptError, "has the part 5, which is no text"),
         (lambda one: one.chat(ASKED, num_beams=4), ConfigError, "num_beams is 4"),
+        (lambda one: one.chat(ASKED, num_return_sequences=2), ConfigError, "num_return_sequences is 2"),
+        (lambda one: one.complete(QUESTION, generation_config=SEVERAL), ConfigError, "num_return_sequences is 3"),
         (lambda one: one.chat(ASKED, streamer=None), ConfigError, "streamer was passed"),
     ],
 )
@@ -247,6 +254,57 @@ def test_haystack_answers_in_a_pipeline_and_streams(model, tokenizer, store):
         assert len(told) > 1
         assert reply.meta["hf_blend"]["computed_chunks"] == computed
     assert reply.meta["usage"]["completion_tokens"] == NEW["max_new_tokens"]
+
+
+SAID = [
+    {"role": "user", "content": "How slow?"},
+    {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "clock"}}]},
+    {"role": "tool", "content": "Nine minutes."},
+]
+CALLING = CHATML.replace("message['content'] +", "message['content'] + (message.tool_calls | default('') | string) +")
+
+
+def test_parts_of_one_text_are_that_text_and_their_documents_stay_where_they_are(answerer, model, tokenizer):
+    parts = [{"type": "text", "text": one} for one in (f"{JOINED}\n\n", QUESTION)]
+    answer = answerer.chat([SYSTEM, {"role": "user", "content": parts}], DOCUMENTS).whole()
+    assert answer.text == stock(model, tokenizer, PLACED)
+
+
+def test_llamaindex_passes_on_what_tools_said_and_refuses_pictures(model, tokenizer, store, monkeypatch):
+    blend = framework("llamaindex")
+    from llama_index.core.base.llms.types import ChatMessage, ImageBlock, TextBlock
+
+    monkeypatch.setattr(tokenizer, "chat_template", CALLING)
+    llm = blend.BlendLLM(model=model, tokenizer=tokenizer, store=store, temperature=0, settings=NEW)
+    plain = ("role", "content")
+    said = [
+        ChatMessage(role=role, content=text, additional_kwargs=more)
+        for one in SAID
+        for role, text, more in [(one["role"], one["content"], {k: one[k] for k in one if k not in plain})]
+    ]
+    assert llm.chat(said).message.content == stock(model, tokenizer, SAID)
+    with pytest.raises(PromptError, match=r"ImageBlock.*is no text"):
+        llm.chat([ChatMessage(role="user", blocks=[TextBlock(text="What?"), ImageBlock(image=b"aaaa")])])
+
+
+def test_haystack_passes_on_what_tools_said_and_refuses_pictures(model, tokenizer, store, monkeypatch):
+    blend = framework("haystack")
+    from haystack.dataclasses import ChatMessage, ImageContent, ToolCall
+
+    call = ToolCall("clock", {})
+    made = [{"type": "function", "function": {"name": "clock", "arguments": "{}"}}]
+    monkeypatch.setattr(tokenizer, "chat_template", CALLING)
+    llm = blend.BlendChatGenerator(model, tokenizer, store, generation_kwargs={"temperature": 0, **NEW})
+    said = [
+        ChatMessage.from_user(SAID[0]["content"]),
+        ChatMessage.from_assistant(tool_calls=[call]),
+        ChatMessage.from_tool(SAID[2]["content"], origin=call),
+    ]
+    (reply,) = llm.run(said)["replies"]
+    assert reply.text == stock(model, tokenizer, [SAID[0], {**SAID[1], "tool_calls": made}, SAID[2]])
+    picture = ImageContent(base64_image="AAAA", mime_type="image/png", validation=False)
+    with pytest.raises(PromptError, match=r"image_url.*is no text"):
+        llm.run([ChatMessage.from_user(content_parts=["What?", picture])])
 
 
 @pytest.mark.parametrize("extra", FRAMEWORKS)

@@ -279,6 +279,34 @@ def test_a_failed_forward_leaves_what_was_there_before(model, untouched, tmp_pat
         assert torch.equal(layer.values, values)
 
 
+@pytest.mark.parametrize("written", [1, 2, 3])
+def test_a_write_that_fails_leaves_what_was_there_before_and_the_turn_can_be_asked_again(model, tmp_path, written):
+    cache = BlendCache(model, ChunkStore.open("memory://"), kv_device_map={1: "disk", 2: "disk"},
+                       offload_folder=str(tmp_path), recompute_ratio=1.0)  # fmt: skip
+    first = model.generate(**cache.inputs(None, **PIECES), past_key_values=cache, **GREEDY)
+    turn = {"chunks": [list(range(30, 100))], "question": [3, 4]}
+    before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+    write, writes = States._write, iter(range(100))
+
+    def fill(self, name, data, offset):
+        if next(writes) == written:
+            write(self, name, data[: len(data) // 2], offset)
+            raise OffloadError("the disk is full")
+        write(self, name, data, offset)
+
+    more = cache.inputs(None, **turn, history=first)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(States, "_write", fill)
+        with pytest.raises(OffloadError, match="full"):
+            model.generate(**more, past_key_values=cache, **GREEDY)
+    for layer, (keys, values) in zip(cache.layers, before, strict=True):
+        assert torch.equal(layer.keys, keys)
+        assert torch.equal(layer.values, values)
+    whole = torch.tensor([[*first[0].tolist(), *turn["chunks"][0], *turn["question"]]])
+    got = model.generate(**cache.inputs(None, **turn, history=first), past_key_values=cache, **GREEDY)
+    assert torch.equal(got, model.generate(whole, **GREEDY))
+
+
 def test_folders_of_processes_that_were_killed_are_swept_and_those_in_use_stay(tmp_path):
     child = os.fork()
     if not child:

@@ -112,6 +112,7 @@ def test_a_list_of_prefixes_gives_each_request_its_own():
         ((None, [[1]], []), r"question is \[\]"),
         ((None, [[[1]]], [[1], [2]]), "2 questions came with 1 lists of chunks and 2 prefixes"),
         (([[1], [2], [3]], [[[1]], [[2]]], [[1], [2]]), "2 lists of chunks and 3 prefixes"),
+        ((None, ["caf\udce9"], [1]), r"'caf\\udce9' .* at 3, which is half of a surrogate pair"),
     ],
 )
 def test_what_makes_no_prompt_is_refused(arguments, text):

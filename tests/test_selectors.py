@@ -3,6 +3,7 @@
 """What every selector promises, checked on every selector that is found; then what each of them is for."""
 
 import math
+import os
 from dataclasses import replace
 
 import pytest
@@ -247,12 +248,26 @@ def test_the_learned_selector_follows_its_probe_and_refuses_one_of_another_model
         ("layer", {"values.9": weight}, "reads layer 9, expected at most 3"),
         ("shape", {"values.0": weight[:1]}, "expected \\(2, 6\\)"),
         ("empty", {"other": weight}, "expected weights named"),
+        ("no number", {"values.x": weight}, "expected weights named"),
+        ("before the first", {"values.-1": weight}, "expected weights named"),
+        ("NaN", {"values.0": weight * float("nan")}, "holds NaN or infinity"),
     ):
         save_file(tensors, tmp_path / name)
         with pytest.raises(ConfigError, match=said):
             selector("learned", path=str(tmp_path / name)).score(seen)
     with pytest.raises(ConfigError, match="cannot be read"):
         selector("learned", path=str(tmp_path / "nothing")).score(seen)
+
+
+def test_a_probe_that_was_fitted_again_takes_the_place_of_the_one_that_was_read(tmp_path):
+    from safetensors.torch import save_file
+
+    seen, scores = view(), []
+    for sign in (1.0, -1.0):
+        save_file({"values.1": torch.full((2, 6), sign)}, tmp_path / "probe")
+        os.utime(tmp_path / "probe", (2, 2 + sign))  # clocks of file systems are coarse
+        scores.append(selector("learned", path=str(tmp_path / "probe")).score(seen))
+    assert torch.equal(scores[0], -scores[1])
 
 
 def test_random_with_free_layers_waits_for_the_check_layer():

@@ -196,6 +196,7 @@ def test_text_that_begins_with_bos_never_makes_two(known):
         ("", None, "the text '' has no token"),
         (JOINED, ["Not there."], "is not in the prompt"),
         (JOINED, [""], "has no token"),
+        ("caf\ud800", None, "half of a surrogate pair"),
         ([JOINED], DOCUMENTS, "a batch of 1 prompts came with 3 documents"),
     ],
 )

@@ -10,7 +10,7 @@ from ..output import Json, say, show
 
 __all__ = ["store_plan"]
 
-Cells = Annotated[int | None, typer.Option(min=1, help="How many of the cells, from the first on; all where left out.")]
+Cells = Annotated[int | None, typer.Option(min=1, help="How many of the cells, from the first on.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Requests from each device; the median counts.")]
 Tokens = Annotated[int, typer.Option(min=16, help="Tokens of each of the four chunks.")]
 

@@ -97,7 +97,7 @@ class _Way:
     def decoding(self) -> AbstractContextManager[Any]:
         if self.share is None:
             return nullcontext()
-        settings = {"share": self.share, "lock": self.lock, "method": self._plan.method, "min_tokens": 0}
+        settings: dict[str, Any] = {"share": self.share, "lock": self.lock, "method": self._plan.method, "min_tokens": 0}
         return sparse_decoding(self._model, self.cache, **settings)
 
     @property

@@ -185,9 +185,9 @@ def _measured(model: nn.Module, cell: Cell, plan: StorePlanPlan) -> Mapping[str 
     for store in stores.values():
         store.add(model, None, pieces)
     for number in range(plan.rounds + 1):
-        for name, store in stores.items():
+        for device, store in stores.items():
             seconds = _request(model, store, pieces, cell.ratio)
-            times[name] += [seconds] if number else []
+            times[device] += [seconds] if number else []
     return {name: statistics.median(some) for name, some in times.items()}
 
 

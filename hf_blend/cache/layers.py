@@ -134,6 +134,11 @@ class BlendLayer(CacheLayerMixin):
         """Bytes held, spare columns included."""
         return sum(buffer.untyped_storage().nbytes() for buffer in self._buffers or ())
 
+    @property
+    def batch_size(self) -> int:
+        """How many batch entries there are; 0 in an empty layer."""
+        return self._buffers[0].shape[0] if self._buffers is not None else 0
+
     def snapshot(self) -> Any:
         """What `restore` needs to take back every token that comes from now on."""
         return self.length

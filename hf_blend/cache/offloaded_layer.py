@@ -88,6 +88,11 @@ class OffloadedLayer(BlendLayer):
         """Nothing: what is held is in buffers or away."""
 
     @property
+    def batch_size(self) -> int:
+        """How many batch entries there are; 0 in an empty layer."""
+        return self._like()[0].shape[0] if self._buffers is None and self.length else super().batch_size
+
+    @property
     def nbytes(self) -> int:
         """Bytes on the device, what is brought for one look left out."""
         recent = sum(states.nbytes for states in (*(self._recent or ()), *(self._opened or ())))
@@ -255,13 +260,8 @@ class OffloadedLayer(BlendLayer):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only some batch entries; `indices` is `[kept]`."""
-        if not torch.equal(indices.cpu(), torch.arange(self._batch())):
+        if not torch.equal(indices.cpu(), torch.arange(self.batch_size)):
             self._change(lambda states: states.index_select(0, indices.to(states.device)))
-
-    def _batch(self) -> int:
-        if self._buffers is not None:
-            return self._buffers[0].shape[0]
-        return 0 if not self.length else self._like()[0].shape[0]
 
     def _like(self) -> tuple[Tensor, Tensor]:
         """Any K and V of the layer, while it holds some outside of buffers."""

@@ -53,7 +53,7 @@ class ShiftCache(SequenceCache):
             )
 
     def make_room(self, tokens: int) -> None:
-        """Drop at least half of what is not kept, if `tokens` new ones do not fit otherwise.
+        """Drop at least half of what is not kept of each active sequence, if `tokens` new ones do not fit otherwise.
 
         Args:
             tokens: how many come.
@@ -61,7 +61,11 @@ class ShiftCache(SequenceCache):
         Raises:
             PromptError: they do not fit behind those that are kept.
         """
-        held = self._cells.next_position(self.active)
+        for number in self.batch:
+            self._make_room(number, tokens)
+
+    def _make_room(self, number: int, tokens: int) -> None:
+        held = self._cells.next_position(number)
         over = held + tokens - self.window_tokens
         if over <= 0:
             return
@@ -72,6 +76,6 @@ class ShiftCache(SequenceCache):
                 "kept. Pass prefill_chunk_size to generate(), or shorten the prompt."
             )
         dropped = max(over, rest // 2)
-        self.remove(self.active, self.keep_tokens, self.keep_tokens + dropped)
-        self.shift(self.active, self.keep_tokens + dropped, None, -dropped)
+        self.remove(number, self.keep_tokens, self.keep_tokens + dropped)
+        self.shift(number, self.keep_tokens + dropped, None, -dropped)
         self.shifts += 1

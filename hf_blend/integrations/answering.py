@@ -17,7 +17,7 @@ from ..cache.blend_cache import BlendCache
 from ..config import BlendConfig
 from ..errors import ConfigError, PromptError
 from ..prompt.detokenizer import Detokenizer
-from ..prompt.messages import render
+from ..prompt.messages import plain_messages, render
 from ..store import ChunkStore
 
 __all__ = ["Answer", "Answerer", "Document"]
@@ -58,7 +58,7 @@ class Answerer:
         """Answer messages by the model's own chat template.
 
         Args:
-            messages: as for `apply_chat_template`.
+            messages: as for `apply_chat_template`, with texts as contents, or parts that are texts.
             documents: retrieved texts, or dicts with a text. Those that are in no message are passed to a template
                 that takes documents, and put before the last message of the user for every other.
             template: further arguments of `apply_chat_template`, such as `tools`.
@@ -67,8 +67,12 @@ class Answerer:
 
         Returns:
             The answer; nothing is computed before it is iterated over.
+
+        Raises:
+            PromptError: a message has a part that is no text, or a document has no text.
+            ConfigError: a setting asks for more than one answer, or is set here.
         """
-        placed, named = self._placed(messages, documents, template or {})
+        placed, named = self._placed(plain_messages(messages), documents, template or {})
         arguments = (self.tokenizer, placed, named)
         return self._answer(lambda cache: cache.inputs_from_messages(*arguments, **(template or {})), stops, settings)
 
@@ -91,7 +95,7 @@ class Answerer:
         return self._answer(lambda cache: cache.inputs_from_text(self.tokenizer, whole, texts), stops, settings)
 
     def _answer(self, inputs: Inputs, stops: Sequence[str], settings: Mapping[str, Any]) -> "Answer":
-        given = _checked({**self.settings, **settings})
+        given = _checked({**self.settings, **settings}, self.model.generation_config)
         ends = [stops] if isinstance(stops, str) else list(stops or ())
         return Answer(self, BlendCache(self.model, self.store, self.config), inputs, ends, given)
 
@@ -100,7 +104,7 @@ class Answerer:
     ) -> tuple[list[Mapping[str, Any]], list[Document]]:
         """The messages with all documents in them, or the documents for a template that writes them itself."""
         texts, given = [_text_of(one) for one in documents], list(messages)
-        contents = [str(message.get("content") or "") for message in given]
+        contents = [message["content"] for message in given]
         absent = [text for text in texts if not any(text in content for content in contents)]
         if not absent:
             return given, [*texts]
@@ -226,13 +230,15 @@ def _all(ids: Tensor, is_done: bool) -> Tensor:
     return ids.new_full((ids.shape[0],), is_done).bool()
 
 
-def _checked(settings: dict[str, Any]) -> dict[str, Any]:
+def _checked(settings: dict[str, Any], own: Any) -> dict[str, Any]:
     """Settings of `generate`; a temperature of 0 is greedy search there, as frameworks have it."""
     for name in OURS:
         if name in settings:
             raise ConfigError(f"{name} was passed for generate, but it is set here. Leave it out.")
-    if (beams := settings.get("num_beams") or 1) > 1:
-        raise ConfigError(f"num_beams is {beams}, expected 1: an answer is given while it is written. Leave it out.")
+    for name in ("num_beams", "num_return_sequences"):
+        count = settings.get(name) or getattr(settings.get("generation_config") or own, name, None) or 1
+        if count > 1:
+            raise ConfigError(f"{name} is {count}, expected 1: one answer is given, while it is written. Pass 1.")
     temperature = settings.pop("temperature", None)
     if temperature is None:
         return settings

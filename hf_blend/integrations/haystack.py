@@ -82,8 +82,8 @@ class BlendChatGenerator:
         tell = select_streaming_callback(self.streaming_callback, streaming_callback, requires_async=False)
         settings = {**self.generation_kwargs, **(generation_kwargs or {})}
         template, stops = settings.pop("template", None), settings.pop("stop", ())
-        plain = [{"role": one.role.value, "content": one.text or ""} for one in messages]
-        answer = self._answerer.chat(plain, list(map(_document, documents or ())), template, stops, **settings)
+        said = [one.to_openai_dict_format(require_tool_call_ids=False) for one in messages]
+        answer = self._answerer.chat(said, list(map(_document, documents or ())), template, stops, **settings)
         for number, text in enumerate(answer):
             if tell:
                 tell(StreamingChunk(text, index=0, start=number == 0))

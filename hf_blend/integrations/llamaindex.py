@@ -36,6 +36,8 @@ except ModuleNotFoundError:
 
 __all__ = ["BlendLLM", "StoreNodes"]
 
+TEXTS = ("TextBlock", "ThinkingBlock", "CachePoint")  # what is a text, or says nothing to a model
+TOOLS = ("name", "tool_calls", "tool_call_id")
 CONTEXT_TOKENS = 4096  # of a model whose config does not say it
 
 
@@ -118,9 +120,9 @@ class BlendLLM(CustomLLM):
         return self._answerer().complete(prompt, given.pop("documents", None) or (), given.pop("stop", ()), **given)
 
     def _chat(self, messages: Sequence[ChatMessage], given: dict[str, Any]) -> Answer:
-        plain = [{"role": one.role.value, "content": one.content or ""} for one in messages]
+        said = list(map(_said, messages))
         named, template, stops = given.pop("documents", None), given.pop("template", None), given.pop("stop", ())
-        return self._answerer().chat(plain, named or (), template, stops, **given)
+        return self._answerer().chat(said, named or (), template, stops, **given)
 
     def _answerer(self) -> Answerer:
         own = {"max_new_tokens": self.max_new_tokens, "temperature": self.temperature, **self.settings}
@@ -146,6 +148,13 @@ class StoreNodes(BaseNodePostprocessor):
     ) -> list[NodeWithScore]:
         self.llm.add_nodes([one.node for one in nodes])
         return nodes
+
+
+def _said(message: ChatMessage) -> dict[str, Any]:
+    """A message as a dict for chat templates; parts that are no text are left as they are, and refused by `chat`."""
+    tools = {name: message.additional_kwargs[name] for name in TOOLS if name in message.additional_kwargs}
+    others = [block for block in message.blocks if type(block).__name__ not in TEXTS]
+    return {"role": message.role.value, "content": others or message.content or "", **tools}
 
 
 def _message(answer: Answer) -> ChatMessage:

@@ -160,6 +160,12 @@ class States(OffloadedWeightsLoader):
             ends.append((tokens, xxhash.xxh3_64_intdigest(_bytes(rest))))
         self.reserve(name, tokens)
 
+    def forget(self, name: str, held: int) -> None:
+        """Take back the last `append`, as far as it came, behind so many tokens."""
+        ends = self._digests.get(name)
+        while ends and ends[-1][0] > held:
+            ends.pop()
+
     def read(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[Tensor]:
         """Some of the tokens of a tensor, without the others.
 
@@ -302,8 +308,13 @@ class AwayLayer:
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Put tokens behind those it holds, `[new, batch, kv_heads, head_dim]` each."""
         with self._lock:
-            for name, new in (("keys", keys), ("values", values)):
-                self._states.append(self._prefix + name, self.tokens, new)
+            try:
+                for name, new in (("keys", keys), ("values", values)):
+                    self._states.append(self._prefix + name, self.tokens, new)
+            except BaseException:
+                for name in ("keys", "values"):
+                    self._states.forget(self._prefix + name, self.tokens)
+                raise
             self.tokens += len(keys)
 
     def bring(self, rows: int) -> tuple[Tensor, Tensor]:

@@ -61,6 +61,7 @@ class BlendReport:
         past_tokens: tokens that were in the cache before this prefill.
         seam_tokens: tokens at the beginning or the end of stored chunks that the prompt has others for, because it was
             tokenised as a whole, or lacks; what the prompt has there is computed like a question.
+        encoded_images: how many images of `inputs_with_images` the vision tower was run for; no FLOPs are charged.
         partial: where chunks are loaded in part, how many layers were, and the bytes that were loaded and that there
             are; None otherwise.
         sparse: where steps look at some blocks, how their selections held and what was loaded for them, by the names
@@ -82,6 +83,7 @@ class BlendReport:
     select_ms: float = 0.0
     past_tokens: int = 0
     seam_tokens: int = 0
+    encoded_images: int = 0
     partial: dict[str, float] | None = None
     sparse: dict[str, int] | None = None
     notice: str = ""

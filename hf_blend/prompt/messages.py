@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import PromptError
 from .text import TextPrompt, build_text
 
-__all__ = ["build_messages"]
+__all__ = ["build_messages", "plain_messages"]
 
 Document = str | Mapping[str, Any]
 _OURS = ("tokenize", "return_tensors", "return_dict", "padding", "truncation", "max_length", "tokenizer_kwargs")
@@ -39,6 +39,33 @@ def build_messages(
     arguments = {"add_generation_prompt": not template.get("continue_final_message", False), **template}
     text = render(tokenizer, messages, **arguments, **({"documents": given} if given else {}))
     return build_text(tokenizer, text, texts, special=False, opening=_is_opening(messages, texts))
+
+
+def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The same messages with a text as the content of each.
+
+    Args:
+        messages: as for `apply_chat_template`; a content may be in parts.
+
+    Returns:
+        New dicts.
+
+    Raises:
+        PromptError: a part is no text, such as an image.
+    """
+    return [{**message, "content": _plain(message)} for message in messages]
+
+
+def _plain(message: Mapping[str, Any]) -> str:
+    parts = message.get("content") or []
+    parts = [{"type": "text", "text": parts}] if isinstance(parts, str) else parts
+    for part in parts if isinstance(parts, list | tuple) else [parts]:
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise PromptError(
+                f"a message of role {message.get('role')!r} has the part {part!r:.40}, which is no text. Send text "
+                "alone."
+            )
+    return "".join(part["text"] for part in parts)
 
 
 def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> str:

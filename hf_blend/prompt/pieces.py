@@ -47,6 +47,9 @@ class Span(NamedTuple):
         """The place in the prompt behind its last token."""
         return self.start + self.tokens
 
+    def overlaps(self, other: "Span") -> bool:
+        """Whether a token of the prompt belongs to both."""
+        return self.start < other.stop and other.start < self.stop
 
 
 @dataclass(frozen=True)
@@ -155,6 +158,25 @@ def _goes_on(ids: tuple[int, ...], row: tuple[int, ...], start: int) -> bool:
     return start <= len(ids) and bool(rest or not row) and row[: len(rest)] == rest
 
 
+def check_text(text: str) -> None:
+    """Refuse text that no tokenizer can take.
+
+    Args:
+        text: of a prompt or a chunk.
+
+    Raises:
+        PromptError: it has half of a surrogate pair, as text has that was decoded wrongly.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(
+            f"the text {text[max(0, error.start - 20) : error.end]!r} has the character {text[error.start]!r} at "
+            f"{error.start}, which is half of a surrogate pair and no character of its own. Read files with the right "
+            "encoding, or text.encode(errors='replace').decode()."
+        ) from error
+
+
 def tokenize(tokenizer: Any, piece: Piece) -> tuple[int, ...]:
     """Token ids of one piece, nothing added before or behind it.
 
@@ -166,6 +188,7 @@ def tokenize(tokenizer: Any, piece: Piece) -> tuple[int, ...]:
         The ids.
     """
     if isinstance(piece, str):
+        check_text(piece)
         return tuple(tokenizer.encode(piece, add_special_tokens=False))
     return tuple(int(token) for token in piece)
 

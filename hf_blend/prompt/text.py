@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary, ref
 import numpy as np
 
 from ..errors import PromptError
-from .pieces import Span, TextPrompt, tokenize
+from .pieces import Span, TextPrompt, check_text, tokenize
 
 __all__ = ["build_text"]
 
@@ -64,6 +64,7 @@ def build_text(
 
 def _tokenized(tokenizer: Any, text: str, special: bool) -> tuple[list[int], np.ndarray | None]:
     """Token ids, and `[tokens, 2]` where the characters of each begin and end, ascending; None if it is not known."""
+    check_text(text)
     is_fast = bool(getattr(tokenizer, "is_fast", False))
     made = tokenizer(text, add_special_tokens=special, **({"return_offsets_mapping": True} if is_fast else {}))
     ids, bos = list(made["input_ids"]), getattr(tokenizer, "bos_token_id", None)

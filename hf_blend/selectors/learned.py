@@ -55,9 +55,8 @@ class Learned(Selector):
         return torch.einsum("bhtd,hd->bt", values.float(), weight.to(values.device))
 
 
-@lru_cache(maxsize=8)
 def probe(path: str) -> dict[int, Tensor]:
-    """Read a fitted probe.
+    """Read a fitted probe; again only where the file has changed.
 
     Args:
         path: of a safetensors file.
@@ -68,16 +67,29 @@ def probe(path: str) -> dict[int, Tensor]:
     Raises:
         ConfigError: there is no such file, or it holds no probe.
     """
+    try:
+        state = Path(path).expanduser().stat()
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    return _read_probe(path, state.st_mtime_ns, state.st_size, state.st_ino)
+
+
+@lru_cache(maxsize=8)
+def _read_probe(path: str, *state: int) -> dict[int, Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
         tensors = load_file(Path(path).expanduser())
     except (OSError, SafetensorError) as error:
-        raise ConfigError(
-            f"the probe {path!r} cannot be read: {error}. Expected a file of evaluation.fitting."
-        ) from error
-    found = {int(name.removeprefix(PREFIX)): one.float() for name, one in tensors.items() if name.startswith(PREFIX)}
-    if not found:
+        raise _unreadable(path, error) from error
+    layers = {name: name.removeprefix(PREFIX) for name in tensors}
+    if not tensors or not all(name.startswith(PREFIX) and layer.isdecimal() for name, layer in layers.items()):
         raise ConfigError(f"the file {path!r} holds {sorted(tensors)}, expected weights named {PREFIX}<layer>.")
-    return found
+    if not all(weight.isfinite().all() for weight in tensors.values()):
+        raise ConfigError(f"the probe {path!r} holds NaN or infinity, expected numbers. Fit it again.")
+    return {int(layer): tensors[name].float() for name, layer in layers.items()}
+
+
+def _unreadable(path: str, error: Exception) -> ConfigError:
+    return ConfigError(f"the probe {path!r} cannot be read: {error}. Expected a file of evaluation.fitting.")

@@ -11,8 +11,9 @@ The engine's steps are stock. Between two of them a blended prefill runs for at 
 """
 
 import copy
+import inspect
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from torch import nn
@@ -130,8 +131,9 @@ class BlendedBatching(ContinuousBatchingManager):
 
         Raises:
             PromptError: the prompt is empty, or it does not fit the model or the engine's cache.
-            ConfigError: the engine is not running.
+            ConfigError: the engine is not running, a request of this name is not over, or a setting is unknown.
         """
+        self._check_known(settings)
         prompt = input_ids if isinstance(input_ids, TextPrompt) else TextPrompt(tuple(map(int, input_ids)))
         tokens = list(prompt.ids)
         new = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
@@ -141,15 +143,17 @@ class BlendedBatching(ContinuousBatchingManager):
             if request_id is None:
                 request_id = f"blended_{self._request_counter}"
                 self._request_counter += 1
-            known = self.outcome(request_id)
-            if known is not None and known.how == "waiting":
+            if self.prefills.knows(request_id):
                 raise ConfigError(f"there is a request {request_id!r} already. Give each its own name, or none.")
-            if blend and len(tokens) > 1:
-                reuse = Reuse(store or self.store, prompt, tuple(salt))
-                self.prefills.expect(request_id, reuse)
-            given = super().add_request(tokens, request_id, new, **settings)
+            reuse = Reuse(store or self.store, prompt, tuple(salt), is_blended=blend and len(tokens) > 1)
+            self.prefills.expect(request_id, reuse)
+            given = None
+            try:
+                given = super().add_request(tokens, request_id, new, **settings)
+            finally:
+                if given is None:
+                    self.prefills.drop(request_id)
         if given is None:
-            self.prefills.drop(request_id)
             raise ConfigError(
                 "a request was added to an engine that is not running, or is about to stop. Call start(), or make a "
                 "new one."
@@ -231,6 +235,14 @@ class BlendedBatching(ContinuousBatchingManager):
         if not tokens:
             raise PromptError("the prompt has 0 tokens, but at least one is expected. Give it some text.")
 
+    def _check_known(self, settings: Mapping[str, Any]) -> None:
+        """Refuse here what the engine would refuse once it has taken up the request."""
+        own = inspect.signature(ContinuousBatchingManager.add_request).parameters
+        try:
+            self.logit_processor.check_kwargs({name: one for name, one in settings.items() if name not in own})
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"a request came with {sorted(settings)}: {error}. Leave unknown ones out.") from error
+
     def _check_tokens(self, tokens: list[int]) -> None:
         """One token that the embeddings lack would fail all requests of its step."""
         size = self.model.get_input_embeddings().weight.shape[0]
@@ -272,7 +284,6 @@ class BlendedBatching(ContinuousBatchingManager):
         for state in list(scheduler.active_requests.values()):
             processor._handle_request_error(error, state)
             scheduler.finish_request(state.request_id)
-            self.prefills.drop(state.request_id)
         scheduler._requests_to_fork.clear()
 
     def _settle(self) -> None:

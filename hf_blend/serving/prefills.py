@@ -53,11 +53,13 @@ class Reuse:
         store: of the request's tenant.
         prompt: its chunks are computed and stored first if they are missing.
         salt: of the tenant's hashes; empty where all requests share their prefixes.
+        is_blended: chunks are reused; otherwise the engine computes all of the prompt.
     """
 
     store: ChunkStore
     prompt: TextPrompt
     salt: tuple[int, ...] = ()
+    is_blended: bool = True
 
 
 @dataclass
@@ -108,7 +110,8 @@ class BlendedPrefills:
         self._paged: BlendedPagedCache | None = None
         self._stream: Any = None
         self._may_grow: Callable[[], bool] = lambda: True
-        self._reuse: dict[str, Reuse] = {}
+        self._reuse: dict[str, Reuse] = {}  # of the requests that are not over
+        self._finished: tuple[str, Reuse] | None = None  # the last one that ended; the engine may put it back
         self._held: OrderedDict[str, _Held] = OrderedDict()
         self._ready: dict[str, int] = {}
         self._running: str | None = None
@@ -125,7 +128,7 @@ class BlendedPrefills:
         self._paged, self._stream, self._may_grow = paged, compute_stream, may_grow
 
     def expect(self, request_id: str, reuse: Reuse) -> None:
-        """A request that is about to be added may reuse chunks. Called from any thread.
+        """A request is about to be added. Called from any thread.
 
         Args:
             request_id: of the request.
@@ -135,10 +138,17 @@ class BlendedPrefills:
 
     def offer(self, state: Any) -> None:
         """The engine has a new request, or one that it had to put back into its queue."""
+        if self._finished is not None and self._finished[0] == state.request_id:
+            self._reuse.setdefault(*self._finished)
         reuse = self._reuse.get(state.request_id)
-        self._note(state.request_id, Prefilled("plain" if reuse is None else "waiting"))
-        if reuse is not None:
+        is_held = reuse is not None and reuse.is_blended
+        self._note(state.request_id, Prefilled("waiting" if is_held else "plain"))
+        if reuse is not None and is_held:
             self._held[state.request_id] = _Held(state, reuse, self.outcomes[state.request_id])
+
+    def knows(self, request_id: str) -> bool:
+        """Whether a request of this name was added and is not over."""
+        return request_id in self._reuse
 
     def holds(self, request_id: str) -> bool:
         """Whether the engine may not see a request yet."""
@@ -147,8 +157,13 @@ class BlendedPrefills:
     def __len__(self) -> int:
         return len(self._held)
 
+    def finish(self, request_id: str) -> None:
+        """A request has its answer, or has failed; or the engine takes its blocks, and offers it again."""
+        reuse = self._reuse.pop(request_id, None)
+        self._finished = None if reuse is None else (request_id, reuse)
+
     def drop(self, request_id: str) -> None:
-        """A request is over: finished, cancelled or failed."""
+        """A request is over: cancelled, or never taken up."""
         self._reuse.pop(request_id, None)
         self._ready.pop(request_id, None)
         self._held.pop(request_id, None)
@@ -159,6 +174,7 @@ class BlendedPrefills:
         """All requests are over."""
         for request_id in [*self._held, *self._reuse, *self._ready]:
             self.drop(request_id)
+        self._finished = None
 
     def take_ready(self, request_id: str) -> int:
         """See `Guide`."""
@@ -233,7 +249,8 @@ class BlendedPrefills:
             self.turns.checkpoint(end_turn=True)  # blocks come back as others finish
         self._blend(held, tokens)
         del fetched
-        paged.register(state.request_id, ids[:tokens], exact, root)
+        is_planned = self._spans(reuse, spans[0].key.fingerprint, state.initial_tokens) == spans
+        paged.register(state.request_id, ids[:tokens] if is_planned else (), exact, root)
         return tokens
 
     def _reserve(self, state: Any, tokens: int) -> bool:
@@ -252,6 +269,10 @@ class BlendedPrefills:
                 self.turns.release()
             reuse.store.put(chunk)
             held.outcome.computed_chunks += 1
+        return self._spans(reuse, identity, token_ids)
+
+    def _spans(self, reuse: Reuse, identity: str, token_ids: Sequence[int]) -> Spans:
+        """The chunks of a prompt that are stored now; one may be evicted, or come from another server, at any time."""
         spans = reuse.store.find(identity, self._sink, token_ids)
         return [span for span in spans if span.start + span.tokens < len(token_ids)]
 

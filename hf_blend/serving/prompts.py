@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import PromptError
-from ..prompt.messages import build_messages
+from ..prompt.messages import build_messages, plain_messages
 from ..prompt.pieces import Span, TextPrompt, tokenize
 from ..prompt.text import build_text
 
@@ -32,7 +32,7 @@ def chat_prompt(tokenizer: Any, messages: Sequence[Mapping[str, Any]], documents
     Raises:
         PromptError: there is no message of the user, or the template refuses the messages.
     """
-    given = [{**message, "content": _content(message)} for message in messages]
+    given = plain_messages(messages)
     last = next((message for message in reversed(given) if message.get("role") == "user"), None)
     if last is None:
         raise PromptError(f"{len(given)} messages came, but none with role 'user' is among them. Send a question.")
@@ -66,11 +66,12 @@ def text_prompt(tokenizer: Any, prompt: str | Sequence[int], documents: Sequence
 
 
 def _before_ids(tokenizer: Any, documents: Sequence[str], ids: tuple[int, ...]) -> TextPrompt:
-    """Documents, each tokenised alone, and ids behind them."""
+    """Documents, each tokenised alone, and ids behind them; a BOS of the ids goes in front of all."""
     if not (documents or ids):
         raise PromptError("the prompt has no token, but at least one is expected. Send some text.")
     begin = getattr(tokenizer, "bos_token_id", None)
     before = (begin,) if documents and begin is not None else ()
+    ids = ids[1:] if before and ids[:1] == before else ids
     spans, start = list[Span](), len(before)
     for document in documents:
         spans.append(Span.whole(start, tokenize(tokenizer, document)))
@@ -86,14 +87,3 @@ def _added(documents: Sequence[str], contents: Sequence[str], end: str) -> tuple
         return list(documents), "".join(f"{text.rstrip()}{end}" for text in absent)
     ended = {text: text if text.endswith(end) else f"{text}{end}" for text in absent}
     return [ended.get(text, text) for text in documents], "".join(ended[text] for text in absent)
-
-
-def _content(message: Mapping[str, Any]) -> str:
-    """The text of a message, which may be in parts."""
-    content = message.get("content")
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else []
-    if not all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts):
-        raise PromptError(f"a message of role {message.get('role')!r} has parts that are no text. Send text alone.")
-    return "".join(str(part.get("text", "")) for part in parts)

@@ -41,6 +41,15 @@ class BlendedScheduler(FIFOScheduler):
         super().add_waiting_request(state)
         self.prefills.offer(state)
 
+    def finish_request(self, request_id: str) -> None:
+        """Let go of the blocks of a request, and of what was known of its chunks.
+
+        Args:
+            request_id: of the request; the engine may add it again at once, to compute it later.
+        """
+        super().finish_request(request_id)
+        self.prefills.finish(request_id)
+
     def clear_cancelled_requests(self) -> list[Any]:
         """Let go of the requests that were cancelled, also of one whose blocks are being filled.
 
@@ -53,6 +62,20 @@ class BlendedScheduler(FIFOScheduler):
             self.prefills.drop(request_id)
         states: list[Any] = super().clear_cancelled_requests()
         return states
+
+    def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
+        """Choose the requests of the next step, as the base class does.
+
+        After requests had to give up their blocks it lets no new one in until another has finished. If those were all
+        cancelled none ever would, and the engine would wait for ever.
+
+        Args:
+            token_budget: of the step.
+            cache_budget: cache entries that the step may read.
+        """
+        if not self.active_requests:
+            self.block_new_requests = False
+        return super().schedule_batch(token_budget, cache_budget)
 
     def may_grow(self) -> bool:
         """Whether another prompt may take blocks: enough are left for those that decode, or nobody does."""

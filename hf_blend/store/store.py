@@ -147,8 +147,8 @@ class ChunkStore:
                 wrong KV.
             secret: where others may write to the store, bytes such as `secrets.token_bytes(32)`: signs what is
                 stored, hides its names, and refuses what is not signed so; see docs/security.md.
-            codec: "raw" keeps K and V bit for bit; "int8" takes half the bytes of bfloat16, and a chunk is then used
-                as it was rounded, from memory too. Entries of either are read.
+            codec: "raw" keeps K and V bit for bit; "int8" takes half the bytes of bfloat16, "int4" less than a
+                third, and a chunk is then used as it was rounded, from memory too. Entries of any are read.
             partial: share of a chunk's blocks that a request loads, chosen by its question (IMPRESS); the columns of
                 the others are seen by nobody. A mapping sets `share` (0.25), `alpha` (0.6, the exponent of the
                 threshold above which probe heads agree; a layer whose heads do not is loaded whole) and

@@ -37,6 +37,7 @@ def check_all_returned(engine):
     assert engine.paged.blocks_in_use == 0
     assert len(engine.prefills) == 0
     assert not engine.paged.blended
+    assert not engine.prefills._reuse, "prompts and stores of requests that are over"
 
 
 def serve_at_random(bench, model, store, asks, seed, pages=None, **settings):
@@ -163,12 +164,13 @@ def test_blended_blocks_are_shared_by_requests_with_the_same_chunks_settings_and
         assert engine.outcome(again).how == "shared"
 
 
-def test_salted_requests_do_not_share_exact_prefixes_with_others(model, bench, store):
+@pytest.mark.parametrize("blend", [True, False])
+def test_salted_requests_do_not_share_exact_prefixes_with_others(blend, model, bench, store):
     ids = [1, *bench.draw(60, 3)]
     with bench.engine(model, store) as engine:
         matched = []
         for salt in ((), (5, 6), (5, 6), (5, 7)):
-            name = engine.add_request(ids, salt=salt)
+            name = engine.add_request(ids, salt=salt, blend=blend)
             bench.collect(engine, [name])
             matched.append(engine.outcome(name).prefix_tokens)
     assert matched == [0, 0, 48, 0]
@@ -229,6 +231,36 @@ def test_the_model_is_looked_at_in_a_turn_alone(model, bench, store, monkeypatch
     with bench.engine(model, store, recompute_ratio=RATIO) as engine:
         bench.answers(engine, [bench.Ask([1, 7, 8, *chunks[0], *chunks[1], 9, 9], chunks)])
     assert in_turn == [True] * 5, "fingerprint, two chunks and what is before them, the forward"
+
+
+def test_a_name_is_refused_while_a_request_has_it_and_free_when_that_is_over(model, bench, store):
+    asks = [[1, *chunk, 5, 6] for chunk in bench.workload.library[:2]]
+    store.add(model, None, bench.workload.library[:2])
+    long = bench.generation(max_new_tokens=60, eos_token_id=-1)
+    with bench.engine(model, store, recompute_ratio=RATIO, generation_config=long) as engine:
+        for blend in (True, False):
+            engine.add_request(asks[0], "mine", blend=blend)
+            for settings in ({}, {"blend": False}):
+                with pytest.raises(ConfigError, match="there is a request 'mine' already"):
+                    engine.add_request(asks[1], "mine", **settings)
+            output = bench.collect(engine, ["mine"])["mine"]
+            kept = store if blend else ChunkStore.open("memory://")
+            alone = bench.lone_answer(model, kept, asks[0], new=60, recompute_ratio=RATIO)  # ends at an end token
+            assert output.generated_tokens[: len(alone)] == alone
+        check_all_returned(engine)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"), [({"temprature": 1}, ConfigError), ({"eos_token_id": "x"}, (ConfigError, TypeError))]
+)
+def test_a_request_with_a_setting_that_makes_no_sense_is_refused_and_leaves_nothing(
+    settings, error, model, bench, store
+):
+    with bench.engine(model, store) as engine:
+        with pytest.raises(error):
+            engine.add_request([1, 5, 6], "mine", **settings)
+        bench.answers(engine, [bench.Ask([1, 5, 6])], request_id="mine")
+        check_all_returned(engine)
 
 
 def test_a_transformers_without_cache_allocators_is_refused_by_name(monkeypatch):
@@ -294,6 +326,36 @@ def test_a_cancelled_request_leaves_nothing_behind_and_others_go_on(when, model,
         assert "victim" not in engine.prefills._reuse
     for ask, name in zip(asks[1:], names, strict=True):
         assert found[name].generated_tokens == bench.lone_answer(model, store, ask.ids, recompute_ratio=RATIO)
+
+
+def test_blocks_of_a_prompt_whose_chunk_is_evicted_meanwhile_serve_no_other(model, bench, store, monkeypatch):
+    chunks = bench.workload.library[1:3]
+    ids = [1, *bench.draw(4, 7), *chunks[0], *chunks[1], *bench.draw(20, 3)]
+    keys = store.add(model, None, chunks)
+    alone = bench.lone_answer(model, store, ids, recompute_ratio=0.0)
+    with bench.engine(model, store, {"page_size": 4}, recompute_ratio=0.0) as engine:
+        blend = engine.prefills._blend
+
+        def evicting(*given):
+            store.delete(keys[1])
+            blend(*given)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.prefills, "_blend", evicting)
+            bench.answers(engine, [bench.Ask(ids)])
+        store.add(model, None, chunks)
+        name = engine.add_request(ids)
+        assert bench.collect(engine, [name])[name].generated_tokens == alone
+        assert engine.outcome(name).how == "blended", "not shared with what was blended of one chunk"
+
+
+def test_an_engine_whose_requests_were_all_cancelled_for_want_of_blocks_lets_new_ones_in(model, bench, store):
+    store.add(model, None, bench.workload.library)
+    with bench.engine(model, store) as engine:
+        engine.batch_processor.scheduler.block_new_requests = True  # as `offload_requests` leaves it
+        name = engine.add_request(bench.workload.asks(1)[0].prompt)
+        assert bench.collect(engine, [name])[name].generated_tokens
+        check_all_returned(engine)
 
 
 def test_a_prefill_that_fails_is_computed_in_full_by_the_engine(model, bench, store, monkeypatch):

@@ -416,7 +416,8 @@ def test_documents_are_chunks_wherever_they_are_in_a_prompt(loaded):
     text = text_prompt(tokenizer, f"{one}{two}Where?", [one, two])
     ids = text_prompt(tokenizer, tokenizer.encode("Where?", add_special_tokens=False), [one, two])
     ended = chat_prompt(tokenizer, messages("Where?"), [one.strip(), two.strip()])
-    assert before == inside == text == ids == ended
+    begun = text_prompt(tokenizer, tokenizer("Where?")["input_ids"], [one, two])
+    assert before == inside == text == ids == ended == begun, "one BOS, in front"
     assert before.ids == tuple(tokenizer(f"{one}{two}Where?")["input_ids"])
     assert [span.token_ids for span in before.spans()] == [
         tuple(tokenizer.encode(document, add_special_tokens=False)) for document in (one, two)
