@@ -148,6 +148,7 @@ MEASURED = {
             "beside dense there": number("vs_dense_there", ".2f"),
             "beside dense on the device": number("vs_dense_on_device", ".2f"),
             "on the device": percent("device_share", ".1f"),
+            "all tensors": percent("live_share"),
             "blocks loaded": text("loaded_blocks"),
             "of these read ahead": text("prefetched_blocks"),
         },

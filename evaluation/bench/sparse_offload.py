@@ -97,8 +97,8 @@ class _Way:
     def decoding(self) -> AbstractContextManager[Any]:
         if self.share is None:
             return nullcontext()
-        settings: dict[str, Any] = {"share": self.share, "lock": self.lock, "method": self._plan.method, "min_tokens": 0}
-        return sparse_decoding(self._model, self.cache, **settings)
+        given: dict[str, Any] = {"share": self.share, "lock": self.lock, "method": self._plan.method}
+        return sparse_decoding(self._model, self.cache, min_tokens=0, **given)
 
     @property
     def name(self) -> str:

@@ -22,14 +22,22 @@ import torch
 from torch import nn
 
 from hf_blend import BlendCache, ChunkStore, plugins
-from hf_blend.loading.estimator import HOUR_S, MONTH_S, Placement, StorageDevice, Workload, choose, place
+from hf_blend.loading.estimator import (
+    DELAY_SHARE,
+    HOUR_S,
+    MONTH_S,
+    Placement,
+    StorageDevice,
+    Workload,
+    choose,
+    place,
+)
 from hf_blend.loading.profile import Profile, bytes_per_second, profile_of
 from hf_blend.model.anatomy import decoder_layers
 from hf_blend.store.throttled import ThrottledTier
 
 from .shapes import random_model
 
-HIDDEN_WITHIN = 1.25  # a request that takes no more than so many times that from memory hides its loading
 QUESTION_TOKENS = 32
 STORED_CHUNKS, REQUESTS_PER_DAY = 100_000, 10_000.0
 
@@ -119,7 +127,7 @@ def measure_store_plan(plan: StorePlanPlan, progress: Callable[[str], None] | No
         "chunks": plan.chunks,
         "chunk_tokens": plan.chunk_tokens,
         "rounds": plan.rounds,
-        "hidden_within": HIDDEN_WITHIN,
+        "delay_share": DELAY_SHARE,
         "right": sum(row["chosen"] == row["best"] for row in rows),
         "rows": rows,
     }
@@ -169,7 +177,7 @@ def _with(one: Placement, seconds: float, in_memory: float, gpu_hour: float) -> 
     """What was measured in the place of what was estimated."""
     gpu = REQUESTS_PER_DAY * MONTH_S / 86400 * seconds / HOUR_S * gpu_hour
     return Placement(**{
-        **asdict(one), "is_hidden": seconds <= HIDDEN_WITHIN * in_memory, "request_s": seconds, "gpu_month": gpu
+        **asdict(one), "is_hidden": seconds <= (1 + DELAY_SHARE) * in_memory, "request_s": seconds, "gpu_month": gpu
     })
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from ..errors import ConfigError
 from ..store.stack import READ_BYTES
 
-FIRST_WITHIN = 0.15  # the first read may delay a request by this share of its recomputing
+DELAY_SHARE = 0.25  # the first read may delay a request by this share of its recomputing
 GB, MONTH_S, HOUR_S = 1e9, 30 * 86400.0, 3600.0
 
 
@@ -161,7 +161,7 @@ def place(
     stored = round(bytes_per_token * workload.chunk_tokens * workload.chunks)
     requests = workload.requests_per_day * MONTH_S / 86400
     gpu = requests * request / HOUR_S * gpu_hour
-    is_hidden = load <= least and first <= FIRST_WITHIN * least
+    is_hidden = load <= least and first <= DELAY_SHARE * least
     return Placement(device.name, load, least, is_hidden, ratio, request, stored, stored / GB * device.gb_month, gpu)
 
 
