@@ -125,6 +125,49 @@ MEASURED = {
         },
         _rounds,
     ),
+    "store_plan": plain(
+        {
+            "shape": text("shape"),
+            "ratio": percent("ratio"),
+            "GPU, an hour": number("gpu_hour", ".0f"),
+            "from memory, s": number("in_memory_s", ".2f"),
+            "devices: request expected / measured, s": lambda row: "; ".join(
+                f"{one['device']} {one['request_s']:.2f} / {one['measured_s']:.2f}" for one in row["devices"]
+            ),
+            "chosen": text("chosen"),
+            "best": text("best"),
+        },
+        lambda document: (
+            f"Right in {document['right']} of {len(document['rows'])} cells; {document['chunks']} chunks of "
+            f"{document['chunk_tokens']} tokens, {document['threads']} threads, median of {document['rounds']}."
+        ),
+    ),
+    "sparse_offload": plain(
+        {
+            "context": text("context"),
+            "K and V": text("place"),
+            "way": text("way"),
+            "tokens/s": number("tokens_s", ".1f"),
+            "beside dense there": number("vs_dense_there", ".2f"),
+            "beside dense on the device": number("vs_dense_on_device", ".2f"),
+            "on the device": percent("device_share", ".1f"),
+            "all tensors": percent("live_share"),
+            "blocks loaded": text("loaded_blocks"),
+            "of these read ahead": text("prefetched_blocks"),
+        },
+        _rounds,
+    ),
+    "sparse_offload_answers": plain(
+        {
+            "method": text("method"),
+            "blocks": percent("share"),
+            "held": text("locked"),
+            "right": number("right", ".3f"),
+            "interval": ends("interval", ".3f"),
+            "difference to dense": ends("difference_interval"),
+        },
+        lambda document: f"n = {document['rows'][0]['n']}, blocks of {document['block_tokens']} tokens.",
+    ),
     "sparse_quality": plain(
         {
             "task": text("task"),
