@@ -96,6 +96,8 @@ def test_answers_from_8_bits_are_measured_and_as_committed(tmp_path, monkeypatch
     assert kept["reference"]["equal_answers"] >= 0.99
     held = {name: kind["bytes_per_token"] for name, kind in kept["step"]["layers"].items()}
     assert held["QuantisedLayer"] < 0.55 * held["DynamicLayer"]
+    assert held["QuantisedLayer, 4 bits"] < 0.33 * held["DynamicLayer"]
+    assert found["reference, 4 bits"].keys() == kept["reference, 4 bits"].keys()
 
 
 def test_images_are_measured_and_as_committed(tmp_path):

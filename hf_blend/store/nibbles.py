@@ -17,7 +17,7 @@ def group_width(width: int) -> int:
 
 
 def packed(states: Tensor, axis: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Round to steps, two of them in a byte.
+    """Round to steps, two of them in a byte: one of the first half of the last axis, and one of the second.
 
     Args:
         states: of any shape whose last axis has an even size.
@@ -31,10 +31,13 @@ def packed(states: Tensor, axis: int) -> tuple[Tensor, Tensor, Tensor]:
     step = ((high - low.float()) / STEPS).bfloat16()
     steps = (values - low.float()) / step.float().clamp_min(torch.finfo(torch.float32).tiny)
     steps = steps.round_().clamp_(0, STEPS).to(torch.uint8)
-    return steps[..., ::2] | steps[..., 1::2] << 4, step, low
+    first, second = steps.chunk(2, -1)
+    return first | second << 4, step, low
 
 
 def unpacked(pairs: Tensor, step: Tensor, low: Tensor, out: Tensor) -> Tensor:
     """Write what was packed to `out`, in its dtype; its last axis is twice as long as that of the bytes."""
-    out[..., ::2], out[..., 1::2] = pairs & STEPS, pairs >> 4
+    first, second = out.chunk(2, -1)
+    first.copy_(pairs & STEPS)
+    second.copy_(pairs >> 4)
     return out.mul_(step).add_(low)

@@ -53,9 +53,11 @@ class Int4(Codec):
         found = (pairs.dtype, step.dtype, low.dtype), tuple(step.shape), tuple(low.shape)
         if found != ((torch.uint8, torch.bfloat16, torch.bfloat16), shape, shape):
             raise StoreError(f"steps and least values {found} came with bytes {tuple(pairs.shape)}, expected {shape}.")
+        out = torch.empty((heads, tokens, 2 * half), dtype=torch.float32, device=pairs.device)
         if kind == "v":
-            step, low = (part.repeat_interleave(2 * half // groups, 2) for part in (step, low))
+            pairs, step, low, whole = (one.unflatten(2, (groups, -1)) for one in (pairs, step, low, out))
+            unpacked(pairs, step, low, whole)
         else:
             step, low = (part.repeat_interleave(GROUP, 1)[:, :tokens] for part in (step, low))
-        out = torch.empty((heads, tokens, 2 * half), dtype=torch.float32, device=pairs.device)
-        return unpacked(pairs, step, low, out).to(dtype)
+            unpacked(pairs, step, low, out)
+        return out.to(dtype)
