@@ -125,6 +125,49 @@ MEASURED = {
         },
         _rounds,
     ),
+    "store_plan": plain(
+        {
+            "shape": text("shape"),
+            "ratio": percent("ratio"),
+            "GPU, an hour": number("gpu_hour", ".0f"),
+            "from memory, s": number("in_memory_s", ".2f"),
+            "devices: request expected / measured, s": lambda row: "; ".join(
+                f"{one['device']} {one['request_s']:.2f} / {one['measured_s']:.2f}" for one in row["devices"]
+            ),
+            "chosen": text("chosen"),
+            "best": text("best"),
+        },
+        lambda document: (
+            f"Right in {document['right']} of {len(document['rows'])} cells; {document['chunks']} chunks of "
+            f"{document['chunk_tokens']} tokens, {document['threads']} threads, median of {document['rounds']}."
+        ),
+    ),
+    "sparse_offload": plain(
+        {
+            "context": text("context"),
+            "K and V": text("place"),
+            "way": text("way"),
+            "tokens/s": number("tokens_s", ".1f"),
+            "beside dense there": number("vs_dense_there", ".2f"),
+            "beside dense on the device": number("vs_dense_on_device", ".2f"),
+            "on the device": percent("device_share", ".1f"),
+            "all tensors": percent("live_share"),
+            "blocks loaded": text("loaded_blocks"),
+            "of these read ahead": text("prefetched_blocks"),
+        },
+        _rounds,
+    ),
+    "sparse_offload_answers": plain(
+        {
+            "method": text("method"),
+            "blocks": percent("share"),
+            "held": text("locked"),
+            "right": number("right", ".3f"),
+            "interval": ends("interval", ".3f"),
+            "difference to dense": ends("difference_interval"),
+        },
+        lambda document: f"n = {document['rows'][0]['n']}, blocks of {document['block_tokens']} tokens.",
+    ),
     "sparse_quality": plain(
         {
             "task": text("task"),
@@ -158,15 +201,39 @@ MEASURED = {
     ),
     "partial_quality": plain(
         {
-            "blend": text("blend"),
-            "blocks": percent("share"),
-            "chosen": lambda row: "by the question" if row["by_question"] else "before it",
+            "loaded, kB": lambda row: f"{row['loaded_bytes'] / 1e3:.0f}",
+            "stored, kB": lambda row: f"{row['all_bytes'] / 1e3:.0f}",
+            "share": percent("loaded_share"),
+            "blocks": text("way"),
             "exact match": number("exact_match"),
             "difference to all": ends("difference_interval"),
-            "layers that fell back": percent("fallback_share"),
-            "tokens unseen": percent("unseen_share"),
+            "same answers": percent("same_answers"),
+            "layers in part": number("partial_layers", ".1f"),
+            "that fell back": number("fallback_layers", ".1f"),
+            "time to all": number("time_ratio", ".2f"),
         },
-        lambda document: f"n = {document['rows'][0]['n']}, blocks of {document['block_tokens']} tokens.",
+        lambda document: (
+            f"{document['model']}, {document['kv_heads']} KV heads, {document['layers']} layers, n = {document['n']}, "
+            f"batches of {document['batch']}, {100 * document['recompute_ratio']:.0f} % recomputed (kv-deviation), "
+            f"behind a restart, {document['threads']} thread."
+        ),
+    ),
+    "eviction": plain(
+        {
+            "memory": percent("cap"),
+            "policy": text("policy"),
+            "important tokens hit": number("important_hit_rate"),
+            "interval": ends("important_hit_rate_interval", ".3f"),
+            "chunks hit": number("hit_rate"),
+            "interval ": ends("hit_rate_interval", ".3f"),
+            "ms to load what is important": number("part_load_ms", ".2f"),
+            "ms to load all": number("whole_load_ms", ".2f"),
+        },
+        lambda document: (
+            f"{document['stories']} stories, {document['chunks']} chunks, {document['questions']} questions of each, "
+            f"{document['requests']} requests, Zipf {document['zipf']}, {document['seeds']} seeds, a tier of "
+            f"{document['rate_gb_s']} GB/s behind; milliseconds are counted from bytes."
+        ),
     ),
     "pipeline": plain(
         {

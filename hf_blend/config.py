@@ -55,9 +55,9 @@ class BlendConfig:
         sink_ids: tokens that stand before each chunk while it is precomputed; None is the model's BOS, if any.
         kv_bits: 8 or 4 to decode from K and V in so many bits; None keeps them in the model's dtype. The prefill is
             the same.
-        kv_device_map: where the K and V of each layer are kept: "auto" lets accelerate decide by `max_memory`; or
-            layer → device, where layers that are not named stay on the device that computes them. A device is the
-            number of a GPU, "cpu" or "disk". None keeps all of them on their devices.
+        kv_device_map: where the K and V of each layer are kept: "auto" lets accelerate decide by `max_memory`; "cpu"
+            or "disk" keeps all of them there; or layer → device, where layers that are not named stay on the device
+            that computes them. A device is the number of a GPU, "cpu" or "disk". None keeps all on their devices.
         max_memory: for "auto": device → bytes of K and V, as a number or as "10GB"; None is what accelerate finds
             free.
         offload_folder: for K and V that go to the disk; each cache has a folder of its own there, which it deletes.
@@ -155,9 +155,10 @@ class BlendConfig:
         if self.offload_folder is not None:
             object.__setattr__(self, "offload_folder", os.fspath(self.offload_folder))
         placed, limits = self.kv_device_map, self.max_memory
-        if placed is not None and placed != "auto" and not isinstance(placed, Mapping):
+        if placed not in (None, "auto", "cpu", "disk") and not isinstance(placed, Mapping):
             raise ConfigError(
-                f'kv_device_map is {placed!r}, expected "auto" or layer → device, such as {{4: "cpu", 5: "disk"}}.'
+                f'kv_device_map is {placed!r}, expected "auto" or layer → device, such as {{4: "cpu", 5: "disk"}}, or '
+                '"cpu" or "disk" for all layers.'
             )
         if limits is not None and not isinstance(limits, Mapping):
             raise ConfigError(f'max_memory is {limits!r}, expected device → bytes, such as {{0: "4GB"}}.')
@@ -180,7 +181,7 @@ class BlendConfig:
 
     @property
     def device_map(self) -> str | dict[int, int | str]:
-        """`kv_device_map` with layers and GPUs as numbers; "auto" as it is."""
+        """`kv_device_map` with layers and GPUs as numbers; one name for all layers as it is."""
         placed = self.kv_device_map
         if not isinstance(placed, Mapping):
             return placed or {}

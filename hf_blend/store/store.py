@@ -8,12 +8,13 @@ A fault costs time, never correctness: whatever is missing, damaged, foreign or 
 import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from torch import nn
+from torch import Tensor, nn
 
 from .. import plugins
 from ..errors import ConfigError, PromptError, StoreError, suggest
@@ -22,6 +23,7 @@ from .catalog import Catalog
 from .chunk import ChunkKey, ChunkKV, Found, Layout
 from .header import hash_namespace
 from .held import HeldChunks
+from .importance import TokenImportance
 from .index import unpack_tokens
 from .limits import Limits
 from .location import open_tiers
@@ -90,15 +92,20 @@ class ChunkStore:
         self.pipeline_depth: float = math.inf
         self.controller: Any = None  # a `LoadingController` decides for each request what is worth loading
         self._tally = Tally()
+        self.ttl_s = limits.ttl_s
+        self._prefetcher: ThreadPoolExecutor | None = None
         self.secret = check_secret(secret)
-        snapshot = index / f"{keyed(secret, 'index', hash_namespace(namespace))[:32]}.index" if index else None
+        named = keyed(secret, "index", hash_namespace(namespace))[:32]
+        self.importance = TokenImportance(index / f"{named}.importance" if index else None, secret)
+        snapshot = index / f"{named}.index" if index else None
         given_catalog = (namespace, tiers, snapshot, lambda digest: self._stack.is_held(digest))
         self._catalog = Catalog(*given_catalog, secret=secret, tally=self._tally)
         skip = partial(self._tally.count, "skipped")
         bounded = [limits.bound(tier, index, self._catalog.owns, self._was_evicted, skip) for tier in tiers]
         given = (held, bounded, self._catalog, self._tally)
         settings: dict[str, Any] = {"secret": secret, "ttl_s": limits.ttl_s, "codec": codec}
-        self._stack: TierStack = TierStack(*given, **settings, queue_bytes=limits.queue_bytes)
+        settings |= {"queue_bytes": limits.queue_bytes, "known_share": self.importance.share}
+        self._stack: TierStack = TierStack(*given, **settings)
         for tier in tiers:
             self._tally.count("removed", "orphans", tier.reclaim())
 
@@ -151,8 +158,11 @@ class ChunkStore:
                 third, and a chunk is then used as it was rounded, from memory too. Entries of any are read.
             partial: share of a chunk's blocks that a request loads, chosen by its question (IMPRESS); the columns of
                 the others are seen by nobody. A mapping sets `share` (0.25), `alpha` (0.6, the exponent of the
-                threshold above which probe heads agree; a layer whose heads do not is loaded whole) and
-                `block_tokens` (16). Blocks are kept beside the chunks; None loads chunks whole.
+                threshold above which probe heads agree), `fallback` ("whole" loads all of a layer whose heads do not
+                agree; "values" the keys of all heads, and of each head the values of the blocks that it looks at),
+                `block_tokens` (16) and `reorder` (True: tokens that get attention are written into blocks together,
+                beside requests). Blocks are kept beside the chunks, each in half of `disk_bytes`; None loads chunks
+                whole.
 
         Returns:
             The store.
@@ -163,6 +173,8 @@ class ChunkStore:
         """
         limits = Limits(memory_bytes, disk_bytes, device_bytes, quota_bytes, ttl_s, eviction, remote_queue_bytes)
         limits.check()
+        if partial is not None and disk_bytes is not None:
+            limits = replace(limits, disk_bytes=disk_bytes // 2)
         check_secret(secret)
         _check_durability(durability)
         plugins.load("store.codecs", codec)
@@ -179,7 +191,7 @@ class ChunkStore:
                 "a disk. Give a directory, and remote=URL."
             )
         loader = plugins.load("sparse.partial", "impress")()
-        in_front: Self = loader.open(opened, root / "blocks" if root else None, **settings)
+        in_front: Self = loader.open(opened, root / "blocks" if root else None, limits.bound_blocks, **settings)
         return in_front
 
     def get(self, key: ChunkKey, budget_s: float = math.inf, layout: Layout | None = None) -> ChunkKV | None:
@@ -287,14 +299,9 @@ class ChunkStore:
         """
         from ..model.canary import compute_chunk
         from ..model.capture import check_chunk
-        from ..model.fingerprint import fingerprint
-        from ..prompt.pieces import tokenize, tokenizer_digest
+        from ..prompt.pieces import tokenizer_digest
 
-        if isinstance(chunks, str):
-            raise PromptError(f"chunks is the text {chunks!r:.60}, wanted a list of chunks. Write [text].")
-        identity = fingerprint(model)
-        sink = default_sink(model) if sink_ids is None else tuple(sink_ids)
-        keys = [ChunkKey(identity, sink, tokenize(tokenizer, chunk), self.namespace) for chunk in chunks]
+        keys = self._keys(model, tokenizer, chunks, sink_ids)
         for number, key in enumerate(keys):
             check_chunk(model, key.token_ids, key.sink_ids, f"chunk {number}")
         texts = {key for key, chunk in zip(keys, chunks, strict=True) if isinstance(chunk, str)}
@@ -303,6 +310,56 @@ class ChunkStore:
                 self._put(compute_chunk(model, key, tokenizer_digest(tokenizer) if key in texts else ""), wait_s=ADD_S)
         self.flush(ADD_S)
         return keys
+
+    def prefetch(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        chunks: Sequence[str | Sequence[int]],
+        *,
+        sink_ids: Sequence[int] | None = None,
+    ) -> Future[int]:
+        """Bring the chunks of a coming request into memory on another thread, from whatever tier has them.
+
+        They are read and verified as by `get`, one after the other, and leave memory by its eviction as others do. A
+        request need not wait for it: a chunk that is not there yet is read by the request itself.
+
+        Args:
+            model: the model that will use them.
+            tokenizer: for chunks that are text; None if all are ids.
+            chunks: texts or token ids; those that are not stored stay so.
+            sink_ids: as in `add`.
+
+        Returns:
+            How many chunks were brought, once it is known; those that were in memory already are not counted.
+
+        Raises:
+            PromptError: `chunks` is not a list.
+        """
+        keys = self._keys(model, tokenizer, chunks, sink_ids)
+        if self._prefetcher is None:
+            self._prefetcher = ThreadPoolExecutor(1, thread_name_prefix="hf_blend-prefetch")
+        return self._prefetcher.submit(self._bring, list(dict.fromkeys(keys)))
+
+    def _bring(self, keys: Sequence[ChunkKey]) -> int:
+        away = (key for key in keys if not self._stack.is_held(key.digest) and self._stack.contains(key.digest))
+        return sum(self.get(key) is not None for key in away)
+
+    def _keys(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        chunks: Sequence[str | Sequence[int]],
+        sink_ids: Sequence[int] | None,
+    ) -> list[ChunkKey]:
+        from ..model.fingerprint import fingerprint
+        from ..prompt.pieces import tokenize
+
+        if isinstance(chunks, str):
+            raise PromptError(f"chunks is the text {chunks!r:.60}, expected a list of chunks. Write [text].")
+        identity = fingerprint(model)
+        sink = default_sink(model) if sink_ids is None else tuple(sink_ids)
+        return [ChunkKey(identity, sink, tokenize(tokenizer, chunk), self.namespace) for chunk in chunks]
 
     def find(self, fingerprint: str, sink_ids: Sequence[int], token_ids: Sequence[int]) -> list[Found]:
         """Find stored chunks inside any tokens, by content and at any offset, also where a few tokens differ.
@@ -377,9 +434,20 @@ class ChunkStore:
 
     @property
     def reads_importance(self) -> bool:
-        """Whether a tier wants to be told by `weigh` which tokens were important."""
+        """Whether a tier reads which tokens were important (`note`, `weigh`)."""
         held = any(place.reads_importance for place in self._stack.held)
         return held or any(tier.reads_importance for tier in self._stack.tiers)
+
+    def note(self, key: ChunkKey, scores: Tensor, important_ratio: float) -> None:
+        """Say how much attention a chunk's tokens got in a request; kept as a moving average, over restarts too.
+
+        Args:
+            key: which chunk.
+            scores: `[tokens]`, attention as a multiple of what a stored token of the prompt got on average.
+            important_ratio: share of the tokens that were among the important ones of the prompt, 0 to 1.
+        """
+        self.importance.note(key.digest, scores, min(1.0, max(0.0, important_ratio)))
+        self.weigh(key, important_ratio)
 
     def weigh(self, key: ChunkKey, important_ratio: float) -> None:
         """Say which share of a chunk's tokens turned out to be important, for the policy "importance".
@@ -389,6 +457,34 @@ class ChunkStore:
             important_ratio: 0 to 1.
         """
         self._stack.weigh(key.digest, min(1.0, max(0.0, important_ratio)))
+
+    def move(self, keys: Iterable[ChunkKey], tier: str) -> int:
+        """Keep chunks in one tier that keeps bytes, such as "disk", and no longer in the others.
+
+        A chunk is written to its tier, as durably as that one writes, before it leaves another: a process that is
+        killed meanwhile leaves it in one of them, or in both. What memory holds stays.
+
+        Args:
+            keys: of the chunks.
+            tier: name of the tier, as `stats()["healthy"]` lists them.
+
+        Returns:
+            How many are there now; those that no tier has whole are not.
+
+        Raises:
+            ConfigError: the store has no such tier.
+            StoreError: a tier refuses.
+        """
+        names = [one.name for one in self._stack.tiers]
+        if tier not in names:
+            raise ConfigError(f"no tier named {tier!r} keeps bytes in this store. {suggest(str(tier), names)}")
+        moved = 0
+        for key in keys:
+            try:
+                moved += key.namespace == self.namespace and self._stack.move(key.digest, tier)
+            except OSError as error:
+                raise _refused(f"chunk {key.digest} cannot be moved to the {tier} tier", error) from error
+        return moved
 
     def pin(self, key: ChunkKey) -> None:
         """Keep a chunk from being evicted, also after a restart if it is on disk; it still counts against caps.
@@ -544,8 +640,16 @@ class ChunkStore:
 
     def close(self) -> None:
         """Flush for 30 s at most, save the index, and let go of memory and connections; closing twice is allowed."""
+        if self._prefetcher is not None:
+            self._prefetcher.shutdown(cancel_futures=True)
+            self._prefetcher = None
         self._stack.close(FLUSH_S)
+        self.importance.save()
         self._catalog.save()
+
+    def count_eviction(self, tier: str) -> None:
+        """Count a chunk that left a tier of a store in front of this one."""
+        self._tally.count("evicted", tier)
 
     def _was_evicted(self, tier: str, name: str) -> None:
         self._tally.count("evicted", tier)
