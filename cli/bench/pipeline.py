@@ -25,7 +25,7 @@ def pipeline(
     plan_row_ms: PlanRowMs = 0.4,
     json: Json = False,
 ) -> None:
-    """Loading beside computing, and the controller beside every fixed plan; both sleep, so other load matters little.
+    """Loading beside computing, and the controller beside every fixed plan, where both only sleep.
 
     Examples:
         hf-blend bench pipeline --load-to-compute 1 --rounds 1 --plan-rounds 1 --row-ms 0.01 --plan-row-ms 0.01 --json
