@@ -1,11 +1,11 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""What decoding from K and V in 8 bits changes: answers and logits of the reference model, bytes, and time per step.
+"""What decoding from K and V in 8 or 4 bits changes: answers and logits of the reference model, bytes, time per step.
 
     python benchmarks/kv_bits.py --count 200 --output benchmarks/results/kv_bits.json
 
 Prefix and chunks go through a blended prefill; then the question is brought token by token, so that it reads the
-chunks from what is held, and the answer is decoded greedily. The same is done with `kv_bits=8` and without.
+chunks from what is held, and the answer is decoded greedily. The same is done with `kv_bits` and without.
 Logits are compared along the question, where both have read the same tokens.
 """
 
@@ -64,12 +64,13 @@ def ask(model: Any, tokenizer: Any, store: ChunkStore, example: Example, kv_bits
     return {"logits": torch.stack(steps), "text": text, "packed": packed, "held": context}
 
 
-def quality(count: int, seed: int) -> dict[str, Any]:
+def quality(count: int, seed: int, kv_bits: int) -> dict[str, Any]:
     """Compare answers and logits.
 
     Args:
         count: questions.
         seed: of the questions.
+        kv_bits: 8 or 4.
 
     Returns:
         The figures.
@@ -77,7 +78,7 @@ def quality(count: int, seed: int) -> dict[str, Any]:
     model, tokenizer = load_model()
     store, found = ChunkStore.open("memory://"), []
     for example in sample_examples(count, seed):
-        plain, packed = (ask(model, tokenizer, store, example, bits) for bits in (None, 8))
+        plain, packed = (ask(model, tokenizer, store, example, bits) for bits in (None, kv_bits))
         change = (packed["logits"] - plain["logits"]).abs()
         found.append(
             {
@@ -96,9 +97,9 @@ def quality(count: int, seed: int) -> dict[str, Any]:
         "questions": count,
         "equal_answers": mean["equal"],
         "equal_answers_interval": interval([float(one["equal"]) for one in found]),
-        "exact_match": {"full precision": mean["plain"], "8 bits": mean["packed"]},
+        "exact_match": {"full precision": mean["plain"], f"{kv_bits} bits": mean["packed"]},
         "exact_match_difference_interval": interval(gaps),
-        "share_of_context_in_8_bits": mean["share"],
+        f"share_of_context_in_{kv_bits}_bits": mean["share"],
         "logit_error_mean": mean["mean"],
         "logit_error_largest": max(one["largest"] for one in found),
         "logit_spread": mean["spread"],
@@ -116,7 +117,12 @@ def steps(tokens: int, rounds: int) -> dict[str, Any]:
         By kind of layer.
     """
     shape = (STEP["batch"], STEP["kv_heads"], tokens, STEP["head_dim"])
-    layers = {"DynamicLayer": DynamicLayer(), "BlendLayer": BlendLayer(), "QuantisedLayer": QuantisedLayer()}
+    layers = {
+        "DynamicLayer": DynamicLayer(),
+        "BlendLayer": BlendLayer(),
+        "QuantisedLayer": QuantisedLayer(),
+        "QuantisedLayer, 4 bits": QuantisedLayer(4),
+    }
     whole = tuple(torch.randn(shape).bfloat16() for _ in range(2))
     new = tuple(states[:, :, :1].clone() for states in whole)
     times: dict[str, list[float]] = {name: [] for name in layers}
@@ -153,7 +159,8 @@ def main() -> None:
             "transformers": transformers.__version__,
             "hf_blend": __version__,
         },
-        "reference": quality(given.count, given.seed),
+        "reference": quality(given.count, given.seed, 8),
+        "reference, 4 bits": quality(given.count, given.seed, 4),
         "step": {"tokens": given.tokens, **STEP, "dtype": "bfloat16", "layers": steps(given.tokens, given.rounds)},
     }
     given.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

@@ -5,17 +5,20 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from .whole_table import whole
+
 Document = Mapping[str, Any]
 Cell = Callable[[Document], str]
 Columns = Mapping[str, Cell]
 
 
-def plain(columns: Columns, head: Callable[[Document], str]) -> Callable[[Document], list[str]]:
-    """A table with one line for each of a document's rows.
+def plain(columns: Columns, head: Callable[[Document], str], name: str = "rows") -> Callable[[Document], list[str]]:
+    """A table with one line for each of a document's rows, and with all that the document has.
 
     Args:
         columns: title → how a row is written there.
         head: the sentence above, from the document.
+        name: of the rows in the document.
 
     Returns:
         Makes the lines of the table.
@@ -23,9 +26,9 @@ def plain(columns: Columns, head: Callable[[Document], str]) -> Callable[[Docume
 
     def table(document: Document) -> list[str]:
         lines = [head(document), "", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
-        return lines + [f"| {' | '.join(cell(row) for cell in columns.values())} |" for row in document["rows"]]
+        return lines + [f"| {' | '.join(cell(row) for cell in columns.values())} |" for row in document[name]]
 
-    return table
+    return whole(table, lambda document: document[name], name)
 
 
 def text(name: str, none: str = "") -> Cell:
@@ -71,6 +74,22 @@ MEASURED = {
         },
         lambda document: f"n = {document['rows'][0]['n']} questions of the reference world.",
     ),
+    "images": plain(
+        {
+            "proportions": text("family"),
+            "images": text("method"),
+            "charged": percent("charged_budget"),
+            "speed-up": lambda row: f"{row['times_faster']:.1f} x",
+            "pixels": lambda row: f"{row['pixel_bytes_per_image'] / 1e3:.0f} kB",
+            "stored": lambda row: f"{row['stored_bytes_per_image'] / 1e3:.0f} kB",
+        },
+        lambda document: (
+            f"{document['shape']['images']} images of {document['shape']['tokens_per_image']} tokens, "
+            f"{document['shape']['layers']} layers of width {document['shape']['width']}, "
+            f"{document['machine']['dtype']}, {document['machine']['threads']} thread, median of "
+            f"{document['shape']['rounds']}."
+        ),
+    ),
     "decode": plain(
         {
             "context": text("context"),
@@ -105,6 +124,49 @@ MEASURED = {
             "attention kept (random KV)": percent("kept_mass"),
         },
         _rounds,
+    ),
+    "store_plan": plain(
+        {
+            "shape": text("shape"),
+            "ratio": percent("ratio"),
+            "GPU, an hour": number("gpu_hour", ".0f"),
+            "from memory, s": number("in_memory_s", ".2f"),
+            "devices: request expected / measured, s": lambda row: "; ".join(
+                f"{one['device']} {one['request_s']:.2f} / {one['measured_s']:.2f}" for one in row["devices"]
+            ),
+            "chosen": text("chosen"),
+            "best": text("best"),
+        },
+        lambda document: (
+            f"Right in {document['right']} of {len(document['rows'])} cells; {document['chunks']} chunks of "
+            f"{document['chunk_tokens']} tokens, {document['threads']} threads, median of {document['rounds']}."
+        ),
+    ),
+    "sparse_offload": plain(
+        {
+            "context": text("context"),
+            "K and V": text("place"),
+            "way": text("way"),
+            "tokens/s": number("tokens_s", ".1f"),
+            "beside dense there": number("vs_dense_there", ".2f"),
+            "beside dense on the device": number("vs_dense_on_device", ".2f"),
+            "on the device": percent("device_share", ".1f"),
+            "all tensors": percent("live_share"),
+            "blocks loaded": text("loaded_blocks"),
+            "of these read ahead": text("prefetched_blocks"),
+        },
+        _rounds,
+    ),
+    "sparse_offload_answers": plain(
+        {
+            "method": text("method"),
+            "blocks": percent("share"),
+            "held": text("locked"),
+            "right": number("right", ".3f"),
+            "interval": ends("interval", ".3f"),
+            "difference to dense": ends("difference_interval"),
+        },
+        lambda document: f"n = {document['rows'][0]['n']}, blocks of {document['block_tokens']} tokens.",
     ),
     "sparse_quality": plain(
         {
@@ -173,6 +235,32 @@ MEASURED = {
             f"{document['rate_gb_s']} GB/s behind; milliseconds are counted from bytes."
         ),
     ),
+    "pipeline": plain(
+        {
+            "load / compute": number("load_to_compute", "g"),
+            "loading, ms": number("load_ms", ".0f"),
+            "computing, ms": number("compute_ms", ".0f"),
+            "both, ms": number("pipelined_ms", ".0f"),
+            "to the longer": number("vs_max", ".3f"),
+            "by round, median": number("median_vs_max", ".3f"),
+            "worst round": number("worst_vs_max", ".3f"),
+            "best fixed plan: chunks near, far": lambda row: f"{row['best_near_chunks']}, {row['best_far_chunks']}",
+            "its ratio": percent("best_ratio"),
+            "ms": number("best_ms", ".0f"),
+            "the controller's plan": lambda row: f"{row['advised_near_chunks']}, {row['advised_far_chunks']}",
+            "its own ratio": percent("advised_ratio"),
+            "expected, ms": number("predicted_ms", ".0f"),
+            "was, ms": number("controller_ms", ".0f"),
+            "to the best": number("vs_best", ".3f"),
+            "of medians": number("median_vs_best", ".3f"),
+        },
+        lambda document: (
+            f"Shape of {document['shape']}, random weights, {document['chunks']} chunks of {document['chunk_tokens']} "
+            f"tokens, half of them on each tier; the fastest of {document['rounds']} for the pipeline, of "
+            f"{document['plan_rounds']} for the {len(document['plans']) // len(document['rows'])} fixed plans of each "
+            "cell."
+        ),
+    ),
     "ttft_disk": plain(
         {
             "disk, GB/s": text("rate_gb_s", "its own"),
@@ -212,10 +300,13 @@ def store(document: Document) -> list[str]:
     return lines
 
 
-def acceptance(document: Document) -> list[str]:
-    """How many drafted tokens were accepted."""
-    lines = ["| draft | verification held | proposed | accepted |", "|---|---|---|---|"]
-    for row in document["acceptance"]:
-        held = "yes" if row["locked"] else "no"
-        lines.append(f"| {row['draft']} | {held} | {row['proposed']} | {100 * row['acceptance']:.0f} % |")
-    return lines
+acceptance = plain(
+    {
+        "draft": text("draft"),
+        "verification held": lambda row: "yes" if row["locked"] else "no",
+        "proposed": text("proposed"),
+        "accepted": percent("acceptance"),
+    },
+    lambda document: f"Blocks of {document['block_tokens']} tokens.",
+    "acceptance",
+)

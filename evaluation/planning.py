@@ -54,8 +54,9 @@ def planned(
     machine = _Machine(model)
     rates |= {name: machine.rate(name, places.get(name)) for name in prices if name not in rates}
     devices = [StorageDevice(name, rate * GB, prices[name]) for name, rate in rates.items()]
-    token_bytes, prefill = _measures(machine, dtype, prefill_s, workload.request_tokens)
-    rows = [place(one, workload, token_bytes, prefill, least_ratio=ratio, gpu_hour=gpu_hour) for one in devices]
+    token_bytes, prefill, measured = _measures(machine, dtype, prefill_s, workload.request_tokens, ratio)
+    given_here = {"least_ratio": ratio, "gpu_hour": gpu_hour, **measured}
+    rows = [place(one, workload, token_bytes, prefill, **given_here) for one in devices]
     chosen = choose(rows)
     return {
         "model": model,
@@ -95,23 +96,26 @@ class _Machine:
 
     def rate(self, device: str, location: str | None) -> float:
         """10^9 bytes a second at which a store gives back a chunk from a device: read, verified."""
-        from hf_blend import ChunkStore, plugins
+        from hf_blend import ChunkStore
         from hf_blend.loading.profile import bytes_per_second
 
-        if device == MEMORY and location is None:
-            tier = plugins.load("store.tiers", "memory")()
-            return bytes_per_second(ChunkStore([], [tier]), self.model) / GB
+        if device == MEMORY and location is None:  # chunks are held there ready to use
+            return bytes_per_second(ChunkStore.open("memory://"), self.model) / GB
         with tempfile.TemporaryDirectory() as scratch, ChunkStore.open(location or scratch, memory_bytes=0) as store:
             return bytes_per_second(store, self.model) / GB
 
 
-def _measures(machine: _Machine, dtype: str | None, prefill_s: float | None, tokens: int) -> tuple[float, float]:
-    """Bytes of K and V of a token, and seconds of a full prefill."""
+def _measures(
+    machine: _Machine, dtype: str | None, prefill_s: float | None, tokens: int, ratio: float
+) -> tuple[float, float, dict[str, Any]]:
+    """Bytes of K and V of a token, seconds of a full prefill, and what else of `place` was measured."""
     if prefill_s is None:
         from hf_blend.loading.profile import profile_of
+        from hf_blend.model.anatomy import decoder_layers
 
         profile = profile_of(machine.model)
-        return profile.bytes_per_token, profile.prefill_s(tokens, 1.0)
+        measured = {"blend_s": profile.prefill_s(tokens, ratio), "num_layers": len(decoder_layers(machine.model))}
+        return profile.bytes_per_token, profile.prefill_s(tokens, 1.0), measured
     import torch
 
     kind = None if dtype is None else getattr(torch, dtype, None)
@@ -119,7 +123,7 @@ def _measures(machine: _Machine, dtype: str | None, prefill_s: float | None, tok
         raise ConfigError(f"no dtype named {dtype!r}. {suggest(dtype, ('float32', 'bfloat16', 'float16'))}")
     if prefill_s <= 0:
         raise ConfigError(f"prefill_s is {prefill_s}, expected seconds above 0. Leave it out to measure it here.")
-    return cache_size(_config(machine.name), context_tokens=tokens, dtype=kind).bytes_per_token, prefill_s
+    return cache_size(_config(machine.name), context_tokens=tokens, dtype=kind).bytes_per_token, prefill_s, {}
 
 
 def _config(model: str) -> Any:

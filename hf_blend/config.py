@@ -53,10 +53,11 @@ class BlendConfig:
         gradual: gradual filtering (CacheBlend, section 4.3): choose more at the first check layer, fewer at each
             later one, so that the mean over the layers is recompute_ratio.
         sink_ids: tokens that stand before each chunk while it is precomputed; None is the model's BOS, if any.
-        kv_bits: 8 to decode from K and V in 8 bits; None keeps them in the model's dtype. The prefill is the same.
-        kv_device_map: where the K and V of each layer are kept: "auto" lets accelerate decide by `max_memory`; or
-            layer → device, where layers that are not named stay on the device that computes them. A device is the
-            number of a GPU, "cpu" or "disk". None keeps all of them on their devices.
+        kv_bits: 8 or 4 to decode from K and V in so many bits; None keeps them in the model's dtype. The prefill is
+            the same.
+        kv_device_map: where the K and V of each layer are kept: "auto" lets accelerate decide by `max_memory`; "cpu"
+            or "disk" keeps all of them there; or layer → device, where layers that are not named stay on the device
+            that computes them. A device is the number of a GPU, "cpu" or "disk". None keeps all on their devices.
         max_memory: for "auto": device → bytes of K and V, as a number or as "10GB"; None is what accelerate finds
             free.
         offload_folder: for K and V that go to the disk; each cache has a folder of its own there, which it deletes.
@@ -100,8 +101,8 @@ class BlendConfig:
         kinds = {"selector": str, "corrector": str, "gradual": bool, "allow_unverified": bool, "seed": int}
         for name, kind in kinds.items():
             _instance(name, getattr(self, name), kind)
-        if self.kv_bits is not None and (type(self.kv_bits) is not int or self.kv_bits != 8):
-            raise ConfigError(f"kv_bits is {self.kv_bits!r}, but 8 or None is wanted. Leave it out for none of it.")
+        if self.kv_bits is not None and (type(self.kv_bits) is not int or self.kv_bits not in (4, 8)):
+            raise ConfigError(f"kv_bits is {self.kv_bits!r}, but 8, 4 or None is expected. Leave it out for none.")
         self._check_max_tokens()
         self._check_layers()
         self._check_schedule()
@@ -154,9 +155,10 @@ class BlendConfig:
         if self.offload_folder is not None:
             object.__setattr__(self, "offload_folder", os.fspath(self.offload_folder))
         placed, limits = self.kv_device_map, self.max_memory
-        if placed is not None and placed != "auto" and not isinstance(placed, Mapping):
+        if placed not in (None, "auto", "cpu", "disk") and not isinstance(placed, Mapping):
             raise ConfigError(
-                f'kv_device_map is {placed!r}, expected "auto" or layer → device, such as {{4: "cpu", 5: "disk"}}.'
+                f'kv_device_map is {placed!r}, expected "auto" or layer → device, such as {{4: "cpu", 5: "disk"}}, or '
+                '"cpu" or "disk" for all layers.'
             )
         if limits is not None and not isinstance(limits, Mapping):
             raise ConfigError(f'max_memory is {limits!r}, expected device → bytes, such as {{0: "4GB"}}.')
@@ -179,7 +181,7 @@ class BlendConfig:
 
     @property
     def device_map(self) -> str | dict[int, int | str]:
-        """`kv_device_map` with layers and GPUs as numbers; "auto" as it is."""
+        """`kv_device_map` with layers and GPUs as numbers; one name for all layers as it is."""
         placed = self.kv_device_map
         if not isinstance(placed, Mapping):
             return placed or {}

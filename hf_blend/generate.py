@@ -5,7 +5,8 @@
     store.add(model, tokenizer, documents)
     model.generate(**tokenizer(prompt, return_tensors="pt"), custom_generate=blended(store), max_new_tokens=64)
 
-`blended(store, sparse=0.25)` also decodes over a quarter of the blocks of the context (`hf_blend.sparse`).
+`blended(store, sparse=0.25)` also decodes over a quarter of the blocks of the context (`hf_blend.sparse`), and with
+`kv_device_map="disk"` beside it the other blocks are not on the device.
 
 Greedy search, sampling and beam search run as without it. transformers does not hand a streamer or an assistant to a
 callable: for those make a `BlendCache` and pass it as `past_key_values`.
@@ -23,7 +24,7 @@ from .cache.blend_cache import BlendCache
 from .config import BlendConfig
 from .errors import ConfigError, suggest
 from .prefill.report import BlendReport
-from .sparse.config import SparseConfig
+from .sparse.config import AUTO_AWAY_TOKENS, AUTO_TOKENS, SparseConfig
 from .sparse.decoding import sparse_decoding
 from .sparse.session import SparseMetrics
 from .store import ChunkStore
@@ -80,7 +81,7 @@ def blended(
     store: ChunkStore,
     config: BlendConfig | None = None,
     *,
-    sparse: float | Mapping[str, Any] | SparseConfig | None = None,
+    sparse: float | str | Mapping[str, Any] | SparseConfig | None = None,
     **settings: Any,
 ) -> Blended:
     """Make what is given to `generate(custom_generate=...)`; it may be used again and again.
@@ -89,7 +90,8 @@ def blended(
         store: where chunks are kept; they are found inside the prompt by content, at any offset.
         config: the settings; the defaults where left out.
         sparse: share of the context's blocks that a decoding step looks at, above 0 up to 1; or fields of
-            `hf_blend.sparse.config.SparseConfig` by name. None looks at all of it.
+            `hf_blend.sparse.config.SparseConfig` by name. "auto" looks at a quarter where the context is so long that
+            this was measured to be faster. None looks at all of it.
         **settings: fields of `BlendConfig` that differ from `config`, such as `recompute_ratio=0.15`.
 
     Returns:
@@ -99,12 +101,16 @@ def blended(
         ConfigError: a setting is refused.
     """
     merged = BlendConfig.from_dict({**(config or BlendConfig()).to_dict(), **settings})
-    return Blended(store, merged, None if sparse is None else _sparse_config(sparse))
+    return Blended(store, merged, None if sparse is None else _sparse_config(sparse, merged))
 
 
-def _sparse_config(sparse: float | Mapping[str, Any] | SparseConfig) -> SparseConfig:
+def _sparse_config(sparse: float | str | Mapping[str, Any] | SparseConfig, config: BlendConfig) -> SparseConfig:
     if isinstance(sparse, SparseConfig):
         return sparse
+    if isinstance(sparse, str):
+        if sparse != "auto":
+            raise ConfigError(f'sparse is {sparse!r}, expected "auto", a share such as 0.25, or settings by name.')
+        return SparseConfig(min_tokens=AUTO_TOKENS if config.kv_device_map is None else AUTO_AWAY_TOKENS)
     given = sparse if isinstance(sparse, Mapping) else {"share": sparse}
     known = [entry.name for entry in fields(SparseConfig)]
     for name in given:

@@ -76,6 +76,16 @@ def test_where_no_device_hides_its_loading_the_gpus_waiting_decides():
     assert choose(placed(LLAMA_7B, 32, 20, slow, gpu_hour=3.0)).device == "nvme"
 
 
+def test_a_measured_blended_prefill_takes_the_place_of_a_share_and_the_first_layer_is_waited_for():
+    device, tokens = StorageDevice("disk", 1e9, 0.1), WORK.request_tokens
+    load = load_s(LLAMA_70B, tokens, 1e9)
+    slow, fast = (place(device, WORK, LLAMA_70B, 10 * load, blend_s=one, num_layers=8) for one in (2 * load, load / 2))
+    assert (slow.is_hidden, fast.is_hidden) == (True, False)
+    assert slow.request_s == pytest.approx(2 * load + load / 8)
+    assert fast.request_s == pytest.approx(load + load / 8)
+    assert slow.recompute_s == 2 * load
+
+
 @pytest.mark.parametrize("wrong", [lambda: StorageDevice("x", 0, 1), lambda: Workload(0, 1, 1, 1), lambda: choose([])])
 def test_what_cannot_be_is_refused(wrong):
     with pytest.raises(ConfigError, match="expected"):

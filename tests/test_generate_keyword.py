@@ -85,6 +85,8 @@ def test_the_keyword_decodes_sparsely_as_the_block_does(bundled, asked, untouche
     got = model.generate(**short, custom_generate=blended(store, sparse={"share": 0.5, "min_tokens": 0}))
     assert torch.equal(got, model.generate(**short))
     assert blended(store, sparse=0.5).sparse.share == 0.5
-    for wrong, message in (({"shares": 1}, "Did you mean 'share'"), (0, "share is 0")):
+    away = blended(store, sparse="auto", kv_device_map="cpu")
+    assert blended(store, sparse="auto").sparse.min_tokens > away.sparse.min_tokens
+    for wrong, message in (({"shares": 1}, "Did you mean 'share'"), (0, "share is 0"), ("some", 'expected "auto"')):
         with pytest.raises(ConfigError, match=message):
             blended(store, sparse=wrong)

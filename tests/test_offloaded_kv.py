@@ -12,7 +12,7 @@ import pytest
 import torch
 from accelerate import cpu_offload, disk_offload
 
-from hf_blend import BlendCache, BlendConfig, ChunkStore, ConfigError, sparse_decoding
+from hf_blend import BlendCache, BlendConfig, ChunkStore, ConfigError
 from hf_blend.cache.layers import BlendLayer
 from hf_blend.cache.offloaded_layer import OffloadedLayer
 from hf_blend.errors import OffloadError
@@ -343,13 +343,10 @@ def test_what_cannot_be_placed_is_refused_at_once(model, which):
         BlendCache(model, ChunkStore.open("memory://"), **settings)
 
 
-@pytest.mark.parametrize("way", [sparse_decoding, partial_loading])
-def test_what_reads_a_part_of_the_kv_refuses_kv_that_is_brought_whole(model, tmp_path, way):
-    store = (
-        PartialStore(ChunkStore.open("memory://"), None) if way is partial_loading else ChunkStore.open("memory://")
-    )
+def test_what_loads_a_part_of_the_kv_refuses_kv_that_is_brought_whole(model, tmp_path):
+    store = PartialStore(ChunkStore.open("memory://"), None)
     cache = BlendCache(model, store, kv_device_map={0: "disk"}, offload_folder=str(tmp_path))
-    with pytest.raises(ConfigError, match=r"kv_device_map=.*Leave kv_device_map out"), way(model, cache):
+    with pytest.raises(ConfigError, match=r"kv_device_map=.*Leave kv_device_map out"), partial_loading(model, cache):
         pass
 
 

@@ -185,3 +185,36 @@ def test_a_session_that_was_signed_is_loaded_with_its_secret_alone(tmp_path, mon
             load_session(SequenceCache(MODEL), tmp_path / path, secret=secret)
     with pytest.raises(ConfigError, match="secret is a str"):
         save_session(cache, tmp_path / "chat", secret="one")
+
+
+@torch.no_grad()
+def test_one_sequence_is_saved_and_taken_up_beside_others_that_share_its_beginning(tmp_path):
+    cache, other = conversation(MODEL), SequenceCache(MODEL)
+    cache.use(3)
+    with cache, other:
+        MODEL(prompt(4, 2), past_key_values=cache)
+        size = save_session(cache, tmp_path / "three", sequence=3)
+        assert size < save_session(cache, tmp_path / "all")
+        MODEL(prompt(20), past_key_values=other)
+        load_session(other, tmp_path / "three", sequence=7)
+        assert (other.tokens(7), other.positions(7)) == (cache.tokens(3), cache.positions(3))
+        assert other.tokens(0) == prompt(20)[0].tolist()
+        held = set(other._cells.row(0)[0].tolist()) & set(other._cells.row(7)[0].tolist())
+        other.use(7)
+        got = [MODEL(prompt(2, 5), past_key_values=one).logits for one in (cache, other)]
+        load_session(cache, tmp_path / "three", sequence=3)
+        cells = cache._cells.row(3)[0].tolist()
+    assert len(held) == 10
+    assert torch.allclose(got[0], got[1], atol=1e-5)
+    assert len(cells) == 14
+
+
+def test_what_is_not_one_sequence_is_not_taken_up_as_one(tmp_path):
+    cache = conversation(MODEL)
+    before = states(cache)
+    save_session(cache, tmp_path / "all")
+    with pytest.raises(ConfigError, match="holds 2 sequences"):
+        load_session(cache, tmp_path / "all", sequence=1)
+    with pytest.raises(ConfigError, match="no sequence 5"):
+        save_session(cache, tmp_path / "five", sequence=5)
+    assert same(before, states(cache))

@@ -11,6 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from hf_blend import BlendCache, ChunkStore, ConfigError, UnsupportedModelError, observer, plugins, sparse_decoding
+from hf_blend.cache.layers import BlendLayer
+from hf_blend.sparse.blocks import BlockedLayer
 from hf_blend.sparse.config import SparseConfig
 from hf_blend.sparse.decoding import _attention_configs
 from hf_blend.verify.zoo import tiny_model
@@ -185,6 +187,25 @@ def test_a_cache_that_was_cut_is_read_anew(model):
     assert len(watched.calls) == 3 * len(sparse.layers)
     for _, wanted, got in watched.calls:
         torch.testing.assert_close(got, wanted, rtol=0, atol=2e-6)
+
+
+def test_blocks_that_were_cut_while_a_selection_held_are_represented_again():
+    layer, settings = BlendLayer(), SparseConfig(block_tokens=4, recent_blocks=0)
+    blocks = BlockedLayer(layer, settings, plugins.load("sparse.methods", "gsa")({}))
+
+    def step(tokens: int) -> None:
+        blocks.begin()
+        layer.update(torch.randn(1, 2, tokens, 8), torch.randn(1, 2, tokens, 8))
+        blocks.settle()
+
+    query = torch.randn(1, 2, 1, 8)
+    step(24)
+    blocks.scores(query, 24)
+    layer.crop(-10)
+    for _ in range(10):  # none of these looks for a new selection
+        step(1)
+    expected = (query * layer.keys.unflatten(2, (6, 4)).mean(3)).sum(-1).mean(1)
+    torch.testing.assert_close(blocks.scores(query, 24)[0, 0, 1:], expected[0, 1:])
 
 
 def draft_model() -> Any:

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`hf-blend bench serve`."""
 
+import statistics
 from typing import Annotated, Any
 
 import typer
@@ -69,6 +70,13 @@ def serve(
     at_once = [{"way": way, "share": "at once", **row} for way, row in found["capacity"].items()]
     rows = [_readable(row) for row in (*at_once, *found["rows"])]
     show(rows, title=f"{shape}, prompts of {plan.prompt_tokens} tokens", header=True)
+    off = [abs(row["first_token_p95_s_error"]) for row in found["replayed"]]
+    predicted = [
+        {"servers": row["servers"], "prefill": row["prefill"], "decode": row["decode"], **_readable(row)}
+        for row in found["predicted"]
+    ]
+    title = f"replayed on other machines; here the 95th percentile is off by {statistics.median(off):.0%} (median)"
+    show(predicted, title=title, header=True)
 
 
 def _readable(row: dict[str, Any]) -> dict[str, Any]:

@@ -4,9 +4,12 @@
 
 Requests arrive at random (Poisson); their chunks are drawn from a library in which a few are asked for often (Zipf).
 First each way answers all requests at once: that is its capacity. Then they come at shares of the capacity of full
-prefill, the same for all ways. All ways run transformers' continuous batching with the same settings.
+prefill, the same for all ways. All ways run transformers' continuous batching with the same settings. Beside it, some
+requests are answered one after the other: from these service times `replay` says what other machines would do, and how
+far off it is on this one.
 """
 
+import math
 import random
 import statistics
 import time
@@ -21,12 +24,14 @@ from torch import nn
 from hf_blend import ChunkStore
 from hf_blend.errors import ConfigError
 
+from .replay import Replayed, Service, replay
 from .shapes import random_model
 from .ttft import TtftPlan, machine
 
 FULL, PREFIX, BLEND = "full", "prefix", "blend"
 WAYS = (FULL, PREFIX, BLEND)
 PATIENCE_S = 3600.0
+LONE = 3  # requests that are answered one after the other
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,7 @@ class ServePlan:
         page_tokens: of a block.
         cache_tokens: of the engine's cache; None: of four prompts more than a step has requests.
         stall_ms: how long a blended prefill may hold up those that decode.
+        machines: on which the run is replayed: servers, and how many times faster they prefill and decode.
         dtype: of weights and KV.
         device: where the model runs.
         seed: of weights, tokens and arrivals.
@@ -69,6 +75,7 @@ class ServePlan:
     page_tokens: int = 64
     cache_tokens: int | None = None
     stall_ms: float = 50.0
+    machines: tuple[tuple[int, float, float], ...] = ((1, 1.0, 1.0), (4, 1.0, 1.0), (1, 100.0, 20.0))
     dtype: str = "float32"
     device: str = "cpu"
     seed: int = 0
@@ -89,7 +96,8 @@ def measure_serve(plan: ServePlan, progress: Callable[[str], Any] | None = None)
     Returns:
         `machine`, `plan`, `precompute_s` (to fill the store before anything is measured), `capacity` (all requests at
         once) and `rows` (one for each way and rate): requests a second, and p50, p95, p99 of the time to the first
-        token and between tokens.
+        token and between tokens; `service` (of each way), `replayed` (each measured row again, from service times)
+        and `predicted` (the rows on other machines).
 
     Raises:
         ConfigError: a number makes no sense.
@@ -106,7 +114,11 @@ def measure_serve(plan: ServePlan, progress: Callable[[str], Any] | None = None)
         store.add(model, None, library)
         filled_s = time.perf_counter() - started
         say = progress or (lambda text: None)
-        capacity = {}
+        capacity, services = {}, {}
+        crowded_s = _crowded_s(model, store, plan, prompts[0])
+        for way in WAYS:
+            say(f"{way}: {LONE} requests one after the other")
+            services[way] = _service(model, store, plan, way, prompts, crowded_s)
         for way in WAYS:
             say(f"{way}: {plan.requests} requests at once")
             capacity[way] = _measured(model, store, plan, way, prompts, [0.0] * plan.requests)
@@ -118,8 +130,11 @@ def measure_serve(plan: ServePlan, progress: Callable[[str], Any] | None = None)
                 say(f"{way}: {share:g} of the capacity of full prefill")
                 row = _measured(model, store, plan, way, prompts, arrivals)
                 rows.append({"way": way, "share": share, "rate": share * most, **row})
+    measured = [{"way": way, "share": None, "rate": math.inf, **row} for way, row in capacity.items()] + rows
     return {
         "machine": _machine(plan), "plan": asdict(plan), "precompute_s": filled_s, "capacity": capacity, "rows": rows,
+        "service": {way: asdict(service) for way, service in services.items()},
+        "replayed": [_replayed(plan, services, row) for row in measured], "predicted": _predicted(plan, services),
     }  # fmt: skip
 
 
@@ -195,6 +210,73 @@ def _measured(
         engine.stop(block=True)
         engine.destroy()
     return _row(due, found, [report for report in reports if report is not None])
+
+
+def _crowded_s(model: nn.Module, store: ChunkStore, plan: ServePlan, prompt: list[int]) -> float:
+    """Of a step in which as many requests decode as may: their prompts are one, whose blocks are shared."""
+    engine = _engine(model, store, plan, PREFIX)
+    engine.start()
+    try:
+        _finished(engine, [engine.add_request(prompt, "first", max_new_tokens=2)])
+        names = [
+            engine.add_request(prompt, str(number), record_timestamps=True) for number in range(plan.batch_requests)
+        ]
+        found = _finished(engine, names)
+    finally:
+        engine.stop(block=True)
+        engine.destroy()
+    return statistics.median(after - before for one in found.values() for before, after in pairwise(one.timestamps))
+
+
+def _service(
+    model: nn.Module, store: ChunkStore, plan: ServePlan, way: str, prompts: Sequence[list[int]], crowded_s: float
+) -> Service:
+    """Of requests that are answered one after the other."""
+    engine, first, steps = _engine(model, store, plan, way), list[float](), list[float]()
+    engine.start()
+    try:
+        _finished(engine, [engine.add_request([1, 5, 6, 7], "warm-up", max_new_tokens=2)])
+        for number, prompt in enumerate(prompts[:LONE]):
+            began = time.perf_counter()
+            name = engine.add_request(prompt, str(number), record_timestamps=True)
+            times = _finished(engine, [name])[name].timestamps
+            first.append(times[0] - began)
+            steps += [after - before for before, after in pairwise(times)]
+    finally:
+        engine.stop(block=True)
+        engine.destroy()
+    token_s = statistics.median(steps)
+    prefill_s = max(0.0, statistics.median(first) - token_s)
+    slice_s = plan.stall_ms / 1e3 if way == BLEND else prefill_s * plan.batch_tokens / plan.prompt_tokens
+    return Service((prefill_s,) * plan.requests, slice_s, token_s, crowded_s, plan.batch_requests)
+
+
+def _replayed(plan: ServePlan, services: dict[str, Service], row: dict[str, Any]) -> dict[str, Any]:
+    """A measured row from service times, and how far off it is."""
+    found = _row_of(replay(services[row["way"]], _arrivals(plan, row["rate"]), plan.new_tokens))
+    names = ("requests_s", "first_token_p50_s", "first_token_p95_s", "next_token_p50_s")
+    errors = {f"{name}_error": found[name] / row[name] - 1 for name in names}
+    return {"way": row["way"], "share": row["share"], **found, **errors}
+
+
+def _predicted(plan: ServePlan, services: dict[str, Service]) -> list[dict[str, Any]]:
+    """The rows on other machines, at shares of their own capacity of full prefill."""
+    rows = []
+    for servers, prefill, decode in plan.machines:
+        faster = {way: service.faster(prefill, decode) for way, service in services.items()}
+        most = _row_of(replay(faster[FULL], [0.0] * plan.requests, plan.new_tokens, servers))["requests_s"]
+        for share in plan.rates:
+            for way in WAYS:
+                found = replay(faster[way], _arrivals(plan, share * most), plan.new_tokens, servers)
+                about = {"servers": servers, "prefill": prefill, "decode": decode, "way": way, "share": share}
+                rows.append({**about, "rate": share * most, **_row_of(found)})
+    return rows
+
+
+def _row_of(found: Replayed) -> dict[str, Any]:
+    row = {"requests_s": len(found.first_token_s) / found.took_s, "took_s": found.took_s}
+    row |= {f"first_token_{name}_s": value for name, value in _percentiles(found.first_token_s).items()}
+    return row | {f"next_token_{name}_s": value for name, value in _percentiles(found.next_token_s).items()}
 
 
 def _finished(engine: Any, names: Sequence[str]) -> dict[str, Any]:

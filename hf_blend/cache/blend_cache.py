@@ -30,6 +30,7 @@ from ..model.fingerprint import fingerprint, structure_digest
 from ..model.flops import layer_costs
 from ..model.hooks import Entry
 from ..model.identity.canonical import refuse_arguments, refuse_request_state, refuse_wrapper
+from ..model.images import PIXELS
 from ..model.mixer_probe import mixers_of
 from ..model.modality import has_features, other_inputs, placeholder_ids, refuse_placeholders
 from ..model.placement import input_device
@@ -39,6 +40,7 @@ from ..prefill.blend import Fusor
 from ..prefill.choice import Chooser, FullPrefill
 from ..prefill.context import PrefillContext
 from ..prefill.correcting import Repair
+from ..prefill.images import PromptImages, name_images, refuse_beside_images
 from ..prefill.input_test import InputTest
 from ..prefill.mixers import keeps_keys
 from ..prefill.notices import other_tokenizers, why_nothing_found
@@ -57,10 +59,12 @@ from ..prefill.request import (
     why_plain,
     with_plain_mask,
 )
+from ..prompt.content import is_content
 from ..prompt.messages import build_messages
 from ..prompt.pieces import (
     History,
     Prompt,
+    PromptBatch,
     TextPrompt,
     batch,
     build_all,
@@ -152,6 +156,7 @@ class BlendCache(MaskedDecode):
         self._fusor: Fusor | None = None
         self.listener: Listener | None = None  # is given every layer's attention in a blended forward
         self._coming, self._resume = Coming(), Coming()
+        self._images: PromptImages | None = None  # of the prompt that is expected, by their names
         self._history = History()
         self._beginning: tuple[int, ...] = ()  # ids of the prompt that the cache begins with, where they are known
         self._tokenizer = ""  # digest of the one that made the prompt
@@ -284,6 +289,47 @@ class BlendCache(MaskedDecode):
         build = partial(build_text, tokenizer, special=add_special_tokens)
         return self._expect_texts(tokenizer, [build(*pair) for pair in zip(texts, named, strict=True)])
 
+    def inputs_with_images(self, **inputs: Any) -> dict[str, Any]:
+        """Make chunks of a prompt's images: each is stored once, by what is in it, and reused at any place.
+
+        The vision tower runs for images whose features are not stored, each alone; at the first prompt of its kind
+        once more for all of them, to see that this gives the same. Text chunks that `inputs` and its like have named
+        are reused beside the images, as are others that are stored.
+
+        Args:
+            **inputs: what the model's processor made, or `inputs` with the processor's arguments for the images:
+                `input_ids` and `attention_mask` `[batch, tokens]`, padded on the left; `pixel_values` and what comes
+                with them.
+
+        Returns:
+            The arguments of the next `generate`, encoded images in the place of pixels. Without an image the same.
+
+        Raises:
+            UnsupportedModelError: the model cannot take images that were encoded ahead, or one by one.
+            PromptError: the images do not fit the prompt, came with a video, or behind a prompt that is in the cache
+                without `inputs(history=…)`.
+        """
+        if inputs.get(PIXELS) is None:
+            return inputs
+        held = super().get_seq_length()
+        refuse_beside_images(inputs)
+        coming = self._coming if self._coming.is_of(inputs["input_ids"]) else Coming()
+        if held and not coming:
+            raise PromptError(
+                f"images came for a cache that holds {held} tokens, but a prompt of inputs(history=…) is expected "
+                "there. Call reset() and pass the whole conversation: its images are reused from the store."
+            )
+        images = name_images(self.model, self.store, self.sink_ids, inputs, held)
+        prompts = images.prompts(coming.batch)
+        if not coming:
+            check_lengths([TextPrompt(tuple(ids)) for ids in images.given], held, text_config(self.model))
+            self._check_room(held + max(map(len, images.given)), 0)
+            self._history, self._tokenizer = History(inputs["input_ids"].cpu(), images.mask), ""
+        self._coming = Coming(PromptBatch(prompts, inputs["input_ids"].cpu(), images.mask), coming.held)
+        self._images, self._beginning = images, ()
+        self._entry.watch_model()
+        return {**{name: value for name, value in inputs.items() if not name.startswith("pixel")}, **images.arguments}
+
     def _expect_texts(self, tokenizer: Any, prompts: Sequence[TextPrompt]) -> dict[str, Tensor]:
         """Expect prompts that begin at position 0; what the cache holds of the same beginning stays."""
         check_lengths(prompts, 0, text_config(self.model))
@@ -302,6 +348,8 @@ class BlendCache(MaskedDecode):
         ids, common = prompts[0].ids, 0
         if len(prompts) == 1 and next(filter(keeps_keys, self._layers())).batch_size == 1:
             common = shared_tokens(ids[:-1], self._beginning[:held])
+            marks = (at for at, token in enumerate(ids[:common]) if token in self._placeholders)
+            common = next(marks, common)  # another image may stand behind the same id
         try:
             self.crop(common - held)
         except ConfigError:  # a window has forgotten what stood before
@@ -319,6 +367,7 @@ class BlendCache(MaskedDecode):
         pad_id = getattr(tokenizer, "pad_token_id", None)
         made = batch(prompts, 0 if pad_id is None else pad_id, history)
         self._coming, self._history = Coming(made, held), History(made.input_ids, made.attention_mask)
+        self._images = None
         self._beginning = () if held or len(prompts) > 1 else tuple(prompts[0].ids)
         self._tokenizer = tokenizer_digest(tokenizer)
         self._entry.watch_model()
@@ -505,6 +554,7 @@ class BlendCache(MaskedDecode):
             self._coming = self._resume
         self._fusor, self._before, self._is_seen, self._beyond_text = None, [], False, None
         self._brought = (None, None, None)
+        self._images = self._images if self._coming else None
         self._entry.leave(watching=self._coming.is_begun and not failed)
 
     def _check_forward(self, layer_idx: int, keys: Tensor) -> None:
@@ -569,16 +619,17 @@ class BlendCache(MaskedDecode):
 
     def _can_blend(self, brought: Brought) -> bool:
         """Whether it is known what each token of a forward stands for; if not, all of it is computed."""
-        marked = not all(map(self._placeholders.isdisjoint, brought.rows))
         if self._beyond_text is None:
             return True
+        is_named = any(is_content(max(row, default=0)) for row in brought.rows)
+        marked = is_named or not all(map(self._placeholders.isdisjoint, brought.rows))
         if not marked and has_features(self._beyond_text):
             logger.warning(
                 "nothing is reused: %s came with a prompt in which no token is known to stand for it",
                 ", ".join(other_inputs(self._beyond_text)),
             )
             return False
-        return bool(self._past == 0 or InputTest.is_passed(self.model, self._beyond_text))
+        return bool(self._past == 0 or InputTest.is_passed(self.model, self._beyond_text, is_named))
 
     def _input_test(self, ids: Tensor, mask: Tensor | None) -> InputTest:
         def enter(plan: Plan, arguments: dict[str, Any]) -> BlendCache:
@@ -617,6 +668,8 @@ class BlendCache(MaskedDecode):
         known, *given = self._brought
         if known is None or given[0] is not ids or given[1] is not mask:
             known = Brought.of(ids, mask, max(0, self._past - self._coming.held), bool(self._coming))
+            if known is not None and self._images is not None and self._beyond_text is not None:
+                known = self._images.name(known, self._beyond_text)
             self._brought = (known, ids, mask)
         return known
 
@@ -625,6 +678,7 @@ class BlendCache(MaskedDecode):
         refuse_request_state(self.model, decoder_layers(self.model))
         given = (fingerprint(self.model), tuple(self.sink_ids), self.config.recompute_ratio)
         planner = Planner(self.model, self.store, *given, self._tokenizer)
+        planner.images = {} if self._images is None else self._images.alone
         goes_on, self._resume = self._coming.is_begun, self._coming
         if not self._coming:
             self._tokenizer = ""
@@ -641,6 +695,7 @@ class BlendCache(MaskedDecode):
             computed_chunks=plan.computed,
             loaded_chunks=plan.loaded,
             seam_tokens=plan.seam_tokens,
+            encoded_images=0 if goes_on or self._images is None else self._images.encoded,
         )
         self._notice(plan, given[0])
         return plan

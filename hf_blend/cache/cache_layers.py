@@ -35,18 +35,18 @@ def cache_layers(model: nn.Module, count: int, config: BlendConfig, digest: str 
     Args:
         model: of transformers.
         count: how many decoder layers the model has.
-        config: with `kv_bits` K and V of full layers are kept in 8 bits; layers with a window or an indexer are not.
-            With `max_tokens` all layers have static buffers.
+        config: with `kv_bits` K and V of full layers are kept in so many bits; those with a window or an indexer are
+            not. With `max_tokens` all layers have static buffers.
         digest: the model's `structure_digest`, where it was asked for just now.
 
     Returns:
         One cache layer per decoder layer; a layer that keeps no K and V of its own has transformers' place holder.
 
     Raises:
-        ConfigError: 8 bits are asked for, and no layer is full; or static buffers, and some layer is not.
+        ConfigError: `kv_bits` is asked for, and no layer is full; or static buffers, and some layer is not.
     """
     stock, kv_bits = _stock_layers(model, digest), config.kv_bits
-    full: Callable[[], BlendLayer] = BlendLayer if kv_bits is None else QuantisedLayer
+    full: Callable[[], BlendLayer] = BlendLayer if kv_bits is None else partial(QuantisedLayer, kv_bits)
     if config.max_tokens is not None:
         _check_static(model, stock, config.max_tokens)
         full = partial(StaticLayer, config.max_tokens)

@@ -7,6 +7,8 @@ device until they fill a block, so that a step writes nothing but its own token 
 """
 
 import copy
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -62,6 +64,9 @@ class OffloadedLayer(BlendLayer):
         self._held = 0  # tokens in the memory or in `_recent`
         self._recent: tuple[Tensor, Tensor] | None = None
         self._opened: tuple[Tensor, Tensor] | None = None  # `[rows, batch, kv_heads, head_dim]`
+        self.sees_blocks = False  # the step that runs looks at some blocks only, and its attention knows
+        self.observer: Callable[[Tensor], None] | None = None  # is given all K, on the device, before they go away
+        self._hidden: Tensor | None = None
         super().__init__()
 
     @property
@@ -109,6 +114,82 @@ class OffloadedLayer(BlendLayer):
         keys, values = self._shown()
         return keys[:, :, start:], values[:, :, start:]
 
+    @property
+    def is_away(self) -> bool:
+        """Whether the layer's K and V are not all on its device."""
+        return self._buffers is None and self._held > 0
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """See `BlendLayer.update`; in a step that looks at some blocks, nothing is brought.
+
+        Returns:
+            All K and V; in such a step tensors of their shape that hold no numbers (NaN).
+        """
+        if not (self.sees_blocks and self.is_away):
+            return super().update(key_states, value_states, *args, **kwargs)
+        self._append(key_states.permute(2, 0, 1, 3), value_states.permute(2, 0, 1, 3))
+        if self._hidden is None:
+            self._hidden = key_states.new_full((1, 1, 1, 1), float("nan"))
+        batch, heads = key_states.shape[:2]
+        keys, values = (
+            self._hidden.expand(batch, heads, self.length, one.shape[3]) for one in (key_states, value_states)
+        )
+        return keys, values
+
+    def _append(self, keys: Tensor, values: Tensor) -> None:
+        """Put tokens behind those of a layer that is away, `[new, batch, kv_heads, head_dim]`."""
+        first, end = self._held - self._away, self._held - self._away + len(keys)
+        if end > GROW_TOKENS:
+            rows = (keys, values)
+            if self._recent is not None:
+                rows = tuple(torch.cat([old[:first], new]) for old, new in zip(self._recent, rows, strict=True))
+            self._memory.put(self._index, *rows)
+            self._away, self._recent = self._held + len(keys), None
+        else:
+            if self._recent is None:
+                self._recent = _room(keys), _room(values)
+            for recent, new in zip(self._recent, (keys, values), strict=True):
+                recent[first:end] = new
+        self.length = self._held = self._held + len(keys)
+        self._count()
+
+    def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """K and V of some tokens of a layer that is away, on the device, `[batch, kv_heads, tokens, head_dim]`."""
+        parts = []
+        if start == end:
+            keys, values = self._like()
+            return keys[:, :, :0], values[:, :, :0]
+        if start < min(end, self._away):
+            parts.append(self._memory.read(self._index, start, min(end, self._away)))
+        if end > self._away and self._recent is not None:
+            first, behind = max(start, self._away) - self._away, end - self._away
+            parts.append((self._recent[0][first:behind], self._recent[1][first:behind]))
+        keys, values = (torch.cat(some) if len(parts) > 1 else some[0] for some in zip(*parts, strict=True))
+        return _as_states(keys), _as_states(values)
+
+    def blocks(self, rows: Sequence[Sequence[int]], size: int) -> list[tuple[Tensor, Tensor]]:
+        """Some blocks of each request in host memory, `[blocks, size, kv_heads, head_dim]`; see `AwayLayer.blocks`."""
+        return self._memory.blocks(self._index, rows, size)
+
+    def blocks_ahead(self, rows: Sequence[Sequence[int]], size: int) -> Future[list[tuple[Tensor, Tensor]]]:
+        """The same, read on another thread."""
+        return self._memory.blocks_ahead(self._index, rows, size)
+
+    @property
+    def away_tokens(self) -> int:
+        """How many of the first tokens are away."""
+        return self._away
+
+    def count(self, what: str, nbytes: int) -> None:
+        """Note how many bytes of something of this layer are on its device."""
+        self._memory.count((what, self._index), nbytes)
+
+    def release(self) -> None:
+        """Drop what was brought of any layer for steps that look at all of it."""
+        self._memory.release()
+
     def settle(self) -> None:
         """Put away what shall not stay on the device."""
         if self._buffers is not None:
@@ -123,13 +204,14 @@ class OffloadedLayer(BlendLayer):
 
     def _keep(self, keys: Tensor, values: Tensor) -> None:
         """Hold all tokens of the layer, `[tokens, batch, kv_heads, head_dim]`: put whole blocks away."""
+        if self.observer is not None:
+            self.observer(_as_states(keys))
         if self.length - self._away >= GROW_TOKENS:
             self._memory.put(self._index, keys[self._away :], values[self._away :])
             self._away, self._recent = self.length, None
         elif self.length > self._held:
             if self._recent is None:
-                shape = (GROW_TOKENS, *keys.shape[1:]), (GROW_TOKENS, *values.shape[1:])
-                self._recent = (keys.new_empty(shape[0]), values.new_empty(shape[1]))
+                self._recent = _room(keys), _room(values)
             first, behind = max(self._held, self._away) - self._away, self.length - self._away
             for recent, rows in zip(self._recent, (keys, values), strict=True):
                 recent[first:behind] = rows[self._away + first :]
@@ -240,6 +322,10 @@ class OffloadedLayer(BlendLayer):
             twin.settle()
         twin.unchanged_tokens = self.unchanged_tokens
         return twin
+
+
+def _room(rows: Tensor) -> Tensor:
+    return rows.new_empty((GROW_TOKENS, *rows.shape[1:]))
 
 
 def _as_states(rows: Tensor) -> Tensor:

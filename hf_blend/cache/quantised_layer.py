@@ -1,13 +1,15 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""One layer of a blend cache that keeps what is decoded from in 8 bits: K by channel, V by token.
+"""One layer of a blend cache that keeps what is decoded from in 8 or 4 bits: K by channel, V by token.
 
 KIVI (https://arxiv.org/abs/2402.02750), section 3: keys have a few large channels and are scaled by channel, over
 groups of tokens; values have none and are scaled by token; the last tokens stay as they are.
 Differs: 8 bits, symmetric, so that no entry is off by more than 1/254 of the largest of its group, and half a rounding
-of the dtype. The prefill, and every forward over its own tokens, is computed with K and V as they are.
+of the dtype; or 4 bits with a least value for each group, as with the codec int4. The prefill, and every forward over
+its own tokens, is computed with K and V as they are.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -15,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import ConfigError
+from ..store import nibbles
 from .layers import BlendLayer
 
 GROUP_TOKENS = 32  # share a scale per channel of K; the last 32 to 63 tokens stay as they are
@@ -52,10 +56,66 @@ class Packed:
         """All tensors; their first axis is the batch."""
         return self.keys, self.key_scales, self.values, self.value_scales
 
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Packed":
+        """The same of every tensor changed."""
+        return Packed(*map(change, self.parts))
+
     def unpack(self, keys: Tensor, values: Tensor) -> None:
         """Write the tokens to `[batch, kv_heads, tokens, head_dim]` each, in the dtype of these."""
         keys.unflatten(2, (-1, GROUP_TOKENS)).copy_(self.keys).mul_(self.key_scales)
         values.copy_(self.values).mul_(self.value_scales)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Tokens of K and V in 4 bits, never changed.
+
+    Attributes:
+        keys: bytes, steps and least values of K, `[batch, kv_heads, groups, GROUP_TOKENS or 1, …]`.
+        values: likewise of V, `[batch, kv_heads, tokens, groups, …]`, groups of neighbouring channels.
+    """
+
+    keys: tuple[Tensor, Tensor, Tensor]
+    values: tuple[Tensor, Tensor, Tensor]
+
+    @classmethod
+    def of(cls, keys: Tensor, values: Tensor) -> "Pairs":
+        """Quantise whole groups, `[batch, kv_heads, tokens, head_dim]` each.
+
+        Raises:
+            ConfigError: a width is odd.
+        """
+        for states in (keys, values):
+            if states.shape[3] % 2:
+                raise ConfigError(
+                    f"kv_bits=4 came with heads of width {states.shape[3]}, but two values share a byte, so an even "
+                    "width is expected. Use kv_bits=8."
+                )
+        groups = values.unflatten(3, (-1, nibbles.group_width(values.shape[3])))
+        return cls(nibbles.packed(keys.unflatten(2, (-1, GROUP_TOKENS)), 3), nibbles.packed(groups, 4))
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens it holds."""
+        return self.values[0].shape[2]
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """All tensors; their first axis is the batch."""
+        return *self.keys, *self.values
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Pairs":
+        """The same of every tensor changed."""
+        first, second, third, *values = map(change, self.parts)
+        return Pairs((first, second, third), (values[0], values[1], values[2]))
+
+    def unpack(self, keys: Tensor, values: Tensor) -> None:
+        """Write the tokens to `[batch, kv_heads, tokens, head_dim]` each, in the dtype of these."""
+        nibbles.unpacked(*self.keys, out=keys.unflatten(2, (-1, GROUP_TOKENS)))
+        nibbles.unpacked(*self.values, out=values.unflatten(3, (self.values[0].shape[3], -1)))
+
+
+PACKINGS: dict[int, type[Packed] | type[Pairs]] = {8: Packed, 4: Pairs}
 
 
 def _packed(states: Tensor, axis: int) -> tuple[Tensor, Tensor]:
@@ -66,7 +126,7 @@ def _packed(states: Tensor, axis: int) -> tuple[Tensor, Tensor]:
 
 
 class QuantisedLayer(BlendLayer):
-    """K and V of one decoder layer in 8 bits, unpacked for as long as a forward looks at them.
+    """K and V of one decoder layer in few bits, unpacked for as long as a forward looks at them.
 
     What it holds is `_packed`, then `_recent`, the last tokens as they came. `keys` and `values` are unpacked anew at
     every look, except while a forward has opened them.
@@ -74,8 +134,10 @@ class QuantisedLayer(BlendLayer):
 
     keeps_all = False
 
-    def __init__(self) -> None:
-        self._packed: tuple[Packed, ...] = ()
+    def __init__(self, bits: int = 8) -> None:
+        """Begin empty; `bits` is 8 or 4."""
+        self._packing = PACKINGS[bits]
+        self._packed: tuple[Packed | Pairs, ...] = ()
         self._recent: tuple[Tensor, Tensor] | None = None
         self._opened: tuple[Tensor, Tensor] | None = None
         super().__init__()
@@ -100,7 +162,7 @@ class QuantisedLayer(BlendLayer):
 
     @property
     def packed_tokens(self) -> int:
-        """How many of the tokens are held in 8 bits."""
+        """How many of the tokens are held in few bits."""
         return sum(part.tokens for part in self._packed)
 
     @property
@@ -130,7 +192,7 @@ class QuantisedLayer(BlendLayer):
         groups = max(0, (self.length - held) // GROUP_TOKENS - 1)
         end = held + groups * GROUP_TOKENS
         if groups:
-            self._packed += (Packed.of(*(states[:, :, held:end] for states in self._opened)),)
+            self._packed += (self._packing.of(*(states[:, :, held:end] for states in self._opened)),)
             self.unchanged_tokens = min(self.unchanged_tokens, held)
         self._recent = (self._opened[0][:, :, end:].clone(), self._opened[1][:, :, end:].clone())
         self._opened = None
@@ -173,7 +235,7 @@ class QuantisedLayer(BlendLayer):
 
     def _map(self, change: Any) -> None:
         if self._recent is not None:
-            self._packed = tuple(Packed(*map(change, part.parts)) for part in self._packed)
+            self._packed = tuple(part.map(change) for part in self._packed)
             self._recent = (change(self._recent[0]), change(self._recent[1]))
             self.unchanged_tokens = 0
 

@@ -7,7 +7,7 @@ nothing, and a shift of one sequence leaves every other alone, where llama.cpp m
 Ranges are half-open ranges of positions.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -60,6 +60,33 @@ class Cells:
         self.count += tokens
         return positions
 
+    def bring(self, sequences: Sequence[int], positions: Tensor, real: Tensor) -> None:
+        """Give several sequences new tokens, whose cells are the last of the storage, those of a sequence together.
+
+        Args:
+            sequences: which, each once.
+            positions: `[sequences, tokens]`.
+            real: `[sequences, tokens]`; a cell of padding (False) belongs to no sequence.
+        """
+        cells = torch.arange(self.count, self.count + real.numel()).view(real.shape)
+        for row, number in enumerate(sequences):
+            self._extend(number, cells[row][real[row]], positions[row][real[row]])
+        self.count += real.numel()
+
+    def take(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Let each target hold just what its source held before, at the same positions; the storage is shared."""
+        self._rows |= dict(zip(targets, [self.row(source) for source in sources], strict=True))
+
+    def hold(self, sequence: int, cells: Tensor, positions: Tensor) -> None:
+        """Let a sequence hold just these, `[tokens]` each; cells behind the last are new ones of the storage."""
+        self._rows[sequence] = cells, positions
+        self.count = max(self.count, int(cells.max()) + 1 if cells.numel() else 0)
+
+    def forget(self, sequences: Iterable[int]) -> None:
+        """Forget sequences, as if nobody had written to them."""
+        for number in sequences:
+            self._rows.pop(number, None)
+
     def remove(self, sequence: int | None, start: int = 0, stop: int | None = None) -> None:
         """Forget the tokens of a sequence, or of all (None), at positions `start <= p < stop` (None: to the end)."""
         for number in list(self) if sequence is None else [sequence]:
@@ -93,7 +120,7 @@ class Cells:
             ConfigError: the number is below 1.
         """
         if by < 1:
-            raise ConfigError(f"positions are to be divided by {by}, but a whole number from 1 on is wanted.")
+            raise ConfigError(f"positions are to be divided by {by}, but a whole number from 1 on is expected.")
         self._change(sequence, start, stop, lambda positions: positions // by)
 
     def crop(self, sequence: int, tokens: int) -> None:

@@ -102,6 +102,37 @@ def closed_hole(model: nn.Module, cache: "SequenceCache", ids: Tensor, start: in
 
 
 @torch.no_grad()
+def shared_cells(
+    model: nn.Module, cache: "SequenceCache", ids: Tensor, held: int, lengths: Sequence[int]
+) -> list[Comparison]:
+    """Fork a sequence, shorten the copies, and go on with all of them at once: as a plain forward of each.
+
+    Args:
+        model: the model.
+        cache: an empty `SequenceCache`.
+        ids: `[1, tokens]`.
+        held: how many of them are shared.
+        lengths: how many of the shared tokens each sequence keeps; it goes on with tokens of its own from `ids`.
+
+    Returns:
+        The logits of every sequence: of a first forward of several tokens, and of a step behind it.
+    """
+    ids = ids.to(input_device(model))
+    more = [ids[0, held + place :][: ids.shape[1] - held - len(lengths)] for place in range(len(lengths))]
+    new = torch.stack(more)
+    with cache:
+        model(ids[:, :held], past_key_values=cache, use_cache=True)
+        for number, length in zip(cache.fork(len(lengths)), lengths, strict=True):
+            cache.remove(number, length)
+        parts = [model(part, past_key_values=cache, use_cache=True).logits for part in (new[:, :-1], new[:, -1:])]
+    logits, found = torch.cat(parts, 1), []
+    for place, length in enumerate(lengths):
+        expected, _ = _plain(model, torch.cat([ids[:, :length], new[[place]]], 1), 0)
+        found.append(Comparison(f"the logits of sequence {place}", logits[[place]], expected[:, length:]))
+    return found
+
+
+@torch.no_grad()
 def far_rows(model: nn.Module, ids: Tensor, block: Callable[[], AbstractContextManager[Any]]) -> list[FarRow]:
     """Run every layer with window 1 and one group for all: the last token has all others at distance 1.
 

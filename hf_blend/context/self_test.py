@@ -18,7 +18,7 @@ from ..model.anatomy import decoder_layers, text_config
 from ..model.calibrate import COARSE_TOLERANCE, TOLERANCE, relative_error
 from ..model.placement import input_device
 from ..model.trust import FAILURES, FLOORS, ensure_passed
-from .oracles import Comparison, FarRow, closed_hole, far_rows, whole_shift
+from .oracles import Comparison, FarRow, closed_hole, far_rows, shared_cells, whole_shift
 
 if TYPE_CHECKING:
     from .sequence_cache import SequenceCache
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 HELD_TOKENS, MORE_TOKENS = 14, 4
 SHIFT = 37  # positions, not a multiple of a head's width
 HOLE = (5, 9)  # tokens
+SHARED_TOKENS, SHARED_LENGTHS = 10, (10, 7, 10)  # held by one sequence, and what three copies of it keep
 EXTEND_BOUNDS = {torch.float64: 1e-8, torch.float32: 5e-5}  # what is wrong is off by 1e-3 to 1
 ROUNDINGS = 5  # in 16 bits: queries and keys are rotated twice, scores, weights and output are rounded
 DO = "Use a fresh prefill instead, or pass allow_unverified=True to use it all the same."
@@ -46,6 +47,22 @@ def ensure_movable(
             named.
     """
     ensure_passed(model, "move", lambda: _moving(model, make_cache()), allow_unverified)
+
+
+def ensure_shareable(
+    model: nn.Module, make_cache: Callable[[], "SequenceCache"], allow_unverified: bool = False
+) -> None:
+    """Find out whether several sequences of a model can look at one storage, each seeing its own cells.
+
+    Args:
+        model: a causal language model; it is left as it was.
+        make_cache: makes an empty cache; it may call this function again.
+        allow_unverified: use a model that fails, with one warning.
+
+    Raises:
+        UnsupportedModelError: a sequence of a batch is not what the model computes of it alone.
+    """
+    ensure_passed(model, "share", lambda: _sharing(model, make_cache()), allow_unverified)
 
 
 def ensure_extendable(
@@ -81,7 +98,19 @@ def _moving(model: nn.Module, cache: "SequenceCache") -> str:
     return f"{what}: {found} {DO}" if found else ""
 
 
-def _off(compared: Sequence[Comparison]) -> str:
+def _sharing(model: nn.Module, cache: "SequenceCache") -> str:
+    """What speaks against several sequences over one storage; empty if nothing does."""
+    what = f"several sequences of {type(model).__name__} cannot share cells"
+    try:
+        found = _off(
+            shared_cells(model, cache, _ids(model), SHARED_TOKENS, SHARED_LENGTHS), "of the same tokens alone"
+        )
+    except FAILURES as broken:
+        return f"{what}: the self-test ended in {type(broken).__name__}: {broken} Continue one at a time with use()."
+    return f"{what}: {found} Continue one at a time with use()." if found else ""
+
+
+def _off(compared: Sequence[Comparison], plain: str = "at the new positions") -> str:
     """The first tensor that is not what it must equal, in words; all are compared in the dtype of K and V."""
     dtype = compared[0].expected.dtype
     allowed = TOLERANCE.get(dtype, COARSE_TOLERANCE)
@@ -90,7 +119,7 @@ def _off(compared: Sequence[Comparison]) -> str:
         error = relative_error(one.got.to(dtype), one.expected.to(dtype)) if same else float("inf")
         if not error <= allowed:
             return (
-                f"{one.name} are off by {error:.2g} of their size from a plain forward at the new positions, where "
+                f"{one.name} are off by {error:.2g} of their size from a plain forward {plain}, where "
                 f"{allowed:.2g} is allowed."
             )
     return ""

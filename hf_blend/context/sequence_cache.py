@@ -8,12 +8,16 @@
     cache.remove(1, 100, 200)         # without the tokens at positions 100 … 199
     cache.shift(1, 200, None, -100)   # the rest closes up; its keys are turned when they are next needed
     cache.use(1)                      # the next forward continues sequence 1
+    cache.fork(8)                     # the next forward continues eight sequences, a batch over the same storage
 
 A key is stored as it was computed and turned from there each time, so any number of moves costs the precision of one.
-The semantics are those of llama.cpp's KV cache, except that a shift moves a shared token for one sequence only.
+The semantics are those of llama.cpp's KV cache, except that a shift moves a shared token for one sequence only. As in
+its unified cache, sequences that are active together look at the storage as it is, and a mask hides what others hold.
 """
 
+from collections.abc import Sequence
 from functools import partial
+from itertools import count
 from types import TracebackType
 from typing import Any, Self
 
@@ -22,25 +26,34 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from ..errors import ConfigError, PromptError, UnsupportedModelError
-from ..model.anatomy import decoder_layers, is_extended, refuse_extended
+from ..model.anatomy import decoder_layers, is_extended, refuse_extended, text_config
+from ..model.attention import STOCK, Detour
+from ..model.masks import RowMask
 from ..model.modality import has_features, other_inputs
 from ..model.placement import input_device
 from ..rotary.base import compose
 from .cells import Cells
-from .self_test import ensure_movable
-from .sequence_layer import SequenceLayer
+from .self_test import ensure_movable, ensure_shareable
+from .sequence_layer import ROOM_TOKENS, SPARE_SHARE, SequenceLayer
 from .steering import Steering
-from .tables import TableSource, counted_in_tokens
+from .tables import TableSource, counted_in_tokens, regime_tokens
+from .view import View, grown, mask_of, view_of
 
 UNKNOWN = -1  # id of a token that came as an embedding, or in a forward that no hook saw
-_NOTHING = (torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long))
+MASKED = ("eager", STOCK)  # attention implementations that take any mask
+_NOTHING = tuple(torch.empty((0, 0), dtype=dtype) for dtype in (torch.long, torch.long, torch.bool))
 
 
 class SequenceCache(Cache):
-    """A `transformers.Cache` of several sequences over one storage; one of them at a time is continued.
+    """A `transformers.Cache` of several sequences over one storage; one of them, or a batch, is continued at a time.
 
-    Works with greedy search, sampling, streaming and assisted decoding of one request. `generate` needs nothing
-    more; around calls of the model itself write `with cache:`, which lets the cache hand the model its positions.
+    Works with greedy search, sampling, streaming and assisted decoding of one request, and with a batch of sequences
+    that share what they have in common: sampling several answers, beams, many questions behind one prefix. `generate`
+    needs nothing more; around calls of the model itself write `with cache:`, which lets the cache hand the model its
+    positions.
+
+    Attributes:
+        batch: the sequences that the next forward continues, in the order of its rows.
     """
 
     def __init__(self, model: nn.Module, *, allow_unverified: bool = False) -> None:
@@ -55,14 +68,16 @@ class SequenceCache(Cache):
             UnsupportedModelError: they cannot; the layer is named.
         """
         self.model = model
-        self._source = TableSource.of(model)
+        self._source, self._regime_tokens = TableSource.of(model, below_regime=True), regime_tokens(model)
         ensure_movable(model, partial(SequenceCache, model), allow_unverified)
-        self._device = input_device(model)
-        self.active = 0
+        self._device, self._allow_unverified = input_device(model), allow_unverified
+        self.batch: tuple[int, ...] = (0,)
         self._cells = Cells()
         self._ids = torch.empty(0, dtype=torch.long)  # by cell
         self._origins = torch.empty(0, dtype=torch.long)  # by cell: the position that its key is rotated for
-        self._is_laid, self._pending = True, _NOTHING
+        self._is_laid, self._pending = True, _NOTHING  # of new tokens: positions, ids, and which are no padding
+        self._seen: Tensor | None = None  # see `View`
+        self._detours: list[Detour] = []  # by layer, of a forward whose mask hides cells; see `attend_rows`
         self._was_extended = False
         self._steering = Steering(self, model)
         self._sequence_layers = [SequenceLayer() for _ in decoder_layers(model)]
@@ -89,7 +104,12 @@ class SequenceCache(Cache):
     ) -> None:
         """Leave the model as it was."""
         self._steering.leave()
-        self._pending = _NOTHING
+        self.forward_ends()
+
+    @property
+    def active(self) -> int:
+        """The first of the sequences that the next forward continues."""
+        return self.batch[0]
 
     @property
     def sequences(self) -> list[int]:
@@ -104,10 +124,64 @@ class SequenceCache(Cache):
         """The positions of a sequence's tokens, in the same order."""
         return self._cells.row(self._number(sequence))[1].tolist()
 
-    def use(self, sequence: int) -> None:
-        """Let the next forward continue a sequence."""
-        self.active = self._number(sequence)
+    def use(self, *sequences: int) -> None:
+        """Let the next forward continue a sequence, or a batch of them with a row for each.
+
+        Args:
+            *sequences: which, each once; one that nobody wrote to is empty.
+
+        Raises:
+            ConfigError: none is named, or one twice.
+            UnsupportedModelError: several, but the model's attention takes no mask that hides cells.
+        """
+        numbers = tuple(map(self._number, sequences))
+        if not numbers or len(set(numbers)) < len(numbers):
+            raise ConfigError(f"use{sequences} names {len(numbers)} sequences, expected one or more, each once.")
+        if len(numbers) > 1:
+            self._ensure_shareable()
+        self.batch = numbers
         self._changed()
+
+    def fork(self, sequences: int) -> list[int]:
+        """Let the next forward continue several sequences that begin with all that the active one holds, shared.
+
+        Args:
+            sequences: how many, the active one among them.
+
+        Returns:
+            Their numbers: the active one first, then new ones.
+
+        Raises:
+            ConfigError: fewer than one, or several sequences are active.
+            UnsupportedModelError: the model's attention takes no mask that hides cells.
+        """
+        if sequences < 1 or len(self.batch) > 1:
+            raise ConfigError(
+                f"fork({sequences}) was asked with {len(self.batch)} active sequences, but a number from 1 on is "
+                "expected, and one active sequence. Call use() with the sequence to fork."
+            )
+        free = (number for number in count() if number not in {*self._cells, self.active})
+        numbers = [self.active, *(next(free) for _ in range(sequences - 1))]
+        self.use(*numbers)
+        self._cells.take([numbers[0]] * sequences, numbers)
+        self._changed()
+        return numbers
+
+    def closest(self, token_ids: Sequence[int]) -> tuple[int, int]:
+        """Choose the sequence that a prompt continues best.
+
+        Args:
+            token_ids: of the prompt.
+
+        Returns:
+            The sequence with the longest prefix in common, and how many tokens that are: at positions 0, 1, 2 …, with
+            keys that were computed there. The lowest number where several are equal; the active one and 0 where none
+            has any.
+        """
+        ids = torch.tensor(list(token_ids), dtype=torch.long)
+        found = {number: self._in_common(number, ids) for number in self._cells}
+        best = max(found, key=lambda number: found[number], default=self.active)
+        return (best, found[best]) if found.get(best) else (self.active, 0)
 
     def remove(self, sequence: int | None = None, start: int = 0, stop: int | None = None) -> None:
         """Forget tokens at positions `start <= p < stop`.
@@ -149,19 +223,15 @@ class SequenceCache(Cache):
 
     def compact(self) -> None:
         """Close the holes that forgotten tokens leave in the storage, and turn keys that moved. Done by itself."""
-        if self._is_laid:
-            return
-        if len(self._cells.held()) < self._cells.count:
-            kept = self._cells.compact()
-            self._origins, self._ids = self._origins[kept], self._ids[kept]
-            for layer in self._sequence_layers:
-                if layer.is_initialized:
-                    layer.restore(*layer.stored(kept))
-        self._lay()
+        self._close_holes()
+        self._ready()
 
     def shown(self) -> list[SequenceLayer]:
-        """The layers, with `keys` and `values` of the active sequence laid out as attention sees them."""
-        self.compact()
+        """The layers, with `keys` and `values` of the first active sequence alone, in the order of its tokens."""
+        self._refuse_gaps(self._cells.row(self.active)[1])
+        self._close_holes()
+        self._lay(view_of([self._cells.row(self.active)], self._origins, self._cells.count, may_hide=False))
+        self._is_laid = self._seen is None and len(self.batch) == 1
         return self._sequence_layers
 
     def refuse_extended(self) -> None:
@@ -178,19 +248,71 @@ class SequenceCache(Cache):
                 "outside the block."
             )
 
-    def state(self) -> dict[str, Tensor]:
-        """Everything that the cache holds, by name: `ids` and `origins` by cell, `active`, cells and positions of each
-        sequence, and K (rotated for the origins) and V of each layer, `[kv_heads, cells, width]`.
+    def state(self, sequence: int | None = None) -> dict[str, Tensor]:
+        """What the cache holds, by name: `ids` and `origins` by cell, `active`, cells and positions of each sequence,
+        and K (rotated for the origins) and V of each layer, `[kv_heads, cells, width]`.
+
+        Args:
+            sequence: None is every sequence; else that one alone, with its cells numbered from 0 on.
+
+        Raises:
+            ConfigError: there is no such sequence.
         """
-        self.compact()
-        found = {"ids": self._ids[: self._cells.count], "origins": self._origins[: self._cells.count]}
-        found["active"] = torch.tensor(self.active)
-        for number in self._cells:
-            found[f"sequence.{number}"] = torch.stack(self._cells.row(number))
+        if sequence is None:
+            self._close_holes()
+            kept, active = torch.arange(self._cells.count), self.active
+            rows = {number: torch.stack(self._cells.row(number)) for number in self._cells}
+        else:
+            cells, positions = self._cells.row(self._existing(sequence))
+            kept, active = cells, sequence
+            rows = {sequence: torch.stack([torch.arange(len(cells)), positions])}
+        found = {"ids": self._ids[kept], "origins": self._origins[kept], "active": torch.tensor(active)}
+        found |= {f"sequence.{number}": row for number, row in rows.items()}
         for index, layer in enumerate(self._sequence_layers):
-            if layer.is_initialized:
-                for part, states in zip("kv", layer.stored(torch.arange(self._cells.count)), strict=True):
+            if layer.is_initialized and len(kept):
+                for part, states in zip("kv", layer.stored(kept), strict=True):
                     found[f"layer.{index}.{part}"] = states.contiguous()
+        return found
+
+    def adopt(self, state: dict[str, Tensor], sequence: int) -> None:
+        """Let a sequence hold what `state` gave of one, and leave the others as they are.
+
+        Args:
+            state: of one sequence, of a cache for the same model; its tensors are copied. Tokens from the first on
+                that a sequence of this cache holds with the same bits are shared with that one.
+            sequence: which; what it held is forgotten.
+
+        Raises:
+            ConfigError: it is not of one sequence.
+            KeyError: something is missing; the cache is then as it was.
+        """
+        rows = [row for name, row in state.items() if name.startswith("sequence.")]
+        if len(rows) != 1:
+            raise ConfigError(f"{len(rows)} sequences were given as sequence {sequence}, but one is expected.")
+        number, (cells, positions), ids, origins = self._number(sequence), rows[0], state["ids"], state["origins"]
+        names = range(len(self._sequence_layers) if len(cells) else 0)
+        layers = [tuple(state[f"layer.{index}.{part}"][:, cells].to(self._device) for part in "kv") for index in names]
+        shared = self._shared(ids[cells], positions, origins[cells], layers)
+        first, new = self._cells.count, len(cells) - len(shared)
+        for layer, parts in zip(self._sequence_layers, layers, strict=False):
+            layer.add(first, *(part[:, len(shared) :] for part in parts))
+        self._ids = torch.cat([self._ids[:first], ids[cells][len(shared) :]])
+        self._origins = torch.cat([self._origins[:first], origins[cells][len(shared) :]])
+        self._cells.hold(number, torch.cat([shared, torch.arange(first, first + new)]), positions.clone())
+        self._changed()
+
+    def _shared(self, ids: Tensor, positions: Tensor, origins: Tensor, layers: list[tuple[Tensor, ...]]) -> Tensor:
+        """The cells, of some sequence, that hold the first of some tokens with the same bits; as many as there are."""
+        found = torch.empty(0, dtype=torch.long)
+        for number in self._cells:
+            cells, at = (part[: len(ids)] for part in self._cells.row(number))
+            pairs = ((self._ids[cells], ids), (at, positions), (self._origins[cells], origins))
+            same = torch.stack([one == other[: len(cells)] for one, other in pairs]).all(0)
+            for layer, parts in zip(self._sequence_layers, layers, strict=False):
+                for held, part in zip(layer.stored(cells), parts, strict=True):
+                    same &= (held == part[:, : len(cells)]).flatten(2).all(2).all(0).cpu()
+            length = int(same.long().cumprod(0).sum())
+            found = cells[:length] if length > len(found) else found
         return found
 
     def restore(self, state: dict[str, Tensor]) -> None:
@@ -209,49 +331,72 @@ class SequenceCache(Cache):
             keys, values = (state[f"layer.{index}.{part}"] for part in "kv")
             layer.restore(keys.to(self._device), values.to(self._device))
         active, ids, origins = int(state["active"]), state["ids"].clone(), state["origins"].clone()
-        self.active, self._cells, self._ids, self._origins = active, cells, ids, origins
+        self.batch, self._cells, self._ids, self._origins = (active,), cells, ids, origins
         self._sequence_layers, self.layers = layers, [*layers]
         self._changed()
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Take a layer's new K and V and give back all of the active sequence's.
+        """Take a layer's new K and V and give back all that the active sequences look at.
 
         Args:
-            key_states: `[1, kv_heads, tokens, head_dim]`, rotated for the positions that the model was handed.
+            key_states: `[sequences, kv_heads, tokens, head_dim]`, rotated for the positions that the model was handed.
             value_states: likewise.
             layer_idx: which layer.
             *args: unused; part of the interface.
             **kwargs: unused; part of the interface.
 
         Returns:
-            K and V, `[1, kv_heads, all tokens, head_dim]`.
+            K and V, `[sequences, kv_heads, all tokens, head_dim]`, of which a batch shares the memory.
 
         Raises:
-            ConfigError: more than one request, or positions that nobody handed to the model.
+            ConfigError: more requests than active sequences, or positions that nobody handed to the model.
         """
         if layer_idx == 0:
             self._check(key_states)
             self._was_extended = self._was_extended or is_extended(self.model)
         shown = self._sequence_layers[layer_idx].write(self._cells.count, key_states, value_states)
+        if self._detours:
+            self._detours[layer_idx].open()
         if layer_idx == len(self._sequence_layers) - 1:
             self._commit()
         return shown
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens of the active sequence; as a negative number, as in transformers."""
-        if not -self.get_seq_length() <= tokens_to_remove <= 0:
+        """Forget the last tokens of each active sequence; as a negative number, as in transformers."""
+        least = min(len(self._cells.row(number)[0]) for number in self.batch)
+        if not -least <= tokens_to_remove <= 0:
             raise ConfigError(
-                f"crop({tokens_to_remove}) was asked of a sequence of {self.get_seq_length()} tokens, but a number "
-                f"from {-self.get_seq_length()} to 0 is expected: the tokens to remove, negative."
+                f"crop({tokens_to_remove}) was asked of a sequence of {least} tokens, but a number "
+                f"from {-least} to 0 is expected: the tokens to remove, negative."
             )
-        self._cells.crop(self.active, -tokens_to_remove)
-        self._show()
+        for number in reversed(self.batch):  # the last has the last cells
+            self._cells.crop(number, -tokens_to_remove)
+        if self._seen is not None:
+            self._changed()
+        else:
+            self._show(self.get_seq_length())
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let each active sequence hold what another one held, sharing it; called by beam search.
+
+        Args:
+            beam_idx: `[sequences]`, places in `batch`.
+        """
+        self._take(beam_idx.tolist())
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Continue only some of the active sequences, `[kept]` places in `batch`, and forget the others."""
+        self._take(indices.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Continue each active sequence `repeats` times, side by side, sharing what they hold."""
+        self._take([place for place in range(len(self.batch)) for _ in range(repeats)])
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """How many tokens the active sequence has, whatever their positions."""
-        return len(self._cells.row(self.active)[0])
+        """How many tokens the active sequence has, whatever their positions; of a batch, the longest."""
+        return max(len(self._cells.row(number)[0]) for number in self.batch)
 
     def activate_past_recording(self) -> None:
         """Called by assisted decoding; the last tokens can always be cropped."""
@@ -261,31 +406,90 @@ class SequenceCache(Cache):
         return self.get_seq_length() > 0
 
     def forward_begins(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Called by the hook on the model: gives it the positions of the active sequence.
+        """Called by the hook on the model: gives it positions and mask of the active sequences.
 
         Raises:
-            PromptError: more than one request, padding, or images.
+            PromptError: another number of rows than of active sequences, padding where it is not expected, or images.
         """
-        given = arguments.get("input_ids")
-        given = arguments.get("inputs_embeds") if given is None else given
-        mask = arguments.get("attention_mask")
-        if given is None or given.shape[0] != 1 or (mask is not None and (mask.dim() != 2 or not bool(mask.all()))):
-            raise PromptError("one request without padding is expected: a SequenceCache continues one sequence.")
+        given, real = self._given(arguments)
         if has_features(arguments):
             raise PromptError(
                 f"{', '.join(other_inputs(arguments))} came with a SequenceCache, but text alone is expected: it "
                 "gives a token the position behind the last, and images have positions of their own. Use DynamicCache."
             )
-        tokens = given.shape[1]
-        self.make_room(tokens)
-        self.compact()
-        positions = _positions(self._cells.next_position(self.active), tokens)
-        self._pending = positions, given[0].cpu() if given.dim() == 2 else _unknown(tokens)
-        return {**arguments, "position_ids": positions[None].to(given.device), "attention_mask": None}
+        self.make_room(real.shape[1])
+        self._ready()
+        starts = torch.tensor([[self._cells.next_position(number)] for number in self.batch])
+        positions = (starts + real.long().cumsum(1) - 1).clamp_min(0)
+        self._refuse_crossing(positions)
+        self._pending = positions, given.cpu() if given.dim() == 2 else torch.full(real.shape, UNKNOWN), real
+        mask = None if self._seen is None else self._made_mask(self._seen, real)
+        self._detours = Detour.of_layers(self.model) if isinstance(mask, RowMask) else []
+        return {**arguments, "position_ids": positions.to(given.device), "attention_mask": mask}
 
     def forward_ends(self) -> None:
         """Called by the hook behind the model."""
-        self._pending = _NOTHING
+        for detour in self._detours:
+            detour.close()
+        self._pending, self._detours = _NOTHING, []
+
+    def _given(self, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """The new tokens, and which of them are no padding, `[sequences, tokens]`."""
+        given, mask, rows = arguments.get("input_ids"), arguments.get("attention_mask"), len(self.batch)
+        given = arguments.get("inputs_embeds") if given is None else given
+        if given is None or given.shape[0] != rows or (mask is not None and mask.dim() != 2):
+            raise PromptError(
+                f"{'nothing' if given is None else given.shape[0]} came for {rows} active sequences, but one request "
+                "without padding is expected for one, and a row for each of several. Call fork() or use() first."
+            )
+        if mask is None:
+            return given, torch.ones(given.shape[:2], dtype=torch.bool)
+        mask = mask.cpu().bool()
+        real = mask[:, -given.shape[1] :]
+        held = torch.tensor([len(self._cells.row(number)[0]) for number in self.batch])
+        if not (rows > 1 or bool(mask.all())) or (rows > 1 and not torch.equal(mask.sum(1) - real.sum(1), held)):
+            raise PromptError(
+                f"the attention mask counts {mask.sum(1).tolist()} tokens, but one request without padding is "
+                f"expected, or a batch whose rows count the {held.tolist()} tokens that are held and the new ones."
+            )
+        return given, real
+
+    def _made_mask(self, seen: Tensor, real: Tensor) -> Tensor:
+        """The mask of a forward in the form that the model's attention takes."""
+        mask = mask_of(seen, real)
+        if self._attention == STOCK:
+            return RowMask.of(mask)
+        hidden = torch.zeros(mask.shape, dtype=self.model.dtype, device=mask.device)
+        return hidden.masked_fill_(~mask, float("-inf"))
+
+    @property
+    def _attention(self) -> str:
+        return getattr(text_config(self.model), "_attn_implementation", None) or ""
+
+    def _ensure_shareable(self) -> None:
+        """Refuse a model whose attention does not take a mask that hides cells."""
+        counts = counted_in_tokens(self.model, self._source)
+        if not counts and self._attention in MASKED:
+            ensure_shareable(self.model, partial(SequenceCache, self.model), self._allow_unverified)
+            return
+        why = counts or f"its attention is {self._attention!r}, and one of {', '.join(MASKED)} is expected"
+        raise UnsupportedModelError(
+            f"several sequences of {type(self.model).__name__} cannot be continued at once over shared cells: {why}. "
+            "Continue one at a time with use(), or use a DynamicCache for each."
+        )
+
+    def _may_hide(self) -> bool:
+        """Whether what other sequences hold can be hidden by a mask, and need not be left out of a copy."""
+        try:
+            self._ensure_shareable()
+        except UnsupportedModelError:
+            return False
+        return True
+
+    def _existing(self, sequence: int) -> int:
+        if self._number(sequence) not in list(self._cells):
+            raise ConfigError(f"there is no sequence {sequence}, expected one of {self.sequences}.")
+        return sequence
 
     def _number(self, sequence: int | None) -> int:
         if sequence is None:
@@ -294,24 +498,63 @@ class SequenceCache(Cache):
             raise ConfigError(f"a sequence is named {sequence!r}, expected a number from 0 on.")
         return sequence
 
+    def _in_common(self, sequence: int, ids: Tensor) -> int:
+        """How many tokens of a prompt a sequence holds as they were computed, from position 0 on."""
+        cells, positions = (part[: len(ids)] for part in self._cells.row(sequence))
+        places = torch.arange(len(cells))
+        same = (self._ids[cells] == ids[: len(cells)]) & (positions == places) & (self._origins[cells] == places)
+        return int(same.long().cumprod(0).sum())
+
+    def _take(self, places: list[int]) -> None:
+        """Let the active sequences be copies of those at some places in the batch."""
+        free = (number for number in count() if number not in {*self._cells, *self.batch})
+        numbers = [*self.batch[: len(places)], *(next(free) for _ in range(len(places) - len(self.batch)))]
+        sources, gone = [self.batch[place] for place in places], self.batch[len(places) :]
+        self.use(*numbers)
+        self._cells.take(sources, numbers)
+        self._cells.forget(gone)
+        self._changed()
+
     def _changed(self) -> None:
         self._is_laid = False
         for layer in self._sequence_layers:
             layer.length = self.get_seq_length()
 
-    def _show(self) -> None:
+    def _show(self, columns: int) -> None:
         for layer in self._sequence_layers:
-            layer.show(self.get_seq_length())
+            layer.show(columns)
 
-    def _lay(self) -> None:
-        cells, positions = self._cells.row(self.active)
-        self._refuse_gaps(positions)
-        in_order = len(cells) == self._cells.count and bool((cells == torch.arange(len(cells))).all())
-        turns = self._turns(self._origins[cells], positions)
-        for layer, style, turn in zip(self._sequence_layers, self._source.styles, turns, strict=True):
-            layer.lay(cells, in_order, style, turn)
+    def _close_holes(self, allowed: int = 0) -> None:
+        """Let the storage hold only cells that a sequence has, if more than so many are held by none."""
+        if self._cells.count - len(self._cells.held()) <= allowed:
+            return
+        kept = self._cells.compact()
+        self._origins, self._ids = self._origins[kept], self._ids[kept]
+        for layer in self._sequence_layers:
+            if layer.is_initialized:
+                layer.restore(*layer.stored(kept))
+        self._changed()
+
+    def _ready(self) -> None:
+        """Bring K and V in the form in which the next forward looks at them."""
+        if self._is_laid:
+            return
+        rows = [self._cells.row(number) for number in self.batch]
+        for _, positions in rows:
+            self._refuse_gaps(positions)
+            self._refuse_crossing(positions)
+        self._close_holes(0 if len(rows) == 1 else max(ROOM_TOKENS, self._cells.count // SPARE_SHARE))
+        rows = [self._cells.row(number) for number in self.batch]
+        whole = len(rows) == 1 and len(rows[0][0]) == self._cells.count
+        self._lay(view_of(rows, self._origins, self._cells.count, may_hide=not whole and self._may_hide()))
         self._is_laid = True
-        self._show()
+
+    def _lay(self, view: View) -> None:
+        turns = self._turns(self._origins[view.cells], view.positions)
+        for layer, style, turn in zip(self._sequence_layers, self._source.styles, turns, strict=True):
+            layer.lay(view.cells, view.in_order, style, turn)
+        self._seen = None if view.seen is None else view.seen.to(self._device)
+        self._show(len(view.cells))
 
     def _turns(self, old: Tensor, new: Tensor) -> list[tuple[Tensor, Tensor] | None]:
         """For each layer the turn of its keys from old to new positions, `[tokens]` each; None where none moves."""
@@ -327,6 +570,16 @@ class SequenceCache(Cache):
             found.append(turns.get((style, id(before))))
         return found
 
+    def _refuse_crossing(self, positions: Tensor) -> None:
+        """Rotary frequencies may change with the length; then keys of both kinds cannot stand beside each other."""
+        most = self._regime_tokens
+        if most is not None and positions.numel() and int(positions.max()) >= most:
+            raise PromptError(
+                f"position {int(positions.max())} came to a cache of {type(self.model).__name__}, whose rotary "
+                f"frequencies change with the length, but less than {most} is expected, where they stay the same. Use "
+                "a ShiftCache with a window of so many tokens, or a BlendCache."
+            )
+
     def _refuse_gaps(self, positions: Tensor) -> None:
         """Some attention counts tokens; that is right only where tokens follow each other as positions do."""
         counts = counted_in_tokens(self.model, self._source)
@@ -337,28 +590,32 @@ class SequenceCache(Cache):
             )
 
     def _check(self, keys: Tensor) -> None:
-        if keys.shape[0] != 1:
-            raise ConfigError(f"a batch of {keys.shape[0]} was given, but a SequenceCache continues one sequence.")
+        if keys.shape[0] != len(self.batch):
+            raise ConfigError(
+                f"a batch of {keys.shape[0]} was given, but a row for each of {len(self.batch)} active sequences is "
+                "expected. Call use() or fork() first."
+            )
         if self._pending[0].numel() == 0:
-            if not self._is_laid or self._cells.next_position(self.active) != self.get_seq_length():
+            if (
+                not self._is_laid
+                or self._seen is not None
+                or self._cells.next_position(self.active) != self.get_seq_length()
+            ):
                 raise ConfigError(
-                    "the model was called with positions that are not the cache's: tokens were moved or removed. Call "
-                    "the model inside `with cache:`, or through generate()."
+                    "the model was called with positions that are not the cache's: tokens were moved or removed, or "
+                    "sequences share the storage. Call the model inside `with cache:`, or through generate()."
                 )
-            self._pending = _positions(self.get_seq_length(), keys.shape[2]), _unknown(keys.shape[2])
+            shape = (1, keys.shape[2])
+            positions = self.get_seq_length() + torch.arange(shape[1])[None]
+            self._refuse_crossing(positions)
+            self._pending = positions, torch.full(shape, UNKNOWN), torch.ones(shape, dtype=torch.bool)
 
     def _commit(self) -> None:
-        positions, ids = self._pending
-        self._cells.append(self.active, len(positions))
-        self._origins = torch.cat([self._origins[: self._cells.count - len(positions)], positions])
-        self._ids = torch.cat([self._ids[: self._cells.count - len(positions)], ids])
+        positions, ids, real = self._pending
+        held = self._cells.count
+        self._cells.bring(self.batch, positions, real)
+        self._origins = torch.cat([self._origins[:held], positions.flatten()])
+        self._ids = torch.cat([self._ids[:held], ids.flatten()])
+        self._seen = None if self._seen is None else grown(self._seen, real)
         self._pending = _NOTHING
-        self._show()
-
-
-def _positions(start: int, tokens: int) -> Tensor:
-    return torch.arange(start, start + tokens)
-
-
-def _unknown(tokens: int) -> Tensor:
-    return torch.full((tokens,), UNKNOWN)
+        self._show(self._sequence_layers[0].length + real.numel())

@@ -8,7 +8,8 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..rotary.base import RotaryStyle
 
-ROOM_TOKENS = 256  # spare columns; what outgrows them costs one copy per doubling
+ROOM_TOKENS = 256  # spare columns; what outgrows them costs a copy
+SPARE_SHARE = 16  # spare columns of a large buffer: a sixteenth of it
 
 
 class Columns:
@@ -22,7 +23,7 @@ class Columns:
         """Put `[1, kv_heads, tokens, width]` at column `start`; gives back all columns up to the last written."""
         stop = start + states.shape[2]
         if stop > self.buffer.shape[2]:
-            shape = (*self.buffer.shape[:2], stop + max(ROOM_TOKENS, start), self.buffer.shape[3])
+            shape = (*self.buffer.shape[:2], stop + max(ROOM_TOKENS, start // SPARE_SHARE), self.buffer.shape[3])
             buffer = self.buffer.new_empty(shape)
             buffer[:, :, :start] = self.buffer[:, :, :start]
             self.buffer = buffer
@@ -31,14 +32,17 @@ class Columns:
 
 
 class SequenceLayer(CacheLayerMixin):
-    """K as it was computed and V, by cell; beside them, where these cannot serve as they lie, a copy laid in order."""
+    """K as it was computed and V, by cell; beside them, where these cannot serve as they are, a copy in order.
+
+    `keys` and `values` are what attention is given, `[1, kv_heads, columns, width]`, the same for all sequences.
+    """
 
     is_sliding = False
     is_croppable = True
 
     def __init__(self) -> None:
         super().__init__()
-        self.length = 0
+        self.length, self._first = 0, 0  # columns shown, and the cell of the first
         self._stored: tuple[Columns, Columns] | None = None
         self._laid: tuple[Columns | None, Columns | None] = (None, None)  # None: the storage itself is in order
 
@@ -55,24 +59,27 @@ class SequenceLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def write(self, cell: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store new tokens, and show them behind those of the active sequence.
+        """Store new tokens, and show them behind those of the active sequences.
 
         Args:
-            cell: the first cell that they get; the others follow.
-            keys: `[1, kv_heads, tokens, width]`, rotated for their positions.
+            cell: the first cell that they get; the others follow, those of a sequence side by side.
+            keys: `[sequences, kv_heads, tokens, width]`, rotated for their positions.
             values: likewise.
 
         Returns:
-            All K and V of the active sequence, the new ones last; `length` does not change before `show`.
+            All K and V, the new ones last, `[sequences, kv_heads, columns, width]`: the same memory for every
+            sequence; `length` does not change before `show`.
         """
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
+        self._first = self._first if self.length else cell
         shown = []
         for stored, laid, states in zip(self._stored or (), self._laid, (keys, values), strict=True):
-            whole = stored.write(cell, states)
-            shown.append(whole if laid is None else laid.write(self.length, states))
+            new = states if len(states) == 1 else states.transpose(0, 1).flatten(1, 2)[None]
+            whole = stored.write(cell, new)[:, :, self._first :]
+            shown.append(whole if laid is None else laid.write(self.length, new))
         self.keys, self.values = shown
-        return shown[0], shown[1]
+        return shown[0].expand(len(keys), -1, -1, -1), shown[1].expand(len(keys), -1, -1, -1)
 
     def stored(self, cells: Tensor) -> tuple[Tensor, Tensor]:
         """K and V of some cells, `[kv_heads, tokens, width]`, K rotated for the positions where it was computed."""
@@ -82,19 +89,26 @@ class SequenceLayer(CacheLayerMixin):
     def restore(self, keys: Tensor, values: Tensor) -> None:
         """Let the storage hold just these, `[kv_heads, tokens, width]`, as cells 0, 1, 2 …."""
         self.lazy_initialization(keys[None], values[None])
+        self.add(0, keys, values)
+
+    def add(self, cell: int, keys: Tensor, values: Tensor) -> None:
+        """Store tokens that are no sequence's next, `[kv_heads, tokens, width]`, from a cell on."""
+        if not self.is_initialized:
+            self.lazy_initialization(keys[None], values[None])
         for part, states in zip(self._stored or (), (keys, values), strict=True):
-            part.write(0, states[None])
+            part.write(cell, states[None])
 
     def lay(self, cells: Tensor, in_order: bool, style: type[RotaryStyle], turn: tuple[Tensor, Tensor] | None) -> None:
-        """Write the active sequence in the order in which attention sees it.
+        """Say which columns attention is given, and copy those that cannot be shown as they are stored.
 
         Args:
-            cells: its cells, `[tokens]`.
-            in_order: the cells are 0 … tokens - 1 and there are no others, so the storage can be shown as it is.
+            cells: `[columns]`.
+            in_order: the cells are neighbours, up to the last of the storage, so it can be shown from there on.
             style: how the layer rotates, and in which of K and V: latent attention has its rotated key among the V.
             turn: (cos, sin) from where each key was computed to where it is now, `[tokens, pairs]`; None if all
                 are where they were computed.
         """
+        self._first = int(cells[0]) if in_order and len(cells) else 0
         if self._stored is None:
             return
         moves = [turn if place == style.slot else None for place in range(2)]
@@ -107,8 +121,9 @@ class SequenceLayer(CacheLayerMixin):
         """Let `keys` and `values` show the first `tokens` columns, and count so many."""
         self.length = tokens
         if self._stored is not None:
-            parts = [laid or stored for stored, laid in zip(self._stored, self._laid, strict=True)]
-            self.keys, self.values = (part.buffer[:, :, :tokens] for part in parts)
+            stored, laid = (part.buffer[:, :, self._first :] for part in self._stored), self._laid
+            parts = [one if copy is None else copy.buffer for one, copy in zip(stored, laid, strict=True)]
+            self.keys, self.values = (part[:, :, :tokens] for part in parts)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -117,11 +132,11 @@ class SequenceLayer(CacheLayerMixin):
         raise NotImplementedError
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys that `query_length` new tokens will see."""
+        """Length and offset of the keys that `query_length` new tokens of one sequence will see."""
         return self.length + query_length, 0
 
     def get_seq_length(self) -> int:
-        """How many tokens the active sequence has."""
+        """How many columns are shown: where one sequence is active and stored in order, its tokens."""
         return self.length
 
     def get_max_length(self) -> int:

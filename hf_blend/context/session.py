@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from ..errors import StoreError
+from ..errors import ConfigError, StoreError
 from ..model.anatomy import text_config
 from ..model.fingerprint import fingerprint
 from ..prefill.layout import layout_of
@@ -35,7 +35,14 @@ _SEQUENCE = re.compile(r"sequence\.(0|[1-9][0-9]{0,8})")
 _END = 1 << 31  # of ids and positions
 
 
-def save_session(cache: SequenceCache, path: str | Path, tokenizer: Any = None, *, secret: bytes | None = None) -> int:
+def save_session(
+    cache: SequenceCache,
+    path: str | Path,
+    tokenizer: Any = None,
+    *,
+    secret: bytes | None = None,
+    sequence: int | None = None,
+) -> int:
     """Write a cache to a file; a file of that name is replaced at once, or stays as it is if writing fails.
 
     Args:
@@ -43,18 +50,19 @@ def save_session(cache: SequenceCache, path: str | Path, tokenizer: Any = None, 
         path: of the file.
         tokenizer: of the model; where it is given, the file can be loaded only with an equal one.
         secret: where others may write to the folder: signs the file, which is then loaded only with this secret.
+        sequence: the only one to save; None is all.
 
     Returns:
         The size of the file in bytes.
 
     Raises:
-        ConfigError: the secret is not bytes.
+        ConfigError: the secret is not bytes, or there is no such sequence.
         StoreError: it cannot be written.
         UnsupportedModelError: some of it was computed inside `self_extend`, or the model is inside.
     """
     check_secret(secret)
     cache.refuse_extended()
-    tensors = {name: tensor.cpu() for name, tensor in cache.state().items()}
+    tensors = {name: tensor.cpu() for name, tensor in cache.state(sequence).items()}
     image = save(tensors, _identity(cache, tokenizer))
     parts = (MAGIC, seal(secret, MAGIC, image), image)
     try:
@@ -65,7 +73,12 @@ def save_session(cache: SequenceCache, path: str | Path, tokenizer: Any = None, 
 
 
 def load_session(
-    cache: SequenceCache, path: str | Path, tokenizer: Any = None, *, secret: bytes | None = None
+    cache: SequenceCache,
+    path: str | Path,
+    tokenizer: Any = None,
+    *,
+    secret: bytes | None = None,
+    sequence: int | None = None,
 ) -> None:
     """Let a cache hold what a file holds. If anything is wrong with the file, the cache stays as it was.
 
@@ -74,9 +87,11 @@ def load_session(
         path: of the file.
         tokenizer: as in `save_session`.
         secret: as in `save_session`.
+        sequence: take the file's only sequence up as this one, and keep the others; None: hold what the file holds
+            and nothing else.
 
     Raises:
-        ConfigError: the secret is not bytes.
+        ConfigError: the secret is not bytes, or a sequence is named and the file holds several.
         StoreError: the file cannot be read, is damaged, was not signed with the secret, belongs to another model,
             tokenizer or rotary setting, or holds what a session of this model cannot hold.
     """
@@ -90,7 +105,17 @@ def load_session(
         with as_fault("its content"):
             state = load(image)
             _check_state(state, layout_of(cache.model, identity["model"]))
-            cache.restore(state)
+        found = sum(name.startswith("sequence.") for name in state)
+        if sequence is not None and found != 1:
+            raise ConfigError(
+                f"the session {path} holds {found} sequences, but one is expected to become sequence {sequence}. Save "
+                "it with save_session(..., sequence=...), or load all of it into an empty cache."
+            )
+        with as_fault("its content"):
+            if sequence is None:
+                cache.restore(state)
+            else:
+                cache.adopt(state, sequence)
     except EntryFault as fault:
         raise StoreError(
             f"the session {path} holds what no session of this model holds: {fault}. Save it again, or prefill again."

@@ -8,14 +8,19 @@
     device            = the cheapest one with T_load <= T_recompute(r*)
 
 Differs: where no device hides its loading, the one that costs least in all is chosen, the GPU's waiting included. The
-paper does not price that; here a month costs storage and the GPU seconds of its requests.
+paper does not price that; here a month costs storage and the GPU seconds of its requests. Where a blended prefill was
+measured, its seconds take the place of r x Prefill(L): layers before the check layer, scoring and the question are in
+them, which is most of a short prefill. What the first layer waits for is hidden behind nothing: a chunk's first read,
+which is its first layer, or READ_BYTES where layers are smaller. A device hides its loading only where that is short.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..errors import ConfigError
+from ..store.stack import READ_BYTES
 
+DELAY_SHARE = 0.25  # the first read may delay a request by this share of its recomputing
 GB, MONTH_S, HOUR_S = 1e9, 30 * 86400.0, 3600.0
 
 
@@ -76,10 +81,10 @@ class Placement:
     Attributes:
         device: its name.
         load_s: of a request's chunks.
-        recompute_s: of the least share of them.
-        is_hidden: loading ends no later than recomputing.
+        recompute_s: of the least share of them; the seconds of a blended prefill where they were measured.
+        is_hidden: loading ends no later than recomputing, and the first read takes little of its time.
         ratio: to recompute; more than the least where loading leaves time for it.
-        request_s: the longer of loading and recomputing.
+        request_s: the longer of recomputing and the loading that it may hide, behind the first read.
         stored_bytes: of all chunks.
         storage_month: price of keeping them.
         gpu_month: price of the GPU while requests load and recompute.
@@ -116,6 +121,11 @@ def ratio_that_loading_hides(load: float, prefill_s: float, least_ratio: float) 
     return min(1.0, max(least_ratio, load / prefill_s))
 
 
+def first_share(chunk_bytes: float, num_layers: int) -> float:
+    """The share of a chunk that its first read brings: a layer, or READ_BYTES where layers are smaller."""
+    return min(1.0, max(1 / num_layers, READ_BYTES / chunk_bytes))
+
+
 def place(
     device: StorageDevice,
     workload: Workload,
@@ -124,6 +134,8 @@ def place(
     *,
     least_ratio: float = 0.15,
     gpu_hour: float = 0.0,
+    blend_s: float | None = None,
+    num_layers: int | None = None,
 ) -> Placement:
     """What it means to keep all chunks on one device.
 
@@ -134,20 +146,23 @@ def place(
         prefill_s: seconds of a full prefill of a request's chunks.
         least_ratio: r*, what quality asks for.
         gpu_hour: price of the GPU for an hour.
+        blend_s: seconds of a prefill at the least ratio with its chunks in memory; None is the paper's r x Prefill(L).
+        num_layers: of the model; None leaves the first read out, as the paper does.
 
     Returns:
         Delays and prices.
     """
     tokens = workload.request_tokens
-    load, least = load_s(bytes_per_token, tokens, device.bytes_s), recompute_s(prefill_s, least_ratio)
+    load = load_s(bytes_per_token, tokens, device.bytes_s)
+    least = recompute_s(prefill_s, least_ratio) if blend_s is None else blend_s
     ratio = ratio_that_loading_hides(load, prefill_s, least_ratio)
-    request = max(load, recompute_s(prefill_s, ratio))
+    first = load * first_share(bytes_per_token * workload.chunk_tokens, num_layers) if num_layers else 0.0
+    request = first + max(load - first, least)
     stored = round(bytes_per_token * workload.chunk_tokens * workload.chunks)
     requests = workload.requests_per_day * MONTH_S / 86400
     gpu = requests * request / HOUR_S * gpu_hour
-    return Placement(
-        device.name, load, least, load <= least, ratio, request, stored, stored / GB * device.gb_month, gpu
-    )
+    is_hidden = load <= least and first <= DELAY_SHARE * least
+    return Placement(device.name, load, least, is_hidden, ratio, request, stored, stored / GB * device.gb_month, gpu)
 
 
 def choose(placements: Sequence[Placement]) -> Placement:

@@ -9,8 +9,9 @@ few numbers of that travel with every stored chunk, and are compared with the mo
 
 import base64
 import math
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
 from .anatomy import text_config
-from .capture import capture, capture_chunk
+from .capture import capture, capture_chunk, capture_image
 from .fingerprint import fingerprint, state_of
 
 if TYPE_CHECKING:
@@ -34,13 +35,16 @@ COARSE_TOLERANCE = 0.15  # bfloat16 and float16, and models whose matrix product
 _known: WeakKeyDictionary[nn.Module, tuple[int, str]] = WeakKeyDictionary()
 
 
-def compute_chunk(model: nn.Module, key: "ChunkKey", tokenizer: str = "") -> "ChunkKV":
+def compute_chunk(
+    model: nn.Module, key: "ChunkKey", tokenizer: str = "", image: Mapping[str, Any] | None = None
+) -> "ChunkKV":
     """Compute the chunk of a key, to be stored under it.
 
     Args:
         model: whose fingerprint is the key's.
         key: which chunk.
         tokenizer: digest of the tokenizer that made its ids; empty if that is not known.
+        image: for the chunk of an image, the arguments as in `capture_image`.
 
     Returns:
         The chunk.
@@ -49,7 +53,10 @@ def compute_chunk(model: nn.Module, key: "ChunkKey", tokenizer: str = "") -> "Ch
         PromptError: as `capture_chunk`.
         UnsupportedModelError: as `capture_chunk`, or the model is another one by now.
     """
-    chunk = capture_chunk(model, key.token_ids, key.sink_ids, key.fingerprint, key.namespace)
+    if image is None:
+        chunk = capture_chunk(model, key.token_ids, key.sink_ids, key.fingerprint, key.namespace)
+    else:
+        chunk = capture_image(model, key, image)
     now = fingerprint(model)
     if now != key.fingerprint:
         raise UnsupportedModelError(

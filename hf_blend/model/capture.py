@@ -18,7 +18,7 @@ from ..prompt.pieces import check_ids
 from ..rotary.tables import Table, rotary_table
 from ..store.chunk import ChunkKey, ChunkKV
 from .anatomy import LayerCall, decoder_layers, decoder_of, full_cache, keeps_nothing, stock_layers, text_config
-from .identity.canonical import canonical
+from .identity.canonical import canonical, notes_kept
 from .mixer import ActiveRows, MixerPass
 from .mixer_probe import mixers_of
 from .modality import refuse_placeholders
@@ -59,11 +59,33 @@ def capture_chunk(
         UnsupportedModelError: a layer of the model leaves no K/V in its cache.
     """
     check_chunk(model, token_ids, sink_ids)
-    captured = capture(model, torch.tensor([[*sink_ids, *token_ids]]))
-    start = len(sink_ids)
+    key = ChunkKey(fingerprint, tuple(sink_ids), tuple(token_ids), namespace)
+    return _behind_sink(capture(model, torch.tensor([[*sink_ids, *token_ids]])), key)
+
+
+def capture_image(model: nn.Module, key: ChunkKey, arguments: Mapping[str, Any]) -> ChunkKV:
+    """Compute an image's KV behind a sink, and cut the sink off.
+
+    Args:
+        model: the model to run; it is left as it was.
+        key: of the chunk.
+        arguments: of the model's forward, by name, for the sink and the image alone, encoded before.
+
+    Returns:
+        K and V of the image, K rotated for the positions that the model gives it behind the sink.
+
+    Raises:
+        UnsupportedModelError: a layer of the model leaves no K/V in its cache.
+    """
+    with canonical(model), notes_kept(model):
+        return _behind_sink(capture_forward(model, arguments)[0], key)
+
+
+def _behind_sink(captured: Capture, key: ChunkKey) -> ChunkKV:
+    start = len(key.sink_ids)
     tables, layer_table = _distinct(captured.tables, start)
     layers = tuple(tuple(one[0, :, start:].clone() for one in states) for states in captured.layers)
-    return ChunkKV(ChunkKey(fingerprint, tuple(sink_ids), tuple(token_ids), namespace), layers, tables, layer_table)
+    return ChunkKV(key, layers, tables, layer_table)
 
 
 def capture(

@@ -85,7 +85,7 @@ def row_lines(
     return CausalLines(rows + past, keys, lambda: [number + past for number in known()])
 
 
-def looks_ahead(model_mask: Any, row: int, columns: slice, tokens: int) -> bool:
+def looks_ahead(model_mask: Any, row: int, columns: slice, tokens: int, inside: bool = False) -> bool:
     """Whether some of the new tokens see one that stands behind them.
 
     Args:
@@ -93,6 +93,7 @@ def looks_ahead(model_mask: Any, row: int, columns: slice, tokens: int) -> bool:
         row: the batch entry.
         columns: which tokens.
         tokens: how many new ones there are.
+        inside: they may see each other, as they did where they were computed; only those behind them all count.
 
     Returns:
         True for a block mask too, of which it is not known; False where the model relies on a causal kernel.
@@ -103,7 +104,7 @@ def looks_ahead(model_mask: Any, row: int, columns: slice, tokens: int) -> bool:
         return False
     lines = model_mask[row if model_mask.shape[0] > 1 else 0, :, columns, -tokens:]
     visible = lines if lines.dtype == torch.bool else lines > torch.finfo(lines.dtype).min / 2
-    return bool(visible.triu(columns.start + 1).any())
+    return bool(visible[..., columns.stop :].any() if inside else visible.triu(columns.start + 1).any())
 
 
 def _cut_blocks(model_mask: BlockMask, rows: Tensor, keys: int) -> BlockMask:

@@ -71,6 +71,8 @@ def _at_once(
     batch, heads, rows, width = query.shape
     kv_heads = key.shape[1]
     group = heads // kv_heads
+    if is_shared(key) and is_shared(value) and lines.shape[1] == 1:
+        return _over_one(query, key[:1], value[:1], lines.bias(block, query.dtype, group), dropout, scale)
     if group == 1 or lines.shape[1] > 1:
         bias = lines.bias(block, query.dtype)
         done = scaled_dot_product_attention(query, key, value, bias, dropout, scale=scale, enable_gqa=group > 1)
@@ -82,6 +84,24 @@ def _at_once(
     bias = lines.bias(block, query.dtype, group)
     done = scaled_dot_product_attention(query, key, value, bias, dropout, scale=scale)
     return done.view(batch, kv_heads, group, rows, -1)
+
+
+def is_shared(states: Tensor) -> bool:
+    """Whether the entries of a batch, `[batch, kv_heads, keys, width]`, are the same memory."""
+    return states.shape[0] > 1 and states.stride(0) == 0
+
+
+def _over_one(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, dropout: float, scale: float | None) -> Tensor:
+    """A batch over one entry's keys: all its queries are rows of that entry, so that a key is read once for all.
+
+    Attention over a shared prefix as in Hydragen (https://arxiv.org/abs/2402.05099), section 3.2.
+    Differs: what only one sequence has is among the same keys and hidden from the others, so nothing is put together.
+    """
+    (batch, heads, rows, width), kv_heads = query.shape, key.shape[1]
+    folded = query.reshape(batch, kv_heads, -1, width).transpose(0, 1).reshape(1, kv_heads, -1, width)
+    bias = bias.reshape(1, 1, folded.shape[2], key.shape[2])
+    done = scaled_dot_product_attention(folded, key, value, bias, dropout, scale=scale)
+    return done.view(kv_heads, batch, heads // kv_heads, rows, -1).transpose(0, 1)
 
 
 def _in_two(

@@ -45,7 +45,7 @@ class KVMemory:
 
         Args:
             layers: those whose K and V grow with the context.
-            device_map: "auto", or layer → device; layers that are not named are resident.
+            device_map: "auto"; one device for all; or layer → device, where layers that are not named are resident.
             max_memory: bytes per device for "auto"; None is what is free.
             folder: for what goes to the disk.
 
@@ -54,9 +54,11 @@ class KVMemory:
             OffloadError: the folder cannot be written to.
         """
         self._layers, self._settings = tuple(layers), (device_map, max_memory, folder)
-        self._is_auto = isinstance(device_map, str)
+        self._is_auto = device_map == "auto"
         self._budget = memory_budget(max_memory) if self._is_auto else {}
-        self.device_map: dict[int, Place] = {} if isinstance(device_map, str) else dict(device_map)
+        self.device_map: dict[int, Place] = {}
+        if not self._is_auto:
+            self.device_map = dict.fromkeys(layers, device_map) if isinstance(device_map, str) else dict(device_map)
         self._check()
         self._states = States(folder)
         self._shapes: dict[int, Shapes] = {}  # of the layers that were seen, for `_room` tokens
@@ -195,11 +197,33 @@ class KVMemory:
             return
         layer = self._away[later]
         rows = layer.tokens + GROW_TOKENS
+        self._ahead = (later, rows, self._reading().submit(_on_side_stream, layer, rows))
+        self.count("ahead", rows * layer.row_bytes)
+
+    def _reading(self) -> ThreadPoolExecutor:
         if self._reader is None:
             self._reader = ThreadPoolExecutor(1, thread_name_prefix=READER)
             weakref.finalize(self, _end, self._reader)
-        self._ahead = (later, rows, self._reader.submit(_on_side_stream, layer, rows))
-        self.count("ahead", rows * layer.row_bytes)
+        return self._reader
+
+    def release(self) -> None:
+        """Drop what was read ahead and what was at work: no whole layer is used next."""
+        self._forget_ahead()
+        self.count("at work", 0)
+
+    def read(self, index: int, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """K and V of some tokens of a layer that is away, on its device, `[tokens, batch, kv_heads, head_dim]`."""
+        return self._away[index].read(start, end)
+
+    def blocks(self, index: int, rows: Sequence[Sequence[int]], size: int) -> list[tuple[Tensor, Tensor]]:
+        """Some blocks of a layer that is away, in host memory; see `AwayLayer.blocks`."""
+        return self._away[index].blocks(rows, size)
+
+    def blocks_ahead(
+        self, index: int, rows: Sequence[Sequence[int]], size: int
+    ) -> Future[list[tuple[Tensor, Tensor]]]:
+        """The same, read on another thread."""
+        return self._reading().submit(self._away[index].blocks, rows, size)
 
     def _forget_ahead(self, index: int | None = None) -> None:
         """Drop what was read ahead, of a layer that changes or of any."""

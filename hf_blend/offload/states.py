@@ -12,7 +12,9 @@ import shutil
 import tempfile
 import threading
 import weakref
-from collections.abc import Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,8 @@ from ..errors import OffloadError
 from .placement import LayerStates
 
 PREFIX, LOCK = "hf-blend-kv-", "in-use"
+PIECE_TOKENS = 64  # a file has a digest for each so many tokens, which are the least that is read
+SPARE = 8  # memory that grows takes an eighth more than it needs, so that not every growth copies it
 
 
 class Folder:
@@ -73,7 +77,8 @@ class States(OffloadedWeightsLoader):
     def __init__(self, parent: str | os.PathLike[str] | None) -> None:
         super().__init__(state_dict={}, index={})
         self._folder = None if parent is None else Folder(parent)
-        self._digests: dict[str, list[tuple[int, int]]] = {}  # of what is on disk: (tokens up to here, digest)
+        self._digests: dict[str, list[tuple[int, int]]] = {}  # of pieces on disk: (tokens up to here, digest)
+        self._pools: dict[str, Tensor] = {}  # what `state_dict` shows the first rows of
 
     @property
     def tokens_on_disk(self) -> dict[str, int]:
@@ -95,7 +100,8 @@ class States(OffloadedWeightsLoader):
         """
         self.remove(name)
         if device is not None:
-            self.state_dict[name] = like.new_empty((0, *like.shape[1:]), device=device)
+            pool = torch.empty((0, *like.shape[1:]), dtype=like.dtype, device=device)
+            self._pools[name] = self.state_dict[name] = pool
             return
         if self._folder is None:
             raise OffloadError(
@@ -119,19 +125,24 @@ class States(OffloadedWeightsLoader):
             self.reserve(name, held + len(states))
             self.state_dict[name][held : held + len(states)] = states
             return
-        data = _bytes(states)
-        self._write(name, data, held * self._row_bytes(name))
-        self._digests[name].append((held + len(states), xxhash.xxh3_64_intdigest(data)))
-        self.reserve(name, held + len(states))
+        data, width = _bytes(states), self._row_bytes(name)
+        self._write(name, data, held * width)
+        end = held + len(states)
+        cuts = [held, *range(held - held % PIECE_TOKENS + PIECE_TOKENS, end, PIECE_TOKENS), end]
+        for first, last in pairwise(cuts):
+            piece = data[(first - held) * width : (last - held) * width]
+            self._digests[name].append((last, xxhash.xxh3_64_intdigest(piece)))
+        self.reserve(name, end)
 
     def reserve(self, name: str, rows: int) -> None:
         """Make a tensor so many rows long, at least as many as it has tokens; what is read then has room for more."""
         if name in self.state_dict:
-            states = self.state_dict[name]
-            if len(states) != rows:
-                self.state_dict[name] = states.new_empty((rows, *states.shape[1:]))
-                kept = min(len(states), rows)
-                self.state_dict[name][:kept] = states[:kept]
+            pool, held = self._pools[name], self.state_dict[name]
+            if len(pool) < rows:
+                pool = pool.new_empty((rows + rows // SPARE, *pool.shape[1:]))
+                pool[: len(held)] = held
+                self._pools[name] = pool
+            self.state_dict[name] = pool[:rows]
             return
         os.truncate(self._path(name), rows * self._row_bytes(name))  # a hole: no block of the disk is used
         self.index[name]["shape"][0] = rows
@@ -141,12 +152,12 @@ class States(OffloadedWeightsLoader):
         ends = self._digests.get(name)
         if ends is None or not ends or ends[-1][0] <= tokens:
             return
-        whole = self[name][:tokens]  # verified
-        while ends and ends[-1][0] > tokens:
-            ends.pop()
-        start = ends[-1][0] if ends else 0
-        if tokens > start:
-            ends.append((tokens, xxhash.xxh3_64_intdigest(_bytes(whole[start:]))))
+        count = bisect_right(ends, tokens, key=lambda piece: piece[0])
+        start = ends[count - 1][0] if count else 0
+        rest = self.read(name, [(start, tokens)])[0] if tokens > start else None  # verified
+        del ends[count:]
+        if rest is not None:
+            ends.append((tokens, xxhash.xxh3_64_intdigest(_bytes(rest))))
         self.reserve(name, tokens)
 
     def forget(self, name: str, held: int) -> None:
@@ -155,9 +166,58 @@ class States(OffloadedWeightsLoader):
         while ends and ends[-1][0] > held:
             ends.pop()
 
+    def read(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """Some of the tokens of a tensor, without the others.
+
+        Args:
+            name: of the tensor.
+            ranges: first token and the one behind the last, each.
+
+        Returns:
+            `[tokens, …]` for each range; views where the tensor is in memory.
+
+        Raises:
+            OffloadError: what was read is not what was written.
+        """
+        if name in self.state_dict:
+            return [self.state_dict[name][start:end] for start, end in ranges]
+        try:
+            with self._path(name).open("rb", buffering=0) as file:
+                return [self._read(name, file.fileno(), start, end) for start, end in ranges]
+        except OSError as error:
+            raise OffloadError(f"{name} cannot be read from {self.save_folder}: {error}. {AGAIN}") from error
+
+    def _read(self, name: str, file: int, start: int, end: int) -> Tensor:
+        ends, width, info = self._digests[name], self._row_bytes(name), self.index[name]
+        first = bisect_right(ends, start, key=lambda piece: piece[0])
+        last = bisect_left(ends, end, key=lambda piece: piece[0])
+        begin, behind = ends[first - 1][0] if first else 0, ends[last][0]
+        shape = (behind - begin, *info["shape"][1:])
+        states = torch.empty(shape, dtype=getattr(torch, info["dtype"]))
+        data = _bytes(states)
+        if os.preadv(file, [data], begin * width) == len(data):
+            self._verify(name, data, begin, ends[first : last + 1])
+        else:
+            raise self._other(name, begin, behind)
+        return states[start - begin : end - begin]
+
+    def _verify(self, name: str, data: Any, start: int, pieces: Sequence[tuple[int, int]]) -> None:
+        begin, width = start, self._row_bytes(name)
+        for end, digest in pieces:
+            if xxhash.xxh3_64_intdigest(data[(start - begin) * width : (end - begin) * width]) != digest:
+                raise self._other(name, start, end)
+            start = end
+
+    def _other(self, name: str, start: int, end: int) -> OffloadError:
+        return OffloadError(
+            f"tokens {start} to {end - 1} of {name}, read from {self._path(name)}, are not what was written there. "
+            f"{AGAIN}"
+        )
+
     def remove(self, name: str) -> None:
         """Forget a tensor and delete its file."""
         self.state_dict.pop(name, None)
+        self._pools.pop(name, None)
         self._digests.pop(name, None)
         if self.index.pop(name, None) is not None:
             self._path(name).unlink(missing_ok=True)
@@ -172,14 +232,8 @@ class States(OffloadedWeightsLoader):
             states: Tensor = super().__getitem__(name)
         except (OSError, ValueError) as error:
             raise OffloadError(f"{name} cannot be read from {self.save_folder}: {error}. {AGAIN}") from error
-        start = 0
-        for end, digest in self._digests.get(name, ()):
-            if xxhash.xxh3_64_intdigest(_bytes(states[start:end])) != digest:
-                raise OffloadError(
-                    f"tokens {start} to {end - 1} of {name}, read from {self._path(name)}, are not what was written "
-                    f"there. {AGAIN}"
-                )
-            start = end
+        if pieces := self._digests.get(name):
+            self._verify(name, _bytes(states[: pieces[-1][0]]), 0, pieces)
         return states
 
     def __len__(self) -> int:
@@ -214,6 +268,11 @@ AGAIN = "Call reset() of the cache and run the prompt again."
 def _bytes(states: Tensor) -> Any:
     """The bytes of a tensor in host memory, without a copy where it is contiguous."""
     return states.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy().data if states.numel() else b""
+
+
+def host_tensor(shape: tuple[int, ...], dtype: torch.dtype, is_pinned: bool) -> Tensor:
+    """Memory of the host with undefined contents; pinned memory is copied to a GPU without the host waiting."""
+    return torch.empty(shape, dtype=dtype, pin_memory=is_pinned and torch.cuda.is_available())
 
 
 class AwayLayer:
@@ -277,6 +336,37 @@ class AwayLayer:
             brought = module()
             hook.post_forward(module, None)
         return brought[0].to(keys.device), brought[1].to(values.device)
+
+    def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """K and V of some tokens on the device, `[tokens, batch, kv_heads, head_dim]`."""
+        with self._lock:
+            found = [self._states.read(self._prefix + name, [(start, end)])[0] for name in ("keys", "values")]
+            return found[0].to(self._like[0].device), found[1].to(self._like[1].device)
+
+    def blocks(self, rows: Sequence[Sequence[int]], size: int) -> list[tuple[Tensor, Tensor]]:
+        """K and V of some blocks of `size` tokens of each request, in host memory; pinned where a GPU computes.
+
+        Args:
+            rows: for each request which blocks; none that is not away as a whole.
+            size: tokens of a block.
+
+        Returns:
+            For each request `[blocks, size, kv_heads, head_dim]`, K and V.
+        """
+        with self._lock:
+            keys, values = (list(self._gathered(name, rows, size)) for name in ("keys", "values"))
+        return list(zip(keys, values, strict=True))
+
+    def _gathered(self, name: str, rows: Sequence[Sequence[int]], size: int) -> Iterator[Tensor]:
+        name, like = self._prefix + name, self._like[name == "values"]
+        some = sorted({block for blocks in rows for block in blocks})
+        found = self._states.read(name, [(block * size, block * size + size) for block in some])
+        places = {block: place for place, block in enumerate(some)}
+        for row, blocks in enumerate(rows):
+            gathered = host_tensor((len(blocks), size, *like.shape[2:]), like.dtype, like.is_cuda)
+            for target, block in zip(gathered, blocks, strict=True):
+                target.copy_(found[places[block]][:, row])
+            yield gathered
 
     def crop(self, tokens: int) -> None:
         """Keep the first so many tokens."""

@@ -474,9 +474,9 @@ class Fusor:
         return self._realigner.mismatches(0, slots, *self._opened[0])
 
     def _drop_what_looks_ahead(self, model_mask: Any) -> None:
-        """Compute the chunks in which a token sees those behind it; alone they were computed causally."""
+        """Compute chunks in which a token sees others behind it than where the chunk was computed."""
         for slot in list(self._plan.slots):
-            if looks_ahead(model_mask, slot.row, slot.columns, self._tokens):
+            if looks_ahead(model_mask, slot.row, slot.columns, self._tokens, inside=slot.is_image):
                 self._drop(slot)
 
     def _drop(self, slot: Slot) -> None:

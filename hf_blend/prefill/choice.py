@@ -187,7 +187,8 @@ class Chooser:
 
     def _view(self, index: int, rows: Rows, reusable: Tensor, fresh: KV | None) -> TokenView:
         table = self._tokens(reusable)
-        chunk, offset, tokens = table if rows.is_all else table.gather(2, rows.columns.expand(3, *rows.columns.shape))
+        kinds = table if rows.is_all else table.gather(2, rows.columns.expand(4, *rows.columns.shape))
+        chunk, offset, tokens, image = kinds
         chunk = chunk if rows.filler is None else chunk.masked_fill(rows.filler, -1)
         view = TokenView(
             index,
@@ -200,6 +201,7 @@ class Chooser:
             probe=self._probe,
             num_layers=len(self._with_keys),
             chunks=table[0],
+            images=image > 0,
         )
         if fresh is None:
             return view
@@ -217,7 +219,7 @@ class Chooser:
         return replace(view, fresh=(fresh_keys, fresh_values), stored=(keys, values))
 
     def _tokens(self, reusable: Tensor) -> Tensor:
-        """`[3, batch, tokens]`: see `Plan.token_table`; made once, and again after a chunk was refused."""
+        """`[4, batch, tokens]`: see `Plan.token_table`; made once, and again after a chunk was refused."""
         known = len(self._plan.slots)
         if self._table is None or self._table[0] != known:
             table = self._plan.token_table().to(reusable.device)

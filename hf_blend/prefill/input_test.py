@@ -9,8 +9,7 @@ stand. One such test counts for all forwards of the model with these arguments, 
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from inspect import signature
 from typing import Any
@@ -23,6 +22,7 @@ from ..config import BlendConfig
 from ..errors import UnsupportedModelError
 from ..model.anatomy import text_config
 from ..model.capture import Capture, capture_forward
+from ..model.identity.canonical import notes_kept
 from ..model.modality import other_inputs
 from ..model.trust import BOUNDS, COARSE_BOUND, FAILURES
 from ..store.chunk import ChunkKV
@@ -57,9 +57,9 @@ class InputTest:
         return BlendConfig(RATIO, sink_ids=tuple(sink_ids), allow_unverified=True)
 
     @staticmethod
-    def is_passed(model: nn.Module, arguments: Mapping[str, Any]) -> bool:
-        """Whether a forward with such arguments was tested and found right."""
-        return _complaints.get(model, {}).get(_kind(model, arguments)) == ""
+    def is_passed(model: nn.Module, arguments: Mapping[str, Any], of_images: bool = False) -> bool:
+        """Whether a forward with such arguments, and chunks of images or not, was tested and found right."""
+        return _complaints.get(model, {}).get((*_kind(model, arguments), of_images)) == ""
 
     def ensure_passed(self, plan: Plan, arguments: dict[str, Any], allow_unverified: bool = False) -> None:
         """Test a forward, if none of its kind was tested before.
@@ -72,7 +72,8 @@ class InputTest:
         Raises:
             UnsupportedModelError: blending does not reproduce the model's own K, V and logits.
         """
-        known, kind = _complaints.setdefault(self._model, {}), _kind(self._model, arguments)
+        of_images = any(slot.is_image for slot in plan.slots)
+        known, kind = _complaints.setdefault(self._model, {}), (*_kind(self._model, arguments), of_images)
         complaint = known[kind] if kind in known else self._complaint(plan, arguments)
         if complaint and not allow_unverified:
             known[kind] = complaint
@@ -87,7 +88,7 @@ class InputTest:
         name, inputs = type(self._model).__name__, ", ".join(other_inputs(arguments))
         do = "Use full prefill for such prompts, or pass allow_unverified=True to blend them all the same."
         try:
-            with _notes_kept(self._model):
+            with notes_kept(self._model):
                 share = self._error(plan, arguments)
         except torch.OutOfMemoryError:
             raise
@@ -172,14 +173,3 @@ def _share(got: Tensor, true: Tensor, by_median: bool) -> float:
     scale = sizes.square().mean().sqrt().clamp_min(torch.finfo(torch.float32).tiny)
     share = float((errors.median() if by_median else errors.square().mean().sqrt()) / scale)
     return share if share == share else float("inf")
-
-
-@contextmanager
-def _notes_kept(model: nn.Module) -> Iterator[None]:
-    """Tensors that a forward notes down in its modules, such as where its images end, are put back afterwards."""
-    before = [(vars(module), dict(vars(module))) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for now, was in before:
-            now |= {name: was.get(name) for name, value in now.items() if isinstance(value, Tensor)}

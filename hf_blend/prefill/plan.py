@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which columns of a prompt have stored KV: found by content, checked, computed where missing."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -15,6 +15,7 @@ from ..config import BlendConfig
 from ..model.anatomy import text_config
 from ..model.canary import compute_chunk, is_of_model
 from ..model.modality import placeholder_ids
+from ..prompt.content import is_content
 from ..prompt.pieces import Span
 from ..rotary.regime import frequency_regime
 from ..store import ChunkStore
@@ -61,6 +62,11 @@ class Slot:
         tokens = held - self.first if self.count is None else self.count
         columns, inside = slice(self.start, self.start + tokens), slice(self.first, self.first + tokens)
         vars(self).update(tokens=tokens, is_whole=tokens == held, columns=columns, inside=inside)
+
+    @property
+    def is_image(self) -> bool:
+        """Whether its tokens are those of an image."""
+        return is_content(self.chunk.key.token_ids[0])
 
     def states(self, layer: int) -> tuple[Tensor, Tensor]:
         """Stored (K, V) of a layer, `[kv_heads, tokens, head_dim]` each, K rotated for the chunk's own positions."""
@@ -136,7 +142,7 @@ class Plan:
     def __post_init__(self) -> None:
         self._real_here = self.real  # stays with the host when `real` goes to the device
 
-    def read_ahead(self, depth: int) -> None:
+    def read_ahead(self, depth: float) -> None:
         """Begin to read, so many layers ahead of what is used, the chunks whose layers come one by one."""
         streams = {id(slot.chunk.layers): slot.chunk.layers for slot in self.slots}
         coming = [layers for layers in streams.values() if type(layers) is StreamedLayers]
@@ -188,12 +194,12 @@ class Plan:
         return np.asarray(self._real_here) & ~stored
 
     def token_table(self) -> Tensor:
-        """`[3, batch, tokens]`: number of the chunk, place in it, its length; -1 for tokens that cannot be chosen."""
-        table = np.full((3, *self.real.shape), -1, dtype=np.int64)
+        """`[4, batch, tokens]`: number of the chunk, place in it, its length, 1 for an image; -1: cannot be chosen."""
+        table = np.full((4, *self.real.shape), -1, dtype=np.int64)
         for slot in self.slots:
             if not slot.exact:
                 here = table[:, slot.row, slot.columns]
-                here[0], here[2] = slot.number, slot.chunk.tokens
+                here[0], here[2], here[3] = slot.number, slot.chunk.tokens, slot.is_image
                 here[1] = np.arange(slot.inside.start, slot.inside.stop)
         return torch.from_numpy(table)
 
@@ -218,6 +224,7 @@ class Planner:
         self._placeholders = placeholder_ids(model.config)  # no chunk that holds one is looked up, or computed alone
         self._least_ratio = least_ratio  # what a controller may raise
         self._model, self._store, self._fingerprint, self._sink_ids = model, store, fingerprint, sink_ids
+        self.images: Mapping[tuple[int, ...], Mapping[str, Any]] = {}  # by the names of its tokens, how to compute one
         self._fetched: dict[ChunkKey, ChunkKV] = {}
         self._canaries: set[str] = set()  # those that were found to be the model's
         self._regimes: set[tuple[int, ...]] = set()  # of the frequencies in the forward that is planned
@@ -331,7 +338,8 @@ class Planner:
         known = self._fetched.get(key)
         if known is not None:
             return known
-        compute = partial(compute_chunk, self._model, key, self._tokenizer)
+        image = self.images.get(key.token_ids)
+        compute = partial(compute_chunk, self._model, key, self._tokenizer, *([] if image is None else [image]))
         chunk = self._store.stream(key, partial(_replace, plan.replaced, key, compute), layout=self._layout)
         if chunk is not None and chunk.canary not in self._canaries and not is_of_model(self._model, chunk.canary):
             self._store.reject(key, "canary")

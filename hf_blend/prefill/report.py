@@ -61,8 +61,11 @@ class BlendReport:
         past_tokens: tokens that were in the cache before this prefill.
         seam_tokens: tokens at the beginning or the end of stored chunks that the prompt has others for, because it was
             tokenised as a whole, or lacks; what the prompt has there is computed like a question.
+        encoded_images: how many images of `inputs_with_images` the vision tower was run for; no FLOPs are charged.
         partial: where chunks are loaded in part, how many layers were, and the bytes that were loaded and that there
             are; None otherwise.
+        sparse: where steps look at some blocks, how their selections held and what was loaded for them, by the names
+            of `SparseMetrics`; None otherwise.
         notice: what else is worth knowing, such as that the chunks were stored with another tokenizer.
         fallback_reason: why every token was computed although there was a prompt, and what to pass instead; empty
             where stored chunks could be reused.
@@ -80,7 +83,9 @@ class BlendReport:
     select_ms: float = 0.0
     past_tokens: int = 0
     seam_tokens: int = 0
+    encoded_images: int = 0
     partial: dict[str, float] | None = None
+    sparse: dict[str, int] | None = None
     notice: str = ""
     fallback_reason: str = ""
     _chosen: list[list[list[int]] | tuple[Tensor, Tensor, int]] = field(default_factory=list, repr=False)

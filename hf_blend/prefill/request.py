@@ -86,6 +86,10 @@ class Coming:
         """Whether anything is expected."""
         return self.batch is not None
 
+    def is_of(self, input_ids: Tensor) -> bool:
+        """Whether the prompts that are expected are these, `[batch, tokens]`."""
+        return self.batch is not None and torch.equal(self.batch.input_ids, input_ids.cpu())
+
     def plan(self, planner: Planner, brought: Brought, past: int) -> tuple[Plan, "Coming"]:
         """Plan a forward.
 

@@ -47,6 +47,9 @@ class Span(NamedTuple):
         """The place in the prompt behind its last token."""
         return self.start + self.tokens
 
+    def overlaps(self, other: "Span") -> bool:
+        """Whether a token of the prompt belongs to both."""
+        return self.start < other.stop and other.start < self.stop
 
 
 @dataclass(frozen=True)

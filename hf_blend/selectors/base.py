@@ -57,6 +57,7 @@ class TokenView:
             looks at those only, while `hear` receives all. Charged.
         num_layers: how many layers the model has.
         chunks: `[batch, columns]`, number of each column's chunk, -1 for none; also of columns that flow no more.
+        images: `[batch, tokens]`, True for tokens of an image's chunk; None where nothing is known of images.
         earlier: `[batch, tokens]`, what this selector said of these tokens before the first layer, if it was asked.
     """
 
@@ -75,6 +76,7 @@ class TokenView:
     probe: Callable[[Hear, Sequence[int], Tensor | None], None] = _no_attention
     num_layers: int = 1
     chunks: Tensor | None = None
+    images: Tensor | None = None
     earlier: Tensor | None = None
     in_layer: bool = False
     pairs: Callable[[int], tuple[Tensor, Tensor]] | None = None

@@ -63,6 +63,20 @@ class BlendedScheduler(FIFOScheduler):
         states: list[Any] = super().clear_cancelled_requests()
         return states
 
+    def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
+        """Choose the requests of the next step, as the base class does.
+
+        After requests had to give up their blocks it lets no new one in until another has finished. If those were all
+        cancelled none ever would, and the engine would wait for ever.
+
+        Args:
+            token_budget: of the step.
+            cache_budget: cache entries that the step may read.
+        """
+        if not self.active_requests:
+            self.block_new_requests = False
+        return super().schedule_batch(token_budget, cache_budget)
+
     def may_grow(self) -> bool:
         """Whether another prompt may take blocks: enough are left for those that decode, or nobody does."""
         return not self.active_requests or bool(self._try_to_meet_safety_margin())

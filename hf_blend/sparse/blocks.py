@@ -42,6 +42,31 @@ class BlockedLayer:
         self._held = 0
         layer.unchanged_tokens = 0
 
+    @property
+    def is_away(self) -> bool:
+        """Whether blocks have to be brought to the device."""
+        return False
+
+    def begin(self) -> None:
+        """A step that looks at blocks begins: forget what has changed since the last one."""
+        known = self._layer.unchanged_tokens
+        self._held = min(self._held, known)
+        if self._made is not None:
+            self._made = self._made[:, :, : known // self._config.block_tokens]
+
+    def release(self) -> None:
+        """The next step looks at everything."""
+
+    def close(self) -> None:
+        """The session is over."""
+
+    def whole(self) -> KV:
+        """K and V of all tokens, `[batch, kv_heads, tokens, head_dim]`."""
+        return self._layer.keys, self._layer.values
+
+    def prefetch(self, selections: Sequence[Selection]) -> None:
+        """Say what the next step will probably look at."""
+
     def complete(self, past: int) -> int:
         """Complete blocks before the new tokens."""
         return past // self._config.block_tokens
@@ -116,12 +141,17 @@ class BlockedLayer:
             torch.index_select(found, 1, blocks[row], out=chosen)
         return buffer
 
+    def _keys(self, start: int, end: int) -> Tensor:
+        """K of some tokens."""
+        keys: Tensor = self._layer.keys[:, :, start:end]
+        return keys
+
     def _represented(self, count: int) -> Tensor:
         """The representations of the first blocks, made for those that are new or changed."""
         size = self._config.block_tokens
         known = 0 if self._made is None else min(self._made.shape[2], self._layer.unchanged_tokens // size)
         if known < count or self._made is None:
-            keys = self._layer.keys[:, :, known * size : count * size].unflatten(2, (count - known, size))
+            keys = self._keys(known * size, count * size).unflatten(2, (count - known, size))
             if known == 0:
                 self._prepared = self._method.prepare(keys)
             new = self._method.represent(keys, self._prepared)

@@ -66,7 +66,6 @@ def sparse_decoding(
             f"the cache was made for another {type(cache.model).__name__} than this {type(model).__name__}. Pass the "
             "model that it was made for."
         )
-    refuse_offloaded(cache)
     refuse_static(cache.config.max_tokens, "sparse_decoding")
     merged = SparseConfig(**{**vars(config or SparseConfig()), **settings})
     session = SparseSession(cache, merged, watch_mass)
@@ -81,6 +80,7 @@ def sparse_decoding(
     finally:
         for door in doors:
             door.remove()
+        session.close()
 
 
 def refuse_offloaded(cache: BlendCache) -> None:
@@ -185,6 +185,12 @@ def attend(
     is_plain = all(kwargs.get(special) is None for special in ("position_bias", "sliding_window"))
     given = (key, value, attention_mask)
     few = guest.few(int(module.layer_idx), query, *given, name, scaling) if guest and is_plain else None
+    if few is None and key.shape[2] > 1 and key.stride(2) == 0:
+        raise UnsupportedModelError(
+            f"layer {module.layer_idx} of this model attends with a bias or to the K and V of another layer, expected "
+            "plain attention to its own: these were not brought to the device. Leave kv_device_map out, or decode "
+            "without sparse."
+        )
     output: tuple[Tensor, Tensor | None] = stock(*(few or given))
     return output
 

@@ -21,20 +21,30 @@ class Layout:
     Args:
         selections: one per request.
         block_tokens: tokens of a block.
+        rows: for each request its blocks before the tail in the order of their columns, -1 for a filler; increasing
+            where left out.
+
+    Attributes:
+        selections: as given.
+        rows: as given, of equal lengths.
+        tail: the first token of the part that is the same for every request.
+        fixed: columns before it.
     """
 
-    def __init__(self, selections: Sequence[Selection], block_tokens: int) -> None:
+    def __init__(
+        self, selections: Sequence[Selection], block_tokens: int, rows: list[list[int]] | None = None
+    ) -> None:
         self.selections, self._size = tuple(selections), block_tokens
         self.tail = min(one.tail for one in selections)
         inside = [[block for block in one.blocks if block * block_tokens < self.tail] for one in selections]
         most = max(map(len, inside))
-        self._rows = [blocks + [-1] * (most - len(blocks)) for blocks in inside]
-        self.fixed = most * block_tokens  # columns before the tail
+        self.rows = rows or [blocks + [-1] * (most - len(blocks)) for blocks in inside]
+        self.fixed = most * block_tokens
 
     @cached_property
     def blocks(self) -> Tensor:
         """The blocks before the tail, `[batch, blocks]`; block 0 where there is a filler."""
-        return torch.tensor(self._rows, dtype=torch.long).reshape(len(self._rows), -1).clamp_min(0)
+        return torch.tensor(self.rows, dtype=torch.long).reshape(len(self.rows), -1).clamp_min(0)
 
     @cached_property
     def inside(self) -> Tensor:
@@ -43,15 +53,15 @@ class Layout:
 
     def columns(self, total: int) -> Tensor:
         """Tokens of all columns, `[batch, columns]`, of a context of `total` tokens."""
-        return torch.cat([self.inside, torch.arange(self.tail, total).expand(len(self._rows), -1)], dim=1)
+        return torch.cat([self.inside, torch.arange(self.tail, total).expand(len(self.rows), -1)], dim=1)
 
     def seen(self, total: int) -> Tensor | None:
         """Which columns a request looks at, `[batch, columns]`; None for all."""
         tails = {one.tail for one in self.selections}
-        if len(tails) == 1 and all(block >= 0 for row in self._rows for block in row):
+        if len(tails) == 1 and all(block >= 0 for row in self.rows for block in row):
             return None
-        seen = torch.ones((len(self._rows), self.fixed + total - self.tail), dtype=torch.bool)
-        for row, (blocks, one) in enumerate(zip(self._rows, self.selections, strict=True)):
+        seen = torch.ones((len(self.rows), self.fixed + total - self.tail), dtype=torch.bool)
+        for row, (blocks, one) in enumerate(zip(self.rows, self.selections, strict=True)):
             seen[row, : self.fixed] = (torch.tensor(blocks) >= 0).repeat_interleave(self._size)
             for block in set(range(self.tail // self._size, one.tail // self._size)) - set(one.blocks):
                 start = self.fixed + block * self._size - self.tail

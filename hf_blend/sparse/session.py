@@ -25,6 +25,7 @@ from .config import MOST_STEP_TOKENS, SparseConfig
 from .layout import Layout
 from .lock import LockMetrics, Selection, SelectionLock
 from .looking import cut_mask, is_cut, kept_mass
+from .methods.base import BlockMethod
 
 Few = tuple[Tensor, Tensor, Any]  # K, V and mask of what is looked at
 
@@ -41,6 +42,10 @@ class SparseMetrics(LockMetrics):
         compared_rounds: rounds in which a draft model's selections were compared with the target's.
         equal_rounds: of these, with the same selections.
         dense_steps: steps of a layer that looked at everything although its context is long enough.
+        loaded_blocks: of layers that are away from their device: blocks that were brought, counted per layer and
+            request.
+        prefetched_blocks: of these, those that were read before the step that looked at them.
+        loaded_bytes: of K and V that were read for them, those read ahead in vain included.
     """
 
     rounds: int = 0
@@ -50,6 +55,9 @@ class SparseMetrics(LockMetrics):
     compared_rounds: int = 0
     equal_rounds: int = 0
     dense_steps: int = 0
+    loaded_blocks: int = 0
+    prefetched_blocks: int = 0
+    loaded_bytes: int = 0
 
 
 @dataclass
@@ -74,12 +82,19 @@ class SparseSession:
         self._cache, self._watch_mass = cache, watch_mass
         method = plugins.load("sparse.methods", config.method)(config.method_options)
         full = {n: one for n, one in enumerate(cache.layers) if isinstance(one, BlendLayer) and not one.is_sliding}
-        self.layers = {index: _Layer(one, BlockedLayer(one, config, method)) for index, one in full.items()}
+        self.layers = {index: _Layer(one, self._blocked(one, method)) for index, one in full.items()}
         self._masses: list[float] = []
         self.thread: int | None = None  # that generates
         self._past = self._rows = 0  # of the forward that runs, or of the round whose outcome is not known yet
         self._seen: dict[int, tuple[Selection, ...]] = {}  # by the target in this round
         self._drafted: dict[int, tuple[Selection, ...]] = {}  # by the draft, under the target's number of the layer
+
+    def _blocked(self, layer: Any, method: BlockMethod) -> BlockedLayer:
+        if self._cache.kv_memory is None:
+            return BlockedLayer(layer, self.config, method)
+        from .away import AwayBlocks  # brings accelerate, which takes a while
+
+        return AwayBlocks(layer, self.config, method, self.metrics)
 
     @property
     def kept_mass(self) -> float | None:
@@ -99,19 +114,32 @@ class SparseSession:
     def begin_step(self, tokens: int) -> bool:
         """A forward of the model begins, with so many new tokens. True if it shall be sparse."""
         if self._cache.is_expecting or self.config.share == 1:
-            return False
+            return self._see_all()
         self.know_outcome()
         past = self._length()
         if past == 0 or past + tokens < self.config.min_tokens or tokens > MOST_STEP_TOKENS:
             self.unlock()
-            return False
+            return self._see_all()
         self._past, self._rows, self._seen = past, tokens, {}
+        for layer in self.layers.values():
+            layer.blocks.begin()
         return True
+
+    def _see_all(self) -> bool:
+        for layer in self.layers.values():
+            layer.blocks.release()
+        return False
+
+    def close(self) -> None:
+        """Decoding is over."""
+        for layer in self.layers.values():
+            layer.blocks.close()
 
     def end(self, failed: bool) -> None:
         """The forward is over."""
         for layer in self.layers.values():
             layer.blocks.settle()
+        self._cache.report.sparse = vars(self.metrics)
         if failed or self._rows == 1:
             self._rows = 0
             return
@@ -168,16 +196,25 @@ class SparseSession:
             K, V and mask.
         """
         layer = self.layers.get(index)
-        if layer is None or key.shape[2] != layer.held.length or not is_cut(mask, name):
+        if layer is None or key.shape[2] != layer.held.length:
             return None
+        cut = self._cut(index, layer, query, key, value, mask, name, scaling) if is_cut(mask, name) else None
+        return cut or ((*layer.blocks.whole(), mask) if layer.blocks.is_away else None)
+
+    def _cut(
+        self, index: int, layer: _Layer, query: Tensor, key: Tensor, value: Tensor, mask: Any, name: str, scaling: Any
+    ) -> Few | None:
         selections = self._selections(layer, query, key.shape[2] - query.shape[2])
         self._seen[index] = tuple(selections)
         if not selections:
             self.metrics.dense_steps += 1
             return None
         layout, keys, values = layer.blocks.attended(selections)
+        if layer.blocks.is_away and query.shape[2] == 1:
+            self._prefetch(layer, query, key.shape[2] - 1)
         if self._watch_mass and query.shape[2] == 1:
-            self._masses.append(kept_mass(query, key, layout, scaling))
+            keys_of_all = layer.blocks.whole()[0] if layer.blocks.is_away else key
+            self._masses.append(kept_mass(query, keys_of_all, layout, scaling))
         cut = cut_mask(mask, layout, query, key.shape[2], name)
         return None if cut is NotImplemented else (keys, values, cut)
 
@@ -194,6 +231,16 @@ class SparseSession:
         scores = layer.blocks.scores(query, past)[:, 0] if any(lock.is_due for lock in layer.locks) else None
         select = layer.blocks.select
         return [lock.get(lambda: select(scores[row], past)) for row, lock in enumerate(layer.locks)]  # type: ignore[index] # noqa: B023
+
+    def _prefetch(self, layer: _Layer, query: Tensor, past: int) -> None:
+        """Where a lock is due in the next step, read ahead what this step's query would select."""
+        due = [lock.is_due for lock in layer.locks]
+        if not self.config.lock or not any(due):
+            return
+        scores = layer.blocks.scores(query, past)[:, 0]
+        held = (lock.selection for lock in layer.locks)
+        found = [layer.blocks.select(scores[row], past) if due[row] else one for row, one in enumerate(held)]
+        layer.blocks.prefetch([one for one in found if one is not None])
 
     def _length(self) -> int:
         return next((layer.held.length for layer in self.layers.values()), 0)

@@ -26,7 +26,7 @@ def offload_index(store: ChunkStore) -> dict[str, dict[str, str]]:
         `DIGEST.NAME` → `{"safetensors_file", "weight_name"}`, as accelerate's `index.json` has it. NAME is that of
         the file: `layer.0.k` and `layer.0.v` of each layer, `[kv_heads, tokens, head_dim]`, keys rotated at the
         chunk's own positions, behind those of the sink; the tables `table.0.cos` and `table.0.sin`, `token_ids`,
-        `sink_ids`. Entries of the codec int8 show their packed parts.
+        `sink_ids`. Entries of the codecs int8 and int4 show their packed parts.
     """
     from safetensors import safe_open
 

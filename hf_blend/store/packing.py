@@ -127,7 +127,7 @@ class Packing:
         """Size of a chunk in memory, from the plans of its tensors, in bytes."""
         if self.codec.is_exact:
             return sum(plan.nbytes for plan in tensors)
-        itemsize = DTYPES[self.text.partition(":")[2]].itemsize
+        itemsize = DTYPES[self.text.partition(":")[2]].itemsize * self.codec.values_per_item
         sizes = {plan.name: math.prod(plan.shape) * itemsize for plan in tensors if plan.name.startswith("layer.")}
         layers = sum(size for name, size in sizes.items() if name.count(".") == 2)
         return layers + sum(plan.nbytes for plan in tensors if plan.name not in sizes)
@@ -138,7 +138,8 @@ class Packing:
 
         def form(place: int, kind: str) -> tuple[int, int, torch.dtype]:
             plan = plans[f"layer.{place}.{kind}{self.codec.parts(kind)[0].suffix}"]
-            return plan.shape[0], plan.shape[2], self.dtype or DTYPES[plan.dtype]
+            width = plan.shape[2] * self.codec.values_per_item
+            return plan.shape[0], width, self.dtype or DTYPES[plan.dtype]
 
         def table(place: int) -> tuple[int, int, torch.dtype]:
             cos, sin = (plans[f"table.{place}.{part}"] for part in ("cos", "sin"))

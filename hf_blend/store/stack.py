@@ -34,6 +34,7 @@ Encoded = Callable[[], Sequence[memoryview]]  # the bytes of an entry, made when
 Take = Callable[[BoundedTier, ChunkKey, Source, contextlib.ExitStack], ChunkKV]  # makes a chunk of an opened entry
 Recompute = Callable[[], ChunkKV]
 READ_BYTES = 1 << 20  # layers that are smaller come several at a time: each read stops the thread that computes
+READ_S = 4e-3  # but from a slow tier no more at a time than come in so many seconds: the model waits for the first
 DELETE_S = 60.0  # how long a delete waits for a write of the same chunk that is under way
 
 
@@ -521,9 +522,17 @@ class TierStack:
         guards = [Guard(part for pair in tables for part in pair)]  # of what is used before all of it is held
         opened = opened.pop_all()
 
+        least = 0 if tier.is_local else READ_BYTES  # what is far away costs a round trip for each read
+
         def read(place: int) -> Sequence[tuple[Tensor, ...]]:
+            nonlocal least
+            began_s = time.perf_counter()
             with self._tally.timed("load_seconds", tier.name):
-                found = reader.layers(place, READ_BYTES)
+                found = reader.layers(place, least)
+            if tier.is_local:
+                nbytes = sum(one.nbytes for states in found for one in states)
+                rate = nbytes / max(time.perf_counter() - began_s, 1e-6)
+                least = min(READ_BYTES, 2 * nbytes, int(rate * READ_S))
             guards.append(Guard(one for states in found for one in states))
             return found
 

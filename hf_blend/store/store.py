@@ -8,6 +8,7 @@ A fault costs time, never correctness: whatever is missing, damaged, foreign or 
 import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -86,10 +87,13 @@ class ChunkStore:
         codec: str = "raw",
     ) -> None:
         self.namespace = namespace
-        self.pipeline_depth = 2  # layers that a request reads ahead; 0 reads chunks whole before it begins
+        # layers that a request reads ahead of their use; 0 reads chunks whole before it begins. Without a bound by
+        # default: what was read is held until the request ends, and the first layers, all tokens' own, hide the most
+        self.pipeline_depth: float = math.inf
         self.controller: Any = None  # a `LoadingController` decides for each request what is worth loading
         self._tally = Tally()
         self.ttl_s = limits.ttl_s
+        self._prefetcher: ThreadPoolExecutor | None = None
         self.secret = check_secret(secret)
         named = keyed(secret, "index", hash_namespace(namespace))[:32]
         self.importance = TokenImportance(index / f"{named}.importance" if index else None, secret)
@@ -150,8 +154,8 @@ class ChunkStore:
                 wrong KV.
             secret: where others may write to the store, bytes such as `secrets.token_bytes(32)`: signs what is
                 stored, hides its names, and refuses what is not signed so; see docs/security.md.
-            codec: "raw" keeps K and V bit for bit; "int8" takes half the bytes of bfloat16, and a chunk is then used
-                as it was rounded, from memory too. Entries of either are read.
+            codec: "raw" keeps K and V bit for bit; "int8" takes half the bytes of bfloat16, "int4" less than a
+                third, and a chunk is then used as it was rounded, from memory too. Entries of any are read.
             partial: share of a chunk's blocks that a request loads, chosen by its question (IMPRESS); the columns of
                 the others are seen by nobody. A mapping sets `share` (0.25), `alpha` (0.6, the exponent of the
                 threshold above which probe heads agree), `fallback` ("whole" loads all of a layer whose heads do not
@@ -295,14 +299,9 @@ class ChunkStore:
         """
         from ..model.canary import compute_chunk
         from ..model.capture import check_chunk
-        from ..model.fingerprint import fingerprint
-        from ..prompt.pieces import tokenize, tokenizer_digest
+        from ..prompt.pieces import tokenizer_digest
 
-        if isinstance(chunks, str):
-            raise PromptError(f"chunks is the text {chunks!r:.60}, wanted a list of chunks. Write [text].")
-        identity = fingerprint(model)
-        sink = default_sink(model) if sink_ids is None else tuple(sink_ids)
-        keys = [ChunkKey(identity, sink, tokenize(tokenizer, chunk), self.namespace) for chunk in chunks]
+        keys = self._keys(model, tokenizer, chunks, sink_ids)
         for number, key in enumerate(keys):
             check_chunk(model, key.token_ids, key.sink_ids, f"chunk {number}")
         texts = {key for key, chunk in zip(keys, chunks, strict=True) if isinstance(chunk, str)}
@@ -311,6 +310,56 @@ class ChunkStore:
                 self._put(compute_chunk(model, key, tokenizer_digest(tokenizer) if key in texts else ""), wait_s=ADD_S)
         self.flush(ADD_S)
         return keys
+
+    def prefetch(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        chunks: Sequence[str | Sequence[int]],
+        *,
+        sink_ids: Sequence[int] | None = None,
+    ) -> Future[int]:
+        """Bring the chunks of a coming request into memory on another thread, from whatever tier has them.
+
+        They are read and verified as by `get`, one after the other, and leave memory by its eviction as others do. A
+        request need not wait for it: a chunk that is not there yet is read by the request itself.
+
+        Args:
+            model: the model that will use them.
+            tokenizer: for chunks that are text; None if all are ids.
+            chunks: texts or token ids; those that are not stored stay so.
+            sink_ids: as in `add`.
+
+        Returns:
+            How many chunks were brought, once it is known; those that were in memory already are not counted.
+
+        Raises:
+            PromptError: `chunks` is not a list.
+        """
+        keys = self._keys(model, tokenizer, chunks, sink_ids)
+        if self._prefetcher is None:
+            self._prefetcher = ThreadPoolExecutor(1, thread_name_prefix="hf_blend-prefetch")
+        return self._prefetcher.submit(self._bring, list(dict.fromkeys(keys)))
+
+    def _bring(self, keys: Sequence[ChunkKey]) -> int:
+        away = (key for key in keys if not self._stack.is_held(key.digest) and self._stack.contains(key.digest))
+        return sum(self.get(key) is not None for key in away)
+
+    def _keys(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        chunks: Sequence[str | Sequence[int]],
+        sink_ids: Sequence[int] | None,
+    ) -> list[ChunkKey]:
+        from ..model.fingerprint import fingerprint
+        from ..prompt.pieces import tokenize
+
+        if isinstance(chunks, str):
+            raise PromptError(f"chunks is the text {chunks!r:.60}, expected a list of chunks. Write [text].")
+        identity = fingerprint(model)
+        sink = default_sink(model) if sink_ids is None else tuple(sink_ids)
+        return [ChunkKey(identity, sink, tokenize(tokenizer, chunk), self.namespace) for chunk in chunks]
 
     def find(self, fingerprint: str, sink_ids: Sequence[int], token_ids: Sequence[int]) -> list[Found]:
         """Find stored chunks inside any tokens, by content and at any offset, also where a few tokens differ.
@@ -591,6 +640,9 @@ class ChunkStore:
 
     def close(self) -> None:
         """Flush for 30 s at most, save the index, and let go of memory and connections; closing twice is allowed."""
+        if self._prefetcher is not None:
+            self._prefetcher.shutdown(cancel_futures=True)
+            self._prefetcher = None
         self._stack.close(FLUSH_S)
         self.importance.save()
         self._catalog.save()

@@ -5,6 +5,7 @@
 import pytest
 
 from hf_blend.errors import ConfigError
+from hf_blend.evaluation.bench.replay import Service, replay
 from hf_blend.evaluation.bench.serve import WAYS, ServePlan, _arrivals, _percentiles, _prompts, measure_serve
 
 PLAN = ServePlan("tiny", 2, 40, 6, library=5, requests=3, new_tokens=3, rates=(2.0,))
@@ -16,7 +17,9 @@ def test_every_way_answers_the_same_requests_at_every_rate():
     assert list(found["capacity"]) == list(WAYS) == [row["way"] for row in found["rows"]]
     assert found["capacity"]["blend"]["blended_requests"] == PLAN.requests
     assert found["rows"][0]["rate"] == pytest.approx(2.0 * found["capacity"]["full"]["requests_s"])
-    assert len(said) == 2 * len(WAYS)
+    assert len(said) == 3 * len(WAYS)
+    assert [row["way"] for row in found["replayed"]] == 2 * list(WAYS)
+    assert len(found["predicted"]) == len(WAYS) * len(PLAN.machines)
     for row in [*found["capacity"].values(), *found["rows"]]:
         assert 0 < row["first_token_p50_s"] <= row["first_token_p95_s"] <= row["first_token_p99_s"] <= row["took_s"]
         assert row["tokens_s"] == pytest.approx(row["requests_s"] * PLAN.new_tokens)
@@ -40,3 +43,29 @@ def test_a_percentile_is_a_value_that_was_measured():
 def test_a_library_that_is_too_small_is_refused():
     with pytest.raises(ConfigError, match="1 chunks for 8 in a prompt"):
         measure_serve(ServePlan(library=1))
+
+
+SERVICE = Service((1.0,) * 3, slice_s=0.25, token_s=0.1, crowded_s=0.4, crowd=4)
+
+
+def test_a_replay_serves_in_order_and_gives_tokens_between_slices():
+    alone = replay(SERVICE, [0.0, 10.0, 20.0], 3)
+    assert alone.first_token_s == pytest.approx((1.1,) * 3)
+    assert alone.next_token_s == pytest.approx((0.1,) * 6)
+    together = replay(SERVICE, [0.0] * 3, 3)
+    first = 1.0 + 0.1  # then two slices with a token of the first request behind each, and two without
+    assert together.first_token_s == pytest.approx((first, first + 1.0 + 2 * 0.1 + 0.1, first + 2 * 1.3))
+    assert max(together.next_token_s) == pytest.approx(0.25 + 0.1)
+
+
+def test_more_servers_share_requests_and_faster_ones_scale_their_times():
+    assert replay(SERVICE, [0.0] * 3, 3, servers=3).first_token_s == pytest.approx((1.1,) * 3)
+    faster = replay(SERVICE.faster(10.0, 10.0), [0.0] * 3, 3)
+    assert faster.first_token_s[0] == pytest.approx(0.11)
+    assert SERVICE.step_s(2) == pytest.approx(0.2)
+    assert SERVICE.step_s(0) == 0.0
+
+
+def test_no_more_requests_decode_than_a_step_has():
+    service = Service((0.1,) * 4, slice_s=1.0, token_s=0.1, crowded_s=0.1, crowd=1)
+    assert replay(service, [0.0] * 4, 5).first_token_s == pytest.approx((0.2, 0.8, 1.4, 2.0), abs=0.21)

@@ -349,6 +349,15 @@ def test_blocks_of_a_prompt_whose_chunk_is_evicted_meanwhile_serve_no_other(mode
         assert engine.outcome(name).how == "blended", "not shared with what was blended of one chunk"
 
 
+def test_an_engine_whose_requests_were_all_cancelled_for_want_of_blocks_lets_new_ones_in(model, bench, store):
+    store.add(model, None, bench.workload.library)
+    with bench.engine(model, store) as engine:
+        engine.batch_processor.scheduler.block_new_requests = True  # as `offload_requests` leaves it
+        name = engine.add_request(bench.workload.asks(1)[0].prompt)
+        assert bench.collect(engine, [name])[name].generated_tokens
+        check_all_returned(engine)
+
+
 def test_a_prefill_that_fails_is_computed_in_full_by_the_engine(model, bench, store, monkeypatch):
     store.add(model, None, bench.workload.library)
     asks = [bench.Ask([1, *bench.workload.library[n], *bench.draw(6, n)]) for n in range(3)]
@@ -470,3 +479,9 @@ def test_a_prompt_that_does_not_fit_is_refused_before_it_reaches_the_engine(toke
         with pytest.raises(PromptError, match=words):
             engine.add_request(bench.draw(tokens, 0), max_new_tokens=new)
         assert bench.answers(engine, [bench.Ask([1, 5, 6, 7])])
+
+
+@pytest.mark.parametrize("new", [0, -3, 2.5])
+def test_an_answer_without_tokens_is_refused(new, model, bench, store):
+    with bench.engine(model, store) as engine, pytest.raises(PromptError, match="expected a whole number from 1 on"):
+        engine.add_request([1, 5, 6, 7], max_new_tokens=new)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_blend import BlendCache, ChunkStore, plugins
-from hf_blend.errors import PluginNotFoundError
+from hf_blend.errors import PluginNotFoundError, StoreError
 from hf_blend.evaluation.bundled import load_model, quickstart_questions
 from hf_blend.model.capture import capture_chunk
 from hf_blend.prompt.pieces import tokenize
@@ -86,30 +86,50 @@ def test_int8_is_off_by_no_more_than_its_docstring_says(chunk):
             assert not states.equal(rounded)
 
 
-def test_the_relative_error_on_a_real_model_is_what_the_docstring_says():
-    docstring = sys.modules[plugins.load("store.codecs", "int8").__module__].__doc__
-    stated = re.search(r"([0-9.]+) % of their norm", docstring)
+def test_int4_is_off_by_no_more_than_its_docstring_says(chunk):
+    stored = chunk(range(300), **WIDE).map(lambda states: 3 + states)  # a channel far from zero costs no step
+    for (keys, values), (keys_4, values_4) in zip(stored.layers, kept_as(stored, "int4").layers, strict=True):
+        for states, rounded, axis in ((keys, keys_4, 1), (values, values_4, 2)):
+            groups = states.split(32, axis)
+            for group, got in zip(groups, rounded.split(32, axis), strict=True):
+                reach = group.amax(axis, keepdim=True) - group.amin(axis, keepdim=True)
+                size = group.abs().amax(axis, keepdim=True)
+                assert ((group - got).abs() <= reach / 30 * 1.01 + size / 200).all()
+            assert not states.equal(rounded)
+
+
+def test_states_of_odd_width_are_not_packed_into_pairs():
+    with pytest.raises(StoreError, match=r"width 7 .*int8"):
+        plugins.load("store.codecs", "int4")().pack("k", torch.zeros(1, 4, 7))
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_the_relative_error_on_a_real_model_is_what_the_docstring_says(codec):
+    docstring = sys.modules[plugins.load("store.codecs", codec).__module__].__doc__
+    stated = re.search(r"([0-9.]+) % of their\s+norm", docstring)
     stored = model_chunk(torch.float32)
     errors = [
         float((one - two).norm() / one.norm())
-        for pair, rounded in zip(stored.layers, kept_as(stored, "int8").layers, strict=True)
+        for pair, rounded in zip(stored.layers, kept_as(stored, codec).layers, strict=True)
         for one, two in zip(pair, rounded, strict=True)
     ]
     assert stated is not None
     assert max(errors) == pytest.approx(float(stated[1]) / 100, rel=0.15)
 
 
-def test_int8_takes_about_half_of_bfloat16():
+@pytest.mark.parametrize(("codec", "least", "most"), [("int8", 0.5, 0.6), ("int4", 0.25, 1 / 3)])
+def test_packed_bytes_are_a_half_and_less_than_a_third_of_bfloat16(codec, least, most):
     stored = model_chunk()
     tables = sum(tensor.nbytes for pair in stored.tables for tensor in pair)
     states = stored.nbytes - tables
-    packed = sum(map(len, encode_entry(stored, codec="int8")[3:])) - tables
-    assert 0.5 < packed / states < 0.6
+    packed = sum(map(len, encode_entry(stored, codec=codec)[3:])) - tables
+    assert least < packed / states < most
 
 
 def test_channels_and_tokens_of_zeros_stay_zeros(chunk):
     zero = chunk(range(4)).map(torch.zeros_like)
-    assert all(not tensor.any() for _, tensor in kept_as(zero, "int8").named_tensors())
+    for codec in CODECS:
+        assert all(not tensor.any() for _, tensor in kept_as(zero, codec).named_tensors())
 
 
 def test_a_chunk_is_the_same_from_memory_and_from_every_tier(tmp_path, chunk, same):
@@ -164,12 +184,15 @@ def test_an_entry_of_a_codec_that_is_not_known_stays_and_is_a_miss(chunk):
     assert set(store.stats()["load_failures"]) == {"bytes:codec"}
 
 
-def test_scales_that_do_not_fit_the_steps_are_a_miss_however_well_they_are_signed(chunk):
+@pytest.mark.parametrize(("codec", "part"), [("int8", "scale"), ("int4", "low")])
+def test_scales_that_do_not_fit_the_steps_are_a_miss_however_well_they_are_signed(chunk, codec, part):
     stored = chunk(range(5))
-    content = encoded(stored, "int8")
+    content = encoded(stored, codec)
     stop = 8 + int.from_bytes(content[:8], "little")
     header = Header.decode(content[:stop])
-    for name, change in (("layer.0.k.scale", {"shape": (4, 2)}), ("layer.0.k.scale", {"dtype": "I32"})):
+    name = f"layer.0.k.{part}"
+    shape = next(plan.shape for plan in header.tensors if plan.name == name)
+    for change in ({"shape": shape[::-1]}, {"dtype": "I32" if codec == "int8" else "F16"}):
         plans = tuple(replace(plan, **change) if plan.name == name else plan for plan in header.tensors)
         with pytest.raises(EntryFault, match="format: layer 0"):
             decoded(replace(header, tensors=plans).encode() + content[stop:], stored.key)

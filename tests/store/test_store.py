@@ -652,3 +652,17 @@ def test_a_model_without_bos_gets_no_sink_and_an_empty_store_is_true():
 
     assert default_sink(type("Model", (), {"config": Config()})) == ()
     assert ChunkStore.open("memory://")
+
+
+def test_chunks_of_a_coming_request_are_brought_into_memory_once(tiny_model, tmp_path):
+    model, chunks = tiny_model(), [list(range(5, 30)), list(range(7, 40))]
+    with ChunkStore.open(tmp_path) as store:
+        keys = store.add(model, None, chunks)
+    with ChunkStore.open(tmp_path) as store:
+        brought = store.prefetch(model, None, [*chunks, chunks[0], [9, 9, 9]])
+        assert brought.result(60) == 2, "what is not stored stays so, and what is named twice is read once"
+        assert [store.place(key) for key in keys] == ["memory", "memory"]
+        assert store.prefetch(model, None, chunks).result(60) == 0
+        assert store.stats()["hits"] == {"disk": 2}
+        with pytest.raises(PromptError, match="expected a list"):
+            store.prefetch(model, None, "text")

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...errors import ConfigError, UnsupportedModelError
 
@@ -31,6 +31,21 @@ def canonical(model: nn.Module) -> Iterator[None]:
         stack.callback(_set_mode, training, True)
         _set_mode(training, False)
         yield
+
+
+@contextmanager
+def notes_kept(model: nn.Module) -> Iterator[None]:
+    """Tensors that a forward notes down in its modules, such as where its images end, are put back afterwards.
+
+    Args:
+        model: also after an exception.
+    """
+    before = [(vars(module), dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for now, was in before:
+            now |= {name: was.get(name) for name, value in now.items() if isinstance(value, Tensor)}
 
 
 def refuse_wrapper(model: nn.Module) -> None:

@@ -15,7 +15,7 @@ what is recomputed, and over all that has no stored KV. The other columns are se
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -39,6 +39,7 @@ from .seen import PartDecoding, attend_part
 from .store import PartialLayers, PartialStore
 
 KV = tuple[Tensor, Tensor]
+Watch = Callable[[int, Tensor, int], None]
 FALLBACKS = ("whole", "values")
 
 
@@ -72,6 +73,8 @@ def partial_loading(
     alpha: float = 0.6,
     by_question: bool = True,
     fallback: str = "whole",
+    probes: int | None = None,
+    watch: Watch | None = None,
 ) -> Iterator["PartialLoading"]:
     """Load only the important blocks of stored chunks while the block runs.
 
@@ -82,6 +85,9 @@ def partial_loading(
         alpha: exponent of the threshold above which probe heads agree; larger accepts more, 0 nothing.
         by_question: False loads the blocks that stand first in the store's order, whatever is asked: the static way.
         fallback: see `PartialLoading`.
+        probes: how many KV heads of a layer say which blocks are important; None is three of thirty-two, two at least.
+        watch: is given each layer's number, the scores of its probe heads, `[probes, blocks]`, and how many blocks
+            are to be loaded.
 
     Yields:
         The loading, with its `report`.
@@ -96,9 +102,11 @@ def partial_loading(
         )
     if not 0 < share <= 1 or alpha < 0:
         raise ConfigError(f"share is {share} and alpha {alpha}, wanted above 0 and up to 1, and 0 or more.")
+    if probes is not None and (type(probes) is not int or probes < 1):
+        raise ConfigError(f"probes is {probes!r}, expected a whole number from 1 on. Try 2.")
     refuse_offloaded(cache)
     refuse_static(cache.config.max_tokens, "partial_loading")
-    loading = PartialLoading(cache, share, alpha, by_question, fallback)
+    loading = PartialLoading(cache, share, alpha, by_question, fallback, probes, watch)
     door, before = Door(model, loading), cache.store.partial
     cache.store.partial = loading
     loading.guard(True)
@@ -120,12 +128,22 @@ class PartialLoading(PartDecoding):
         by_question: whether the question decides.
         fallback: what is loaded of a layer whose probe heads disagree: "whole", all of it as in IMPRESS; or "values",
             the keys of all heads, and for each head the values of the blocks that it looks at itself.
+        probes: how many heads are probed; None is as in the paper.
+        watch: as in `partial_loading`.
     """
 
     def __init__(
-        self, cache: BlendCache, share: float, alpha: float, by_question: bool = True, fallback: str = "whole"
+        self,
+        cache: BlendCache,
+        share: float,
+        alpha: float,
+        by_question: bool = True,
+        fallback: str = "whole",
+        probes: int | None = None,
+        watch: Watch | None = None,
     ) -> None:
         super().__init__(cache)
+        self._given_probes, self._watch = probes, watch
         self._share, self._alpha, self._by_question, self._fallback = share, alpha, by_question, fallback
         self._store: Any = cache.store
         self._index = -1
@@ -148,6 +166,10 @@ class PartialLoading(PartDecoding):
             sum(one.nbytes for one in self._readers.values()),
             self._unseen / layers,
         )
+
+    def _probes(self, kv_heads: int) -> int:
+        """How many heads of a layer are probed."""
+        return probe_count(kv_heads) if self._given_probes is None else min(self._given_probes, kv_heads)
 
     def guard(self, on: bool) -> None:
         """Say to the cache's layers whether whoever attends knows what is there."""
@@ -208,7 +230,7 @@ class PartialLoading(PartDecoding):
             for states in opened:
                 states[slot.row, :, slot.columns] = 0
             if self._by_question:
-                self._lay_keys(index, slot, range(probe_count(opened[0].shape[1])), realigner, opened[0])
+                self._lay_keys(index, slot, range(self._probes(opened[0].shape[1])), realigner, opened[0])
         return [slot for slot in slots if slot not in mine]
 
     def glance(
@@ -225,7 +247,7 @@ class PartialLoading(PartDecoding):
             there = torch.ones(key.shape[0], key.shape[1], key.shape[2], dtype=torch.bool)
             for row in sorted({slot.row for slot in slots}):
                 mine = [slot for slot in slots if slot.row == row]
-                chosen = self._choose(query[row], key[row], rows, mine, scaling, past)
+                chosen = self._choose(index, query[row], key[row], rows, mine, scaling, past)
                 self._load(index, chosen, mine, rows, realigner, (query, key, value), past, scaling, there)
             layer.visible = _compact(there, key.device)
             return attend_part(attention, module, query, key, value, mask, layer.visible, given)
@@ -241,18 +263,21 @@ class PartialLoading(PartDecoding):
         self._sums.clear()
 
     def _choose(
-        self, query: Tensor, key: Tensor, rows: Rows, slots: Sequence[Slot], scaling: float, past: int
+        self, index: int, query: Tensor, key: Tensor, rows: Rows, slots: Sequence[Slot], scaling: float, past: int
     ) -> list[list[int]] | None:
         """The blocks of each slot of one prompt; None if the heads do not agree."""
         readers = [_layers(slot).reader for slot in slots]
         count = math.ceil(self._share * sum(reader.blocks for reader in readers))
         if not self._by_question:
             return [list(range(math.ceil(self._share * reader.blocks))) for reader in readers]
-        scores = self._scores(query, key, rows, slots, scaling, past, probe_count(key.shape[0]))
+        scores = self._scores(query, key, rows, slots, scaling, past, self._probes(key.shape[0]))
         for slot, own in zip(slots, scores.mean(dim=0).split([slot.tokens for slot in slots]), strict=True):
             before = self._sums.get(id(slot))
             self._sums[id(slot)] = slot, own if before is None else before[1] + own
-        found = agreed(_by_block(scores, slots), count, self._alpha)
+        by_block = _by_block(scores, slots)
+        if self._watch is not None:
+            self._watch(index, by_block, count)
+        found = agreed(by_block, count, self._alpha)
         return None if found is None else _by_slot(found, slots)
 
     def _scores(
@@ -284,7 +309,7 @@ class PartialLoading(PartDecoding):
         self._counts[chosen is None] += 1
         fresh = torch.zeros(keys.shape[2], dtype=torch.bool)
         fresh[(rows.columns if self._fresh is None else self._fresh)[row].cpu() + past] = True
-        first = probe_count(heads) if self._by_question else 0
+        first = self._probes(heads) if self._by_question else 0
         each: list[list[list[int]]] = [chosen or [list(range(_layers(slot).reader.blocks)) for slot in slots]] * heads
         if chosen is None and self._fallback == "values":
             for slot in slots:
@@ -295,7 +320,7 @@ class PartialLoading(PartDecoding):
             each = [_by_slot(sorted(one.topk(count).indices.tolist()), slots) for one in blocks]
             first = heads
         for place, slot in enumerate(slots):
-            self._expect(index, slot, [one[place] for one in each], first)
+            self._expect(index, slot, [one[place] for one in each], first, self._probes(heads))
             there[row, :, slot.start + past : slot.columns.stop + past] = False
             for group, blocks_of in _alike([one[place] for one in each]):
                 self._lay(index, slot, blocks_of, group, first, realigner, (keys, values), fresh, past, there)
@@ -303,7 +328,7 @@ class PartialLoading(PartDecoding):
         self._unseen += float((~there[row]).sum()) / heads / sum(slot.tokens for slot in slots)
 
     @staticmethod
-    def _expect(index: int, slot: Slot, blocks: list[list[int]], first: int) -> None:
+    def _expect(index: int, slot: Slot, blocks: list[list[int]], first: int, probes: int) -> None:
         """Have the disk begin with all that this layer needs, and with the probes of the next one."""
         reader, heads = _layers(slot).reader, len(blocks)
         for head in range(heads):
@@ -311,7 +336,7 @@ class PartialLoading(PartDecoding):
         for head in range(first, heads):
             reader.expect(index, 0, [head], blocks[head])
         if index + 1 < reader.layers:
-            reader.expect(index + 1, 0, range(min(first, probe_count(heads))), range(reader.blocks))
+            reader.expect(index + 1, 0, range(min(first, probes)), range(reader.blocks))
 
     def _lay_keys(
         self,

@@ -35,10 +35,11 @@ class Part:
 class Codec(ABC):
     """Packs the states of one layer, `kind` being "k", "v" or "p" (projections).
 
-    The first part has one value for each of the states'.
+    The first part has the shape of the states, and on the last axis an item for so many neighbouring values.
     """
 
     is_exact: ClassVar[bool] = False
+    values_per_item: ClassVar[int] = 1
 
     @abstractmethod
     def parts(self, kind: str) -> tuple[Part, ...]:

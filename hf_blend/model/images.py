@@ -1,0 +1,240 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""The vision tower of a model, one image at a time: what it is called with, and what it makes of it.
+
+The door is transformers' own: `get_image_features` encodes, and `mm_encoder_outputs` hands what was encoded before to
+`forward` and `generate`. Nothing here knows the name of a model. How the arguments of several images come apart, and
+how their features are put together again, is judged by the model itself: at the first prompt of its kind all images
+are encoded by one plain call too, and what differs is refused.
+"""
+
+import hashlib
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import PromptError, UnsupportedModelError
+from .identity.canonical import canonical, notes_kept
+
+__all__ = ["Features", "ImageEncoder", "digest_of"]
+
+PIXELS = "pixel_values"
+GRID = "image_grid_thw"  # rows of `pixel_values` are patches then, and not images
+ENCODED = "mm_encoder_outputs"
+BOUNDS = {torch.float64: 1e-6, torch.float32: 1e-3}  # share of the features' size
+COARSE_BOUND = 0.05
+
+Features = tuple[Tensor, ...]  # `[tokens, width]`: what goes to the embeddings, then what is added behind each layer
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How the outputs of a model's `get_image_features` look.
+
+    Attributes:
+        kind: the class.
+        is_stacked: all features are one tensor `[images, tokens, width]`, and not a list of `[tokens, width]`.
+        widths: of the features.
+    """
+
+    kind: type
+    is_stacked: bool
+    widths: tuple[int, ...]
+
+
+_forms: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], _Form]] = WeakKeyDictionary()
+
+
+def digest_of(image: Mapping[str, Any]) -> str:
+    """A digest of what the vision tower is called with for one image: pixels, and whatever else a processor made.
+
+    Args:
+        image: as `ImageEncoder.split` gives it.
+
+    Returns:
+        64 hex digits.
+    """
+    state = hashlib.sha256()
+    for name, value in sorted(image.items()):
+        states = value.detach().cpu().contiguous()
+        state.update(f"{name} {states.dtype} {tuple(states.shape)};".encode())
+        state.update(states.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return state.hexdigest()
+
+
+class ImageEncoder:
+    """Encodes the images of a prompt with a model's own vision tower, each alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Find the tower.
+
+        Args:
+            model: with `get_image_features`, a `forward` that takes `mm_encoder_outputs`, and one placeholder token.
+
+        Raises:
+            UnsupportedModelError: it lacks one of these; says which.
+        """
+        self._model, name = model, type(model).__name__
+        takes = inspect.signature(model.forward).parameters
+        self._form: _Form | None = None
+        self._encode = getattr(getattr(model, "base_model", model), "get_image_features", None)
+        token = getattr(model.config, "image_token_id", None)
+        missing = [
+            what
+            for what, is_there in (
+                ("get_image_features", self._encode is not None),
+                (f"the argument {ENCODED} of its forward", ENCODED in takes),
+                ("image_token_id in its config", type(token) is int),
+            )
+            if not is_there
+        ]
+        if missing:
+            raise UnsupportedModelError(
+                f"images cannot be chunks for {name}: it lacks {missing[0]}, expected of a model whose images are "
+                "encoded ahead (transformers 5.18 and newer). Pass the images to generate as they are: then they are "
+                "computed in place."
+            )
+        self.token_id: int = token  # type: ignore[assignment]
+        self.names = tuple(one for one in inspect.signature(self._encode).parameters if one != "kwargs")  # type: ignore[arg-type]
+
+    def split(self, arguments: Mapping[str, Any]) -> list[dict[str, Tensor]]:
+        """Take the arguments of several images apart.
+
+        Args:
+            arguments: of the model's forward, as a processor makes them; those that are not for the tower are left.
+
+        Returns:
+            What the tower is called with for each image, or tile, in their order.
+
+        Raises:
+            PromptError: an argument is no tensor, or has another number of rows than there are images.
+        """
+        given = {name: arguments[name] for name in self.names if arguments.get(name) is not None}
+        odd = [name for name, value in given.items() if not isinstance(value, Tensor)]
+        if odd:
+            raise PromptError(
+                f"{odd[0]} is {type(given[odd[0]]).__name__}, expected a tensor as a processor makes it. Pass "
+                "return_tensors='pt'."
+            )
+        pixels, grid = given[PIXELS], given.get(GRID)
+        if grid is not None:
+            return self._by_grid(given, pixels, grid)
+        if pixels.dim() == 5 and "pixel_attention_mask" in self.names:  # [batch, images, …], padded with zeros
+            real = pixels.flatten(0, 1).flatten(1).any(dim=1)
+            flat = {name: value.flatten(0, 1)[real.to(value.device)] for name, value in given.items()}
+            return [{name: value[None, at : at + 1] for name, value in flat.items()} for at in range(int(real.sum()))]
+        return _rows(given, len(pixels))
+
+    def _by_grid(self, given: dict[str, Tensor], pixels: Tensor, grid: Tensor) -> list[dict[str, Tensor]]:
+        sizes = grid.prod(-1).tolist()
+        if sum(sizes) != len(pixels):
+            raise PromptError(
+                f"{PIXELS} has {len(pixels)} patches, expected {sum(sizes)} by {GRID}. Pass both as the processor "
+                "made them."
+            )
+        others = _rows({name: value for name, value in given.items() if name != PIXELS}, len(sizes))
+        return [{**other, PIXELS: part} for other, part in zip(others, pixels.split(sizes), strict=True)]
+
+    def encode(self, image: Mapping[str, Tensor]) -> Features:
+        """Run the tower for one image.
+
+        Args:
+            image: as `split` gives it.
+
+        Returns:
+            Its features.
+        """
+        return _features(self._model, self._run(image))
+
+    def output(self, images: Sequence[Features]) -> Any:
+        """What the model's forward takes for some encoded images, in the form that `judge` found.
+
+        Args:
+            images: their features, in order.
+        """
+        form: Any = self._form
+        device, parts = self._model.device, list(zip(*images, strict=True))
+        levels = [[one.to(device) for one in part] for part in parts]
+        pooled: Any = torch.stack(levels[0]) if form.is_stacked else levels[0]
+        return form.kind(pooler_output=pooled, **({"deepstack_features": levels[1:]} if levels[1:] else {}))
+
+    def judge(self, identity: str, arguments: Mapping[str, Any], images: Sequence[Features]) -> None:
+        """See, once for each kind of prompt, that images encoded alone are what the model makes of all of them.
+
+        Args:
+            identity: fingerprint of the model.
+            arguments: as in `split`.
+            images: their features, each encoded alone, or stored.
+
+        Raises:
+            UnsupportedModelError: they differ, or the outputs have a form that is not understood.
+        """
+        given = {name: arguments[name] for name in self.names if arguments.get(name) is not None}
+        known, kind = _forms.setdefault(self._model, {}), (identity, *sorted(given), len(images) > 1)
+        if kind not in known:
+            output = self._run(given)
+            if not _is_alike(_features(self._model, output), images):
+                raise UnsupportedModelError(
+                    f"images cannot be chunks for {type(self._model).__name__}: what it makes of {len(images)} images "
+                    f"together is not what it makes of each alone, as is expected ({', '.join(given)}). Pass them to "
+                    "generate as they are: then they are computed in place."
+                )
+            widths = tuple(level.shape[-1] for level in images[0])
+            known[kind] = _Form(type(output), isinstance(output.pooler_output, Tensor), widths)
+        self._form = known[kind]
+        for one in images:
+            if tuple(level.shape[-1] for level in one) != self._form.widths:
+                raise UnsupportedModelError(
+                    f"features of an image have the widths {[level.shape[-1] for level in one]}, but those of "
+                    f"{type(self._model).__name__} are expected to have {[*self._form.widths]}. Encode it again."
+                )
+
+    @torch.no_grad()
+    def _run(self, arguments: Mapping[str, Tensor]) -> Any:
+        device = self._model.device
+        with canonical(self._model), notes_kept(self._model):
+            moved = {name: value.to(device) for name, value in arguments.items()}
+            return self._encode(**moved, return_dict=True)  # type: ignore[misc]
+
+
+def _rows(given: Mapping[str, Tensor], images: int) -> list[dict[str, Tensor]]:
+    for name, value in given.items():
+        if not value.dim() or len(value) != images:
+            raise PromptError(
+                f"{name} has shape {tuple(value.shape)}, expected a row for each of the {images} images, which are "
+                "encoded one by one. Leave it out, or pass the images to generate as they are."
+            )
+    return [{name: value[at : at + 1] for name, value in given.items()} for at in range(images)]
+
+
+def _is_alike(whole: Features, images: Sequence[Features]) -> bool:
+    """Whether the features of some images, each encoded alone, are those of all of them, up to the dtype's noise."""
+    if any(len(one) != len(whole) for one in images):
+        return False
+    for true, *parts in zip(whole, *images, strict=True):
+        got = torch.cat([part.to(true.device) for part in parts])
+        bound = BOUNDS.get(true.dtype, COARSE_BOUND)
+        if got.shape != true.shape or not float((got - true).norm()) <= bound * float(true.norm()):
+            return False
+    return True
+
+
+def _features(model: nn.Module, output: Any) -> Features:
+    """The rows of an output, all images one behind the other."""
+    levels = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+    found = []
+    for level in levels:
+        parts = [level] if isinstance(level, Tensor) else list(level)
+        if not all(isinstance(part, Tensor) and part.dim() in (2, 3) for part in parts):
+            raise UnsupportedModelError(
+                f"images cannot be chunks for {type(model).__name__}: its tower gives {type(level).__name__} of "
+                f"{', '.join(type(part).__name__ for part in parts)}, expected tensors [tokens, width]. Pass the "
+                "images to generate as they are: then they are computed in place."
+            )
+        found.append(torch.cat([part.flatten(0, -2) for part in parts]))
+    return tuple(found)

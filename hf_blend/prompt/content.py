@@ -1,0 +1,33 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens of an image named by what is in it, so that it is a chunk like any other: stored, found and moved by its ids.
+
+A placeholder has one id for all images. In a key its place is taken by numbers above every vocabulary, drawn from a
+digest of the image: equal images have equal names, and different ones share none. The model never sees them.
+"""
+
+import hashlib
+
+__all__ = ["LEAST_TOKENS", "content_ids", "is_content"]
+
+FIRST = 1 << 30  # vocabularies end far below, and ids in a key end above
+LEAST_TOKENS = 4  # 30 bits each: with fewer two images might share a name
+
+
+def content_ids(digest: str, tokens: int) -> tuple[int, ...]:
+    """The names of an image's tokens.
+
+    Args:
+        digest: of the image, hex.
+        tokens: how many it takes in a prompt; another number gives other names.
+
+    Returns:
+        As many numbers from 2**30 on, below 2**31.
+    """
+    drawn = hashlib.shake_256(f"hf_blend.content/1 {tokens} {digest}".encode()).digest(4 * tokens)
+    return tuple(FIRST | int.from_bytes(drawn[at : at + 4], "little") & (FIRST - 1) for at in range(0, 4 * tokens, 4))
+
+
+def is_content(token_id: int) -> bool:
+    """Whether an id in a key names a token of an image."""
+    return token_id >= FIRST

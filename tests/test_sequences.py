@@ -1,0 +1,267 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""A batch of sequences over one storage gives what stock caches of their own give, and holds what they share once."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from hf_blend.context.context_shift import ShiftCache
+from hf_blend.context.sequence_cache import SequenceCache
+from hf_blend.errors import ConfigError, PromptError, UnsupportedModelError
+from hf_blend.verify.zoo import tiny_model
+
+FAMILIES = [
+    ("llama", "sdpa"),
+    ("llama", "eager"),
+    ("gpt_neox", "sdpa"),
+    ("deepseek_v3", "sdpa"),
+    ("gptj", "eager"),
+    *(
+        pytest.param(name, "sdpa", marks=pytest.mark.slow)
+        for name in ("qwen3", "olmo2", "granite", "phi3", "qwen3_moe")
+    ),
+]
+TOLERANCE = 2e-5
+MODELS = {"llama": tiny_model("llama")}
+
+
+def prompt(tokens, seed=0, rows=1):
+    return torch.randint(3, 100, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def filled(model, tokens=24, **settings):
+    cache = SequenceCache(model, **settings)
+    with torch.no_grad(), cache:
+        model(prompt(tokens), past_key_values=cache)
+    return cache
+
+
+@torch.no_grad()
+def alone(model, ids, more, start=0):
+    """Logits of `more` behind `ids`, which may be empty, in a stock cache, with the first token at a position."""
+    cache, places = DynamicCache(), torch.arange(start, start + len(ids) + len(more))[None]
+    if ids:
+        model(torch.tensor([ids]), past_key_values=cache, position_ids=places[:, : len(ids)])
+    return model(torch.tensor([more]), past_key_values=cache, position_ids=places[:, len(ids) :]).logits[0]
+
+
+def apart(got, expected):
+    return float((got - expected).abs().max())
+
+
+@torch.no_grad()
+def check(model, cache, new):
+    """A forward of the active sequences against a stock cache for each."""
+    held = [(cache.tokens(number), cache.positions(number)[:1]) for number in cache.batch]
+    with cache:
+        got = model(new, past_key_values=cache).logits
+    for row, (ids, start) in enumerate(held):
+        assert apart(got[row], alone(model, ids, new[row].tolist(), *start)) <= TOLERANCE
+
+
+@pytest.mark.parametrize(("name", "attention"), FAMILIES)
+def test_a_batch_over_a_shared_prefix_gives_the_logits_of_stock_caches(name, attention):
+    model = tiny_model(name, attn_implementation=attention)
+    cache = filled(model)
+    numbers = cache.fork(3)
+    cache.remove(numbers[1], 20)
+    for seed, tokens in enumerate((5, 1, 1, 3)):
+        check(model, cache, prompt(tokens, seed + 1, 3))
+    assert [len(cache.tokens(number)) for number in numbers] == [34, 30, 34]
+
+
+def test_sequences_of_their_own_are_continued_together():
+    model, cache = MODELS["llama"], filled(MODELS["llama"])
+    for number in (1, 2):
+        cache.use(number)
+        check(model, cache, prompt(9 + number, number))
+    cache.use(2, 0, 1)
+    check(model, cache, prompt(2, 7, 3))
+    cache.use(1)
+    check(model, cache, prompt(1, 8))
+
+
+def test_a_batch_begins_empty_too():
+    model, cache = MODELS["llama"], SequenceCache(MODELS["llama"])
+    cache.use(0, 1)
+    ids = prompt(9, rows=2)
+    with torch.no_grad(), cache:
+        got = model(ids, past_key_values=cache).logits
+        expected = model(ids).logits
+    assert apart(got, expected) <= TOLERANCE
+
+
+def test_moved_sequences_are_continued_together_from_one_copy_of_each_cell():
+    model, cache = MODELS["llama"], filled(MODELS["llama"])
+    cache.fork(3)
+    cache.shift(1, 0, None, 11)
+    cache.shift(2, 0, None, 11)
+    for seed in range(2):
+        check(model, cache, prompt(2, seed + 3, 3))
+    assert cache.layers[0].keys.shape[2] == 2 * 24 + 2 * 2 * 3
+
+
+def test_padding_among_the_new_tokens_belongs_to_no_sequence():
+    model, cache = MODELS["llama"], filled(MODELS["llama"])
+    cache.fork(2)
+    questions = [prompt(6, 1)[0].tolist(), prompt(4, 2)[0].tolist()]
+    new = torch.tensor([questions[0], [0, 0, *questions[1]]])
+    mask = torch.ones(2, 30, dtype=torch.long)
+    mask[1, 24:26] = 0
+    with torch.no_grad(), cache:
+        got = model(new, past_key_values=cache, attention_mask=mask).logits
+    for row, ids in enumerate(questions):
+        assert apart(got[row, -len(ids) :], alone(model, prompt(24)[0].tolist(), ids)) <= TOLERANCE
+        assert cache.tokens(row) == [*prompt(24)[0].tolist(), *ids]
+    check(model, cache, prompt(1, 3, 2))
+
+
+def test_generate_continues_questions_of_several_lengths_behind_one_prefix():
+    model, cache = MODELS["llama"], filled(MODELS["llama"])
+    cache.fork(2)
+    prefix, questions = prompt(24)[0].tolist(), [prompt(6, 1)[0].tolist(), prompt(4, 2)[0].tolist()]
+    ids = torch.tensor([[*prefix, *questions[0]], [*prefix, 0, 0, *questions[1]]])
+    mask = torch.ones_like(ids)
+    mask[1, 24:26] = 0
+    got = model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=8, do_sample=False)
+    for row, question in enumerate(questions):
+        plain = model.generate(torch.tensor([[*prefix, *question]]), max_new_tokens=8, do_sample=False)
+        assert got[row, 30:].tolist() == plain[0, 24 + len(question) :].tolist()
+
+
+def test_beam_search_over_shared_cells_is_beam_search():
+    model, ids = MODELS["llama"], torch.cat([prompt(24), prompt(3, 1)], 1)
+    cache = filled(model)
+    cache.fork(4)
+    expected = model.generate(ids, num_beams=4, max_new_tokens=12, do_sample=False)
+    got = model.generate(ids, past_key_values=cache, num_beams=4, max_new_tokens=12, do_sample=False)
+    assert torch.equal(got, expected)
+
+
+def test_samples_of_a_prompt_hold_it_once():
+    model, ids = MODELS["llama"], torch.cat([prompt(300), prompt(1, 1)], 1)
+    one, cache = filled(model, 300), filled(model, 300)
+    cache.fork(8)
+    out = model.generate(ids, past_key_values=cache, num_return_sequences=8, do_sample=True, max_new_tokens=12)
+    assert len({tuple(row) for row in out.tolist()}) > 1
+    assert cache.nbytes == one.nbytes  # the tails fit the spare room
+    held = torch.cat([cache._cells.row(number)[0] for number in cache.batch]).unique()
+    assert len(held) == 300 + 8 * 12
+
+
+def test_using_a_sequence_among_others_copies_nothing():
+    model, cache = MODELS["llama"], filled(MODELS["llama"], 200)
+    cache.fork(3)
+    check(model, cache, prompt(4, 1, 3))
+    before = cache.nbytes
+    for number in (1, 0, 2):
+        cache.use(number)
+        check(model, cache, prompt(1, number))
+    cache.use(5)
+    check(model, cache, prompt(9, 5))
+    assert cache.nbytes == before
+
+
+def test_most_of_the_storage_is_not_looked_at_in_vain():
+    model, cache = MODELS["llama"], filled(MODELS["llama"], 10)
+    for number in (1, 2):
+        cache.use(number)
+        check(model, cache, prompt(60, number))
+    cache.use(0)
+    check(model, cache, prompt(1))
+    assert cache.layers[0].keys.shape[2] == 11
+
+
+def test_cropping_a_batch_forgets_the_last_tokens_of_each():
+    model, cache = MODELS["llama"], filled(MODELS["llama"])
+    cache.fork(3)
+    check(model, cache, prompt(5, 1, 3))
+    cache.crop(-3)
+    assert [len(cache.tokens(number)) for number in cache.batch] == [26] * 3
+    check(model, cache, prompt(2, 2, 3))
+
+
+def test_a_window_is_kept_by_each_sequence_of_a_batch():
+    cache = ShiftCache(MODELS["llama"], window_tokens=32, keep_tokens=4)
+    cache.use(0, 1)
+    ids = prompt(20, rows=2)
+    MODELS["llama"].generate(ids, past_key_values=cache, max_new_tokens=60, do_sample=True)
+    assert all(len(cache.tokens(number)) <= 32 for number in (0, 1))
+    assert [cache.tokens(number)[:4] for number in (0, 1)] == ids[:, :4].tolist()
+
+
+def test_the_sequence_with_the_longest_prefix_in_common_is_chosen():
+    cache, ids = filled(MODELS["llama"]), prompt(24)[0].tolist()
+    assert SequenceCache(MODELS["llama"]).closest(ids) == (0, 0)
+    cache.copy(0, 1, 0, 9)
+    cache.copy(0, 2, 0, 15)
+    cache.copy(0, 3, 5)
+    cache.use(1)
+    assert cache.closest(ids) == (0, 24)
+    assert cache.closest([*ids[:12], 1, 2]) == (0, 12)
+    cache.remove(0, 8, 9)
+    cache.shift(0, 9, None, -1)
+    assert cache.closest([*ids[:12], 1]) == (2, 12)
+    assert cache.closest([*ids[:8], *ids[9:]])[1] == 8  # what was moved is not what a prefill computes
+    assert cache.closest([1, 2]) == (1, 0)
+
+
+def test_what_a_batch_cannot_be_is_refused():
+    model, cache = MODELS["llama"], filled(MODELS["llama"])
+    for wrong in ((), (1, 1), (0, -1)):
+        with pytest.raises(ConfigError, match="expected"):
+            cache.use(*wrong)
+    with pytest.raises(ConfigError, match="fork"):
+        cache.fork(0)
+    cache.fork(2)
+    with pytest.raises(ConfigError, match="use"):
+        cache.fork(2)
+    with pytest.raises(PromptError, match="2 active"):
+        model.generate(prompt(26), past_key_values=cache, max_new_tokens=2)
+    with pytest.raises(PromptError, match="counts"), cache:
+        model(prompt(2, rows=2), past_key_values=cache, attention_mask=torch.ones(2, 20))
+    with pytest.raises(ConfigError, match="with cache"):
+        model(prompt(2, rows=2), past_key_values=cache)
+    check(model, cache, prompt(2, rows=2))
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "bloom"])
+def test_models_that_count_tokens_are_refused_by_name(name):
+    cache = filled(tiny_model(name))
+    with pytest.raises(UnsupportedModelError, match="measures in tokens"):
+        cache.fork(2)
+    assert cache.batch == (0,)
+
+
+def test_attention_without_masks_is_refused_by_name():
+    model = tiny_model("llama")
+    cache = SequenceCache(model)
+    model.set_attn_implementation("flex_attention")
+    with pytest.raises(UnsupportedModelError, match=r"'flex_attention'.*eager, sdpa"):
+        cache.use(0, 1)
+
+
+def test_the_self_test_sees_a_mask_that_shows_the_cells_of_others(monkeypatch):
+    model = tiny_model("llama")
+    monkeypatch.setattr("hf_blend.context.sequence_cache.mask_of", lambda seen, real: everything(seen, real))
+    cache = filled(model)
+    with pytest.raises(UnsupportedModelError, match="logits of sequence"):
+        cache.fork(2)
+
+
+def everything(seen, real):
+    return torch.ones(len(real), 1, real.shape[1], seen.shape[1] + real.numel(), dtype=torch.bool)
+
+
+def test_the_model_is_as_before_when_a_batch_fails(untouched, monkeypatch):
+    model, cache = MODELS["llama"], filled(MODELS["llama"])
+    cache.fork(2)
+    before = [cache.tokens(number) for number in cache.batch]
+    with untouched(model):
+        monkeypatch.setattr(model.model.layers[1].self_attn.o_proj, "forward", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model.generate(torch.cat([prompt(24), prompt(2, 1)], 1).repeat(2, 1), past_key_values=cache)
+        monkeypatch.undo()
+    assert [cache.tokens(number) for number in cache.batch] == before
+    check(model, cache, prompt(2, rows=2))

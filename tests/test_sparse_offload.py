@@ -1,0 +1,209 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Sparse decoding over K and V that are away: the text of K and V on the device, and little of them there."""
+
+import gc
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_blend import BlendCache, ChunkStore, blended, observer, sparse_decoding
+from hf_blend.errors import OffloadError, UnsupportedModelError
+from hf_blend.offload.memory import GROW_TOKENS, KVMemory
+from hf_blend.prefill import copies
+from hf_blend.sparse import decoding
+from hf_blend.sparse.blocks import ROOM_TOKENS
+from hf_blend.verify.zoo import tiny_model as zoo_model
+from tests.conftest import build_tiny_model
+from tests.second_device import There, move, second_device
+
+SMALL = {"share": 0.3, "block_tokens": 8, "min_tokens": 0, "recent_blocks": 1}
+GREEDY = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+CHUNKS = [[(7 * place + 3 * chunk) % 120 + 3 for place in range(100 - 11 * chunk)] for chunk in range(4)]
+PIECES = {"prefix": [1, 4, 5], "chunks": CHUNKS, "question": [5, 6, 7, 8]}
+BATCH = {
+    "prefix": [1, 4, 5],
+    "chunks": [CHUNKS[:3], CHUNKS[1:], [*CHUNKS[2:], CHUNKS[0]]],
+    "question": [[5, 6, 7, 8], [9], [17, 3]],
+}
+LOADED = ("loaded_blocks", "prefetched_blocks", "loaded_bytes")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build_tiny_model()
+
+
+def decoded(model, pieces=PIECES, ways=GREEDY, sparse=SMALL, draft=None, **settings):
+    """Text with logits, what selections went through, and the cache."""
+    cache = BlendCache(model, ChunkStore.open("memory://"), **settings)
+    inputs = cache.inputs(None, **pieces)
+    with sparse_decoding(model, cache, draft=draft, **sparse) as session:
+        output = model.generate(
+            **inputs, past_key_values=cache, **ways, return_dict_in_generate=True, output_logits=draft is None
+        )
+    return output, session.metrics, cache
+
+
+def alike(found, expected):
+    (output, metrics, _), (output_there, metrics_there, _) = found, expected
+    assert torch.equal(output.sequences, output_there.sequences)
+    if output.logits is not None:
+        torch.testing.assert_close(torch.stack(output.logits), torch.stack(output_there.logits), rtol=0, atol=5e-6)
+    assert metrics.loaded_blocks > 0
+    assert {**vars(metrics), **dict.fromkeys(LOADED, 0)} == vars(metrics_there)
+
+
+@pytest.mark.parametrize("method", ["gsa", "kvstar"])
+@pytest.mark.parametrize("pieces", [PIECES, BATCH], ids=["one", "batch"])
+def test_the_text_is_that_of_blocks_on_the_device(model, untouched, tmp_path, pieces, method):
+    sparse = {**SMALL, "method": method}
+    expected = decoded(model, pieces, sparse=sparse)
+    with untouched(model):
+        found = decoded(model, pieces, sparse=sparse, kv_device_map="disk", offload_folder=str(tmp_path))
+    alike(found, expected)
+    assert found[1].prefetched_blocks > 0
+    assert found[2].report.sparse == vars(found[1])
+
+
+def draft_model():
+    config = zoo_model("llama").config
+    config.num_hidden_layers = 2
+    torch.manual_seed(5)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+WAYS = {
+    "beams": ({**GREEDY, "num_beams": 3, "max_new_tokens": 10}, {}),
+    "sampling": ({**GREEDY, "do_sample": True, "top_k": 20}, {}),
+    "unlocked": (GREEDY, {"lock": False}),
+    "long locks": (GREEDY, {"lock_duration": 1000, "checkpoint_interval": 3}),
+    "blocks of another size": (GREEDY, {"block_tokens": 12}),
+    "nearly all": (GREEDY, {"share": 0.999}),
+    "lookup": ({**GREEDY, "prompt_lookup_num_tokens": 5}, {}),
+    "long": ({**GREEDY, "max_new_tokens": 80}, {}),
+}
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_every_way_of_decoding_gives_the_text_of_blocks_on_the_device(model, tmp_path, how):
+    ways, settings = WAYS[how]
+    sparse = {**SMALL, **settings}
+    torch.manual_seed(4)
+    expected = decoded(model, ways=ways, sparse=sparse)
+    torch.manual_seed(4)
+    alike(decoded(model, ways=ways, sparse=sparse, kv_device_map="disk", offload_folder=str(tmp_path)), expected)
+
+
+def test_a_draft_sees_what_its_target_sees(tmp_path):
+    model, draft = zoo_model("llama"), draft_model()
+    pieces = {**PIECES, "chunks": [[one % 80 + 5 for one in chunk] for chunk in CHUNKS[:2]]}
+    ways = {**GREEDY, "assistant_model": draft}
+    expected = decoded(model, pieces, ways, draft=draft)
+    alike(decoded(model, pieces, ways, draft=draft, kv_device_map="disk", offload_folder=str(tmp_path)), expected)
+    assert expected[1].rounds > 0
+
+
+def test_a_layer_that_stays_is_decoded_beside_one_that_does_not(model, tmp_path):
+    expected, places = decoded(model), {1: "disk", 3: "disk"}
+    alike(decoded(model, kv_device_map=places, offload_folder=str(tmp_path)), expected)
+
+
+def test_contexts_that_grow_and_shrink_between_sessions_are_read_again(model, tmp_path):
+    texts = []
+    for settings in ({}, {"kv_device_map": "disk", "offload_folder": str(tmp_path)}):
+        output, _, cache = decoded(model, ways={**GREEDY, "max_new_tokens": 9}, **settings)
+        cache.crop(-20)
+        with torch.no_grad():
+            model(torch.tensor([[7, 9, 11, 13] * 20]), past_key_values=cache)
+            with sparse_decoding(model, cache, **SMALL):
+                logits = [model(torch.tensor([[one]]), past_key_values=cache).logits for one in (5, 6, 7)]
+                cache.crop(-40)
+                logits += [model(torch.tensor([[one]]), past_key_values=cache).logits for one in range(5, 25)]
+            logits.append(model(torch.tensor([[3]]), past_key_values=cache).logits)  # dense again
+        texts.append((output.sequences, torch.cat(logits)))
+    assert torch.equal(texts[0][0], texts[1][0])
+    torch.testing.assert_close(texts[1][1], texts[0][1], rtol=0, atol=5e-6)
+
+
+class LiveThere:
+    """The oracle: tensors on the second device that are alive while a layer of a step attends."""
+
+    def __init__(self, model, cache):
+        gc.collect()
+        self.cache, self.before, self.peak = cache, self.bytes(), 0
+        some = [model.model.layers[2], model.model.layers[5]]
+        self.handles = [layer.self_attn.o_proj.register_forward_pre_hook(observer(self.look)) for layer in some]
+
+    @staticmethod
+    def bytes():
+        there = [one.held.untyped_storage() for one in gc.get_objects() if type(one) is There]
+        return sum({one.data_ptr(): one.nbytes() for one in there}.values())
+
+    def look(self, module, args):
+        if args[0].shape[1] == 1 and self.cache.report.sparse:  # a step behind the first
+            self.peak = max(self.peak, self.bytes() - self.before)
+
+
+def test_the_device_holds_the_share_and_the_tail_and_the_rest_is_in_host_memory(monkeypatch):
+    pieces = {"prefix": [1, 4, 5], "chunks": [[(7 * place) % 120 + 3 for place in range(1200)]], "question": [5, 6]}
+    ways = {**GREEDY, "max_new_tokens": 4}
+    sparse = {"share": 0.25, "block_tokens": 16, "min_tokens": 0}
+    sizes = {"num_hidden_layers": 6, "max_position_embeddings": 2048}
+    expected, *_ = decoded(build_tiny_model(**sizes), pieces, sparse=sparse, ways=ways)
+    monkeypatch.setattr(copies, "open_stream", lambda device: None)  # there are no streams on this device
+    monkeypatch.setattr(KVMemory, "_read_ahead", lambda *_: None)
+    with second_device(), torch.no_grad():
+        model = move(build_tiny_model(**sizes))
+        cache = BlendCache(model, ChunkStore.open("memory://"), kv_device_map="cpu")
+        inputs = cache.inputs(None, **pieces)
+        live = LiveThere(model, cache)
+        with sparse_decoding(model, cache, **sparse):
+            found = model.generate(**inputs, past_key_values=cache, **ways)
+        assert torch.equal(found.cpu(), expected.sequences)
+        every = 6 * 2 * 1200 * 2 * 16 * 4
+        spare = 6 * 2 * 2 * 16 * 4 * (ROOM_TOKENS + GROW_TOKENS + 2 * 16 + 1200 / 16)  # and the mean key of each block
+        masks = 60_000  # of the steps, and their ids
+        assert 0.25 * every < live.peak < 0.25 * every + spare + masks
+        assert live.peak <= cache.kv_memory.peak_resident_bytes + masks, "the counter is right"
+        assert cache.kv_memory.disk_bytes == 0
+
+
+def test_a_damaged_block_is_refused(model, untouched, tmp_path):
+    cache = BlendCache(model, ChunkStore.open("memory://"), kv_device_map="disk", offload_folder=str(tmp_path))
+    with untouched(model), sparse_decoding(model, cache, **{**SMALL, "share": 0.999}):
+        text = model.generate(**cache.inputs(None, **PIECES), past_key_values=cache, **{**GREEDY, "max_new_tokens": 1})
+        [path] = tmp_path.rglob("layer.2.values.dat")
+        with path.open("r+b") as file:
+            file.seek(12345)
+            file.write(b"\x55\xaa")
+        with pytest.raises(OffloadError, match=r"tokens 64 to 127 of layer\.2\.values.* not what was written"):
+            model.generate(text, past_key_values=cache, **GREEDY)
+
+
+def test_attention_that_would_see_nothing_of_what_is_away_is_refused(model, tmp_path, monkeypatch):
+    attend = decoding.attend
+    monkeypatch.setattr(decoding, "attend", lambda *given, **more: attend(*given, **more, position_bias=torch.ones(1)))
+    monkeypatch.setattr(decoding, "NAME", "hf_blend_sparse_with_bias_over_")
+    with pytest.raises(UnsupportedModelError, match="Leave kv_device_map out"):
+        decoded(model, kv_device_map="disk", offload_folder=str(tmp_path))
+
+
+def test_one_keyword_decodes_sparsely_from_disk(model, tmp_path):
+    store = ChunkStore.open("memory://")
+    inputs = BlendCache(model, store).inputs(None, **PIECES)
+    expected = model.generate(**inputs, custom_generate=blended(store, sparse=SMALL), **GREEDY)
+    keyword = blended(store, sparse=SMALL, kv_device_map="disk", offload_folder=str(tmp_path))
+    assert torch.equal(model.generate(**inputs, custom_generate=keyword, **GREEDY), expected)
+    assert keyword.report.sparse["loaded_blocks"] == keyword.sparse_metrics.loaded_blocks > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_of_a_session_stays_on_the_device(model, tmp_path):
+    cache = BlendCache(model, ChunkStore.open("memory://"), kv_device_map="disk", offload_folder=str(tmp_path))
+    inputs = cache.inputs(None, **PIECES)
+    with sparse_decoding(model, cache, **SMALL):
+        model.generate(**inputs, past_key_values=cache, **GREEDY)
+        during = cache.kv_memory.resident_bytes
+    assert cache.kv_memory.resident_bytes == sum(layer.nbytes for layer in cache.layers) < during
