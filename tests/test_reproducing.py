@@ -54,7 +54,7 @@ def test_impress_counts_bytes_first_and_heads_against_chance_and_resumes(untied,
     assert set(figures) == {"share", "alpha", "probe-heads", "block-tokens", "ablation", "cache", "heads"}
     assert all(next(iter(row)) == "loaded_share" for row in figures["share"] + figures["alpha"])
     whole, *parts = figures["share"]
-    assert whole["loaded_share"] >= 1, "headers are counted"
+    assert 0.9 < whole["loaded_share"] < 1.1, "headers are counted, what is fresh in every layer is not read"
     assert whole["difference_to_all_loaded"] == [0, 0]
     least = next(row for row in parts if "alpha 2" in row["way"])
     assert least["fallback_share"] <= 1
