@@ -60,8 +60,11 @@ def measure_partial_quality(
         group = examples[start : start + GROUP]
         with TemporaryDirectory() as folder:
             with _opened(folder, "whole") as store:
-                _compute(loaded, tokenizer, store, group)
-            for way in WAYS:  # each behind a restart; the first that loads in part writes the blocks of all
+                keys = _compute(loaded, tokenizer, store, group)
+            with _opened(folder, "25 %") as store:
+                for key in keys:
+                    store.stream(key, _never)  # writes the blocks, of all ways
+            for way in WAYS:  # each behind a restart
                 with _opened(folder, way) as store:
                     found[way] += _ask(loaded, tokenizer, store, group, batch, ratio)
         if progress:
@@ -83,9 +86,13 @@ def _opened(folder: str, way: str) -> ChunkStore:
     return ChunkStore.open(Path(folder), memory_bytes=0, durability="none", partial=partial)
 
 
-def _compute(model: Any, tokenizer: Any, store: ChunkStore, examples: Sequence[Any]) -> None:
+def _compute(model: Any, tokenizer: Any, store: ChunkStore, examples: Sequence[Any]) -> list[Any]:
     chunks = [tokenizer(chunk, add_special_tokens=False)["input_ids"] for one in examples for chunk in one.chunks]
-    store.add(model, None, chunks)
+    return store.add(model, None, chunks)
+
+
+def _never() -> Any:
+    raise AssertionError("a chunk that was stored a moment ago is damaged")
 
 
 @torch.no_grad()
