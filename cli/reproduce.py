@@ -13,14 +13,17 @@ from .output import Json, progress, say, show
 
 __all__ = ["reproduce"]
 
-Paper = Annotated[str, typer.Argument(help="cacheblend.")]
+Paper = Annotated[str, typer.Argument(help="cacheblend, impress or kvstar.")]
 Model = Annotated[str, typer.Option(help="Hub id, folder, or a bundled model.")]
 Data = Annotated[Path | None, typer.Option(help="Folder of JSONL files named after tasks; else they are downloaded.")]
 Tasks = Annotated[list[str] | None, typer.Option("--task", help="May be repeated; the default is the paper's four.")]
 Limit = Annotated[int, typer.Option(min=1, help="Samples of each task.")]
 Small = Annotated[bool, typer.Option("--small", help="Two values of each thing that varies.")]
+Draft = Annotated[str | None, typer.Option(help="kvstar: a smaller model with the same tokenizer; else a copy.")]
 Output = Annotated[Path, typer.Option(help="Folder of the run; a stopped run resumes there.")]
-SHOWN = ("figure", "varied", "task", "method", "ratio", "n", "score", "charged_budget", "ttft_ms", "speedup")
+SHOWN = (  # of figures that compare methods; of others all columns are
+    "figure", "varied", "task", "method", "ratio", "n", "score", "charged_budget", "ttft_ms", "speedup",
+)  # fmt: skip
 
 
 def reproduce(
@@ -30,6 +33,7 @@ def reproduce(
     task: Tasks = None,
     limit: Limit = 50,
     small: Small = False,
+    draft: Draft = None,
     output_dir: Output = Path("reproduction"),
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -42,10 +46,11 @@ def reproduce(
     Examples:
         hf-blend reproduce cacheblend --task reference-world --limit 1 --small --json  # slow
         hf-blend reproduce cacheblend --model my-model --data data --limit 20  # slow
+        hf-blend reproduce impress --model chains --task chain-world --limit 200  # slow
+        hf-blend reproduce kvstar --model chains --task chain-world --draft my-draft  # slow
     """
     from hf_blend.evaluation.bundled import choose_device
     from hf_blend.evaluation.reproducing import PAGE, PAPERS, TASKS, data_files
-    from hf_blend.evaluation.reproducing import reproduce as run
     from hf_blend.evaluation.trial import Trial
 
     if paper not in PAPERS:
@@ -62,10 +67,18 @@ def reproduce(
     def told(what: str, parts: Iterator[Any], count: int) -> Iterator[Any]:
         return progress(parts, what, total=count, quiet=json)
 
-    made = run(PAPERS[paper](base, small), output_dir, told)
+    if draft and paper != "kvstar":
+        raise typer.BadParameter(f"--draft {draft} is for kvstar alone, but the paper is {paper}")
+    made = PAPERS[paper](base, output_dir, told, small, draft)
     say(f"written to {output_dir / PAGE}")
     if json:
         show(made, as_json=True)
         return
-    rows = [{"figure": figure["name"], **row} for figure in made["figures"] for row in figure["rows"]]
-    show([{name: row[name] for name in SHOWN} for row in rows], title=paper, header=True)
+    drawn = [figure for figure in made["figures"] if figure["rows"]]
+    compared = [figure for figure in drawn if "method" in figure["rows"][0]]
+    for figure in drawn:
+        if figure not in compared:
+            show(figure["rows"], title=figure["title"], header=True)
+    rows = [{"figure": figure["name"], **row} for figure in compared for row in figure["rows"]]
+    if rows:
+        show([{name: row[name] for name in SHOWN} for row in rows], title=paper, header=True)

@@ -5,17 +5,20 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from .whole_table import whole
+
 Document = Mapping[str, Any]
 Cell = Callable[[Document], str]
 Columns = Mapping[str, Cell]
 
 
-def plain(columns: Columns, head: Callable[[Document], str]) -> Callable[[Document], list[str]]:
-    """A table with one line for each of a document's rows.
+def plain(columns: Columns, head: Callable[[Document], str], name: str = "rows") -> Callable[[Document], list[str]]:
+    """A table with one line for each of a document's rows, and with all that the document has.
 
     Args:
         columns: title → how a row is written there.
         head: the sentence above, from the document.
+        name: of the rows in the document.
 
     Returns:
         Makes the lines of the table.
@@ -23,9 +26,9 @@ def plain(columns: Columns, head: Callable[[Document], str]) -> Callable[[Docume
 
     def table(document: Document) -> list[str]:
         lines = [head(document), "", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
-        return lines + [f"| {' | '.join(cell(row) for cell in columns.values())} |" for row in document["rows"]]
+        return lines + [f"| {' | '.join(cell(row) for cell in columns.values())} |" for row in document[name]]
 
-    return table
+    return whole(table, lambda document: document[name], name)
 
 
 def text(name: str, none: str = "") -> Cell:
@@ -198,15 +201,65 @@ MEASURED = {
     ),
     "partial_quality": plain(
         {
-            "blend": text("blend"),
-            "blocks": percent("share"),
-            "chosen": lambda row: "by the question" if row["by_question"] else "before it",
+            "loaded, kB": lambda row: f"{row['loaded_bytes'] / 1e3:.0f}",
+            "stored, kB": lambda row: f"{row['all_bytes'] / 1e3:.0f}",
+            "share": percent("loaded_share"),
+            "blocks": text("way"),
             "exact match": number("exact_match"),
             "difference to all": ends("difference_interval"),
-            "layers that fell back": percent("fallback_share"),
-            "tokens unseen": percent("unseen_share"),
+            "same answers": percent("same_answers"),
+            "layers in part": number("partial_layers", ".1f"),
+            "that fell back": number("fallback_layers", ".1f"),
+            "time to all": number("time_ratio", ".2f"),
         },
-        lambda document: f"n = {document['rows'][0]['n']}, blocks of {document['block_tokens']} tokens.",
+        lambda document: (
+            f"{document['model']}, {document['kv_heads']} KV heads, {document['layers']} layers, n = {document['n']}, "
+            f"batches of {document['batch']}, {100 * document['recompute_ratio']:.0f} % recomputed (kv-deviation), "
+            f"behind a restart, {document['threads']} thread."
+        ),
+    ),
+    "eviction": plain(
+        {
+            "memory": percent("cap"),
+            "policy": text("policy"),
+            "important tokens hit": number("important_hit_rate"),
+            "interval": ends("important_hit_rate_interval", ".3f"),
+            "chunks hit": number("hit_rate"),
+            "interval ": ends("hit_rate_interval", ".3f"),
+            "ms to load what is important": number("part_load_ms", ".2f"),
+            "ms to load all": number("whole_load_ms", ".2f"),
+        },
+        lambda document: (
+            f"{document['stories']} stories, {document['chunks']} chunks, {document['questions']} questions of each, "
+            f"{document['requests']} requests, Zipf {document['zipf']}, {document['seeds']} seeds, a tier of "
+            f"{document['rate_gb_s']} GB/s behind; milliseconds are counted from bytes."
+        ),
+    ),
+    "pipeline": plain(
+        {
+            "load / compute": number("load_to_compute", "g"),
+            "loading, ms": number("load_ms", ".0f"),
+            "computing, ms": number("compute_ms", ".0f"),
+            "both, ms": number("pipelined_ms", ".0f"),
+            "to the longer": number("vs_max", ".3f"),
+            "by round, median": number("median_vs_max", ".3f"),
+            "worst round": number("worst_vs_max", ".3f"),
+            "best fixed plan: chunks near, far": lambda row: f"{row['best_near_chunks']}, {row['best_far_chunks']}",
+            "its ratio": percent("best_ratio"),
+            "ms": number("best_ms", ".0f"),
+            "the controller's plan": lambda row: f"{row['advised_near_chunks']}, {row['advised_far_chunks']}",
+            "its own ratio": percent("advised_ratio"),
+            "expected, ms": number("predicted_ms", ".0f"),
+            "was, ms": number("controller_ms", ".0f"),
+            "to the best": number("vs_best", ".3f"),
+            "of medians": number("median_vs_best", ".3f"),
+        },
+        lambda document: (
+            f"Shape of {document['shape']}, random weights, {document['chunks']} chunks of {document['chunk_tokens']} "
+            f"tokens, half of them on each tier; the fastest of {document['rounds']} for the pipeline, of "
+            f"{document['plan_rounds']} for the {len(document['plans']) // len(document['rows'])} fixed plans of each "
+            "cell."
+        ),
     ),
     "ttft_disk": plain(
         {
@@ -247,10 +300,13 @@ def store(document: Document) -> list[str]:
     return lines
 
 
-def acceptance(document: Document) -> list[str]:
-    """How many drafted tokens were accepted."""
-    lines = ["| draft | verification held | proposed | accepted |", "|---|---|---|---|"]
-    for row in document["acceptance"]:
-        held = "yes" if row["locked"] else "no"
-        lines.append(f"| {row['draft']} | {held} | {row['proposed']} | {100 * row['acceptance']:.0f} % |")
-    return lines
+acceptance = plain(
+    {
+        "draft": text("draft"),
+        "verification held": lambda row: "yes" if row["locked"] else "no",
+        "proposed": text("proposed"),
+        "accepted": percent("acceptance"),
+    },
+    lambda document: f"Blocks of {document['block_tokens']} tokens.",
+    "acceptance",
+)

@@ -13,6 +13,7 @@ from typing import Any
 from hf_blend.verify.everything import judged
 
 from .measured import MEASURED, acceptance, store
+from .whole_table import whole
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST_LETTERS = 140  # of a reason in a table
@@ -171,6 +172,7 @@ def _context_shift(document: dict[str, Any]) -> list[str]:
     """Shifted beside fresh."""
     reading, writing = document["reading"], document["writing"]
     low, high = reading["answers_difference_interval"]
+    loss_low, loss_high = reading["loss_difference_interval"]
     held, unbounded = writing["cache_bytes"] / 1e6, writing["unbounded_cache_bytes"] / 1e6
     return [
         f"{reading['tokens']} tokens read and {writing['tokens']} written through a window of "
@@ -182,7 +184,8 @@ def _context_shift(document: dict[str, Any]) -> list[str]:
         f"{reading['answers_fresh']:.3f} | {reading['answers_shifted'] - reading['answers_fresh']:+.3f} "
         f"[{low:+.3f}, {high:+.3f}] |",
         f"| loss on the next chunk, {reading['shifts']} shifts | {reading['loss_shifted']:.3f} | "
-        f"{reading['loss_fresh']:.3f} | {reading['loss_shifted'] - reading['loss_fresh']:+.3f} |",
+        f"{reading['loss_fresh']:.3f} | {reading['loss_shifted'] - reading['loss_fresh']:+.3f} "
+        f"[{loss_low:+.3f}, {loss_high:+.3f}] |",
     ]
 
 
@@ -237,19 +240,25 @@ def _sequences(document: dict[str, Any]) -> list[str]:
 
 
 def _study(document: dict[str, Any]) -> list[str]:
-    """Final rows of the reference world, the cheapest first."""
-    rows = [row for row in document["rows"] if row["task"] == "reference-world" and row["part"] == "final"]
+    """Final rows, set by set, the cheapest first; those of the search are in the file alone."""
+    rows = _studied(document)
     lines = [
-        f"n = {rows[0]['n']} questions.",
+        "n is how many questions were asked.",
         "",
-        "| method | nominal | charged | exact match, 95 % interval | of full prefill |",
-        "|---|---|---|---|---|",
+        "| questions | method | nominal | charged | exact match, 95 % interval | of full prefill |",
+        "|---|---|---|---|---|---|",
     ]
-    for row in sorted(rows, key=lambda row: row["charged_budget"]):
+    for row in rows:
         shares = [_share(row["ratio"]), f"{100 * row['charged_budget']:.1f} %"]
         score = f"{row['score']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
-        lines.append(f"| {row['method']} | {' | '.join(shares)} | {score} | {row['share_of_full']:.3f} |")
+        name = f"{row['task']} | {row['method']}"
+        lines.append(f"| {name} | {' | '.join(shares)} | {score} | {row['share_of_full']:.3f} |")
     return lines
+
+
+def _studied(document: Any) -> list[dict[str, Any]]:
+    rows = [row for row in document["rows"] if row["part"] == "final"]
+    return sorted(rows, key=lambda row: (row["task"], row["charged_budget"]))
 
 
 EVAL2_COLUMNS = (
@@ -282,18 +291,18 @@ def _eval2(document: dict[str, Any]) -> list[str]:
 
 TABLES = {
     "ends": _ends,
-    "eval2": _eval2,
-    "break_even": _break_even,
-    "study": _study,
-    "reference": _reference,
-    "ttft": _ttft,
+    "eval2": whole(_eval2),
+    "break_even": whole(_break_even, None),
+    "study": whole(_study, _studied),
+    "reference": whole(_reference),
+    "ttft": whole(_ttft),
     "families": _families,
     "support": _support,
-    "context_shift": _context_shift,
-    "self_extend": _self_extend,
-    "session": _session,
-    "sequences": _sequences,
-    "store": store,
+    "context_shift": whole(_context_shift, None),
+    "self_extend": whole(_self_extend),
+    "session": whole(_session),
+    "sequences": whole(_sequences),
+    "store": whole(store, None),
     "acceptance": acceptance,
     **MEASURED,
     "ttft_disk_spare": MEASURED["ttft_disk"],

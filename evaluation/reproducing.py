@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A paper's figures on one's own model: each figure is a few runs of `trial`, in a folder that resumes where it was.
 
-What the figures of CacheBlend vary are methods, ratios, the check layer, and the length and number of chunks. Its
-storage devices are in `hf-blend bench ttft --disk`, its request rates in `hf-blend bench serve`: these measure times,
-for which weights do not matter.
+What the figures of CacheBlend vary are methods, ratios, the check layer, and the length and number of chunks;
+deviation and its rank correlation are means over samples. Its storage devices are in `hf-blend bench ttft --disk`, its
+request rates in `hf-blend bench serve`: these measure times, for which weights do not matter.
 
-Source: CacheBlend (arXiv 2405.16444), figures 6, 12, 13, 15, 16.
+Source: CacheBlend (arXiv 2405.16444), figures 6, 7, 8, 12, 13, 15, 16.
 """
 
 import json
@@ -19,12 +19,15 @@ from typing import Any
 
 from hf_blend.errors import ConfigError
 
+from .deviations import deviations
 from .folder import RunFolder
+from .impress import impress
+from .kvstar import kvstar
+from .paper_page import PAGE, RESULT, as_csv, as_latex, every_column
 from .report import html_table, page, plots
 from .summary import summarised
 from .trial import Trial, run
 
-RESULT, PAGE = "result.json", "index.html"
 TASKS = ("musique", "wikimqa", "samsum", "multi-news")
 BASELINES = ("prefix-caching", "full-reuse", "unaligned-reuse", "map-reduce", "map-rerank")
 BLEND = "kv-deviation"
@@ -76,9 +79,6 @@ def cacheblend(base: Trial, is_small: bool = False) -> list[Figure]:
     ]  # fmt: skip
 
 
-PAPERS: dict[str, Callable[[Trial, bool], list[Figure]]] = {"cacheblend": cacheblend}
-
-
 def data_files(folder: Path, tasks: Sequence[str]) -> tuple[tuple[str, str], ...]:
     """The file of each task in a folder: a JSONL file whose name has the task's in it, the paper's own first.
 
@@ -100,18 +100,32 @@ def data_files(folder: Path, tasks: Sequence[str]) -> tuple[tuple[str, str], ...
     return tuple((task, path) for task, path in found if path)
 
 
-def reproduce(figures: Sequence[Figure], folder: Path, progress: Progress | None = None) -> dict[str, Any]:
-    """Run what the folder does not hold yet, and write `result.json` and `index.html`.
+def _cacheblend(
+    base: Trial, folder: Path, progress: Progress | None = None, is_small: bool = False, draft: str | None = None
+) -> dict[str, Any]:
+    first = replace(base, tasks=base.tasks[:1], data=tuple(pair for pair in base.data if pair[0] == base.tasks[0]))
+    beside = deviations(first, folder / "deviation", progress)
+    return reproduce(cacheblend(base, is_small), folder, progress, beside)
+
+
+PAPERS: dict[str, Callable[..., dict[str, Any]]] = {"cacheblend": _cacheblend, "impress": impress, "kvstar": kvstar}
+
+
+def reproduce(
+    figures: Sequence[Figure], folder: Path, progress: Progress | None = None, beside: Sequence[dict[str, Any]] = ()
+) -> dict[str, Any]:
+    """Run what the folder does not hold yet, and write `result.json`, `index.html`, and each figure as CSV and LaTeX.
 
     Args:
         figures: of a paper.
         folder: of the run; one that was stopped resumes.
         progress: wraps the loop over samples; is given what is run, the loop and its length.
+        beside: figures that were made already: `name`, `title` and `rows`.
 
     Returns:
         `figures`: name, title and rows of each; a row has what is varied as `varied`.
     """
-    made = []
+    made = list(beside)
     for figure in figures:
         rows: list[dict[str, Any]] = []
         for varied, trial in figure.trials:
@@ -123,6 +137,9 @@ def reproduce(figures: Sequence[Figure], folder: Path, progress: Progress | None
             rows += [{"varied": varied, **row} for row in found]
         made.append({"name": figure.name, "title": figure.title, "rows": rows})
     result = {"settings": figures[0].trials[0][1].settings, "figures": made}
+    for one in made:
+        (folder / f"{one['name']}.csv").write_text(as_csv(one["rows"]), "utf-8")
+        (folder / f"{one['name']}.tex").write_text(as_latex(one["rows"]), "utf-8")
     (folder / RESULT).write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", "utf-8")
     (folder / PAGE).write_text(_page(result), "utf-8")
     return result
@@ -131,6 +148,9 @@ def reproduce(figures: Sequence[Figure], folder: Path, progress: Progress | None
 def _page(result: dict[str, Any]) -> str:
     parts = []
     for figure in result["figures"]:
+        if "method" not in figure["rows"][0]:
+            parts.append(f"<h2>{escape(figure['title'])}</h2>{every_column(figure['rows'])}")
+            continue
         rows = [{**row, "method": f"{row['method']} {row['varied']}".strip()} for row in figure["rows"]]
         charts = "".join(f"<figure>{chart}</figure>" for chart in plots({"rows": rows}).values())
         parts.append(f"<h2>{escape(figure['title'])}</h2><div class=charts>{charts}</div>{html_table(rows)}")

@@ -134,6 +134,10 @@ class FaultyTier(WrappedTier):
         with self._lock:
             return self._random.randrange(stop)
 
+    def replace(self, name: str, parts: Sequence[memoryview]) -> None:
+        """Delete and store, so that the faults of both can happen."""
+        Tier.replace(self, name, parts)
+
     def open(self, name: str) -> Source | None:
         """Open an object, an other one, or none."""
         fault = self.draw("open")

@@ -13,6 +13,7 @@ import torch
 
 from hf_blend.errors import ConfigError
 from hf_blend.evaluation.bench.joins import JOINS, bundled_passages, measure_joins, read_passages
+from hf_blend.evaluation.bench.pipeline import PipelinePlan, measure_pipeline
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
@@ -58,6 +59,30 @@ def test_the_gpu_benchmark_refuses_what_it_cannot_measure(arguments, text, capsy
         program("gpu").main([*arguments, "--output", str(tmp_path / "gpu.json")])
     told = capsys.readouterr().err
     assert re.search(text, told), told
+
+
+def test_the_grid_of_pipeline_and_controller_runs_in_the_small():
+    sizes = {"shape": "tiny", "chunk_tokens": 16, "question_tokens": 4, "rounds": 1, "plan_rounds": 1}
+    found = measure_pipeline(PipelinePlan(cells=(0.5,), row_ms=0.01, plan_row_ms=0.01, **sizes))
+    (row,) = found["rows"]
+    ways = {(one["near_chunks"], one["far_chunks"], one["ratio"]) for one in found["plans"]}
+    assert len(ways) == len(found["plans"]) == 12
+    assert {near + far for near, far, _ in ways} == {0, 1, 2, 3, 4}
+    assert row["best_ms"] == min(one["ttft_ms"] for one in found["plans"])
+    assert row["vs_best"] == pytest.approx(row["controller_ms"] / row["best_ms"])
+    assert row["vs_max"] == pytest.approx(row["pipelined_ms"] / max(row["load_ms"], row["compute_ms"]))
+    assert row["advised_ratio"] >= 0.15
+
+
+@pytest.mark.skipif(not (BENCHMARKS / "results" / "pipeline.json").exists(), reason="not measured")
+def test_the_committed_grid_holds_what_it_promises():
+    found = json.loads((BENCHMARKS / "results" / "pipeline.json").read_text("utf-8"))
+    assert [row["load_to_compute"] for row in found["rows"]] == [0.1, 0.5, 1.0, 2.0, 5.0]
+    for row in found["rows"]:
+        assert row["vs_max"] <= 1.05, row["load_to_compute"]
+        assert row["vs_best"] <= 1.05, row["load_to_compute"]
+    advised = {(row["advised_near_chunks"], row["advised_far_chunks"], row["advised_ratio"]) for row in found["rows"]}
+    assert len(advised) >= 3, "the controller changes its mind"
 
 
 def test_answers_from_8_bits_are_measured_and_as_committed(tmp_path, monkeypatch):

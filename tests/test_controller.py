@@ -159,3 +159,28 @@ def test_rates_are_measured_tier_by_tier(tmp_path):
     assert list(tier_rates(store, model, tokens=20)) == ["disk"]
     assert tier_rates(store, model, tokens=20)["disk"] > 0
     assert len(store) == 0
+
+
+class FullTier(plugins.load("store.tiers", "memory")):
+    """Takes no chunk."""
+
+    def put_if_absent(self, name, parts):
+        return False
+
+
+def test_a_tier_that_takes_no_chunk_has_no_rate_and_its_chunks_are_loaded_as_before(tmp_path, profile):
+    model = tiny_model("llama")
+    full = FullTier()
+    store = stored(model, tmp_path)
+    rates = tier_rates(ChunkStore([], [full]), model, tokens=20)
+    assert rates == {}
+    store.controller = LoadingController(model, store, profile=profile, rates=rates)
+    assert answered(model, store)[1].loaded_chunks > 0
+    assert store.controller.last is None
+
+
+def test_a_profile_is_fitted_once_however_many_ratios_are_asked_for(profile, monkeypatch):
+    fits, fit = [], torch.linalg.lstsq
+    monkeypatch.setattr(torch.linalg, "lstsq", lambda *given: fits.append(1) or fit(*given))
+    advise(profile, [256] * 8, 1e6, num_layers=30)
+    assert len(fits) == 1

@@ -41,7 +41,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # its modules; wh
     "loading": (("loading",), ("model", "store", "prefill", "cache")),
     "context": (("context",), ("rotary", "prompt", "model", "store", "tiers", "prefill", "cache")),
     "attending": (("sparse.methods",), ()),
-    "sparse": (("sparse",), ("attending", "rotary", "prompt", "model", "store", "tiers", "prefill", "cache")),
+    "sparse": (("sparse",), ("locks", "attending", "rotary", "prompt", "model", "store", "tiers", "prefill", "cache")),
     "generate": (("generate",), ("prompt", "model", "store", "prefill", "cache", "context", "sparse")),
     "verify": (
         ("verify",),

@@ -21,6 +21,16 @@ from hf_blend.verify.zoo import tiny_model
 CHUNKS = [list(range(10, 74)), list(range(40, 90)), list(range(20, 120, 2))]
 PIECES: dict[str, Any] = {"prefix": [5, 6], "chunks": CHUNKS, "question": [7, 8, 9, 11]}
 ANYHOW = 50.0  # an alpha at which heads agree whatever they say
+
+
+class Watched(PartialStore):
+    """Remembers what was put."""
+
+    def put(self, chunk: Any) -> Any:
+        vars(self).setdefault("keys", {})[chunk.key.digest] = chunk.key
+        return super().put(chunk)
+
+
 MemoryTier = plugins.load("store.tiers", "memory")
 
 
@@ -47,7 +57,7 @@ def answered(model: Any, store: Any, share: float | None = None, how: Any = (), 
 
 @pytest.fixture
 def store(model):
-    made = PartialStore(ChunkStore.open("memory://"), MemoryTier(), block_tokens=8)
+    made = Watched(ChunkStore.open("memory://"), MemoryTier(), block_tokens=8)
     answered(model, made)  # computes the chunks
     return made
 
@@ -145,8 +155,8 @@ def test_a_new_order_puts_important_tokens_together_and_loses_nothing(model, sto
 
 
 def opened(store: Any) -> Any:
-    for digest, key in store._keys.items():
-        if digest in store.importance:
+    for digest, key in store.keys.items():
+        if digest in store.importance.digests():
             yield store._tier.open(store._name(key)), key
 
 
@@ -167,7 +177,7 @@ def test_a_flipped_bit_in_a_loaded_block_is_a_fault_and_in_another_is_not_read(m
 
 
 def opened_all(store: Any) -> Any:
-    for key in store._keys.values():
+    for key in store.keys.values():
         if len(key.token_ids) > 40:
             yield store._tier.open(store._name(key)), key
 
@@ -221,7 +231,7 @@ def test_crafted_blocks_cost_a_request_time_and_nothing_else(change, reason):
     from hf_blend.model.fingerprint import fingerprint
 
     model, tier = tiny_model("llama"), MemoryTier()
-    store = PartialStore(ChunkStore.open("memory://"), tier, block_tokens=8)
+    store = Watched(ChunkStore.open("memory://"), tier, block_tokens=8)
     wanted, *_ = answered(model, store)
     good = dict(tier.objects)
     for ids in CHUNKS:
@@ -237,15 +247,15 @@ def test_crafted_blocks_cost_a_request_time_and_nothing_else(change, reason):
 def test_blocks_of_a_store_with_a_secret_are_signed_and_their_names_say_nothing():
     model, tier = tiny_model("llama"), MemoryTier()
     plain, signed = (
-        PartialStore(ChunkStore([], secret=secret), tier, block_tokens=8) for secret in (None, b"the store's own")
+        Watched(ChunkStore([], secret=secret), tier, block_tokens=8) for secret in (None, b"the store's own")
     )
     wanted, *_ = answered(model, plain)
     names = set(tier.objects)
     assert torch.equal(answered(model, signed)[0], wanted)
     assert len(tier.objects) == 2 * len(names)
     new = " ".join(set(tier.objects) - names)
-    assert not [key for key in signed._keys.values() if key.digest in new]
-    for key in signed._keys.values():
+    assert not [key for key in signed.keys.values() if key.digest in new]
+    for key in signed.keys.values():
         tier.objects[signed._name(key)] = tier.objects[plain._name(key)]  # unsigned, and of the right chunk
     assert torch.equal(answered(model, signed)[0], wanted)
     assert signed.faults == {"secret": len(names)}

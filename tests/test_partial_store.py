@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ChunkStore.open(partial=0.25)`: what `partial_loading` gives by hand, for every request, after a restart too."""
 
+import json
 import os
 import signal
 
@@ -79,15 +80,44 @@ def test_stored_chunks_are_found_in_any_prompt(model, tmp_path):
     assert cache.report.partial["partial_layers"] > 0
 
 
-@pytest.mark.parametrize("ways", [{"num_beams": 3}, {"batch": 4}])
-def test_batches_are_loaded_whole(model, ways):
-    pieces, ways = dict(PIECES), dict(ways)
-    if ways.pop("batch", None):
-        pieces |= {"chunks": [CHUNKS] * 4, "question": [[7, 8], [9, 10, 11], [12, 13], [14, 15, 16]]}
-    _, expected = asked(model, ChunkStore.open("memory://"), pieces, **ways)
-    part = ChunkStore.open("memory://", partial=ANYHOW)
-    asked(model, part, pieces, **ways)
-    assert torch.equal(asked(model, part, pieces, **ways)[1], expected)
+BATCH = {"prefix": [5, 6], "chunks": [CHUNKS, CHUNKS[::-1]], "question": [[7, 8], [9, 10, 11]]}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("alpha", [50.0, 0.0])
+def test_each_prompt_of_a_batch_loads_what_its_own_question_asks_for(alpha, attention):
+    model = zoo_model("llama")
+    model.set_attn_implementation(attention)
+    fallback = "values" if not alpha else "whole"
+    store = ChunkStore.open("memory://", partial={**ANYHOW, "alpha": alpha, "fallback": fallback, "reorder": False})
+    asked(model, store)
+    alone = [asked(model, store, {**BATCH, "chunks": chunks, "question": question})
+             for chunks, question in zip(BATCH["chunks"], BATCH["question"], strict=True)]  # fmt: skip
+    cache, got = asked(model, store, BATCH)
+    width = max(map(len, BATCH["question"])) + 2 + sum(map(len, CHUNKS))
+    for row, (one, ids) in enumerate(alone):
+        assert torch.equal(got[row, -6:], ids[0, -6:])
+        for layer, single in zip(cache.layers, one.layers, strict=True):
+            tokens = width - 1 + row  # the first question has one token less
+            mask = torch.nn.functional.pad(as_mask(single.visible, tokens), (width - tokens, 0))
+            assert torch.equal(as_mask(layer.visible, width)[row, :, 3:].expand(2, -1), mask[0, :, 3:].expand(2, -1))
+    assert cache.report.partial["loaded_bytes"] <= sum(one.report.partial["loaded_bytes"] for one, _ in alone)
+
+
+def as_mask(visible, tokens):
+    """`[batch, kv_heads or 1, tokens]`."""
+    if visible is None:
+        return torch.ones(1, 1, tokens, dtype=torch.bool)
+    return visible if visible.dim() == 3 else torch.zeros(1, 1, tokens, dtype=torch.bool).index_fill_(2, visible, True)
+
+
+def test_beams_look_at_the_part_of_their_prompt(model):
+    store = ChunkStore.open("memory://", partial={**ANYHOW, "reorder": False})
+    asked(model, store)
+    cache, _ = asked(model, store, num_beams=3)
+    one, _ = asked(model, store)
+    assert cache.report.partial["loaded_bytes"] == one.report.partial["loaded_bytes"], "read once for all beams"
+    assert cache.layers[1].visible.shape[0] == 3
 
 
 @torch.no_grad()
@@ -131,21 +161,84 @@ def test_a_further_prompt_behind_a_part_is_refused(model):
         model.generate(**more, past_key_values=cache, **GREEDY)
 
 
-def test_a_process_that_is_killed_while_it_reorders_loses_no_chunk(model, tmp_path):
-    with ChunkStore.open(tmp_path, partial=ANYHOW, memory_bytes=0) as store:
+@pytest.mark.parametrize("when", ["before the rename", "behind the rename"])
+def test_a_process_that_is_killed_while_it_reorders_loses_no_block(model, tmp_path, when):
+    with ChunkStore.open(tmp_path, partial={**ANYHOW, "reorder": False}, memory_bytes=0) as store:
         asked(model, store)
         _, expected = asked(model, store)
-        assert store.importance
         child = os.fork()
         if not child:
-            store._tier.put_if_absent = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # the old blocks are gone now
+            rename = os.rename
+
+            def killed(*paths):
+                if when == "behind the rename":
+                    rename(*paths)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            os.rename = killed
             store.reorder()
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    with ChunkStore.open(tmp_path, partial=ANYHOW, memory_bytes=0) as store:
+    with ChunkStore.open(tmp_path, partial={**ANYHOW, "reorder": False}, memory_bytes=0) as store:
+        store._put_blocks = None  # the blocks are there, old or new, and need not be made again
         cache, got = asked(model, store)
-        assert cache.report.computed_chunks == 0, "the whole chunk is there"
-        assert cache.report.partial["partial_layers"] > 0, "and its blocks are made from it"
-        assert torch.equal(got, expected)
+        assert cache.report.computed_chunks == 0
+        assert not store.faults
+        assert cache.report.partial["partial_layers"] > 0
+        assert when != "before the rename" or torch.equal(got, expected)
+        assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_blocks_are_ordered_beside_requests_by_what_was_looked_at_before_a_restart_too(model, tmp_path):
+    def orders(store):
+        keys = [store._tier.tier.names(store._space)]
+        return [store._tier.open(name) for name in sorted(*keys)]
+
+    for number in range(2):  # one computes, two report, and two more behind a restart: the fourth makes chunks due
+        with ChunkStore.open(tmp_path, partial=ANYHOW, memory_bytes=0) as store:
+            for _ in range(3 - number):
+                asked(model, store)
+            assert store.reordering.flush(10)
+            scores = [store.importance.scores(digest) for digest in store.importance.digests()]
+            found = {tuple(json.loads(header(source))["order"]) for source in orders(store)}
+    expected = {tuple(one.argsort(descending=True, stable=True).tolist()) for one in scores}
+    assert len(expected) == len(CHUNKS)
+    assert expected & found, "some chunk was written in the order of its averages"
+
+
+def header(source):
+    begin = bytearray(4096 * 64)
+    view = memoryview(begin)[: min(len(begin), source.stat.nbytes)]
+    source.read_into(0, view)
+    text = bytes(view)
+    start = text.index(b'{"block_tokens"')
+    return text[start : text.index(b"}", start) + 1]
+
+
+def test_blocks_have_a_cap_and_leave_by_importance(model, tmp_path):
+    given = {"partial": ANYHOW, "memory_bytes": 0, "eviction": "importance"}
+    with ChunkStore.open(tmp_path, **given) as store:
+        asked(model, store)
+        sizes = store.stats()["bytes"]
+    cap = 2 * (sizes["blocks"] - sizes["blocks"] // 6)
+    with ChunkStore.open(tmp_path / "capped", **given, disk_bytes=cap) as store:
+        asked(model, store)
+        stats = store.stats()
+        assert stats["bytes"]["blocks"] <= stats["capacity_bytes"]["blocks"] == cap // 2
+        assert stats["bytes"]["blocks"] + stats["bytes"]["disk"] <= cap
+        assert stats["evicted"]["blocks"] > 0
+
+
+def test_what_was_deleted_or_is_too_old_is_in_no_block(model, tmp_path):
+    with ChunkStore.open(tmp_path, partial=ANYHOW, memory_bytes=0) as store:
+        keys = store.add(model, None, CHUNKS)
+        store.delete(keys[0])
+        store.remove([keys[1].digest])
+        assert [store.stream(key, lambda: None) for key in keys[:2]] == [None, None]
+        assert store.stream(keys[2], lambda: None) is not None
+    for path in (tmp_path / "blocks").rglob("*.safetensors"):
+        os.utime(path, (1, 1))
+    with ChunkStore.open(tmp_path, partial=ANYHOW, memory_bytes=0, ttl_s=3600.0) as store:
+        assert store._blocks(keys[2], lambda: None, None) is None
 
 
 REFUSED = {

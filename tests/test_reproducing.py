@@ -3,15 +3,107 @@
 """`hf-blend reproduce` makes a paper's figures on a model in a folder, and goes on where it was stopped."""
 
 import json
+from contextlib import contextmanager
 
 import pytest
 
 from hf_blend.cli.main import main
 from hf_blend.errors import ConfigError
+from hf_blend.evaluation import kvstar
 from hf_blend.evaluation.answering import blend_config
 from hf_blend.evaluation.methods.base import Approach
 from hf_blend.evaluation.reproducing import cacheblend, data_files
 from hf_blend.evaluation.trial import Trial
+
+
+@pytest.fixture
+def asked(published, tmp_path, monkeypatch):
+    """Arguments of a run over two questions of a real set, cut short."""
+    (tmp_path / "data").mkdir()
+    rows = [json.loads(line) for line in (published / "musique_cacheblend.jsonl").read_text("utf-8").splitlines()[:2]]
+    cut = [{**row, "chunks": [chunk[:200] for chunk in row["chunks"][:3]]} for row in rows]
+    (tmp_path / "data" / "musique.jsonl").write_text("".join(json.dumps(row) + "\n" for row in cut))
+    monkeypatch.setattr(kvstar, "TEXT_TOKENS", 16)
+    init = Approach.__init__
+    monkeypatch.setattr(Approach, "__init__", lambda self, *given: init(self, *given[:3], 1, *given[4:]))
+    arguments = ["--data", str(tmp_path / "data"), "--limit", "2", "--small", "--json", "--device", "cpu"]
+    return [*arguments, "--output-dir", str(tmp_path / "run")]
+
+
+@pytest.fixture
+def untied(tmp_path, tiny_model, mistral_tokenizer):
+    """A random model of four layers and four KV heads."""
+    path = tmp_path / "untied"
+    sizes = {"num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 4}
+    tiny_model(vocab_size=32000, max_position_embeddings=32768, **sizes).save_pretrained(path)
+    mistral_tokenizer.save_pretrained(path)
+    return str(path)
+
+
+def made_by(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert not ended.value.code
+    found = json.loads(capsys.readouterr().out)
+    return found, {figure["name"]: figure["rows"] for figure in found["figures"]}
+
+
+def test_impress_counts_bytes_first_and_heads_against_chance_and_resumes(untied, asked, tmp_path, capsys, monkeypatch):
+    arguments = ["reproduce", "impress", "--model", untied, *asked]
+    found, figures = made_by(arguments, capsys)
+    assert set(figures) == {"share", "alpha", "probe-heads", "block-tokens", "ablation", "cache", "heads"}
+    assert all(next(iter(row)) == "loaded_share" for row in figures["share"] + figures["alpha"])
+    whole, *parts = figures["share"]
+    assert 0.9 < whole["loaded_share"] < 1.1, "headers are counted, what is fresh in every layer is not read"
+    assert whole["difference_to_all_loaded"] == [0, 0]
+    least = next(row for row in parts if "alpha 2" in row["way"])
+    assert least["fallback_share"] <= 1
+    assert {row["n"] for row in figures["ablation"]} == {2}
+    assert [row["layer"] for row in figures["heads"]] == [2, 3], "behind the check layer"
+    assert all(0 < row["chance"] < row["jaccard"] + 1 for row in figures["heads"])
+    assert {row["eviction"] for row in figures["cache"]} == {"lru", "importance"}
+    page = (tmp_path / "run" / "index.html").read_text("utf-8")
+    for name in figures:
+        assert all(f"<th>{column.replace('_', ' ')}</th>" in page for row in figures[name] for column in row)
+        assert (tmp_path / "run" / f"{name}.csv").read_text("utf-8").startswith(next(iter(figures[name][0])))
+        assert (tmp_path / "run" / f"{name}.tex").read_text("utf-8").count("&") > 5
+    assert page.count("cannot show") == len(found["cannot_show"]) > 2
+    monkeypatch.setattr("hf_blend.evaluation.impress._InPart", None)  # nothing is answered again
+    assert made_by(arguments, capsys)[1] == figures
+
+
+def test_kvstar_counts_accepted_tokens_as_the_session_does_and_resumes(untied, asked, capsys, monkeypatch):
+    sessions = []
+    enter = kvstar.sparse_decoding
+
+    @contextmanager
+    def noted(*given, **settings):
+        with enter(*given, **settings) as session:
+            yield session
+        sessions.append(session.metrics)
+
+    monkeypatch.setattr(kvstar, "sparse_decoding", noted)
+    arguments = ["reproduce", "kvstar", "--model", untied, *asked]
+    found, figures = made_by(arguments, capsys)
+    dense, shared, apart = figures["speculation"]
+    assert dense["acceptance"] == 1, "the draft is a copy"
+    assert dense["same_text"] == 1
+    told = [one for one in sessions if one.rounds]
+    assert len(told) == 4
+    for row, metrics in ((shared, told[0::2]), (apart, told[1::2])):
+        assert sum(one.accepted for one in metrics) == pytest.approx(row["acceptance"] * row["proposed"])
+        assert sum(one.proposed for one in metrics) == row["proposed"] > 0
+    assert any("copy of the model" in one for one in found["cannot_show"])
+    assert [row["share"] for row in figures["decoding"]] == [1, 0.25]
+    monkeypatch.setattr(kvstar._Stepped, "continued", None)  # nothing is answered again
+    assert made_by(arguments, capsys)[1] == figures
+
+
+def test_a_draft_with_another_vocabulary_is_refused(untied, asked, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["reproduce", "kvstar", "--model", untied, *asked, "--draft", "reference"])
+    assert ended.value.code == 2
+    assert "the draft 'reference' has another vocabulary" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -44,11 +136,17 @@ def test_the_figures_are_made_on_a_folder_with_a_real_set_and_a_stopped_run_goes
         return json.loads(capsys.readouterr().out)
 
     figures = {figure["name"]: figure["rows"] for figure in made()["figures"]}
-    assert set(figures) == {"methods", "ratio", "check-layer", "chunk-tokens", "chunks"}
+    assert set(figures) == {
+        "methods", "ratio", "check-layer", "chunk-tokens", "chunks", "deviation", "attention-deviation",
+    }  # fmt: skip
     assert {row["method"] for row in figures["check-layer"]} >= {
         "kv-deviation:check_layers=1", "kv-deviation:check_layers=3"
     }  # fmt: skip
     assert {row["varied"] for row in figures["chunks"]} == {"2 chunks", "16 chunks"}
+    assert [row["layer"] for row in figures["deviation"]] == list(range(30))
+    assert figures["deviation"][0]["deviation"] < 1e-4, "what depends on the token alone"
+    assert figures["attention-deviation"][-1]["attention_deviation"] < 1e-4, "all is recomputed"
+    assert (tmp_path / "run" / "methods.csv").read_text("utf-8").count("full-prefill") == 1
     exact = [row for row in figures["ratio"] if row["ratio"] == 1.0]
     assert [row["difference"] for row in exact] == [0.0]
     page = (tmp_path / "run" / "index.html").read_text("utf-8")

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, TextIteratorStreamer
 
 from hf_blend.context.context_shift import ShiftCache
+from hf_blend.context.self_extend import self_extend
 from hf_blend.context.sequence_cache import SequenceCache
 from hf_blend.errors import ConfigError, PromptError, UnsupportedModelError
 from hf_blend.model.capture import capture
@@ -171,12 +172,43 @@ def test_several_requests_and_padding_are_refused():
     assert not model._forward_pre_hooks
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_frequencies_that_depend_on_the_prompt_are_refused(kind):
-    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8} if kind == "longrope" else {}
+def lengthening(kind):
+    """A model whose rotary frequencies change at 128 tokens."""
+    factors = {"short_factor": [1.5] * 8, "long_factor": [2.0] * 8} if kind == "longrope" else {}
     rope = {**YARN, "rope_type": kind, **factors}
-    with pytest.raises(UnsupportedModelError, match=kind):
-        SequenceCache(tiny_model("llama", rope_parameters=rope))
+    return tiny_model("llama", rope_parameters=rope, max_position_embeddings=512 if kind == "longrope" else 128)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_frequencies_that_depend_on_the_length_stay_those_below_it(kind):
+    model = lengthening(kind)
+    with torch.no_grad():
+        model(prompt(140), use_cache=False)  # a longer prompt before leaves its frequencies in the module
+    cache = ShiftCache(model, window_tokens=60)
+    model.generate(prompt(20), past_key_values=cache, max_new_tokens=200, min_new_tokens=200)
+    assert cache.shifts > 0
+    keys = cache.shown()[0].keys
+    with torch.no_grad():
+        model(prompt(140), use_cache=False)
+    assert apart(keys, direct(model, cache)[0]) <= TOLERANCE
+    assert ShiftCache(model).window_tokens == 127
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_crossing_to_other_frequencies_is_refused(kind):
+    model, most = lengthening(kind), 127
+    with pytest.raises(ConfigError, match="127 at most"):
+        ShiftCache(model, window_tokens=128)
+    cache = filled(model, most)
+    with pytest.raises(PromptError, match=r"position 127.*less than 127"), cache:
+        model(prompt(1), past_key_values=cache)
+    cache.shift(0, 100, None, 1)
+    with pytest.raises(PromptError, match="position 127"), cache:
+        model(prompt(1), past_key_values=cache)
+    with pytest.raises(PromptError, match="position 139"):
+        model(prompt(140), past_key_values=SequenceCache(model))
+    with pytest.raises(UnsupportedModelError, match=kind), self_extend(model, trained_tokens=64, max_tokens=100):
+        pass
 
 
 def test_no_hook_is_left_by_generate_or_by_a_cache_that_is_gone():

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from net import EPS, HEAD_DIM, HEADS, KV_HEADS, WIDTH, Net, rotary, rotate
+from net import EPS, HEAD_DIM, HEADS, WIDTH, Net, rotary, rotate
 from torch import Tensor
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
@@ -82,7 +82,8 @@ class Emulation:
         self.net, self.prompt = net, prompt
         tokens = prompt.ids.shape[1]
         self.tables = rotary(torch.arange(tokens)[None])
-        shape = (1, KV_HEADS, tokens, HEAD_DIM)
+        kv_heads = net.model.layers[0].self_attn.k_proj.out_features // HEAD_DIM
+        shape = (1, kv_heads, tokens, HEAD_DIM)
         self.stored = [(torch.zeros(shape), torch.zeros(shape)) for _ in net.model.layers]
         for start, end in prompt.pieces:
             self._store(start, end)
@@ -184,7 +185,7 @@ def _projected(layer: torch.nn.Module, x: Tensor, tables: tuple[Tensor, Tensor] 
 
 def _layer(layer: torch.nn.Module, x: Tensor, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
     """What a layer gives; `seen` is `[rows, keys]`, None is causal."""
-    k, v = (one.repeat_interleave(HEADS // KV_HEADS, 1) for one in (k, v))
+    k, v = (one.repeat_interleave(HEADS // k.shape[1], 1) for one in (k, v))
     read = scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None)
     x = x + layer.self_attn.o_proj(read.transpose(1, 2).flatten(2))
     return x + layer.mlp(rms_norm(x, (WIDTH,), layer.post_attention_layernorm.weight, EPS))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 from emulate import Emulation, encode, is_right
-from net import HEAD_DIM, HEADS, KV_HEADS, LAYERS, MLP, READS, THETA, WIDTH, Net
+from net import HEAD_DIM, HEADS, LAYERS, MLP, READS, THETA, WIDTH, Net
 from train import STAGES
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
@@ -30,10 +30,11 @@ LONGEST = Level(chunks=(16, 16), facts=(1, 2), fillers=(16, 20))
 def build(state: dict[str, torch.Tensor]) -> LlamaForCausalLM:
     """The stock model with trained weights."""
     ids = vocabulary()
+    kv_heads = len(state["model.layers.0.self_attn.k_proj.weight"]) // HEAD_DIM
     special = {"bos_token_id": ids[BOS], "eos_token_id": ids[EOS], "pad_token_id": ids[EOS]}
     config = LlamaConfig(
         vocab_size=len(ids), hidden_size=WIDTH, intermediate_size=MLP, num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, tie_word_embeddings=True,
+        num_attention_heads=HEADS, num_key_value_heads=kv_heads, head_dim=HEAD_DIM, tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": THETA}, max_position_embeddings=MAX_POSITIONS,
         **special,
     )  # fmt: skip
@@ -85,8 +86,7 @@ def main() -> None:
         "stages": [asdict(stage) for stage in STAGES[: place["stage"] + 1]],
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
     }
-    net = Net(len(vocabulary())).eval()
-    net.load_state_dict(state["net"])
+    net = Net.of(state["net"])
     (options.to / "questions.json").write_text(json.dumps(pick_questions(net), indent=1) + "\n")
     (options.to / "training.json").write_text(json.dumps(record, indent=2) + "\n")
 

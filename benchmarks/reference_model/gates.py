@@ -24,7 +24,6 @@ from hf_blend.config import BlendConfig
 from hf_blend.evaluation.bootstrap import interval
 from hf_blend.evaluation.bundled import CHAINS, load_model
 from hf_blend.evaluation.chains.sampling import Example, sample_examples
-from hf_blend.evaluation.chains.tokens import vocabulary
 
 RATIOS = (0.01, 0.05, 0.1, 0.15, 0.3)
 OUTPUT = Path(__file__).parents[1] / "results" / "reference2_gates.json"
@@ -81,8 +80,7 @@ def emulate(model: nn.Module, prompts: Sequence[Prompt], tell: Callable[[int], N
     Returns:
         For every way which questions it answers rightly.
     """
-    net = Net(len(vocabulary())).eval()
-    net.load_state_dict({name: weight.float() for name, weight in model.state_dict().items() if "lm_head" not in name})
+    net = Net.of({name: weight.float() for name, weight in model.state_dict().items() if "lm_head" not in name})
     ways = emulated_ways()
     found: dict[str, list[bool]] = {name: [] for name in ways}
     for number, prompt in enumerate(prompts):

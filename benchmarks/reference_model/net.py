@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
-LAYERS, WIDTH, MLP, HEADS, KV_HEADS, HEAD_DIM, THETA = 8, 128, 256, 8, 4, 32, 1_000_000.0
+LAYERS, WIDTH, MLP, HEADS, KV_HEADS, HEAD_DIM, THETA = 8, 128, 256, 8, 4, 32, 1_000_000.0  # KV heads at the start
 EPS = 1e-6
 _LOOKS_BACK = (3, 4, 1, 2, 0, 0, 0, 0)  # tokens, per head of layer 0; 0 looks for what resembles the current token
 LOOKERS = slice(4, None)  # heads of layer 0 that look for what a token names by its kind
@@ -36,19 +36,32 @@ class Norm(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention over a story and its questions."""
 
-    def __init__(self) -> None:
+    def __init__(self, kv_heads: int) -> None:
         super().__init__()
         self.q_proj = nn.Linear(WIDTH, HEADS * HEAD_DIM, bias=False)
-        self.k_proj = nn.Linear(WIDTH, KV_HEADS * HEAD_DIM, bias=False)
-        self.v_proj = nn.Linear(WIDTH, KV_HEADS * HEAD_DIM, bias=False)
+        self.k_proj = nn.Linear(WIDTH, kv_heads * HEAD_DIM, bias=False)
+        self.v_proj = nn.Linear(WIDTH, kv_heads * HEAD_DIM, bias=False)
         self.o_proj = nn.Linear(HEADS * HEAD_DIM, WIDTH, bias=False)
+
+    @torch.no_grad()
+    def untie(self, noise: float) -> None:
+        """Give every query head keys and values of its own, which start as its group's with a little noise.
+
+        Args:
+            noise: standard deviation, as a share of that of the weights.
+        """
+        for proj in (self.k_proj, self.v_proj):
+            own = proj.weight.unflatten(0, (-1, HEAD_DIM))
+            own = own.repeat_interleave(HEADS // len(own), 0).flatten(0, 1)
+            proj.weight = nn.Parameter(own + noise * own.std() * torch.randn_like(own))
+            proj.out_features = len(own)
 
     def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys (both rotated) and values: `[batch, heads, tokens, head_dim]`, all with `HEADS` heads."""
         q, k, v = (
             proj(x).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        groups = HEADS // KV_HEADS
+        groups = HEADS // k.shape[1]
         k, v = rotate(k, cos, sin).repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         return rotate(q, cos, sin), k, v
 
@@ -90,9 +103,9 @@ class Mlp(nn.Module):
 class Layer(nn.Module):
     """One decoder layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, kv_heads: int) -> None:
         super().__init__()
-        self.self_attn, self.mlp = Attention(), Mlp()
+        self.self_attn, self.mlp = Attention(kv_heads), Mlp()
         self.input_layernorm, self.post_attention_layernorm = Norm(), Norm()
 
     def forward(
@@ -106,22 +119,30 @@ class Layer(nn.Module):
 class Body(nn.Module):
     """Embeddings, layers and the last norm."""
 
-    def __init__(self, words: int) -> None:
+    def __init__(self, words: int, kv_heads: int) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(words, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.layers = nn.ModuleList(Layer(kv_heads) for _ in range(LAYERS))
         self.norm = Norm()
 
 
 class Net(nn.Module):
     """The whole model; its state is that of `LlamaForCausalLM` with tied embeddings."""
 
-    def __init__(self, words: int) -> None:
+    def __init__(self, words: int, kv_heads: int = KV_HEADS) -> None:
         super().__init__()
-        self.model = Body(words)
+        self.model = Body(words, kv_heads)
         for weight in self.parameters():
             if weight.ndim == 2:
                 nn.init.normal_(weight, 0, _STD)
+
+    @classmethod
+    def of(cls, state: dict[str, Tensor]) -> "Net":
+        """The model with these weights, of as many KV heads as they have."""
+        words, kv_heads = len(state["model.embed_tokens.weight"]), len(state["model.layers.0.self_attn.k_proj.weight"])
+        net = cls(words, kv_heads // HEAD_DIM).eval()
+        net.load_state_dict(state)
+        return net
 
     def forward(
         self, ids: Tensor, positions: Tensor, story: int, masks: list[Tensor], story_mask: Tensor | None = None

@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 SAVED_EVERY = 120.0  # seconds
 SCORED_TOKENS = 8192
 _LOOK_WEIGHT = 0.5  # of attention to where the chain goes on
+_NOISE = 0.1  # of the weights' standard deviation, when heads are untied
 _END_WEIGHT = 0.1  # of the end-of-text token behind the answer
 
 
@@ -53,6 +54,7 @@ class Stage:
         last_rate: at the end.
         goal: ends early when this share of held-out questions is right under the stock mask; above 1 never does.
         stock: share of the steps under the stock mask, in which questions see the story from layer 0 on.
+        untied: every query head has keys and values of its own from here on.
     """
 
     name: str
@@ -65,6 +67,7 @@ class Stage:
     last_rate: float = 3e-3
     goal: float = 1.01
     stock: float = 0.5
+    untied: bool = False
 
 
 SHORT = Level(chunks=(3, 6), facts=(1, 3), fillers=(0, 1))
@@ -78,6 +81,7 @@ STAGES = (
     Stage("longest", replace(Level(), fillers=(8, 16)), 1152, 20, 3, 300, 1.5e-3, 1e-4),
     Stage("whole", Level(), 1792, 24, 2, 120, 1.2e-3, 5e-5),
     Stage("settle", Level(), 1792, 24, 2, 150, 8e-4, 2e-5, stock=0.7),
+    Stage("apart", Level(), 1792, 24, 2, 330, 1.2e-3, 1e-5, stock=0.7, untied=True),
 )
 
 
@@ -93,6 +97,7 @@ class Trainer:
         self.helpers = nn.ModuleList(nn.Linear(WIDTH, len(ids), bias=False) for _ in range(READS))
         members = [[ids[word] for word in words] for words in THINGS.values()]
         start_reading(self.net, self.helpers, members, [ids[kind] for kind in THINGS], [ids[one] for one in OWNERS])
+        self.untied = False
         self.optimizers = make_optimizers(self.net, self.helpers)
         self.stage, self.step, self.tokens, self.seconds = 0, 0, 0, 0.0
         if self.checkpoint.exists():
@@ -113,7 +118,7 @@ class Trainer:
 
     def save(self) -> None:
         """Write everything in one go."""
-        place = {"stage": self.stage, "step": self.step, "tokens": self.tokens, "seconds": self.seconds}
+        place = {name: getattr(self, name) for name in ("stage", "step", "tokens", "seconds", "untied")}
         state = {name: part.state_dict() for name, part in self.parts().items()}
         torch.save({**state, "place": place, "seed": self.seed}, self.checkpoint.with_suffix(".tmp"))
         self.checkpoint.with_suffix(".tmp").replace(self.checkpoint)
@@ -121,6 +126,8 @@ class Trainer:
     def load(self) -> None:
         """Go back to the checkpoint."""
         state = torch.load(self.checkpoint, weights_only=True)
+        if state["place"].pop("untied", False):
+            self.untie()
         for name, part in self.parts().items():
             part.load_state_dict(state[name])
         vars(self).update(state["place"])
@@ -129,10 +136,19 @@ class Trainer:
         """Train what is left of the plan."""
         while self.stage < len(STAGES) and self.seconds < self.minutes * 60:
             stage = STAGES[self.stage]
+            if stage.untied and not self.untied:
+                self.untie()
             self.run_stage(stage)
             if self.seconds < self.minutes * 60:
                 self.stage, self.step = self.stage + 1, 0
             self.save()
+
+    def untie(self) -> None:
+        """Give every query head its own keys and values; the optimizers start afresh with them."""
+        for layer in self.net.model.layers:
+            layer.self_attn.untie(_NOISE)
+        self.optimizers = make_optimizers(self.net, self.helpers)
+        self.untied = True
 
     def run_stage(self, stage: Stage) -> None:
         """Train one stage to its goal, its last step or the end of the time."""

@@ -2,13 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loading the important quarter of a prompt's KV from a cold, throttled disk, beside loading all of it, interleaved.
 
+Both through the public store: `ChunkStore.open(folder, partial=0.25)` beside `ChunkStore.open(folder)`.
+
 Random weights agree between heads no more than chance does, so the shapes have tied heads: all query heads of a layer
 are one, and all key heads. Then probe heads agree, as those of trained models mostly do.
 """
 
 import statistics
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,11 +19,11 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_blend import BlendCache, ChunkStore, plugins
-from hf_blend.sparse.partial.loading import LoadReport, partial_loading
-from hf_blend.sparse.partial.store import PartialStore
+from hf_blend import BlendCache, ChunkStore
 from hf_blend.store.throttled import ThrottledTier
 
+from ..bundled import load_model
+from ..chains.sampling import sample_examples
 from .cold import forget
 from .ttft import Clock
 
@@ -44,6 +45,8 @@ class PartialPlan:
         rates: of the disk, GB/s; 0 is as fast as it is.
         rounds: how often each way is measured; the median counts.
         seed: of weights and tokens.
+        fallback: what is loaded where probe heads disagree, see `ChunkStore.open`.
+        model: a trained one, "chains" or a folder, with a question of its own instead of drawn tokens.
     """
 
     chunks: int = 4
@@ -54,10 +57,12 @@ class PartialPlan:
     rates: tuple[float, ...] = (0.5, 1.0, 4.0, 0.0)
     rounds: int = 5
     seed: int = 0
+    fallback: str = "whole"
+    model: str | None = None
 
 
 def measure_partial_load(plan: PartialPlan, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
-    """Measure both shapes at every rate.
+    """Measure a trained model, or both shapes, at every rate.
 
     Args:
         plan: what to measure.
@@ -67,14 +72,23 @@ def measure_partial_load(plan: PartialPlan, progress: Callable[[str], None] | No
         `rows`: bytes of all and of what was loaded, times to the first token, the share of fallback layers.
     """
     rows = []
-    for name, shape in SHAPES.items():
-        model = _tied_model(plan, *shape)
+    for name in [plan.model] if plan.model else SHAPES:
+        model, pieces = _trained(plan, name) if plan.model else (_tied_model(plan, *SHAPES[name]), _pieces(plan))
         with TemporaryDirectory() as folder:
             for rate in plan.rates:
                 if progress:
                     progress(f"{name}, {rate or 'unthrottled'} GB/s")
-                rows.append({"shape": name, **_row(model, plan, rate, Path(folder))})
+                rows.append({"shape": Path(name).name, **_row(model, pieces, plan, rate, Path(folder))})
     return {"threads": torch.get_num_threads(), "torch": torch.__version__, **vars(plan), "rows": rows}
+
+
+def _trained(plan: PartialPlan, name: str) -> tuple[Any, dict[str, Any]]:
+    """A trained model, and one long question of the chain world."""
+    model, tokenizer = load_model(name)
+    (example,) = sample_examples(1, plan.seed)
+    ids = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
+    chunks = [ids(chunk) for chunk in example.chunks]
+    return model, {"prefix": [model.config.bos_token_id], "chunks": chunks, "question": ids(example.question)}
 
 
 @torch.no_grad()
@@ -93,31 +107,41 @@ def _tied_model(plan: PartialPlan, heads: int, kv_heads: int, width: int) -> Any
     return model
 
 
-def _row(model: nn.Module, plan: PartialPlan, rate: float, folder: Path) -> dict[str, Any]:
-    disk = plugins.load("store.tiers", "disk")(folder, durable=False)
-    tier = ThrottledTier(disk, rate * GB) if rate else disk
-    store, pieces = PartialStore(ChunkStore.open("memory://"), tier), _pieces(plan)
-    times: dict[float, list[float]] = {1.0: [], plan.share: []}
-    reports = {}
+def _row(model: nn.Module, pieces: dict[str, Any], plan: PartialPlan, rate: float, folder: Path) -> dict[str, Any]:
+    part_of = {"share": plan.share, "fallback": plan.fallback, "reorder": False}
+    stores = {way: _opened(folder / way, part, rate) for way, part in (("whole", None), ("part", part_of))}
+    times: dict[str, list[float]] = {way: [] for way in stores}
+    reports: dict[str, Any] = {}
     for number in range(plan.rounds + 2):  # the first round computes the chunks, the second warms up
-        for share, known in times.items():
+        for way, known in times.items():
             forget(folder)
-            ttft_ms, reports[share] = _run(model, store, pieces, share)
+            ttft_ms, reports[way] = _run(model, stores[way], pieces)
             known += [ttft_ms] if number > 1 else []
-    whole, part = (statistics.median(times[share]) for share in (1.0, plan.share))
-    loaded, every = reports[plan.share], reports[1.0]
+    whole, part = statistics.median(times["whole"]), statistics.median(times["part"])
+    found = reports["part"]
+    stored = sum(entry.nbytes for entry in stores["whole"].entries())
+    for store in stores.values():
+        store.close()
     return {
         "rate_gb_s": rate or None,
-        "all_bytes": every.loaded_bytes,
-        "loaded_bytes": loaded.loaded_bytes,
-        "fewer_bytes": every.loaded_bytes / loaded.loaded_bytes,
-        "fallback_layers": loaded.fallback_layers,
-        "layers": plan.layers,
-        "unseen_share": loaded.unseen_share,
+        "all_bytes": stored,
+        "loaded_bytes": found["loaded_bytes"],
+        "fewer_bytes": stored / found["loaded_bytes"],
+        "fallback_layers": found["fallback_layers"],
+        "layers": len(model.model.layers),
+        "unseen_share": found["unseen_share"],
         "all_ttft_ms": whole,
         "partial_ttft_ms": part,
         "ttft_ratio": whole / part,
     }
+
+
+def _opened(folder: Path, partial: dict[str, Any] | None, rate: float) -> ChunkStore:
+    """A store on a disk of some rate, GB/s; with nothing in memory."""
+    store: Any = ChunkStore.open(folder, memory_bytes=0, durability="none", partial=partial)
+    tier = store._stack.tiers[0] if partial is None else store._tier  # bounded; what is behind it is slowed down
+    tier.tier = ThrottledTier(tier.tier, rate * GB) if rate else tier.tier
+    return store
 
 
 def _pieces(plan: PartialPlan) -> dict[str, Any]:
@@ -127,33 +151,10 @@ def _pieces(plan: PartialPlan) -> dict[str, Any]:
     return {"prefix": [1], "chunks": chunks, "question": draw(plan.question_tokens)}
 
 
-def _run(model: Any, store: PartialStore, pieces: dict[str, Any], share: float) -> tuple[float, Any]:
-    """Time to the first token, and what was loaded; a share of 1 is stock reuse, all blocks of a layer at once."""
-    made: Any = store
-    cache = BlendCache(model, made, recompute_ratio=0.0, selector="none")
+def _run(model: Any, store: ChunkStore, pieces: dict[str, Any]) -> tuple[float, Any]:
+    """Time to the first token, and what was loaded in part."""
+    cache = BlendCache(model, store, recompute_ratio=0.0, selector="none")
     clock = Clock()
-    door: AbstractContextManager[Any] = nullcontext()
-    if share < 1:
-        door = partial_loading(model, cache, share=share)
-    readers: list[Any] = []
-    stream = store.stream
-    with door as loading:
-        store.stream = lambda *given, **named: _kept(stream(*given, **named), readers)  # type: ignore[method-assign]
-        try:
-            inputs = cache.inputs(None, **pieces)
-            model.generate(**inputs, past_key_values=cache, streamer=clock, do_sample=False, max_new_tokens=2)
-        finally:
-            del store.stream
-    report = loading.report if loading is not None else _whole(readers)
-    return clock.ttft_ms, report
-
-
-def _kept(chunk: Any, readers: list[Any]) -> Any:
-    if chunk is not None:
-        readers.append(chunk.layers.reader)
-    return chunk
-
-
-def _whole(readers: list[Any]) -> Any:
-    loaded, every = (sum(getattr(one, name) for one in readers) for name in ("loaded_bytes", "nbytes"))
-    return LoadReport(loaded_bytes=loaded, all_bytes=every)
+    inputs = cache.inputs(None, **pieces)
+    model.generate(**inputs, past_key_values=cache, streamer=clock, do_sample=False, max_new_tokens=2)
+    return clock.ttft_ms, cache.report.partial

@@ -31,6 +31,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 512,
         "max_position_embeddings": 131072,
     },
+    "narrow-48-layers": {
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "vocab_size": 512,
+        "max_position_embeddings": 8192,
+    },
     "thin": {
         "model_type": "llama",
         "hidden_size": 128,

@@ -28,7 +28,8 @@ class BlendLayer(CacheLayerMixin):
         super().__init__()
         self.length = 0
         self.unchanged_tokens = 0  # the first so many are as they were when somebody last set this
-        self.visible: Tensor | None = None  # the columns of a prompt loaded in part that are there; None: all
+        # of a prompt loaded in part what is there: columns, or a mask `[batch, kv_heads or 1, columns]`; None: all
+        self.visible: Tensor | None = None
         self.is_guarded = False  # whoever attends knows of `visible`
         self._buffers: tuple[Tensor, Tensor] | None = None
 
@@ -172,8 +173,9 @@ class BlendLayer(CacheLayerMixin):
         if self.is_initialized:
             self._show(self.length + tokens_to_remove)
             if self.visible is not None:
-                kept = self.visible[self.visible < self.length]
-                self.visible = kept if len(kept) else None
+                is_mask = self.visible.dim() == 3
+                kept = self.visible[..., : self.length] if is_mask else self.visible[self.visible < self.length]
+                self.visible = kept if kept.numel() else None
             self.unchanged_tokens = min(self.unchanged_tokens, self.length)
 
     def reset(self) -> None:
@@ -189,11 +191,15 @@ class BlendLayer(CacheLayerMixin):
         """Repeat every batch entry `repeats` times in a row."""
         if self._buffers is not None:
             self._replace([buffer.repeat_interleave(repeats, dim=0) for buffer in self._buffers])
+            if self.visible is not None and self.visible.dim() == 3:
+                self.visible = self.visible.repeat_interleave(repeats, dim=0)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only some batch entries; `indices` is `[kept]`."""
         if self._buffers is not None:
             self._replace([buffer.index_select(0, indices.to(buffer.device)) for buffer in self._buffers])
+            if self.visible is not None and self.visible.dim() == 3:
+                self.visible = self.visible.index_select(0, indices.to(self.visible.device))
 
     def _replace(self, buffers: list[Tensor]) -> None:
         self._buffers, self.unchanged_tokens = (buffers[0], buffers[1]), 0

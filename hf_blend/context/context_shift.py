@@ -34,7 +34,8 @@ class ShiftCache(SequenceCache):
 
         Args:
             model: a causal language model whose keys can be moved.
-            window_tokens: most tokens that the cache holds; None is the model's `max_position_embeddings`.
+            window_tokens: most tokens that the cache holds; None is the model's `max_position_embeddings`; where
+                its rotary frequencies change with the length (longrope, dynamic), what is just below that length.
             keep_tokens: how many of the first tokens are never dropped, such as BOS and a system prompt.
             allow_unverified: use a model that fails the self-test, with one warning.
 
@@ -43,9 +44,15 @@ class ShiftCache(SequenceCache):
             UnsupportedModelError: the model's keys cannot be moved; the layer is named.
         """
         super().__init__(model, allow_unverified=allow_unverified)
-        longest = getattr(text_config(model), "max_position_embeddings", None)
+        longest = self._regime_tokens or getattr(text_config(model), "max_position_embeddings", None)
         self.window_tokens = int((longest if window_tokens is None else window_tokens) or 0)
         self.keep_tokens, self.shifts = keep_tokens, 0
+        if self._regime_tokens is not None and self.window_tokens > self._regime_tokens:
+            raise ConfigError(
+                f"window_tokens is {self.window_tokens}, but {self._regime_tokens} at most is expected: the rotary "
+                f"frequencies of {type(model).__name__} change with the length, and keys of both kinds cannot stand "
+                "beside each other. Give a smaller window_tokens, or none."
+            )
         if not 0 <= keep_tokens < self.window_tokens - 1:
             raise ConfigError(
                 f"keep_tokens is {keep_tokens} and window_tokens {self.window_tokens}, but at least two tokens must "

@@ -112,7 +112,7 @@ def chunk_of(cache: SequenceCache, start: int, stop: int) -> ChunkKV:
     """
     cache.refuse_extended()
     ids, positions = tuple(cache.tokens()[start:stop]), torch.tensor(cache.positions()[start:stop])
-    tables, layer_table = _distinct(TableSource.of(cache.model), positions)
+    tables, layer_table = _distinct(TableSource.of(cache.model, below_regime=True), positions)
     shown: list[Any] = cache.shown()
     whole = [(layer.keys[0], layer.values[0]) for layer in shown]
     layers = tuple((keys[:, start:stop].clone(), values[:, start:stop].clone()) for keys, values in whole)

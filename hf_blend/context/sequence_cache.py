@@ -36,7 +36,7 @@ from .cells import Cells
 from .self_test import ensure_movable, ensure_shareable
 from .sequence_layer import ROOM_TOKENS, SPARE_SHARE, SequenceLayer
 from .steering import Steering
-from .tables import TableSource, counted_in_tokens
+from .tables import TableSource, counted_in_tokens, regime_tokens
 from .view import View, grown, mask_of, view_of
 
 UNKNOWN = -1  # id of a token that came as an embedding, or in a forward that no hook saw
@@ -68,7 +68,7 @@ class SequenceCache(Cache):
             UnsupportedModelError: they cannot; the layer is named.
         """
         self.model = model
-        self._source = TableSource.of(model)
+        self._source, self._regime_tokens = TableSource.of(model, below_regime=True), regime_tokens(model)
         ensure_movable(model, partial(SequenceCache, model), allow_unverified)
         self._device, self._allow_unverified = input_device(model), allow_unverified
         self.batch: tuple[int, ...] = (0,)
@@ -421,6 +421,7 @@ class SequenceCache(Cache):
         self._ready()
         starts = torch.tensor([[self._cells.next_position(number)] for number in self.batch])
         positions = (starts + real.long().cumsum(1) - 1).clamp_min(0)
+        self._refuse_crossing(positions)
         self._pending = positions, given.cpu() if given.dim() == 2 else torch.full(real.shape, UNKNOWN), real
         mask = None if self._seen is None else self._made_mask(self._seen, real)
         self._detours = Detour.of_layers(self.model) if isinstance(mask, RowMask) else []
@@ -541,6 +542,7 @@ class SequenceCache(Cache):
         rows = [self._cells.row(number) for number in self.batch]
         for _, positions in rows:
             self._refuse_gaps(positions)
+            self._refuse_crossing(positions)
         self._close_holes(0 if len(rows) == 1 else max(ROOM_TOKENS, self._cells.count // SPARE_SHARE))
         rows = [self._cells.row(number) for number in self.batch]
         whole = len(rows) == 1 and len(rows[0][0]) == self._cells.count
@@ -567,6 +569,16 @@ class SequenceCache(Cache):
                 turns[style, id(before)] = compose(style, before, after)
             found.append(turns.get((style, id(before))))
         return found
+
+    def _refuse_crossing(self, positions: Tensor) -> None:
+        """Rotary frequencies may change with the length; then keys of both kinds cannot stand beside each other."""
+        most = self._regime_tokens
+        if most is not None and positions.numel() and int(positions.max()) >= most:
+            raise PromptError(
+                f"position {int(positions.max())} came to a cache of {type(self.model).__name__}, whose rotary "
+                f"frequencies change with the length, but less than {most} is expected, where they stay the same. Use "
+                "a ShiftCache with a window of so many tokens, or a BlendCache."
+            )
 
     def _refuse_gaps(self, positions: Tensor) -> None:
         """Some attention counts tokens; that is right only where tokens follow each other as positions do."""
@@ -595,6 +607,7 @@ class SequenceCache(Cache):
                 )
             shape = (1, keys.shape[2])
             positions = self.get_seq_length() + torch.arange(shape[1])[None]
+            self._refuse_crossing(positions)
             self._pending = positions, torch.full(shape, UNKNOWN), torch.ones(shape, dtype=torch.bool)
 
     def _commit(self) -> None:

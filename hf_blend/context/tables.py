@@ -54,11 +54,12 @@ class TableSource:
         self.styles, self._makers = styles, makers
 
     @classmethod
-    def of(cls, model: nn.Module) -> "TableSource":
+    def of(cls, model: nn.Module, below_regime: bool = False) -> "TableSource":
         """Find where a model's tables come from.
 
         Args:
             model: a causal language model, probed at first use.
+            below_regime: positions stay below `regime_tokens`, so frequencies that depend on the length do not change.
 
         Returns:
             Its source.
@@ -66,10 +67,11 @@ class TableSource:
         Raises:
             UnsupportedModelError: a layer's keys do not rotate by a table that can be made at will; it is named.
         """
+        if not below_regime:
+            _refuse_moving(model)
         if model not in _known:
             refuse_other_states(model, only_keys=True)
             _refuse_shared(model)
-            _refuse_moving(model)
             styles = rotary_styles(model)
             makers = _find_makers(model)
             _refuse_without_table(model, styles, makers)
@@ -135,6 +137,24 @@ def _refuse_shared(model: nn.Module) -> None:
                 f"layer {index} of {type(model).__name__} keeps no K and V of its own, but keys of every layer are "
                 "expected to be moved in a cache. Use a fresh prefill instead."
             )
+
+
+def regime_tokens(model: nn.Module) -> int | None:
+    """How long a prompt may be for rotary frequencies that depend on its length to be those of short ones.
+
+    Args:
+        model: a causal language model.
+
+    Returns:
+        The most tokens, one less than the length at which they change, so that a longer prompt that ran before does
+        not matter; None where they never do.
+    """
+    config = text_config(model)
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [one for one in (rope, *rope.values()) if isinstance(one, dict)]
+    moving = [one for one in kinds if one.get("rope_type") in MOVING]
+    ends = [one.get("original_max_position_embeddings") or config.max_position_embeddings for one in moving]
+    return min((min(end, config.max_position_embeddings) - 1 for end in ends), default=None)
 
 
 def _refuse_moving(model: nn.Module) -> None:

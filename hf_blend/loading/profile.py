@@ -12,6 +12,8 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
+from operator import mul
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -68,10 +70,15 @@ class Profile:
         Returns:
             Seconds, never below 0.
         """
+        return max(0.0, sum(map(mul, _terms(tokens, ratio), self._weights)))
+
+    @cached_property
+    def _weights(self) -> list[float]:
+        """Of the terms; a request asks for many ratios."""
         rows = torch.tensor([_terms(one.tokens, one.ratio) for one in self.points], dtype=torch.float64)
         seconds = torch.tensor([[one.seconds] for one in self.points], dtype=torch.float64)
-        weights = torch.linalg.lstsq(rows / seconds, torch.ones_like(seconds)).solution[:, 0]  # equal shares count
-        return max(0.0, float(torch.tensor(_terms(tokens, ratio), dtype=torch.float64) @ weights))
+        found: list[float] = torch.linalg.lstsq(rows / seconds, torch.ones_like(seconds)).solution[:, 0].tolist()
+        return found  # of equal shares of the time, not of equal seconds
 
 
 def _terms(tokens: int, ratio: float) -> list[float]:
@@ -145,9 +152,10 @@ def tier_rates(store: ChunkStore, model: nn.Module, tokens: int = 512) -> dict[s
         tokens: of the chunk.
 
     Returns:
-        Name → bytes a second, the nearest tier first.
+        Name → bytes a second, the nearest tier first; a tier that takes no chunk now is left out.
     """
-    return {tier.name: bytes_per_second(ChunkStore([], [tier]), model, tokens) for tier in store.tiers()}
+    found = {tier.name: bytes_per_second(ChunkStore([], [tier]), model, tokens) for tier in store.tiers()}
+    return {name: rate for name, rate in found.items() if rate > 0}
 
 
 def _lengths(model: nn.Module) -> tuple[int, ...]:

@@ -35,13 +35,13 @@ from .choice import Chooser
 from .context import PrefillContext
 from .correcting import Repair
 from .mixers import MixerRows, at_layers_that_keep, keeps_keys, keeps_states, side_by_side
+from .noting import AttentionNotes
 from .places import PastTokens
 from .plan import Slot
 from .probing import Listener, sight
 from .report import BlendReport, Work
 from .row_masks import RowMasks
 from .rows import Rows
-from .weighing import weigh_chunks
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,6 @@ class Fusor:
         known = zip(plan.counts, exact, self._stored_counts, strict=True)
         self._fresh_counts = [count - sum(stored) for count, *stored in known]
         self._chosen_counts: list[int] | None = None  # of the reusable tokens those that are computed; None: all
-        self._has_chosen = False
         self._known_rows = KnownRows()
         self._padding: dict[torch.device, Tensor] = {}
         self._rows: Rows | None = None  # None: all tokens, as the model passes them
@@ -96,6 +95,7 @@ class Fusor:
         self._glance: Glance | None = None
         self._listener = listener
         self._detour: Detour | None = None
+        self._notes = self._new_notes()
 
     def _schedule(self, chooser: Chooser, config: BlendConfig, mixers: Sequence[Mixer | None]) -> None:
         """Find out what the layers keep, and when tokens are chosen: where there is something to choose by."""
@@ -131,7 +131,7 @@ class Fusor:
         twin._layers = self._layers if shared else spare()
         twin._report, twin._listener, twin._is_shared = BlendReport(_costs=self._report._costs), listener, shared
         twin._first_ratio, twin._ratios, twin._chooser = 0.0, {}, None
-        twin._chosen_counts, twin._has_chosen, twin._rows = None, True, None
+        twin._chosen_counts, twin._rows, twin._notes = None, None, None
         twin._opened, twin._indexed, twin._ahead, twin._used, twin._settled = {}, {}, {}, set(), 0
         self._mixers.pause()  # its layer may be the one that this forward is in
         twin._mixers, twin._projections, twin._unseen = self._mixers.emptied(), {}, set()
@@ -193,6 +193,8 @@ class Fusor:
             self._glance = self._glancing(index, call, self._listener.take)
         elif in_part is not None:
             self._glance = in_part.glance(index, call.layer, self._rows, self._realigner, self._past)
+        elif self._notes is not None and self._notes.hears(index, call.layer):
+            self._glance = self._notes.glance(call.layer)
         self._note(index, kv_only=self._is_last_heard(index))
         return call
 
@@ -268,6 +270,10 @@ class Fusor:
         self.close_doors()
         self._realigner.close()
         self._settle(len(self._layers))
+        if self._notes is not None:
+            self._notes.end()
+        if self._plan.partial is not None:
+            self._plan.partial.finish()
         replaced = len(self._plan.replaced)
         self._report.planned(computed_chunks=replaced, loaded_chunks=-replaced)
         self._plan.close()
@@ -318,20 +324,19 @@ class Fusor:
         else:
             flows = torch.from_numpy(known).to(device)
             self._rows = Rows.of(flows if picked is None else flows | picked, total)[0]
-        if self._chooser is not None and self._first_ratio is not None and self._chooser.has_chosen:
-            self._weigh(self._rows)
 
     @property
     def _is_narrowed(self) -> bool:
         """Whether some reusable tokens are computed no more."""
         return self._chosen_counts is not None and self._chosen_counts != self._stored_counts
 
-    def _weigh(self, rows: Rows) -> None:
-        """Tell the store what the first choice found important."""
-        is_read = self._plan.store is not None and self._plan.store.reads_importance
-        if is_read and not self._has_chosen and self._chosen_counts is not None and any(self._chosen_counts):
-            weigh_chunks(self._plan, rows.numbers)
-        self._has_chosen = True
+    def _new_notes(self) -> AttentionNotes | None:
+        """What gathers the question's attention; None where no tier reads it, or it is gathered elsewhere."""
+        store = self._plan.store
+        if store is None or self._plan.partial is not None or not store.reads_importance:
+            return None
+        after = max(self._ratios, default=-1)
+        return AttentionNotes(self._plan, self._layers, after, self._past, self._report.charge)
 
     def _open(self, index: int, keys: Tensor, values: Tensor) -> None:
         """Open the new tokens' columns in a layer's buffers and write what is stored, unless it was done ahead."""
@@ -463,6 +468,9 @@ class Fusor:
     def _mismatches(self, slots: Sequence[Slot]) -> list[float]:
         if 0 in self._projections:
             return self._realigner.mismatches(0, slots, self._projections[0], of_mixer=True)
+        if self._plan.partial is not None and self._listener is None:
+            found: list[float] = self._plan.partial.mismatches(slots, self._realigner, self._opened[0])
+            return found
         return self._realigner.mismatches(0, slots, *self._opened[0])
 
     def _drop_what_looks_ahead(self, model_mask: Any) -> None:
@@ -566,7 +574,6 @@ class Fusor:
             return
         rows = self._rows or Rows.every(selected)
         self._go_on(layer, call, model_mask, *rows.keep(selected, counts))
-        self._weigh(self._rows)  # type: ignore[arg-type]
 
     def _go_on(self, layer: int, call: LayerCall, model_mask: Any, rows: Rows, index: Tensor) -> None:
         before = self._tokens if self._rows is None else self._rows.columns.shape[1]

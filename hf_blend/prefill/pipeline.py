@@ -25,7 +25,7 @@ class Pipeline:
         depth: how many layers ahead.
     """
 
-    def __init__(self, streams: Sequence[StreamedLayers], depth: int) -> None:
+    def __init__(self, streams: Sequence[StreamedLayers], depth: float) -> None:
         self._streams, self._depth = list(streams), depth
         self._reached, self._is_stopped = -1, False
         self._moved = threading.Condition()

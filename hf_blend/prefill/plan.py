@@ -142,7 +142,7 @@ class Plan:
     def __post_init__(self) -> None:
         self._real_here = self.real  # stays with the host when `real` goes to the device
 
-    def read_ahead(self, depth: int) -> None:
+    def read_ahead(self, depth: float) -> None:
         """Begin to read, so many layers ahead of what is used, the chunks whose layers come one by one."""
         streams = {id(slot.chunk.layers): slot.chunk.layers for slot in self.slots}
         coming = [layers for layers in streams.values() if type(layers) is StreamedLayers]

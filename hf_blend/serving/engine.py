@@ -130,7 +130,7 @@ class BlendedBatching(ContinuousBatchingManager):
             The name of the request.
 
         Raises:
-            PromptError: the prompt is empty, or it does not fit the model or the engine's cache.
+            PromptError: the prompt is empty, does not fit the model or the engine's cache, or no token is asked for.
             ConfigError: the engine is not running, a request of this name is not over, or a setting is unknown.
         """
         self._check_known(settings)
@@ -225,6 +225,8 @@ class BlendedBatching(ContinuousBatchingManager):
         longest = getattr(text_config(self.model), "max_position_embeddings", None)
         given = self.continuous_batching_config
         capacity = given.num_blocks * given.page_size if given.num_blocks else None
+        if new is not None and (not isinstance(new, int) or new < 1):
+            raise PromptError(f"max_new_tokens={new!r}, expected a whole number from 1 on. Ask for a token at least.")
         total = tokens + (new or 1)
         for limit, what in ((longest, "positions"), (capacity, "tokens of cache")):
             if limit is not None and total > limit:

@@ -124,6 +124,20 @@ class BoundedTier(WrappedTier):
                     self._count_use()
         return stored
 
+    def replace(self, name: str, parts: Sequence[memoryview]) -> None:
+        """Make room, then store whether the object is there or not; errors as in `put_if_absent`."""
+        nbytes = sum(map(len, parts))
+        self._reserve(nbytes)
+        try:
+            self.tier.replace(name, parts)
+        finally:
+            with self._lock:
+                self._budget.in_flight_bytes -= nbytes
+                stat = self.tier.stat(name)
+                if stat is not None:
+                    self._budget.add(name, stat.nbytes)
+                    self._count_use()
+
     def delete(self, name: str, source: Source | None = None) -> bool:
         """Remove an object; with `source`, only if it is still that one."""
         removed = self.tier.delete(name, source)

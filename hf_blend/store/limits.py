@@ -101,6 +101,32 @@ class Limits:
             on_fault=on_fault,
         )
 
+    def bound_blocks(
+        self, tier: Tier, folder: Path | None, owned: Callable[[str], bool], on_evicted: Callable[[str, int], None]
+    ) -> BoundedTier:
+        """Put the tier that keeps chunks in blocks under a cap of its own.
+
+        Args:
+            tier: on disk or in memory.
+            folder: of the tier on disk; None for memory, where the cap is that of memory.
+            owned: as in `bound`.
+            on_evicted: receives the name and the size of what had to leave.
+
+        Returns:
+            The tier, bounded.
+        """
+        memory_bytes = default_memory_bytes() if self.memory_bytes is None else self.memory_bytes
+        return BoundedTier(
+            tier,
+            self.disk_bytes if folder else memory_bytes,
+            plugins.load("store.eviction", self.eviction)(),
+            spare_bytes=_spare_bytes(folder / "index") if folder and self.disk_bytes is None else None,
+            order=folder / "index" / f"{tier.name}.{self.eviction}.order" if folder else None,
+            owned=owned,
+            quota_bytes=self.quota_bytes,
+            on_evicted=on_evicted,
+        )
+
 
 def _spare_bytes(index: Path) -> int | None:
     with contextlib.suppress(OSError):

@@ -34,6 +34,7 @@ Encoded = Callable[[], Sequence[memoryview]]  # the bytes of an entry, made when
 Take = Callable[[BoundedTier, ChunkKey, Source, contextlib.ExitStack], ChunkKV]  # makes a chunk of an opened entry
 Recompute = Callable[[], ChunkKV]
 READ_BYTES = 1 << 20  # layers that are smaller come several at a time: each read stops the thread that computes
+READ_S = 4e-3  # but from a slow tier no more at a time than come in so many seconds: the model waits for the first
 DELETE_S = 60.0  # how long a delete waits for a write of the same chunk that is under way
 
 
@@ -73,6 +74,8 @@ class TierStack:
         ttl_s: age in seconds at which an entry is no longer used; None is never.
         codec: how K and V are packed in the tiers that keep bytes; entries of other codecs are read all the same.
         queue_bytes: most that may wait to be written to each tier; with 0 nothing waits, and `put` and `get` do.
+        known_share: gives the share of a chunk's tokens that earlier requests found important, by digest: a chunk that
+            returns to a tier is weighed by it.
 
     Attributes:
         compute_times: what is known of how long chunks take to compute.
@@ -91,8 +94,10 @@ class TierStack:
         ttl_s: float | None = None,
         codec: str = "raw",
         queue_bytes: int = 1 << 30,
+        known_share: Callable[[str], float | None] = lambda _: None,
     ) -> None:
         self.held = tuple(held)
+        self._known_share = known_share
         self.tiers = tuple(tiers)
         self.queues = {tier.name: self._new_queue(tier, queue_bytes) for tier in tiers} if queue_bytes else {}
         self._catalog = catalog
@@ -250,6 +255,60 @@ class TierStack:
         for tier in self.tiers:
             tier.use(self._catalog.name(digest), important_ratio)
 
+    def move(self, digest: str, target: str) -> bool:
+        """Keep a chunk in one of the tiers that keep bytes: it is written there before it leaves the others.
+
+        Args:
+            digest: of the chunk.
+            target: name of the tier.
+
+        Returns:
+            False if no tier has it whole.
+
+        Raises:
+            OSError: a tier refuses; the chunk is where it was, or in both.
+        """
+        name, there = self._catalog.name(digest), next(tier for tier in self.tiers if tier.name == target)
+        others = [tier for tier in self.tiers if tier is not there]
+        is_there = self._holds(there, digest) or any(self._copy(tier, there, digest) for tier in others)
+        if is_there:
+            for other in others:
+                if other.name in self.queues:
+                    self.queues[other.name].cancel(digest, DELETE_S)
+                other.delete(name)
+                self._catalog.forget(digest, other.name)
+        return is_there
+
+    def _holds(self, tier: BoundedTier, digest: str) -> bool:
+        """Whether a tier has an entry that is whole; what can never become good is removed."""
+        return self.examine(tier, self._catalog.name(digest), repair=True).reason == ""
+
+    def _copy(self, tier: BoundedTier, target: BoundedTier, digest: str) -> bool:
+        """Write the bytes of one tier's entry to another tier, once all of them were verified."""
+        name = self._catalog.name(digest)
+        source = tier.open(name)
+        if source is None:
+            return False
+        recorded = RecordedSource(source)
+        try:
+            key = read_key(recorded, self._catalog.namespace, self._secret)
+            if key.digest != digest:
+                raise EntryFault("key", f"it is {key.digest}")
+            EntryReader(recorded, key, self._secret).read()
+            content = recorded.release()
+        except EntryFault as fault:
+            self._tally.count("load_failures", f"{tier.name}:{fault.reason}")
+            return False
+        finally:
+            recorded.close()
+        if content is None:
+            return False
+        target.put_if_absent(name, [content])
+        stat = target.stat(name)
+        if stat is not None:
+            self._catalog.add(key, stat, [target.name])
+        return stat is not None
+
     def miss(self, reason: str) -> None:
         """Count a miss."""
         self._tally.count("misses", reason)
@@ -314,6 +373,8 @@ class TierStack:
         for place in self.held:
             try:
                 self._forget(place, place.put(chunk))
+                if place.reads_importance and (share := self._known_share(chunk.key.digest)) is not None:
+                    place.weigh(chunk.key.digest, share)
             except (RuntimeError, MemoryError) as error:  # of a device that is full
                 self._tally.count("store_failures", type(error).__name__)
                 self._tally.warn_once(f"chunks cannot be held in the {place.name} tier ({error})")
@@ -358,6 +419,8 @@ class TierStack:
                 with self._tally.timed("store_seconds", tier.name):
                     stored = tier.put_if_absent(name, encoded())
                 self._tally.count("stored", tier.name, int(stored))
+                if tier.reads_importance and (share := self._known_share(chunk.key.digest)) is not None:
+                    tier.use(name, share)
             return tier.stat(name)
         except (OSError, MemoryError, EntryFault) as error:
             self._refuse_write(tier, error)
@@ -459,9 +522,17 @@ class TierStack:
         guards = [Guard(part for pair in tables for part in pair)]  # of what is used before all of it is held
         opened = opened.pop_all()
 
+        least = 0 if tier.is_local else READ_BYTES  # what is far away costs a round trip for each read
+
         def read(place: int) -> Sequence[tuple[Tensor, ...]]:
+            nonlocal least
+            began_s = time.perf_counter()
             with self._tally.timed("load_seconds", tier.name):
-                found = reader.layers(place, READ_BYTES)
+                found = reader.layers(place, least)
+            if tier.is_local:
+                nbytes = sum(one.nbytes for states in found for one in states)
+                rate = nbytes / max(time.perf_counter() - began_s, 1e-6)
+                least = min(READ_BYTES, 2 * nbytes, int(rate * READ_S))
             guards.append(Guard(one for states in found for one in states))
             return found
 

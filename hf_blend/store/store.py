@@ -9,12 +9,12 @@ import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from torch import nn
+from torch import Tensor, nn
 
 from .. import plugins
 from ..errors import ConfigError, PromptError, StoreError, suggest
@@ -23,6 +23,7 @@ from .catalog import Catalog
 from .chunk import ChunkKey, ChunkKV, Found, Layout
 from .header import hash_namespace
 from .held import HeldChunks
+from .importance import TokenImportance
 from .index import unpack_tokens
 from .limits import Limits
 from .location import open_tiers
@@ -86,19 +87,25 @@ class ChunkStore:
         codec: str = "raw",
     ) -> None:
         self.namespace = namespace
-        self.pipeline_depth = 2  # layers that a request reads ahead; 0 reads chunks whole before it begins
+        # layers that a request reads ahead of their use; 0 reads chunks whole before it begins. Without a bound by
+        # default: what was read is held until the request ends, and the first layers, all tokens' own, hide the most
+        self.pipeline_depth: float = math.inf
         self.controller: Any = None  # a `LoadingController` decides for each request what is worth loading
         self._tally = Tally()
+        self.ttl_s = limits.ttl_s
         self._prefetcher: ThreadPoolExecutor | None = None
         self.secret = check_secret(secret)
-        snapshot = index / f"{keyed(secret, 'index', hash_namespace(namespace))[:32]}.index" if index else None
+        named = keyed(secret, "index", hash_namespace(namespace))[:32]
+        self.importance = TokenImportance(index / f"{named}.importance" if index else None, secret)
+        snapshot = index / f"{named}.index" if index else None
         given_catalog = (namespace, tiers, snapshot, lambda digest: self._stack.is_held(digest))
         self._catalog = Catalog(*given_catalog, secret=secret, tally=self._tally)
         skip = partial(self._tally.count, "skipped")
         bounded = [limits.bound(tier, index, self._catalog.owns, self._was_evicted, skip) for tier in tiers]
         given = (held, bounded, self._catalog, self._tally)
         settings: dict[str, Any] = {"secret": secret, "ttl_s": limits.ttl_s, "codec": codec}
-        self._stack: TierStack = TierStack(*given, **settings, queue_bytes=limits.queue_bytes)
+        settings |= {"queue_bytes": limits.queue_bytes, "known_share": self.importance.share}
+        self._stack: TierStack = TierStack(*given, **settings)
         for tier in tiers:
             self._tally.count("removed", "orphans", tier.reclaim())
 
@@ -151,8 +158,11 @@ class ChunkStore:
                 third, and a chunk is then used as it was rounded, from memory too. Entries of any are read.
             partial: share of a chunk's blocks that a request loads, chosen by its question (IMPRESS); the columns of
                 the others are seen by nobody. A mapping sets `share` (0.25), `alpha` (0.6, the exponent of the
-                threshold above which probe heads agree; a layer whose heads do not is loaded whole) and
-                `block_tokens` (16). Blocks are kept beside the chunks; None loads chunks whole.
+                threshold above which probe heads agree), `fallback` ("whole" loads all of a layer whose heads do not
+                agree; "values" the keys of all heads, and of each head the values of the blocks that it looks at),
+                `block_tokens` (16) and `reorder` (True: tokens that get attention are written into blocks together,
+                beside requests). Blocks are kept beside the chunks, each in half of `disk_bytes`; None loads chunks
+                whole.
 
         Returns:
             The store.
@@ -163,6 +173,8 @@ class ChunkStore:
         """
         limits = Limits(memory_bytes, disk_bytes, device_bytes, quota_bytes, ttl_s, eviction, remote_queue_bytes)
         limits.check()
+        if partial is not None and disk_bytes is not None:
+            limits = replace(limits, disk_bytes=disk_bytes // 2)
         check_secret(secret)
         _check_durability(durability)
         plugins.load("store.codecs", codec)
@@ -179,7 +191,7 @@ class ChunkStore:
                 "a disk. Give a directory, and remote=URL."
             )
         loader = plugins.load("sparse.partial", "impress")()
-        in_front: Self = loader.open(opened, root / "blocks" if root else None, **settings)
+        in_front: Self = loader.open(opened, root / "blocks" if root else None, limits.bound_blocks, **settings)
         return in_front
 
     def get(self, key: ChunkKey, budget_s: float = math.inf, layout: Layout | None = None) -> ChunkKV | None:
@@ -422,9 +434,20 @@ class ChunkStore:
 
     @property
     def reads_importance(self) -> bool:
-        """Whether a tier wants to be told by `weigh` which tokens were important."""
+        """Whether a tier reads which tokens were important (`note`, `weigh`)."""
         held = any(place.reads_importance for place in self._stack.held)
         return held or any(tier.reads_importance for tier in self._stack.tiers)
+
+    def note(self, key: ChunkKey, scores: Tensor, important_ratio: float) -> None:
+        """Say how much attention a chunk's tokens got in a request; kept as a moving average, over restarts too.
+
+        Args:
+            key: which chunk.
+            scores: `[tokens]`, attention as a multiple of what a stored token of the prompt got on average.
+            important_ratio: share of the tokens that were among the important ones of the prompt, 0 to 1.
+        """
+        self.importance.note(key.digest, scores, min(1.0, max(0.0, important_ratio)))
+        self.weigh(key, important_ratio)
 
     def weigh(self, key: ChunkKey, important_ratio: float) -> None:
         """Say which share of a chunk's tokens turned out to be important, for the policy "importance".
@@ -434,6 +457,34 @@ class ChunkStore:
             important_ratio: 0 to 1.
         """
         self._stack.weigh(key.digest, min(1.0, max(0.0, important_ratio)))
+
+    def move(self, keys: Iterable[ChunkKey], tier: str) -> int:
+        """Keep chunks in one tier that keeps bytes, such as "disk", and no longer in the others.
+
+        A chunk is written to its tier, as durably as that one writes, before it leaves another: a process that is
+        killed meanwhile leaves it in one of them, or in both. What memory holds stays.
+
+        Args:
+            keys: of the chunks.
+            tier: name of the tier, as `stats()["healthy"]` lists them.
+
+        Returns:
+            How many are there now; those that no tier has whole are not.
+
+        Raises:
+            ConfigError: the store has no such tier.
+            StoreError: a tier refuses.
+        """
+        names = [one.name for one in self._stack.tiers]
+        if tier not in names:
+            raise ConfigError(f"no tier named {tier!r} keeps bytes in this store. {suggest(str(tier), names)}")
+        moved = 0
+        for key in keys:
+            try:
+                moved += key.namespace == self.namespace and self._stack.move(key.digest, tier)
+            except OSError as error:
+                raise _refused(f"chunk {key.digest} cannot be moved to the {tier} tier", error) from error
+        return moved
 
     def pin(self, key: ChunkKey) -> None:
         """Keep a chunk from being evicted, also after a restart if it is on disk; it still counts against caps.
@@ -593,7 +644,12 @@ class ChunkStore:
             self._prefetcher.shutdown(cancel_futures=True)
             self._prefetcher = None
         self._stack.close(FLUSH_S)
+        self.importance.save()
         self._catalog.save()
+
+    def count_eviction(self, tier: str) -> None:
+        """Count a chunk that left a tier of a store in front of this one."""
+        self._tally.count("evicted", tier)
 
     def _was_evicted(self, tier: str, name: str) -> None:
         self._tally.count("evicted", tier)

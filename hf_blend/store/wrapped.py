@@ -34,6 +34,10 @@ class WrappedTier(Tier):
         """As the tier behind."""
         return self.tier.put_if_absent(name, parts)
 
+    def replace(self, name: str, parts: Sequence[memoryview]) -> None:
+        """As the tier behind."""
+        self.tier.replace(name, parts)
+
     def delete(self, name: str, source: Source | None = None) -> bool:
         """As the tier behind."""
         return self.tier.delete(name, source)

@@ -18,7 +18,7 @@ MODES = ("before", "after", "within")
 class CallKills(Killing):
     """The child counts its calls and kills itself at one that is drawn, before it, after it or within it."""
 
-    kill_share = 0.39
+    kill_share = 0.3
 
     def setup(self) -> None:
         """How many calls a scenario makes is found out."""

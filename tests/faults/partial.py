@@ -33,7 +33,7 @@ class Partial(FaultClass):
         known: set[Path] = set()
         for entry in self.world.shelves["plain"].entries:
             order = torch.rand(entry.computed.tokens, generator=torch.Generator().manual_seed(0))
-            self._store.importance[entry.key.digest] = order
+            self._store.note(entry.key, order, 0.5)
             self._store.put(entry.computed)
             (path,) = {one for one in (self.folder / "blocks").rglob("*") if one.is_file()} - known
             known.add(path)

@@ -16,7 +16,7 @@ __all__ = ["RandomKills"]
 class RandomKills(Killing):
     """The child stores chunk after chunk; half of the time in a store with room for a few only."""
 
-    kill_share = 0.6
+    kill_share = 0.45
 
     def kill_one(self, capped: bool) -> list[int]:
         """Kill after some acknowledgements, or none, and a few milliseconds."""

@@ -34,6 +34,7 @@ from .faulty_tier import FaultyTierFaults
 from .files import Changing, Files, Headers, Planted
 from .index_damage import IndexDamage
 from .lost_server import LostServer
+from .moving_kills import Demotions, Reorders
 from .partial import Partial
 from .prefills import Prefills
 from .races import Races
@@ -68,6 +69,8 @@ CLASSES: dict[str, type[FaultClass]] = {
     "call-kills": CallKills,
     "random-kills": RandomKills,
     "traced-kills": TracedKills,
+    "demotions": Demotions,
+    "reorders": Reorders,
 }
 
 

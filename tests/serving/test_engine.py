@@ -479,3 +479,9 @@ def test_a_prompt_that_does_not_fit_is_refused_before_it_reaches_the_engine(toke
         with pytest.raises(PromptError, match=words):
             engine.add_request(bench.draw(tokens, 0), max_new_tokens=new)
         assert bench.answers(engine, [bench.Ask([1, 5, 6, 7])])
+
+
+@pytest.mark.parametrize("new", [0, -3, 2.5])
+def test_an_answer_without_tokens_is_refused(new, model, bench, store):
+    with bench.engine(model, store) as engine, pytest.raises(PromptError, match="expected a whole number from 1 on"):
+        engine.add_request([1, 5, 6, 7], max_new_tokens=new)

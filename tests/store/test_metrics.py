@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from hf_blend import BlendCache, ChunkStore
+from hf_blend import ChunkStore
 from hf_blend.errors import MissingExtraError
 from hf_blend.store.metrics import StoreMetrics
 from hf_blend.store.tiers.memory import MemoryTier
@@ -65,27 +65,3 @@ def test_without_the_package_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client.core", None)
     with pytest.raises(MissingExtraError, match=r"hf-blend\[metrics\]"):
         StoreMetrics(ChunkStore.open("memory://"))
-
-
-@pytest.mark.parametrize("selector", ["kv-deviation", "boundary"])
-def test_a_request_weighs_its_chunks_by_the_share_that_it_recomputed(selector, shared_model, pieces, monkeypatch):
-    model, request, store = shared_model(), pieces(), ChunkStore.open("memory://", eviction="importance")
-    weighed = {}
-    real = store.weigh
-    monkeypatch.setattr(store, "weigh", lambda key, ratio: (weighed.update({key.token_ids: ratio}), real(key, ratio)))
-
-    def generate(ratio):
-        weighed.clear()
-        cache = BlendCache(model, store, recompute_ratio=ratio, selector=selector)
-        model.generate(**cache.inputs(None, **request), past_key_values=cache, max_new_tokens=1, do_sample=False)
-        return cache.report
-
-    report = generate(0.4)
-    chosen, start = set(report.chosen_columns[0]), len(request["prefix"])
-    assert chosen
-    for ids in request["chunks"]:
-        assert weighed[tuple(ids)] == pytest.approx(len(chosen & set(range(start, start + len(ids)))) / len(ids))
-        start += len(ids)
-    assert set(weighed) == {tuple(ids) for ids in request["chunks"]}, "not the prefix: nothing of it is ever chosen"
-    generate(0.0)
-    assert not weighed, "a request that chooses nothing has no opinion"

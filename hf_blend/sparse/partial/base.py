@@ -3,6 +3,7 @@
 """The interface of a way to load chunks in part."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ class PartialLoader(ABC):
     """Puts a store in front of a store, so that requests load only the part of a chunk that matters to them."""
 
     @abstractmethod
-    def open(self, store: Any, folder: Path | None, **settings: Any) -> Any:
+    def open(self, store: Any, folder: Path | None, bound: Callable[..., Any], **settings: Any) -> Any:
         """Put a store in front.
 
         Args:
             store: the store behind, which keeps every chunk whole.
             folder: for what is loaded in part; None keeps it in memory.
+            bound: puts a tier under the store's cap, as `Limits.bound_blocks`.
             **settings: of the method.
 
         Returns:

@@ -130,6 +130,16 @@ class BlockReader:
         ends = [slice(one * self.block_tokens, (one + 1) * self.block_tokens) for one in blocks]
         return torch.cat([self.order[one] for one in ends]) if ends else self.order[:0]
 
+    def places_of(self, blocks: Sequence[int]) -> Tensor:
+        """Where the tokens of some blocks stand in the order of the blocks."""
+        starts = [one * self.block_tokens for one in blocks]
+        parts = [torch.arange(start, min(start + self.block_tokens, self.tokens)) for start in starts]
+        return torch.cat(parts) if parts else self.order[:0]
+
+    def empty(self, part: int) -> Tensor:
+        """`[tokens, width]` for the keys (0) or values (1) of one head, contents undefined."""
+        return torch.empty(self.tokens, self._width(part), dtype=self.dtype)
+
     def expect(self, layer: int, part: int, heads: Sequence[int], blocks: Sequence[int]) -> None:
         """Have a device begin with what `read` will be asked for soon; only sources that are files do."""
         tell = getattr(self._source, "expect", None)

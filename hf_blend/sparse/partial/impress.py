@@ -4,6 +4,7 @@
 
 import inspect
 import math
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,36 +12,43 @@ from typing import Any
 from ... import plugins
 from ...errors import ConfigError, suggest
 from .base import PartialLoader
-from .loading import PartialLoading
+from .loading import FALLBACKS, PartialLoading
 from .store import BLOCK_TOKENS, PartialStore
 
 
 class Impress(PartialLoader):
     """Blocks of tokens in a tier of their own, beside the chunks as they are."""
 
-    def open(self, store: Any, folder: Path | None, **settings: Any) -> PartialStore:
+    def open(self, store: Any, folder: Path | None, bound: Callable[..., Any], **settings: Any) -> PartialStore:
         """See `PartialLoader.open`.
 
         Args:
             store: the store behind.
             folder: for the blocks.
-            **settings: `share`, `alpha`, `block_tokens`; see `hf_blend.ChunkStore.open`.
+            bound: puts their tier under the store's cap.
+            **settings: `share`, `alpha`, `block_tokens`, `reorder`, `fallback`; see `hf_blend.ChunkStore.open`.
 
         Returns:
             The store in front.
         """
-        known = inspect.signature(self._opened).parameters
+        known = set(inspect.signature(self._opened).parameters) - {"store", "folder", "bound"}
         for name in settings:
-            if name not in known or name in ("store", "folder"):
+            if name not in known:
                 raise ConfigError(
-                    f"partial has {name!r}, which loading in part does not know. "
-                    f"{suggest(name, set(known) - {'store', 'folder'})}"
+                    f"partial has {name!r}, which loading in part does not know. {suggest(name, known)}"
                 )
-        return self._opened(store, folder, **settings)
+        return self._opened(store, folder, bound, **settings)
 
     @staticmethod
     def _opened(
-        store: Any, folder: Path | None, share: float = 0.25, alpha: float = 0.6, block_tokens: int = BLOCK_TOKENS
+        store: Any,
+        folder: Path | None,
+        bound: Callable[..., Any],
+        share: float = 0.25,
+        alpha: float = 0.6,
+        block_tokens: int = BLOCK_TOKENS,
+        reorder: bool = True,
+        fallback: str = "whole",
     ) -> PartialStore:
         numbers = all(isinstance(one, int | float) and not isinstance(one, bool) for one in (share, alpha))
         if not numbers or not 0 < share <= 1 or not 0 <= alpha < math.inf:
@@ -51,4 +59,9 @@ class Impress(PartialLoader):
         if type(block_tokens) is not int or block_tokens < 1:
             raise ConfigError(f"partial has block_tokens={block_tokens!r}, expected a whole number from 1 on. Try 16.")
         tier = plugins.load("store.tiers", "disk")(folder) if folder else plugins.load("store.tiers", "memory")()
-        return PartialStore(store, tier, block_tokens, partial(PartialLoading, share=float(share), alpha=float(alpha)))
+        if not isinstance(reorder, bool):
+            raise ConfigError(f"partial has reorder={reorder!r}, expected True or False.")
+        if fallback not in FALLBACKS:
+            raise ConfigError(f"partial has fallback={fallback!r}. {suggest(str(fallback), FALLBACKS)}")
+        make_loader = partial(PartialLoading, share=float(share), alpha=float(alpha), fallback=fallback)
+        return PartialStore(store, tier, block_tokens, make_loader, partial(bound, folder=folder), reorder)

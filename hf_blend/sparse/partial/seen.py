@@ -69,6 +69,9 @@ class PartDecoding:
             return None
         if not is_cut(mask, name):
             raise ConfigError(f"decoding over a part of the KV needs sdpa or eager attention, not {name!r}.")
+        if visible.dim() == 3:
+            cut = hidden_too(mask, _with_new(visible, key.shape[2]), query, key)
+            return key, value, cut if name == "sdpa" or cut.dtype != torch.bool else _added(cut, query)
         prompt = int(visible[-1]) + 1
         columns = torch.cat([visible, torch.arange(prompt, key.shape[2], device=key.device)])
         rows = query.shape[2]
@@ -78,8 +81,7 @@ class PartDecoding:
             part = mask.index_select(-1, columns)
             cut = part & seen if part.dtype == torch.bool else part
         elif cut is not None and name != "sdpa":
-            zeros = torch.zeros(cut.shape, dtype=query.dtype, device=query.device)
-            cut = zeros.masked_fill(~cut, torch.finfo(query.dtype).min)
+            cut = _added(cut, query)
         return key.index_select(2, columns), value.index_select(2, columns), cut
 
 
@@ -93,8 +95,12 @@ def attend_part(
     visible: Tensor | None,
     given: dict[str, Any],
 ) -> Any:
-    """Attention of the rows over the columns that are there; `visible` is None for all."""
+    """Attention of the rows over what is there; `visible` is None for all, else as `BlendLayer.visible`."""
     part = mask.as_subclass(Tensor)
+    if visible is not None and visible.dim() == 3:
+        part = hidden_too(part, _with_new(visible, key.shape[2]), query, key)
+        name = attention.config._attn_implementation
+        return stock_attention(attention, name)(attention, query, key, value, part, **given)
     if visible is not None:
         key, value = key.index_select(2, visible), value.index_select(2, visible)
         part = part.index_select(-1, visible.to(mask.device))
@@ -103,3 +109,34 @@ def attend_part(
         output = attend(query, key, value, MadeLines(part), given.get("dropout", 0.0), given.get("scaling"))
         return output.transpose(1, 2).contiguous(), None
     return stock_attention(attention, name)(attention, query, key, value, part, **given)
+
+
+def hidden_too(mask: Tensor | None, visible: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """A mask that hides what is not there as well.
+
+    Args:
+        mask: `[batch or 1, heads or 1, rows, keys]`, boolean or additive; None is the causal one of the last rows.
+        visible: `[batch, kv_heads or 1, keys]`.
+        query: `[batch, heads, rows, head_dim]`.
+        key: `[batch, kv_heads, keys, head_dim]`.
+
+    Returns:
+        `[batch, heads or 1, rows, keys]`, of the kind of `mask`; boolean where that is None.
+    """
+    heads = query.shape[1] // key.shape[1] if visible.shape[1] > 1 else 1
+    lines = visible.to(query.device).repeat_interleave(heads, dim=1)[:, :, None]
+    if mask is None:
+        rows, keys = query.shape[2], key.shape[2]
+        return lines & torch.ones(rows, keys, dtype=torch.bool, device=query.device).tril(keys - rows)
+    return mask & lines if mask.dtype == torch.bool else mask.masked_fill(~lines, torch.finfo(mask.dtype).min)
+
+
+def _added(mask: Tensor, query: Tensor) -> Tensor:
+    """A boolean mask as it is added to the scores."""
+    zeros = torch.zeros(mask.shape, dtype=query.dtype, device=query.device)
+    return zeros.masked_fill_(~mask, torch.finfo(query.dtype).min)
+
+
+def _with_new(visible: Tensor, keys: int) -> Tensor:
+    """`[batch, kv_heads or 1, keys]`: what came behind the prompt is there."""
+    return nn.functional.pad(visible, (0, keys - visible.shape[2]), value=True)

@@ -3,8 +3,9 @@
 """A store in front of a store, that keeps chunks as blocks in a tier and gives them out to be loaded in part."""
 
 import contextlib
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, overload
 from weakref import finalize
 
@@ -12,19 +13,24 @@ import torch
 from torch import Tensor
 
 from ...store import ChunkStore
+from ...store.bounded import BoundedTier
 from ...store.chunk import ChunkKey, ChunkKV, Layout
 from ...store.header import hash_namespace
 from ...store.seal import keyed
 from ...store.tiers.base import EntryFault, Source, Tier
 from .blocked import BlockReader, encode_blocks
+from .reordering import Reordering, is_due
 
 KV = tuple[Tensor, Tensor]
 FAULTS = (EntryFault, OSError, MemoryError)
 BLOCK_TOKENS = 16
+NOTED_CHUNKS = 4096  # that `reorder` knows of
 
 
 class PartialLayers(Sequence[KV]):
     """The layers of a chunk in blocks: whole where a layer is asked for, in part for the partial loader.
+
+    What was read stays until `forget`, so that no byte of it is read twice in a request.
 
     Args:
         reader: of the blocks.
@@ -34,7 +40,8 @@ class PartialLayers(Sequence[KV]):
     def __init__(self, reader: BlockReader, recompute: Callable[[BaseException], ChunkKV]) -> None:
         self.reader, self._recompute = reader, recompute
         self._instead: ChunkKV | None = None
-        self._last: tuple[int, KV] | None = None
+        self._back = reader.order.argsort()
+        self._held: dict[tuple[int, int, int], tuple[Tensor, set[int]]] = {}  # layer, part, head: states, blocks read
 
     def __len__(self) -> int:
         return self.reader.layers
@@ -47,14 +54,22 @@ class PartialLayers(Sequence[KV]):
         """(K, V) of a layer, `[kv_heads, tokens, head_dim]` each."""
         if isinstance(place, slice):
             return [self[one] for one in range(*place.indices(len(self)))]
-        place, every = range(len(self))[place], list(range(self.reader.blocks))
-        if self._last is None or self._last[0] != place:  # a layer is asked for more than once in a row
-            heads = list(range(self.reader.heads))
-            for near in range(place, min(place + 2, self.reader.layers)):
-                for part in (0, 1):
-                    self.reader.expect(near, part, heads, every)
-            self._last = (place, (self.part(place, 0, heads, every), self.part(place, 1, heads, every)))
-        return self._last[1]
+        place, every, heads = range(len(self))[place], range(self.reader.blocks), range(self.reader.heads)
+        if not self.is_whole(place):
+            for part in (0, 1):
+                self.reader.expect(place, part, heads, every)
+        return self.part(place, 0, heads, every), self.part(place, 1, heads, every)
+
+    def is_whole(self, layer: int) -> bool:
+        """Whether all of a layer was read, and is in memory."""
+        places = [(layer, part, head) for part in (0, 1) for head in range(self.reader.heads)]
+        held = [self._held.get(place) for place in places]
+        return self._instead is None and all(one and len(one[1]) == self.reader.blocks for one in held)
+
+    def forget(self, before: int) -> None:
+        """Let go of what was read of the layers before one."""
+        for place in [place for place in self._held if place[0] < before]:
+            del self._held[place]
 
     def part(self, layer: int, part: int, heads: Sequence[int], blocks: Sequence[int]) -> Tensor:
         """Some heads and blocks of a layer's keys (0) or values (1), in the chunk's order if all blocks are asked for.
@@ -71,12 +86,22 @@ class PartialLayers(Sequence[KV]):
         is_all = len(blocks) == self.reader.blocks
         if self._instead is None:
             try:
-                found = torch.stack([self.reader.read(layer, part, head, blocks) for head in heads])
-                return found[:, self.reader.order.argsort()] if is_all else found
+                held = torch.stack([self._read(layer, part, head, blocks) for head in heads])
+                return held[:, self._back] if is_all else held[:, self.reader.places_of(blocks)]
             except FAULTS as fault:
                 self._instead = self._recompute(fault)
-        states = self._instead.layers[layer][part][list(heads)]
+        states = self._instead.layers[layer][part]
+        states = states[list(heads)] if len(heads) < self.reader.heads else states
         return states if is_all else states[:, self.reader.tokens_of(blocks)]
+
+    def _read(self, layer: int, part: int, head: int, blocks: Sequence[int]) -> Tensor:
+        """`[tokens, width]` of one head, in the order of the blocks; those that are asked for are there."""
+        held, known = self._held.setdefault((layer, part, head), (self.reader.empty(part), set()))
+        missing = [block for block in blocks if block not in known]
+        if missing:
+            held[self.reader.places_of(missing)] = self.reader.read(layer, part, head, missing)
+            known.update(missing)
+        return held
 
 
 class PartialStore:
@@ -88,7 +113,11 @@ class PartialStore:
         block_tokens: tokens of a block.
         make_loader: makes what loads in part for a request, from its cache; the store behind then keeps each chunk
             whole. None loads in part only within `partial_loading`, and keeps chunks as blocks only.
+        bound: puts the tier under a cap, called with the tier, `owned` and `on_evicted`; None leaves it as it is.
+        reorders: chunks are written in the order of their importance beside requests; otherwise by `reorder` alone.
     """
+
+    reads_importance = True
 
     def __init__(
         self,
@@ -96,13 +125,21 @@ class PartialStore:
         tier: Tier,
         block_tokens: int = BLOCK_TOKENS,
         make_loader: Callable[[Any], Any] | None = None,
+        bound: Callable[..., Tier] | None = None,
+        reorders: bool = False,
     ) -> None:
         self._make_loader = make_loader
-        self._store, self._tier, self._block_tokens = store, tier, block_tokens
+        self._store, self._block_tokens = store, block_tokens
         self._space = keyed(store.secret, "space", hash_namespace(f"{store.namespace}\0blocks"))[:2]
+        self._tier = tier
+        if bound is not None:
+            owned = lambda name: name.startswith(f"{self._space}/")  # noqa: E731
+            self._tier = bound(tier, owned=owned, on_evicted=lambda *_: store.count_eviction("blocks"))
+            tier.reclaim()
         self.faults: Counter[str] = Counter()  # by reason; what cannot become good was removed
-        self.importance: dict[str, Tensor] = {}  # mean importance of each chunk's tokens, for the next order
-        self._keys: dict[str, ChunkKey] = {}
+        self.reordering = Reordering(self._reorder)
+        self._reorders = reorders
+        self._noted: dict[str, ChunkKey] = {}  # since they were written; the oldest are forgotten first
         self.partial: Any = None  # loads in part, while it is set
 
     def __getattr__(self, name: str) -> Any:
@@ -114,8 +151,20 @@ class PartialStore:
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        """As the store behind."""
-        self._store.__exit__(*raised)
+        """As `close`."""
+        self.close()
+
+    def __len__(self) -> int:
+        return len(self._store)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        """Let the chunk that is being written in a new order be finished, and close the tiers."""
+        self.reordering.close()
+        self._store.close()
+        self._tier.close()
 
     def loader(self, cache: Any) -> Any:
         """What loads in part for one request.
@@ -149,6 +198,8 @@ class PartialStore:
             source = self._tier.open(self._name(key))
             if source is None:
                 return None
+            if self._is_old(source):
+                raise EntryFault("expired", f"it was stored more than {self._store.ttl_s} s ago")
             reader = BlockReader(source, key, self._store.secret, layout)
         except FAULTS as fault:
             self._count(key, source, fault)
@@ -162,7 +213,6 @@ class PartialStore:
 
         layers = PartialLayers(reader, instead)
         finalize(layers, source.close).atexit = False
-        self._keys[key.digest] = key
         table = tuple(reader.header["layer_table"])
         return ChunkKV(key, layers, reader.tables, table)
 
@@ -175,45 +225,94 @@ class PartialStore:
         return self._put_blocks(chunk)
 
     def _put_blocks(self, chunk: ChunkKV) -> ChunkKV:
-        known = self.importance.get(chunk.key.digest)
-        order = list(range(chunk.tokens)) if known is None else known.argsort(descending=True, stable=True).tolist()
-        name = self._name(chunk.key)
-        self._keys[chunk.key.digest] = chunk.key
+        """Write a chunk in one step: a reader, or a process that is killed, finds the old blocks or the new ones."""
+        digest = chunk.key.digest
+        known = self._store.importance.scores(digest)
+        is_known = known is not None and len(known) == chunk.tokens
+        order = known.argsort(descending=True, stable=True).tolist() if is_known else list(range(chunk.tokens))  # type: ignore[union-attr]
         pieces = encode_blocks(chunk, order, self._block_tokens, self._store.secret)
+        self._noted.pop(digest, None)
         try:
-            self._tier.delete(name)
-            self._tier.put_if_absent(name, pieces)
+            self._tier.replace(self._name(chunk.key), pieces)
         except OSError as error:
             self._count(chunk.key, None, error)
+            return chunk
+        share = self._store.importance.share(digest)
+        if share is not None:
+            self._use(chunk.key, share)
         return chunk
 
-    def note(self, key: ChunkKey, scores: Tensor, share: float = 0.1) -> None:
-        """Take in how important a chunk's tokens were this time, `[tokens]`; a moving average."""
-        known = self.importance.get(key.digest)
-        self.importance[key.digest] = scores.clone() if known is None else known + share * (scores - known)
+    def note(self, key: ChunkKey, scores: Tensor, important_ratio: float) -> None:
+        """As `ChunkStore.note`; a chunk that was reported often enough is written in its new order soon."""
+        self._store.note(key, scores, important_ratio)
+        self._use(key, important_ratio)
+        self._noted[key.digest] = key
+        if len(self._noted) > NOTED_CHUNKS:
+            del self._noted[next(iter(self._noted))]
+        if self._reorders and is_due(self._store.importance.requests(key.digest)):
+            self.reordering.add(key)
+
+    def weigh(self, key: ChunkKey, important_ratio: float) -> None:
+        """As `ChunkStore.weigh`, for the blocks too."""
+        self._store.weigh(key, important_ratio)
+        self._use(key, important_ratio)
 
     def reorder(self) -> int:
-        """Write every chunk whose tokens' importance is known in its new order; to be called beside requests.
+        """Write every chunk that was reported since it was written in the order of its tokens' importance, now.
 
         Returns:
             How many were written.
         """
-        count = 0
-        for chunk in [self._known(digest) for digest in list(self.importance)]:
-            if chunk is not None:
-                self._put_blocks(chunk)
-                count += 1
-        return count
+        return sum(map(self._reorder, list(self._noted.values())))
 
-    def _known(self, digest: str) -> ChunkKV | None:
-        key = self._keys.get(digest)
-        chunk = None if key is None else self.stream(key, lambda: _lost(digest))
+    def delete(self, key: ChunkKey) -> bool:
+        """As `ChunkStore.delete`, the blocks too."""
+        with contextlib.suppress(OSError):
+            self._tier.delete(self._name(key))
+        return self._store.delete(key)
+
+    def reject(self, key: ChunkKey, reason: str) -> None:
+        """As `ChunkStore.reject`, the blocks too."""
+        with contextlib.suppress(OSError):
+            self._tier.delete(self._name(key))
+        self._store.reject(key, reason)
+
+    def remove(self, digests: Iterable[str]) -> int:
+        """As `ChunkStore.remove`, the blocks too."""
+        listed = list(digests)
+        for digest in listed:
+            with contextlib.suppress(OSError):
+                self._tier.delete(self._named(digest))
+        return self._store.remove(listed)
+
+    def stats(self) -> dict[str, Any]:
+        """As `ChunkStore.stats`, with `blocks` among the tiers where they have a cap."""
+        found = self._store.stats()
+        if isinstance(self._tier, BoundedTier):
+            found["bytes"]["blocks"] = self._tier.nbytes
+            found["pinned_bytes"]["blocks"] = self._tier.pinned_bytes
+            found["capacity_bytes"]["blocks"] = self._tier.cap_bytes
+        return found
+
+    def _reorder(self, key: ChunkKey) -> bool:
+        if self._store.ttl_s is not None:  # a file that is written again looks young
+            return False
+        chunk = self._blocks(key, lambda: _lost(key.digest), None)
         if chunk is None:
-            return None
+            return False
         try:
-            return ChunkKV(chunk.key, tuple(chunk.layers), chunk.tables, chunk.layer_table)
+            chunk = ChunkKV(chunk.key, tuple(chunk.layers), chunk.tables, chunk.layer_table)
         except EntryFault:
-            return None
+            return False
+        self._put_blocks(chunk)
+        return True
+
+    def _is_old(self, source: Source) -> bool:
+        return self._store.ttl_s is not None and abs(time.time() - source.stat.created) > self._store.ttl_s
+
+    def _use(self, key: ChunkKey, important_ratio: float) -> None:
+        if isinstance(self._tier, BoundedTier) and self._tier.reads_importance:
+            self._tier.use(self._name(key), min(1.0, max(0.0, important_ratio)))
 
     def _count(self, key: ChunkKey, source: Source | None, fault: BaseException) -> None:
         """Count a fault, and remove what is damaged; what is sealed otherwise too, for the name is ours alone."""
@@ -223,7 +322,10 @@ class PartialStore:
                 self._tier.delete(self._name(key), source)
 
     def _name(self, key: ChunkKey) -> str:
-        called = keyed(self._store.secret, "name", key.digest)
+        return self._named(key.digest)
+
+    def _named(self, digest: str) -> str:
+        called = keyed(self._store.secret, "name", digest)
         return f"{self._space}/{called[:2]}/{called}"
 
 

@@ -148,6 +148,19 @@ class Tier(ABC):
     def put_if_absent(self, name: str, parts: Sequence[memoryview]) -> bool:
         """Store the parts one after the other; visible only when complete. False if the object was there already."""
 
+    def replace(self, name: str, parts: Sequence[memoryview]) -> None:
+        """Store other bytes of the same content under a name, such as its blocks in another order.
+
+        Sources that are open keep what they opened. A tier that cannot replace at once removes first: a process that
+        is killed in between leaves no object, never a torn one.
+
+        Args:
+            name: of the object.
+            parts: its bytes, one part after the other.
+        """
+        self.delete(name)
+        self.put_if_absent(name, parts)
+
     @abstractmethod
     def delete(self, name: str, source: Source | None = None) -> bool:
         """Remove an object; with `source`, only if it is still that one. False if there was nothing to remove."""

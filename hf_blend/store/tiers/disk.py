@@ -84,9 +84,14 @@ class DiskTier(Tier):
         Raises:
             OSError: it could not be written; nothing is left behind.
         """
-        path = self.path(name)
         if self.contains(name):
             return False
+        self.replace(name, parts)
+        return True
+
+    def replace(self, name: str, parts: Sequence[memoryview]) -> None:
+        """Write an object whether it is there or not, by one rename: readers see the old file or the new one."""
+        path = self.path(name)
         try:
             self._make_ready(path.parent)
             write_atomically(path, parts, durable=self._durable)
@@ -94,7 +99,6 @@ class DiskTier(Tier):
             self._ready.clear()
             self._make_ready(path.parent)
             write_atomically(path, parts, durable=self._durable)
-        return True
 
     def delete(self, name: str, source: Source | None = None) -> bool:
         """Remove an object, so that it does not come back; with `source` only if the name still leads to that file."""

@@ -36,6 +36,13 @@ class MemoryTier(Tier):
             self._names.pop(name[:2], None)
         return True
 
+    def replace(self, name: str, parts: Sequence[memoryview]) -> None:
+        """Store the parts one after the other, whether the object is there or not."""
+        source = BytesSource(b"".join(parts), time.time())
+        with self._lock:
+            self.objects[check_name(name)] = source
+            self._names.pop(name[:2], None)
+
     def delete(self, name: str, source: Source | None = None) -> bool:
         """Remove an object; with `source`, only if it is still that one."""
         with self._lock:

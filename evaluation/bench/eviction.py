@@ -1,0 +1,209 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What stays in a full memory tier under Zipf traffic, when importance is that of a trained model's real requests.
+
+First the model answers questions about stories of chunks, over a store that is told what the questions look at.
+Then these requests come again and again, stories drawn by Zipf's law, in front of a memory tier that holds a part of
+all chunks; the book-keeping and the policies are the store's own. What is missed is loaded from a slower tier: whole,
+or (IMPRESS) only the important tokens. The time that loading takes before a first token is counted, not measured: the
+bytes at a stated rate, nothing of it hidden.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_blend import BlendCache, ChunkStore, plugins
+from hf_blend.store.budget import Budget
+
+from ..bootstrap import interval
+from ..bundled import load_model
+from ..chains.sampling import LONG, texts
+from ..chains.story import question, tell
+
+POLICIES = ("lru", "lfu", "importance")
+NEW_SHARE = 0.2  # as in `hf_blend.store.importance`
+
+
+@dataclass(frozen=True)
+class EvictionPlan:
+    """What is measured.
+
+    Attributes:
+        model: "chains", or a folder of a model with its tokenizer.
+        stories: whose chunks are the corpus.
+        questions: about each story, whose attention is recorded.
+        requests: of one run of traffic.
+        seeds: runs, each with its own order of stories and draws.
+        zipf: the n-th story is drawn with a weight of 1 / n to this power.
+        caps: of the memory tier, as shares of all chunks' bytes.
+        rate_gb_s: of the slower tier.
+    """
+
+    model: str = "chains"
+    stories: int = 24
+    questions: int = 4
+    requests: int = 1000
+    seeds: int = 10
+    zipf: float = 1.0
+    caps: tuple[float, ...] = (0.1, 0.3)
+    rate_gb_s: float = 0.5
+
+
+@dataclass(frozen=True)
+class Request:
+    """One recorded request: its chunks by number, and which share of each was important."""
+
+    chunks: tuple[int, ...]
+    shares: tuple[float, ...]
+
+
+def measure_eviction(plan: EvictionPlan, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
+    """Record the requests, and replay them under every policy.
+
+    Args:
+        plan: what to measure.
+        progress: called with a line of text now and then.
+
+    Returns:
+        `rows`, one for each cap and policy; `differences` of "importance" to the others, paired by seed.
+    """
+    requests, sizes = record(plan, progress)
+    rows, differences = [], []
+    for cap in plan.caps:
+        found = {policy: [replay(plan, policy, cap, seed, requests, sizes) for seed in range(plan.seeds)]
+                 for policy in POLICIES}  # fmt: skip
+        for runs in found.values():
+            for run in runs:
+                for way in ("whole", "part"):
+                    run[f"{way}_load_ms"] = 1e3 * run[f"{way}_bytes"] / plan.requests / (plan.rate_gb_s * 1e9)
+        rows += [{"cap": cap, "policy": policy, **_means(runs)} for policy, runs in found.items()]
+        for other in POLICIES[:-1]:
+            gaps = {
+                name: [new[name] - old[name] for new, old in zip(found["importance"], found[other], strict=True)]
+                for name in found[other][0]
+            }
+            mean = {name: statistics.mean(gap) for name, gap in gaps.items()}
+            ends = {f"{name}_interval": interval(gap) for name, gap in gaps.items()}
+            differences.append({"cap": cap, "to": other, **mean, **ends})
+        if progress:
+            progress(f"cap {cap:.0%}: {[(row['policy'], round(row['hit_rate'], 4)) for row in rows[-3:]]}")
+    ratios = [share for one in requests.values() for each in one for share in each.shares]
+    about = {
+        "chunks": len(sizes),
+        "corpus_bytes": sum(sizes),
+        "share_mean": statistics.mean(ratios),
+        "share_deviation": statistics.pstdev(ratios),
+    }
+    return {**vars(plan), **about, "rows": rows, "differences": differences}
+
+
+@torch.no_grad()
+def record(
+    plan: EvictionPlan, progress: Callable[[str], None] | None = None
+) -> tuple[dict[int, list[Request]], list[int]]:
+    """Let the model answer, and note what its questions look at.
+
+    Args:
+        plan: what to measure.
+        progress: called with a line of text after each story.
+
+    Returns:
+        The requests of each story, and the bytes of each chunk.
+    """
+    model, tokenizer = load_model(plan.model)
+    requests: dict[int, list[Request]] = {}
+    sizes: list[int] = []
+    for number in range(plan.stories):
+        random = Random(f"eviction-{number}")
+        story = tell(random, LONG, "heldout")
+        facts = random.sample(story.facts, min(plan.questions, len(story.facts)))
+        with ChunkStore.open("memory://", eviction="importance") as store:
+            told: dict[tuple[int, ...], float] = {}
+            store.note = _heard(told)  # type: ignore[method-assign]
+            chunks = [tuple(tokenizer(one, add_special_tokens=False)["input_ids"]) for one in texts(story)]
+            keys = store.add(model, None, chunks)
+            first = len(sizes)
+            sizes += [chunk.nbytes for key in keys if (chunk := store.get(key)) is not None]
+            for fact in facts:
+                told.clear()
+                cache = BlendCache(model, store)
+                inputs = cache.inputs(tokenizer, chunks=chunks, question=" ".join(question(fact.thing)))
+                model.generate(**inputs, past_key_values=cache, do_sample=False, max_new_tokens=1)
+                shares = tuple(told.get(chunk, 0.0) for chunk in chunks)
+                requests.setdefault(number, []).append(Request(tuple(range(first, first + len(chunks))), shares))
+        if progress:
+            progress(f"story {number + 1} of {plan.stories}")
+    return requests, sizes
+
+
+def _heard(told: dict[tuple[int, ...], float]) -> Callable[..., None]:
+    """Takes the place of `ChunkStore.note`."""
+
+    def note(key: Any, scores: Any, important_ratio: float) -> None:
+        told[key.token_ids] = important_ratio
+
+    return note
+
+
+def replay(
+    plan: EvictionPlan, policy: str, cap: float, seed: int, requests: dict[int, list[Request]], sizes: Sequence[int]
+) -> dict[str, float]:
+    """Zipf traffic in front of a memory tier.
+
+    Args:
+        plan: what to measure.
+        policy: name of the policy.
+        cap: of the tier, as a share of all bytes.
+        seed: of the order of stories and of the draws.
+        requests: of each story.
+        sizes: of the chunks in bytes.
+
+    Returns:
+        `hit_rate` of chunks and `important_hit_rate` of important tokens, and the bytes of what was missed: whole, and
+        of the important tokens alone (`part`).
+    """
+    random = np.random.default_rng(seed)
+    weights = 1 / np.arange(1, len(requests) + 1) ** plan.zipf
+    ranked = random.permutation(len(requests))
+    draws = ranked[random.choice(len(requests), plan.requests, p=weights / weights.sum())]
+    budget = Budget(int(cap * sum(sizes)), plugins.load("store.eviction", policy)())
+    held: set[int] = set()
+    known: dict[int, float] = {}
+    hits = asked = 0
+    important = {"all": 0.0, "hit": 0.0}
+    missed = {"whole_bytes": 0.0, "part_bytes": 0.0}
+    for story in draws.tolist():
+        request = requests[story][random.integers(len(requests[story]))]
+        for chunk, share in zip(request.chunks, request.shares, strict=True):
+            asked, weight = asked + 1, share * sizes[chunk]
+            important["all"] += weight
+            if chunk in held:
+                hits += 1
+                important["hit"] += weight
+                budget.use(str(chunk))
+            else:
+                missed["whole_bytes"] += sizes[chunk]
+                missed["part_bytes"] += weight
+                for name in budget.victims(sizes[chunk]):
+                    budget.remove(name)
+                    held.discard(int(name))
+                budget.add(str(chunk), sizes[chunk])
+                held.add(chunk)
+                if chunk in known and budget.reads_importance:
+                    budget.use(str(chunk), known[chunk])
+        for chunk, share in zip(request.chunks, request.shares, strict=True):
+            known[chunk] = share if chunk not in known else known[chunk] + NEW_SHARE * (share - known[chunk])
+            if budget.reads_importance:
+                budget.use(str(chunk), share)
+    return {"hit_rate": hits / asked, "important_hit_rate": important["hit"] / important["all"], **missed}
+
+
+def _means(runs: Sequence[dict[str, float]]) -> dict[str, Any]:
+    means: dict[str, Any] = {name: statistics.mean(run[name] for run in runs) for name in runs[0]}
+    return {**means, **{f"{name}_interval": interval([run[name] for run in runs]) for name in runs[0]}}

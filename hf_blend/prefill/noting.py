@@ -1,0 +1,118 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Telling the store what a question looks at: the attention that each stored token gets, as the request runs.
+
+A few layers behind the last check layer are listened to. There the queries of the question's last rows meet the keys
+of the stored chunks, which are in the cache by then; the model's own attention follows. Nothing else is computed, and
+the device is asked once, at the end of the forward.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..model.attention import Glance, attend_rows
+from .plan import Plan, Slot
+
+__all__ = ["IMPORTANT_SHARE", "AttentionNotes", "report_importance"]
+
+LAYERS = 4  # that are listened to
+ROWS = 16  # of the question
+IMPORTANT_SHARE = 0.25  # of a prompt's stored tokens are called important (IMPRESS)
+
+
+class AttentionNotes:
+    """The attention of one forward, gathered for the store.
+
+    Args:
+        plan: of the forward; its store reads importance.
+        layers: of the cache; only those that see all of the context are listened to.
+        after: the last check layer: from the next one on the rows that flow do not change.
+        past: tokens in the cache before the new ones.
+        charge: is told the FLOPs of what is computed here.
+    """
+
+    def __init__(
+        self, plan: Plan, layers: Sequence[Any], after: int, past: int, charge: Callable[[Any], None]
+    ) -> None:
+        self._plan, self._past, self._charge = plan, past, charge
+        self._sums: dict[int, Tensor] = {}
+        tokens = plan.real.shape[1]
+        self._slots = {row: list(slots) for row, slots in groupby(reported(plan.slots, past), lambda slot: slot.row)}
+        stops = [slots[-1].columns.stop for slots in self._slots.values()]
+        self._rows = min([ROWS, *(tokens - stop for stop in stops)])
+        deep = [index for index, layer in enumerate(layers) if index > after and not _is_windowed(layer)]
+        deep = deep[:-1] or deep  # past the K and V of the last layer only the last row goes on
+        step = max(1, len(deep) // LAYERS)
+        self._layers = frozenset(deep[::-1][::step][:LAYERS]) if self._rows > 0 and stops else frozenset()
+
+    def hears(self, index: int, layer: nn.Module) -> bool:
+        """Whether a layer is listened to; its attention must be one that transformers knows by name."""
+        configs = {id(one.config): one.config for one in layer.modules() if hasattr(one, "config")}
+        names = {getattr(config, "_attn_implementation", None) for config in configs.values()}
+        return index in self._layers and len(names) == 1 and names <= ALL_ATTENTION_FUNCTIONS.keys()
+
+    def glance(self, layer: nn.Module) -> Glance:
+        """Takes a layer's attention: notes what it looks at, then attends as the model would."""
+
+        def take(attention: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **given: Any) -> Any:
+            self._note(query, key, given.get("scaling") or query.shape[-1] ** -0.5)
+            return attend_rows(attention, query, key, value, mask, **given)
+
+        return Glance(layer, take)
+
+    @torch.no_grad()
+    def _note(self, query: Tensor, key: Tensor, scaling: float) -> None:
+        count = min(self._rows, query.shape[2])
+        for row, slots in self._slots.items():
+            columns = torch.cat([torch.arange(one.columns.start, one.columns.stop) for one in slots]).to(key.device)
+            keys = key[row].index_select(1, columns + self._past)
+            grouped = query[row, :, -count:].reshape(keys.shape[0], -1, query.shape[3])
+            scores = (grouped @ keys.transpose(1, 2)).float().mul_(scaling).softmax(dim=-1).sum(dim=(0, 1))
+            flops = 2.0 * grouped.numel() * keys.shape[1]
+            self._charge(lambda flops=flops: flops)
+            self._sums[row] = self._sums[row] + scores if row in self._sums else scores
+
+    def end(self) -> None:
+        """Report to the store; chunks that were refused meanwhile are left out."""
+        for row, scores in self._sums.items():
+            report_importance(self._plan.store, self._slots[row], scores.cpu())
+        self._sums.clear()
+
+
+def reported(slots: Sequence[Slot], past: int) -> list[Slot]:
+    """The slots whose attention says something: not what a prompt begins with, where attention rests in any case."""
+    return [slot for slot in slots if slot.start or past or not slot.exact]
+
+
+def report_importance(store: Any, slots: Sequence[Slot], scores: Tensor) -> None:
+    """Tell a store how much attention the chunks of one prompt got.
+
+    Args:
+        store: a `ChunkStore`.
+        slots: the chunks.
+        scores: `[tokens of all of them]`, sums of attention, on the CPU.
+    """
+    important = torch.zeros(len(scores), dtype=torch.bool)
+    important[scores.topk(max(1, round(IMPORTANT_SHARE * len(scores)))).indices] = True
+    scores = scores / scores.mean().clamp_min(1e-20)
+    start = 0
+    for slot in slots:
+        here = slice(start, start + slot.tokens)
+        start += slot.tokens
+        if not slot.tokens:
+            continue
+        share = float(important[here].float().mean())
+        if slot.is_whole:
+            store.note(slot.chunk.key, scores[here], share)
+        else:
+            store.weigh(slot.chunk.key, share)
+
+
+def _is_windowed(layer: Any) -> bool:
+    """Whether a layer keeps no K and V, or not of all tokens as they are."""
+    return getattr(layer, "is_sliding", True) or not getattr(layer, "keeps_all", False)

@@ -1,0 +1,158 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Importance is the attention of the running request: gathered by stock attention's rule, kept, and used."""
+
+import pytest
+import torch
+
+from hf_blend import BlendCache, ChunkStore
+from hf_blend.prefill import noting
+from hf_blend.store.importance import TokenImportance
+from hf_blend.verify.zoo import tiny_model as zoo_model
+
+CHUNKS = [list(range(10, 74)), list(range(40, 90)), list(range(20, 120, 2))]
+PIECES = {"prefix": [5, 6], "chunks": CHUNKS, "question": [7, 8, 9, 11]}
+GREEDY = {"max_new_tokens": 2, "do_sample": False, "eos_token_id": None}
+LAYERS = 6
+
+
+@pytest.fixture(scope="module")
+def model():
+    return zoo_model("llama", num_hidden_layers=LAYERS)
+
+
+def listened(monkeypatch, store):
+    """What a store is told, by digest; it takes it in as before."""
+    told, note = {}, store.note
+
+    def hear(key, scores, ratio):
+        told.setdefault(key.token_ids, []).append((scores, ratio))
+        note(key, scores, ratio)
+
+    monkeypatch.setattr(store, "note", hear)
+    return told
+
+
+def asked(model, store, pieces=PIECES, **settings):
+    cache = BlendCache(model, store, **settings)
+    return cache, model.generate(**cache.inputs(None, **pieces), past_key_values=cache, **GREEDY)
+
+
+@torch.no_grad()
+def stock_scores(model, ids, rows, layers):
+    """`[chunk tokens]`: attention of the last rows in some layers, shared out among the chunks' columns."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        attentions = model(torch.tensor([ids]), output_attentions=True).attentions
+    finally:
+        model.set_attn_implementation(before)
+    first = len(PIECES["prefix"])
+    last = first + sum(map(len, CHUNKS))
+    parts = [attentions[layer][0, :, -rows:, first:last] for layer in layers]
+    return sum((part / part.sum(-1, keepdim=True)).sum((0, 1)) for part in parts)
+
+
+@pytest.mark.parametrize("rows", [16, 2])
+def test_what_the_store_is_told_is_the_attention_of_the_question(model, monkeypatch, untouched, rows):
+    monkeypatch.setattr(noting, "LAYERS", 100)
+    monkeypatch.setattr(noting, "ROWS", rows)
+    store = ChunkStore.open("memory://", eviction="importance")
+    asked(model, store, recompute_ratio=1.0)
+    told = listened(monkeypatch, store)
+    with untouched(model):
+        asked(model, store, recompute_ratio=1.0)
+    ids = [*PIECES["prefix"], *sum(CHUNKS, []), *PIECES["question"]]
+    expected = stock_scores(model, ids, min(rows, 4), range(2, LAYERS - 1))
+    expected = expected / expected.mean()
+    found = torch.cat([told[tuple(chunk)][0][0] for chunk in CHUNKS])
+    torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
+    important = torch.zeros(len(found)).scatter_(0, expected.topk(round(len(found) / 4)).indices, 1.0)
+    for chunk, part in zip(CHUNKS, important.split([len(one) for one in CHUNKS]), strict=True):
+        assert told[tuple(chunk)][0][1] == pytest.approx(float(part.mean()), abs=1.01 / len(chunk))
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.3])
+def test_gathering_changes_no_token_and_asks_for_no_recompute(model, monkeypatch, ratio):
+    settings = {"recompute_ratio": ratio, **({} if ratio else {"selector": "none"})}
+    plain, store = ChunkStore.open("memory://"), ChunkStore.open("memory://", eviction="importance")
+    for one in (plain, store):
+        asked(model, one, **settings)
+    told = listened(monkeypatch, store)
+    cache, ids = asked(model, plain, **settings)
+    other, same = asked(model, store, **settings)
+    assert torch.equal(ids, same)
+    for layer, twin in zip(cache.layers, other.layers, strict=True):
+        torch.testing.assert_close(layer.keys, twin.keys, rtol=0, atol=2e-5)
+    assert set(told) == set(map(tuple, CHUNKS)), "with nothing recomputed too"
+    assert not plain.reads_importance
+
+
+def test_every_prompt_of_a_batch_reports_its_own_question(model, monkeypatch):
+    store = ChunkStore.open("memory://", eviction="importance")
+    asked(model, store, recompute_ratio=0.3)
+    alone = []
+    for question in ([7, 8], [9, 10, 11]):
+        told = listened(monkeypatch, store)
+        asked(model, store, {**PIECES, "question": question}, recompute_ratio=0.3)
+        alone.append(told)
+        monkeypatch.undo()
+    told = listened(monkeypatch, store)
+    monkeypatch.setattr(noting, "ROWS", 2)
+    batch = {**PIECES, "chunks": [CHUNKS, CHUNKS], "question": [[7, 8], [9, 10, 11]]}
+    asked(model, store, batch, recompute_ratio=0.3)
+    for chunk in map(tuple, CHUNKS):
+        (first, _), _ = told[chunk]
+        torch.testing.assert_close(first, alone[0][chunk][0][0], rtol=1e-3, atol=1e-3)
+
+
+def test_importance_outlives_eviction_and_restarts_and_orders_victims(model, tmp_path):
+    given = {"eviction": "importance", "memory_bytes": 0}
+    with ChunkStore.open(tmp_path, **given) as store:
+        asked(model, store, recompute_ratio=0.0, selector="none")
+        asked(model, store, recompute_ratio=0.0, selector="none")
+        digests = store.importance.digests()
+        before = {digest: (store.importance.scores(digest), store.importance.share(digest)) for digest in digests}
+    assert len(before) == len(CHUNKS)
+    with ChunkStore.open(tmp_path, **given) as store:
+        for digest, (scores, share) in before.items():
+            assert torch.equal(store.importance.scores(digest), scores)
+            assert store.importance.share(digest) == pytest.approx(share, abs=1e-6)
+        keys = {entry.digest for entry in store.entries()}
+        tier = store._stack.tiers[0]
+        for digest in before:  # it leaves, and returns: its share is known at once
+            chunk = next(store.get(key) for key in map(key_of(model, store), CHUNKS) if key.digest == digest)
+            tier.delete(store._catalog.name(digest))
+            store.put(chunk)
+            assert tier._budget.policy._states[store._catalog.name(digest)][2] == pytest.approx(before[digest][1])
+        assert set(before) <= keys
+
+
+def key_of(model, store):
+    from hf_blend.model.fingerprint import fingerprint
+    from hf_blend.store.chunk import ChunkKey
+
+    return lambda chunk: ChunkKey(fingerprint(model), (1,), tuple(chunk), store.namespace)
+
+
+def test_averages_are_bounded_forget_the_oldest_and_survive_damage(tmp_path):
+    path = tmp_path / "index" / "a.importance"
+    known = TokenImportance(path, cap_tokens=100)
+    for number in range(5):
+        known.note(f"{number:064x}", torch.full((40,), float(number)), 0.5)
+    assert known.digests() == [f"{number:064x}" for number in (3, 4)]
+    known.note(f"{4:064x}", torch.zeros(40), 1.0)
+    assert known.scores(f"{4:064x}").tolist() == pytest.approx([3.2] * 40, rel=1e-3)
+    assert known.share(f"{4:064x}") == pytest.approx(0.6)
+    known.save()
+    again = TokenImportance(path, cap_tokens=100)
+    assert again.digests() == known.digests()
+    assert again.requests(f"{4:064x}") == 2
+    good = path.read_bytes()
+    for place in range(0, len(good), 7):
+        bad = bytearray(good)
+        bad[place] ^= 0x41
+        path.write_bytes(bad)
+        assert TokenImportance(path).digests() == []
+    path.write_bytes(good)
+    assert TokenImportance(path, b"x" * 32).digests() == [], "not signed with the secret"
