@@ -306,6 +306,7 @@ TABLES = {
     "acceptance": acceptance,
     **MEASURED,
     "ttft_disk_spare": MEASURED["ttft_disk"],
+    "store_plan_small": MEASURED["store_plan"],
 }
 
 

@@ -77,13 +77,22 @@ def test_where_no_device_hides_its_loading_the_gpus_waiting_decides():
 
 
 def test_a_measured_blended_prefill_takes_the_place_of_a_share_and_the_first_layer_is_waited_for():
-    device, tokens = StorageDevice("disk", 1e9, 0.1), WORK.request_tokens
-    load = load_s(LLAMA_70B, tokens, 1e9)
-    slow, fast = (place(device, WORK, LLAMA_70B, 10 * load, blend_s=one, num_layers=8) for one in (2 * load, load / 2))
+    device, token_bytes = StorageDevice("disk", 1e9, 0.1), 80 * LLAMA_70B
+    load = load_s(token_bytes, WORK.request_tokens, 1e9)
+    given = (device, WORK, token_bytes, 10 * load)
+    slow, fast = (place(*given, blend_s=one, num_layers=80) for one in (2 * load, load / 2))
     assert (slow.is_hidden, fast.is_hidden) == (True, False)
-    assert slow.request_s == pytest.approx(2 * load + load / 8)
-    assert fast.request_s == pytest.approx(load + load / 8)
+    assert slow.request_s == pytest.approx(2 * load + load / 80)
+    assert fast.request_s == pytest.approx(load)
     assert slow.recompute_s == 2 * load
+
+
+def test_a_chunk_that_is_read_in_one_piece_hides_behind_nothing():
+    device, token_bytes = StorageDevice("disk", 1e6, 0.1), 1024  # half a megabyte for a chunk
+    load = load_s(token_bytes, WORK.request_tokens, 1e6)
+    found = place(device, WORK, token_bytes, 10 * load, blend_s=2 * load, num_layers=4)
+    assert found.request_s == pytest.approx(3 * load)
+    assert not found.is_hidden
 
 
 @pytest.mark.parametrize("wrong", [lambda: StorageDevice("x", 0, 1), lambda: Workload(0, 1, 1, 1), lambda: choose([])])
