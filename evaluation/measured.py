@@ -261,6 +261,27 @@ MEASURED = {
             "cell."
         ),
     ),
+    "serve": plain(
+        {
+            "way": text("way"),
+            "arrivals, of full prefill's capacity": percent("share"),
+            "requests/s": number("requests_s"),
+            "first token p50, s": number("first_token_p50_s", ".1f"),
+            "p95": number("first_token_p95_s", ".1f"),
+            "p99": number("first_token_p99_s", ".1f"),
+            "next token p50, s": number("next_token_p50_s", ".2f"),
+            "p95, s": number("next_token_p95_s", ".2f"),
+            "p99, s": number("next_token_p99_s", ".2f"),
+            "charged": percent("charged_budget"),
+            "replay off by, p95": percent("replayed_first_token_p95_s", "+.0f"),
+        },
+        lambda document: (
+            f"Shape of {document['machine']['shape']}, random weights, n = {document['plan']['requests']} requests in each "
+            f"row, {document['plan']['chunks']} chunks of {document['plan']['chunk_tokens']} tokens and a question of "
+            f"{document['plan']['question_tokens']}, {document['plan']['new_tokens']} tokens to answer; an empty share is "
+            "all at once."
+        ),
+    ),
     "ttft_disk": plain(
         {
             "disk, GB/s": text("rate_gb_s", "its own"),

@@ -67,10 +67,9 @@ def serve(
     if json:
         show(found, as_json=True)
         return
-    at_once = [{"way": way, "share": "at once", **row} for way, row in found["capacity"].items()]
-    rows = [_readable(row) for row in (*at_once, *found["rows"])]
+    rows = [_readable(row) for row in found["rows"]]
     show(rows, title=f"{shape}, prompts of {plan.prompt_tokens} tokens", header=True)
-    off = [abs(row["first_token_p95_s_error"]) for row in found["replayed"]]
+    off = [abs(row["replayed_first_token_p95_s"]) for row in found["rows"]]
     predicted = [
         {"servers": row["servers"], "prefill": row["prefill"], "decode": row["decode"], **_readable(row)}
         for row in found["predicted"]
@@ -83,4 +82,5 @@ def _readable(row: dict[str, Any]) -> dict[str, Any]:
     names = (
         "way", "share", "requests_s", "first_token_p50_s", "first_token_p95_s", "next_token_p50_s", "next_token_p95_s",
     )  # fmt: skip
-    return {name: round(row[name], 3) if isinstance(row[name], float) else row[name] for name in names}
+    known = {name: round(row[name], 3) if isinstance(row[name], float) else row[name] for name in names}
+    return {**known, "share": "at once" if row["share"] is None else row["share"]}

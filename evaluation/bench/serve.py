@@ -94,10 +94,10 @@ def measure_serve(plan: ServePlan, progress: Callable[[str], Any] | None = None)
         progress: called with a line of text before each run.
 
     Returns:
-        `machine`, `plan`, `precompute_s` (to fill the store before anything is measured), `capacity` (all requests at
-        once) and `rows` (one for each way and rate): requests a second, and p50, p95, p99 of the time to the first
-        token and between tokens; `service` (of each way), `replayed` (each measured row again, from service times)
-        and `predicted` (the rows on other machines).
+        `machine`, `plan`, `precompute_s` (to fill the store before anything is measured) and `rows`, one for each way
+        at once (`share` is None) and at each rate: requests a second, p50, p95, p99 of the time to the first token and
+        between tokens, and how far off the replay of this row is, as a share; `services` (of each way) and `predicted`
+        (the rows on other machines).
 
     Raises:
         ConfigError: a number makes no sense.
@@ -114,27 +114,27 @@ def measure_serve(plan: ServePlan, progress: Callable[[str], Any] | None = None)
         store.add(model, None, library)
         filled_s = time.perf_counter() - started
         say = progress or (lambda text: None)
-        capacity, services = {}, {}
+        rows, services = list[dict[str, Any]](), dict[str, Service]()
         crowded_s = _crowded_s(model, store, plan, prompts[0])
         for way in WAYS:
             say(f"{way}: {LONE} requests one after the other")
             services[way] = _service(model, store, plan, way, prompts, crowded_s)
         for way in WAYS:
             say(f"{way}: {plan.requests} requests at once")
-            capacity[way] = _measured(model, store, plan, way, prompts, [0.0] * plan.requests)
-        most = capacity[FULL]["requests_s"]
-        rows = []
+            row = _measured(model, store, plan, way, prompts, [0.0] * plan.requests)
+            rows.append(_compared(plan, services[way], {"way": way, "share": None, "rate": None, **row}))
+        most = rows[0]["requests_s"]
         for share in plan.rates:
             arrivals = _arrivals(plan, share * most)
             for way in WAYS:
                 say(f"{way}: {share:g} of the capacity of full prefill")
                 row = _measured(model, store, plan, way, prompts, arrivals)
-                rows.append({"way": way, "share": share, "rate": share * most, **row})
-    measured = [{"way": way, "share": None, "rate": math.inf, **row} for way, row in capacity.items()] + rows
+                row = {"way": way, "share": share, "rate": share * most, **row}
+                rows.append(_compared(plan, services[way], row))
     return {
-        "machine": _machine(plan), "plan": asdict(plan), "precompute_s": filled_s, "capacity": capacity, "rows": rows,
-        "service": {way: asdict(service) for way, service in services.items()},
-        "replayed": [_replayed(plan, services, row) for row in measured], "predicted": _predicted(plan, services),
+        "machine": _machine(plan), "plan": asdict(plan), "precompute_s": filled_s, "rows": rows,
+        "services": [{"way": way, **asdict(service)} for way, service in services.items()],
+        "predicted": _predicted(plan, services),
     }  # fmt: skip
 
 
@@ -251,12 +251,11 @@ def _service(
     return Service((prefill_s,) * plan.requests, slice_s, token_s, crowded_s, plan.batch_requests)
 
 
-def _replayed(plan: ServePlan, services: dict[str, Service], row: dict[str, Any]) -> dict[str, Any]:
-    """A measured row from service times, and how far off it is."""
-    found = _row_of(replay(services[row["way"]], _arrivals(plan, row["rate"]), plan.new_tokens))
+def _compared(plan: ServePlan, service: Service, row: dict[str, Any]) -> dict[str, Any]:
+    """A measured row with how far off its replay is, as a share of what was measured."""
+    found = _row_of(replay(service, _arrivals(plan, row["rate"] or math.inf), plan.new_tokens))
     names = ("requests_s", "first_token_p50_s", "first_token_p95_s", "next_token_p50_s")
-    errors = {f"{name}_error": found[name] / row[name] - 1 for name in names}
-    return {"way": row["way"], "share": row["share"], **found, **errors}
+    return row | {f"replayed_{name}": found[name] / row[name] - 1 for name in names}
 
 
 def _predicted(plan: ServePlan, services: dict[str, Service]) -> list[dict[str, Any]]:
