@@ -276,11 +276,12 @@ MEASURED = {
             "replay off by, p95": percent("replayed_first_token_p95_s", "+.0f"),
         },
         lambda document: (
-            f"Shape of {document['machine']['shape']}, random weights, n = {document['plan']['requests']} requests in each "
-            f"row, {document['plan']['chunks']} chunks of {document['plan']['chunk_tokens']} tokens and a question of "
-            f"{document['plan']['question_tokens']}, {document['plan']['new_tokens']} tokens to answer; an empty share is "
-            "all at once."
+            f"Shape of {document['machine']['shape']}, random weights, n = {document['plan']['requests']} requests in "
+            f"each row, prompts of {document['plan']['chunks']} x {document['plan']['chunk_tokens']} + "
+            f"{document['plan']['question_tokens']} tokens, {document['plan']['new_tokens']} tokens to answer; where no "
+            "share is given, all came at once."
         ),
+    ),
     ),
     "ttft_disk": plain(
         {
