@@ -278,10 +278,9 @@ MEASURED = {
         lambda document: (
             f"Shape of {document['machine']['shape']}, random weights, n = {document['plan']['requests']} requests in "
             f"each row, prompts of {document['plan']['chunks']} x {document['plan']['chunk_tokens']} + "
-            f"{document['plan']['question_tokens']} tokens, {document['plan']['new_tokens']} tokens to answer; where no "
-            "share is given, all came at once."
+            f"{document['plan']['question_tokens']} tokens, {document['plan']['new_tokens']} tokens to answer; where "
+            "no share is given, all came at once."
         ),
-    ),
     ),
     "ttft_disk": plain(
         {
