@@ -91,9 +91,11 @@ class Visit:
         sync_api.expect(self.page.locator("#hb-question textarea, #hb-question input").first).to_have_value(FIRST)
 
     def ask(self, prefix="hb"):
-        """Press the button, and see the answers of before go."""
+        """Press the button, and see the answers of before go; new ones may be there at once."""
+        mark = "marked => document.querySelectorAll(marked).forEach(panel => panel.setAttribute('data-before', ''))"
+        self.page.evaluate(mark, f"#{prefix}-panels [data-method]")
         self.page.locator(f"#{prefix}-ask").click()
-        self.page.locator(f'#{prefix}-panels [data-method="blend"]:not([data-state="done"])').wait_for()
+        self.page.locator(f'#{prefix}-panels [data-method="blend"]:not([data-before])').wait_for()
 
     def panel(self, method, prefix="hb"):
         return self.page.locator(f'#{prefix}-panels [data-method="{method}"]')

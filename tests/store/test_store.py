@@ -639,7 +639,7 @@ def test_add_computes_what_is_missing_and_nothing_else(tiny_model, opened, same,
 
 
 def test_add_refuses_a_text_where_a_list_is_wanted(tiny_model, opened):
-    with pytest.raises(PromptError, match="wanted a list"):
+    with pytest.raises(PromptError, match="expected a list"):
         opened().add(tiny_model("llama"), Tokenizer(), "abc")
 
 
