@@ -266,8 +266,8 @@ def test_an_image_of_a_later_turn_is_a_chunk_too(tokenizer):
     got = model.generate(**mine.inputs_with_images(**inputs), **options, past_key_values=mine)
     ids, held = second["input_ids"], true.get_seq_length()
     with torch.no_grad():
-        wanted = model(ids[:, held:], **arguments(kind, ids, 1), past_key_values=true, logits_to_keep=1).logits
-    assert got[0, ids.shape[1]] == wanted[0, -1].argmax()
+        expected = model(ids[:, held:], **arguments(kind, ids, 1), past_key_values=true, logits_to_keep=1).logits
+    assert got[0, ids.shape[1]] == expected[0, -1].argmax()
     assert mine.report.reusable_tokens == KINDS[kind][1]
 
 

@@ -22,7 +22,7 @@ def model():
 
 
 def listened(monkeypatch, store):
-    """What a store is told, by digest; it takes it in as before."""
+    """What a store gets, by digest; it takes it in as before."""
     told, note = {}, store.note
 
     def hear(key, scores, ratio):

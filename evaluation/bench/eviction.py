@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What stays in a full memory tier under Zipf traffic, when importance is that of a trained model's real requests.
 
-First the model answers questions about stories of chunks, over a store that is told what the questions look at.
+First the model answers questions about stories of chunks, over a store that notes what the questions look at.
 Then these requests come again and again, stories drawn by Zipf's law, in front of a memory tier that holds a part of
 all chunks; the book-keeping and the policies are the store's own. What is missed is loaded from a slower tier: whole,
 or (IMPRESS) only the important tokens. The time that loading takes before a first token is counted, not measured: the

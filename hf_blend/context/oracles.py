@@ -112,7 +112,7 @@ def shared_cells(
         cache: an empty `SequenceCache`.
         ids: `[1, tokens]`.
         held: how many of them are shared.
-        lengths: how many of the shared tokens each sequence keeps; it goes on with tokens of its own from `ids`.
+        lengths: how many of the shared tokens each sequence keeps; behind them come tokens of its own from `ids`.
 
     Returns:
         The logits of every sequence: of a first forward of several tokens, and of a step behind it.

@@ -24,7 +24,7 @@ class View:
 
     Attributes:
         cells: `[columns]`.
-        positions: `[columns]`, where a key stands in the sequences that see it.
+        positions: `[columns]`, where a key is in the sequences that see it.
         in_order: the cells are neighbours in the storage, up to its last.
         seen: `[sequences, columns]`, which columns each active sequence sees; None: one sequence sees all, in order.
     """

@@ -33,7 +33,7 @@ class AttentionNotes:
         layers: of the cache; only those that see all of the context are listened to.
         after: the last check layer: from the next one on the rows that flow do not change.
         past: tokens in the cache before the new ones.
-        charge: is told the FLOPs of what is computed here.
+        charge: takes the FLOPs of what is computed here.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class AttentionNotes:
         stops = [slots[-1].columns.stop for slots in self._slots.values()]
         self._rows = min([ROWS, *(tokens - stop for stop in stops)])
         deep = [index for index, layer in enumerate(layers) if index > after and not _is_windowed(layer)]
-        deep = deep[:-1] or deep  # past the K and V of the last layer only the last row goes on
+        deep = deep[:-1] or deep  # past the K and V of the last layer only the last row is computed
         step = max(1, len(deep) // LAYERS)
         self._layers = frozenset(deep[::-1][::step][:LAYERS]) if self._rows > 0 and stops else frozenset()
 

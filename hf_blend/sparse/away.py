@@ -88,12 +88,12 @@ class AwayBlocks(BlockedLayer):
             return
         held = [set(blocks) for blocks in self._layout.rows]
         away = min(self._layer.away_tokens, self._layout.tail) // self._size
-        wanted = [
+        coming = [
             [block for block in one.blocks if block < away and block not in have]
             for one, have in zip(selections, held, strict=True)
         ]
-        if any(wanted):
-            self._ahead = wanted, self._layer.blocks_ahead(wanted, self._size)
+        if any(coming):
+            self._ahead = coming, self._layer.blocks_ahead(coming, self._size)
 
     def attended(self, selections: Sequence[Selection]) -> tuple[Layout, Tensor, Tensor]:
         """See `BlockedLayer.attended`."""

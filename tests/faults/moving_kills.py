@@ -23,7 +23,7 @@ BLOCK_TOKENS = 8
 
 
 class MovingKills(Killing):
-    """The child acknowledges what it put, goes on moving it, and is killed a few milliseconds later."""
+    """The child acknowledges what it put, keeps moving it, and is killed a few milliseconds later."""
 
     def kill_one(self, capped: bool) -> list[int]:
         """Kill after some acknowledgements."""
