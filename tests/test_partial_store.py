@@ -228,6 +228,19 @@ def test_blocks_have_a_cap_and_leave_by_importance(model, tmp_path):
         assert stats["evicted"]["blocks"] > 0
 
 
+def test_a_chunk_deleted_from_the_store_without_parts_leaves_no_block(model, tmp_path):
+    with ChunkStore.open(tmp_path, partial=ANYHOW) as store:
+        keys = store.add(model, None, CHUNKS)
+        asked(model, store)
+    files = lambda: set((tmp_path / "blocks").rglob("*.safetensors"))  # noqa: E731
+    before = files()
+    with ChunkStore.open(tmp_path) as store:
+        assert store.delete(keys[0])
+        assert len(before - files()) == 1
+        store.remove([key.digest for key in keys[1:]])
+    assert len(before - files()) == len(keys)
+
+
 def test_what_was_deleted_or_is_too_old_is_in_no_block(model, tmp_path):
     with ChunkStore.open(tmp_path, partial=ANYHOW, memory_bytes=0) as store:
         keys = store.add(model, None, CHUNKS)

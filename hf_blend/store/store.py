@@ -92,6 +92,7 @@ class ChunkStore:
         self.pipeline_depth: float = math.inf
         self.controller: Any = None  # a `LoadingController` decides for each request what is worth loading
         self._tally = Tally()
+        self._blocks: Path | None = None  # of chunks that were loaded in part when the store was opened before
         self.ttl_s = limits.ttl_s
         self._prefetcher: ThreadPoolExecutor | None = None
         self.secret = check_secret(secret)
@@ -183,6 +184,8 @@ class ChunkStore:
         given: dict[str, Any] = {"namespace": namespace, "index": index, "limits": limits, "secret": secret}
         opened = cls(limits.hold(device), tiers, **given, codec=codec)
         if partial is None:
+            blocks = root / "blocks" if root else None
+            opened._blocks = blocks if blocks is not None and blocks.is_dir() else None
             return opened
         settings = dict(partial) if isinstance(partial, Mapping) else {"share": partial}
         if root is None and any(not tier.is_local for tier in tiers):
@@ -540,8 +543,10 @@ class ChunkStore:
         Raises:
             StoreError: a tier refuses.
         """
-        removed = 0
-        for digest in digests:
+        removed, listed = 0, list(digests)
+        if self._blocks is not None:
+            plugins.load("sparse.partial", "impress")().forget(self, self._blocks, listed)
+        for digest in listed:
             try:
                 removed += self._stack.delete(digest)
             except OSError as error:

@@ -3,7 +3,7 @@
 """The interface of a way to load chunks in part."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,4 +26,14 @@ class PartialLoader(ABC):
 
         Raises:
             ConfigError: a setting is refused.
+        """
+
+    @abstractmethod
+    def forget(self, store: Any, folder: Path, digests: Iterable[str]) -> None:
+        """Remove what an earlier `open` kept of chunks that a store now removes.
+
+        Args:
+            store: that removes them, with no store in front.
+            folder: as in `open`.
+            digests: of the chunks.
         """

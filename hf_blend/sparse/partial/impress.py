@@ -4,7 +4,7 @@
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,10 @@ class Impress(PartialLoader):
                     f"partial has {name!r}, which loading in part does not know. {suggest(name, known)}"
                 )
         return self._opened(store, folder, bound, **settings)
+
+    def forget(self, store: Any, folder: Path, digests: Iterable[str]) -> None:
+        """See `PartialLoader.forget`."""
+        PartialStore(store, plugins.load("store.tiers", "disk")(folder)).forget(digests)
 
     @staticmethod
     def _opened(

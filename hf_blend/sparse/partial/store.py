@@ -267,23 +267,29 @@ class PartialStore:
 
     def delete(self, key: ChunkKey) -> bool:
         """As `ChunkStore.delete`, the blocks too."""
-        with contextlib.suppress(OSError):
-            self._tier.delete(self._name(key))
+        self.forget([key.digest])
         return self._store.delete(key)
 
     def reject(self, key: ChunkKey, reason: str) -> None:
         """As `ChunkStore.reject`, the blocks too."""
-        with contextlib.suppress(OSError):
-            self._tier.delete(self._name(key))
+        self.forget([key.digest])
         self._store.reject(key, reason)
 
     def remove(self, digests: Iterable[str]) -> int:
         """As `ChunkStore.remove`, the blocks too."""
         listed = list(digests)
-        for digest in listed:
+        self.forget(listed)
+        return self._store.remove(listed)
+
+    def forget(self, digests: Iterable[str]) -> None:
+        """Remove the blocks of chunks, and nothing else.
+
+        Args:
+            digests: of the chunks.
+        """
+        for digest in digests:
             with contextlib.suppress(OSError):
                 self._tier.delete(self._named(digest))
-        return self._store.remove(listed)
 
     def stats(self) -> dict[str, Any]:
         """As `ChunkStore.stats`, with `blocks` among the tiers where they have a cap."""
