@@ -53,11 +53,13 @@ class Mixer:
         module: it is called once in each forward of the layer, with the cache.
         projections: computed for the active rows only.
         width: how many numbers are stored per token.
+        full_width: how many they would be with every column of the input projections, felt or not.
     """
 
     module: nn.Module
     projections: tuple[Projection, ...]
     width: int
+    full_width: int = 0
 
     @property
     def stored(self) -> int:

@@ -72,6 +72,19 @@ class _Call:
         return torch.cat(found, dim=-1)
 
 
+@dataclass
+class _Found:
+    """How a kind of mixer is entered.
+
+    Attributes:
+        columns: name of a linear module that is computed by rows → the columns, `[width]`, that are stored; None: all.
+        inputs: names of those whose output at a token depends on that token alone.
+    """
+
+    columns: Mapping[str, Tensor | None]
+    inputs: set[str]
+
+
 _CACHE = object()  # stands for the cache among the arguments of a call
 
 
@@ -82,7 +95,7 @@ def _mixers(model: nn.Module) -> tuple[Mixer | None, ...]:
         return (None,) * len(layers)
     with canonical(model):
         calls = _calls(model, _modules(model, layers))
-        known: dict[Any, Mapping[str, Tensor | None]] = {}
+        known: dict[Any, _Found] = {}
         mixers: dict[int, Mixer] = {}
         for index, call in calls.items():
             kind = (type(call.module), *((name, _features(linear)) for name, linear in _linears(call.module)))
@@ -157,8 +170,8 @@ def _calls(model: nn.Module, modules: Mapping[int, nn.Module]) -> dict[int, _Cal
     return calls
 
 
-def _examined(model: nn.Module, index: int, call: _Call) -> Mapping[str, Tensor | None]:
-    """For each linear module that is computed by rows the columns, `[width]`, that are stored; None for all."""
+def _examined(model: nn.Module, index: int, call: _Call) -> _Found:
+    """Find out how a mixer is entered, and try it."""
     try:
         hidden = call.arguments[call.hidden_name]
         expected = call.run(model, hidden)
@@ -167,9 +180,10 @@ def _examined(model: nn.Module, index: int, call: _Call) -> Mapping[str, Tensor 
         felt = _felt(model, call, hidden, names, inputs)
         complaint = ""
         for columns in (felt, {name: None if name in inputs else which for name, which in felt.items()}):
-            complaint = _complaint(model, call, _mixer(call.module, columns), hidden, expected)
+            found = _Found(columns, inputs)
+            complaint = _complaint(model, call, _mixer(call.module, found), hidden, expected)
             if not complaint:
-                return columns
+                return found
     except FAILURES as error:
         complaint = f"{type(error).__name__}: {error}"
     raise _refusal(model, index, f"its mixer, {type(call.module).__name__}, cannot be entered by rows: {complaint}")
@@ -255,16 +269,17 @@ def _points(output: Tensor) -> Tensor:
     return output * shares + (noise + torch.tensor(OFFSETS).to(output)[:, None, None]) * (1 - shares)
 
 
-def _mixer(module: nn.Module, columns: Mapping[str, Tensor | None]) -> Mixer:
+def _mixer(module: nn.Module, found: _Found) -> Mixer:
     projections, start = [], 0
     for name, linear in _linears(module):
-        if name in columns:
-            which = columns[name]
+        if name in found.columns:
+            which = found.columns[name]
             width = _features(linear) if which is None else len(which)
             kept = None if which is None or not width else which
             projections.append(Projection(linear, kept, start, width))
             start += width
-    return Mixer(module, tuple(projections), start)
+    full_width = sum(_features(linear) for name, linear in _linears(module) if name in found.inputs)
+    return Mixer(module, tuple(projections), start, full_width)
 
 
 def _complaint(model: nn.Module, call: _Call, mixer: Mixer, hidden: Tensor, expected: Tensor) -> str:
