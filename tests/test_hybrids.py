@@ -7,12 +7,15 @@ from functools import cache
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache
 
 from hf_blend import BlendCache, ChunkStore, ConfigError, UnsupportedModelError, observer, plugins
 from hf_blend.cache.mixer_layer import MixerLayer
 from hf_blend.context.sequence_cache import SequenceCache
 from hf_blend.model import mixer
 from hf_blend.model.fingerprint import fingerprint
+from hf_blend.model.mixer import ActiveRows, MixerPass
 from hf_blend.model.mixer_probe import mixers_of
 from hf_blend.prefill import mixers
 from hf_blend.prefill.realign import Realigner
@@ -67,8 +70,8 @@ def state_kept_after_a_look(monkeypatch):
 def convolution_tail_missing(monkeypatch):
     lay = Realigner.lay_projections
 
-    def without_tails(self, layer, slots, states):
-        lay(self, layer, slots, states)
+    def without_tails(self, layer, slots, states, *spans):
+        lay(self, layer, slots, states, *spans)
         for slot in slots:
             states[slot.row, :, slot.columns.stop - 2 : slot.columns.stop] = 0
 
@@ -78,8 +81,8 @@ def convolution_tail_missing(monkeypatch):
 def column_left_out(monkeypatch):
     lay = Realigner.lay_projections
 
-    def without_column(self, layer, slots, states):
-        lay(self, layer, slots, states)
+    def without_column(self, layer, slots, states, *spans):
+        lay(self, layer, slots, states, *spans)
         states[..., 1] = 0
 
     monkeypatch.setattr(Realigner, "lay_projections", without_column)
@@ -209,6 +212,70 @@ def test_what_no_other_token_feels_is_not_stored():
     assert first.width == 2 * keys + values + 2 * config.linear_num_value_heads  # without the gate, as wide as values
     out = next(one for one in first.projections if one.module is first.module.out_proj)
     assert out.width == 0
+
+
+class Written(TorchDispatchMode):
+    """Counts the numbers that operations write, views left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        if not func.is_view and "empty" not in str(func):
+            outputs = output if isinstance(output, tuple | list) else [output]
+            self.numbers += sum(one.numel() for one in outputs if isinstance(one, torch.Tensor))
+        return output
+
+
+@pytest.mark.parametrize("name", [*FAST, "qwen3_5_text"])
+@torch.no_grad()
+def test_what_is_stored_of_a_mixer_is_written_once_and_nothing_else_is_made_for_all_tokens(name):
+    model, tokens = tiny_model(name), 512
+    one = next(filter(None, mixers_of(model)))
+    hidden, rows = torch.randn(1, tokens, 64), torch.tensor([[3, 40, 41, tokens - 1]])
+
+    def run(given, rows, **how):
+        cache = DynamicCache(config=model.config)
+        cache_name = "past_key_values" if name == "lfm2" else "cache_params"
+        entered = MixerPass(one, cache, ActiveRows(rows, tokens, {}), **how)
+        entered.enter()
+        with Written() as written:
+            got = one.module(hidden_states=given, **{cache_name: cache})
+        entered.leave()
+        return got, entered.states, written.numbers
+
+    expected, states, stock = run(hidden, None)
+
+    def lay(into, spans):
+        for columns, stored in spans:
+            into[..., columns] = states[..., stored]
+
+    got, kept, blended = run(hidden[:, rows[0]], rows, lay=lay, keeps=False)
+    assert kept is None
+    assert torch.allclose(got, expected[:, rows[0]], atol=1e-6)
+    out = next(projection.features for projection in one.projections if projection.is_result)
+    scan = stock - tokens * (one.full_width + out + one.width)  # the projections' own outputs, and the states kept
+    assert blended <= scan + tokens * one.full_width + 8 * len(rows[0]) * (one.full_width + out)
+
+
+def test_a_layer_that_runs_once_lays_what_is_stored_where_its_mixer_reads_it(monkeypatch):
+    kinds = ["conv", "conv", "full_attention", "conv", "conv", "conv"]
+    subject = Subject(tiny_model("lfm2", num_hidden_layers=len(kinds), layer_types=kinds))
+    made = {index: [] for index in range(len(kinds))}
+    subject.blend(subject.prompts[:1], 0.3)  # tests the model, at first use
+    lay = Realigner.lay_projections
+
+    def laying(self, layer, slots, states, *spans):
+        made[layer].append(states.shape[-1])
+        lay(self, layer, slots, states, *spans)
+
+    monkeypatch.setattr(Realigner, "lay_projections", laying)
+    monkeypatch.setattr(ActiveRows, "spread", lambda *_: pytest.fail("hidden states of all tokens were made"))
+    subject.blend(subject.prompts[:1], 0.3)
+    assert [made[index] for index in (3, 4)] == [[3 * 64]] * 2  # into the output of its projection
+    assert made[5] == [2 * 64]  # looked at first, so kept
 
 
 def test_unchosen_tokens_have_the_stored_projections(monkeypatch):

@@ -11,16 +11,19 @@ convolution and scan see all tokens, and the rows of the output are taken again.
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ..errors import UnsupportedModelError
 from .anatomy import gather_rows, parameter_names
 
 Reach = Callable[[], None]
+Spans = Sequence[tuple[slice, slice]]  # columns of an output, and where they are among those stored of the mixer
+Lay = Callable[[Tensor, Spans], None]
 
 
 @dataclass(frozen=True)
@@ -29,20 +32,29 @@ class Projection:
 
     Attributes:
         module: the module.
-        columns: `[width]`, the columns of its output that another token can feel: these are stored; None for all.
-        start: the first of them among all that is stored of the mixer.
-        width: how many they are; 0 where no other token feels any.
+        features: how many columns its output has.
+        spans: neighbouring columns that another token can feel, and where these are among all that is stored of the
+            mixer; in order.
+        reads_hidden: it is given the hidden states that the mixer is given.
+        is_result: what it gives is what the mixer returns.
     """
 
     module: nn.Module
-    columns: Tensor | None
-    start: int
-    width: int
+    features: int
+    spans: tuple[tuple[slice, slice], ...]
+    reads_hidden: bool = False
+    is_result: bool = False
 
-    @property
-    def span(self) -> slice:
-        """Its columns among those stored of the mixer."""
-        return slice(self.start, self.start + self.width)
+    @cached_property
+    def width(self) -> int:
+        """How many of its columns are stored; 0 where no other token feels any."""
+        return sum(columns.stop - columns.start for columns, _ in self.spans)
+
+    @cached_property
+    def gaps(self) -> list[slice]:
+        """The columns between: no other token feels them."""
+        ends = [0, *(end for columns, _ in self.spans for end in (columns.start, columns.stop)), self.features]
+        return [slice(start, stop) for start, stop in zip(ends[::2], ends[1::2], strict=True) if start < stop]
 
 
 @dataclass(frozen=True)
@@ -54,12 +66,15 @@ class Mixer:
         projections: computed for the active rows only.
         width: how many numbers are stored per token.
         full_width: how many they would be with every column of the input projections, felt or not.
+        direct: nothing but its projections reads the hidden states when the mixer is called with no other arguments
+            than these; None: something else does, or something is done to them first.
     """
 
     module: nn.Module
     projections: tuple[Projection, ...]
     width: int
     full_width: int = 0
+    direct: frozenset[str] | None = None
 
     @property
     def stored(self) -> int:
@@ -93,20 +108,24 @@ class ActiveRows:
 
     def write(self, whole: Tensor, rows: Tensor) -> None:
         """Write what `take` gave, after a projection, to its columns of `[batch, tokens, width]`."""
-        columns = self._columns_on(whole.device)
         if self.padding is not None:
             padding = self.padding.to(whole.device)[..., None]
             whole.copy_(torch.where(padding, rows[:, -1:], whole))
             rows = rows[:, :-1]
-        if columns.shape[0] == 1:
-            whole.index_copy_(1, columns[0], rows)
-        else:
-            whole.scatter_(1, columns[..., None].expand_as(rows), rows)
+        self._write(whole, rows)
 
     def spread(self, rows: Tensor) -> Tensor:
         """`[batch, rows, width]` at their columns of `[batch, tokens, width]`, 0 elsewhere."""
         whole = rows.new_zeros(rows.shape[0], self.tokens, rows.shape[-1])
-        return whole.scatter_(1, self._columns_on(rows.device)[..., None].expand_as(rows), rows)
+        self._write(whole, rows)
+        return whole
+
+    def _write(self, whole: Tensor, rows: Tensor) -> None:
+        columns = self._columns_on(whole.device)
+        if columns.shape[0] == 1:
+            whole.index_copy_(1, columns[0], rows)
+        else:
+            whole.scatter_(1, columns[..., None].expand_as(rows), rows)
 
     def _columns_on(self, device: torch.device) -> Tensor:
         return self.columns.to(device)  # type: ignore[union-attr]
@@ -117,7 +136,7 @@ class MixerPass:
 
     Attributes:
         states: `[batch, tokens, width]`, what is stored: of the active rows as computed, of others as it was given;
-            made by the first projection where it is None.
+            None where nobody asked for them, or before the first projection.
     """
 
     def __init__(
@@ -126,8 +145,9 @@ class MixerPass:
         cache: Any,
         rows: ActiveRows,
         states: Tensor | None = None,
-        make: Callable[[Tensor], Tensor] | None = None,
+        lay: Lay | None = None,
         reached: Reach | None = None,
+        keeps: bool = True,
     ) -> None:
         """Prepare; nothing is entered before `enter`.
 
@@ -136,12 +156,16 @@ class MixerPass:
             cache: of the forward; other calls of the module are let through.
             rows: the active rows.
             states: what stands in for the projections of the other rows.
-            make: makes these states from the first output of a projection, `[batch, rows, features]`.
+            lay: writes what is stored into such states, or into a projection's output for all tokens.
             reached: is called when the last of what is stored has been computed; may raise.
+            keeps: make `states` if they are not given, because they are asked for, or the mixer runs again for fewer
+                rows. Otherwise what is stored is written where the mixer reads it, which is one copy less.
         """
         self._mixer, self._cache, self.rows, self.states = mixer, cache, rows, states
-        self._make, self._reached, self._missing = make, reached, mixer.stored
+        self._lay, self._reached, self._missing, self._keeps = lay, reached, mixer.stored, keeps
         self._thread, self._is_inside, self._is_taken = threading.get_ident(), False, False
+        self._hidden: tuple[Tensor, Tensor] | None = None  # the active rows, and what the mixer has in their place
+        self._result: Tensor | None = None  # what the mixer will return, of the active rows already
         self._handles: list[RemovableHandle] = []
 
     def enter(self) -> None:
@@ -149,7 +173,7 @@ class MixerPass:
         module = self._mixer.module
         self._handles.append(module.register_forward_pre_hook(self._begins, with_kwargs=True))
         for projection in self._mixer.projections:
-            self._handles.append(projection.module.register_forward_pre_hook(self._take))
+            self._handles.append(projection.module.register_forward_pre_hook(partial(self._take, projection)))
             self._handles.append(projection.module.register_forward_hook(partial(self._projected, projection)))
         self._handles.append(module.register_forward_hook(self._ends))
 
@@ -163,14 +187,23 @@ class MixerPass:
         if threading.get_ident() != self._thread:
             return None
         self._is_inside = any(value is self._cache for value in (*args, *kwargs.values()))
-        self._missing = self._mixer.stored
+        self._missing, self._hidden, self._result = self._mixer.stored, None, None
         if self.rows.columns is None or not self._is_inside:
             return None
         names = parameter_names(type(module))  # type: ignore[arg-type]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         whole = {name: self._whole(value) for name, value in given.items()}
-        whole[names[0]] = self.rows.spread(given[names[0]])
+        whole[names[0]] = self._in_place_of(given[names[0]], whole)
         return (), whole
+
+    def _in_place_of(self, hidden: Tensor, given: Mapping[str, Any]) -> Tensor:
+        """Hidden states of all tokens, with the active rows at their columns, or without where nobody reads them."""
+        direct, names = self._mixer.direct, {name for name in given if given[name] is not None}
+        if direct is None or self.rows.padding is not None or not names <= direct:
+            return self.rows.spread(hidden)
+        blank = hidden.new_zeros(()).expand(hidden.shape[0], self.rows.tokens, hidden.shape[-1])
+        self._hidden = hidden, blank
+        return blank
 
     def _whole(self, value: Any) -> Any:
         if id(value) in self.rows.whole:
@@ -179,39 +212,60 @@ class MixerPass:
             return type(value)(self._whole(item) for item in value)
         return value
 
-    def _take(self, _: nn.Module, args: tuple[Any, ...]) -> Any:
+    def _take(self, projection: Projection, _: nn.Module, args: tuple[Any, ...]) -> Any:
         self._is_taken = self._is_own_call() and args[0].shape[1] == self.rows.tokens
-        return (self.rows.take(args[0]), *args[1:]) if self._is_taken and self.rows.columns is not None else None
+        if not self._is_taken or self.rows.columns is None:
+            return None
+        if self._hidden is None or not projection.reads_hidden:
+            return (self.rows.take(args[0]), *args[1:])
+        rows, blank = self._hidden
+        if args[0] is not blank:
+            raise UnsupportedModelError(
+                f"{type(self._mixer.module).__name__} changed its hidden states before their projection, which is "
+                "expected to read them as they are, as in the probe. Use full prefill for this model."
+            )
+        return (rows, *args[1:])
 
     def _projected(self, projection: Projection, _: nn.Module, __: Any, output: Tensor) -> Tensor | None:
         """Remember what is stored of the output, and put it back to the columns of all tokens."""
         if not self._is_taken or not self._is_own_call():
             return None
-        if self.states is None and projection.width:
-            self.states = output.new_zeros(output.shape[0], self.rows.tokens, self._mixer.width)
-            self.states = self.states if self._make is None else self._make(self.states)
-        felt = output if projection.columns is None else output[..., projection.columns]
-        whole = output if self.rows.columns is None else self._spread(projection, output, felt)
+        if projection.width and self._keeps:
+            self._keep(projection, output)
         if projection.width:
-            if self.rows.columns is None:
-                self.states[..., projection.span] = felt  # type: ignore[index]
             self._missing -= 1
             if not self._missing and self._reached is not None:
                 self._reached()
-        return None if self.rows.columns is None else whole
+        if self.rows.columns is None:
+            return None
+        if projection.is_result:
+            self._result = output if self.rows.padding is None else output[:, :-1]
+            return self._result
+        return self._spread(projection, output)
 
-    def _spread(self, projection: Projection, output: Tensor, felt: Tensor) -> Tensor:
+    def _keep(self, projection: Projection, output: Tensor) -> None:
+        """Write what is stored of the rows' output to the states."""
+        if self.states is None:
+            self.states = output.new_zeros(output.shape[0], self.rows.tokens, self._mixer.width)
+            if self._lay is not None:
+                every = slice(0, self._mixer.width)
+                self._lay(self.states, ((every, every),))
+        for columns, stored in projection.spans:
+            if self.rows.columns is None:
+                self.states[..., stored] = output[..., columns]
+            else:
+                self.rows.write(self.states[..., stored], output[..., columns])
+
+    def _spread(self, projection: Projection, output: Tensor) -> Tensor:
         """A projection's output for all tokens; columns that no other token feels are 0 at those not computed."""
-        if not projection.width:
-            whole = output.new_zeros(output.shape[0], self.rows.tokens, output.shape[-1])
-            self.rows.write(whole, output)
-            return whole
-        states = self.states[..., projection.span]  # type: ignore[index]
-        self.rows.write(states, felt)
-        if projection.columns is None:
-            return states.clone()  # the module may write to what it is given
-        whole = output.new_zeros(output.shape[0], self.rows.tokens, output.shape[-1])
-        whole[..., projection.columns] = states
+        whole = output.new_empty(output.shape[0], self.rows.tokens, projection.features)
+        for gap in projection.gaps:
+            whole[..., gap] = 0
+        if self.states is not None:
+            for columns, stored in projection.spans:
+                whole[..., columns] = self.states[..., stored]
+        elif self._lay is not None and projection.spans:
+            self._lay(whole, projection.spans)
         self.rows.write(whole, output)
         return whole
 
@@ -225,6 +279,8 @@ class MixerPass:
         return tuple(map(self._row_outputs, output)) if isinstance(output, tuple) else self._row_outputs(output)
 
     def _row_outputs(self, output: Any) -> Any:
+        if output is self._result:
+            return output
         is_per_token = isinstance(output, Tensor) and output.dim() > 2 and output.shape[1] == self.rows.tokens
         return gather_rows(output, self.rows.columns) if is_per_token else output
 

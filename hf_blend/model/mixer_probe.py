@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -79,10 +80,16 @@ class _Found:
     Attributes:
         columns: name of a linear module that is computed by rows → the columns, `[width]`, that are stored; None: all.
         inputs: names of those whose output at a token depends on that token alone.
+        readers: names of those that are given the mixer's own hidden states.
+        results: names of those whose output the mixer returns.
+        direct: as in `Mixer`.
     """
 
     columns: Mapping[str, Tensor | None]
     inputs: set[str]
+    readers: set[str]
+    results: set[str]
+    direct: frozenset[str] | None
 
 
 _CACHE = object()  # stands for the cache among the arguments of a call
@@ -178,9 +185,12 @@ def _examined(model: nn.Module, index: int, call: _Call) -> _Found:
         names = _linear_names(model, call, hidden)
         inputs = _input_projections(model, call, hidden, names)
         felt = _felt(model, call, hidden, names, inputs)
+        wires = _wires(model, call, hidden, names)
+        given = frozenset(name for name, value in call.arguments.items() if value is not None)
+        every = {name: None if name in inputs else which for name, which in felt.items()}
         complaint = ""
-        for columns in (felt, {name: None if name in inputs else which for name, which in felt.items()}):
-            found = _Found(columns, inputs)
+        for columns, direct in product((felt, every), (given, None)):
+            found = _Found(columns, inputs, *wires, direct)
             complaint = _complaint(model, call, _mixer(call.module, found), hidden, expected)
             if not complaint:
                 return found
@@ -202,6 +212,27 @@ def _linear_names(model: nn.Module, call: _Call, hidden: Tensor) -> list[str]:
             handles.append(module.register_forward_hook(hook))
         call.run(model, hidden)
     return [name for name in found if found.count(name) == 1]
+
+
+def _wires(model: nn.Module, call: _Call, hidden: Tensor, names: list[str]) -> tuple[set[str], set[str]]:
+    """The linear modules that are given the very hidden states of the mixer, and those whose very output it returns."""
+    readers: set[str] = set()
+    outputs: dict[str, Tensor] = {}
+    returned: list[Any] = []
+
+    def note(name: str, args: tuple[Any, ...], output: Tensor) -> None:
+        outputs[name] = output
+        readers.update([name] if args[0] is hidden else [])
+
+    with _hooked() as handles:
+        for name, module in _linears(call.module):
+            if name in names:
+                hook = lambda _, args, output, name=name: note(name, args, output)  # noqa: E731
+                handles.append(module.register_forward_hook(hook))
+        ends = lambda _, __, output: returned.extend(output if isinstance(output, tuple) else [output])  # noqa: E731
+        handles.append(call.module.register_forward_hook(ends))
+        call.run(model, hidden)
+    return readers, {name for name, output in outputs.items() if any(output is one for one in returned)}
 
 
 def _input_projections(model: nn.Module, call: _Call, hidden: Tensor, names: list[str]) -> set[str]:
@@ -270,16 +301,28 @@ def _points(output: Tensor) -> Tensor:
 
 
 def _mixer(module: nn.Module, found: _Found) -> Mixer:
-    projections, start = [], 0
+    projections: list[Projection] = []
+    start = full_width = 0
     for name, linear in _linears(module):
+        features = _features(linear)
+        full_width += features if name in found.inputs else 0
         if name in found.columns:
-            which = found.columns[name]
-            width = _features(linear) if which is None else len(which)
-            kept = None if which is None or not width else which
-            projections.append(Projection(linear, kept, start, width))
-            start += width
-    full_width = sum(_features(linear) for name, linear in _linears(module) if name in found.inputs)
-    return Mixer(module, tuple(projections), start, full_width)
+            spans = _spans(found.columns[name], features, start)
+            projections.append(Projection(linear, features, spans, name in found.readers, name in found.results))
+            start += projections[-1].width
+    return Mixer(module, tuple(projections), start, full_width, found.direct)
+
+
+def _spans(columns: Tensor | None, features: int, start: int) -> tuple[tuple[slice, slice], ...]:
+    """Neighbouring columns of those that are stored, and where they are stored, from a start on; None: all of them."""
+    spans: list[tuple[slice, slice]] = []
+    for place, column in enumerate(range(features) if columns is None else columns.tolist(), start):
+        if spans and spans[-1][0].stop == column:
+            first, stored = spans.pop()
+            spans.append((slice(first.start, column + 1), slice(stored.start, place + 1)))
+        else:
+            spans.append((slice(column, column + 1), slice(place, place + 1)))
+    return tuple(spans)
 
 
 def _complaint(model: nn.Module, call: _Call, mixer: Mixer, hidden: Tensor, expected: Tensor) -> str:

@@ -27,7 +27,7 @@ from ..errors import UnsupportedModelError
 from ..model.anatomy import KnownRows, LayerCall, has_indexer
 from ..model.attention import Detour, Glance, Reached
 from ..model.masks import looks_ahead
-from ..model.mixer import Mixer
+from ..model.mixer import Mixer, Spans
 from ..rotary.tables import Table, rotary_table
 from ..selectors.attention import Attention
 from ..selectors.base import KV
@@ -102,7 +102,6 @@ class Fusor:
         layers, need = self._layers, chooser.needs_attention
         padding = ~self._plan.real if self._padded else None
         self._mixers = MixerRows(mixers or [None] * len(layers), layers, self._tokens, padding)
-        self._projections: dict[int, Tensor] = {}
         self._unseen: set[str] = set()  # what a look still waits for
         self._last = max((index for index, layer in enumerate(layers) if keeps_states(layer)), default=-1)
         self._with_keys = [index for index, layer in enumerate(layers) if keeps_keys(layer)]
@@ -134,7 +133,7 @@ class Fusor:
         twin._chosen_counts, twin._rows, twin._notes = None, None, None
         twin._opened, twin._indexed, twin._ahead, twin._used, twin._settled = {}, {}, {}, set(), 0
         self._mixers.pause()  # its layer may be the one that this forward is in
-        twin._mixers, twin._projections, twin._unseen = self._mixers.emptied(), {}, set()
+        twin._mixers, twin._unseen = self._mixers.emptied(), set()
         twin._known_rows, twin._detour, twin._glance, twin._is_looking = KnownRows(), None, None, False
         return twin
 
@@ -290,7 +289,6 @@ class Fusor:
         if self._is_shared:
             return
         for done in range(self._settled, index):
-            self._projections.pop(done, None)
             self._indexed.pop(done, None)
             if self._opened.pop(done, None) is not None:
                 self._layers[done].settle()
@@ -391,13 +389,12 @@ class Fusor:
         return last is not None and self._with_keys.index(index) == last if index in self._with_keys else False
 
     def _begin_mixer(self, index: int, call: LayerCall) -> None:
-        self._mixers.begin(index, call, partial(self._open_projections, index), partial(self._projected, index))
+        keeps = index in self._ratios or index in (0, self._last)  # compared there, or run again for fewer rows
+        self._mixers.begin(index, call, partial(self._lay_projections, index), partial(self._projected, index), keeps)
 
-    def _open_projections(self, index: int, states: Tensor) -> Tensor:
-        """Lay what is stored of a mixer's projections into `[batch, tokens, width]` of zeros."""
-        self._projections[index] = states[:, None]
-        self._realigner.lay_projections(index, self._stored_slots(), self._projections[index])
-        return states
+    def _lay_projections(self, index: int, states: Tensor, spans: Spans) -> None:
+        """Write what is stored of a mixer's projections to columns of `[batch, tokens, features]`."""
+        self._realigner.lay_projections(index, self._stored_slots(), states[:, None], spans)
 
     def _stored_slots(self) -> list[Slot]:
         """The chunks of which something stored is used, now: none where all rows flow."""
@@ -466,8 +463,8 @@ class Fusor:
                 self._refuse(slot, error)
 
     def _mismatches(self, slots: Sequence[Slot]) -> list[float]:
-        if 0 in self._projections:
-            return self._realigner.mismatches(0, slots, self._projections[0], of_mixer=True)
+        if (projections := self._mixers.kept(0)) is not None:
+            return self._realigner.mismatches(0, slots, projections, of_mixer=True)
         if self._plan.partial is not None and self._listener is None:
             found: list[float] = self._plan.partial.mismatches(slots, self._realigner, self._opened[0])
             return found
@@ -544,7 +541,8 @@ class Fusor:
         """What a layer keeps of all new tokens, as far as it is known: K and V, or the projections of its mixer."""
         if index in self._opened:
             return self._opened[index]
-        return side_by_side(self._projections[index]) if index in self._projections else None
+        projections = self._mixers.kept(index)
+        return None if projections is None else side_by_side(projections)
 
     def _parts(self, index: int) -> set[str]:
         """What a layer keeps of each token."""

@@ -8,10 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from ..model.anatomy import LayerCall
-from ..model.mixer import ActiveRows, Mixer, MixerPass, whole_arguments
+from ..model.mixer import ActiveRows, Lay, Mixer, MixerPass, whole_arguments
 from .rows import Rows
-
-Make = Callable[[Tensor], Tensor]
 
 
 class MixerRows:
@@ -37,14 +35,15 @@ class MixerRows:
         """The mixer of a layer, None where it has none."""
         return self._mixers[index]
 
-    def begin(self, index: int, call: LayerCall, make: Make, reached: Callable[[], None]) -> None:
+    def begin(self, index: int, call: LayerCall, lay: Lay, reached: Callable[[], None], keeps: bool) -> None:
         """A layer begins; nothing is entered yet.
 
         Args:
             index: which layer.
             call: its arguments for all tokens, before any rows are taken.
-            make: lays what is stored into `[batch, tokens, width]` of zeros.
+            lay: writes what is stored to its columns.
             reached: is called when all that is stored of the layer has been computed; may raise.
+            keeps: `kept` is asked for, or the layer runs more than once.
         """
         self.leave()
         mixer = self._mixers[index]
@@ -52,7 +51,7 @@ class MixerRows:
             return
         self._index, self._whole = index, dict(call.arguments)
         cache = next(value for value in call.arguments.values() if hasattr(value, "update_conv_state"))
-        self._pass = MixerPass(mixer, cache, ActiveRows(None, self._tokens, {}), None, make, reached)
+        self._pass = MixerPass(mixer, cache, ActiveRows(None, self._tokens, {}), None, lay, reached, keeps)
         self._pass.enter()
 
     def take(self, call: LayerCall, rows: Rows | None) -> None:
@@ -87,6 +86,11 @@ class MixerRows:
         if self._pass is not None:
             self._pass.leave()
         self._pass, self._whole, self._kept = None, {}, []
+
+    def kept(self, index: int) -> Tensor | None:
+        """What is stored of a layer's mixer for all tokens, `[batch, 1, tokens, width]`; None if it is not known."""
+        states = None if self._pass is None or index != self._index else self._pass.states
+        return None if states is None else states[:, None]
 
     def states(self) -> Any:
         """The state of the layer's mixer as it is, to be given back by `restore`."""

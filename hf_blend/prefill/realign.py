@@ -15,6 +15,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from ..model.mixer import Spans
 from ..rotary.base import RotaryStyle, compose
 from ..rotary.tables import Table
 from ..store.chunk import StackedLayers
@@ -265,21 +266,24 @@ class Realigner:
             placed.write(states, _rotated(style, turn, parts, states.device))
         self._report.realign_ms += 1e3 * (time.perf_counter() - started)
 
-    def lay_projections(self, layer: int, slots: Sequence[Slot], states: Tensor) -> None:
+    def lay_projections(self, layer: int, slots: Sequence[Slot], states: Tensor, spans: Spans = ()) -> None:
         """Write what is stored beside K and V to its columns: a mixer's projections, or an indexer's keys, moved.
 
         Args:
             layer: which layer.
             slots: the chunks to write.
             states: `[batch, 1, tokens, width]`.
+            spans: columns of the states, and those of what is stored that belong there; left out: all, in order.
         """
-        if slots:
-            placed = self._placed(slots, states.device)
-            parts, turn = placed.parts(range(layer, layer + 1), -1), self._turn_beside(layer, placed)
-            if turn is None:
-                placed.write_parts(states[None], parts)
-            else:
-                placed.write(states[None], _rotated(*turn, parts, states.device))
+        if not slots:
+            return
+        placed = self._placed(slots, states.device)
+        parts, turn = placed.parts(range(layer, layer + 1), -1), self._turn_beside(layer, placed)
+        if turn is not None:
+            placed.write(states[None], _rotated(*turn, parts, states.device))
+            return
+        for columns, stored in spans or ((slice(None), slice(None)),):
+            placed.write_parts(states[None, ..., columns], [part[..., stored] for part in parts])
 
     def moved(self, layer: int, slot: Slot, *states: Tensor) -> tuple[Tensor, ...]:
         """A chunk's stored K and V as they would be written; of a layer with a mixer alone its projections.
