@@ -3,6 +3,7 @@
 """The controller recomputes what loading hides, loads what is worth it, and measures a machine once."""
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -125,6 +126,27 @@ def test_a_controller_has_chunks_computed_where_loading_takes_longer(tmp_path, p
         max_new_tokens=3, do_sample=False, eos_token_id=None, output_logits=True, return_dict_in_generate=True,
     )  # fmt: skip
     torch.testing.assert_close(got, torch.stack(plain.logits), rtol=1e-4, atol=1e-4)
+
+
+def test_a_controller_counts_the_projections_of_a_hybrid_and_says_so_where_loading_them_costs_more(tmp_path, profile):
+    model = tiny_model("lfm2")
+    measured = profile_of(model, lengths=(64, 128), folder=tmp_path / "profiles")
+    keys_values, projections = 2 * 2 * 16 * 4, 3 * 2 * 64 * 4  # of the attention layer, of three convolutions: 2 of 3
+    tables = measured.bytes_per_token - keys_values - projections  # of its positions
+    assert 0 <= tables <= 2 * 16 * 4
+    rate = 90 * keys_values / (cost(90, 1.0) / 3)  # K and V alone would be there in a third of the time
+    given = {"least_ratio": 0.15, "num_layers": 4}
+    assert advise(replace(profile, bytes_per_token=keys_values), [40, 50], rate, **given).loaded_chunks == 2
+    store = stored(model, tmp_path / "store")
+    whole = replace(profile, bytes_per_token=measured.bytes_per_token)
+    store.controller = LoadingController(model, store, profile=whole, rates={"disk": rate})
+    _, report = answered(model, store)
+    assert store.controller.last.loaded_chunks == report.reusable_tokens == 0
+    assert "load 0 chunks" in str(store.controller.last)
+    store.controller = LoadingController(model, store, profile=whole, rates={"disk": 100 * rate})
+    _, report = answered(model, store)
+    assert store.controller.last.loaded_chunks == 2
+    assert report.reusable_tokens == 50  # the first chunk stands where it was computed
 
 
 def test_a_controller_recomputes_what_loading_hides_and_never_less_than_asked(tmp_path, profile):
