@@ -90,6 +90,30 @@ MEASURED = {
             f"{document['shape']['rounds']}."
         ),
     ),
+    "hybrids": plain(
+        {
+            "shape": text("shape"),
+            "layers, of these with a mixer": lambda row: f"{row['layers']}, {row['mixers']}",
+            "full prefill": lambda row: f"{row['stock_ms'] / 1e3:.1f} s",
+            "of it scan, attention": lambda row: f"{row['scan_ms'] / 1e3:.1f} s, {row['attention_ms'] / 1e3:.1f} s",
+            "blended": lambda row: f"{row['blend_ms'] / 1e3:.1f} s",
+            "speed-up": lambda row: f"{row['speedup']:.2f} x",
+            "bound": lambda row: f"{row['bound']:.2f} x",
+            "share of it, worst round": lambda row: f"{row['share_of_bound']:.2f}, {row['least_share_of_bound']:.2f}",
+            "FLOP bound": lambda row: f"{row['flop_bound']:.1f} x",
+            "charged": percent("charged_budget"),
+            "bytes of a token: K and V, projections": lambda row: (
+                f"{row['keys_values_bytes_per_token']:,} + {row['projections_bytes_per_token']:,}"
+            ),
+            "without the column probe": lambda row: f"{row['all_columns_bytes_per_token']:,}",
+            "slowest tier that pays": lambda row: f"{row['least_tier_mb_s']:.0f} MB/s",
+        },
+        lambda document: (
+            f"{document['chunks']} chunks of {document['chunk_tokens']} tokens and {document['question_tokens']} of "
+            f"question, {100 * document['ratio']:.0f} % recomputed ({document['selector']}), {document['dtype']}, "
+            f"{document['threads']} thread, median of {document['rounds']} rounds in turn."
+        ),
+    ),
     "decode": plain(
         {
             "context": text("context"),

@@ -36,6 +36,8 @@ def hybrids(
     from hf_blend.evaluation.bench.hybrids import HybridsPlan, measure_hybrids
     from hf_blend.evaluation.bundled import choose_device
 
-    plan = HybridsPlan(tuple(shape), chunks, chunk_tokens, ratio=ratio, rounds=rounds, device=str(choose_device(device)))
+    where = str(choose_device(device))
+    plan = HybridsPlan(tuple(shape), chunks, chunk_tokens, ratio=ratio, rounds=rounds, device=where)
     found = measure_hybrids(plan, progress=say)
-    show(found if json else found["rows"], as_json=json, title=f"{chunks} chunks of {chunk_tokens} tokens", header=True)
+    title = f"{chunks} chunks of {chunk_tokens} tokens"
+    show(found if json else found["rows"], as_json=json, title=title, header=True)

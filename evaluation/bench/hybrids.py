@@ -27,6 +27,8 @@ from hf_blend.store.chunk import ChunkKey
 
 from .shapes import random_model, wait_for
 
+STORED = ("keys_values", "projections")
+
 
 @dataclass(frozen=True)
 class HybridsPlan:
@@ -86,7 +88,12 @@ def _row(shape: str, plan: HybridsPlan, progress: Callable[[str], None]) -> dict
         parts = _stock(model, inputs)
         blend_ms = _timed(model, {**inputs, "past_key_values": cache})
         kept.append({**parts, "blend_ms": blend_ms, "bound_ms": _bound(parts, cache.report.flop_shares())})
-    return {"shape": shape, **_sizes(model, inputs), **_figures(kept[1:]), **_costs(cache), **_bytes(model, store, *store.add(model, None, pieces["chunks"][:1]))}
+    figures, (key,) = _figures(kept[1:]), store.add(model, None, pieces["chunks"][:1])
+    sizes, layers = _bytes(model, store, key), len(mixers_of(model))
+    loaded = plan.chunks * plan.chunk_tokens * sum(sizes[f"{one}_bytes_per_token"] for one in STORED)
+    most_ms = figures["stock_ms"] * layers / (layers + 1)  # the loading of one layer is hidden behind nothing
+    least = {"least_tier_mb_s": loaded / 1e3 / most_ms}
+    return {"shape": shape, **_sizes(model, inputs), **figures, **_costs(cache), **sizes, **least}
 
 
 def _timed(model: nn.Module, inputs: dict[str, Any]) -> float:
@@ -178,7 +185,7 @@ def _costs(cache: BlendCache) -> dict[str, float]:
 
 def _bytes(model: nn.Module, store: ChunkStore, key: ChunkKey) -> dict[str, float]:
     """Bytes of a token as stored, and as they would be with every column of the input projections."""
-    sizes = {"keys_values": 0, "projections": 0}
+    sizes = dict.fromkeys(STORED, 0)
     chunk = store.get(key)
     for name, tensor in chunk.named_tensors():  # type: ignore[union-attr]
         if name.startswith("layer"):

@@ -215,7 +215,7 @@ def _linear_names(model: nn.Module, call: _Call, hidden: Tensor) -> list[str]:
 
 
 def _wires(model: nn.Module, call: _Call, hidden: Tensor, names: list[str]) -> tuple[set[str], set[str]]:
-    """The linear modules that are given the very hidden states of the mixer, and those whose very output it returns."""
+    """The linear modules that are given the mixer's hidden states as they are, and those whose output it returns."""
     readers: set[str] = set()
     outputs: dict[str, Tensor] = {}
     returned: list[Any] = []
