@@ -214,6 +214,15 @@ def test_what_no_other_token_feels_is_not_stored():
     assert out.width == 0
 
 
+@pytest.mark.parametrize(
+    ("columns", "slices"), [([], 0), ([4], 1), (range(7), 1), (range(0, 90, 2), 1), ([0, 1, 2, 8, 9, 10], 2)]
+)
+def test_columns_are_read_and_written_by_slices_also_where_gates_stand_between(columns, slices):
+    parts = mixer.regular(columns)
+    assert [number for part in parts for number in range(100)[part]] == list(columns)
+    assert len(parts) == slices
+
+
 class Written(TorchDispatchMode):
     """Counts the numbers that operations write, views left out."""
 

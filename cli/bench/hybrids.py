@@ -16,6 +16,7 @@ Chunks = Annotated[int, typer.Option(min=1, help="Chunks before the question.")]
 ChunkTokens = Annotated[int, typer.Option(min=1, help="Tokens of each.")]
 Ratio = Annotated[float, typer.Option(min=0.0, max=1.0, help="Recompute ratio.")]
 Rounds = Annotated[int, typer.Option(min=1, help="How often each is measured, in turn; medians count.")]
+Clock = Annotated[str, typer.Option(help="wall, or cpu: this process's own time, where others use the cores too.")]
 
 
 def hybrids(
@@ -24,6 +25,7 @@ def hybrids(
     chunk_tokens: ChunkTokens = 512,
     ratio: Ratio = 0.15,
     rounds: Rounds = 5,
+    clock: Clock = "wall",
     device: Device = "auto",
     json: Json = False,
 ) -> None:
@@ -37,7 +39,7 @@ def hybrids(
     from hf_blend.evaluation.bundled import choose_device
 
     where = str(choose_device(device))
-    plan = HybridsPlan(tuple(shape), chunks, chunk_tokens, ratio=ratio, rounds=rounds, device=where)
+    plan = HybridsPlan(tuple(shape), chunks, chunk_tokens, ratio=ratio, rounds=rounds, device=where, clock=clock)
     found = measure_hybrids(plan, progress=say)
     title = f"{chunks} chunks of {chunk_tokens} tokens"
     show(found if json else found["rows"], as_json=json, title=title, header=True)

@@ -13,7 +13,7 @@ blend is charged for, with layer 0 in full and with the check layer as far as it
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -22,11 +22,13 @@ import torch
 from torch import nn
 
 from hf_blend import BlendCache, ChunkStore
+from hf_blend.errors import ConfigError, suggest
 from hf_blend.model.mixer_probe import mixers_of
 from hf_blend.store.chunk import ChunkKey
 
 from .shapes import random_model, wait_for
 
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 STORED = ("keys_values", "projections")
 
 
@@ -45,6 +47,7 @@ class HybridsPlan:
         dtype: of weights and states.
         device: where the model runs.
         seed: of weights and tokens.
+        clock: "wall", or "cpu" for this process's own time, where others use the cores too.
     """
 
     shapes: tuple[str, ...] = ("lfm2-350m", "qwen3.5-12-layers")
@@ -57,6 +60,7 @@ class HybridsPlan:
     dtype: str = "float32"
     device: str = "cpu"
     seed: int = 0
+    clock: str = "wall"
 
 
 @torch.no_grad()
@@ -80,13 +84,13 @@ def _row(shape: str, plan: HybridsPlan, progress: Callable[[str], None]) -> dict
     draw = torch.Generator().manual_seed(plan.seed)
     ids = lambda count: torch.randint(3, model.config.vocab_size, (count,), generator=draw).tolist()  # noqa: E731
     pieces = {"chunks": [ids(plan.chunk_tokens) for _ in range(plan.chunks)], "question": ids(plan.question_tokens)}
-    store, kept = ChunkStore.open("memory://", memory_bytes=64 << 30), []
+    store, watch, kept = ChunkStore.open("memory://", memory_bytes=64 << 30), _Watch(model, plan.clock), []
     for number in range(plan.rounds + 1):  # the first round fills the store
         progress(f"{shape}: round {number} of {plan.rounds}")
         cache = BlendCache(model, store, recompute_ratio=plan.ratio, selector=plan.selector)
         inputs = cache.inputs(None, **pieces)
-        parts = _stock(model, inputs)
-        blend_ms = _timed(model, {**inputs, "past_key_values": cache})
+        parts = watch.stock(inputs)
+        blend_ms = watch.prefill({**inputs, "past_key_values": cache})
         kept.append({**parts, "blend_ms": blend_ms, "bound_ms": _bound(parts, cache.report.flop_shares())})
     figures, (key,) = _figures(kept[1:]), store.add(model, None, pieces["chunks"][:1])
     sizes, layers = _bytes(model, store, key), len(mixers_of(model))
@@ -96,62 +100,66 @@ def _row(shape: str, plan: HybridsPlan, progress: Callable[[str], None]) -> dict
     return {"shape": shape, **_sizes(model, inputs), **figures, **_costs(cache), **sizes, **least}
 
 
-def _timed(model: nn.Module, inputs: dict[str, Any]) -> float:
-    started = time.perf_counter()
-    model(**inputs, use_cache=True, logits_to_keep=1)
-    wait_for(model)
-    return 1e3 * (time.perf_counter() - started)
+class _Watch:
+    """Times a model, and parts of it while it runs."""
 
+    def __init__(self, model: nn.Module, clock: str) -> None:
+        if clock not in CLOCKS:
+            raise ConfigError(f"there is no clock named {clock!r}. {suggest(clock, CLOCKS)}")
+        self._model, self._now = model, CLOCKS[clock]
+        self._spent: dict[str, float] = {}
 
-def _stock(model: nn.Module, inputs: dict[str, Any]) -> dict[str, float]:
-    """Milliseconds of a stock prefill, and of its scans and attention."""
-    spent = {"mixer": 0.0, "projection": 0.0, "attention": 0.0}
-    attend = nn.functional.scaled_dot_product_attention
+    def prefill(self, inputs: dict[str, Any]) -> float:
+        """Milliseconds of a prefill."""
+        started = self._now()
+        self._model(**inputs, use_cache=True, logits_to_keep=1)
+        wait_for(self._model)
+        return 1e3 * (self._now() - started)
 
-    def attention(*args: Any, **given: Any) -> Any:
-        with _clock(model, spent, "attention"):
-            return attend(*args, **given)
+    def stock(self, inputs: dict[str, Any]) -> dict[str, float]:
+        """Milliseconds of a stock prefill, and of its scans and attention."""
+        self._spent = dict.fromkeys(("mixer", "projection", "attention"), 0.0)
+        attend = nn.functional.scaled_dot_product_attention
 
-    with _watched(model, spent), patch.object(nn.functional, "scaled_dot_product_attention", attention):
-        stock_ms = _timed(model, inputs)
-    return {"stock_ms": stock_ms, "scan_ms": spent["mixer"] - spent["projection"], "attention_ms": spent["attention"]}
+        def attention(*args: Any, **given: Any) -> Any:
+            with self._part("attention"):
+                return attend(*args, **given)
 
+        with self._watching(), patch.object(nn.functional, "scaled_dot_product_attention", attention):
+            stock_ms = self.prefill(inputs)
+        scan_ms = self._spent["mixer"] - self._spent["projection"]
+        return {"stock_ms": stock_ms, "scan_ms": scan_ms, "attention_ms": self._spent["attention"]}
 
-@contextmanager
-def _clock(model: nn.Module, spent: dict[str, float], name: str) -> Iterator[None]:
-    wait_for(model)
-    started = time.perf_counter()
-    yield
-    wait_for(model)
-    spent[name] += 1e3 * (time.perf_counter() - started)
+    @contextmanager
+    def _part(self, name: str) -> Iterator[None]:
+        wait_for(self._model)
+        started = self._now()
+        yield
+        wait_for(self._model)
+        self._spent[name] += 1e3 * (self._now() - started)
 
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Time every mixer, and the linear modules inside it that a blend runs for its rows only."""
+        with ExitStack() as hooks:
+            for mixer in filter(None, mixers_of(self._model)):
+                self._watch(mixer.module, "mixer", hooks)
+                for projection in mixer.projections:
+                    self._watch(projection.module, "projection", hooks)
+            yield
 
-@contextmanager
-def _watched(model: nn.Module, spent: dict[str, float]) -> Iterator[None]:
-    """Time every mixer, and the linear modules inside it that a blend runs for its rows only."""
-    handles: list[Any] = []
-
-    def watch(module: nn.Module, name: str) -> None:
-        clock: list[Any] = []
+    def _watch(self, module: nn.Module, name: str, hooks: ExitStack) -> None:
+        parts: list[Any] = []
 
         def begins(*_: Any) -> None:
-            clock.append(_clock(model, spent, name))
-            clock[-1].__enter__()
+            parts.append(self._part(name))
+            parts[-1].__enter__()
 
         def ends(*_: Any) -> None:
-            clock.pop().__exit__(None, None, None)
+            parts.pop().__exit__(None, None, None)
 
-        handles.extend([module.register_forward_pre_hook(begins), module.register_forward_hook(ends)])
-
-    for mixer in filter(None, mixers_of(model)):
-        watch(mixer.module, "mixer")
-        for projection in mixer.projections:
-            watch(projection.module, "projection")
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+        hooks.callback(module.register_forward_pre_hook(begins).remove)
+        hooks.callback(module.register_forward_hook(ends).remove)
 
 
 def _bound(parts: dict[str, float], shares: dict[str, float]) -> float:

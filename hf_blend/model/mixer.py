@@ -33,8 +33,7 @@ class Projection:
     Attributes:
         module: the module.
         features: how many columns its output has.
-        spans: neighbouring columns that another token can feel, and where these are among all that is stored of the
-            mixer; in order.
+        spans: columns that another token can feel, and where these are among all that is stored of the mixer.
         reads_hidden: it is given the hidden states that the mixer is given.
         is_result: what it gives is what the mixer returns.
     """
@@ -48,13 +47,13 @@ class Projection:
     @cached_property
     def width(self) -> int:
         """How many of its columns are stored; 0 where no other token feels any."""
-        return sum(columns.stop - columns.start for columns, _ in self.spans)
+        return sum(stored.stop - stored.start for _, stored in self.spans)
 
     @cached_property
     def gaps(self) -> list[slice]:
-        """The columns between: no other token feels them."""
-        ends = [0, *(end for columns, _ in self.spans for end in (columns.start, columns.stop)), self.features]
-        return [slice(start, stop) for start, stop in zip(ends[::2], ends[1::2], strict=True) if start < stop]
+        """The other columns: no other token feels them."""
+        felt = {column for columns, _ in self.spans for column in range(self.features)[columns]}
+        return regular([column for column in range(self.features) if column not in felt])
 
 
 @dataclass(frozen=True)
@@ -246,8 +245,8 @@ class MixerPass:
     def _keep(self, projection: Projection, output: Tensor) -> None:
         """Write what is stored of the rows' output to the states."""
         if self.states is None:
-            self.states = output.new_zeros(output.shape[0], self.rows.tokens, self._mixer.width)
-            if self._lay is not None:
+            self.states = output.new_empty(output.shape[0], self.rows.tokens, self._mixer.width)
+            if self._lay is not None and self.rows.columns is not None:
                 every = slice(0, self._mixer.width)
                 self._lay(self.states, ((every, every),))
         for columns, stored in projection.spans:
@@ -286,6 +285,20 @@ class MixerPass:
 
     def _is_own_call(self) -> bool:
         return self._is_inside and threading.get_ident() == self._thread
+
+
+def regular(columns: Sequence[int]) -> list[slice]:
+    """Cut increasing numbers into slices: neighbours, or every so many, as where gates stand between."""
+    parts: list[slice] = []
+    for column in columns:
+        last = parts[-1] if parts else None
+        if last is not None and last.stop == last.start + 1:  # one number alone
+            parts[-1] = slice(last.start, column + 1, column - last.start)
+        elif last is not None and column == last.stop - 1 + last.step:
+            parts[-1] = slice(last.start, column + 1, last.step)
+        else:
+            parts.append(slice(column, column + 1, 1))
+    return parts
 
 
 def whole_arguments(cut: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[int, Any]:

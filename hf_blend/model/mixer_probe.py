@@ -24,7 +24,7 @@ from .anatomy import decoder_layers, decoder_of, full_cache, has_mixers, paramet
 from .fingerprint import PerStructure
 from .hooks import running_modules
 from .identity.canonical import canonical
-from .mixer import ActiveRows, Mixer, MixerPass, Projection
+from .mixer import ActiveRows, Mixer, MixerPass, Projection, regular
 from .placement import input_device
 
 __all__ = ["mixers_of"]
@@ -314,14 +314,11 @@ def _mixer(module: nn.Module, found: _Found) -> Mixer:
 
 
 def _spans(columns: Tensor | None, features: int, start: int) -> tuple[tuple[slice, slice], ...]:
-    """Neighbouring columns of those that are stored, and where they are stored, from a start on; None: all of them."""
+    """The columns that are stored, and where they are stored, from a start on; None: all of them."""
     spans: list[tuple[slice, slice]] = []
-    for place, column in enumerate(range(features) if columns is None else columns.tolist(), start):
-        if spans and spans[-1][0].stop == column:
-            first, stored = spans.pop()
-            spans.append((slice(first.start, column + 1), slice(stored.start, place + 1)))
-        else:
-            spans.append((slice(column, column + 1), slice(place, place + 1)))
+    for part in regular(range(features) if columns is None else columns.tolist()):
+        spans.append((part, slice(start, start + len(range(features)[part]))))
+        start = spans[-1][1].stop
     return tuple(spans)
 
 

@@ -326,9 +326,10 @@ class Realigner:
         kept = (self._beside(layer, placed, device),) if of_mixer else self._gathered(layer, placed, device)
         for states, stored in zip(computed, kept, strict=True):
             fresh = placed.read(states).float()
-            error, size = torch.stack((fresh - stored.float(), fresh)).square_().sum(dim=(1, 3))
+            error = torch.linalg.vector_norm(fresh - stored, dim=(0, 2), dtype=torch.float32)
+            size = torch.linalg.vector_norm(fresh, dim=(0, 2)).square_()
             mean = torch.zeros(count, device=device).index_add_(0, number, size) / lengths
-            share = (error / size.maximum(mean[number]).clamp_min(1e-30)).sqrt_().nan_to_num(nan=float("inf"))
+            share = (error / size.maximum(mean[number]).clamp_min(1e-30).sqrt_()).nan_to_num(nan=float("inf"))
             worst = worst.scatter_reduce(0, number, share, "amax")
         found: list[float] = worst.tolist()
         return found
