@@ -143,7 +143,6 @@ class MixerPass:
         mixer: Mixer,
         cache: Any,
         rows: ActiveRows,
-        states: Tensor | None = None,
         lay: Lay | None = None,
         reached: Reach | None = None,
         keeps: bool = True,
@@ -154,13 +153,13 @@ class MixerPass:
             mixer: which mixer.
             cache: of the forward; other calls of the module are let through.
             rows: the active rows.
-            states: what stands in for the projections of the other rows.
-            lay: writes what is stored into such states, or into a projection's output for all tokens.
+            lay: writes what is stored of the other rows into states, or into a projection's output for all tokens.
             reached: is called when the last of what is stored has been computed; may raise.
-            keeps: make `states` if they are not given, because they are asked for, or the mixer runs again for fewer
-                rows. Otherwise what is stored is written where the mixer reads it, which is one copy less.
+            keeps: make `states`, because they are asked for, or the mixer runs again for fewer rows. Otherwise what
+                is stored is written where the mixer reads it, which is one copy less.
         """
-        self._mixer, self._cache, self.rows, self.states = mixer, cache, rows, states
+        self._mixer, self._cache, self.rows = mixer, cache, rows
+        self.states: Tensor | None = None
         self._lay, self._reached, self._missing, self._keeps = lay, reached, mixer.stored, keeps
         self._thread, self._is_inside, self._is_taken = threading.get_ident(), False, False
         self._hidden: tuple[Tensor, Tensor] | None = None  # the active rows, and what the mixer has in their place
@@ -246,7 +245,7 @@ class MixerPass:
         """Write what is stored of the rows' output to the states."""
         if self.states is None:
             self.states = output.new_empty(output.shape[0], self.rows.tokens, self._mixer.width)
-            if self._lay is not None and self.rows.columns is not None:
+            if self.rows.columns is not None and self._lay is not None:
                 every = slice(0, self._mixer.width)
                 self._lay(self.states, ((every, every),))
         for columns, stored in projection.spans:

@@ -24,7 +24,7 @@ from .anatomy import decoder_layers, decoder_of, full_cache, has_mixers, paramet
 from .fingerprint import PerStructure
 from .hooks import running_modules
 from .identity.canonical import canonical
-from .mixer import ActiveRows, Mixer, MixerPass, Projection, regular
+from .mixer import ActiveRows, Mixer, MixerPass, Projection, Spans, regular
 from .placement import input_device
 
 __all__ = ["mixers_of"]
@@ -332,13 +332,18 @@ def _complaint(model: nn.Module, call: _Call, mixer: Mixer, hidden: Tensor, expe
     rows = ActiveRows(columns, TOKENS, {})
     cache, given = full_cache(model), states.clone()
     given[:, columns[0]] = _rubbish(given, seed=1)[:, columns[0]]  # to be computed
-    run = MixerPass(mixer, cache, rows, given)
+
+    def lay(into: Tensor, spans: Spans) -> None:
+        for where, stored in spans:
+            into[..., where] = given[..., stored]
+
+    run = MixerPass(mixer, cache, rows, lay)
     got = _passed(model, call, run, hidden[:, columns[0]], cache)
     if got.shape[:2] != columns.shape:
         return f"its output has the shape {tuple(got.shape)} for {len(ACTIVE)} rows"
     if _far(got, expected[:, columns[0]]):
         return "with stored projections its rows are not those of a plain forward"
-    if _far(given, states):
+    if _far(run.states, states):
         return "its projections of some rows are not those of a plain forward"
     return ""
 

@@ -51,7 +51,7 @@ class MixerRows:
             return
         self._index, self._whole = index, dict(call.arguments)
         cache = next(value for value in call.arguments.values() if hasattr(value, "update_conv_state"))
-        self._pass = MixerPass(mixer, cache, ActiveRows(None, self._tokens, {}), None, lay, reached, keeps)
+        self._pass = MixerPass(mixer, cache, ActiveRows(None, self._tokens, {}), lay, reached, keeps)
         self._pass.enter()
 
     def take(self, call: LayerCall, rows: Rows | None) -> None:
