@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A paper's figures on one's own model: each figure is a few runs of `trial`, in a folder that resumes where it was.
 
-What the figures of CacheBlend vary are methods, ratios, the check layer, and the length and number of chunks;
-deviation and its rank correlation are means over samples. Its storage devices are in `hf-blend bench ttft --disk`, its
-request rates in `hf-blend bench serve`: these measure times, for which weights do not matter.
+What the figures of CacheBlend vary are methods, ratios, the check layer, the length and number of chunks, the batch
+and the rate of the storage; deviation and its rank correlation are means over samples. Its request rates are in
+`hf-blend bench serve`, which measures times: weights do not matter for them.
 
-Source: CacheBlend (arXiv 2405.16444), figures 6, 7, 8, 12, 13, 15, 16.
+Source: CacheBlend (arXiv 2405.16444), figures 6, 7, 8, 12, 13, 15, 16, 17.
 """
 
 import json
@@ -76,6 +76,11 @@ def cacheblend(base: Trial, is_small: bool = False) -> list[Figure]:
         Figure("chunks", "Number of chunks (figure 15)",
                tuple((f"{count} chunks", replace(compared, chunk_tokens=CUT, most_chunks=count))
                      for count in few((2, 4, CHUNKS, 16)))),
+        Figure("batch", "Prompts answered together: the time is that of the batch (figure 15)",
+               tuple((f"batch of {size}", replace(compared, batch=size, times_batches=True))
+                     for size in few((1, 2, 4)))),
+        Figure("storage", "Rate of the storage that chunks are read from (figure 17)",
+               tuple((f"{rate} GB/s", replace(compared, read_gb_s=rate)) for rate in few((0.5, 1.0, 4.0)))),
     ]  # fmt: skip
 
 
