@@ -12,13 +12,14 @@ Source: CacheBlend (arXiv 2405.16444), figures 6, 7, 8, 12, 13, 15, 16, 17.
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from hf_blend.errors import ConfigError
 
+from .bundled import load_model
 from .deviations import deviations
 from .folder import RunFolder
 from .impress import impress
@@ -109,15 +110,20 @@ def _cacheblend(
     base: Trial, folder: Path, progress: Progress | None = None, is_small: bool = False, draft: str | None = None
 ) -> dict[str, Any]:
     first = replace(base, tasks=base.tasks[:1], data=tuple(pair for pair in base.data if pair[0] == base.tasks[0]))
-    beside = deviations(first, folder / "deviation", progress)
-    return reproduce(cacheblend(base, is_small), folder, progress, beside)
+    load = lru_cache(maxsize=1)(load_model)  # all figures are of one model
+    beside = deviations(first, folder / "deviation", progress, load)
+    return reproduce(cacheblend(base, is_small), folder, progress, beside, load)
 
 
 PAPERS: dict[str, Callable[..., dict[str, Any]]] = {"cacheblend": _cacheblend, "impress": impress, "kvstar": kvstar}
 
 
 def reproduce(
-    figures: Sequence[Figure], folder: Path, progress: Progress | None = None, beside: Sequence[dict[str, Any]] = ()
+    figures: Sequence[Figure],
+    folder: Path,
+    progress: Progress | None = None,
+    beside: Sequence[dict[str, Any]] = (),
+    load: Callable[..., tuple[Any, Any]] = load_model,
 ) -> dict[str, Any]:
     """Run what the folder does not hold yet, and write `result.json`, `index.html`, and each figure as CSV and LaTeX.
 
@@ -126,6 +132,7 @@ def reproduce(
         folder: of the run; one that was stopped resumes.
         progress: wraps the loop over samples; is given what is run, the loop and its length.
         beside: figures that were made already: `name`, `title` and `rows`.
+        load: as in `run`.
 
     Returns:
         `figures`: name, title and rows of each; a row has what is varied as `varied`.
@@ -137,7 +144,7 @@ def reproduce(
             place = folder / figure.name / varied.replace(" ", "-")
             what = " ".join(one for one in (figure.name, varied) if one)
             with RunFolder(place, trial.settings) as opened:
-                run(trial, opened, partial(progress, what) if progress else None)
+                run(trial, opened, partial(progress, what) if progress else None, load)
                 found = summarised(trial.settings, opened.lines.values())["rows"]
             rows += [{"varied": varied, **row} for row in found]
         made.append({"name": figure.name, "title": figure.title, "rows": rows})

@@ -125,18 +125,24 @@ class Trial:
         return [(name, own)]
 
 
-def run(trial: Trial, folder: RunFolder, progress: Callable[[Iterator[Any], int], Any] | None = None) -> None:
+def run(
+    trial: Trial,
+    folder: RunFolder,
+    progress: Callable[[Iterator[Any], int], Any] | None = None,
+    load: Callable[[str, str, str], tuple[nn.Module, Any]] = load_model,
+) -> None:
     """Answer all that the folder has no answer to.
 
     Args:
         trial: what is asked.
         folder: receives the lines.
         progress: wraps the loop over (task, samples), with their number.
+        load: gives a model by name, device and dtype; runs one after the other may share one that is loaded once.
     """
     for name in trial.models:
         if _is_complete(trial, name, folder):
             continue
-        model, tokenizer = _load(name, trial)
+        model, tokenizer = load(name, trial.device, trial.dtype or "auto")
         for task_name in trial.tasks:
             task = _task(trial, task_name, tokenizer)
             samples = task.samples(trial.limit, trial.shape())

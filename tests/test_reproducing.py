@@ -123,10 +123,10 @@ def test_the_figures_are_made_on_a_folder_with_a_real_set_and_a_stopped_run_goes
     (tmp_path / "data").mkdir()
     rows = (published / "musique_cacheblend.jsonl").read_text("utf-8").splitlines()[:1]
     row = json.loads(rows[0])
-    row["chunks"] = [chunk[:400] for chunk in row["chunks"][:3]]
+    row["chunks"] = [chunk[:150] for chunk in row["chunks"][:3]]
     (tmp_path / "data" / "musique.jsonl").write_text(json.dumps(row) + "\n")
     init = Approach.__init__
-    monkeypatch.setattr(Approach, "__init__", lambda self, *given: init(self, *given[:3], 2, *given[4:]))
+    monkeypatch.setattr(Approach, "__init__", lambda self, *given: init(self, *given[:3], 1, *given[4:]))
     asked = ["reproduce", "cacheblend", "--model", folder, "--data", str(tmp_path / "data"), "--limit", "1", "--small"]
     asked += ["--output-dir", str(tmp_path / "run"), "--json", "--device", "cpu"]
 
