@@ -105,7 +105,7 @@ MEASURED = {
             "bytes of a token: K and V, projections": lambda row: (
                 f"{row['keys_values_bytes_per_token']:,} + {row['projections_bytes_per_token']:,}"
             ),
-            "without the column probe": lambda row: f"{row['all_columns_bytes_per_token']:,}",
+            "projections without the column probe": lambda row: f"{row['all_columns_bytes_per_token']:,}",
             "slowest tier that pays": lambda row: f"{row['least_tier_mb_s']:.0f} MB/s",
         },
         lambda document: (
