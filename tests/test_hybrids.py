@@ -35,7 +35,7 @@ SLOW = (
 )  # fmt: skip
 WORDS = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
 CONVOLUTION, DELTA = ["conv", "conv", "full_attention"], ["linear_attention", "linear_attention", "full_attention"]
-DEEP = {"lfm2-deep": ("lfm2", 2 * CONVOLUTION), "qwen3_next-deep": ("qwen3_next", 2 * DELTA)}  # layers 3 and 4 run once
+DEEP = {"lfm2-deep": ("lfm2", 2 * CONVOLUTION), "qwen3_next-deep": ("qwen3_next", 2 * DELTA)}  # layers 3, 4 run once
 TELLING = ("ratio_1_batch", "fused_ratio", "causality")
 
 

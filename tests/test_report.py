@@ -58,6 +58,15 @@ def test_the_charged_budget_is_what_a_count_by_hand_gives(report, ratio):
     assert got.charged_budget == pytest.approx(spent / (LAYERS * whole(REUSABLE)), rel=1e-6)
 
 
+def test_the_shares_of_products_and_attention_make_up_what_was_spent(report):
+    got, tokens = report(recompute_ratio=0.3), 85
+    shares, products = got.flop_shares(), LAYERS * tokens * (BEFORE + AFTER)
+    attention = LAYERS * PER_KEY * tokens * (tokens + 1) / 2
+    spent = shares["products"] * products + shares["attention"] * attention
+    assert spent + got.scoring_flops == pytest.approx(got.flops, rel=1e-9)
+    assert 0.3 < shares["products"] < 1
+
+
 def test_behind_a_history_every_token_is_charged_for_the_keys_of_the_history_too(shared_model, pieces, tokenizer):
     model = shared_model()
     cache = BlendCache(model, ChunkStore.open("memory://"), recompute_ratio=0.3)
