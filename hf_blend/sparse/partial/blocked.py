@@ -104,6 +104,7 @@ class BlockReader:
             self.blocks = -(-self.tokens // self.block_tokens)
             self.order = torch.tensor(self.header["order"])
             self.tables = _tables_of(self.header)
+            self._asked, self._places = (), self.order[:0]
             self._check_sizes(layout)
 
     def _check_sizes(self, layout: Layout | None) -> None:
@@ -132,9 +133,12 @@ class BlockReader:
 
     def places_of(self, blocks: Sequence[int]) -> Tensor:
         """Where the tokens of some blocks stand in the order of the blocks."""
-        starts = torch.tensor(list(blocks), dtype=torch.long) * self.block_tokens
-        places = (starts[:, None] + torch.arange(self.block_tokens)).view(-1)
-        return places[places < self.tokens]  # the last block may be shorter
+        asked = tuple(blocks)
+        if self._asked != asked:  # keys and values are asked for one behind the other
+            starts = torch.tensor(asked, dtype=torch.long) * self.block_tokens
+            places = (starts[:, None] + torch.arange(self.block_tokens)).view(-1)
+            self._asked, self._places = asked, places[places < self.tokens]  # the last block may be shorter
+        return self._places
 
     def empty(self, part: int) -> Tensor:
         """`[kv_heads, tokens, width]` for the keys (0) or values (1) of a layer, contents undefined."""

@@ -104,7 +104,10 @@ class PartialLayers(Sequence[KV]):
                 missing.setdefault(lacking, []).append(head)
         for lacking, those in missing.items():
             found, places = self.reader.read(layer, part, those, lacking), self.reader.places_of(lacking)
-            held[torch.tensor(those)[:, None], places] = found
+            if those == list(range(those[0], those[-1] + 1)):
+                held[those[0] : those[-1] + 1].index_copy_(1, places, found)
+            else:
+                held[torch.tensor(those)[:, None], places] = found
             for head in those:
                 known[head].update(lacking)
         return held
