@@ -142,6 +142,7 @@ def rows_of_the_output_shifted(monkeypatch):
 def test_the_ladder_fails_where_a_mixer_is_fed_wrongly(name, mistake):
     subject = subject_of(name)
     assert subject.floor  # measured before anything is broken
+    subject.blend(subject.prompts[:1], 0.3)  # and the model is tested, at first use
     with pytest.MonkeyPatch.context() as monkeypatch:
         mistake(monkeypatch)
         rungs = (measure(rung, subject, "float32", "sdpa") for rung in ("fused_ratio", "ratio_1_batch"))
