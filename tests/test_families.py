@@ -44,12 +44,11 @@ def test_the_family_is_exact_with_its_own_rotary_style(name):
 @pytest.mark.parametrize(
     ("name", "cause"),
     [
-        ("minimax", "MiniMax uses cache of its own"),
         ("gpt_neo", "no rotary table"),
         ("xlstm", "left NoneType in the cache"),
         ("bart", "encoder-decoder"),
         ("gpt2", "no rotary table"),
-        ("hunyuan_v1_dense", "turns its keys in a way that is not known"),
+        ("hunyuan_v1_dense", "normalises its keys behind their rotation (self_attn.key_layernorm)"),
         ("trocr", "positions to the embeddings that it counts itself"),
     ],
 )
@@ -58,6 +57,17 @@ def test_the_family_is_refused_for_what_stands_in_the_way(name, cause):
     assert not row["supported"]
     assert cause in row["reason"]
     assert row["reason"] == row["move"] == row["extend"]
+
+
+def test_a_norm_behind_the_rotation_is_in_the_way_only_where_what_turns_together_has_other_weights():
+    model = tiny_model("hunyuan_v1_dense")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for norm in (layer.self_attn.query_layernorm, layer.self_attn.key_layernorm):
+                norm.weight[8:] = norm.weight[:8]
+    assert {style.__name__ for style in rotary_styles(model)} == {"Half"}
+    found = [measure(rung, Subject(model), "float32", "sdpa") for rung in ("moved_chunk", "fused_ratio")]
+    assert [(rung.name, rung.max_abs_error, rung.detail) for rung in found if not rung.passed] == []
 
 
 def test_a_type_of_which_no_tiny_model_can_be_built_is_not_judged():
