@@ -5,6 +5,8 @@
 The oracle is the stock model with a `DynamicCache`, run once with each image.
 """
 
+import functools
+import inspect
 import logging
 
 import pytest
@@ -414,3 +416,16 @@ def test_a_model_of_text_has_no_placeholders_and_lists_of_them_count():
     assert not placeholder_ids(AutoConfig.for_model("llama"))
     config = AutoConfig.for_model("ovis2")
     assert placeholder_ids(config) >= {config.image_token_id, *config.visual_indicator_token_ids}
+
+
+def test_a_transformers_whose_models_take_no_encoded_images_is_refused_by_what_it_lacks(monkeypatch):
+    model, ids = build("llava"), prompt("llava", picture("llava"), *CHUNKS)
+    cache, forward = BlendCache(model, ChunkStore.open("memory://")), type(model).forward
+    signature = inspect.signature(forward)  # transformers 5.17 lacks the argument
+    others = [one for name, one in signature.parameters.items() if name != "mm_encoder_outputs"]
+    older = functools.wraps(forward)(lambda *args, **given: forward(*args, **given))
+    older.__signature__ = signature.replace(parameters=others)
+    monkeypatch.setattr(type(model), "forward", older)
+    with pytest.raises(UnsupportedModelError, match=r"lacks the argument mm_encoder_outputs .*5\.18 and newer"):
+        cache.inputs_with_images(input_ids=ids, **arguments("llava", ids, 0))
+    assert not cache.is_expecting

@@ -145,11 +145,11 @@ def _nearest(probe: _Probe, index: int, part: slice, candidates: list[type[Rotar
     best = min(errors, key=lambda style: (errors[style], style.pairs(ones).shape[-1]))  # of equals what turns least
     tolerance = probe.tolerance(index, errors[best])
     if errors[best] > tolerance:
+        what = BESIDE if part.start else "the K/V"
         raise UnsupportedModelError(
-            f"layer {index} of {type(probe.model).__name__} cannot be moved: {BESIDE if part.start else 'the K/V'} of "
-            f"the same tokens at two places differ by {errors[best]:.2g} of their size after the nearest rotary style "
-            f"({best.__name__}), "
-            f"where {tolerance:g} is allowed. {_cause(probe, index)} Use full prefill for this model."
+            f"layer {index} of {type(probe.model).__name__} cannot be moved. {_cause(probe, index)} At two places "
+            f"{what} of the same tokens differ by {errors[best]:.2g} of their size after the nearest rotary style "
+            f"({best.__name__}), where {tolerance:g} is allowed. Use full prefill for this model."
         )
     return best
 
