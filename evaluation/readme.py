@@ -143,7 +143,7 @@ def _families(document: dict[str, Any]) -> list[str]:
 def _images_read(document: dict[str, Any]) -> list[str]:
     """Every type that reads images, and whether these are chunks: exact, or the reason why not."""
     rows = document["images"]
-    exact, unknown = sum(row["supported"] for row in rows), [row["model"] for row in rows if not judged(row)]
+    exact, unknown = sum(row["supported"] for row in rows), [_unknown(row) for row in rows if not judged(row)]
     lines = [
         f"Of {len(rows)} types that read images {exact} blend them exactly; {len(unknown)} are not judged.",
         "",
@@ -154,6 +154,10 @@ def _images_read(document: dict[str, Any]) -> list[str]:
         reason = "exact" if row["supported"] else row["reason"]
         lines.append(f"| {row['model']} | {_result(reason, row['max_abs_error'])} |")
     return [*lines, "", f"Not judged, for want of a tiny model: {', '.join(unknown)}."] if unknown else lines
+
+
+def _unknown(row: dict[str, Any]) -> str:
+    return f"{row['model']} (its tower is timm's)" if "timm" in row["reason"] else str(row["model"])
 
 
 def _support(document: dict[str, Any]) -> list[str]:

@@ -78,6 +78,9 @@ def _refusal(kind: str) -> str:
         return f"{NOT_JUDGED}the class of {kind!r} cannot be had: {error}"
     if complaint or kind in KINDS:
         return complaint
+    tower = getattr(getattr(config, "vision_config", None), "architecture", None)
+    if isinstance(tower, str):
+        return f"{NOT_JUDGED}the tower of {kind!r} is timm's {tower}, which has no tiny form. Try a checkpoint."
     return f"{NOT_JUDGED}no tiny model of type {kind!r} with images is known. Try a checkpoint of it instead."
 
 
