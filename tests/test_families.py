@@ -111,9 +111,9 @@ def test_an_expert_that_flips_in_bfloat16_is_not_taken_for_a_wrong_style():
 
 
 def test_types_that_read_images_are_exact_refused_or_not_judged():
-    exact, refused, unknown = verify_image_types(["qwen3_vl", "blip", "aya_vision"])
-    assert exact["supported"]
-    assert exact["max_abs_error"] <= 1e-5
+    exact, hybrid, refused, unknown = verify_image_types(["qwen3_vl", "qwen3_5", "blip", "aria"])
+    assert [row["supported"] for row in (exact, hybrid)] == [True, True]
+    assert max(exact["max_abs_error"], hybrid["max_abs_error"]) <= 1e-5
     assert "lacks the argument mm_encoder_outputs" in refused["reason"]
     assert [judged(row) for row in (exact, refused, unknown)] == [True, True, False]
     assert not any(map(broken, (exact, refused, unknown)))

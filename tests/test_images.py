@@ -25,6 +25,7 @@ from hf_blend.prefill.input_test import InputTest
 from hf_blend.prefill.probing import Listener
 from hf_blend.prefill.rows import Rows
 from hf_blend.store.chunk import ChunkKey
+from hf_blend.verify import image_zoo
 from hf_blend.verify.image_zoo import tiny_image_model
 from tests.image_models import (
     CHUNKS,
@@ -422,7 +423,7 @@ def test_a_model_of_text_has_no_placeholders_and_lists_of_them_count():
 @pytest.mark.parametrize("token", [0, 3])
 def test_a_model_whose_image_token_is_among_the_first_ids_passes_its_self_test(token, monkeypatch):
     config = {**KINDS["llava"].config, "image_token_index": token}
-    monkeypatch.setitem(KINDS, "llava", KINDS["llava"]._replace(config=config))
+    monkeypatch.setitem(image_zoo.KINDS, "llava", KINDS["llava"]._replace(config=config))
     assert BlendCache(tiny_image_model("llava"), ChunkStore.open("memory://")).model.config.image_token_id == token
 
 

@@ -103,6 +103,22 @@ class ImageKind(NamedTuple):
 STACKED: dict[str, Any] = {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 DEEP = _qwen("qwen3_vl_moe_text", STACKED, mrope_interleaved=True)
+GLM = {
+    **_qwen("glm4v_text", {"image_size": 16}, partial_rotary_factor=1.0),
+    "image_start_token_id": START,
+    "image_end_token_id": END,
+}
+GLM_MOE = {
+    "model_type": "glm4v_moe_text", "moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+LINEAR = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}  # fmt: skip
+HYBRID = _qwen("qwen3_5_text", {"num_position_embeddings": 16}, mrope_interleaved=True, partial_rotary_factor=1.0)
+HYBRID["text_config"] |= LINEAR
+HYBRID_MOE = {"model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 32, **MOE}
 KINDS: dict[str, ImageKind] = {
     "llava": ImageKind(
         _llava(
@@ -188,16 +204,7 @@ KINDS: dict[str, ImageKind] = {
     ),
     "qwen3_vl": ImageKind(_qwen("qwen3_vl_text", STACKED, mrope_interleaved=True), 4, _grid, _marked),
     "qwen3_vl_moe": ImageKind({**DEEP, "text_config": {**DEEP["text_config"], **MOE}}, 4, _grid, _marked),
-    "glm4v": ImageKind(
-        {
-            **_qwen("glm4v_text", {"image_size": 16}, partial_rotary_factor=1.0),
-            "image_start_token_id": START,
-            "image_end_token_id": END,
-        },
-        4,
-        _grid,
-        _marked,
-    ),
+    "glm4v": ImageKind(GLM, 4, _grid, _marked),
     "gemma4": ImageKind(
         {
             "text_config": {
@@ -241,7 +248,42 @@ KINDS: dict[str, ImageKind] = {
         _plain,
         _prefixed,
     ),
+    "aya_vision": ImageKind(
+        _llava(
+            {"model_type": "cohere2", **LOCAL},
+            {"model_type": "siglip_vision_model", "vision_use_head": False},
+            vision_feature_layer=-1,
+        ),
+        4,
+        _plain,
+        _unmarked,
+    ),
+    "cohere2_vision": ImageKind(
+        {
+            "text_config": {"model_type": "cohere2", **TEXT, **LOCAL},
+            "vision_config": {"model_type": "siglip_vision_model", **EYE},
+            "image_token_id": IMAGE,
+            "alignment_intermediate_size": 64,
+        },
+        4,
+        _plain,
+        _unmarked,
+    ),
+    "vipllava": ImageKind(
+        _llava(
+            {"model_type": "llama"},
+            {"model_type": "clip_vision_model", "projection_dim": 32},
+            vision_feature_layer=[-1, -2],
+        ),
+        16,
+        _plain,
+        _unmarked,
+    ),
+    "glm4v_moe": ImageKind({**GLM, "text_config": {**GLM["text_config"], **GLM_MOE}}, 4, _grid, _marked),
+    "qwen3_5": ImageKind(HYBRID, 4, _grid, _marked),
+    "qwen3_5_moe": ImageKind({**HYBRID, "text_config": {**HYBRID["text_config"], **HYBRID_MOE}}, 4, _grid, _marked),
 }
+KINDS |= {"glm46v": KINDS["glm4v"], "shieldgemma2": KINDS["gemma3"]}
 
 
 def image_types() -> list[str]:
