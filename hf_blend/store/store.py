@@ -314,7 +314,7 @@ class ChunkStore:
         from ..model.capture import check_chunk
         from ..prompt.pieces import tokenizer_digest
 
-        keys = self._keys(model, tokenizer, chunks, sink_ids)
+        keys = self.keys(model, tokenizer, chunks, sink_ids=sink_ids)
         for number, key in enumerate(keys):
             check_chunk(model, key.token_ids, key.sink_ids, f"chunk {number}")
         texts = {key for key, chunk in zip(keys, chunks, strict=True) if isinstance(chunk, str)}
@@ -349,7 +349,7 @@ class ChunkStore:
         Raises:
             PromptError: `chunks` is not a list.
         """
-        keys = self._keys(model, tokenizer, chunks, sink_ids)
+        keys = self.keys(model, tokenizer, chunks, sink_ids=sink_ids)
         if self._prefetcher is None:
             self._prefetcher = ThreadPoolExecutor(1, thread_name_prefix="hf_blend-prefetch")
         return self._prefetcher.submit(self._bring, list(dict.fromkeys(keys)))
@@ -358,13 +358,28 @@ class ChunkStore:
         away = (key for key in keys if not self._stack.is_held(key.digest) and self._stack.contains(key.digest))
         return sum(self.get(key) is not None for key in away)
 
-    def _keys(
+    def keys(
         self,
         model: nn.Module,
         tokenizer: Any,
         chunks: Sequence[str | Sequence[int]],
-        sink_ids: Sequence[int] | None,
+        *,
+        sink_ids: Sequence[int] | None = None,
     ) -> list[ChunkKey]:
+        """The keys under which `add` would store chunks; nothing is computed.
+
+        Args:
+            model: as in `add`.
+            tokenizer: as in `add`.
+            chunks: as in `add`.
+            sink_ids: as in `add`.
+
+        Returns:
+            The keys, in the order of the chunks.
+
+        Raises:
+            PromptError: `chunks` is not a list.
+        """
         from ..model.fingerprint import fingerprint
         from ..prompt.pieces import tokenize
 
