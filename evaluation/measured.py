@@ -62,6 +62,11 @@ def gained(name: str, form: str = "+.0f") -> Cell:
     return lambda row: f"{row[name]:{form}} {ends(interval, form)(row)}" if row.get(name) is not None else ""
 
 
+def megabytes(name: str) -> Cell:
+    """Bytes in 10^6 of them."""
+    return lambda row: f"{row[name] / 1e6:.1f}" if row.get(name) is not None else ""
+
+
 def _rounds(document: Document) -> str:
     return f"Shape of {document['shape']}, {document['threads']} threads, median of {document['rounds']}, interleaved."
 
@@ -238,6 +243,8 @@ MEASURED = {
             "importance saves, ms": gained("part_saved_ms"),
             "first token, whole, ms": number("whole_ttft_ms", ".0f"),
             "importance saves, ms ": gained("whole_saved_ms"),
+            "MB from the slower tier, in part": megabytes("part_slow_bytes"),
+            "MB, whole": megabytes("whole_slow_bytes"),
         },
         lambda document: (
             f"{document['stories']} stories, {document['chunks']} chunks, {document['questions']} questions of each, "

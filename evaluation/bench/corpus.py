@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from hf_blend import ChunkStore
+from hf_blend import ChunkStore, StoreError
 from hf_blend.integrations.datasets import index_dataset
 from hf_blend.model.fingerprint import fingerprint
 from hf_blend.verify.zoo import tiny_model
@@ -152,6 +152,9 @@ def reopened(location: Path, identity: str) -> dict[str, Any]:
 
     Returns:
         Seconds, and bytes on disk and in memory.
+
+    Raises:
+        StoreError: the index does not know every entry.
     """
     entries = [path.stat().st_size for path in (location / "objects").rglob("*.safetensors")]
     found: dict[str, Any] = {"entries": len(entries), "entry_bytes": sum(entries) / len(entries)}
@@ -169,7 +172,9 @@ def reopened(location: Path, identity: str) -> dict[str, Any]:
         found[f"find_{name}_s"] = time.perf_counter() - started
         known = store.counts(identity)[0]
         if known != len(entries):
-            raise RuntimeError(f"the index knows {known} chunks, expected {len(entries)}")
+            raise StoreError(
+                f"the index knows {known} chunks, expected {len(entries)}. Run hf-blend store check on {location}."
+            )
         store.close()
     found["index_bytes"] = sum(path.stat().st_size for path in (location / "index").iterdir() if path.is_file())
     return found

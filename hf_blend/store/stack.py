@@ -210,13 +210,10 @@ class TierStack:
 
     def delete(self, digest: str) -> bool:
         """Remove a chunk from every queue and tier; raises OSError if one refuses, or takes too long to write it."""
-        with self._moving:
-            return self._delete(digest)
-
-    def _delete(self, digest: str) -> bool:
         self._deleted += 1
-        removed = [queue.cancel(digest, DELETE_S) for queue in self.queues.values()]
-        removed += [tier.delete(self._catalog.name(digest)) for tier in self.tiers]
+        removed = [queue.cancel(digest, DELETE_S) for queue in self.queues.values()]  # may itself wait for `_moving`
+        with self._moving:
+            removed += [tier.delete(self._catalog.name(digest)) for tier in self.tiers]
         removed += [place.delete(digest) for place in self.held]
         self._catalog.forget(digest)
         return any(removed)
@@ -287,19 +284,18 @@ class TierStack:
         Raises:
             OSError: a tier refuses; the chunk is where it was, or in both.
         """
-        with self._moving:
-            return self._move(digest, target)
-
-    def _move(self, digest: str, target: str) -> bool:
         name, there = self._catalog.name(digest), next(tier for tier in self.tiers if tier.name == target)
         others = [tier for tier in self.tiers if tier is not there]
-        is_there = self._holds(there, digest) or any(self._copy(tier, there, digest) for tier in others)
-        if is_there:
-            for other in others:
-                if other.name in self.queues:
-                    self.queues[other.name].cancel(digest, DELETE_S)
-                other.delete(name)
-                self._catalog.forget(digest, other.name)
+        with self._moving:
+            is_there = self._holds(there, digest) or any(self._copy(tier, there, digest) for tier in others)
+        for other in others if is_there else ():
+            if other.name in self.queues:
+                self.queues[other.name].cancel(digest, DELETE_S)  # what is being written may wait for `_moving`
+            with self._moving:
+                is_there = there.contains(name)
+                if is_there:
+                    other.delete(name)
+                    self._catalog.forget(digest, other.name)
         return is_there
 
     def _holds(self, tier: BoundedTier, digest: str) -> bool:

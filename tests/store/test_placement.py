@@ -144,6 +144,26 @@ def test_a_tier_behind_that_refuses_costs_what_is_evicted_and_nothing_else(opene
         assert store.stats()["store_failures"]
 
 
+def test_a_chunk_that_is_deleted_or_moved_while_it_is_written_behind_waits_for_nobody(
+    opened, folders, chunk, content, monkeypatch
+):
+    monkeypatch.setattr("hf_blend.store.stack.DELETE_S", 2.0)
+    with opened("remote", room=40) as store:
+        for number in range(20):
+            store.put(chunk((5, number)))
+            assert store.delete(chunk((5, number)).key)
+        store.flush()
+        assert not kept(folders)
+        for number in range(20):
+            store.put(chunk((5, number)))
+            store.flush()
+            store.move([chunk((5, number)).key], "disk")
+            store.put(chunk((5, number)))  # back again, behind the next move
+            store.move([chunk((5, number)).key], "disk")
+        store.flush()
+        assert_each_in_one(folders, [chunk((5, number)) for number in range(20)], content)
+
+
 def test_rebalancing_stops_where_there_is_no_room(opened, folders, chunk, content):
     chunks = [chunk((5, number)) for number in range(ROOM + 3)]
     with opened("remote") as store:
