@@ -279,7 +279,7 @@ class MixerPass:
     def _row_outputs(self, output: Any) -> Any:
         if output is self._result:
             return output
-        is_per_token = isinstance(output, Tensor) and output.dim() > 2 and output.shape[1] == self.rows.tokens
+        is_per_token = isinstance(output, Tensor) and output.dim() == 3 and output.shape[1] == self.rows.tokens
         return gather_rows(output, self.rows.columns) if is_per_token else output
 
     def _is_own_call(self) -> bool:
