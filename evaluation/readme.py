@@ -18,7 +18,12 @@ from .whole_table import whole
 ROOT = Path(__file__).resolve().parent.parent
 MOST_LETTERS = 140  # of a reason in a table
 # tables named otherwise than their result file
-SOURCES = {"ends": "eval2", "acceptance": "sparse_quality", "support": "families"}
+SOURCES = {
+    "ends": "eval2",
+    "acceptance": "sparse_quality",
+    "support": "families",
+    "kvstar_overlap": "kvstar_draft",
+}
 # rows of the short table
 ENDS = (("full-prefill", None), ("full-reuse", None), ("kv-deviation", 0.15), ("query-attention", 0.15))
 PLACE = re.compile(r"<!--table:(?P<name>\w+)-->\n.*?<!--end-->", re.DOTALL)

@@ -1,0 +1,36 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Whose is it, and how is that known? Every sentence of the chain in turn; for models of reference_model/draft.py."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import count
+
+from ..chains.sampling import sample_examples
+from ..chains.story import Level
+from .base import Row, Sample
+from .chain_world import DRAWN, ChainWorld
+
+LEVEL = Level(chunks=(8, 14), facts=(1, 2), fillers=(5, 9))
+
+
+class ChainLinks(ChainWorld):
+    """Held-out questions of the chain world; right is the whole chain, word for word."""
+
+    max_new_tokens = 40
+    is_long = True
+
+    def rows(self) -> Iterable[Row]:
+        """One row after the other, without end; the id says the depth."""
+        if self.data is not None:
+            yield from super().rows()
+            return
+        for part in count():
+            for number, one in enumerate(sample_examples(DRAWN, self.seed + part, level=LEVEL)):
+                name = f"links-{self.seed + part}-{number}-depth-{one.depth}"
+                yield {"id": name, "chunks": one.chunks, "question": one.question, "answers": [one.chain]}
+
+    def sample(self, row: Row) -> Sample:
+        """Chunks and question as they are; answers as the tokenizer writes them."""
+        sample = super().sample(row)
+        return replace(sample, answers=tuple(self.tokenizer.decode(self.ids(one)) for one in sample.answers))
