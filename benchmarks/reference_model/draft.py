@@ -115,7 +115,10 @@ def build(layers: int, width: int) -> LlamaForCausalLM:
 PLANS = {
     "target": Plan(
         6, 128, 1, 3e-3,
-        (Stage(SHORT, 96, 160, 3, 800), Stage(MIDDLE, 256, 224, 2, 400), Stage(LEVEL, 640, 256, 1, 300)),
+        (
+            Stage(SHORT, 96, 160, 3, 450), Stage(SHORT, 96, 160, 6, 150), Stage(MIDDLE, 256, 224, 4, 180),
+            Stage(LEVEL, 640, 256, 2, 110),
+        ),
     ),
     "draft": Plan(
         2, 96, 2, 4e-3,
