@@ -55,8 +55,8 @@ def eval(
 ) -> None:
     """Score methods on tasks: one line per answer in a folder, then a table, and a page with plots if wanted.
 
-    Every answer is paired with full prefill; intervals are 95 % bootstrap intervals over the samples. `eval compare` pairs
-    the answers of two runs: score of the second minus score of the first.
+    Every answer is paired with full prefill; intervals are 95 % bootstrap intervals over the samples. `eval compare`
+    pairs the answers of two runs: score of the second minus score of the first.
 
     Examples:
         hf-blend eval --limit 2 --ratio 0.1 --json

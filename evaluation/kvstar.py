@@ -36,7 +36,7 @@ from .tasks.base import Sample
 from .trial import Trial, _load, _task
 
 METHOD, CONTROL, BLOCK_TOKENS, TEXT_TOKENS, DRAFTED_TOKENS = "kvstar", "random", 16, 24, 4
-DENSE = "dense"
+DENSE, WHOLE = "dense", "answer-match"
 CANNOT_SHOW = (
     "what batches gain: one request at a time.",
     "speed on a GPU, or of a model whose decoding is bound by reading K and V: in a small model or a short prompt the "
@@ -206,7 +206,7 @@ class _Looking:
         self.looked = self.all = 0
         self.jaccard: dict[int, list[tuple[float, float]]] = {}
         self._session, self._compares, self._few = session, compares, session.few
-        session.few = self.few  # type: ignore[method-assign]
+        vars(session)["few"] = self.few  # before the method of the class
 
     def few(self, index: int, query: Tensor, key: Tensor, *given: Any) -> Any:
         """In place of `SparseSession.few`."""
@@ -263,7 +263,8 @@ class _Stepped(Approach):
         try:
             with door as session:
                 self.looking = _Looking(session, compares) if session else None
-                made = self.model.generate(ids, past_key_values=cache, streamer=rounds, pad_token_id=self._pad, **given)
+                given |= {"past_key_values": cache, "streamer": rounds, "pad_token_id": self._pad}
+                made = self.model.generate(ids, **given)
         finally:
             noting.remove()
         new = made[0, ids.shape[1] :].tolist()
@@ -282,7 +283,7 @@ class _Bench:
         settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = DRAFTED_TOKENS, "constant"
         settings.assistant_confidence_threshold = 0.0
         self._stepped = _Stepped(model, tokenizer, task.max_new_tokens, assistant, task.is_long)
-        self._rule = plugins.load("evaluation.scores", task.score)(tokenizer)
+        self._rule, self._whole = (plugins.load("evaluation.scores", one)(tokenizer) for one in (task.score, WHOLE))
 
     def answer(self, sample: Sample, ways: Sequence[Way]) -> None:
         """Answer a sample every way; nothing if the folder has it."""
@@ -303,6 +304,7 @@ class _Bench:
                     "prediction": found.text,
                     "answers": list(sample.answers),
                     "score": self._rule.best(found.text, sample.answers),
+                    "whole": self._whole.best(found.text, sample.answers),
                     "proposed": rounds.proposed,
                     "accepted": rounds.accepted,
                     "tokens_s": rounds.tokens_s,
@@ -385,6 +387,7 @@ def _row(groups: Groups, task: str, way: Way) -> dict[str, Any]:
         "interval": interval(scores),
         "difference_to_dense": gap(Way()),
         "difference_to_no_draft": gap(way.alone) if way.draft else None,
+        "whole_right": statistics.fmean(line["whole"] for line in found),
         "same_text": statistics.fmean(float(line["same_text"]) for line in found),
         "proposed": proposed,
         "prompt_tokens": statistics.fmean(line["prompt_tokens"] for line in found),

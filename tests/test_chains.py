@@ -21,6 +21,7 @@ from hf_blend.evaluation.chains.story import Level, tell
 from hf_blend.evaluation.chains.tokens import build_tokenizer, vocabulary
 from hf_blend.evaluation.chains.words import KIND_OF, UNSEEN_ADJECTIVES, UNSEEN_NOUNS
 from hf_blend.evaluation.scores.answer_match import AnswerMatch
+from hf_blend.evaluation.scores.sentence_f1 import SentenceF1
 from hf_blend.evaluation.tasks.chain_links import ChainLinks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,15 +60,20 @@ def test_the_chain_can_be_read_from_the_text_alone(split):
         assert example.chain.count(" .") == example.depth + 1
 
 
-def test_a_whole_chain_is_right_and_a_shorter_one_is_not():
+def test_a_whole_chain_is_right_and_a_part_of_it_is_partly_right():
     tokenizer = build_tokenizer()
-    task, rule = ChainLinks(tokenizer), AnswerMatch()
+    task = ChainLinks(tokenizer)
+    rule, whole = SentenceF1(), AnswerMatch()
     for row, sample in zip(islice(task.rows(), 10), task.samples(10), strict=True):
-        text = row["answers"][0]
+        text, depth = row["answers"][0], int(row["id"][-1])
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         assert len(ids) < task.max_new_tokens, "and its end fits"
-        assert rule.best(tokenizer.decode(ids), sample.answers) == 1
-        assert rule.best(tokenizer.decode(ids[:-7]), sample.answers) == 0
+        said = tokenizer.decode(ids)
+        assert rule.best(said, sample.answers) == whole.best(said, sample.answers) == 1
+        first, other = tokenizer.decode(ids[: ids.index(ids[-1]) + 1]), said.replace("the", "a", 1)
+        assert rule.best(first, sample.answers) == pytest.approx(2 / (depth + 2)), "one sentence of depth + 1"
+        assert rule.best(other, sample.answers) == pytest.approx(depth / (depth + 1)), "one word is wrong"
+        assert whole.best(other, sample.answers) == 0
 
 
 @pytest.mark.parametrize("name", ["draft", "target"])
@@ -75,7 +81,7 @@ def test_packed_questions_are_predicted_as_each_alone(name, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "reference_model"))
     draft = importlib.import_module("draft")
     torch.manual_seed(0)
-    model = draft.build(draft.PLANS[name].layers, draft.PLANS[name].width).eval()
+    model = draft.build(draft.PLANS[name].width).eval()
     batch = draft.draw(Random(3), draft.Stage(draft.SHORT, 64, 96, 2, 1))
     with torch.no_grad():
         logits, labels = draft.predicted(model, batch)
@@ -96,13 +102,17 @@ def test_training_of_the_draft_resumes_from_its_checkpoint_and_writes_a_model(tm
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "reference_model"))
     draft = importlib.import_module("draft")
     stages = (draft.Stage(draft.SHORT, 64, 64, 1, 2), draft.Stage(draft.SHORT, 80, 64, 1, 1))
-    monkeypatch.setitem(draft.PLANS, "draft", replace(draft.PLANS["draft"], stages=stages))
+    plan = replace(draft.PLANS["draft"], cycles=(stages, stages[:1]))
+    monkeypatch.setitem(draft.PLANS, "draft", plan)
+    assert [plan.at(step) for step in range(6)] == [
+        (stages[0], 0), (stages[0], 1 / 3), (stages[1], 2 / 3), (stages[0], 0), (stages[0], 1 / 2), (stages[0], 1)
+    ]  # fmt: skip
     trainer = draft.Trainer("draft", tmp_path)
-    assert trainer.stage is stages[0]
     trainer.run()
     again = draft.Trainer("draft", tmp_path)
-    assert (again.step, again.stage) == (3, stages[1])
-    assert all(torch.equal(one, other) for one, other in zip(trainer.model.parameters(), again.model.parameters()))
+    assert (again.step, again.tokens) == (5, trainer.tokens) == (5, 4 * 128 + 144)
+    before, after = trainer.model.state_dict(), again.model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
     again.export(tmp_path / "model")
     model, tokenizer = load_model(str(tmp_path / "model"))
     assert tokenizer.get_vocab() == load_model("chains")[1].get_vocab()

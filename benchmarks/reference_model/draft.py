@@ -3,8 +3,8 @@
 """Train a target that writes, and a small draft for it: `python benchmarks/reference_model/draft.py --folder run`.
 
 Asked whose a thing is, both answer with the sentences of the story that lead to its owner, in turn: up to 35 tokens,
-each sentence in another place of the prompt. The target has six layers of width 128. The draft is no copy: two layers of
-width 96, from a start and an order of the data of its own; it never sees the target.
+each sentence in another place of the prompt. Both have two layers. The draft is no copy: it is narrower, half the
+parameters and half the training, from a start and an order of the data of its own; it never sees the target.
 
 `run/target` and `run/draft` are folders of models, for
 
@@ -37,7 +37,7 @@ from hf_blend.evaluation.world.model import start_reading
 from hf_blend.evaluation.world.train import make_optimizers
 
 logger = logging.getLogger(__name__)
-REPORTED_EVERY, SAVED_EVERY = 30.0, 60.0  # seconds
+REPORTED_EVERY, SAVED_EVERY = 60.0, 60.0  # seconds
 WARM_STEPS, SCORED_TOKENS = 20, 4096
 MARK = 4  # index of a question's last token
 NO_LABEL = -100
@@ -61,18 +61,27 @@ class Plan:
     """How one of the two models is trained.
 
     Attributes:
-        layers: of the model.
         width: of the model.
         seed: of the weights and of the order of the data.
-        rate: highest learning rate; it falls to nothing by a cosine over all stages.
-        stages: in turn.
+        rate: learning rate at the start of a cycle; it falls to nothing by a cosine over the cycle's stages.
+        cycles: in turn.
     """
 
-    layers: int
     width: int
     seed: int
     rate: float
-    stages: tuple[Stage, ...]
+    cycles: tuple[tuple[Stage, ...], ...]
+
+    def at(self, step: int) -> tuple[Stage, float]:
+        """The stage of a step, and how much of its cycle is done by then."""
+        for cycle in self.cycles:
+            left, steps = step, sum(stage.steps for stage in cycle)
+            for stage in cycle:
+                if left < stage.steps:
+                    return stage, step / steps
+                left -= stage.steps
+            step -= steps
+        return self.cycles[-1][-1], 1.0
 
 
 @dataclass(frozen=True)
@@ -98,11 +107,11 @@ class Batch:
         return ((key == 0) | (key == query)).tril()[:, None]
 
 
-def build(layers: int, width: int) -> LlamaForCausalLM:
-    """A stock Llama that starts out by looking for the like."""
+def build(width: int) -> LlamaForCausalLM:
+    """A stock Llama of two layers that starts out by looking for the like."""
     ids = vocabulary()
     config = LlamaConfig(
-        vocab_size=len(ids), hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers,
+        vocab_size=len(ids), hidden_size=width, intermediate_size=2 * width, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=32, tie_word_embeddings=True, initializer_range=0.05,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6}, max_position_embeddings=4096,
         bos_token_id=ids[BOS], eos_token_id=ids[EOS], pad_token_id=ids[EOS],
@@ -114,15 +123,15 @@ def build(layers: int, width: int) -> LlamaForCausalLM:
 
 PLANS = {
     "target": Plan(
-        6, 128, 1, 3e-3,
+        96, 2, 4e-3,
         (
-            Stage(SHORT, 96, 160, 3, 450), Stage(SHORT, 96, 160, 6, 150), Stage(MIDDLE, 256, 224, 4, 180),
-            Stage(LEVEL, 640, 256, 2, 110),
+            (Stage(SHORT, 96, 224, 8, 500), Stage(MIDDLE, 256, 256, 6, 300), Stage(LEVEL, 640, 256, 3, 200)),
+            (Stage(MIDDLE, 256, 256, 6, 180), Stage(LEVEL, 640, 256, 3, 90)),
         ),
     ),
     "draft": Plan(
-        2, 96, 2, 4e-3,
-        (Stage(SHORT, 96, 224, 8, 500), Stage(MIDDLE, 256, 256, 6, 300), Stage(LEVEL, 640, 256, 3, 200)),
+        64, 1, 4e-3,
+        ((Stage(SHORT, 96, 224, 8, 350), Stage(MIDDLE, 256, 256, 6, 150), Stage(LEVEL, 640, 256, 3, 80)),),
     ),
 }  # fmt: skip
 
@@ -176,7 +185,7 @@ class Trainer:
         """Start from the folder's checkpoint, or from the plan's beginning."""
         self.name, self.plan, self.checkpoint = name, PLANS[name], folder / f"{name}.pt"
         torch.manual_seed(self.plan.seed)
-        self.model = build(self.plan.layers, self.plan.width)
+        self.model = build(self.plan.width)
         self.optimizers = make_optimizers(self.model, weight_decay=0.02)
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         if self.checkpoint.exists():
@@ -197,24 +206,14 @@ class Trainer:
             optimizer.load_state_dict(known)
         vars(self).update(state["place"])
 
-    @property
-    def stage(self) -> Stage:
-        """The stage of the next step; the last one behind the end."""
-        left = self.step
-        for stage in self.plan.stages:
-            if left < stage.steps:
-                return stage
-            left -= stage.steps
-        return self.plan.stages[-1]
-
     def run(self) -> None:
         """Train what is left of the plan."""
-        steps = sum(stage.steps for stage in self.plan.stages)
+        steps = sum(stage.steps for cycle in self.plan.cycles for stage in cycle)
         random, losses = Random(f"{self.plan.seed}-{self.step}"), []
         reported = saved = time.monotonic()
         while self.step < steps:
-            started, stage = time.monotonic(), self.stage
-            losses.append(self.train_step(draw(random, stage), self.step / steps))
+            started, (stage, done) = time.monotonic(), self.plan.at(self.step)
+            losses.append(self.train_step(draw(random, stage), done))
             self.step, self.tokens = self.step + 1, self.tokens + stage.rows * (stage.story + stage.asked)
             self.seconds += time.monotonic() - started
             if time.monotonic() - reported > REPORTED_EVERY or self.step == steps:
@@ -230,7 +229,7 @@ class Trainer:
                 saved = time.monotonic()
 
     def train_step(self, batch: Batch, done: float) -> float:
-        """One step, with so much of the plan done; returns the loss over the answers' tokens."""
+        """One step, with so much of the cycle done; returns the loss over the answers' tokens."""
         loss = cross_entropy(*predicted(self.model, batch))
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -251,11 +250,11 @@ class Trainer:
         )
         self.model.eval().save_pretrained(folder)
         build_tokenizer().save_pretrained(folder)
-        tokens, answers = scored(self.model, self.plan.stages[-1])
+        tokens, answers = scored(self.model, self.plan.at(self.step)[0])
         record: dict[str, Any] = {
             "seed": self.plan.seed,
             "rate": self.plan.rate,
-            "stages": [asdict(stage) for stage in self.plan.stages],
+            "cycles": [[asdict(stage) for stage in cycle] for cycle in self.plan.cycles],
             "tokens": self.tokens,
             "minutes": round(self.seconds / 60, 1),
             "parameters": self.model.num_parameters(),

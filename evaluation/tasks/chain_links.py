@@ -15,8 +15,10 @@ LEVEL = Level(chunks=(8, 14), facts=(1, 2), fillers=(5, 9))
 
 
 class ChainLinks(ChainWorld):
-    """Held-out questions of the chain world; right is the whole chain, word for word."""
+    """Held-out questions of the chain world; a sentence of the chain is right word for word, or wrong."""
 
+    score = "sentence-f1"
+    also = ("answer-match",)
     max_new_tokens = 40
     is_long = True
 

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -56,7 +58,7 @@ def start_reading(model: LlamaForCausalLM) -> None:
     _look_back(model.model.layers[0].self_attn, model.config)
 
 
-def _match(attention: torch.nn.Module, config: LlamaConfig) -> None:
+def _match(attention: torch.nn.Module, config: Any) -> None:
     groups, half = config.num_attention_heads // config.num_key_value_heads, config.head_dim // 2
     shape = (config.num_key_value_heads, config.head_dim, config.hidden_size)
     attention.k_proj.weight.mul_(2.5)[:, 0] = 0
@@ -69,7 +71,7 @@ def _match(attention: torch.nn.Module, config: LlamaConfig) -> None:
     attention.o_proj.weight.mul_(0.3).add_(values.repeat_interleave(groups, 0).reshape(queries.shape).mT)
 
 
-def _look_back(attention: torch.nn.Module, config: LlamaConfig) -> None:
+def _look_back(attention: torch.nn.Module, config: Any) -> None:
     half = config.head_dim // 2
     pairs = torch.arange(_PAIRS)
     angles = config.rope_parameters["rope_theta"] ** (-pairs / half)

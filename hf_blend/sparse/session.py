@@ -235,14 +235,19 @@ class SparseSession:
                 lock.unlock()
         select = layer.blocks.select
         if query.shape[2] > 1:
-            drafted = self._selecting and self._selecting.of(index, query.shape[0], layer.blocks.complete(past))
-            if drafted is not None:
+            drafted = self._drafted_scores(index, query.shape[0], layer.blocks.complete(past))
+            if drafted:
                 return [lock.get(lambda: select(drafted[row], past), 0) for row, lock in enumerate(layer.locks)]  # noqa: B023
             layer.scores = None if self._selecting else layer.blocks.scores(query, past)
             held = [lock.selection for lock in layer.locks]
             return [one for one in held if one is not None] if all(held) else []
         scores = layer.blocks.scores(query, past)[:, 0] if any(lock.is_due for lock in layer.locks) else None
         return [lock.get(lambda: select(scores[row], past)) for row, lock in enumerate(layer.locks)]  # type: ignore[index] # noqa: B023
+
+    def _drafted_scores(self, index: int, batch: int, blocks: int) -> Sequence[Tensor]:
+        """What the draft says of the blocks of this round, for each request; empty if it says nothing."""
+        scores = None if self._selecting is None else self._selecting.of(index)
+        return list(scores) if scores is not None and scores.shape == (batch, blocks) else []
 
     def _prefetch(self, layer: _Layer, query: Tensor, past: int) -> None:
         """Where a lock is due in the next step, read ahead what this step's query would select."""
@@ -343,7 +348,8 @@ class SelectingDraft(Draft):
     def begin_step(self, tokens: int) -> bool:
         """A forward of the draft model begins. True if its queries are needed."""
         session = self._session
-        return super().begin_step(tokens) and session.length >= max(1, session.config.min_tokens - 1) and session.is_due
+        is_long = session.length >= max(1, session.config.min_tokens - 1)
+        return super().begin_step(tokens) and is_long and session.is_due
 
     def few(
         self, index: int, query: Tensor, key: Tensor, value: Tensor, mask: Any, name: str, scaling: float | None
@@ -358,11 +364,10 @@ class SelectingDraft(Draft):
         self.scores[index] = scores if known is None or known.shape != scores.shape else torch.maximum(known, scores)
         return None
 
-    def of(self, target: int, batch: int, blocks: int) -> Tensor | None:
-        """The scores for a layer of the target, `[batch, blocks]`; None if the draft has none that fit."""
-        near = sorted(self.scores, key=lambda index: abs(self._target[index] - target))
-        found = self.scores[near[0]] if near else None
-        return found if found is not None and found.shape == (batch, blocks) else None
+    def of(self, target: int) -> Tensor | None:
+        """The scores for a layer of the target, `[batch, blocks]`; None if the draft has none."""
+        near = min(self.scores, key=lambda index: abs(self._target[index] - target), default=None)
+        return None if near is None else self.scores[near]
 
 
 def block_shares(scores: Tensor) -> Tensor:
