@@ -82,7 +82,7 @@ KVSTAR_RUN ?= build/kvstar
 
 kvstar: $(STAMP) ## train a model that writes and a small draft for it (half an hour, resumes); measure selections that they share
 	$(BIN)/python benchmarks/reference_model/draft.py --folder $(KVSTAR_RUN)
-	$(BIN)/python benchmarks/kvstar.py --folder $(KVSTAR_RUN)
+	$(BIN)/python benchmarks/kvstar.py --folder $(KVSTAR_RUN) --small
 
 bench: $(STAMP) ## measure time to first token and write it to benchmarks/results
 	mkdir -p benchmarks/results

@@ -38,7 +38,7 @@ def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="of reference_model/draft.py")
-    parser.add_argument("--limit", type=int, default=200, help="questions")
+    parser.add_argument("--limit", type=int, default=120, help="questions")
     parser.add_argument("--small", action="store_true", help="one share of the blocks")
     parser.add_argument("--output", type=Path, default=RESULT)
     options = parser.parse_args()

@@ -32,7 +32,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from hf_blend.evaluation.chains.story import Level, chain, question
 from hf_blend.evaluation.chains.tokens import BOS, EOS, build_tokenizer, vocabulary
-from hf_blend.evaluation.tasks.chain_links import LEVEL, ChainLinks
+from hf_blend.evaluation.tasks.chain_links import ChainLinks
 from hf_blend.evaluation.world.model import start_reading
 from hf_blend.evaluation.world.train import make_optimizers
 
@@ -43,6 +43,7 @@ MARK = 4  # index of a question's last token
 NO_LABEL = -100
 SHORT = Level(chunks=(3, 6), facts=(1, 3), fillers=(0, 1))
 MIDDLE = Level(chunks=(6, 10), facts=(1, 3), fillers=(2, 4))
+LONG = Level(chunks=(8, 14), facts=(1, 2), fillers=(5, 9))
 
 
 @dataclass(frozen=True)
@@ -125,13 +126,14 @@ PLANS = {
     "target": Plan(
         96, 2, 4e-3,
         (
-            (Stage(SHORT, 96, 224, 8, 500), Stage(MIDDLE, 256, 256, 6, 300), Stage(LEVEL, 640, 256, 3, 200)),
-            (Stage(MIDDLE, 256, 256, 6, 180), Stage(LEVEL, 640, 256, 3, 90)),
+            (Stage(SHORT, 96, 224, 8, 500), Stage(MIDDLE, 256, 256, 6, 300), Stage(LONG, 640, 256, 3, 200)),
+            (Stage(MIDDLE, 256, 256, 6, 180), Stage(LONG, 640, 256, 3, 90)),
+            (Stage(MIDDLE, 256, 256, 6, 170),),
         ),
     ),
     "draft": Plan(
         64, 1, 4e-3,
-        ((Stage(SHORT, 96, 224, 8, 350), Stage(MIDDLE, 256, 256, 6, 150), Stage(LEVEL, 640, 256, 3, 80)),),
+        ((Stage(SHORT, 96, 224, 8, 350), Stage(MIDDLE, 256, 256, 6, 150), Stage(LONG, 640, 256, 3, 80)),),
     ),
 }  # fmt: skip
 
