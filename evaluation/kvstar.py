@@ -86,13 +86,12 @@ DRAFTED = Way(draft=APART)
 
 def figures_of(is_small: bool = False) -> dict[str, list[Way]]:
     """The ways of each figure."""
-    shares = (0.25,) if is_small else (0.5, 0.25, 0.1)
-    drafted = [Way(share, how) for share in (shares if is_small else shares[1:]) for how in (SEES, APART, SELECTS)]
-    free = [] if is_small else [Way(0.25, how, lock=False) for how in (ALONE, SEES, APART, SELECTS)]
+    shares, locks = ((0.25,), (False,)) if is_small else ((0.5, 0.25, 0.1), (True, False))
+    ways = [(share, how, lock) for share in shares[-2:] for lock in locks for how in (SEES, APART, SELECTS)]
     return {
-        "decoding": [Way(), *(Way(share) for share in shares)],
-        "speculation": [DRAFTED, *drafted, *free],
-        "control": [Way(0.25, how, CONTROL) for how in (ALONE, SELECTS)],
+        "decoding": [Way(), *(Way(share, lock=lock) for share in shares for lock in (True, False))],
+        "speculation": [DRAFTED, *(Way(share, how, lock=lock) for share, how, lock in ways)],
+        "control": [Way(0.25, how, CONTROL, False) for how in (ALONE, SELECTS)],
     }
 
 

@@ -112,9 +112,11 @@ def test_kvstar_counts_accepted_tokens_as_the_session_does_and_resumes(
     assert sum(one.dense_steps for one in per_way[2]) == 0 < sum(one.dense_steps for one in per_way[1])
     assert [row["layer"] for row in figures["overlap"]] == [0, 1, 2, 3]
     assert all(0 < row["chance"] < 1 for row in figures["overlap"])
-    assert [row["way"] for row in figures["control"]] == ["random 0.25", "random 0.25, draft selects"]
+    assert [row["way"] for row in figures["control"]] == [
+        "random 0.25, not held", "random 0.25, draft selects, not held"
+    ]  # fmt: skip
     assert not any("copy of the model" in one for one in found["cannot_show"])
-    assert [row["share"] for row in figures["decoding"]] == [1, 0.25]
+    assert [row["way"] for row in figures["decoding"]] == ["dense", "kvstar 0.25", "kvstar 0.25, not held"]
     page = (tmp_path / "run" / "index.html").read_text("utf-8")
     assert all(f"<th>{column.replace('_', ' ')}</th>" in page for rows in figures.values() for column in rows[0])
     monkeypatch.setattr(kvstar._Stepped, "continued", None)  # nothing is answered again
