@@ -26,7 +26,7 @@ $(STAMP): setup.cfg pyproject.toml $(CONSTRAINTS)
 	touch $(STAMP)
 
 quickstart: $(STAMP) ## answer long questions by full prefill, full reuse and blending, and say when each first token came
-	$(BIN)/hf-blend ask --compare --store $(VENV)/quickstart
+	$(BIN)/hf-blend ask --compare --rounds 5 --store $(VENV)/quickstart
 
 demo: $(STAMP) ## show three answers side by side in a browser
 	$(BIN)/hf-blend demo
@@ -104,8 +104,8 @@ EVALUATED := full-prefill prefix-caching full-reuse unaligned-reuse $(AT:%=auto@
 	$(ONCE:%=%@0.15) map-reduce map-rerank
 COUNT ?= 500
 
-EVALUATED2 := prefix-caching full-reuse $(foreach r,0.05 0.1 0.15 0.3,kv-deviation@$(r)) $(foreach r,0.05 0.15,auto@$(r) \
-	learned@$(r)) random@0.15 dependency@0.15 query-attention@0.15 boundary@0.15 stored-importance@0.15 oracle@0.15
+EVALUATED2 := prefix-caching full-reuse $(foreach r,0.05 0.1 0.15 0.3,kv-deviation@$(r)) $(foreach r,0.05 0.15,auto@$(r)) \
+	$(foreach r,0.05 0.075 0.1 0.15,learned@$(r)) random@0.15 dependency@0.15 query-attention@0.15 boundary@0.15 stored-importance@0.15 oracle@0.15
 COUNT2 ?= 200
 
 eval2: $(STAMP) ## score methods on long prompts, answers and times of the same questions: rows in benchmarks/results

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_blend.errors import PromptError
+from hf_blend.errors import ConfigError, PromptError
 
 from .options import (
     RATIO,
@@ -42,6 +42,7 @@ Questions = Annotated[
     Path | None, typer.Option(help="File with a question on each line; all arguments are documents then.")
 ]
 Compare = Annotated[bool, typer.Option("--compare", help="Beside blending, also full prefill and full reuse.")]
+Rounds = Annotated[int, typer.Option(min=1, help="With --compare: times each method is timed; the median counts.")]
 System = Annotated[str | None, typer.Option(help="Text before the documents.")]
 MOST_SHOWN = 400  # tokens of a prompt in which the recomputed ones are marked
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Where an answer is cut.")]
@@ -58,6 +59,7 @@ def ask(
     selector: Selector = SELECTOR,
     partial: Partial = None,
     compare: Compare = False,
+    rounds: Rounds = 1,
     chunk_tokens: IndexedTokens = None,
     system: System = None,
     max_new_tokens: MaxNewTokens = 32,
@@ -79,10 +81,12 @@ def ask(
     from hf_blend import ChunkStore
     from hf_blend.evaluation.answering import Method, blend_config
     from hf_blend.evaluation.asking import ask as answer
-    from hf_blend.evaluation.asking import methods, warm
+    from hf_blend.evaluation.asking import methods, time_again, warm
     from hf_blend.evaluation.bundled import open_model
 
     config = blend_config(selector, recompute_ratio=ratio, allow_unverified=allow_unverified)
+    if rounds > 1 and not compare:
+        raise ConfigError(f"got --rounds {rounds} without --compare. Methods are timed in turns only with it.")
     given, documents = _given(question, files or [], questions)
     model = model or ("reference" if given else "chains")
     source = open_model(model, device, dtype)
@@ -99,6 +103,9 @@ def ask(
                 answer(loaded, source.tokenizer, opened, asked, method, max_new_tokens, shown.stream)
                 for method in methods(config, compare)
             ]
+            if compare:
+                timed = list(zip(methods(config, compare), replies, strict=True))
+                time_again(loaded, source.tokenizer, opened, asked, timed, rounds)
             shown.end(asked, replies)
     shown.result()
 

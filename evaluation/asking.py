@@ -3,6 +3,7 @@
 """Questions over documents, answered by one method or by several side by side; what `hf-blend ask` does."""
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -128,6 +129,32 @@ def ask(
         (tokenizer.decode([token]), place in chosen) for place, token in enumerate(ids[:end])
     ]
     return Reply(row, tokens, got)
+
+
+def time_again(
+    model: nn.Module,
+    tokenizer: Any,
+    store: ChunkStore,
+    asked: Asked,
+    replies: Sequence[tuple[Method, Reply]],
+    rounds: int,
+) -> None:
+    """Measure the first token of methods in turns; the median counts, of these and of the time that is there.
+
+    Args:
+        model: a causal language model.
+        tokenizer: its tokenizer.
+        store: holds the chunks by now.
+        asked: the question.
+        replies: each method's answer; `ttft_ms` of its row is replaced.
+        rounds: how often each method is measured, the time that is there included.
+    """
+    times = [[reply.row["ttft_ms"]] for _, reply in replies]
+    for _ in range(rounds - 1):
+        for (method, _), taken in zip(replies, times, strict=True):
+            taken.append(answer(model, tokenizer, store, method, asked.pieces, max_new_tokens=1).ttft_ms)
+    for (_, reply), taken in zip(replies, times, strict=True):
+        reply.row["ttft_ms"] = statistics.median(taken)
 
 
 def prepare(

@@ -13,27 +13,34 @@ from typing import Any
 from hf_blend import ChunkStore
 
 from .bootstrap import interval
+from .bundled import load_model
 from .folder import RunFolder
 from .inspecting import Inspector
-from .trial import Trial, _load, _task
+from .trial import Trial, _task
 
 RATIOS = (0.0, 0.05, 0.15, 0.3, 1.0)
 BLEND, RATIO = "kv-deviation", 0.15
 Progress = Callable[[str, Iterator[Any], int], Any]
 
 
-def deviations(base: Trial, folder: Path, progress: Progress | None = None) -> list[dict[str, Any]]:
+def deviations(
+    base: Trial,
+    folder: Path,
+    progress: Progress | None = None,
+    load: Callable[..., tuple[Any, Any]] = load_model,
+) -> list[dict[str, Any]]:
     """Deviation, rank correlation and sparsity by layer, and attention deviation by ratio.
 
     Args:
         base: model, tasks, data and limit.
         folder: of the run; one that was stopped resumes.
         progress: wraps the loop over samples.
+        load: as in `trial.run`.
 
     Returns:
         Two figures: `name`, `title` and `rows`.
     """
-    model, tokenizer = _load(base.models[0], base)
+    model, tokenizer = load(base.models[0], base.device, base.dtype or "auto")
     with RunFolder(folder, {**base.settings, "deviation_ratios": RATIOS}) as opened:
         for name in base.tasks:
             samples = _task(base, name, tokenizer).samples(base.limit, base.shape())

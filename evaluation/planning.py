@@ -54,9 +54,13 @@ def planned(
     machine = _Machine(model)
     rates |= {name: machine.rate(name, places.get(name)) for name in prices if name not in rates}
     devices = [StorageDevice(name, rate * GB, prices[name]) for name, rate in rates.items()]
-    token_bytes, prefill, measured = _measures(machine, dtype, prefill_s, workload.request_tokens, ratio)
+    token_bytes, prefill, measured = _measures(machine, dtype, prefill_s, workload, ratio)
     given_here = {"least_ratio": ratio, "gpu_hour": gpu_hour, **measured}
-    rows = [place(one, workload, token_bytes, prefill, **given_here) for one in devices]
+    held = {**given_here, "read_s": 0.0}  # nothing is read where chunks are held ready to use
+    rows = [
+        place(one, workload, token_bytes, prefill, **(held if _is_held(one.name, places) else given_here))
+        for one in devices
+    ]
     chosen = choose(rows)
     return {
         "model": model,
@@ -66,6 +70,10 @@ def planned(
         "chosen": chosen.device,
         "store": _settings(chosen, places.get(chosen.device)),
     }
+
+
+def _is_held(device: str, places: Mapping[str, str]) -> bool:
+    return device == MEMORY and device not in places
 
 
 def _pairs(option: str, texts: Sequence[str] | None, read: Callable[[str], Any]) -> dict[str, Any]:
@@ -106,15 +114,20 @@ class _Machine:
 
 
 def _measures(
-    machine: _Machine, dtype: str | None, prefill_s: float | None, tokens: int, ratio: float
+    machine: _Machine, dtype: str | None, prefill_s: float | None, work: Workload, ratio: float
 ) -> tuple[float, float, dict[str, Any]]:
     """Bytes of K and V of a token, seconds of a full prefill, and what else of `place` was measured."""
+    tokens = work.request_tokens
     if prefill_s is None:
-        from hf_blend.loading.profile import profile_of
+        from hf_blend.loading.profile import profile_of, reading_s
         from hf_blend.model.anatomy import decoder_layers
 
         profile = profile_of(machine.model)
-        measured = {"blend_s": profile.prefill_s(tokens, ratio), "num_layers": len(decoder_layers(machine.model))}
+        measured = {
+            "blend_s": profile.prefill_s(tokens, ratio),
+            "num_layers": len(decoder_layers(machine.model)),
+            "read_s": reading_s(machine.model, work.chunks_per_request, work.chunk_tokens, ratio),
+        }
         return profile.bytes_per_token, profile.prefill_s(tokens, 1.0), measured
     import torch
 

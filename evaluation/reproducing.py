@@ -2,23 +2,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """A paper's figures on one's own model: each figure is a few runs of `trial`, in a folder that resumes where it was.
 
-What the figures of CacheBlend vary are methods, ratios, the check layer, and the length and number of chunks;
-deviation and its rank correlation are means over samples. Its storage devices are in `hf-blend bench ttft --disk`, its
-request rates in `hf-blend bench serve`: these measure times, for which weights do not matter.
+What the figures of CacheBlend vary are methods, ratios, the check layer, the length and number of chunks, the batch
+and the rate of the storage; deviation and its rank correlation are means over samples. Its request rates are in
+`hf-blend bench serve`, which measures times: weights do not matter for them.
 
-Source: CacheBlend (arXiv 2405.16444), figures 6, 7, 8, 12, 13, 15, 16.
+Source: CacheBlend (arXiv 2405.16444), figures 6, 7, 8, 12, 13, 15, 16, 17.
 """
 
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from hf_blend.errors import ConfigError
 
+from .bundled import load_model
 from .deviations import deviations
 from .folder import RunFolder
 from .impress import impress
@@ -76,6 +77,11 @@ def cacheblend(base: Trial, is_small: bool = False) -> list[Figure]:
         Figure("chunks", "Number of chunks (figure 15)",
                tuple((f"{count} chunks", replace(compared, chunk_tokens=CUT, most_chunks=count))
                      for count in few((2, 4, CHUNKS, 16)))),
+        Figure("batch", "Prompts answered together: the time is that of the batch (figure 15)",
+               tuple((f"batch of {size}", replace(compared, batch=size, times_batches=True))
+                     for size in few((1, 2, 4)))),
+        Figure("storage", "Rate of the storage that chunks are read from (figure 17)",
+               tuple((f"{rate} GB/s", replace(compared, read_gb_s=rate)) for rate in few((0.5, 1.0, 4.0)))),
     ]  # fmt: skip
 
 
@@ -104,15 +110,20 @@ def _cacheblend(
     base: Trial, folder: Path, progress: Progress | None = None, is_small: bool = False, draft: str | None = None
 ) -> dict[str, Any]:
     first = replace(base, tasks=base.tasks[:1], data=tuple(pair for pair in base.data if pair[0] == base.tasks[0]))
-    beside = deviations(first, folder / "deviation", progress)
-    return reproduce(cacheblend(base, is_small), folder, progress, beside)
+    load = lru_cache(maxsize=1)(load_model)  # all figures are of one model
+    beside = deviations(first, folder / "deviation", progress, load)
+    return reproduce(cacheblend(base, is_small), folder, progress, beside, load)
 
 
 PAPERS: dict[str, Callable[..., dict[str, Any]]] = {"cacheblend": _cacheblend, "impress": impress, "kvstar": kvstar}
 
 
 def reproduce(
-    figures: Sequence[Figure], folder: Path, progress: Progress | None = None, beside: Sequence[dict[str, Any]] = ()
+    figures: Sequence[Figure],
+    folder: Path,
+    progress: Progress | None = None,
+    beside: Sequence[dict[str, Any]] = (),
+    load: Callable[..., tuple[Any, Any]] = load_model,
 ) -> dict[str, Any]:
     """Run what the folder does not hold yet, and write `result.json`, `index.html`, and each figure as CSV and LaTeX.
 
@@ -121,6 +132,7 @@ def reproduce(
         folder: of the run; one that was stopped resumes.
         progress: wraps the loop over samples; is given what is run, the loop and its length.
         beside: figures that were made already: `name`, `title` and `rows`.
+        load: as in `run`.
 
     Returns:
         `figures`: name, title and rows of each; a row has what is varied as `varied`.
@@ -132,7 +144,7 @@ def reproduce(
             place = folder / figure.name / varied.replace(" ", "-")
             what = " ".join(one for one in (figure.name, varied) if one)
             with RunFolder(place, trial.settings) as opened:
-                run(trial, opened, partial(progress, what) if progress else None)
+                run(trial, opened, partial(progress, what) if progress else None, load)
                 found = summarised(trial.settings, opened.lines.values())["rows"]
             rows += [{"varied": varied, **row} for row in found]
         made.append({"name": figure.name, "title": figure.title, "rows": rows})

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import hf_blend
 from hf_blend import ChunkStore, plugins
 from hf_blend.errors import ConfigError
+from hf_blend.store.throttled import ThrottledTier
 
 from .blending import approach, takes_ratio
 from .bundled import load_model
@@ -31,6 +32,7 @@ from .tasks.base import Sample, Shape, Task
 FULL = "full-prefill"
 WARM = "full-reuse"
 TIMED = 10  # samples that are answered alone too, where others are answered side by side
+ADDED = {"partial", "read_gb_s", "times_batches"}  # settings that runs without them did not note
 REFERENCE = "reference"  # what the bundled model is called
 
 
@@ -53,6 +55,8 @@ class Trial:
         device: where to run.
         most_chunks: keep so many of a prompt's chunks; None keeps all.
         partial: share of the stored blocks that blended requests load; None loads chunks whole.
+        read_gb_s: rate at which stored chunks are read; None holds them in memory.
+        times_batches: the first token of a batch counts, where else the first samples are also answered alone.
     """
 
     tasks: tuple[str, ...] = ("reference-world",)
@@ -69,6 +73,8 @@ class Trial:
     device: str = "cpu"
     most_chunks: int | None = None
     partial: float | None = None
+    read_gb_s: float | None = None
+    times_batches: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what cannot run, before anything is loaded."""
@@ -82,6 +88,8 @@ class Trial:
                 raise ConfigError(f"the data {path!r} of {task} is no file. Give a JSONL file.")
         if any(not 0 <= ratio <= 1 for ratio in self.ratios):
             raise ConfigError(f"ratios are {self.ratios}, wanted numbers from 0 to 1.")
+        if self.read_gb_s is not None and (self.partial is not None or self.read_gb_s <= 0):
+            raise ConfigError(f"read_gb_s is {self.read_gb_s}, expected a number above 0, and chunks loaded whole.")
         if self.batch < 1 or (self.limit is not None and self.limit < 1):
             raise ConfigError(f"limit is {self.limit} and batch {self.batch}, wanted 1 or more.")
         self.shape()
@@ -94,7 +102,7 @@ class Trial:
     def settings(self) -> dict[str, Any]:
         """What must be the same for two runs to be one."""
         versions = {"hf_blend": hf_blend.__version__, "torch": torch.__version__}
-        asked = {name: value for name, value in asdict(self).items() if name != "partial" or value is not None}
+        asked = {name: value for name, value in asdict(self).items() if name not in ADDED or value}
         known = {**asked, "threads": torch.get_num_threads(), "versions": versions}
         paths = [name.partition(":")[0] for name, _ in self.ways() if name.partition(":")[0].endswith(plugins.FILE)]
         digests = {path: hashlib.sha256(Path(path).expanduser().read_bytes()).hexdigest()[:16] for path in paths}
@@ -117,18 +125,24 @@ class Trial:
         return [(name, own)]
 
 
-def run(trial: Trial, folder: RunFolder, progress: Callable[[Iterator[Any], int], Any] | None = None) -> None:
+def run(
+    trial: Trial,
+    folder: RunFolder,
+    progress: Callable[[Iterator[Any], int], Any] | None = None,
+    load: Callable[[str, str, str], tuple[nn.Module, Any]] = load_model,
+) -> None:
     """Answer all that the folder has no answer to.
 
     Args:
         trial: what is asked.
         folder: receives the lines.
         progress: wraps the loop over (task, samples), with their number.
+        load: gives a model by name, device and dtype; runs one after the other may share one that is loaded once.
     """
     for name in trial.models:
         if _is_complete(trial, name, folder):
             continue
-        model, tokenizer = _load(name, trial)
+        model, tokenizer = load(name, trial.device, trial.dtype or "auto")
         for task_name in trial.tasks:
             task = _task(trial, task_name, tokenizer)
             samples = task.samples(trial.limit, trial.shape())
@@ -164,7 +178,7 @@ class _Bench:
         self, trial: Trial, model_name: str, task_name: str, task: Task, model: nn.Module, tokenizer: Any, folder: Any
     ) -> None:
         self._trial, self._names, self._folder = trial, (task_name, model_name), folder
-        store = ChunkStore.open("memory://", partial=trial.partial)
+        store = _store(trial)
         given = (model, tokenizer, store, task.max_new_tokens)
         self._ways: list[tuple[str, float | None, Approach]] = [
             (name, ratio, approach(name, ratio, *given)) for name, ratio in trial.ways()
@@ -186,7 +200,7 @@ class _Bench:
             way.warm(asked)
         full = self._ways[0][2].answer(asked)
         wanted = [one.ids for one in full]
-        alone = [sample.id in timed and len(asked) > 1 for sample in asked]
+        alone = [sample.id in timed and len(asked) > 1 and not self._trial.times_batches for sample in asked]
         lines = []
         for name, ratio, way in self._ways:
             found = self._answered(way, asked, wanted)
@@ -207,6 +221,9 @@ class _Bench:
     def _knows(self, sample: Sample, name: str, ratio: float | None) -> bool:
         return (*self._names, name, ratio, sample.id) in self._folder.lines
 
+    def _time(self, one: Outcome) -> float | None:
+        return one.batch_ttft_ms if self._trial.times_batches else one.ttft_ms
+
     def _line(
         self, name: str, ratio: float | None, sample: Sample, one: Outcome, full: Outcome, time_ms: Any, warm: Outcome
     ) -> dict[str, Any]:
@@ -222,7 +239,7 @@ class _Bench:
             "answers": list(sample.answers),
             "score": scores[self._score],
             "scores": scores,
-            "ttft_ms": one.ttft_ms if time_ms is None else time_ms,
+            "ttft_ms": self._time(one) if time_ms is None else time_ms,
             "charged_budget": one.charged_budget,
             "prompt_tokens": one.prompt_tokens,
             "reused_tokens": one.reused_tokens,
@@ -232,6 +249,12 @@ class _Bench:
             "top1": top1,
             "exact_output": one.ids == full.ids,
         }
+
+
+def _store(trial: Trial) -> ChunkStore:
+    if trial.read_gb_s is None:
+        return ChunkStore.open("memory://", partial=trial.partial)
+    return ChunkStore([], [ThrottledTier(plugins.load("store.tiers", "memory")(), 1e9 * trial.read_gb_s)])
 
 
 def agreement(logits: Tensor | None, full: Tensor | None) -> tuple[float | None, float | None]:

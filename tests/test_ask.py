@@ -8,6 +8,7 @@ import io
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,29 @@ def test_every_row_has_the_keys_that_programs_rely_on(first):
     keys = {"method", "question", "answer", "correct", "ttft_ms", "charged_budget", "sources"}
     assert all(keys <= set(row) for row in first["rows"])
     assert {row["method"] for row in first["rows"]} == {"blend"}
+
+
+def test_compared_methods_are_timed_in_turns_and_the_median_counts(store, first, monkeypatch):
+    from hf_blend.evaluation import asking
+
+    taken, answer = [], asking.answer
+
+    def timed(*args, **kwargs):
+        taken.append((args[3].name, 100.0 * len(taken)))
+        return replace(answer(*args, **kwargs), ttft_ms=taken[-1][1])
+
+    monkeypatch.setattr(asking, "answer", timed)
+    with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit) as ended:
+        main(["ask", "--compare", "--rounds", "3", "--json", "--store", str(store)])
+    assert not ended.value.code
+    rows = json.loads(out.getvalue())["rows"]
+    names = [row["method"] for row in rows[:3]]
+    assert [name for name, _ in taken[1:10]] == 3 * names, "behind the one that stores the chunks"
+    assert [row["ttft_ms"] for row in rows[:3]] == [ms for _, ms in taken[4:7]], "the middle one of the three"
+
+
+def test_rounds_without_methods_to_compare_are_refused(store, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["ask", "--rounds", "3", "--store", str(store)])
+    assert ended.value.code
+    assert "--compare" in capsys.readouterr().err

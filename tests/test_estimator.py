@@ -95,6 +95,19 @@ def test_a_chunk_that_is_read_in_one_piece_hides_behind_nothing():
     assert not found.is_hidden
 
 
+def test_what_the_host_does_to_read_is_hidden_behind_nothing_but_loading():
+    token_bytes = 80 * LLAMA_70B
+    load = load_s(token_bytes, WORK.request_tokens, 1e9)
+    short, long, slow = (
+        place(StorageDevice("disk", 1e9, 0.1), WORK, token_bytes, 10 * load, blend_s=blend, read_s=read)
+        for blend, read in ((2 * load, 0.2 * load), (2 * load, 0.6 * load), (load / 2, 0.2 * load))
+    )
+    assert (short.is_hidden, long.is_hidden, slow.is_hidden) == (True, False, False)
+    assert short.request_s == pytest.approx(2.2 * load)
+    assert long.request_s == pytest.approx(2.6 * load)
+    assert slow.request_s == pytest.approx(load), "it waits for the bytes anyway"
+
+
 @pytest.mark.parametrize("wrong", [lambda: StorageDevice("x", 0, 1), lambda: Workload(0, 1, 1, 1), lambda: choose([])])
 def test_what_cannot_be_is_refused(wrong):
     with pytest.raises(ConfigError, match="expected"):

@@ -211,6 +211,8 @@ def test_any_columns_cut_into_blocks_of_any_size_give_attention_under_the_dense_
             patch.setattr(row_lines, "SPAN_ROWS", (step, step))
             patch.setattr(row_lines, "RUN_ROWS", run)
             patch.setattr(row_lines, "SMALL_MASK", 0)
+            patch.setattr(row_lines, "CAUSAL_MASK", (0, 0 if in_two else 1 << 20))
+            patch.setattr(row_lines, "CAUSAL_ROWS", step)
             patch.setattr(row_lines, "KEPT_BYTES", kept_bytes)
             patch.setattr(row_attention, "_fused", row_attention._fused if in_two else None)
             got = [attend(query, key, value, lines) for _ in range(2)]
@@ -218,6 +220,14 @@ def test_any_columns_cut_into_blocks_of_any_size_give_attention_under_the_dense_
         assert [number for block in blocks for number in range(64)[block.rows]] == list(range(len(columns)))
         for one in got:
             torch.testing.assert_close(one, wanted, atol=1e-5, rtol=0)
+
+
+def test_a_block_of_few_rows_reads_no_key_that_all_its_rows_are_before():
+    columns = torch.arange(0, 1500, 15)
+    lines = RowMask.causal(columns[None], 1500).lines
+    assert not lines.spans
+    assert [block.keys.stop for block in lines.blocks] == [int(columns[47]) + 1, int(columns[95]) + 1, 1486]
+    assert len(RowMask.causal(columns[None, :40], 1500).lines.blocks) == 1, "too few to cut"
 
 
 def test_attention_in_two_steps_makes_no_mask_of_the_keys_that_a_block_shares(monkeypatch):

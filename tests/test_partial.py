@@ -170,10 +170,10 @@ def test_a_flipped_bit_in_a_loaded_block_is_a_fault_and_in_another_is_not_read(m
     start = reader._data + 1 * reader.heads * (keys + values) + part * reader.heads * keys  # layer 1, head 0
     content[start + 2 * reader.block_tokens * width + 5] ^= 1  # block 2
     damaged = BlockReader(BytesSource(bytes(content)), key)
-    good = BlockReader(source, key).read(1, part, 0, [0, 1, 3])
-    assert torch.equal(damaged.read(1, part, 0, [0, 1, 3]), good)
+    good = BlockReader(source, key).read(1, part, [0], [0, 1, 3])
+    assert torch.equal(damaged.read(1, part, [0], [0, 1, 3]), good)
     with pytest.raises(EntryFault, match="block 2 of layer 1, head 0"):
-        damaged.read(1, part, 0, [1, 2])
+        damaged.read(1, part, [0], [1, 2])
 
 
 def opened_all(store: Any) -> Any:
@@ -275,8 +275,8 @@ def test_a_chunk_comes_back_from_its_blocks_in_any_order(tokens, block, random):
     reader = BlockReader(BytesSource(b"".join(encode_blocks(chunk, order, block))), chunk.key)
     blocks = sorted(random.sample(range(reader.blocks), random.randint(1, reader.blocks)))
     for part in (0, 1):
-        got = reader.read(1, part, 1, blocks)
-        assert torch.equal(got, chunk.layers[1][part][1][reader.tokens_of(blocks)])
+        got = reader.read(1, part, [1, 0], blocks)
+        assert torch.equal(got, chunk.layers[1][part][[1, 0]][:, reader.tokens_of(blocks)])
 
 
 def test_probe_heads_follow_the_paper_and_the_number_of_heads():

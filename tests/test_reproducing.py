@@ -12,9 +12,10 @@ from hf_blend.cli.main import main
 from hf_blend.errors import ConfigError
 from hf_blend.evaluation import kvstar
 from hf_blend.evaluation.answering import blend_config
+from hf_blend.evaluation.folder import RunFolder
 from hf_blend.evaluation.methods.base import Approach
 from hf_blend.evaluation.reproducing import cacheblend, data_files
-from hf_blend.evaluation.trial import Trial
+from hf_blend.evaluation.trial import Trial, run
 
 
 @pytest.fixture
@@ -159,10 +160,10 @@ def test_the_figures_are_made_on_a_folder_with_a_real_set_and_a_stopped_run_goes
     (tmp_path / "data").mkdir()
     rows = (published / "musique_cacheblend.jsonl").read_text("utf-8").splitlines()[:1]
     row = json.loads(rows[0])
-    row["chunks"] = [chunk[:400] for chunk in row["chunks"][:3]]
+    row["chunks"] = [chunk[:150] for chunk in row["chunks"][:3]]
     (tmp_path / "data" / "musique.jsonl").write_text(json.dumps(row) + "\n")
     init = Approach.__init__
-    monkeypatch.setattr(Approach, "__init__", lambda self, *given: init(self, *given[:3], 2, *given[4:]))
+    monkeypatch.setattr(Approach, "__init__", lambda self, *given: init(self, *given[:3], 1, *given[4:]))
     asked = ["reproduce", "cacheblend", "--model", folder, "--data", str(tmp_path / "data"), "--limit", "1", "--small"]
     asked += ["--output-dir", str(tmp_path / "run"), "--json", "--device", "cpu"]
 
@@ -174,7 +175,8 @@ def test_the_figures_are_made_on_a_folder_with_a_real_set_and_a_stopped_run_goes
 
     figures = {figure["name"]: figure["rows"] for figure in made()["figures"]}
     assert set(figures) == {
-        "methods", "ratio", "check-layer", "chunk-tokens", "chunks", "deviation", "attention-deviation",
+        "methods", "ratio", "check-layer", "chunk-tokens", "chunks", "batch", "storage", "deviation",
+        "attention-deviation",
     }  # fmt: skip
     assert {row["method"] for row in figures["check-layer"]} >= {
         "kv-deviation:check_layers=1", "kv-deviation:check_layers=3"
@@ -196,6 +198,28 @@ def test_the_figures_are_made_on_a_folder_with_a_real_set_and_a_stopped_run_goes
 def test_the_number_of_chunks_varies():
     trials = {figure.name: figure.trials for figure in cacheblend(Trial(("needle",)))}
     assert [trial.shape().most_chunks for _, trial in trials["chunks"]] == [2, 4, 8, 16]
+
+
+def lines_of(tmp_path, **settings):
+    trial = Trial(limit=4, batch=2, methods=("full-reuse", "kv-deviation@0.15"), **settings)
+    with RunFolder(tmp_path / "run", trial.settings) as folder:
+        run(trial, folder)
+        return list(folder.lines.values())
+
+
+def test_chunks_take_as_long_to_read_as_the_rate_of_the_storage_says(tmp_path):
+    gb_s = 0.01
+    lines = lines_of(tmp_path, read_gb_s=gb_s, times_batches=True)
+    for method in ("full-reuse", "kv-deviation"):
+        for line, other in zip(*[iter(line for line in lines if line["method"] == method)] * 2, strict=True):
+            assert line["ttft_ms"] == other["ttft_ms"], "of the batch"
+            assert line["ttft_ms"] >= 1e3 * min(line["read_bytes"], other["read_bytes"]) / (1e9 * gb_s) > 0
+
+
+@pytest.mark.parametrize("settings", [{"read_gb_s": 0.0}, {"read_gb_s": 1.0, "partial": 0.25}])
+def test_a_rate_that_cannot_be_kept_is_refused(settings):
+    with pytest.raises(ConfigError, match="read_gb_s is"):
+        Trial(**settings)
 
 
 def test_a_folder_without_a_task_is_refused(tmp_path):

@@ -32,7 +32,7 @@ from hf_blend.loading.estimator import (
     choose,
     place,
 )
-from hf_blend.loading.profile import Profile, bytes_per_second, profile_of
+from hf_blend.loading.profile import Profile, bytes_per_second, profile_of, reading_s
 from hf_blend.model.anatomy import decoder_layers
 from hf_blend.store.throttled import ThrottledTier
 
@@ -137,6 +137,7 @@ def _row(model: nn.Module, profile: Profile, cell: Cell, plan: StorePlanPlan) ->
     work = Workload(STORED_CHUNKS, plan.chunk_tokens, plan.chunks, REQUESTS_PER_DAY)
     full, blend = (profile.prefill_s(work.request_tokens, ratio) for ratio in (1.0, cell.ratio))
     rates = {name: bytes_per_second(_store(rate), model, plan.chunk_tokens) for name, rate, _ in cell.devices}
+    read = reading_s(model, plan.chunks, plan.chunk_tokens, cell.ratio)
     seconds = _measured(model, cell, plan)
     planned = [
         place(
@@ -148,8 +149,9 @@ def _row(model: nn.Module, profile: Profile, cell: Cell, plan: StorePlanPlan) ->
             gpu_hour=cell.gpu_hour,
             blend_s=blend,
             num_layers=len(decoder_layers(model)),
+            read_s=read if rate else 0.0,
         )
-        for name, _, price in cell.devices
+        for name, rate, price in cell.devices
     ]
     measured = [_with(one, seconds[one.device], seconds[None], cell.gpu_hour) for one in planned]
     return {
@@ -160,6 +162,7 @@ def _row(model: nn.Module, profile: Profile, cell: Cell, plan: StorePlanPlan) ->
         "best": choose(measured).device,
         "in_memory_s": seconds[None],
         "blend_s": blend,
+        "read_s": read,
         "devices": [
             {
                 **asdict(one),
@@ -193,8 +196,8 @@ def _measured(model: nn.Module, cell: Cell, plan: StorePlanPlan) -> Mapping[str 
     for store in stores.values():
         store.add(model, None, pieces)
     for number in range(plan.rounds + 1):
-        for device, store in stores.items():
-            seconds = _request(model, store, pieces, cell.ratio)
+        for device in draw.sample(list(stores), len(stores)):  # what follows a slow device would always be the same
+            seconds = _request(model, stores[device], pieces, cell.ratio)
             times[device] += [seconds] if number else []
     return {name: statistics.median(some) for name, some in times.items()}
 

@@ -41,6 +41,7 @@ class Outcome:
         loaded_chunks: that came from it.
         read_bytes: of K and V that were computed for another prompt and read for this one.
         logits: `[tokens, vocabulary]` over the answer that was given to agree with; None if none was given.
+        batch_ttft_ms: as `ttft_ms`, where several were answered together for all of them.
     """
 
     text: str
@@ -53,6 +54,7 @@ class Outcome:
     loaded_chunks: int = 0
     read_bytes: int = 0
     logits: Tensor | None = None
+    batch_ttft_ms: float | None = None
 
 
 class Approach(ABC):
@@ -146,7 +148,7 @@ class Approach(ABC):
             text = self._text(int(inputs["input_ids"][row, -1]), own)
             tokens = int(inputs["attention_mask"][row].sum())
             time_ms = ttft_ms if len(made.sequences) == 1 else None
-            outcomes.append(Outcome(text, tuple(own), time_ms, 1.0, tokens, logits=logits[row]))
+            outcomes.append(Outcome(text, tuple(own), time_ms, 1.0, tokens, logits=logits[row], batch_ttft_ms=ttft_ms))
         return outcomes
 
     def _text(self, last: int, ids: list[int]) -> str:

@@ -10,8 +10,9 @@
 Differs: where no device hides its loading, the one that costs least in all is chosen, the GPU's waiting included. The
 paper does not price that; here a month costs storage and the GPU seconds of its requests. Where a blended prefill was
 measured, its seconds take the place of r x Prefill(L): layers before the check layer, scoring and the question are in
-them, which is most of a short prefill. What the first layer waits for is hidden behind nothing: a chunk's first read,
-which is its first layer, or READ_BYTES where layers are smaller. A device hides its loading only where that is short.
+them, which is most of a short prefill. Two things are hidden behind nothing: what the first layer waits for, which is
+a chunk's first read (its first layer, or READ_BYTES where layers are smaller), and what the host does to read and
+verify at any rate, as it was measured. A device hides its loading only where both are short.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from ..errors import ConfigError
 from ..store.stack import READ_BYTES
 
-DELAY_SHARE = 0.25  # the first read may delay a request by this share of its recomputing
+DELAY_SHARE = 0.25  # what nothing hides may delay a request by this share of its recomputing
 GB, MONTH_S, HOUR_S = 1e9, 30 * 86400.0, 3600.0
 
 
@@ -82,9 +83,10 @@ class Placement:
         device: its name.
         load_s: of a request's chunks.
         recompute_s: of the least share of them; the seconds of a blended prefill where they were measured.
-        is_hidden: loading ends no later than recomputing, and the first read takes little of its time.
+        is_hidden: loading ends no later than recomputing, and what nothing hides takes little of its time.
         ratio: to recompute; more than the least where loading leaves time for it.
-        request_s: the longer of recomputing and the loading that it may hide, behind the first read.
+        request_s: the longer of recomputing, the host's reading included, and the loading that it may hide, behind the
+            first read.
         stored_bytes: of all chunks.
         storage_month: price of keeping them.
         gpu_month: price of the GPU while requests load and recompute.
@@ -136,6 +138,7 @@ def place(
     gpu_hour: float = 0.0,
     blend_s: float | None = None,
     num_layers: int | None = None,
+    read_s: float = 0.0,
 ) -> Placement:
     """What it means to keep all chunks on one device.
 
@@ -148,6 +151,7 @@ def place(
         gpu_hour: price of the GPU for an hour.
         blend_s: seconds of a prefill at the least ratio with its chunks in memory; None is the paper's r x Prefill(L).
         num_layers: of the model; None leaves the first read out, as the paper does.
+        read_s: seconds that reading and verifying a request's chunks adds to `blend_s`, however fast they come.
 
     Returns:
         Delays and prices.
@@ -157,11 +161,11 @@ def place(
     least = recompute_s(prefill_s, least_ratio) if blend_s is None else blend_s
     ratio = ratio_that_loading_hides(load, prefill_s, least_ratio)
     first = load * first_share(bytes_per_token * workload.chunk_tokens, num_layers) if num_layers else 0.0
-    request = first + max(load - first, least)
+    request = first + max(load - first, least + read_s)
     stored = round(bytes_per_token * workload.chunk_tokens * workload.chunks)
     requests = workload.requests_per_day * MONTH_S / 86400
     gpu = requests * request / HOUR_S * gpu_hour
-    is_hidden = load <= least and first <= DELAY_SHARE * least
+    is_hidden = load <= least + read_s and first + read_s <= DELAY_SHARE * least
     return Placement(device.name, load, least, is_hidden, ratio, request, stored, stored / GB * device.gb_month, gpu)
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import plugins
 from ..cache.blend_cache import BlendCache
 from ..config import BlendConfig
 from ..model.anatomy import text_config
@@ -28,7 +29,7 @@ from ..model.fingerprint import fingerprint
 from ..store import ChunkStore
 
 LENGTHS, RATIOS = (512, 1536), (0.05, 0.5)
-CHUNKS, QUESTION_TOKENS, ROUNDS = 4, 32, 3
+CHUNKS, QUESTION_TOKENS, ROUNDS, READINGS = 4, 32, 3, 5
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,30 @@ def bytes_per_second(store: ChunkStore, model: nn.Module, tokens: int = 512) -> 
         rates.append(0.0 if chunk is None else chunk.nbytes / (time.perf_counter() - started))
     store.delete(key)
     return statistics.median(rates)
+
+
+def reading_s(model: nn.Module, chunks: int, tokens: int, ratio: float) -> float:
+    """What reading, verifying and unpacking the chunks of a request adds to it, however fast their bytes come.
+
+    Args:
+        model: to run.
+        chunks: of a request.
+        tokens: of each.
+        ratio: to recompute.
+
+    Returns:
+        Seconds by which a request whose chunks are bytes in memory takes longer than one whose chunks are held ready:
+        the difference of medians, measured in turns; never below 0.
+    """
+    pieces = [_ids(model, tokens, seed) for seed in range(chunks)]
+    stores = ChunkStore.open("memory://"), ChunkStore([], [plugins.load("store.tiers", "memory")()])
+    taken: tuple[list[float], ...] = ([], [])
+    for number in range(READINGS + 1):
+        for store, times in zip(stores, taken, strict=True):
+            seconds = _seconds(model, BlendCache(model, store, recompute_ratio=ratio), pieces)
+            times += [seconds] if number else []  # chunks are computed in the first
+    held, read = map(statistics.median, taken)
+    return max(0.0, read - held)
 
 
 def tier_rates(store: ChunkStore, model: nn.Module, tokens: int = 512) -> dict[str, float]:

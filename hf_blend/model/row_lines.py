@@ -19,6 +19,7 @@ BLOCK_BYTES = 32 << 20  # of the additive mask of one block
 SMALL_MASK = 1 << 18  # rows x keys up to which one block is faster than several
 KEPT_BYTES = 32 << 20  # of additive masks that are kept for all layers; larger ones are made where they are used
 RUN_ROWS = 256  # neighbours from which on a kernel's own causal mask is worth a call
+CAUSAL_MASK, CAUSAL_ROWS = (1 << 16, 1 << 19), 48  # on a CPU: rows x keys from and up to which to cut, and into what
 SPAN_BLOCKS, SPAN_ROWS = 16, (64, 512)  # scattered rows are cut into so many blocks, or of so many rows
 
 
@@ -213,10 +214,19 @@ class CausalLines(LocalLines):
         return self._ask()
 
     @cached_property
+    def blocks(self) -> list[RowBlock]:
+        """See `RowLines.blocks`; on a CPU, where nobody has to wait for the columns, more of them."""
+        least, most = CAUSAL_MASK
+        if self.device.type != "cpu" or not least < self.shape[2] * self.shape[3] <= most:
+            return super().blocks
+        cut = _steps(0, self.shape[2], CAUSAL_ROWS)
+        return [RowBlock(rows, slice(*end)) for rows, end in zip(cut, self._ends(cut), strict=True)]
+
+    @cached_property
     def spans(self) -> list[RowBlock]:
         """Blocks for attention in two steps: first the keys that all rows of a block see, then the rest."""
         numbers, rows = self._numbers, self.shape[2]
-        if rows * self.shape[3] <= SMALL_MASK:
+        if rows * self.shape[3] <= CAUSAL_MASK[1]:
             return []
         step, cut, start = max(SPAN_ROWS[0], min(SPAN_ROWS[1], rows // SPAN_BLOCKS)), [], 0
         for run in _runs(numbers, RUN_ROWS):

@@ -13,6 +13,7 @@ import base64
 import json
 import struct
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -103,6 +104,7 @@ class BlockReader:
             self.blocks = -(-self.tokens // self.block_tokens)
             self.order = torch.tensor(self.header["order"])
             self.tables = _tables_of(self.header)
+            self._asked, self._places = (), self.order[:0]
             self._check_sizes(layout)
 
     def _check_sizes(self, layout: Layout | None) -> None:
@@ -127,53 +129,66 @@ class BlockReader:
 
     def tokens_of(self, blocks: Sequence[int]) -> Tensor:
         """The tokens of the chunk that some blocks hold, in the order in which `read` gives them."""
-        ends = [slice(one * self.block_tokens, (one + 1) * self.block_tokens) for one in blocks]
-        return torch.cat([self.order[one] for one in ends]) if ends else self.order[:0]
+        return self.order[self.places_of(blocks)]
 
     def places_of(self, blocks: Sequence[int]) -> Tensor:
         """Where the tokens of some blocks stand in the order of the blocks."""
-        starts = [one * self.block_tokens for one in blocks]
-        parts = [torch.arange(start, min(start + self.block_tokens, self.tokens)) for start in starts]
-        return torch.cat(parts) if parts else self.order[:0]
+        asked = tuple(blocks)
+        if self._asked != asked:  # keys and values are asked for one behind the other
+            starts = torch.tensor(asked, dtype=torch.long) * self.block_tokens
+            places = (starts[:, None] + torch.arange(self.block_tokens)).view(-1)
+            self._asked, self._places = asked, places[places < self.tokens]  # the last block may be shorter
+        return self._places
 
     def empty(self, part: int) -> Tensor:
-        """`[tokens, width]` for the keys (0) or values (1) of one head, contents undefined."""
-        return torch.empty(self.tokens, self._width(part), dtype=self.dtype)
+        """`[kv_heads, tokens, width]` for the keys (0) or values (1) of a layer, contents undefined."""
+        return torch.empty(self.heads, self.tokens, self._width(part), dtype=self.dtype)
 
     def expect(self, layer: int, part: int, heads: Sequence[int], blocks: Sequence[int]) -> None:
         """Have a device begin with what `read` will be asked for soon; only sources that are files do."""
         tell = getattr(self._source, "expect", None)
         if tell is None:
             return
+        runs = self._runs(part, blocks)
         for head in heads:
-            base, sizes = self._extent(layer, part, head, blocks)
-            for first, last in _runs(blocks):
-                tell(base + blocks[first] * self._block_bytes(part), sum(sizes[first:last]))
+            base = self._base(layer, part, head)
+            for start, nbytes in runs:
+                tell(base + start, nbytes)
 
-    def read(self, layer: int, part: int, head: int, blocks: Sequence[int]) -> Tensor:
-        """Read some blocks of one head.
+    def read(self, layer: int, part: int, heads: Sequence[int], blocks: Sequence[int]) -> Tensor:
+        """Read some blocks of some heads.
 
         Args:
             layer: which layer.
             part: 0 for keys, 1 for values.
-            head: which KV head.
-            blocks: increasing; neighbours are read together.
+            heads: which KV heads.
+            blocks: increasing, the same of each head; neighbours are read together.
 
         Returns:
-            `[tokens of the blocks, width]`, keys rotated for the chunk's own positions.
+            `[heads, tokens of the blocks, width]`, keys rotated for the chunk's own positions.
 
         Raises:
             EntryFault: truncated; digest, a block is not what was stored; values, it holds absurd ones.
             OSError: it cannot be read now.
         """
-        base, sizes = self._extent(layer, part, head, blocks)
-        buffer = torch.empty(sum(sizes), dtype=torch.uint8)
-        view, place = memoryview(buffer.numpy()), 0
-        for first, last in _runs(blocks):
-            nbytes = sum(sizes[first:last])
-            start = base + blocks[first] * self._block_bytes(part)
-            self._source.read_into(start, view[place : place + nbytes])
-            place += nbytes
+        runs, sizes = self._runs(part, blocks), self._sizes(part, blocks)
+        buffer = torch.empty(len(heads), sum(sizes), dtype=torch.uint8)
+        for head, line in zip(heads, buffer, strict=True):
+            base, view, place = self._base(layer, part, head), memoryview(line.numpy()), 0
+            for start, nbytes in runs:
+                self._source.read_into(base + start, view[place : place + nbytes])
+                place += nbytes
+            self._check(layer, part, head, blocks, sizes, view)
+        self.loaded_bytes += buffer.nbytes
+        states = buffer.view(self.dtype).view(len(heads), -1, self._width(part))
+        if not has_usable_values(states):
+            raise EntryFault("values", f"layer {layer} holds NaN, infinity or absurd values in heads {list(heads)}")
+        return states
+
+    def _check(
+        self, layer: int, part: int, head: int, blocks: Sequence[int], sizes: Sequence[int], view: memoryview
+    ) -> None:
+        """Compare the blocks of one head with their digests."""
         number, width = ((layer * 2 + part) * self.heads + head) * self.blocks, _digest_bytes(self._secret)
         place = 0
         for block, size in zip(blocks, sizes, strict=True):
@@ -181,25 +196,26 @@ class BlockReader:
             if _digest(view[place : place + size], self._secret) != self._digests[at : at + width]:
                 raise EntryFault("digest", f"block {block} of layer {layer}, head {head} is not what was stored")
             place += size
-        self.loaded_bytes += len(view)
-        states = buffer.view(self.dtype).view(-1, self._width(part))
-        if not has_usable_values(states):
-            raise EntryFault("values", f"layer {layer}, head {head} holds NaN, infinity or absurd values")
-        return states
 
     def _width(self, part: int) -> int:
         return self.value_width if part else self.key_width
 
-    def _block_bytes(self, part: int) -> int:
-        return self.block_tokens * self._width(part) * self.dtype.itemsize
-
-    def _extent(self, layer: int, part: int, head: int, blocks: Sequence[int]) -> tuple[int, list[int]]:
-        """Where the blocks of a head begin in the file, and the sizes of some of them, in bytes."""
+    def _base(self, layer: int, part: int, head: int) -> int:
+        """Where the blocks of a head begin in the file."""
         per_head = [self.tokens * self._width(one) * self.dtype.itemsize for one in (0, 1)]
-        base = self._data + self.heads * (layer * sum(per_head) + part * per_head[0]) + head * per_head[part]
+        return self._data + self.heads * (layer * sum(per_head) + part * per_head[0]) + head * per_head[part]
+
+    def _sizes(self, part: int, blocks: Sequence[int]) -> list[int]:
+        """Bytes of some blocks of a head."""
         token_bytes = self._width(part) * self.dtype.itemsize
-        sizes = [min(self.block_tokens, self.tokens - one * self.block_tokens) * token_bytes for one in blocks]
-        return base, sizes
+        return [min(self.block_tokens, self.tokens - one * self.block_tokens) * token_bytes for one in blocks]
+
+    def _runs(self, part: int, blocks: Sequence[int]) -> list[tuple[int, int]]:
+        """Where each run of neighbours begins behind the base of a head, and its bytes."""
+        cuts = [place for place in range(1, len(blocks)) if blocks[place] != blocks[place - 1] + 1]
+        sizes, step = self._sizes(part, blocks), self.block_tokens * self._width(part) * self.dtype.itemsize
+        ends = [0, *cuts, len(blocks)] if blocks else []
+        return [(blocks[first] * step, sum(sizes[first:last])) for first, last in pairwise(ends)]
 
 
 def _check_layers(chunk: ChunkKV) -> None:
@@ -225,12 +241,6 @@ def _tables_of(header: dict[str, Any]) -> tuple[tuple[Tensor, Tensor], ...]:
 
 def _tensor(text: str) -> Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.float32)
-
-
-def _runs(blocks: Sequence[int]) -> list[tuple[int, int]]:
-    """First and last-but-one place of each run of neighbours."""
-    cuts = [place for place in range(1, len(blocks)) if blocks[place] != blocks[place - 1] + 1]
-    return list(zip([0, *cuts], [*cuts, len(blocks)], strict=True)) if blocks else []
 
 
 def _read(source: Source, start: int, count: int) -> bytes:

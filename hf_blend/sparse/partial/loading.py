@@ -330,11 +330,10 @@ class PartialLoading(PartDecoding):
     @staticmethod
     def _expect(index: int, slot: Slot, blocks: list[list[int]], first: int, probes: int) -> None:
         """Have the disk begin with all that this layer needs, and with the probes of the next one."""
-        reader, heads = _layers(slot).reader, len(blocks)
-        for head in range(heads):
-            reader.expect(index, 1, [head], blocks[head])
-        for head in range(first, heads):
-            reader.expect(index, 0, [head], blocks[head])
+        reader = _layers(slot).reader
+        for group, some in _alike(blocks):
+            reader.expect(index, 1, group, some)
+            reader.expect(index, 0, range(max(first, group.start), group.stop), some)
         if index + 1 < reader.layers:
             reader.expect(index + 1, 0, range(min(first, probes)), range(reader.blocks))
 

@@ -41,7 +41,7 @@ class PartialLayers(Sequence[KV]):
         self.reader, self._recompute = reader, recompute
         self._instead: ChunkKV | None = None
         self._back = reader.order.argsort()
-        self._held: dict[tuple[int, int, int], tuple[Tensor, set[int]]] = {}  # layer, part, head: states, blocks read
+        self._held: dict[tuple[int, int], tuple[Tensor, list[set[int]]]] = {}  # layer, part: states, blocks by head
 
     def __len__(self) -> int:
         return self.reader.layers
@@ -62,9 +62,8 @@ class PartialLayers(Sequence[KV]):
 
     def is_whole(self, layer: int) -> bool:
         """Whether all of a layer was read, and is in memory."""
-        places = [(layer, part, head) for part in (0, 1) for head in range(self.reader.heads)]
-        held = [self._held.get(place) for place in places]
-        return self._instead is None and all(one and len(one[1]) == self.reader.blocks for one in held)
+        held, blocks = [self._held.get((layer, part)) for part in (0, 1)], self.reader.blocks
+        return self._instead is None and all(one and all(len(known) == blocks for known in one[1]) for one in held)
 
     def forget(self, before: int) -> None:
         """Let go of what was read of the layers before one."""
@@ -86,22 +85,37 @@ class PartialLayers(Sequence[KV]):
         is_all = len(blocks) == self.reader.blocks
         if self._instead is None:
             try:
-                held = torch.stack([self._read(layer, part, head, blocks) for head in heads])
-                return held[:, self._back] if is_all else held[:, self.reader.places_of(blocks)]
+                places = self._back if is_all else self.reader.places_of(blocks)
+                return _heads(self._read(layer, part, heads, blocks), heads).index_select(1, places)
             except FAULTS as fault:
                 self._instead = self._recompute(fault)
         states = self._instead.layers[layer][part]
         states = states[list(heads)] if len(heads) < self.reader.heads else states
         return states if is_all else states[:, self.reader.tokens_of(blocks)]
 
-    def _read(self, layer: int, part: int, head: int, blocks: Sequence[int]) -> Tensor:
-        """`[tokens, width]` of one head, in the order of the blocks; those that are asked for are there."""
-        held, known = self._held.setdefault((layer, part, head), (self.reader.empty(part), set()))
-        missing = [block for block in blocks if block not in known]
-        if missing:
-            held[self.reader.places_of(missing)] = self.reader.read(layer, part, head, missing)
-            known.update(missing)
+    def _read(self, layer: int, part: int, heads: Sequence[int], blocks: Sequence[int]) -> Tensor:
+        """`[kv_heads, tokens, width]`, in the order of the blocks; what is asked for is there."""
+        if (layer, part) not in self._held:
+            self._held[layer, part] = self.reader.empty(part), [set() for _ in range(self.reader.heads)]
+        held, known = self._held[layer, part]
+        missing: dict[tuple[int, ...], list[int]] = {}
+        for head in heads:
+            if lacking := tuple(block for block in blocks if block not in known[head]):
+                missing.setdefault(lacking, []).append(head)
+        for lacking, those in missing.items():
+            found, places = self.reader.read(layer, part, those, lacking), self.reader.places_of(lacking)
+            if those == list(range(those[0], those[-1] + 1)):
+                held[those[0] : those[-1] + 1].index_copy_(1, places, found)
+            else:
+                held[torch.tensor(those)[:, None], places] = found
+            for head in those:
+                known[head].update(lacking)
         return held
+
+
+def _heads(states: Tensor, heads: Sequence[int]) -> Tensor:
+    """Some heads of `[kv_heads, tokens, width]`; a view where they are neighbours."""
+    return states[heads.start : heads.stop] if isinstance(heads, range) else states[list(heads)]
 
 
 class PartialStore:
