@@ -356,8 +356,9 @@ def _rows(lines: Sequence[Mapping[str, Any]], ways: Sequence[Way]) -> list[dict[
 def _row(groups: Groups, task: str, way: Way) -> dict[str, Any]:
     found = list(groups[task, way.name].values())
     scores = [line["score"] for line in found]
-    proposed = sum(line["proposed"] for line in found)
-    shares = [line["accepted"] / line["proposed"] for line in found if line["proposed"]]
+    proposed, accepted = (sum(line[name] for line in found) for name in ("proposed", "accepted"))
+    acceptance = accepted / proposed if proposed else None
+    control = replace(way, method=CONTROL)
 
     def against(other: Way) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
         return [(line, groups[task, other.name][line["id"]]) for line in found]
@@ -372,8 +373,8 @@ def _row(groups: Groups, task: str, way: Way) -> dict[str, Any]:
 
     speeds = [line["tokens_s"] for line in found if line["tokens_s"]]
     return {
-        "acceptance": sum(line["accepted"] for line in found) / proposed if proposed else None,
-        "acceptance_interval": interval(shares) if shares else None,
+        "acceptance": acceptance,
+        "acceptance_interval": None if acceptance is None else _ratio_interval(found, acceptance),
         "tokens_s": statistics.median(speeds) if speeds else None,
         "vs_dense": faster(Way()),
         "vs_dense_draft": faster(DRAFTED),
@@ -386,11 +387,18 @@ def _row(groups: Groups, task: str, way: Way) -> dict[str, Any]:
         "interval": interval(scores),
         "difference_to_dense": gap(Way()),
         "difference_to_no_draft": gap(way.alone) if way.draft else None,
+        "difference_to_random": gap(control) if control.name != way.name and (task, control.name) in groups else None,
         "whole_right": statistics.fmean(line["whole"] for line in found),
         "same_text": statistics.fmean(float(line["same_text"]) for line in found),
         "proposed": proposed,
         "prompt_tokens": statistics.fmean(line["prompt_tokens"] for line in found),
     }
+
+
+def _ratio_interval(lines: Sequence[Mapping[str, Any]], ratio: float) -> tuple[float, float]:
+    """Of accepted over proposed tokens of all samples: each sample's part in the ratio, linearised, is resampled."""
+    mean = statistics.fmean(line["proposed"] for line in lines)
+    return interval([ratio + (line["accepted"] - ratio * line["proposed"]) / mean for line in lines])
 
 
 def _overlaps(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
