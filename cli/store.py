@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hf_blend.evaluation.sources import Source
     from hf_blend.store import ChunkStore, EntryInfo
 
-__all__ = ["check", "gc", "ls", "pin", "plan", "rm", "stats"]
+__all__ = ["check", "gc", "ls", "move", "pin", "plan", "rm", "stats"]
 
 Store = Annotated[str | None, typer.Option("--store", help="Folder of the store; the default is that of the library.")]
 Namespace = Annotated[str, typer.Option(help="Look at the chunks of this namespace.")]
@@ -261,6 +261,48 @@ def plan(
     show(found if json else found["rows"], as_json=json, title="where stored KV belongs", header=True)
     if not json:
         say(f"chosen: {found['chosen']}; ChunkStore.open(**{found['store']})")
+
+
+def move(
+    to: Annotated[str | None, typer.Option(help="disk or remote: the tier that keeps every chunk.")] = None,
+    remote: Annotated[str | None, typer.Option(help="URL of the tier behind the folder.")] = None,
+    plan: Annotated[Path | None, typer.Option("--plan", help="Instead: what store plan --output wrote.")] = None,
+    store: Store = None,
+    namespace: Namespace = "",
+    secret_file: SecretFile = None,
+    json: Json = False,
+) -> None:
+    """Move what is stored to one tier, as far as there is room: each chunk is then kept once.
+
+    A chunk is written there before it leaves another tier, and a run that was stopped is started again.
+
+    Examples:
+        hf-blend store move --to disk
+        hf-blend store move --to remote --remote memory://far --json
+    """
+    from hf_blend.store import ChunkStore
+
+    if (plan is None) == (to is None):
+        raise ConfigError(f"--to is {to!r} and --plan {plan and str(plan)!r}, expected one of them. Try --to disk.")
+    given = _planned_store(plan) if plan else {"location": store, "remote": remote, "placement": to}
+    opening: dict[str, Any] = {"memory_bytes": 0, "namespace": namespace, "secret": read_secret(secret_file)}
+    with ChunkStore.open(**{**given, **opening}) as opened:
+        show({"placement": opened.placement, **opened.rebalance()}, as_json=json)
+
+
+def _planned_store(plan: Path) -> dict[str, Any]:
+    """The arguments of `ChunkStore.open` in a plan."""
+    try:
+        settings = json_format.loads(plan.read_text("utf-8"))
+        if isinstance(settings, dict) and "placement" in settings:
+            return settings
+        wrong = "no placement"
+    except (OSError, ValueError) as error:
+        wrong = str(error)
+    raise ConfigError(
+        f"{plan} has {wrong}, expected the arguments of a store with two tiers. Write it with hf-blend store plan "
+        "--output, with --at for two devices."
+    )
 
 
 def _opened(

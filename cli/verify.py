@@ -14,7 +14,9 @@ __all__ = ["verify"]
 Model = Annotated[
     str | None, typer.Argument(help="A path, a hub id, or tiny:TYPE for a small random model of a model type.")
 ]
-All = Annotated[bool, typer.Option("--all", help="Every causal model type of the installed transformers, tiny.")]
+All = Annotated[
+    bool, typer.Option("--all", help="Every causal model type of the installed transformers, and those with images.")
+]
 Dtype = Annotated[list[str] | None, typer.Option("--dtype", help="float32, bfloat16 or float16; may be repeated.")]
 Attention = Annotated[list[str] | None, typer.Option("--attention", help="eager or sdpa; may be repeated.")]
 Rungs = Annotated[list[str] | None, typer.Option("--rung", help="Climb only this rung; may be repeated.")]
@@ -66,12 +68,18 @@ def verify(
 
 def _verify_all(json: bool) -> None:
     from hf_blend.verify.everything import broken, judged, verify_types
+    from hf_blend.verify.image_zoo import image_types
+    from hf_blend.verify.images import verify_image_types
     from hf_blend.verify.zoo import tiny_types
 
     rows: list[dict[str, Any]] = list(progress(verify_types(), "model types", total=len(tiny_types())))
-    exact, unknown = sum(row["supported"] for row in rows), sum(not judged(row) for row in rows)
-    title = f"{exact} model types exact, {len(rows) - exact - unknown} refused, {unknown} not judged"
-    show({"models": rows} if json else rows, as_json=json, title=title, header=True)
-    found = [row["model"] for row in rows if broken(row)]
-    if found:
-        fail(f"{len(found)} model types crashed or are wrong without a refusal: {', '.join(found)}.")
+    images = list(progress(verify_image_types(), "types that read images", total=len(image_types())))
+    if json:
+        show({"models": rows, "images": images}, as_json=True)
+    for found, what in () if json else ((rows, "model types"), (images, "types that read images")):
+        exact, unknown = sum(row["supported"] for row in found), sum(not judged(row) for row in found)
+        title = f"{exact} {what} exact, {len(found) - exact - unknown} refused, {unknown} not judged"
+        show(found, as_json=False, title=title, header=True)
+    failed = [row["model"] for row in (*rows, *images) if broken(row)]
+    if failed:
+        fail(f"{len(failed)} model types crashed or are wrong without a refusal: {', '.join(failed)}.")

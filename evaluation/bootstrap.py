@@ -8,8 +8,8 @@ from numpy.typing import ArrayLike
 RESAMPLES = 2000
 
 
-def interval(scores: ArrayLike, level: float = 0.95, seed: int = 0) -> tuple[float, float]:
-    """Percentile bootstrap interval of a mean (Efron 1979).
+def interval(scores: ArrayLike, level: float = 0.95, seed: int = 0, *, of_median: bool = False) -> tuple[float, float]:
+    """Percentile bootstrap interval of a mean, or of a median (Efron 1979).
 
     For a paired comparison give the differences: each example is then resampled with both of its scores.
 
@@ -17,11 +17,13 @@ def interval(scores: ArrayLike, level: float = 0.95, seed: int = 0) -> tuple[flo
         scores: one per example, at least one.
         level: how sure, 0–1.
         seed: of the resampling; the same scores and seed give the same interval.
+        of_median: the interval is that of the median.
 
     Returns:
         Lower and upper end.
     """
     values = np.asarray(scores, dtype=float)
     draws = np.random.default_rng(seed).integers(0, len(values), size=(RESAMPLES, len(values)))
-    low, high = np.quantile(values[draws].mean(axis=1), [(1 - level) / 2, (1 + level) / 2])
+    centres = (np.median if of_median else np.mean)(values[draws], axis=1)
+    low, high = np.quantile(centres, [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)

@@ -61,6 +61,17 @@ def bracket_of(score: str, name: str) -> Cell:
     return lambda row: f"{row[score]:.3f} {ends(name, '.3f')(row)}"
 
 
+def gained(name: str, form: str = "+.0f") -> Cell:
+    """A difference with its interval; nothing of the row that others are compared with."""
+    interval = f"{name}_interval"
+    return lambda row: f"{row[name]:{form}} {ends(interval, form)(row)}" if row.get(name) is not None else ""
+
+
+def megabytes(name: str) -> Cell:
+    """Bytes in 10^6 of them."""
+    return lambda row: f"{row[name] / 1e6:.1f}" if row.get(name) is not None else ""
+
+
 def _rounds(document: Document) -> str:
     return f"Shape of {document['shape']}, {document['threads']} threads, median of {document['rounds']}, interleaved."
 
@@ -268,11 +279,20 @@ MEASURED = {
             "interval ": ends("hit_rate_interval", ".3f"),
             "ms to load what is important": number("part_load_ms", ".2f"),
             "ms to load all": number("whole_load_ms", ".2f"),
+            "first token, in part, ms": number("part_ttft_ms", ".0f"),
+            "importance saves, ms": gained("part_saved_ms"),
+            "first token, whole, ms": number("whole_ttft_ms", ".0f"),
+            "importance saves, ms ": gained("whole_saved_ms"),
+            "MB from the slower tier, in part": megabytes("part_slow_bytes"),
+            "MB, whole": megabytes("whole_slow_bytes"),
         },
         lambda document: (
             f"{document['stories']} stories, {document['chunks']} chunks, {document['questions']} questions of each, "
             f"{document['requests']} requests, Zipf {document['zipf']}, {document['seeds']} seeds, a tier of "
-            f"{document['rate_gb_s']} GB/s behind; milliseconds are counted from bytes."
+            f"{document['rate_gb_s']} GB/s behind: milliseconds to load are counted from bytes. First tokens are "
+            f"measured: {document['served']} of these requests under each policy in turn, the slower tier at "
+            f"{document['served_gb_s']} GB/s, {document['threads']} thread, medians; what importance saves is the "
+            "median of the differences of the same requests, with its 95 % interval."
         ),
     ),
     "pipeline": plain(

@@ -22,10 +22,13 @@ SOURCES = {
     "ends": "eval2",
     "acceptance": "sparse_quality",
     "support": "families",
+    "images_read": "families",
     "kvstar_overlap": "kvstar_draft",
 }
 # rows of the short table
-ENDS = (("full-prefill", None), ("full-reuse", None), ("kv-deviation", 0.15), ("query-attention", 0.15))
+ENDS = (
+    ("full-prefill", None), ("full-reuse", None), ("kv-deviation", 0.15), ("query-attention", 0.15), ("learned", 0.075)
+)  # fmt: skip
 PLACE = re.compile(r"<!--table:(?P<name>\w+)-->\n.*?<!--end-->", re.DOTALL)
 
 
@@ -143,6 +146,26 @@ def _families(document: dict[str, Any]) -> list[str]:
         cells = [row["model"], *results, row["rotary"], row["window"]]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def _images_read(document: dict[str, Any]) -> list[str]:
+    """Every type that reads images, and whether these are chunks: exact, or the reason why not."""
+    rows = document["images"]
+    exact, unknown = sum(row["supported"] for row in rows), [_unknown(row) for row in rows if not judged(row)]
+    lines = [
+        f"Of {len(rows)} types that read images {exact} blend them exactly; {len(unknown)} are not judged.",
+        "",
+        "| type | images as chunks |",
+        "|---|---|",
+    ]
+    for row in sorted(filter(judged, rows), key=lambda row: not row["supported"]):
+        reason = "exact" if row["supported"] else row["reason"]
+        lines.append(f"| {row['model']} | {_result(reason, row['max_abs_error'])} |")
+    return [*lines, "", f"Not judged, for want of a tiny model: {', '.join(unknown)}."] if unknown else lines
+
+
+def _unknown(row: dict[str, Any]) -> str:
+    return f"{row['model']} (its tower is timm's)" if "timm" in row["reason"] else str(row["model"])
 
 
 def _support(document: dict[str, Any]) -> list[str]:
@@ -302,6 +325,7 @@ TABLES = {
     "reference": whole(_reference),
     "ttft": whole(_ttft),
     "families": _families,
+    "images_read": _images_read,
     "support": _support,
     "context_shift": whole(_context_shift, None),
     "self_extend": whole(_self_extend),

@@ -187,7 +187,7 @@ class BlendConfig:
             return placed or {}
         found: dict[int, int | str] = {}
         for layer, device in placed.items():
-            if not str(layer).isdigit() or isinstance(device, bool) or not isinstance(device, int | str):
+            if not str(layer).isdecimal() or isinstance(device, bool) or not isinstance(device, int | str):
                 raise ConfigError(
                     f"kv_device_map has {layer!r}: {device!r}, expected the number of a layer and a device, such as "
                     '4: "cpu".'
@@ -299,7 +299,7 @@ class BlendConfig:
 def _device_name(device: int | str) -> int | str:
     """A device as accelerate names it: GPUs by number."""
     text = str(device).removeprefix("cuda:")
-    return int(text) if text.isdigit() else str(device)
+    return int(text) if text.isdecimal() else str(device)
 
 
 def _instance(name: str, value: Any, kind: type) -> Any:

@@ -22,7 +22,10 @@ from hf_blend.evaluation.readme import PLACE, filled
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-NEEDED = {"frameworks.md": ("langchain_core", "llama_index", "haystack")}  # page: packages of extras
+NEEDED = {  # page: packages of extras
+    "frameworks.md": ("langchain_core", "llama_index", "haystack"),
+    "indexing.md": ("datasets",),
+}
 LINK = re.compile(r"\]\((?!https?:)([^)\s]*)\)")
 
 

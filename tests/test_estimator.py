@@ -8,6 +8,7 @@ import pytest
 
 from hf_blend import ChunkStore, ConfigError
 from hf_blend.cli.main import main
+from hf_blend.evaluation.planning import planned
 from hf_blend.loading.estimator import (
     StorageDevice,
     Workload,
@@ -17,6 +18,7 @@ from hf_blend.loading.estimator import (
     ratio_that_loading_hides,
     recompute_s,
 )
+from hf_blend.verify.zoo import tiny_model
 
 TOKENS = 4096
 LLAMA_7B = 2 * 32 * 128 * 2  # bytes of K and V of a token in a layer, 16 bits
@@ -142,6 +144,39 @@ def test_the_command_prints_a_table_and_writes_what_a_store_is_opened_with(tmp_p
     )
     with ChunkStore.open(**settings) as store:
         assert len(store) == 0
+
+
+def test_a_plan_of_two_devices_is_a_store_of_two_tiers_and_moves_what_is_stored(tmp_path, capsys):
+    near, far, path = tmp_path / "kv", tmp_path / "far", tmp_path / "store.json"
+    with ChunkStore.open(near, remote=far.as_uri(), memory_bytes=0) as store:
+        store.add(tiny_model("llama"), None, [[5, 6, 7], [8, 9, 10]])
+    assert len(list(near.rglob("*.safetensors"))) == len(list(far.rglob("*.safetensors"))) == 2
+    at = ["--at", f"disk={near}", "--at", f"remote={far}", "--output", str(path), "--json"]
+    assert run(capsys, *at)[0] == 0
+    settings = json.loads(path.read_text("utf-8"))
+    assert (settings["location"], settings["remote"], settings["placement"]) == (str(near), far.as_uri(), "disk")
+    for expected in ({"moved": 2, "stay": 0, "placed": 0}, {"moved": 0, "stay": 0, "placed": 2}):
+        with pytest.raises(SystemExit) as ended:
+            main(["store", "move", "--plan", str(path), "--json"])
+        shown = capsys.readouterr()
+        assert not ended.value.code, shown.err
+        assert json.loads(shown.out) == {"placement": "disk", **expected}
+    assert (len(list(near.rglob("*.safetensors"))), len(list(far.rglob("*.safetensors")))) == (2, 0)
+    url = ["--at", f"disk={near}", "--at", "remote=s3://bucket/kv"]
+    assert planned("tiny:llama", (100, 256, 4, 10.0), {"rate": ["disk=1e-9", "remote=1"], "at": url[1::2],
+                   "price": ["disk=5", "remote=1"]}, prefill_s=0.5, ratio=0.15, gpu_hour=0.0)["store"] == {
+        "location": str(near), "remote": "s3://bucket/kv", "placement": "remote"}  # fmt: skip
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", '{"location": "kv"}', None])
+def test_what_is_no_plan_of_two_tiers_is_refused(tmp_path, capsys, content):
+    path = tmp_path / "store.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(SystemExit) as ended:
+        main(["store", "move", "--plan", str(path)])
+    assert ended.value.code
+    assert "expected the arguments of a store with two tiers" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

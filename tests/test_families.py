@@ -11,7 +11,9 @@ import torch
 
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.model.calibrate import rotary_styles
+from hf_blend.prefill import images
 from hf_blend.verify.everything import broken, judged, verify_types
+from hf_blend.verify.images import verify_image_types
 from hf_blend.verify.ladder import measure
 from hf_blend.verify.subject import Subject
 from hf_blend.verify.zoo import SHARED, tiny_model, tiny_types
@@ -44,12 +46,11 @@ def test_the_family_is_exact_with_its_own_rotary_style(name):
 @pytest.mark.parametrize(
     ("name", "cause"),
     [
-        ("minimax", "MiniMax uses cache of its own"),
         ("gpt_neo", "no rotary table"),
         ("xlstm", "left NoneType in the cache"),
         ("bart", "encoder-decoder"),
         ("gpt2", "no rotary table"),
-        ("hunyuan_v1_dense", "turns its keys in a way that is not known"),
+        ("hunyuan_v1_dense", "normalises its keys behind their rotation (self_attn.key_layernorm)"),
         ("trocr", "positions to the embeddings that it counts itself"),
     ],
 )
@@ -58,6 +59,17 @@ def test_the_family_is_refused_for_what_stands_in_the_way(name, cause):
     assert not row["supported"]
     assert cause in row["reason"]
     assert row["reason"] == row["move"] == row["extend"]
+
+
+def test_a_norm_behind_the_rotation_is_in_the_way_only_where_what_turns_together_has_other_weights():
+    model = tiny_model("hunyuan_v1_dense")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for norm in (layer.self_attn.query_layernorm, layer.self_attn.key_layernorm):
+                norm.weight[8:] = norm.weight[:8]
+    assert {style.__name__ for style in rotary_styles(model)} == {"Half"}
+    found = [measure(rung, Subject(model), "float32", "sdpa") for rung in ("moved_chunk", "fused_ratio")]
+    assert [(rung.name, rung.max_abs_error, rung.detail) for rung in found if not rung.passed] == []
 
 
 def test_a_type_of_which_no_tiny_model_can_be_built_is_not_judged():
@@ -96,6 +108,30 @@ def test_a_decoder_that_reshapes_its_output_generates_as_it_does_alone(name):
 def test_an_expert_that_flips_in_bfloat16_is_not_taken_for_a_wrong_style():
     styles = rotary_styles(tiny_model("mixtral").bfloat16())
     assert {style.__name__ for style in styles} == {"Half"}
+
+
+def test_types_that_read_images_are_exact_refused_or_not_judged():
+    exact, hybrid, refused, unknown = verify_image_types(["qwen3_vl", "qwen3_5", "blip", "aria"])
+    assert [row["supported"] for row in (exact, hybrid)] == [True, True]
+    assert max(exact["max_abs_error"], hybrid["max_abs_error"]) <= 1e-5
+    assert "lacks the argument mm_encoder_outputs" in refused["reason"]
+    assert [judged(row) for row in (exact, refused, unknown)] == [True, True, False]
+    assert not any(map(broken, (exact, refused, unknown)))
+
+
+def test_an_image_taken_for_another_is_found_wrong(monkeypatch):
+    named = images.content_ids
+    monkeypatch.setattr(images, "content_ids", lambda text, tokens: named(text.partition(" ")[2] or text, tokens))
+    (row,) = verify_image_types(["qwen3_vl"])
+    assert row["reason"].startswith("wrong: ")
+    assert broken(row)
+
+
+def test_the_committed_table_has_at_least_twelve_types_that_read_images():
+    rows = json.loads(RESULTS.read_text("utf-8"))["images"]
+    assert len([row for row in rows if row["supported"] and row["max_abs_error"] <= 1e-5]) >= 12
+    assert all(row["reason"] for row in rows if not row["supported"])
+    assert not [row["model"] for row in rows if broken(row)]
 
 
 def test_the_committed_table_has_every_type_and_at_least_forty_exact_ones():

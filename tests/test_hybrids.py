@@ -24,7 +24,7 @@ from hf_blend.verify.zoo import tiny_model
 from tests.chat_templates import CHATML, DOCUMENTS, small_tokenizer
 
 # one for each way in which a mixer stands in a layer: before its MLP, beside attention, behind it, alone
-FAST = ("qwen3_next", "lfm2")
+FAST = ("qwen3_next", "lfm2", "minimax")  # the last takes no cache but one of its own class
 SLOW = (
     "bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear", "lfm2_moe", "lfm3",
     "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "zamba", "zamba2",
@@ -49,7 +49,9 @@ def pieces(seed=0, lengths=(12, 9, 14), question=6):
     return {"prefix": [1, *ids(3)], "chunks": [ids(count) for count in lengths], "question": ids(question)}
 
 
-@pytest.mark.parametrize(("name", "rungs"), [("lfm2", TELLING), ("qwen3_next", ("fused_ratio",))])
+@pytest.mark.parametrize(
+    ("name", "rungs"), [("lfm2", TELLING), ("qwen3_next", ("fused_ratio",)), ("minimax", TELLING)]
+)
 def test_a_hybrid_is_exact_in_a_padded_batch_and_equals_the_dense_forward_with_stale_tokens(name, rungs):
     assert failing(name, rungs) == []
 
@@ -58,6 +60,13 @@ def test_a_hybrid_is_exact_in_a_padded_batch_and_equals_the_dense_forward_with_s
 @pytest.mark.parametrize("name", [*FAST, *SLOW])
 def test_a_hybrid_climbs_the_ladder(name):
     assert failing(name, RUNGS) == []
+
+
+@pytest.mark.parametrize("name", ["lfm2", "minimax"])
+def test_a_hybrid_verified_by_all_rungs_is_not_called_wrong_where_a_scan_cannot_be_cut(name):
+    found = [measure(rung, subject_of(name), "float32", "sdpa") for rung in ("prefix_cache", "question_is_fresh")]
+    assert [rung.passed for rung in found] == [True, None]
+    assert "mixers" in found[1].detail
 
 
 def state_kept_after_a_look(monkeypatch):
@@ -115,6 +124,7 @@ def rows_of_the_output_shifted(monkeypatch):
         ("lfm2", column_left_out),
         ("lfm2", fresh_rows_not_written),
         ("lfm2", rows_of_the_output_shifted),
+        ("minimax", column_left_out),
         pytest.param("olmo_hybrid", state_kept_after_a_look, marks=pytest.mark.slow),
         pytest.param("qwen3_next", convolution_tail_missing, marks=pytest.mark.slow),
         pytest.param("qwen3_next", column_left_out, marks=pytest.mark.slow),
@@ -140,7 +150,8 @@ def test_decoding_behind_a_blend_goes_on_as_stock(name, how):
     torch.manual_seed(0)
     got = model.generate(**inputs, past_key_values=blended, **given)
     torch.manual_seed(0)
-    assert torch.equal(got, model.generate(**inputs, **given))
+    caches = name != "minimax" or "num_beams" not in how  # its stock cache does not follow the beams
+    assert torch.equal(got, model.generate(**inputs, **given, use_cache=caches))
     assert blended.report.reusable_tokens >= 35
 
 

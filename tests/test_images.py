@@ -5,6 +5,8 @@
 The oracle is the stock model with a `DynamicCache`, run once with each image.
 """
 
+import functools
+import inspect
 import logging
 
 import pytest
@@ -23,6 +25,8 @@ from hf_blend.prefill.input_test import InputTest
 from hf_blend.prefill.probing import Listener
 from hf_blend.prefill.rows import Rows
 from hf_blend.store.chunk import ChunkKey
+from hf_blend.verify import image_zoo
+from hf_blend.verify.image_zoo import tiny_image_model
 from tests.image_models import (
     CHUNKS,
     END,
@@ -414,3 +418,23 @@ def test_a_model_of_text_has_no_placeholders_and_lists_of_them_count():
     assert not placeholder_ids(AutoConfig.for_model("llama"))
     config = AutoConfig.for_model("ovis2")
     assert placeholder_ids(config) >= {config.image_token_id, *config.visual_indicator_token_ids}
+
+
+@pytest.mark.parametrize("token", [0, 3])
+def test_a_model_whose_image_token_is_among_the_first_ids_passes_its_self_test(token, monkeypatch):
+    config = {**KINDS["llava"].config, "image_token_index": token}
+    monkeypatch.setitem(image_zoo.KINDS, "llava", KINDS["llava"]._replace(config=config))
+    assert BlendCache(tiny_image_model("llava"), ChunkStore.open("memory://")).model.config.image_token_id == token
+
+
+def test_a_transformers_whose_models_take_no_encoded_images_is_refused_by_what_it_lacks(monkeypatch):
+    model, ids = build("llava"), prompt("llava", picture("llava"), *CHUNKS)
+    cache, forward = BlendCache(model, ChunkStore.open("memory://")), type(model).forward
+    signature = inspect.signature(forward)  # transformers 5.17 lacks the argument
+    others = [one for name, one in signature.parameters.items() if name != "mm_encoder_outputs"]
+    older = functools.wraps(forward)(lambda *args, **given: forward(*args, **given))
+    older.__signature__ = signature.replace(parameters=others)
+    monkeypatch.setattr(type(model), "forward", older)
+    with pytest.raises(UnsupportedModelError, match=r"lacks the argument mm_encoder_outputs .*5\.18 and newer"):
+        cache.inputs_with_images(input_ids=ids, **arguments("llava", ids, 0))
+    assert not cache.is_expecting

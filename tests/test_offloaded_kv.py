@@ -326,6 +326,7 @@ REFUSED = {
     "a name": ({"kv_device_map": "disc"}, r"kv_device_map is 'disc'.*\"auto\" or layer → device"),
     "limits alone": ({"max_memory": {"cpu": 1}}, r"max_memory=.* expected \"auto\""),
     "a layer that is not there": ({"kv_device_map": {9: "cpu"}}, r"places layer 9.*\[0, 1, 2, 3\]"),
+    "a layer by an odd digit": ({"kv_device_map": {"²": "cpu"}}, r"has .².: .cpu., expected the number of a layer"),
     "a layer by name": ({"kv_device_map": {"model.layers.0": "cpu"}}, r"'model.layers.0'.*number of a layer"),
     "a device": ({"kv_device_map": {0: "dsik"}}, r"device 'dsik'"),
     "a device of a limit": ({"kv_device_map": "auto", "max_memory": {"gpu": 1}}, r"accelerate refuses.*gpu"),

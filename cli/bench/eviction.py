@@ -19,16 +19,19 @@ def eviction(
     seeds: Annotated[int, typer.Option(min=1, help="Runs of traffic.")] = 10,
     cap: Annotated[list[float], typer.Option(help="Of the memory tier, as a share; may be repeated.")] = [0.1, 0.3],  # noqa: B006
     rate: Annotated[float, typer.Option(help="Of the slower tier, GB/s.")] = 0.5,
+    served: Annotated[int, typer.Option(min=0, help="Requests of each cap to serve; 0 measures no times.")] = 48,
+    served_rate: Annotated[float, typer.Option(help="Of the slower tier while they are served, GB/s.")] = 0.02,
     json: Json = False,
 ) -> None:
-    """Hit rates and loaded bytes under Zipf traffic: LRU, LFU, and importance from a model's attention.
+    """Hit rates, loaded bytes and first-token times under Zipf traffic: LRU, LFU, and importance by attention.
 
     Examples:
-        hf-blend bench eviction --stories 2 --questions 1 --requests 20 --seeds 2 --cap 0.5 --json
+        hf-blend bench eviction --stories 2 --questions 1 --requests 20 --seeds 2 --cap 0.5 --served 1 --json
         hf-blend bench eviction  # slow
     """
     from hf_blend.evaluation.bench.eviction import EvictionPlan, measure_eviction
 
-    plan = EvictionPlan(model, stories, questions, requests, seeds, caps=tuple(cap), rate_gb_s=rate)
+    plan = EvictionPlan(model, stories, questions, requests, seeds, caps=tuple(cap), rate_gb_s=rate, served=served,
+                        served_gb_s=served_rate)  # fmt: skip
     found = measure_eviction(plan, progress=say)
     show(found if json else found["rows"], as_json=json, title="what stays in a full tier", header=True)

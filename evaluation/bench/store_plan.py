@@ -199,6 +199,7 @@ def _measured(model: nn.Module, cell: Cell, plan: StorePlanPlan) -> Mapping[str 
         for device in draw.sample(list(stores), len(stores)):  # what follows a slow device would always be the same
             seconds = _request(model, stores[device], pieces, cell.ratio)
             times[device] += [seconds] if number else []
+    times[None] += times.get(MEMORY[0], [])  # the same again: chunks are held
     return {name: statistics.median(some) for name, some in times.items()}
 
 

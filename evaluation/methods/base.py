@@ -15,10 +15,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache
+from transformers import Cache
 
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.config import BlendConfig
+from hf_blend.model.anatomy import stock_cache
 from hf_blend.prefill.report import BlendReport
 from hf_blend.prompt.pieces import Prompt, batch
 
@@ -99,7 +100,7 @@ class Approach(ABC):
     @torch.no_grad()
     def token_bytes(self) -> int:
         """Bytes of K and V of one token, all layers."""
-        cache: Any = DynamicCache(config=self.model.config)
+        cache: Any = stock_cache(self.model)
         device = self.model.get_input_embeddings().weight.device
         self.model(torch.zeros((1, 1), dtype=torch.long, device=device), past_key_values=cache, use_cache=True)
         return sum(part.nbytes for layer in cache.layers for part in (layer.keys, layer.values))
@@ -195,7 +196,7 @@ class Plain(Approach):
     def answer(self, samples: Sequence[Sample], wanted: Sequence[Sequence[int]] | None = None) -> list[Outcome]:
         """Prefill everything."""
         started = time.perf_counter()
-        return self.generate(self.inputs(samples), DynamicCache(config=self.model.config), wanted, started)
+        return self.generate(self.inputs(samples), stock_cache(self.model), wanted, started)
 
 
 class Blended(Approach):

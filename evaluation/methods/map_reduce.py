@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from transformers import DynamicCache
+from hf_blend.model.anatomy import stock_cache
 
 from ..tasks.base import Sample
 from .base import Approach, Outcome
@@ -29,4 +29,4 @@ class MapReduce(Approach):
         return [replace(last, charged_budget=work, prompt_tokens=tokens)]
 
     def _ask(self, sample: Sample, started: float) -> Outcome:
-        return self.generate(self.inputs([sample]), DynamicCache(config=self.model.config), None, started)[0]
+        return self.generate(self.inputs([sample]), stock_cache(self.model), None, started)[0]

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from transformers import DynamicCache
+
+from hf_blend.model.anatomy import stock_cache
 
 from ..tasks.base import Sample
 from .base import Approach, Outcome
@@ -25,9 +26,9 @@ class MapRerank(Approach):
         tries = []
         for chunk in sample.chunks:
             asked = [replace(sample, chunks=(chunk,))]
-            cache = DynamicCache(config=self.model.config)
+            cache = stock_cache(self.model)
             (first,) = self.generate(self.inputs(asked), cache, None, started)
-            cache = DynamicCache(config=self.model.config)
+            cache = stock_cache(self.model)
             (sure,) = self.generate(self.inputs(asked), cache, [first.ids], started)
             tries.append((_sureness(sure), sure))
         best = max(tries, key=lambda one: one[0])[1]

@@ -33,6 +33,7 @@ from ..model.identity.canonical import refuse_arguments, refuse_request_state, r
 from ..model.images import PIXELS
 from ..model.mixer_probe import mixers_of
 from ..model.modality import has_features, other_inputs, placeholder_ids, refuse_placeholders
+from ..model.own_cache import fitted
 from ..model.placement import input_device
 from ..model.quantised import silence_casts
 from ..model.trust import ensure_trusted
@@ -115,6 +116,11 @@ class BlendCache(MaskedDecode):
     A cache serves the model object that it was made for, also inside a wrapper that calls the same layers, and refuses
     every other, copies included; a copy that `torch.compile` has compiled is not noticed.
     """
+
+    def __new__(cls, model: nn.Module, *_: Any, **__: Any) -> "BlendCache":
+        """A cache of a class that the model takes."""
+        made: BlendCache = super().__new__(fitted(cls, model))
+        return made
 
     def __init__(
         self, model: nn.Module, store: ChunkStore, config: BlendConfig | None = None, **settings: Any

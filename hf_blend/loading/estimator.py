@@ -160,7 +160,8 @@ def place(
     load = load_s(bytes_per_token, tokens, device.bytes_s)
     least = recompute_s(prefill_s, least_ratio) if blend_s is None else blend_s
     ratio = ratio_that_loading_hides(load, prefill_s, least_ratio)
-    first = load * first_share(bytes_per_token * workload.chunk_tokens, num_layers) if num_layers else 0.0
+    beyond = max(0.0, load - read_s)  # the host's part of loading is counted once
+    first = beyond * first_share(bytes_per_token * workload.chunk_tokens, num_layers) if num_layers else 0.0
     request = first + max(load - first, least + read_s)
     stored = round(bytes_per_token * workload.chunk_tokens * workload.chunks)
     requests = workload.requests_per_day * MONTH_S / 86400

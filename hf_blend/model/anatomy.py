@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
 from .identity.canonical import canonical
+from .own_cache import fitted
 from .placement import input_device
 
 EXTENDED = "hf_blend_self_extend"  # the name of Self-Extend's attention function
@@ -140,13 +141,20 @@ def has_mixers(model: nn.Module) -> bool:
 
 def full_cache(model: nn.Module) -> Any:
     """A stock cache in which no layer forgets what lies outside its window."""
-    from transformers import DynamicCache
-    from transformers.cache_utils import Cache
+    from transformers import Cache, DynamicCache
 
     layers = stock_layers(text_config(model))
     if not any(hasattr(layer, "recurrent_states") or has_indexer(layer) for layer in layers):
         return DynamicCache()  # without a config no layer has a window
-    return Cache(layers=list(map(_without_window, layers)))
+    return fitted(Cache, model)(layers=list(map(_without_window, layers)))
+
+
+def stock_cache(model: nn.Module) -> Any:
+    """The cache that transformers makes for a model's config, in a form that the model takes."""
+    from transformers import Cache, DynamicCache
+
+    kind = fitted(Cache, model)
+    return DynamicCache(config=model.config) if kind is Cache else kind(layers=stock_layers(text_config(model)))
 
 
 def _without_window(layer: Any) -> Any:

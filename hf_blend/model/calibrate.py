@@ -7,6 +7,7 @@ some style can be moved; a model with a layer that does neither cannot be blende
 come twice in the prompt: that shows positions which a model counts itself, whatever it is told.
 """
 
+import threading
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -144,11 +145,11 @@ def _nearest(probe: _Probe, index: int, part: slice, candidates: list[type[Rotar
     best = min(errors, key=lambda style: (errors[style], style.pairs(ones).shape[-1]))  # of equals what turns least
     tolerance = probe.tolerance(index, errors[best])
     if errors[best] > tolerance:
+        what = BESIDE if part.start else "the K/V"
         raise UnsupportedModelError(
-            f"layer {index} of {type(probe.model).__name__} cannot be moved: {BESIDE if part.start else 'the K/V'} of "
-            f"the same tokens at two places differ by {errors[best]:.2g} of their size after the nearest rotary style "
-            f"({best.__name__}), "
-            f"where {tolerance:g} is allowed. {_cause(tables[0])} Use full prefill for this model."
+            f"layer {index} of {type(probe.model).__name__} cannot be moved. {_cause(probe, index)} At two places "
+            f"{what} of the same tokens differ by {errors[best]:.2g} of their size after the nearest rotary style "
+            f"({best.__name__}), where {tolerance:g} is allowed. Use full prefill for this model."
         )
     return best
 
@@ -168,10 +169,35 @@ def _refuse_moving_projections(probe: _Probe, index: int) -> None:
         )
 
 
-def _cause(table: Table | None) -> str:
-    if table is None:
+def _cause(probe: _Probe, index: int) -> str:
+    if probe.here.tables[index] is None:
         return "It has no rotary table: its positions are learned, or added to the embeddings."
+    norm = _norm_behind(probe, index)
+    if norm:
+        return (
+            f"It normalises its keys behind their rotation ({norm}): where two dimensions that turn together have "
+            "other weights, attention depends on where tokens are, and not only on how far apart."
+        )
     return "It turns its keys in a way that is not known here, or changes them by their positions otherwise."
+
+
+def _norm_behind(probe: _Probe, index: int) -> str:
+    """The name of the module with a weight for each dimension whose output a layer's keys are; empty if none is."""
+    layer, names = decoder_layers(probe.model)[index], list[str]()
+    keys, thread = probe.here.layers[index][0], threading.get_ident()
+
+    def look(name: str, output: Any) -> None:
+        forms = (output, output.transpose(1, 2)) if isinstance(output, Tensor) and output.dim() == 4 else ()
+        if threading.get_ident() == thread and any(torch.equal(form, keys) for form in forms):
+            names.append(name)
+
+    with ExitStack() as stack:
+        for name, module in layer.named_modules():
+            if getattr(getattr(module, "weight", None), "ndim", 0) == 1:
+                hook = lambda _, __, output, name=name: look(name, output)  # noqa: E731
+                stack.callback(module.register_forward_hook(hook).remove)
+        capture(probe.model, probe.ids, torch.arange(PROBE_TOKENS)[None])
+    return names[0] if names else ""
 
 
 def _error(

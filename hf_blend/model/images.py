@@ -67,6 +67,30 @@ def digest_of(image: Mapping[str, Any]) -> str:
     return state.hexdigest()
 
 
+def cannot_encode_ahead(model_class: type[nn.Module], config: Any, has_tower: bool = True) -> str:
+    """What a model lacks for images that are encoded before its forward, in a sentence; empty if nothing.
+
+    Args:
+        model_class: its class.
+        config: its config.
+        has_tower: whether there is a `get_image_features`.
+    """
+    takes = inspect.signature(model_class.forward).parameters
+    needs = {
+        "get_image_features": has_tower,
+        f"the argument {ENCODED} of its forward": ENCODED in takes,
+        "image_token_id in its config": type(getattr(config, "image_token_id", None)) is int,
+    }
+    missing = next((what for what, is_there in needs.items() if not is_there), "")
+    if not missing:
+        return ""
+    return (
+        f"images cannot be chunks for {model_class.__name__}: it lacks {missing}, expected of a model whose images "
+        "are encoded ahead (transformers 5.18 and newer). Pass the images to generate as they are: then they are "
+        "computed in place."
+    )
+
+
 class ImageEncoder:
     """Encodes the images of a prompt with a model's own vision tower, each alone."""
 
@@ -79,27 +103,13 @@ class ImageEncoder:
         Raises:
             UnsupportedModelError: it lacks one of these; says which.
         """
-        self._model, name = model, type(model).__name__
-        takes = inspect.signature(model.forward).parameters
+        self._model = model
         self._form: _Form | None = None
         self._encode = getattr(getattr(model, "base_model", model), "get_image_features", None)
-        token = getattr(model.config, "image_token_id", None)
-        missing = [
-            what
-            for what, is_there in (
-                ("get_image_features", self._encode is not None),
-                (f"the argument {ENCODED} of its forward", ENCODED in takes),
-                ("image_token_id in its config", type(token) is int),
-            )
-            if not is_there
-        ]
-        if missing:
-            raise UnsupportedModelError(
-                f"images cannot be chunks for {name}: it lacks {missing[0]}, expected of a model whose images are "
-                "encoded ahead (transformers 5.18 and newer). Pass the images to generate as they are: then they are "
-                "computed in place."
-            )
-        self.token_id: int = token  # type: ignore[assignment]
+        complaint = cannot_encode_ahead(type(model), model.config, self._encode is not None)
+        if complaint:
+            raise UnsupportedModelError(complaint)
+        self.token_id: int = model.config.image_token_id
         self.names = tuple(one for one in inspect.signature(self._encode).parameters if one != "kwargs")  # type: ignore[arg-type]
 
     def split(self, arguments: Mapping[str, Any]) -> list[dict[str, Tensor]]:

@@ -223,7 +223,7 @@ class MixerPass:
         return tuple(map(self._row_outputs, output)) if isinstance(output, tuple) else self._row_outputs(output)
 
     def _row_outputs(self, output: Any) -> Any:
-        is_per_token = isinstance(output, Tensor) and output.dim() > 2 and output.shape[1] == self.rows.tokens
+        is_per_token = isinstance(output, Tensor) and output.dim() == 3 and output.shape[1] == self.rows.tokens
         return gather_rows(output, self.rows.columns) if is_per_token else output
 
     def _is_own_call(self) -> bool:

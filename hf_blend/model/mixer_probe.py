@@ -68,8 +68,8 @@ class _Call:
         given = {name: cache if value is _CACHE else value for name, value in given.items()}
         output = self.module(**given)
         outputs = output if isinstance(output, tuple) else (output,)
-        found = [one.flatten(2) for one in outputs if isinstance(one, Tensor) and one.shape[:2] == hidden.shape[:2]]
-        return torch.cat(found, dim=-1)
+        found = [one for one in outputs if isinstance(one, Tensor) and one.dim() == 3]
+        return torch.cat([one for one in found if one.shape[:2] == hidden.shape[:2]], dim=-1)
 
 
 _CACHE = object()  # stands for the cache among the arguments of a call

@@ -26,6 +26,7 @@ from ..model.identity.canonical import notes_kept
 from ..model.modality import other_inputs
 from ..model.trust import BOUNDS, COARSE_BOUND, FAILURES
 from ..store.chunk import ChunkKV
+from .mixers import keeps_keys
 from .plan import Plan, Slot
 
 logger = logging.getLogger(__name__)
@@ -125,8 +126,9 @@ class InputTest:
         last = _share(blended.logits[:, -1], output.logits[:, -1], by_median=False)
         errors = [last * (1 if is_fine else bound / COARSE_LOGITS_BOUND)]
         for fresh in self._fresh(plan, arguments["input_ids"]):
-            for layer, pair in zip(cache.layers, true.layers, strict=True):
-                for kept, whole in zip((layer.keys, layer.values), pair, strict=True):
+            for layer, states in zip(cache.layers, true.layers, strict=True):
+                pair = (layer.keys, layer.values) if keeps_keys(layer) else ()  # a mixer's projections are not kept
+                for kept, whole in zip(pair, states, strict=False):
                     count = kept.shape[2]  # a window of the last tokens, or all
                     rows = fresh[:, -count:].to(kept.device)
                     got, wanted = (states[:, :, -count:].transpose(1, 2)[rows] for states in (kept, whole))

@@ -6,6 +6,7 @@ Stored chunks are compared with it before they are used. It is read off a forwar
 what a layer keeps is its own affair (latent attention, sixteen bits, keys of another width than values).
 """
 
+from itertools import islice
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 
 from ..model.anatomy import text_config
 from ..model.capture import capture_chunk
+from ..model.modality import placeholder_ids
 from ..store.chunk import Layout, norm_span
 
 __all__ = ["layout_of"]
@@ -38,8 +40,9 @@ def layout_of(model: nn.Module, fingerprint: str) -> Layout:
     """
     known = _known.get(model)
     if known is None or known[0] != fingerprint:
-        ids = torch.arange(PROBE_TOKENS) % text_config(model).vocab_size
-        chunk = capture_chunk(model, ids.tolist(), (), fingerprint)
+        others = placeholder_ids(model.config)
+        text = (token for token in range(text_config(model).vocab_size) if token not in others)
+        chunk = capture_chunk(model, [*islice(text, PROBE_TOKENS)], (), fingerprint)
         layout = chunk.layout
         norms = tuple(_norm(*table) for table in chunk.tables)
         known = fingerprint, Layout(layout.layers, layout.tables, layout.layer_table, norms)

@@ -21,7 +21,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from ..cache.blend_cache import BlendCache
 from ..config import BlendConfig
-from ..errors import ConfigError, PromptError, UnsupportedModelError
+from ..errors import ConfigError, HfBlendError, PromptError, UnsupportedModelError
 from ..model.anatomy import text_config
 from ..model.canary import canary_of
 from ..model.fingerprint import fingerprint
@@ -87,6 +87,7 @@ class BlendedBatching(ContinuousBatchingManager):
         self.blend_config = BlendConfig.from_dict({**(config or BlendConfig()).to_dict(), **settings})
         batching = copy.copy(batching) if batching is not None else ContinuousBatchingConfig()
         generation_config = copy.deepcopy(generation_config or model.generation_config)
+        _check_end_tokens(generation_config.eos_token_id)
         if generation_config.eos_token_id is None:
             generation_config.eos_token_id = -1
         _check_model(model)
@@ -134,6 +135,7 @@ class BlendedBatching(ContinuousBatchingManager):
             ConfigError: the engine is not running, a request of this name is not over, or a setting is unknown.
         """
         self._check_known(settings)
+        _check_end_tokens(settings.get("eos_token_id"))
         prompt = input_ids if isinstance(input_ids, TextPrompt) else TextPrompt(tuple(map(int, input_ids)))
         tokens = list(prompt.ids)
         new = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
@@ -199,11 +201,21 @@ class BlendedBatching(ContinuousBatchingManager):
         """Begin to serve.
 
         Raises:
+            ConfigError: no number of blocks was given, and transformers cannot tell how many fit.
             MemoryError: the blocks asked for do not fit.
             UnsupportedModelError: the engine keeps blocks of another kind for this model.
         """
         if self.batch_processor is None:
-            self.batch_processor = self._create_batch_processor()  # here, so that the caller sees why it fails
+            is_given = self.continuous_batching_config.num_blocks is not None  # the engine writes its own number there
+            try:
+                self.batch_processor = self._create_batch_processor()  # here, so that the caller sees why it fails
+            except FAILURES as error:
+                if is_given or isinstance(error, HfBlendError):
+                    raise
+                raise ConfigError(
+                    "num_blocks=None came, with which transformers fits the cache into the memory that is left, but "
+                    f"it found no number of blocks that does: {type(error).__name__}: {error} Pass num_blocks."
+                ) from error
         super().start()
 
     def stop(self, *args: Any, **settings: Any) -> None:
@@ -338,6 +350,7 @@ def _check_settings(
         (bool(batching.use_async_batching), "use_async_batching=True", "a prefill needs the model between steps"),
         (_graphs(batching), f"use_cuda_graph={batching.use_cuda_graph}", "a prefill would break a captured graph"),
         (batching.cpu_offload_space != 0, f"cpu_offload_space={batching.cpu_offload_space}", "a swap hashes again"),
+        (not _is_count(batching.num_blocks), f"num_blocks={batching.num_blocks!r}", "a number from 1 on is expected"),
         (bool(batching.max_blocks_per_request), f"max_blocks_per_request={batching.max_blocks_per_request}",
          "the decode fast path writes K and V by itself"),
         ((generation.num_return_sequences or 1) != 1, f"num_return_sequences={generation.num_return_sequences}",
@@ -347,6 +360,19 @@ def _check_settings(
     for is_so, given, reason in refused:
         if is_so:
             raise ConfigError(f"{given} cannot be served with blended prompts: {reason}. Leave it at its default.")
+
+
+def _is_count(given: Any) -> bool:
+    return given is None or (type(given) is int and given > 0)
+
+
+def _check_end_tokens(given: Any) -> None:
+    """Refuse here what would fail in the engine, or would never end an answer."""
+    ids = list(given) if isinstance(given, list | tuple) else [given]
+    if given is not None and not all(type(one) is int for one in ids):
+        raise ConfigError(
+            f"eos_token_id={given!r} came, expected the id of a token, a list of such, or None. Give whole numbers."
+        )
 
 
 def _graphs(batching: ContinuousBatchingConfig) -> bool:

@@ -17,6 +17,7 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
 
+MOST_DIGITS = 18  # of a length; Python refuses to read thousands
 OPEN = ("/health", "/metrics")  # asked by machines that have no key
 
 
@@ -70,7 +71,7 @@ class Guard:
         """All of it; None where the client went away."""
         most, length = self._limits.body_bytes, headers.get("content-length", "0")
         too_large = Refused(413, f"the body is larger than {most} bytes. Send less.", "request_too_large")
-        if length.isdigit() and int(length) > most:
+        if length.isdecimal() and (len(length) > MOST_DIGITS or int(length) > most):
             raise too_large
         parts, size = [], 0
         try:

@@ -60,6 +60,7 @@ class BoundedTier(WrappedTier):
         self.owned = owned
         self.quota_bytes = quota_bytes
         self.on_evicted = on_evicted
+        self.before_eviction: Callable[[str], object] | None = None  # receives the name of what is about to leave
         self._spare_bytes = spare_bytes
         self._order = order
         self._budget = Budget(cap_bytes, policy)
@@ -221,6 +222,8 @@ class BoundedTier(WrappedTier):
                 self._evict_one(name)
 
     def _evict_one(self, name: str) -> None:
+        if self.before_eviction is not None:
+            self.before_eviction(name)
         try:
             self.tier.delete(name)
         except OSError as error:

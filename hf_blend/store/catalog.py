@@ -87,6 +87,12 @@ class Catalog:
             for tier in where:
                 self._list(tier, name)
 
+    def take_up(self, name: str, tier: str) -> None:
+        """List an entry that is known in a tier that has it now, too."""
+        with self._lock:
+            if self.owns(name):
+                self._list(tier, name)
+
     def forget(self, digest: str, tier: str | None = None) -> None:
         """Drop a chunk that turned out to be gone from a tier, or from all; it stays known while some place has it."""
         with self._lock:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from weakref import WeakValueDictionary, finalize
 
 from torch import Tensor
@@ -21,6 +22,7 @@ from .chunk import ChunkKey, ChunkKV, Layout
 from .entry import EntryReader, encode_entry, read_key
 from .guard import Guard
 from .held import HeldChunks
+from .locks import new_lock
 from .packing import kept_as
 from .patience import ComputeTimes, LateLoads
 from .recorded import RecordedSource
@@ -35,6 +37,7 @@ Take = Callable[[BoundedTier, ChunkKey, Source, contextlib.ExitStack], ChunkKV] 
 Recompute = Callable[[], ChunkKV]
 READ_BYTES = 1 << 20  # layers that are smaller come several at a time: each read stops the thread that computes
 READ_S = 4e-3  # but from a slow tier no more at a time than come in so many seconds: the model waits for the first
+_UNLOCKED = contextlib.nullcontext()
 DELETE_S = 60.0  # how long a delete waits for a write of the same chunk that is under way
 
 
@@ -65,6 +68,10 @@ class TierStack:
     held, and the bytes that were verified are written to the nearer ones. A chunk that is put goes to every tier: when
     `put` returns, it is in those on this machine, and in the queue of the others. What is in a queue is found there.
 
+    With a `home` each chunk is in one tier: it is put there, what leaves it for want of room moves to the next tier
+    behind it, and what is read from behind it moves back. A chunk is written before it leaves: a process that is
+    killed in between leaves it twice, and the next one that reads it removes the copy.
+
     Args:
         held: the places asked first.
         tiers: the tiers that keep bytes, each under its cap.
@@ -76,6 +83,7 @@ class TierStack:
         queue_bytes: most that may wait to be written to each tier; with 0 nothing waits, and `put` and `get` do.
         known_share: gives the share of a chunk's tokens that earlier requests found important, by digest: a chunk that
             returns to a tier is weighed by it.
+        home: name of the tier that keeps each chunk alone; None keeps it in every tier.
 
     Attributes:
         compute_times: what is known of how long chunks take to compute.
@@ -95,8 +103,13 @@ class TierStack:
         codec: str = "raw",
         queue_bytes: int = 1 << 30,
         known_share: Callable[[str], float | None] = lambda _: None,
+        home: str | None = None,
     ) -> None:
         self.held = tuple(held)
+        self.home = next((tier for tier in tiers if tier.name == home), None)
+        self._moving = new_lock()  # taken before any tier's own; no chunk is moved by two threads at once
+        for near, far in pairwise(tiers) if self.home else ():
+            near.before_eviction = partial(self._demote, near, far)
         self._known_share = known_share
         self.tiers = tuple(tiers)
         self.queues = {tier.name: self._new_queue(tier, queue_bytes) for tier in tiers} if queue_bytes else {}
@@ -164,10 +177,12 @@ class TierStack:
         kept = kept_as(mine, self._codec)
         self._hold(kept)
         encoded = functools.cache(partial(encode_entry, mine, self._secret, self._codec))
-        stats = {
-            tier.name: self._write(tier, kept, encoded) if tier.is_local else self._send(tier, kept, encoded, wait_s)
-            for tier in self.tiers
-        }
+        stats: dict[str, ObjectStat | None] = {}
+        for tier in self.tiers[self.tiers.index(self.home) :] if self.home else self.tiers:
+            is_near = tier.is_local
+            stats[tier.name] = self._write(tier, kept, encoded) if is_near else self._send(tier, kept, encoded, wait_s)
+            if self.home and (stats[tier.name] or not is_near):
+                break
         known = next((stat for stat in stats.values() if stat), None)
         if known or self.is_held(digest):
             where = [name for name, stat in stats.items() if stat]
@@ -196,8 +211,9 @@ class TierStack:
     def delete(self, digest: str) -> bool:
         """Remove a chunk from every queue and tier; raises OSError if one refuses, or takes too long to write it."""
         self._deleted += 1
-        removed = [queue.cancel(digest, DELETE_S) for queue in self.queues.values()]
-        removed += [tier.delete(self._catalog.name(digest)) for tier in self.tiers]
+        removed = [queue.cancel(digest, DELETE_S) for queue in self.queues.values()]  # may itself wait for `_moving`
+        with self._moving:
+            removed += [tier.delete(self._catalog.name(digest)) for tier in self.tiers]
         removed += [place.delete(digest) for place in self.held]
         self._catalog.forget(digest)
         return any(removed)
@@ -270,13 +286,16 @@ class TierStack:
         """
         name, there = self._catalog.name(digest), next(tier for tier in self.tiers if tier.name == target)
         others = [tier for tier in self.tiers if tier is not there]
-        is_there = self._holds(there, digest) or any(self._copy(tier, there, digest) for tier in others)
-        if is_there:
-            for other in others:
-                if other.name in self.queues:
-                    self.queues[other.name].cancel(digest, DELETE_S)
-                other.delete(name)
-                self._catalog.forget(digest, other.name)
+        with self._moving:
+            is_there = self._holds(there, digest) or any(self._copy(tier, there, digest) for tier in others)
+        for other in others if is_there else ():
+            if other.name in self.queues:
+                self.queues[other.name].cancel(digest, DELETE_S)  # what is being written may wait for `_moving`
+            with self._moving:
+                is_there = there.contains(name)
+                if is_there:
+                    other.delete(name)
+                    self._catalog.forget(digest, other.name)
         return is_there
 
     def _holds(self, tier: BoundedTier, digest: str) -> bool:
@@ -308,6 +327,38 @@ class TierStack:
         if stat is not None:
             self._catalog.add(key, stat, [target.name])
         return stat is not None
+
+    def _demote(self, near: BoundedTier, far: BoundedTier, name: str) -> None:
+        """Write what a full tier evicts to the next one; what that refuses is evicted all the same."""
+        try:
+            source = near.tier.open(name)
+            if source is None:
+                return
+            with contextlib.closing(source):
+                content = memoryview(bytearray(source.stat.nbytes))
+                source.read_into(0, content)
+            far.put_if_absent(name, [content])
+        except (OSError, MemoryError, EntryFault) as error:
+            self._refuse_write(far, error)
+            return
+        self._catalog.take_up(name, far.name)
+        self._tally.count("moved", far.name)
+
+    def _settle(self, digest: str, kept: BoundedTier) -> None:
+        """A tier has a chunk whole: where each chunk is in one tier, the others no longer keep it."""
+        name = self._catalog.name(digest)
+        for other in self.tiers if self.home else ():
+            with contextlib.suppress(OSError):
+                if other is not kept and _has(other, name):
+                    with self._moving:
+                        removed = kept.contains(name) and other.delete(name)
+                    self._tally.count("moved", kept.name, int(removed))
+                    self._catalog.forget(digest, other.name)
+
+    def shrink(self, tier: BoundedTier, most_bytes: int) -> int:
+        """Evict from a tier until no more than so many bytes are left, and say how many left it."""
+        with self._moving:
+            return tier.shrink(most_bytes)
 
     def miss(self, reason: str) -> None:
         """Count a miss."""
@@ -416,8 +467,10 @@ class TierStack:
         name = self._catalog.name(chunk.key.digest)
         try:
             if not tier.contains(name):
-                with self._tally.timed("store_seconds", tier.name):
+                with self._tally.timed("store_seconds", tier.name), self._moving if self.home else _UNLOCKED:
                     stored = tier.put_if_absent(name, encoded())
+                    if stored:
+                        self._settle(chunk.key.digest, tier)
                 self._tally.count("stored", tier.name, int(stored))
                 if tier.reads_importance and (share := self._known_share(chunk.key.digest)) is not None:
                     tier.use(name, share)
@@ -443,10 +496,14 @@ class TierStack:
                 stat = self._send(other, chunk, lambda: [content])
                 if stat is not None:
                     self._catalog.add(chunk.key, stat, [other.name])
+        else:
+            self._settle(chunk.key.digest, tier)
         return self._hold(chunk)
 
     def _nearer(self, tier: BoundedTier) -> list[BoundedTier]:
-        return [other for other in self.tiers[: self.tiers.index(tier)] if other.is_local]
+        """The tiers that will have what was read from one."""
+        nearer = [other for other in self.tiers[: self.tiers.index(tier)] if other.is_local]
+        return nearer if self.home is None else [other for other in nearer if other is self.home]
 
     def _refuse_write(self, tier: BoundedTier, error: Exception) -> None:
         reason = errno.errorcode.get(getattr(error, "errno", None) or 0, type(error).__name__)
@@ -580,6 +637,11 @@ class TierStack:
             self._tally.count("removed", cause, int(removed))
         self._catalog.forget(self._catalog.digest(name), tier.name)
         return removed
+
+
+def _has(tier: BoundedTier, name: str) -> bool:
+    """Whether a tier has an entry; of one on another machine, as of its last listing."""
+    return tier.contains(name) if tier.is_local else name in tier.names(name[:2])
 
 
 def _stat(tier: BoundedTier, name: str) -> ObjectStat | None:

@@ -73,6 +73,7 @@ class ChunkStore:
         limits: caps, quotas and ages.
         secret: signs entries, hides their names, and refuses what is not signed with it; None signs nothing.
         codec: how K and V are packed in tiers that keep bytes.
+        placement: as in `open`.
     """
 
     def __init__(
@@ -85,8 +86,10 @@ class ChunkStore:
         limits: Limits = Limits(),  # noqa: B008 (frozen)
         secret: bytes | None = None,
         codec: str = "raw",
+        placement: str | None = None,
     ) -> None:
         self.namespace = namespace
+        self.placement = _check_placement(placement, tiers, limits)  # name of the tier that keeps each chunk alone
         # layers that a request reads ahead of their use; 0 reads chunks whole before it begins. Without a bound by
         # default: what was read is held until the request ends, and the first layers, all tokens' own, hide the most
         self.pipeline_depth: float = math.inf
@@ -106,6 +109,7 @@ class ChunkStore:
         given = (held, bounded, self._catalog, self._tally)
         settings: dict[str, Any] = {"secret": secret, "ttl_s": limits.ttl_s, "codec": codec}
         settings |= {"queue_bytes": limits.queue_bytes, "known_share": self.importance.share}
+        settings |= {"home": self.placement}
         self._stack: TierStack = TierStack(*given, **settings)
         for tier in tiers:
             self._tally.count("removed", "orphans", tier.reclaim())
@@ -130,6 +134,7 @@ class ChunkStore:
         secret: bytes | None = None,
         codec: str = "raw",
         partial: float | Mapping[str, float] | None = None,
+        placement: str | None = None,
     ) -> Self:
         """Open a store, making it if it does not exist.
 
@@ -164,6 +169,11 @@ class ChunkStore:
                 `block_tokens` (16) and `reorder` (True: tokens that get attention are written into blocks together,
                 beside requests). Blocks are kept beside the chunks, each in half of `disk_bytes`; None loads chunks
                 whole.
+            placement: "disk" or "remote" keeps each chunk in one of the tiers that keep bytes instead of in all of
+                them: new chunks go to this one, what a full disk evicts moves to the remote tier, and what is read
+                from there moves back where the disk is the placement. Every move writes before it deletes. What is
+                held in memory is a copy for this process. A chunk that moves to this machine's disk leaves the
+                others', and a full disk waits for the remote tier. None keeps a copy in every tier.
 
         Returns:
             The store.
@@ -182,7 +192,7 @@ class ChunkStore:
         root, tiers = open_tiers(location, remote, durable=durability == "full", deadline_s=remote_deadline_s)
         index = root / "index" if root else None
         given: dict[str, Any] = {"namespace": namespace, "index": index, "limits": limits, "secret": secret}
-        opened = cls(limits.hold(device), tiers, **given, codec=codec)
+        opened = cls(limits.hold(device), tiers, **given, codec=codec, placement=placement)
         if partial is None:
             blocks = root / "blocks" if root else None
             opened._blocks = blocks if blocks is not None and blocks.is_dir() else None
@@ -304,7 +314,7 @@ class ChunkStore:
         from ..model.capture import check_chunk
         from ..prompt.pieces import tokenizer_digest
 
-        keys = self._keys(model, tokenizer, chunks, sink_ids)
+        keys = self.keys(model, tokenizer, chunks, sink_ids=sink_ids)
         for number, key in enumerate(keys):
             check_chunk(model, key.token_ids, key.sink_ids, f"chunk {number}")
         texts = {key for key, chunk in zip(keys, chunks, strict=True) if isinstance(chunk, str)}
@@ -339,7 +349,7 @@ class ChunkStore:
         Raises:
             PromptError: `chunks` is not a list.
         """
-        keys = self._keys(model, tokenizer, chunks, sink_ids)
+        keys = self.keys(model, tokenizer, chunks, sink_ids=sink_ids)
         if self._prefetcher is None:
             self._prefetcher = ThreadPoolExecutor(1, thread_name_prefix="hf_blend-prefetch")
         return self._prefetcher.submit(self._bring, list(dict.fromkeys(keys)))
@@ -348,13 +358,28 @@ class ChunkStore:
         away = (key for key in keys if not self._stack.is_held(key.digest) and self._stack.contains(key.digest))
         return sum(self.get(key) is not None for key in away)
 
-    def _keys(
+    def keys(
         self,
         model: nn.Module,
         tokenizer: Any,
         chunks: Sequence[str | Sequence[int]],
-        sink_ids: Sequence[int] | None,
+        *,
+        sink_ids: Sequence[int] | None = None,
     ) -> list[ChunkKey]:
+        """The keys under which `add` would store chunks; nothing is computed.
+
+        Args:
+            model: as in `add`.
+            tokenizer: as in `add`.
+            chunks: as in `add`.
+            sink_ids: as in `add`.
+
+        Returns:
+            The keys, in the order of the chunks.
+
+        Raises:
+            PromptError: `chunks` is not a list.
+        """
         from ..model.fingerprint import fingerprint
         from ..prompt.pieces import tokenize
 
@@ -489,6 +514,41 @@ class ChunkStore:
                 raise _refused(f"chunk {key.digest} cannot be moved to the {tier} tier", error) from error
         return moved
 
+    def rebalance(self) -> dict[str, int]:
+        """Move what is stored to the tier that `placement` names, as far as there is room, the newest first.
+
+        Copies in other tiers that a process left when it was killed in a move are removed, too.
+
+        Returns:
+            `moved` chunks, those that `stay` where they were for want of room or since no tier has them whole, and
+            those that were `placed` already.
+
+        Raises:
+            ConfigError: the store has no placement.
+            StoreError: a tier refuses.
+        """
+        if self.placement is None:
+            raise ConfigError(
+                "the store keeps chunks in every tier, expected one opened with a placement. Give ChunkStore.open "
+                'placement="disk" or placement="remote".'
+            )
+        found = {"moved": 0, "stay": 0, "placed": 0}
+        target = next(tier for tier in self._stack.tiers if tier.name == self.placement)
+        self.flush()
+        for digest, record in sorted(self._catalog.items(), key=lambda one: one[1].created, reverse=True):
+            places = self._catalog.places(digest)
+            if places == [self.placement]:
+                found["placed"] += 1
+                continue
+            cap = target.cap_bytes
+            fits = self.placement in places or cap is None or target.nbytes + record.nbytes <= cap
+            try:
+                moved = fits and self._stack.move(digest, self.placement)
+            except OSError as error:
+                raise _refused(f"chunk {digest} cannot be moved to the {self.placement} tier", error) from error
+            found["moved" if moved else "stay"] += 1
+        return found
+
     def pin(self, key: ChunkKey) -> None:
         """Keep a chunk from being evicted, also after a restart if it is on disk; it still counts against caps.
 
@@ -582,7 +642,7 @@ class ChunkStore:
             found["orphans"] += tier.reclaim()
             found["expired"] += self._stack.expire(tier)
             limits = [value for value in (target_bytes, tier.cap_bytes) if value is not None]
-            found["freed_bytes"] += tier.shrink(min(limits)) if limits else 0
+            found["freed_bytes"] += self._stack.shrink(tier, min(limits)) if limits else 0
         return found
 
     def tiers(self) -> list[Tier]:
@@ -623,9 +683,9 @@ class ChunkStore:
         Returns:
             `hits`, `stored` and `evicted` by tier, `misses` by reason, `load_failures` by tier and reason,
             `store_failures` by error, `dropped_writes` by tier and reason (full, closed, exit, thread, changed),
-            `removed` by cause (corrupt, expired, orphans), `skipped` by tier (or index, order) and reason: what
-            listing passed over, `seconds` by stage and tier, `entries`, and `bytes`, `pinned_bytes` and
-            `capacity_bytes` by tier;
+            `removed` by cause (corrupt, expired, orphans), `moved` by the tier that chunks left another one for,
+            `skipped` by tier (or index, order) and reason: what listing passed over, `seconds` by stage and tier,
+            `entries`, and `bytes`, `pinned_bytes` and `capacity_bytes` by tier;
             those of the disk hold every namespace; `queued_bytes` by tier: what waits to be written; `healthy` by
             tier: whether it answers.
         """
@@ -633,7 +693,7 @@ class ChunkStore:
         all_places: list[Any] = [*self._stack.held, *self._stack.tiers]
         places = {place.name: place for place in all_places}
         return {
-            **{group: self._tally.group(group) for group in (*happened, "evicted", "removed", "skipped")},
+            **{group: self._tally.group(group) for group in (*happened, "evicted", "moved", "removed", "skipped")},
             "seconds": self._tally.seconds(),
             "entries": len(self._catalog.items()),
             "bytes": {name: place.nbytes for name, place in places.items()},
@@ -676,6 +736,22 @@ class ChunkStore:
 def _check_durability(durability: str) -> None:
     if durability not in _DURABILITIES:
         raise ConfigError(f"no durability named {durability!r}. {suggest(str(durability), _DURABILITIES)}")
+
+
+def _check_placement(placement: str | None, tiers: Sequence[Tier], limits: Limits) -> str | None:
+    """The name of the tier that is meant."""
+    if placement is None:
+        return None
+    far = [tier.name for tier in tiers if not tier.is_local]
+    names = [tier.name for tier in tiers] + (["remote"] if far else [])
+    if placement not in names:
+        raise ConfigError(f"no tier named {placement!r} keeps bytes in this store. {suggest(str(placement), names)}")
+    if limits.ttl_s is not None:
+        raise ConfigError(
+            f"placement={placement!r} came with ttl_s={limits.ttl_s}, expected one of them: an entry that moves looks "
+            "as young as its last move. Leave one out."
+        )
+    return far[0] if placement == "remote" else placement
 
 
 def _refused(what: str, error: OSError) -> StoreError:

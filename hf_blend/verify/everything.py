@@ -54,7 +54,7 @@ def verify_types(
 
 def broken(row: dict[str, Any]) -> bool:
     """Whether a row says of anything that it crashed or is wrong without a refusal."""
-    return any(str(row[name] or "").startswith(BROKEN) for name in ("reason", "move", "extend"))
+    return any(str(row.get(name) or "").startswith(BROKEN) for name in ("reason", "move", "extend"))
 
 
 def judged(row: dict[str, Any]) -> bool:

@@ -4,9 +4,9 @@
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache
+from transformers import Cache
 
-from ..model.anatomy import full_cache
+from ..model.anatomy import full_cache, stock_cache
 from ..prompt.pieces import Prompt
 from .base import Outcome, Rung
 from .floor import device_of, distance, kv_of
@@ -20,16 +20,18 @@ class PrefixCache(Rung):
         """Largest absolute difference of logits, and of any K or V at any layer; 0 is allowed.
 
         A stock cache keeps all keys or, made with a config, those in a layer's window; the same sum is rounded in two
-        ways then. It is enough to be one of the two, in every layer alike.
+        ways then. It is enough to be one of the two, in every layer alike. A mixer scans the prompt in one piece,
+        where the stock cache is continued in two: with mixers as much is allowed as full prefills differ by.
         """
-        return Outcome(max(_error(subject, sink) for sink in {(), subject.sink_ids}), 0.0)
+        allowed = max(subject.logit_tolerance, subject.floor.states) if any(subject.mixers) else 0.0
+        return Outcome(max(_error(subject, sink) for sink in {(), subject.sink_ids}), allowed)
 
 
 @torch.no_grad()
 def _error(subject: Subject, sink: tuple[int, ...]) -> float:
     prompt = Prompt(sink, subject.prompts[0].chunks[:1], subject.prompts[0].question)
     got = subject.blend([prompt], 0.0, sink_ids=sink)
-    stocks = [full_cache(subject.model), DynamicCache(config=subject.model.config)]
+    stocks = [full_cache(subject.model), stock_cache(subject.model)]
     return min(_apart(got, _continued(subject, prompt, stock), stock) for stock in stocks)
 
 
@@ -43,7 +45,7 @@ def _continued(subject: Subject, prompt: Prompt, stock: Cache) -> Tensor:
     if prompt.prefix:
         alone, tokens = full_cache(subject.model), len(prompt.prefix + prompt.chunks[0])
         _run(subject, prompt.prefix, alone)
-        for whole, part in zip(kv_of(stock), kv_of(alone), strict=True):
+        for whole, part in zip(filter(None, kv_of(stock)), filter(None, kv_of(alone)), strict=True):
             forgotten = tokens - whole[0].shape[2]  # outside of the window
             kept = max(0, len(prompt.prefix) - forgotten)
             if kept:

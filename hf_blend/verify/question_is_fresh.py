@@ -9,6 +9,8 @@ from .base import Outcome, Rung
 from .floor import device_of, distance
 from .subject import Subject
 
+NO_STATE = "has mixers, whose states behind the fused chunks no stock cache can be given; see fused_ratio."
+
 
 class QuestionIsFresh(Rung):
     """The stock model continues a stock cache that holds the fused prefix and chunks."""
@@ -16,6 +18,8 @@ class QuestionIsFresh(Rung):
     @torch.no_grad()
     def measure(self, subject: Subject) -> Outcome:
         """Largest absolute difference of the question's logits, over requests that run alone."""
+        if any(subject.mixers):
+            return Outcome(float("inf"), 0.0, f"{type(subject.model).__name__} {NO_STATE}", refused=True)
         errors = []
         for prompt in subject.prompts:
             got, stock = subject.blend([prompt], 0.0), full_cache(subject.model)

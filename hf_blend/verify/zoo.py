@@ -83,6 +83,7 @@ EXTRA: dict[str, dict[str, Any]] = {  # what a type asks for beyond the names th
     "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
     "mamba2": {"num_heads": 8, "head_dim": 16, "chunk_size": 32},
+    "minimax": {"layer_types": ["full_attention", "linear_attention"] * 2, "block_size": 16},
     "nemotron_h": {"chunk_size": 32},
     "reformer": {"is_decoder": True, "axial_pos_embds": False},
     "xlnet": {"d_head": 16},

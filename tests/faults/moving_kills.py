@@ -5,7 +5,10 @@
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -15,7 +18,7 @@ from hf_blend.sparse.partial.store import PartialStore
 from hf_blend.store import ChunkKV, ChunkStore
 
 from .fault import Verdict
-from .killing import Killing, read_numbers
+from .killing import CAP_CHUNKS, ENTRY_BYTES, Killing, read_numbers
 from .world import drawn_chunk, is_same
 
 CHUNKS = 40  # of one child
@@ -43,7 +46,7 @@ class MovingKills(Killing):
 class Demotions(MovingKills):
     """Puts with background writes to a farther tier, and moves there and back: a chunk is in one tier, or in both."""
 
-    kill_share = 0.14
+    kill_share = 0.07
 
     def opened(self, capped: bool) -> ChunkStore:
         """A store on disk with another folder as its remote tier."""
@@ -70,6 +73,40 @@ class Demotions(MovingKills):
     def check(self, acknowledged: list[int], capped: bool) -> None:
         """There is room for all: nothing may have been evicted."""
         super().check(acknowledged, capped=False)
+
+
+class Placements(MovingKills):
+    """Puts into a small disk before a large tier, which keep each chunk once: what is evicted and read moves."""
+
+    kill_share = 0.07
+
+    def opened(self, capped: bool) -> ChunkStore:
+        """A store with room for a few chunks on disk, and another folder as its remote tier."""
+        given: dict[str, Any] = {"memory_bytes": 0, "disk_bytes": CAP_CHUNKS * ENTRY_BYTES, "placement": "disk"}
+        return ChunkStore.open(self.folder, remote=f"file://{self._far}", **given)
+
+    @property
+    def _far(self) -> Path:
+        return self.folder.parent / f"{self.folder.name}-far"
+
+    def use(self, first: int, tell: Callable[[int], None]) -> None:
+        """Put, and read what moved away meanwhile."""
+        draw = Random(first)
+        with self.opened(capped=False) as store:
+            for number in range(first + 1, first + CHUNKS):
+                store.put(drawn_chunk(number))
+                tell(number)
+                store.get(drawn_chunk(draw.randint(first + 1, number)).key)
+            while True:
+                store.get(drawn_chunk(draw.randint(first + 1, first + CHUNKS - 1)).key)
+
+    def check(self, acknowledged: list[int], capped: bool) -> None:
+        """There is room for all, and once each was read it is in one tier."""
+        super().check(acknowledged, capped=False)
+        names = {drawn_chunk(number).key.digest for number in acknowledged}
+        found = Counter(path.stem for root in (self.folder, self._far) for path in root.rglob("*.safetensors"))
+        wrong = [name for name in names if found[name] != 1]
+        self.note("not in one tier", Verdict.LOST, str(wrong[:2]), count=len(wrong))
 
 
 class Reorders(MovingKills):

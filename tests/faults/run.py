@@ -34,7 +34,7 @@ from .faulty_tier import FaultyTierFaults
 from .files import Changing, Files, Headers, Planted
 from .index_damage import IndexDamage
 from .lost_server import LostServer
-from .moving_kills import Demotions, Reorders
+from .moving_kills import Demotions, Placements, Reorders
 from .partial import Partial
 from .prefills import Prefills
 from .races import Races
@@ -70,6 +70,7 @@ CLASSES: dict[str, type[FaultClass]] = {
     "random-kills": RandomKills,
     "traced-kills": TracedKills,
     "demotions": Demotions,
+    "placements": Placements,
     "reorders": Reorders,
 }
 

@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.errors import ConfigError, PromptError, StoreError, UnsupportedModelError
@@ -251,7 +252,7 @@ def test_a_name_is_refused_while_a_request_has_it_and_free_when_that_is_over(mod
 
 
 @pytest.mark.parametrize(
-    ("settings", "error"), [({"temprature": 1}, ConfigError), ({"eos_token_id": "x"}, (ConfigError, TypeError))]
+    ("settings", "error"), [({"temprature": 1}, ConfigError), ({"eos_token_id": "x"}, ConfigError)]
 )
 def test_a_request_with_a_setting_that_makes_no_sense_is_refused_and_leaves_nothing(
     settings, error, model, bench, store
@@ -454,6 +455,9 @@ REFUSED = {
     "graph": ({}, {}, {"use_cuda_graph": True}, ConfigError, "use_cuda_graph=True"),
     "swap": ({}, {}, {"cpu_offload_space": 1.0}, ConfigError, "cpu_offload_space=1.0"),
     "fast path": ({}, {}, {"max_blocks_per_request": 8}, ConfigError, "max_blocks_per_request=8.*decode fast path"),
+    "blocks": ({}, {}, {"num_blocks": 0}, ConfigError, "num_blocks=0.*a number from 1 on"),
+    "part of a block": ({}, {}, {"num_blocks": 2.5}, ConfigError, "num_blocks=2.5"),
+    "end": ({}, {"generation_config": GenerationConfig(eos_token_id=[2, 2.5])}, {}, ConfigError, "eos_token_id=.*2.5"),
     "stall": ({}, {"stall_s": -1.0}, {}, ConfigError, "stall_s=-1.0"),
 }
 
@@ -468,6 +472,17 @@ def test_what_cannot_be_served_is_refused_by_name(what, tiny_model, bench, store
     model = tiny_model(family, **config, **({"sliding_window": 8} if family == "mistral" else {}))
     with untouched(model), pytest.raises(kind, match=words):
         bench.engine(model, store, pages, **settings)
+
+
+def test_an_engine_for_which_no_number_of_blocks_fits_says_that_none_was_given(model, bench, store, monkeypatch):
+    def fail(_):
+        raise ValueError("Invalid values: num_sectors = -3")
+
+    monkeypatch.setattr(type(bench.engine(model, store)).__mro__[1], "_create_batch_processor", fail)
+    with pytest.raises(ConfigError, match=r"num_blocks=None came.*num_sectors = -3 Pass num_blocks"):
+        bench.engine(model, store, {"num_blocks": None}).start()
+    with pytest.raises(ValueError, match="Invalid values"):
+        bench.engine(model, store).start()
 
 
 @pytest.mark.parametrize(

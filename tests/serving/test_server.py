@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The server as clients see it: OpenAI's own client, tenants, and clients that misbehave."""
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -16,6 +17,7 @@ from hf_blend import BlendCache, BlendConfig, ChunkStore
 from hf_blend.errors import ConfigError
 from hf_blend.evaluation.bundled import load_model, quickstart_questions
 from hf_blend.prompt.detokenizer import Detokenizer
+from hf_blend.serving.guard import Guard, Refused
 from hf_blend.serving.prompts import chat_prompt, text_prompt
 from hf_blend.serving.run import ServerPlan, make_service, serve
 from hf_blend.serving.service import Limits
@@ -265,6 +267,17 @@ def test_a_bad_request_gets_a_clear_4xx(what, http, server):
     assert len(error["message"]) < 400
     assert code is None or error["code"] == code
     assert "Traceback" not in response.text
+
+
+@pytest.mark.parametrize(("length", "refused"), [("\xb2", False), ("9" * 5000, True), ("4", False), ("x", False)])
+def test_a_length_that_is_no_number_of_bytes_breaks_nothing(length, refused):
+    async def receive():
+        return {"type": "http.request", "body": b"text"}
+
+    guard = Guard(None, None, Limits(), lambda status: None)
+    found = contextlib.nullcontext() if not refused else pytest.raises(Refused, match="larger than 4194304 bytes")
+    with found:
+        assert asyncio.run(guard._body({"content-length": length}, receive)) == b"text"
 
 
 @pytest.mark.parametrize(("path", "status"), [("/v1/nothing", 404), ("/v1/completions", 405), ("/docs", 404)])

@@ -104,7 +104,8 @@ class BlockReader:
             self.blocks = -(-self.tokens // self.block_tokens)
             self.order = torch.tensor(self.header["order"])
             self.tables = _tables_of(self.header)
-            self._asked, self._places = (), self.order[:0]
+            self._asked: tuple[int, ...] = ()
+            self._places = self.order[:0]
             self._check_sizes(layout)
 
     def _check_sizes(self, layout: Layout | None) -> None:

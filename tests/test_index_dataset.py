@@ -1,0 +1,110 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""A dataset is indexed by several processes, each chunk once, also after all of them were killed.
+
+What was computed is counted by a line in a file that `compute_chunk` itself leaves, whatever the store says.
+"""
+
+import os
+import signal
+import time
+from collections import Counter
+from random import Random
+
+import pytest
+import torch
+
+from hf_blend import ChunkStore, StoreError
+from hf_blend.integrations.datasets import index_dataset
+from hf_blend.verify.zoo import tiny_model as zoo_model
+
+datasets = pytest.importorskip("datasets")
+
+UNLIKE = 100
+DRAW = Random(3)
+IDS = 2 * [[DRAW.randrange(3, 120) for _ in range(8)] for _ in range(UNLIKE)]  # two processes meet at each of them
+
+
+class Counted:
+    """Makes the model in a process that indexes, where each computed chunk then leaves a line."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __call__(self):
+        from hf_blend.model import canary
+
+        if canary.compute_chunk.__name__ != "counting":
+            compute = canary.compute_chunk
+
+            def counting(model, key, *given):
+                chunk = compute(model, key, *given)
+                with open(self.path, "a") as file:
+                    file.write(f"{os.getpid()} {key.digest}\n")
+                return chunk
+
+            canary.compute_chunk = counting
+        return zoo_model("llama"), None
+
+
+def in_a_child(rows, counted, location, processes):
+    """A process of its own with children of its own; gives its id."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        os.setsid()
+        torch.set_num_threads(1)
+        index_dataset(rows, counted, {"location": location, "durability": "none"}, column="ids", num_proc=processes,
+                      batch_rows=8)  # fmt: skip
+        os._exit(0)
+    finally:
+        os._exit(1)
+
+
+def lines(path):
+    return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_each_chunk_is_computed_once_by_two_processes_and_a_kill_costs_what_was_under_way(tmp_path):
+    counter, location, rows = tmp_path / "counted", tmp_path / "kv", datasets.Dataset.from_dict({"ids": IDS})
+    child = in_a_child(rows, Counted(counter), location, 2)
+    while len(lines(counter)) < 30:
+        time.sleep(0.01)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    before = lines(counter)
+    assert len(before) < UNLIKE, "the kill was meant to come in the middle"
+    assert os.waitpid(in_a_child(rows, Counted(counter), location, 2), 0)[1] == 0
+    computed = Counter(digest for _, digest in lines(counter))
+    assert len(computed) == UNLIKE
+    under_way = set(dict(before).values())  # what each killed process had computed last: stored or not
+    assert {digest for digest, times in computed.items() if times > 1} <= under_way
+    assert max(computed.values()) <= 2
+    assert len({process for process, _ in lines(counter)}) == 4, "all of them worked"
+    with ChunkStore.open(location, memory_bytes=0) as store:
+        assert {one.digest for one in store.entries()} == set(computed)
+        assert not [found for found in store.check() if found.reason]
+    found = index_dataset(rows, lambda: (zoo_model("llama"), None), location, column="ids")
+    assert set(found["state"]) == {"present"}
+    assert set(found["digest"]) == set(computed)
+
+
+def test_one_process_says_what_it_did_and_a_store_that_is_too_small_is_an_error(tmp_path):
+    rows = datasets.Dataset.from_dict({"ids": [[5, 6, 7], [8, 9, 10], [5, 6, 7]], "title": ["a", "b", "c"]})
+    found = index_dataset(rows, Counted(tmp_path / "counted"), tmp_path / "kv", column="ids")
+    assert found["state"] == ["computed", "computed", "present"]
+    assert found.column_names == ["digest", "state"]
+    small = {"location": tmp_path / "small", "disk_bytes": 10}
+    with pytest.raises(StoreError, match="did not keep 3 of 3 chunks"):
+        index_dataset(rows, Counted(tmp_path / "counted"), small, column="ids")
+
+
+def test_texts_are_chunks_as_in_any_other_way_of_indexing(tmp_path):
+    from hf_blend.evaluation.bundled import BUNDLED, load_model
+
+    texts = ["The miller carries flour.\n", "The keeper lights the lamp.\n"]
+    index_dataset(datasets.Dataset.from_dict({"text": texts}), str(BUNDLED["reference"]), tmp_path / "kv")
+    model, tokenizer = load_model("reference")
+    with ChunkStore.open(tmp_path / "kv") as store:
+        assert all(store.contains(key) for key in store.keys(model, tokenizer, texts))
