@@ -12,7 +12,7 @@ WORKERS ?= logical
 COVERED := cache model prefill rotary selectors store
 
 .DEFAULT_GOAL := help
-.PHONY: bench chain-model check demo docs docs-site eval eval2 faults help install quickstart space test test-oldest test-slow
+.PHONY: bench chain-model check demo docs docs-site eval eval2 faults help install kvstar quickstart space test test-oldest test-slow
 
 help: ## say what each target does
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -77,6 +77,12 @@ chain-model: $(STAMP) ## train the second reference model (hours on a CPU, resum
 	$(BIN)/python benchmarks/reference_model/train.py --folder $(CHAIN_RUN)
 	$(BIN)/python benchmarks/reference_model/export.py --folder $(CHAIN_RUN) --to hf_blend/bundled/chains
 	$(BIN)/python benchmarks/reference_model/gates.py
+
+KVSTAR_RUN ?= build/kvstar
+
+kvstar: $(STAMP) ## train a model that writes and a small draft for it (half an hour, resumes); measure selections that they share
+	$(BIN)/python benchmarks/reference_model/draft.py --folder $(KVSTAR_RUN)
+	$(BIN)/python benchmarks/kvstar.py --folder $(KVSTAR_RUN) --small
 
 bench: $(STAMP) ## measure time to first token and write it to benchmarks/results
 	mkdir -p benchmarks/results

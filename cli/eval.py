@@ -14,7 +14,8 @@ from .output import Json, progress, say, show
 
 __all__ = ["eval"]
 
-Tasks = Annotated[list[str] | None, typer.Argument(help="Names of tasks; the default is reference-world.")]
+TASKS_HELP = "Names of tasks; the default is reference-world. Or: compare FOLDER FOLDER, two runs beside each other."
+Tasks = Annotated[list[str] | None, typer.Argument(help=TASKS_HELP)]
 Models = Annotated[list[str], typer.Option("--model", help="Hub id, folder, or reference; may be repeated.")]
 METHODS_HELP = "A method, or a selector, with @RATIO or without; or all; may be repeated."
 Methods = Annotated[list[str], typer.Option("--method", help=METHODS_HELP)]
@@ -27,6 +28,7 @@ Order = Annotated[str, typer.Option(help="given, shuffled or reversed.")]
 Batch = Annotated[int, typer.Option(help="Samples answered side by side; above 1 only the first are timed.")]
 Output = Annotated[Path | None, typer.Option(help="Folder of the run; a stopped run goes on there.")]
 Report = Annotated[bool, typer.Option("--report", help="Write report.html and plots into the folder, too.")]
+COMPARE = "compare"
 SHOWN = (
     "task", "model", "method", "ratio", "n", "score", "low", "high", "charged_budget", "ttft_ms", "speedup",
     "read_bytes",
@@ -53,7 +55,8 @@ def eval(
 ) -> None:
     """Score methods on tasks: one line per answer in a folder, then a table, and a page with plots if wanted.
 
-    Every answer is paired with full prefill; intervals are 95 % bootstrap intervals over the samples.
+    Every answer is paired with full prefill; intervals are 95 % bootstrap intervals over the samples. `eval compare`
+    pairs the answers of two runs: score of the second minus score of the first.
 
     Examples:
         hf-blend eval --limit 2 --ratio 0.1 --json
@@ -70,6 +73,9 @@ def eval(
     from hf_blend.evaluation.summary import summarised
     from hf_blend.evaluation.trial import Trial, run
 
+    if tasks and tasks[0] == COMPARE:
+        _compare(tasks[1:], json)
+        return
     names = tuple(tasks or ["reference-world"])
     wanted = tuple(name for one in method for name in (method_names() if one == "all" else [one]))
     files = _files(data or [], names)
@@ -91,6 +97,15 @@ def eval(
         say(f"written to {output_dir}")
     rows = [{name: row[name] for name in SHOWN} for row in made["rows"]]
     show(made if json else rows, as_json=json, title="evaluation", header=True)
+
+
+def _compare(folders: list[str], as_json: bool) -> None:
+    """Two runs beside each other."""
+    from hf_blend.evaluation.comparing import compared
+
+    if len(folders) != 2:
+        raise typer.BadParameter(f"compare takes the folders of two runs, but there are {len(folders)}")
+    show(compared(Path(folders[0]), Path(folders[1])), as_json=as_json, title="second run minus first", header=True)
 
 
 def _write_report(folder: Any, made: dict[str, Any]) -> None:

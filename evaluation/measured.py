@@ -53,7 +53,12 @@ def bracket(score: str, low: str, high: str, form: str = ".3f") -> Cell:
 
 def ends(name: str, form: str = "+.3f") -> Cell:
     """An interval alone."""
-    return lambda row: f"[{row[name][0]:{form}}, {row[name][1]:{form}}]"
+    return lambda row: "" if row.get(name) is None else f"[{row[name][0]:{form}}, {row[name][1]:{form}}]"
+
+
+def bracket_of(score: str, name: str) -> Cell:
+    """A value with its interval."""
+    return lambda row: f"{row[score]:.3f} {ends(name, '.3f')(row)}"
 
 
 def gained(name: str, form: str = "+.0f") -> Cell:
@@ -202,6 +207,41 @@ MEASURED = {
             "difference to dense": ends("difference_interval"),
         },
         lambda document: f"n = {document['rows'][0]['n']}, blocks of {document['block_tokens']} tokens.",
+    ),
+    "kvstar_draft": plain(
+        {
+            "way": text("way"),
+            "blocks": percent("share"),
+            "looked at": percent("looked_share"),
+            "sentences right (F1)": bracket_of("score", "interval"),
+            "difference to dense": ends("difference_to_dense"),
+            "to the same without a draft": ends("difference_to_no_draft"),
+            "to random blocks": ends("difference_to_random"),
+            "whole answers right": percent("whole_right", ".1f"),
+            "same text as dense": percent("same_text"),
+            "accepted": percent("acceptance"),
+            "its interval": ends("acceptance_interval", ".2f"),
+            "tokens/s": number("tokens_s", ".0f"),
+            "beside dense": number("vs_dense", ".2f"),
+            "beside dense with a draft": number("vs_dense_draft", ".2f"),
+        },
+        lambda document: (
+            f"n = {document['rows'][0]['n']} questions, {document['rows'][0]['prompt_tokens']:.0f} tokens, blocks of "
+            f"{document['block_tokens']}; {document['layers']} layers, the draft {document['draft_layers']}, "
+            f"{document['threads']} thread, medians of ratios of the same question."
+        ),
+    ),
+    "kvstar_overlap": plain(
+        {
+            "layer": text("layer"),
+            "way": text("way"),
+            "Jaccard index": number("jaccard"),
+            "chance": number("chance"),
+            "difference to chance": ends("difference_to_chance"),
+            "n": text("n"),
+        },
+        lambda document: f"Blocks of {document['block_tokens']} tokens.",
+        "kvstar_overlap",
     ),
     "sparse_quality": plain(
         {

@@ -18,7 +18,13 @@ from .whole_table import whole
 ROOT = Path(__file__).resolve().parent.parent
 MOST_LETTERS = 140  # of a reason in a table
 # tables named otherwise than their result file
-SOURCES = {"ends": "eval2", "acceptance": "sparse_quality", "support": "families", "images_read": "families"}
+SOURCES = {
+    "ends": "eval2",
+    "acceptance": "sparse_quality",
+    "support": "families",
+    "images_read": "families",
+    "kvstar_overlap": "kvstar_draft",
+}
 # rows of the short table
 ENDS = (
     ("full-prefill", None), ("full-reuse", None), ("kv-deviation", 0.15), ("query-attention", 0.15), ("learned", 0.075)

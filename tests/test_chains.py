@@ -2,8 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The chain world and its model: stories say what they claim, and the model needs what other chunks say."""
 
+import importlib
 import json
-from itertools import pairwise
+from dataclasses import replace
+from itertools import islice, pairwise
 from pathlib import Path
 from random import Random
 
@@ -18,6 +20,9 @@ from hf_blend.evaluation.chains.sampling import links, sample_examples, texts
 from hf_blend.evaluation.chains.story import Level, tell
 from hf_blend.evaluation.chains.tokens import build_tokenizer, vocabulary
 from hf_blend.evaluation.chains.words import KIND_OF, UNSEEN_ADJECTIVES, UNSEEN_NOUNS
+from hf_blend.evaluation.scores.answer_match import AnswerMatch
+from hf_blend.evaluation.scores.sentence_f1 import SentenceF1
+from hf_blend.evaluation.tasks.chain_links import ChainLinks
 
 ROOT = Path(__file__).resolve().parent.parent
 GATES = ROOT / "benchmarks" / "results" / "reference2_gates.json"
@@ -34,6 +39,85 @@ def read_back(chunks):
         owners[words[1]] = owners[last[words[-1]]] if "that" in words else words[-1]
         last[KIND_OF[words[1]]] = words[1]
     return owners
+
+
+def told_by(chunks, thing):
+    """The sentences that lead from a thing to its owner, found from the text alone."""
+    sentences = [f"{one.strip()} ." for one in " ".join(chunks).split(" .") if one.strip()]
+    told = {one.split()[1]: one for one in sentences if one.split()[0] == "the" and one.split()[1] in KIND_OF}
+    found = [told[thing]]
+    while "that" in found[-1].split():
+        kind = found[-1].split()[-2]
+        found.append(next(told[one] for one in told if KIND_OF[one] == kind))
+    return " ".join(found)
+
+
+@pytest.mark.parametrize("split", ["train", "heldout"])
+def test_the_chain_can_be_read_from_the_text_alone(split):
+    for example in sample_examples(20, seed=4, split=split):
+        assert example.chain == told_by(example.chunks, example.question.split()[3])
+        assert example.chain.split()[-2] == example.answer
+        assert example.chain.count(" .") == example.depth + 1
+
+
+def test_a_whole_chain_is_right_and_a_part_of_it_is_partly_right():
+    tokenizer = build_tokenizer()
+    task = ChainLinks(tokenizer)
+    rule, whole = SentenceF1(), AnswerMatch()
+    for row, sample in zip(islice(task.rows(), 10), task.samples(10), strict=True):
+        text, depth = row["answers"][0], int(row["id"][-1])
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert len(ids) < task.max_new_tokens, "and its end fits"
+        said = tokenizer.decode(ids)
+        assert rule.best(said, sample.answers) == whole.best(said, sample.answers) == 1
+        first, other = tokenizer.decode(ids[: ids.index(ids[-1]) + 1]), said.replace("the", "a", 1)
+        assert rule.best(first, sample.answers) == pytest.approx(2 / (depth + 2)), "one sentence of depth + 1"
+        assert rule.best(other, sample.answers) == pytest.approx(depth / (depth + 1)), "one word is wrong"
+        assert whole.best(other, sample.answers) == 0
+
+
+@pytest.mark.parametrize("name", ["draft", "target"])
+def test_packed_questions_are_predicted_as_each_alone(name, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "reference_model"))
+    draft = importlib.import_module("draft")
+    torch.manual_seed(0)
+    model = draft.build(draft.PLANS[name].width).eval()
+    batch = draft.draw(Random(3), draft.Stage(draft.SHORT, 64, 96, 2, 1))
+    with torch.no_grad():
+        logits, labels = draft.predicted(model, batch)
+        expected, answers = [], []
+        for row in range(2):
+            told = batch.ids[row, batch.owners[row] == 0]
+            for number in range(1, int(batch.owners[row].max()) + 1):
+                text = batch.ids[row, batch.owners[row] == number]
+                alone = model(torch.cat((told, text))[None]).logits[0, len(told) + 4 : -1]
+                expected.append(alone)
+                answers.append(text[5:])
+    assert len(answers) > 3
+    assert torch.equal(labels, torch.cat(answers))
+    torch.testing.assert_close(logits, torch.cat(expected), rtol=1e-4, atol=1e-4)
+
+
+def test_training_of_the_draft_resumes_from_its_checkpoint_and_writes_a_model(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "reference_model"))
+    draft = importlib.import_module("draft")
+    stages = (draft.Stage(draft.SHORT, 64, 64, 1, 2), draft.Stage(draft.SHORT, 80, 64, 1, 1))
+    plan = replace(draft.PLANS["draft"], cycles=(stages, stages[:1]))
+    monkeypatch.setitem(draft.PLANS, "draft", plan)
+    assert [plan.at(step) for step in range(6)] == [
+        (stages[0], 0), (stages[0], 1 / 3), (stages[1], 2 / 3), (stages[0], 0), (stages[0], 1 / 2), (stages[0], 1)
+    ]  # fmt: skip
+    trainer = draft.Trainer("draft", tmp_path)
+    trainer.run()
+    again = draft.Trainer("draft", tmp_path)
+    assert (again.step, again.tokens) == (5, trainer.tokens) == (5, 4 * 128 + 144)
+    before, after = trainer.model.state_dict(), again.model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    again.export(tmp_path / "model")
+    model, tokenizer = load_model(str(tmp_path / "model"))
+    assert tokenizer.get_vocab() == load_model("chains")[1].get_vocab()
+    ids = torch.tensor([[0, 5, 9, 40]])
+    torch.testing.assert_close(model(ids).logits, again.model(ids).logits)
 
 
 @pytest.mark.parametrize("split", ["train", "heldout"])

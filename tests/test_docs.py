@@ -61,6 +61,7 @@ def ready(bundled, tmp_path, monkeypatch):
     one = quickstart_questions()[0]
     return {
         "model": bundled[0],
+        "assistant": copy.deepcopy(bundled[0]),
         "tokenizer": copy.deepcopy(bundled[1]),
         "documents": one["chunks"],
         "question": one["question"],

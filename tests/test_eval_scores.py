@@ -29,7 +29,7 @@ def scored(name, prediction, *answers, tokenizer=Letters):
     return score(name, tokenizer).best(prediction, answers)
 
 
-RULES = ("answer-match", "exact-match", "rouge-l", "rouge-l-whole", "subword-f1", "word-f1")
+RULES = ("answer-match", "exact-match", "rouge-l", "rouge-l-whole", "sentence-f1", "subword-f1", "word-f1")
 
 
 def test_every_rule_is_in_the_list():

@@ -13,7 +13,10 @@ from hf_blend.errors import ConfigError, PromptError
 from hf_blend.evaluation.tasks.base import Sample, Shape, Task, polished
 from hf_blend.evaluation.tasks.reading import read_rows
 
-TASKS = ("chain-world", "hotpotqa", "multi-news", "musique", "needle", "reference-world", "samsum", "wikimqa")
+TASKS = (
+    "chain-links", "chain-world", "hotpotqa", "multi-news", "musique", "needle", "reference-world", "samsum",
+    "wikimqa",
+)  # fmt: skip
 INSTRUCTION, END = (733, 16289, 28793), (733, 28748, 16289, 28793)
 FILES = {
     "musique": "musique_cacheblend.jsonl",

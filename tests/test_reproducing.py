@@ -4,6 +4,7 @@
 
 import json
 from contextlib import contextmanager
+from random import Random
 
 import pytest
 
@@ -41,6 +42,16 @@ def untied(tmp_path, tiny_model, mistral_tokenizer):
     return str(path)
 
 
+@pytest.fixture
+def small_draft(tmp_path, tiny_model, mistral_tokenizer):
+    """Another random model, of two layers and another width."""
+    path = tmp_path / "draft"
+    sizes = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+    tiny_model(vocab_size=32000, max_position_embeddings=32768, **sizes).save_pretrained(path)
+    mistral_tokenizer.save_pretrained(path)
+    return str(path)
+
+
 def made_by(arguments, capsys):
     with pytest.raises(SystemExit) as ended:
         main(arguments)
@@ -73,7 +84,9 @@ def test_impress_counts_bytes_first_and_heads_against_chance_and_resumes(untied,
     assert made_by(arguments, capsys)[1] == figures
 
 
-def test_kvstar_counts_accepted_tokens_as_the_session_does_and_resumes(untied, asked, capsys, monkeypatch):
+def test_kvstar_counts_accepted_tokens_as_the_session_does_and_resumes(
+    untied, small_draft, asked, tmp_path, capsys, monkeypatch
+):
     sessions = []
     enter = kvstar.sparse_decoding
 
@@ -81,23 +94,47 @@ def test_kvstar_counts_accepted_tokens_as_the_session_does_and_resumes(untied, a
     def noted(*given, **settings):
         with enter(*given, **settings) as session:
             yield session
-        sessions.append(session.metrics)
+        sessions.append((settings["draft_selects"], session.metrics))
 
     monkeypatch.setattr(kvstar, "sparse_decoding", noted)
-    arguments = ["reproduce", "kvstar", "--model", untied, *asked]
+    arguments = ["reproduce", "kvstar", "--model", untied, *asked, "--draft", small_draft]
     found, figures = made_by(arguments, capsys)
-    dense, shared, apart = figures["speculation"]
-    assert dense["acceptance"] == 1, "the draft is a copy"
+    dense, sees, apart, selects = figures["speculation"]
     assert dense["same_text"] == 1
-    told = [one for one in sessions if one.rounds]
-    assert len(told) == 4
-    for row, metrics in ((shared, told[0::2]), (apart, told[1::2])):
-        assert sum(one.accepted for one in metrics) == pytest.approx(row["acceptance"] * row["proposed"])
+    assert dense["acceptance"] < 1, "another model"
+    assert dense["looked_share"] == 1 > selects["looked_share"] > selects["share"]
+    told = [one for _, one in sessions if one.rounds]
+    per_way = [told[0::5], told[1::5], told[2::5]]  # then the same again, compared, and the control
+    for row, metrics in zip((sees, apart, selects), per_way, strict=True):
+        assert len(metrics) == 2
+        assert sum(one.accepted for one in metrics) == pytest.approx((row["acceptance"] or 0) * row["proposed"])
         assert sum(one.proposed for one in metrics) == row["proposed"] > 0
-    assert any("copy of the model" in one for one in found["cannot_show"])
-    assert [row["share"] for row in figures["decoding"]] == [1, 0.25]
+    assert sum(is_one for is_one, _ in sessions) == 6
+    assert sum(one.dense_steps for one in per_way[2]) == 0 < sum(one.dense_steps for one in per_way[1])
+    assert [row["layer"] for row in figures["overlap"]] == [0, 1, 2, 3]
+    assert all(0 < row["chance"] < 1 for row in figures["overlap"])
+    assert [row["way"] for row in figures["control"]] == [
+        "random 0.25, not held", "random 0.25, draft selects, not held"
+    ]  # fmt: skip
+    assert not any("copy of the model" in one for one in found["cannot_show"])
+    assert [row["way"] for row in figures["decoding"]] == ["dense", "kvstar 0.25", "kvstar 0.25, not held"]
+    page = (tmp_path / "run" / "index.html").read_text("utf-8")
+    assert all(f"<th>{column.replace('_', ' ')}</th>" in page for rows in figures.values() for column in rows[0])
     monkeypatch.setattr(kvstar._Stepped, "continued", None)  # nothing is answered again
     assert made_by(arguments, capsys)[1] == figures
+
+
+def test_a_copy_as_draft_is_accepted_whole_and_said_to_be_a_copy(untied, asked, capsys):
+    found, figures = made_by(["reproduce", "kvstar", "--model", untied, *asked], capsys)
+    assert figures["speculation"][0]["acceptance"] == 1
+    assert any("copy of the model" in one for one in found["cannot_show"])
+
+
+def test_the_jaccard_index_of_chance_is_that_of_drawn_sets():
+    draws = Random(1)
+    found = [kvstar.jaccard({*draws.sample(range(12), 4)}, {*draws.sample(range(12), 3)}) for _ in range(20000)]
+    assert kvstar.chance_jaccard(12, 4, 3) == pytest.approx(sum(found) / len(found), abs=0.005)
+    assert kvstar.chance_jaccard(5, 5, 5) == 1
 
 
 def test_a_draft_with_another_vocabulary_is_refused(untied, asked, capsys):

@@ -229,6 +229,135 @@ def test_draft_and_verification_of_a_round_see_the_same_selection(model, share):
     assert metrics.unlocks, "a round that is not accepted whole gives its lock up"
 
 
+SPEAKS = {"output_logits": False}
+
+
+@pytest.mark.parametrize("settings", [{"share": 1.0}, {"share": 0.9999, "draft_selects": True}, {"share": 0.9999}])
+def test_over_all_blocks_the_text_with_another_models_draft_is_that_of_greedy_search(model, settings):
+    expected, _ = generated(model, prompt(), past_key_values=new_cache(model), **SPEAKS)
+    cache, draft = new_cache(model), draft_model()
+    with sparse_decoding(model, cache, draft=draft, **{**SMALL, **settings}) as sparse:
+        ids, _ = generated(model, prompt(), past_key_values=cache, assistant_model=draft, **SPEAKS)
+    assert torch.equal(ids, expected)
+    assert bool(sparse.metrics.rounds) == (settings["share"] < 1)
+
+
+class Overheard:
+    """What the draft's own queries of a round select, found from its queries and keys alone."""
+
+    def __init__(self, sparse: Any) -> None:
+        self.queries: dict[int, list[torch.Tensor]] = {}
+        self.keys: dict[int, torch.Tensor] = {}
+        self.checked = self.differing = 0
+        self.sparse, self.drafted, self.verified = sparse, sparse._selecting.few, sparse.few
+        sparse._selecting.few, sparse.few = self.draft, self.target
+
+    def draft(self, index: int, query: Any, key: Any, *given: Any) -> Any:
+        self.queries.setdefault(index, []).append(query)
+        self.keys[index] = key
+        return self.drafted(index, query, key, *given)
+
+    def target(self, index: int, query: Any, key: Any, *given: Any) -> Any:
+        found, past = self.verified(index, query, key, *given), key.shape[2] - query.shape[2]
+        if query.shape[2] > 1 and self.queries:
+            near = 0 if index < 2 else 1  # four layers, two of the draft
+            seen = set(self.sparse._seen[index][0].blocks)
+            assert seen == self.selected(torch.cat(self.queries[near], 2), self.keys[near], past, len(seen))
+            self.checked += 1
+            self.differing += seen != self.selected(query, key, past, len(seen))
+        if index == 3:
+            self.queries = {}
+        return found
+
+    @staticmethod
+    def selected(query: Any, key: Any, past: int, count: int) -> set[int]:
+        blocks, group = past // 8, query.shape[1] // key.shape[1]
+        means = torch.stack([key[0, :, 8 * one : 8 * one + 8].mean(1) for one in range(blocks)], 1)
+        means = means.repeat_interleave(group, 0)
+        scores = torch.einsum("hrd,hbd->rb", query[0], means) / query.shape[1]
+        free = torch.arange(1, blocks - 1)
+        shares = scores[:, free].softmax(-1).amax(0)
+        best = free[shares.argsort(descending=True)[: count - 2]]
+        return {0, blocks - 1, *best.tolist()}
+
+
+def test_what_the_draft_looks_at_is_what_the_verification_looks_at(model):
+    """GSA, each round by itself; what the model's own queries would select is often something else."""
+    cache, draft = new_cache(model), draft_model()
+    with sparse_decoding(model, cache, draft=draft, draft_selects=True, lock=False, **SMALL) as sparse:
+        heard, watched = Overheard(sparse), Masked(model, sparse)
+        generated(model, prompt(), past_key_values=cache, assistant_model=draft, **SPEAKS)
+    assert heard.checked > 20
+    assert heard.differing > heard.checked / 2
+    assert sparse.metrics.dense_steps == 0, "the draft has selected before the first round"
+    for _, wanted, got in watched.calls:
+        torch.testing.assert_close(got, wanted, rtol=0, atol=2e-6)
+
+
+def test_a_draft_that_selects_looks_at_all_itself(model):
+    proposed = []
+    for share in (1.0, 0.3):
+        cache, draft = new_cache(model), draft_model()
+        seen: list[torch.Tensor] = []
+        draft.register_forward_hook(observer(lambda *given, seen=seen: seen.append(given[-1].logits[:, -1])))
+        with sparse_decoding(model, cache, draft=draft, draft_selects=True, **{**SMALL, "share": share}):
+            generated(model, prompt(), past_key_values=cache, assistant_model=draft, new_tokens=3, **SPEAKS)
+        proposed.append(torch.cat(seen[:3]))
+    torch.testing.assert_close(*proposed, rtol=0, atol=0)
+
+
+def test_a_held_selection_of_the_draft_ages_by_what_is_accepted(model):
+    copy = tiny_model("llama")  # everything is accepted
+    copy.set_attn_implementation(model.config._attn_implementation)
+    cache = new_cache(model)
+    given = {"draft_selects": True, **SMALL, "share": 0.9999, "checkpoint_interval": 8}
+    with sparse_decoding(model, cache, draft=copy, **given) as sparse:
+        copy.generation_config.num_assistant_tokens = 3
+        copy.generation_config.num_assistant_tokens_schedule = "constant"
+        copy.generation_config.assistant_confidence_threshold = 0.0
+        generated(model, prompt(), past_key_values=cache, assistant_model=copy, new_tokens=40, **SPEAKS)
+    metrics = sparse.metrics
+    assert metrics.full_rounds == metrics.rounds > 6
+    assert metrics.kept, "compared after eight tokens, which is two rounds"
+    assert metrics.locks == (1 + metrics.unlocks / len(sparse.layers)) * len(sparse.layers)
+
+
+def test_a_draft_that_selects_must_be_given(model):
+    with (
+        pytest.raises(ConfigError, match="draft_selects is True, but draft is None"),
+        sparse_decoding(model, new_cache(model), draft_selects=True),
+    ):
+        pass
+
+
+def test_the_model_is_left_as_it_was_where_the_draft_is_refused(model, monkeypatch):
+    draft, plain = draft_model(), [dict(module._forward_hooks) for module in model.modules()]
+    monkeypatch.setattr("hf_blend.sparse.decoding.has_indexer", lambda layer: layer in list(draft.model.layers))
+    monkeypatch.setattr("hf_blend.sparse.decoding.stock_layers", lambda config: config.layers)
+    monkeypatch.setattr("hf_blend.sparse.decoding.text_config", lambda one: one.model)
+    with (
+        pytest.raises(UnsupportedModelError, match="indexer"),
+        sparse_decoding(model, new_cache(model), draft=draft, **SMALL),
+    ):
+        pass
+    assert [dict(module._forward_hooks) for module in model.modules()] == plain
+
+
+def test_random_blocks_are_the_same_luck_for_the_same_query_and_uniform():
+    method = plugins.load("sparse.methods", "random")({})
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(2, 2, 50, 8, 16, generator=generator)
+    queries = torch.randn(2, 2, 3, 40, 16, generator=generator)
+    blocks = method.represent(keys, None)
+    scores = method.score(queries, blocks, None)
+    assert scores.shape == (2, 40, 50)
+    assert torch.equal(scores[:, 7:8], method.score(queries[:, :, :, 7:8], blocks, None))
+    assert torch.equal(scores[:, :, 9:], method.score(queries, blocks[:, :, 9:], None))
+    chosen = scores.topk(10).indices.flatten().bincount(minlength=50) / 80
+    assert (chosen - 0.2).abs().max() < 0.2, "no block is preferred"
+    assert abs(float(scores.mean()) - 0.5) < 0.03
+
+
 def test_windows_are_not_selected_from(model):
     gemma = tiny_model("gemma3_text")
     cache = new_cache(gemma)

@@ -63,7 +63,7 @@ def draw(random: Random, level: Level, rows: int, story: int, questions: int, sp
     chunks = torch.full((rows, story), -1)
     asked, facts, links, lengths = [], [], [], []
     for row in range(rows):
-        told = _fitting(random, level, story, split)
+        told = fitting(random, level, story, split)
         words, places, starts = [BOS], [0], []
         for index, chunk in enumerate(told.chunks, start=1):
             starts.append(len(words))
@@ -81,7 +81,7 @@ def draw(random: Random, level: Level, rows: int, story: int, questions: int, sp
             links.append(
                 (row, place, ids_of[fact.owner], leant, fact.depth, named, closed[fact.leans_on or fact.thing])
             )
-        for number, fact in enumerate(_chosen(random, told, questions, split)):
+        for number, fact in enumerate(chosen(random, told, questions, split)):
             first = story + number * ASKED
             text = [*question(fact.thing), fact.owner]
             ids[row, first : first + ASKED] = torch.tensor([ids_of[word] for word in text])
@@ -92,14 +92,15 @@ def draw(random: Random, level: Level, rows: int, story: int, questions: int, sp
     return Batch(ids, positions, story, late, early, chunks, torch.tensor(asked), facts, torch.tensor(links))
 
 
-def _fitting(random: Random, level: Level, story: int, split: str) -> Story:
+def fitting(random: Random, level: Level, story: int, split: str) -> Story:
+    """Draw a story of at most `story` tokens with BOS."""
     while True:
         told = tell(random, level, split)
         if 1 + sum(map(len, told.chunks)) <= story:
             return told
 
 
-def _chosen(random: Random, story: Story, count: int, split: str) -> list[Fact]:
+def chosen(random: Random, story: Story, count: int, split: str) -> list[Fact]:
     """Facts to ask for, every depth alike as far as there are enough."""
     by_depth: dict[int, list[Fact]] = {}
     for fact in random.sample(story.facts, len(story.facts)):

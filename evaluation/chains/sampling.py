@@ -7,7 +7,7 @@ from random import Random
 
 from hf_blend.errors import ConfigError
 
-from .story import Level, Story, question, tell
+from .story import Level, Story, chain, question, tell
 
 SPLITS = ("train", "heldout")
 LONG = Level()
@@ -24,6 +24,7 @@ class Example:
         depth: links from the thing asked for to the sentence that names the owner.
         crossings: how many of them lead to another chunk.
         links: for each chunk the places of its tokens that refer back, as indices into the chunk's tokens.
+        chain: the sentences that lead from the thing asked for to its owner, in turn.
     """
 
     chunks: tuple[str, ...]
@@ -32,6 +33,7 @@ class Example:
     depth: int
     crossings: int
     links: tuple[tuple[int, ...], ...]
+    chain: str
 
 
 def sample_examples(count: int, seed: int, split: str = "heldout", level: Level = LONG) -> list[Example]:
@@ -61,8 +63,8 @@ def _example(random: Random, depth: int, split: str, level: Level) -> Example:
         fitting = [fact for fact in story.facts if fact.depth == depth and fact.is_held_out == (split == "heldout")]
         if fitting:
             fact = random.choice(fitting)
-            asked = " ".join(question(fact.thing))
-            return Example(texts(story), asked, fact.owner, fact.depth, fact.crossings, links(story))
+            asked, told = " ".join(question(fact.thing)), " ".join(chain(story, fact))
+            return Example(texts(story), asked, fact.owner, fact.depth, fact.crossings, links(story), told)
 
 
 def texts(story: Story) -> tuple[str, ...]:

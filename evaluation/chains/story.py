@@ -168,3 +168,14 @@ def tell(random: Random, level: Level, split: str = "train") -> Story:
 def question(thing: str) -> list[str]:
     """The words of the question whose a thing is."""
     return ["whose", "is", "the", thing, "?"]
+
+
+def chain(story: Story, fact: Fact) -> list[str]:
+    """The words of the sentences that lead from a thing to its owner, as the story has them, in turn."""
+    by_thing, words = {one.thing: one for one in story.facts}, []
+    while True:
+        end = ["that", KIND_OF[fact.leans_on]] if fact.leans_on else [fact.owner]
+        words += ["the", fact.thing, *fact.verb.split(), *end, "."]
+        if fact.leans_on is None:
+            return words
+        fact = by_thing[fact.leans_on]

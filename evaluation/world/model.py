@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -46,19 +48,22 @@ def start_reading(model: LlamaForCausalLM) -> None:
     In the first layer each head starts out looking a fixed number of tokens back; in the others queries start equal
     to keys, and everywhere outputs undo values, up to noise (after mimetic initialisation, Trockman and Kolter 2023).
     Without this, training stays for many millions of tokens at a model that knows what is asked but not of whom.
+
+    Args:
+        model: seeded random weights, of any sizes.
     """
     model.model.embed_tokens.weight[:, 0] = _CONSTANT
     for layer in model.model.layers:
-        _match(layer.self_attn)
-    _look_back(model.model.layers[0].self_attn)
+        _match(layer.self_attn, model.config)
+    _look_back(model.model.layers[0].self_attn, model.config)
 
 
-def _match(attention: torch.nn.Module) -> None:
-    groups = _HEADS // _KV_HEADS
-    shape = (_KV_HEADS, _HEAD_DIM, _WIDTH)
+def _match(attention: torch.nn.Module, config: Any) -> None:
+    groups, half = config.num_attention_heads // config.num_key_value_heads, config.head_dim // 2
+    shape = (config.num_key_value_heads, config.head_dim, config.hidden_size)
     attention.k_proj.weight.mul_(2.5)[:, 0] = 0
     keys, values = attention.k_proj.weight.view(shape), attention.v_proj.weight.view(shape)
-    keys[:, :_PAIRS] = keys[:, _HEAD_DIM // 2 : _HEAD_DIM // 2 + _PAIRS] = 0
+    keys[:, :_PAIRS] = keys[:, half : half + _PAIRS] = 0
     values.copy_(values[:1].expand(shape))
     queries = keys.repeat_interleave(groups, 0).reshape(attention.q_proj.weight.shape)
     attention.q_proj.weight.copy_(queries + torch.randn_like(queries) * 0.02)
@@ -66,15 +71,15 @@ def _match(attention: torch.nn.Module) -> None:
     attention.o_proj.weight.mul_(0.3).add_(values.repeat_interleave(groups, 0).reshape(queries.shape).mT)
 
 
-def _look_back(attention: torch.nn.Module) -> None:
-    half = _HEAD_DIM // 2
+def _look_back(attention: torch.nn.Module, config: Any) -> None:
+    half = config.head_dim // 2
     pairs = torch.arange(_PAIRS)
-    angles = _THETA ** (-pairs / half)
+    angles = config.rope_parameters["rope_theta"] ** (-pairs / half)
     attention.q_proj.weight.mul_(0.2)
     attention.k_proj.weight.mul_(0.2)
-    for head in range(_KV_HEADS):
-        attention.k_proj.weight[head * _HEAD_DIM + pairs, 0] = _SHARPNESS
-    for head in range(_HEADS):
-        first, turn = head * _HEAD_DIM, angles * (head + 1)
+    for head in range(config.num_key_value_heads):
+        attention.k_proj.weight[head * config.head_dim + pairs, 0] = _SHARPNESS
+    for head in range(config.num_attention_heads):
+        first, turn = head * config.head_dim, angles * (head + 1)
         attention.q_proj.weight[first + pairs, 0] = _SHARPNESS * turn.cos()
         attention.q_proj.weight[first + half + pairs, 0] = -_SHARPNESS * turn.sin()

@@ -41,6 +41,7 @@ def sparse_decoding(
     config: SparseConfig | None = None,
     *,
     draft: nn.Module | None = None,
+    draft_selects: bool = False,
     watch_mass: bool = False,
     **settings: Any,
 ) -> Iterator[SparseSession]:
@@ -51,6 +52,7 @@ def sparse_decoding(
         cache: whose steps are sparse; all other calls of the model stay dense.
         config: the settings; the defaults where left out.
         draft: the assistant of assisted decoding; it then sees what the verification of its round will see.
+        draft_selects: the draft looks at all, and its attention in a round selects what the verification sees.
         watch_mass: measure the share of attention that the selected blocks hold; costs a dense step each time.
         **settings: fields of `SparseConfig` that differ from `config`, such as `share=0.1`.
 
@@ -58,7 +60,7 @@ def sparse_decoding(
         The session: its `metrics` and, with `watch_mass`, its `kept_mass`.
 
     Raises:
-        ConfigError: a setting is refused, or the cache is for another model.
+        ConfigError: a setting is refused, the cache is for another model, or `draft_selects` has no draft.
         UnsupportedModelError: no layer of the model attends to its whole context, or an indexer chooses already.
     """
     if cache.model is not model:
@@ -67,6 +69,8 @@ def sparse_decoding(
             "model that it was made for."
         )
     refuse_static(cache.config.max_tokens, "sparse_decoding")
+    if draft_selects and draft is None:
+        raise ConfigError("draft_selects is True, but draft is None. Pass the assistant that generate is given.")
     merged = SparseConfig(**{**vars(config or SparseConfig()), **settings})
     session = SparseSession(cache, merged, watch_mass)
     if not session.layers:
@@ -74,8 +78,11 @@ def sparse_decoding(
             f"no layer of {type(model).__name__} keeps the K and V of its whole context, so there is nothing to "
             "select from: windows are sparse already. Use the cache without sparse decoding."
         )
-    doors = [Door(model, session)] + ([Door(draft, session.draft(len(decoder_layers(draft))))] if draft else [])
+    doors: list[Door] = []
     try:
+        doors.append(Door(model, session))
+        if draft is not None:
+            doors.append(Door(draft, session.draft(len(decoder_layers(draft)), draft_selects)))
         yield session
     finally:
         for door in doors:

@@ -99,8 +99,12 @@ class SelectionLock:
         """
         self._metrics.steps += 1
         selection = self._renew(select()) if self.selection is None or self.is_due else self.selection
-        self.age_steps, self.unchecked_steps = self.age_steps + steps, self.unchecked_steps + steps
+        self.age(steps)
         return selection
+
+    def age(self, steps: int) -> None:
+        """Let steps pass in which the selection was held."""
+        self.age_steps, self.unchecked_steps = self.age_steps + steps, self.unchecked_steps + steps
 
     def unlock(self) -> None:
         """Give the selection up."""

@@ -5,9 +5,11 @@
 A step of one token selects with its own query, if its lock is due. A round of several tokens (a draft that is
 verified) sees what was selected before it, draft and target alike; the scores of all its rows are kept, and when the
 cache shows how many tokens were accepted, the row of the last one is what selects. All accepted: the lock goes on.
-Fewer: it is given up, and selected anew.
+Fewer: it is given up, and selected anew. Where the draft selects, a round sees what the queries of its own drafted
+tokens look at in the draft model, which has read ahead (`SelectingDraft`).
 """
 
+import math
 import statistics
 import threading
 from collections.abc import Sequence
@@ -88,6 +90,7 @@ class SparseSession:
         self._past = self._rows = 0  # of the forward that runs, or of the round whose outcome is not known yet
         self._seen: dict[int, tuple[Selection, ...]] = {}  # by the target in this round
         self._drafted: dict[int, tuple[Selection, ...]] = {}  # by the draft, under the target's number of the layer
+        self._selecting: SelectingDraft | None = None
 
     def _blocked(self, layer: Any, method: BlockMethod) -> BlockedLayer:
         if self._cache.kv_memory is None:
@@ -101,9 +104,11 @@ class SparseSession:
         """Mean share of attention that the selected blocks hold; None if it was not watched."""
         return statistics.fmean(self._masses) if self._masses else None
 
-    def draft(self, num_layers: int) -> "Draft":
-        """The view of a draft model with so many layers."""
-        return Draft(self, num_layers)
+    def draft(self, num_layers: int, selects: bool = False) -> "Draft":
+        """The view of a draft model with so many layers, which may be the one that selects."""
+        if selects:
+            self._selecting = SelectingDraft(self, num_layers)
+        return self._selecting or Draft(self, num_layers)
 
     def owns(self, cache: Any) -> bool:
         """Whether a forward with this cache is ours; it then says which thread generates."""
@@ -116,7 +121,7 @@ class SparseSession:
         if self._cache.is_expecting or self.config.share == 1:
             return self._see_all()
         self.know_outcome()
-        past = self._length()
+        past = self.length
         if past == 0 or past + tokens < self.config.min_tokens or tokens > MOST_STEP_TOKENS:
             self.unlock()
             return self._see_all()
@@ -131,7 +136,8 @@ class SparseSession:
         return False
 
     def close(self) -> None:
-        """Decoding is over."""
+        """Decoding is over; the outcome of its last round counts."""
+        self.know_outcome()
         for layer in self.layers.values():
             layer.blocks.close()
 
@@ -140,6 +146,8 @@ class SparseSession:
         for layer in self.layers.values():
             layer.blocks.settle()
         self._cache.report.sparse = vars(self.metrics)
+        if self._selecting is not None:
+            self._selecting.scores.clear()
         if failed or self._rows == 1:
             self._rows = 0
             return
@@ -157,7 +165,7 @@ class SparseSession:
 
     def know_outcome(self) -> None:
         """The cache shows how many tokens of the last round were accepted: lock, compare or select anew."""
-        accepted, rows, self._rows = self._length() - self._past, self._rows, 0
+        accepted, rows, self._rows = self.length - self._past, self._rows, 0
         if not 1 <= accepted <= rows:
             return
         self.metrics.full_rounds += accepted == rows
@@ -165,12 +173,13 @@ class SparseSession:
         self.metrics.accepted += accepted - 1
         for layer in self.layers.values():
             scores, layer.scores = layer.scores, None
-            if scores is None:
-                continue
             for row, lock in enumerate(layer.locks):
                 if accepted < rows:
                     lock.unlock()
-                lock.get(lambda: layer.blocks.select(scores[row, accepted - 1], self._past), accepted)  # noqa: B023
+                if scores is None:
+                    lock.age(accepted)
+                else:
+                    lock.get(lambda: layer.blocks.select(scores[row, accepted - 1], self._past), accepted)  # noqa: B023
 
     def held(self, index: int) -> tuple[Selection, ...]:
         """The selections that a layer's requests hold; empty if one holds none."""
@@ -204,7 +213,7 @@ class SparseSession:
     def _cut(
         self, index: int, layer: _Layer, query: Tensor, key: Tensor, value: Tensor, mask: Any, name: str, scaling: Any
     ) -> Few | None:
-        selections = self._selections(layer, query, key.shape[2] - query.shape[2])
+        selections = self._selections(index, layer, query, key.shape[2] - query.shape[2])
         self._seen[index] = tuple(selections)
         if not selections:
             self.metrics.dense_steps += 1
@@ -218,19 +227,27 @@ class SparseSession:
         cut = cut_mask(mask, layout, query, key.shape[2], name)
         return None if cut is NotImplemented else (keys, values, cut)
 
-    def _selections(self, layer: _Layer, query: Tensor, past: int) -> Sequence[Selection]:
+    def _selections(self, index: int, layer: _Layer, query: Tensor, past: int) -> Sequence[Selection]:
         if len(layer.locks) != query.shape[0]:
             layer.locks = [SelectionLock(self.config, self.metrics) for _ in range(query.shape[0])]
         for lock in layer.locks:
             if lock.selection is not None and lock.selection.tail > past:  # the context was cut
                 lock.unlock()
+        select = layer.blocks.select
         if query.shape[2] > 1:
-            layer.scores = layer.blocks.scores(query, past)
+            drafted = self._drafted_scores(index, query.shape[0], layer.blocks.complete(past))
+            if drafted:
+                return [lock.get(lambda: select(drafted[row], past), 0) for row, lock in enumerate(layer.locks)]  # noqa: B023
+            layer.scores = None if self._selecting else layer.blocks.scores(query, past)
             held = [lock.selection for lock in layer.locks]
             return [one for one in held if one is not None] if all(held) else []
         scores = layer.blocks.scores(query, past)[:, 0] if any(lock.is_due for lock in layer.locks) else None
-        select = layer.blocks.select
         return [lock.get(lambda: select(scores[row], past)) for row, lock in enumerate(layer.locks)]  # type: ignore[index] # noqa: B023
+
+    def _drafted_scores(self, index: int, batch: int, blocks: int) -> Sequence[Tensor]:
+        """What the draft says of the blocks of this round, for each request; empty if it says nothing."""
+        scores = None if self._selecting is None else self._selecting.of(index)
+        return list(scores) if scores is not None and scores.shape == (batch, blocks) else []
 
     def _prefetch(self, layer: _Layer, query: Tensor, past: int) -> None:
         """Where a lock is due in the next step, read ahead what this step's query would select."""
@@ -242,8 +259,16 @@ class SparseSession:
         found = [layer.blocks.select(scores[row], past) if due[row] else one for row, one in enumerate(held)]
         layer.blocks.prefetch([one for one in found if one is not None])
 
-    def _length(self) -> int:
+    @property
+    def length(self) -> int:
+        """Tokens in the cache."""
         return next((layer.held.length for layer in self.layers.values()), 0)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a layer needs to know what would be selected now."""
+        locks = [lock for layer in self.layers.values() for lock in layer.locks]
+        return not locks or any(lock.is_due for lock in locks)
 
 
 class Draft:
@@ -288,3 +313,71 @@ class Draft:
         columns = layout.columns(key.shape[2]).to(key.device)
         taken = [torch.stack([one[row][:, columns[row]] for row in range(len(columns))]) for one in (key, value)]
         return None if cut is NotImplemented else (taken[0], taken[1], cut)
+
+
+@dataclass
+class _Keys:
+    """What `BlockedLayer` needs of a layer of the draft model's own cache."""
+
+    keys: Tensor | None = None
+    unchanged_tokens: int = 0
+
+
+class SelectingDraft(Draft):
+    """A draft model that looks at all, and whose queries of a round select what the verification looks at.
+
+    A block's score is its highest share of any of the round's queries. A layer of the target takes the selection of
+    the draft's layer at the same depth.
+
+    Args:
+        session: of the target.
+        num_layers: of the draft model.
+
+    Attributes:
+        scores: of this round, layer of the draft → `[batch, blocks]`; infinite for blocks that are always in.
+    """
+
+    def __init__(self, session: SparseSession, num_layers: int) -> None:
+        super().__init__(session, num_layers)
+        config = session.config
+        method = plugins.load("sparse.methods", config.method)(config.method_options)
+        self._keys = [_Keys() for _ in range(num_layers)]
+        self._blocks = [BlockedLayer(keys, config, method) for keys in self._keys]
+        self.scores: dict[int, Tensor] = {}
+
+    def begin_step(self, tokens: int) -> bool:
+        """A forward of the draft model begins. True if its queries are needed."""
+        session = self._session
+        is_long = session.length >= max(1, session.config.min_tokens - 1)
+        return super().begin_step(tokens) and is_long and session.is_due
+
+    def few(
+        self, index: int, query: Tensor, key: Tensor, value: Tensor, mask: Any, name: str, scaling: float | None
+    ) -> Few | None:
+        """See `SparseSession.few`; notes what the queries look at, and leaves the draft's attention as it is."""
+        past = self._session.length
+        if key.shape[2] <= past:  # a window
+            return None
+        known = self.scores.get(index)
+        self._keys[index].keys, self._keys[index].unchanged_tokens = key, 0 if known is None else past
+        scores = block_shares(self._blocks[index].scores(query, past)).amax(dim=1)
+        self.scores[index] = scores if known is None or known.shape != scores.shape else torch.maximum(known, scores)
+        return None
+
+    def of(self, target: int) -> Tensor | None:
+        """The scores for a layer of the target, `[batch, blocks]`; None if the draft has none."""
+        near = min(self.scores, key=lambda index: abs(self._target[index] - target), default=None)
+        return None if near is None else self.scores[near]
+
+
+def block_shares(scores: Tensor) -> Tensor:
+    """Scores as shares of each row, so that rows can be compared.
+
+    Args:
+        scores: `[batch, rows, blocks]`, infinite for blocks that are always in.
+
+    Returns:
+        The same shape; blocks that are always in stay infinite.
+    """
+    always = scores.isinf()
+    return scores.masked_fill(always, -math.inf).softmax(-1).masked_fill(always, math.inf)

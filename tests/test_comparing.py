@@ -1,0 +1,63 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Two runs beside each other: what is paired, what the difference is, and what is refused."""
+
+import json
+
+import numpy as np
+import pytest
+
+from hf_blend.cli.main import main
+from hf_blend.errors import ConfigError
+from hf_blend.evaluation.comparing import compared
+
+
+def run(folder, scores, model="one", method="auto", ttft_ms=100.0, tail=""):
+    """A folder with answers to samples 0, 1, 2, …; None leaves a sample out."""
+    folder.mkdir()
+    about = {"task": "needle", "model": model, "method": method, "ratio": 0.1, "ttft_ms": ttft_ms}
+    lines = [{**about, "id": f"{n}", "score": score} for n, score in enumerate(scores) if score is not None]
+    (folder / "answers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + tail, "utf-8")
+    return folder
+
+
+def test_the_difference_is_paired_over_the_samples_that_both_answered(tmp_path):
+    first = run(tmp_path / "a", [0, 1, 0, 1, None, 1] * 10, ttft_ms=100.0)
+    second = run(tmp_path / "b", [1, 1, 0, 0, 1, None] * 10, ttft_ms=50.0, tail='{"task": "nee')
+    (row,) = compared(first, second)
+    assert (row["n"], row["first_better"], row["second_better"]) == (40, 10, 10)
+    assert row["difference"] == row["second_score"] - row["first_score"] == 0
+    draws = np.random.default_rng(5).choice([1, 0, 0, -1], size=(4000, 40)).mean(axis=1)
+    assert [row["low"], row["high"]] == pytest.approx(np.quantile(draws, [0.025, 0.975]), abs=0.04)
+    assert row["speedup"] == 2
+    assert compared(second, first)[0]["high"] == pytest.approx(-row["low"], abs=0.05)
+
+
+def test_runs_of_one_model_each_are_paired_across_models_and_others_are_not(tmp_path):
+    first, second = run(tmp_path / "a", [1, 0], model="one"), run(tmp_path / "b", [1, 1], model="two")
+    assert [row["model"] for row in compared(first, second)] == [None]
+    both = (first / "answers.jsonl").read_text() + (second / "answers.jsonl").read_text()
+    (second / "answers.jsonl").write_text(both)
+    (row,) = compared(first, second)
+    assert (row["model"], row["difference"]) == ("one", 0)
+
+
+def test_what_cannot_be_compared_is_refused(tmp_path, capsys):
+    first, second = run(tmp_path / "a", [1]), run(tmp_path / "b", [1], method="none")
+    with pytest.raises(ConfigError, match="no answer in common"):
+        compared(first, second)
+    with pytest.raises(ConfigError, match=r"has no answers\.jsonl"):
+        compared(first, tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["eval", "compare", str(first)])
+    assert ended.value.code == 2
+    assert "two runs, but there are 1" in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_command_line_compares_two_folders(tmp_path, capsys):
+    first, second = run(tmp_path / "a", [0, 0]), run(tmp_path / "b", [1, 0])
+    with pytest.raises(SystemExit) as ended:
+        main(["eval", "compare", str(first), str(second), "--json"])
+    assert not ended.value.code
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["difference"] == 0.5
