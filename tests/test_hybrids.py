@@ -60,7 +60,8 @@ def pieces(seed=0, lengths=(12, 9, 14), question=6):
     ("name", "rungs"), [("lfm2-deep", TELLING), ("qwen3_next-deep", ("fused_ratio",)), ("minimax", TELLING)]
 )
 def test_a_hybrid_is_exact_in_a_padded_batch_and_equals_the_dense_forward_with_stale_tokens(name, rungs):
-    assert failing(name, rungs) == []
+    with poisoned_memory():
+        assert failing(name, rungs) == []
 
 
 @pytest.mark.slow
@@ -146,14 +147,14 @@ def rows_of_the_output_shifted(monkeypatch):
         pytest.param("olmo_hybrid", state_kept_after_a_look, marks=pytest.mark.slow),
         pytest.param("qwen3_next", convolution_tail_missing, marks=pytest.mark.slow),
         pytest.param("qwen3_next", column_left_out, marks=pytest.mark.slow),
-        pytest.param("qwen3_next", padding_forgotten, marks=pytest.mark.slow),
+        pytest.param("qwen3_next-deep", padding_forgotten, marks=pytest.mark.slow),
     ],
 )
 def test_the_ladder_fails_where_a_mixer_is_fed_wrongly(name, mistake):
     subject = subject_of(name)
     assert subject.floor  # measured before anything is broken
     subject.blend(subject.prompts[:1], 0.3)  # and the model is tested, at first use
-    with pytest.MonkeyPatch.context() as monkeypatch:
+    with pytest.MonkeyPatch.context() as monkeypatch, poisoned_memory():
         mistake(monkeypatch)
         rungs = (measure(rung, subject, "float32", "sdpa") for rung in ("fused_ratio", "ratio_1_batch"))
         assert any(not rung.passed and rung.tolerance is not None for rung in rungs)
