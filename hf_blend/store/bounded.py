@@ -96,6 +96,15 @@ class BoundedTier(WrappedTier):
             self._look()
             return self._budget.pinned_bytes
 
+    def has_room(self, nbytes: int) -> bool:
+        """Say whether an object of this namespace with so many bytes fits, and nothing has to leave for it."""
+        with self._lock:
+            if self._is_counted:
+                self._look()
+            owned, quota_bytes = self.owned, self.quota_bytes
+            is_within = quota_bytes is None or self._budget.fits(nbytes, owned=owned, quota_bytes=quota_bytes)
+            return is_within and self._budget.fits(nbytes)
+
     def open(self, name: str) -> Source | None:
         """Open an object, and count this as a use of it."""
         source = self.tier.open(name)

@@ -87,9 +87,9 @@ class Budget:
         """Keep an object from leaving, or let it."""
         (self._pins.add if pinned else self._pins.discard)(name)
 
-    def fits(self, nbytes: int) -> bool:
-        """Say whether so many more bytes stay below the cap."""
-        return self._excess(nbytes) <= 0
+    def fits(self, nbytes: int, *, owned: Callable[[str], bool] | None = None, quota_bytes: int = 0) -> bool:
+        """Say whether so many more bytes stay below the cap, or with `owned`, as in `victims`, below the quota."""
+        return self._excess(nbytes, owned, quota_bytes) <= 0
 
     def victims(self, nbytes: int, *, owned: Callable[[str], bool] | None = None, quota_bytes: int = 0) -> list[str]:
         """Choose who leaves so that more bytes fit; nobody is struck off yet.
@@ -102,7 +102,7 @@ class Budget:
         Returns:
             Names, in the order in which the policy lets go; too few if the others are pinned.
         """
-        excess = self._excess(nbytes) if owned is None else nbytes + self._bytes_of(owned) - quota_bytes
+        excess = self._excess(nbytes, owned, quota_bytes)
         chosen: list[str] = []
         if excess <= 0:
             return chosen
@@ -114,7 +114,9 @@ class Budget:
                     break
         return chosen
 
-    def _excess(self, nbytes: int) -> int:
+    def _excess(self, nbytes: int, owned: Callable[[str], bool] | None = None, quota_bytes: int = 0) -> int:
+        if owned is not None:
+            return nbytes + self._bytes_of(owned) - quota_bytes
         return 0 if self.cap_bytes is None else self.nbytes + nbytes - self.cap_bytes
 
     def _bytes_of(self, owned: Callable[[str], bool]) -> int:

@@ -322,7 +322,8 @@ class TierStack:
             recorded.close()
         if content is None:
             return False
-        target.put_if_absent(name, [content])
+        if not target.put_if_absent(name, [content]) and not self._holds(target, digest):
+            return False  # what has its name there is not whole, or cannot be read now
         stat = target.stat(name)
         if stat is not None:
             self._catalog.add(key, stat, [target.name])

@@ -540,8 +540,7 @@ class ChunkStore:
             if places == [self.placement]:
                 found["placed"] += 1
                 continue
-            cap = target.cap_bytes
-            fits = self.placement in places or cap is None or target.nbytes + record.nbytes <= cap
+            fits = self.placement in places or target.has_room(record.nbytes)
             try:
                 moved = fits and self._stack.move(digest, self.placement)
             except OSError as error:

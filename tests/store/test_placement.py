@@ -174,6 +174,33 @@ def test_rebalancing_stops_where_there_is_no_room(opened, folders, chunk, conten
         assert_each_in_one(folders, chunks, content)
 
 
+def test_rebalancing_keeps_to_the_quota_and_loses_nothing(opened, folders, chunk, content):
+    chunks = [chunk((5, number)) for number in range(ROOM + 3)]
+    with opened("remote", room=40) as store:
+        for one in chunks:
+            store.put(one)
+    with opened(room=40, quota_bytes=ROOM * len(content(chunk())) + 99) as store:
+        assert store.rebalance() == {"moved": ROOM, "stay": 3, "placed": 0}
+        assert_each_in_one(folders, chunks, content)
+
+
+def test_a_good_chunk_does_not_leave_for_one_that_cannot_be_verified_now(opened, folders, chunk, same, monkeypatch):
+    one = chunk((5, 1))
+    with opened(None) as store:
+        store.put(one)
+    (path,) = (folders["file"] / "objects").rglob("*.safetensors")
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    with opened(None) as store:
+        far = store.tiers()[1]
+        with monkeypatch.context() as patched:
+            patched.setattr(far, "open", lambda _: (_ for _ in ()).throw(OSError("not now")))
+            assert store.move([one.key], far.name) == 0
+        same(store.get(one.key), one)
+        assert store.move([one.key], far.name) == 1, "the damaged one was removed"
+    with opened(None) as store:
+        same(store.get(one.key), one)
+
+
 @pytest.mark.parametrize(
     ("given", "text"),
     [
