@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Look into a chunk store, check it, and keep it small."""
 
+import inspect
 import json as json_format
 import time
 from collections import Counter
@@ -284,6 +285,10 @@ def move(
 
     if (plan is None) == (to is None):
         raise ConfigError(f"--to is {to!r} and --plan {plan and str(plan)!r}, expected one of them. Try --to disk.")
+    if plan is not None and (store is not None or remote is not None):
+        raise ConfigError("--plan came with --store or --remote, but a plan says where its tiers are. Leave these out.")
+    if plan is None and remote is None:
+        _check_folder(store)
     given = _planned_store(plan) if plan else {"location": store, "remote": remote, "placement": to}
     opening: dict[str, Any] = {"memory_bytes": 0, "namespace": namespace, "secret": read_secret(secret_file)}
     with ChunkStore.open(**{**given, **opening}) as opened:
@@ -292,11 +297,15 @@ def move(
 
 def _planned_store(plan: Path) -> dict[str, Any]:
     """The arguments of `ChunkStore.open` in a plan."""
+    from hf_blend.store import ChunkStore
+
+    known = {*inspect.signature(ChunkStore.open).parameters}
     try:
         settings = json_format.loads(plan.read_text("utf-8"))
-        if isinstance(settings, dict) and "placement" in settings:
+        if isinstance(settings, dict) and "placement" in settings and not {*settings} - known:
             return settings
-        wrong = "no placement"
+        unknown = sorted({*settings} - known) if isinstance(settings, dict) else []
+        wrong = f"the unknown argument {unknown[0]!r}" if unknown else "no placement"
     except (OSError, ValueError) as error:
         wrong = str(error)
     raise ConfigError(
@@ -310,13 +319,18 @@ def _opened(
 ) -> "ChunkStore":
     from hf_blend.store import ChunkStore
 
+    _check_folder(location)
+    given: dict[str, Any] = {"namespace": namespace, "ttl_s": ttl_s, "secret": read_secret(secret_file)}
+    return ChunkStore.open(location, memory_bytes=0, **given)
+
+
+def _check_folder(location: str | None) -> None:
+    """Refuse a folder that is not there, instead of making it."""
     if location is not None and "://" not in location and not Path(location).expanduser().is_dir():
         raise StoreError(
             f"there is no store at {location!r}: no such folder. Give the folder that ChunkStore.open was given, or "
             "leave --store out for the default one."
         )
-    given: dict[str, Any] = {"namespace": namespace, "ttl_s": ttl_s, "secret": read_secret(secret_file)}
-    return ChunkStore.open(location, memory_bytes=0, **given)
 
 
 def _chosen(store: "ChunkStore", digests: list[str] | None, everything: bool, model: str | None) -> list[str]:

@@ -5,16 +5,15 @@
 Of a pair of runs with one model each, the models may differ; else a row is one model's.
 """
 
-import json
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hf_blend.errors import ConfigError
 
 from .bootstrap import interval
-from .folder import LINES
+from .folder import LINES, whole_lines
 
 Line = Mapping[str, Any]
 
@@ -50,19 +49,14 @@ def compared(one: Path, other: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _lines(folder: Path) -> list[Line]:
+def _lines(folder: Path) -> Sequence[Line]:
     path = folder / LINES
     if not path.is_file():
         raise ConfigError(f"{str(folder)!r} has no {LINES}, expected the --output-dir of `hf-blend eval`.")
-    found = []
-    for text in path.read_text("utf-8").splitlines(keepends=True):
-        if not text.endswith("\n"):
-            break  # being written
-        found.append(json.loads(text))
-    return found
+    return whole_lines(path)[0]
 
 
-def _by_way(lines: list[Line], is_apart: bool) -> dict[tuple[Any, ...], dict[str, Line]]:
+def _by_way(lines: Sequence[Line], is_apart: bool) -> dict[tuple[Any, ...], dict[str, Line]]:
     groups: dict[tuple[Any, ...], dict[str, Line]] = {}
     for line in lines:
         way = (line["task"], None if is_apart else line["model"], line["method"], line["ratio"])

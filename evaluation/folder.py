@@ -7,6 +7,7 @@ other settings is refused, so that answers of two runs never mix.
 """
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -97,16 +98,43 @@ class RunFolder:
 
     def _read(self) -> list[dict[str, Any]]:
         path = self.path / LINES
-        content = path.read_bytes() if path.exists() else b""
-        whole = content[: content.rfind(b"\n") + 1]
-        try:
-            lines = [json.loads(line) for line in whole.splitlines()]
-        except ValueError as error:
-            raise ConfigError(f"{str(path)!r} has a damaged line: {error}. Give another folder.") from error
-        if len(whole) < len(content):  # the last line was being written when the run was stopped
+        if not path.exists():
+            return []
+        lines, nbytes = whole_lines(path)
+        if nbytes < path.stat().st_size:  # the last line was being written when the run was stopped
             with path.open("r+b") as file:
-                file.truncate(len(whole))
+                file.truncate(nbytes)
         return lines
+
+
+def whole_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Read the answers of a run.
+
+    Args:
+        path: of its `LINES`.
+
+    Returns:
+        The answers, without one at the end that is being written; and how many bytes they take.
+
+    Raises:
+        ConfigError: a line is no answer.
+    """
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    try:
+        return [_answer(text) for text in whole.splitlines()], len(whole)
+    except (LookupError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{str(path)!r} has a damaged line: {type(error).__name__}: {error}. Give another folder."
+        ) from error
+
+
+def _answer(text: bytes) -> dict[str, Any]:
+    line: dict[str, Any] = json.loads(text)
+    hash(place_of(line))
+    if not math.isfinite(line["score"]):
+        raise ValueError(f"the score is {line['score']}")
+    return line
 
 
 def place_of(line: Mapping[str, Any]) -> Place:

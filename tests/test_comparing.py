@@ -54,6 +54,30 @@ def test_what_cannot_be_compared_is_refused(tmp_path, capsys):
     assert "two runs, but there are 1" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.parametrize(
+    "line", ["no json", "[1]", '{"score": 1}', '{"score": null}', '{"score": NaN}', '{"ratio": [1]}', "\udcff"]
+)
+def test_a_line_that_is_no_answer_is_refused_by_name(tmp_path, line):
+    about = {"task": "needle", "model": "one", "method": "auto", "ratio": 0.1, "id": "7", "score": 1}
+    if line.startswith("{") and line != '{"score": 1}':
+        line = json.dumps({**about, **json.loads(line)})
+    first, second = run(tmp_path / "a", [1]), run(tmp_path / "b", [1])
+    with (second / "answers.jsonl").open("ab") as file:
+        file.write(f"{line}\n".encode(errors="surrogateescape"))
+    with pytest.raises(ConfigError, match="has a damaged line"):
+        compared(first, second)
+
+
+def test_letters_that_end_lines_elsewhere_end_no_answer(tmp_path):
+    first, second = run(tmp_path / "a", []), run(tmp_path / "b", [])
+    about = {"task": "needle", "model": "one", "method": "auto", "ratio": 0.1, "score": 1}
+    lines = [{**about, "id": f"{n}", "answer": "one\u2028two\x85three"} for n in range(3)]
+    for folder in (first, second):
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        (folder / "answers.jsonl").write_text(text, "utf-8")
+    assert [row["n"] for row in compared(first, second)] == [3]
+
+
 def test_the_command_line_compares_two_folders(tmp_path, capsys):
     first, second = run(tmp_path / "a", [0, 0]), run(tmp_path / "b", [1, 0])
     with pytest.raises(SystemExit) as ended:

@@ -168,7 +168,7 @@ def test_a_plan_of_two_devices_is_a_store_of_two_tiers_and_moves_what_is_stored(
         "location": str(near), "remote": "s3://bucket/kv", "placement": "remote"}  # fmt: skip
 
 
-@pytest.mark.parametrize("content", ["{", "[1]", '{"location": "kv"}', None])
+@pytest.mark.parametrize("content", ["{", "[1]", '{"location": "kv"}', '{"placement": "disk", "disc_bytes": 1}', None])
 def test_what_is_no_plan_of_two_tiers_is_refused(tmp_path, capsys, content):
     path = tmp_path / "store.json"
     if content is not None:
@@ -177,6 +177,29 @@ def test_what_is_no_plan_of_two_tiers_is_refused(tmp_path, capsys, content):
         main(["store", "move", "--plan", str(path)])
     assert ended.value.code
     assert "expected the arguments of a store with two tiers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("settings", "words", "message"),
+    [
+        ({"location": 3}, (), "location is 3, expected a directory"),
+        ({"disk_bytes": "much"}, (), "disk_bytes is 'much', expected 0 or more"),
+        ({"remote": 3}, (), "no remote tier of the kind"),
+        ({}, ("--store", "elsewhere"), "--plan came with --store or --remote"),
+        (None, ("--to", "disk", "--store", "typo"), "no such folder"),
+    ],
+)
+def test_a_store_that_a_plan_does_not_mean_is_neither_made_nor_moved(
+    tmp_path, capsys, monkeypatch, settings, words, message
+):
+    monkeypatch.chdir(tmp_path)
+    plan = {} if settings is None else {"location": "kv", "placement": "disk", **settings}
+    (tmp_path / "plan").write_text(json.dumps(plan))
+    with pytest.raises(SystemExit) as ended:
+        main(["store", "move", *(() if settings is None else ("--plan", "plan")), *words])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["plan"]
 
 
 @pytest.mark.parametrize(

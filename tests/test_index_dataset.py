@@ -14,7 +14,7 @@ from random import Random
 import pytest
 import torch
 
-from hf_blend import ChunkStore, StoreError
+from hf_blend import ChunkStore, ConfigError, HfBlendError, StoreError
 from hf_blend.integrations.datasets import index_dataset
 from hf_blend.verify.zoo import tiny_model as zoo_model
 
@@ -98,6 +98,35 @@ def test_one_process_says_what_it_did_and_a_store_that_is_too_small_is_an_error(
     small = {"location": tmp_path / "small", "disk_bytes": 10}
     with pytest.raises(StoreError, match="did not keep 3 of 3 chunks"):
         index_dataset(rows, Counted(tmp_path / "counted"), small, column="ids")
+
+
+@pytest.mark.parametrize(
+    ("rows", "given", "message"),
+    [
+        ([[5, 6]], {"column": "nope"}, "no column 'nope'.*text"),
+        ([[5, 6]], {"num_proc": "2"}, "num_proc is '2', expected a whole number from 0 on"),
+        ([[5, 6]], {"num_proc": -1}, "num_proc is -1"),
+        ([[5, 6]], {"batch_rows": 0}, "batch_rows is 0, expected a whole number from 1 on"),
+        ([[5, 6]], {"threads": 0}, "threads is 0"),
+        ([[5, 6], None], {}, "a piece is None, expected text or token ids"),
+        ([[5.5, 6.5]], {}, "expected text or token ids: 'float' object"),
+        ([[5, 6], []], {}, "a chunk needs tokens, got none"),
+        (["five"], {}, "'five' came without a tokenizer"),
+    ],
+)
+def test_what_is_no_chunk_is_refused_by_name(tmp_path, rows, given, message):
+    dataset = datasets.Dataset.from_dict({"text": rows})
+    with pytest.raises(HfBlendError, match=message):
+        index_dataset(dataset, lambda: (zoo_model("llama"), None), tmp_path / "kv", **given)
+
+
+def test_datasets_of_other_kinds_are_refused_and_one_without_rows_is_none(tmp_path):
+    rows = datasets.Dataset.from_dict({"text": [[5, 6]]})
+    for other in (datasets.DatasetDict(train=rows), rows.to_iterable_dataset(), [{"text": [5, 6]}]):
+        with pytest.raises(ConfigError, match="expected a datasets.Dataset"):
+            index_dataset(other, "no model", tmp_path / "kv")
+    found = index_dataset(rows.select([]), "no model", tmp_path / "kv")
+    assert (len(found), found.column_names) == (0, ["digest", "state"])
 
 
 def test_texts_are_chunks_as_in_any_other_way_of_indexing(tmp_path):

@@ -19,7 +19,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from ..errors import StoreError, import_extra
+from ..errors import ConfigError, StoreError, import_extra, suggest
 from ..store import ChunkKey, ChunkStore
 
 __all__ = ["index_dataset"]
@@ -60,10 +60,13 @@ def index_dataset(
 
     Raises:
         MissingExtraError: datasets is not installed.
+        ConfigError: it is no `datasets.Dataset` or lacks the column, or a number makes no sense.
         StoreError: the store did not keep every chunk: make room, and start again.
         PromptError: as `ChunkStore.add`.
     """
-    import_extra("datasets", extra="eval", wanted_by="index_dataset")
+    _check(dataset, column, num_proc=num_proc, batch_rows=batch_rows, threads=threads)
+    if not len(dataset):  # datasets would not ask for a row, and give no columns
+        return type(dataset).from_dict({"digest": [], "state": []})
     worker = _Worker(model, store, column, threads if num_proc and num_proc > 1 else None)
     rows = dataset.map(
         worker,
@@ -81,6 +84,22 @@ def index_dataset(
             f"the store did not keep {states['refused']} of {len(rows)} chunks. Make room for them, and run it again."
         )
     return rows
+
+
+def _check(dataset: Any, column: str, **counts: int | None) -> None:
+    """Refuse here what would fail in datasets, or in each process."""
+    kind = import_extra("datasets", extra="eval", wanted_by="index_dataset").Dataset
+    if not isinstance(dataset, kind):
+        raise ConfigError(
+            f"dataset is of the class {type(dataset).__name__}, expected a datasets.Dataset. Pass one of its splits, "
+            'as load_dataset(..., split="train") gives it.'
+        )
+    if column not in dataset.column_names:
+        raise ConfigError(f"the dataset has no column {column!r}. {suggest(str(column), dataset.column_names)}")
+    for name, count in counts.items():
+        least = 0 if name == "num_proc" else 1
+        if count is not None and (type(count) is not int or count < least):
+            raise ConfigError(f"{name} is {count!r}, expected a whole number from {least} on. Leave it out.")
 
 
 class _Worker:

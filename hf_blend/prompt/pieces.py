@@ -8,6 +8,7 @@ Tokenising the joined text would merge tokens across the seams, and no stored ch
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import index
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -186,11 +187,19 @@ def tokenize(tokenizer: Any, piece: Piece) -> tuple[int, ...]:
 
     Returns:
         The ids.
+
+    Raises:
+        PromptError: it is neither text nor whole numbers, or text without a tokenizer.
     """
     if isinstance(piece, str):
         check_text(piece)
+        if tokenizer is None:
+            raise PromptError(f"the text {piece[:40]!r} came without a tokenizer. Pass it, or give token ids.")
         return tuple(tokenizer.encode(piece, add_special_tokens=False))
-    return tuple(int(token) for token in piece)
+    try:
+        return tuple(map(index, piece))
+    except TypeError as error:
+        raise PromptError(f"a piece is {repr(piece)[:60]}, expected text or token ids: {error}. Leave it out.") from error
 
 
 def build(

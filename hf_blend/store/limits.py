@@ -6,6 +6,7 @@ import contextlib
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 
 from .. import plugins
@@ -48,8 +49,8 @@ class Limits:
         """
         for name in ("memory_bytes", "disk_bytes", "device_bytes", "quota_bytes", "ttl_s", "queue_bytes"):
             value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ConfigError(f"{name} is {value}, wanted 0 or more. Leave it out for the default.")
+            if value is not None and not (isinstance(value, Real) and value >= 0):
+                raise ConfigError(f"{name} is {value!r}, expected 0 or more. Leave it out for the default.")
         plugins.load("store.eviction", self.eviction)
 
     def hold(self, device: str | None = None) -> list[HeldChunks]:

@@ -41,9 +41,10 @@ def open_tiers(
                 'ChunkStore.open a directory, or "memory://", and remote=URL.'
             )
         return None, [open_remote(str(location), deadline_s)]
+    behind = [open_remote(remote, deadline_s)] if remote else []  # first: no folder is made for a wrong URL
     root = _resolve(location)
     tiers: list[Tier] = [plugins.load("store.tiers", "disk")(root, durable=durable)] if root else []
-    return root, [*tiers, *([open_remote(remote, deadline_s)] if remote else [])]
+    return root, [*tiers, *behind]
 
 
 def open_remote(url: str, deadline_s: float | None = None) -> Tier:
@@ -59,7 +60,7 @@ def open_remote(url: str, deadline_s: float | None = None) -> Tier:
     Raises:
         ConfigError: no kind of tier knows it.
     """
-    match = _SCHEME.fullmatch(url)
+    match = _SCHEME.fullmatch(str(url))
     schemes = set()
     for name in plugins.describe("store.tiers") if match else ():
         kind: type[Tier] = plugins.load("store.tiers", name)
@@ -81,6 +82,8 @@ def _is_remote(location: str | Path | None) -> bool:
 def _resolve(location: str | Path | None) -> Path | None:
     if location is None:
         return _default_root()
+    if not isinstance(location, str | os.PathLike):
+        raise ConfigError(f'location is {location!r}, expected a directory, "memory://" or None for the default.')
     if _SCHEME.fullmatch(str(location)):
         return None
     if not str(location).strip() or "\0" in str(location):
