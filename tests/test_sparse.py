@@ -322,6 +322,28 @@ def test_a_held_selection_of_the_draft_ages_by_what_is_accepted(model):
     assert metrics.locks == (1 + metrics.unlocks / len(sparse.layers)) * len(sparse.layers)
 
 
+def test_what_the_draft_said_of_a_round_that_sees_everything_is_forgotten_too(model, monkeypatch):
+    monkeypatch.setattr("hf_blend.sparse.session.MOST_STEP_TOKENS", 3)
+    cache, draft = new_cache(model), draft_model()
+    draft.generation_config.num_assistant_tokens = 5
+    draft.generation_config.num_assistant_tokens_schedule = "constant"
+    draft.generation_config.assistant_confidence_threshold = 0.0
+    with sparse_decoding(model, cache, draft=draft, draft_selects=True, **SMALL) as sparse:
+        begin, heard = sparse.begin_step, []
+
+        def begun(tokens):
+            said = len(sparse._selecting.scores)
+            is_sparse = begin(tokens)
+            heard.append((said, is_sparse, len(sparse._selecting.scores)))
+            return is_sparse
+
+        monkeypatch.setattr(sparse, "begin_step", begun)
+        generated(model, prompt(), past_key_values=cache, assistant_model=draft, new_tokens=12, **SPEAKS)
+    seen_whole = [(said, left) for said, is_sparse, left in heard if not is_sparse and said]
+    assert seen_whole
+    assert not any(left for _, left in seen_whole)
+
+
 def test_a_draft_that_selects_must_be_given(model):
     with (
         pytest.raises(ConfigError, match="draft_selects is True, but draft is None"),

@@ -131,6 +131,7 @@ class SparseSession:
         return True
 
     def _see_all(self) -> bool:
+        self._forget_draft()
         for layer in self.layers.values():
             layer.blocks.release()
         return False
@@ -146,8 +147,7 @@ class SparseSession:
         for layer in self.layers.values():
             layer.blocks.settle()
         self._cache.report.sparse = vars(self.metrics)
-        if self._selecting is not None:
-            self._selecting.scores.clear()
+        self._forget_draft()
         if failed or self._rows == 1:
             self._rows = 0
             return
@@ -156,6 +156,11 @@ class SparseSession:
             self.metrics.compared_rounds += 1
             self.metrics.equal_rounds += all(self._seen.get(n) == one for n, one in self._drafted.items())
             self._drafted = {}
+
+    def _forget_draft(self) -> None:
+        """What the draft said of a round holds for that round."""
+        if self._selecting is not None:
+            self._selecting.scores.clear()
 
     def unlock(self) -> None:
         """Give up every selection."""

@@ -89,8 +89,7 @@ class PartialLayers(Sequence[KV]):
                 return _heads(self._read(layer, part, heads, blocks), heads).index_select(1, places)
             except FAULTS as fault:
                 self._instead = self._recompute(fault)
-        states = self._instead.layers[layer][part]
-        states = states[list(heads)] if len(heads) < self.reader.heads else states
+        states = _heads(self._instead.layers[layer][part], heads)
         return states if is_all else states[:, self.reader.tokens_of(blocks)]
 
     def _read(self, layer: int, part: int, heads: Sequence[int], blocks: Sequence[int]) -> Tensor:
