@@ -201,9 +201,7 @@ def _sums(entries: "list[EntryInfo]") -> dict[str, Any]:
     }
 
 
-def stats(
-    store: Store = None, namespace: Namespace = "", secret_file: SecretFile = None, json: Json = False
-) -> None:
+def stats(store: Store = None, namespace: Namespace = "", secret_file: SecretFile = None, json: Json = False) -> None:
     """Say how much is stored, and for how many models.
 
     Examples:
@@ -286,7 +284,9 @@ def move(
     if (plan is None) == (to is None):
         raise ConfigError(f"--to is {to!r} and --plan {plan and str(plan)!r}, expected one of them. Try --to disk.")
     if plan is not None and (store is not None or remote is not None):
-        raise ConfigError("--plan came with --store or --remote, but a plan says where its tiers are. Leave these out.")
+        raise ConfigError(
+            "--plan came with --store or --remote, but a plan says where its tiers are. Leave these out."
+        )
     if plan is None and remote is None:
         _check_folder(store)
     given = _planned_store(plan) if plan else {"location": store, "remote": remote, "placement": to}

@@ -123,7 +123,7 @@ def test_what_is_no_chunk_is_refused_by_name(tmp_path, rows, given, message):
 def test_datasets_of_other_kinds_are_refused_and_one_without_rows_is_none(tmp_path):
     rows = datasets.Dataset.from_dict({"text": [[5, 6]]})
     for other in (datasets.DatasetDict(train=rows), rows.to_iterable_dataset(), [{"text": [5, 6]}]):
-        with pytest.raises(ConfigError, match="expected a datasets.Dataset"):
+        with pytest.raises(ConfigError, match=r"expected a datasets\.Dataset"):
             index_dataset(other, "no model", tmp_path / "kv")
     found = index_dataset(rows.select([]), "no model", tmp_path / "kv")
     assert (len(found), found.column_names) == (0, ["digest", "state"])

@@ -279,6 +279,24 @@ def test_a_chunk_comes_back_from_its_blocks_in_any_order(tokens, block, random):
         assert torch.equal(got, chunk.layers[1][part][[1, 0]][:, reader.tokens_of(blocks)])
 
 
+def test_heads_in_any_order_are_those_heads_behind_a_fault_too():
+    from hf_blend.sparse.partial.store import PartialLayers
+    from hf_blend.store import ChunkKey, ChunkKV
+
+    states = torch.randn(2, 2, 3, 20, 4)
+    chunk = ChunkKV(ChunkKey("f" * 64, (), tuple(range(20))), tuple((a, b) for a, b in states), (), (-1, -1))
+    content = bytearray(b"".join(encode_blocks(chunk, list(range(20))[::-1], 8)))
+    content[-1] ^= 1  # the values of the last head of layer 1
+    layers = PartialLayers(BlockReader(BytesSource(bytes(content)), chunk.key), lambda _: chunk)
+    for heads in ([2, 0, 1], [1, 1], [], range(3), [0, 2]):
+        for layer, part in ((0, 0), (1, 1)):
+            for blocks in ([0, 2], [], range(3)):
+                tokens = range(20) if len(blocks) == 3 else layers.reader.tokens_of(blocks).tolist()
+                expected = chunk.layers[layer][part][list(heads)][:, list(tokens)]
+                assert torch.equal(layers.part(layer, part, heads, blocks), expected)
+    assert layers._instead is chunk
+
+
 def test_probe_heads_follow_the_paper_and_the_number_of_heads():
     assert [probe_count(heads) for heads in (1, 2, 4, 8, 16, 32, 64)] == [1, 2, 2, 2, 2, 3, 6]
 

@@ -14,7 +14,7 @@ __all__ = ["corpus"]
 def corpus(
     chunks: Annotated[int, typer.Option(min=4, help="Unlike chunks.")] = 100_000,
     chunk_tokens: Annotated[int, typer.Option(min=4, help="Tokens of each.")] = 16,
-    workers: Annotated[list[int], typer.Option(help="Processes of a run; may be repeated.")] = [1, 2],  # noqa: B006
+    workers: Annotated[list[int], typer.Option(min=1, help="Processes of a run; may be repeated.")] = [1, 2],  # noqa: B006
     json: Json = False,
 ) -> None:
     """Index many small chunks with datasets and several processes, kill and resume it, and open the store.

@@ -17,10 +17,10 @@ def eviction(
     questions: Annotated[int, typer.Option(min=1, help="Questions about each.")] = 4,
     requests: Annotated[int, typer.Option(min=1, help="Of one run of traffic.")] = 1000,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of traffic.")] = 10,
-    cap: Annotated[list[float], typer.Option(help="Of the memory tier, as a share; may be repeated.")] = [0.1, 0.3],  # noqa: B006
-    rate: Annotated[float, typer.Option(help="Of the slower tier, GB/s.")] = 0.5,
+    cap: Annotated[list[float], typer.Option(min=0, help="Of the memory tier, as a share; repeatable.")] = [0.1, 0.3],  # noqa: B006
+    rate: Annotated[float, typer.Option(min=1e-9, help="Of the slower tier, GB/s.")] = 0.5,
     served: Annotated[int, typer.Option(min=0, help="Requests of each cap to serve; 0 measures no times.")] = 48,
-    served_rate: Annotated[float, typer.Option(help="Of the slower tier while they are served, GB/s.")] = 0.02,
+    served_rate: Annotated[float, typer.Option(min=1e-9, help="Of the slower tier while served, GB/s.")] = 0.02,
     json: Json = False,
 ) -> None:
     """Hit rates, loaded bytes and first-token times under Zipf traffic: LRU, LFU, and importance by attention.

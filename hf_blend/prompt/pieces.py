@@ -199,7 +199,9 @@ def tokenize(tokenizer: Any, piece: Piece) -> tuple[int, ...]:
     try:
         return tuple(map(index, piece))
     except TypeError as error:
-        raise PromptError(f"a piece is {repr(piece)[:60]}, expected text or token ids: {error}. Leave it out.") from error
+        raise PromptError(
+            f"a piece is {repr(piece)[:60]}, expected text or token ids: {error}. Leave it out."
+        ) from error
 
 
 def build(

@@ -6,7 +6,6 @@ import contextlib
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Real
 from pathlib import Path
 
 from .. import plugins
@@ -49,7 +48,7 @@ class Limits:
         """
         for name in ("memory_bytes", "disk_bytes", "device_bytes", "quota_bytes", "ttl_s", "queue_bytes"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, Real) and value >= 0):
+            if value is not None and not (isinstance(value, int | float) and value >= 0):
                 raise ConfigError(f"{name} is {value!r}, expected 0 or more. Leave it out for the default.")
         plugins.load("store.eviction", self.eviction)
 
