@@ -76,6 +76,13 @@ def _rounds(document: Document) -> str:
     return f"Shape of {document['shape']}, {document['threads']} threads, median of {document['rounds']}, interleaved."
 
 
+def _loaded(document: Document) -> str:
+    if document.get("model"):
+        return f"`{document['model']}`, one prompt of {document['rows'][0]['prompt_tokens']} tokens"
+    tokens = f"{document['chunks']} chunks of {document['chunk_tokens']} tokens"
+    return f"{tokens}, {document['layers']} layers with random weights, heads tied"
+
+
 MEASURED = {
     "eval": plain(
         {
@@ -269,9 +276,8 @@ MEASURED = {
             "ratio": number("ttft_ratio", ".2f"),
         },
         lambda document: (
-            f"{document['chunks']} chunks of {document['chunk_tokens']} tokens, {document['layers']} layers, "
-            f"{100 * document['share']:.0f} % of the blocks, cold, {document['threads']} threads, median of "
-            f"{document['rounds']}; heads tied."
+            f"{_loaded(document)}, {100 * document['share']:.0f} % of the blocks, cold, "
+            f"{document['threads']} threads, median of {document['rounds']}."
         ),
     ),
     "partial_quality": plain(

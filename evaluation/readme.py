@@ -336,6 +336,8 @@ TABLES = {
     **MEASURED,
     "ttft_disk_spare": MEASURED["ttft_disk"],
     "store_plan_small": MEASURED["store_plan"],
+    "partial_load_chains": MEASURED["partial_load"],
+    "partial_quality_batch": MEASURED["partial_quality"],
 }
 
 

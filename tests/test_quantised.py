@@ -183,7 +183,7 @@ def test_with_avx512_bf16_4_bit_weights_are_packed_at_the_first_forward_and_prod
     assert 1e-4 < (got - expected).norm() / expected.norm() < 0.1
 
 
-@pytest.mark.parametrize("kind", ["4bit", "4bit-bfloat16"])
+@pytest.mark.parametrize("kind", ["4bit", pytest.param("4bit-bfloat16", marks=pytest.mark.slow)])
 def test_the_ladder_holds_in_4_bit_with_avx512_bf16(kind, folder, monkeypatch):
     with_avx512_bf16(monkeypatch)
     verdict = verify(str(folder / kind), dtypes=["float32"], attention=["sdpa"], rungs=RUNGS)

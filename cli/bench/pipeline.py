@@ -28,7 +28,7 @@ def pipeline(
     """Loading beside computing, and the controller beside every fixed plan, where both only sleep.
 
     Examples:
-        hf-blend bench pipeline --load-to-compute 1 --rounds 1 --plan-rounds 1 --row-ms 0.01 --plan-row-ms 0.01 --json
+        hf-blend bench pipeline --load-to-compute 1 --rounds 1 --plan-rounds 1 --row-ms 0.01 --json  # slow
         hf-blend bench pipeline --json  # slow
     """
     from hf_blend.evaluation.bench.pipeline import PipelinePlan, measure_pipeline

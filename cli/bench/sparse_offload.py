@@ -36,7 +36,7 @@ def sparse_offload(
     """Tokens a second and bytes on the device where only selected blocks are there, beside dense decoding.
 
     Examples:
-        hf-blend bench sparse-offload --shape tiny --context 256 --tokens 2 --rounds 1 --json
+        hf-blend bench sparse-offload --shape tiny --context 256 --tokens 2 --rounds 1 --json  # slow
         hf-blend bench sparse-offload --context 32768 --share 0.25 --answers 200  # slow
     """
     from hf_blend.evaluation.bench.sparse_offload import SparseOffloadPlan, measure_sparse_offload

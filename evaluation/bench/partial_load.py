@@ -29,6 +29,7 @@ from .ttft import Clock
 
 GB = 1e9
 WIDTH = 1024
+DRAWN = ("chunks", "chunk_tokens", "question_tokens", "layers")  # of a plan, where no trained model is given
 SHAPES = {"8 KV heads of 64": (16, 8, 64), "32 KV heads of 32": (32, 32, 32)}  # query heads, KV heads, width
 
 
@@ -79,7 +80,9 @@ def measure_partial_load(plan: PartialPlan, progress: Callable[[str], None] | No
                 if progress:
                     progress(f"{name}, {rate or 'unthrottled'} GB/s")
                 rows.append({"shape": Path(name).name, **_row(model, pieces, plan, rate, Path(folder))})
-    return {"threads": torch.get_num_threads(), "torch": torch.__version__, **vars(plan), "rows": rows}
+    drawn = () if plan.model is None else DRAWN  # a trained model brings its own layers and prompt
+    asked = {name: value for name, value in vars(plan).items() if name not in drawn}
+    return {"threads": torch.get_num_threads(), "torch": torch.__version__, **asked, "rows": rows}
 
 
 def _trained(plan: PartialPlan, name: str) -> tuple[Any, dict[str, Any]]:
@@ -124,6 +127,7 @@ def _row(model: nn.Module, pieces: dict[str, Any], plan: PartialPlan, rate: floa
         store.close()
     return {
         "rate_gb_s": rate or None,
+        "prompt_tokens": len(pieces["prefix"]) + sum(map(len, pieces["chunks"])) + len(pieces["question"]),
         "all_bytes": stored,
         "loaded_bytes": found["loaded_bytes"],
         "fewer_bytes": stored / found["loaded_bytes"],
