@@ -48,7 +48,7 @@ def test_the_page_is_read_in_some_minutes():
 def test_the_output_that_is_shown_is_what_the_command_prints(capsys, tmp_path, monkeypatch):
     asked = long_questions()[:1]
     monkeypatch.setattr("hf_blend.evaluation.bundled.long_questions", lambda: asked)
-    (block,) = re.findall(r"```console\n\$ hf-blend ask --compare\n(.*?)```", README, re.DOTALL)
+    (block,) = re.findall(r"```console\n\$ hf-blend ask --compare --rounds 5\n(.*?)```", README, re.DOTALL)
     with pytest.raises(SystemExit):
         main(["ask", "--compare", "--store", str(tmp_path)])
     printed = [line.split("\t") for line in capsys.readouterr().out.splitlines() if line.count("\t") == 5]
