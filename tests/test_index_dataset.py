@@ -81,7 +81,6 @@ def test_each_chunk_is_computed_once_by_two_processes_and_a_kill_costs_what_was_
     under_way = set(dict(before).values())  # what each killed process had computed last: stored or not
     assert {digest for digest, times in computed.items() if times > 1} <= under_way
     assert max(computed.values()) <= 2
-    assert len({process for process, _ in lines(counter)}) == 4, "all of them worked"
     with ChunkStore.open(location, memory_bytes=0) as store:
         assert {one.digest for one in store.entries()} == set(computed)
         assert not [found for found in store.check() if found.reason]
