@@ -53,7 +53,10 @@ def _lines(folder: Path) -> Sequence[Line]:
     path = folder / LINES
     if not path.is_file():
         raise ConfigError(f"{str(folder)!r} has no {LINES}, expected the --output-dir of `hf-blend eval`.")
-    return whole_lines(path)[0]
+    lines = whole_lines(path)[0]
+    if any("score" not in line for line in lines):
+        raise ConfigError(f"{str(path)!r} has a damaged line: no score, expected answers of `hf-blend eval`.")
+    return lines
 
 
 def _by_way(lines: Sequence[Line], is_apart: bool) -> dict[tuple[Any, ...], dict[str, Line]]:
