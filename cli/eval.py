@@ -36,6 +36,7 @@ SHOWN = (
 
 
 def eval(
+    context: typer.Context,
     tasks: Tasks = None,
     model: Models = ["reference"],  # noqa: B006
     method: Methods = ["full-prefill", "prefix-caching", "full-reuse", SELECTOR],  # noqa: B006
@@ -74,7 +75,7 @@ def eval(
     from hf_blend.evaluation.trial import Trial, run
 
     if tasks and tasks[0] == COMPARE:
-        _compare(tasks[1:], json)
+        _compare(context, tasks[1:], json)
         return
     names = tuple(tasks or ["reference-world"])
     wanted = tuple(name for one in method for name in (method_names() if one == "all" else [one]))
@@ -99,10 +100,14 @@ def eval(
     show(made if json else rows, as_json=json, title="evaluation", header=True)
 
 
-def _compare(folders: list[str], as_json: bool) -> None:
+def _compare(context: typer.Context, folders: list[str], as_json: bool) -> None:
     """Two runs beside each other."""
     from hf_blend.evaluation.comparing import compared
 
+    sources = {name: context.get_parameter_source(name) for name in context.params if name not in ("tasks", "json")}
+    if others := sorted(name for name, source in sources.items() if source and source.name == "COMMANDLINE"):
+        option = others[0].replace("_", "-")
+        raise typer.BadParameter(f"compare takes the folders of two runs and --json, but there is --{option}, too")
     if len(folders) != 2:
         raise typer.BadParameter(f"compare takes the folders of two runs, but there are {len(folders)}")
     show(compared(Path(folders[0]), Path(folders[1])), as_json=as_json, title="second run minus first", header=True)

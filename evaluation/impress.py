@@ -30,11 +30,12 @@ from hf_blend.store.chunk import ChunkKey
 
 from .blending import approach
 from .bootstrap import interval
+from .bundled import load_model
 from .folder import RunFolder
 from .methods.base import Blended, Outcome
 from .paper_page import write_paper
 from .tasks.base import Sample
-from .trial import FULL, WARM, Trial, _load, _task
+from .trial import FULL, WARM, Trial, _task
 
 SHARE, ALPHA, BLOCK_TOKENS = 0.25, 0.6, 16
 CACHED_SHARE, TRACE_PER_SAMPLE = 0.25, 4  # memory before the disk, of all bytes; requests of the trace
@@ -127,7 +128,7 @@ def impress(
     Returns:
         `settings`, `cannot_show` and `figures`.
     """
-    model, tokenizer = _load(base.models[0], base)
+    model, tokenizer = load_model(base.models[0], base.device, base.dtype or "auto")
     kv_heads = int(text_config(model).num_key_value_heads)
     figures = figures_of(kv_heads, is_small)
     settings = {**base.settings, "kv_heads": kv_heads, "layers": len(decoder_layers(model)), "is_small": is_small}

@@ -33,7 +33,7 @@ from .folder import RunFolder
 from .methods.base import Approach, Outcome
 from .paper_page import write_paper
 from .tasks.base import Sample
-from .trial import Trial, _load, _task
+from .trial import Trial, _task
 
 METHOD, CONTROL, BLOCK_TOKENS, TEXT_TOKENS, DRAFTED_TOKENS = "kvstar", "random", 16, 24, 4
 DENSE, WHOLE = "dense", "answer-match"
@@ -121,7 +121,7 @@ def kvstar(
     Raises:
         ConfigError: the draft has another vocabulary.
     """
-    model, tokenizer = _load(base.models[0], base)
+    model, tokenizer = load_model(base.models[0], base.device, base.dtype or "auto")
     assistant, own = load_model(draft or base.models[0], base.device, base.dtype or "auto")
     if own.get_vocab() != tokenizer.get_vocab():
         raise ConfigError(

@@ -161,10 +161,6 @@ def _is_complete(trial: Trial, model: str, folder: RunFolder) -> bool:
     return all(count >= wanted for count in counts)
 
 
-def _load(name: str, trial: Trial) -> tuple[nn.Module, Any]:
-    return load_model(name, trial.device, trial.dtype or "auto")
-
-
 def _task(trial: Trial, name: str, tokenizer: Any) -> Task:
     data = dict(trial.data).get(name)
     made: Task = plugins.load("evaluation.tasks", name)(tokenizer, Path(data) if data else None, trial.seed)

@@ -52,6 +52,10 @@ def test_what_cannot_be_compared_is_refused(tmp_path, capsys):
         main(["eval", "compare", str(first)])
     assert ended.value.code == 2
     assert "two runs, but there are 1" in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(SystemExit) as ended:
+        main(["eval", "compare", str(first), str(first), "--chunk-tokens", "64"])
+    assert ended.value.code == 2
+    assert "there is --chunk-tokens, too" in " ".join(capsys.readouterr().err.replace("│", " ").split())
 
 
 @pytest.mark.parametrize(

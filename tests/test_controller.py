@@ -146,7 +146,7 @@ def test_a_controller_counts_the_projections_of_a_hybrid_and_says_so_where_loadi
     store.controller = LoadingController(model, store, profile=whole, rates={"disk": 100 * rate})
     _, report = answered(model, store)
     assert store.controller.last.loaded_chunks == 2
-    assert report.reusable_tokens == 50  # the first chunk stands where it was computed
+    assert report.reusable_tokens == 50  # the first chunk is where it was computed
 
 
 def test_a_controller_recomputes_what_loading_hides_and_never_less_than_asked(tmp_path, profile):

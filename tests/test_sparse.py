@@ -185,8 +185,8 @@ def test_a_cache_that_was_cut_is_read_anew(model):
             for token in (7, 9, 11):
                 model(torch.tensor([[token]]), past_key_values=cache)
     assert len(watched.calls) == 3 * len(sparse.layers)
-    for _, wanted, got in watched.calls:
-        torch.testing.assert_close(got, wanted, rtol=0, atol=2e-6)
+    for _, expected, got in watched.calls:
+        torch.testing.assert_close(got, expected, rtol=0, atol=2e-6)
 
 
 def test_blocks_that_were_cut_while_a_selection_held_are_represented_again():
@@ -290,8 +290,8 @@ def test_what_the_draft_looks_at_is_what_the_verification_looks_at(model):
     assert heard.checked > 20
     assert heard.differing > heard.checked / 2
     assert sparse.metrics.dense_steps == 0, "the draft has selected before the first round"
-    for _, wanted, got in watched.calls:
-        torch.testing.assert_close(got, wanted, rtol=0, atol=2e-6)
+    for _, expected, got in watched.calls:
+        torch.testing.assert_close(got, expected, rtol=0, atol=2e-6)
 
 
 def test_a_draft_that_selects_looks_at_all_itself(model):

@@ -95,7 +95,7 @@ class ChunkStore:
         self.pipeline_depth: float = math.inf
         self.controller: Any = None  # a `LoadingController` decides for each request what is worth loading
         self._tally = Tally()
-        self._blocks: Path | None = None  # of chunks that were loaded in part when the store was opened before
+        self._blocks: Path | None = None  # where stores that load in part keep blocks; this one only removes them
         self.ttl_s = limits.ttl_s
         self._prefetcher: ThreadPoolExecutor | None = None
         self.secret = check_secret(secret)
@@ -194,8 +194,7 @@ class ChunkStore:
         given: dict[str, Any] = {"namespace": namespace, "index": index, "limits": limits, "secret": secret}
         opened = cls(limits.hold(device), tiers, **given, codec=codec, placement=placement)
         if partial is None:
-            blocks = root / "blocks" if root else None
-            opened._blocks = blocks if blocks is not None and blocks.is_dir() else None
+            opened._blocks = root / "blocks" if root else None
             return opened
         settings = dict(partial) if isinstance(partial, Mapping) else {"share": partial}
         if root is None and any(not tier.is_local for tier in tiers):
@@ -603,7 +602,7 @@ class ChunkStore:
             StoreError: a tier refuses.
         """
         removed, listed = 0, list(digests)
-        if self._blocks is not None:
+        if self._blocks is not None and self._blocks.is_dir():
             plugins.load("sparse.partial", "impress")().forget(self, self._blocks, listed)
         for digest in listed:
             try:

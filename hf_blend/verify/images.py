@@ -27,7 +27,7 @@ from .zoo import NOT_JUDGED, WRONG_CONFIG, refused_by_config
 
 PREFIX, QUESTION = (1, 5, 6, 7), (7, 8, 9, 11)
 TEXTS = (tuple(range(10, 26)), tuple(range(30, 50)), tuple(range(52, 70)))
-PICTURE = -1  # stands for an image in the orders below
+PICTURE = -1  # an image in the orders below
 ORDERS = ((0, PICTURE, PICTURE, 1, 2), (PICTURE, 0, 1, PICTURE, 2), (PICTURE, 0, 1, PICTURE, 2))
 SEEDS, ENCODED = ((0, 1), (1, 0), (1, 2)), (2, 0, 1)  # of the two images of each prompt; how many of them are new
 
