@@ -3,7 +3,6 @@
 """Score methods, ratios and models on tasks, with intervals, charged budget and time to first token."""
 
 import json as json_format
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -75,8 +74,7 @@ def eval(
     from hf_blend.evaluation.trial import Trial, run
 
     if tasks and tasks[0] == COMPARE:
-        _compare(context, tasks[1:], json)
-        return
+        return _compare(context, tasks[1:], json)
     names = tuple(tasks or ["reference-world"])
     wanted = tuple(name for one in method for name in (method_names() if one == "all" else [one]))
     files = _files(data or [], names)
@@ -85,11 +83,8 @@ def eval(
         None if dtype == "auto" else dtype, str(choose_device(device)), partial=partial,
     )  # fmt: skip
 
-    def told(parts: Iterator[Any], count: int) -> Iterator[Any]:
-        return progress(parts, "answering", total=count, quiet=json)
-
     with tempfile.TemporaryDirectory() as scratch, RunFolder(output_dir or Path(scratch), trial.settings) as folder:
-        run(trial, folder, told)
+        run(trial, folder, lambda parts, count: progress(parts, "answering", total=count, quiet=json))
         made = summarised(trial.settings, folder.lines.values())
         folder.write(SUMMARY, json_format.dumps(made, indent=1, allow_nan=False) + "\n")
         if report:
