@@ -66,7 +66,7 @@ def continuing(model: nn.Module, fingerprint: str) -> Continuing:
 
 
 def _found(model: nn.Module) -> Continuing:
-    complaint = other_states(text_config(model))
+    complaint = other_states(text_config(model)) or _notes(model)
     if complaint:
         raise UnsupportedModelError(f"{type(model).__name__} cannot be continued from a saved prefix: {complaint}")
     long = _longest_chunk(model) + 2
@@ -76,6 +76,8 @@ def _found(model: nn.Module) -> Continuing:
             one_by_one = _error(model, form, (1,) * COMPARED_TOKENS)
             several = _error(model, form, (COMPARED_TOKENS, long, COMPARED_TOKENS - 1))
             ignored = _felt(model, form, 1) - _felt(model, form, COMPARED_TOKENS)
+    except UnsupportedModelError:
+        raise
     except FAILURES as broken:
         raise UnsupportedModelError(
             f"{type(model).__name__} cannot be continued from a saved prefix: the test ended in "
@@ -87,6 +89,16 @@ def _found(model: nn.Module) -> Continuing:
             f"one forward by {one_by_one:.2g} times what is allowed. Prefill its prompts as a whole."
         )
     return Continuing(form, several <= 1 and not ignored)
+
+
+def _notes(model: nn.Module) -> str:
+    """What a model remembers of its last prompt and applies to a filled cache of any other; empty if nothing."""
+    if not any("rope_deltas" in vars(module) for module in model.modules()):
+        return ""
+    return (
+        "it notes in its modules by how much the images of its last prompt moved the positions behind them "
+        "(rope_deltas), and moves the tokens behind any filled cache by as much. Load its text model alone."
+    )
 
 
 def _error(model: nn.Module, form: StockForm, pieces: tuple[int, ...]) -> float:
