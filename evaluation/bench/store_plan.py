@@ -113,14 +113,14 @@ def measure_store_plan(plan: StorePlanPlan, progress: Callable[[str], None] | No
     """
     rows, models = [], {}
     lengths = (plan.chunks * plan.chunk_tokens // 2, plan.chunks * plan.chunk_tokens)
-    with TemporaryDirectory() as folder:
-        for number, cell in enumerate(plan.cells):
-            if progress:
-                progress(f"{number + 1} of {len(plan.cells)}: {cell.shape}, {cell.ratio}")
-            if cell.shape not in models:
-                model = random_model(cell.shape, torch.float32, "cpu", plan.seed)
-                models[cell.shape] = model, profile_of(model, lengths=lengths, folder=Path(folder))
-            rows.append(_row(*models[cell.shape], cell, plan))
+    for number, cell in enumerate(plan.cells):
+        if progress:
+            progress(f"{number + 1} of {len(plan.cells)}: {cell.shape}, {cell.ratio}")
+        if cell.shape not in models:
+            models[cell.shape] = random_model(cell.shape, torch.float32, "cpu", plan.seed)
+        with TemporaryDirectory() as folder:  # no profile is known there: it is one of this minute, as a user's
+            profile = profile_of(models[cell.shape], lengths=lengths, folder=Path(folder))
+        rows.append(_row(models[cell.shape], profile, cell, plan))
     return {
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
