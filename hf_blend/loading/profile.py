@@ -11,7 +11,7 @@ import platform
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from operator import mul
 from pathlib import Path
@@ -72,6 +72,11 @@ class Profile:
             Seconds, never below 0.
         """
         return max(0.0, sum(map(mul, _terms(tokens, ratio), self._weights)))
+
+    def slowed(self, factor: float) -> "Profile":
+        """The profile of a machine on which every prefill takes that many times as long."""
+        points = tuple(replace(one, seconds=factor * one.seconds) for one in self.points)
+        return replace(self, points=points)
 
     @cached_property
     def _weights(self) -> list[float]:
