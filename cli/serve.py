@@ -37,9 +37,6 @@ CacheTokens = Annotated[
 BatchTokens = Annotated[int, typer.Option(min=1, help="Tokens of one step of the engine.")]
 StallMs = Annotated[float, typer.Option(min=0, help="How long a blended prefill may hold up those that decode.")]
 Unverified = Annotated[bool, typer.Option("--allow-unverified", help="Use a model that was not found to be exact.")]
-Controller = Annotated[
-    bool, typer.Option("--controller", help="Measure, and compute a chunk where that is faster than loading it.")
-]
 Check = Annotated[bool, typer.Option("--check", help="Start, answer one question over HTTP, and end.")]
 
 
@@ -60,7 +57,6 @@ def serve(
     batch_tokens: BatchTokens = 512,
     stall_ms: StallMs = 50.0,
     allow_unverified: Unverified = False,
-    controller: Controller = False,
     check: Check = False,
     json: Json = False,
 ) -> None:
@@ -78,7 +74,7 @@ def serve(
     plan = {
         "name": Path(model).name if model else "hf-blend-reference", "location": store, "remote": remote,
         "secret": read_secret(secret_file), "tenants": rows, "blend": config, "cache_tokens": cache_tokens,
-        "batch_tokens": batch_tokens, "stall_s": stall_ms / 1e3, "controller": controller,
+        "batch_tokens": batch_tokens, "stall_s": stall_ms / 1e3,
     }  # fmt: skip
     limits = {"requests": max_requests, "new_tokens": max_new_tokens, "body_bytes": max_body_bytes}
     loaded, tokenizer = load_model(model)

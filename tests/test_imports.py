@@ -47,7 +47,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # its modules; wh
         ("verify",),
         ("rotary", "selectors", "prompt", "model", "store", "prefill", "loading", "cache", "context", "sparse"),
     ),
-    "serving": (("serving",), ("prompt", "model", "store", "tiers", "prefill", "cache", "loading")),
+    "serving": (("serving",), ("prompt", "model", "store", "tiers", "prefill", "cache")),
     "integrations": (("integrations",), ("prompt", "store", "cache")),
     "testing": (("testing",), ("store", "tiers")),
     "evaluation": (("evaluation",), ("*",)),

@@ -13,7 +13,6 @@ from transformers import ContinuousBatchingConfig
 
 from ..config import BlendConfig
 from ..errors import ConfigError, import_extra
-from ..loading.controller import LoadingController
 from ..model.anatomy import text_config
 from ..store import ChunkStore
 from .engine import BlendedBatching
@@ -47,7 +46,6 @@ class ServerPlan:
         batch_requests: of one step.
         page_tokens: of one block; prefixes are shared in whole blocks.
         stall_s: how long a blended prefill may hold up those that decode.
-        controller: a `LoadingController` decides which chunks are worth loading; it measures the machine at the start.
     """
 
     name: str = "hf-blend-reference"
@@ -62,7 +60,6 @@ class ServerPlan:
     batch_requests: int = 32
     page_tokens: int = 32
     stall_s: float = 0.05
-    controller: bool = False
 
 
 def make_service(model: nn.Module, tokenizer: Any, plan: ServerPlan) -> Service:
@@ -86,9 +83,7 @@ def make_service(model: nn.Module, tokenizer: Any, plan: ServerPlan) -> Service:
     def open_store(tenant: Tenant) -> ChunkStore:
         secret = tenant.secret if tenant.name else plan.secret
         given: dict[str, Any] = {"namespace": tenant.name, "secret": secret, "memory_bytes": share}
-        store = ChunkStore.open(plan.location, remote=plan.remote, **given)
-        store.controller = LoadingController(model, store, plan.blend) if plan.controller else None
-        return store
+        return ChunkStore.open(plan.location, remote=plan.remote, **given)
 
     tenants = Tenants(rows, open_store)
     try:

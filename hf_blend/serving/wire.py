@@ -110,7 +110,7 @@ def usage(prompt_tokens: int, completion_tokens: int, prefilled: Prefilled | Non
     Returns:
         OpenAI's figures; `prompt_tokens_details.cached_tokens` are those that were not computed. `hf_blend` says how:
         `prefill` ("blended", "shared", "plain"), `reused_tokens` and `recomputed_tokens` among those with stored KV,
-        `prefix_tokens` found in the engine's cache, `computed_chunks` that were new, `advice` of a loading controller.
+        `prefix_tokens` found in the engine's cache, `computed_chunks` that were new.
     """
     report = None if prefilled is None else prefilled.report
     recomputed = 0 if report is None else sum(map(len, report.chosen_columns))
@@ -129,7 +129,6 @@ def usage(prompt_tokens: int, completion_tokens: int, prefilled: Prefilled | Non
             "prefix_tokens": prefix,
             "computed_chunks": 0 if prefilled is None else prefilled.computed_chunks,
             "charged_budget": None if report is None else round(report.charged_budget, 4),
-            "advice": None if report is None else report.advice,
         },
     }
 
