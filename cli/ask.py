@@ -13,6 +13,7 @@ from hf_blend.errors import ConfigError, PromptError
 from .options import (
     RATIO,
     SELECTOR,
+    Controller,
     Device,
     Dtype,
     IndexedTokens,
@@ -58,6 +59,7 @@ def ask(
     ratio: Ratio = RATIO,
     selector: Selector = SELECTOR,
     partial: Partial = None,
+    controller: Controller = False,
     compare: Compare = False,
     rounds: Rounds = 1,
     chunk_tokens: IndexedTokens = None,
@@ -76,36 +78,35 @@ def ask(
         hf-blend ask --store my-chunks
         hf-blend ask --store my-chunks --compare --json
         hf-blend ask --store my-chunks --partial 0.25 --json
+        hf-blend ask --store my-chunks --controller --json  # slow
         hf-blend ask "Who keeps the light?" notes/ --model HuggingFaceTB/SmolLM2-135M-Instruct  # network
     """
     from hf_blend import ChunkStore
+    from hf_blend.evaluation import asking
     from hf_blend.evaluation.answering import Method, blend_config
-    from hf_blend.evaluation.asking import ask as answer
-    from hf_blend.evaluation.asking import methods, time_again, warm
     from hf_blend.evaluation.bundled import open_model
+    from hf_blend.loading.controller import LoadingController
 
     config = blend_config(selector, recompute_ratio=ratio, allow_unverified=allow_unverified)
     if rounds > 1 and not compare:
         raise ConfigError(f"got --rounds {rounds} without --compare. Methods are timed in turns only with it.")
     given, documents = _given(question, files or [], questions)
-    model = model or ("reference" if given else "chains")
-    source = open_model(model, device, dtype)
+    source = open_model(model or ("reference" if given else "chains"), device, dtype)
     shown = _Shown(json, compare, is_listed=questions is not None)
+    ways = asking.methods(config, compare)
     asks: list[Asked] = []
     with ChunkStore.open(store, partial=partial) as opened, interruptible(lambda: shown.kept(len(asks))):
         asks = _asks(given, documents, source, opened, top_k, chunk_tokens, system, max_new_tokens)
         loaded = source.load()
+        opened.controller = LoadingController(loaded, opened, config) if controller else None
         for asked in asks:
-            if compare and (report := warm(loaded, source.tokenizer, opened, asked, Method("blend", config))):
+            told = (loaded, source.tokenizer, opened, asked)
+            if compare and (report := asking.warm(*told, Method("blend", config))):
                 shown.reports.append(report)
             shown.begin(asked)
-            replies = [
-                answer(loaded, source.tokenizer, opened, asked, method, max_new_tokens, shown.stream)
-                for method in methods(config, compare)
-            ]
+            replies = [asking.ask(*told, way, max_new_tokens, shown.stream) for way in ways]
             if compare:
-                timed = list(zip(methods(config, compare), replies, strict=True))
-                time_again(loaded, source.tokenizer, opened, asked, timed, rounds)
+                asking.time_again(*told, list(zip(ways, replies, strict=True)), rounds)
             shown.end(asked, replies)
     shown.result()
 
@@ -175,6 +176,8 @@ class _Shown:
 
     def end(self, asked: "Asked", replies: "list[Reply]") -> None:
         """When a question was answered."""
+        from hf_blend.prefill.advice import Advice
+
         self._replies += replies
         self.reports += [reply.answer.report for reply in replies if reply.answer.report and not self._compare]
         if self._json:
@@ -186,6 +189,9 @@ class _Shown:
                 typer.echo(" ".join(_mark(text) if chosen else text for text, chosen in tokens))
         else:
             typer.echo()
+        for decided in (reply.answer.report.advice for reply in replies if reply.answer.report):
+            if decided:
+                say(f"Controller: {Advice(**decided)}")
         if asked.sources:
             typer.echo(f"Sources: {', '.join(asked.names)}" + ("\n" if self._is_listed else ""))
 
@@ -223,7 +229,7 @@ def _mark(text: str) -> str:
 def _readable(row: dict[str, Any]) -> dict[str, Any]:
     right = {True: "right", False: "WRONG", None: ""}[row["correct"]]
     return {
-        **{name: value for name, value in row.items() if name != "sources"},
+        **{name: value for name, value in row.items() if name not in ("sources", "advice")},
         "correct": right,
         "ttft_ms": round(row["ttft_ms"], 1),
         "charged_budget": f"{row['charged_budget']:.0%}",

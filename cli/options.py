@@ -12,8 +12,8 @@ import typer
 from hf_blend.config import BlendConfig
 
 __all__ = [
-    "RATIO", "SELECTOR", "ChunkTokens", "Device", "Dtype", "IndexedTokens", "Model", "Partial", "Ratio", "Selector",
-    "Store", "TopK", "Unverified",
+    "RATIO", "SELECTOR", "ChunkTokens", "Controller", "Device", "Dtype", "IndexedTokens", "Model", "Partial", "Ratio",
+    "Selector", "Store", "TopK", "Unverified",
 ]  # fmt: skip
 
 RATIO, SELECTOR = BlendConfig.recompute_ratio, BlendConfig.selector
@@ -28,6 +28,9 @@ Selector = Annotated[
 ]
 Partial = Annotated[
     float | None, typer.Option(help="Share of the stored blocks that is loaded, chosen by the question; else all.")
+]
+Controller = Annotated[
+    bool, typer.Option("--controller", help="Measure, and compute a chunk where that is faster than loading it.")
 ]
 ChunkTokens = Annotated[int, typer.Option(min=1, help="Most tokens of a piece that a document is split into.")]
 IndexedTokens = Annotated[

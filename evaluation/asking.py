@@ -110,7 +110,7 @@ def ask(
         The reply.
     """
     got = answer(model, tokenizer, store, method, asked.pieces, tell, max_new_tokens)
-    row = {
+    row: dict[str, Any] = {
         "method": method.name,
         "question": asked.question,
         "answer": got.text,
@@ -122,6 +122,8 @@ def ask(
     if getattr(store, "loads_in_part", False):
         partial = (got.report and got.report.partial) or {}
         row |= {name: partial.get(name, 0) for name in ("loaded_bytes", "all_bytes")}
+    if got.report and got.report.advice:
+        row["advice"] = got.report.advice
     chosen = set(got.report.chosen_columns[0]) if got.report and got.report.chosen_columns else set()
     ids = got.input_ids.tolist()
     end = documents_end(tokenizer, asked.pieces, len(ids))

@@ -183,10 +183,12 @@ MEASURED = {
             ),
             "chosen": text("chosen"),
             "best": text("best"),
+            "chosen is best in": percent("chosen_share"),
         },
         lambda document: (
-            f"Right in {document['right']} of {len(document['rows'])} cells; {document['chunks']} chunks of "
-            f"{document['chunk_tokens']} tokens, {document['threads']} threads, median of {document['rounds']}."
+            f"Right in {document['right']} of {len(document['rows'])} cells, refuted in {document['refuted']}; "
+            f"{document['chunks']} chunks of {document['chunk_tokens']} tokens, {document['threads']} threads, "
+            f"median of {document['rounds']}."
         ),
     ),
     "sparse_offload": plain(

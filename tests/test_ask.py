@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from hf_blend.cli.main import main
+from hf_blend.loading.profile import Point, Profile
 
 
 def run(*words: str) -> dict:
@@ -57,6 +58,26 @@ def test_every_row_has_the_keys_that_programs_rely_on(first):
     keys = {"method", "question", "answer", "correct", "ttft_ms", "charged_budget", "sources"}
     assert all(keys <= set(row) for row in first["rows"])
     assert {row["method"] for row in first["rows"]} == {"blend"}
+
+
+def test_a_controller_says_what_it_decided(store, first, monkeypatch, capsys):
+    points = [Point(tokens, ratio, tokens * ratio / 1e3) for tokens in (512, 1536) for ratio in (0.05, 0.5)]
+    rates = {"disk": 1.0}
+    monkeypatch.setattr("hf_blend.loading.controller.profile_of", lambda *given: Profile({}, tuple(points), 1e3))
+    monkeypatch.setattr("hf_blend.loading.controller.tier_rates", lambda *given: rates)
+
+    def asked(*words):
+        with pytest.raises(SystemExit) as ended:
+            main(["ask", "--controller", "--store", str(store), *words])
+        assert not ended.value.code
+        return capsys.readouterr()
+
+    (row, *_) = json.loads(asked("--json").out)["rows"]
+    assert row["advice"]["loaded_chunks"] == 0, "a byte a second"
+    rates["disk"] = 1e15
+    (row, *_) = json.loads(asked("--json").out)["rows"]
+    assert row["advice"]["loaded_chunks"] > 0
+    assert "Controller: recompute 15.0%, load" in asked().err
 
 
 def test_compared_methods_are_timed_in_turns_and_the_median_counts(store, first, monkeypatch):

@@ -2,16 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The controller recomputes what loading hides, loads what is worth it, and measures a machine once."""
 
+import json
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 
 from hf_blend import BlendCache, plugins
+from hf_blend.errors import ConfigError
 from hf_blend.loading import profile as profiling
 from hf_blend.loading.controller import LoadingController, advise
 from hf_blend.loading.profile import Point, Profile, bytes_per_second, profile_of, tier_rates
+from hf_blend.prefill.advice import Advice
 from hf_blend.store import ChunkStore
 from hf_blend.store.throttled import ThrottledTier
 from hf_blend.verify.zoo import tiny_model
@@ -206,3 +209,85 @@ def test_a_profile_is_fitted_once_however_many_ratios_are_asked_for(profile, mon
     monkeypatch.setattr(torch.linalg, "lstsq", lambda *given: fits.append(1) or fit(*given))
     advise(profile, [256] * 8, 1e6, num_layers=30)
     assert len(fits) == 1
+
+
+def slow_store(model, bytes_s):
+    store = ChunkStore([], [ThrottledTier(plugins.load("store.tiers", "memory")(), bytes_s)])
+    keys = store.add(model, None, request()["chunks"], sink_ids=(1,))
+    return store, keys, store.tiers()[0].name
+
+
+def test_a_tier_that_became_slow_is_found_out_and_tried_again_later(profile):
+    model = tiny_model("llama")
+    store, keys, tier = slow_store(model, 2e6)
+    nbytes = store.get(keys[0]).nbytes / 40
+    told = {"profile": replace(profile, bytes_per_token=nbytes), "rates": {tier: 20e6}}
+    store.controller = LoadingController(model, store, **told)
+    for number in range(12):
+        answered(model, store)
+        assert number or store.controller.last.loaded_chunks == 2
+    assert store.controller.rates[tier] < 5e6
+    assert store.controller.last.loaded_chunks < 2
+    for _ in range(200):
+        store.controller.decide(keys, 0.15)  # nothing is read
+    assert store.controller.rates[tier] == pytest.approx(20e6, rel=0.05)
+    assert store.controller.last.loaded_chunks == 2
+
+
+def test_bytes_and_seconds_of_reading_are_those_of_the_tier():
+    model = tiny_model("llama")
+    store, keys, tier = slow_store(model, 1e6)
+    sizes = [store.get(key).nbytes for key in keys]
+    read, seconds = store.traffic()[tier]
+    assert read == sum(sizes) == store.stats()["loaded_bytes"][tier]
+    assert seconds >= read / 1e6
+    answered(model, store)
+    streamed = store.traffic()[tier][0] - read
+    assert 0.8 * read <= streamed <= read, "layers that come one by one, and no tables"
+
+
+def test_a_machine_that_became_slower_is_believed_to_be(profile):
+    model = tiny_model("llama")
+    controller = LoadingController(model, ChunkStore.open("memory://"), profile=profile, rates={"disk": 1e12})
+    for _ in range(40):
+        advice = advise(profile.slowed(controller.slowdown), [256] * 8, 1e12, num_layers=30)
+        controller.observe(advice, 3 * cost(2048, 0.15))
+    assert controller.slowdown == pytest.approx(3, rel=0.01)
+
+
+def test_one_request_moves_the_belief_by_little_and_one_that_waited_for_loading_by_nothing(profile):
+    controller = LoadingController(tiny_model("llama"), ChunkStore.open("memory://"), profile=profile, rates={})
+    controller.observe(Advice(0.15, 2, predicted_ms=110.0, load_ms=10.0, compute_ms=100.0), 60.0)
+    assert controller.slowdown == pytest.approx(1.25)
+    controller.observe(Advice(0.15, 2, predicted_ms=210.0, load_ms=200.0, compute_ms=100.0), 60.0)
+    assert controller.slowdown == pytest.approx(1.25)
+    controller.observe(Advice(0.15, 2, predicted_ms=110.0, load_ms=10.0, compute_ms=100.0), 0.06)
+    assert controller.slowdown == pytest.approx(1.25 * 0.875)
+
+
+def test_a_request_is_timed_once_when_its_first_token_is_there(tmp_path, profile, monkeypatch):
+    model, timed = tiny_model("llama"), []
+    store = stored(model, tmp_path)
+    store.controller = LoadingController(model, store, profile=profile, rates={"disk": 1e15})
+    answered(model, store)  # computes the prefix
+    monkeypatch.setattr(store.controller, "observe", lambda *given: timed.append(given))
+    _, report = answered(model, store)
+    ((advice, seconds),) = timed
+    assert asdict(advice) == report.advice == json.loads(json.dumps(asdict(store.controller.last)), object_hook=tupled)
+    assert "2 worth loading by the controller" in str(report)
+    assert 0 < seconds < 60
+    cache = BlendCache(model, store)
+    inputs = cache.inputs(None, **request())
+    model.generate(**inputs, past_key_values=cache, max_new_tokens=1, do_sample=False)
+    assert len(timed) == 1, "nothing says when a device was done"
+    answered(model, store, (40, 49))
+    assert len(timed) == 1, "a chunk was computed, which is no part of what was expected"
+
+
+def tupled(found):
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+
+
+def test_a_store_that_loads_in_part_takes_no_controller(tmp_path, profile):
+    with pytest.raises(ConfigError, match="loads chunks in part"):
+        LoadingController(tiny_model("llama"), ChunkStore.open(tmp_path, partial=0.25), profile=profile)

@@ -38,7 +38,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # its modules; wh
         ("cache",),
         ("rotary", "selectors", "correctors", "offload", "prompt", "model", "store", "tiers", "prefill"),
     ),
-    "loading": (("loading",), ("model", "store", "prefill", "cache")),
+    "loading": (("loading",), ("locks", "model", "store", "prefill", "cache")),
     "context": (("context",), ("rotary", "prompt", "model", "store", "tiers", "prefill", "cache")),
     "attending": (("sparse.methods",), ()),
     "sparse": (("sparse",), ("locks", "attending", "rotary", "prompt", "model", "store", "tiers", "prefill", "cache")),

@@ -10,8 +10,9 @@ import pytest
 
 from hf_blend.cli.main import main
 from hf_blend.errors import ConfigError
-from hf_blend.evaluation import kvstar
+from hf_blend.evaluation import kvstar, reproducing
 from hf_blend.evaluation.answering import blend_config
+from hf_blend.evaluation.bundled import load_model
 from hf_blend.evaluation.folder import RunFolder
 from hf_blend.evaluation.methods.base import Approach
 from hf_blend.evaluation.reproducing import cacheblend, data_files
@@ -166,6 +167,8 @@ def test_the_figures_are_made_on_a_folder_with_a_real_set_and_a_stopped_run_goes
     monkeypatch.setattr(Approach, "__init__", lambda self, *given: init(self, *given[:3], 1, *given[4:]))
     asked = ["reproduce", "cacheblend", "--model", folder, "--data", str(tmp_path / "data"), "--limit", "1", "--small"]
     asked += ["--output-dir", str(tmp_path / "run"), "--json", "--device", "cpu"]
+    loaded = []
+    monkeypatch.setattr(reproducing, "load_model", lambda *given: loaded.append(given) or load_model(*given))
 
     def made():
         with pytest.raises(SystemExit) as ended:
@@ -174,6 +177,7 @@ def test_the_figures_are_made_on_a_folder_with_a_real_set_and_a_stopped_run_goes
         return json.loads(capsys.readouterr().out)
 
     figures = {figure["name"]: figure["rows"] for figure in made()["figures"]}
+    assert len(loaded) == 1, "one model for all figures"
     assert set(figures) == {
         "methods", "ratio", "check-layer", "chunk-tokens", "chunks", "batch", "storage", "deviation",
         "attention-deviation",
@@ -208,7 +212,7 @@ def lines_of(tmp_path, **settings):
 
 
 def test_chunks_take_as_long_to_read_as_the_rate_of_the_storage_says(tmp_path):
-    gb_s = 0.01
+    gb_s = 0.001  # waiting takes longer than computing
     lines = lines_of(tmp_path, read_gb_s=gb_s, times_batches=True)
     for method in ("full-reuse", "kv-deviation"):
         for line, other in zip(*[iter(line for line in lines if line["method"] == method)] * 2, strict=True):

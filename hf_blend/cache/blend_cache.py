@@ -14,7 +14,9 @@ model, enters the model's layers for the one forward that is the prefill, and be
 
 import copy
 import logging
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import cache, partial
 from typing import Any
 
@@ -37,6 +39,7 @@ from ..model.own_cache import fitted
 from ..model.placement import input_device
 from ..model.quantised import silence_casts
 from ..model.trust import ensure_trusted
+from ..prefill.advice import Advice
 from ..prefill.blend import Fusor
 from ..prefill.choice import Chooser, FullPrefill
 from ..prefill.context import PrefillContext
@@ -167,6 +170,7 @@ class BlendCache(MaskedDecode):
         self._beginning: tuple[int, ...] = ()  # ids of the prompt that the cache begins with, where they are known
         self._tokenizer = ""  # digest of the one that made the prompt
         self._brought: tuple[Brought | None, Tensor | None, Tensor | None] = (None, None, None)
+        self._advised: tuple[Advice, float] | None = None  # by the store's controller, and when the forward began
         self._past, self._is_seen = 0, False  # is seen: the hook on the model was called for this forward
         self._layer = len(self._styles)  # the last one that was updated
         self._before: list[Any] = []
@@ -554,6 +558,8 @@ class BlendCache(MaskedDecode):
             self._fusor.end()
             if self._part is not None:
                 self.report.partial = vars(self._part.report)
+        if failed:
+            self._advised = None
         if failed and self._fusor is not None:
             for layer, snapshot in zip(self._layers(), self._before, strict=True):
                 layer.restore(snapshot)
@@ -574,6 +580,9 @@ class BlendCache(MaskedDecode):
             if self._fusor is None:
                 self._entry.leave(watching=bool(self._coming))
             raise
+        if self._advised is not None and self._fusor is None:  # the next step: a device has answered by now
+            self.store.controller.observe(self._advised[0], time.perf_counter() - self._advised[1])
+            self._advised = None
         if is_own and self._fusor is None:
             if not self._is_seen:
                 self._fall_back(UNSEEN if keys.shape[2] > 1 else "", {"input_ids": keys[:, 0, :, 0]})
@@ -609,7 +618,7 @@ class BlendCache(MaskedDecode):
     def _begin(self, arguments: dict[str, Any]) -> None:
         """Plan a forward, and enter the layers if anything of it is stored."""
         ids, mask = arguments["input_ids"], arguments.get("attention_mask")
-        self._past = super().get_seq_length()
+        self._past, self._advised, began_s = super().get_seq_length(), None, time.perf_counter()
         brought = self._read(ids, mask)
         if brought is None:
             self._fall_back(PADDED_INSIDE, arguments)
@@ -622,6 +631,7 @@ class BlendCache(MaskedDecode):
         if self._beyond_text is not None:
             self._input_test(ids, mask).ensure_passed(plan, self._beyond_text, self.config.allow_unverified)
         self._enter(plan, ids, mask, arguments["logits_to_keep"])
+        self._advised = None if plan.advice is None or plan.computed else (plan.advice, began_s)
 
     def _can_blend(self, brought: Brought) -> bool:
         """Whether it is known what each token of a forward stands for; if not, all of it is computed."""
@@ -703,6 +713,7 @@ class BlendCache(MaskedDecode):
             seam_tokens=plan.seam_tokens,
             encoded_images=0 if goes_on or self._images is None else self._images.encoded,
         )
+        self.report.advice = self.report.advice if plan.advice is None else asdict(plan.advice)
         self._notice(plan, given[0])
         return plan
 

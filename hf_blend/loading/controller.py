@@ -9,18 +9,24 @@ Where loading is slower than even that, some chunks are better computed than loa
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
 from ..config import BlendConfig
+from ..errors import ConfigError
 from ..model.anatomy import decoder_layers
 from ..model.fingerprint import fingerprint
 from ..prefill.advice import Advice
 from ..store import ChunkStore
 from ..store.chunk import ChunkKey
+from ..store.locks import new_lock
 from .profile import Profile, profile_of, tier_rates
 
 STEPS = 40  # the ratio is looked for in steps of 1/40
+LEARNED_SHARE = 0.25  # of the newest request in what is believed
+FORGOTTEN_SHARE = 0.02  # of what was learnt of a tier, with each request that reads nothing from it
+MOST_STEP = 2.0  # a request counts as at most so many times as slow, or as fast, as was expected
 
 
 def advise(
@@ -77,7 +83,10 @@ class LoadingController:
         store.controller = LoadingController(model, store)
 
     A chunk that is faster computed than loaded is computed in its place, like a question; the recompute ratio of a
-    cache is then the least that is used. Measures the machine when it is made (see `profile_of`), for seconds.
+    cache is then the least that is used. Measures the machine when it is made (see `profile_of`), for seconds, and
+    learns from the requests that follow: from what they read how fast each tier is now, from how long they take how
+    fast prefills are. A tier from which nothing was read lately is believed to be as fast as it was at first, so that
+    one which was slow for a while is tried again.
 
     Args:
         model: requests of other models are left as they are.
@@ -85,6 +94,15 @@ class LoadingController:
         config: how they blend.
         profile: of the model; measured, or read from the assets folder, where left out.
         rates: bytes a second of each tier by name; measured where left out.
+
+    Raises:
+        ConfigError: the store loads chunks in part.
+
+    Attributes:
+        profile: as measured.
+        rates: bytes a second of each tier by name, as they are believed to be now.
+        slowdown: how many times as long as by the profile prefills take now.
+        last: the last advice.
     """
 
     def __init__(
@@ -96,10 +114,17 @@ class LoadingController:
         profile: Profile | None = None,
         rates: Mapping[str, float] | None = None,
     ) -> None:
+        if getattr(store, "loads_in_part", False):
+            raise ConfigError(
+                "a loading controller came with a store that loads chunks in part, but what it expects of loading is "
+                "that of whole chunks. Open the store without partial, or leave the controller out."
+            )
         self._store, self._num_layers = store, len(decoder_layers(model))
         self._fingerprint, config = fingerprint(model), config or BlendConfig()
         self.profile = profile_of(model, config) if profile is None else profile
         self.rates = tier_rates(store, model) if rates is None else dict(rates)
+        self._first_rates, self._traffic = dict(self.rates), store.traffic()
+        self.slowdown, self._profile, self._lock = 1.0, self.profile, new_lock()
         self.last: Advice | None = None
 
     def decide(self, keys: Sequence[ChunkKey], least_ratio: float) -> Advice | None:
@@ -115,9 +140,39 @@ class LoadingController:
         places = [self._store.place(key) for key in keys]
         if not any(place in self.rates for place in places) or keys[0].fingerprint != self._fingerprint:
             return None
-        bytes_s = [self.rates.get(place or "", math.inf) for place in places]
+        with self._lock:
+            self._learn_rates()
+            profile, rates = self._profile, self.rates
+        bytes_s = [rates.get(place or "", math.inf) for place in places]
         lengths = [len(key.token_ids) for key in keys]
-        self.last = advise(
-            self.profile, lengths, bytes_s, least_ratio=least_ratio, num_layers=self._num_layers, tiers=self.rates
-        )
+        given: Any = {"least_ratio": least_ratio, "num_layers": self._num_layers, "tiers": rates}
+        self.last = advise(profile, lengths, bytes_s, **given)
         return self.last
+
+    def observe(self, advice: Advice, seconds: float) -> None:
+        """Learn from a request how fast prefills are now.
+
+        Args:
+            advice: that the request followed.
+            seconds: from its beginning to its first token. Where loading was expected to take longer than computing,
+                they say nothing of computing, and are passed over.
+        """
+        if advice.load_ms > advice.compute_ms or not advice.compute_ms > 0:
+            return
+        waiting_ms = advice.predicted_ms - advice.compute_ms
+        found = (1e3 * seconds - waiting_ms) / advice.compute_ms
+        with self._lock:  # a request that was held up by something else moves the belief by little
+            self.slowdown *= 1 + LEARNED_SHARE * (min(max(found, 1 / MOST_STEP), MOST_STEP) - 1)
+            self._profile = self.profile.slowed(self.slowdown)
+
+    def _learn_rates(self) -> None:
+        """From what was read since the last request."""
+        before, self._traffic = self._traffic, self._store.traffic()
+        rates = {}
+        for tier, known in self.rates.items():
+            (nbytes, seconds), (old_nbytes, old_seconds) = (one.get(tier, (0, 0.0)) for one in (self._traffic, before))
+            if nbytes > old_nbytes and seconds > old_seconds:
+                rates[tier] = known + LEARNED_SHARE * ((nbytes - old_nbytes) / (seconds - old_seconds) - known)
+            else:
+                rates[tier] = known + FORGOTTEN_SHARE * (self._first_rates[tier] - known)
+        self.rates = rates

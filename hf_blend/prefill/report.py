@@ -66,6 +66,7 @@ class BlendReport:
             are; None otherwise.
         sparse: where steps look at some blocks, how their selections held and what was loaded for them, by the names
             of `SparseMetrics`; None otherwise.
+        advice: what the store's controller decided, by the names of `Advice`; None where it was not asked.
         notice: what else is worth knowing, such as that the chunks were stored with another tokenizer.
         fallback_reason: why every token was computed although there was a prompt, and what to pass instead; empty
             where stored chunks could be reused.
@@ -86,6 +87,7 @@ class BlendReport:
     encoded_images: int = 0
     partial: dict[str, float] | None = None
     sparse: dict[str, int] | None = None
+    advice: dict[str, Any] | None = None
     notice: str = ""
     fallback_reason: str = ""
     _chosen: list[list[list[int]] | tuple[Tensor, Tensor, int]] = field(default_factory=list, repr=False)
@@ -194,6 +196,10 @@ class BlendReport:
         asked = {"scoring_flops": self.scoring_flops, "chosen_columns": self.chosen_columns}
         return {**shown, **asked, "charged_budget": self.charged_budget, "flop_bound": self.flop_bound}
 
+    def _decided(self) -> str:
+        found = self.advice
+        return f"{found['loaded_chunks']} worth loading by the controller; " if found else ""
+
     def _loaded_in_part(self) -> str:
         found = self.partial
         return f"{found['loaded_bytes']:,} of {found['all_bytes']:,} bytes loaded in part; " if found else ""
@@ -207,6 +213,6 @@ class BlendReport:
             f"{sum(map(len, self.chosen_columns))} recomputed (nominal {self.nominal_ratio:.0%}, charged "
             f"{self.charged_budget:.1%}); {self.loaded_chunks} chunks loaded, {self.computed_chunks} computed; "
             f"{f'{self.seam_tokens} of their tokens differ at seams; ' if self.seam_tokens else ''}"
-            f"{self._loaded_in_part()}"
+            f"{self._loaded_in_part()}{self._decided()}"
             f"realign {self.realign_ms:.1f} ms, select {self.select_ms:.1f} ms{self.notice and f'; {self.notice}'}"
         )

@@ -17,6 +17,7 @@ __all__ = ["StoreMetrics"]
 _COUNTERS = (  # group of `stats`, name, what it counts, labels
     ("hits", "chunk_hits", "Chunks found, by where they were.", ("tier",)),
     ("misses", "chunk_misses", "Chunks that were computed instead, by reason.", ("reason",)),
+    ("loaded_bytes", "loaded_bytes", "K and V that were read, in bytes.", ("tier",)),
     ("load_failures", "load_failures", "Entries that could not be used.", ("tier", "reason")),
     ("stored", "chunks_stored", "Chunks written.", ("tier",)),
     ("store_failures", "store_failures", "Chunks that could not be written, by error.", ("reason",)),

@@ -561,6 +561,7 @@ class TierStack:
             for place in self.held[-1:]:
                 self._forget(place, reserved.enter_context(place.reserve(reader.nbytes)))
             chunk = reader.read()
+        self._tally.count("loaded_bytes", tier.name, chunk.nbytes)
         return self._keep(chunk, tier, source, deleted)
 
     def _streamed(
@@ -587,8 +588,9 @@ class TierStack:
             began_s = time.perf_counter()
             with self._tally.timed("load_seconds", tier.name):
                 found = reader.layers(place, least)
+            nbytes = sum(one.nbytes for states in found for one in states)
+            self._tally.count("loaded_bytes", tier.name, nbytes)
             if tier.is_local:
-                nbytes = sum(one.nbytes for states in found for one in states)
                 rate = nbytes / max(time.perf_counter() - began_s, 1e-6)
                 least = min(READ_BYTES, 2 * nbytes, int(rate * READ_S))
             guards.append(Guard(one for states in found for one in states))

@@ -679,15 +679,15 @@ class ChunkStore:
         """Count what happened since opening, and what is held now.
 
         Returns:
-            `hits`, `stored` and `evicted` by tier, `misses` by reason, `load_failures` by tier and reason,
-            `store_failures` by error, `dropped_writes` by tier and reason (full, closed, exit, thread, changed),
-            `removed` by cause (corrupt, expired, orphans), `moved` by the tier that chunks left another one for,
-            `skipped` by tier (or index, order) and reason: what listing passed over, `seconds` by stage and tier,
-            `entries`, and `bytes`, `pinned_bytes` and `capacity_bytes` by tier;
-            those of the disk hold every namespace; `queued_bytes` by tier: what waits to be written; `healthy` by
-            tier: whether it answers.
+            `hits`, `stored`, `evicted` and `loaded_bytes` (of K and V that were read) by tier, `misses` by reason,
+            `load_failures` by tier and reason, `store_failures` by error, `dropped_writes` by tier and reason (full,
+            closed, exit, thread, changed), `removed` by cause (corrupt, expired, orphans), `moved` by the tier that
+            chunks left another one for, `skipped` by tier (or index, order) and reason: what listing passed over,
+            `seconds` by stage and tier, `entries`, and `bytes`, `pinned_bytes` and `capacity_bytes` by tier; those of
+            the disk hold every namespace; `queued_bytes` by tier: what waits to be written; `healthy` by tier:
+            whether it answers.
         """
-        happened = ("hits", "misses", "load_failures", "stored", "store_failures", "dropped_writes")
+        happened = ("hits", "misses", "loaded_bytes", "load_failures", "stored", "store_failures", "dropped_writes")
         all_places: list[Any] = [*self._stack.held, *self._stack.tiers]
         places = {place.name: place for place in all_places}
         return {
@@ -700,6 +700,11 @@ class ChunkStore:
             "queued_bytes": {name: queue.nbytes for name, queue in self._stack.queues.items()},
             "healthy": {tier.name: tier.is_healthy for tier in self._stack.tiers},
         }
+
+    def traffic(self) -> dict[str, tuple[int, float]]:
+        """Bytes of K and V that were read since opening, and the seconds that took, by tier."""
+        seconds = self._tally.seconds().get("load_seconds", {})
+        return {tier: (nbytes, seconds.get(tier, 0.0)) for tier, nbytes in self._tally.group("loaded_bytes").items()}
 
     def close(self) -> None:
         """Flush for 30 s at most, save the index, and let go of memory and connections; closing twice is allowed."""
