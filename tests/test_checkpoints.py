@@ -366,7 +366,7 @@ def forgets_before_several():
 
 def test_a_model_that_forgets_its_state_before_several_tokens_is_continued_one_by_one(tmp_path, monkeypatch):
     model, ids = tiny_model("lfm2"), prompt()
-    expected = stock(model, ids)
+    expected, held_by_stock = stock(model, ids), stock_of(model, ids)
     monkeypatch.setattr(LinearAttentionLayer, "update_conv_state", forgets_before_several())
     saved = StateCheckpoints(model, tmp_path)
     saved.prefill(ids, ends=[20, PREFIX])
@@ -375,7 +375,17 @@ def test_a_model_that_forgets_its_state_before_several_tokens_is_continued_one_b
     with torch.no_grad():
         logits = model(ids[:, -1:], past_key_values=copy.deepcopy(resumed)).logits
     assert (logits - expected[0][:, -1:]).norm() / logits.norm() <= ALLOWED
-    assert torch.equal(model.generate(ids, past_key_values=resumed, max_new_tokens=4, min_new_tokens=4), expected[1])
+    output = model.generate(ids, past_key_values=resumed, max_new_tokens=4, min_new_tokens=4)
+    assert torch.equal(output, expected[1])
+    assert saved.save(resumed, output) > 0
+    longer = torch.cat((output, prompt(5, 1)), dim=1)
+    for held in (resumed, saved.prefill(ids[:, :PREFIX]), saved.prefill(prompt(9, 8))):
+        with pytest.raises(UnsupportedModelError, match="came at once"):
+            model.generate(longer, past_key_values=held, max_new_tokens=1)
+    with pytest.raises(ConfigError, match=r"of resume\(\) or prefill\(\) is expected"):
+        saved.save(held_by_stock, ids)
+    ready = saved.prefill(longer, ends=[20])
+    assert ready.get_seq_length() == longer.shape[1] - 1
 
 
 def test_a_model_that_always_forgets_its_state_is_refused(tmp_path, monkeypatch):

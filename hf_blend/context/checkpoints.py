@@ -3,10 +3,10 @@
 """Exact prefix reuse for any model whose cache is stock, hybrids above all: states are saved where prefixes end.
 
     checkpoints = StateCheckpoints(model, "checkpoints", max_bytes=10 << 30)
-    cache = checkpoints.prefill(prefix_ids)                      # system prompt and documents, once for all processes
-    output = model.generate(prompt_ids, past_key_values=cache)   # computes only what is behind the prefix
-    checkpoints.save(cache, output)                              # the end of the turn
-    cache = checkpoints.resume(next_prompt_ids)                  # the longest saved prefix of another prompt
+    cache = checkpoints.prefill(prompt_ids, ends=[prefix_tokens])   # documents: computed and saved, or only read
+    output = model.generate(prompt_ids, past_key_values=cache)      # computes only what is behind them
+    checkpoints.save(cache, output)                                 # the end of the turn
+    cache = checkpoints.resume(next_prompt_ids)                     # the longest saved prefix of another prompt
 
 The state of linear attention, of a state space or of a convolution holds every token before it and cannot be cut, so
 a prefix can be continued only from where its state was saved. Where that is, is declared: at the end of what prompts
@@ -39,6 +39,7 @@ from ..store.seal import check_secret, keyed
 from ..store.tiers.base import EntryFault, as_fault
 from ..store.tiers.files import is_abandoned
 from .continuing import Continuing, advance, continuing
+from .one_by_one import guarded, is_guarded
 from .sealed import read_sealed, sealed, write_sealed
 from .stock_form import Parts
 from .tables import regime_tokens
@@ -145,9 +146,7 @@ class StateCheckpoints:
         """
         ids = self._prompt(input_ids, inputs)
         held, cache = self._longest(ids, len(ids) - 1 if self._is_within(len(ids)) else 0)
-        if 0 < held < len(ids) - 1 and not self._way.at_once:
-            self._advance(cache, ids[held:-1])
-        return cache
+        return self._ready(cache, ids, held)
 
     def prefill(self, input_ids: Any, ends: Sequence[int] | None = None, **inputs: Any) -> Any:
         """Compute a prompt up to declared places, and save the states there.
@@ -159,22 +158,22 @@ class StateCheckpoints:
         Args:
             input_ids: `[1, tokens]`, or the ids of one prompt, or of the beginning that many share.
             ends: how many tokens the prefixes have that are saved; None is all that is given. Tokens behind the last
-                are not computed.
+                are left to `generate`, as in `resume`.
             **inputs: as in `resume`.
 
         Returns:
-            A stock cache that holds the prompt up to the last end. `generate` needs one token more than that.
+            A stock cache that holds the prompt up to the last end, for `generate` with the whole prompt.
 
         Raises:
             ConfigError: an end is not within the prompt.
-            PromptError: as in `resume`, or the model's rotary frequencies change before the last end.
+            PromptError: as in `resume`, or the model's rotary frequencies change within the prompt.
             UnsupportedModelError: as in `resume`.
         """
         ids = self._prompt(input_ids, inputs)
         ends = sorted({len(ids)} if ends is None else {*ends})
         if not ends or not 0 < ends[0] <= ends[-1] <= len(ids):
             raise ConfigError(f"ends are {ends}, expected numbers from 1 to the {len(ids)} tokens of the prompt.")
-        self._refuse_crossing(ends[-1])
+        self._refuse_crossing(len(ids))
         held, cache = self._longest(ids, ends[-1])
         fork = self._fork(ids[: ends[-1]])
         if fork - held >= LEAST_FORK_TOKENS:
@@ -182,13 +181,14 @@ class StateCheckpoints:
         for start, end in pairwise([held, *(end for end in ends if end > held)]):
             self._advance(cache, ids[start:end])
             self.save(cache, ids)
-        return cache
+        return self._ready(cache, ids, ends[-1])
 
     def save(self, cache: Any, input_ids: Any, **inputs: Any) -> int:
         """Save the states of a cache as they are now, such as at the end of a turn.
 
         Args:
-            cache: of `resume`, `prefill` or stock `generate` without padding.
+            cache: of `resume` or `prefill`, or of stock `generate` without padding, for a model whose code continues
+                a state by several tokens.
             input_ids: `[1, tokens]`, or the ids of the prompt and its answer, of which the cache holds the first.
             **inputs: as in `resume`.
 
@@ -200,8 +200,13 @@ class StateCheckpoints:
             PromptError: as in `prefill`.
             UnsupportedModelError: as in `resume`.
         """
-        ids, form = self._prompt(input_ids, inputs), self._way.form
-        tokens = form.tokens(cache)
+        ids, way = self._prompt(input_ids, inputs), self._way
+        form, tokens = way.form, way.form.tokens(cache)
+        if not way.at_once and not is_guarded(cache):
+            raise ConfigError(
+                f"a {type(cache).__name__} was given, but the cache of resume() or prefill() is expected: this model's "
+                "code ignores its state before several tokens, and no other cache notices. Get it from resume()."
+            )
         self._refuse_crossing(tokens)
         if tokens > len(ids):
             raise ConfigError(f"the cache holds {tokens} tokens, expected at most the {len(ids)} that are given.")
@@ -252,6 +257,15 @@ class StateCheckpoints:
         refuse_placeholders(self.model, ids.tolist(), "a saved prefix")
         return ids.long()
 
+    def _handed(self, cache: Any) -> Any:
+        return cache if self._way.at_once else guarded(cache)
+
+    def _ready(self, cache: Any, ids: Tensor, held: int) -> Any:
+        """A cache that `generate` can continue: with one token left where several would be computed wrongly."""
+        if 0 < held < len(ids) - 1 and not self._way.at_once:
+            self._advance(cache, ids[held:-1])
+        return cache
+
     def _is_within(self, tokens: int) -> bool:
         """Whether so many tokens are computed by the same rotary frequencies as fewer are."""
         most = regime_tokens(self.model)
@@ -260,8 +274,8 @@ class StateCheckpoints:
     def _refuse_crossing(self, tokens: int) -> None:
         if not self._is_within(tokens):
             raise PromptError(
-                f"{tokens} tokens are to be saved, but at most {regime_tokens(self.model)} are expected: behind them "
-                "the rotary frequencies of this model are others. Prefill longer prompts as a whole."
+                f"{tokens} tokens were given, but at most {regime_tokens(self.model)} are expected: behind them the "
+                "rotary frequencies of this model are others. Prefill longer prompts as a whole."
             )
 
     @torch.no_grad()
@@ -281,9 +295,9 @@ class StateCheckpoints:
             if segments is not None:
                 self.stats.hits += 1
                 self.stats.resumed_tokens += tokens
-                return tokens, way.form.fill(segments, tokens)
+                return tokens, self._handed(way.form.fill(segments, tokens))
         self.stats.misses += 1
-        return 0, stock_cache(self.model)
+        return 0, self._handed(stock_cache(self.model))
 
     def _read_chain(self, names: Mapping[int, str], ids: Tensor, tokens: int) -> list[Parts] | None:
         """What the files of a prefix hold, the beginning first; None where one of them cannot be used."""
