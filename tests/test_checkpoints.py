@@ -430,7 +430,7 @@ def test_only_what_the_model_computed_of_one_text_is_saved(tmp_path):
                   {"input_ids": ids, "pixel_values": torch.ones(1, 3, 2, 2)}):  # fmt: skip
         with pytest.raises(PromptError, match="expected"):
             saved.resume(**given)
-    for ends in ([], [0], [99], [-1]):
+    for ends in ([], [0], [99], [-1], 5, [2.0]):
         with pytest.raises(ConfigError, match="ends are"):
             saved.prefill(ids, ends)
     with pytest.raises(ConfigError, match="max_bytes"):

@@ -170,18 +170,20 @@ class StateCheckpoints:
             UnsupportedModelError: as in `resume`.
         """
         ids = self._prompt(input_ids, inputs)
-        ends = sorted({len(ids)} if ends is None else {*ends})
-        if not ends or not 0 < ends[0] <= ends[-1] <= len(ids):
-            raise ConfigError(f"ends are {ends}, expected numbers from 1 to the {len(ids)} tokens of the prompt.")
+        ends = [len(ids)] if ends is None else ends
+        given = isinstance(ends, Sequence) and len(ends) > 0
+        if not given or not all(isinstance(end, int) and 0 < end <= len(ids) for end in ends):
+            raise ConfigError(
+                f"ends are {ends!r:.60}, expected numbers from 1 to the {len(ids)} tokens of the prompt."
+            )
         self._refuse_crossing(len(ids))
-        held, cache = self._longest(ids, ends[-1])
-        fork = self._fork(ids[: ends[-1]])
-        if fork - held >= LEAST_FORK_TOKENS:
-            ends = sorted({*ends, fork})
-        for start, end in pairwise([held, *(end for end in ends if end > held)]):
+        held, cache = self._longest(ids, max(ends))
+        fork = self._fork(ids[: max(ends)])
+        places = {*ends, fork} if fork - held >= LEAST_FORK_TOKENS else {*ends}
+        for start, end in pairwise([held, *sorted(place for place in places if place > held)]):
             self._advance(cache, ids[start:end])
             self.save(cache, ids)
-        return self._ready(cache, ids, ends[-1])
+        return self._ready(cache, ids, max(ends))
 
     def save(self, cache: Any, input_ids: Any, **inputs: Any) -> int:
         """Save the states of a cache as they are now, such as at the end of a turn.
@@ -204,7 +206,7 @@ class StateCheckpoints:
         form, tokens = way.form, way.form.tokens(cache)
         if not way.at_once and not is_guarded(cache):
             raise ConfigError(
-                f"a {type(cache).__name__} was given, but the cache of resume() or prefill() is expected: this model's "
+                f"a {type(cache).__name__} was given, but the cache of resume() or prefill() is expected: the model's "
                 "code ignores its state before several tokens, and no other cache notices. Get it from resume()."
             )
         self._refuse_crossing(tokens)

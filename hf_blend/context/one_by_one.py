@@ -22,7 +22,7 @@ def guarded(filled: Any) -> Any:
         The same cache.
     """
     if not is_guarded(filled):
-        filled.__class__ = _guarded(type(filled))
+        filled.__class__ = _guarded(type(filled))  # type: ignore[arg-type]
     return filled
 
 
@@ -32,14 +32,16 @@ def is_guarded(filled: Any) -> bool:
 
 
 @cache
-def _guarded(kind: type[Any]) -> type:
+def _guarded(kind: type) -> type:
+    stock: Any = kind
+
     def update(self: Any, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **given: Any) -> Any:
         _refuse(self, key_states.shape[-2], self.layers[layer_idx].get_seq_length())
-        return kind.update(self, key_states, value_states, layer_idx, *args, **given)
+        return stock.update(self, key_states, value_states, layer_idx, *args, **given)
 
     def update_conv_state(self: Any, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **given: Any) -> Any:
         _refuse(self, conv_states.shape[-1], self.layers[layer_idx].has_previous_state[state_idx])
-        return kind.update_conv_state(self, conv_states, layer_idx, state_idx, **given)
+        return stock.update_conv_state(self, conv_states, layer_idx, state_idx, **given)
 
     methods = {"update": update, "update_conv_state": update_conv_state, "is_one_by_one": True}
     return type(kind.__name__, (kind,), {"__doc__": kind.__doc__, **methods})
