@@ -232,6 +232,12 @@ def test_no_damage_is_used_and_what_is_left_still_is(tmp_path):
     assert again.resume(ids).get_seq_length() == 0
     assert (again.stats.misses, again.stats.faults, again.nbytes) == (1, 1, 0)
     assert again.save(cache, ids) > 0
+    StateCheckpoints(model, tmp_path).prefill(ids, ends=[20, PREFIX])
+    short.unlink()  # as where another process needed the room, so that nothing can be done with the longer one
+    again = StateCheckpoints(model, tmp_path)
+    assert again.prefill(ids, ends=[PREFIX]).get_seq_length() == PREFIX
+    assert (again.stats.misses, again.stats.saved, again.stats.faults) == (1, 1, 0)
+    assert again.resume(ids).get_seq_length() == PREFIX
 
 
 def test_files_of_other_tokens_another_model_or_another_secret_are_passed_over(tmp_path):
@@ -240,7 +246,8 @@ def test_files_of_other_tokens_another_model_or_another_secret_are_passed_over(t
     others = {"tokens": (model, {}), "model": (tiny_model("lfm2", seed=1), {}), "secret": (model, {"secret": b"x"})}
     for number, (other, options) in enumerate(others.values(), 2):
         folder = tmp_path / str(number)
-        StateCheckpoints(other, folder, **options).prefill(prompt(PREFIX, number))
+        seed = number if other is model and not options else 0  # otherwise the same tokens
+        StateCheckpoints(other, folder, **options).prefill(prompt(seed=seed)[:, :PREFIX])
         (path,) = folder.iterdir()
         assert path.name != own.name
         path.rename(folder / own.name)  # as if two prefixes had one name
