@@ -265,6 +265,14 @@ def test_one_request_moves_the_belief_by_little_and_one_that_waited_for_loading_
     assert controller.slowdown == pytest.approx(1.25 * 0.875)
 
 
+def test_what_is_believed_of_prefills_is_what_is_decided_by(profile):
+    store, keys, tier = slow_store(tiny_model("llama"), 1e9)
+    controller = LoadingController(tiny_model("llama"), store, profile=profile, rates={tier: 1e15})
+    before = controller.decide(keys, 0.15)
+    controller.observe(before, 1e9)
+    assert controller.decide(keys, 0.15).compute_ms == pytest.approx(1.25 * before.compute_ms)
+
+
 def test_a_request_is_timed_once_when_its_first_token_is_there(tmp_path, profile, monkeypatch):
     model, timed = tiny_model("llama"), []
     store = stored(model, tmp_path)

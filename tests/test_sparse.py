@@ -352,6 +352,17 @@ def test_a_draft_that_selects_must_be_given(model):
         pass
 
 
+@pytest.mark.parametrize("selects", [False, True])
+def test_a_draft_with_another_vocabulary_is_refused_by_name(model, selects):
+    size = model.config.vocab_size
+    draft = tiny_model("llama", vocab_size=size + 8)
+    with (
+        pytest.raises(ConfigError, match=f"the draft knows {size + 8} tokens, expected the {size} of the model"),
+        sparse_decoding(model, new_cache(model), draft=draft, draft_selects=selects),
+    ):
+        pass
+
+
 def test_the_model_is_left_as_it_was_where_the_draft_is_refused(model, monkeypatch):
     draft, plain = draft_model(), [dict(module._forward_hooks) for module in model.modules()]
     monkeypatch.setattr("hf_blend.sparse.decoding.has_indexer", lambda layer: layer in list(draft.model.layers))

@@ -60,7 +60,8 @@ def sparse_decoding(
         The session: its `metrics` and, with `watch_mass`, its `kept_mass`.
 
     Raises:
-        ConfigError: a setting is refused, the cache is for another model, or `draft_selects` has no draft.
+        ConfigError: a setting is refused, the cache is for another model, `draft_selects` has no draft, or the draft
+            has another vocabulary.
         UnsupportedModelError: no layer of the model attends to its whole context, or an indexer chooses already.
     """
     if cache.model is not model:
@@ -69,8 +70,7 @@ def sparse_decoding(
             "model that it was made for."
         )
     refuse_static(cache.config.max_tokens, "sparse_decoding")
-    if draft_selects and draft is None:
-        raise ConfigError("draft_selects is True, but draft is None. Pass the assistant that generate is given.")
+    _check_draft(model, draft, draft_selects)
     merged = SparseConfig(**{**vars(config or SparseConfig()), **settings})
     session = SparseSession(cache, merged, watch_mass)
     if not session.layers:
@@ -88,6 +88,18 @@ def sparse_decoding(
         for door in doors:
             door.remove()
         session.close()
+
+
+def _check_draft(model: nn.Module, draft: nn.Module | None, selects: bool) -> None:
+    """Blocks are shared by their places, so both must read the same tokens."""
+    if selects and draft is None:
+        raise ConfigError("draft_selects is True, but draft is None. Pass the assistant that generate is given.")
+    sizes = [text_config(one).vocab_size for one in (model, draft) if one is not None]
+    if len(set(sizes)) > 1:
+        raise ConfigError(
+            f"the draft knows {sizes[1]} tokens, expected the {sizes[0]} of the model: selections are shared by the "
+            "places of tokens, which another tokenizer cuts elsewhere. Pass a draft of the same family, or none."
+        )
 
 
 def refuse_offloaded(cache: BlendCache) -> None:
