@@ -62,7 +62,7 @@ def test_logits_and_text_behind_a_saved_prefix_are_those_of_the_whole_prompt(tmp
         resumed = again.resume(ids)
     assert again.stats.resumed_tokens == PREFIX
     assert resumed.get_seq_length() == (PREFIX + tail - 1 if name in ONE_BY_ONE else PREFIX)
-    if name not in ONE_BY_ONE:  # bit for bit what the cache in the other object goes on with
+    if name not in ONE_BY_ONE:  # bit for bit as the cache in the other object continues
         assert difference(model, resumed, ids) == difference(model, live, ids)
     assert difference(model, resumed, ids) <= ALLOWED
     got = model.generate(ids, past_key_values=resumed, max_new_tokens=4, min_new_tokens=4)

@@ -28,7 +28,9 @@ from .stock_form import STATE_KINDS, Parts, StockForm, is_state
 __all__ = ["Continuing", "advance", "continuing"]
 
 HELD_TOKENS, COMPARED_TOKENS = 9, 4
-STATES = 10.0  # times what logits may be off: code for one token may clamp a step that a scan does not (zamba2: 1e-3)
+STATE_FACTOR = (
+    10.0  # of what logits may be off: code for one token may clamp a step that a scan does not (1e-3, zamba2)
+)
 CHUNK_FIELDS = ("mamba_chunk_size", "chunk_size", "block_size")  # tokens that a scan takes at once, where it is said
 LEAST_CHUNK = 64  # of a delta rule, whose config does not say
 
@@ -121,7 +123,7 @@ def _error(model: nn.Module, form: StockForm, pieces: tuple[int, ...]) -> float:
     errors = [_share(logits[0, row], whole[0, row]) for row in sorted(rows)]
     states = [_share(found[name], expected[name]) for name in expected if is_state(name)]
     bound = BOUNDS.get(model.dtype, COARSE_BOUND)
-    allowed = ((errors, bound), (states, min(MOST_ALLOWED, STATES * bound)))
+    allowed = ((errors, bound), (states, min(MOST_ALLOWED, STATE_FACTOR * bound)))
     if model.dtype in BOUNDS:
         return max(max(shares) / most for shares, most in allowed if shares)
     return max(float(torch.tensor(shares).median()) / most for shares, most in allowed if shares)

@@ -52,7 +52,7 @@ class StockForm:
         """How many tokens a cache holds.
 
         Args:
-            cache: that somebody filled.
+            cache: as the caller filled it.
 
         Raises:
             ConfigError: it is no stock cache of this model that holds one prompt.
