@@ -190,6 +190,22 @@ def test_every_selector_chooses_among_the_tokens_of_a_hybrid(selector):
     assert selector == "none" or len(blended.report.chosen_columns[0]) == 35
 
 
+@pytest.mark.parametrize("name", ["jamba", "zamba"])
+def test_a_further_prompt_is_refused_where_the_model_would_ignore_the_state(name):
+    model = tiny_model(name)
+    cache = BlendCache(model, ChunkStore.open("memory://"), recompute_ratio=1.0)
+    first = model.generate(**cache.inputs(None, **pieces()), past_key_values=cache, max_new_tokens=3, do_sample=False)
+    more, words = torch.cat((first, torch.tensor([[7, 9, 11]])), dim=1), f"the code of {name} models takes the states"
+    with pytest.raises(ConfigError, match=words):
+        model.generate(more, past_key_values=cache, max_new_tokens=3, do_sample=False)
+    again = cache.inputs(None, prefix=[], chunks=[], question=[7, 9, 11], history=first)
+    with pytest.raises(ConfigError, match=words):
+        model.generate(**again, past_key_values=cache, max_new_tokens=3, do_sample=False)
+    cache.reset()
+    got = model.generate(more, past_key_values=cache, max_new_tokens=3, do_sample=False)
+    assert torch.equal(got, model.generate(more, max_new_tokens=3, do_sample=False))
+
+
 def test_a_cache_of_a_hybrid_can_be_reset_and_copied_and_refuses_to_crop():
     model = subject_of("qwen3_next").model
     blended = BlendCache(model, ChunkStore.open("memory://"), recompute_ratio=0.3)

@@ -53,7 +53,7 @@ def serve(
     """Load a server: full prefill, sharing of prefixes alone, and blending, on the same requests in one run.
 
     Examples:
-        hf-blend bench serve --shape tiny --chunks 3 --chunk-tokens 64 --library 6 --requests 4 --rates 0.8 --json
+        hf-blend bench serve --shape tiny --chunks 3 --chunk-tokens 64 --requests 4 --rates 0.8 --json  # slow
         hf-blend bench serve --shape smollm2-135m --json  # slow
     """
     from hf_blend.evaluation.bench.serve import ServePlan, measure_serve

@@ -85,6 +85,7 @@ from .mixer_layer import MixerLayer
 from .static_layer import StaticLayer, check_room
 
 logger = logging.getLogger(__name__)
+IGNORES_STATES = ("jamba", "zamba")  # in transformers 5.17 to 5.23; `StateCheckpoints` finds such code by running it
 
 
 @cache
@@ -532,6 +533,7 @@ class BlendCache(MaskedDecode):
         self._is_seen = True
         refuse_arguments(arguments)
         check_new(arguments, super().get_seq_length())
+        self._refuse_ignored_state(new_tokens(arguments))
         self._check_room(new_tokens(arguments))
         if self._masked_before == new_tokens(arguments):
             arguments = with_plain_mask(arguments)
@@ -585,9 +587,20 @@ class BlendCache(MaskedDecode):
             self._advised = None
         if is_own and self._fusor is None:
             if not self._is_seen:
+                self._refuse_ignored_state(keys.shape[2])
                 self._fall_back(UNSEEN if keys.shape[2] > 1 else "", {"input_ids": keys[:, 0, :, 0]})
             self._is_seen = False
             self._entry.leave(watching=self._coming.is_begun)  # the model has asked for the length once more
+
+    def _refuse_ignored_state(self, tokens: int) -> None:
+        """Refuse several tokens behind others where the model's own code would compute them as if none were there."""
+        kind = text_config(self.model).model_type
+        if tokens > 1 and kind in IGNORES_STATES and super().get_seq_length():
+            raise ConfigError(
+                f"{tokens} tokens came behind the {super().get_seq_length()} that the cache holds, but the code of "
+                f"{kind} models takes the states of tokens before into account only where one token comes at a time. "
+                "reset() the cache and pass the whole conversation in one prompt, without prefill_chunk_size."
+            )
 
     def _check_room(self, tokens: int, held: int | None = None) -> None:
         """Refuse tokens behind those held for which static buffers have no room."""
