@@ -373,7 +373,8 @@ class SequenceCache(Cache):
             )
         for number in reversed(self.batch):  # the last has the last cells
             self._cells.crop(number, -tokens_to_remove)
-        if self._seen is not None:
+        last = self._cells.row(self.active)[0][-1:]
+        if self._seen is not None or bool((last + 1 != self._cells.count).any()):  # or others hold what was cropped
             self._changed()
         else:
             self._show(self.get_seq_length())
