@@ -19,6 +19,7 @@ INNER = {  # public methods and properties that the page shows, beside the class
     "BlendCache": ("inputs", "crop"),
     "ChunkStore": ("open", "add", "find", "get", "put", "contains", "delete", "close"),
     "SequenceCache": ("remove", "copy", "keep", "shift", "divide", "tokens", "positions"),
+    "StateCheckpoints": ("resume", "prefill", "save"),
     "BlendConfig": ("to_json", "from_dict"),
 }
 HEAD = """# Reference

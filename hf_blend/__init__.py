@@ -15,6 +15,7 @@ from .version import __version__
 if TYPE_CHECKING:
     from .cache.blend_cache import BlendCache
     from .config import BlendConfig
+    from .context.checkpoints import StateCheckpoints
     from .context.context_shift import ShiftCache
     from .context.self_extend import self_extend
     from .context.sequence_cache import SequenceCache
@@ -45,6 +46,7 @@ __all__ = [
     "PromptError",
     "SequenceCache",
     "ShiftCache",
+    "StateCheckpoints",
     "StoreError",
     "UnsupportedModelError",
     "__version__",
@@ -60,6 +62,7 @@ _HOMES = {  # the others live in errors
     "ChunkStore": "store",
     "SequenceCache": "context.sequence_cache",
     "ShiftCache": "context.context_shift",
+    "StateCheckpoints": "context.checkpoints",
     "blended": "generate",
     "observer": "model.identity.hooks",
     "self_extend": "context.self_extend",

@@ -5,9 +5,9 @@
     save_session(cache, "chat.session", tokenizer)
     load_session(cache, "chat.session", tokenizer)       # in another process, for the same model
 
-A file is a magic line, a seal over all that follows, and that: a safetensors image whose metadata says which model,
-tokenizer and rotary settings it belongs to. Nothing is believed before all of it was read and compared: the seal
-before anything is parsed, then the metadata, then names, shapes, dtypes and values with those of the model.
+The texts in a file (see `sealed`) say which model, tokenizer and rotary settings it belongs to. Nothing is believed
+before all of it was read and compared: the seal before anything is parsed, then the texts, then names, shapes, dtypes
+and values with those of the model.
 """
 
 import hashlib
@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load, save
 from torch import Tensor
 
 from ..errors import ConfigError, StoreError
@@ -25,10 +24,10 @@ from ..model.anatomy import text_config
 from ..model.fingerprint import fingerprint
 from ..prefill.layout import layout_of
 from ..store.chunk import Layout, has_usable_values
-from ..store.seal import check_seal, check_secret, seal, seal_size
+from ..store.seal import check_secret
 from ..store.tiers.base import EntryFault, as_fault
-from ..store.tiers.files import open_regular, write_atomically
 from .packed_cells import forms, is_grouping
+from .sealed import Sealed, read_sealed, sealed, write_sealed
 from .sequence_cache import UNKNOWN, SequenceCache
 
 MAGIC = b"hf_blend.session/2\n"
@@ -63,14 +62,11 @@ def save_session(
     """
     check_secret(secret)
     cache.refuse_extended()
-    tensors = {name: tensor.cpu() for name, tensor in cache.state(sequence).items()}
-    image = save(tensors, _identity(cache, tokenizer))
-    parts = (MAGIC, seal(secret, MAGIC, image), image)
+    parts = sealed(MAGIC, cache.state(sequence), _identity(cache, tokenizer), secret)
     try:
-        write_atomically(Path(path), parts, durable=True)
+        return write_sealed(Path(path), parts)
     except OSError as error:
         raise StoreError(f"a session cannot be written to {path}: {error}. Check the folder and its space.") from error
-    return sum(map(len, parts))
 
 
 def load_session(
@@ -97,20 +93,17 @@ def load_session(
             tokenizer, rotary setting or `kv_bits`, or holds what a session of this model cannot hold.
     """
     check_secret(secret)
-    image, identity = _unsealed(path, _read(path), secret), _identity(cache, tokenizer)
+    found, identity = _unsealed(path, secret), _identity(cache, tokenizer)
+    _compare(path, found.about, identity)
     try:
-        with as_fault("its header"):
-            header: dict[str, Any] = json.loads(image[8 : 8 + int.from_bytes(image[:8], "little")])
-            saved = {name: str(value) for name, value in header["__metadata__"].items()}
-        _compare(path, saved, identity)
+        state = found.tensors()
         with as_fault("its content"):
-            state = load(image)
             _check_state(state, layout_of(cache.model, identity["model"]), cache.kv_bits)
-        found = sum(name.startswith("sequence.") for name in state)
-        if sequence is not None and found != 1:
+        sequences = sum(name.startswith("sequence.") for name in state)
+        if sequence is not None and sequences != 1:
             raise ConfigError(
-                f"the session {path} holds {found} sequences, but one is expected to become sequence {sequence}. Save "
-                "it with save_session(..., sequence=...), or load all of it into an empty cache."
+                f"the session {path} holds {sequences} sequences, but one is expected to become sequence {sequence}. "
+                "Save it with save_session(..., sequence=...), or load all of it into an empty cache."
             )
         with as_fault("its content"):
             if sequence is None:
@@ -123,33 +116,17 @@ def load_session(
         ) from fault
 
 
-def _read(path: str | Path) -> bytes:
+def _unsealed(path: str | Path, secret: bytes | None) -> Sealed:
+    """What a file holds; refused unless every byte is what was written."""
     try:
-        source = open_regular(Path(path))
-    except (OSError, EntryFault) as error:
+        return read_sealed(Path(path), MAGIC, secret)
+    except OSError as error:
         raise StoreError(f"the session {path} cannot be read: {error}. Give the path of a saved session.") from error
-    try:
-        content = bytearray(source.stat.nbytes)
-        source.read_into(0, memoryview(content))
-        return bytes(content)
-    except (OSError, EntryFault) as error:
-        raise StoreError(f"the session {path} cannot be read: {error}. Save it again.") from error
-    finally:
-        source.close()
-
-
-def _unsealed(path: str | Path, content: bytes, secret: bytes | None) -> bytes:
-    """The image inside a file; refused unless every byte is what was written."""
-    if not content.startswith(MAGIC):
-        raise StoreError(f"{path} does not begin as a session of this version does. Give the path of a saved session.")
-    start = len(MAGIC) + seal_size(secret)
-    try:
-        check_seal(content[len(MAGIC) : start], secret, MAGIC, content[start:])
     except EntryFault as fault:
         raise StoreError(
-            f"the session {path} is not what was saved: {fault}. Save it again, or give the secret it was saved with."
+            f"the session {path} is not what was saved: {fault}. Save it again, give the secret it was saved with, or "
+            "the path of a session of this version."
         ) from fault
-    return content[start:]
 
 
 def _check_state(state: dict[str, Tensor], layout: Layout, kv_bits: int | None) -> None:

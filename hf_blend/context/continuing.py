@@ -1,0 +1,202 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a model's own code continues a filled cache: found out by running it, never taken from a list of types.
+
+Some code takes a state into account only where one token comes at a time, and computes several as if nothing were
+before them (Jamba and Zamba in transformers 5.23); some keeps a state in its modules, which no cache brings back
+(RecurrentGemma). So a prefix is saved, continued in pieces after another prompt, and compared with one forward: logits
+behind each border, and every state at the end. One of the pieces is longer than what a chunked scan takes at once. And
+states are blanked: one that several tokens do not feel and a single one does is ignored, which 16 bits could hide.
+"""
+
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import UnsupportedModelError
+from ..model.anatomy import other_states, stock_cache, text_config
+from ..model.identity.canonical import canonical, notes_kept
+from ..model.modality import placeholder_ids
+from ..model.placement import input_device
+from ..model.trust import BOUNDS, COARSE_BOUND, FAILURES, MOST_ALLOWED
+from .stock_form import STATE_KINDS, Parts, StockForm, is_state
+
+__all__ = ["Continuing", "advance", "continuing"]
+
+HELD_TOKENS, COMPARED_TOKENS = 9, 4
+STATE_FACTOR = (
+    10.0  # of what logits may be off: code for one token may clamp a step that a scan does not (1e-3, zamba2)
+)
+CHUNK_FIELDS = ("mamba_chunk_size", "chunk_size", "block_size")  # tokens that a scan takes at once, where it is said
+LEAST_CHUNK = 64  # of a delta rule, whose config does not say
+
+
+@dataclass(frozen=True)
+class Continuing:
+    """How a model's stock cache is continued.
+
+    Attributes:
+        form: of its cache.
+        at_once: by any number of tokens in one forward; otherwise one by one.
+    """
+
+    form: StockForm
+    at_once: bool
+
+
+_known: WeakKeyDictionary[nn.Module, tuple[str, Continuing]] = WeakKeyDictionary()
+
+
+def continuing(model: nn.Module, fingerprint: str) -> Continuing:
+    """Find out how a model's stock cache is continued; remembered until the fingerprint changes.
+
+    Args:
+        model: a causal language model; it is left as it was.
+        fingerprint: its identity now (`hf_blend.model.fingerprint`).
+
+    Raises:
+        UnsupportedModelError: it is not continued as the model computes the whole, or keeps what cannot be saved.
+    """
+    known = _known.get(model)
+    if known is None or known[0] != fingerprint:
+        known = _known[model] = fingerprint, _found(model)
+    return known[1]
+
+
+def _found(model: nn.Module) -> Continuing:
+    complaint = other_states(text_config(model)) or _notes(model)
+    if complaint:
+        raise UnsupportedModelError(f"{type(model).__name__} cannot be continued from a saved prefix: {complaint}")
+    long = _longest_chunk(model) + 2
+    try:
+        with torch.inference_mode(False), canonical(model), notes_kept(model):
+            form = StockForm(_whole(model, _ids(model, HELD_TOKENS))[1])
+            one_by_one = _error(model, form, (1,) * COMPARED_TOKENS)
+            several = _error(model, form, (COMPARED_TOKENS, long, COMPARED_TOKENS - 1))
+            ignored = _felt(model, form, 1) - _felt(model, form, COMPARED_TOKENS)
+    except UnsupportedModelError:
+        raise
+    except FAILURES as broken:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot be continued from a saved prefix: the test ended in "
+            f"{type(broken).__name__}: {broken} Prefill its prompts as a whole."
+        ) from broken
+    if not one_by_one <= 1:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot be continued from a saved prefix: tokens that come one by one differ from "
+            f"one forward by {one_by_one:.2g} times what is allowed. Prefill its prompts as a whole."
+        )
+    return Continuing(form, several <= 1 and not ignored)
+
+
+def _notes(model: nn.Module) -> str:
+    """What a model remembers of its last prompt and applies to a filled cache of any other; empty if nothing."""
+    if not any("rope_deltas" in vars(module) for module in model.modules()):
+        return ""
+    return (
+        "it notes in its modules by how much the images of its last prompt moved the positions behind them "
+        "(rope_deltas), and moves the tokens behind any filled cache by as much. Load its text model alone."
+    )
+
+
+def _error(model: nn.Module, form: StockForm, pieces: tuple[int, ...]) -> float:
+    """How far a model that continues a saved prefix in pieces is from one forward, as a multiple of what is allowed.
+
+    Logits behind each border and every state at the end are compared. In 16 bits the median counts: there a token may
+    be sent to another expert for a rounding error.
+    """
+    ids = _ids(model, HELD_TOKENS + sum(pieces))
+    whole, cache = _whole(model, ids)
+    other = form.fill([_saved(model, form, ids)], HELD_TOKENS)
+    with torch.no_grad():
+        rest = [
+            advance(model, other, part, part.shape[1]).logits for part in ids[:, HELD_TOKENS:].split(pieces, dim=1)
+        ]
+    logits = torch.cat((whole[:, :HELD_TOKENS], *rest), dim=1)
+    starts = torch.tensor((HELD_TOKENS, *pieces)).cumsum(0).tolist()[:-1]
+    rows = {row for start in starts for row in range(start, min(start + COMPARED_TOKENS, ids.shape[1]))}
+    expected, found = (form.take(one, 0, ids.shape[1]) for one in (cache, other))
+    errors = [_share(logits[0, row], whole[0, row]) for row in sorted(rows)]
+    states = [_share(found[name], expected[name]) for name in expected if is_state(name)]
+    bound = BOUNDS.get(model.dtype, COARSE_BOUND)
+    allowed = ((errors, bound), (states, min(MOST_ALLOWED, STATE_FACTOR * bound)))
+    if model.dtype in BOUNDS:
+        return max(max(shares) / most for shares, most in allowed if shares)
+    return max(float(torch.tensor(shares).median()) / most for shares, most in allowed if shares)
+
+
+@torch.no_grad()
+def _felt(model: nn.Module, form: StockForm, tokens: int) -> set[str]:
+    """The kinds of states whose values reach anything that a forward of so many tokens leaves behind."""
+    ids = _ids(model, HELD_TOKENS + tokens)
+    held = _saved(model, form, ids)
+
+    def after(parts: Parts) -> list[Tensor]:
+        cache = form.fill([{name: tensor.clone() for name, tensor in parts.items()}], HELD_TOKENS)
+        logits = advance(model, cache, ids[:, HELD_TOKENS:]).logits
+        return [logits, *form.take(cache, 0, HELD_TOKENS + tokens).values()]
+
+    plain, felt = after(held), set()
+    for kind in STATE_KINDS:
+        blank = {name: torch.zeros_like(one) if is_state(name, kind) else one for name, one in held.items()}
+        if not all(map(torch.equal, plain, after(blank))):
+            felt.add(kind)
+    return felt
+
+
+@torch.no_grad()
+def _whole(model: nn.Module, ids: Tensor) -> tuple[Tensor, Any]:
+    """Logits of one forward, and the cache behind it."""
+    cache = stock_cache(model)
+    return advance(model, cache, ids, ids.shape[1]).logits, cache
+
+
+def _saved(model: nn.Module, form: StockForm, ids: Tensor) -> Parts:
+    """What is saved behind the first tokens; the model has computed others since, as states outside a cache show."""
+    parts = form.take(_whole(model, ids[:, :HELD_TOKENS])[1], 0, HELD_TOKENS)
+    _whole(model, ids[:, :HELD_TOKENS].flip(1))
+    return parts
+
+
+def advance(model: nn.Module, cache: Any, ids: Tensor, logits: int = 1) -> Any:
+    """Let a cache hold more tokens, by a forward with the positions that `generate` gives.
+
+    Args:
+        model: of the cache, without gradients.
+        cache: stock.
+        ids: `[1, tokens]`, of any device.
+        logits: of how many last tokens; some models give them of all.
+
+    Returns:
+        What the model gives.
+    """
+    held, taken = cache.get_seq_length(), signature(model.forward).parameters
+    ids = ids.to(input_device(model))
+    positions = torch.arange(held, held + ids.shape[1], device=ids.device)[None]
+    given = {"position_ids": positions, "logits_to_keep": logits}
+    few = {name: value for name, value in given.items() if name in taken}
+    return model(input_ids=ids, past_key_values=cache, use_cache=True, **few)
+
+
+def _ids(model: nn.Module, tokens: int) -> Tensor:
+    """Random text, the same for each length; `[1, tokens]`."""
+    others, vocabulary = placeholder_ids(model.config), text_config(model).vocab_size
+    text = torch.tensor([token for token in range(vocabulary) if token not in others])
+    drawn = torch.randint(len(text), (tokens,), generator=torch.Generator().manual_seed(0))
+    return text[drawn][None]
+
+
+def _longest_chunk(model: nn.Module) -> int:
+    named = (getattr(text_config(model), name, None) for name in CHUNK_FIELDS)
+    return max(LEAST_CHUNK, *(size for size in named if isinstance(size, int)), 0)
+
+
+def _share(got: Tensor, expected: Tensor) -> float:
+    """Size of a difference over the size of what is expected; NaN is infinite."""
+    size = torch.linalg.vector_norm(expected.float()).clamp_min(torch.finfo(torch.float32).tiny)
+    share = float(torch.linalg.vector_norm(got.float() - expected.float()) / size)
+    return share if share == share else float("inf")

@@ -1,0 +1,464 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""A prompt that continues a saved prefix is what stock transformers makes of the whole, and damage is never used."""
+
+import copy
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import LinearAttentionLayer
+
+from hf_blend import BlendCache, ChunkStore, ConfigError, PromptError, StateCheckpoints, UnsupportedModelError
+from hf_blend.context import checkpoints, stock_form
+from hf_blend.context.stock_form import StockForm
+from hf_blend.model.anatomy import stock_cache
+from hf_blend.verify.image_zoo import tiny_image_model
+from hf_blend.verify.zoo import tiny_model
+
+HYBRIDS = ("lfm2", "qwen3_next", "qwen3_5_text", "bamba", "falcon_h1", "nemotron_h", "granitemoehybrid", "jamba",
+           "kimi_linear", "minimax", "zamba", "zamba2")  # fmt: skip
+ONE_BY_ONE = ("jamba", "zamba")  # the code of 5.23 ignores the state before several tokens
+TYPES = (*HYBRIDS, "llama", "gemma2", "gemma3n_text", "deepseek_v32")
+FAST = {("lfm2", 7), ("qwen3_next", 7), ("falcon_h1", 1), ("jamba", 7), ("minimax", 1), ("gemma2", 7), ("llama", 1)}
+CASES = [pytest.param(name, tail, marks=() if (name, tail) in FAST else pytest.mark.slow)
+         for name in TYPES for tail in (1, 7)]  # fmt: skip
+PREFIX = 37  # longer than the windows and some chunks of the tiny models
+ALLOWED = 2e-5  # of the logits' size; a state that is not restored is off by 0.1 and more
+
+model_of = cache(tiny_model)
+
+
+def prompt(tokens=PREFIX + 7, seed=0):
+    return torch.randint(3, 100, (1, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def stock(model, ids):
+    """Logits of the last tokens and greedy text of stock transformers, which sees the whole prompt at once."""
+    text = model.generate(ids, past_key_values=stock_cache(model), max_new_tokens=4, min_new_tokens=4)
+    return model(ids, past_key_values=stock_cache(model)).logits, text
+
+
+@torch.no_grad()
+def difference(model, cache, ids):
+    """How far the logits behind what a cache holds are from the stock ones; the cache is not changed."""
+    held = cache.get_seq_length()
+    places = torch.arange(held, ids.shape[1])[None]  # as generate gives them; Bamba counts from 0 without
+    rest = model(ids[:, held:], position_ids=places, past_key_values=copy.deepcopy(cache)).logits
+    expected = stock(model, ids)[0][:, -rest.shape[1] :]
+    return float((rest - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize(("name", "tail"), CASES)
+def test_logits_and_text_behind_a_saved_prefix_are_those_of_the_whole_prompt(tmp_path, name, tail, untouched):
+    model, ids = model_of(name), prompt(PREFIX + tail)
+    with untouched(model):
+        live = StateCheckpoints(model, tmp_path).prefill(ids[:, :PREFIX])
+        again = StateCheckpoints(model, tmp_path)
+        resumed = again.resume(ids)
+    assert again.stats.resumed_tokens == PREFIX
+    assert resumed.get_seq_length() == (PREFIX + tail - 1 if name in ONE_BY_ONE else PREFIX)
+    if name not in ONE_BY_ONE:  # bit for bit as the cache in the other object continues
+        assert difference(model, resumed, ids) == difference(model, live, ids)
+    assert difference(model, resumed, ids) <= ALLOWED
+    got = model.generate(ids, past_key_values=resumed, max_new_tokens=4, min_new_tokens=4)
+    assert torch.equal(got, stock(model, ids)[1])
+
+
+def saved_states(folder, model, ids=None):
+    """A folder with one saved prefix, and the prompt that begins with it."""
+    ids = prompt() if ids is None else ids
+    StateCheckpoints(model, folder).prefill(ids[:, :PREFIX])
+    return ids
+
+
+def states_left_at_zero(monkeypatch):
+    fill = StockForm.fill
+
+    def without_states(self, segments, tokens):
+        filled = fill(self, segments, tokens)
+        for layer in filled.layers:
+            for at, state in getattr(layer, "recurrent_states", {}).items():
+                if state is not None:
+                    layer.recurrent_states[at] = torch.zeros_like(state)
+        return filled
+
+    monkeypatch.setattr(StockForm, "fill", without_states)
+
+
+def last_inputs_of_the_convolution_left_out(monkeypatch):
+    fill = StockForm.fill
+
+    def without_last_inputs(self, segments, tokens):
+        filled = fill(self, segments, tokens)
+        for layer in filled.layers:
+            for at, state in getattr(layer, "conv_states", {}).items():
+                if state is not None:
+                    layer.conv_states[at] = torch.zeros_like(state)
+        return filled
+
+    monkeypatch.setattr(StockForm, "fill", without_last_inputs)
+
+
+def states_of_one_token_before(monkeypatch):
+    """K and V of one token more than the states have seen."""
+    take = StockForm.take
+    before = {}
+
+    def older(self, held, start, stop):
+        parts = take(self, held, start, stop)
+        if not before:
+            model = model_of("qwen3_next")
+            shorter = stock_cache(model)
+            with torch.no_grad():
+                model(prompt()[:, : stop - 1], past_key_values=shorter)
+            before.update(take(self, shorter, 0, stop - 1))
+        return {name: before[name] if name[-1].isdigit() else tensor for name, tensor in parts.items()}
+
+    monkeypatch.setattr(StockForm, "take", older)
+
+
+def another_models_file(monkeypatch):
+    monkeypatch.setattr(StateCheckpoints, "_identity", {"model": "any", "transformers": "any"})
+    made = StateCheckpoints.__init__
+
+    def for_the_other(self, model, folder, **options):
+        made(self, model if (folder / "once").exists() else tiny_model("qwen3_next", seed=1), folder, **options)
+        (folder / "once").touch()
+
+    monkeypatch.setattr(StateCheckpoints, "__init__", for_the_other)
+
+
+MISTAKES = (states_left_at_zero, last_inputs_of_the_convolution_left_out, states_of_one_token_before,
+            another_models_file)  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_shows_in_the_logits(tmp_path, monkeypatch, mistake):
+    model = model_of("qwen3_next")
+    mistake(monkeypatch)
+    ids = saved_states(tmp_path, model)
+    resumed = StateCheckpoints(model, tmp_path).resume(ids)
+    assert resumed.get_seq_length() == PREFIX
+    assert difference(model, resumed, ids) > 100 * ALLOWED
+
+
+CODE = """
+import sys, torch
+from hf_blend import StateCheckpoints
+from hf_blend.verify.image_zoo import tiny_image_model
+from hf_blend.verify.zoo import tiny_model
+ids = torch.randint(3, 100, (1, 44), generator=torch.Generator().manual_seed(0))
+model = tiny_model("lfm2")
+saved = StateCheckpoints(model, sys.argv[1])
+cache = saved.resume(ids)
+out = model.generate(ids, past_key_values=cache, max_new_tokens=4, min_new_tokens=4)
+print(saved.stats.resumed_tokens, saved.save(cache, out) > 0, out[0].tolist(), sep=";")
+"""
+
+
+MANY = """
+import sys, torch
+from hf_blend import StateCheckpoints
+from hf_blend.verify.zoo import tiny_model
+model = tiny_model("lfm2")
+saved = StateCheckpoints(model, sys.argv[1], max_bytes=60_000)
+draw = torch.Generator().manual_seed(int(sys.argv[2]))
+beginnings = [torch.randint(3, 100, (1, 20), generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+for round in range(40):
+    ids = torch.cat((beginnings[round % 4], torch.randint(3, 6, (1, 3), generator=draw)), dim=1)
+    held = saved.prefill(ids, ends=[20, 22])
+    got = model(ids[:, 22:], past_key_values=held, position_ids=torch.tensor([[22]])).logits[:, -1]
+    error = (got - model(ids).logits[:, -1]).norm() / got.norm()
+    assert error < 2e-5, (round, error)
+print(saved.stats.hits > 0, saved.stats.evicted > 0, saved.stats.rejected, saved.stats.faults)
+"""
+
+
+@pytest.mark.slow
+def test_processes_that_share_a_bounded_folder_never_see_half_a_file(tmp_path):
+    running = [
+        subprocess.Popen([sys.executable, "-c", MANY, str(tmp_path), str(seed)], stdout=subprocess.PIPE, text=True)
+        for seed in range(3)
+    ]
+    outputs = [process.communicate()[0].strip() for process in running]
+    assert [process.returncode for process in running] == [0, 0, 0]
+    assert outputs == ["True True 0 0"] * 3
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.slow
+def test_another_process_finds_what_was_saved_and_saves_a_turn_that_this_one_finds(tmp_path):
+    model = model_of("lfm2")
+    ids = saved_states(tmp_path, model)
+    ran = subprocess.run(
+        [sys.executable, "-c", CODE, str(tmp_path)], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    text = stock(model, ids)[1]
+    assert ran.stdout.strip() == f"{PREFIX};True;{text[0].tolist()}"
+    later = StateCheckpoints(model, tmp_path)
+    turn = torch.cat((text, prompt(5, 1)), dim=1)
+    resumed = later.resume(turn)
+    assert later.stats.resumed_tokens == text.shape[1] - 1  # the last token of an answer was never computed
+    assert difference(model, resumed, turn) <= ALLOWED
+
+
+def test_no_damage_is_used_and_what_is_left_still_is(tmp_path):
+    model, ids = model_of("lfm2"), prompt()
+    first = StateCheckpoints(model, tmp_path)
+    cache = first.prefill(ids[:, :20])
+    first.prefill(ids[:, :PREFIX])
+    short, long = sorted(tmp_path.iterdir(), key=lambda path: int(path.name.partition(".")[0]))
+    intact = {path: path.read_bytes() for path in (short, long)}
+    contents = [b"", b"hello", b"hf_blend.checkpoint/1\n"]
+    content = intact[long]
+    contents += [content[: len(content) * part // 7] for part in range(1, 7)] + [content[:-1], content + b"\0"]
+    contents += [content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :] for at in range(0, len(content), 1501)]
+    for damaged in contents:
+        long.write_bytes(damaged)
+        again = StateCheckpoints(model, tmp_path)
+        resumed = again.resume(ids)
+        assert resumed.get_seq_length() == 20
+        assert again.stats.faults == 1
+        assert not long.exists()  # it can never become good
+    assert difference(model, resumed, ids) <= ALLOWED
+    long.write_bytes(content)
+    short.write_bytes(intact[short][:-3])  # what the longer one continues
+    again = StateCheckpoints(model, tmp_path)
+    assert again.resume(ids).get_seq_length() == 0
+    assert (again.stats.misses, again.stats.faults, again.nbytes) == (1, 1, 0)
+    assert again.save(cache, ids) > 0
+    StateCheckpoints(model, tmp_path).prefill(ids, ends=[20, PREFIX])
+    short.unlink()  # as where another process needed the room, so that nothing can be done with the longer one
+    again = StateCheckpoints(model, tmp_path)
+    assert again.prefill(ids, ends=[PREFIX]).get_seq_length() == PREFIX
+    assert (again.stats.misses, again.stats.saved, again.stats.faults) == (1, 1, 0)
+    assert again.resume(ids).get_seq_length() == PREFIX
+
+
+def test_files_of_other_tokens_another_model_or_another_secret_are_passed_over(tmp_path):
+    model, ids = model_of("lfm2"), saved_states(tmp_path / "a", model_of("lfm2"))
+    (own,) = (tmp_path / "a").iterdir()
+    others = {"tokens": (model, {}), "model": (tiny_model("lfm2", seed=1), {}), "secret": (model, {"secret": b"x"})}
+    for number, (other, options) in enumerate(others.values(), 2):
+        folder = tmp_path / str(number)
+        seed = number if other is model and not options else 0  # otherwise the same tokens
+        StateCheckpoints(other, folder, **options).prefill(prompt(seed=seed)[:, :PREFIX])
+        (path,) = folder.iterdir()
+        assert path.name != own.name
+        path.rename(folder / own.name)  # as if two prefixes had one name
+        again = StateCheckpoints(model, folder)
+        assert again.resume(ids).get_seq_length() == 0
+        assert again.stats.faults == 1
+    signed = StateCheckpoints(model, tmp_path / "4", secret=b"x")
+    signed.prefill(ids[:, :PREFIX])
+    assert StateCheckpoints(model, tmp_path / "4").resume(ids).get_seq_length() == 0
+    assert StateCheckpoints(model, tmp_path / "4", secret=b"x").resume(ids).get_seq_length() == PREFIX
+
+
+def test_changed_weights_another_dtype_and_another_transformers_find_nothing(tmp_path, monkeypatch):
+    model = tiny_model("lfm2", seed=3)
+    ids = saved_states(tmp_path, model)
+    with torch.no_grad():
+        model.model.layers[0].feed_forward.w1.weight.add_(0.01)
+    assert StateCheckpoints(model, tmp_path).resume(ids).get_seq_length() == 0
+    model = tiny_model("lfm2", seed=3)
+    assert StateCheckpoints(model, tmp_path).resume(ids).get_seq_length() == PREFIX
+    monkeypatch.setattr("transformers.__version__", "5.999.0")
+    assert StateCheckpoints(model, tmp_path).resume(ids).get_seq_length() == 0
+    assert StateCheckpoints(model.bfloat16(), tmp_path).resume(ids).get_seq_length() == 0
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "gemma2", "llama"])
+def test_two_tails_of_one_prefix_do_not_feel_each_other(tmp_path, name):
+    model, one, other = model_of(name), prompt(), prompt()
+    other[:, PREFIX:] = prompt(7, 5)
+    saved = StateCheckpoints(model, tmp_path)
+    saved.prefill(one[:, :PREFIX])
+    first, second = saved.resume(one), saved.resume(other)
+    texts = [model.generate(ids, past_key_values=held, max_new_tokens=4, min_new_tokens=4)
+             for ids, held in ((one, first), (other, second))]  # fmt: skip
+    assert torch.equal(texts[0], stock(model, one)[1])
+    assert torch.equal(texts[1], stock(model, other)[1])
+
+
+def test_the_longest_prefix_is_found_and_keys_and_values_are_saved_once(tmp_path):
+    model, ids = model_of("bamba"), prompt(200)
+    saved = StateCheckpoints(model, tmp_path)
+    sizes = []
+    for end in (50, 100, 150):
+        before = saved.stats.saved_bytes
+        saved.prefill(ids[:, :end])
+        sizes.append(saved.stats.saved_bytes - before)
+    assert max(sizes) - min(sizes) < 200  # 50 tokens and the states each, and some bytes of header
+    assert saved.nbytes == sum(sizes) == saved.stats.saved_bytes
+    for length, found in ((200, 150), (150, 100), (120, 100), (51, 50), (50, 0)):
+        resumed = StateCheckpoints(model, tmp_path).resume(ids[:, :length])
+        assert resumed.get_seq_length() == found
+    resumed = StateCheckpoints(model, tmp_path).resume(ids)
+    assert difference(model, resumed, ids) <= ALLOWED
+    assert saved.save(saved.resume(ids), ids) == 0  # is saved already
+
+
+def test_what_was_used_last_stays_and_no_beginning_leaves_before_what_continues_it(tmp_path):
+    model, ids, other = model_of("lfm2"), prompt(), prompt(PREFIX, 9)
+    saved = StateCheckpoints(model, tmp_path)
+    saved.prefill(ids, ends=[20, PREFIX])
+    size = saved.nbytes
+    saved.prefill(other)
+    assert StateCheckpoints(model, tmp_path).resume(ids).get_seq_length() == PREFIX  # used after the other one
+    room = size + StateCheckpoints(model, tmp_path / "one").save(stock_of(model, prompt(4, 4)), prompt(4, 4))
+    bounded = StateCheckpoints(model, tmp_path, max_bytes=room)
+    bounded.prefill(prompt(4, 4))
+    assert (bounded.stats.evicted, bounded.stats.rejected) == (1, 0)
+    assert bounded.resume(torch.cat((other, other), 1)).get_seq_length() == 0
+    bounded.prefill(prompt(4, 5))
+    assert bounded.nbytes <= room
+    assert StateCheckpoints(model, tmp_path).resume(ids).get_seq_length() == 20  # the longer one left first
+    small = StateCheckpoints(model, tmp_path, max_bytes=100)
+    held = small.prefill(prompt(30, 11))
+    assert (held.get_seq_length(), small.stats.rejected, small.stats.evicted) == (30, 1, 0)
+
+
+def stock_of(model, ids):
+    held = stock_cache(model)
+    with torch.no_grad():
+        model(ids, past_key_values=held)
+    return held
+
+
+def test_beyond_the_length_at_which_rotary_frequencies_change_nothing_is_saved_or_found(tmp_path):
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = tiny_model("llama", rope_parameters=rope, max_position_embeddings=120)
+    saved, ids = StateCheckpoints(model, tmp_path), prompt(125)
+    saved.prefill(ids[:, :20])
+    assert saved.resume(ids[:, :30]).get_seq_length() == 20
+    assert saved.resume(ids).get_seq_length() == 0
+    with pytest.raises(PromptError, match="rotary frequencies"):
+        saved.prefill(ids)
+    with pytest.raises(PromptError, match="rotary frequencies"):
+        saved.save(stock_of(model, ids), ids)
+
+
+def test_a_place_where_two_prompts_part_is_saved_without_being_declared(tmp_path):
+    model, shared = model_of("lfm2"), prompt(100)
+    prompts = [torch.cat((shared, prompt(20, seed)), dim=1) for seed in (1, 2, 3)]
+    saved = StateCheckpoints(model, tmp_path)
+    found = []
+    for ids in prompts:
+        before = saved.stats.saved
+        held = saved.prefill(ids[:, :-1])
+        found.append(saved.stats.saved - before)
+        assert difference(model, held, ids) <= ALLOWED
+    assert found == [1, 2, 1]
+    fourth = torch.cat((shared, prompt(20, 4)), dim=1)
+    assert saved.resume(fourth).get_seq_length() == 100
+
+
+def forgets_before_several():
+    """Code that takes a state into account only where one token comes at a time."""
+    update = LinearAttentionLayer.update_conv_state
+
+    def forgets(layer, conv_states, state_idx=0, **options):
+        if conv_states.shape[-1] > 1 and layer.has_previous_state[state_idx]:
+            layer.conv_states[state_idx].zero_()
+        return update(layer, conv_states, state_idx, **options)
+
+    return forgets
+
+
+def test_a_model_that_forgets_its_state_before_several_tokens_is_continued_one_by_one(tmp_path, monkeypatch):
+    model, ids = tiny_model("lfm2"), prompt()
+    expected, held_by_stock = stock(model, ids), stock_of(model, ids)
+    monkeypatch.setattr(LinearAttentionLayer, "update_conv_state", forgets_before_several())
+    saved = StateCheckpoints(model, tmp_path)
+    saved.prefill(ids, ends=[20, PREFIX])
+    resumed = StateCheckpoints(model, tmp_path).resume(ids)
+    assert resumed.get_seq_length() == ids.shape[1] - 1
+    with torch.no_grad():
+        logits = model(ids[:, -1:], past_key_values=copy.deepcopy(resumed)).logits
+    assert (logits - expected[0][:, -1:]).norm() / logits.norm() <= ALLOWED
+    output = model.generate(ids, past_key_values=resumed, max_new_tokens=4, min_new_tokens=4)
+    assert torch.equal(output, expected[1])
+    assert saved.save(resumed, output) > 0
+    longer = torch.cat((output, prompt(5, 1)), dim=1)
+    for held in (resumed, saved.prefill(ids[:, :PREFIX]), saved.prefill(prompt(9, 8))):
+        with pytest.raises(UnsupportedModelError, match="came at once"):
+            model.generate(longer, past_key_values=held, max_new_tokens=1)
+    with pytest.raises(ConfigError, match=r"of resume\(\) or prefill\(\) is expected"):
+        saved.save(held_by_stock, ids)
+    ready = saved.prefill(longer, ends=[20])
+    assert ready.get_seq_length() == longer.shape[1] - 1
+
+
+def test_a_model_that_always_forgets_its_state_is_refused(tmp_path, monkeypatch):
+    model = tiny_model("lfm2")
+    patched = LinearAttentionLayer.__dict__["lazy_initialization"]
+
+    def forget(layer, conv_states, state_idx=0, **options):
+        patched(layer, conv_states=conv_states, state_idx=state_idx)
+        return torch.nn.functional.pad(conv_states, (layer.conv_kernel_size[state_idx], 0))
+
+    monkeypatch.setattr(LinearAttentionLayer, "update_conv_state", forget)
+    with pytest.raises(UnsupportedModelError, match="cannot be continued"):
+        StateCheckpoints(model, tmp_path).resume(prompt())
+
+
+OUTSIDE = {
+    "rope_deltas": lambda: tiny_image_model("qwen2_vl"),
+    "one by one differ": lambda: tiny_model("recurrent_gemma"),
+}
+
+
+@pytest.mark.parametrize("why", OUTSIDE)
+def test_a_model_that_keeps_something_of_its_last_prompt_outside_the_cache_is_refused(tmp_path, why):
+    with pytest.raises(UnsupportedModelError, match=why):
+        StateCheckpoints(OUTSIDE[why](), tmp_path).prefill(prompt())
+
+
+def test_only_what_the_model_computed_of_one_text_is_saved(tmp_path):
+    model, ids = model_of("lfm2"), prompt()
+    saved = StateCheckpoints(model, tmp_path)
+    blended = BlendCache(model, ChunkStore.open("memory://"))
+    model.generate(ids, past_key_values=blended, max_new_tokens=1)
+    batch = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids.repeat(2, 1), past_key_values=batch)
+    held = saved.prefill(ids)
+    for cache_, ids_ in ((blended, ids), (batch, ids), (DynamicCache(config=model.config), ids), (held, ids[:, :5])):
+        with pytest.raises(ConfigError, match="expected"):
+            saved.save(cache_, ids_)
+    for given in ({"input_ids": ids.repeat(2, 1)}, {"input_ids": "text"}, {"input_ids": ids.float()},
+                  {"input_ids": ids, "attention_mask": torch.zeros_like(ids)},
+                  {"input_ids": ids, "pixel_values": torch.ones(1, 3, 2, 2)}):  # fmt: skip
+        with pytest.raises(PromptError, match="expected"):
+            saved.resume(**given)
+    for ends in ([], [0], [99], [-1], 5, [2.0]):
+        with pytest.raises(ConfigError, match="ends are"):
+            saved.prefill(ids, ends)
+    with pytest.raises(ConfigError, match="max_bytes"):
+        StateCheckpoints(model, tmp_path, max_bytes=0)
+
+
+def test_a_full_or_closed_folder_costs_only_the_checkpoint(tmp_path, monkeypatch):
+    model, ids = model_of("lfm2"), prompt()
+    saved = StateCheckpoints(model, tmp_path)
+
+    def full(*_):
+        raise OSError(28, "no space left on device")
+
+    monkeypatch.setattr(checkpoints, "write_sealed", full)
+    assert saved.prefill(ids).get_seq_length() == ids.shape[1]
+    assert saved.stats.rejected == 1
+    assert saved.nbytes == 0
+
+
+def test_a_layer_that_keeps_something_else_is_refused_by_name():
+    held = stock_cache(model_of("lfm2"))
+    held.layers[1].ring = {"buffer": torch.ones(2)}
+    with pytest.raises(UnsupportedModelError, match="layer 1 of a DynamicCache keeps ring"):
+        stock_form.StockForm(held)
