@@ -7,6 +7,9 @@
 Prefix and chunks go through a blended prefill; then the question is brought token by token, so that it reads the
 chunks from what is held, and the answer is decoded greedily. The same is done with `kv_bits` and without.
 Logits are compared along the question, where both have read the same tokens.
+
+The part `sequences` does so behind a `SequenceCache`: as it was read, and with the first chunk removed and what stood
+behind it shifted up. `--parts sequences` computes that alone and leaves the rest of the file.
 """
 
 import argparse
@@ -21,7 +24,7 @@ import torch
 import transformers
 from transformers.cache_utils import DynamicLayer
 
-from hf_blend import BlendCache, ChunkStore
+from hf_blend import BlendCache, ChunkStore, SequenceCache
 from hf_blend.cache.layers import BlendLayer
 from hf_blend.cache.quantised_layer import QuantisedLayer
 from hf_blend.evaluation.answering import is_right
@@ -32,6 +35,7 @@ from hf_blend.prompt.pieces import build
 from hf_blend.version import __version__
 
 MAX_NEW_TOKENS = 8
+PARTS = ("reference", "step", "sequences")
 STEP = {"batch": 1, "kv_heads": 8, "head_dim": 128}  # one layer of Llama-3.1-8B
 
 
@@ -106,6 +110,60 @@ def quality(count: int, seed: int, kv_bits: int) -> dict[str, Any]:
     }
 
 
+@torch.no_grad()
+def read_on(model: Any, prompt: Any, kv_bits: int | None, is_moved: bool) -> tuple[torch.Tensor, float]:
+    """Bring a question token by token behind a context in a `SequenceCache`.
+
+    Args:
+        model: the reference model.
+        prompt: context and question.
+        kv_bits: of the cache.
+        is_moved: the first chunk is removed, and what stands behind it is shifted up, before the question comes.
+
+    Returns:
+        Logits of each question token, `[tokens, vocabulary]`, and the share of cells in few bits at the end.
+    """
+    ids, cache = torch.tensor([prompt.ids]), SequenceCache(model, kv_bits=kv_bits)
+    context = ids.shape[1] - len(prompt.question)
+    with cache:
+        model(ids[:, :context], past_key_values=cache, logits_to_keep=1)
+        if is_moved:
+            start = len(prompt.prefix)
+            stop = start + len(prompt.chunks[0])
+            cache.remove(0, start, stop)
+            cache.shift(0, stop, None, start - stop)
+        steps = [model(ids[:, [place]], past_key_values=cache).logits[0, -1] for place in range(context, ids.shape[1])]
+    state = cache.state()
+    return torch.stack(steps), state["layer.0.groups"].numel() / state["ids"].numel() if kv_bits else 0.0
+
+
+def sequences(count: int, seed: int, kv_bits: int, is_moved: bool) -> dict[str, Any]:
+    """Compare logits behind a `SequenceCache` with those of one in full precision, to which the same was done."""
+    model, tokenizer = load_model()
+    found = []
+    for example in sample_examples(count, seed):
+        prompt = build(tokenizer, example.prefix, example.chunks, example.question)
+        (plain, _), (packed, share) = (read_on(model, prompt, bits, is_moved) for bits in (None, kv_bits))
+        apart, p, q = (packed - plain).abs(), plain.log_softmax(-1), packed.log_softmax(-1)
+        kl = (p.exp() * (p - q)).sum(-1)
+        found.append(
+            {
+                "equal_first_tokens": float(plain[-1].argmax() == packed[-1].argmax()),
+                "share_of_cells_in_few_bits": share,
+                "logit_error_mean": float(apart.mean()),
+                "logit_error_largest": float(apart.max()),
+                "kl_mean_nats": float(kl.mean()),
+                "kl_largest_nats": float(kl.max()),
+                "logit_spread": float(plain.std()),
+            }
+        )
+    return {
+        "questions": count,
+        **{name: (max if "largest" in name else statistics.fmean)(one[name] for one in found) for name in found[0]},
+        "kl_mean_nats_interval": interval([one["kl_mean_nats"] for one in found]),
+    }
+
+
 def steps(tokens: int, rounds: int) -> dict[str, Any]:
     """Bytes held and time of one decoding step's update in one layer, bfloat16, the kinds of layers in turn.
 
@@ -144,6 +202,7 @@ def steps(tokens: int, rounds: int) -> dict[str, Any]:
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what is computed; the rest stays")
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=11)
     parser.add_argument("--tokens", type=int, default=4096, help="held by the layer whose update is timed")
@@ -151,18 +210,27 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("kv_bits.json"))
     given = parser.parse_args()
     torch.set_num_threads(1)
-    result = {
-        "machine": {
-            "device": platform.processor() or "cpu",
-            "threads": 1,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "hf_blend": __version__,
-        },
-        "reference": quality(given.count, given.seed, 8),
-        "reference, 4 bits": quality(given.count, given.seed, 4),
-        "step": {"tokens": given.tokens, **STEP, "dtype": "bfloat16", "layers": steps(given.tokens, given.rounds)},
+    result = json.loads(given.output.read_text(encoding="utf-8")) if given.output.exists() else {}
+    result["machine"] = {
+        "device": platform.processor() or "cpu",
+        "threads": 1,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "hf_blend": __version__,
     }
+    if "reference" in given.parts:
+        result |= {
+            f"reference{end}": quality(given.count, given.seed, bits) for end, bits in (("", 8), (", 4 bits", 4))
+        }
+    if "step" in given.parts:
+        layers = steps(given.tokens, given.rounds)
+        result["step"] = {"tokens": given.tokens, **STEP, "dtype": "bfloat16", "layers": layers}
+    if "sequences" in given.parts:
+        result["sequences"] = {
+            f"{bits} bits, {how}": sequences(given.count, given.seed, bits, how == "moved")
+            for bits in (8, 4)
+            for how in ("as read", "moved")
+        }
     given.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 

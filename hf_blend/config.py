@@ -37,6 +37,16 @@ class Options(Mapping[str, Any]):
         return repr(self._items)
 
 
+def check_kv_bits(kv_bits: int | None) -> None:
+    """Refuse what is no number of bits in which K and V can be held.
+
+    Raises:
+        ConfigError: it is neither 8 nor 4 nor None.
+    """
+    if kv_bits is not None and (type(kv_bits) is not int or kv_bits not in (4, 8)):
+        raise ConfigError(f"kv_bits is {kv_bits!r}, but 8, 4 or None is expected. Leave it out for none.")
+
+
 @dataclass(frozen=True)
 class BlendConfig:
     """How much of the reused KV is recomputed, and which tokens those are.
@@ -101,8 +111,7 @@ class BlendConfig:
         kinds = {"selector": str, "corrector": str, "gradual": bool, "allow_unverified": bool, "seed": int}
         for name, kind in kinds.items():
             _instance(name, getattr(self, name), kind)
-        if self.kv_bits is not None and (type(self.kv_bits) is not int or self.kv_bits not in (4, 8)):
-            raise ConfigError(f"kv_bits is {self.kv_bits!r}, but 8, 4 or None is expected. Leave it out for none.")
+        check_kv_bits(self.kv_bits)
         self._check_max_tokens()
         self._check_layers()
         self._check_schedule()

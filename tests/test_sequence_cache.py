@@ -108,6 +108,19 @@ def test_prompt_lookup_decoding_crops_what_was_guessed_wrong():
     assert torch.equal(got, wanted)
 
 
+def test_cropping_what_a_copy_still_holds_hides_it_from_the_sequence():
+    model = MODELS["llama"]
+    cache, alone = filled(model), filled(model)
+    alone.crop(-4)
+    cache.copy(0, 1)
+    with torch.no_grad(), cache, alone:
+        model(prompt(2, 1), past_key_values=cache)
+        cache.crop(-6)
+        got, expected = (model(prompt(5, 2), past_key_values=one).logits for one in (cache, alone))
+    assert apart(got, expected) <= TOLERANCE
+    assert cache.tokens(1) == prompt(24)[0].tolist()
+
+
 def test_a_sequence_goes_on_as_if_nothing_was_done_to_its_copy():
     model = MODELS["llama"]
     cache, alone = filled(model), filled(model)

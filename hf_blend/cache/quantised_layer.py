@@ -9,7 +9,7 @@ of the dtype; or 4 bits with a least value for each group, as with the codec int
 its own tokens, is computed with K and V as they are.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -30,7 +30,7 @@ class Packed:
     """Tokens of K and V in 8 bits, never changed.
 
     Attributes:
-        keys: `[batch, kv_heads, groups, GROUP_TOKENS, head_dim]` int8; K was rotated for its positions.
+        keys: `[batch, kv_heads, groups, tokens of a group, head_dim]` int8; K was rotated for its positions.
         key_scales: `[batch, kv_heads, groups, 1, head_dim]` in the dtype of K; float32 where that is float16.
         values: `[batch, kv_heads, tokens, head_dim]` int8.
         value_scales: `[batch, kv_heads, tokens, 1]`, likewise.
@@ -46,6 +46,11 @@ class Packed:
         """Quantise whole groups, `[batch, kv_heads, tokens, head_dim]` each."""
         return cls(*_packed(keys.unflatten(2, (-1, GROUP_TOKENS)), 3), *_packed(values, -1))
 
+    @classmethod
+    def from_parts(cls, parts: Sequence[Tensor]) -> "Packed":
+        """Take up what `parts` gave."""
+        return cls(*parts)
+
     @property
     def tokens(self) -> int:
         """How many tokens it holds."""
@@ -53,16 +58,16 @@ class Packed:
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """All tensors; their first axis is the batch."""
+        """All tensors, the first half of them of K; their first axis is the batch."""
         return self.keys, self.key_scales, self.values, self.value_scales
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Packed":
         """The same of every tensor changed."""
-        return Packed(*map(change, self.parts))
+        return Packed.from_parts([*map(change, self.parts)])
 
     def unpack(self, keys: Tensor, values: Tensor) -> None:
         """Write the tokens to `[batch, kv_heads, tokens, head_dim]` each, in the dtype of these."""
-        keys.unflatten(2, (-1, GROUP_TOKENS)).copy_(self.keys).mul_(self.key_scales)
+        keys.unflatten(2, self.keys.shape[2:4]).copy_(self.keys).mul_(self.key_scales)
         values.copy_(self.values).mul_(self.value_scales)
 
 
@@ -71,7 +76,7 @@ class Pairs:
     """Tokens of K and V in 4 bits, never changed.
 
     Attributes:
-        keys: bytes, steps and least values of K, `[batch, kv_heads, groups, GROUP_TOKENS or 1, …]`.
+        keys: bytes, steps and least values of K, `[batch, kv_heads, groups, tokens of a group or 1, …]`.
         values: likewise of V, `[batch, kv_heads, tokens, groups, …]`, groups of neighbouring channels.
     """
 
@@ -94,6 +99,12 @@ class Pairs:
         groups = values.unflatten(3, (-1, nibbles.group_width(values.shape[3])))
         return cls(nibbles.packed(keys.unflatten(2, (-1, GROUP_TOKENS)), 3), nibbles.packed(groups, 4))
 
+    @classmethod
+    def from_parts(cls, parts: Sequence[Tensor]) -> "Pairs":
+        """Take up what `parts` gave."""
+        first, second, third, *values = parts
+        return cls((first, second, third), (values[0], values[1], values[2]))
+
     @property
     def tokens(self) -> int:
         """How many tokens it holds."""
@@ -101,17 +112,16 @@ class Pairs:
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """All tensors; their first axis is the batch."""
+        """All tensors, the first half of them of K; their first axis is the batch."""
         return *self.keys, *self.values
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Pairs":
         """The same of every tensor changed."""
-        first, second, third, *values = map(change, self.parts)
-        return Pairs((first, second, third), (values[0], values[1], values[2]))
+        return Pairs.from_parts([*map(change, self.parts)])
 
     def unpack(self, keys: Tensor, values: Tensor) -> None:
         """Write the tokens to `[batch, kv_heads, tokens, head_dim]` each, in the dtype of these."""
-        nibbles.unpacked(*self.keys, out=keys.unflatten(2, (-1, GROUP_TOKENS)))
+        nibbles.unpacked(*self.keys, out=keys.unflatten(2, self.keys[0].shape[2:4]))
         nibbles.unpacked(*self.values, out=values.unflatten(3, (self.values[0].shape[3], -1)))
 
 

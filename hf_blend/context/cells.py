@@ -82,6 +82,11 @@ class Cells:
         self._rows[sequence] = cells, positions
         self.count = max(self.count, int(cells.max()) + 1 if cells.numel() else 0)
 
+    def insert(self, cell: int, cells: int) -> None:
+        """Renumber the cells from `cell` on, so that the storage has room for some more in front of them."""
+        self._rows = {number: (held + cells * (held >= cell), at) for number, (held, at) in self._rows.items()}
+        self.count += cells
+
     def forget(self, sequences: Iterable[int]) -> None:
         """Forget sequences, as if nobody had written to them."""
         for number in sequences:

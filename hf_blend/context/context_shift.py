@@ -28,6 +28,7 @@ class ShiftCache(SequenceCache):
         *,
         window_tokens: int | None = None,
         keep_tokens: int = 4,
+        kv_bits: int | None = None,
         allow_unverified: bool = False,
     ) -> None:
         """Begin empty.
@@ -37,13 +38,14 @@ class ShiftCache(SequenceCache):
             window_tokens: most tokens that the cache holds; None is the model's `max_position_embeddings`; where
                 its rotary frequencies change with the length (longrope, dynamic), what is just below that length.
             keep_tokens: how many of the first tokens are never dropped, such as BOS and a system prompt.
+            kv_bits: as in `SequenceCache`.
             allow_unverified: use a model that fails the self-test, with one warning.
 
         Raises:
-            ConfigError: there is no room between what is kept and the window.
+            ConfigError: there is no room between what is kept and the window, or `kv_bits` is neither 8 nor 4.
             UnsupportedModelError: the model's keys cannot be moved; the layer is named.
         """
-        super().__init__(model, allow_unverified=allow_unverified)
+        super().__init__(model, kv_bits=kv_bits, allow_unverified=allow_unverified)
         longest = self._regime_tokens or getattr(text_config(model), "max_position_embeddings", None)
         self.window_tokens = int((longest if window_tokens is None else window_tokens) or 0)
         self.keep_tokens, self.shifts = keep_tokens, 0

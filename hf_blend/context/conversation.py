@@ -48,6 +48,7 @@ class Conversation:
         system: str | None = None,
         window_tokens: int | None = None,
         archive: ChunkStore | None = None,
+        kv_bits: int | None = None,
         allow_unverified: bool = False,
     ) -> None:
         """Begin.
@@ -59,10 +60,11 @@ class Conversation:
             window_tokens: most tokens that the cache holds; None is the model's `max_position_embeddings`.
             archive: keeps the KV of every turn, for `recall`. Nobody else may use it: turns saw what stood before
                 them.
+            kv_bits: as in `SequenceCache`. What is recalled is quantised when it comes back.
             allow_unverified: use a model that fails the self-test, with one warning.
 
         Raises:
-            ConfigError: the system prompt leaves no room in the window.
+            ConfigError: the system prompt leaves no room in the window, or `kv_bits` is neither 8 nor 4.
             UnsupportedModelError: the model's keys cannot be moved; the layer is named.
         """
         self.model, self.tokenizer, self.archive = model, tokenizer, archive
@@ -70,7 +72,11 @@ class Conversation:
         self._begin = self._encode(self._text(False), first=True)
         keep_tokens = max(1, len(self._begin))
         self.cache = ShiftCache(
-            model, window_tokens=window_tokens, keep_tokens=keep_tokens, allow_unverified=allow_unverified
+            model,
+            window_tokens=window_tokens,
+            keep_tokens=keep_tokens,
+            kv_bits=kv_bits,
+            allow_unverified=allow_unverified,
         )
         self._waiting: list[int] = self._begin  # ids that are part of the conversation and not in the cache yet
         self.turns: list[Turn] = []

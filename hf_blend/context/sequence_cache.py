@@ -13,6 +13,7 @@
 A key is stored as it was computed and turned from there each time, so any number of moves costs the precision of one.
 The semantics are those of llama.cpp's KV cache, except that a shift moves a shared token for one sequence only. As in
 its unified cache, sequences that are active together look at the storage as it is, and a mask hides what others hold.
+With `SequenceCache(model, kv_bits=8)` the storage has 8 bits, each token quantised once.
 """
 
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
+from ..config import check_kv_bits
 from ..errors import ConfigError, PromptError, UnsupportedModelError
 from ..model.anatomy import decoder_layers, is_extended, refuse_extended, text_config
 from ..model.attention import STOCK, Detour
@@ -33,6 +35,7 @@ from ..model.modality import has_features, other_inputs
 from ..model.placement import input_device
 from ..rotary.base import compose
 from .cells import Cells
+from .quantised_sequence_layer import QuantisedSequenceLayer
 from .self_test import ensure_movable, ensure_shareable
 from .sequence_layer import ROOM_TOKENS, SPARE_SHARE, SequenceLayer
 from .steering import Steering
@@ -54,20 +57,25 @@ class SequenceCache(Cache):
 
     Attributes:
         batch: the sequences that the next forward continues, in the order of its rows.
+        kv_bits: in how many bits K and V are held; None: as they were computed.
     """
 
-    def __init__(self, model: nn.Module, *, allow_unverified: bool = False) -> None:
+    def __init__(self, model: nn.Module, *, kv_bits: int | None = None, allow_unverified: bool = False) -> None:
         """Begin empty, with sequence 0 active.
 
         Args:
             model: a causal language model of transformers whose keys can be moved. The first cache of a model tests
                 that, with some tens of tokens.
+            kv_bits: 8 or 4 to hold K and V in so many bits, but for the last 32 to 63 tokens, and 32 more for each
+                further active sequence; None holds them in the model's dtype.
             allow_unverified: use a model that fails the self-test, with one warning.
 
         Raises:
+            ConfigError: `kv_bits` is something else.
             UnsupportedModelError: they cannot; the layer is named.
         """
-        self.model = model
+        check_kv_bits(kv_bits)
+        self.model, self.kv_bits = model, kv_bits
         self._source, self._regime_tokens = TableSource.of(model, below_regime=True), regime_tokens(model)
         ensure_movable(model, partial(SequenceCache, model), allow_unverified)
         self._device, self._allow_unverified = input_device(model), allow_unverified
@@ -80,13 +88,14 @@ class SequenceCache(Cache):
         self._detours: list[Detour] = []  # by layer, of a forward whose mask hides cells; see `attend_rows`
         self._was_extended = False
         self._steering = Steering(self, model)
-        self._sequence_layers = [SequenceLayer() for _ in decoder_layers(model)]
+        self._sequence_layers = self._empty_layers()
         Cache.__init__(self, layers=[*self._sequence_layers])
 
     @property
     def nbytes(self) -> int:
-        """Bytes of K and V that the cache holds, spare room included."""
-        return sum(layer.nbytes for layer in self._sequence_layers)
+        """Bytes of K and V that the cache holds, spare room included; with `kv_bits` scales and tables too."""
+        shared = {id(one): one.nbytes for layer in self._sequence_layers for one in layer.view_tensors}
+        return sum(layer.nbytes for layer in self._sequence_layers) + sum(shared.values())
 
     @property
     def is_compileable(self) -> bool:
@@ -250,7 +259,8 @@ class SequenceCache(Cache):
 
     def state(self, sequence: int | None = None) -> dict[str, Tensor]:
         """What the cache holds, by name: `ids` and `origins` by cell, `active`, cells and positions of each sequence,
-        and K (rotated for the origins) and V of each layer, `[kv_heads, cells, width]`.
+        and K (rotated for the origins) and V of each layer, `[kv_heads, cells, width]`; with `kv_bits` as
+        `PackedCells.parts` gives them.
 
         Args:
             sequence: None is every sequence; else that one alone, with its cells numbered from 0 on.
@@ -264,14 +274,14 @@ class SequenceCache(Cache):
             rows = {number: torch.stack(self._cells.row(number)) for number in self._cells}
         else:
             cells, positions = self._cells.row(self._existing(sequence))
-            kept, active = cells, sequence
-            rows = {sequence: torch.stack([torch.arange(len(cells)), positions])}
+            kept, active = cells.sort().values, sequence
+            rows = {sequence: torch.stack([torch.searchsorted(kept, cells), positions])}
         found = {"ids": self._ids[kept], "origins": self._origins[kept], "active": torch.tensor(active)}
         found |= {f"sequence.{number}": row for number, row in rows.items()}
+        found |= {} if self.kv_bits is None else {"kv_bits": torch.tensor(self.kv_bits)}
         for index, layer in enumerate(self._sequence_layers):
             if layer.is_initialized and len(kept):
-                for part, states in zip("kv", layer.stored(kept), strict=True):
-                    found[f"layer.{index}.{part}"] = states.contiguous()
+                found |= {f"layer.{index}.{name}": part for name, part in layer.parts(kept).items()}
         return found
 
     def adopt(self, state: dict[str, Tensor], sequence: int) -> None:
@@ -283,23 +293,37 @@ class SequenceCache(Cache):
             sequence: which; what it held is forgotten.
 
         Raises:
-            ConfigError: it is not of one sequence.
+            ConfigError: it is not of one sequence, or in other bits than this cache's.
             KeyError: something is missing; the cache is then as it was.
         """
         rows = [row for name, row in state.items() if name.startswith("sequence.")]
         if len(rows) != 1:
             raise ConfigError(f"{len(rows)} sequences were given as sequence {sequence}, but one is expected.")
-        number, (cells, positions), ids, origins = self._number(sequence), rows[0], state["ids"], state["origins"]
-        names = range(len(self._sequence_layers) if len(cells) else 0)
-        layers = [tuple(state[f"layer.{index}.{part}"][:, cells].to(self._device) for part in "kv") for index in names]
-        shared = self._shared(ids[cells], positions, origins[cells], layers)
-        first, new = self._cells.count, len(cells) - len(shared)
-        for layer, parts in zip(self._sequence_layers, layers, strict=False):
-            layer.add(first, *(part[:, len(shared) :] for part in parts))
-        self._ids = torch.cat([self._ids[:first], ids[cells][len(shared) :]])
-        self._origins = torch.cat([self._origins[:first], origins[cells][len(shared) :]])
-        self._cells.hold(number, torch.cat([shared, torch.arange(first, first + new)]), positions.clone())
+        number, (cells, positions) = self._number(sequence), rows[0]
+        given = self._layers_of(state)
+        layers = [layer.stored(cells) for layer in given]
+        shared = self._shared(state["ids"][cells], positions, state["origins"][cells], layers)
+        self._cells.hold(number, shared, positions[: len(shared)])
+        new, order = cells[len(shared) :].sort()
+        taken = self._take_up(state, given, new)[order.argsort()]
+        self._cells.hold(number, torch.cat([self._cells.row(number)[0], taken]), positions.clone())
         self._changed()
+
+    def _take_up(self, state: dict[str, Tensor], given: list[SequenceLayer], kept: Tensor) -> Tensor:
+        """Store cells of another cache, `[kept]` ascending, and return their numbers here."""
+        if not len(kept):
+            return kept
+        count = self._cells.count
+        here = self._sequence_layers[0].fixed_cells(count)
+        fixed = int(torch.searchsorted(kept, given[0].fixed_cells(len(state["ids"]))))
+        for layer, other in zip(self._sequence_layers, given, strict=True):
+            layer.add(count, other.parts(kept))
+        self._cells.insert(here, fixed)
+        self._ids, self._origins = (
+            torch.cat([held[:here], new[kept[:fixed]], held[here:count], new[kept[fixed:]]])
+            for held, new in ((self._ids, state["ids"]), (self._origins, state["origins"]))
+        )
+        return torch.cat([torch.arange(here, here + fixed), torch.arange(count + fixed, count + len(kept))])
 
     def _shared(self, ids: Tensor, positions: Tensor, origins: Tensor, layers: list[tuple[Tensor, ...]]) -> Tensor:
         """The cells, of some sequence, that hold the first of some tokens with the same bits; as many as there are."""
@@ -319,21 +343,39 @@ class SequenceCache(Cache):
         """Hold what `state` gave, and nothing else.
 
         Args:
-            state: of a cache for the same model; its tensors are copied.
+            state: of a cache for the same model; its tensors are copied. With `kv_bits`, K and V as they were computed
+                are quantised here.
 
         Raises:
+            ConfigError: K and V are in other bits than this cache's.
             KeyError: something is missing; the cache is then as it was.
         """
         rows = {name: tensor for name, tensor in state.items() if name.startswith("sequence.")}
         cells = Cells.of({int(name.partition(".")[2]): (row[0], row[1]) for name, row in rows.items()}, state["ids"])
-        layers = [SequenceLayer() for _ in self._sequence_layers]
-        for index, layer in enumerate(layers if cells.count else ()):
-            keys, values = (state[f"layer.{index}.{part}"] for part in "kv")
-            layer.restore(keys.to(self._device), values.to(self._device))
+        layers = self._layers_of(state)
         active, ids, origins = int(state["active"]), state["ids"].clone(), state["origins"].clone()
         self.batch, self._cells, self._ids, self._origins = (active,), cells, ids, origins
         self._sequence_layers, self.layers = layers, [*layers]
         self._changed()
+
+    def _empty_layers(self) -> list[SequenceLayer]:
+        bits = self.kv_bits
+        return [SequenceLayer() if bits is None else QuantisedSequenceLayer(bits) for _ in decoder_layers(self.model)]
+
+    def _layers_of(self, state: dict[str, Tensor]) -> list[SequenceLayer]:
+        """Layers that hold what `state` gave."""
+        bits = int(state["kv_bits"]) if "kv_bits" in state else None
+        if bits not in (None, self.kv_bits):
+            raise ConfigError(
+                f"K and V in {bits} bits came to a cache with kv_bits={self.kv_bits}, but kv_bits={bits} is expected. "
+                "Make the cache with it."
+            )
+        layers = self._empty_layers()
+        for index, layer in enumerate(layers if len(state["ids"]) else ()):
+            start = f"layer.{index}."
+            parts = {name.removeprefix(start): part for name, part in state.items() if name.startswith(start)}
+            layer.add(0, {name: part.to(self._device) for name, part in parts.items()})
+        return layers
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -373,7 +415,8 @@ class SequenceCache(Cache):
             )
         for number in reversed(self.batch):  # the last has the last cells
             self._cells.crop(number, -tokens_to_remove)
-        if self._seen is not None:
+        last = self._cells.row(self.active)[0][-1:]
+        if self._seen is not None or bool((last + 1 != self._cells.count).any()):  # or others hold what was cropped
             self._changed()
         else:
             self._show(self.get_seq_length())
@@ -532,7 +575,7 @@ class SequenceCache(Cache):
         self._origins, self._ids = self._origins[kept], self._ids[kept]
         for layer in self._sequence_layers:
             if layer.is_initialized:
-                layer.restore(*layer.stored(kept))
+                layer.keep(kept)
         self._changed()
 
     def _ready(self) -> None:
@@ -618,4 +661,6 @@ class SequenceCache(Cache):
         self._ids = torch.cat([self._ids[:held], ids.flatten()])
         self._seen = None if self._seen is None else grown(self._seen, real)
         self._pending = _NOTHING
+        for layer in self._sequence_layers:
+            layer.settle()
         self._show(self._sequence_layers[0].length + real.numel())

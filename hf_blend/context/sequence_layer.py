@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One layer of a sequence cache: the storage of all sequences, and the active one laid out for attention."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
@@ -13,18 +15,18 @@ SPARE_SHARE = 16  # spare columns of a large buffer: a sixteenth of it
 
 
 class Columns:
-    """K or V in a buffer with room to grow, `[1, kv_heads, capacity, width]`."""
+    """K or V, or a part of them, in a buffer with room to grow, `[1, kv_heads, capacity, …]`."""
 
-    def __init__(self, like: Tensor) -> None:
-        """Take heads, width, dtype and device from `like`, `[1, kv_heads, tokens, width]`; hold nothing."""
-        self.buffer = like.new_empty((*like.shape[:2], 0, like.shape[3]))
+    def __init__(self, like: Tensor, room_tokens: int = ROOM_TOKENS) -> None:
+        """Take all but the tokens from `like`, `[1, kv_heads, tokens, …]`; hold nothing, and grow by some more."""
+        self.buffer, self._room_tokens = like.new_empty((*like.shape[:2], 0, *like.shape[3:])), room_tokens
 
     def write(self, start: int, states: Tensor) -> Tensor:
-        """Put `[1, kv_heads, tokens, width]` at column `start`; gives back all columns up to the last written."""
+        """Put `[1, kv_heads, tokens, …]` at column `start`; gives back all columns up to the last written."""
         stop = start + states.shape[2]
         if stop > self.buffer.shape[2]:
-            shape = (*self.buffer.shape[:2], stop + max(ROOM_TOKENS, start // SPARE_SHARE), self.buffer.shape[3])
-            buffer = self.buffer.new_empty(shape)
+            capacity = stop + max(self._room_tokens, start // SPARE_SHARE)
+            buffer = self.buffer.new_empty((*self.buffer.shape[:2], capacity, *self.buffer.shape[3:]))
             buffer[:, :, :start] = self.buffer[:, :, :start]
             self.buffer = buffer
         self.buffer[:, :, start:stop] = states
@@ -51,6 +53,11 @@ class SequenceLayer(CacheLayerMixin):
         """Bytes of every buffer that the layer holds, spare room included."""
         columns = (*(self._stored or ()), *self._laid)
         return sum(part.buffer.nbytes for part in columns if part is not None)
+
+    @property
+    def view_tensors(self) -> tuple[Tensor, ...]:
+        """What is held to show the columns, and is shared with other layers."""
+        return ()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Remember dtype and device of the first states, `[1, kv_heads, tokens, width]`."""
@@ -81,22 +88,39 @@ class SequenceLayer(CacheLayerMixin):
         self.keys, self.values = shown
         return shown[0].expand(len(keys), -1, -1, -1), shown[1].expand(len(keys), -1, -1, -1)
 
+    def settle(self) -> None:
+        """Called when all layers have stored the new tokens of a forward."""
+
     def stored(self, cells: Tensor) -> tuple[Tensor, Tensor]:
         """K and V of some cells, `[kv_heads, tokens, width]`, K rotated for the positions where it was computed."""
         parts = [part.buffer[0].index_select(1, cells.to(part.buffer.device)) for part in self._stored or ()]
         return parts[0], parts[1]
 
-    def restore(self, keys: Tensor, values: Tensor) -> None:
-        """Let the storage hold just these, `[kv_heads, tokens, width]`, as cells 0, 1, 2 …."""
-        self.lazy_initialization(keys[None], values[None])
-        self.add(0, keys, values)
+    def parts(self, cells: Tensor) -> dict[str, Tensor]:
+        """What is held of some cells by name, in the form in which it is held; `cells` ascend, each once."""
+        return dict(zip("kv", self.stored(cells), strict=True))
 
-    def add(self, cell: int, keys: Tensor, values: Tensor) -> None:
-        """Store tokens that are no sequence's next, `[kv_heads, tokens, width]`, from a cell on."""
+    def fixed_cells(self, count: int) -> int:
+        """How many of the first `count` cells are in their last form; where `add` puts such cells."""
+        return count
+
+    def add(self, cell: int, parts: Mapping[str, Tensor]) -> None:
+        """Hold cells that are no sequence's next, in the form that `parts` gives, behind the first `cell` ones.
+
+        Raises:
+            KeyError: a part is missing.
+        """
+        keys, values = parts["k"][None], parts["v"][None]
         if not self.is_initialized:
-            self.lazy_initialization(keys[None], values[None])
+            self.lazy_initialization(keys, values)
         for part, states in zip(self._stored or (), (keys, values), strict=True):
-            part.write(cell, states[None])
+            part.write(cell, states)
+
+    def keep(self, cells: Tensor) -> None:
+        """Let the storage hold only some of its cells, as cells 0, 1, 2 …; `cells` ascend, each once."""
+        kept = self.parts(cells)
+        self.is_initialized = False
+        self.add(0, kept)
 
     def lay(self, cells: Tensor, in_order: bool, style: type[RotaryStyle], turn: tuple[Tensor, Tensor] | None) -> None:
         """Say which columns attention is given, and copy those that cannot be shown as they are stored.

@@ -26,6 +26,7 @@ from ..prefill.layout import layout_of
 from ..store.chunk import Layout, has_usable_values
 from ..store.seal import check_secret
 from ..store.tiers.base import EntryFault, as_fault
+from .packed_cells import forms, is_grouping
 from .sealed import Sealed, read_sealed, sealed, write_sealed
 from .sequence_cache import UNKNOWN, SequenceCache
 
@@ -89,7 +90,7 @@ def load_session(
     Raises:
         ConfigError: the secret is not bytes, or a sequence is named and the file holds several.
         StoreError: the file cannot be read, is damaged, was not signed with the secret, belongs to another model,
-            tokenizer or rotary setting, or holds what a session of this model cannot hold.
+            tokenizer, rotary setting or `kv_bits`, or holds what a session of this model cannot hold.
     """
     check_secret(secret)
     found, identity = _unsealed(path, secret), _identity(cache, tokenizer)
@@ -97,7 +98,7 @@ def load_session(
     try:
         state = found.tensors()
         with as_fault("its content"):
-            _check_state(state, layout_of(cache.model, identity["model"]))
+            _check_state(state, layout_of(cache.model, identity["model"]), cache.kv_bits)
         sequences = sum(name.startswith("sequence.") for name in state)
         if sequence is not None and sequences != 1:
             raise ConfigError(
@@ -128,14 +129,17 @@ def _unsealed(path: str | Path, secret: bytes | None) -> Sealed:
         ) from fault
 
 
-def _check_state(state: dict[str, Tensor], layout: Layout) -> None:
+def _check_state(state: dict[str, Tensor], layout: Layout, kv_bits: int | None) -> None:
     """Raise EntryFault for tensors that a cache of this layout cannot hold."""
     cells = state["ids"].numel()
     expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"active": ((), torch.int64)}
     expected |= dict.fromkeys(("ids", "origins"), ((cells,), torch.int64))
+    expected |= {} if kv_bits is None else {"kv_bits": ((), torch.int64)}
     for index, pair in enumerate(layout.layers if cells else ()):
-        for part, (heads, width, dtype) in zip("kv", pair, strict=True):
-            expected[f"layer.{index}.{part}"] = ((heads, cells, width), dtype)
+        packed = state["layer.0.groups"].numel() if kv_bits else 0
+        groups = state[f"layer.{index}.k.scale"].shape[1] if kv_bits else 0
+        parts = forms(kv_bits, pair, (packed, groups, cells - packed))
+        expected |= {f"layer.{index}.{name}": form for name, form in parts.items()}
     rows = [tensor for name, tensor in state.items() if _SEQUENCE.fullmatch(name)]
     sequences = {name: ((2, state[name].shape[-1]), torch.int64) for name in state if _SEQUENCE.fullmatch(name)}
     found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}
@@ -149,16 +153,20 @@ def _check_state(state: dict[str, Tensor], layout: Layout) -> None:
         raise EntryFault("values", f"of {cells} cells one holds a token or a position that cannot be")
     if any(len(row[0].unique()) < row.shape[1] for row in rows):
         raise EntryFault("values", f"of {len(rows)} sequences one holds a cell twice")
-    if not all(has_usable_values(tensor) for name, tensor in state.items() if name.startswith("layer.")):
+    groups_of = {name: tensor for name, tensor in state.items() if name.endswith(".groups")}
+    if not all(is_grouping(of, state[name.replace("groups", "k.scale")].shape[1]) for name, of in groups_of.items()):
+        raise EntryFault("values", f"of {cells} cells one has the scales of a group that cannot be")
+    floats = [tensor for name, tensor in state.items() if name.startswith("layer.") and tensor.is_floating_point()]
+    if not all(map(has_usable_values, floats)):
         raise EntryFault("values", f"keys or values of {cells} cells are NaN, infinite or absurd")
 
 
 def _compare(path: str | Path, saved: dict[str, str], expected: dict[str, str]) -> None:
-    for name in ("rope", "tokenizer", "model"):  # a rotary setting is part of the model: name it first
-        if saved.get(name) != expected[name]:
+    for name in ("rope", "tokenizer", "model", "kv_bits"):  # a rotary setting is part of the model: name it first
+        if saved.get(name) != expected.get(name):
             raise StoreError(
                 f"the session {path} was saved with another {name} ({saved.get(name)!r:.60}) than this cache's "
-                f"({expected[name]!r:.60}). Load it with the {name} that it was saved with, or prefill again."
+                f"({expected.get(name)!r:.60}). Load it with the {name} that it was saved with, or prefill again."
             )
 
 
@@ -168,6 +176,7 @@ def _identity(cache: SequenceCache, tokenizer: Any) -> dict[str, str]:
         "model": fingerprint(cache.model),
         "tokenizer": "" if tokenizer is None else _tokenizer_digest(tokenizer),
         "rope": json.dumps(rope, sort_keys=True, default=str),
+        **({} if cache.kv_bits is None else {"kv_bits": str(cache.kv_bits)}),
     }
 
 

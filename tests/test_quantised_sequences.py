@@ -1,0 +1,542 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""A sequence cache in 8 or 4 bits: every token is quantised once, as it was computed, whatever is done with it."""
+
+import copy
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load, save
+from transformers import AutoTokenizer, DynamicCache
+
+from hf_blend import ChunkStore, ConfigError, SequenceCache, ShiftCache, StoreError
+from hf_blend.context.conversation import Conversation
+from hf_blend.context.session import MAGIC, load_session, save_session
+from hf_blend.evaluation.bundled import REFERENCE
+from hf_blend.store.seal import seal
+from hf_blend.verify.zoo import tiny_model
+
+MODEL = tiny_model("llama", max_position_embeddings=4096)
+GROUP = 32
+FLOOR = 2e-6  # of the largest logit; measured: 0 where nothing moved, up to 6e-7 where keys were turned
+FLIP = {8: 2e-4, 4: 3e-3}  # one value rounded the other way: up to 8e-5 and 1.3e-3; all quantised: 2.4e-3 and 2.5e-2
+
+
+def prompt(tokens, seed=0, rows=1):
+    return torch.randint(3, 100, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def filled(tokens=150, bits=8, model=MODEL):
+    cache = SequenceCache(model, kv_bits=bits)
+    with torch.no_grad(), cache:
+        model(prompt(tokens), past_key_values=cache)
+    return cache
+
+
+def rounded(states, axis, bits):
+    """What is left of values that share a scale along `axis`, by the formulas of docs/eight_bit.md."""
+    if bits == 8:
+        scale = states.abs().amax(axis, keepdim=True) / 127
+        scale = torch.where(scale > 0, scale, 1.0)
+        return (states / scale).round().clamp(-127, 127) * scale
+    low = states.amin(axis, keepdim=True).bfloat16().float()
+    step = ((states.amax(axis, keepdim=True) - low) / 15).bfloat16().float()
+    return ((states - low) / step).round().clamp(0, 15) * step + low
+
+
+def rounded_pair(keys, values, bits):
+    """K by channel over groups of tokens, V by token, in 4 bits by 32 neighbouring channels or all."""
+    keys = rounded(keys.unflatten(2, (-1, GROUP)), 3, bits).flatten(2, 3)
+    if bits == 8:
+        return keys, rounded(values, -1, bits)
+    width = 32 if values.shape[3] % 32 == 0 else values.shape[3]
+    return keys, rounded(values.unflatten(3, (-1, width)), 4, bits).flatten(3)
+
+
+def turned(model, keys, by):
+    """Keys `[1, kv_heads, tokens, width]` rotated by so many positions, `[tokens]`, as in Llama."""
+    angles = by[:, None].float() * model.model.rotary_emb.inv_freq
+    angles = torch.cat([angles, angles], -1)
+    first, second = keys.chunk(2, -1)
+    return keys * angles.cos() + torch.cat([-second, first], -1) * angles.sin()
+
+
+class Plain:
+    """The same in plain torch around stock forwards with stock caches, one sequence after the other."""
+
+    def __init__(self, model, bits):
+        self.model, self.bits = model, bits
+        self.rows, self.kv, self.packed = {0: ([], [])}, None, 0  # cells and positions; K and V of each layer by cell
+        self.origins = []
+
+    def shown(self, number):
+        cells, positions = (torch.tensor(part, dtype=torch.long) for part in self.rows[number])
+        by = positions - torch.tensor(self.origins, dtype=torch.long)[cells]
+        kv = [(k[:, :, cells], v[:, :, cells]) for k, v in self.kv or ()]
+        return [(turned(self.model, k, by) if by.any() else k, v) for k, v in kv]
+
+    @torch.no_grad()
+    def forward(self, ids, batch=(0,)):
+        found = []
+        for number, line in zip(batch, ids, strict=True):
+            cache, (cells, positions) = DynamicCache(), self.rows[number]
+            for index, pair in enumerate(self.shown(number)):
+                cache.update(*pair, index)
+            first = max(positions, default=-1) + 1
+            at = torch.arange(first, first + len(line))
+            mask = torch.ones((1, len(cells) + len(line)), dtype=torch.long)
+            logits = self.model(line[None], past_key_values=cache, position_ids=at[None], attention_mask=mask).logits
+            found.append(
+                (logits, [(one.keys[:, :, -len(line) :], one.values[:, :, -len(line) :]) for one in cache.layers], at)
+            )
+        for number, (_, layers, at) in zip(batch, found, strict=True):
+            cells, positions = self.rows[number]
+            new = range(len(self.origins), len(self.origins) + len(at))
+            self.rows[number] = [*cells, *new], [*positions, *at.tolist()]
+            self.origins += at.tolist()
+            self.kv = [
+                tuple(torch.cat(two, 2) for two in zip(*pairs, strict=True))
+                for pairs in (zip(self.kv, layers, strict=True) if self.kv else [(one,) for one in layers])
+            ]
+        self.pack(len(batch))
+        return torch.cat([logits for logits, _, _ in found])
+
+    def pack(self, sequences):
+        end = self.packed + max(0, (len(self.origins) - self.packed) // GROUP - sequences) * GROUP
+        for pair in self.kv if end > self.packed else ():
+            for states, left in zip(
+                pair, rounded_pair(*(part[:, :, self.packed : end] for part in pair), self.bits), strict=True
+            ):
+                states[:, :, self.packed : end] = left
+        self.packed = end
+
+    def remove(self, number, start=0, stop=None):
+        stop = 10**9 if stop is None else stop
+        self._edit(number, lambda at: None if start <= at < stop else at)
+
+    def shift(self, number, start, stop, by):
+        stop = 10**9 if stop is None else stop
+        self._edit(number, lambda at: at + by if start <= at < stop else at)
+
+    def crop(self, tokens_to_remove):
+        cells, positions = self.rows[0]
+        self.rows[0] = cells[: len(cells) + tokens_to_remove], positions[: len(cells) + tokens_to_remove]
+
+    def copy(self, source, target):
+        self.rows[target] = tuple([*part] for part in self.rows[source])
+
+    def close(self):
+        """Cells of no sequence are given back."""
+        kept = sorted({cell for cells, _ in self.rows.values() for cell in cells})
+        self.packed = sum(cell < self.packed for cell in kept)
+        self.origins = [self.origins[cell] for cell in kept]
+        self.kv = [tuple(part[:, :, kept] for part in pair) for pair in self.kv]
+        self.rows = {number: ([kept.index(cell) for cell in cells], at) for number, (cells, at) in self.rows.items()}
+
+    def divide(self, number, start, stop, by):
+        self._edit(number, lambda at: at // by if at >= start else at)
+
+    def _edit(self, number, change):
+        cells, positions = self.rows[number]
+        pairs = [(cell, change(at)) for cell, at in zip(cells, positions, strict=True)]
+        kept = [(cell, at) for cell, at in pairs if at is not None and at >= 0]
+        self.rows[number] = [cell for cell, _ in kept], [at for _, at in kept]
+
+
+def both(tokens=150, bits=8, model=MODEL):
+    plain = Plain(model, bits)
+    plain.forward(prompt(tokens))
+    return filled(tokens, bits, model), plain
+
+
+def goes_on_alike(cache, plain, steps=24, seed=1, size=1, within=FLOOR):
+    """Feed both the same tokens, `size` in each forward, and compare the logits of each."""
+    batch = cache.batch
+    with torch.no_grad(), cache:
+        for step in range(steps):
+            ids = prompt(size, seed + step, len(batch))
+            got, expected = cache.model(ids, past_key_values=cache).logits, plain.forward(ids, batch)
+            assert float((got - expected).abs().max() / expected.abs().max()) <= within, step
+
+
+def bits_of(cache, sequence=None):
+    return {name: part.clone() for name, part in cache.state(sequence).items()}
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_logits_are_those_of_a_stock_cache_whose_tokens_were_quantised_by_the_formula(bits):
+    cache, plain = both(bits=bits)
+    exact = Plain(MODEL, bits)
+    exact.pack = lambda sequences: None
+    exact.forward(prompt(150))
+    ids = prompt(1, 9)
+    apart = (copy.deepcopy(plain).forward(ids) - exact.forward(ids)).abs().max()
+    assert apart > 100 * FLOOR, "what is quantised can be seen"
+    goes_on_alike(cache, plain)
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "deepseek_v3", "gptj", "gpt_neox"])
+def test_every_kind_of_rotation_and_window_is_unpacked_as_it_was_computed(name):
+    model = tiny_model(name)
+    cache, plain = both(model=model)
+    goes_on_alike(cache, plain, steps=3, size=12)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_after_remove_and_shift_keys_are_turned_from_what_was_quantised(bits):
+    cache, plain = both(bits=bits)
+    for one in (cache, plain):
+        one.remove(0, 40, 71)
+        one.shift(0, 71, None, -31)
+    plain.close()
+    goes_on_alike(cache, plain, steps=15, size=2, within=FLIP[bits])
+    for one in (cache, plain):
+        one.shift(0, 0, None, 500)
+        one.remove(0, 510, 516)
+        one.shift(0, 516, None, -6)
+    plain.close()
+    goes_on_alike(cache, plain, steps=15, size=2, within=FLIP[bits])
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_forks_go_on_over_shared_cells_that_nobody_writes_to(bits):
+    cache, plain = both(bits=bits)
+    before = bits_of(cache, 0)
+    packed = len(before["layer.0.groups"])
+    numbers = cache.fork(3)
+    for number in numbers[1:]:
+        plain.copy(0, number)
+    goes_on_alike(cache, plain, steps=14, size=2)
+    after = bits_of(cache)
+    for name in (name for name in before if "bytes" in name or name.startswith("layer.0.v.scale")):
+        assert torch.equal(after[name][:, :packed], before[name])
+    cache.use(1)
+    goes_on_alike(cache, plain, steps=3)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("remove"), st.just(0), st.integers(0, 120), st.integers(0, 160)),
+            st.tuples(st.just("shift"), st.just(0), st.integers(0, 120), st.none(), st.integers(-20, 30)),
+            st.tuples(st.just("divide"), st.just(0), st.integers(0, 120), st.none(), st.integers(1, 3)),
+            st.tuples(st.just("copy"), st.just(0), st.just(1)),
+            st.tuples(st.just("crop"), st.integers(-90, 0)),
+            st.tuples(st.just("forward"), st.integers(1, 70)),
+        ),
+        max_size=6,
+    ),
+    st.sampled_from([8, 4]),
+)
+def test_keys_after_any_program_are_those_of_the_formula_turned_once(program, bits):
+    cache, plain = both(100, bits)
+    for operation, *arguments in program:
+        if operation == "forward":
+            if not cache.get_seq_length():
+                continue
+            plain.close()
+            goes_on_alike(cache, plain, steps=1, size=arguments[0], within=1)
+        elif operation == "crop":
+            tokens = max(arguments[0], -cache.get_seq_length())
+            cache.crop(tokens)
+            plain.crop(tokens)
+        elif operation != "copy" or 1 not in plain.rows:
+            getattr(cache, operation)(*arguments)
+            getattr(plain, operation)(*arguments)
+    first = cache.shown()[0]  # its K and V do not depend on context, so no rounding falls the other way
+    for got, expected in zip((first.keys, first.values), plain.shown(0)[0], strict=True):
+        assert got.shape == expected.shape
+        assert not got.numel() or float((got - expected).abs().max()) <= 1e-5
+
+
+def test_bits_of_a_token_never_change_however_often_it_moves():
+    many, once = filled(), filled()
+    before = bits_of(many)
+    for _ in range(50):
+        many.shift(0, 0, None, 2)
+        many.compact()
+    once.shift(0, 0, None, 100)
+    ids = prompt(5, 3)
+    with torch.no_grad(), many, once:
+        logits = [MODEL(ids, past_key_values=one).logits for one in (many, once)]
+    assert torch.equal(*logits)
+    after = bits_of(many)
+    many.remove(0, 110, 140)
+    with torch.no_grad(), many:
+        MODEL(ids, past_key_values=many)
+    last, packed = bits_of(many), len(before["layer.0.groups"])
+    for name in (name for name in before if "bytes" in name):
+        assert torch.equal(after[name][:, :packed], before[name])
+        kept = [cell for cell in range(packed) if not 10 <= cell < 40]
+        assert torch.equal(last[name][:, : len(kept)], before[name][:, kept])
+
+
+@pytest.mark.parametrize("removed", [1, 60, 100, 149, 150])
+def test_crop_forgets_packed_tokens_too_and_goes_on(removed):
+    cache, plain = both()
+    cache.crop(-removed)
+    plain.crop(-removed)
+    plain.close()
+    goes_on_alike(cache, plain, steps=2, size=70)
+    with pytest.raises(ConfigError, match="crop"):
+        cache.crop(-1000)
+
+
+def test_scales_of_what_was_cropped_are_given_back():
+    cache = filled()
+    sizes = []
+    for step in range(6):
+        with torch.no_grad(), cache:
+            MODEL(prompt(128, step), past_key_values=cache)
+        sizes.append(cache.nbytes)
+        cache.crop(-128)
+    assert len(set(sizes[1:])) == 1
+
+
+def tensors_in(one, seen):
+    """Bytes of all tensors that an object holds, each memory once."""
+    if isinstance(one, torch.Tensor):
+        seen[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
+    elif isinstance(one, dict):
+        for part in one.values():
+            tensors_in(part, seen)
+    elif isinstance(one, (list, tuple)):
+        for part in one:
+            tensors_in(part, seen)
+    elif type(one).__module__.startswith("hf_blend"):
+        tensors_in(vars(one), seen)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("bits", "dtype", "share"), [(8, "bfloat16", 0.6), (8, "float32", 0.32), (4, "bfloat16", 0.38)]
+)
+def test_a_long_prefix_with_eight_sequences_takes_the_bytes_that_it_should(bits, dtype, share):
+    model = tiny_model("llama", head_dim=64, num_hidden_layers=2, max_position_embeddings=8192)
+    model.to(getattr(torch, dtype))
+    caches = [SequenceCache(model, kv_bits=kv_bits) for kv_bits in (None, bits)]
+    for cache in caches:
+        with torch.no_grad(), cache:
+            model(prompt(4000), past_key_values=cache)
+            cache.fork(8)
+            for step in range(4):
+                model(prompt(1, step, 8), past_key_values=cache)
+    plain, packed = caches
+    assert packed.nbytes <= share * plain.nbytes
+    held = tensors_in([list(packed._sequence_layers)], {})
+    assert sum(held.values()) <= packed.nbytes, "nothing is held that is not counted"
+    for cache in caches:
+        cache.keep(0)
+        cache.shift(0, 2000, None, 7)
+        with torch.no_grad(), cache:
+            model(prompt(1, 9), past_key_values=cache)
+    assert sum(tensors_in([list(packed._sequence_layers)], {}).values()) <= packed.nbytes
+    assert packed.nbytes <= share * plain.nbytes
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_session_comes_back_bit_for_bit_and_goes_on_the_same(tmp_path, bits):
+    cache, plain = both(bits=bits)
+    for one in (cache, plain):
+        one.remove(0, 20, 30)
+        one.shift(0, 30, None, -10)
+        one.copy(0, 2)
+        one.remove(2, 60)
+    plain.close()
+    size = save_session(cache, tmp_path / "chat")
+    again = SequenceCache(MODEL, kv_bits=bits)
+    load_session(again, tmp_path / "chat")
+    assert same(bits_of(cache), bits_of(again))
+    goes_on_alike(again, plain, steps=2, size=50, within=FLIP[bits])
+    full = SequenceCache(MODEL)
+    with torch.no_grad(), full:
+        MODEL(prompt(150), past_key_values=full)
+    assert size < save_session(full, tmp_path / "full")
+
+
+@pytest.mark.parametrize(("saved", "other"), [(8, None), (None, 8), (8, 4)])
+def test_a_session_of_other_bits_is_refused_by_name(tmp_path, saved, other):
+    save_session(filled(bits=saved), tmp_path / "chat")
+    cache = filled(90, bits=other)
+    before = bits_of(cache)
+    with pytest.raises(StoreError, match=r"another kv_bits .*Load it with the kv_bits"):
+        load_session(cache, tmp_path / "chat")
+    assert same(bits_of(cache), before)
+
+
+def without_scales(state):
+    return {name: part for name, part in state.items() if "scale" not in name}
+
+
+def with_nan(state):
+    state["layer.1.k.scale"][0, 0, 0] = float("nan")
+    return state
+
+
+def of_another_group(state):
+    state["layer.0.groups"][-1] = 3
+    return state
+
+
+def with_too_large_a_group(state):
+    state["layer.0.groups"][:33] = 0
+    return state
+
+
+def unsorted(state):
+    state["layer.0.groups"] = state["layer.0.groups"].flip(0)
+    return state
+
+
+def shorter(state):
+    state["layer.1.v.scale"] = state["layer.1.v.scale"][:, :-1].contiguous()
+    return state
+
+
+@pytest.mark.parametrize(
+    "change", [without_scales, with_nan, of_another_group, with_too_large_a_group, unsorted, shorter]
+)
+def test_a_session_without_its_scales_or_with_wrong_ones_is_refused(tmp_path, change):
+    cache = filled()
+    save_session(cache, tmp_path / "chat")
+    image = (tmp_path / "chat").read_bytes()[len(MAGIC) + len("sha256:") + 64 :]
+    about = json.loads(image[8 : 8 + int.from_bytes(image[:8], "little")])["__metadata__"]
+    image = save(change(load(image)), about)
+    (tmp_path / "chat").write_bytes(MAGIC + seal(None, MAGIC, image) + image)
+    before = bits_of(cache)
+    with pytest.raises(StoreError, match="holds what no session of this model holds"):
+        load_session(cache, tmp_path / "chat")
+    assert same(bits_of(cache), before)
+
+
+def test_one_sequence_is_taken_up_beside_others_with_its_bits(tmp_path):
+    cache = filled(150)
+    save_session(cache, tmp_path / "one", sequence=0)
+    other, beside = both(150)
+    with torch.no_grad(), other:
+        MODEL(prompt(100, 5), past_key_values=other)
+    beside.forward(prompt(100, 5))
+    load_session(other, tmp_path / "one", sequence=4)
+    held = len(other.state()["ids"])
+    assert held < 150 + 250, "the beginning is shared"
+    assert other.tokens(4) == cache.tokens(0)
+    for layer, pair in zip(other.shown(), beside.shown(0), strict=True):
+        assert float((layer.keys - pair[0]).abs().max()) <= 1e-5
+        assert float((layer.values - pair[1]).abs().max()) <= 1e-5
+    other.use(4)
+    with torch.no_grad(), other, cache:
+        got, expected = (MODEL(prompt(3, 7), past_key_values=one).logits for one in (other, cache))
+    assert torch.equal(got, expected)
+
+
+def test_a_sequence_of_other_tokens_is_taken_up_with_scales_of_its_own(tmp_path):
+    cache, plain = SequenceCache(MODEL, kv_bits=8), Plain(MODEL, 8)
+    with torch.no_grad(), cache:
+        MODEL(prompt(150, 8), past_key_values=cache)
+    plain.forward(prompt(150, 8))
+    save_session(cache, tmp_path / "one", sequence=0)
+    other, beside = both(100)
+    load_session(other, tmp_path / "one", sequence=1)
+    assert other.state()["layer.0.groups"].tolist() == [cell // GROUP for cell in range(64 + 96)]
+    for number, expected in ((1, plain), (0, beside)):
+        other.use(number)
+        for layer, pair in zip(other.shown(), expected.shown(0), strict=True):
+            assert torch.equal(layer.keys, pair[0])
+            assert torch.equal(layer.values, pair[1])
+
+
+def test_tokens_are_seen_in_the_order_of_their_sequence_though_cells_are_in_another():
+    cache, plain = both(150)
+    cache.copy(0, 1, 70, 150)
+    cache.copy(0, 1, 0, 70)
+    cache.use(1)
+    plain.rows[1] = ([*range(70, 150), *range(70)],) * 2
+    assert cache.positions(1) == plain.rows[1][1]
+    for layer, pair in zip(cache.shown(), plain.shown(1), strict=True):
+        assert torch.equal(layer.keys, pair[0])
+        assert torch.equal(layer.values, pair[1])
+    goes_on_alike(cache, plain, steps=3)
+
+
+def test_what_is_left_of_two_groups_keeps_the_scales_of_each():
+    cache, plain = both(150)
+    for one in (cache, plain):
+        one.remove(0, 16, 48)  # as many cells as a group has
+    for layer, pair in zip(cache.shown(), plain.shown(0), strict=True):
+        assert torch.equal(layer.keys, pair[0])
+        assert torch.equal(layer.values, pair[1])
+
+
+def test_a_forward_that_fails_leaves_the_bits_as_they_were(monkeypatch, untouched):
+    cache, plain = both()
+    before = bits_of(cache)
+    with monkeypatch.context() as patch:
+        patch.setattr(MODEL.model.layers[1].mlp, "forward", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError), torch.no_grad(), cache:
+            MODEL(prompt(100, 4), past_key_values=cache)
+    assert same(bits_of(cache), before)
+    with untouched(MODEL):
+        goes_on_alike(cache, plain, steps=2, size=60)
+
+
+def test_generate_works_in_every_mode_and_a_copy_is_its_own():
+    ids = prompt(100)
+    for mode in ({"num_beams": 3}, {"prompt_lookup_num_tokens": 4}, {"num_return_sequences": 2, "do_sample": True}):
+        cache = SequenceCache(MODEL, kv_bits=8)
+        cache.fork(mode.get("num_beams", mode.get("num_return_sequences", 1)))
+        got = MODEL.generate(ids, past_key_values=cache, max_new_tokens=20, eos_token_id=None, **mode)
+        assert got.shape[1] == 120
+        twin, before = copy.deepcopy(cache), bits_of(cache)
+        twin.shift(twin.active, 0, None, 3)
+        twin.crop(-5)
+        assert same(bits_of(cache), before)
+
+
+def test_a_window_and_a_conversation_hold_few_bits_too(tmp_path):
+    cache = ShiftCache(MODEL, window_tokens=100, kv_bits=8)
+    MODEL.generate(prompt(90), past_key_values=cache, max_new_tokens=150, eos_token_id=None)
+    assert cache.shifts >= 2
+    assert "layer.0.k.bytes" in cache.state()
+    model, tokenizer = _reference()
+    chat = Conversation(model, tokenizer, window_tokens=160, archive=ChunkStore.open("memory://"), kv_bits=8)
+    for turn in range(4):
+        chat.ask("Tell me what was said before about the mill, the river and the town. " * 2, max_new_tokens=4)
+        assert len(chat.turns) == turn + 1
+    chat.save(tmp_path / "chat")
+    later = Conversation(model, tokenizer, window_tokens=160, kv_bits=8)
+    later.load(tmp_path / "chat")
+    assert same(bits_of(chat.cache), bits_of(later.cache))
+    assert chat.recall(0, recompute_ratio=0.2).report.reusable_tokens > 0
+    assert chat.cache.state()["kv_bits"] == 8
+    chat.ask("And now?", max_new_tokens=4)
+
+
+def _reference():
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(REFERENCE), AutoTokenizer.from_pretrained(REFERENCE)
+
+
+@pytest.mark.parametrize("bits", [2, 16, 8.0, "8", True])
+def test_other_bits_are_refused(bits):
+    with pytest.raises(ConfigError, match=r"kv_bits is .* 8, 4 or None"):
+        SequenceCache(MODEL, kv_bits=bits)
+
+
+def test_what_is_held_in_other_bits_is_not_taken_up():
+    state = filled(bits=8).state()
+    for bits in (4, None):
+        with pytest.raises(ConfigError, match=r"8 bits came .*kv_bits=8 is expected"):
+            SequenceCache(MODEL, kv_bits=bits).restore(state)
+    cache = SequenceCache(MODEL, kv_bits=8)
+    cache.restore(filled(bits=None).state())
+    got = {name: part for name, part in bits_of(cache).items() if "bytes" in name}
+    assert same(got, {name: part for name, part in bits_of(filled()).items() if "bytes" in name})
