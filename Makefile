@@ -106,7 +106,7 @@ COUNT ?= 500
 
 EVALUATED2 := prefix-caching full-reuse $(foreach r,0.05 0.1 0.15 0.3,kv-deviation@$(r)) $(foreach r,0.05 0.15,auto@$(r)) \
 	$(foreach r,0.05 0.06 0.075 0.1 0.15,learned@$(r)) random@0.15 dependency@0.15 query-attention@0.15 boundary@0.15 stored-importance@0.15 oracle@0.15
-COUNT2 ?= 200
+COUNT2 ?= 500
 
 eval2: $(STAMP) ## score methods on long prompts, answers and times of the same questions: rows in benchmarks/results
 	$(BIN)/hf-blend eval chain-world --model chains $(EVALUATED2:%=--method %) --limit $(COUNT2) --batch 4 --output-dir build/eval2
