@@ -186,6 +186,7 @@ def test_asking_gives_three_answers_and_marks_what_was_recomputed(visit, artefac
     seen.page.screenshot(path=artefacts / "answers.png", full_page=True)
 
 
+@pytest.mark.slow
 def test_the_address_is_a_link_to_the_question(visit):
     seen = visit()
     seen.short()
@@ -229,6 +230,7 @@ def test_files_are_retrieved_from_and_named_and_answers_grow(visit, model_folder
     seen.page.screenshot(path=artefacts / "files.png", full_page=True)
 
 
+@pytest.mark.slow
 def test_hostile_text_is_only_text_and_a_huge_one_is_refused_with_a_sentence(visit, artefacts):
     seen = visit()
     seen.write("#hb-model", "reference")

@@ -11,7 +11,7 @@ WAITS = {"kv-deviation": 3, "auto": 2}  # the ids, what the model is, whether la
 KERNELS = {"kv-deviation": 1.15, "auto": 1.25}  # of a stock prefill; `auto` probes and scores in two layers more
 
 
-@pytest.mark.parametrize("selector", KERNELS)
+@pytest.mark.parametrize("selector", ["kv-deviation", pytest.param("auto", marks=pytest.mark.slow)])
 def test_a_layer_launches_hardly_more_kernels_than_a_stock_one_however_many_chunks_there_are(selector):
     ratio = {"kv-deviation": 0.15, "auto": 0.05}[selector]
     plan = OverheadPlan(tokens=320, short_tokens=64, chunks=(2, 64), settings=((selector, ratio),), rounds=1)

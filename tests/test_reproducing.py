@@ -85,6 +85,7 @@ def test_impress_counts_bytes_first_and_heads_against_chance_and_resumes(untied,
     assert made_by(arguments, capsys)[1] == figures
 
 
+@pytest.mark.slow
 def test_kvstar_counts_accepted_tokens_as_the_session_does_and_resumes(
     untied, small_draft, asked, tmp_path, capsys, monkeypatch
 ):
@@ -125,6 +126,7 @@ def test_kvstar_counts_accepted_tokens_as_the_session_does_and_resumes(
     assert made_by(arguments, capsys)[1] == figures
 
 
+@pytest.mark.slow
 def test_a_copy_as_draft_is_accepted_whole_and_said_to_be_a_copy(untied, asked, capsys):
     found, figures = made_by(["reproduce", "kvstar", "--model", untied, *asked], capsys)
     assert figures["speculation"][0]["acceptance"] == 1
@@ -205,7 +207,7 @@ def test_the_number_of_chunks_varies():
 
 
 def lines_of(tmp_path, **settings):
-    trial = Trial(limit=4, batch=2, methods=("full-reuse", "kv-deviation@0.15"), **settings)
+    trial = Trial(**{"limit": 4, "batch": 2, "methods": ("full-reuse", "kv-deviation@0.15"), **settings})
     with RunFolder(tmp_path / "run", trial.settings) as folder:
         run(trial, folder)
         return list(folder.lines.values())
@@ -213,7 +215,7 @@ def lines_of(tmp_path, **settings):
 
 def test_chunks_take_as_long_to_read_as_the_rate_of_the_storage_says(tmp_path):
     gb_s = 0.001  # waiting takes longer than computing
-    lines = lines_of(tmp_path, read_gb_s=gb_s, times_batches=True)
+    lines = lines_of(tmp_path, read_gb_s=gb_s, times_batches=True, limit=2)
     for method in ("full-reuse", "kv-deviation"):
         for line, other in zip(*[iter(line for line in lines if line["method"] == method)] * 2, strict=True):
             assert line["ttft_ms"] == other["ttft_ms"], "of the batch"

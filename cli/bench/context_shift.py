@@ -17,7 +17,7 @@ def context_shift(windows: Windows = 20, json: Json = False) -> None:
     """Read stories and write text for many windows with a cache of one; each shift beside a fresh prefill.
 
     Examples:
-        hf-blend bench context-shift --windows 2 --json
+        hf-blend bench context-shift --windows 2 --json  # slow
         hf-blend bench context-shift --windows 20  # slow
     """
     from hf_blend.evaluation.bench.context_shift import measure_context_shift
