@@ -8,8 +8,8 @@ Prefix and chunks go through a blended prefill; then the question is brought tok
 chunks from what is held, and the answer is decoded greedily. The same is done with `kv_bits` and without.
 Logits are compared along the question, where both have read the same tokens.
 
-The part `sequences` does so behind a `SequenceCache`: as it was read, and with the first chunk removed and what stood
-behind it shifted up. `--parts sequences` computes that alone and leaves the rest of the file.
+The part `sequences` does so behind a `SequenceCache`: as it was read, and with the first chunk removed and what
+followed it shifted up. `--parts sequences` computes that alone and leaves the rest of the file.
 """
 
 import argparse
@@ -118,7 +118,7 @@ def read_on(model: Any, prompt: Any, kv_bits: int | None, is_moved: bool) -> tup
         model: the reference model.
         prompt: context and question.
         kv_bits: of the cache.
-        is_moved: the first chunk is removed, and what stands behind it is shifted up, before the question comes.
+        is_moved: the first chunk is removed, and what follows it is shifted up, before the question comes.
 
     Returns:
         Logits of each question token, `[tokens, vocabulary]`, and the share of cells in few bits at the end.

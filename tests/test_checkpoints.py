@@ -76,32 +76,26 @@ def saved_states(folder, model, ids=None):
     return ids
 
 
-def states_left_at_zero(monkeypatch):
+def left_at_zero(monkeypatch, kind):
     fill = StockForm.fill
 
-    def without_states(self, segments, tokens):
+    def without(self, segments, tokens):
         filled = fill(self, segments, tokens)
         for layer in filled.layers:
-            for at, state in getattr(layer, "recurrent_states", {}).items():
+            for at, state in getattr(layer, kind, {}).items():
                 if state is not None:
-                    layer.recurrent_states[at] = torch.zeros_like(state)
+                    getattr(layer, kind)[at] = torch.zeros_like(state)
         return filled
 
-    monkeypatch.setattr(StockForm, "fill", without_states)
+    monkeypatch.setattr(StockForm, "fill", without)
+
+
+def states_left_at_zero(monkeypatch):
+    left_at_zero(monkeypatch, "recurrent_states")
 
 
 def last_inputs_of_the_convolution_left_out(monkeypatch):
-    fill = StockForm.fill
-
-    def without_last_inputs(self, segments, tokens):
-        filled = fill(self, segments, tokens)
-        for layer in filled.layers:
-            for at, state in getattr(layer, "conv_states", {}).items():
-                if state is not None:
-                    layer.conv_states[at] = torch.zeros_like(state)
-        return filled
-
-    monkeypatch.setattr(StockForm, "fill", without_last_inputs)
+    left_at_zero(monkeypatch, "conv_states")
 
 
 def states_of_one_token_before(monkeypatch):

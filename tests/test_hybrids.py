@@ -12,7 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 from hf_blend import BlendCache, ChunkStore, ConfigError, UnsupportedModelError, observer, plugins
+from hf_blend.cache.blend_cache import IGNORES_STATES
 from hf_blend.cache.mixer_layer import MixerLayer
+from hf_blend.context.continuing import continuing
 from hf_blend.context.sequence_cache import SequenceCache
 from hf_blend.model import mixer
 from hf_blend.model.fingerprint import fingerprint
@@ -188,6 +190,12 @@ def test_every_selector_chooses_among_the_tokens_of_a_hybrid(selector):
         if len(blended.report.chosen_columns[0]) == 35:
             assert torch.allclose(got, plain, atol=1e-5)
     assert selector == "none" or len(blended.report.chosen_columns[0]) == 35
+
+
+@pytest.mark.parametrize("name", [*FAST, "jamba", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_the_types_that_ignore_a_state_are_those_of_which_running_shows_it(name):
+    model = tiny_model(name)
+    assert continuing(model, fingerprint(model)).at_once == (name not in IGNORES_STATES)
 
 
 @pytest.mark.parametrize("name", ["jamba", "zamba"])

@@ -355,10 +355,12 @@ def test_a_draft_that_selects_must_be_given(model):
 @pytest.mark.parametrize("selects", [False, True])
 def test_a_draft_with_another_vocabulary_is_refused_by_name(model, selects):
     size = model.config.vocab_size
-    draft = tiny_model("llama", vocab_size=size + 8)
+    padded, other = (tiny_model("llama", vocab_size=size + more) for more in (1024, 1025))
+    with sparse_decoding(model, new_cache(model), draft=padded, draft_selects=selects):
+        pass
     with (
-        pytest.raises(ConfigError, match=f"the draft knows {size + 8} tokens, expected the {size} of the model"),
-        sparse_decoding(model, new_cache(model), draft=draft, draft_selects=selects),
+        pytest.raises(ConfigError, match=f"the draft knows {size + 1025} tokens, expected the {size} of the model"),
+        sparse_decoding(model, new_cache(model), draft=other, draft_selects=selects),
     ):
         pass
 

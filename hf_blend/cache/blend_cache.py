@@ -594,8 +594,7 @@ class BlendCache(MaskedDecode):
 
     def _refuse_ignored_state(self, tokens: int) -> None:
         """Refuse several tokens behind others where the model's own code would compute them as if none were there."""
-        kind = text_config(self.model).model_type
-        if tokens > 1 and kind in IGNORES_STATES and super().get_seq_length():
+        if tokens > 1 and super().get_seq_length() and (kind := text_config(self.model).model_type) in IGNORES_STATES:
             raise ConfigError(
                 f"{tokens} tokens came behind the {super().get_seq_length()} that the cache holds, but the code of "
                 f"{kind} models takes the states of tokens before into account only where one token comes at a time. "

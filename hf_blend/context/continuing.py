@@ -12,13 +12,13 @@ states are blanked: one that several tokens do not feel and a single one does is
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
 from ..model.anatomy import other_states, stock_cache, text_config
+from ..model.fingerprint import PerStructure
 from ..model.identity.canonical import canonical, notes_kept
 from ..model.modality import placeholder_ids
 from ..model.placement import input_device
@@ -48,9 +48,6 @@ class Continuing:
     at_once: bool
 
 
-_known: WeakKeyDictionary[nn.Module, tuple[str, Continuing]] = WeakKeyDictionary()
-
-
 def continuing(model: nn.Module, fingerprint: str) -> Continuing:
     """Find out how a model's stock cache is continued; remembered until the fingerprint changes.
 
@@ -61,10 +58,7 @@ def continuing(model: nn.Module, fingerprint: str) -> Continuing:
     Raises:
         UnsupportedModelError: it is not continued as the model computes the whole, or keeps what cannot be saved.
     """
-    known = _known.get(model)
-    if known is None or known[0] != fingerprint:
-        known = _known[model] = fingerprint, _found(model)
-    return known[1]
+    return _ways(model, fingerprint)
 
 
 def _found(model: nn.Module) -> Continuing:
@@ -91,6 +85,9 @@ def _found(model: nn.Module) -> Continuing:
             f"one forward by {one_by_one:.2g} times what is allowed. Prefill its prompts as a whole."
         )
     return Continuing(form, several <= 1 and not ignored)
+
+
+_ways = PerStructure(_found)
 
 
 def _notes(model: nn.Module) -> str:

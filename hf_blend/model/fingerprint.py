@@ -127,7 +127,7 @@ class PerStructure(Generic[T]):
 
         Args:
             model: as in `fingerprint`.
-            digest: its `structure_digest`, where it was asked for just now.
+            digest: its `structure_digest`, where it was asked for just now; or its `fingerprint`, where weights count.
         """
         digest = digest or structure_digest(model)
         known = self._found.get(model)
