@@ -105,7 +105,7 @@ EVALUATED := full-prefill prefix-caching full-reuse unaligned-reuse $(AT:%=auto@
 COUNT ?= 500
 
 EVALUATED2 := prefix-caching full-reuse $(foreach r,0.05 0.1 0.15 0.3,kv-deviation@$(r)) $(foreach r,0.05 0.15,auto@$(r)) \
-	$(foreach r,0.05 0.06 0.075 0.1 0.15,learned@$(r)) random@0.15 dependency@0.15 query-attention@0.15 boundary@0.15 stored-importance@0.15 oracle@0.15
+	$(foreach r,0.05 0.06 0.075 0.1 0.15,value-norm@$(r)) random@0.15 dependency@0.15 query-attention@0.15 boundary@0.15 stored-importance@0.15 oracle@0.15
 COUNT2 ?= 500
 
 eval2: $(STAMP) ## score methods on long prompts, answers and times of the same questions: rows in benchmarks/results

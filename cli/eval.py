@@ -60,7 +60,7 @@ def eval(
 
     Examples:
         hf-blend eval --limit 2 --ratio 0.1 --json
-        hf-blend eval needle --limit 2 --method auto --ratio 0.1
+        hf-blend eval needle --limit 2 --method boundary --ratio 0.1
         hf-blend eval needle --limit 2 --method kv-deviation@0.1 --partial 0.25
         hf-blend eval --method all --limit 500 --batch 25 --output-dir run --report  # slow
         hf-blend eval musique --model mistralai/Mistral-7B-Instruct-v0.2 --limit 20  # network

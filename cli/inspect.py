@@ -45,8 +45,8 @@ def inspect(
     """Show, for one prompt, how far stored KV is from that of a full prefill, and what the selectors do about it.
 
     Examples:
-        hf-blend inspect --selector auto --selector kv-deviation
-        hf-blend inspect --selector auto --json
+        hf-blend inspect --selector query-attention --selector kv-deviation
+        hf-blend inspect --selector boundary --json
         hf-blend inspect "Who keeps the light?" notes.txt --model HuggingFaceTB/SmolLM2-135M-Instruct  # network
     """
     from hf_blend import ChunkStore

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .options import RATIO, SELECTOR
 from .output import Json, SecretFile, fail, read_secret, say, show
 
 if TYPE_CHECKING:
@@ -46,8 +47,8 @@ def serve(
     remote: Remote = None,
     host: Host = "127.0.0.1",
     port: Port = 8000,
-    ratio: Ratio = 0.15,
-    selector: Selector = "kv-deviation",
+    ratio: Ratio = RATIO,
+    selector: Selector = SELECTOR,
     tenants: TenantsFile = None,
     secret_file: SecretFile = None,
     max_requests: MaxRequests = 64,
@@ -120,9 +121,7 @@ def _run(service: "Service", host: str, port: int, started: Callable[[str, Calla
     serve(service, host, port, on_start=started)
 
 
-def _ask(
-    url: str, stop: Callable[[], None], model: str, key: str, json: bool, answers: list[dict[str, Any]]
-) -> None:
+def _ask(url: str, stop: Callable[[], None], model: str, key: str, json: bool, answers: list[dict[str, Any]]) -> None:
     """Ask a bundled question over HTTP, and end the server."""
     import json as codec
     import urllib.request

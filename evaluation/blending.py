@@ -14,6 +14,7 @@ from .answering import blend_config
 from .methods.base import Approach, Blended
 
 WITHOUT_RATIO = ("none", "full", "explicit")  # selectors that are no methods of their own
+NEEDS_OPTION = ("learned",)  # selectors that are methods only with an option behind their name
 
 
 class Blending(Blended):
@@ -39,13 +40,14 @@ class Blending(Blended):
 
 @cache
 def method_names() -> dict[str, str]:
-    """Every method and what it does, in the order of tables: the ends of the scale first."""
+    """Every method that its name alone makes, and what it does; the ends of the scale first, as in tables."""
     fixed = plugins.describe("evaluation.methods")
     first = ("full-prefill", "prefix-caching", "full-reuse")
-    selectors = {name: line for name, line in plugins.describe("selectors").items() if name not in WITHOUT_RATIO}
+    left_out = {*WITHOUT_RATIO, *NEEDS_OPTION}
+    selectors = {name: line for name, line in plugins.describe("selectors").items() if name not in left_out}
     rest = {name: line for name, line in fixed.items() if name not in first}
     ends = {name: fixed[name] for name in first}
-    return {**ends, "auto": selectors["auto"], **selectors, **rest}
+    return {**ends, **selectors, **rest}
 
 
 @cache
@@ -59,7 +61,7 @@ def takes_ratio(name: str) -> bool:
     plain = name.partition(":")[0].replace("_", "-")
     if plain.endswith(plugins.FILE):
         return bool(plugins.load("selectors", name.partition(":")[0]))
-    if plain not in method_names():
+    if plain not in (*method_names(), *NEEDS_OPTION):
         raise PluginNotFoundError(f"there is no method {name!r}. {suggest(plain, method_names())}")
     return plain in plugins.describe("selectors")
 

@@ -21,6 +21,7 @@ from hf_blend.prefill.probing import Listener
 from hf_blend.selectors.attention import Attention
 
 from .answering import blend_config
+from .blending import NEEDS_OPTION
 from .prompting import inputs_of
 
 RATIOS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0)
@@ -105,16 +106,17 @@ class Inspector:
 
         Args:
             selectors: names, with options such as `kv-deviation:on=k`; None for all that there are. Tokens for the
-                attention deviation are chosen by the first.
+                attention deviation are chosen by the first, or where none is named by the default selector.
             ratio: at which they are compared.
             ratios: for the attention deviation.
 
         Returns:
             What was found.
         """
-        names = list(selectors or (name for name in plugins.describe("selectors") if name not in ("full", "none")))
+        left_out = {"full", "none", *NEEDS_OPTION}
+        names = list(selectors or (name for name in plugins.describe("selectors") if name not in left_out))
         chosen = {name: set(self._run(blend_config(name, recompute_ratio=ratio)).chosen) for name in names}
-        first = "auto" if selectors is None else names[0]
+        first = names[0] if selectors else BlendConfig.selector
         return Inspection(
             [self._tokenizer.decode([self._ids[column]]) for column in self.columns],
             self.columns,

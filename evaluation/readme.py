@@ -26,9 +26,7 @@ SOURCES = {
     "kvstar_overlap": "kvstar_draft",
 }
 # rows of the short table
-ENDS = (
-    ("full-prefill", None), ("full-reuse", None), ("kv-deviation", 0.15), ("query-attention", 0.15), ("learned", 0.075)
-)  # fmt: skip
+ENDS = (("full-prefill", None), ("full-reuse", None), ("kv-deviation", 0.15), ("query-attention", 0.15))
 PLACE = re.compile(r"<!--table:(?P<name>\w+)-->\n.*?<!--end-->", re.DOTALL)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import hf_blend
 from hf_blend import ChunkStore, plugins
+from hf_blend.config import BlendConfig
 from hf_blend.errors import ConfigError
 from hf_blend.store.throttled import ThrottledTier
 
@@ -61,7 +62,7 @@ class Trial:
 
     tasks: tuple[str, ...] = ("reference-world",)
     models: tuple[str, ...] = (REFERENCE,)
-    methods: tuple[str, ...] = (FULL, "prefix-caching", "full-reuse", "auto")
+    methods: tuple[str, ...] = (FULL, "prefix-caching", "full-reuse", BlendConfig.selector)
     ratios: tuple[float, ...] = (0.02, 0.05, 0.1, 0.15, 0.3)
     limit: int | None = 50
     seed: int = 1
@@ -119,7 +120,9 @@ class Trial:
         try:
             own = float(ratio)
         except ValueError:
-            raise ConfigError(f"the method {text!r} has no ratio behind its @. Write one, such as auto@0.1.") from None
+            raise ConfigError(
+                f"the method {text!r} has no ratio behind its @. Write one, such as boundary@0.1."
+            ) from None
         if not takes_ratio(name) or not 0 <= own <= 1:
             raise ConfigError(f"the method {text!r} has a ratio of {own}, but takes none, or none but 0 to 1.")
         return [(name, own)]

@@ -177,7 +177,10 @@ def test_decoding_behind_a_blend_goes_on_as_stock(name, how):
     assert blended.report.reusable_tokens >= 35
 
 
-@pytest.mark.parametrize("selector", [name for name in plugins.describe("selectors") if name != "explicit"])
+NEEDS_OPTION = ("explicit", "learned")
+
+
+@pytest.mark.parametrize("selector", [name for name in plugins.describe("selectors") if name not in NEEDS_OPTION])
 def test_every_selector_chooses_among_the_tokens_of_a_hybrid(selector):
     model = tiny_model("lfm2", layer_types=["conv", "full_attention"] * 2)
     for ratio in (0.3, 1.0):

@@ -203,7 +203,7 @@ def test_chunks_behind_a_conversation_are_blended_as_in_a_full_prefill(name):
     [
         name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
         for name in plugins.describe("selectors")
-        if name != "explicit"
+        if name not in ("explicit", "learned")
     ],
 )
 def test_every_selector_chooses_among_the_tokens_of_a_model_with_an_indexer(name, selector):

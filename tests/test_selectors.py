@@ -15,7 +15,7 @@ from hf_blend.prefill.rows import highest
 from hf_blend.selectors.attention import Attention
 from hf_blend.selectors.base import Selector, TokenView
 
-SELECTORS = plugins.describe("selectors")
+SELECTORS = [name for name in plugins.describe("selectors") if name != "learned"]  # which needs a probe, see below
 CHUNKS, QUESTION, LAYERS, CHECK = (7, 12, 5), 4, 4, 1
 each = pytest.mark.parametrize("name", SELECTORS)
 
@@ -257,6 +257,15 @@ def test_the_learned_selector_follows_its_probe_and_refuses_one_of_another_model
             selector("learned", path=str(tmp_path / name)).score(seen)
     with pytest.raises(ConfigError, match="cannot be read"):
         selector("learned", path=str(tmp_path / "nothing")).score(seen)
+
+
+def test_the_learned_selector_needs_its_probe_and_names_the_rule_that_needs_none():
+    for options in ({}, {"path": ""}):
+        with pytest.raises(ConfigError, match=r"path='', expected the file of a probe.*fitting.*selector value-norm"):
+            selector("learned", **options)
+    seen = view()
+    values = seen.stored_alone(LAYERS - 1)[1]
+    assert torch.allclose(selector("value-norm").score(seen), torch.linalg.vector_norm(values, dim=(1, 3)))
 
 
 def test_a_probe_that_was_fitted_again_takes_the_place_of_the_one_that_was_read(tmp_path):

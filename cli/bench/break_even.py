@@ -20,7 +20,7 @@ Rounds = Annotated[int, typer.Option(min=1, help="How often each is measured; th
 def break_even(
     shape: Shape = "smollm2-135m",
     tokens: Tokens = [64, 128, 256, 512],  # noqa: B006
-    method: Methods = [f"{SELECTOR}@{RATIO:g}", "auto@0.05"],  # noqa: B006
+    method: Methods = [f"{SELECTOR}@{RATIO:g}", "boundary@0.05"],  # noqa: B006
     rounds: Rounds = 7,
     device: Device = "auto",
     json: Json = False,

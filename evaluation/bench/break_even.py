@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hf_blend import BlendCache, ChunkStore
+from hf_blend.config import BlendConfig
 from hf_blend.model.placement import input_device
 
 from ..answering import blend_config
@@ -40,7 +41,7 @@ class BreakEvenPlan:
     shape: str = "smollm2-135m"
     tokens: tuple[int, ...] = (64, 128, 256, 512)
     question_tokens: int = 16
-    methods: tuple[str, ...] = ("kv-deviation@0.15", "auto@0.05")
+    methods: tuple[str, ...] = (f"{BlendConfig.selector}@{BlendConfig.recompute_ratio:g}", "boundary@0.05")
     rounds: int = 7
     dtype: str = "float32"
     seed: int = 0

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from hf_blend import BlendCache, ChunkStore
+from hf_blend.config import BlendConfig
 from hf_blend.errors import ConfigError, suggest
 from hf_blend.model.mixer_probe import mixers_of
 from hf_blend.store.chunk import ChunkKey
@@ -54,8 +55,8 @@ class HybridsPlan:
     chunks: int = 8
     chunk_tokens: int = 512
     question_tokens: int = 32
-    ratio: float = 0.15
-    selector: str = "kv-deviation"
+    ratio: float = BlendConfig.recompute_ratio
+    selector: str = BlendConfig.selector
     rounds: int = 5
     dtype: str = "float32"
     device: str = "cpu"

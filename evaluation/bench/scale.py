@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from hf_blend import BlendCache, ChunkStore, HfBlendError
+from hf_blend.config import BlendConfig
 from hf_blend.version import __version__
 
 from .shapes import random_model
@@ -53,8 +54,8 @@ class ScalePlan:
     )
     chunk_tokens: int = 512
     question_tokens: int = 64
-    ratio: float = 0.15
-    selector: str = "kv-deviation"
+    ratio: float = BlendConfig.recompute_ratio
+    selector: str = BlendConfig.selector
     rounds: int = 3
     threads: int = 2
     dtype: str = "float32"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_blend import BlendCache, ChunkStore
+from hf_blend.config import BlendConfig
 from hf_blend.version import __version__
 
 from .shapes import random_model
@@ -42,7 +43,7 @@ class TtftPlan:
     chunk_tokens: int = 512
     question_tokens: int = 64
     ratios: tuple[float, ...] = (1.0, 0.15, 0.05, 0.0)
-    selector: str = "kv-deviation"
+    selector: str = BlendConfig.selector
     rounds: int = 5
     dtype: str = "float32"
     device: str = "cpu"

@@ -19,7 +19,7 @@ from ..splitting import Splitter
 from .shelf import Loaded
 from .visitors import Limits
 
-RESEARCH = ("explicit", "oracle", "compose")  # selectors that need what a visitor cannot give, or cheat
+RESEARCH = ("explicit", "learned", "oracle", "compose")  # selectors that need what a visitor cannot give, or cheat
 
 
 @dataclass(frozen=True)

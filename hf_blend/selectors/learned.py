@@ -20,22 +20,33 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from .base import Selector, TokenView, norms
+from .base import Selector, TokenView
 
 PREFIX = "values."
 
 
 class Learned(Selector):
-    """The prediction of a fitted probe. Option `path`: its file; without one, the length of the last values."""
+    """The prediction of a fitted probe. Option `path`: its file, which must be given."""
 
     needs_kv = False
     defaults: ClassVar[Mapping[str, Any]] = {"path": ""}
 
+    def __init__(self, options: Mapping[str, Any], seed: int = 0) -> None:
+        """See `Selector`.
+
+        Raises:
+            ConfigError: no probe is named, or there is no such option.
+        """
+        super().__init__(options, seed)
+        if not self.options["path"]:
+            raise ConfigError(
+                f"Learned has path={self.options['path']!r}, expected the file of a probe. Fit one for the model with "
+                "python -m hf_blend.evaluation.fitting; the rule that needs no probe is the selector value-norm."
+            )
+
     def score(self, view: TokenView) -> Tensor:
         """Predicted deviation, `[batch, tokens]`."""
         path = str(self.options["path"])
-        if not path:
-            return norms(view.stored_alone(view.num_layers - 1)[1])
         weights = probe(path)
         if max(weights) >= view.num_layers:
             raise ConfigError(
