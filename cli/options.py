@@ -18,7 +18,7 @@ __all__ = [
 
 RATIO, SELECTOR = BlendConfig.recompute_ratio, BlendConfig.selector
 
-Model = Annotated[str | None, typer.Option(help="Hub id or path; the default is the bundled reference model.")]
+Model = Annotated[str | None, typer.Option(help="Hub id, path, or smollm2; the default is the bundled reference.")]
 Store = Annotated[str | None, typer.Option("--store", help="Folder of the chunk store; the default is the library's.")]
 Device = Annotated[str, typer.Option(help="Where the model runs, such as cuda:1; auto is a GPU if there is one.")]
 Dtype = Annotated[str, typer.Option(help="Of the weights: float32, bfloat16 or float16; auto is as they were saved.")]

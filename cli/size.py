@@ -48,13 +48,14 @@ def size(model: Model, context: Context = 32768, batch: Batch = 1, dtype: Dtype 
 
 
 def _config(model: str) -> Any:
+    from hf_blend.model_names import locate
     from hf_blend.verify.zoo import TINY, tiny_model
 
     if model.startswith(TINY):
         return tiny_model(model.removeprefix(TINY)).config
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(model)
+    return AutoConfig.from_pretrained(locate(model))
 
 
 def _dtype(name: str | None) -> Any:

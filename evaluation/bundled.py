@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Models to ask: the two that come with the package, or any other by path or hub id.
+"""Models to ask: those that have a short name, or any other by path or hub id.
 
 What can be known without the weights is known first: the folder, the type, the tokenizer, the device. A mistake is
 answered before anything large is read.
@@ -21,12 +21,10 @@ import torch
 from torch import nn
 
 from hf_blend.errors import ConfigError, UnsupportedModelError, suggest
+from hf_blend.model_names import BUNDLED as BUNDLED
+from hf_blend.model_names import locate
 from hf_blend.rotary.regime import stretches
 
-BUNDLED = {  # name → folder
-    "reference": str(files("hf_blend") / "bundled" / "reference"),  # short notes; binds in its first layers
-    "chains": str(files("hf_blend") / "bundled" / "chains"),  # long prompts; chains over chunks, to the middle layers
-}
 REFERENCE, CHAINS = BUNDLED["reference"], BUNDLED["chains"]
 AUTO = "auto"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -86,7 +84,8 @@ def open_model(name: str | None = None, device: str = AUTO, dtype: str = AUTO) -
     """Find a model and read its config and tokenizer.
 
     Args:
-        name: path or hub id, or a name in `BUNDLED`, for which no network is used; None is the reference model.
+        name: path or hub id, or a name in `model_names.NAMES`, for which no network is used; None is the reference
+            model.
         device: such as "cuda:1"; "auto" is a GPU if there is one.
         dtype: of the weights, a name in `DTYPES`; "auto" is as they were saved.
 
@@ -96,10 +95,11 @@ def open_model(name: str | None = None, device: str = AUTO, dtype: str = AUTO) -
     Raises:
         ConfigError: there is no such folder, and no such model on the hub, or the hub cannot be reached; it has no
             tokenizer; there is no such device or dtype.
+        MissingExtraError: the name is in `model_names.NAMES`, and the model is not on this machine.
         UnsupportedModelError: it is no decoder.
     """
     where, kind = choose_device(device), choose_dtype(dtype)
-    folder = REFERENCE if name is None else BUNDLED.get(name) or os.path.expanduser(name)
+    folder = REFERENCE if name is None else os.path.expanduser(locate(name))
     if folder.startswith((".", os.sep)) and not os.path.isdir(folder):
         raise ConfigError(
             f"there is no folder {name!r}. Give a folder that a model was saved in, or the id of one on the hub, such "

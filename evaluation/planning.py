@@ -147,9 +147,9 @@ def _config(model: str) -> Any:
         return tiny_model(model.removeprefix(TINY)).config
     from transformers import AutoConfig
 
-    from .bundled import BUNDLED
+    from hf_blend.model_names import locate
 
-    return AutoConfig.from_pretrained(BUNDLED.get(model, model))
+    return AutoConfig.from_pretrained(locate(model))
 
 
 def _settings(chosen: Placement, places: Mapping[str, str], prices: Mapping[str, float]) -> dict[str, Any]:

@@ -202,6 +202,18 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
+def smollm2() -> tuple[Any, Any]:
+    """Give a real chat model, loaded once, and its tokenizer; leave both as they are."""
+    from hf_blend.errors import MissingExtraError
+    from hf_blend.evaluation.bundled import load_model
+
+    try:
+        return load_model("smollm2")
+    except MissingExtraError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
 def published() -> Path:
     """The folder with the files that others have published numbers on."""
     if not PUBLISHED.is_dir():

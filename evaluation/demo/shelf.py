@@ -13,8 +13,9 @@ from torch import nn
 
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.errors import ConfigError, HfBlendError
+from hf_blend.model_names import NAMES, locate
 
-from ..bundled import BUNDLED, ModelSource, open_model
+from ..bundled import ModelSource, open_model
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 FAILURES = (ImportError, LookupError, OSError, RuntimeError, ValueError)
@@ -89,7 +90,7 @@ class Shelf:
             return self._held[wanted]
 
     def _load(self, name: str) -> Loaded:
-        folder = BUNDLED.get(name) or self._checked(name)
+        folder = locate(name) if name in NAMES else self._checked(name)
         try:
             self._weigh(folder, name)
             source = open_model(folder, *self._on)

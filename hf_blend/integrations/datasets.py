@@ -20,6 +20,7 @@ from typing import Any
 from filelock import FileLock
 
 from ..errors import ConfigError, StoreError, import_extra, suggest
+from ..model_names import locate
 from ..store import ChunkKey, ChunkStore
 
 __all__ = ["index_dataset"]
@@ -150,7 +151,8 @@ class _Worker:
 def _loaded(source: str) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    return AutoModelForCausalLM.from_pretrained(source).eval(), AutoTokenizer.from_pretrained(source)
+    folder = locate(source)
+    return AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
 
 
 def _store_one(

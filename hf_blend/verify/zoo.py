@@ -15,6 +15,7 @@ from torch import nn
 
 from ..errors import ConfigError, UnsupportedModelError, suggest
 from ..model.anatomy import other_states
+from ..model_names import locate
 
 TINY = "tiny:"
 LAYERS = 4
@@ -103,7 +104,7 @@ def load_model(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu
     """Load a model, or build a tiny one.
 
     Args:
-        name: a path, a hub id, or `tiny:TYPE`.
+        name: a path, a hub id, a name in `model_names.NAMES`, or `tiny:TYPE`.
         dtype: of the weights.
         device: where to put it.
 
@@ -120,7 +121,7 @@ def load_model(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu
     from transformers import AutoModelForCausalLM
 
     try:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(locate(name), dtype=dtype)
     except ValueError as error:
         raise UnsupportedModelError(
             f"{name} does not load as a causal language model: {_short(error)} Blending needs a decoder-only model."

