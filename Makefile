@@ -12,7 +12,7 @@ WORKERS ?= logical
 COVERED := cache model prefill rotary selectors store
 
 .DEFAULT_GOAL := help
-.PHONY: bench chain-model check demo docs docs-site eval eval2 faults help install kvstar quickstart space test test-oldest test-slow
+.PHONY: bench chain-model check coverage demo docs docs-site eval eval2 faults help install kvstar quickstart space test test-oldest test-slow
 
 help: ## say what each target does
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,15 +50,18 @@ space: ## lay out build/space, all that a Hugging Face Space needs
 # tests/conftest.py.
 SIDE_BY_SIDE := OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
-test: $(STAMP) ## run the tests, with coverage and the reasons of what was skipped
+test: $(STAMP) ## run the offline tests
+	$(SIDE_BY_SIDE) $(PYTEST_ARGS)
+
+coverage: $(STAMP) ## run the offline tests and show which lines of the core no test runs
 	$(SIDE_BY_SIDE) $(COVERED:%=--cov=hf_blend.%) --cov-report=term $(PYTEST_ARGS)
 
-test-slow: $(STAMP) ## run the tests that take minutes, then all others against the oldest transformers
-	$(BIN)/python -P -m pytest -m "slow and not network" $(PYTEST_ARGS)
+test-slow: $(STAMP) ## run the slow tests, all properties with more examples, then the others on the oldest transformers
+	$(BIN)/python -P -m pytest -m "(slow or hypothesis) and not network" --hypothesis-profile=long $(PYTEST_ARGS)
 	$(MAKE) test-oldest
 
 test-oldest: build/constraints-oldest.txt ## run the tests against the oldest transformers, in an environment of its own
-	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=$< COVERED=
+	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=$<
 
 build/constraints-oldest.txt: constraints-oldest.txt constraints.txt # the first version of a name counts
 	mkdir -p build

@@ -5,15 +5,13 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .whole_table import whole
-
 Document = Mapping[str, Any]
 Cell = Callable[[Document], str]
 Columns = Mapping[str, Cell]
 
 
 def plain(columns: Columns, head: Callable[[Document], str], name: str = "rows") -> Callable[[Document], list[str]]:
-    """A table with one line for each of a document's rows, and with all that the document has.
+    """A table with one line for each of a document's rows.
 
     Args:
         columns: title → how a row is written there.
@@ -28,7 +26,7 @@ def plain(columns: Columns, head: Callable[[Document], str], name: str = "rows")
         lines = [head(document), "", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
         return lines + [f"| {' | '.join(cell(row) for cell in columns.values())} |" for row in document[name]]
 
-    return whole(table, lambda document: document[name], name)
+    return table
 
 
 def text(name: str, none: str = "") -> Cell:

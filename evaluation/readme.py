@@ -13,7 +13,6 @@ from typing import Any
 from hf_blend.verify.everything import judged
 
 from .measured import MEASURED, acceptance, store
-from .whole_table import whole
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST_LETTERS = 140  # of a reason in a table
@@ -294,7 +293,7 @@ EVAL2_COLUMNS = (
 
 
 def _eval2(document: dict[str, Any]) -> list[str]:
-    """Quality, time and bytes of every method on the same long prompts; no column of the file is left out."""
+    """Quality, time and bytes of every method on the same long prompts."""
     rows = document["rows"]
     settings = rows[0]
     lines = [
@@ -317,19 +316,19 @@ def _eval2(document: dict[str, Any]) -> list[str]:
 
 TABLES = {
     "ends": _ends,
-    "eval2": whole(_eval2),
-    "break_even": whole(_break_even, None),
-    "study": whole(_study, _studied),
-    "reference": whole(_reference),
-    "ttft": whole(_ttft),
+    "eval2": _eval2,
+    "break_even": _break_even,
+    "study": _study,
+    "reference": _reference,
+    "ttft": _ttft,
     "families": _families,
     "images_read": _images_read,
     "support": _support,
-    "context_shift": whole(_context_shift, None),
-    "self_extend": whole(_self_extend),
-    "session": whole(_session),
-    "sequences": whole(_sequences),
-    "store": whole(store, None),
+    "context_shift": _context_shift,
+    "self_extend": _self_extend,
+    "session": _session,
+    "sequences": _sequences,
+    "store": store,
     "acceptance": acceptance,
     **MEASURED,
     "ttft_disk_spare": MEASURED["ttft_disk"],

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Every example in the help of a command is run, in an empty folder."""
+"""Every example in the help of a command is understood; one of each command is run here, the others as slow tests."""
 
 import importlib
 import io
@@ -9,8 +9,9 @@ import subprocess
 import sys
 
 import pytest
+import typer
 
-from hf_blend.cli.main import commands, functions, main, split_examples
+from hf_blend.cli.main import build, commands, functions, main, split_examples
 
 FUNCTIONS = {
     (name, command): function
@@ -19,21 +20,45 @@ FUNCTIONS = {
 }
 
 
+EXAMPLES = [line for function in FUNCTIONS.values() for line in split_examples(function.__doc__ or "")[1]]
+UNMARKED = [line for line in EXAMPLES if "#" not in line]
+SHORT = {line.split()[1]: line for line in reversed(UNMARKED)}.values()  # the first of each command
+
+
 def marked(example: str) -> object:
     """An example as a test parameter, with the mark that its comment asks for."""
     marks = [getattr(pytest.mark, word) for word in ("slow", "network") if word in example.partition("#")[2].split()]
+    marks += [] if marks or example in SHORT else [pytest.mark.slow]
     return pytest.param(example, marks=marks, id=example)
 
 
-EXAMPLES = [line for function in FUNCTIONS.values() for line in split_examples(function.__doc__ or "")[1]]
+def test_every_command_has_two_examples_that_call_it():
+    wrong = []
+    for (name, command), function in FUNCTIONS.items():
+        examples = split_examples(function.__doc__ or "")[1]
+        begins = f"hf-blend {name}" if name == command else f"hf-blend {name} {command}"
+        wrong += [] if len(examples) >= 2 else [begins]
+        wrong += [example for example in examples if not f"{example} ".startswith(f"{begins} ")]
+    assert wrong == []
 
 
-@pytest.mark.parametrize(("name", "command"), FUNCTIONS)
-def test_every_command_has_two_examples_that_call_it(name, command):
-    _, examples = split_examples(FUNCTIONS[name, command].__doc__ or "")
-    begins = f"hf-blend {name}" if name == command else f"hf-blend {name} {command}"
-    assert len(examples) >= 2
-    assert all(f"{example} ".startswith(f"{begins} ") for example in examples)
+def understood(line: str) -> str:
+    """Parse a command line as the program does; what it cannot understand is returned as a sentence."""
+    words = shlex.split(line, comments=True)[1:]
+    command = typer.main.get_command(build(words))
+    try:
+        while hasattr(command, "commands"):
+            command, words = command.commands[words[0]], words[1:]
+        command.make_context(line, words)
+    except (KeyError, typer.BadParameter.__base__) as wrong:  # a UsageError, whichever click typer brings
+        return f"{line}: {wrong}"
+    return ""
+
+
+def test_every_example_is_understood():
+    assert [said for said in map(understood, EXAMPLES) if said] == []
+    assert understood("hf-blend store stats --jsno")
+    assert understood("hf-blend store stast")
 
 
 @pytest.mark.parametrize("example", [marked(example) for example in EXAMPLES])

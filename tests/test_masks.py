@@ -4,7 +4,7 @@
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -193,7 +193,6 @@ def test_a_row_that_sees_no_key_disturbs_no_other():
 )
 @example(kept={0, 1, 2, 3, 10, 13}, group=1, step=4, run=100, kept_bytes=0, batch=1, in_two=False)  # the last is short
 @example(kept={*range(9, 64)}, group=2, step=4, run=5, kept_bytes=0, batch=1, in_two=True)  # one run
-@settings(max_examples=150)
 def test_any_columns_cut_into_blocks_of_any_size_give_attention_under_the_dense_mask(
     kept, group, step, run, kept_bytes, batch, in_two
 ):

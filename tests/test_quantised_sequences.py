@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load, save
 from transformers import AutoTokenizer, DynamicCache
@@ -221,7 +221,6 @@ def test_forks_go_on_over_shared_cells_that_nobody_writes_to(bits):
     goes_on_alike(cache, plain, steps=3)
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     st.lists(
         st.one_of(

@@ -4,7 +4,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_blend import observer, plugins
@@ -23,7 +23,6 @@ TURNING = (Half, Interleaved, InterleavedHalves)
 styles = st.sampled_from(TURNING)
 positions = st.integers(0, 100_000)
 widths = st.sampled_from((8, HEAD_DIM))  # 8: half of each head turns
-property_test = settings(max_examples=40)
 
 
 def table(style, start, *, width=HEAD_DIM, theta=10_000.0, factor=1.0, dtype=torch.float32):
@@ -63,21 +62,18 @@ def assert_close(got, wanted, relative):
     assert error <= relative, f"off by {error:.3g} of the size, {relative:g} allowed"
 
 
-@property_test
 @given(styles, positions, widths, st.sampled_from((torch.float32, torch.bfloat16, torch.float16)))
 def test_moving_by_nothing_changes_no_bit(style, start, width, dtype):
     keys, here = fresh_keys(dtype=dtype), table(style, start, width=width, factor=1.3)
     assert torch.equal(moved(style, keys, here, here), keys)
 
 
-@property_test
 @given(styles, positions, positions, widths)
 def test_there_and_back_is_where_it_was(style, here, there, width):
     keys, old, new = fresh_keys(), table(style, here, width=width), table(style, there, width=width)
     assert_close(moved(style, moved(style, keys, old, new), new, old), keys, 1e-6)
 
 
-@property_test
 @given(styles, st.tuples(positions, positions, positions), widths)
 def test_two_moves_are_one(style, places, width):
     first, second, third = (table(style, place, width=width) for place in places)
@@ -85,14 +81,12 @@ def test_two_moves_are_one(style, places, width):
     assert_close(twice, moved(style, fresh_keys(), first, third), 1e-6)
 
 
-@property_test
 @given(styles, positions, positions, widths)
 def test_a_move_keeps_lengths(style, here, there, width):
     got = moved(style, fresh_keys(), table(style, here, width=width), table(style, there, width=width))
     assert_close(got.norm(dim=-1), fresh_keys().norm(dim=-1), 1e-6)
 
 
-@property_test
 @given(styles, positions, positions, widths)
 def test_a_moved_key_is_what_the_model_computes_there_at_any_distance(style, here, there, width):
     old, new = table(style, here, width=width), table(style, there, width=width)

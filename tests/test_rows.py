@@ -5,12 +5,10 @@
 import math
 
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hf_blend.prefill.rows import Rows, highest
-
-property_test = settings(max_examples=60, deadline=None)
 
 
 @st.composite
@@ -37,7 +35,6 @@ def wanted_sets(grid):
     return [row.nonzero().flatten().tolist() for row in grid]
 
 
-@property_test
 @given(grids())
 def test_rows_hold_the_wanted_places_sorted_and_each_once(grid):
     rows, index = Rows.of(grid)
@@ -46,7 +43,6 @@ def test_rows_hold_the_wanted_places_sorted_and_each_once(grid):
     assert rows.columns.shape[1] == grid.sum(1).max()
 
 
-@property_test
 @given(grids())
 def test_a_filler_repeats_the_first_row_of_its_own_entry(grid):
     rows, _ = Rows.of(grid)
@@ -55,7 +51,6 @@ def test_a_filler_repeats_the_first_row_of_its_own_entry(grid):
     assert torch.equal(rows.columns[fillers(rows)], rows.columns[:, :1].expand_as(rows.columns)[fillers(rows)])
 
 
-@property_test
 @given(st.data())
 def test_keeping_some_rows_twice_is_keeping_what_both_want(data):
     first = data.draw(grids())
@@ -68,14 +63,12 @@ def test_keeping_some_rows_twice_is_keeping_what_both_want(data):
     assert torch.equal(rows.columns.gather(1, index), kept.columns)
 
 
-@property_test
 @given(grids())
 def test_an_entry_is_the_same_beside_any_neighbours(grid):
     for number, row in enumerate(sets(Rows.of(grid)[0])):
         assert sets(Rows.of(grid[number : number + 1])[0]) == [row]
 
 
-@property_test
 @given(grids(), st.integers(0, 1000))
 def test_states_taken_and_written_back_change_nothing_and_touch_no_other_column(grid, seed):
     batch, places = grid.shape
@@ -104,7 +97,6 @@ def choices(draw):
     return scores, eligible, counts
 
 
-@property_test
 @given(choices())
 @example((torch.tensor([[9.0, math.nan]]), torch.tensor([[False, True]]), torch.tensor([1])))
 def test_the_highest_are_those_of_a_plain_sort_with_the_earlier_first(choice):
@@ -116,7 +108,6 @@ def test_the_highest_are_those_of_a_plain_sort_with_the_earlier_first(choice):
         assert wanted_sets(marked)[row] == sorted(order[: int(counts[row])])
 
 
-@property_test
 @given(choices())
 def test_asking_for_more_keeps_what_was_marked(choice):
     scores, eligible, counts = choice

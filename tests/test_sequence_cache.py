@@ -6,7 +6,7 @@ import gc
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import DynamicCache, TextIteratorStreamer
 
@@ -55,7 +55,6 @@ MOVES = st.lists(
 )
 
 
-@settings(max_examples=40)
 @given(MOVES, st.sampled_from(["llama", "gpt_neox", "deepseek_v3", "gptj"]))
 def test_keys_after_any_program_are_those_of_a_direct_computation(program, name):
     model = MODELS[name]

@@ -97,7 +97,6 @@ def check(cells, plain, names):
     assert all(cell < cells.count for cell in cells.held().tolist())
 
 
-@settings(max_examples=200)
 @given(st.lists(OPERATION, max_size=25))
 def test_any_program_gives_what_a_plain_list_gives(program):
     run(program)

@@ -5,7 +5,7 @@
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_blend.store.index import ContentIndex, IndexRecord, pack_tokens
@@ -34,13 +34,11 @@ def naive(chunks: list[list[int]], prompt: list[int]) -> Iterator[tuple[int, int
         start += max(lengths, default=1)
 
 
-@settings(max_examples=250, deadline=None)
 @given(chunks=CHUNKS, prompt=TOKENS)
 def test_find_agrees_with_a_naive_search(chunks, prompt):
     assert index_of(chunks).find("f", (1,), prompt) == list(naive(chunks, prompt))
 
 
-@settings(max_examples=120, deadline=None)
 @given(chunks=CHUNKS, gone=st.sets(st.integers(0, 11)), prompt=TOKENS)
 def test_find_forgets_what_was_discarded(chunks, gone, prompt):
     index = index_of(chunks)
@@ -52,7 +50,6 @@ def test_find_forgets_what_was_discarded(chunks, gone, prompt):
     assert len(index) == len({str(chunk) for chunk in left})
 
 
-@settings(max_examples=100, deadline=None)
 @given(before=st.integers(0, 40), length=st.integers(1, 40), after=st.integers(0, 40))
 def test_a_chunk_is_found_at_any_offset(before, length, after):
     chunk = list(range(100, 100 + length))

@@ -139,8 +139,11 @@ def test_a_crafted_entry_costs_a_request_time_and_nothing_else(tmp_path, forge, 
         assert torch.equal(values, own_values)
 
 
-@each
-@pytest.mark.parametrize("secret", [None, SECRET])
+@pytest.mark.parametrize(
+    ("craft", "reason", "secret"),
+    [(*case, SECRET if number % 2 else None) for number, case in enumerate(CRAFTED.values())],
+    ids=CRAFTED,
+)
 def test_no_call_of_a_store_raises_over_a_crafted_entry(tmp_path, forge, model, stored, craft, reason, secret):
     layout = layout_of(model, stored.key.fingerprint)
     store, path = planted(tmp_path, forge, stored, craft, secret)
@@ -252,8 +255,11 @@ INDEXES = {
 }
 
 
-@pytest.mark.parametrize("secret", [None, SECRET])
-@pytest.mark.parametrize("body", INDEXES.values(), ids=INDEXES)
+@pytest.mark.parametrize(
+    ("body", "secret"),
+    [*((body, SECRET if number % 2 else None) for number, body in enumerate(INDEXES.values()))],
+    ids=INDEXES,
+)
 def test_a_crafted_index_is_passed_over_counted_and_made_again(tmp_path, chunk, forge, body, secret):
     given = {"memory_bytes": 0, "secret": secret, "durability": "none"}
     with ChunkStore.open(tmp_path, **given) as store:

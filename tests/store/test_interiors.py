@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_blend.store.index import ContentIndex, IndexRecord, pack_tokens, unpack_tokens
@@ -29,7 +29,6 @@ def drawn(seed, tokens, vocabulary=1000):
     return random.Random(seed).choices(range(10, vocabulary), k=tokens)
 
 
-@settings(max_examples=50)
 @given(st.integers(40, 90), st.integers(0, 8), st.integers(0, 8), st.integers(0, 20), st.integers(0, 999))
 def test_a_chunk_is_found_up_to_eight_other_tokens_at_either_end(length, head, tail, before, seed):
     chunk = drawn(seed, length)
@@ -39,7 +38,6 @@ def test_a_chunk_is_found_up_to_eight_other_tokens_at_either_end(length, head, t
     assert found == [(before + bool(head), chunk, head, length - head - tail)]
 
 
-@settings(max_examples=80)
 @given(st.lists(st.tuples(st.integers(8, 40), st.integers(0, 6)), min_size=1, max_size=6), st.integers(0, 10**6))
 def test_what_is_found_is_in_the_prompt_without_overlap_and_cannot_be_longer(shapes, seed):
     source = random.Random(seed)
@@ -97,7 +95,6 @@ def test_a_chunk_that_was_discarded_is_not_found():
     assert index.count("f") == 0
 
 
-@settings(max_examples=50)
 @given(st.integers(1, 8), st.lists(st.integers(0, 2**31 - 1), max_size=60), st.data())
 def test_the_filter_misses_no_window(width, prompt, data):
     windows, ids = WindowFilter(width), np.array(prompt, np.int32)

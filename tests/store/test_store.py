@@ -449,7 +449,6 @@ def test_the_default_memory_is_a_quarter_of_what_is_free(root):
     assert 0 < capacity <= 64 << 30
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from(["put", "get", "delete"]), st.integers(1, 9)), max_size=40), st.integers(0, 9)
 )
