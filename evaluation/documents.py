@@ -2,10 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Documents that a command is given: files, folders, JSONL, standard input. What is left out is named with its reason.
 
-Markdown and plain text need nothing; HTML needs markdownify and PDF needs pypdf, both in the extra `rag`.
+Markdown and plain text need nothing; HTML needs markdownify and PDF needs pypdf, both in the extra `rag`. A file may
+come from a stranger: whatever a parser raises is a refusal of that file, and names are escaped.
 """
 
+import io
 import json
+import os
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +24,9 @@ FIELD, NAMES = "text", ("title", "name", "id")  # of an object in a JSONL file
 UNKNOWN_SHARE = 0.2  # of the words, from which on it is said
 MOST_NAMED = 5  # files that are named one by one
 NOT_PROSE = ("script", "style", "noscript", "template", "svg", "nav")  # parts of an HTML page
+MAX_BYTES, MAX_HTML_BYTES = 64 << 20, 8 << 20  # of a file; a parsed HTML page takes a hundred times its bytes
+MAX_TITLE = 200  # characters of a title that are part of a name
+MAX_REASON = 200  # characters of a parser's message
 
 
 @dataclass(frozen=True)
@@ -28,6 +35,7 @@ class Document:
 
     Attributes:
         name: the path below what was given, such as "notes/a.md"; for a line of a JSONL file with its title or number.
+            It is printable: other characters are escaped.
         text: the text, as the model will read it.
         path: the file; None for standard input.
         is_markdown: whether headings and lists are marked as in Markdown.
@@ -37,6 +45,29 @@ class Document:
     text: str
     path: Path | None = None
     is_markdown: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", printable(self.name))
+
+
+def printable(text: str) -> str:
+    r"""Escape what a terminal would obey or cannot print: control characters, and bytes of a name that are no UTF-8.
+
+    Args:
+        text: such as the name of a file.
+
+    Returns:
+        The text, with `\x1b` or `\xe9` for each such character.
+    """
+    return "".join(map(_escape, text))
+
+
+def _escape(char: str) -> str:
+    if char.isprintable() or unicodedata.category(char) == "Zs":  # a space of another script
+        return char
+    if "\udc80" <= char <= "\udcff":  # how Python keeps such a byte
+        return f"\\x{ord(char) - 0xDC00:x}"
+    return char.encode("unicode_escape").decode()
 
 
 @dataclass
@@ -93,66 +124,116 @@ class Corpus:
 
     def _read_name(self, name: str) -> Iterator[Document]:
         if name == "-":
-            yield Document("stdin", "".join(self.stdin))
+            yield self._read_stdin()
             return
         path = Path(name)
         if not path.is_dir():
             yield from read_file(path, path.name)
             return
-        for inner in sorted(path.rglob("*")):
-            if inner.is_file():
-                yield from self._read_inner(inner, inner.relative_to(path), path.resolve().name)
+        root = Path(os.path.realpath(path))
+        for inner in _entries(root):
+            yield from self._read_inner(inner, inner.relative_to(root), root)
 
-    def _read_inner(self, path: Path, below: Path, folder: str) -> Iterator[Document]:
+    def _read_stdin(self) -> Document:
+        try:
+            document = Document("stdin", "".join(self.stdin))
+        except UnicodeDecodeError as error:
+            raise _unreadable("standard input", f"it is not UTF-8 (byte {error.start})") from error
+        _refuse_surrogates("standard input", [document])
+        return document
+
+    def _read_inner(self, path: Path, below: Path, root: Path) -> Iterator[Document]:
         """Read a file of a folder, or note why not."""
-        name = str(Path(folder, below))
-        if any(part.startswith(".") for part in below.parts):
-            self.left_out.append((name, "hidden"))
+        name, documents = str(Path(root.name, below)), list[Document]()
+        target = Path(os.path.realpath(path))
+        if not target.is_relative_to(root):
+            reason = "a link out of the folder"
+        elif any(part.startswith(".") for part in (*below.parts, *target.relative_to(root).parts)):
+            reason = "hidden"
+        elif not target.is_file():
+            reason = "a link to no file" if path.is_symlink() else "no file that can be read"
         elif path.suffix.lower() not in READERS:
-            self.left_out.append((name, f"{path.suffix.lower() or 'a name without ending'} is not read in folders"))
+            reason = f"{path.suffix.lower() or 'a name without ending'} is not read in folders"
         else:
             try:
-                yield from read_file(path, name)
+                documents, reason = read_file(path, name), ""
             except HfBlendError as error:
-                self.left_out.append((name, error.__notes__[0] if hasattr(error, "__notes__") else str(error)))
+                reason = short_reason(error)
+        if reason:
+            self.left_out.append((printable(name), printable(reason)))
+        yield from documents
 
 
-def read_file(path: Path, name: str) -> Iterator[Document]:
+def _entries(root: Path) -> list[Path]:
+    """List all that is in a folder and in its folders, which are not listed themselves unless they cannot be read."""
+    found, folders = list[Path](), [root]
+    while folders:
+        folder = folders.pop()
+        try:
+            entries = list(os.scandir(folder))
+        except OSError:
+            found.append(folder)
+            continue
+        folders += [Path(entry) for entry in entries if entry.is_dir(follow_symlinks=False)]
+        found += [Path(entry) for entry in entries if not entry.is_dir(follow_symlinks=False)]
+    return sorted(found)
+
+
+def read_file(path: Path, name: str) -> list[Document]:
     """Read the documents of one file; of an unknown ending, as plain text.
 
     Args:
         path: the file.
         name: of the document.
 
-    Yields:
+    Returns:
         One document; of a JSONL file one for each line.
 
     Raises:
-        PromptError: it cannot be read, or holds no text. A note says why in short.
+        PromptError: it cannot be read, or holds no text; `short_reason` says why, without the path.
         MissingExtraError: a package that reads it is not installed.
     """
-    read, is_markdown = READERS.get(path.suffix.lower(), (_text, False))
-    if path.suffix.lower() == ".jsonl":
-        yield from _lines(path, name)
-        return
-    text = read(path)
-    if not text.strip():
-        raise _unreadable(path, "it holds no text")
-    yield Document(name, text, path, is_markdown)
-
-
-def _text(path: Path) -> str:
+    ending = path.suffix.lower()
+    read, is_markdown = READERS.get(ending, (_text, False))
     try:
-        return path.read_bytes().decode("utf-8-sig")
+        found = _lines(path, name) if ending == ".jsonl" else [Document(name, read(path), path, is_markdown)]
+    except HfBlendError:
+        raise
+    except Exception as error:  # parsers raise whatever a crafted file leads them to
+        raise _unreadable(repr(str(path)), _why(error)) from error
+    if not any(one.text.strip() for one in found):
+        raise _unreadable(repr(str(path)), "it holds no text")
+    _refuse_surrogates(repr(str(path)), found)
+    return found
+
+
+def short_reason(error: HfBlendError) -> str:
+    """Say why a file was refused, in a few words and without the folder that it is in."""
+    return "; ".join(getattr(error, "__notes__", ())) or str(error)
+
+
+def _bytes(path: Path, most: int = MAX_BYTES) -> bytes:
+    try:
+        with path.open("rb") as file:
+            found = file.read(most + 1)
     except OSError as error:
-        raise _unreadable(path, error.strerror or str(error)) from error
+        raise _unreadable(repr(str(path)), error.strerror or str(error)) from error
+    if len(found) > most:
+        raise _unreadable(repr(str(path)), f"it has more than {most >> 20} MB")
+    return found
+
+
+def _text(path: Path, most: int = MAX_BYTES) -> str:
+    try:
+        return _bytes(path, most).decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise _unreadable(path, f"it is not UTF-8 (byte {error.start})") from error
+        raise _unreadable(repr(str(path)), f"it is not UTF-8 (byte {error.start})") from error
 
 
 def _html(path: Path) -> str:
-    soup = import_extra("bs4", extra=EXTRA, wanted_by=f"reading {path.name}").BeautifulSoup(_text(path), "html.parser")
+    parser = import_extra("bs4", extra=EXTRA, wanted_by=f"reading {path.name}")
     markdownify = import_extra("markdownify", extra=EXTRA, wanted_by=f"reading {path.name}")
+    soup = parser.BeautifulSoup(_text(path, MAX_HTML_BYTES), "html.parser")
     for tag in soup(list(NOT_PROSE)):
         tag.decompose()
     converter = markdownify.MarkdownConverter(
@@ -164,16 +245,22 @@ def _html(path: Path) -> str:
 
 def _pdf(path: Path) -> str:
     pypdf = import_extra("pypdf", extra=EXTRA, wanted_by=f"reading {path.name}")
+    content = io.BytesIO(_bytes(path))
     try:
-        reader = pypdf.PdfReader(path)
-        if reader.is_encrypted and not reader.decrypt(""):
-            raise _unreadable(path, "it is encrypted")
-        pages = [page.extract_text() for page in reader.pages]
-    except (OSError, ValueError, KeyError, pypdf.errors.PyPdfError) as error:
-        raise _unreadable(path, f"no PDF that pypdf understands: {error}") from error
+        reader = pypdf.PdfReader(content)
+        pages = [page.extract_text() for page in reader.pages] if _is_open(reader) else None
+    except Exception as error:  # of a crafted file not only its own
+        raise _unreadable(repr(str(path)), f"no PDF that pypdf understands: {_why(error)}") from error
+    if pages is None:
+        raise _unreadable(repr(str(path)), "it is encrypted")
     if not "".join(pages).strip():
-        raise _unreadable(path, "its pages hold no text, only pictures")
+        raise _unreadable(repr(str(path)), "its pages hold no text, only pictures")
     return "\n\n".join(pages)
+
+
+def _is_open(reader: Any) -> bool:
+    """Return True if a PDF can be read without a password."""
+    return not reader.is_encrypted or bool(reader.decrypt(""))
 
 
 READERS: dict[str, tuple[Callable[[Path], str], bool]] = {  # ending: reader, is it Markdown
@@ -185,31 +272,53 @@ READERS: dict[str, tuple[Callable[[Path], str], bool]] = {  # ending: reader, is
 }
 
 
-def _unreadable(path: Path, why: str) -> PromptError:
-    error = PromptError(f"the document {str(path)!r} cannot be read as text: {why}. Give a file with text, in UTF-8.")
+def _unreadable(what: str, why: str) -> PromptError:
+    error = PromptError(f"the document {what} cannot be read as text: {why}. Give a file with text, in UTF-8.")
     error.add_note(why)
     return error
 
 
-def _lines(path: Path, name: str) -> Iterator[Document]:
+def _why(error: Exception) -> str:
+    """Say in a line what a parser raised."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return printable(said[:MAX_REASON])
+
+
+def _refuse_surrogates(what: str, documents: Iterable[Document]) -> None:
+    """Refuse text with half a character, which JSON can write: no tokenizer takes it."""
+    for one in documents:
+        try:
+            one.text.encode()
+        except UnicodeEncodeError as error:
+            raise _unreadable(what, f"it holds U+{ord(one.text[error.start]):X}, half a character") from error
+
+
+def _lines(path: Path, name: str) -> list[Document]:
     """The lines of a JSONL file: texts, or objects with a field `text`."""
-    for number, line in enumerate(_text(path).splitlines(), 1):
-        if line.strip():
-            yield _line(path, name, number, line)
+    lines = enumerate(_text(path).split("\n"), 1)  # a text may hold other line breaks, such as U+2028
+    return [_line(path, name, number, line) for number, line in lines if line.strip()]
 
 
 def _line(path: Path, name: str, number: int, line: str) -> Document:
-    where = f"{path}:{number}"
     try:
         found: Any = json.loads(line)
-    except ValueError as error:
-        raise PromptError(f"{where} is not JSON: {error}. Write one text, or one object, on each line.") from error
+    except (ValueError, RecursionError) as error:
+        why = getattr(error, "msg", "") or _why(error)
+        raise _bad_line(path, number, f"is not JSON: {why}", "Write one text, or one object, on each line.") from error
     text = found.get(FIELD) if isinstance(found, dict) else found
     if not isinstance(text, str):
         shown = line.strip()[:60]
-        raise PromptError(f"{where} is {shown!r}, but a text or an object with a field {FIELD!r} is expected.")
+        raise _bad_line(path, number, f"is {shown!r}, but a text or an object with a field {FIELD!r} is expected", "")
     titles = [found[key] for key in NAMES if found.get(key)] if isinstance(found, dict) else []
-    return Document(f"{name}:{titles[0] if titles else number}", text, path)
+    return Document(f"{name}:{str(titles[0])[:MAX_TITLE] if titles else number}", text, path)
+
+
+def _bad_line(path: Path, number: int, what: str, do: str) -> PromptError:
+    error = PromptError(printable(f"{path}:{number} {what}. {do}").rstrip())
+    error.add_note(f"line {number} {what}")
+    return error
 
 
 def unknown_words(tokenizer: Any, text: str) -> str:

@@ -9,18 +9,24 @@ request reads them. They hold names in clear, so a store with a secret has none.
 import contextlib
 import hashlib
 import json
+import math
 import os
+import re
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 from hf_blend import ChunkStore
+from hf_blend.errors import StoreError
 from hf_blend.store.header import hash_namespace
 
-from .documents import Document
+from .documents import Document, printable
 
 FORMAT = "hf_blend.source/1"
+MAX_BYTES = 64 << 20  # of an entry: a million chunks
+DIGEST = re.compile("[0-9a-f]{64}")
+FAULTS = (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)  # of an entry
 
 
 @dataclass(frozen=True)
@@ -53,8 +59,20 @@ class Source:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Build it from what `json` read."""
-        return cls(**{**values, "digests": tuple(values["digests"])})
+        """Build it from what `json` read.
+
+        Raises:
+            TypeError: a value is missing, or is not known.
+            StoreError: a value is of another type, or cannot be.
+        """
+        found = cls(**{**values, "digests": tuple(values["digests"])})
+        texts = (found.name, found.path, found.model, found.fingerprint, *found.digests)
+        are_typed = all(isinstance(text, str) for text in texts) and type(found.chunk_tokens) is int
+        if not (are_typed and found.chunk_tokens > 0 and math.isfinite(found.created)):
+            raise StoreError(f"no document can have {values}. Index it again.")
+        if not all(map(DIGEST.fullmatch, found.digests)):
+            raise StoreError(f"the digests of {found.name!r} are none. Index it again.")
+        return replace(found, name=printable(found.name), model=printable(found.model))
 
 
 class Sources:
@@ -76,18 +94,23 @@ class Sources:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for source in sources:
             part = self._folder / f".{source.id}.{os.getpid()}.part"
-            part.write_text(json.dumps({"format": FORMAT, **asdict(source)}, ensure_ascii=False), "utf-8")
+            part.write_text(json.dumps({"format": FORMAT, **asdict(source)}), "ascii")
             os.replace(part, self._folder / f"{source.id}.json")
 
     def __iter__(self) -> Iterator[Source]:
-        """All documents, by name; a file that cannot be read is passed over."""
-        found = []
+        """All documents, by name; a file that cannot be read, or holds something else, is passed over."""
+        yield from sorted(self._read().values(), key=lambda source: (source.name, source.model))
+
+    def _read(self) -> dict[Path, Source]:
+        """Read each document's file."""
+        found = {}
         for path in self._folder.glob("*.json") if self._folder else ():
-            with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-                values = json.loads(path.read_text("utf-8"))
-                if values.pop("format", None) == FORMAT:
-                    found.append(Source.from_dict(values))
-        yield from sorted(found, key=lambda source: (source.name, source.model))
+            with contextlib.suppress(*FAULTS):
+                if path.is_file() and path.stat().st_size <= MAX_BYTES:
+                    values = json.loads(path.read_text("utf-8"))
+                    if values.pop("format", None) == FORMAT:
+                        found[path] = Source.from_dict(values)
+        return found
 
     def named(self, name: str) -> list[Source]:
         """The documents of a name, of a path, or in a folder of that name."""
@@ -121,7 +144,7 @@ class Sources:
             Digests of the chunks that no other document has: those may be removed from the store.
         """
         gone = list(sources)
-        for source in gone if self._folder else ():
-            (self._folder / f"{source.id}.json").unlink(missing_ok=True)  # type: ignore[operator]
+        for path in [path for path, source in self._read().items() if source in gone]:
+            path.unlink(missing_ok=True)
         kept = {digest for source in self for digest in source.digests}
         return [digest for digest in dict.fromkeys(d for source in gone for d in source.digests) if digest not in kept]

@@ -13,7 +13,7 @@ from hf_blend.config import BlendConfig
 from hf_blend.errors import ConfigError, HfBlendError, import_extra
 
 from ..bundled import BUNDLED
-from ..documents import READERS, Document, read_file
+from ..documents import READERS, Document, printable, read_file, short_reason
 from . import drawing
 from .compare import Panel, Scene, again, compare, opening
 from .shelf import Shelf
@@ -80,7 +80,7 @@ class Demo:
             try:
                 found += read_file(path, path.name)
             except HfBlendError as error:
-                left.append(f"{path.name} ({'; '.join(getattr(error, '__notes__', [])) or error})")
+                left.append(printable(f"{path.name} ({short_reason(error)})"))
         letters = sum(map(len, (one.text for one in found)))
         said = f"{len(found)} documents with {letters:,} letters." if paths else ""
         return tuple(found), said + (f" Left out: {'; '.join(left)}." if left else "")
