@@ -47,7 +47,7 @@ from ..prefill.correcting import Repair
 from ..prefill.images import PromptImages, name_images, refuse_beside_images
 from ..prefill.input_test import InputTest
 from ..prefill.mixers import keeps_keys
-from ..prefill.notices import other_tokenizers, why_nothing_found
+from ..prefill.notices import other_tokenizers, too_small, why_nothing_found
 from ..prefill.plan import Plan, Planner
 from ..prefill.probing import Listener, run_probe
 from ..prefill.realign import Realigner
@@ -731,9 +731,10 @@ class BlendCache(MaskedDecode):
 
     def _notice(self, plan: Plan, identity: str) -> None:
         """Say, once of each kind, where the prompt and the store do not fit each other."""
-        if notice := other_tokenizers(plan.tokenizers, self._tokenizer):
-            self.report.notice = notice
-            _warn_once(notice, "")
+        for notice in (other_tokenizers(plan.tokenizers, self._tokenizer), too_small(plan.kept_ratio)):
+            if notice:
+                self.report.notice = " ".join(filter(None, (self.report.notice, notice)))
+                _warn_once(notice, "")
         is_whole, used = not self._coming.is_begun, self.report.reusable_tokens + self.report.exact_tokens
         if is_whole and not used and not self.report.past_tokens:
             reason = why_nothing_found(self.store, identity, tuple(self.sink_ids), self._tokenizer)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from ..store import ChunkStore
 
-__all__ = ["other_tokenizers", "why_nothing_found"]
+__all__ = ["other_tokenizers", "too_small", "why_nothing_found"]
 
 
 def why_nothing_found(store: ChunkStore, fingerprint: str, sink_ids: Sequence[int], tokenizer: str) -> str:
@@ -59,4 +59,21 @@ def other_tokenizers(stored: Iterable[str], tokenizer: str) -> str:
     return (
         f"chunks were stored with another tokenizer ({', '.join(others)}) than this one ({tokenizer}): their ids may "
         "not be in its prompts. Add the documents with the tokenizer that is used."
+    )
+
+
+def too_small(kept_ratio: float) -> str:
+    """Say so if a store has no room for all chunks of a prompt.
+
+    Args:
+        kept_ratio: share of the chunks' tokens that it keeps.
+
+    Returns:
+        A sentence; empty where it keeps all.
+    """
+    if kept_ratio >= 1.0:
+        return ""
+    return (
+        f"the store has room for {kept_ratio:.0%} of this prompt's chunks: the others are computed for every prompt "
+        "that has them. Give ChunkStore.open more memory_bytes or disk_bytes."
     )

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which columns of a prompt have stored KV: found by content, checked, computed where missing."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -124,6 +124,7 @@ class Plan:
         store: where the chunks came from.
         partial: loads chunks in part, where somebody asked for it.
         advice: of the store's controller, if it has one and anything must be loaded.
+        kept_ratio: share of the chunks' tokens that the store has now; below 1 it has no room for the others.
     """
 
     slots: list[Slot]
@@ -138,9 +139,11 @@ class Plan:
     store: ChunkStore | None = None
     partial: Any = None
     advice: Advice | None = None
+    kept_ratio: float = 1.0
 
     def __post_init__(self) -> None:
         self._real_here = self.real  # stays with the host when `real` goes to the device
+        self._release: Callable[[], object] = lambda: None
 
     def read_ahead(self, depth: float) -> None:
         """Begin to read, so many layers ahead of what is used, the chunks whose layers come one by one."""
@@ -149,8 +152,14 @@ class Plan:
         if coming and depth:
             self.pipeline = Pipeline(coming, depth)
 
+    def protect(self, keys: Iterable[ChunkKey]) -> None:
+        """Keep the chunks in the store's memory until `close`."""
+        if self.store is not None:
+            self._release = self.store.protect(keys, self)
+
     def close(self) -> None:
-        """Nothing more is read ahead."""
+        """Nothing more is read ahead, and the chunks may be evicted."""
+        self._release()
         if self.pipeline is not None:
             self.pipeline.close()
             self.pipeline = None
@@ -260,12 +269,18 @@ class Planner:
         given = [None] * len(wholes) if known is None else known
         found = [self._spans(spans, whole, at_beginning) for spans, whole in zip(given, wholes, strict=True)]
         unloaded = self._advised(plan, [span.key for spans in found for span in spans])
+        plan.protect({span.key for spans in found for span in spans} - unloaded)
         for row, (new, start, whole) in enumerate(zip(rows, starts, wholes, strict=True)):
             spans = [span for span in found[row] if span.key not in unloaded]
             self._place(plan, row, start, len(new), whole, spans, at_beginning)
         plan.read_ahead(self._store.pipeline_depth)
+        plan.kept_ratio = self._kept_ratio() if plan.computed else 1.0
         self._fetched.clear()
         return plan
+
+    def _kept_ratio(self) -> float:
+        tokens = {key: len(key.token_ids) for key in self._fetched}
+        return sum(count for key, count in tokens.items() if self._store.contains(key)) / sum(tokens.values())
 
     def _advised(self, plan: Plan, keys: Sequence[ChunkKey]) -> set[ChunkKey]:
         """The chunks that the store's controller would rather have computed where they stand."""

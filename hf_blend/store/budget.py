@@ -3,6 +3,7 @@
 """Bytes by name under a cap, and who must leave so that more fit."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 from .eviction.base import EvictionPolicy
@@ -28,6 +29,7 @@ class Budget:
         self._sizes: dict[str, int] = {}
         self._total = 0
         self._pins: set[str] = set()
+        self._used: Counter[str] = Counter()  # by how many requests that run
         self._last_s = 0.0
 
     @property
@@ -87,6 +89,15 @@ class Budget:
         """Keep an object from leaving, or let it."""
         (self._pins.add if pinned else self._pins.discard)(name)
 
+    def protect(self, names: Iterable[str]) -> None:
+        """Keep objects, entered or not, from leaving until as many calls of `release` as of this have named them."""
+        self._used.update(names)
+
+    def release(self, names: Iterable[str]) -> None:
+        """Take one `protect` back."""
+        self._used.subtract(names)
+        self._used += Counter()  # strikes off what nobody uses
+
     def fits(self, nbytes: int, *, owned: Callable[[str], bool] | None = None, quota_bytes: int = 0) -> bool:
         """Say whether so many more bytes stay below the cap, or with `owned`, as in `victims`, below the quota."""
         return self._excess(nbytes, owned, quota_bytes) <= 0
@@ -100,14 +111,14 @@ class Budget:
             quota_bytes: see `owned`.
 
         Returns:
-            Names, in the order in which the policy lets go; too few if the others are pinned.
+            Names, in the order in which the policy lets go; too few if the others are pinned or protected.
         """
         excess = self._excess(nbytes, owned, quota_bytes)
         chosen: list[str] = []
         if excess <= 0:
             return chosen
         for name in self.policy.victims():
-            if name not in self._pins and (owned is None or owned(name)):
+            if name not in self._pins and name not in self._used and (owned is None or owned(name)):
                 chosen.append(name)
                 excess -= self._sizes[name]
                 if excess <= 0:

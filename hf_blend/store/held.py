@@ -4,7 +4,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from .budget import Budget
 from .chunk import ChunkKV
@@ -89,7 +89,7 @@ class HeldChunks:
             return digest in self._chunks and not self._is_old(digest)
 
     def put(self, chunk: ChunkKV) -> list[str]:
-        """Hold a chunk, unless all that is held is pinned and leaves no room for it.
+        """Hold a chunk, unless what is pinned or protected leaves no room for it.
 
         Args:
             chunk: to be shared with everyone who asks for it.
@@ -135,6 +135,16 @@ class HeldChunks:
         """Keep a chunk from being evicted, now or once it is held, or let it go again."""
         with self._lock:
             self._budget.set_pin(digest, pinned)
+
+    def protect(self, digests: Iterable[str]) -> None:
+        """Keep the chunks of a request that runs from being evicted, held already or not."""
+        with self._lock:
+            self._budget.protect(digests)
+
+    def release(self, digests: Iterable[str]) -> None:
+        """Let the chunks of a request go: it ended."""
+        with self._lock:
+            self._budget.release(digests)
 
     def weigh(self, digest: str, important_ratio: float) -> None:
         """Tell the policy which share of a chunk's tokens turned out to be important."""

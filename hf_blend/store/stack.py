@@ -225,6 +225,16 @@ class TierStack:
         for tier in self.tiers:
             tier.set_pin(self._catalog.name(digest), pinned)
 
+    def protect(self, digests: Sequence[str]) -> None:
+        """Keep the chunks of a request that runs in memory: those that are held, and those that will be."""
+        for place in self.held:
+            place.protect(digests)
+
+    def release(self, digests: Sequence[str]) -> None:
+        """Take one `protect` back."""
+        for place in self.held:
+            place.release(digests)
+
     def pins(self) -> frozenset[str]:
         """Names of the entries that some tier must not evict."""
         return frozenset(name for tier in self.tiers for name in tier.pins())

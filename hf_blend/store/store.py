@@ -7,12 +7,13 @@ A fault costs time, never correctness: whatever is missing, damaged, foreign or 
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
+from weakref import finalize
 
 from torch import Tensor, nn
 
@@ -546,6 +547,25 @@ class ChunkStore:
                 raise _refused(f"chunk {digest} cannot be moved to the {self.placement} tier", error) from error
             found["moved" if moved else "stay"] += 1
         return found
+
+    def protect(self, keys: Iterable[ChunkKey], owner: object) -> Callable[[], object]:
+        """Keep the chunks of a request from being evicted from memory while it runs.
+
+        Memory that is smaller than the request then holds its first chunks, and a further request finds them. Without
+        it each chunk would push out the one that the next request asks for first.
+
+        Args:
+            keys: of the chunks, stored already or not.
+            owner: the chunks may be evicted when it is gone, at the latest.
+
+        Returns:
+            Ends it; may be called again.
+        """
+        digests = [key.digest for key in keys]
+        self._stack.protect(digests)
+        release = finalize(owner, self._stack.release, digests)
+        release.atexit = False
+        return release
 
     def pin(self, key: ChunkKey) -> None:
         """Keep a chunk from being evicted, also after a restart if it is on disk; it still counts against caps.

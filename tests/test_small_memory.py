@@ -1,0 +1,104 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Memory that is smaller than one prompt still serves it: a request never pushes out its own chunks, and says so."""
+
+import gc
+
+import pytest
+import torch
+
+from hf_blend import BlendCache, ChunkStore, observer
+
+CHUNKS, TOKENS = 10, 20
+MODEL = "llama"
+
+
+@pytest.fixture
+def prompt(pieces):
+    """Chunks of equal lengths behind BOS alone, so that each takes as many bytes."""
+    return {**pieces((TOKENS,) * CHUNKS, prefix=0), "prefix": [1]}
+
+
+@pytest.fixture
+def chunk_bytes(shared_model, prompt):
+    """Of one of them."""
+    with ChunkStore.open("memory://") as store:
+        ask(shared_model(MODEL), store, prompt)
+        entries = [entry for entry in store.entries() if entry.tokens == TOKENS]
+        held = store.stats()["bytes"]["memory"]
+    assert len(entries) == CHUNKS
+    return held / (CHUNKS + 1 / TOKENS)  # BOS is a chunk of one token
+
+
+def ask(model, store, prompt, ratio=0.2):
+    """Prefill; the report and the last logits."""
+    cache = BlendCache(model, store, recompute_ratio=ratio)
+    inputs = cache.inputs(None, **prompt)
+    with torch.no_grad():
+        logits = model(**inputs, past_key_values=cache, logits_to_keep=1).logits
+    return cache.report, logits
+
+
+@pytest.mark.parametrize("eviction", ["lru", "lfu", "importance"])
+def test_a_second_request_loads_what_there_is_room_for_and_says_how_much(shared_model, prompt, chunk_bytes, eviction):
+    model = shared_model(MODEL)
+    with ChunkStore.open("memory://") as large:
+        expected = ask(model, large, prompt)
+    with ChunkStore.open("memory://", memory_bytes=int(6.5 * chunk_bytes), eviction=eviction) as store:
+        first, *more = [ask(model, store, prompt) for _ in range(3)]
+        assert store.stats()["bytes"]["memory"] <= 6.5 * chunk_bytes
+    assert (first[0].loaded_chunks, first[0].computed_chunks) == (0, CHUNKS + 1)
+    for report, logits in more:
+        assert (report.loaded_chunks, report.computed_chunks) == (7, 4)
+        assert torch.equal(logits, expected[1])
+    for report, _ in (first, *more):
+        assert "the store has room for 60% of this prompt's chunks" in report.notice
+        assert "memory_bytes" in report.notice
+    assert expected[0].notice == ""
+
+
+def test_where_the_disk_keeps_what_memory_does_not_nothing_is_said(shared_model, prompt, chunk_bytes, tmp_path):
+    with ChunkStore.open(tmp_path, memory_bytes=int(3.5 * chunk_bytes)) as store:
+        assert ask(shared_model(MODEL), store, prompt)[0].notice == ""
+        report, _ = ask(shared_model(MODEL), store, prompt)
+    assert (report.notice, report.loaded_chunks, report.computed_chunks) == ("", CHUNKS + 1, 0)
+
+
+def test_chunks_may_be_evicted_when_the_request_ended_or_failed(shared_model, prompt, pieces, chunk_bytes):
+    model, other = shared_model(MODEL), {**pieces((TOKENS,) * 3, prefix=0, seed=5), "prefix": [1]}
+    with ChunkStore.open("memory://", memory_bytes=int(6.5 * chunk_bytes)) as store:
+        hook = model.model.layers[1].register_forward_pre_hook(observer(failing))
+        try:
+            with pytest.raises(RuntimeError, match="fails here"):
+                ask(model, store, prompt)
+        finally:
+            hook.remove()
+        gc.collect()
+        ask(model, store, prompt)
+        ask(model, store, other)
+        report, _ = ask(model, store, other)
+    assert (report.loaded_chunks, report.computed_chunks) == (4, 0)
+
+
+def failing(*_):
+    raise RuntimeError("fails here")
+
+
+def test_of_two_requests_the_last_to_end_lets_a_chunk_go(chunk_bytes, shared_model, prompt):
+    class Owner:
+        pass
+
+    first, second = Owner(), Owner()
+    with ChunkStore.open("memory://", memory_bytes=int(6.5 * chunk_bytes)) as store:
+        ask(shared_model(MODEL), store, {**prompt, "chunks": prompt["chunks"][:1]})
+        (key,) = store.keys(shared_model(MODEL), None, prompt["chunks"][:1])
+        release = store.protect([key], first)
+        store.protect([key], second)
+        release()
+        release()
+        ask(shared_model(MODEL), store, {**prompt, "chunks": prompt["chunks"][1:]})
+        assert store.contains(key)
+        del second
+        gc.collect()
+        ask(shared_model(MODEL), store, {**prompt, "chunks": prompt["chunks"][::-1][:9]})
+        assert not store.contains(key)
