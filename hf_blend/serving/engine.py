@@ -13,7 +13,8 @@ The engine's steps are stock. Between two of them a blended prefill runs for at 
 import copy
 import inspect
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from torch import nn
@@ -29,24 +30,22 @@ from ..prefill.layout import layout_of
 from ..prompt.pieces import TextPrompt
 from ..store import ChunkStore
 from .turns import Turns
+from .upstream import check_names
 
-try:
-    from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+check_names()
 
-    from .paged import BlendedPagedCache
-    from .prefills import FAILURES, BlendedPrefills, Prefilled, Reuse
-    from .scheduler import BlendedScheduler
-except ImportError as error:
-    import transformers
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager  # noqa: E402
+from transformers.generation.continuous_batching.requests import RequestState  # noqa: E402
 
-    raise UnsupportedModelError(
-        f"continuous batching of transformers {transformers.__version__} has no cache allocators ({error}), but "
-        "blended blocks need them. Install transformers 5.23, or use a BlendCache for each request."
-    ) from error
+from .paged import BlendedPagedCache  # noqa: E402
+from .prefills import BlendedPrefills, Prefilled, Reuse  # noqa: E402
+from .sampling import NotNumbers, Watch  # noqa: E402
+from .scheduler import BlendedScheduler  # noqa: E402
 
 __all__ = ["BlendedBatching"]
 
-MOST_FAILURES = 3  # steps that fail one after the other before the engine gives up
+MOST_FAILURES = 3  # of the engine's own request, one after the other, before it gives up
+PROBE = "hf_blend: does the engine still compute?"  # the name of that request
 IDLE_TURN_S = 0.1  # of a prefill while nobody decodes; new requests are looked for behind it
 
 
@@ -96,11 +95,15 @@ class BlendedBatching(ContinuousBatchingManager):
         layout_of(model, fingerprint(model))
         canary_of(model)
         self.store, self.stall_s = store, stall_s
-        self._failed_steps = 0
+        self._failures, self._begun = 0, time.monotonic()
         self._lock = threading.Lock()
         batching.auto_switch_to_flash, batching.use_async_batching = False, False
         batching.use_cuda_graph, batching.max_blocks_per_request = False, 0
+        check_names()
         super().__init__(model, generation_config, batching)
+        self._watch = Watch()
+        self.logit_processor.logits_processor.insert(0, self._watch)
+        self.logit_processor.do_processing = True
         self.prefills = BlendedPrefills(model, self.blend_config, Turns(self._wake_up_loop.set, self._settle))
 
     def add_request(  # type: ignore[override]
@@ -186,6 +189,13 @@ class BlendedBatching(ContinuousBatchingManager):
         return frozenset(given if isinstance(given, list | tuple) else [given])
 
     @property
+    def stuck_s(self) -> float:
+        """For how many seconds nothing has moved although requests are under way."""
+        processor = self.batch_processor
+        is_stepping = processor is not None and bool(processor.scheduler.active_requests)
+        return max(self.prefills.stuck_s, time.monotonic() - self._begun if is_stepping else 0.0)
+
+    @property
     def paged(self) -> BlendedPagedCache:
         """The engine's cache, while it runs.
 
@@ -209,7 +219,7 @@ class BlendedBatching(ContinuousBatchingManager):
             is_given = self.continuous_batching_config.num_blocks is not None  # the engine writes its own number there
             try:
                 self.batch_processor = self._create_batch_processor()  # here, so that the caller sees why it fails
-            except FAILURES as error:
+            except Exception as error:
                 if is_given or isinstance(error, HfBlendError):
                     raise
                 raise ConfigError(
@@ -278,27 +288,58 @@ class BlendedBatching(ContinuousBatchingManager):
 
     def _generation_loop_body(self, batch_processor: Any, bootstrapping: bool) -> bool:
         """A step of the engine, and before it a turn of the blended prefill that is under way."""
-        steps = self.current_batch
+        scheduler, self._begun = batch_processor.scheduler, time.monotonic()
+        scheduler.in_step = []
         try:
-            is_decoding = bool(batch_processor.scheduler.active_requests)
+            is_decoding = bool(scheduler.active_requests)
             self.prefills.advance(self.stall_s if is_decoding else IDLE_TURN_S)
             goes_on = super()._generation_loop_body(batch_processor, bootstrapping)
-        except FAILURES as error:
+        except Exception as error:
             self._recover(batch_processor, error)
             return True
-        self._failed_steps = 0 if self.current_batch > steps else self._failed_steps
+        scheduler.passed()
+        if scheduler.in_step:
+            self._failures = 0
+            self.output_router.result_handlers.pop(PROBE, None)
         return bool(goes_on)
 
+    def _generation_step(self) -> None:
+        super()._generation_step()
+        scheduler: Any = self.batch_processor.scheduler if self.batch_processor else None
+        self._watch.check(sum(one.has_new_token for one in scheduler.in_step))
+
     def _recover(self, processor: Any, error: Exception) -> None:
-        """Fail the requests that the engine was computing, and serve on; a stock engine ends here."""
-        self._failed_steps += 1
-        if self._failed_steps > MOST_FAILURES:
-            raise error
+        """Fail the request whose fault it is, and serve on; a stock engine ends here.
+
+        Of several in a step each is computed again, alone. After the fault of one, a request of the engine's own shows
+        whether it was the engine's: if that fails again and again, the engine ends.
+        """
         scheduler = processor.scheduler
-        for state in list(scheduler.active_requests.values()):
-            processor._handle_request_error(error, state)
-            scheduler.finish_request(state.request_id)
-        scheduler._requests_to_fork.clear()
+        run = blamed = scheduler.unfinished()
+        if isinstance(error, NotNumbers):  # in one attention, those of one request reach the rows of others
+            drawn = [one for one in scheduler.in_step if one.has_new_token]
+            odd = [*(drawn[row] for row in error.rows), *(one for one in run if not one.has_new_token)]
+            blamed = [one for one in run if one in odd]
+        is_clear = len(blamed) == 1
+        for one in run:
+            if one not in blamed or not is_clear:
+                scheduler.put_back(one.state, is_suspect=one in blamed)
+                continue
+            if one.state.request_id != PROBE:
+                processor._handle_request_error(error, one.state)
+            scheduler.drop(one.state.request_id)
+        if not blamed or blamed[0].state.request_id == PROBE:
+            self._failures += 1
+            if self._failures > MOST_FAILURES:
+                raise error
+        if not blamed or is_clear:
+            self._probe(scheduler)
+
+    def _probe(self, scheduler: BlendedScheduler) -> None:
+        """Let a request of one token follow, alone; nobody is told of it."""
+        here: Any = _Here()
+        self.output_router.result_handlers[PROBE] = (lambda output: None, here)
+        scheduler.put_back(RequestState(PROBE, [0], max_new_tokens=1), is_suspect=True)
 
     def _settle(self) -> None:
         """Wait for the device before those that decode go on: the bound is on what they see."""
@@ -306,6 +347,14 @@ class BlendedBatching(ContinuousBatchingManager):
             stream = self.batch_processor.inputs_and_outputs.compute_stream
             if stream is not None:
                 stream.synchronize()
+
+
+class _Here:
+    """Stands where transformers keeps an event loop, and calls at once."""
+
+    @staticmethod
+    def call_soon_threadsafe(call: Callable[..., Any], *given: Any) -> None:
+        call(*given)
 
 
 def _check_model(model: nn.Module) -> None:

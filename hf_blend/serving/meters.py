@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from ..store.metrics import StoreMetrics
 from .service import Running, Service
@@ -67,7 +67,7 @@ class Meters:
         return []
 
     def collect(self) -> Iterator[Any]:
-        """The gauges, as they are now."""
+        """What the engine knows, as it is now."""
         service, engine = self._service, self._service.engine
         values = {"requests_running": ("Requests under way.", service.running.total())}
         if engine.batch_processor is not None:
@@ -81,6 +81,10 @@ class Meters:
             }
         for name, (text, value) in values.items():
             yield GaugeMetricFamily(f"hf_blend_{name}", text, value=value)
+        failed = engine.prefills.failures
+        yield CounterMetricFamily("hf_blend_prefill_failures", "Blended prefills that failed.", value=failed)
+        steps = getattr(engine, "current_batch", 0)  # it has none before its first step
+        yield CounterMetricFamily("hf_blend_steps", "Steps of the engine that did not fail.", value=steps)
 
     def text(self) -> bytes:
         """All of it, as Prometheus reads it."""

@@ -11,6 +11,7 @@ then that method answers "all but the last token".
 import hashlib
 import json
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,6 @@ from torch import nn
 from .. import plugins
 from ..cache.blend_cache import BlendCache
 from ..config import BlendConfig
-from ..errors import HfBlendError
 from ..model.anatomy import decoder_layers, default_sink
 from ..model.canary import compute_chunk
 from ..model.fingerprint import fingerprint
@@ -33,12 +33,10 @@ from ..store.chunk import ChunkKey, Found
 from .paged import BlendedPagedCache, salted
 from .turns import Turns
 
-__all__ = ["FAILURES", "BlendedPrefills", "Prefilled", "Reuse"]
+__all__ = ["BlendedPrefills", "Prefilled", "Reuse"]
 
 logger = logging.getLogger(__name__)
 
-FAILURES = (ArithmeticError, AttributeError, HfBlendError, LookupError, MemoryError, OSError, RuntimeError, TypeError,
-            ValueError)  # fmt: skip
 KEPT_REPORTS = 4096
 FETCH_S = 2.0  # how long a chunk on another machine is waited for; a later one is computed
 
@@ -90,7 +88,8 @@ class _Held:
 
     state: Any
     reuse: Reuse
-    outcome: Prefilled = field(default_factory=Prefilled)
+    outcome: Prefilled
+    since: float = field(default_factory=time.monotonic)
 
 
 class BlendedPrefills:
@@ -114,7 +113,8 @@ class BlendedPrefills:
         self._finished: tuple[str, Reuse] | None = None  # the last one that ended; the engine may put it back
         self._held: OrderedDict[str, _Held] = OrderedDict()
         self._ready: dict[str, int] = {}
-        self._running: str | None = None
+        self._running: _Held | None = None  # whose blocks the thread fills
+        self.failures = 0  # prefills that ended in an exception
         self.outcomes: OrderedDict[str, Prefilled] = OrderedDict()
 
     def attach(self, paged: BlendedPagedCache, compute_stream: Any, may_grow: Callable[[], bool]) -> None:
@@ -157,9 +157,16 @@ class BlendedPrefills:
     def __len__(self) -> int:
         return len(self._held)
 
+    @property
+    def stuck_s(self) -> float:
+        """For how many seconds the first request that is held has not moved; 0 where none is."""
+        first = next(iter(list(self._held.values())), None)  # asked from other threads
+        return 0.0 if first is None else time.monotonic() - max(first.since, self.turns.moved)
+
     def finish(self, request_id: str) -> None:
         """A request has its answer, or has failed; or the engine takes its blocks, and offers it again."""
         reuse = self._reuse.pop(request_id, None)
+        self._ready.pop(request_id, None)
         self._finished = None if reuse is None else (request_id, reuse)
 
     def drop(self, request_id: str) -> None:
@@ -167,7 +174,7 @@ class BlendedPrefills:
         self._reuse.pop(request_id, None)
         self._ready.pop(request_id, None)
         self._held.pop(request_id, None)
-        if self._running == request_id:
+        if self._running is not None and self._running.state.request_id == request_id:
             self.turns.cancel()
 
     def clear(self) -> None:
@@ -196,10 +203,35 @@ class BlendedPrefills:
         Args:
             seconds: for how long, up to the next layer.
         """
-        if not self.turns.is_busy and self._held:
-            self._running, held = next(iter(self._held.items()))
-            self.turns.start(lambda: self._run(held))
+        self._take_over()
+        if self._running is None and self._held:
+            held = self._running = next(iter(self._held.values()))
+            try:
+                self.turns.start(lambda: self._run(held))
+            except Exception as error:  # no thread can be made
+                self.turns.error = error
         self.turns.give(seconds)
+        self._take_over()
+
+    def _take_over(self) -> None:
+        """Let the engine see the request whose prefill is over, whatever became of that: if it failed, without it."""
+        held = self._running
+        if held is None or self.turns.is_busy:
+            return
+        error, request_id, outcome = self.turns.error, held.state.request_id, held.outcome
+        self._running = None
+        if self._held.get(request_id) is not held:
+            return  # it was cancelled
+        del self._held[request_id]
+        if error is not None:
+            self.failures += 1
+            logger.warning("request %s is computed in full: %s: %s", request_id, type(error).__name__, error)
+            outcome.tokens, outcome.reason = 0, f"{type(error).__name__}: {error}"
+            self._cache.free_blocks(request_id, no_cache=True)
+        if outcome.tokens:
+            self._ready[request_id] = outcome.tokens
+        else:
+            outcome.how = "plain"
 
     def _note(self, request_id: str, outcome: Prefilled) -> None:
         self.outcomes[request_id] = outcome
@@ -207,24 +239,10 @@ class BlendedPrefills:
             self.outcomes.popitem(last=False)
 
     def _run(self, held: _Held) -> None:
-        """In the thread: fill the blocks of one request, and let the engine see it."""
-        request_id = held.state.request_id
-        try:
-            with torch.no_grad(), self._on_stream(), self.turns.at_layers(decoder_layers(self._model)):
-                try:
-                    held.outcome.tokens = self._filled(held)
-                except FAILURES as error:
-                    logger.warning("request %s is computed in full: %s", request_id, error)
-                    held.outcome.reason = f"{type(error).__name__}: {error}"
-                    self.turns.checkpoint()
-                    self._cache.free_blocks(request_id, no_cache=True)
-                self.turns.checkpoint()  # from here to the end the engine waits
-                held.outcome.how = held.outcome.how if held.outcome.tokens else "plain"
-                if held.outcome.tokens:
-                    self._ready[request_id] = held.outcome.tokens
-                self._held.pop(request_id, None)
-        finally:
-            self._running = None
+        """In the thread: fill the blocks of one request."""
+        with torch.no_grad(), self._on_stream(), self.turns.at_layers(decoder_layers(self._model)):
+            held.outcome.tokens = self._filled(held)
+            self.turns.checkpoint()  # from here to the end the engine waits
 
     def _filled(self, held: _Held) -> int:
         """How many of a prompt's first tokens are in its blocks now."""
@@ -236,7 +254,10 @@ class BlendedPrefills:
         tokens = len(state.initial_tokens) - 1
         ids = salted(state.initial_tokens, reuse.salt)
         root = self._root(spans, reuse, state.initial_tokens)
-        fetched = [reuse.store.get(span.key, FETCH_S) for span in spans]  # into memory, while the engine runs
+        fetched = []
+        for span in spans:  # into memory, while the engine runs
+            fetched.append(reuse.store.get(span.key, FETCH_S))
+            self.turns.release()
         self.turns.checkpoint()
         if paged.count_exact(ids) >= least:
             held.outcome.reason = "all chunks lie in an exact prefix that is in the engine's cache"

@@ -16,7 +16,47 @@ from transformers.generation.continuous_batching.cb_logits_processors import (
     ContinuousBatchingLogitsProcessorList,
 )
 
-__all__ = ["add_sampling", "sampled"]
+__all__ = ["NotNumbers", "Watch", "add_sampling", "sampled"]
+
+
+class NotNumbers(ArithmeticError):
+    """Logits that no token can be drawn from; which rows of the step they are in.
+
+    Attributes:
+        rows: one for each request with a new token, in their order.
+    """
+
+    def __init__(self, rows: list[int]) -> None:
+        super().__init__("the model's logits are not finite")
+        self.rows = rows
+
+
+class Watch:
+    """A logits processor that notes rows without a largest number, before anything else looks at them."""
+
+    supports_continuous_batching = True
+
+    def __init__(self) -> None:
+        self._odd: Tensor | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """`[tokens, vocabulary]` logits; those rows are 0, so that the step goes through."""
+        self._odd = ~scores.amax(dim=1).isfinite()
+        return scores.masked_fill_(self._odd[:, None], 0.0)
+
+    def check(self, count: int) -> None:
+        """Look at the step that is over.
+
+        Args:
+            count: how many rows a token was drawn from; others follow them.
+
+        Raises:
+            NotNumbers: there was such a row.
+        """
+        rows = [] if self._odd is None else self._odd[:count].nonzero()[:, 0].tolist()
+        self._odd = None
+        if rows:
+            raise NotNumbers(rows)
 
 
 class _PerRequest(ContinuousBatchingLogitsProcessor):
@@ -65,7 +105,9 @@ class TopP(_PerRequest):
             return scores
         ordered, places = scores[rows].sort(dim=1, descending=True)
         before = ordered.softmax(dim=1).cumsum(dim=1) - ordered.softmax(dim=1)
-        ordered = ordered.masked_fill(before >= p[rows], -torch.inf)
+        beyond = before >= p[rows]
+        beyond[:, 0] = False  # p may be 0 in float32
+        ordered = ordered.masked_fill(beyond, -torch.inf)
         return scores.index_copy(0, rows, torch.empty_like(ordered).scatter_(1, places, ordered))
 
 

@@ -4,6 +4,7 @@
 
 from typing import Any
 
+from transformers.generation.continuous_batching.requests import FutureRequestState
 from transformers.generation.continuous_batching.scheduler import FIFOScheduler
 
 from .prefills import BlendedPrefills
@@ -18,6 +19,8 @@ class BlendedScheduler(FIFOScheduler):
     """
 
     prefills: BlendedPrefills
+    in_step: list[FutureRequestState]  # what the last step ran, or was about to
+    suspects: set[str]  # requests of a step that failed: each is computed alone until it has a token
 
     @classmethod
     def adopt(cls, scheduler: FIFOScheduler, prefills: BlendedPrefills) -> "BlendedScheduler":
@@ -29,7 +32,7 @@ class BlendedScheduler(FIFOScheduler):
         """
         scheduler.__class__ = cls
         adopted: BlendedScheduler = scheduler  # type: ignore[assignment]
-        adopted.prefills = prefills
+        adopted.prefills, adopted.in_step, adopted.suspects = prefills, [], set()
         return adopted
 
     def add_waiting_request(self, state: Any) -> None:
@@ -48,7 +51,39 @@ class BlendedScheduler(FIFOScheduler):
             request_id: of the request; the engine may add it again at once, to compute it later.
         """
         super().finish_request(request_id)
+        self.suspects.discard(request_id)
         self.prefills.finish(request_id)
+
+    def passed(self) -> None:
+        """A step did not fail: who got a token in it is no suspect."""
+        self.suspects -= {one.state.request_id for one in self.in_step if one.has_new_token}
+
+    def unfinished(self) -> list[FutureRequestState]:
+        """What was in the last step and is not over."""
+        alive = {**self.active_requests, **self.waiting_requests}
+        return [one for one in self.in_step if one.state.request_id in alive]
+
+    def drop(self, request_id: str) -> None:
+        """Let go of a request, wherever it is.
+
+        Args:
+            request_id: of the request.
+        """
+        self.waiting_requests.pop(request_id, None)
+        self._cleanup_waiting_queue(set(self.waiting_requests_order) - set(self.waiting_requests))
+        self.finish_request(request_id)
+
+    def put_back(self, state: Any, is_suspect: bool) -> None:
+        """Have a request computed again, up to the tokens that it has.
+
+        Args:
+            state: of the request.
+            is_suspect: a step may have failed for its sake: it is computed alone.
+        """
+        self.drop(state.request_id)
+        self.add_waiting_request(state.create_equivalent_initial_request())
+        if is_suspect:
+            self.suspects.add(state.request_id)
 
     def clear_cancelled_requests(self) -> list[Any]:
         """Let go of the requests that were cancelled, also of one whose blocks are being filled.
@@ -58,6 +93,7 @@ class BlendedScheduler(FIFOScheduler):
         """
         with self._cancellation_lock:
             cancelled = set(self._requests_to_cancel)
+        self.suspects -= cancelled
         for request_id in cancelled:
             self.prefills.drop(request_id)
         states: list[Any] = super().clear_cancelled_requests()
@@ -75,11 +111,21 @@ class BlendedScheduler(FIFOScheduler):
         """
         if not self.active_requests:
             self.block_new_requests = False
-        return super().schedule_batch(token_budget, cache_budget)
+        found = super().schedule_batch(token_budget, cache_budget)
+        self.in_step = found[0] or []
+        return found
 
     def may_grow(self) -> bool:
         """Whether another prompt may take blocks: enough are left for those that decode, or nobody does."""
         return not self.active_requests or bool(self._try_to_meet_safety_margin())
+
+    def _process_candidates(self, candidates: list[Any], *budgets: Any) -> Any:
+        """Choose among the requests as the base class does, but one suspect alone, if it has room."""
+        suspect = [state for state in candidates if state.request_id in self.suspects][:1]
+        others = [state for state in candidates if state.request_id not in self.suspects]
+        self.in_step = [FutureRequestState(state, False, {}, 0) for state in suspect or others]
+        found = super()._process_candidates(suspect or others, *budgets)
+        return found if found[0] or not (suspect and others) else super()._process_candidates(others, *budgets)
 
     def _get_waiting_candidates(self) -> list[Any]:
         return [state for state in super()._get_waiting_candidates() if not self.prefills.holds(state.request_id)]

@@ -40,6 +40,7 @@ class Limits:
         request_s: how long it may take altogether.
         new_tokens: where an answer is cut that names no length.
         documents: of one request.
+        stuck_s: after so long without any progress of what is under way the server is not ready.
     """
 
     requests: int = 64
@@ -48,6 +49,7 @@ class Limits:
     request_s: float = 300.0
     new_tokens: int = 256
     documents: int = 256
+    stuck_s: float = 60.0
 
 
 @dataclass
@@ -92,7 +94,8 @@ class Service:
     @property
     def is_ready(self) -> bool:
         """Whether requests are taken."""
-        return self.engine.is_running() and not self.is_draining
+        is_moving = self.engine.stuck_s < self.limits.stuck_s
+        return self.engine.is_running() and is_moving and not self.is_draining
 
     @asynccontextmanager
     async def admitted(self, tenant: Tenant) -> AsyncIterator[None]:

@@ -12,7 +12,7 @@ and a forward that began then would build another mask.
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -22,8 +22,11 @@ __all__ = ["TaskCancelled", "Turns"]
 NEVER = float("inf")
 
 
-class TaskCancelled(Exception):
-    """Raised inside a task, at the next place where it may be stopped, after `cancel` or `close`."""
+class TaskCancelled(BaseException):
+    """Raised inside a task, at the next place where it may be stopped, after `cancel` or `close`.
+
+    No `Exception`: code of others that a task runs may catch these.
+    """
 
 
 class Turns:
@@ -43,6 +46,8 @@ class Turns:
         self._asks = self._holds = self._is_cancelled = self._is_closed = False
         self._deadline = NEVER
         self.turns = 0  # given so far
+        self.error: BaseException | None = None  # what the last task ended with
+        self.moved = time.monotonic()  # when a task last began, ended, or came to a place where it may be stopped
 
     @property
     def is_busy(self) -> bool:
@@ -53,13 +58,15 @@ class Turns:
         """Begin a task in the worker thread. Called by the engine while no other is under way.
 
         Args:
-            task: runs beside the engine until its first `checkpoint`; handles its exceptions but `TaskCancelled`.
+            task: runs beside the engine until its first `checkpoint`; what it raises is in `error` when it is over.
         """
         with self._moved:
-            self._task, self._is_cancelled = task, False
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._run, name="hf_blend-prefill", daemon=True)
-                self._thread.start()
+            self._is_cancelled, self.error, self.moved = False, None, time.monotonic()
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="hf_blend-prefill", daemon=True)
+                thread.start()
+                self._thread = thread
+            self._task = task
             self._moved.notify_all()
 
     def give(self, seconds: float) -> None:
@@ -100,6 +107,7 @@ class Turns:
         Raises:
             TaskCancelled: the task is to end.
         """
+        self.moved = time.monotonic()
         if self._holds and (end_turn or time.monotonic() >= self._deadline):
             self._settle()
             self._end_turn()
@@ -113,7 +121,8 @@ class Turns:
                 raise TaskCancelled
 
     def release(self) -> None:
-        """Give the turn back, in the worker: what comes next does not look at the model."""
+        """Give the turn back, in the worker, if it has one: what comes next does not look at the model."""
+        self.moved = time.monotonic()
         if self._holds:
             self._settle()
             self._end_turn()
@@ -150,11 +159,13 @@ class Turns:
                 task = self._task
             if task is None:
                 return
+            found: BaseException | None = None
             try:
-                with suppress(TaskCancelled):
-                    task()
-            finally:
-                with self._moved:
-                    self._task, self._holds, self._asks = None, False, False
-                    self._moved.notify_all()
-                self._wake()
+                task()
+            except BaseException as error:  # the thread ends by `close` alone, so that `start` need not ask for it
+                found = error
+            with self._moved:
+                self._task, self._holds, self._asks = None, False, False
+                self.error, self.moved = found, time.monotonic()
+                self._moved.notify_all()
+            self._wake()

@@ -5,6 +5,7 @@
 import importlib
 import random
 import sys
+import threading
 import time
 
 import pytest
@@ -13,7 +14,7 @@ from transformers import GenerationConfig
 
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.errors import ConfigError, PromptError, StoreError, UnsupportedModelError
-from hf_blend.serving import prefills
+from hf_blend.serving import prefills, sampling, upstream
 from hf_blend.serving.turns import Turns
 
 RATIO = 0.3
@@ -270,7 +271,7 @@ def test_a_transformers_without_cache_allocators_is_refused_by_name(monkeypatch)
         monkeypatch.setitem(sys.modules, name, None)
     for name in [name for name in sys.modules if name.startswith("hf_blend.serving.")]:
         monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(UnsupportedModelError, match=r"continuous batching of transformers .* has no cache allocators"):
+    with pytest.raises(UnsupportedModelError, match=r"transformers .* lacks .*cache_allocators"):
         importlib.import_module("hf_blend.serving.engine")
 
 
@@ -402,6 +403,136 @@ def test_a_step_that_fails_fails_its_requests_and_the_engine_serves_on(model, be
             bench.lone_answer(model, store, ask.ids, recompute_ratio=RATIO) for ask in asks
         ]
         check_all_returned(engine)
+
+
+def test_an_engine_survives_any_number_of_requests_that_each_break_their_step(model, bench, store, monkeypatch):
+    store.add(model, None, bench.workload.library)
+    asks = [bench.Ask([1, *bench.workload.library[n], *bench.draw(6, n)]) for n in range(3)]
+    with bench.engine(model, store, recompute_ratio=RATIO) as engine:
+        step, scheduler = engine._generation_step, engine.batch_processor.scheduler
+
+        def fail_with_poison():
+            if any(one.state.request_id.startswith("poison") for one in scheduler.in_step):
+                raise AssertionError("not mine")
+            step()
+
+        monkeypatch.setattr(engine, "_generation_step", fail_with_poison)
+        bad = [engine.add_request([1, 5, 6, 7, n], f"poison {n}") for n in range(3)]
+        good = [engine.add_request(ask.ids) for ask in asks]
+        bad += [engine.add_request([1, 5, 6, 7, n], f"poison {n}") for n in range(3, 9)]
+        found = bench.collect(engine, [*bad, *good])
+        assert {found[name].error for name in bad} == {"not mine"}
+        for ask, name in zip(asks, good, strict=True):
+            assert found[name].generated_tokens == bench.lone_answer(model, store, ask.ids, recompute_ratio=RATIO)
+        wait_for(lambda: not engine.output_router.result_handlers, "the engine's own request")
+        check_all_returned(engine)
+        assert not scheduler.suspects
+
+
+@pytest.mark.parametrize("step", [64, 8])
+def test_a_request_whose_logits_are_no_numbers_fails_alone(step, tiny_model, bench, store):
+    model = tiny_model("llama")
+    ids = [[1, *(token % 120 for token in bench.draw(19, n))] for n in range(3)]
+    stock = model.generate_batch(ids, bench.generation(), bench.batching(), warmup=False)
+    assert not any(127 in one.generated_tokens for one in stock.values())
+    model.get_input_embeddings().weight.data[127] = torch.nan  # a token that nobody else has
+    with bench.engine(model, store, {"max_batch_tokens": step}) as engine:
+        good = [engine.add_request(ids[0]), engine.add_request(ids[1])]
+        bad = engine.add_request([1, 127, *bench.draw(30, 8)])
+        good.append(engine.add_request(ids[2]))
+        found = bench.collect(engine, [*good, bad])
+        assert found[bad].error == "the model's logits are not finite"
+        assert [found[name].generated_tokens for name in good] == [one.generated_tokens for one in stock.values()]
+        check_all_returned(engine)
+
+
+def test_the_likeliest_token_is_left_however_small_p_is():
+    scores = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    p = torch.tensor([1e-300, 0.0, 1e-6], dtype=torch.float32)
+    left = sampling.TopP()(scores.clone(), p.view(torch.int32))
+    assert left.isfinite().sum(dim=1).tolist() == [1, 1, 1]
+    assert left.argmax(dim=1).tolist() == scores.argmax(dim=1).tolist()
+
+
+class Odd(Exception):
+    """Of some library."""
+
+
+@pytest.mark.parametrize("kind", [AssertionError, ImportError, Odd, SystemExit])
+def test_a_prefill_may_fail_with_whatever_it_likes(kind, model, bench, store, monkeypatch):
+    store.add(model, None, bench.workload.library)
+    find, asks = store.find, [[1, *bench.workload.library[n], *bench.draw(6, n)] for n in range(2)]
+
+    def failing(identity, sink, ids):
+        if list(ids) == asks[0]:
+            raise kind("what no list foresees")
+        return find(identity, sink, ids)
+
+    monkeypatch.setattr(store, "find", failing)
+    stock = model.generate_batch(asks[:1], bench.generation(), bench.batching(), warmup=False)
+    with bench.engine(model, store, recompute_ratio=RATIO) as engine:
+        names = [engine.add_request(ids) for ids in asks]
+        found = bench.collect(engine, names)
+        outcomes = [engine.outcome(name) for name in names]
+        check_all_returned(engine)
+        assert engine.prefills.failures == 1
+    assert [outcome.how for outcome in outcomes] == ["plain", "blended"]
+    assert outcomes[0].reason == f"{kind.__name__}: what no list foresees"
+    assert found[names[0]].generated_tokens == next(iter(stock.values())).generated_tokens
+    monkeypatch.undo()
+    assert found[names[1]].generated_tokens == bench.lone_answer(model, store, asks[1], recompute_ratio=RATIO)
+
+
+def test_a_worker_is_there_for_the_next_task_whatever_the_last_one_raised():
+    turns, ran = Turns(lambda: None), []
+
+    def fail():
+        raise SystemExit
+
+    for number in range(300):
+        turns.start(fail)
+        wait_for(lambda: not turns.is_busy, "the end of a task")
+        assert isinstance(turns.error, SystemExit)
+        turns.start(lambda number=number: ran.append(number))
+        wait_for(lambda: not turns.is_busy, "the next task")
+    turns.close()
+    assert ran == list(range(300))
+
+
+def test_a_prefill_that_hangs_is_seen(model, bench, store, monkeypatch):
+    goes_on, find = threading.Event(), store.find
+    monkeypatch.setattr(store, "find", lambda *given: (goes_on.wait(30), find(*given))[1])
+    with bench.engine(model, store) as engine:
+        bench.answers(engine, [bench.Ask([1, 5, 6])], blend=False)
+        assert engine.stuck_s == 0.0
+        name = engine.add_request([1, 5, 6, 7])
+        wait_for(lambda: engine.stuck_s > 0.3, "a hanging prefill")
+        goes_on.set()
+        bench.collect(engine, [name])
+        assert engine.stuck_s == 0.0
+
+
+DELETABLE = [
+    (module, owner, part)
+    for module, owners in upstream.NAMES.items()
+    for owner, parts in owners.items()
+    for part in parts.split() or [""]
+]
+
+
+def test_each_name_of_transformers_that_is_gone_is_refused_before_anything_runs(model, bench, store, monkeypatch):
+    removed = 0
+    for module, owner, part in DELETABLE:
+        home = importlib.import_module(f"{upstream.PACKAGE}.{module}")
+        where = home if not part else next((one for one in getattr(home, owner).__mro__ if part in vars(one)), None)
+        if where is None or not callable(getattr(where, part or owner)):
+            continue  # an attribute of instances
+        with monkeypatch.context() as patch:
+            patch.delattr(where, part or owner)
+            with pytest.raises(UnsupportedModelError, match=f"lacks .*{part or owner}"):
+                bench.engine(model, store) if part == "_process_candidates" else upstream.check_names()
+        removed += 1
+    assert removed > 30
 
 
 def test_an_engine_whose_every_step_fails_ends(model, bench, store, monkeypatch):

@@ -1,0 +1,94 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What serving uses of transformers beside its public interface, and a check that all of it is there.
+
+Continuous batching gives no place to name a cache or a scheduler of one's own, so some of its methods are overridden
+and some of its attributes read. A release that renames one would not fail, but serve wrong.
+"""
+
+import dis
+import importlib
+import inspect
+from typing import Any
+
+from ..errors import UnsupportedModelError
+
+__all__ = ["NAMES", "check_names"]
+
+PACKAGE = "transformers.generation.continuous_batching"
+NAMES = {  # module: class or function: its methods, and attributes that it sets
+    "cache": {
+        "PagedAttentionCache": "can_store_request_tokens evict_cached_blocks free_all_requests free_blocks "
+        "mark_complete_blocks search_prefix_match cache_allocators device pool",
+    },
+    "cache_allocators.cache_allocator": {
+        "CacheAllocator": "acquire_prefix_blocks get_write_indices match_prefix_blocks update block_table "
+        "blocks_per_sector index ledger num_blocks tokens_per_page",
+        "compute_block_hash": "",
+    },
+    "cache_allocators.cache_pool": {"CachePool": "count_free_blocks free_blocks try_to_free_sectors num_free_sectors"},
+    "cb_logits_processors": {
+        "ContinuousBatchingLogitsProcessor": "fill_defaults prepare_tensor_args",
+        "ContinuousBatchingLogitsProcessorList": "_retrieve_processors_kwargs check_kwargs do_processing "
+        "logits_processor tensors_required",
+    },
+    "continuous_api": {
+        "ContinuousBatchProcessor": "_handle_request_error has_pending_requests cache inputs_and_outputs scheduler",
+        "ContinuousBatchingManager": "_create_batch_processor _generation_loop_body _generation_step add_request "
+        "cancel_request destroy is_running register_result_handler start stop _request_counter _wake_up_loop "
+        "batch_processor continuous_batching_config current_batch generation_config logit_processor model "
+        "output_router",
+        "OutputRouter": "_lock result_handlers",
+    },
+    "input_outputs": {"ContinuousBatchingIOs": "compute_stream"},
+    "requests": {
+        "FutureRequestState": "has_new_token state",
+        "RequestState": "create_equivalent_initial_request generated_tokens initial_tokens logit_processor_kwargs "
+        "request_id status",
+    },
+    "scheduler": {
+        "FIFOScheduler": "",
+        "Scheduler": "_cleanup_waiting_queue _get_waiting_candidates _process_candidates _try_to_meet_safety_margin "
+        "add_waiting_request clear_cancelled_requests finish_request schedule_batch _cancellation_lock "
+        "_requests_to_cancel active_requests block_new_requests waiting_requests waiting_requests_order",
+    },
+    "utils": {"stream_context": ""},
+}
+
+
+def check_names() -> None:
+    """Look for every name.
+
+    Raises:
+        UnsupportedModelError: some are missing; they are listed.
+    """
+    missing = [name for module, classes in NAMES.items() for name in _missing(module, classes)]
+    if missing:
+        import transformers
+
+        raise UnsupportedModelError(
+            f"continuous batching of transformers {transformers.__version__} lacks {', '.join(missing)}, but blended "
+            "requests need that. Install transformers 5.23, or use a BlendCache for each request."
+        )
+
+
+def _missing(module: str, classes: dict[str, str]) -> list[str]:
+    try:
+        found = importlib.import_module(f"{PACKAGE}.{module}")
+    except ImportError as error:
+        return [f"{module} ({error})"]
+    absent = []
+    for name, parts in classes.items():
+        owner = getattr(found, name, None)
+        known = set() if owner is None else _names_in(owner)
+        absent += [f"{name}.{part}" for part in parts.split() if part not in known] if owner else [name]
+    return absent
+
+
+def _names_in(owner: Any) -> set[str]:
+    """What a class has, and what its methods set."""
+    rows = [vars(one) for one in getattr(owner, "__mro__", ())]
+    methods = [inspect.unwrap(one) for row in rows for one in row.values() if inspect.isfunction(one)]
+    names = {name for row in rows for name in (*row, *row.get("__annotations__", ()))}
+    steps = (step for method in methods for step in dis.get_instructions(method))
+    return names | {step.argval for step in steps if step.opname == "STORE_ATTR"}
