@@ -65,7 +65,7 @@ class Plain:
 
     def crop(self, sequence, tokens):
         row = self.row(sequence)
-        self.rows[sequence] = row[: len(row) - tokens]
+        self.rows[sequence] = row[: max(0, len(row) - tokens)]
 
 
 def inside(position, start, stop):
@@ -76,8 +76,6 @@ def run(program):
     """Run a program on both; gives the cells, the plain model and which token each cell holds."""
     cells, plain, names = Cells(), Plain(), []
     for name, *arguments in program:
-        if name == "crop":
-            arguments[1] = min(arguments[1], len(plain.row(arguments[0])))
         if name == "append":
             names = names[: cells.count] + [token for token, _ in plain.append(*arguments)]
             cells.append(*arguments)

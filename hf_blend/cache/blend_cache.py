@@ -425,8 +425,7 @@ class BlendCache(MaskedDecode):
         """
         if self._fusor is not None:
             return self._fusor.update_indexer(layer_idx, indexer_key_states)
-        found: Tensor = self._kept[layer_idx].update_indexer(indexer_key_states)
-        return found
+        return super().update_indexer(indexer_key_states, layer_idx)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """How many tokens a layer holds. `generate` asks just before the prefill: the model is watched from here."""
@@ -471,10 +470,11 @@ class BlendCache(MaskedDecode):
         """Forget the last tokens, in every layer or in none.
 
         Args:
-            tokens_to_remove: how many, as a negative number; 0 removes only what no later token can see.
+            tokens_to_remove: how many, as a negative number; 0 removes only what no later token can see, and more than
+                the cache holds empties it.
 
         Raises:
-            ConfigError: a layer does not hold so many, or a window has forgotten what stood before them.
+            ConfigError: the number is positive, or a window or a state has forgotten what stood before them.
         """
         tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 gives a tensor
         for layer in self._layers():
@@ -492,6 +492,11 @@ class BlendCache(MaskedDecode):
     def is_linear(self) -> list[bool]:
         """For each layer whether it keeps a mixer's state and no K and V; models choose by this which mask to make."""
         return [isinstance(layer, MixerLayer) and not isinstance(layer, CacheLayerMixin) for layer in self.layers]
+
+    @property
+    def batch_size(self) -> int:
+        """How many requests the cache holds; -1 while it is empty."""
+        return super().batch_size or -1
 
     @property
     def is_expecting(self) -> bool:

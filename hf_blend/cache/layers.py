@@ -148,30 +148,30 @@ class BlendLayer(CacheLayerMixin):
         """Forget the tokens that came since a snapshot; nothing else may have happened in between."""
         self.crop(snapshot - self.length)
 
-    def check_crop(self, tokens_to_remove: int) -> None:
+    def check_crop(self, tokens_to_remove: int) -> int:
         """Refuse a `crop` that this layer could not do.
 
+        Returns:
+            What it removes, negative: as in transformers, no more than the layer holds.
+
         Raises:
-            ConfigError: the number is positive, or larger than what the layer holds.
+            ConfigError: the number is positive.
         """
-        if not -self.length <= tokens_to_remove <= 0:
-            raise ConfigError(
-                f"crop({tokens_to_remove}) was asked of a cache of {self.length} tokens, but a number from "
-                f"{-self.length} to 0 is wanted: the tokens to remove, negative. To empty a cache call reset()."
-            )
+        check_negative(tokens_to_remove, self.length)
+        return max(tokens_to_remove, -self.length)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens.
 
         Args:
-            tokens_to_remove: how many, as a negative number; 0 removes nothing.
+            tokens_to_remove: how many, as a negative number; 0 removes nothing, more than the layer holds empties it.
 
         Raises:
             ConfigError: the number is positive, or larger than what the layer can take back.
         """
-        self.check_crop(tokens_to_remove)
+        removed = self.check_crop(tokens_to_remove)
         if self.is_initialized:
-            self._show(self.length + tokens_to_remove)
+            self._show(self.length + removed)
             if self.visible is not None:
                 is_mask = self.visible.dim() == 3
                 kept = self.visible[..., : self.length] if is_mask else self.visible[self.visible < self.length]
@@ -227,6 +227,23 @@ class BlendLayer(CacheLayerMixin):
     def _hold(self, buffers: tuple[Tensor, Tensor]) -> None:
         """Go on in other buffers."""
         self._buffers = buffers
+
+
+def check_negative(tokens_to_remove: int, held: int) -> None:
+    """Refuse the argument of a `crop` that is no number of tokens to remove, as transformers does.
+
+    Args:
+        tokens_to_remove: as `crop` was given it.
+        held: tokens in the cache.
+
+    Raises:
+        ConfigError: it is positive.
+    """
+    if tokens_to_remove > 0:
+        raise ConfigError(
+            f"crop({tokens_to_remove}) was asked of a cache of {held} tokens, but the tokens to remove are expected "
+            f"as a negative number. To keep {tokens_to_remove} call crop({min(0, tokens_to_remove - held)})."
+        )
 
 
 def _buffer(states: Tensor, capacity: int, old: Tensor | None, layers: int = 0) -> Tensor:

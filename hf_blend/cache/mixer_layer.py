@@ -50,8 +50,11 @@ class MixerLayer(LinearAttentionLayer):
         """Be as at a snapshot."""
         self.restore_mixer(snapshot)
 
-    def check_crop(self, tokens_to_remove: int) -> None:
+    def check_crop(self, tokens_to_remove: int) -> int:
         """Refuse a `crop` that this layer could not do.
+
+        Returns:
+            What it removes, negative.
 
         Raises:
             ConfigError: a token is to be removed that has gone into a state.
@@ -62,6 +65,7 @@ class MixerLayer(LinearAttentionLayer):
                 "every token before and gives none back. reset() and fill the cache again, or decode without an "
                 "assistant."
             )
+        return tokens_to_remove
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens, where only the inputs of a convolution are kept and they were recorded."""
@@ -128,10 +132,10 @@ class MixerAttentionLayer(MixerLayer, BlendLayer):  # type: ignore[override]
         self._attention.restore(self, snapshot[1])
         self.restore_mixer(snapshot[0])
 
-    def check_crop(self, tokens_to_remove: int) -> None:
+    def check_crop(self, tokens_to_remove: int) -> int:
         """Refuse a `crop` that one of the two could not do."""
-        self._attention.check_crop(self, tokens_to_remove)
         MixerLayer.check_crop(self, tokens_to_remove)
+        return self._attention.check_crop(self, tokens_to_remove)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens, in both."""

@@ -231,9 +231,9 @@ class OffloadedLayer(BlendLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens; see `BlendLayer.crop`."""
-        self.check_crop(tokens_to_remove)
-        if self.is_initialized and tokens_to_remove:
-            self._shorten(self.length + tokens_to_remove)
+        removed = self.check_crop(tokens_to_remove)
+        if self.is_initialized and removed:
+            self._shorten(self.length + removed)
 
     def _shorten(self, length: int) -> None:
         if length == 0 and self._buffers is None:

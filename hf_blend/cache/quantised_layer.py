@@ -219,10 +219,10 @@ class QuantisedLayer(BlendLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens; those in front of them in a packed group are unpacked for good."""
-        self.check_crop(tokens_to_remove)
-        if not self.is_initialized or not tokens_to_remove:
+        removed = self.check_crop(tokens_to_remove)
+        if not self.is_initialized or not removed:
             return
-        length = self.length + tokens_to_remove
+        length = self.length + removed
         whole = self._unpacked(0, *self._recent)  # type: ignore[misc]
         ends = accumulate(part.tokens for part in self._packed)
         self._packed = tuple(part for part, end in zip(self._packed, ends, strict=True) if end <= length)

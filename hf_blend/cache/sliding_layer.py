@@ -74,27 +74,28 @@ class BlendSlidingLayer(BlendLayer):
             self.reset()
         self._show(self.length)
 
-    def check_crop(self, tokens_to_remove: int) -> None:
+    def check_crop(self, tokens_to_remove: int) -> int:
         """Refuse a `crop` behind which the window would lack tokens that were forgotten.
 
         Raises:
-            ConfigError: the number is positive, larger than what went in, or needs tokens that are gone.
+            ConfigError: the number is positive, or needs tokens that are gone.
         """
-        super().check_crop(tokens_to_remove)
-        left, needed = self._end - self._start + tokens_to_remove, self.length + tokens_to_remove
+        removed = super().check_crop(tokens_to_remove)
+        left, needed = self._end - self._start + removed, self.length + removed
         if max(0, left) < min(needed, self.sliding_window - 1):
             raise ConfigError(
                 f"crop({tokens_to_remove}) was asked of a layer with a window of {self.sliding_window} tokens that "
                 f"keeps {self._end - self._start} of {self.length}: the window before them is gone. Call "
                 "activate_past_recording() before the tokens are added, or reset() and fill the cache again."
             )
+        return removed
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens, and all that no later token can see; see `BlendLayer.crop`."""
-        self.check_crop(tokens_to_remove)
+        removed = self.check_crop(tokens_to_remove)
         if self.is_initialized:
-            self.length += tokens_to_remove
-            self._end = max(self._start, self._end + tokens_to_remove)
+            self.length += removed
+            self._end = max(self._start, self._end + removed)
             self._roll()
 
     def reset(self) -> None:

@@ -129,13 +129,14 @@ class Cells:
         self._change(sequence, start, stop, lambda positions: positions // by)
 
     def crop(self, sequence: int, tokens: int) -> None:
-        """Forget the last `tokens` columns of a sequence, whatever their positions."""
+        """Forget the last `tokens` columns of a sequence, whatever their positions; all where it has fewer."""
         cells, positions = self.row(sequence)
-        left, gone = len(cells) - tokens, cells[len(cells) - tokens :]
+        left = max(0, len(cells) - tokens)
+        gone = cells[left:]
         self._rows[sequence] = cells[:left], positions[:left]
         held = max((int(row.max()) + 1 for row, _ in self._rows.values() if row.numel()), default=0)
         if gone.numel() and int(gone.max()) + 1 == self.count:
-            self.count = max(held, self.count - tokens)  # the end of the storage is free again
+            self.count = max(held, self.count - len(gone))  # the end of the storage is free again
 
     def held(self) -> Tensor:
         """The cells that some sequence holds, ascending, each once."""

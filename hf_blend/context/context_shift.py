@@ -61,6 +61,11 @@ class ShiftCache(SequenceCache):
                 "fit behind those that are kept. Give a larger window_tokens."
             )
 
+    def reset(self) -> None:
+        """Forget every sequence, and that anything was shifted."""
+        super().reset()
+        self.shifts = 0
+
     def make_room(self, tokens: int) -> None:
         """Drop at least half of what is not kept of each active sequence, if `tokens` new ones do not fit otherwise.
 

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
+from ..cache.layers import check_negative
 from ..config import check_kv_bits
 from ..errors import ConfigError, PromptError, UnsupportedModelError
 from ..model.anatomy import decoder_layers, is_extended, refuse_extended, text_config
@@ -79,6 +80,12 @@ class SequenceCache(Cache):
         self._source, self._regime_tokens = TableSource.of(model, below_regime=True), regime_tokens(model)
         ensure_movable(model, partial(SequenceCache, model), allow_unverified)
         self._device, self._allow_unverified = input_device(model), allow_unverified
+        self._steering = Steering(self, model)
+        self._begin()
+        Cache.__init__(self, layers=[*self._sequence_layers])
+
+    def _begin(self) -> None:
+        """Hold nothing."""
         self.batch: tuple[int, ...] = (0,)
         self._cells = Cells()
         self._ids = torch.empty(0, dtype=torch.long)  # by cell
@@ -87,9 +94,7 @@ class SequenceCache(Cache):
         self._seen: Tensor | None = None  # see `View`
         self._detours: list[Detour] = []  # by layer, of a forward whose mask hides cells; see `attend_rows`
         self._was_extended = False
-        self._steering = Steering(self, model)
         self._sequence_layers = self._empty_layers()
-        Cache.__init__(self, layers=[*self._sequence_layers])
 
     @property
     def nbytes(self) -> int:
@@ -405,14 +410,23 @@ class SequenceCache(Cache):
             self._commit()
         return shown
 
+    def reset(self) -> None:
+        """Forget every sequence; sequence 0 is active then, as in a new cache."""
+        self.forward_ends()  # it was interrupted
+        self._begin()
+        self.layers = [*self._sequence_layers]
+
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens of each active sequence; as a negative number, as in transformers."""
-        least = min(len(self._cells.row(number)[0]) for number in self.batch)
-        if not -least <= tokens_to_remove <= 0:
-            raise ConfigError(
-                f"crop({tokens_to_remove}) was asked of a sequence of {least} tokens, but a number "
-                f"from {-least} to 0 is expected: the tokens to remove, negative."
-            )
+        """Forget the last tokens of each active sequence.
+
+        Args:
+            tokens_to_remove: how many, as a negative number; more than a sequence has empties it.
+
+        Raises:
+            ConfigError: the number is positive.
+        """
+        tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 gives a tensor
+        check_negative(tokens_to_remove, self.get_seq_length())
         for number in reversed(self.batch):  # the last has the last cells
             self._cells.crop(number, -tokens_to_remove)
         last = self._cells.row(self.active)[0][-1:]
