@@ -5,7 +5,7 @@
 import copy
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,16 @@ def pytest_report_header() -> str:
 def one_thread() -> None:
     """Let torch compute in one thread everywhere, so that sums do not depend on the machine."""
     torch.set_num_threads(1)
+
+
+def slow_but(*fast: Any, among: Iterable[Any]) -> list[Any]:
+    """Give the parameters of a sweep: all of `among`, those that are not in `fast` with the mark `slow`."""
+    assert {*fast} <= {*among}
+    return [one if one in fast else pytest.param(*_several(one), marks=pytest.mark.slow) for one in among]
+
+
+def _several(one: Any) -> tuple[Any, ...]:
+    return one if isinstance(one, tuple) else (one,)
 
 
 def build_tiny_model(

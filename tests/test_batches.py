@@ -10,8 +10,11 @@ import torch
 
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.verify.zoo import tiny_model as zoo_model
+from tests.conftest import slow_but
 
-families = pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe", "gpt_neox"])
+families = pytest.mark.parametrize(
+    "family", slow_but("llama", "gemma3_text", among=["llama", "gemma3_text", "qwen3_moe", "gpt_neox"])
+)
 LENGTH = {"max_new_tokens": 10, "eos_token_id": None}
 MODES = {
     "greedy": {"do_sample": False},

@@ -27,14 +27,12 @@ def program(name):
 
 def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path):
     output = tmp_path / "gpu.json"
-    small = ["--tokens", "200", "400", "--chunk-tokens", "64", "--question-tokens", "8", "--rounds", "1"]
+    small = ["--tokens", "200", "--chunk-tokens", "64", "--question-tokens", "8", "--rounds", "1"]
     program("gpu").main(["--device", "cpu", "--shape", "tiny", *small, "--output", str(output)])
     found = json.loads(output.read_text("utf-8"))
     assert [(row["shape"], row["tokens"], row["ratio"]) for row in found["rows"]] == [
         ("tiny", 137, 0.15),
         ("tiny", 137, 0.05),
-        ("tiny", 393, 0.15),
-        ("tiny", 393, 0.05),
     ]
     for row in found["rows"]:
         assert row["ttft_ratio"] == pytest.approx(row["ttft_ms"] / row["full_ttft_ms"])
@@ -87,7 +85,7 @@ def test_the_committed_grid_holds_what_it_promises():
 
 def test_answers_from_8_bits_are_measured_and_as_committed(tmp_path, monkeypatch):
     output = tmp_path / "kv_bits.json"
-    monkeypatch.setattr(sys, "argv", ["kv_bits", *"--count 2 --tokens 256 --rounds 2 --output".split(), str(output)])
+    monkeypatch.setattr(sys, "argv", ["kv_bits", *"--count 1 --tokens 64 --rounds 1 --output".split(), str(output)])
     program("kv_bits").main()
     found = json.loads(output.read_text("utf-8"))
     kept = json.loads((BENCHMARKS / "results" / "kv_bits.json").read_text("utf-8"))

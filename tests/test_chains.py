@@ -175,6 +175,7 @@ def right(model, tokenizer, store, example, config):
     return tokenizer.decode([int(logits.argmax())]) == example.answer
 
 
+@pytest.mark.slow
 def test_the_model_answers_better_blended_than_reused(chains):
     store = ChunkStore.open("memory://")
     asked = [example for example in sample_examples(20, seed=4) if example.crossings][:10]

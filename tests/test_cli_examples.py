@@ -22,7 +22,7 @@ FUNCTIONS = {
 
 EXAMPLES = [line for function in FUNCTIONS.values() for line in split_examples(function.__doc__ or "")[1]]
 UNMARKED = [line for line in EXAMPLES if "#" not in line]
-SHORT = {line.split()[1]: line for line in reversed(UNMARKED)}.values()  # the first of each command
+SHORT = {line.split()[1]: line for line in UNMARKED}.values()  # the last of each command, which is the smallest
 
 
 def marked(example: str) -> object:

@@ -4,6 +4,7 @@
 
 import copy
 import io
+import itertools
 import logging
 import pickle
 import re
@@ -51,7 +52,17 @@ def apart(one, other, real=None):
     return float((one - other).abs()[real if real is not None else slice(None)].max())
 
 
-@pytest.fixture(params=[(1, True), (1, False), (2, True), (2, False)], ids=str)
+# each family with one or two forms of a request; all with all in the slow suite
+FORMS = ((1, True), (1, False), (2, True), (2, False))  # requests in the batch, announced
+ONCE = {("llama", FORMS[1]), ("llama", FORMS[2]), ("gemma3_text", FORMS[3]), ("gpt_neox", FORMS[0])}
+diagonal = pytest.mark.parametrize(
+    ("family", "request_of"),
+    [pytest.param(*one, marks=[] if one in ONCE else pytest.mark.slow) for one in itertools.product(FAMILIES, FORMS)],
+    indirect=["request_of"],
+)
+
+
+@pytest.fixture
 def request_of(request, pieces, tokenizer):
     """Give `make(model, ratio, store)`: a cache and its inputs, of one request or two, announced or not."""
     return lambda *args: asked(pieces, tokenizer, *args[:2], *request.param, args[2])
@@ -70,7 +81,7 @@ def full_outputs(ids):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", FAMILIES)
+@diagonal
 def test_outputs_of_every_token_are_those_of_a_stock_cache(request_of, family):
     model, store = model_of(family), ChunkStore.open("memory://")
     for ratio in RATIOS:
@@ -103,7 +114,7 @@ def test_attentions_are_those_of_a_stock_cache(tiny_model, pieces, tokenizer):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", FAMILIES)
+@diagonal
 def test_so_many_last_rows_are_given_and_the_last_is_what_generate_sees(request_of, family):
     model, store = model_of(family), ChunkStore.open("memory://")
     for ratio in RATIOS:

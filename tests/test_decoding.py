@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Behind the prefill: conversations, prompts that come in parts, compiled steps, outputs that were asked for."""
 
+import itertools
+
 import pytest
 import torch
 from transformers import DynamicCache
@@ -101,8 +103,13 @@ def test_assisted_decoding_of_a_later_turn_is_refused_until_the_cache_is_reset(s
     assert cache.report.reusable_tokens == 35
 
 
-@pytest.mark.parametrize(("batch", "size"), [(1, 7), (1, 25), (3, 25), (3, 64)])
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize(
+    ("family", "batch", "size"),
+    [
+        pytest.param(*one, marks=[] if one in (("llama", 1, 7), ("gemma3_text", 3, 25)) else pytest.mark.slow)
+        for one in itertools.product(["llama", "gemma3_text"], (1, 3), (7, 25, 64))
+    ],
+)
 def test_every_part_of_a_prefill_by_parts_blends(pieces, tokenizer, family, batch, size):
     model, store, requests = zoo_model(family), ChunkStore.open("memory://"), [pieces(**one) for one in BATCH[:batch]]
     cache, inputs = prepared(model, tokenizer, requests, store, recompute_ratio=1.0)
@@ -181,6 +188,7 @@ def test_outputs_by_place_and_losses_come_from_a_full_prefill(shared_model, piec
 
 
 @torch.no_grad()
+@pytest.mark.slow  # tests/test_compiled_decoding.py compiles the step of a static cache
 def test_a_step_that_was_compiled_gives_the_same_tokens(tiny_model, pieces, tokenizer):
     """Transformers compiles steps on its own for static caches only; whoever compiles the model may use this one."""
     model = tiny_model(num_hidden_layers=2)

@@ -22,6 +22,7 @@ from hf_blend.verify.zoo import tiny_model
 CPU = torch.device("cpu")
 EXACT = ("ratio_1", "ratio_1_batch", "all_but_one", "fused_ratio")
 RUNGS = (*EXACT, "unchosen_bytes", "untouched", "untouched_after_error")
+TELLING = ("ratio_1", "fused_ratio", "untouched_after_error")
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
 PIECES: dict[str, Any] = {
     "prefix": [3, 4],
@@ -67,15 +68,15 @@ def asked(model: Any, store: Any = None, **settings: Any) -> tuple[BlendCache, A
     return cache, model.generate(**inputs, past_key_values=cache, **GREEDY)
 
 
-def climbed(name: str, how: str, folder: Any) -> None:
+def climbed(name: str, how: str, folder: Any, rungs: tuple[str, ...] = RUNGS) -> None:
     subject = Subject(dispatched(name, how, folder))
-    found = [measure(rung, subject, "float32", "sdpa") for rung in RUNGS]
+    found = [measure(rung, subject, "float32", "sdpa") for rung in rungs]
     assert [rung for rung in found if not rung.passed] == []
-    assert max(rung.max_abs_error for rung in found[: len(EXACT)]) <= 1e-5
+    assert max(rung.max_abs_error for rung in found if rung.name in EXACT) <= 1e-5
 
 
 def test_the_ladder_holds_where_some_layers_are_offloaded(tmp_path):
-    climbed("llama", "map", tmp_path)
+    climbed("llama", "map", tmp_path, TELLING)
 
 
 @pytest.mark.slow

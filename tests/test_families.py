@@ -17,6 +17,7 @@ from hf_blend.verify.images import verify_image_types
 from hf_blend.verify.ladder import measure
 from hf_blend.verify.subject import Subject
 from hf_blend.verify.zoo import SHARED, tiny_model, tiny_types
+from tests.conftest import slow_but
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "families.json"
 STYLES = {
@@ -29,9 +30,7 @@ STYLES = {
 EXTENDED = ("deepseek_v3", "nanochat")  # the others attend within windows, or never ask for their attention
 
 
-@pytest.mark.parametrize(
-    "name", ["gpt_oss", "deepseek_v3", *(pytest.param(name, marks=pytest.mark.slow) for name in list(STYLES)[2:])]
-)
+@pytest.mark.parametrize("name", slow_but("deepseek_v3", among=STYLES))
 def test_the_family_is_exact_with_its_own_rotary_style(name):
     (row,) = verify_types([name])
     assert row["supported"], row["reason"]

@@ -27,6 +27,7 @@ from hf_blend.prefill.rows import Rows
 from hf_blend.store.chunk import ChunkKey
 from hf_blend.verify import image_zoo
 from hf_blend.verify.image_zoo import tiny_image_model
+from tests.conftest import slow_but
 from tests.image_models import (
     CHUNKS,
     END,
@@ -115,7 +116,7 @@ def test_an_image_in_front_of_reused_text_has_the_kv_of_stock(kind, ratio):
         "inter-attention",
     ],
 )
-@pytest.mark.parametrize("ratio", [0.0, 0.15, 1.0])
+@pytest.mark.parametrize("ratio", slow_but(0.15, among=[0.0, 0.15, 1.0]))
 @pytest.mark.parametrize("kind", ["llava", pytest.param("qwen3_vl", marks=pytest.mark.slow)])
 def test_two_images_behind_equal_ids_give_the_answers_of_two_images(kind, ratio, selector):
     store, ids = filled(kind), prompt(kind, CHUNKS[0], picture(kind), *CHUNKS[1:])

@@ -58,7 +58,9 @@ def climbed(family: str, dtype: str, attention: str, rungs: list[str] | None) ->
     return verdict
 
 
-@pytest.mark.parametrize(("dtype", "attention"), LADDERS)
+@pytest.mark.parametrize(
+    ("dtype", "attention"), [LADDERS[0], *(pytest.param(*how, marks=pytest.mark.slow) for how in LADDERS[1:])]
+)
 def test_every_rung_holds_for_a_llama(dtype, attention):
     verdict = climbed("llama", dtype, attention, None)
     assert verdict.supported, verdict.reason
@@ -67,10 +69,11 @@ def test_every_rung_holds_for_a_llama(dtype, attention):
 
 
 def combinations() -> Iterator[Any]:
-    """Each family, dtype and attention; each dtype and each attention once per family without `slow`."""
+    """Each family, dtype and attention; without `slow` each family, each dtype and each attention once."""
+    once = {("mistral", *LADDERS[0]), ("qwen2", *LADDERS[1]), ("qwen3", *LADDERS[0])}
     for family, *how in itertools.product(FAMILIES, ("float32", "bfloat16"), ("eager", "sdpa")):
         if family != "llama" or tuple(how) not in LADDERS:
-            yield pytest.param(family, *how, marks=[] if tuple(how) in LADDERS else pytest.mark.slow)
+            yield pytest.param(family, *how, marks=[] if (family, *how) in once else pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("family", "dtype", "attention"), [*combinations()])
@@ -266,8 +269,16 @@ def trusted(family: str) -> PreTrainedModel:
     return model
 
 
+def breaks() -> Iterator[Any]:
+    """Every break; without `slow` one of what each is made in."""
+    owners = set()
+    for one in BREAKS:
+        yield pytest.param(*one, marks=[pytest.mark.slow] if one[1] in owners else [])
+        owners.add(one[1])
+
+
 @pytest.mark.parametrize(
-    ("rung", "owner", "attribute", "instead"), BREAKS, ids=lambda one: getattr(one, "__name__", one)
+    ("rung", "owner", "attribute", "instead"), [*breaks()], ids=lambda one: getattr(one, "__name__", one)
 )
 def test_a_rung_falls_when_what_it_claims_is_broken(rung, owner, attribute, instead, monkeypatch):
     model = trusted("llama")

@@ -19,6 +19,7 @@ from hf_blend.verify.floor import attentions
 from hf_blend.verify.ladder import measure
 from hf_blend.verify.subject import Subject
 from hf_blend.verify.zoo import tiny_model
+from tests.conftest import slow_but
 
 FAMILIES = ("llama", "gemma3_text", "deepseek_v3")  # every exact one in the slow suite
 RUNGS = [name for name in everything.RUNGS if name != "untouched"]
@@ -149,7 +150,7 @@ def tried(name):
     return model
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", slow_but("llama", among=FAMILIES))
 def test_the_ladder_fails_where_something_is_wrong(name):
     model = tried(name)
     applying = [mutation for mutation, applies in MUTATIONS.items() if applies(model)]

@@ -17,6 +17,7 @@ from hf_blend.sparse.partial.loading import partial_loading
 from hf_blend.sparse.partial.store import PartialStore
 from hf_blend.store.tiers.base import BytesSource, EntryFault
 from hf_blend.verify.zoo import tiny_model
+from tests.conftest import slow_but
 
 CHUNKS = [list(range(10, 74)), list(range(40, 90)), list(range(20, 120, 2))]
 PIECES: dict[str, Any] = {"prefix": [5, 6], "chunks": CHUNKS, "question": [7, 8, 9, 11]}
@@ -34,7 +35,7 @@ class Watched(PartialStore):
 MemoryTier = plugins.load("store.tiers", "memory")
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "mistral"])
+@pytest.fixture(scope="module", params=slow_but("llama", among=["llama", "qwen3", "mistral"]))
 def model(request):
     return tiny_model(request.param, **({"sliding_window": None} if request.param == "mistral" else {}))
 

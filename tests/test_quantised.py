@@ -17,6 +17,7 @@ from hf_blend.model.fingerprint import fingerprint
 from hf_blend.model.quantised import LOGGER
 from hf_blend.verify.ladder import verify
 from hf_blend.verify.zoo import load_model, tiny_model
+from tests.conftest import slow_but
 
 functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is not installed")
 
@@ -147,7 +148,7 @@ def test_a_wrong_style_is_refused_however_noisy_the_products_are(folder, roundin
         rotary_styles(load_model(str(folder / "4bit")))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but("8bit", "4bit", among=KINDS))
 def test_the_ladder_holds_within_the_measured_floor(kind, climbed):
     verdict = climbed(kind)
     assert verdict.supported, verdict.reason
@@ -183,7 +184,8 @@ def test_with_avx512_bf16_4_bit_weights_are_packed_at_the_first_forward_and_prod
     assert 1e-4 < (got - expected).norm() / expected.norm() < 0.1
 
 
-@pytest.mark.parametrize("kind", ["4bit", pytest.param("4bit-bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["4bit", "4bit-bfloat16"])
 def test_the_ladder_holds_in_4_bit_with_avx512_bf16(kind, folder, monkeypatch):
     with_avx512_bf16(monkeypatch)
     verdict = verify(str(folder / kind), dtypes=["float32"], attention=["sdpa"], rungs=RUNGS)
@@ -197,6 +199,7 @@ def test_every_rung_holds(kind, folder):
     assert verdict.supported, verdict.reason
 
 
+@pytest.mark.slow
 def test_without_a_threshold_8_bit_is_exact_and_with_one_its_floor_is_measured(climbed):
     exact, found = climbed("8bit-exact"), climbed("8bit")
     errors = [rung.max_abs_error for rung in exact.rungs if rung.name == "ratio_1"]
@@ -222,7 +225,7 @@ def test_chunks_of_another_precision_are_not_used(other, folder):
         assert cache.report.computed_chunks == computed, "prefix and chunk, unless this very model has stored them"
 
 
-@pytest.mark.parametrize("kind", ["8bit", "8bit-exact", "4bit"])
+@pytest.mark.parametrize("kind", slow_but("8bit", "4bit", among=["8bit", "8bit-exact", "4bit"]))
 def test_a_quantised_model_decodes_from_kv_that_accelerate_places_on_disk(kind, folder, tmp_path):
     model, store = load_model(str(folder / kind)), ChunkStore.open("memory://")
     pieces = {"prefix": [1, 4, 5], "chunks": [list(range(10, 90)), list(range(20, 85))], "question": [5, 6, 7, 8]}

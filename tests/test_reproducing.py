@@ -149,9 +149,9 @@ def test_a_draft_with_another_vocabulary_is_refused(untied, asked, capsys):
 
 @pytest.fixture
 def folder(tmp_path, tiny_model, mistral_tokenizer):
-    """A random model of 30 layers with a published tokenizer."""
+    """A random model of five layers with a published tokenizer."""
     path = tmp_path / "model"
-    model = tiny_model(vocab_size=32000, num_hidden_layers=30, hidden_size=16, max_position_embeddings=32768)
+    model = tiny_model(vocab_size=32000, num_hidden_layers=5, hidden_size=16, max_position_embeddings=32768)
     model.save_pretrained(path)
     mistral_tokenizer.save_pretrained(path)
     return str(path)
@@ -188,7 +188,7 @@ def test_the_figures_are_made_on_a_folder_with_a_real_set_and_a_stopped_run_goes
         "kv-deviation:check_layers=1", "kv-deviation:check_layers=3"
     }  # fmt: skip
     assert {row["varied"] for row in figures["chunks"]} == {"2 chunks", "16 chunks"}
-    assert [row["layer"] for row in figures["deviation"]] == list(range(30))
+    assert [row["layer"] for row in figures["deviation"]] == list(range(5))
     assert figures["deviation"][0]["deviation"] < 1e-4, "what depends on the token alone"
     assert figures["attention-deviation"][-1]["attention_deviation"] < 1e-4, "all is recomputed"
     assert (tmp_path / "run" / "methods.csv").read_text("utf-8").count("full-prefill") == 1

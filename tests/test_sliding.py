@@ -17,12 +17,14 @@ from hf_blend.model.anatomy import decoder_layers
 from hf_blend.verify.fused_ratio import FusedRatio
 from hf_blend.verify.subject import Subject
 from hf_blend.verify.zoo import tiny_model as zoo_model
+from tests.conftest import slow_but
 
 WINDOW = 16  # of every model in the zoo
 FOUR_WINDOWS = {"chunks": (12, 15, 20), "question": 12}  # with BOS and a prefix of 4: 64 tokens
 BATCH = (FOUR_WINDOWS, {"chunks": (29, 9), "seed": 1}, {"chunks": (7,), "seed": 2, "question": 5})
 GREEDY = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
-families = pytest.mark.parametrize("family", ["mistral", "gemma3_text", "cohere2", "gpt_oss", "olmo3"])
+FAMILIES = ("mistral", "gemma3_text", "cohere2", "gpt_oss", "olmo3")  # windows everywhere; beside full layers; …
+families = pytest.mark.parametrize("family", slow_but("mistral", "gemma3_text", "gpt_oss", among=FAMILIES))
 everywhere = pytest.mark.parametrize("attention", ["eager", "sdpa"])
 
 

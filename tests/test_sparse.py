@@ -111,17 +111,24 @@ class Masked:
         return scores.softmax(-1) @ value.repeat_interleave(group, 1)
 
 
-@pytest.mark.parametrize("method", METHODS)
+WAYS = [
+    ("eager", prompt, {}),
+    ("sdpa", prompt, {}),
+    ("sdpa", padded, {}),
+    ("sdpa", prompt, {"num_beams": 3, "output_logits": False}),
+    ("eager", prompt, {"prompt_lookup_num_tokens": 5}),
+]
+# each way with one method, each method with one way
+DIAGONAL = {(METHODS[number % len(METHODS)], number % len(WAYS)) for number in range(max(len(METHODS), len(WAYS)))}
+
+
 @pytest.mark.parametrize(
-    ("model", "make", "settings"),
+    ("method", "model", "make", "settings"),
     [
-        ("eager", prompt, {}),
-        ("sdpa", prompt, {}),
-        ("sdpa", padded, {}),
-        ("sdpa", prompt, {"num_beams": 3, "output_logits": False}),
-        ("eager", prompt, {"prompt_lookup_num_tokens": 5}),
+        pytest.param(method, *way, marks=[] if (method, number) in DIAGONAL else pytest.mark.slow)
+        for method in METHODS
+        for number, way in enumerate(WAYS)
     ],
-    ids=["eager-one", "sdpa-one", "padded", "beams", "lookup"],
     indirect=["model"],
 )
 def test_it_attends_to_the_selected_blocks_and_the_tail_and_nothing_else(model, make, settings, method):

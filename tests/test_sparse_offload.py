@@ -15,7 +15,7 @@ from hf_blend.prefill import copies
 from hf_blend.sparse import decoding
 from hf_blend.sparse.blocks import ROOM_TOKENS
 from hf_blend.verify.zoo import tiny_model as zoo_model
-from tests.conftest import build_tiny_model
+from tests.conftest import build_tiny_model, slow_but
 from tests.second_device import There, move, second_device
 
 SMALL = {"share": 0.3, "block_tokens": 8, "min_tokens": 0, "recent_blocks": 1}
@@ -86,7 +86,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("how", slow_but("beams", "lookup", "blocks of another size", among=WAYS))
 def test_every_way_of_decoding_gives_the_text_of_blocks_on_the_device(model, tmp_path, how):
     ways, settings = WAYS[how]
     sparse = {**SMALL, **settings}

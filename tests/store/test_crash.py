@@ -7,11 +7,10 @@ import random
 import signal
 import time
 
+import pytest
 import torch
 
 from hf_blend.store import ChunkStore
-
-KILLS = 30
 
 
 def write_until_killed(root, chunk, first, acknowledge):
@@ -28,9 +27,10 @@ def write_until_killed(root, chunk, first, acknowledge):
         os._exit(0)
 
 
-def test_a_killed_writer_leaves_no_torn_entry_and_loses_none(tmp_path, chunk, same):
+@pytest.mark.parametrize("kills", [6, pytest.param(60, marks=pytest.mark.slow)])
+def test_a_killed_writer_leaves_no_torn_entry_and_loses_none(kills, tmp_path, chunk, same):
     waits, acknowledged = random.Random(0), []
-    for kill in range(KILLS):
+    for kill in range(kills):
         receive, send = os.pipe()
         writer = os.fork()
         if writer == 0:
@@ -44,12 +44,12 @@ def test_a_killed_writer_leaves_no_torn_entry_and_loses_none(tmp_path, chunk, sa
             numbers += part
         os.close(receive)
         acknowledged += [int.from_bytes(numbers[at : at + 4], "little") for at in range(0, len(numbers), 4)]
-    assert len(acknowledged) > 2 * KILLS
+    assert len(acknowledged) > kills
 
     with ChunkStore.open(tmp_path) as store:
         assert not list(tmp_path.rglob("*.tmp"))
         for number in acknowledged:
             same(store.get(chunk((5, number)).key), chunk((5, number), seed=number))
         present = {entry.digest for entry in store.entries()}
-        assert len(present) in range(len(acknowledged), len(acknowledged) + KILLS + 1)
+        assert len(present) in range(len(acknowledged), len(acknowledged) + kills + 1)
         assert store.stats()["misses"] == {}

@@ -19,6 +19,7 @@ from hf_blend.store.recorded import RecordedSource
 from hf_blend.store.tiers.base import EntryFault
 from hf_blend.store.tiers.memory import MemoryTier
 from hf_blend.testing import FAULTS, FaultyTier
+from tests.conftest import slow_but
 from tests.faults.run import CLASSES, ROUND, Run, added
 from tests.faults.signed import ATTACKER
 
@@ -35,7 +36,7 @@ def test_no_promise_is_broken_by(name, run):
     if name not in run.classes:
         pytest.skip(f"{name} needs a server that is not installed")
     one = run.classes[name]
-    one.run(1 if one.kill_share else 2 if one.is_prefill else 8, "1")
+    one.run(1 if one.kill_share or one.is_prefill else 6, "1")
     assert not one.outcome.broken, (one.outcome.kinds, one.outcome.examples)
 
 
@@ -169,7 +170,7 @@ TAKEN_OUT: dict[str, tuple[set[str], Callable[[pytest.MonkeyPatch], None]]] = { 
 }
 
 
-@pytest.mark.parametrize("path", TAKEN_OUT)
+@pytest.mark.parametrize("path", slow_but("the digests of files", "signatures", among=TAKEN_OUT))
 def test_one_round_of_faults_finds_wrong_kv_without(path, run, monkeypatch):
     """A round is 300 faults of all classes; the round ends with the class that finds it."""
     names, take_out = TAKEN_OUT[path]
