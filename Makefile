@@ -34,6 +34,7 @@ demo: $(STAMP) ## show three answers side by side in a browser
 
 docs: $(STAMP) ## write anew what is made from results and docstrings: tables, cards, pictures, the reference
 	$(BIN)/python -P -m hf_blend.evaluation.readme
+	$(BIN)/python -P -m hf_blend.evaluation.measured
 	$(BIN)/python -P -m hf_blend.evaluation.cards
 	$(BIN)/python -P -m hf_blend.evaluation.pages
 	$(BIN)/python -P -m hf_blend.evaluation.pictures

@@ -1,32 +1,76 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of docs/measurements.md that are plain lists of what a result file holds: which columns, in which words."""
+"""The page docs/measurements.md, written from the committed results: a section is one question, its verdict first.
 
-from collections.abc import Callable, Mapping
+python -m hf_blend.evaluation.measured
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 Document = Mapping[str, Any]
 Cell = Callable[[Document], str]
-Columns = Mapping[str, Cell]
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+HEAD = """# Measurements
+
+Each section asks one question, answers it, and shows one table. Every figure comes from the committed file that the
+section names; the file also holds settings, versions, and what was measured besides. `make docs` writes this page.
+
+All models here have random weights in the proportions of the model that is named, so the figures are about time and
+bytes. They cannot show answers; [Choosing](choosing.md) is about these. The machine has two CPU cores and was not
+always quiet: ways took turns in one run, and ratios say more than milliseconds. What did not help is in
+[benchmarks/LOG.md](../benchmarks/LOG.md).
+"""
 
 
-def plain(columns: Columns, head: Callable[[Document], str], name: str = "rows") -> Callable[[Document], list[str]]:
-    """A table with one line for each of a document's rows.
+def every_row(document: Document) -> Sequence[Document]:
+    """All rows of a document."""
+    rows: Sequence[Document] = document["rows"]
+    return rows
 
-    Args:
+
+@dataclass(frozen=True)
+class Section:
+    """One question and what was measured about it.
+
+    Attributes:
+        title: of the section; other pages link to it.
+        file: the result file, without its ending.
+        question: what is asked.
+        verdict: the answer, with figures from the document.
+        how: what measured it, and on what.
         columns: title → how a row is written there.
-        head: the sentence above, from the document.
-        name: of the rows in the document.
-
-    Returns:
-        Makes the lines of the table.
+        cannot_show: what the figures say nothing about.
+        rows: those that the table shows.
+        behind: Markdown behind the table.
     """
 
-    def table(document: Document) -> list[str]:
-        lines = [head(document), "", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
-        return lines + [f"| {' | '.join(cell(row) for cell in columns.values())} |" for row in document[name]]
+    title: str
+    file: str
+    question: str
+    verdict: Callable[[Document], str]
+    how: Callable[[Document], str]
+    columns: Mapping[str, Cell]
+    cannot_show: str
+    rows: Callable[[Document], Sequence[Document]] = every_row
+    behind: str = ""
 
-    return table
+    def written(self, document: Document) -> str:
+        """The section as Markdown.
+
+        Args:
+            document: what the file holds.
+        """
+        lines = [f"| {' | '.join(self.columns)} |", "|" + "---|" * len(self.columns)]
+        lines += [f"| {' | '.join(cell(row) for cell in self.columns.values())} |" for row in self.rows(document)]
+        link = f"[{self.file}.json](../benchmarks/results/{self.file}.json)"
+        parts = [f"## {self.title}", f"{self.question} **{self.verdict(document)}**", "\n".join(lines)]
+        parts += [self.behind] if self.behind else []
+        return "\n\n".join([*parts, f"{self.how(document)} {self.cannot_show} File: {link}."])
 
 
 def text(name: str, none: str = "") -> Cell:
@@ -34,390 +78,409 @@ def text(name: str, none: str = "") -> Cell:
     return lambda row: none if row.get(name) is None else str(row[name])
 
 
-def number(name: str, form: str = ".3f") -> Cell:
-    """A number in a form such as ".3f"."""
-    return lambda row: "" if row.get(name) is None else format(row[name], form)
+def number(name: str, form: str = ".2f", unit: str = "") -> Cell:
+    """A number in a form such as ".2f"."""
+    return lambda row: "" if row.get(name) is None else f"{row[name]:{form}}{unit}"
 
 
-def percent(name: str, form: str = ".0f") -> Cell:
+def percent(name: str) -> Cell:
     """A share in percent."""
-    return lambda row: "" if row.get(name) is None else f"{100 * row[name]:{form}} %"
-
-
-def bracket(score: str, low: str, high: str, form: str = ".3f") -> Cell:
-    """A value with the ends of its interval."""
-    return lambda row: f"{row[score]:{form}} [{row[low]:{form}}, {row[high]:{form}}]"
-
-
-def ends(name: str, form: str = "+.3f") -> Cell:
-    """An interval alone."""
-    return lambda row: "" if row.get(name) is None else f"[{row[name][0]:{form}}, {row[name][1]:{form}}]"
-
-
-def bracket_of(score: str, name: str) -> Cell:
-    """A value with its interval."""
-    return lambda row: f"{row[score]:.3f} {ends(name, '.3f')(row)}"
-
-
-def gained(name: str, form: str = "+.0f") -> Cell:
-    """A difference with its interval; nothing of the row that others are compared with."""
-    interval = f"{name}_interval"
-    return lambda row: f"{row[name]:{form}} {ends(interval, form)(row)}" if row.get(name) is not None else ""
+    return lambda row: "" if row.get(name) is None else _share(row[name])
 
 
 def megabytes(name: str) -> Cell:
     """Bytes in 10^6 of them."""
-    return lambda row: f"{row[name] / 1e6:.1f}" if row.get(name) is not None else ""
+    return lambda row: f"{row[name] / 1e6:.0f} MB" if row.get(name) is not None else ""
 
 
-def _rounds(document: Document) -> str:
-    return f"Shape of {document['shape']}, {document['threads']} threads, median of {document['rounds']}, interleaved."
+def _share(value: float) -> str:
+    return f"{100 * value:.0f} %"
 
 
-def _loaded(document: Document) -> str:
-    if document.get("model"):
-        return f"`{document['model']}`, one prompt of {document['rows'][0]['prompt_tokens']} tokens"
-    tokens = f"{document['chunks']} chunks of {document['chunk_tokens']} tokens"
-    return f"{tokens}, {document['layers']} layers with random weights, heads tied"
+def _first(document: Document, **known: Any) -> Document:
+    """The first row with these values."""
+    return next(row for row in document["rows"] if all(row.get(name) == value for name, value in known.items()))
 
 
-MEASURED = {
-    "eval": plain(
-        {
-            "method": text("method"),
-            "nominal": percent("ratio"),
-            "charged": percent("charged_budget", ".1f"),
-            "exact match, 95 % interval": bracket("score", "low", "high"),
-            "difference to full prefill": bracket("difference", "difference_low", "difference_high", "+.3f"),
-            "normalised": number("normalised"),
-            "KL": number("kl", ".4f"),
-            "same output": percent("exact_output", ".1f"),
-        },
-        lambda document: f"n = {document['rows'][0]['n']} questions of the reference world.",
-    ),
-    "images": plain(
-        {
-            "proportions": text("family"),
-            "images": text("method"),
-            "charged": percent("charged_budget"),
-            "speed-up": lambda row: f"{row['times_faster']:.1f} x",
-            "pixels": lambda row: f"{row['pixel_bytes_per_image'] / 1e3:.0f} kB",
-            "stored": lambda row: f"{row['stored_bytes_per_image'] / 1e3:.0f} kB",
-        },
-        lambda document: (
-            f"{document['shape']['images']} images of {document['shape']['tokens_per_image']} tokens, "
-            f"{document['shape']['layers']} layers of width {document['shape']['width']}, "
-            f"{document['machine']['dtype']}, {document['machine']['threads']} thread, median of "
-            f"{document['shape']['rounds']}."
+def _setting(document: Document) -> str:
+    """The model, and how often something was measured."""
+    given = {**document.get("machine", {}), **document}
+    return f"{given['shape']}, {given['dtype']}, {given['threads']} threads, median of {given['rounds']}"
+
+
+def _short_prompts(document: Document) -> list[Document]:
+    """A row for each length, with the times of both methods."""
+    found: dict[int, dict[str, Any]] = {}
+    for row in document["rows"]:
+        made = found.setdefault(row["prompt_tokens"], {"tokens": row["prompt_tokens"], "full": row["full_ms"]})
+        made[row["method"]] = f"{row['ttft_ms']:.0f} ms, {row['speedup']:.2f} x"
+    return list(found.values())
+
+
+def _held(document: Document) -> str:
+    row = document["rows"][-1]
+    return (
+        f"At {row['tail_tokens']} tokens of its own each, a step takes {row['shared_over_stock']:.2f} of the time "
+        "of stock "
+        f"and {row['nbytes'] / row['stock_nbytes']:.2f} of its bytes."
+    )
+
+
+def _hidden(document: Document) -> str:
+    worst = max(row["vs_max"] for row in document["rows"])
+    return f"Mostly: side by side takes at most {worst:.2f} times the longer of both."
+
+
+def _planned(document: Document) -> str:
+    count, right, refuted = len(document["rows"]), document["right"], document["refuted"]
+    return f"In {right} of {count} cells it is the best device; in {refuted} the rounds refute it."
+
+
+SECTIONS = (
+    Section(
+        "Time to the first token",
+        "ttft",
+        "How much earlier is the first token of a long prompt?",
+        lambda found: (
+            f"At 15 % recomputed {_first(found, ratio=0.15)['speedup']:.1f} times, "
+            f"{_share(_first(found, ratio=0.15)['bound_share'])} of what the saved FLOPs allow."
         ),
-    ),
-    "hybrids": plain(
-        {
-            "shape": text("shape"),
-            "layers, of these with a mixer": lambda row: f"{row['layers']}, {row['mixers']}",
-            "full prefill": lambda row: f"{row['stock_ms'] / 1e3:.1f} s",
-            "of it scan, attention": lambda row: f"{row['scan_ms'] / 1e3:.1f} s, {row['attention_ms'] / 1e3:.1f} s",
-            "blended": lambda row: f"{row['blend_ms'] / 1e3:.1f} s",
-            "speed-up": lambda row: f"{row['speedup']:.2f} x",
-            "bound": lambda row: f"{row['bound']:.2f} x",
-            "share of it, worst round": lambda row: f"{row['share_of_bound']:.2f}, {row['least_share_of_bound']:.2f}",
-            "FLOP bound": lambda row: f"{row['flop_bound']:.1f} x",
-            "charged": percent("charged_budget"),
-            "bytes of a token: K and V, projections": lambda row: (
-                f"{row['keys_values_bytes_per_token']:,} + {row['projections_bytes_per_token']:,}"
-            ),
-            "projections without the column probe": lambda row: f"{row['all_columns_bytes_per_token']:,}",
-            "slowest tier that pays": lambda row: f"{row['least_tier_mb_s']:.0f} MB/s",
-        },
-        lambda document: (
-            f"{document['chunks']} chunks of {document['chunk_tokens']} tokens and {document['question_tokens']} of "
-            f"question, {100 * document['ratio']:.0f} % recomputed ({document['selector']}), {document['dtype']}, "
-            f"{document['threads']} thread, median of {document['rounds']} rounds in turn."
+        lambda found: (
+            f"`hf-blend bench ttft`: {_setting(found['machine'])}, a prompt of "
+            f"{found['rows'][0]['prompt_tokens']:,} tokens, "
+            f"every chunk in memory; full prefill takes {found['full']['ttft_ms'] / 1e3:.2f} s."
         ),
+        {
+            "recomputed": percent("ratio"),
+            "charged": percent("charged_budget"),
+            "first token": lambda row: f"{row['ttft_ms'] / 1e3:.2f} s",
+            "speed-up": number("speedup", ".2f", " x"),
+            "FLOP bound": number("flop_bound", ".2f", " x"),
+            "decoding beside stock": number("decode_vs_dynamic", ".2f", " x"),
+        },
+        "It cannot show answers, nor the time on a GPU.",
+        behind="![First token against cost](pictures/speed.svg)",
     ),
-    "decode": plain(
+    Section(
+        "Short prompts",
+        "break_even",
+        "From which length on does blending pay?",
+        lambda found: f"From about {min(found['break_even_tokens'].values())} tokens on; below, it costs time.",
+        lambda found: f"`hf-blend bench break-even`: {_setting(found['machine'])}, every chunk in memory.",
+        {
+            "prompt": number("tokens", "d", " tokens"),
+            "full prefill": number("full", ".0f", " ms"),
+            "kv-deviation, 15 %": text("kv-deviation@0.15"),
+            "auto, 5 %": text("auto@0.05"),
+        },
+        "It cannot show another model's length: thin models pay later.",
+        _short_prompts,
+    ),
+    Section(
+        "Decoding",
+        "decode",
+        "Is decoding behind a blend as fast as stock?",
+        lambda found: (
+            f"Yes: at {found['rows'][-1]['context']:,} tokens {found['rows'][-1]['vs_dynamic']:.2f} times as fast "
+            "as a "
+            f"`DynamicCache`, and {found['rows'][-1]['vs_static']:.2f} times as a `StaticCache`."
+        ),
+        lambda found: f"`hf-blend bench decode`: {_setting(found)}; each cache holds the same K and V.",
         {
             "context": text("context"),
             "tokens/s": number("blend_tokens_s", ".1f"),
-            "beside DynamicCache": number("vs_dynamic", ".2f"),
-            "beside StaticCache": number("vs_static", ".2f"),
+            "beside DynamicCache": number("vs_dynamic"),
+            "beside StaticCache": number("vs_static"),
         },
-        _rounds,
+        "It cannot show a GPU, where growing a `DynamicCache` costs less beside the rest.",
     ),
-    "offload": plain(
+    Section(
+        "Decoding from K and V beyond the device",
+        "offload",
+        "What do K and V on disk cost, where memory holds a quarter of them?",
+        lambda found: (
+            f"Decoding has {_first(found, context=16384, cache='kv_device_map')['vs_device']:.2f} of its speed at "
+            "16,384 "
+            "tokens, and writes the same text."
+        ),
+        lambda found: f"`hf-blend bench offload`: {_setting(found)}.",
         {
             "context": text("context"),
             "cache": text("cache"),
-            "K and V, MB": lambda row: f"{row['kv_bytes'] / 1e6:.0f}" if "kv_bytes" in row else "",
-            "held at most, MB": lambda row: (
-                f"{row['peak_resident_bytes'] / 1e6:.0f} of {row['limit_bytes'] / 1e6:.0f} allowed"
-                if "limit_bytes" in row
-                else ""
-            ),
-            "tokens/s": number("tokens_s", ".2f"),
-            "beside KV on the device": number("vs_device", ".2f"),
-            "same tokens": lambda row: row.get("error") or ("yes" if row["equal_text"] else "NO"),
+            "K and V": megabytes("kv_bytes"),
+            "held at most": megabytes("peak_resident_bytes"),
+            "tokens/s": number("tokens_s"),
+            "beside all in memory": number("vs_device"),
         },
-        _rounds,
+        "It cannot show what a GPU gains, whose memory is what is short.",
+        lambda found: [row for row in found["rows"] if "error" not in row],
     ),
-    "sparse_decode": plain(
+    Section(
+        "Looking at fewer blocks while decoding",
+        "sparse_decode",
+        "Is decoding over selected blocks faster?",
+        lambda found: (
+            f"At 32,768 tokens {_first(found, context=32768, way='0.25 locked')['vs_dense']:.2f} times with a "
+            "quarter of the "
+            f"blocks, at 4,096 {_first(found, context=4096, way='0.25 locked')['vs_dense']:.2f} times; a selection "
+            "that is "
+            "made again in every step costs most of it."
+        ),
+        lambda found: f"`hf-blend bench sparse-decode`: {_setting(found)}; locked: a selection is held over steps.",
         {
             "context": text("context"),
-            "way": text("way"),
+            "blocks": text("way"),
             "tokens/s": number("tokens_s", ".1f"),
-            "beside dense": number("vs_dense", ".2f"),
-            "attention kept (random KV)": percent("kept_mass"),
+            "beside dense": number("vs_dense"),
         },
-        _rounds,
+        "It cannot show which blocks a text needs: random K and V are attended to evenly.",
+        lambda found: [row for row in found["rows"] if row["context"] != 16384 and row["way"] != "0.1 unlocked"],
     ),
-    "store_plan": plain(
+    Section(
+        "Fewer blocks of K and V on disk",
+        "sparse_offload",
+        "And where K and V are on disk?",
+        lambda found: (
+            "There a quarter of the blocks decodes "
+            f"{_first(found, context=32768, place='disk', way='0.25 locked')['vs_dense_there']:.1f} "
+            "times as fast as all of them at 32,768 tokens, with a quarter of K and V on the device."
+        ),
+        lambda found: f"`hf-blend bench sparse-offload`: {_setting(found)}; the files are in the page cache.",
         {
-            "shape": text("shape"),
-            "ratio": percent("ratio"),
-            "GPU, an hour": number("gpu_hour", ".0f"),
-            "from memory, s": number("in_memory_s", ".2f"),
-            "devices: request expected / measured, s": lambda row: "; ".join(
-                f"{one['device']} {one['request_s']:.2f} / {one['measured_s']:.2f}" for one in row["devices"]
-            ),
+            "context": text("context"),
+            "blocks": text("way"),
+            "tokens/s": number("tokens_s", ".1f"),
+            "beside dense on disk": number("vs_dense_there"),
+            "beside dense in memory": number("vs_dense_on_device"),
+            "on the device": percent("device_share"),
+        },
+        "It cannot show a cold disk, nor text, in which selections change less.",
+        lambda found: [row for row in found["rows"] if row["place"] == "disk" and row["context"] != 2048],
+    ),
+    Section(
+        "Loading a part",
+        "partial_load",
+        "Is loading a quarter of the blocks faster than loading all?",
+        lambda found: (
+            f"Not here: {min(row['fewer_bytes'] for row in found['rows']):.1f} to "
+            f"{max(row['fewer_bytes'] for row in found['rows']):.1f} times fewer bytes are read, and the first "
+            "token comes "
+            f"{max(1 / row['ttft_ratio'] for row in found['rows']):.2f} times as late at worst."
+        ),
+        lambda found: (
+            f"`hf-blend bench partial-load`: {found['chunks']} chunks of {found['chunk_tokens']} tokens, "
+            f"{found['layers']} "
+            f"layers whose heads are tied, a model of {found['rows'][0]['shape']} and others, {found['threads']} "
+            "threads, "
+            f"median of {found['rounds']}. Loading whole chunks is hidden behind computing."
+        ),
+        {
+            "model": text("shape"),
+            "disk, GB/s": text("rate_gb_s", "its own"),
+            "all": megabytes("all_bytes"),
+            "loaded": megabytes("loaded_bytes"),
+            "all, first token": number("all_ttft_ms", ".0f", " ms"),
+            "in part": number("partial_ttft_ms", ".0f", " ms"),
+        },
+        "It cannot show a good choice of blocks: tied heads always agree. `hf-blend reproduce impress --model M` "
+        "measures yours.",
+        lambda found: found["rows"][:8],
+    ),
+    Section(
+        "Where chunks are kept",
+        "store_plan",
+        "Does `hf-blend store plan` choose the best device?",
+        _planned,
+        lambda found: (
+            f"`hf-blend bench store-plan`: models named in the table, {found['chunks']} chunks of "
+            f"{found['chunk_tokens']} "
+            f"tokens, {found['threads']} threads, median of {found['rounds']}; the best is the plan's rule applied to "
+            "measured requests. With chunks of half the length: "
+            "[store_plan_small.json](../benchmarks/results/store_plan_small.json)."
+        ),
+        {
+            "model": text("shape"),
+            "recomputed": percent("ratio"),
+            "among": lambda row: ", ".join(one["device"] for one in row["devices"]),
             "chosen": text("chosen"),
             "best": text("best"),
-            "chosen is best in": percent("chosen_share"),
+            "best in rounds drawn again": percent("chosen_share"),
         },
-        lambda document: (
-            f"Right in {document['right']} of {len(document['rows'])} cells, refuted in {document['refuted']}; "
-            f"{document['chunks']} chunks of {document['chunk_tokens']} tokens, {document['threads']} threads, "
-            f"median of {document['rounds']}."
-        ),
+        "It cannot show the delays of a real network or disk: tiers are throttled to a rate.",
+        lambda found: [row for row in found["rows"] if not row["gpu_hour"]],
     ),
-    "sparse_offload": plain(
+    Section(
+        "Loading beside computing",
+        "ttft_disk_spare",
+        "Does loading hide behind computing?",
+        _hidden,
+        lambda found: f"`hf-blend bench ttft --tier disk --cold`: {_setting(found['machine'])}, one core to spare.",
         {
-            "context": text("context"),
-            "K and V": text("place"),
-            "way": text("way"),
-            "tokens/s": number("tokens_s", ".1f"),
-            "beside dense there": number("vs_dense_there", ".2f"),
-            "beside dense on the device": number("vs_dense_on_device", ".2f"),
-            "on the device": percent("device_share", ".1f"),
-            "all tensors": percent("live_share"),
-            "blocks loaded": text("loaded_blocks"),
-            "of these read ahead": text("prefetched_blocks"),
-        },
-        _rounds,
-    ),
-    "sparse_offload_answers": plain(
-        {
-            "method": text("method"),
-            "blocks": percent("share"),
-            "held": text("locked"),
-            "right": number("right", ".3f"),
-            "interval": ends("interval", ".3f"),
-            "difference to dense": ends("difference_interval"),
-        },
-        lambda document: f"n = {document['rows'][0]['n']}, blocks of {document['block_tokens']} tokens.",
-    ),
-    "kvstar_draft": plain(
-        {
-            "way": text("way"),
-            "blocks": percent("share"),
-            "looked at": percent("looked_share"),
-            "sentences right (F1)": bracket_of("score", "interval"),
-            "difference to dense": ends("difference_to_dense"),
-            "to the same without a draft": ends("difference_to_no_draft"),
-            "to random blocks": ends("difference_to_random"),
-            "whole answers right": percent("whole_right", ".1f"),
-            "same text as dense": percent("same_text"),
-            "accepted": percent("acceptance"),
-            "its interval": ends("acceptance_interval", ".2f"),
-            "tokens/s": number("tokens_s", ".0f"),
-            "beside dense": number("vs_dense", ".2f"),
-            "beside dense with a draft": number("vs_dense_draft", ".2f"),
-        },
-        lambda document: (
-            f"n = {document['rows'][0]['n']} questions, {document['rows'][0]['prompt_tokens']:.0f} tokens, blocks of "
-            f"{document['block_tokens']}; {document['layers']} layers, the draft {document['draft_layers']}, "
-            f"{document['threads']} thread, medians of ratios of the same question."
-        ),
-    ),
-    "kvstar_overlap": plain(
-        {
-            "layer": text("layer"),
-            "way": text("way"),
-            "Jaccard index": number("jaccard"),
-            "chance": number("chance"),
-            "difference to chance": ends("difference_to_chance"),
-            "n": text("n"),
-        },
-        lambda document: f"Blocks of {document['block_tokens']} tokens.",
-        "kvstar_overlap",
-    ),
-    "sparse_quality": plain(
-        {
-            "task": text("task"),
-            "method": text("method"),
-            "blocks": percent("share"),
-            "held": text("locked"),
-            "exact match": number("exact_match"),
-            "interval": ends("interval", ".3f"),
-            "difference to dense": ends("difference_interval"),
-            "attention kept": percent("kept_mass"),
-        },
-        lambda document: f"n = {document['rows'][0]['n']}, blocks of {document['block_tokens']} tokens.",
-    ),
-    "partial_load": plain(
-        {
-            "shape": text("shape"),
             "disk, GB/s": text("rate_gb_s", "its own"),
-            "all MB": lambda row: f"{row['all_bytes'] / 1e6:.1f}",
-            "loaded MB": lambda row: f"{row['loaded_bytes'] / 1e6:.1f}",
-            "fewer bytes": number("fewer_bytes", ".2f"),
-            "fallback layers": lambda row: f"{row['fallback_layers']} of {row['layers']}",
-            "all, ms": number("all_ttft_ms", ".0f"),
-            "in part, ms": number("partial_ttft_ms", ".0f"),
-            "ratio": number("ttft_ratio", ".2f"),
+            "loading": number("load_ms", ".0f", " ms"),
+            "computing": number("compute_ms", ".0f", " ms"),
+            "one after the other": number("sequential_ms", ".0f", " ms"),
+            "side by side": number("pipelined_ms", ".0f", " ms"),
+            "to the longer": number("vs_max"),
         },
-        lambda document: (
-            f"{_loaded(document)}, {100 * document['share']:.0f} % of the blocks, cold, "
-            f"{document['threads']} threads, median of {document['rounds']}."
-        ),
+        "It cannot show a quiet machine: a ratio below 1 is its noise. With no core to spare reading and computing "
+        "cost each "
+        "other: [ttft_disk.json](../benchmarks/results/ttft_disk.json).",
     ),
-    "partial_quality": plain(
-        {
-            "loaded, kB": lambda row: f"{row['loaded_bytes'] / 1e3:.0f}",
-            "stored, kB": lambda row: f"{row['all_bytes'] / 1e3:.0f}",
-            "share": percent("loaded_share"),
-            "blocks": text("way"),
-            "exact match": number("exact_match"),
-            "difference to all": ends("difference_interval"),
-            "same answers": percent("same_answers"),
-            "layers in part": number("partial_layers", ".1f"),
-            "that fell back": number("fallback_layers", ".1f"),
-            "time to all": number("time_ratio", ".2f"),
-        },
-        lambda document: (
-            f"{document['model']}, {document['kv_heads']} KV heads, {document['layers']} layers, n = {document['n']}, "
-            f"batches of {document['batch']}, {100 * document['recompute_ratio']:.0f} % recomputed (kv-deviation), "
-            f"behind a restart, {document['threads']} thread."
+    Section(
+        "The loading controller",
+        "pipeline",
+        "Does the controller choose as well as the best fixed plan?",
+        lambda found: (
+            f"Within {_share(max(row['vs_best'] for row in found['rows']) - 1)} by the fastest rounds, within "
+            f"{_share(max(row['median_vs_best'] for row in found['rows']) - 1)} by medians."
         ),
-    ),
-    "eviction": plain(
-        {
-            "memory": percent("cap"),
-            "policy": text("policy"),
-            "important tokens hit": number("important_hit_rate"),
-            "interval": ends("important_hit_rate_interval", ".3f"),
-            "chunks hit": number("hit_rate"),
-            "interval ": ends("hit_rate_interval", ".3f"),
-            "ms to load what is important": number("part_load_ms", ".2f"),
-            "ms to load all": number("whole_load_ms", ".2f"),
-            "first token, in part, ms": number("part_ttft_ms", ".0f"),
-            "importance saves, ms": gained("part_saved_ms"),
-            "first token, whole, ms": number("whole_ttft_ms", ".0f"),
-            "importance saves, ms ": gained("whole_saved_ms"),
-            "MB from the slower tier, in part": megabytes("part_slow_bytes"),
-            "MB, whole": megabytes("whole_slow_bytes"),
-        },
-        lambda document: (
-            f"{document['stories']} stories, {document['chunks']} chunks, {document['questions']} questions of each, "
-            f"{document['requests']} requests, Zipf {document['zipf']}, {document['seeds']} seeds, a tier of "
-            f"{document['rate_gb_s']} GB/s behind: milliseconds to load are counted from bytes. First tokens are "
-            f"measured: {document['served']} of these requests under each policy in turn, the slower tier at "
-            f"{document['served_gb_s']} GB/s, {document['threads']} thread, medians; what importance saves is the "
-            "median of the differences of the same requests, with its 95 % interval."
+        lambda found: (
+            f"`hf-blend bench pipeline`: {found['shape']}, layers and tiers that sleep for what they would take, "
+            "fastest of "
+            f"{found['rounds']}; the best of {len(found['plans']) // len(found['rows'])} fixed plans."
         ),
-    ),
-    "pipeline": plain(
         {
             "load / compute": number("load_to_compute", "g"),
-            "loading, ms": number("load_ms", ".0f"),
-            "computing, ms": number("compute_ms", ".0f"),
-            "both, ms": number("pipelined_ms", ".0f"),
-            "to the longer": number("vs_max", ".3f"),
-            "by round, median": number("median_vs_max", ".3f"),
-            "worst round": number("worst_vs_max", ".3f"),
-            "best fixed plan: chunks near, far": lambda row: f"{row['best_near_chunks']}, {row['best_far_chunks']}",
-            "its ratio": percent("best_ratio"),
-            "ms": number("best_ms", ".0f"),
-            "the controller's plan": lambda row: f"{row['advised_near_chunks']}, {row['advised_far_chunks']}",
-            "its own ratio": percent("advised_ratio"),
-            "expected, ms": number("predicted_ms", ".0f"),
-            "was, ms": number("controller_ms", ".0f"),
+            "pipeline to the longer": number("vs_max", ".3f"),
+            "best plan": number("best_ms", ".0f", " ms"),
+            "the controller's": number("controller_ms", ".0f", " ms"),
+            "expected": number("predicted_ms", ".0f", " ms"),
             "to the best": number("vs_best", ".3f"),
-            "of medians": number("median_vs_best", ".3f"),
         },
-        lambda document: (
-            f"Shape of {document['shape']}, random weights, {document['chunks']} chunks of {document['chunk_tokens']} "
-            f"tokens, half of them on each tier; the fastest of {document['rounds']} for the pipeline, of "
-            f"{document['plan_rounds']} for the {len(document['plans']) // len(document['rows'])} fixed plans of each "
-            "cell."
-        ),
+        "It cannot show what reading and computing cost each other where they share cores: sleeps share nothing.",
     ),
-    "serve": plain(
+    Section(
+        "Verifying",
+        "store",
+        "What does it cost to verify every tensor that is read?",
+        lambda found: (
+            f"Nothing where the disk is read ({found['cold']['share_of_raw_read']:.2f} of plain reading), and "
+            f"{_share(1 - found['warm']['share_of_raw_read'])} of the rate from the page cache."
+        ),
+        lambda found: (
+            f"`hf-blend bench store`: entries of {found['plan']['tokens']} tokens of a model of "
+            f"{found['plan']['layers']} "
+            f"layers, {found['threads']} threads, median of {found['plan']['rounds']}. A store of "
+            f"{found['open_entries']:,} "
+            f"entries opens in {found['open_s']:.2f} s; put with full durability writes {found['put_mb_s']:.0f} MB/s."
+        ),
         {
-            "way": text("way"),
-            "arrivals, of full prefill's capacity": percent("share"),
-            "requests/s": number("requests_s"),
-            "first token p50, s": number("first_token_p50_s", ".1f"),
-            "p95": number("first_token_p95_s", ".1f"),
-            "p99": number("first_token_p99_s", ".1f"),
-            "next token p50, s": number("next_token_p50_s", ".2f"),
-            "p95, s": number("next_token_p95_s", ".2f"),
-            "p99, s": number("next_token_p99_s", ".2f"),
+            "files": text("files"),
+            "read and verified": number("read_mb_s", ".0f", " MB/s"),
+            "plainly read": number("raw_mb_s", ".0f", " MB/s"),
+            "share": number("share_of_raw_read"),
+        },
+        "It cannot show another disk.",
+        lambda found: [{"files": state, **found[state]} for state in ("warm", "cold")],
+    ),
+    Section(
+        "Hybrid models",
+        "hybrids",
+        "Do models with convolutions or recurrences gain?",
+        lambda found: (
+            "As far as their scan allows, which runs over all tokens: "
+            + " and ".join(f"{row['speedup']:.1f} times ({row['shape']})" for row in found["rows"])
+            + "."
+        ),
+        lambda found: (
+            f"`hf-blend bench hybrids`: models in the table, {found['chunks']} chunks of {found['chunk_tokens']} "
+            "tokens, "
+            f"{_share(found['ratio'])} recomputed, {found['threads']} threads, median of {found['rounds']}. The "
+            "bound is what "
+            "the scan and the saved FLOPs of the rest allow."
+        ),
+        {
+            "model": text("shape"),
+            "full prefill": lambda row: f"{row['stock_ms'] / 1e3:.1f} s",
+            "of it scan": lambda row: f"{row['scan_ms'] / 1e3:.1f} s",
+            "speed-up": number("speedup", ".2f", " x"),
+            "bound": number("bound", ".2f", " x"),
+            "slowest tier that pays": number("least_tier_mb_s", ".0f", " MB/s"),
+        },
+        "It cannot show fused kernels of convolution and scan: with these, what is copied weighs more.",
+    ),
+    Section(
+        "Several sequences behind one prefix",
+        "sequences",
+        "What do sequences that share a prefix cost?",
+        _held,
+        lambda found: (
+            f"`hf-blend bench sequences`: {_setting(found)}, {found['sequences']} sequences behind "
+            f"{found['prefix_tokens']:,} shared tokens."
+        ),
+        {
+            "own tokens": text("tail_tokens"),
+            "stock step": number("stock_ms", ".0f", " ms"),
+            "static cache": number("static_ms", ".0f", " ms"),
+            "shared cells": number("shared_ms", ".0f", " ms"),
+            "bytes": megabytes("nbytes"),
+            "of stock": megabytes("stock_nbytes"),
+        },
+        "It cannot show a GPU, whose attention reads shared cells in another way.",
+    ),
+    Section(
+        "Turns of a conversation",
+        "session",
+        "What does a conversation's kept cache save?",
+        lambda found: (
+            f"In turn {found['rows'][-1]['turn']} the first token comes {found['rows'][-1]['speedup']:.1f} times "
+            "earlier, "
+            f"{found['rows'][-1]['speedup_with_load']:.1f} times with loading the file."
+        ),
+        lambda found: f"`hf-blend bench session`: {_setting(found)}.",
+        {
+            "turn": text("turn"),
+            "prompt": number("prompt_tokens", "d", " tokens"),
+            "full prefill": number("full_ms", ".0f", " ms"),
+            "kept cache": number("kept_ms", ".0f", " ms"),
+            "speed-up": number("speedup", ".1f", " x"),
+            "with loading": number("speedup_with_load", ".1f", " x"),
+        },
+        "It cannot show several conversations: both sides keep one.",
+        lambda found: found["rows"][1::2],
+    ),
+    Section(
+        "A prompt with images",
+        "images",
+        "What do stored images save?",
+        lambda found: (
+            "Most where the vision tower is large: "
+            + " and ".join(
+                f"{_first(found, family=name, method='ratio 0.15, image-head')['times_faster']:.1f} times ({name})"
+                for name in ("qwen2_vl", "llava")
+            )
+            + "; a first prompt may take longer than stock."
+        ),
+        lambda found: (
+            f"`python benchmarks/images.py`: {found['shape']['images']} images of "
+            f"{found['shape']['tokens_per_image']} "
+            f"tokens, models of {found['shape']['layers']} layers, {found['machine']['threads']} threads, median of "
+            f"{found['shape']['rounds']}."
+        ),
+        {
+            "model": text("family"),
+            "images": text("method"),
             "charged": percent("charged_budget"),
-            "replay off by, p95": percent("replayed_first_token_p95_s", "+.0f"),
+            "speed-up": number("times_faster", ".1f", " x"),
+            "pixels": lambda row: f"{row['pixel_bytes_per_image'] / 1e3:.0f} kB",
+            "stored": lambda row: f"{row['stored_bytes_per_image'] / 1e3:.0f} kB",
         },
-        lambda document: (
-            f"Shape of {document['machine']['shape']}, random weights, n = {document['plan']['requests']} requests in "
-            f"each row, prompts of {document['plan']['chunks']} x {document['plan']['chunk_tokens']} + "
-            f"{document['plan']['question_tokens']} tokens, {document['plan']['new_tokens']} tokens to answer; where "
-            "no share is given, all came at once."
-        ),
+        "It cannot show what the tower costs: the charge counts the text model alone.",
     ),
-    "ttft_disk": plain(
-        {
-            "disk, GB/s": text("rate_gb_s", "its own"),
-            "loading": number("load_ms", ".0f"),
-            "computing": number("compute_ms", ".0f"),
-            "one after the other": number("sequential_ms", ".0f"),
-            "side by side": number("pipelined_ms", ".0f"),
-            "to the longer": number("vs_max", ".2f"),
-            "to the sum": number("vs_sum", ".2f"),
-            "advised ratio": percent("advised_ratio"),
-            "expected": number("predicted_ms", ".0f"),
-            "was": number("advised_ms", ".0f"),
-        },
-        lambda document: (
-            f"Milliseconds to the first token. Shape of {document['machine']['shape']}, "
-            f"{document['machine']['threads']} threads, median of {document['machine']['rounds']}, files forgotten "
-            "before each run."
-        ),
-    ),
-}
-
-
-def store(document: Document) -> list[str]:
-    """Reading with verification beside reading."""
-    lines = [
-        f"Entries of {document['plan']['tokens']} tokens, {document['plan']['layers']} layers. Put with full "
-        f"durability: {document['put_mb_s']:.0f} MB/s. A store of {document['open_entries']:,} entries opens in "
-        f"{document['open_s']:.2f} s.",
-        "",
-        "| files | read and verified | plainly read | share |",
-        "|---|---|---|---|",
-    ]
-    for state in ("warm", "cold"):
-        row = document[state]
-        speeds = f"{row['read_mb_s']:.0f} MB/s | {row['raw_mb_s']:.0f} MB/s"
-        lines.append(f"| {state} | {speeds} | {row['share_of_raw_read']:.2f} |")
-    return lines
-
-
-acceptance = plain(
-    {
-        "draft": text("draft"),
-        "verification held": lambda row: "yes" if row["locked"] else "no",
-        "proposed": text("proposed"),
-        "accepted": percent("acceptance"),
-    },
-    lambda document: f"Blocks of {document['block_tokens']} tokens.",
-    "acceptance",
 )
+
+
+def page() -> str:
+    """The whole page."""
+    written = [one.written(json.loads((RESULTS / f"{one.file}.json").read_text("utf-8"))) for one in SECTIONS]
+    return "\n\n".join([HEAD.rstrip(), *written]) + "\n"
+
+
+def main() -> None:
+    """Write docs/measurements.md."""
+    (ROOT / "docs" / "measurements.md").write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

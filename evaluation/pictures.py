@@ -16,7 +16,6 @@ from typing import Any
 
 from hf_blend.errors import ConfigError, import_extra
 
-from .demo.drawing import chart, quality_of
 from .svg import INK, THEMED, Line, line_chart, page
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,11 +57,6 @@ def layers() -> str:
         parts += [_box(LEFT - 50 + column * 15, y, 12, 20, _colour(column, count)) for column in range(28)]
         parts.append(_text(LEFT - 50, y + 34, said, "start", 11))
     return page(540, 250, "".join(parts), "which tokens are computed in which layer", THEMED)
-
-
-def quality() -> str:
-    """Exact match against what it cost, from the committed results."""
-    return chart(quality_of(_result("reference"), _result("study")), background=THEMED)
 
 
 def speed() -> str:
@@ -108,7 +102,7 @@ def gain() -> str:
 
 
 PICTURES: dict[str, Callable[[], str]] = {
-    "prompt": prompt, "layers": layers, "quality": quality, "speed": speed, "gain": gain,
+    "prompt": prompt, "layers": layers, "speed": speed, "gain": gain,
 }  # fmt: skip
 
 

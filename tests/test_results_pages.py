@@ -1,45 +1,89 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Pages of results name the model, how often it was measured, and what the figures cannot show."""
+"""The page of measurements is what the committed results say, is short enough to be read, and claims no more."""
 
+import copy
 import json
 import re
 from pathlib import Path
 
 import pytest
 
-from hf_blend.evaluation.readme import PLACE, SOURCES
+from hf_blend.evaluation import measured, readme
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
-PAGES = sorted((ROOT / "docs").glob("*.md"))
-LISTS = {"families", "images_read"}  # model types with verdicts; they measure nothing
-SECTIONS = [
-    section
-    for path in PAGES
-    for section in re.split(r"^(?=## )", path.read_text("utf-8"), flags=re.MULTILINE)
-    if set(PLACE.findall(section)) - LISTS
-]
+PAGE = (ROOT / "docs" / "measurements.md").read_text("utf-8")
+PAGES = {path.name: path.read_text("utf-8") for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
+TOYS = ("chain model", "chain-world", "`chains`", "reference model", "reference world", "reference-world")
+MOST_WORDS, MOST_COLUMNS, MOST_ROWS = 5000, 6, 8
+each = pytest.mark.parametrize("section", measured.SECTIONS, ids=lambda one: one.file)
 
 
-def document(name):
-    return json.loads((RESULTS / f"{SOURCES.get(name, name)}.json").read_text("utf-8"))
+def document(section):
+    return json.loads((ROOT / "benchmarks" / "results" / f"{section.file}.json").read_text("utf-8"))
 
 
-def rows_of(found, name):
-    """The rows behind a table; one with another source's name has its rows under its own."""
-    rows = found.get(name if name in SOURCES else "rows", [])
-    return [row for row in rows if row.get("part") != "search"]  # a study searches first; its page says so
+def tables(text):
+    """The lines of each table of a page, without its head."""
+    return [block.splitlines() for block in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)]
 
 
-@pytest.mark.parametrize("section", SECTIONS, ids=lambda one: one[3:30].partition("\n")[0])
-def test_a_section_names_its_model_how_often_and_what_it_cannot_show(section):
-    text = " ".join(section.split())
-    assert re.search(r"cannot show", text)
-    assert re.search(r"\bn = \d|(median|medians|fastest) of \d|\d questions", text)
-    for name in PLACE.findall(section):
-        found = document(name)
-        row = (rows_of(found, name) or [{}])[0]
-        known = (row.get("model"), found.get("shape"), found.get("machine", {}).get("shape"), "model")
-        model = next(one for one in known if isinstance(one, str))
-        assert model.lower() in text.lower(), f"{name}: {model}"
+def test_the_page_is_made_from_the_committed_results():
+    assert measured.page() == PAGE, "run python -m hf_blend.evaluation.measured"
+
+
+def test_the_page_is_short_enough_to_be_read():
+    assert len(PAGE.split()) <= MOST_WORDS
+    long = [rows[0] for rows in tables(PAGE) if len(rows) - 2 > MOST_ROWS]
+    heads = [(name, rows[0]) for name, text in PAGES.items() for rows in tables(text)]
+    assert (long, [one for one in heads if one[1].count("|") > MOST_COLUMNS + 1]) == ([], [])
+
+
+@each
+def test_a_section_has_its_verdict_first_and_says_how_often_and_what_it_cannot_show(section):
+    written = section.written(document(section))
+    assert re.match(rf"## {re.escape(section.title)}\n\n[^\n]+\? \*\*[^\n*]+\.\*\*\n\n\|", written)
+    assert re.search(r"(median|fastest) of \d", written)
+    assert "annot show" in written
+    assert f"(../benchmarks/results/{section.file}.json)" in written
+    assert len(tables(written)) == 1
+
+
+@each
+def test_a_changed_figure_changes_table_and_verdict(section):
+    before, found = section.written(document(section)), tripled(document(section))
+    assert section.verdict(found) != section.verdict(document(section))
+    assert tables(section.written(found)) != tables(before)
+
+
+def tripled(value):
+    """The same document with other measurements; counts of what was asked for stay."""
+    if isinstance(value, float):
+        return 3 * value + 17
+    if isinstance(value, list):
+        return [tripled(one) for one in value]
+    if isinstance(value, dict):
+        kept = ("ratio", "rate_gb_s", "gpu_hour", "load_to_compute")
+        counts = {"right": 99, "break_even_tokens": {"any": 99}}
+        return {key: one if key in kept else counts.get(key, tripled(one)) for key, one in value.items()}
+    return value
+
+
+def test_no_page_shows_what_a_toy_model_answers():
+    told = {name: [toy for toy in TOYS if toy in text] for name, text in PAGES.items() if name != "reference.md"}
+    assert {name: toys for name, toys in told.items() if toys} == {}
+
+
+def test_nearly_every_reason_of_a_type_is_in_the_legend():
+    found = json.loads((ROOT / "benchmarks" / "results" / "families.json").read_text("utf-8"))
+    rows = [row for row in found["models"] + found["images"] if readme.judged(row)]
+    reasons = {row.get(name) for row in rows for name in ("reason", "move", "extend")} - {None, "exact"}
+    other = [reason for reason in reasons if readme._number(reason) == len(readme.LEGEND)]
+    assert len(other) <= 5, other
+
+
+def test_a_type_that_is_no_longer_exact_loses_its_mark():
+    found = json.loads((ROOT / "benchmarks" / "results" / "families.json").read_text("utf-8"))
+    other = copy.deepcopy(found)
+    other["models"][0]["move"] = "layer 0 attends within a window of its own"
+    assert readme.TABLES["families"](other) != readme.TABLES["families"](found)
