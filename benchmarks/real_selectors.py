@@ -1,0 +1,329 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What selectors, correctors and capture contexts leave of full reuse's error on a real model, at equal charges.
+
+    python benchmarks/real_selectors.py run --model smollm2 --task hotpotqa --data hotpotqa.jsonl --methods random=0.15
+    python benchmarks/real_selectors.py table
+
+`run` appends a row per prompt and method to a file of its own and skips what is there, so it may be stopped at any
+time. `table` writes `benchmarks/results/real_selectors.json` from all of these files.
+
+The error is the KL divergence of the next-token distribution from full prefill's, in nats: the mean over the first
+tokens of full prefill's own greedy answer, teacher-forced, and that of the first token alone. A method is
+`selector[:option=value…][+corrector][@context]=charge`: a ratio is looked for, on two prompts that are not reported,
+at which the measured charge is the one asked for. Times are CPU seconds of one thread up to the first token, all
+methods of a prompt in turns in one process, with the chunks in memory.
+"""
+
+import argparse
+import itertools
+import json
+import random
+import statistics
+import subprocess
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import DynamicCache
+
+from hf_blend import BlendCache, ChunkStore
+from hf_blend.errors import HfBlendError
+from hf_blend.evaluation.bundled import load_model
+
+RESULTS = Path(__file__).parent / "results"
+SYSTEM = "Answer the question from the documents. Reply with the answer only, in a few words."
+PLAIN = "Answer the question based on the passages.\n\n{}\n\nQuestion: {}\nShort answer:"
+ANSWER_TOKENS = 10
+PASSAGES = 10
+LIMITS = (700, 2000)  # tokens of a prompt
+TRIED_RATIOS = (0.03, 0.2)
+
+
+def read_prompts(path: Path, seed: int = 7) -> list[dict[str, Any]]:
+    """Read rows `id, chunks, question`, in an order that the seed gives, the chunks cut to the first few."""
+    rows = [json.loads(line) for line in path.read_text("utf-8").split("\n") if line]
+    random.Random(seed).shuffle(rows)
+    return [{**row, "chunks": list(dict.fromkeys(row["chunks"]))[:PASSAGES]} for row in rows]
+
+
+class Method:
+    """One way to blend, as it is written on the command line.
+
+    Args:
+        text: `selector[:option=value…][+corrector][@context]=charge`.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        body, _, charge = text.rpartition("=")
+        self.charge = float(charge)
+        body, _, self.context = body.partition("@")
+        body, _, self.corrector = body.partition("+")
+        self.selector, *options = body.split(":")
+        self.options = {name: _value(value) for name, value in (option.split("=") for option in options)}
+        self.name = text.rpartition("=")[0]
+
+    def settings(self, ratio: float) -> dict[str, Any]:
+        """Return what `BlendCache` takes."""
+        found: dict[str, Any] = {"recompute_ratio": ratio, "selector": self.selector}
+        if self.options:
+            found["selector_options"] = self.options
+        if self.corrector:
+            found["corrector"] = self.corrector
+        return found
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+class Bench:
+    """A model, and what is measured on it.
+
+    Args:
+        model: name or folder.
+        contexts: name → text that each chunk is captured behind, instead of the default.
+    """
+
+    def __init__(self, model: str, contexts: dict[str, str]) -> None:
+        torch.set_num_threads(1)
+        torch.set_grad_enabled(False)
+        self.name = Path(model).name
+        self.model, self.tokenizer = load_model(model)
+        self.is_chat = bool(self.tokenizer.chat_template)
+        self.contexts = {"": None, **{name: self._context(text) for name, text in contexts.items()}}
+        self._stores: dict[tuple[str, str], ChunkStore] = {}  # of the prompts that ratios are looked for on
+
+    def _context(self, text: str) -> tuple[int, ...]:
+        if self.is_chat:
+            head = self.tokenizer.apply_chat_template(
+                [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}], tokenize=False
+            )
+            text = head[: head.index(text) + len(text)]
+            return tuple(self.tokenizer(text, add_special_tokens=False).input_ids)
+        return tuple(self.tokenizer(text).input_ids)
+
+    def inputs(self, cache: BlendCache, row: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Build the prompt of a row for a cache."""
+        documents = "\n\n".join(row["chunks"])
+        if not self.is_chat:
+            return cache.inputs_from_text(self.tokenizer, PLAIN.format(documents, row["question"]), row["chunks"])
+        user = f"{documents}\n\nQuestion: {row['question']}"
+        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": user}]
+        return cache.inputs_from_messages(self.tokenizer, messages, row["chunks"])
+
+    def full(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
+        """Prefill a prompt whole and answer greedily.
+
+        Args:
+            ids: `[1, tokens]`.
+
+        Returns:
+            The answer's ids `[tokens]`, the log probabilities of each of its tokens `[tokens, words]`, and the CPU
+            milliseconds to the first of them.
+        """
+        cache, began = DynamicCache(config=self.model.config), time.process_time()
+        logits = self.model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+        spent = 1e3 * (time.process_time() - began)
+        answer, found = [], []
+        while len(answer) < ANSWER_TOKENS:
+            found.append(torch.log_softmax(logits[0].float(), -1))
+            answer.append(int(logits.argmax()))
+            if answer[-1] == self.tokenizer.eos_token_id:
+                break
+            logits = self.model(torch.tensor([answer[-1:]]), past_key_values=cache).logits[:, -1]
+        return torch.tensor(answer), torch.stack(found), spent
+
+    def blended(
+        self, row: dict[str, Any], answer: torch.Tensor, store: ChunkStore, context: str, settings: dict[str, Any]
+    ) -> tuple[torch.Tensor, float, Any]:
+        """Prefill a prompt with stored chunks and force the answer on it.
+
+        Returns:
+            Log probabilities of each answer token `[tokens, words]`, CPU milliseconds to the first, the report.
+        """
+        cache = BlendCache(self.model, store, sink_ids=self.contexts[context], **settings)
+        inputs, began = self.inputs(cache, row), time.process_time()
+        first = self.model(**inputs, past_key_values=cache, logits_to_keep=1).logits[:, -1:]
+        spent, report = 1e3 * (time.process_time() - began), cache.report
+        if report.fallback_reason:
+            raise HfBlendError(report.fallback_reason)
+        if len(answer) > 1:
+            first = torch.cat((first, self.model(answer[None, :-1], past_key_values=cache).logits), 1)
+        return torch.log_softmax(first[0].float(), -1), spent, report
+
+    def ratio(self, method: Method, rows: Sequence[dict[str, Any]]) -> float | None:
+        """Find the ratio at which a method is charged what it should be; None where even a small one is dearer."""
+        if method.charge == 0:
+            return 0.0
+        found = [
+            statistics.fmean(self._charge(row, method.context, method.settings(ratio)) for row in rows)
+            for ratio in TRIED_RATIOS
+        ]
+        slope = (found[1] - found[0]) / (TRIED_RATIOS[1] - TRIED_RATIOS[0])
+        ratio = TRIED_RATIOS[0] + (method.charge - found[0]) / slope
+        return round(ratio, 4) if 0.005 <= ratio <= 1 else None
+
+    def _charge(self, row: dict[str, Any], context: str, settings: dict[str, Any]) -> float:
+        store = self._stores.setdefault((row["id"], context), ChunkStore.open("memory://"))
+        return float(self.blended(row, torch.zeros(1, dtype=torch.long), store, context, settings)[2].charged_budget)
+
+
+def run(asked: argparse.Namespace) -> None:
+    """Measure what is not yet in the file."""
+    bench = Bench(asked.model, {name: Path(file).read_text("utf-8") for name, file in asked.context})
+    path = asked.rows / f"{bench.name}-{asked.task}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    done = set()
+    if path.exists():
+        done = {(line["id"], line["method"]) for line in map(json.loads, path.read_text("utf-8").splitlines())}
+    fitting = (row for row in read_prompts(asked.data) if is_fitting(bench, row))
+    apart, rows = list(itertools.islice(fitting, 2)), list(itertools.islice(fitting, asked.limit))
+    methods = [Method(text) for text in asked.methods]
+    methods = [method for method in methods if any((row["id"], method.text) not in done for row in rows)]
+    ratios = {method.text: bench.ratio(method, apart) for method in methods}
+    print(ratios, flush=True)
+    with path.open("a", encoding="utf-8") as file:
+        for number, row in enumerate(rows):
+            open_methods = [m for m in methods if (row["id"], m.text) not in done and ratios[m.text] is not None]
+            for line in measured(bench, row, open_methods, ratios):
+                half = "choose" if number % 2 == 0 else "report"
+                file.write(json.dumps({"id": row["id"], "half": half, **line}) + "\n")
+            file.flush()
+
+
+def is_fitting(bench: Bench, row: dict[str, Any]) -> bool:
+    """Return True if a row's prompt has a length that is measured here."""
+    low, high = LIMITS
+    return len(row["chunks"]) >= 6 and low <= sum(len(bench.tokenizer(c).input_ids) for c in row["chunks"]) <= high
+
+
+def measured(
+    bench: Bench, row: dict[str, Any], methods: Sequence[Method], ratios: dict[str, float | None]
+) -> Iterator[dict[str, Any]]:
+    """Measure methods on one prompt, and full prefill beside them."""
+    if not methods:
+        return
+    stores = {method.context: ChunkStore.open("memory://") for method in methods}
+    ids = bench.inputs(BlendCache(bench.model, ChunkStore.open("memory://")), row)["input_ids"]
+    answer, full, full_ms = bench.full(ids)
+    for context, store in stores.items():  # fill the stores
+        bench.blended(row, answer, store, context, {"recompute_ratio": 0.0})
+    for method in random.Random(row["id"]).sample(methods, len(methods)):
+        ratio = ratios[method.text]
+        found, spent, report = bench.blended(
+            row, answer, stores[method.context], method.context, method.settings(ratio)
+        )
+        kl = (full.exp() * (full - found)).sum(-1)
+        yield {
+            "method": method.text,
+            "ratio": ratio,
+            "charged": round(report.charged_budget, 5),
+            "kl": round(float(kl.mean()), 6),
+            "kl_first": round(float(kl[0]), 6),
+            "ms": round(spent, 1),
+            "full_ms": round(full_ms, 1),
+            "tokens": ids.shape[1],
+            "same": int((found.argmax(-1) == answer).sum()),
+            "of": len(answer),
+        }
+
+
+def table(asked: argparse.Namespace) -> None:
+    """Write the table of all rows."""
+    rows = []
+    for path in sorted(asked.rows.glob("*.jsonl")):
+        model, _, task = path.stem.rpartition("-")
+        lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+        for half in ("choose", "report", "both"):
+            for found in summarised([line for line in lines if half in ("both", line["half"])]):
+                rows.append({"model": model, "task": task, "half": half, **found})
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+    settings = {
+        "measure": __doc__.split("\n\n")[3].replace("\n", " "),
+        "answer_tokens": ANSWER_TOKENS,
+        "passages": PASSAGES,
+        "tokens": LIMITS,
+        "dtype": "float32",
+        "threads": 1,
+        "commit": commit.stdout.strip(),
+    }
+    text = ",\n".join("  " + json.dumps(row) for row in rows)
+    asked.output.write_text(f'{{"settings": {json.dumps(settings)},\n"rows": [\n{text}\n]}}\n', "utf-8")
+    for row in rows:
+        if row["half"] == "both":
+            print(
+                f"{row['model']:8} {row['task']:9} {row['selector']:34} n {row['n']:3} charged {row['charged']:.3f} "
+                f"kl {row['kl']:.2f} [{row['low']:.2f}, {row['high']:.2f}] first {row['kl_first']:.2f} "
+                f"[{row['low_first']:.2f}, {row['high_first']:.2f}] {row['speedup']:.1f} x"
+            )
+
+
+def summarised(lines: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Give a row per method: means over the prompts that full reuse was measured on, as shares of full reuse's."""
+    found: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
+    for line in lines:
+        found[line["method"]][line["id"]] = line
+    reuse = found.get("none=0", {})
+    for text, own in found.items():
+        ids = [name for name in own if name in reuse]
+        if not ids:
+            continue
+        shares = {}
+        for key, suffix in (("kl", ""), ("kl_first", "_first")):
+            pairs = np.array([(own[name][key], reuse[name][key]) for name in ids])
+            draws = np.random.default_rng(0).integers(len(ids), size=(4000, len(ids)))
+            drawn = pairs[draws].sum(1)
+            low, high = np.quantile(drawn[:, 0] / drawn[:, 1], (0.025, 0.975))
+            shares |= {key: pairs[:, 0].sum() / pairs[:, 1].sum(), f"low{suffix}": low, f"high{suffix}": high}
+            shares[f"median{suffix}"] = float(np.median(pairs[:, 0]))
+        speedups = np.array([own[name]["full_ms"] / own[name]["ms"] for name in ids])
+        drawn = np.median(speedups[np.random.default_rng(1).integers(len(ids), size=(4000, len(ids)))], 1)
+        yield {
+            "selector": text.rpartition("=")[0],
+            "target": float(text.rpartition("=")[2]),
+            "ratio": statistics.fmean(own[name]["ratio"] for name in ids),
+            "charged": round(statistics.fmean(own[name]["charged"] for name in ids), 4),
+            "n": len(ids),
+            **{name: round(float(value), 4) for name, value in shares.items()},
+            "kl_nats": round(statistics.fmean(own[name]["kl"] for name in ids), 4),
+            "kl_first_nats": round(statistics.fmean(own[name]["kl_first"] for name in ids), 4),
+            "same": round(sum(own[name]["same"] for name in ids) / sum(own[name]["of"] for name in ids), 4),
+            "ttft_ms": round(statistics.median(own[name]["ms"] for name in ids), 1),
+            "speedup": round(float(np.median(speedups)), 2),
+            "speedup_low": round(float(np.quantile(drawn, 0.025)), 2),
+            "speedup_high": round(float(np.quantile(drawn, 0.975)), 2),
+        }
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    measure = commands.add_parser("run")
+    measure.add_argument("--model", default="smollm2")
+    measure.add_argument("--task", required=True)
+    measure.add_argument("--data", type=Path, required=True)
+    measure.add_argument("--methods", nargs="+", required=True)
+    measure.add_argument("--context", nargs=2, action="append", default=[], metavar=("NAME", "FILE"))
+    measure.add_argument("--limit", type=int, default=40)
+    measure.set_defaults(do=run)
+    write = commands.add_parser("table")
+    write.add_argument("--output", type=Path, default=RESULTS / "real_selectors.json")
+    write.set_defaults(do=table)
+    for command in (measure, write):
+        command.add_argument("--rows", type=Path, default=RESULTS / "real_selectors")
+    asked = parser.parse_args()
+    asked.do(asked)
+
+
+if __name__ == "__main__":
+    main()
