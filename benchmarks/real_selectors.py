@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from transformers import DynamicCache
 
 from hf_blend import BlendCache, ChunkStore
@@ -246,7 +247,6 @@ def table(asked: argparse.Namespace) -> None:
         for half in ("choose", "report", "both"):
             for found in summarised([line for line in lines if half in ("both", line["half"])]):
                 rows.append({"model": model, "task": task, "half": half, **found})
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
     settings = {
         "measure": __doc__.split("\n\n")[3].replace("\n", " "),
         "answer_tokens": ANSWER_TOKENS,
@@ -254,7 +254,9 @@ def table(asked: argparse.Namespace) -> None:
         "tokens": LIMITS,
         "dtype": "float32",
         "threads": 1,
-        "commit": commit.stdout.strip(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "commit": _commit(),
     }
     text = ",\n".join("  " + json.dumps(row) for row in rows)
     asked.output.write_text(f'{{"settings": {json.dumps(settings)},\n"rows": [\n{text}\n]}}\n', "utf-8")
@@ -265,6 +267,11 @@ def table(asked: argparse.Namespace) -> None:
                 f"kl {row['kl']:.2f} [{row['low']:.2f}, {row['high']:.2f}] first {row['kl_first']:.2f} "
                 f"[{row['low_first']:.2f}, {row['high_first']:.2f}] {row['speedup']:.1f} x"
             )
+
+
+def _commit() -> str:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, cwd=RESULTS, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def summarised(lines: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
