@@ -3,6 +3,8 @@
 """A prompt that continues a saved prefix is what stock transformers makes of the whole, and damage is never used."""
 
 import copy
+import json
+import os
 import subprocess
 import sys
 from functools import cache
@@ -232,6 +234,45 @@ def test_no_damage_is_used_and_what_is_left_still_is(tmp_path):
     assert again.prefill(ids, ends=[PREFIX]).get_seq_length() == PREFIX
     assert (again.stats.misses, again.stats.saved, again.stats.faults) == (1, 1, 0)
     assert again.resume(ids).get_seq_length() == PREFIX
+
+
+HOLES = {
+    "longer than its header says": lambda path: os.truncate(path, 1 << 43),
+    "as long as its header says": lambda path: pretend(path, 1 << 43),
+    "with a header of its length": lambda path: pretend(path, 1 << 43, size=(1 << 43) - 200),
+}
+
+
+def pretend(path, nbytes, size=None):
+    """A file whose header tells of as many bytes as it has, all of them holes."""
+    header = json.dumps({"x": {"dtype": "U8", "shape": [nbytes], "data_offsets": [0, nbytes]}}, separators=(",", ":"))
+    begins = path.read_bytes()[: path.read_bytes().index(b"sha256:") + 71]
+    path.write_bytes(begins + (size or len(header)).to_bytes(8, "little") + header.encode())
+    os.truncate(path, len(begins) + 8 + (size or len(header) + nbytes))
+
+
+@pytest.mark.parametrize("holes", HOLES.values(), ids=HOLES)
+def test_a_file_of_terabytes_of_holes_is_passed_over_and_removed_unread(tmp_path, holes):
+    model, ids = model_of("lfm2"), prompt()
+    StateCheckpoints(model, tmp_path).prefill(ids, ends=[20, PREFIX])
+    path = next(path for path in tmp_path.iterdir() if path.name.startswith(f"{PREFIX}."))
+    holes(path)
+    again = StateCheckpoints(model, tmp_path)
+    assert again.resume(ids).get_seq_length() == 20
+    assert (again.stats.faults, path.exists()) == (1, False)
+    again.prefill(ids, ends=[PREFIX])
+    assert StateCheckpoints(model, tmp_path).resume(ids).get_seq_length() == PREFIX
+
+
+def test_a_file_larger_than_all_may_be_leaves_before_any_other(tmp_path):
+    model, ids = model_of("lfm2"), saved_states(tmp_path, model_of("lfm2"))
+    (kept,) = tmp_path.iterdir()
+    long = tmp_path / kept.name.replace(f"{PREFIX}.", "99.")
+    long.write_bytes(b"")
+    os.truncate(long, 1 << 43)
+    StateCheckpoints(model, tmp_path, max_bytes=100 * kept.stat().st_size).prefill(prompt(12, 5))
+    assert not long.exists()
+    assert StateCheckpoints(model, tmp_path).resume(ids).get_seq_length() == PREFIX
 
 
 def test_files_of_other_tokens_another_model_or_another_secret_are_passed_over(tmp_path):

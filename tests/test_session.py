@@ -173,6 +173,16 @@ def test_a_session_with_a_hostile_header_is_refused(tmp_path, header):
         load_session(SequenceCache(MODEL), tmp_path / "chat")
 
 
+def test_a_session_of_terabytes_of_holes_is_refused_unread(tmp_path):
+    save_session(conversation(MODEL), tmp_path / "chat")
+    os.truncate(tmp_path / "chat", 1 << 43)
+    cache = conversation(MODEL, 12)
+    before = states(cache)
+    with pytest.raises(StoreError, match="has 8796093022.* bytes of tensors, not"):
+        load_session(cache, tmp_path / "chat")
+    assert same(states(cache), before)
+
+
 def test_a_session_that_was_signed_is_loaded_with_its_secret_alone(tmp_path, monkeypatch):
     save_session(conversation(MODEL), tmp_path / "chat", secret=b"one")
     save_session(conversation(MODEL), tmp_path / "plain")

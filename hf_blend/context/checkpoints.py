@@ -325,7 +325,8 @@ class StateCheckpoints:
 
     def _read(self, name: str, identity: Mapping[str, str], ids: Tensor) -> tuple[int, Parts]:
         """What a file holds of a prefix, and from which token on; nothing of it is believed."""
-        file = read_sealed(self.folder / name, MAGIC, self._secret)
+        most_bytes = self._way.form.nbytes(len(ids)) + ids.nbytes
+        file = read_sealed(self.folder / name, MAGIC, self._secret, most_bytes)
         for what, expected in identity.items():
             if file.about.get(what) != expected:
                 raise EntryFault("fingerprint", f"it was saved by another {what}, {file.about.get(what)!r:.40}")
@@ -361,12 +362,16 @@ class StateCheckpoints:
         if needed > self.max_bytes:
             raise OSError(f"with what it continues it takes {needed} of {self.max_bytes} bytes")
         excess = nbytes + sum(info.st_size for info in files.values()) - self.max_bytes
-        for name in sorted(files.keys() - {*chain}, key=lambda name: files[name].st_mtime_ns):
+        for name in sorted(files.keys() - {*chain}, key=lambda name: self._use(files[name])):
             if excess <= 0:
                 break
             (self.folder / name).unlink(missing_ok=True)
             excess -= files[name].st_size
             self.stats.evicted += 1
+
+    def _use(self, info: os.stat_result) -> tuple[bool, int]:
+        """When a file was used last; what is larger than all may be together is damaged, and leaves first."""
+        return self.max_bytes is None or info.st_size <= self.max_bytes, info.st_mtime_ns
 
     def _remember(self, ids: Tensor, chain: Sequence[str]) -> None:
         """A prefix was used. What it begins with counts as used later, so that it never leaves before it."""

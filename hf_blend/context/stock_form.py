@@ -72,6 +72,11 @@ class StockForm:
             )
         return tokens
 
+    def nbytes(self, tokens: int) -> int:
+        """Most bytes that `take` gives of so many tokens."""
+        held = ((tensor.nbytes, axis and tensor.shape[axis]) for _, _, axis, tensor in _held(self._filled))
+        return sum(nbytes if length is None else nbytes // length * tokens for nbytes, length in held)
+
     def take(self, cache: Any, start: int, stop: int) -> Parts:
         """What a cache holds of some tokens, and its states.
 
