@@ -23,8 +23,7 @@ from hf_blend.prompt.pieces import build
 from . import chains
 from .answering import FULL_PREFILL, Method, answer, is_right
 from .bootstrap import interval
-from .reference import pieces_of
-from .world.sampling import sample_examples
+from .world.sampling import pieces_of, sample_examples
 
 RATIOS = (0.0, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
 NAMES = ("prefix", "chunks", "question")

@@ -2,13 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The chain world and its model: stories say what they claim, and the model needs what other chunks say."""
 
-import importlib
 import json
 from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
 from random import Random
 
+import draft
 import pytest
 import torch
 
@@ -77,9 +77,7 @@ def test_a_whole_chain_is_right_and_a_part_of_it_is_partly_right():
 
 
 @pytest.mark.parametrize("name", ["draft", "target"])
-def test_packed_questions_are_predicted_as_each_alone(name, monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "reference_model"))
-    draft = importlib.import_module("draft")
+def test_packed_questions_are_predicted_as_each_alone(name):
     torch.manual_seed(0)
     model = draft.build(draft.PLANS[name].width).eval()
     batch = draft.draw(Random(3), draft.Stage(draft.SHORT, 64, 96, 2, 1))
@@ -99,8 +97,6 @@ def test_packed_questions_are_predicted_as_each_alone(name, monkeypatch):
 
 
 def test_training_of_the_draft_resumes_from_its_checkpoint_and_writes_a_model(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "reference_model"))
-    draft = importlib.import_module("draft")
     stages = (draft.Stage(draft.SHORT, 64, 64, 1, 2), draft.Stage(draft.SHORT, 80, 64, 1, 1))
     plan = replace(draft.PLANS["draft"], cycles=(stages, stages[:1]))
     monkeypatch.setitem(draft.PLANS, "draft", plan)

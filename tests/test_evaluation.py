@@ -6,9 +6,10 @@ import json
 import random
 
 import pytest
+import reference
 
 from hf_blend import BlendConfig, ChunkStore, ConfigError
-from hf_blend.evaluation import answering, asking, reference
+from hf_blend.evaluation import answering, asking
 from hf_blend.evaluation.bench.shapes import random_model
 from hf_blend.evaluation.bench.ttft import TtftPlan, measure_ttft
 from hf_blend.evaluation.bootstrap import interval

@@ -9,14 +9,14 @@ from random import Random
 
 import pytest
 import torch
+from world_batches import attention_mask, collate, pack, story_row
+from world_model import build_model
+from world_scoring import score_examples
 
 import hf_blend
 from hf_blend.errors import ConfigError
 from hf_blend.evaluation.world import sample_examples
-from hf_blend.evaluation.world.batches import attention_mask, collate, pack, story_row
-from hf_blend.evaluation.world.model import build_model
 from hf_blend.evaluation.world.sampling import KIND_WEIGHTS, examples_of, questions
-from hf_blend.evaluation.world.scoring import score_examples
 from hf_blend.evaluation.world.story import Level, Story, tell
 from hf_blend.evaluation.world.tokens import build_tokenizer, encode, vocabulary
 from hf_blend.evaluation.world.words import CLOSERS, PHRASES, is_heldout, phrase_index, subject_index

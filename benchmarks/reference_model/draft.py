@@ -29,12 +29,12 @@ from batches import chosen, fitting
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from world_model import start_reading
+from world_train import make_optimizers
 
 from hf_blend.evaluation.chains.story import Level, chain, question
 from hf_blend.evaluation.chains.tokens import BOS, EOS, build_tokenizer, vocabulary
 from hf_blend.evaluation.tasks.chain_links import ChainLinks
-from hf_blend.evaluation.world.model import start_reading
-from hf_blend.evaluation.world.train import make_optimizers
 
 logger = logging.getLogger(__name__)
 REPORTED_EVERY, SAVED_EVERY = 60.0, 60.0  # seconds

@@ -22,6 +22,7 @@ from random import Random
 
 import torch
 from batches import ASKED, Batch, draw, reuse_mask
+from muon import Muon
 from net import HEAD_DIM, LAYERS, LOOKERS, READS, WIDTH, Net, rotary, start_reading
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, rms_norm
@@ -29,7 +30,6 @@ from torch.nn.functional import cross_entropy, rms_norm
 from hf_blend.evaluation.chains.story import Level
 from hf_blend.evaluation.chains.tokens import EOS, vocabulary
 from hf_blend.evaluation.chains.words import OWNERS, THINGS
-from hf_blend.evaluation.world.muon import Muon
 
 logger = logging.getLogger(__name__)
 SAVED_EVERY = 120.0  # seconds

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 from hf_blend.errors import ConfigError
 
@@ -86,6 +87,11 @@ def sample_examples(count: int, seed: int, split: str = "heldout") -> list[Examp
         raise ConfigError(f"split is {split!r}, but it must be one of {', '.join(SPLITS)}. Use 'heldout' to measure.")
     random = Random(f"{split}-{seed}")
     return [_example(random, split == "heldout") for _ in range(count)]
+
+
+def pieces_of(example: Example) -> dict[str, Any]:
+    """Give an example as `BlendCache.inputs` takes it."""
+    return {"prefix": example.prefix, "chunks": list(example.chunks), "question": example.question}
 
 
 def _example(random: Random, heldout: bool) -> Example:

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An honest upper bound: the smallest set of tokens, found greedily, that restores the answer of a full prefill.
 
-python -m hf_blend.evaluation.greedy --count 200 --output benchmarks/results/greedy.json
+python benchmarks/greedy.py --count 200 --output benchmarks/results/greedy.json
 
 For each question tokens are added one at a time, each time the one that brings the answer of the full prefill nearest,
 until it is the answer; then those that turn out not to be needed are taken out again. All candidates of one step run
@@ -25,11 +25,9 @@ from transformers import DynamicCache
 
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.errors import PromptError
-
-from .bootstrap import interval
-from .bundled import load_model
-from .reference import pieces_of
-from .world.sampling import sample_examples
+from hf_blend.evaluation.bootstrap import interval
+from hf_blend.evaluation.bundled import load_model
+from hf_blend.evaluation.world.sampling import pieces_of, sample_examples
 
 RATIOS = (0.0, 0.01, 0.02, 0.03, 0.05, 0.1, 0.15)
 BATCH = 64

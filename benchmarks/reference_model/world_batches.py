@@ -13,9 +13,9 @@ from random import Random
 
 import torch
 
-from .sampling import Question, questions
-from .story import Level, Story, tell
-from .tokens import BOS, EOS, encode, vocabulary
+from hf_blend.evaluation.world.sampling import Question, questions
+from hf_blend.evaluation.world.story import Level, Story, tell
+from hf_blend.evaluation.world.tokens import BOS, EOS, encode, vocabulary
 
 NO_LABEL = -100
 _EAGERNESS = {"explicit": 1, "pronoun": 2, "two-hop": 2, "role": 4, "town": 4}  # the rare kinds are asked first

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How well the reference model answers when its chunks are reused: every method on the same held-out questions.
 
-python -m hf_blend.evaluation.reference --count 500 --output benchmarks/results/reference.json
+python benchmarks/reference.py --count 500 --output benchmarks/results/reference.json
 """
 
 import argparse
@@ -18,13 +18,12 @@ import torch
 from torch import nn
 
 from hf_blend import ChunkStore
+from hf_blend.evaluation.answering import FULL_PREFILL, FULL_REUSE, Answer, Method, answer, blend_config, is_right
+from hf_blend.evaluation.bootstrap import interval
+from hf_blend.evaluation.bundled import load_model
+from hf_blend.evaluation.world.sampling import Example, pieces_of, sample_examples
 from hf_blend.model.fingerprint import fingerprint
 from hf_blend.version import __version__
-
-from .answering import FULL_PREFILL, FULL_REUSE, Answer, Method, answer, blend_config, is_right
-from .bootstrap import interval
-from .bundled import load_model
-from .world.sampling import Example, sample_examples
 
 RATIOS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
 SELECTORS = ("kv-deviation:on=k", "kv-deviation:on=v")
@@ -111,11 +110,6 @@ def score(
         answers = [answer(model, tokenizer, store, method, pieces_of(example)) for example in examples]
         lines.append(_line(method, examples, answers))
     return lines
-
-
-def pieces_of(example: Example) -> dict[str, Any]:
-    """An example as `BlendCache.inputs` takes it."""
-    return {"prefix": example.prefix, "chunks": list(example.chunks), "question": example.question}
 
 
 def _line(method: Method, examples: Sequence[Example], answers: Sequence[Answer]) -> Line:

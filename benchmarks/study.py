@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The study behind `selector="auto"`: methods on the reference world, and on worlds that were never trained on.
 
-python -m hf_blend.evaluation.study --world more-people --count 500 --output benchmarks/results/study.json
+python benchmarks/study.py --world more-people --count 500 --output benchmarks/results/study.json
 
 Worlds: `reference` as in training; `more-people` (six or seven instead of four or five); `longer-chunks` (two or three
 chunks joined to one); `other-order` (the story is cut before somebody is introduced, and its second part told first).
@@ -24,12 +24,11 @@ from torch import nn
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.config import BlendConfig
 from hf_blend.errors import ConfigError, suggest
-
-from .answering import FULL_PREFILL, FULL_REUSE, Method, blend_config, is_right
-from .bootstrap import interval
-from .bundled import load_model
-from .world.sampling import KIND_WEIGHTS, Example, examples_of, is_contested
-from .world.story import Level, Story, tell
+from hf_blend.evaluation.answering import FULL_PREFILL, FULL_REUSE, Method, blend_config, is_right
+from hf_blend.evaluation.bootstrap import interval
+from hf_blend.evaluation.bundled import load_model
+from hf_blend.evaluation.world.sampling import KIND_WEIGHTS, Example, examples_of, is_contested
+from hf_blend.evaluation.world.story import Level, Story, tell
 
 BATCH = 25
 METHODS = ("auto@0.02", "auto@0.03", "auto@0.05", "auto@0.1", "auto@0.15", "kv-deviation:on=k@0.01", "random@0.15")

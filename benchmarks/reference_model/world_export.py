@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write the package data: the trained model with its tokenizer, and a few documents to try it on.
 
-`python -m hf_blend.evaluation.world.export --checkpoint run/checkpoint.pt`
+`python benchmarks/reference_model/world_export.py --checkpoint run/checkpoint.pt`
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from random import Random
 import torch
 import transformers
 from transformers import GenerationConfig, LlamaForCausalLM
+from world_scoring import score_examples
+from world_stages import STAGES
+from world_train import SEED, Progress, read_checkpoint
 
 import hf_blend
 from hf_blend.errors import StoreError
-
-from .sampling import Example, examples_of, sample_examples
-from .scoring import score_examples
-from .stages import STAGES
-from .story import Level, tell
-from .tokens import BOS, EOS, build_tokenizer, vocabulary
-from .train import SEED, Progress, read_checkpoint
+from hf_blend.evaluation.world.sampling import Example, examples_of, sample_examples
+from hf_blend.evaluation.world.story import Level, tell
+from hf_blend.evaluation.world.tokens import BOS, EOS, build_tokenizer, vocabulary
 
 BUNDLED = Path(hf_blend.__file__).resolve().parent / "bundled"
 MAX_WEIGHT_BYTES = 16_000_000

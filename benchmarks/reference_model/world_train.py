@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Train the reference model on a CPU: `python -m hf_blend.evaluation.world.train --folder run`.
+"""Train the reference model on a CPU: `python benchmarks/reference_model/world_train.py --folder run`.
 
 A checkpoint is written every few minutes; `--resume` goes on from it. `--stage NAME` ends after that stage.
 """
@@ -16,15 +16,14 @@ from pathlib import Path
 from random import Random
 
 import torch
+from muon import Muon
 from torch.nn.functional import cross_entropy
 from transformers import LlamaForCausalLM
-
-from .batches import Batch, attention_mask, collate, story_row
-from .helpers import Helper, wait_while
-from .model import build_model
-from .muon import Muon
-from .scoring import heldout_scores
-from .stages import STAGES, Stage
+from world_batches import Batch, attention_mask, collate, story_row
+from world_helpers import Helper, wait_while
+from world_model import build_model
+from world_scoring import heldout_scores
+from world_stages import STAGES, Stage
 
 logger = logging.getLogger(__name__)
 SEED = 20261120
