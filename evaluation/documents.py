@@ -7,7 +7,6 @@ come from a stranger: whatever a parser raises is a refusal of that file, and na
 """
 
 import io
-import json
 import os
 import unicodedata
 from collections import Counter
@@ -19,8 +18,10 @@ from typing import Any
 from hf_blend.errors import HfBlendError, PromptError, import_extra
 from hf_blend.prompt.pieces import tokenize
 
+from .rows import CHUNKS, read_row
+
 EXTRA = "rag"
-FIELD, NAMES = "text", ("title", "name", "id")  # of an object in a JSONL file
+NAMES = ("title", "name", "id")  # of a row in a JSONL file, the first that it has
 UNKNOWN_SHARE = 0.2  # of the words, from which on it is said
 MOST_NAMED = 5  # files that are named one by one
 NOT_PROSE = ("script", "style", "noscript", "template", "svg", "nav")  # parts of an HTML page
@@ -187,7 +188,7 @@ def read_file(path: Path, name: str) -> list[Document]:
         name: of the document.
 
     Returns:
-        One document; of a JSONL file one for each line.
+        One document; of a JSONL file one for each chunk of its rows.
 
     Raises:
         PromptError: it cannot be read, or holds no text; `short_reason` says why, without the path.
@@ -296,29 +297,16 @@ def _refuse_surrogates(what: str, documents: Iterable[Document]) -> None:
 
 
 def _lines(path: Path, name: str) -> list[Document]:
-    """The lines of a JSONL file: texts, or objects with a field `text`."""
+    """The chunks of a JSONL file's rows, each a document."""
     lines = enumerate(_text(path).split("\n"), 1)  # a text may hold other line breaks, such as U+2028
-    return [_line(path, name, number, line) for number, line in lines if line.strip()]
+    return [document for number, line in lines if line.strip() for document in _line(path, name, number, line)]
 
 
-def _line(path: Path, name: str, number: int, line: str) -> Document:
-    try:
-        found: Any = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        why = getattr(error, "msg", "") or _why(error)
-        raise _bad_line(path, number, f"is not JSON: {why}", "Write one text, or one object, on each line.") from error
-    text = found.get(FIELD) if isinstance(found, dict) else found
-    if not isinstance(text, str):
-        shown = line.strip()[:60]
-        raise _bad_line(path, number, f"is {shown!r}, but a text or an object with a field {FIELD!r} is expected", "")
-    titles = [found[key] for key in NAMES if found.get(key)] if isinstance(found, dict) else []
-    return Document(f"{name}:{str(titles[0])[:MAX_TITLE] if titles else number}", text, path)
-
-
-def _bad_line(path: Path, number: int, what: str, do: str) -> PromptError:
-    error = PromptError(printable(f"{path}:{number} {what}. {do}").rstrip())
-    error.add_note(f"line {number} {what}")
-    return error
+def _line(path: Path, name: str, number: int, line: str) -> Iterator[Document]:
+    row = read_row(path, number, line, (CHUNKS,))
+    title = next((str(row[key])[:MAX_TITLE] for key in NAMES if row.get(key)), str(number))
+    for index, text in enumerate(row[CHUNKS], 1):
+        yield Document(f"{name}:{title}.{index}" if len(row[CHUNKS]) > 1 else f"{name}:{title}", text, path)
 
 
 def unknown_words(tokenizer: Any, text: str) -> str:

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Documents are read from what people have, nothing is left out in silence, and pieces end where sentences end."""
 
+import json
 import re
 
 import pytest
@@ -116,8 +117,16 @@ def test_a_missing_reader_is_named_with_the_command_that_installs_it(folder, mon
     assert "pip install" in dict(corpus.left_out)["notes/d.pdf"]
 
 
+def test_the_rows_that_other_commands_read_are_documents_too(tmp_path):
+    row = {"id": "7", "chunks": ["one\u2028two", "three"], "question": "Who?", "answers": ["Ann"]}
+    (tmp_path / "x.jsonl").write_text(json.dumps(row, ensure_ascii=False) + '\n{"documents": ["four"]}\n', "utf-8")
+    found = {one.name: one.text for one in Corpus([str(tmp_path / "x.jsonl")])}
+    assert found == {"x.jsonl:7.1": "one\u2028two", "x.jsonl:7.2": "three", "x.jsonl:2": "four"}
+
+
 @pytest.mark.parametrize(
-    ("content", "says"), [('{"body": 1}', r"x\.jsonl:1 is.*field 'text'"), ("{", r"x\.jsonl:1 is not JSON")]
+    ("content", "says"),
+    [('{"body": 1}', r"line 1 of .*x\.jsonl' has no chunks or documents or text"), ("{", r"line 1 of .* is not JSON")],
 )
 def test_a_line_that_is_no_document_is_named(content, says, tmp_path):
     (tmp_path / "x.jsonl").write_text(content)

@@ -10,7 +10,7 @@ import pytest
 
 from hf_blend import plugins
 from hf_blend.errors import PromptError
-from hf_blend.evaluation.tasks.reading import read_rows
+from hf_blend.evaluation.rows import read_rows
 
 
 class Words:
@@ -123,9 +123,9 @@ GOOD = json.dumps(row())
 BAD = {
     "nothing": ("", "no line"),
     "blank": ("\n \n", "no line"),
-    "no JSON": (f"{GOOD}\n{{chunks: 1}}\n", "line 2 .* no JSON"),
-    "cut off": (GOOD[:-5], "line 1 .* no JSON"),
-    "a list": (json.dumps(["a"]), "line 1 .*wanted"),
+    "no JSON": (f"{GOOD}\n{{chunks: 1}}\n", "line 2 .* not JSON"),
+    "cut off": (GOOD[:-5], "line 1 .* not JSON"),
+    "a list": (json.dumps(["a"]), "line 1 .* expected an object with chunks"),
     "no chunks": (json.dumps({"question": "Who?", "answers": ["a"]}), "chunks"),
     "no chunk": (json.dumps(row(chunks=[])), "chunks"),
     "an empty chunk": (json.dumps(row(chunks=["a", ""])), "none empty"),
@@ -162,6 +162,30 @@ def test_odd_line_breaks_inside_texts_and_a_mark_at_the_beginning_are_no_harm(tm
     source = row(chunks=["one\u2028two\u0085three"], question="Who\u2029?")
     path.write_text("\ufeff" + json.dumps(source, ensure_ascii=False) + "\r\n", "utf-8", newline="")
     assert read_rows(path) == [{"id": "1", **source}]
+
+
+def test_other_names_of_a_field_are_read_as_that_field(tmp_path):
+    path = written(
+        tmp_path, row(), {"documents": ["one two", "three"], "question": "Who?", "answer": "Ann"}, {"text": "one"}
+    )
+    first, second, third = read_rows(path, needs=("chunks",))
+    assert {**second, "id": first["id"]} == first
+    assert third == {"id": "3", "chunks": ["one"]}
+
+
+ODD = {
+    "has no answers or answer, expected a list of texts; it has ['chunks', 'question']": {"chunks": ["a"], "question": "q"},
+    "has documents=3, expected a list of texts, none empty": {"documents": 3, "question": "q", "answers": ["a"]},
+    "has answer=None, expected a text": {"chunks": ["a"], "question": "q", "answer": None},
+    "has prefix=1, expected a text or null": row(prefix=1),
+    "has chunks twice, as documents and by another name, expected one": row(documents=["a"]),
+}
+
+
+@pytest.mark.parametrize("said", ODD)
+def test_a_row_that_is_refused_is_named_by_line_and_field(tmp_path, said):
+    with pytest.raises(PromptError, match=re.escape("line 2 of ") + ".*rows.jsonl' " + re.escape(said)):
+        read_rows(written(tmp_path, row(), {"id": "x", **ODD[said]} if "it has" not in said else ODD[said]))
 
 
 def test_the_limit_counts_samples_and_no_further_row_is_read(tmp_path):

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 from hf_blend.errors import ConfigError, PromptError, import_extra
 from hf_blend.prompt.pieces import tokenize
 
-from .reading import read_rows
+from ..rows import read_rows
 
 ORDERS = ("given", "shuffled", "reversed")
 INSTRUCTION_IDS = ((733, 16289, 28793), (733, 28748, 16289, 28793))  # [INST] and [/INST] of Mistral's tokenizer

@@ -1,0 +1,115 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of every JSONL file that a command reads: one schema for tune, eval, reproduce, index and bench.
+
+A row has `chunks`, `question` and `answers`; `id` (the number of its line where it has none) and `prefix`, what precedes
+the chunks, may be there. `documents` is another name of `chunks`, `text` a single one, `answer` a single answer. A
+command names the fields that it needs: index needs chunks alone. Other fields are left as they are.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hf_blend.errors import PromptError
+
+CHUNKS, QUESTION, ANSWERS = "chunks", "question", "answers"
+SAME = {"documents": CHUNKS, "text": CHUNKS, "answer": ANSWERS}  # other name → field
+SINGLE = ("text", "answer")  # names of one text, where the field has several
+Row = dict[str, Any]
+
+
+def read_rows(path: Path, needs: Sequence[str] = (CHUNKS, QUESTION, ANSWERS)) -> list[Row]:
+    """Read a file with one row per line.
+
+    Args:
+        path: the file.
+        needs: fields that every row must have; others may be missing.
+
+    Returns:
+        The rows with the names of the schema, an `id` added where there is none.
+
+    Raises:
+        PromptError: the file cannot be read, is empty, or a line is no such row; the message names line and field.
+    """
+    try:
+        lines = path.read_text("utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PromptError(f"the data {str(path)!r} cannot be read: {error}. Give a JSONL file.") from error
+    rows: dict[str, Row] = {}
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            row = {"id": str(number), **read_row(path, number, line, needs)}
+            if rows.setdefault(str(row["id"]), row) is not row:
+                raise PromptError(f"line {number} of {str(path)!r} has the id {row['id']!r} again. Give it its own.")
+    if not rows:
+        raise PromptError(f"the data {str(path)!r} has no line. Write one JSON object per line.")
+    return list(rows.values())
+
+
+def read_row(path: Path, number: int, line: str, needs: Sequence[str]) -> Row:
+    """Read one line.
+
+    Args:
+        path: of its file, for messages.
+        number: of the line, from 1 on.
+        line: an object; a text alone is a row with this `text`.
+        needs: fields that it must have.
+
+    Returns:
+        The row with the names of the schema.
+
+    Raises:
+        PromptError: it is no such row.
+    """
+    try:
+        return _read(line, needs)
+    except (ValueError, RecursionError) as error:
+        why = str(error) if type(error) is ValueError else f"is not JSON: {getattr(error, 'msg', 'it is too deep')}"
+        refusal = PromptError(f"line {number} of {str(path)!r} {why}. Correct it.")
+        refusal.add_note(f"line {number} {why}")
+        raise refusal from error
+
+
+def _read(line: str, needs: Sequence[str]) -> Row:
+    """The row in a line; a `ValueError` says what is wrong with it."""
+    given = json.loads(line)
+    given = {"text": given} if isinstance(given, str) else given
+    if not isinstance(given, dict):
+        raise ValueError(f"is {line.strip()[:60]!r}, expected an object with {', '.join(needs)}")
+    row: Row = {}
+    for name, value in given.items():
+        field = SAME.get(name, name)
+        if field in row:
+            raise ValueError(f"has {field} twice, as {name} and by another name, expected one of them")
+        row[field] = [_checked(name, value)] if name in SINGLE else _checked(name, value)
+    for field in needs:
+        if field not in row:
+            names = " or ".join([field, *(other for other, same in SAME.items() if same == field)])
+            raise ValueError(f"has no {names}, expected {_expected(field)[0]}; it has {sorted(given)!r:.80}")
+    return row
+
+
+def _checked(name: str, value: Any) -> Any:
+    what, is_good = _expected(name)
+    if not is_good(value):
+        raise ValueError(f"has {name}={value!r:.60}, expected {what}")
+    return value
+
+
+def _expected(name: str) -> tuple[str, Callable[[Any], bool]]:
+    """What a field holds, in words and as a test; a field that is not in the schema may hold anything."""
+    found: dict[str, tuple[str, Callable[[Any], bool]]] = {
+        CHUNKS: ("a list of texts, none empty", lambda value: _are_texts(value) and all(value)),
+        ANSWERS: ("a list of texts", _are_texts),
+        QUESTION: ("a text", lambda value: isinstance(value, str)),
+        "answer": ("a text", lambda value: isinstance(value, str)),
+        "text": ("a text that is not empty", lambda value: isinstance(value, str) and bool(value)),
+        "prefix": ("a text or null", lambda value: value is None or isinstance(value, str)),
+    }
+    return {**found, "documents": found[CHUNKS]}.get(name, ("anything", lambda value: True))
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(one, str) for one in value)
