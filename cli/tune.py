@@ -1,35 +1,50 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Find the smallest recompute ratio that keeps full-prefill quality."""
+"""Find the cheapest selector and ratio that stay near full prefill, on your own prompts, without labels."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .options import SELECTOR, Device, Dtype, Selector, Unverified
-from .output import Json, fail, say, show
+from .options import Device, Dtype, Model, Unverified
+from .output import Json, fail, progress, say, show
+
+if TYPE_CHECKING:
+    from hf_blend.evaluation.tuning import Tuning
 
 __all__ = ["tune"]
 
-ModelName = Annotated[str | None, typer.Argument(help="Hub id or path; the default is the bundled reference model.")]
-Prompts = Annotated[
-    Path | None, typer.Option(help="JSONL file with chunks, question and maybe answer; default: the bundled task.")
+PROMPTS_HELP = "JSONL file with chunks and question in each row, and answers if known; default: the bundled task."
+Prompts = Annotated[Path | None, typer.Option(help=PROMPTS_HELP)]
+Leave = Annotated[
+    float, typer.Option(min=0.0, max=1.0, help="Share of full reuse's KL divergence that the choice may leave.")
 ]
-Keep = Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of full-prefill quality that is to be kept.")]
-Corrector = Annotated[str, typer.Option(help="What is done to tokens that are not recomputed.")]
-Count = Annotated[int, typer.Option(min=1, help="Questions of the bundled task.")]
-Seed = Annotated[int, typer.Option(help="Which questions of the bundled task.")]
+Selectors = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--selector", help="A method or a file, options or @RATIO behind it; may be repeated. Default: four."
+    ),
+]
+Ratios = Annotated[
+    list[float] | None, typer.Option("--ratio", help="For selectors without one; may be repeated. Default: three.")
+]
+Correctors = Annotated[
+    list[str], typer.Option("--corrector", help="What is done to tokens that are not recomputed; may be repeated.")
+]
+Limit = Annotated[int, typer.Option(min=0, help="The first prompts; 0 is all of a file, and 24 of the bundled task.")]
+Seed = Annotated[int, typer.Option(help="Of the halves, and of which questions of the bundled task.")]
 StorePlace = Annotated[str, typer.Option("--store", help="Where chunks are kept.")]
 
 
 def tune(
-    model: ModelName = None,
+    model: Model = None,
     prompts: Prompts = None,
-    keep: Keep = 0.98,
-    selector: Selector = SELECTOR,
-    corrector: Corrector = "none",
-    count: Count = 100,
+    leave: Leave = 0.5,
+    selector: Selectors = None,
+    ratio: Ratios = None,
+    corrector: Correctors = ["none"],  # noqa: B006
+    limit: Limit = 0,
     seed: Seed = 2,
     store: StorePlace = "memory://",
     device: Device = "auto",
@@ -37,31 +52,68 @@ def tune(
     allow_unverified: Unverified = False,
     json: Json = False,
 ) -> None:
-    """Measure ratios until the smallest that keeps enough is found.
+    """Choose a selector and a ratio on half of the prompts, and measure the choice on the other half.
 
-    Quality is exact match where the prompts have answers, else how often the first token is that of a full prefill.
-    Exit code 1: no ratio keeps enough.
+    What is measured is the KL divergence of the next tokens from full prefill's, over ten tokens of its own answer, as
+    a share of what full reuse has: 0 is full prefill, 1 is full reuse. The cheapest that leaves at most --leave is
+    chosen. Exit code 1: none does, and the nearest is shown.
 
     Examples:
-        hf-blend tune --count 8
-        hf-blend tune --count 2 --keep 0.9 --selector kv-deviation:on=k --json
-        hf-blend tune HuggingFaceTB/SmolLM2-135M-Instruct --prompts mine.jsonl  # network
+        hf-blend tune --limit 4 --selector kv-deviation --ratio 0.3
+        hf-blend tune --limit 4 --selector kv-deviation:on=k@0.15 --leave 0.9 --json
+        hf-blend tune --model HuggingFaceTB/SmolLM2-135M-Instruct --prompts mine.jsonl  # network
     """
     from hf_blend import ChunkStore
     from hf_blend.evaluation import tuning
-    from hf_blend.evaluation.answering import blend_config
-    from hf_blend.evaluation.bundled import load_model
+    from hf_blend.evaluation.bundled import open_model
+    from hf_blend.evaluation.kl import Measure
 
-    sample = tuning.read_prompts(prompts) if prompts else tuning.bundled_prompts(count, seed, model)
-    config = blend_config(selector, corrector=corrector, allow_unverified=allow_unverified)
-    loaded, tokenizer = load_model(model, device, dtype)
+    found = tuning.candidates(
+        selector or tuning.SELECTORS, ratio or tuning.RATIOS, corrector, allow_unverified=allow_unverified
+    )
+    source = open_model(model, device, dtype)
+    if prompts:
+        sample = tuning.read_prompts(prompts, source.tokenizer, limit or None, source.positions)
+    else:
+        sample = tuning.bundled_prompts(limit or 24, seed, model)
     with ChunkStore.open(store) as opened:
-        measure = tuning.Measure(loaded, tokenizer, sample, opened)
-        told = None if json else lambda point: say(f"ratio {point.recompute_ratio:g} keeps {point.kept:.3f}")
-        best, points = tuning.tune(measure, config, keep, tell=told)
-    result = tuning.Tuning(best, points, "exact match" if measure.by_answer else "first token").to_dict()
-    show(result if json else result["points"], as_json=json, header=True, title=f"share of {result['quality']} kept")
-    if best is None:
-        fail(f"no ratio up to {points[-1].recompute_ratio:g} keeps {keep:g} of full prefill. Lower --keep.")
-    if not json:
-        say(f"recompute_ratio={best.recompute_ratio:g} keeps {best.kept:.3f} at a charge of {best.charged_budget:.3f}")
+        measure = Measure(source.load(), source.tokenizer, opened)
+        got = tuning.tune(
+            measure, sample, found, leave, seed=seed, watch=lambda items, what: progress(items, what, quiet=json)
+        )
+    document = got.to_dict()
+    if json:
+        show(document, as_json=True)
+    else:
+        show(
+            [_rounded(point) for point in document["points"]],
+            header=True,
+            title=f"on {got.points[0].n} prompts, as shares of full reuse's KL",
+        )
+        show([_rounded(document["choice"])], header=True, title=f"the choice, on the other {got.choice.n}")
+        for line in _said(got):
+            say(line)
+    if not got.leaves_enough:
+        fail(f"No candidate leaves at most {leave:g}: the nearest is shown. Raise --leave, or give a higher --ratio.")
+
+
+def _rounded(point: dict[str, Any]) -> dict[str, Any]:
+    return {name: round(value, 3) if isinstance(value, float) else value for name, value in point.items()}
+
+
+def _said(got: "Tuning") -> list[str]:
+    """The choice in words."""
+    one = got.choice
+    lines = [
+        f"{one.candidate} leaves {one.kl:.2f} [{one.low:.2f}, {one.high:.2f}] of full reuse's KL divergence "
+        f"({got.reuse_kl:.3f} nats) at a charge of {one.charged:.3f}; first token after {one.ttft_ratio:.2f} "
+        f"[{one.ttft_low:.2f}, {one.ttft_high:.2f}] of full prefill's time; n = {one.n}, none of which chose it."
+    ]
+    for name, scores in (got.answers or {}).items():
+        lines.append(
+            f"{name} answers {scores['right']} of {scores['n']}: {scores['containment']:.2f} contain a right answer, "
+            f"word F1 {scores['f1']:.2f}."
+        )
+    if got.answers and not got.answers["full prefill"]["right"]:
+        lines[1:] = [f"full prefill answers 0 of {one.n}: nothing to keep by answers. KL divergence chose."]
+    return lines

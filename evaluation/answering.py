@@ -43,8 +43,8 @@ def blend_config(selector: str, **settings: Any) -> BlendConfig:
     """Settings of a blend, with the selector's options behind its name.
 
     Args:
-        selector: a name, or a name with options such as `kv-deviation:on=k`; check_layers is one too.
-        **settings: other fields of `BlendConfig`.
+        selector: a name or file, or one with options such as `kv-deviation:on=k`; check_layers is one too.
+        **settings: other fields of `BlendConfig`; a corrector may have options behind it, too.
 
     Returns:
         The config.
@@ -53,18 +53,23 @@ def blend_config(selector: str, **settings: Any) -> BlendConfig:
         ConfigError: an option has no value, or a setting is refused.
         PluginNotFoundError: there is no such selector.
     """
-    name, _, options = selector.partition(":")
+    name, given = _named("selectors", selector)
+    if "check_layers" in given:
+        settings["check_layers"] = tuple(_layer(part) for part in given.pop("check_layers").split("+"))
+    if "corrector" in settings:
+        settings["corrector"], settings["corrector_options"] = _named("correctors", settings["corrector"])
+    return BlendConfig(selector=name, selector_options=given, **settings)
+
+
+def _named(kind: str, text: str) -> tuple[str, dict[str, str]]:
+    """A plugin's name, and the options behind it."""
+    name, _, options = text.partition(":")
     pairs = [option.partition("=") for option in options.split(",") if option]
     for option, equals, value in pairs:
         if not equals or not value:
-            raise ConfigError(
-                f"the option {option!r} of {selector!r} has no value. Write name:option=value,option=value."
-            )
-    plugins.load("selectors", name)
-    given = {option: value for option, _, value in pairs}
-    if "check_layers" in given:
-        settings["check_layers"] = tuple(_layer(part) for part in given.pop("check_layers").split("+"))
-    return BlendConfig(selector=name, selector_options=given, **settings)
+            raise ConfigError(f"the option {option!r} of {text!r} has no value. Write name:option=value,option=value.")
+    plugins.load(kind, name)
+    return name, {option: value for option, _, value in pairs}
 
 
 def _layer(text: str) -> int:

@@ -2,13 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Methods by name: those of `hf_blend.evaluation.methods`, and every selector by its own name."""
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 from torch import nn
 
 from hf_blend import ChunkStore, plugins
-from hf_blend.errors import PluginNotFoundError, suggest
+from hf_blend.errors import ConfigError, PluginNotFoundError, suggest
 
 from .answering import blend_config
 from .methods.base import Approach, Blended
@@ -64,6 +65,32 @@ def takes_ratio(name: str) -> bool:
     if plain not in (*method_names(), *NEEDS_OPTION):
         raise PluginNotFoundError(f"there is no method {name!r}. {suggest(plain, method_names())}")
     return plain in plugins.describe("selectors")
+
+
+def ways(text: str, ratios: Sequence[float]) -> list[tuple[str, float | None]]:
+    """Every ratio that a method is asked at.
+
+    Args:
+        text: a method, or one with a ratio of its own behind an @.
+        ratios: for a method that takes one and names none.
+
+    Returns:
+        (method, ratio); None for a method that takes none.
+
+    Raises:
+        PluginNotFoundError: there is no such method.
+        ConfigError: what stands behind the @ is no ratio, or the method takes none.
+    """
+    name, at, ratio = text.rpartition("@")
+    if not at:
+        return [(text, one) for one in (ratios if takes_ratio(text) else (None,))]
+    try:
+        own = float(ratio)
+    except ValueError:
+        raise ConfigError(f"the method {text!r} has no ratio behind its @. Write one, such as boundary@0.1.") from None
+    if not takes_ratio(name) or not 0 <= own <= 1:
+        raise ConfigError(f"the method {text!r} has a ratio of {own}, but takes none, or none but 0 to 1.")
+    return [(name, own)]
 
 
 def approach(name: str, ratio: float | None, *given: Any) -> Approach:

@@ -27,3 +27,22 @@ def interval(scores: ArrayLike, level: float = 0.95, seed: int = 0, *, of_median
     centres = (np.median if of_median else np.mean)(values[draws], axis=1)
     low, high = np.quantile(centres, [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
+
+
+def share_interval(parts: ArrayLike, wholes: ArrayLike, level: float = 0.95, seed: int = 0) -> tuple[float, float]:
+    """Percentile bootstrap interval of the sum of some figures over that of others, paired by example.
+
+    Args:
+        parts: one per example, at least one.
+        wholes: what each is a part of; their sum is above 0 however examples are drawn.
+        level: how sure, 0–1.
+        seed: of the resampling.
+
+    Returns:
+        Lower and upper end.
+    """
+    pairs = np.stack([np.asarray(parts, dtype=float), np.asarray(wholes, dtype=float)], axis=1)
+    draws = np.random.default_rng(seed).integers(0, len(pairs), size=(RESAMPLES, len(pairs)))
+    sums = pairs[draws].sum(axis=1)
+    low, high = np.quantile(sums[:, 0] / sums[:, 1], [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)

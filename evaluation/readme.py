@@ -34,7 +34,8 @@ REASONS = (
 )
 LEGEND = list(dict.fromkeys(meaning for _, meaning in REASONS))
 # tables named otherwise than their result file
-SOURCES = {"support": "families", "images_read": "families"}
+SOURCES = {"support": "families", "images_read": "families", "choosing": "real_selectors"}
+CHARGES = (0.0, 0.05, 0.15, 0.3)  # at which selectors are compared on the page; the file has more
 PLACE = re.compile(r"<!--table:(?P<name>\w+)-->\n.*?<!--end-->", re.DOTALL)
 
 
@@ -55,6 +56,30 @@ def _table(name: str, results: Path) -> str:
     document = json.loads((results / f"{SOURCES.get(name, name)}.json").read_text("utf-8"))
     lines = TABLES[name](document)
     return "\n".join([f"<!--table:{name}-->", *lines, "<!--end-->"])
+
+
+def _choosing(document: dict[str, Any]) -> list[str]:
+    """What selectors leave of full reuse's KL divergence on real text: a line for each, a column for each task."""
+    rows = [row for row in document["rows"] if row["half"] == "both" and row["target"] in CHARGES]
+    asked = list(dict.fromkeys((row["model"], row["task"], row["n"]) for row in rows))
+    found: dict[tuple[float, str], dict[tuple[str, str, int], dict[str, Any]]] = {}
+    for row in sorted(rows, key=lambda row: (row["target"], row["kl"])):
+        found.setdefault((row["target"], row["selector"]), {})[row["model"], row["task"], row["n"]] = row
+    lines = [
+        f"| selector | charged | {' | '.join(f'{model}, {task}, n = {n}' for model, task, n in asked)} |",
+        "|---" * (2 + len(asked)) + "|",
+    ]
+    for (_, name), own in found.items():
+        charges = sorted(round(100 * row["charged"]) for row in own.values())
+        charged = " to ".join(map(str, dict.fromkeys((charges[0], charges[-1]))))
+        cells = [_left(own[one]) if one in own else "" for one in asked]
+        lines.append(f"| {'full reuse' if name == 'none' else f'`{name}`'} | {charged} % | {' | '.join(cells)} |")
+    return lines
+
+
+def _left(row: dict[str, Any]) -> str:
+    spent = f"{row['kl']:.2f} [{row['low']:.2f}, {row['high']:.2f}], first {row['kl_first']:.2f}"
+    return f"{spent}; {row['ttft_ms'] / 1e3:.1f} s"
 
 
 def _families(document: dict[str, Any]) -> list[str]:
@@ -127,6 +152,7 @@ def _support(document: dict[str, Any]) -> list[str]:
 
 
 TABLES = {
+    "choosing": _choosing,
     "families": _families,
     "images_read": _images_read,
     "support": _support,

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rows of every JSONL file that a command reads: one schema for tune, eval, reproduce, index and bench.
 
-A row has `chunks`, `question` and `answers`; `id` (the number of its line where it has none) and `prefix`, what precedes
-the chunks, may be there. `documents` is another name of `chunks`, `text` a single one, `answer` a single answer. A
-command names the fields that it needs: index needs chunks alone. Other fields are left as they are.
+A row has `chunks`, `question` and `answers`; `id` (the number of its line where it has none) and `prefix`, what
+precedes the chunks, may be there. `documents` is another name of `chunks`, `text` a single one, `answer` a single
+answer. A command names the fields that it needs: index needs chunks alone. Other fields are left as they are.
 """
 
 import json

@@ -23,7 +23,7 @@ from hf_blend.config import BlendConfig
 from hf_blend.errors import ConfigError
 from hf_blend.store.throttled import ThrottledTier
 
-from .blending import approach, takes_ratio
+from .blending import approach, ways
 from .bundled import load_model
 from .folder import RunFolder, place_of
 from .methods.base import Approach, Outcome
@@ -111,21 +111,8 @@ class Trial:
 
     def ways(self) -> list[tuple[str, float | None]]:
         """Every method with every ratio that it takes, full prefill first."""
-        return list(dict.fromkeys(way for name in (FULL, *self.methods) for way in self._ways(name)))
+        return list(dict.fromkeys(way for name in (FULL, *self.methods) for way in ways(name, self.ratios)))
 
-    def _ways(self, text: str) -> list[tuple[str, float | None]]:
-        name, at, ratio = text.rpartition("@")
-        if not at:
-            return [(text, one) for one in (self.ratios if takes_ratio(text) else (None,))]
-        try:
-            own = float(ratio)
-        except ValueError:
-            raise ConfigError(
-                f"the method {text!r} has no ratio behind its @. Write one, such as boundary@0.1."
-            ) from None
-        if not takes_ratio(name) or not 0 <= own <= 1:
-            raise ConfigError(f"the method {text!r} has a ratio of {own}, but takes none, or none but 0 to 1.")
-        return [(name, own)]
 
 
 def run(

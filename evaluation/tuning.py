@@ -1,84 +1,110 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""The smallest recompute ratio that keeps a wanted share of full-prefill quality, for a model and a sample of prompts.
+"""Which selector, at which ratio, a model and a user's own prompts need: measured by KL divergence, without labels.
 
-Quality is exact match where answers are known, as on the bundled task, and otherwise how often the first token of the
-answer is that of a full prefill, with the KL divergence beside it.
+Full prefill answers each prompt greedily. A candidate prefills the same prompt from stored chunks, and the answer is
+forced on it: the KL divergence of its next-token distributions from full prefill's, mean over the answer's first
+tokens, is what it loses. What full reuse loses is the unit: 0 is full prefill, 1 is full reuse. Candidates are chosen
+among on one half of the prompts; the figures of the choice come from the other half, which it has not seen.
 """
 
-import json
-from collections.abc import Callable, Iterable, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
-from hf_blend import BlendCache, ChunkStore
+from hf_blend import plugins
 from hf_blend.config import BlendConfig
-from hf_blend.errors import PromptError
-from hf_blend.prompt.pieces import build
+from hf_blend.errors import ConfigError, PromptError
 
 from . import chains
-from .answering import FULL_PREFILL, Method, answer, is_right
-from .bootstrap import interval
+from .answering import blend_config
+from .blending import ways
+from .bootstrap import interval, share_interval
+from .kl import FORCED_TOKENS, REUSE, Loss, Measure, Prompt
+from .prompting import ids_of, request
+from .rows import ANSWERS, CHUNKS, QUESTION, read_rows
 from .world.sampling import pieces_of, sample_examples
 
-RATIOS = (0.0, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
-NAMES = ("prefix", "chunks", "question")
+SELECTORS = ("kv-deviation", "query-attention", "boundary", "attention-x-deviation")
+RATIOS = (0.05, 0.15, 0.3)
+LEAVE = 0.5  # of full reuse's KL divergence
+LEAST_KL = 1e-6  # nats: where full reuse loses no more, there is nothing to repair
+ANSWER_TOKENS = 32  # of an answer that is scored
+FULL, FULL_REUSE = "full prefill", "full reuse"
+SETTINGS = ("selector", "selector_options", "recompute_ratio", "check_layers", "corrector", "corrector_options")
+SCORES = {"f1": "word-f1", "containment": "containment"}
+Watch = Callable[[Sequence[Any], str], Iterable[Any]]
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """One prompt of the sample.
+class Candidate:
+    """A way to blend.
 
     Attributes:
-        pieces: `prefix`, `chunks` and `question`, as `BlendCache.inputs` takes them.
-        wanted: the right answer, if it is known.
+        name: what tables call it.
+        config: of the cache.
     """
 
-    pieces: dict[str, Any]
-    wanted: str | None = None
+    name: str
+    config: BlendConfig
 
 
 @dataclass(frozen=True)
 class Point:
-    """What one ratio keeps.
+    """A candidate over several prompts.
 
     Attributes:
-        recompute_ratio: nominal, 0–1.
-        kept: quality over that of a full prefill.
-        low: lower end of the 95 % bootstrap interval of `kept`.
+        candidate: its name.
+        charged: mean over the prompts.
+        kl: as a share of full reuse's; 0 where full reuse loses nothing.
+        low: lower end of the 95 % bootstrap interval of `kl`, paired by prompt.
         high: upper end.
-        charged_budget: mean over the prompts.
-        kl: mean KL divergence of the first token from a full prefill, in nats; None where answers are compared.
+        kl_first: of the first token alone, as a share of full reuse's.
+        ttft_ratio: median over the prompts.
+        ttft_low: lower end of its interval.
+        ttft_high: upper end.
+        n: how many prompts.
     """
 
-    recompute_ratio: float
-    kept: float
+    candidate: str
+    charged: float
+    kl: float
     low: float
     high: float
-    charged_budget: float
-    kl: float | None = None
+    kl_first: float
+    ttft_ratio: float
+    ttft_low: float
+    ttft_high: float
+    n: int
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """The outcome of a search.
+    """The outcome.
 
     Attributes:
-        best: the smallest ratio found that keeps enough; None if not even the highest does.
-        points: all that was measured, by ratio.
-        quality: what `kept` is a share of: "exact match" or "first token".
+        choice: the cheapest candidate that leaves little enough, or the best found; measured on the other half.
+        config: its settings, those of `BlendConfig` that matter here.
+        leaves_enough: whether it left at most `leave` where it was chosen.
+        leave: share of full reuse's KL divergence that was allowed.
+        reuse_kl: what full reuse loses on the other half, in nats.
+        points: all candidates, on the half that the choice was made on, the cheapest first.
+        answers: by method, `f1`, `containment`, `right` and `n` on the other half; None where no answer is known.
     """
 
-    best: Point | None
+    choice: Point
+    config: dict[str, Any]
+    leaves_enough: bool
+    leave: float
+    reuse_kl: float
     points: list[Point]
-    quality: str
+    answers: dict[str, dict[str, float]] | None
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as JSON values."""
+        """Return all of it as JSON values."""
         return asdict(self)
 
 
@@ -88,149 +114,212 @@ def bundled_prompts(count: int, seed: int, model: str | None = None) -> list[Pro
     Args:
         count: how many.
         seed: which.
-        model: "chains" for the chain world; all others get the reference world.
+        model: "chains" for the chain world; None or "reference" for the reference world.
 
     Returns:
         The prompts, with their answers.
-    """
-    if model == "chains":
-        chained = chains.sample_examples(count, seed)
-        return [Prompt({"prefix": None, "chunks": list(x.chunks), "question": x.question}, x.answer) for x in chained]
-    return [Prompt(pieces_of(one), one.answer) for one in sample_examples(count, seed)]
-
-
-def read_prompts(path: Path) -> list[Prompt]:
-    """Read a sample from a file with one JSON object per line: `chunks`, `question`, and if wanted `prefix`, `answer`.
-
-    Args:
-        path: the file.
-
-    Returns:
-        The prompts.
 
     Raises:
-        PromptError: the file cannot be read, a line is not such an object, or there is none.
+        ConfigError: the model has no task of its own.
     """
-    try:
-        lines = path.read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise PromptError(f"the prompts {str(path)!r} cannot be read: {error}. Give a JSONL file.") from error
-    prompts = [_prompt(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    if not prompts:
-        raise PromptError(f"the file {str(path)!r} holds no prompt. Write one JSON object per line.")
+    if model not in (None, "reference", "chains"):
+        raise ConfigError(f"the model {model!r} came without prompts. Give a file of yours with --prompts.")
+    if model == "chains":
+        drawn = [
+            (one.answer, {"prefix": None, "chunks": list(one.chunks), "question": one.question})
+            for one in chains.sample_examples(count, seed)
+        ]
+    else:
+        drawn = [(one.answer, pieces_of(one)) for one in sample_examples(count, seed)]
+    return [Prompt(f"question {number}", given, (right,)) for number, (right, given) in enumerate(drawn, 1)]
+
+
+def read_prompts(path: Path, tokenizer: Any, limit: int | None = None, positions: int | None = None) -> list[Prompt]:
+    """Read a sample from a file with one row per line; see `rows`.
+
+    Args:
+        path: the file; answers need not be known.
+        tokenizer: the model's; where it has a chat template, the prompt is a conversation.
+        limit: the first so many; None is all.
+        positions: how many tokens a prompt and its answer may have; None is no limit.
+
+    Returns:
+        The prompts. A chunk that does not end in white space is followed by an empty line.
+
+    Raises:
+        PromptError: the file cannot be read, has a line that is no such row, or a prompt is too long.
+    """
+    prompts = []
+    for row in read_rows(path, (CHUNKS, QUESTION))[:limit]:
+        chunks = [chunk if chunk[-1].isspace() else f"{chunk}\n\n" for chunk in row[CHUNKS]]
+        given = request(tokenizer, chunks, row[QUESTION], row.get("prefix"))
+        if positions is not None and (tokens := len(ids_of(tokenizer, given)) + ANSWER_TOKENS) > positions:
+            raise PromptError(
+                f"row {row['id']!r} of {str(path)!r} has {tokens:,} tokens with its answer, expected at most the "
+                f"model's {positions:,}. Shorten it or leave it out."
+            )
+        prompts.append(Prompt(f"row {row['id']!r}", given, tuple(row.get(ANSWERS, ()))))
     return prompts
 
 
-def _prompt(path: Path, number: int, line: str) -> Prompt:
-    try:
-        given = json.loads(line)
-    except ValueError as error:
-        raise PromptError(f"line {number} of {str(path)!r} is no JSON: {error}. Correct it.") from error
-    if not isinstance(given, dict) or not {"chunks", "question"} <= given.keys():
-        raise PromptError(
-            f"line {number} of {str(path)!r} is {line[:60]!r}, but an object with chunks and question is wanted."
-        )
-    return Prompt({name: given.get(name) for name in NAMES}, given.get("answer"))
+def candidates(
+    selectors: Sequence[str], ratios: Sequence[float], correctors: Sequence[str] = ("none",), **settings: Any
+) -> list[Candidate]:
+    """Every selector at every ratio, with every corrector.
 
+    Args:
+        selectors: names or files, options behind them, or a ratio of its own behind an @.
+        ratios: for those without one of their own.
+        correctors: names or files, options behind them.
+        **settings: other fields of `BlendConfig`.
 
-class Measure:
-    """Quality of one blend after another on the same prompts; the full prefills are run once."""
+    Returns:
+        The candidates.
 
-    def __init__(self, model: nn.Module, tokenizer: Any, prompts: Sequence[Prompt], store: ChunkStore) -> None:
-        """Run the full prefills.
-
-        Args:
-            model: a causal language model.
-            tokenizer: its tokenizer.
-            prompts: the sample; answers are compared if all have one.
-            store: where chunks are kept.
-        """
-        self._model, self._tokenizer, self._prompts, self._store = model, tokenizer, prompts, store
-        self.by_answer = all(prompt.wanted is not None for prompt in prompts)
-        by_answer = self.by_answer
-        full = [self._answered(FULL_PREFILL, one)[0] if by_answer else self._logits(one) for one in prompts]
-        self._full: list[Any] = full
-
-    def __call__(self, config: BlendConfig) -> Point:
-        """Measure one config.
-
-        Args:
-            config: how to blend.
-
-        Returns:
-            What it keeps.
-        """
-        return self._by_answer(config) if self.by_answer else self._by_token(config)
-
-    def _by_answer(self, config: BlendConfig) -> Point:
-        got = [self._answered(Method("blend", config), prompt) for prompt in self._prompts]
-        full = sum(map(float, self._full)) / len(self._full) or 1.0
-        return self._point(config, [float(right) / full for right, _ in got], [charge for _, charge in got], None)
-
-    @torch.no_grad()
-    def _by_token(self, config: BlendConfig) -> Point:
-        same, charges, divergences = [], [], []
-        for prompt, full in zip(self._prompts, self._full, strict=True):
-            cache = BlendCache(self._model, self._store, config)
-            inputs = cache.inputs(self._tokenizer, **prompt.pieces)
-            logits = self._model(**inputs, past_key_values=cache, logits_to_keep=1).logits[0, -1].float()
-            same.append(float(logits.argmax() == full.argmax()))
-            charges.append(cache.report.charged_budget)
-            wanted = full.double().log_softmax(-1)
-            divergences.append(float((wanted.exp() * (wanted - logits.double().log_softmax(-1))).sum()))
-        return self._point(config, same, charges, sum(divergences) / len(divergences))
-
-    @staticmethod
-    def _point(config: BlendConfig, kept: list[float], charges: list[float], kl: float | None) -> Point:
-        low, high = interval(kept)
-        mean = sum(kept) / len(kept)
-        return Point(config.recompute_ratio, mean, low, high, sum(charges) / len(charges), kl)
-
-    def _answered(self, method: Method, prompt: Prompt) -> tuple[bool, float]:
-        got = answer(self._model, self._tokenizer, self._store, method, prompt.pieces)
-        return is_right(got.text, str(prompt.wanted)), got.report.charged_budget if got.report else 1.0
-
-    @torch.no_grad()
-    def _logits(self, prompt: Prompt) -> Tensor:
-        ids = build(self._tokenizer, prompt.pieces["prefix"], prompt.pieces["chunks"], prompt.pieces["question"]).ids
-        device = self._model.get_input_embeddings().weight.device
-        logits: Tensor = self._model(torch.tensor([ids], device=device), logits_to_keep=1).logits[0, -1].float()
-        return logits
+    Raises:
+        ConfigError: a ratio or an option is none.
+        PluginNotFoundError: there is no such selector or corrector.
+    """
+    found = []
+    for name, ratio in (way for text in selectors for way in ways(text, ratios)):
+        for corrector in correctors:
+            config = blend_config(name, recompute_ratio=ratio, corrector=corrector, **settings)
+            found.append(Candidate(f"{name}@{ratio:g}{f'+{corrector}' * (corrector != 'none')}", config))
+    return found
 
 
 def tune(
-    measure: Callable[[BlendConfig], Point],
-    config: BlendConfig,
-    wanted: float,
-    ratios: Iterable[float] = RATIOS,
-    tell: Callable[[Point], None] | None = None,
-) -> tuple[Point | None, list[Point]]:
-    """Search the smallest of some ratios that keeps enough, by halving: quality rises with the ratio, up to noise.
+    measure: Measure,
+    prompts: Sequence[Prompt],
+    found: Sequence[Candidate],
+    leave: float = LEAVE,
+    *,
+    seed: int = 0,
+    answer_tokens: int = ANSWER_TOKENS,
+    watch: Watch = lambda items, _: items,
+) -> Tuning:
+    """Choose on one half of the prompts, and measure the choice on the other.
 
     Args:
-        measure: says what a config keeps.
-        config: the settings; its ratio is replaced.
-        wanted: share of full-prefill quality.
-        ratios: those to choose from.
-        tell: is told each point.
+        measure: of the model.
+        prompts: two or more.
+        found: the candidates.
+        leave: share of full reuse's KL divergence that the choice may leave; the cheapest that does is chosen.
+        seed: of the halves, and of the order of the candidates on each prompt.
+        answer_tokens: where answers are cut, if the prompts have right ones.
+        watch: wraps the loop over each half, with what is counted.
 
     Returns:
-        The smallest ratio found that keeps enough, or None, and all points by ratio.
+        The choice; the candidate with the least KL divergence if none leaves little enough.
+
+    Raises:
+        PromptError: there are fewer than two prompts, or one of them cannot be blended.
+        ConfigError: there is no candidate.
     """
-    found: dict[float, Point] = {}
+    if len(prompts) < 2:
+        raise PromptError(f"got {len(prompts)} prompts, expected 2 or more: one half chooses, the other reports.")
+    if not found:
+        raise ConfigError(f"got {len(found)} candidates, expected 1 or more. Name a selector and a ratio.")
+    shuffled = Random(seed).sample(list(prompts), len(prompts))
+    middle = (len(prompts) + 1) // 2
+    reuse = Candidate(FULL_REUSE, replace(REUSE, allow_unverified=found[0].config.allow_unverified))
+    losses = _losses(measure, watch(shuffled[:middle], "prompts, choosing"), [reuse, *found], seed)
+    points = sorted((_point(name, own, losses[reuse.name]) for name, own in losses.items()), key=_charge)
+    best, leaves_enough = choose(points, leave)
+    chosen = next(one for one in (reuse, *found) if one.name == best.candidate)
+    others, compared = shuffled[middle:], [reuse] if chosen is reuse else [reuse, chosen]
+    said: dict[str, list[str]] | None = {} if all(one.answers for one in prompts) else None
+    again = _losses(measure, watch(others, "prompts, reporting"), compared, seed, said, answer_tokens)
+    return Tuning(
+        _point(chosen.name, again[chosen.name], again[reuse.name]),
+        {name: value for name, value in chosen.config.to_dict().items() if name in SETTINGS},
+        leaves_enough,
+        leave,
+        statistics.fmean(one.kl for one in again[reuse.name]),
+        points,
+        None if said is None else {name: scored(texts, others) for name, texts in said.items()},
+    )
 
-    def at(ratio: float) -> Point:
-        if ratio not in found:
-            found[ratio] = measure(replace(config, recompute_ratio=ratio))
-            if tell:
-                tell(found[ratio])
-        return found[ratio]
 
-    steps = sorted(set(ratios))
-    low, high = 0, len(steps) - 1
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if at(steps[middle]).kept >= wanted else (middle + 1, high)
-    best = at(steps[low])
-    points = [found[ratio] for ratio in sorted(found)]
-    return (best if best.kept >= wanted else None), points
+def choose(points: Sequence[Point], leave: float) -> tuple[Point, bool]:
+    """Find the cheapest candidate that leaves little enough of full reuse's KL divergence.
+
+    Args:
+        points: of all candidates, full reuse among them.
+        leave: share that may be left.
+
+    Returns:
+        The cheapest, and True; if there is none, that with the least KL divergence, and False.
+    """
+    enough = [point for point in points if point.kl <= leave]
+    return (min(enough, key=_charge), True) if enough else (min(points, key=lambda point: point.kl), False)
+
+
+def scored(texts: Sequence[str], prompts: Sequence[Prompt]) -> dict[str, float]:
+    """Score answers: word F1, and how many contain a right one.
+
+    Args:
+        texts: one for each prompt.
+        prompts: with the right answers.
+
+    Returns:
+        `f1` and `containment`, means; `right`, how many contain a right answer; `n`, of how many.
+    """
+    pairs = list(zip(texts, (prompt.answers for prompt in prompts), strict=True))
+    rules = {name: plugins.load("evaluation.scores", rule)() for name, rule in SCORES.items()}
+    scores = {name: [rule.best(*pair) for pair in pairs] for name, rule in rules.items()}
+    means = {name: statistics.fmean(values) for name, values in scores.items()}
+    return {**means, "right": sum(map(int, scores["containment"])), "n": len(pairs)}
+
+
+def _losses(
+    measure: Measure,
+    prompts: Iterable[Prompt],
+    found: Sequence[Candidate],
+    seed: int,
+    said: dict[str, list[str]] | None = None,
+    answer_tokens: int = FORCED_TOKENS,
+) -> dict[str, list[Loss]]:
+    """What candidates lose on prompts, by name; their answers go to `said`, if it is given."""
+    losses: dict[str, list[Loss]] = {one.name: [] for one in found}
+    for prompt in prompts:
+        for config in {one.config.sink_ids: one.config for one in found}.values():
+            measure.store_chunks(prompt, config)
+        full = measure.full(prompt, FORCED_TOKENS if said is None else max(FORCED_TOKENS, answer_tokens))
+        for one in Random(f"{seed} {prompt.name}").sample(found, len(found)):
+            losses[one.name].append(measure.loss(prompt, full, one.config))
+        if said is not None:
+            said.setdefault(FULL, []).append(measure.said(full.ids[:answer_tokens]))
+            for one in found:
+                said.setdefault(one.name, []).append(measure.answered(prompt, one.config, answer_tokens))
+    return losses
+
+
+def _point(name: str, own: Sequence[Loss], reuse: Sequence[Loss]) -> Point:
+    """One candidate's figures as shares of full reuse's."""
+    pairs: Mapping[str, tuple[list[float], list[float]]] = {
+        field: ([getattr(one, field) for one in own], [getattr(one, field) for one in reuse])
+        for field in ("kl", "kl_first")
+    }
+    low, high = share_interval(*pairs["kl"]) if (share := _share(*pairs["kl"])) else (0.0, 0.0)
+    ratios = [one.ttft_ratio for one in own]
+    return Point(
+        name,
+        statistics.fmean(one.charged for one in own),
+        share,
+        low,
+        high,
+        _share(*pairs["kl_first"]),
+        statistics.median(ratios),
+        *interval(ratios, of_median=True),
+        len(own),
+    )
+
+
+def _share(parts: Sequence[float], wholes: Sequence[float]) -> float:
+    """Sum of the parts over that of the wholes; 0 where there is nothing to lose."""
+    return sum(parts) / sum(wholes) if sum(wholes) > LEAST_KL * len(wholes) else 0.0
+
+
+def _charge(point: Point) -> float:
+    return point.charged

@@ -83,7 +83,7 @@ def test_a_pipe_hears_one_document_and_no_bars(words, piped):
         (["size", "tiny:lama"], "Did you mean"),
         (["bench", "tfft"], "Did you mean 'ttft'?"),
         (["demmo"], "Did you mean 'demo'?"),
-        (["tune", "./no-model"], "there is no folder './no-model'"),
+        (["tune", "--model", "./no-model"], "there is no folder './no-model'"),
         (["inspect", "Who?", "nowhere.txt"], "no file or folder 'nowhere.txt'"),
     ],
 )

@@ -174,7 +174,7 @@ def test_other_names_of_a_field_are_read_as_that_field(tmp_path):
 
 
 ODD = {
-    "has no answers or answer, expected a list of texts; it has ['chunks', 'question']": {"chunks": ["a"], "question": "q"},
+    "has no answers or answer, expected a list of texts; it has": {"chunks": ["a"], "question": "q"},
     "has documents=3, expected a list of texts, none empty": {"documents": 3, "question": "q", "answers": ["a"]},
     "has answer=None, expected a text": {"chunks": ["a"], "question": "q", "answer": None},
     "has prefix=1, expected a text or null": row(prefix=1),

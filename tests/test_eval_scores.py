@@ -29,7 +29,9 @@ def scored(name, prediction, *answers, tokenizer=Letters):
     return score(name, tokenizer).best(prediction, answers)
 
 
-RULES = ("answer-match", "exact-match", "rouge-l", "rouge-l-whole", "sentence-f1", "subword-f1", "word-f1")
+RULES = (
+    "answer-match", "containment", "exact-match", "rouge-l", "rouge-l-whole", "sentence-f1", "subword-f1", "word-f1",
+)  # fmt: skip
 
 
 def test_every_rule_is_in_the_list():
@@ -54,6 +56,13 @@ def test_an_empty_prediction_scores_0_whatever_the_answer_is_reduced_to(name, bl
 @pytest.mark.parametrize("name", RULES)
 def test_the_best_of_all_answers_counts(name):
     assert scored(name, "Istanbul", "Constantinople", "Istanbul") == 1
+
+
+def test_an_answer_is_contained_where_its_words_stand_together():
+    assert scored("containment", "The answer is: Radio-City,\nin New York.", "the radiocity") == 1
+    assert scored("containment", "It was in New\n\nYork.", "New York") == 1
+    assert scored("containment", "Radio in the city", "Radio City") == 0
+    assert scored("containment", "Norway", "No") == 0
 
 
 @pytest.mark.parametrize("answers", [(), [], "Ozalj"])

@@ -10,8 +10,8 @@ import pytest
 
 from hf_blend import plugins
 from hf_blend.errors import ConfigError, PromptError
-from hf_blend.evaluation.tasks.base import Sample, Shape, Task, polished
 from hf_blend.evaluation.rows import read_rows
+from hf_blend.evaluation.tasks.base import Sample, Shape, Task, polished
 
 TASKS = (
     "chain-links", "chain-world", "hotpotqa", "multi-news", "musique", "needle", "reference-world", "samsum",

@@ -215,7 +215,7 @@ def mistakes():
     yield ["chat", "-"], "standard input brings the questions"
     yield ["inspect", "Who?", "notes/a.tx"], "a.tx"
     yield ["inspect", "Who?"], "at least one are expected"
-    yield ["tune", "--prompts", "empty.txt"], "holds no prompt"
+    yield ["tune", "--prompts", "empty.txt"], "has no line"
     yield ["demo", "--port", "PORT"], "cannot listen on 127.0.0.1"
     yield ["store", "ls", "--store", "nowhere"], "there is no store at 'nowhere'"
     yield ["store", "rm"], "0 chunks were named"

@@ -57,6 +57,26 @@ def test_the_output_that_is_shown_is_what_the_command_prints(capsys, tmp_path, m
     assert [[*line[:4], line[5]] for line in shown] == but_for_time
 
 
+def test_the_figures_behind_the_advice_are_those_of_the_file(tmp_path):
+    found = {"model": "m", "half": "both", "kl_first": 0.17, "n": 9, "low": 0.28, "high": 0.47, "ttft_ms": 1500}
+    rows = [
+        {**found, "task": "a", "selector": "auto", "charged": 0.151, "kl": 0.98, "target": 0.15},
+        {**found, "task": "a", "selector": "boundary", "charged": 0.151, "kl": 0.37, "target": 0.15},
+        {**found, "task": "b", "selector": "boundary", "charged": 0.139, "kl": 0.33, "target": 0.15, "ttft_ms": 900},
+        {**found, "task": "b", "selector": "boundary", "charged": 0.5, "kl": 0.99, "target": 0.15, "half": "report"},
+        {**found, "task": "a", "selector": "none", "charged": 0.0, "kl": 1.0, "target": 0.0},
+        {**found, "task": "a", "selector": "oracle", "charged": 1.15, "kl": 0.1, "target": 1.15},
+    ]
+    (tmp_path / "real_selectors.json").write_text(json.dumps({"rows": rows}))
+    assert filled("<!--table:choosing-->\nold\n<!--end-->", tmp_path).splitlines()[1:-1] == [
+        "| selector | charged | m, a, n = 9 | m, b, n = 9 |",
+        "|---|---|---|---|",
+        "| full reuse | 0 % | 1.00 [0.28, 0.47], first 0.17; 1.5 s |  |",
+        "| `boundary` | 14 to 15 % | 0.37 [0.28, 0.47], first 0.17; 1.5 s | 0.33 [0.28, 0.47], first 0.17; 0.9 s |",
+        "| `auto` | 15 % | 0.98 [0.28, 0.47], first 0.17; 1.5 s |  |",
+    ]
+
+
 def test_a_changed_number_would_be_seen():
     place = PLACE.search(README)
     changed = README.replace(place[0], place[0].replace("1", "2", 1))

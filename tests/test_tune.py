@@ -1,69 +1,233 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""The smallest ratio that keeps enough is found, and said with what it costs."""
+"""The cheapest candidate that leaves little enough is chosen on one half of the prompts, and measured on the other."""
 
 import json
 
+import numpy as np
 import pytest
+import torch
 
-from hf_blend import BlendConfig, ChunkStore
-from hf_blend.errors import PromptError
-from hf_blend.evaluation.tuning import RATIOS, Measure, Point, Prompt, read_prompts, tune
+from hf_blend import BlendCache, BlendConfig, ChunkStore
+from hf_blend.cli.main import main
+from hf_blend.errors import ConfigError, PluginNotFoundError, PromptError
+from hf_blend.evaluation import tuning
+from hf_blend.evaluation.bootstrap import share_interval
+from hf_blend.evaluation.kl import REUSE, Full, Loss, Measure, Prompt
+from hf_blend.evaluation.tuning import Point, candidates, choose, read_prompts, scored, tune
 
-
-def rising(config):
-    return Point(config.recompute_ratio, min(1.0, 0.5 + 5 * config.recompute_ratio), 0, 1, config.recompute_ratio)
-
-
-@pytest.mark.parametrize(("wanted", "ratio"), [(0.5, 0.0), (0.55, 0.01), (0.7, 0.05), (0.71, 0.05), (1.0, 0.1)])
-def test_the_smallest_ratio_that_keeps_enough_is_found(wanted, ratio):
-    best, points = tune(rising, BlendConfig(), wanted)
-    assert best.recompute_ratio == ratio
-    assert [point.recompute_ratio for point in points] == sorted(point.recompute_ratio for point in points)
-    assert len(points) <= 5 < len(RATIOS)
+ROW = {"id": "a", "chunks": ["The mill is old.", "Ann owns it. ", "Bob left."], "question": "Who owns it?"}
 
 
-def test_nothing_is_found_where_nothing_keeps_enough():
-    best, points = tune(lambda config: Point(config.recompute_ratio, 0.5, 0, 1, 0), BlendConfig(), 0.9)
-    assert best is None
-    assert points[-1].recompute_ratio == 1.0
+def point(name, charged, kl):
+    return Point(name, charged, kl, 0.0, 1.0, kl, 0.5, 0.4, 0.6, 3)
 
 
-def test_every_measured_ratio_is_told_once():
-    told = []
-    _, points = tune(rising, BlendConfig(), 0.9, tell=told.append)
-    assert sorted(told, key=lambda point: point.recompute_ratio) == points
+@pytest.mark.parametrize(("leave", "name", "is_enough"), [(0.5, "b", True), (0.3, "c", True), (0.05, "c", False)])
+def test_the_cheapest_that_leaves_little_enough_is_chosen_or_else_the_nearest(leave, name, is_enough):
+    points = [point("full reuse", 0.0, 1.0), point("d", 0.4, 0.3), point("b", 0.1, 0.45), point("c", 0.2, 0.1)]
+    found, enough = choose(points, leave)
+    assert (found.candidate, enough) == (name, is_enough)
 
 
-def test_without_answers_the_first_token_and_kl_are_compared(shared_model, tokenizer, pieces):
-    prompts = [Prompt(pieces(seed=seed)) for seed in range(3)]
-    measure = Measure(shared_model(), tokenizer, prompts, ChunkStore.open("memory://"))
-    all_of_it = measure(BlendConfig(1.0, "full"))
-    assert (all_of_it.kept, all_of_it.low) == (1.0, 1.0)
-    assert 0 <= all_of_it.kl < 1e-6 < measure(BlendConfig(0.0, "none")).kl
-    assert not measure.by_answer
+def test_the_interval_of_a_share_is_that_of_paired_sums():
+    parts, wholes = np.array([0.1, 0.4, 0.2, 0.6]), np.array([1.0, 2.0, 1.0, 3.0])
+    drawn = [
+        (parts[some].sum() / wholes[some].sum()) for some in np.random.default_rng(5).integers(0, 4, size=(4000, 4))
+    ]
+    assert share_interval(parts, wholes) == pytest.approx(np.quantile(drawn, [0.025, 0.975]), abs=0.01)
+    low, high = share_interval(0.25 * wholes, wholes)
+    assert low == pytest.approx(0.25) == high
 
 
-def test_prompts_are_read_with_and_without_answers(tmp_path):
-    lines = [{"chunks": ["a", "b"], "question": "q"}, {"prefix": "p", "chunks": ["c"], "question": "q", "answer": "x"}]
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("\n".join(map(json.dumps, lines)) + "\n\n", "utf-8")
-    first, second = read_prompts(path)
-    assert (first.pieces["prefix"], first.wanted, second.pieces["chunks"], second.wanted) == (None, None, ["c"], "x")
+class Told:
+    """Stands in for `Measure`: a candidate at ratio r loses 1 - 2r of full reuse's; what was asked is noted."""
+
+    def __init__(self):
+        self.asked, self.stored = [], []
+
+    def store_chunks(self, prompt, config):
+        self.stored.append(prompt.name)
+
+    def full(self, prompt, tokens=10):
+        return Full((1,) * tokens, torch.zeros(1, 1), 10.0)
+
+    def loss(self, prompt, full, config):
+        self.asked.append((prompt.name, config.recompute_ratio))
+        left = max(0.0, 1 - 2 * config.recompute_ratio) * (1 + int(prompt.name))
+        return Loss(left, left / 2, config.recompute_ratio, 0.1 + config.recompute_ratio)
+
+    def said(self, ids):
+        return f"{len(ids)} tokens"
+
+    def answered(self, prompt, config, tokens):
+        return "It is Ann, they say."
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("", "holds no prompt"),
-        ("{", "line 1.*no JSON"),
-        ('{"chunks": []}', "line 1.*question is wanted"),
-        (None, "cannot be read"),
-    ],
-)
-def test_a_file_that_is_no_sample_is_refused(tmp_path, text, said):
-    path = tmp_path / "prompts.jsonl"
-    if text is not None:
-        path.write_text(text, "utf-8")
-    with pytest.raises(PromptError, match=said):
-        read_prompts(path)
+def test_the_choice_is_measured_on_prompts_that_did_not_choose_it():
+    measure, prompts = Told(), [Prompt(str(number), {}) for number in range(7)]
+    got = tune(measure, prompts, candidates(["random", "boundary@0.45"], (0.1, 0.3)), 0.5)
+    chose = {name for name, ratio in measure.asked if ratio == 0.1}
+    reported = [name for name, ratio in measure.asked if ratio in (0.0, 0.3) and name not in chose]
+    assert (len(chose), len(reported)) == (4, 6)
+    assert {*reported} | chose == {prompt.name for prompt in prompts} == {*measure.stored}
+    assert [one.candidate for one in got.points] == ["full reuse", "random@0.1", "random@0.3", "boundary@0.45"]
+    assert [one.kl for one in got.points] == pytest.approx([1, 0.8, 0.4, 0.1])
+    assert (got.choice.candidate, got.choice.n, got.leaves_enough) == ("random@0.3", 3, True)
+    assert (got.choice.kl, got.choice.low, got.choice.high) == pytest.approx((0.4, 0.4, 0.4))
+    assert (got.choice.charged, got.choice.ttft_ratio) == pytest.approx((0.3, 0.4))
+    assert got.reuse_kl == pytest.approx(sum(1 + int(name) for name in {*reported}) / 3)
+    assert (got.config["selector"], got.config["recompute_ratio"], got.answers) == ("random", 0.3, None)
+    assert json.loads(json.dumps(got.to_dict()))["config"] == got.config
+
+
+def test_answers_are_scored_where_all_prompts_have_right_ones():
+    prompts = [Prompt(str(number), {}, ("Ann",)) for number in range(4)]
+    got = tune(Told(), prompts, candidates(["boundary"], (0.45,)), 0.5)
+    assert got.answers["full prefill"] == {"f1": 0.0, "containment": 0.0, "right": 0, "n": 2}
+    assert got.answers["boundary@0.45"] == {"f1": pytest.approx(1 / 3), "containment": 1.0, "right": 2, "n": 2}
+    assert scored(["Ann"], prompts[:1]) == {"f1": 1.0, "containment": 1.0, "right": 1, "n": 1}
+
+
+def test_where_full_reuse_loses_nothing_nothing_is_recomputed():
+    measure, prompts = Told(), [Prompt("-1", {})] * 2  # a loss of 0
+    got = tune(measure, prompts, candidates(["random"], (0.1,)), 0.3)
+    assert (got.choice.candidate, got.choice.kl, got.leaves_enough) == ("full reuse", 0.0, True)
+
+
+def test_candidates_are_every_selector_at_every_ratio_with_every_corrector(tmp_path):
+    mine = tmp_path / "mine.py"
+    mine.write_text(
+        '"""Mine."""\nfrom hf_blend.selectors.base import Selector\n\n\nclass Mine(Selector):\n    score = None\n'
+    )
+    found = candidates(["boundary", "kv-deviation:on=k@0.2", str(mine)], (0.1, 0.3), ["none", "mean-shift"])
+    assert [one.name for one in found[:5]] == [
+        "boundary@0.1", "boundary@0.1+mean-shift", "boundary@0.3", "boundary@0.3+mean-shift", "kv-deviation:on=k@0.2",
+    ]  # fmt: skip
+    assert (found[4].config.selector_options, found[4].config.recompute_ratio) == ({"on": "k"}, 0.2)
+    assert {one.config.selector for one in found} == {"boundary", "kv-deviation", str(mine)}
+    (one,) = candidates(["boundary@0.1"], (), ["temperature:temperature=0.8"])
+    assert one.config.corrector_options == {"temperature": "0.8"}
+    with pytest.raises(PluginNotFoundError, match="Did you mean 'boundary'"):
+        candidates(["boundry"], (0.1,))
+    with pytest.raises(PluginNotFoundError, match="Did you mean 'mean-shift'"):
+        candidates(["boundary"], (0.1,), ["mean-shft"])
+
+
+def test_too_little_to_choose_from_is_refused():
+    with pytest.raises(PromptError, match="got 1 prompts, expected 2 or more"):
+        tune(Told(), [Prompt("0", {})], candidates(["random"], (0.1,)))
+    with pytest.raises(ConfigError, match="got 0 candidates"):
+        tune(Told(), [Prompt("0", {})] * 2, [])
+
+
+@pytest.fixture
+def measure(shared_model, tokenizer):
+    return Measure(shared_model(), tokenizer, ChunkStore.open("memory://"))
+
+
+def test_the_loss_is_the_divergence_of_the_answer_that_full_prefill_gives(measure, pieces):
+    prompt = Prompt("one", pieces(seed=1))
+    given = [1, *prompt.given["prefix"][1:], *(t for chunk in prompt.given["chunks"] for t in chunk)]
+    ids = torch.tensor([[*given, *prompt.given["question"]]])
+    full = measure.full(prompt)
+    stock = measure.model.generate(
+        ids, max_new_tokens=10, do_sample=False, output_logits=True, return_dict_in_generate=True, eos_token_id=None
+    )
+    assert list(full.ids) == stock.sequences[0, ids.shape[1] :].tolist()
+    measure.store_chunks(prompt, REUSE)
+    cache = BlendCache(measure.model, measure.store, REUSE)  # and the same answer, forced token by token
+    inputs = cache.inputs(measure.tokenizer, **prompt.given)
+    with torch.no_grad():
+        steps = [measure.model(**inputs, past_key_values=cache, logits_to_keep=1).logits[0, -1]]
+        for token in full.ids[:-1]:
+            steps.append(measure.model(torch.tensor([[token]]), past_key_values=cache).logits[0, -1])
+    expected = [
+        torch.nn.functional.kl_div(own.log_softmax(-1), other[0].log_softmax(-1), reduction="sum", log_target=True)
+        for own, other in zip(steps, stock.logits, strict=True)
+    ]
+    got = measure.loss(prompt, full, REUSE)
+    assert got.kl == pytest.approx(float(torch.stack(expected).mean()), rel=1e-4)
+    assert got.kl_first == pytest.approx(float(expected[0]), rel=1e-4)
+    assert (got.charged, got.ttft_ratio > 0) == (0.0, True)
+    assert measure.loss(prompt, full, BlendConfig(1.0, "full")).kl < 1e-6 < got.kl
+
+
+def test_a_prompt_with_nothing_to_choose_among_and_a_store_that_is_too_small_are_refused(measure, pieces):
+    prompt = Prompt("row 'x'", pieces(seed=2))
+    full = measure.full(prompt, 2)
+    with pytest.raises(ConfigError, match=r"dropped [0-9]+ chunks of row 'x'.*--store"):
+        measure.loss(prompt, full, REUSE)
+    alone = Prompt("row 'y'", {"chunks": prompt.given["chunks"][:1], "question": prompt.given["question"]})
+    with pytest.raises(PromptError, match=r"row 'y' cannot be blended.*[Tt]wo chunks or more.*Leave it out"):
+        measure.loss(alone, full, REUSE)
+
+
+class Chat:
+    """A tokenizer of letters with a chat template."""
+
+    chat_template, bos_token, bos_token_id = "x", None, None
+
+    def apply_chat_template(self, messages, **_):
+        return "".join(f"<{one['role']}>{one['content']}</>" for one in messages)
+
+    def encode(self, text, add_special_tokens=True):
+        return [ord(letter) % 120 for letter in text]
+
+    def __call__(self, text, **_):
+        return {"input_ids": self.encode(text), "offset_mapping": [(at, at + 1) for at in range(len(text))]}
+
+
+def written(folder, *rows):
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    return folder / "rows.jsonl"
+
+
+def test_prompts_are_what_a_chat_model_is_asked_and_keep_their_passages_apart(tmp_path, tokenizer):
+    path = written(tmp_path, {**ROW, "answers": ["Ann", "Anna"]}, {**ROW, "id": "b", "answer": "Ann"})
+    first, second = read_prompts(path, Chat())
+    assert first.given["documents"] == ["The mill is old.\n\n", "Ann owns it. ", "Bob left.\n\n"]
+    assert [one["role"] for one in first.given["messages"]] == ["system", "user"]
+    assert first.given["messages"][1]["content"].endswith("Bob left.\n\nQuestion: Who owns it?")
+    assert (first.name, first.answers, second.answers) == ("row 'a'", ("Ann", "Anna"), ("Ann",))
+    (plain,) = read_prompts(path, tokenizer, limit=1)
+    assert plain.given == {"prefix": None, "chunks": first.given["documents"], "question": "Who owns it?"}
+
+
+def test_a_prompt_that_is_too_long_is_refused_by_name(tmp_path, tokenizer):
+    with pytest.raises(PromptError, match=r"row 'a' of '.*rows.jsonl' has 8[0-9] tokens.*at most the model's 60"):
+        read_prompts(written(tmp_path, ROW), tokenizer, positions=60)
+
+
+def test_a_model_of_ones_own_needs_prompts_of_ones_own():
+    with pytest.raises(ConfigError, match=r"'mine' came without prompts.*--prompts"):
+        tuning.bundled_prompts(2, 1, "mine")
+
+
+def run(*words):
+    with pytest.raises(SystemExit) as ended:
+        main(["tune", *map(str, words)])
+    return ended.value.code or 0
+
+
+def test_the_command_prints_one_document_for_a_model_of_ones_own(tmp_path, model_folder, capsys):
+    rows = [{**ROW, "id": str(number), "question": f"Who owns it {number}?"} for number in range(4)]
+    path = written(tmp_path, *rows)
+    code = run("--model", model_folder, "--prompts", path, "--selector", "boundary@0.5", "--leave", 1, "--json")
+    found = json.loads(capsys.readouterr().out)
+    assert code == 0
+    assert {"candidate", "kl", "low", "high", "charged", "ttft_ratio"} <= found["choice"].keys()
+    assert [one["candidate"] for one in found["points"]] == ["full reuse", "boundary@0.5"]
+    assert (found["choice"]["candidate"], found["choice"]["n"], found["answers"]) == ("full reuse", 2, None)
+
+
+def test_the_command_says_where_answers_cannot_choose_and_where_nothing_is_near_enough(tmp_path, model_folder, capsys):
+    rows = [{**ROW, "id": str(number), "question": f"{number}?", "answers": ["xyzzy"]} for number in range(2)]
+    words = ("--prompts", written(tmp_path, *rows), "--selector", "random@0.01", "--leave", 0)
+    code = run("--model", model_folder, *words)
+    out, err = capsys.readouterr()
+    assert code == 1
+    assert "full prefill answers 0 of 1: nothing to keep by answers" in err
+    assert "No candidate leaves at most 0: the nearest is shown." in err
+    assert out.count("random@0.01") >= 1
+    assert "of full reuse's KL divergence" in err
