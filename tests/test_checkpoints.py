@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
 from hf_blend import BlendCache, ChunkStore, ConfigError, PromptError, StateCheckpoints, UnsupportedModelError
-from hf_blend.context import checkpoints, stock_form
+from hf_blend.context import checkpoints, handed, stock_form
 from hf_blend.context.stock_form import StockForm
 from hf_blend.model.anatomy import stock_cache
 from hf_blend.verify.image_zoo import tiny_image_model
@@ -120,6 +120,7 @@ def states_of_one_token_before(monkeypatch):
 
 def another_models_file(monkeypatch):
     monkeypatch.setattr(StateCheckpoints, "_identity", {"model": "any", "transformers": "any"})
+    monkeypatch.setattr(handed, "fingerprint", lambda _: "any")
     made = StateCheckpoints.__init__
 
     def for_the_other(self, model, folder, **options):
@@ -346,7 +347,8 @@ def test_what_was_used_last_stays_and_no_beginning_leaves_before_what_continues_
     size = saved.nbytes
     saved.prefill(other)
     assert StateCheckpoints(model, tmp_path).resume(ids).get_seq_length() == PREFIX  # used after the other one
-    room = size + StateCheckpoints(model, tmp_path / "one").save(stock_of(model, prompt(4, 4)), prompt(4, 4))
+    alone = tmp_path / "one"
+    room = size + StateCheckpoints(model, alone).save(computed(model, prompt(4, 4), alone), prompt(4, 4))
     bounded = StateCheckpoints(model, tmp_path, max_bytes=room)
     bounded.prefill(prompt(4, 4))
     assert (bounded.stats.evicted, bounded.stats.rejected) == (1, 0)
@@ -359,11 +361,128 @@ def test_what_was_used_last_stays_and_no_beginning_leaves_before_what_continues_
     assert (held.get_seq_length(), small.stats.rejected, small.stats.evicted) == (30, 1, 0)
 
 
-def stock_of(model, ids):
-    held = stock_cache(model)
+def computed(model, ids, folder):
+    """A cache of `resume` that a call of the model has filled."""
+    held = StateCheckpoints(model, folder).resume(ids)
     with torch.no_grad():
         model(ids, past_key_values=held)
     return held
+
+
+def hooked(model, held, ids):
+    handle = model.model.layers[1].register_forward_hook(lambda module, given, output: output * 1.1)
+    try:
+        model(ids, past_key_values=held)
+    finally:
+        handle.remove()
+
+
+def training(model, held, ids):
+    try:
+        model.train()(ids, past_key_values=held)
+    finally:
+        model.eval()
+
+
+def under_autocast(model, held, ids):
+    with torch.autocast("cpu", torch.bfloat16):
+        model(ids, past_key_values=held)
+
+
+def by_hand(model, held, ids):
+    whole = stock_cache(model)
+    model(ids, past_key_values=whole)
+    for index, layer in enumerate(whole.layers):
+        held.update(layer.keys, layer.values, index)
+
+
+def changed(model, held, ids):
+    weight = model.model.layers[0].self_attn.k_proj.weight
+    kept = weight.data.clone()
+    weight.data.mul_(1.1)
+    model(ids, past_key_values=held)
+    weight.data.copy_(kept)
+
+
+def masked(model, held, ids):
+    mask = torch.ones_like(ids)
+    mask[0, 3] = 0
+    model(ids, attention_mask=mask, past_key_values=held)
+
+
+def embedded(model, held, ids):
+    model(inputs_embeds=model.get_input_embeddings()(ids), past_key_values=held)
+
+
+WRONG = {
+    "training mode": training,
+    "torch.autocast is on": under_autocast,
+    "forward hook": hooked,
+    "another model object": lambda model, held, ids: tiny_model("llama", seed=1)(ids, past_key_values=held),
+    "other positions than 0 to 8": lambda model, held, ids: model(
+        ids, position_ids=torch.arange(9)[None] * 2, past_key_values=held
+    ),
+    "its token 2 is": lambda model, held, ids: model(
+        torch.where(torch.arange(9) == 2, ids + 1, ids), past_key_values=held
+    ),
+    "from none": by_hand,
+    "the model was another one": changed,
+    "padding, or with a mask": masked,
+    "embeddings without ids": embedded,
+}
+
+
+@pytest.mark.parametrize("why", WRONG)
+@torch.no_grad()
+def test_a_cache_that_was_filled_with_something_else_is_refused_by_name(tmp_path, why):
+    model, ids = tiny_model("llama", attention_dropout=0.2), prompt(9)
+    saved = StateCheckpoints(model, tmp_path)
+    held = saved.resume(ids)
+    WRONG[why](model, held, ids)
+    assert held.get_seq_length() == 9
+    with pytest.raises(ConfigError, match=rf"(?s)9 tokens cannot be saved, because.*{why}.*Get it from resume"):
+        saved.save(held, ids)
+    with torch.no_grad():  # what came before or comes afterwards makes it no better
+        model(prompt(1, 1), past_key_values=held)
+    with pytest.raises(ConfigError, match=why):
+        saved.save(held, torch.cat((ids, prompt(1, 1)), dim=1))
+    assert saved.nbytes == 0
+
+
+@torch.no_grad()
+def test_what_was_wrong_behind_a_saved_prefix_is_refused_too(tmp_path):
+    model, ids = model_of("lfm2"), saved_states(tmp_path, model_of("lfm2"))
+    for wrong in (training, under_autocast):
+        saved = StateCheckpoints(model, tmp_path)
+        held = saved.resume(ids)
+        wrong(model, held, ids[:, PREFIX:])
+        with pytest.raises(ConfigError, match="cannot be saved"):
+            saved.save(held, ids)
+    assert StateCheckpoints(model, tmp_path).resume(prompt(PREFIX + 9)).get_seq_length() == PREFIX
+
+
+@pytest.mark.parametrize("name", ["lfm2", "llama"])
+def test_any_way_of_decoding_and_any_call_of_the_model_can_be_saved(tmp_path, name, untouched):
+    model, ids = model_of(name), prompt()
+    ways = {"greedy": {}, "in parts": {"prefill_chunk_size": 10}}
+    ways |= {"prompt lookup": {"prompt_lookup_num_tokens": 3}} if name == "llama" else {}
+    for way, settings in ways.items():
+        saved = StateCheckpoints(model, tmp_path / way)
+        with untouched(model):
+            held = saved.resume(ids)
+            text = model.generate(ids, past_key_values=held, max_new_tokens=9, do_sample=False, **settings)
+            assert saved.save(copy.deepcopy(held), text) > 0
+        more = torch.cat((text, prompt(5, 3)), dim=1)
+        resumed = StateCheckpoints(model, tmp_path / way).resume(more)
+        assert resumed.get_seq_length() == text.shape[1] - 1
+        assert difference(model, resumed, more) <= ALLOWED
+    held = computed(model, ids[:, :20], tmp_path / "calls")
+    with torch.no_grad():
+        model(ids[:, 20:30], position_ids=torch.arange(20, 30)[None], past_key_values=held)
+        model(ids[:, 30:], position_ids=torch.arange(30, ids.shape[1])[None], past_key_values=held)
+    saved = StateCheckpoints(model, tmp_path / "calls")
+    assert saved.save(held, ids) > 0
+    assert difference(model, StateCheckpoints(model, tmp_path / "calls").resume(ids[:, :-1]), ids) <= ALLOWED
 
 
 def test_beyond_the_length_at_which_rotary_frequencies_change_nothing_is_saved_or_found(tmp_path):
@@ -376,7 +495,7 @@ def test_beyond_the_length_at_which_rotary_frequencies_change_nothing_is_saved_o
     with pytest.raises(PromptError, match="rotary frequencies"):
         saved.prefill(ids)
     with pytest.raises(PromptError, match="rotary frequencies"):
-        saved.save(stock_of(model, ids), ids)
+        saved.save(computed(model, ids, tmp_path / "none"), ids)
 
 
 def test_a_place_where_two_prompts_part_is_saved_without_being_declared(tmp_path):
@@ -408,7 +527,9 @@ def forgets_before_several():
 
 def test_a_model_that_forgets_its_state_before_several_tokens_is_continued_one_by_one(tmp_path, monkeypatch):
     model, ids = tiny_model("lfm2"), prompt()
-    expected, held_by_stock = stock(model, ids), stock_of(model, ids)
+    expected, held_by_stock = stock(model, ids), stock_cache(model)
+    with torch.no_grad():
+        model(ids, past_key_values=held_by_stock)
     monkeypatch.setattr(LinearAttentionLayer, "update_conv_state", forgets_before_several())
     saved = StateCheckpoints(model, tmp_path)
     saved.prefill(ids, ends=[20, PREFIX])

@@ -39,7 +39,7 @@ from ..store.seal import check_secret, keyed
 from ..store.tiers.base import EntryFault, as_fault
 from ..store.tiers.files import is_abandoned
 from .continuing import Continuing, advance, continuing
-from .one_by_one import guarded, is_guarded
+from .handed import complaint, handed
 from .sealed import read_sealed, sealed, write_sealed
 from .stock_form import Parts
 from .tables import regime_tokens
@@ -189,8 +189,8 @@ class StateCheckpoints:
         """Save the states of a cache as they are now, such as at the end of a turn.
 
         Args:
-            cache: of `resume` or `prefill`, or of stock `generate` without padding, for a model whose code continues
-                a state by several tokens.
+            cache: of `resume` or `prefill`, continued by `generate` or by calls of the model. It has noted what it was
+                filled with: of nothing else is known what it holds.
             input_ids: `[1, tokens]`, or the ids of the prompt and its answer, of which the cache holds the first.
             **inputs: as in `resume`.
 
@@ -198,21 +198,23 @@ class StateCheckpoints:
             Bytes that were written; 0 where this prefix is saved already, or did not fit.
 
         Raises:
-            ConfigError: the cache holds more than these tokens, nothing, or not what the model's stock cache holds.
+            ConfigError: the cache is not of `resume` or `prefill`; or it was filled with other tokens, at other
+                positions, by another model, in training mode, under autocast, or with hooks.
             PromptError: as in `prefill`.
             UnsupportedModelError: as in `resume`.
         """
-        ids, way = self._prompt(input_ids, inputs), self._way
-        form, tokens = way.form, way.form.tokens(cache)
-        if not way.at_once and not is_guarded(cache):
-            raise ConfigError(
-                f"a {type(cache).__name__} was given, but the cache of resume() or prefill() is expected: the model's "
-                "code ignores its state before several tokens, and no other cache notices. Get it from resume()."
-            )
+        ids, form = self._prompt(input_ids, inputs), self._way.form
+        tokens = form.tokens(cache)
         self._refuse_crossing(tokens)
         if tokens > len(ids):
             raise ConfigError(f"the cache holds {tokens} tokens, expected at most the {len(ids)} that are given.")
         ids, files = ids[:tokens], self._files()
+        if why := complaint(cache, ids, self._identity["model"]):
+            raise ConfigError(
+                f"a {type(cache).__name__} of {tokens} tokens cannot be saved, because {why}, but the cache of "
+                "resume() or prefill() is expected, filled by this model alone with the tokens that are given. Get it "
+                "from resume()."
+            )
         self._known = {name: known for name, known in self._known.items() if name in files}
         names = self._names(ids, {*_lengths(files), tokens})
         if names[tokens] in files:
@@ -259,8 +261,9 @@ class StateCheckpoints:
         refuse_placeholders(self.model, ids.tolist(), "a saved prefix")
         return ids.long()
 
-    def _handed(self, cache: Any) -> Any:
-        return cache if self._way.at_once else guarded(cache)
+    def _handed(self, cache: Any, ids: Tensor) -> Any:
+        """A cache that holds these tokens, and notes what it is filled with."""
+        return handed(cache, self.model, ids, self._identity["model"], self._way.at_once)
 
     def _ready(self, cache: Any, ids: Tensor, held: int) -> Any:
         """A cache that `generate` can continue: with one token left where several would be computed wrongly."""
@@ -297,9 +300,9 @@ class StateCheckpoints:
             if segments is not None:
                 self.stats.hits += 1
                 self.stats.resumed_tokens += tokens
-                return tokens, self._handed(way.form.fill(segments, tokens))
+                return tokens, self._handed(way.form.fill(segments, tokens), ids[:tokens])
         self.stats.misses += 1
-        return 0, self._handed(stock_cache(self.model))
+        return 0, self._handed(stock_cache(self.model), ids[:0])
 
     def _read_chain(self, names: Mapping[int, str], ids: Tensor, tokens: int) -> list[Parts] | None:
         """What the files of a prefix hold, the beginning first; None where one of them cannot be used."""

@@ -61,7 +61,7 @@ class Entry:
     def watch_model(self) -> None:
         """See the next call of the model, to learn its arguments."""
         if not self._before:
-            for module in _callable_as(self._model):
+            for module in callable_as(self._model):
                 handle = module.register_forward_pre_hook(self._model_begins, with_kwargs=True)
                 self._before.append((module, handle))
 
@@ -192,7 +192,7 @@ def _nobody() -> None:
     return None
 
 
-def _callable_as(model: nn.Module) -> list[nn.Module]:
+def callable_as(model: nn.Module) -> list[nn.Module]:
     """The modules one of which is called when a model is: PEFT's `generate` calls the model that it wraps."""
     inside = model.get_base_model() if hasattr(model, "get_base_model") else model
     return [model] if inside is model else [model, inside]
@@ -200,12 +200,17 @@ def _callable_as(model: nn.Module) -> list[nn.Module]:
 
 def running_modules() -> Iterator[nn.Module]:
     """The modules whose `forward` runs in this thread, the innermost first, each once for every frame of it."""
+    return (module for module, _ in running_calls())
+
+
+def running_calls() -> Iterator[tuple[nn.Module, dict[str, Any]]]:
+    """The same, each with the variables of its `forward` by name."""
     frame = sys._getframe(1)
     while frame is not None:
         if "forward" in frame.f_code.co_name and frame.f_code.co_varnames[:1] == ("self",):  # dynamo adds to the name
-            owner = frame.f_locals.get("self")
-            if isinstance(owner, nn.Module):
-                yield owner
+            variables = frame.f_locals
+            if isinstance(variables.get("self"), nn.Module):
+                yield variables["self"], variables
         frame = frame.f_back  # type: ignore[assignment]
 
 
