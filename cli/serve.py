@@ -38,6 +38,9 @@ CacheTokens = Annotated[
 BatchTokens = Annotated[int, typer.Option(min=1, help="Tokens of one step of the engine.")]
 StallMs = Annotated[float, typer.Option(min=0, help="How long a blended prefill may hold up those that decode.")]
 Unverified = Annotated[bool, typer.Option("--allow-unverified", help="Use a model that was not found to be exact.")]
+ByTenant = Annotated[
+    bool, typer.Option("--metrics-by-tenant", help="Say in /metrics, which asks for no key, what each tenant stores.")
+]
 Check = Annotated[bool, typer.Option("--check", help="Start, answer one question over HTTP, and end.")]
 
 
@@ -57,6 +60,7 @@ def serve(
     cache_tokens: CacheTokens = None,
     batch_tokens: BatchTokens = 512,
     stall_ms: StallMs = 50.0,
+    metrics_by_tenant: ByTenant = False,
     allow_unverified: Unverified = False,
     check: Check = False,
     json: Json = False,
@@ -73,13 +77,14 @@ def serve(
     rows = _tenants(tenants, secret_file)
     config = blend_config(selector, recompute_ratio=ratio, allow_unverified=allow_unverified)
     plan = {
-        "name": Path(model).name if model else "hf-blend-reference", "location": store, "remote": remote,
+        "name": _name(model), "location": store, "remote": remote,
         "secret": read_secret(secret_file), "tenants": rows, "blend": config, "cache_tokens": cache_tokens,
-        "batch_tokens": batch_tokens, "stall_s": stall_ms / 1e3,
+        "batch_tokens": batch_tokens, "stall_s": stall_ms / 1e3, "metrics_by_tenant": metrics_by_tenant,
     }  # fmt: skip
     limits = {"requests": max_requests, "new_tokens": max_new_tokens, "body_bytes": max_body_bytes}
     loaded, tokenizer = load_model(model)
     service = _service(loaded, tokenizer, plan, limits)
+    say(f"Serving {service.name} in {service.memory}.")
     answers: list[dict[str, Any]] = []
 
     def started(url: str, stop: Callable[[], None]) -> None:
@@ -95,6 +100,13 @@ def serve(
         fail(f"the server gave {answers}, expected an answer. Run it with --traceback.")
 
 
+def _name(model: str | None) -> str:
+    """A model's name as clients send it: an id of the hub whole, of a folder the last part."""
+    if model is None:
+        return "hf-blend-reference"
+    return Path(model).resolve().name if Path(model).exists() else model
+
+
 def _tenants(path: Path | None, secret_file: Path | None) -> "list[Tenant]":
     from hf_blend.errors import import_extra
 
@@ -108,8 +120,8 @@ def _tenants(path: Path | None, secret_file: Path | None) -> "list[Tenant]":
 
 
 def _service(model: Any, tokenizer: Any, plan: dict[str, Any], limits: dict[str, Any]) -> "Service":
+    from hf_blend.serving.limits import Limits
     from hf_blend.serving.run import ServerPlan, make_service
-    from hf_blend.serving.service import Limits
 
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
     return make_service(model, tokenizer, ServerPlan(**plan, limits=Limits(**limits)))

@@ -7,8 +7,15 @@ from typing import Any
 
 __all__ = ["Detokenizer"]
 
+MOST_HELD = 16  # tokens; no character has so many
+
+
 class Detokenizer:
     """Text of an answer as it grows: what may still change, or begin a stop text, is held back.
+
+    Each step decodes the tokens since the last whole character, behind those of the piece before it, for a tokenizer
+    may write a token otherwise where a text begins. tokenizers' own `DecodeStream` does so too, but keeps an end that
+    is cut off to itself, and there is none for a tokenizer in Python.
 
     Args:
         tokenizer: of the model.
@@ -17,29 +24,42 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
         self._tokenizer, self._stops = tokenizer, stops
+        self._start = self._read = 0  # tokens: the first of the piece before, the first that is no text yet
+        self._held = ""  # text that may begin a stop
         self.text = ""  # given out so far
         self.is_stopped = False
 
-    def feed(self, tokens: list[int], is_last: bool) -> str:
+    def feed(self, tokens: Sequence[int], is_last: bool) -> str:
         """The text that is new.
 
         Args:
             tokens: of the whole answer so far.
             is_last: nothing comes behind them.
         """
-        whole = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        places = (whole.find(stop, max(0, len(self.text) - len(stop))) for stop in self._stops)
-        found = [at for at in places if at >= 0]
-        if found:
-            self.is_stopped, whole = True, whole[: min(found)]
-        elif not is_last:
-            whole = whole[: len(whole) - self._uncertain(whole)]
-        new = whole[len(self.text) :] if whole.startswith(self.text) else ""
+        held = self._held + self._decoded(tokens, is_last)
+        found = [at for at in map(held.find, self._stops) if at >= 0]
+        begun = [] if is_last else [_begins(held, stop) for stop in self._stops]
+        self.is_stopped = bool(found)
+        end = min(found or begun, default=len(held))
+        new, self._held = held[:end], held[end:]
         self.text += new
-        return str(new)
+        return new
 
-    def _uncertain(self, whole: str) -> int:
-        """How many characters at the end may change with the next token."""
-        broken = len(whole) - len(whole.rstrip("\ufffd"))
-        begun = [n for stop in self._stops for n in range(1, len(stop)) if whole.endswith(stop[:n])]
-        return max([broken, *begun])
+    def _decoded(self, tokens: Sequence[int], is_last: bool) -> str:
+        """The text of the tokens that are new, if they end with a whole character."""
+        before, now = self._decode(tokens[self._start : self._read]), self._decode(tokens[self._start :])
+        if now.endswith("\ufffd") and not is_last and len(tokens) - self._read < MOST_HELD:
+            return ""
+        new = now[len(before) :] if now.startswith(before) else self._decode(tokens[self._read :])
+        if new or len(tokens) - self._start > 2 * MOST_HELD:  # special tokens have no text
+            self._start, self._read = self._read, len(tokens)
+        return new
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+
+def _begins(text: str, stop: str) -> int:
+    """Where the end of a text begins that is the beginning of a stop; its length if none is."""
+    first = max(0, len(text) - len(stop) + 1)
+    return next((at for at in range(first, len(text)) if stop.startswith(text[at:])), len(text))

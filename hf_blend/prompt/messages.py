@@ -15,7 +15,11 @@ _OURS = ("tokenize", "return_tensors", "return_dict", "padding", "truncation", "
 
 
 def build_messages(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], documents: Sequence[Document], template: Mapping[str, Any]
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    documents: Sequence[Document],
+    template: Mapping[str, Any],
+    most: int | None = None,
 ) -> TextPrompt:
     """Render a conversation and find its documents.
 
@@ -25,6 +29,7 @@ def build_messages(
         documents: texts that are in the messages; or dicts for a template that takes documents, whose longest text is
             looked for.
         template: further arguments of `apply_chat_template`, such as `tools`.
+        most: as in `build_text`.
 
     Returns:
         The request; its ids are those of `apply_chat_template`.
@@ -38,7 +43,7 @@ def build_messages(
     texts = [one if isinstance(one, str) else _text_of(one) for one in documents]
     arguments = {"add_generation_prompt": not template.get("continue_final_message", False), **template}
     text = render(tokenizer, messages, **arguments, **({"documents": given} if given else {}))
-    return build_text(tokenizer, text, texts, special=False, opening=_is_opening(messages, texts))
+    return build_text(tokenizer, text, texts, special=False, opening=_is_opening(messages, texts), most=most)
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

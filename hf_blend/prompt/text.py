@@ -28,7 +28,7 @@ _remembered: WeakKeyDictionary[Any, Callable[[str, int], tuple[int, ...]]] = Wea
 
 
 def build_text(
-    tokenizer: Any, text: str, chunks: Sequence[str], *, special: bool, opening: bool = True
+    tokenizer: Any, text: str, chunks: Sequence[str], *, special: bool, opening: bool = True, most: int | None = None
 ) -> TextPrompt:
     """Tokenise a prompt and find chunks in it.
 
@@ -38,15 +38,19 @@ def build_text(
         chunks: texts that are in it, in any order; a chunk may be there more than once.
         special: the tokenizer adds its special tokens, such as BOS.
         opening: what is before the first chunk is an entry of its own.
+        most: at so many places chunks may be; None is any number.
 
     Returns:
         The request; its ids are those of `tokenizer(text, add_special_tokens=special)`.
 
     Raises:
-        PromptError: the text is empty or would begin with two BOS, or a chunk is empty or not in the text.
+        PromptError: the text is empty or would begin with two BOS, a chunk is empty or not in the text, or there are
+            too many.
     """
-    ids, offsets = _tokenized(tokenizer, text, special)
     places = _located(text, chunks)
+    if most is not None and len(places) > most:
+        raise PromptError(f"documents are at {len(places)} places of the prompt, expected at most {most}. Send fewer.")
+    ids, offsets = _tokenized(tokenizer, text, special)
     packed, spans = array("i", ids).tobytes(), list[Span]()
     first, ids_of, size = len(ids), _remembering(tokenizer), _size(tokenizer)
     for start, stop, chunk in places:
@@ -100,7 +104,7 @@ def _size(tokenizer: Any) -> int:
 
 def _located(text: str, chunks: Sequence[str]) -> list[tuple[int, int, str]]:
     """(first character, character behind the last, chunk) wherever a chunk is, longer ones first, without overlap."""
-    found: list[tuple[int, int, str]] = []
+    found, taken = list[tuple[int, int, str]](), bytearray(len(text))
     for number, chunk in sorted(enumerate(chunks), key=lambda pair: -len(pair[1])):
         if not chunk.strip():
             raise PromptError(f"document {number} is {chunk!r} and has no token. Leave empty documents out.")
@@ -113,8 +117,9 @@ def _located(text: str, chunks: Sequence[str]) -> list[tuple[int, int, str]]:
         at = text.find(form)
         while at >= 0:
             stop = at + len(form)
-            if all(stop <= begin or end <= at for begin, end, _ in found):
+            if taken.find(1, at, stop) < 0:
                 found.append((at, stop, chunk))
+                taken[at:stop] = b"\1" * len(form)
             at = text.find(form, stop)
     return sorted(found)
 

@@ -4,8 +4,10 @@
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
@@ -14,7 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
-from ..errors import HfBlendError
+from ..errors import HfBlendError, PromptError
 from ..prompt.detokenizer import Detokenizer
 from ..prompt.pieces import TextPrompt
 from .guard import Guard
@@ -25,11 +27,20 @@ from .wire import ChatRequest, CompletionRequest, Generation, answer_body, error
 
 __all__ = ["make_app"]
 
+logger = logging.getLogger(__name__)
+
+
+class UnknownModelError(PromptError):
+    """A request names a model that is not served."""
+
+
 STATUS: dict[type[BaseException], tuple[int, str, str]] = {
     Busy: (429, "rate_limit_error", "too_many_requests"),
+    UnknownModelError: (404, "invalid_request_error", "model_not_found"),
     ServiceError: (500, "server_error", "engine_failed"),
     TimeoutError: (504, "server_error", "timeout"),
     HfBlendError: (400, "invalid_request_error", "bad_request"),
+    Exception: (500, "server_error", "internal_error"),
 }
 RETRY_S = "1"
 CLIENT_GONE = 499  # as nginx counts it; nobody reads it
@@ -40,14 +51,17 @@ class Answering:
 
     Args:
         app: the server's parts.
-        tenant: whose request it is.
+        request: of the client.
         asked: what it says.
-        prompt: its tokens.
+        build: makes its prompt.
         kind: "chat.completion" or "text_completion".
     """
 
-    def __init__(self, app: "Parts", tenant: Any, asked: Generation, prompt: TextPrompt, kind: str) -> None:
-        self._app, self._tenant, self._asked, self._prompt, self._kind = app, tenant, asked, prompt, kind
+    def __init__(
+        self, app: "Parts", request: Request, asked: Generation, build: Callable[[], TextPrompt], kind: str
+    ) -> None:
+        self._app, self._request, self._asked, self._build, self._kind = app, request, asked, build, kind
+        self._prompt_tokens = 0
         self._run: Running | None = None
         self._reason: str | None = None
 
@@ -55,9 +69,11 @@ class Answering:
         """The answer's text, piece by piece; closing this cancels the request."""
         service, given = self._app.service, Detokenizer(self._app.service.tokenizer, self._asked.stops)
         most = self._asked.new_tokens or service.limits.new_tokens
-        ends = service.engine.end_tokens
-        async with service.admitted(self._tenant):
-            async with aclosing(service.generate(self._tenant, self._asked, self._prompt)) as runs:
+        ends, tenant = service.engine.end_tokens, self._request.state.tenant
+        async with service.admitted(tenant):
+            prompt = await self._app.built(self._build)
+            self._prompt_tokens = len(prompt.ids)
+            async with aclosing(service.generate(tenant, self._asked, prompt)) as runs:
                 async for run in runs:
                     self._run, is_end = run, bool(run.tokens) and run.tokens[-1] in ends
                     is_last = is_end or len(run.tokens) >= most
@@ -74,12 +90,12 @@ class Answering:
         """What it cost so far."""
         tokens = len(self._run.tokens) if self._run else 0
         name = self._run.name if self._run else ""
-        return usage(len(self._prompt.ids), tokens, self._app.service.engine.outcome(name))
+        return usage(self._prompt_tokens, tokens, self._app.service.engine.outcome(name))
 
-    async def whole(self, request: Request) -> Response:
+    async def whole(self) -> Response:
         """Answer at once; a client that goes away is noticed."""
         task = asyncio.ensure_future(self._collect())
-        gone = asyncio.ensure_future(_gone(request))
+        gone = asyncio.ensure_future(_gone(self._request))
         try:
             await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
@@ -104,6 +120,7 @@ class Answering:
         return "".join([text async for text in self.texts()])
 
     async def _events(self, first: str, texts: AsyncGenerator[str, None]) -> AsyncIterator[bytes]:
+        status = CLIENT_GONE
         try:
             if self._is_chat:
                 yield self._event({"delta": {"role": "assistant", "content": first}})
@@ -115,11 +132,13 @@ class Answering:
             yield self._event({"delta": {}} if self._is_chat else {"text": ""}, self._reason)
             if self._asked.stream_options.include_usage:
                 yield _sse({**self._head(), "choices": [], "usage": self.costs()})
+            status = 200
             yield b"data: [DONE]\n\n"
-        except (HfBlendError, TimeoutError) as error:
-            _, kind, code = _status(error)
+        except Exception as error:
+            status, kind, code = _status(error)
             yield _sse(error_body(_message(error), kind, code))
         finally:
+            self._request.state.status = status
             await texts.aclose()
 
     @property
@@ -148,6 +167,20 @@ class Parts:
 
     def __init__(self, service: Service) -> None:
         self.service, self.meters = service, Meters(service)
+        self._prompts = ThreadPoolExecutor(2, "hf_blend-prompt")  # the event loop's own threads stay free
+
+    async def built(self, build: Callable[[], TextPrompt]) -> TextPrompt:
+        """A prompt. Who goes away meanwhile counts as a request until it is made: a thread cannot be stopped.
+
+        Args:
+            build: makes it.
+        """
+        making = asyncio.get_running_loop().run_in_executor(self._prompts, build)
+        try:
+            return await asyncio.shield(making)
+        except asyncio.CancelledError:
+            await asyncio.wait([making])
+            raise
 
     async def answer(
         self, request: Request, asked: Generation, kind: str, build: Callable[[], TextPrompt]
@@ -163,10 +196,22 @@ class Parts:
         if not self.service.is_ready:
             text = "the server is about to stop, or its engine has ended. Ask another."
             return _error(503, text, "server_error", "stopping")
-        asked.check()
-        prompt = await asyncio.to_thread(build)
-        answering = Answering(self, request.state.tenant, asked, prompt, kind)
-        return await (answering.stream() if asked.stream else answering.whole(request))
+        self.check_model(asked.model or self.service.name)
+        asked.check(self.service.limits)
+        answering = Answering(self, request, asked, build, kind)
+        return await (answering.stream() if asked.stream else answering.whole())
+
+    def check_model(self, name: str) -> None:
+        """Refuse a model that is not served.
+
+        Args:
+            name: of the model.
+
+        Raises:
+            UnknownModelError: it is another.
+        """
+        if name != self.service.name:
+            raise UnknownModelError(f"the model {name!r:.80} is not served; {self.service.name!r} is. Ask for it.")
 
 
 def make_app(service: Service) -> Any:
@@ -189,7 +234,7 @@ def make_app(service: Service) -> Any:
     _add_endpoints(app, parts)
     _add_errors(app)
 
-    return Guard(app, service.tenants, service.limits, parts.meters.responded)
+    return Guard(app, service.tenants, service.limits, parts.meters.responded)  # `guard.doors` are the server's
 
 
 def _add_endpoints(app: FastAPI, parts: Parts) -> None:
@@ -197,8 +242,10 @@ def _add_endpoints(app: FastAPI, parts: Parts) -> None:
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request, asked: ChatRequest) -> Response:
-        messages = [message.model_dump() for message in asked.messages]
-        build = lambda: chat_prompt(service.tokenizer, messages, asked.documents)  # noqa: E731
+        def build() -> TextPrompt:
+            messages = [{"role": message.role, "content": message.content} for message in asked.messages]
+            return chat_prompt(service.tokenizer, messages, asked.documents, service.limits.documents)
+
         return await parts.answer(request, asked, "chat.completion", build)
 
     @app.post("/v1/completions")
@@ -208,15 +255,21 @@ def _add_endpoints(app: FastAPI, parts: Parts) -> None:
             if asked.chunk_separator and isinstance(prompt, str):
                 parts = prompt.split(asked.chunk_separator)
                 prompt, documents = "".join(parts), [*documents, *filter(None, parts[1:-1])]
-            return text_prompt(service.tokenizer, prompt, documents)
+            return text_prompt(service.tokenizer, prompt, documents, service.limits.documents)
 
         return await parts.answer(request, asked, "text_completion", build)
 
+    longest = getattr(service.engine.model.config.get_text_config(), "max_position_embeddings", None)
+    row = {"id": service.name, "object": "model", "created": 0, "owned_by": "hf-blend", "max_model_len": longest}
+
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        longest = getattr(service.engine.model.config.get_text_config(), "max_position_embeddings", None)
-        row = {"id": service.name, "object": "model", "created": 0, "owned_by": "hf-blend", "max_model_len": longest}
         return {"object": "list", "data": [row]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        parts.check_model(name)
+        return row
 
     @app.get("/health")
     async def health() -> Response:
@@ -253,7 +306,12 @@ def _status(error: BaseException) -> tuple[int, str, str]:
 
 
 def _message(error: BaseException) -> str:
-    return str(error) or "the request took longer than the server allows. Ask for fewer tokens."
+    if isinstance(error, TimeoutError):
+        return "the request took longer than the server allows. Ask for fewer tokens."
+    if isinstance(error, HfBlendError):
+        return str(error)
+    logger.error("a request failed", exc_info=error)
+    return "the server failed to answer; its log says why. Send the request again."
 
 
 def _error(status: int, message: str, kind: str, code: str | None = None, param: str | None = None) -> JSONResponse:

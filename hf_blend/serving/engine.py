@@ -12,12 +12,15 @@ The engine's steps are stock. Between two of them a blended prefill runs for at 
 
 import copy
 import inspect
+import mmap
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
+import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from ..cache.blend_cache import BlendCache
@@ -275,7 +278,8 @@ class BlendedBatching(ContinuousBatchingManager):
             raise PromptError(f"the prompt holds the token id {odd[0]}, but there are {size}, from 0 on. Correct it.")
 
     def _create_batch_processor(self) -> Any:
-        processor = super()._create_batch_processor()
+        with _Untouched():
+            processor = super()._create_batch_processor()
         cache = BlendedPagedCache.adopt(processor.cache, self.prefills)
         if list(cache.cache_allocators) != ["full_attention"]:
             raise UnsupportedModelError(
@@ -347,6 +351,17 @@ class BlendedBatching(ContinuousBatchingManager):
             stream = self.batch_processor.inputs_and_outputs.compute_stream
             if stream is not None:
                 stream.synchronize()
+
+
+class _Untouched(TorchFunctionMode):
+    """Makes zeros on the CPU of pages that take no memory before something is written to them."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        on_cpu = str(given.get("device", "cpu")) == "cpu"
+        if function is torch.zeros and on_cpu and given.get("dtype") == torch.uint8 and type(args[0]) is int:
+            return torch.frombuffer(mmap.mmap(-1, args[0]), dtype=torch.uint8)
+        return function(*args, **given)
 
 
 class _Here:

@@ -7,7 +7,8 @@ import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from .service import Limits
+from .doors import Doors
+from .limits import Limits
 from .tenants import Tenants
 from .wire import error_body
 
@@ -36,36 +37,62 @@ class Guard:
         app: the application behind.
         tenants: who may ask.
         limits: size of a body and time for it.
-        responded: called with the status of every response.
+        responded: called with the status of every response; a stream that failed, or that nobody reads to its end, has
+            the one that it sets as `state["status"]`.
+
+    Attributes:
+        doors: are told which connections carry a request.
     """
 
     def __init__(self, app: Any, tenants: Tenants, limits: Limits, responded: Callable[[int], None]) -> None:
         self._app, self._tenants, self._limits, self._responded = app, tenants, limits, responded
+        self._inside = 0
+        self.doors = Doors(limits)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
-        if scope["type"] != "http" or scope["path"] in OPEN:
-            await self._app(scope, receive, send)
-            return
+        client = tuple(scope.get("client") or ("", 0))
+        self.doors.busy(client)
+        try:
+            if scope["type"] != "http" or scope["path"] in OPEN:
+                await self._app(scope, receive, send)
+            else:
+                await self._counted(scope, receive, send)
+        finally:
+            self.doors.idle(client)
 
-        async def counted(message: Any) -> None:
+    async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
+        state = scope.setdefault("state", {})
+
+        async def noted(message: Any) -> None:
             if message["type"] == "http.response.start":
-                self._responded(message["status"])
+                state.setdefault("status", message["status"])
             await send(message)
 
+        self._inside += 1
         try:
+            await self._passed(scope, receive, noted)
+        finally:
+            self._inside -= 1
+            if "status" in state:
+                self._responded(state["status"])
+
+    async def _passed(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            if self._inside > self._limits.inside:
+                raise Refused(503, f"{self._inside} requests are here already. Try again in a moment.", "busy")
             headers = {name.decode("latin1").lower(): value.decode("latin1") for name, value in scope["headers"]}
             tenant = self._tenants.find(headers.get("authorization"))
             if tenant is None:
                 text = "the API key is missing or wrong. Send 'Authorization: Bearer KEY'."
                 raise Refused(401, text, "invalid_api_key")
-            scope.setdefault("state", {})["tenant"] = tenant
+            scope["state"]["tenant"] = tenant
             body = await self._body(headers, receive)
         except Refused as refused:
-            await _answer(counted, refused)
+            await _answer(send, refused)
             return
         if body is not None:
-            await self._app(scope, _Replay(body, receive), counted)
+            await self._app(scope, _Replay(body, receive), send)
 
     async def _body(self, headers: dict[str, str], receive: Receive) -> bytes | None:
         """All of it; None where the client went away."""

@@ -35,7 +35,8 @@ class Meters:
         self.next = Histogram("next_token_seconds", "Time between tokens.", buckets=SECONDS, **given)
         self.registry.register(self)
         for tenant, store in service.tenants.stores.items():
-            self.registry.register(StoreMetrics(store, {"tenant": tenant}))
+            if service.metrics_by_tenant or not tenant:
+                self.registry.register(StoreMetrics(store, {"tenant": tenant} if tenant else {}))
 
     def responded(self, status: int) -> None:
         """Count a response.

@@ -18,13 +18,16 @@ __all__ = ["chat_prompt", "text_prompt"]
 BETWEEN = "\n\n"
 
 
-def chat_prompt(tokenizer: Any, messages: Sequence[Mapping[str, Any]], documents: Sequence[str]) -> TextPrompt:
+def chat_prompt(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], documents: Sequence[str], most: int | None = None
+) -> TextPrompt:
     """Render messages with the tokenizer's chat template.
 
     Args:
         tokenizer: of the model. Without a template the contents follow each other.
         messages: with `role` and `content`, as in OpenAI's API.
         documents: texts. Those that no message holds are put before the last message of the user.
+        most: at so many places documents may be; None is any number.
 
     Returns:
         The prompt; each document in it is a chunk.
@@ -41,17 +44,20 @@ def chat_prompt(tokenizer: Any, messages: Sequence[Mapping[str, Any]], documents
     chunks, added = _added(documents, contents, BETWEEN if has_template else "\n")
     last["content"] = f"{added}{last['content']}"
     if has_template:
-        return build_messages(tokenizer, given, chunks, {})
-    return build_text(tokenizer, "".join(message["content"] for message in given), chunks, special=True)
+        return build_messages(tokenizer, given, chunks, {}, most)
+    return build_text(tokenizer, "".join(message["content"] for message in given), chunks, special=True, most=most)
 
 
-def text_prompt(tokenizer: Any, prompt: str | Sequence[int], documents: Sequence[str]) -> TextPrompt:
+def text_prompt(
+    tokenizer: Any, prompt: str | Sequence[int], documents: Sequence[str], most: int | None = None
+) -> TextPrompt:
     """A prompt of text or ids, behind documents.
 
     Args:
         tokenizer: of the model.
         prompt: text, or token ids that are taken as they are.
         documents: texts. Those that the prompt does not hold are put before it.
+        most: at so many places documents may be; None is any number.
 
     Returns:
         The prompt; each document in it is a chunk.
@@ -61,7 +67,7 @@ def text_prompt(tokenizer: Any, prompt: str | Sequence[int], documents: Sequence
     """
     if isinstance(prompt, str):
         chunks, added = _added(documents, [prompt], "\n")
-        return build_text(tokenizer, f"{added}{prompt}", chunks, special=True)
+        return build_text(tokenizer, f"{added}{prompt}", chunks, special=True, most=most)
     return _before_ids(tokenizer, _added(documents, [], "\n")[0], tuple(map(int, prompt)))
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-import psutil
 from torch import nn
 from transformers import ContinuousBatchingConfig
 
@@ -15,9 +14,11 @@ from ..config import BlendConfig
 from ..errors import ConfigError, import_extra
 from ..model.anatomy import text_config
 from ..store import ChunkStore
+from ..store.available import available_bytes
 from .engine import BlendedBatching
+from .limits import Limits
 from .sampling import add_sampling, sampled
-from .service import Limits, Service
+from .service import Service
 from .tenants import Tenant, Tenants
 
 __all__ = ["ServerPlan", "make_service", "serve"]
@@ -39,6 +40,7 @@ class ServerPlan:
         remote: URL of a tier behind it, shared with other servers.
         secret: of the store, where there are no tenants.
         tenants: who may ask; empty: anyone.
+        metrics_by_tenant: /metrics, which asks for no key, says what each tenant stores.
         blend: how prompts are blended.
         limits: what is taken.
         cache_tokens: tokens that fit in the engine's cache; None: what memory allows, up to 32 full prompts.
@@ -53,6 +55,7 @@ class ServerPlan:
     remote: str | None = None
     secret: bytes | None = None
     tenants: Sequence[Tenant] = ()
+    metrics_by_tenant: bool = False
     blend: BlendConfig = field(default_factory=BlendConfig)
     limits: Limits = field(default_factory=Limits)
     cache_tokens: int | None = None
@@ -78,12 +81,16 @@ def make_service(model: nn.Module, tokenizer: Any, plan: ServerPlan) -> Service:
         UnsupportedModelError: as `BlendedBatching`.
     """
     rows = list(plan.tenants) or [Tenant()]
-    share = int(psutil.virtual_memory().available) // 4 // len(rows)
+    available = available_bytes()
+    share, per_token = available // 4 // len(rows), _bytes_per_token(model)
+    tokens = _cache_tokens(model, plan, available // 4 // per_token)
+    disk_share = _disk_share(plan.location, len(rows))
 
     def open_store(tenant: Tenant) -> ChunkStore:
         secret = tenant.secret if tenant.name else plan.secret
         given: dict[str, Any] = {"namespace": tenant.name, "secret": secret, "memory_bytes": share}
-        return ChunkStore.open(plan.location, remote=plan.remote, **given)
+        quota = disk_share if tenant.quota_bytes is None else tenant.quota_bytes
+        return ChunkStore.open(plan.location, remote=plan.remote, quota_bytes=quota, **given)
 
     tenants = Tenants(rows, open_store)
     try:
@@ -92,7 +99,7 @@ def make_service(model: nn.Module, tokenizer: Any, plan: ServerPlan) -> Service:
             next(iter(tenants.stores.values())),
             plan.blend,
             generation_config=sampled(model, plan.limits.new_tokens),
-            batching=_batching(model, plan),
+            batching=_batching(tokens, plan),
             stall_s=plan.stall_s,
         )
         add_sampling(engine.logit_processor)
@@ -100,7 +107,12 @@ def make_service(model: nn.Module, tokenizer: Any, plan: ServerPlan) -> Service:
     except BaseException:
         tenants.close()
         raise
-    return Service(engine, tokenizer, tenants, plan.limits, plan.name)
+    memory = (
+        f"{str(model.dtype).removeprefix('torch.')} on {model.device}; up to {_gigabytes(tokens * per_token)} for "
+        f"{tokens} tokens of requests and {_gigabytes(share)} for the chunks of each of {len(rows)} tenants, of "
+        f"{_gigabytes(available)} of memory available"
+    )
+    return Service(engine, tokenizer, tenants, plan.limits, plan.name, memory, plan.metrics_by_tenant)
 
 
 def serve(service: Service, host: str, port: int, patience_s: int = 30, on_start: OnStart | None = None) -> None:
@@ -120,12 +132,14 @@ def serve(service: Service, host: str, port: int, patience_s: int = 30, on_start
     uvicorn: Any = import_extra("uvicorn", extra="serve", wanted_by="hf-blend serve")
     import_extra("fastapi", extra="serve", wanted_by="hf-blend serve")
     import_extra("prometheus_client", extra="serve", wanted_by="hf-blend serve")
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
     from .app import make_app
 
+    app = make_app(service)
     config = uvicorn.Config(
-        make_app(service), host=host, port=port, log_level="warning", access_log=False,
-        timeout_graceful_shutdown=patience_s, timeout_keep_alive=30, server_header=False,
-        limit_concurrency=4 * service.limits.requests + 64,
+        app, host=host, port=port, log_level="warning", access_log=False, server_header=False, proxy_headers=False,
+        timeout_graceful_shutdown=patience_s, timeout_keep_alive=30, http=app.doors.guarded(AutoHTTPProtocol),
     )  # fmt: skip
     try:
         listener = config.bind_socket()
@@ -145,30 +159,49 @@ def serve(service: Service, host: str, port: int, patience_s: int = 30, on_start
         server.run(sockets=[listener])
 
 
-def _batching(model: nn.Module, plan: ServerPlan) -> ContinuousBatchingConfig:
-    blocks = -(-_cache_tokens(model, plan) // plan.page_tokens)
+def _batching(tokens: int, plan: ServerPlan) -> ContinuousBatchingConfig:
     return ContinuousBatchingConfig(
         page_size=plan.page_tokens,
-        num_blocks=blocks,
+        num_blocks=-(-tokens // plan.page_tokens),
         max_batch_tokens=plan.batch_tokens,
         max_requests_per_batch=plan.batch_requests,
         per_request_processors=False,
     )
 
 
-def _cache_tokens(model: nn.Module, plan: ServerPlan) -> int:
-    """As many as were asked for, or as a quarter of the memory holds, up to some full prompts."""
+def _cache_tokens(model: nn.Module, plan: ServerPlan, fitting: int) -> int:
+    """As many as were asked for, or as fit, up to some full prompts.
+
+    Args:
+        model: on a GPU, half of what is free there counts.
+        plan: of the server.
+        fitting: into a quarter of the memory that is available.
+    """
     if plan.cache_tokens is not None:
         return plan.cache_tokens
-    config = text_config(model)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    per_token = 2 * config.num_hidden_layers * heads * width * model.dtype.itemsize
     if model.device.type == "cuda":
         import torch
 
-        free = torch.cuda.mem_get_info(model.device)[0] // 2
-    else:
-        free = int(psutil.virtual_memory().available) // 4
-    most = PROMPTS_AT_ONCE * (getattr(config, "max_position_embeddings", None) or 4096)
-    return int(max(plan.page_tokens, min(free // per_token, most)))
+        fitting = torch.cuda.mem_get_info(model.device)[0] // 2 // _bytes_per_token(model)
+    most = PROMPTS_AT_ONCE * (getattr(text_config(model), "max_position_embeddings", None) or 4096)
+    return int(max(plan.page_tokens, min(fitting, most)))
+
+
+def _bytes_per_token(model: nn.Module) -> int:
+    config = text_config(model)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * heads * width * model.dtype.itemsize)
+
+
+def _disk_share(location: str | None, tenants: int) -> int | None:
+    """What each of several tenants may hold on disk, so that none can push out the chunks of others."""
+    if tenants < 2:
+        return None
+    with ChunkStore.open(location, memory_bytes=0) as store:
+        sizes = [size for tier, size in store.stats()["capacity_bytes"].items() if size and tier != "memory"]
+    return min(sizes) // tenants if sizes else None
+
+
+def _gigabytes(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.1f} GB"

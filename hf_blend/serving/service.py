@@ -4,6 +4,7 @@
 
 import asyncio
 import itertools
+import logging
 import secrets
 import time
 from collections import Counter
@@ -12,13 +13,17 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import HfBlendError, PromptError
+from ..errors import HfBlendError
 from ..prompt.pieces import TextPrompt
 from .engine import BlendedBatching
+from .limits import Limits
 from .tenants import Tenant, Tenants
 from .wire import Generation
 
 __all__ = ["Busy", "Limits", "Running", "Service", "ServiceError"]
+
+
+logger = logging.getLogger(__name__)
 
 
 class ServiceError(HfBlendError, RuntimeError):
@@ -27,29 +32,6 @@ class ServiceError(HfBlendError, RuntimeError):
 
 class Busy(HfBlendError):
     """More requests are under way than are taken."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a server takes.
-
-    Attributes:
-        requests: under way or waiting, of all tenants.
-        body_bytes: of a request.
-        body_s: how long its body may take to arrive.
-        request_s: how long it may take altogether.
-        new_tokens: where an answer is cut that names no length.
-        documents: of one request.
-        stuck_s: after so long without any progress of what is under way the server is not ready.
-    """
-
-    requests: int = 64
-    body_bytes: int = 4 << 20
-    body_s: float = 20.0
-    request_s: float = 300.0
-    new_tokens: int = 256
-    documents: int = 256
-    stuck_s: float = 60.0
 
 
 @dataclass
@@ -80,12 +62,16 @@ class Service:
         tenants: who may ask.
         limits: what is taken.
         name: of the model, as clients see it.
+        memory: what it may take, in words.
+        metrics_by_tenant: the metrics say what each tenant stores.
     """
 
     def __init__(
-        self, engine: BlendedBatching, tokenizer: Any, tenants: Tenants, limits: Limits, name: str
-    ) -> None:
+        self, engine: BlendedBatching, tokenizer: Any, tenants: Tenants, limits: Limits, name: str, memory: str = "",
+        metrics_by_tenant: bool = False,
+    ) -> None:  # fmt: skip
         self.engine, self.tokenizer, self.tenants, self.limits, self.name = engine, tokenizer, tenants, limits, name
+        self.memory, self.metrics_by_tenant = memory, metrics_by_tenant
         self.running: Counter[str] = Counter()  # requests under way, by tenant
         self.is_draining = False
         self._numbers = itertools.count()
@@ -141,7 +127,8 @@ class Service:
                     output = await outputs.get()
                     is_over = output.is_finished()
                     if output.error:
-                        raise ServiceError(f"the engine failed: {output.error}. Send the request again.")
+                        logger.error("request %s failed: %s", run.name, output.error)
+                        raise ServiceError(f"request {run.name} failed in the engine; the server's log says why.")
                     run.tokens = output.generated_tokens
                     run.arrived.append(time.perf_counter())
                     yield run
@@ -151,9 +138,6 @@ class Service:
                 self.engine.forget_handler(run.name)
 
     def _add(self, tenant: Tenant, asked: Generation, run: Running) -> None:
-        documents = len(run.prompt.spans())
-        if documents > self.limits.documents:
-            raise PromptError(f"{documents} documents came, at most {self.limits.documents} are taken.")
         self.engine.add_request(
             run.prompt,
             run.name,

@@ -20,7 +20,7 @@ from ..store import ChunkStore
 __all__ = ["Tenant", "Tenants", "read_tenants"]
 
 LEAST_KEY = 16  # characters of an API key
-FIELDS = ("name", "api_key", "secret", "max_requests")
+FIELDS = ("name", "api_key", "secret", "max_requests", "quota_bytes")
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,14 @@ class Tenant:
         api_key: what its requests carry; empty: nobody is asked for one.
         secret: signs and hides its chunks; None signs nothing.
         max_requests: how many of its requests may be under way; None: as many as the server takes.
+        quota_bytes: how much it may hold in each tier of the store; None: an equal share of the disk.
     """
 
     name: str = ""
     api_key: str = ""
     secret: bytes | None = None
     max_requests: int | None = None
+    quota_bytes: int | None = None
 
     def __repr__(self) -> str:
         return f"Tenant({self.name!r})"  # keys and secrets stay out of logs
@@ -112,20 +114,21 @@ def _tenant(row: Any, what: str) -> Tenant:
     if not isinstance(row, dict) or not set(row) <= set(FIELDS):
         given = sorted(row) if isinstance(row, dict) else type(row).__name__
         raise ConfigError(f"{what} has {given}, expected fields among {', '.join(FIELDS)}.")
-    name, key, secret, most = (row.get(field) for field in FIELDS)
+    name, key, secret, *numbers = (row.get(field) for field in FIELDS)
     if not isinstance(name, str) or not name:
         raise ConfigError(f"{what} has no name. Give it one: it is the namespace of its chunks.")
     if not isinstance(key, str) or len(key) < LEAST_KEY or not key.isascii() or not key.isprintable() or " " in key:
         raise ConfigError(f"{what} has no api_key of {LEAST_KEY} or more printable characters. Draw one at random.")
-    if most is not None and (type(most) is not int or most < 1):
-        raise ConfigError(f"{what} has max_requests={most!r}, expected a number from 1 on. Leave it out for no limit.")
+    for field, most in zip(FIELDS[3:], numbers, strict=True):
+        if most is not None and (type(most) is not int or most < 1):
+            raise ConfigError(f"{what} has {field}={most!r}, expected a number from 1 on, or none.")
     try:
         raw = bytes.fromhex(secret) if secret is not None else None
     except (TypeError, ValueError):
         raw = b""
     if raw is not None and len(raw) < 32:
         raise ConfigError(f"{what} has a secret that is not 64 or more hex digits: secrets.token_hex(32) makes one.")
-    return Tenant(name, key, raw, most)
+    return Tenant(name, key, raw, *numbers)
 
 
 def _hashed(key: str) -> bytes:

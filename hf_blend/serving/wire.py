@@ -2,17 +2,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """What travels between clients and the server: OpenAI's requests and answers, with `documents` and what was reused."""
 
+import reprlib
 import time
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..errors import PromptError
+from .limits import Limits
 from .prefills import Prefilled
 
 __all__ = ["ChatRequest", "CompletionRequest", "Generation", "Message", "answer_body", "error_body", "usage"]
 
-MOST_STOPS = 4
+MOST_TOKENS = (1 << 31) - 1
+MOST_CHARS = 400  # of an error
 IGNORED = ("user", "store", "metadata", "parallel_tool_calls", "service_tier", "seed")  # change no answer here
 NEUTRAL = {  # what is not served, and the values that ask for nothing
     "best_of": (None, 1), "echo": (None, False), "frequency_penalty": (None, 0), "functions": (None, []),
@@ -27,9 +30,24 @@ Text = Annotated[str, Field(min_length=1)]
 class Message(BaseModel):
     """A message of a conversation."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="allow")
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[dict[str, Any]]
+    content: str | list[dict[str, Any]] | None = None
+
+    def check(self, number: int) -> None:
+        """Refuse what would not be in the prompt.
+
+        Args:
+            number: of the message.
+
+        Raises:
+            PromptError: it has a field with something in it that is not served, or no content.
+        """
+        for name, value in (self.model_extra or {}).items():
+            if value not in (None, "", [], {}):
+                raise PromptError(f"messages.{number}.{name:.60}={reprlib.repr(value)} is not served. Leave it out.")
+        if self.content is None:
+            raise PromptError(f"messages.{number} has content={self.content}, expected text. Leave the message out.")
 
 
 class StreamOptions(BaseModel):
@@ -45,8 +63,8 @@ class Generation(BaseModel):
     model_config = ConfigDict(extra="allow")
     model: str = ""
     documents: list[Text] = []
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=1, le=MOST_TOKENS)
+    max_completion_tokens: int | None = Field(None, ge=1, le=MOST_TOKENS)
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
     stop: str | list[str] | None = None
@@ -61,19 +79,26 @@ class Generation(BaseModel):
             return given
         return {name: value for name, value in given.items() if value is not None}
 
-    def check(self) -> None:
-        """Refuse what would be ignored although it changes the answer.
+    def check(self, limits: Limits) -> None:
+        """Refuse what would be ignored although it changes the answer, and more than is taken.
+
+        Args:
+            limits: of the server.
 
         Raises:
-            PromptError: a field is unknown, or asks for something that is not served; it is named.
+            PromptError: a field is unknown, asks for something that is not served, or is too long; it is named.
         """
         for name, value in (self.model_extra or {}).items():
             if name not in NEUTRAL and name not in IGNORED:
-                raise PromptError(f"{name} is no field of this request. Leave it out.")
-            if name in NEUTRAL and value not in NEUTRAL[name]:
-                raise PromptError(f"{name}={value!r:.60} is not served. Leave it out.")
-        if len(self.stops) > MOST_STOPS or not all(self.stops):
-            raise PromptError(f"stop has {len(self.stops)} texts, expected at most {MOST_STOPS}, none empty.")
+                raise PromptError(f"{name:.60} is no field of this request. Leave it out.")
+            if name in NEUTRAL and not any(_is_same(value, one) for one in NEUTRAL[name]):
+                raise PromptError(f"{name}={reprlib.repr(value)} is not served. Leave it out.")
+        if len(self.stops) > limits.stops or not all(self.stops):
+            raise PromptError(f"stop has {len(self.stops)} texts, expected at most {limits.stops}, none empty.")
+        longest = max(map(len, self.stops), default=0)
+        if longest > limits.stop_chars:
+            raise PromptError(f"stop has a text of {longest} characters, expected at most {limits.stop_chars}.")
+        check_count("documents", len(self.documents), limits.documents)
 
     @property
     def stops(self) -> list[str]:
@@ -91,12 +116,45 @@ class ChatRequest(Generation):
 
     messages: list[Message] = Field(min_length=1)
 
+    def check(self, limits: Limits) -> None:
+        """As above, and the messages."""
+        super().check(limits)
+        check_count("messages", len(self.messages), limits.messages)
+        for number, message in enumerate(self.messages):
+            message.check(number)
+
 
 class CompletionRequest(Generation):
     """`/v1/completions`."""
 
     prompt: str | list[int]
     chunk_separator: str = ""
+
+    def check(self, limits: Limits) -> None:
+        """As above, and the chunks that the prompt is cut into."""
+        super().check(limits)
+        cuts = self.prompt.count(self.chunk_separator) if self.chunk_separator and isinstance(self.prompt, str) else 0
+        check_count("documents", len(self.documents) + max(0, cuts - 1), limits.documents)
+
+
+def check_count(what: str, count: int, most: int) -> None:
+    """Refuse more than is taken.
+
+    Args:
+        what: is counted.
+        count: how many there are.
+        most: how many there may be.
+
+    Raises:
+        PromptError: there are more.
+    """
+    if count > most:
+        raise PromptError(f"{count} {what} came, at most {most} are taken. Send fewer.")
+
+
+def _is_same(value: Any, neutral: Any) -> bool:
+    """Whether two values are equal, and no number stands for a truth value."""
+    return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
 
 
 def usage(prompt_tokens: int, completion_tokens: int, prefilled: Prefilled | None) -> dict[str, Any]:
@@ -142,7 +200,14 @@ def error_body(message: str, kind: str, code: str | None = None, param: str | No
         code: one word for programs.
         param: which field is meant.
     """
-    return {"error": {"message": message, "type": kind, "code": code, "param": param}}
+    given = {"message": _printable(message), "type": kind, "code": code, "param": param and _printable(param)}
+    return {"error": given}
+
+
+def _printable(text: str) -> str:
+    """Short enough, and without halves of surrogate pairs, which no body can hold."""
+    short = text if len(text) <= MOST_CHARS else f"{text[: MOST_CHARS - 1]}…"
+    return short.encode("utf-8", "backslashreplace").decode()
 
 
 def answer_body(kind: str, name: str, model: str, choice: dict[str, Any], costs: dict[str, Any]) -> dict[str, Any]:

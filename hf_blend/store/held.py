@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterable, Iterator
 
+from .available import available_bytes
 from .budget import Budget
 from .chunk import ChunkKV
 from .eviction.base import EvictionPolicy
@@ -184,7 +185,5 @@ class HeldChunks:
 
 
 def default_memory_bytes() -> int:
-    """A quarter of the memory that is available now, as accelerate counts it, at most 64 GiB."""
-    import psutil  # what accelerate.utils.get_max_memory asks too, but that one wakes up every GPU
-
-    return min(psutil.virtual_memory().available // 4, _MAX_DEFAULT_BYTES)
+    """A quarter of the memory that is available now, at most 64 GiB."""
+    return min(available_bytes() // 4, _MAX_DEFAULT_BYTES)

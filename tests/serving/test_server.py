@@ -5,25 +5,33 @@
 import asyncio
 import contextlib
 import json
+import random
+import re
+import shutil
 import socket
+import sys
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import openai
 import pytest
 
 from hf_blend import BlendCache, BlendConfig, ChunkStore
-from hf_blend.errors import ConfigError
+from hf_blend.errors import ConfigError, PromptError
 from hf_blend.evaluation.bundled import load_model, quickstart_questions
 from hf_blend.prompt.detokenizer import Detokenizer
+from hf_blend.serving.doors import Doors
 from hf_blend.serving.guard import Guard, Refused
+from hf_blend.serving.limits import Limits
 from hf_blend.serving.prompts import chat_prompt, text_prompt
 from hf_blend.serving.run import ServerPlan, make_service, serve
-from hf_blend.serving.service import Limits
 from hf_blend.serving.tenants import Tenant, read_tenants
 from tests.chat_templates import CHATML, DOCUMENTS, small_tokenizer
 
+ROOT = Path(__file__).parents[2]
+MODEL = "hf-blend-reference"
 KEYS = {"anna": "key-of-anna-0123456789", "bert": "key-of-bert-0123456789"}
 TENANTS = [
     Tenant("anna", KEYS["anna"], bytes(range(32))),
@@ -93,7 +101,7 @@ def messages(question=None):
 
 def endless(**more):
     """The body of a request whose answer is as long as the server allows."""
-    return {"model": "m", "prompt": "the the the", "max_tokens": 700, "temperature": 2.0, **more}
+    return {"model": MODEL, "prompt": "the the the", "max_tokens": 700, "temperature": 2.0, **more}
 
 
 @pytest.fixture
@@ -140,7 +148,7 @@ def test_the_openai_client_gets_the_answer_of_a_lone_request_and_what_it_cost(cl
 
 
 def test_the_openai_client_streams_the_same_text(client, server):
-    given = {"model": "any", "temperature": 0, "max_tokens": 8, "extra_body": {"documents": QUESTION["chunks"]}}
+    given = {"model": MODEL, "temperature": 0, "max_tokens": 8, "extra_body": {"documents": QUESTION["chunks"]}}
     whole = client.chat.completions.create(messages=messages(), **given)
     parts = list(
         client.chat.completions.create(
@@ -157,7 +165,7 @@ def test_the_openai_client_streams_the_same_text(client, server):
 
 def test_the_openai_client_completes_text_with_documents_or_chunk_markers(client):
     documents, question = QUESTION["chunks"], QUESTION["question"]
-    given = {"model": "any", "temperature": 0, "max_tokens": 8}
+    given = {"model": MODEL, "temperature": 0, "max_tokens": 8}
     by_field = client.completions.create(prompt=question, extra_body={"documents": documents}, **given)
     marked = "|".join(["", *documents, question])
     by_marker = client.completions.create(prompt=marked, extra_body={"chunk_separator": "|"}, **given)
@@ -176,7 +184,7 @@ def test_the_openai_client_lists_the_model_and_asynchronous_requests_are_served_
         asked = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEYS["anna"], max_retries=8)
         async with asked:
             return await asked.chat.completions.create(
-                model="any", messages=messages(), temperature=0, max_tokens=8,
+                model=MODEL, messages=messages(), temperature=0, max_tokens=8,
                 extra_body={"documents": QUESTION["chunks"][: 4 + number]},
             )  # fmt: skip
 
@@ -191,7 +199,7 @@ def test_the_openai_client_lists_the_model_and_asynchronous_requests_are_served_
 
 
 def test_stop_texts_and_lengths_end_an_answer(client, no_end):
-    given = {"model": "any", "prompt": "the the the", "temperature": 0}
+    given = {"model": MODEL, "prompt": "the the the", "temperature": 0}
     long = client.completions.create(max_tokens=10, **given)
     assert long.choices[0].finish_reason == "length"
     assert long.usage.completion_tokens == 10
@@ -203,11 +211,84 @@ def test_stop_texts_and_lengths_end_an_answer(client, no_end):
 
 
 class Letters:
-    """A tokenizer of bytes."""
+    """A tokenizer of bytes, which counts what it decodes."""
 
-    @staticmethod
-    def decode(tokens, skip_special_tokens=True):
+    decoded = 0
+
+    @classmethod
+    def decode(cls, tokens, skip_special_tokens=True):
+        cls.decoded += len(tokens)
         return bytes(tokens).decode(errors="replace")
+
+
+def pieces_of(given, tokens):
+    return [given.feed(tokens[:count], count == len(tokens)) for count in range(1, len(tokens) + 1)]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bundled", "spaces"])
+def test_the_pieces_of_an_answer_are_the_whole_of_it_whatever_the_tokens(kind, loaded):
+    tokenizer = {"bytes": Letters, "bundled": loaded[1], "spaces": small_tokenizer("spaces")}[kind]
+    drawn, size = random.Random(0), 256 if kind == "bytes" else len(tokenizer)
+    texts = ["naïve 日本語 🙂🙃 don't  \n\tx — ¾", "🙂" * 9, "the road was long"]
+    rows = [list(text.encode()) if kind == "bytes" else tokenizer.encode(text) for text in texts]
+    if kind != "bytes":  # of other bytes than those of text, a decoder may write the ones before otherwise
+        rows += [[drawn.randrange(size) for _ in range(40)] for _ in range(40)]
+    given = [pieces_of(Detokenizer(tokenizer, []), row) for row in rows]
+    assert ["".join(pieces) for pieces in given] == [tokenizer.decode(row, skip_special_tokens=True) for row in rows]
+    assert max(sum(map(bool, pieces)) for pieces in given) > 5, "some of it came before the end"
+
+
+def test_bytes_that_never_become_a_character_do_not_hold_the_rest_back():
+    pieces = pieces_of(Detokenizer(Letters, []), [*b"ab", *[0xFF] * 100, *b"cd"])
+    text = "".join(pieces)
+    assert text.startswith("ab\ufffd")
+    assert text.endswith("cd")
+    assert sum(map(bool, pieces)) > 5
+
+
+@pytest.mark.parametrize("stops", [[], ["no such text"], ["b" * 250, "a" * 250 + "c"]])
+def test_an_answer_of_twice_the_length_is_twice_the_work(stops, monkeypatch):
+    costs = []
+    for count in (1000, 2000):
+        monkeypatch.setattr(Letters, "decoded", 0)
+        assert "".join(pieces_of(Detokenizer(Letters, stops), list(b"a" * count))) == "a" * count
+        costs.append(Letters.decoded)
+    assert costs[1] <= 2 * costs[0] + 10
+    assert costs[0] < 5 * 1000
+
+
+def calls_of(do):
+    """How many calls and steps of generators something takes."""
+    count = [0]
+    sys.setprofile(lambda frame, event, given: count.__setitem__(0, count[0] + (event in ("call", "c_call"))))
+    try:
+        do()
+    finally:
+        sys.setprofile(None)
+    return count[0]
+
+
+def test_finding_documents_twice_as_often_is_twice_the_work(loaded):
+    def find(count):
+        with pytest.raises(PromptError, match=f"{count} places.*at most 256"):
+            text_prompt(loaded[1], "ab" * count, ["a"], most=256)
+
+    find(500)
+    costs = [calls_of(lambda count=count: find(count)) for count in (1000, 2000)]
+    assert costs[1] < 2.5 * costs[0]
+
+
+def test_a_request_is_counted_and_admitted_before_its_prompt_is_made(server, http, monkeypatch):
+    made = []
+    monkeypatch.setattr("hf_blend.serving.app.text_prompt", lambda *given: made.append(given))
+    many = http.post("/v1/completions", json={"prompt": "the", "documents": ["x"] * 31})
+    assert many.status_code == 400
+    assert many.json()["error"]["message"].startswith("31 documents came, at most 30")
+    cut = http.post("/v1/completions", json={"prompt": "a|" * 40, "chunk_separator": "|"})
+    assert cut.status_code == 400
+    monkeypatch.setattr(server, "limits", Limits(requests=0))
+    assert http.post("/v1/completions", json={"prompt": "the"}).status_code == 429
+    assert not made
 
 
 def test_text_that_may_still_change_or_begin_a_stop_is_held_back():
@@ -224,7 +305,7 @@ def test_text_that_may_still_change_or_begin_a_stop_is_held_back():
 def test_greedy_and_sampled_requests_share_a_step(client, server):
     def ask(temperature, top_p=1.0):
         return client.completions.create(
-            model="any", prompt="Rolf works as", temperature=temperature, top_p=top_p, max_tokens=6
+            model=MODEL, prompt="Rolf works as", temperature=temperature, top_p=top_p, max_tokens=6
         )
 
     greedy = ask(0).choices[0].text
@@ -238,7 +319,7 @@ BAD = {
     "no body": (b"", {}, 400, None),
     "no JSON": (b"{oops", {}, 400, None),
     "not an object": (b"[1]", {}, 400, None),
-    "no prompt": ({"model": "m"}, {}, 400, None),
+    "no prompt": ({"model": MODEL}, {}, 400, None),
     "wrong type": ({"prompt": {"a": 1}}, {}, 400, None),
     "wrong temperature": ({"prompt": "a", "temperature": 9}, {}, 400, None),
     "wrong length": ({"prompt": "a", "max_tokens": 0}, {}, 400, None),
@@ -259,7 +340,7 @@ BAD = {
 @pytest.mark.parametrize("what", BAD)
 def test_a_bad_request_gets_a_clear_4xx(what, http, server):
     body, headers, status, code = BAD[what]
-    content = body if isinstance(body, bytes) else json.dumps({"model": "m", **body}).encode()
+    content = body if isinstance(body, bytes) else json.dumps({"model": MODEL, **body}).encode()
     response = http.post("/v1/completions", content=content, headers={"content-type": "application/json", **headers})
     assert response.status_code == status, response.text
     error = response.json()["error"]
@@ -344,15 +425,15 @@ def test_more_requests_than_are_taken_get_429_and_room_is_made_again(server, cli
         ]
         assert all(next(lines).startswith("data:") for lines in streams)
         with pytest.raises(openai.RateLimitError) as refused:
-            client.completions.create(model="any", prompt="Rolf", max_tokens=2)
+            client.completions.create(model=MODEL, prompt="Rolf", max_tokens=2)
         assert refused.value.response.headers["retry-after"]
     check_idle(server)
-    assert client.completions.create(model="any", prompt="Rolf", max_tokens=2).usage.completion_tokens == 2
+    assert client.completions.create(model=MODEL, prompt="Rolf", max_tokens=2).usage.completion_tokens == 2
 
 
 def test_a_tenant_has_its_own_limit_and_its_own_store(server, client, no_end):
     bert = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEYS["bert"], max_retries=0)
-    given = {"model": "any", "prompt": QUESTION["question"], "temperature": 0, "max_tokens": 3}
+    given = {"model": MODEL, "prompt": QUESTION["question"], "temperature": 0, "max_tokens": 3}
     documents = {"documents": ["Rolf bought a lantern too.", "The miller was born in May anyway."]}
     first = client.completions.create(**given, extra_body=documents)
     other = bert.completions.create(**given, extra_body=documents)
@@ -361,7 +442,7 @@ def test_a_tenant_has_its_own_limit_and_its_own_store(server, client, no_end):
     assert computed == [2, 2, 0]
     assert other.usage.hf_blend["prefill"] == "blended", "no block of the other tenant is shared"
     assert {name for name, _ in server.tenants.stores.items()} == set(KEYS)
-    with bert.completions.create(model="any", prompt="the", max_tokens=700, stream=True) as answer:
+    with bert.completions.create(model=MODEL, prompt="the", max_tokens=700, stream=True) as answer:
         next(iter(answer))
         with pytest.raises(openai.RateLimitError, match="1 requests are under way"):
             bert.completions.create(**given)
@@ -370,7 +451,7 @@ def test_a_tenant_has_its_own_limit_and_its_own_store(server, client, no_end):
 
 
 def test_health_and_metrics_say_what_happens(server, http, client):
-    client.completions.create(model="any", prompt="Rolf", temperature=0, max_tokens=3)
+    client.completions.create(model=MODEL, prompt="Rolf", temperature=0, max_tokens=3)
     with httpx.Client(base_url=server.url) as anybody:
         assert anybody.get("/health").json() == {"ready": True}
         text = anybody.get("/metrics").text
@@ -379,7 +460,7 @@ def test_health_and_metrics_say_what_happens(server, http, client):
     assert values['hf_blend_requests_total{status="200"}'] >= 1
     assert values['hf_blend_prefills_total{how="plain"}'] >= 1
     assert values["hf_blend_first_token_seconds_count"] >= 1
-    assert any(name.startswith('hf_blend_chunks_stored_total{tenant="anna"') for name in values)
+    assert not [name for name in KEYS if name in text], "who stores what is nobody else's business"
     assert not [key for key in KEYS.values() if key in text]
 
 
@@ -393,16 +474,99 @@ def test_a_failed_step_is_a_500_and_the_server_serves_on(server, client, monkeyp
         step()
 
     monkeypatch.setattr(server.engine, "_generation_step", fail_once)
-    with pytest.raises(openai.InternalServerError, match="a step broke"):
-        client.completions.create(model="any", prompt="Rolf", max_tokens=3)
-    assert client.completions.create(model="any", prompt="Rolf", max_tokens=3).choices
+    with pytest.raises(openai.InternalServerError, match="failed in the engine"):
+        client.completions.create(model=MODEL, prompt="Rolf", max_tokens=3)
+    assert client.completions.create(model=MODEL, prompt="Rolf", max_tokens=3).choices
     check_idle(server)
+
+
+def statuses(http):
+    lines = http.get("/metrics").text.splitlines()
+    rows = [line.split('"') for line in lines if line.startswith("hf_blend_requests_total")]
+    return {row[1]: float(row[2].strip("} ")) for row in rows}
+
+
+def test_a_stream_that_fails_in_the_middle_is_counted_as_failed(server, http, monkeypatch):
+    step, before = server.engine._generation_step, statuses(http)
+
+    def fail_later():
+        if any(len(one.state.generated_tokens) > 2 for one in server.engine.batch_processor.scheduler.in_step):
+            raise AssertionError("somewhere in /usr/lib")
+        step()
+
+    monkeypatch.setattr(server.engine, "_generation_step", fail_later)
+    given = {"prompt": "the the the", "max_tokens": 9, "stream": True, "temperature": 0}
+    answer = http.post("/v1/completions", json=given)
+    assert answer.status_code == 200, "which was said before"
+    assert '"server_error"' in answer.text
+    assert "/usr/lib" not in answer.text
+    wait_for(lambda: statuses(http) != before, "a count")
+    after = statuses(http)
+    assert after["500"] == before.get("500", 0) + 1
+    assert after.get("200") == before.get("200")
+    check_idle(server)
+
+
+def test_a_server_in_which_nothing_moves_is_not_ready(server, http, monkeypatch):
+    assert http.get("/health").status_code == 200
+    monkeypatch.setattr(type(server.engine), "stuck_s", server.limits.stuck_s + 1)
+    assert http.get("/health").status_code == 503
+
+
+def test_a_connection_that_sends_no_request_is_cut(server, monkeypatch):
+    doors = Doors(Limits(connections=2, header_s=0.2))
+
+    class Transport:
+        def __init__(self, port):
+            self.port, self.is_cut = port, False
+
+        def get_extra_info(self, name):
+            return ("127.0.0.1", self.port, 0, 0)
+
+        def abort(self):
+            self.is_cut = True
+
+    async def connect():
+        protocol = doors.guarded(asyncio.Protocol)
+        transports = [Transport(port) for port in range(4)]
+        for transport in transports[:2]:
+            protocol().connection_made(transport)
+        doors.busy(("127.0.0.1", 0))
+        for transport in transports[2:]:
+            protocol().connection_made(transport)
+        assert [one.is_cut for one in transports] == [False, True, False, False], "the oldest that sends none"
+        doors.idle(("127.0.0.1", 0))
+        assert [one.is_cut for one in transports] == [False, True, True, False]
+        await asyncio.sleep(0.4)
+        assert all(one.is_cut for one in transports), "after a time"
+
+    asyncio.run(connect())
+
+
+def test_each_of_several_tenants_has_a_share_of_the_disk_or_its_quota(loaded, tmp_path, monkeypatch):
+    quotas, opened = {}, ChunkStore.open
+
+    def noted(*given, quota_bytes=None, **settings):
+        quotas[settings.get("namespace")] = quota_bytes
+        return opened(*given, quota_bytes=quota_bytes, **settings)
+
+    monkeypatch.setattr(ChunkStore, "open", noted)
+    tenants = [*TENANTS, Tenant("carl", "key-of-carl-0123456789", quota_bytes=5000)]
+    service = make_service(*loaded, ServerPlan(location=str(tmp_path), tenants=tenants, cache_tokens=256))
+    service.close(0.0)
+    assert quotas["carl"] == 5000
+    assert 0 < quotas["anna"] == quotas["bert"] <= shutil.disk_usage(tmp_path).free // 6 + (1 << 30)
+
+
+def test_the_limits_are_those_of_the_page():
+    rows = re.findall(r"^\| `(\w+)` \| ([\d.,]+)", (ROOT / "docs" / "serving.md").read_text("utf-8"), re.MULTILINE)
+    assert {name: float(value.replace(",", "")) for name, value in rows} == vars(Limits())
 
 
 def test_an_answer_that_takes_too_long_is_given_up(server, client, monkeypatch, no_end):
     monkeypatch.setattr(server, "limits", Limits(requests=3, request_s=0.4, new_tokens=700))
     with pytest.raises(openai.APIStatusError) as given_up:
-        client.completions.create(model="any", prompt="the the", max_tokens=800)
+        client.completions.create(model=MODEL, prompt="the the", max_tokens=800)
     assert given_up.value.status_code == 504
     check_idle(server)
 
@@ -411,7 +575,7 @@ def test_a_server_that_is_told_to_stop_answers_what_is_under_way(loaded, tmp_pat
     found = []
     with running(loaded, tmp_path) as service:
         asked = openai.OpenAI(base_url=f"{service.url}/v1", api_key="none is needed", max_retries=0)
-        stream = asked.completions.create(model="any", prompt="the the", max_tokens=12, temperature=2, stream=True)
+        stream = asked.completions.create(model=MODEL, prompt="the the", max_tokens=12, temperature=2, stream=True)
         found.append(next(iter(stream)))
         reader = threading.Thread(target=lambda: found.extend(stream))
         reader.start()
@@ -458,6 +622,7 @@ def test_documents_within_a_template_have_the_ids_of_the_whole_text_and_keep_the
         ('{"tenants": [{"api_key": "0123456789abcdef"}]}', "no name"),
         ('{"tenants": [{"name": "a", "api_key": "0123456789abcdef", "secret": "00"}]}', "64 or more hex digits"),
         ('{"tenants": [{"name": "a", "api_key": "0123456789abcdef", "quota": 1}]}', "expected fields among"),
+        ('{"tenants": [{"name": "a", "api_key": "0123456789abcdef", "quota_bytes": 0}]}', "quota_bytes=0"),
         ('{"tenants": [{"name": "a", "api_key": "0123456789abcdef"}, {"name": "a", "api_key": "x123456789abcdef"}]}',
          "same name"),
     ],
