@@ -3,10 +3,10 @@
 """Requests that are served under policies of eviction read from the slow tier what the policy does not hold."""
 
 import pytest
+from eviction import EvictionPlan, Recorded, Request, _sample
+from eviction_ttft import HeldTier, Served, saved, serve
 
 from hf_blend import ChunkStore
-from hf_blend.evaluation.bench.eviction import EvictionPlan, Recorded, Request, _sample
-from hf_blend.evaluation.bench.eviction_ttft import HeldTier, Served, saved, serve
 from hf_blend.verify.zoo import tiny_model as zoo_model
 
 CHUNKS = [tuple(range(first, first + 48)) for first in (5, 20, 40, 60)]

@@ -17,7 +17,6 @@ Shares = Annotated[list[float], typer.Option("--share", help="Of the blocks that
 Places = Annotated[list[str], typer.Option("--place", help="device, cpu or disk; may be repeated.")]
 Tokens = Annotated[int, typer.Option(min=1, help="Tokens decoded in a turn.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Turns of each way; the median counts.")]
-Answers = Annotated[int, typer.Option(min=0, help="Also answer so many questions with the bundled chain model.")]
 Folder = Annotated[str | None, typer.Option(help="For what goes to the disk; else the system's temporary folder.")]
 
 
@@ -28,7 +27,6 @@ def sparse_offload(
     place: Places = ["device", "disk"],  # noqa: B006
     tokens: Tokens = 32,
     rounds: Rounds = 5,
-    answers: Answers = 0,
     folder: Folder = None,
     device: Device = "auto",
     json: Json = False,
@@ -37,16 +35,13 @@ def sparse_offload(
 
     Examples:
         hf-blend bench sparse-offload --shape tiny --context 256 --tokens 2 --rounds 1 --json  # slow
-        hf-blend bench sparse-offload --context 32768 --share 0.25 --answers 200  # slow
+        hf-blend bench sparse-offload --context 32768 --share 0.25  # slow
     """
     from hf_blend.evaluation.bench.sparse_offload import SparseOffloadPlan, measure_sparse_offload
-    from hf_blend.evaluation.bench.sparse_offload_answers import measure_sparse_offload_answers
     from hf_blend.evaluation.bundled import choose_device
 
     where = str(choose_device(device))
     given = (shape, tuple(context), tuple(share), tuple(place))
     plan = SparseOffloadPlan(*given, tokens=tokens, rounds=rounds, device=where, folder=folder)
     found = measure_sparse_offload(plan, progress=say)
-    if answers:
-        found["answers"] = measure_sparse_offload_answers(answers, progress=say)
     show(found if json else found["rows"], as_json=json, title=f"{shape}, sparse decoding", header=True)

@@ -22,14 +22,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.store.throttled import ThrottledTier
 
-from ..bundled import load_model
-from ..chains.sampling import sample_examples
 from .cold import forget
 from .ttft import Clock
 
 GB = 1e9
 WIDTH = 1024
-DRAWN = ("chunks", "chunk_tokens", "question_tokens", "layers")  # of a plan, where no trained model is given
 SHAPES = {"8 KV heads of 64": (16, 8, 64), "32 KV heads of 32": (32, 32, 32)}  # query heads, KV heads, width
 
 
@@ -47,7 +44,6 @@ class PartialPlan:
         rounds: how often each way is measured; the median counts.
         seed: of weights and tokens.
         fallback: what is loaded where probe heads disagree, see `ChunkStore.open`.
-        model: a trained one, "chains" or a folder, with a question of its own instead of drawn tokens.
     """
 
     chunks: int = 4
@@ -59,11 +55,10 @@ class PartialPlan:
     rounds: int = 5
     seed: int = 0
     fallback: str = "whole"
-    model: str | None = None
 
 
 def measure_partial_load(plan: PartialPlan, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
-    """Measure a trained model, or both shapes, at every rate.
+    """Measure both shapes at every rate.
 
     Args:
         plan: what to measure.
@@ -73,25 +68,14 @@ def measure_partial_load(plan: PartialPlan, progress: Callable[[str], None] | No
         `rows`: bytes of all and of what was loaded, times to the first token, the share of fallback layers.
     """
     rows = []
-    for name in [plan.model] if plan.model else SHAPES:
-        model, pieces = _trained(plan, name) if plan.model else (_tied_model(plan, *SHAPES[name]), _pieces(plan))
+    for name, heads in SHAPES.items():
+        model, pieces = _tied_model(plan, *heads), _pieces(plan)
         with TemporaryDirectory() as folder:
             for rate in plan.rates:
                 if progress:
                     progress(f"{name}, {rate or 'unthrottled'} GB/s")
-                rows.append({"shape": Path(name).name, **_row(model, pieces, plan, rate, Path(folder))})
-    drawn = () if plan.model is None else DRAWN  # a trained model brings its own layers and prompt
-    asked = {name: value for name, value in vars(plan).items() if name not in drawn}
-    return {"threads": torch.get_num_threads(), "torch": torch.__version__, **asked, "rows": rows}
-
-
-def _trained(plan: PartialPlan, name: str) -> tuple[Any, dict[str, Any]]:
-    """A trained model, and one long question of the chain world."""
-    model, tokenizer = load_model(name)
-    (example,) = sample_examples(1, plan.seed)
-    ids = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
-    chunks = [ids(chunk) for chunk in example.chunks]
-    return model, {"prefix": [model.config.bos_token_id], "chunks": chunks, "question": ids(example.question)}
+                rows.append({"shape": name, **_row(model, pieces, plan, rate, Path(folder))})
+    return {"threads": torch.get_num_threads(), "torch": torch.__version__, **vars(plan), "rows": rows}
 
 
 @torch.no_grad()

@@ -18,15 +18,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from eviction_ttft import Served, Times, saved, serve
 
 from hf_blend import BlendCache, ChunkStore, plugins
+from hf_blend.evaluation.bootstrap import interval
+from hf_blend.evaluation.bundled import load_model
+from hf_blend.evaluation.chains.sampling import LONG, texts
+from hf_blend.evaluation.chains.story import question, tell
 from hf_blend.store.budget import Budget
-
-from ..bootstrap import interval
-from ..bundled import load_model
-from ..chains.sampling import LONG, texts
-from ..chains.story import question, tell
-from .eviction_ttft import Served, Times, saved, serve
 
 POLICIES = ("lru", "lfu", "importance")
 NEW_SHARE = 0.2  # as in `hf_blend.store.importance`
@@ -134,9 +133,7 @@ def measure_eviction(plan: EvictionPlan, progress: Callable[[str], None] | None 
 
 
 @torch.no_grad()
-def record(
-    plan: EvictionPlan, model: Any, tokenizer: Any, progress: Callable[[str], None] | None = None
-) -> Recorded:
+def record(plan: EvictionPlan, model: Any, tokenizer: Any, progress: Callable[[str], None] | None = None) -> Recorded:
     """Let the model answer, and note what its questions look at.
 
     Args:

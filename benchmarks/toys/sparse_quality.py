@@ -14,14 +14,13 @@ from random import Random
 from typing import Any
 
 import torch
+from self_extend import ANSWER_TOKENS, TRAINED_TOKENS, story_prompt
 
 from hf_blend import BlendCache, ChunkStore, sparse_decoding
+from hf_blend.evaluation.bootstrap import interval
+from hf_blend.evaluation.bundled import load_model
+from hf_blend.evaluation.world.sampling import Example, sample_examples
 from hf_blend.sparse.config import SparseConfig
-
-from ..bootstrap import interval
-from ..bundled import load_model
-from ..world.sampling import Example, sample_examples
-from .self_extend import ANSWER_TOKENS, TRAINED_TOKENS, story_prompt
 
 BLOCK_TOKENS = 8
 SHARES = (0.5, 0.25, 0.1)

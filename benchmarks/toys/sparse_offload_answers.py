@@ -15,12 +15,11 @@ from typing import Any
 import torch
 
 from hf_blend import BlendCache, ChunkStore, sparse_decoding
+from hf_blend.evaluation.answering import is_right
+from hf_blend.evaluation.bootstrap import interval
+from hf_blend.evaluation.bundled import CHAINS, load_model
+from hf_blend.evaluation.chains.sampling import Example, sample_examples
 from hf_blend.sparse.config import SparseConfig
-
-from ..answering import is_right
-from ..bootstrap import interval
-from ..bundled import CHAINS, load_model
-from ..chains.sampling import Example, sample_examples
 
 BLOCK_TOKENS, ANSWER_TOKENS = 16, 3
 

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 
 from hf_blend.context.self_extend import self_extend
-
-from ..bootstrap import interval
-from ..bundled import load_model
-from ..world.sampling import Example, sample_examples
-from ..world.words import FILLERS
+from hf_blend.evaluation.bootstrap import interval
+from hf_blend.evaluation.bundled import load_model
+from hf_blend.evaluation.world.sampling import Example, sample_examples
+from hf_blend.evaluation.world.words import FILLERS
 
 TRAINED_TOKENS = 224  # of the reference model, see its card
 ANSWER_TOKENS = 3

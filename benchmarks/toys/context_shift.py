@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 from hf_blend import SequenceCache, ShiftCache
 from hf_blend.context.size import cache_size
-
-from ..bootstrap import interval
-from ..bundled import load_model
-from ..world.sampling import questions
-from ..world.story import Level, tell
+from hf_blend.evaluation.bootstrap import interval
+from hf_blend.evaluation.bundled import load_model
+from hf_blend.evaluation.world.sampling import questions
+from hf_blend.evaluation.world.story import Level, tell
 
 WINDOW_TOKENS = 224  # the longest that the reference model was trained on
 KEEP_TOKENS = 1

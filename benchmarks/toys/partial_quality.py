@@ -16,11 +16,10 @@ from typing import Any
 import torch
 
 from hf_blend import BlendCache, ChunkStore
-
-from ..bootstrap import interval
-from ..bundled import load_model
-from ..chains.sampling import sample_examples as chain_examples
-from ..world.sampling import sample_examples as world_examples
+from hf_blend.evaluation.bootstrap import interval
+from hf_blend.evaluation.bundled import load_model
+from hf_blend.evaluation.chains.sampling import sample_examples as chain_examples
+from hf_blend.evaluation.world.sampling import sample_examples as world_examples
 
 ANSWER_TOKENS = 4
 GROUP = 20  # questions whose chunks are on disk at a time

@@ -18,14 +18,13 @@ from typing import Any
 import torch
 
 from hf_blend import BlendCache, ChunkStore, plugins
+from hf_blend.evaluation.bootstrap import interval
 from hf_blend.sparse.partial.loading import PartialLoading
 from hf_blend.sparse.partial.store import BLOCK_TOKENS, PartialStore
 from hf_blend.store import ChunkKey
 from hf_blend.store.throttled import ThrottledTier
 from hf_blend.store.tiers.base import Source
 from hf_blend.store.wrapped import WrappedTier
-
-from ..bootstrap import interval
 
 WAYS = ("whole", "part")
 SHARE, ALPHA = 0.25, 0.6  # as `ChunkStore.open(partial=0.25)`
