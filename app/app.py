@@ -8,7 +8,7 @@ from hf_blend.evaluation.demo.visitors import Limits, Visitors
 
 demo = Demo(
     Shelf(most_models=2, most_parameters=1_000_000_000, takes_folders=False),
-    Visitors(Limits(answers_per_minute=12, prompt_tokens=2048, store_bytes=64 << 20)),
+    Visitors(Limits(answers_per_minute=12, prompt_tokens=2048, store_bytes=128 << 20)),
 )
 
 if __name__ == "__main__":

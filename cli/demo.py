@@ -13,7 +13,9 @@ from .output import Json, fail, say, show
 
 __all__ = ["demo"]
 
-Model = Annotated[str, typer.Option(help="Hub id or folder to begin with; empty is a bundled one, with an answer.")]
+Model = Annotated[
+    str, typer.Option(help="Hub id, folder or name to begin with; empty is smollm2 where it is to be had, else a toy.")
+]
 Host = Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 for everybody who reaches this machine.")]
 Port = Annotated[int | None, typer.Option(min=1, max=65535, help="The first free one from 7860 on if left out.")]
 Folders = Annotated[bool, typer.Option("--folders/--no-folders", help="Whether visitors may name folders as models.")]
@@ -44,9 +46,10 @@ def demo(
 
     _refuse_taken(host, port)
     limits: dict[str, Any] = {"most_parameters": int(most_parameters * 1e9), "takes_folders": folders}
-    made = Demo(Shelf(**limits, device=device, dtype=dtype), model=model)
-    if model:
-        made.shelf.take(model)
+    made = Demo(Shelf(**limits, device=device, dtype=dtype), model=model or ("reference" if check else ""))
+    if made.model:
+        made.shelf.take(made.model)
+    say("Answering the first question, so that the page opens with it.")
     blocks, url = serve(made, host=host, port=port, wait=False)
     try:
         if check:
@@ -73,7 +76,7 @@ def _refuse_taken(host: str, port: int | None) -> None:
 
 
 def _checked(url: str, made: Any, json: bool) -> None:
-    """Ask the first bundled question through the page's own interface."""
+    """Ask the question that the page opened with through its own interface."""
     from hf_blend.evaluation.demo.asked import first_answers
 
     answers = first_answers(url, made.model)

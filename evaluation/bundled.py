@@ -276,6 +276,19 @@ def quickstart_questions() -> list[dict[str, Any]]:
     return found
 
 
+def handbook_questions() -> list[dict[str, Any]]:
+    """Three questions over the bundled handbook of a mountain hut, which full prefill of `smollm2` answers.
+
+    Returns:
+        `chunks`, the twelve documents, `question` and `answer` of each.
+    """
+    folder = files("hf_blend") / "bundled" / "handbook"
+    pages = sorted((page for page in folder.iterdir() if page.name.endswith(".md")), key=lambda page: page.name)
+    chunks = [f"{page.read_text('utf-8').strip()}\n\n" for page in pages]
+    questions = json.loads((folder / "questions.json").read_text("utf-8"))
+    return [{"chunks": chunks, **question} for question in questions]
+
+
 def long_questions() -> list[dict[str, Any]]:
     """The questions that come with the chain model: prefix, chunks, question and answer of each."""
     found: list[dict[str, Any]] = json.loads((Path(CHAINS) / "questions.json").read_text("utf-8"))

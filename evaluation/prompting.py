@@ -13,7 +13,7 @@ from hf_blend.errors import PromptError
 from hf_blend.prompt.messages import build_messages, render
 from hf_blend.prompt.pieces import build, tokenize
 
-__all__ = ["Turn", "documents_end", "ids_of", "inputs_of", "request"]
+__all__ = ["Turn", "chunks_of", "documents_end", "ids_of", "inputs_of", "request"]
 
 INSTRUCTION = "Answer the question from the documents, in as few words as possible."
 
@@ -72,6 +72,14 @@ def ids_of(tokenizer: Any, given: dict[str, Any]) -> list[int]:
     if "messages" in given:
         return list(build_messages(tokenizer, given["messages"], (), {}).ids)
     return list(build(tokenizer, given.get("prefix"), given["chunks"], given["question"]).ids)
+
+
+def chunks_of(tokenizer: Any, given: dict[str, Any]) -> list[tuple[int, ...]]:
+    """Token ids of each chunk of a request, as the store keeps them; some may be equal."""
+    if "messages" in given:
+        prompt = build_messages(tokenizer, given["messages"], given["documents"], {})
+        return [span.token_ids for span in prompt.spans()]
+    return list(build(tokenizer, given.get("prefix"), given["chunks"], given["question"]).chunks)
 
 
 def documents_end(tokenizer: Any, given: dict[str, Any], tokens: int) -> int:

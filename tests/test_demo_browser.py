@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hf_blend.evaluation.demo.compare import opening
 from hf_blend.evaluation.demo.page import Demo, serve
 from hf_blend.evaluation.demo.visitors import Limits, Visitors
 from hf_blend.evaluation.demo.wish import stories
@@ -23,6 +24,7 @@ FLAGS = (
 )
 WAIT_MS = 90_000  # a busy machine
 HOSTILE = "<script>window.broken = 1</script><img src=x onerror='window.broken = 1'>\n\"><svg onload=alert(1)>"
+TOY = "chains"
 SHORT = stories()["Story 1"]
 FIRST = next(iter(SHORT["questions"]))
 DESKTOP, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
@@ -37,8 +39,8 @@ def demo():
 
 @pytest.fixture(scope="module")
 def opened(demo):
-    """What the page begins with."""
-    return demo.opening()
+    """What the page begins with: a toy's answers, which come soon."""
+    return opening(demo.shelf, demo.visitors.limits, TOY)
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +110,11 @@ class Visit:
     def write(self, place, text):
         self.page.locator(f"{place} textarea, {place} input").first.fill(text)
 
+    def unfold(self):
+        """Show the marked text."""
+        self.page.locator("#hb-marked button").first.click()
+        self.page.locator("#hb-documents .hb-tokens .hb-chosen").first.wait_for()
+
     def chosen(self):
         return self.page.locator("#hb-documents .hb-tokens .hb-chosen").count()
 
@@ -134,7 +141,7 @@ def visit(browser, url):
 
 
 @pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
-def test_the_page_opens_with_an_answered_example_that_wins_above_the_fold(visit, opened, artefacts, size):
+def test_the_page_opens_answered_with_story_question_and_cards_on_the_first_screens(visit, opened, artefacts, size):
     name, wish, scene = opened
     assert scene.wins
     seen = visit(**size)
@@ -143,10 +150,19 @@ def test_the_page_opens_with_an_answered_example_that_wins_above_the_fold(visit,
     assert [seen.panel(method).locator(".hb-right, .hb-wrong").inner_text() for method in METHODS] == [
         "right", "wrong", "right",
     ]  # fmt: skip
-    assert all(box["y"] + box["height"] <= size["height"] for box in boxes)
+    screens = 1 if size is DESKTOP else 2
+    assert all(box["y"] + box["height"] <= screens * size["height"] for box in boxes)
+    for given in ("#hb-story", "#hb-try", "#hb-text", "#hb-question", "#hb-ask"):
+        box = seen.page.locator(given).bounding_box()
+        assert box["y"] + box["height"] <= size["height"], given
+    assert seen.page.evaluate("() => document.documentElement.scrollHeight") <= 2.5 * size["height"]
+    assert seen.chosen() == 0, "the marked text is folded"
     assert seen.page.evaluate("() => document.documentElement.scrollWidth") <= size["width"]
     sync_api.expect(seen.page.locator("#hb-question textarea, #hb-question input").first).to_have_value(wish.question)
     sync_api.expect(seen.page.locator("#hb-story input")).to_have_value(name)
+    seen.tab("Your files")
+    sync_api.expect(seen.page.locator("#own-model textarea, #own-model input").first).to_have_value("")  # no toy
+    seen.tab("Examples")
     seen.page.screenshot(path=artefacts / f"start-{size['width']}.png", full_page=True)
 
 
@@ -172,7 +188,7 @@ def test_asking_gives_three_answers_and_marks_what_was_recomputed(visit, artefac
     seen.ask()
     assert seen.answer("full prefill") == seen.answer("blend") == SHORT["questions"][FIRST]
     assert "ms" in seen.panel("full reuse").locator(".hb-figures").inner_text()
-    seen.page.locator("#hb-documents .hb-tokens .hb-chosen").first.wait_for()
+    seen.unfold()
     few, full = seen.chosen(), seen.panel("full prefill").inner_text()
     box = seen.page.locator("#hb-ratio input[type=range]").bounding_box()
     seen.page.mouse.click(box["x"] + box["width"] * 0.4, box["y"] + box["height"] / 2)
@@ -197,7 +213,8 @@ def test_the_address_is_a_link_to_the_question(visit):
     seen.page.wait_for_url("**/?*")
     link = seen.page.evaluate("() => location.search")
     again = visit(link)
-    again.page.locator("#hb-status", has_text="chunks computed").wait_for()
+    again.page.locator("#hb-status", has_text="pieces stored now").wait_for()
+    again.unfold()
     sync_api.expect(again.page.locator("#hb-question textarea, #hb-question input").first).to_have_value(other)
     sync_api.expect(again.page.locator("#hb-story input")).to_have_value("Story 1")
     again.page.wait_for_function(
@@ -265,7 +282,8 @@ def test_two_visitors_at_once_get_each_their_own_answer(visit):
     first.page.locator("#hb-ask").click()
     second.page.locator("#hb-ask").click()
     for one, question in ((first, FIRST), (second, other)):
-        one.page.locator("#hb-status", has_text="chunks computed").wait_for()
+        one.page.locator("#hb-status", has_text="pieces stored now").wait_for()
+        one.unfold()
         one.page.wait_for_function("() => document.querySelectorAll('#hb-documents .hb-token').length < 500")
         assert one.answer("full prefill") == SHORT["questions"][question]
         assert one.answer("blend")

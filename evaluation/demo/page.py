@@ -4,13 +4,13 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from hf_blend.config import BlendConfig
-from hf_blend.errors import ConfigError, HfBlendError, import_extra
+from hf_blend.errors import ConfigError, HfBlendError, PromptError, import_extra
 
 from ..bundled import BUNDLED
 from ..documents import READERS, Document, printable, read_file, short_reason
@@ -18,15 +18,17 @@ from . import drawing
 from .compare import Panel, Scene, again, compare, opening
 from .shelf import Shelf
 from .visitors import Visitors
-from .wish import Wish, selectors, stories
+from .wish import Wish, first_wish, selectors, stories, story_for
 
 OWN = "my own text"
 QUIET = {"GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1"}
 QUEUE = {"concurrency_limit": 1, "concurrency_id": "model"}  # one answer at a time, so that times are comparable
 UPLOADS_S = 3600  # until what was uploaded is deleted
-HEAD = """<h1>hf_blend</h1><p>One question over documents, answered by a <b>full prefill</b>, by <b>full reuse</b>
-of stored KV, and by <b>blending</b>: stored KV with a share of the tokens recomputed.</p>"""
-FILES = "Pieces of your files that fit a question are found and answered from. Name a model that knows their words."
+HEAD = """<h1>hf_blend</h1><p>One question over documents, answered three ways: the model reads everything again,
+reuses what it stored of each document, or <b>blends</b>: reuses it and computes some tokens again.</p>"""
+FILES = "Pieces of your files that fit a question are found and answered from."
+WORK = f'<p class="hb-legend"><b>Work</b>: {drawing.WORK[0].lower()}{drawing.WORK[1:]}</p>'
+UPLOADS = 32  # how many times larger than the limit a file may be and still get a sentence of ours
 COLOURS = {  # with white on them, or on white, a contrast of 4.5 or more
     "button_primary_background_fill": "*primary_700",
     "button_primary_background_fill_hover": "*primary_800",
@@ -52,7 +54,7 @@ class Demo:
     Attributes:
         shelf: the models.
         visitors: limits and stores.
-        model: name of the model that the page begins with; empty is a bundled one, with an example that is answered.
+        model: name of the model that the page begins with; empty is a real one where it is to be had, else a toy.
     """
 
     shelf: Shelf = field(default_factory=Shelf)
@@ -60,11 +62,12 @@ class Demo:
     model: str = ""
 
     def opening(self) -> tuple[str, Wish, Scene]:
-        """The name of a story, a question to it, and what the page begins with."""
-        if not self.model:
-            return opening(self.shelf, self.visitors.limits)
-        name, story = next((name, one) for name, one in stories().items() if one["model"] == "reference")
-        return name, Wish(story["documents"], next(iter(story["questions"]))), EMPTY
+        """The name of a story, a question to it, and its answers: what the page begins with."""
+        try:
+            return opening(self.shelf, self.visitors.limits, self.model)
+        except PromptError as error:  # a model that reads less than the story has
+            name = story_for(self.model)
+            return name, first_wish(name), replace(EMPTY, status=str(error))
 
     def read(self, paths: Sequence[str]) -> tuple[tuple[Document, ...], str]:
         """Read files that were uploaded.
@@ -76,8 +79,11 @@ class Demo:
             Their documents, and a sentence that says how many there are and what was left out.
         """
         found, left = list[Document](), list[str]()
+        most = self.visitors.limits.file_bytes
         for path in map(Path, paths):
             try:
+                if path.stat().st_size > most:
+                    raise PromptError(f"it has more than {most >> 20} MB")
                 found += read_file(path, path.name)
             except HfBlendError as error:
                 left.append(printable(f"{path.name} ({short_reason(error)})"))
@@ -156,7 +162,7 @@ def build(demo: Demo) -> Any:
             with gradio.Tab("Examples", id="examples"):
                 _examples(gradio, blocks, demo, name, wish, scene)
             with gradio.Tab("Your files", id="own"):
-                _own(gradio, demo)
+                _own(gradio, demo, demo.model or stories()[name]["model"])
             with gradio.Tab("Quality", id="quality"):
                 gradio.Markdown("Answers against cost: 500 questions to the bundled reference model.")
                 gradio.HTML(drawing.quality(), elem_id="hb-quality")
@@ -189,7 +195,7 @@ def serve(demo: Demo, *, host: str = "127.0.0.1", port: int | None = None, wait:
         "show_error": False,
         "ssr_mode": False,
         "enable_monitoring": False,
-        "max_file_size": demo.visitors.limits.file_bytes,
+        "max_file_size": UPLOADS * demo.visitors.limits.file_bytes,
         "footer_links": [],
         "theme": gradio.themes.Default(primary_hue="blue", **fonts).set(**COLOURS),
         "css": (files(__package__) / "page.css").read_text("utf-8"),
@@ -221,10 +227,10 @@ class _Asking:
         return [self.question, self.ratio, self.selector, self.model]
 
 
-def _asking(gradio: Any, demo: Demo, prefix: str, question: str, scene: Scene, model: str) -> _Asking:
-    """Draw a question, its answers and its settings."""
+def _asking(gradio: Any, demo: Demo, prefix: str, wish: Wish, scene: Scene, model: str) -> _Asking:
+    """Draw a question, its answers and its settings; what is marked is folded."""
     with gradio.Row(elem_classes="hb-asking", equal_height=True):
-        asked = gradio.Textbox(question, label="Question", elem_id=f"{prefix}-question", scale=5, min_width=240)
+        asked = gradio.Textbox(wish.question, label="Question", elem_id=f"{prefix}-question", scale=5, min_width=240)
         button = gradio.Button("Ask three ways", variant="primary", elem_id=f"{prefix}-ask", scale=1, min_width=150)
     shown = _shown(scene)
     said = gradio.HTML(shown[1], elem_id=f"{prefix}-status", padding=False)
@@ -232,16 +238,19 @@ def _asking(gradio: Any, demo: Demo, prefix: str, question: str, scene: Scene, m
         answers = [gradio.HTML(one, min_width=220, padding=False) for one in shown[2:5]]
     with gradio.Row():
         ratio = gradio.Slider(
-            0, 1, BlendConfig.recompute_ratio, step=0.01, label="Recompute ratio", elem_id=f"{prefix}-ratio"
-        )
+            0, 1, wish.recompute_ratio, step=0.01, label="Recompute ratio", elem_id=f"{prefix}-ratio",
+        )  # fmt: skip
         selector = gradio.Dropdown(
             list(selectors()), value=BlendConfig.selector, label="Selector", elem_id=f"{prefix}-selector"
         )
         named = gradio.Textbox(
-            model, label="Model", placeholder="reference, chains, or an id on the hub", elem_id=f"{prefix}-model",
-            info="Bundled: reference, chains. Or a hub id" + (", or a folder" if demo.shelf.takes_folders else ""),
+            model, label="Model", placeholder="smollm2, or an id on the hub", elem_id=f"{prefix}-model",
+            info="smollm2; reference and chains are toys. Or a hub id"
+            + (", or a folder" if demo.shelf.takes_folders else ""),
         )  # fmt: skip
-    marked = gradio.HTML(shown[5], elem_id=f"{prefix}-documents", padding=False)
+    gradio.HTML(WORK, padding=False)
+    with gradio.Accordion("Which tokens were computed again", open=False, elem_id=f"{prefix}-marked"):
+        marked = gradio.HTML(shown[5], elem_id=f"{prefix}-documents", padding=False)
     with gradio.Accordion("How far stored KV is from a full prefill, layer by layer", open=False):
         heat = gradio.HTML(shown[6], elem_id=f"{prefix}-deviation")
     outputs = [gradio.State(scene), said, *answers, marked, heat]
@@ -250,17 +259,19 @@ def _asking(gradio: Any, demo: Demo, prefix: str, question: str, scene: Scene, m
 
 def _examples(gradio: Any, blocks: Any, demo: Demo, name: str, wish: Wish, scene: Scene) -> None:
     """The tab with bundled stories, answered by the time it is seen."""
-    asking = _asking(gradio, demo, "hb", wish.question, scene, demo.model or stories()[name]["model"])
-    with gradio.Row():
-        story = gradio.Dropdown([*stories(), OWN], value=name, label="Story", elem_id="hb-story")
-        try_these = gradio.Dropdown(
-            list(stories()[name]["questions"]), value=wish.question, label="Questions to try", elem_id="hb-try"
-        )
-        copy = gradio.Button("Copy link", elem_id="hb-copy", min_width=120)
-    documents = gradio.Textbox(
-        wish.documents, lines=6, max_lines=14, label="Documents", elem_id="hb-text",
-        info="One document a line, or paragraphs with empty lines between them.",
-    )  # fmt: skip
+    with gradio.Row(elem_id="hb-given"):
+        with gradio.Column(scale=2, min_width=280):
+            story = gradio.Dropdown([*stories(), OWN], value=name, label="Story", elem_id="hb-story")
+            try_these = gradio.Dropdown(
+                list(stories()[name]["questions"]), value=wish.question, elem_id="hb-try",
+                label="Questions to try: such as a full prefill answers",
+            )  # fmt: skip
+        documents = gradio.Textbox(
+            wish.documents, lines=4, max_lines=4, scale=3, min_width=280, elem_id="hb-text",
+            label="Documents: one a line, or paragraphs with empty lines between them",
+        )  # fmt: skip
+    asking = _asking(gradio, demo, "hb", wish, scene, demo.model or stories()[name]["model"])
+    copy = gradio.Button("Copy link to this question", elem_id="hb-copy", size="sm")
     inputs = [asking.model, documents, asking.question, asking.ratio, asking.selector]
     linked = [*asking.settings, story, documents]
     ask, move = _handlers(gradio, demo, lambda values: (str(values[0] or ""), _wish(*values[1:])))
@@ -271,11 +282,12 @@ def _examples(gradio: Any, blocks: Any, demo: Demo, name: str, wish: Wish, scene
     _on_moved(gradio, asking, move, inputs)
 
     def pick(name: str) -> tuple[Any, ...]:
-        story = stories().get(name, {"documents": "", "questions": {}, "model": gradio.skip()})
+        own = {"documents": "", "questions": {}, "model": gradio.skip(), "ratio": gradio.skip()}
+        story = stories().get(name, own)
         questions = list(story["questions"])
         first = questions[0] if questions else ""
         model = gradio.skip() if demo.model else story["model"]
-        return story["documents"], gradio.update(choices=questions, value=first or None), first, model
+        return story["documents"], gradio.update(choices=questions, value=first or None), first, model, story["ratio"]
 
     def follow(request: gradio.Request) -> tuple[Any, ...]:
         return tuple(_followed(request.query_params, gradio.skip()))
@@ -285,15 +297,16 @@ def _examples(gradio: Any, blocks: Any, demo: Demo, name: str, wish: Wish, scene
         yield from ask(request, *values) if is_asked else [(gradio.skip(),) * len(asking.outputs)]
 
     private = {"api_visibility": "private"}
-    story.input(pick, [story], [documents, try_these, asking.question, asking.model], **private)
+    picked = [documents, try_these, asking.question, asking.model, asking.ratio]
+    story.input(pick, [story], picked, **private)
     try_these.input(lambda text: text or "", [try_these], [asking.question], **private)
     documents.input(lambda: OWN, None, [story], **private)
     quiet = {**private, "show_progress": "hidden"}  # most visitors come without a link
     blocks.load(follow, None, linked, **quiet).then(ask_linked, inputs, asking.outputs, **quiet, **QUEUE)
 
 
-def _own(gradio: Any, demo: Demo) -> None:
-    """The tab with a visitor's files."""
+def _own(gradio: Any, demo: Demo, model: str) -> None:
+    """The tab with a visitor's files; a toy, which knows no words of theirs, is not offered."""
     gradio.Markdown(FILES)
     limits = demo.visitors.limits
     with gradio.Row():
@@ -303,7 +316,7 @@ def _own(gradio: Any, demo: Demo) -> None:
         )  # fmt: skip
         top_k = gradio.Slider(1, 16, Wish.top_k, step=1, label="Pieces retrieved", elem_id="own-top-k", min_width=160)
     held, read = gradio.State(()), gradio.HTML(elem_id="own-read", padding=False)
-    asking = _asking(gradio, demo, "own", "", EMPTY, demo.model)
+    asking = _asking(gradio, demo, "own", Wish("", ""), EMPTY, "" if model in BUNDLED else model)
     inputs = [asking.model, held, asking.question, asking.ratio, asking.selector, top_k]
 
     def wish(values: Sequence[Any]) -> tuple[str, Wish]:

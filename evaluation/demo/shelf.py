@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The models of the page: the bundled ones, and those that visitors name; none that cannot be blended exactly."""
 
+import copy
 import os
 import re
 import threading
@@ -12,8 +13,9 @@ from typing import Any
 from torch import nn
 
 from hf_blend import BlendCache, ChunkStore
-from hf_blend.errors import ConfigError, HfBlendError
-from hf_blend.model_names import NAMES, locate
+from hf_blend.context.size import cache_size
+from hf_blend.errors import ConfigError, HfBlendError, MissingExtraError
+from hf_blend.model_names import NAMES, PACKAGED, locate
 
 from ..bundled import ModelSource, open_model
 
@@ -40,6 +42,12 @@ class Loaded:
     def tokenizer(self) -> Any:
         """Its tokenizer."""
         return self.source.tokenizer
+
+    @property
+    def token_bytes(self) -> int:
+        """K and V of one token, all layers."""
+        dtype = next(self.model.parameters()).dtype
+        return cache_size(self.source.config, context_tokens=1, dtype=dtype).bytes_per_token
 
 
 class Shelf:
@@ -90,10 +98,10 @@ class Shelf:
             return self._held[wanted]
 
     def _load(self, name: str) -> Loaded:
-        folder = locate(name) if name in NAMES else self._checked(name)
+        folder = _located(name) if name in NAMES else self._checked(name)
         try:
-            self._weigh(folder, name)
             source = open_model(folder, *self._on)
+            self._weigh(source.config, name)
             model = source.load()
         except HfBlendError:
             raise
@@ -117,13 +125,13 @@ class Shelf:
             )
         return name
 
-    def _weigh(self, source: str, name: str) -> None:
+    def _weigh(self, config: Any, name: str) -> None:
         """Refuse what is too large, from the config alone."""
         import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):
-            empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
+            empty = AutoModelForCausalLM.from_config(copy.deepcopy(config))
         parameters = sum(weight.numel() for weight in empty.parameters())
         if parameters > self.most_parameters:
             raise ConfigError(
@@ -131,6 +139,14 @@ class Shelf:
                 f"{self.most_parameters / 1e9:g} billion are taken here. Take a smaller one, or run hf-blend demo on "
                 "your own machine with --most-parameters."
             )
+
+
+def _located(name: str) -> str:
+    """The folder of a model that has a name; its hub id where it is not on this machine."""
+    try:
+        return locate(name)
+    except MissingExtraError:
+        return PACKAGED[name].hub_id
 
 
 def _short(error: BaseException) -> str:

@@ -12,6 +12,7 @@ from hf_blend import ChunkStore
 from hf_blend.errors import PromptError
 
 WINDOW_S = 60.0
+FILLED = 0.95  # of a store; the rest is for rotary tables, which are kept beside K and V
 
 
 @dataclass(frozen=True)
@@ -24,11 +25,11 @@ class Limits:
         file_bytes: of one file.
         files: how many.
         question_letters: of the question.
-        prompt_tokens: of documents and question, as the model counts.
+        prompt_tokens: of documents and question, as the model counts; fewer where a store holds fewer.
         chunk_tokens: at which a document is cut.
         new_tokens: where an answer is cut.
         answers_per_minute: comparisons and changes of the slider.
-        store_bytes: KV that is kept.
+        store_bytes: KV that is kept for one visitor; all chunks of a prompt fit, however many bytes a token takes.
         visitors: whose KV is kept; the one who was away longest is forgotten first.
     """
 
@@ -41,8 +42,16 @@ class Limits:
     chunk_tokens: int = 256
     new_tokens: int = 48
     answers_per_minute: int = 30
-    store_bytes: int = 128 << 20
+    store_bytes: int = 256 << 20
     visitors: int = 16
+
+    def most_tokens(self, token_bytes: int) -> int:
+        """How many tokens a prompt may have, so that a visitor's store holds all of it.
+
+        Args:
+            token_bytes: K and V of one token, all layers.
+        """
+        return min(self.prompt_tokens, int(FILLED * self.store_bytes) // token_bytes)
 
     def check_letters(self, documents: str, question: str, are_files: bool = False) -> None:
         """Refuse what is empty or too long, before anything is computed.
@@ -55,9 +64,11 @@ class Limits:
         Raises:
             PromptError: what is wrong, and what to do.
         """
-        for name, text in (("document", documents), ("question", question)):
-            if not text.strip():
-                raise PromptError(f"there is no {name}: the box is empty. Pick a story, or write one of your own.")
+        if not documents.strip():
+            where = "no file was read. Upload some" if are_files else "the box is empty. Pick a story, or write one"
+            raise PromptError(f"there is no document: {where}.")
+        if not question.strip():
+            raise PromptError("there is no question: the box is empty. Write one, or pick one of a story's.")
         most = self.file_letters if are_files else self.document_letters
         if len(documents) > most:
             raise PromptError(

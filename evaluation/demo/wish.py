@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a visitor asks for, and the prompt that is made of it."""
 
+import re
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -11,7 +12,7 @@ from hf_blend.errors import PluginNotFoundError, PromptError, suggest
 
 from ..answering import blend_config
 from ..asking import Asked
-from ..bundled import long_questions, quickstart_questions
+from ..bundled import BUNDLED, handbook_questions, long_questions, quickstart_questions
 from ..documents import Document
 from ..prompting import ids_of, request
 from ..retrieving import TOP_K, Retriever
@@ -19,6 +20,8 @@ from ..splitting import Splitter
 from .shelf import Loaded
 from .visitors import Limits
 
+HANDBOOK, REAL = "Handbook of a mountain hut", "smollm2"  # the story that the page opens with, and its model
+REAL_RATIO = 0.3
 RESEARCH = ("explicit", "learned", "oracle", "compose")  # selectors that need what a visitor cannot give, or cheat
 
 
@@ -56,15 +59,38 @@ class Wish:
 
 @cache
 def stories() -> dict[str, dict[str, Any]]:
-    """The bundled stories, long ones first: name → documents, questions with their answers, and the model's name."""
-    found: dict[str, dict[str, Any]] = {}
+    """The bundled documents: name → text, questions with their answers, the model's name, a ratio to begin with."""
+    pages = handbook_questions()
+    text = "\n\n".join(page.strip().replace("\n\n", "\n") for page in pages[0]["chunks"])
+    answers = {one["question"]: one["answer"] for one in pages}
+    found: dict[str, dict[str, Any]] = {
+        HANDBOOK: {"documents": text, "questions": answers, "model": REAL, "ratio": REAL_RATIO}
+    }
     named = [(f"Long story {number}", "chains", one) for number, one in enumerate(long_questions(), 1)]
     named += [(f"Story {one['story']}", "reference", one) for one in quickstart_questions()]
     for name, model, one in named:
         text = "".join(one["chunks"]).rstrip("\n")
-        story = found.setdefault(name, {"documents": text, "questions": {}, "model": model})
+        ratio = BlendConfig.recompute_ratio
+        story = found.setdefault(name, {"documents": text, "questions": {}, "model": model, "ratio": ratio})
         story["questions"][one["question"]] = one["answer"]
     return found
+
+
+def story_for(model: str) -> str:
+    """The story that a model is shown with: a toy knows only the words of its own."""
+    return next(name for name, story in stories().items() if model not in BUNDLED or story["model"] == model)
+
+
+def first_wish(name: str) -> Wish:
+    """The first question of a story, at the ratio that it begins with."""
+    story = stories()[name]
+    return Wish(story["documents"], next(iter(story["questions"])), story["ratio"])
+
+
+def says(text: str, expected: str) -> bool:
+    """Return True if an answer has the words that are expected, one after the other, among others or alone."""
+    said, words = re.findall(r"\w+", text.lower()), re.findall(r"\w+", expected.lower())
+    return any(said[start : start + len(words)] == words for start in range(len(said)))
 
 
 def selectors() -> dict[str, str]:
@@ -105,7 +131,8 @@ def prepare(loaded: Loaded, wish: Wish, limits: Limits) -> Asked:
     limits.check_letters(wish.documents or "".join(one.text for one in wish.files), wish.question, bool(wish.files))
     given = wish.files or [Document(f"document {n}", text) for n, text in enumerate(documents_of(wish.documents), 1)]
     pieces = Splitter(loaded.tokenizer, limits.chunk_tokens).split_all(given)
-    room = min(limits.prompt_tokens, loaded.source.positions or limits.prompt_tokens) - limits.new_tokens
+    most = limits.most_tokens(loaded.token_bytes)
+    room = min(most, loaded.source.positions or most) - limits.new_tokens
     if wish.files:
         pieces = Retriever(pieces, wish.top_k).rank(wish.question)
     while True:
@@ -114,8 +141,9 @@ def prepare(loaded: Loaded, wish: Wish, limits: Limits) -> Asked:
             return Asked(made, wish.question, _known_answer(wish), tuple(pieces) if wish.files else ())
         if not wish.files or len(pieces) < 2:
             raise PromptError(
-                f"documents and question have {tokens:,} tokens for this model, and {room:,} fit. Leave some "
-                "documents out, or put them into files: of files the pieces that a question is about are read."
+                f"documents and question have {tokens:,} tokens for this model, and {room:,} fit: their KV takes "
+                f"{loaded.token_bytes / 1000:,.0f} kB a token. Leave some documents out, or put them into files: of "
+                "files the pieces that a question is about are read."
             )
         pieces = pieces[:-1]
 
