@@ -13,12 +13,16 @@ from hf_blend.config import BlendConfig
 
 __all__ = [
     "RATIO", "SELECTOR", "ChunkTokens", "Controller", "Device", "Dtype", "IndexedTokens", "Model", "Partial", "Ratio",
-    "Selector", "Store", "TopK", "Unverified",
+    "Selector", "Store", "TimedDtype", "TimedModel", "TopK", "Unverified", "timed",
 ]  # fmt: skip
 
 RATIO, SELECTOR = BlendConfig.recompute_ratio, BlendConfig.selector
 
 Model = Annotated[str | None, typer.Option(help="Hub id, path, or smollm2; the default is the bundled reference.")]
+TimedModel = Annotated[
+    str | None, typer.Option("--model", help="Hub id or path of the model to time, in place of a shape.")
+]
+TimedDtype = Annotated[str, typer.Option("--dtype", help="Of weights and KV; auto is as a model was saved.")]
 Store = Annotated[str | None, typer.Option("--store", help="Folder of the chunk store; the default is the library's.")]
 Device = Annotated[str, typer.Option(help="Where the model runs, such as cuda:1; auto is a GPU if there is one.")]
 Dtype = Annotated[str, typer.Option(help="Of the weights: float32, bfloat16 or float16; auto is as they were saved.")]
@@ -38,3 +42,8 @@ IndexedTokens = Annotated[
 ]
 Unverified = Annotated[bool, typer.Option("--allow-unverified", help="Use a model that was not found to be exact.")]
 TopK = Annotated[int, typer.Option(min=0, help="Most pieces of documents for a question; 0 is all that fit.")]
+
+
+def timed(shape: str, model: str | None) -> str:
+    """Say what a bench times, as `hf_blend.evaluation.bench.shapes` reads it."""
+    return f"model:{model}" if model else shape

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ..options import RATIO, SELECTOR, Device
+from ..options import RATIO, SELECTOR, Device, TimedDtype, TimedModel, timed
 from ..output import Json, say, show
 
 __all__ = ["break_even"]
@@ -19,9 +19,11 @@ Rounds = Annotated[int, typer.Option(min=1, help="How often each is measured; th
 
 def break_even(
     shape: Shape = "smollm2-135m",
+    model: TimedModel = None,
     tokens: Tokens = [64, 128, 256, 512],  # noqa: B006
     method: Methods = [f"{SELECTOR}@{RATIO:g}", "boundary@0.05"],  # noqa: B006
     rounds: Rounds = 7,
+    dtype: TimedDtype = "float32",
     device: Device = "auto",
     json: Json = False,
 ) -> None:
@@ -34,7 +36,8 @@ def break_even(
     from hf_blend.evaluation.bench.break_even import BreakEvenPlan, measure_break_even
     from hf_blend.evaluation.bundled import choose_device
 
+    shape = timed(shape, model)
     where = str(choose_device(device))
-    plan = BreakEvenPlan(shape, tuple(sorted(tokens)), methods=tuple(method), rounds=rounds, device=where)
+    plan = BreakEvenPlan(shape, tuple(sorted(tokens)), methods=tuple(method), rounds=rounds, dtype=dtype, device=where)
     found = measure_break_even(plan, progress=say)
     show(found if json else found["rows"], as_json=json, title=f"{shape}, short prompts", header=True)

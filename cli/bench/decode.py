@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ..options import Device
+from ..options import Device, TimedDtype, TimedModel, timed
 from ..output import Json, say, show
 
 __all__ = ["decode"]
@@ -15,15 +15,15 @@ Shape = Annotated[str, typer.Option(help="Shape of the model; its weights are ra
 Contexts = Annotated[list[int], typer.Option("--context", min=1, help="Tokens in the cache; may be repeated.")]
 Tokens = Annotated[int, typer.Option(min=1, help="Tokens decoded in a turn.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Turns of each cache; the median counts.")]
-Dtype = Annotated[str, typer.Option(help="Of weights and KV.")]
 
 
 def decode(
     shape: Shape = "smollm2-135m",
+    model: TimedModel = None,
     context: Contexts = [1024, 4096, 16384],  # noqa: B006
     tokens: Tokens = 8,
     rounds: Rounds = 7,
-    dtype: Dtype = "float32",
+    dtype: TimedDtype = "float32",
     device: Device = "auto",
     json: Json = False,
 ) -> None:
@@ -36,6 +36,7 @@ def decode(
     from hf_blend.evaluation.bench.decode import DecodePlan, measure_decode
     from hf_blend.evaluation.bundled import choose_device
 
+    shape = timed(shape, model)
     where = str(choose_device(device))
     found = measure_decode(DecodePlan(shape, tuple(context), tokens, rounds, dtype, device=where), progress=say)
     show(found if json else found["rows"], as_json=json, title=f"{shape}, decoding", header=True)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ..options import Device
+from ..options import RATIO, Device, TimedDtype, TimedModel, timed
 from ..output import Json, say, show
 
 __all__ = ["hybrids"]
@@ -21,11 +21,13 @@ Clock = Annotated[str, typer.Option(help="wall, or cpu: this process's own time,
 
 def hybrids(
     shape: Shapes = ["lfm2-350m", "qwen3.5-12-layers"],  # noqa: B006
+    model: TimedModel = None,
     chunks: Chunks = 8,
     chunk_tokens: ChunkTokens = 512,
-    ratio: Ratio = 0.15,
+    ratio: Ratio = RATIO,
     rounds: Rounds = 5,
     clock: Clock = "wall",
+    dtype: TimedDtype = "float32",
     device: Device = "auto",
     json: Json = False,
 ) -> None:
@@ -39,7 +41,10 @@ def hybrids(
     from hf_blend.evaluation.bundled import choose_device
 
     where = str(choose_device(device))
-    plan = HybridsPlan(tuple(shape), chunks, chunk_tokens, ratio=ratio, rounds=rounds, device=where, clock=clock)
+    shapes = (timed("", model),) if model else tuple(shape)
+    plan = HybridsPlan(
+        shapes, chunks, chunk_tokens, ratio=ratio, rounds=rounds, dtype=dtype, device=where, clock=clock
+    )
     found = measure_hybrids(plan, progress=say)
     title = f"{chunks} chunks of {chunk_tokens} tokens"
     show(found if json else found["rows"], as_json=json, title=title, header=True)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ..options import Device
+from ..options import Device, TimedDtype, TimedModel, timed
 from ..output import Json, say, show
 
 __all__ = ["offload"]
@@ -16,17 +16,17 @@ Contexts = Annotated[list[int], typer.Option("--context", min=1, help="Tokens in
 Excess = Annotated[float, typer.Option(min=1, help="K and V of the context over what the device may hold.")]
 Tokens = Annotated[int, typer.Option(min=1, help="Tokens decoded in a turn.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Turns of each cache; the median counts.")]
-Dtype = Annotated[str, typer.Option(help="Of weights and KV.")]
 Folder = Annotated[str | None, typer.Option(help="For what goes to the disk; else the system's temporary folder.")]
 
 
 def offload(
     shape: Shape = "smollm2-135m",
+    model: TimedModel = None,
     context: Contexts = [4096, 16384],  # noqa: B006
     excess: Excess = 4.0,
     tokens: Tokens = 8,
     rounds: Rounds = 5,
-    dtype: Dtype = "float32",
+    dtype: TimedDtype = "float32",
     folder: Folder = None,
     device: Device = "auto",
     json: Json = False,
@@ -40,6 +40,7 @@ def offload(
     from hf_blend.evaluation.bench.offload import OffloadPlan, measure_offload
     from hf_blend.evaluation.bundled import choose_device
 
+    shape = timed(shape, model)
     where = str(choose_device(device))
     plan = OffloadPlan(shape, tuple(context), excess, tokens, rounds, dtype, device=where, folder=folder)
     found = measure_offload(plan, progress=say)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ..options import Device
+from ..options import Device, TimedDtype, TimedModel, timed
 from ..output import Json, say, show
 
 __all__ = ["overhead"]
@@ -15,15 +15,15 @@ Shape = Annotated[str, typer.Option(help="Shape of the model; its weights are ra
 Tokens = Annotated[int, typer.Option(min=64, help="Tokens in all chunks together.")]
 Chunks = Annotated[list[int], typer.Option("--chunks", min=1, help="Number of chunks; may be repeated.")]
 Rounds = Annotated[int, typer.Option(min=1, help="How often host time is measured; the median counts.")]
-Dtype = Annotated[str, typer.Option(help="Of weights and KV.")]
 
 
 def overhead(
     shape: Shape = "tiny-deep",
+    model: TimedModel = None,
     tokens: Tokens = 960,
     chunks: Chunks = [2, 6, 20, 64],  # noqa: B006
     rounds: Rounds = 15,
-    dtype: Dtype = "float32",
+    dtype: TimedDtype = "float32",
     device: Device = "auto",
     json: Json = False,
 ) -> None:
@@ -38,6 +38,7 @@ def overhead(
     from hf_blend.evaluation.bench.overhead import OverheadPlan, measure_overhead
     from hf_blend.evaluation.bundled import choose_device
 
+    shape = timed(shape, model)
     where = str(choose_device(device))
     plan = OverheadPlan(shape, tokens, chunks=tuple(chunks), rounds=rounds, dtype=dtype, device=where)
     found = measure_overhead(plan, progress=say)

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..options import RATIO, TimedDtype, TimedModel, timed
 from ..output import Json, say, show
 
 __all__ = ["scale"]
@@ -17,18 +18,18 @@ ChunkTokens = Annotated[int, typer.Option(min=1, help="Tokens in each chunk.")]
 Ratio = Annotated[float, typer.Option(min=0.0, max=1.0, help="Recompute ratio.")]
 Rounds = Annotated[int, typer.Option(min=1, help="How often each is measured; the median counts.")]
 Threads = Annotated[int, typer.Option(min=1, help="Threads of torch.")]
-Dtype = Annotated[str, typer.Option(help="Of weights and KV.")]
 
 
 def scale(
     shapes: Shapes = ["thin", "smollm2-135m"],  # noqa: B006
+    model: TimedModel = None,
     tokens: Tokens = [4096, 16384, 32768, 65536],  # noqa: B006
     most: Most = 16384,
     chunk_tokens: ChunkTokens = 512,
-    ratio: Ratio = 0.15,
+    ratio: Ratio = RATIO,
     rounds: Rounds = 3,
     threads: Threads = 2,
-    dtype: Dtype = "float32",
+    dtype: TimedDtype = "float32",
     json: Json = False,
 ) -> None:
     """Speed-up against the FLOP bound, and the peak memory that blending adds, from short prompts to long ones.
@@ -41,6 +42,7 @@ def scale(
     """
     from hf_blend.evaluation.bench.scale import ScalePlan, measure_scale
 
+    shapes = [timed("", model)] if model else shapes
     points = [(shape, count) for shape in shapes for count in tokens if shape == "thin" or count <= most]
     given: dict[str, Any] = {"chunk_tokens": chunk_tokens, "ratio": ratio, "rounds": rounds}
     found = measure_scale(ScalePlan(tuple(points), threads=threads, dtype=dtype, **given), progress=say)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ..options import Device
+from ..options import Device, TimedDtype, TimedModel, timed
 from ..output import Json, say, show
 
 __all__ = ["sequences"]
@@ -20,10 +20,12 @@ Rounds = Annotated[int, typer.Option(min=1, help="How many steps are measured; t
 
 def sequences(
     shape: Shape = "smollm2-135m",
+    model: TimedModel = None,
     prefix_tokens: Prefix = 4096,
     tail_tokens: Tails = [16, 64, 256],  # noqa: B006
     sequences: Sequences = 8,
     rounds: Rounds = 7,
+    dtype: TimedDtype = "float32",
     device: Device = "auto",
     json: Json = False,
 ) -> None:
@@ -36,8 +38,9 @@ def sequences(
     from hf_blend.evaluation.bench.sequences import SequencesPlan, measure_sequences
     from hf_blend.evaluation.bundled import choose_device
 
+    shape = timed(shape, model)
     plan = SequencesPlan(
-        shape, prefix_tokens, tuple(tail_tokens), sequences, rounds, device=str(choose_device(device))
+        shape, prefix_tokens, tuple(tail_tokens), sequences, rounds, dtype, device=str(choose_device(device))
     )
     found = measure_sequences(plan, progress=say)
     show(found if json else found["rows"], as_json=json, title=f"{shape}, {sequences} sequences", header=True)

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..options import RATIO, Device, Ratio, TimedDtype, TimedModel, timed
 from ..output import Json, say, show
 
 __all__ = ["serve"]
@@ -21,18 +22,16 @@ Zipf = Annotated[float, typer.Option(min=0, help="How uneven they are drawn; 0 i
 Requests = Annotated[int, typer.Option(min=2, help="Requests of each run.")]
 NewTokens = Annotated[int, typer.Option(min=2, help="Tokens of each answer.")]
 Rates = Annotated[list[float], typer.Option(help="Shares of the capacity of full prefill at which requests arrive.")]
-Ratio = Annotated[float, typer.Option(min=0, max=1, help="Share of the reusable tokens that blending recomputes.")]
 BatchTokens = Annotated[int, typer.Option(min=1, help="Tokens of one step.")]
 BatchRequests = Annotated[int, typer.Option(min=1, help="Requests of one step.")]
 StallMs = Annotated[float, typer.Option(min=0, help="How long a blended prefill may hold up those that decode.")]
-Dtype = Annotated[str, typer.Option(help="Of weights and KV.")]
-Device = Annotated[str, typer.Option(help="Where the model runs, such as cpu or cuda.")]
 Seed = Annotated[int, typer.Option(help="Of weights, tokens and arrivals.")]
 
 
 def serve(
     more: More = None,
     shape: Shape = "smollm2-135m",
+    model: TimedModel = None,
     chunks: Chunks = 8,
     chunk_tokens: ChunkTokens = 512,
     question_tokens: QuestionTokens = 64,
@@ -41,12 +40,12 @@ def serve(
     requests: Requests = 24,
     new_tokens: NewTokens = 16,
     rates: Rates = [0.5, 0.8, 2.5],  # noqa: B006
-    ratio: Ratio = 0.15,
+    ratio: Ratio = RATIO,
     batch_tokens: BatchTokens = 512,
     batch_requests: BatchRequests = 8,
     stall_ms: StallMs = 50.0,
-    dtype: Dtype = "float32",
-    device: Device = "cpu",
+    dtype: TimedDtype = "float32",
+    device: Device = "auto",
     seed: Seed = 0,
     json: Json = False,
 ) -> None:
@@ -57,8 +56,10 @@ def serve(
         hf-blend bench serve --shape smollm2-135m --json  # slow
     """
     from hf_blend.evaluation.bench.serve import ServePlan, measure_serve
+    from hf_blend.evaluation.bundled import choose_device
 
-    given: dict[str, Any] = {"stall_ms": stall_ms, "dtype": dtype, "device": device, "seed": seed}
+    shape = timed(shape, model)
+    given: dict[str, Any] = {"stall_ms": stall_ms, "dtype": dtype, "device": str(choose_device(device)), "seed": seed}
     sizes = {"chunks": chunks, "chunk_tokens": chunk_tokens, "question_tokens": question_tokens, "library": library}
     steps = {"batch_tokens": batch_tokens, "batch_requests": batch_requests, "recompute_ratio": ratio, "zipf": zipf}
     shares = (*rates, *(more or ()))

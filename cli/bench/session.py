@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ..options import Device
+from ..options import Device, TimedDtype, TimedModel, timed
 from ..output import Json, say, show
 
 __all__ = ["session"]
@@ -20,10 +20,12 @@ Rounds = Annotated[int, typer.Option(min=1, help="How often each is measured; th
 
 def session(
     shape: Shape = "smollm2-135m",
+    model: TimedModel = None,
     system_tokens: System = 512,
     turn_tokens: Turn = 64,
     turns: Turns = 10,
     rounds: Rounds = 5,
+    dtype: TimedDtype = "float32",
     device: Device = "auto",
     json: Json = False,
 ) -> None:
@@ -36,6 +38,7 @@ def session(
     from hf_blend.evaluation.bench.session import SessionPlan, measure_session
     from hf_blend.evaluation.bundled import choose_device
 
-    plan = SessionPlan(shape, system_tokens, turn_tokens, turns, rounds, device=str(choose_device(device)))
+    shape = timed(shape, model)
+    plan = SessionPlan(shape, system_tokens, turn_tokens, turns, rounds, dtype, device=str(choose_device(device)))
     found = measure_session(plan, progress=say)
     show(found if json else found["rows"], as_json=json, title=f"{shape}, turn by turn", header=True)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ..options import Device
+from ..options import Device, TimedDtype, TimedModel, timed
 from ..output import Json, say, show
 
 __all__ = ["sparse_decode"]
@@ -21,11 +21,13 @@ Rounds = Annotated[int, typer.Option(min=1, help="Turns of each way; the median 
 
 def sparse_decode(
     shape: Shape = "smollm2-135m",
+    model: TimedModel = None,
     context: Contexts = [4096, 16384, 32768],  # noqa: B006
     share: Shares = [0.5, 0.25, 0.1],  # noqa: B006
     method: Method = "gsa",
     tokens: Tokens = 32,
     rounds: Rounds = 5,
+    dtype: TimedDtype = "float32",
     device: Device = "auto",
     json: Json = False,
 ) -> None:
@@ -38,6 +40,8 @@ def sparse_decode(
     from hf_blend.evaluation.bench.sparse_decode import SparsePlan, measure_sparse_decode
     from hf_blend.evaluation.bundled import choose_device
 
-    plan = SparsePlan(shape, tuple(context), tuple(share), method, tokens, rounds, device=str(choose_device(device)))
+    shape = timed(shape, model)
+    where = str(choose_device(device))
+    plan = SparsePlan(shape, tuple(context), tuple(share), method, tokens, rounds, dtype, device=where)
     found = measure_sparse_decode(plan, progress=say)
     show(found if json else found["rows"], as_json=json, title=f"{shape}, sparse decoding", header=True)

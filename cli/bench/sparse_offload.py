@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ..options import Device
+from ..options import Device, TimedDtype, TimedModel, timed
 from ..output import Json, say, show
 
 __all__ = ["sparse_offload"]
@@ -22,12 +22,14 @@ Folder = Annotated[str | None, typer.Option(help="For what goes to the disk; els
 
 def sparse_offload(
     shape: Shape = "thin",
+    model: TimedModel = None,
     context: Contexts = [2048, 8192, 32768],  # noqa: B006
     share: Shares = [0.25],  # noqa: B006
     place: Places = ["device", "disk"],  # noqa: B006
     tokens: Tokens = 32,
     rounds: Rounds = 5,
     folder: Folder = None,
+    dtype: TimedDtype = "float32",
     device: Device = "auto",
     json: Json = False,
 ) -> None:
@@ -40,8 +42,9 @@ def sparse_offload(
     from hf_blend.evaluation.bench.sparse_offload import SparseOffloadPlan, measure_sparse_offload
     from hf_blend.evaluation.bundled import choose_device
 
+    shape = timed(shape, model)
     where = str(choose_device(device))
     given = (shape, tuple(context), tuple(share), tuple(place))
-    plan = SparseOffloadPlan(*given, tokens=tokens, rounds=rounds, device=where, folder=folder)
+    plan = SparseOffloadPlan(*given, tokens=tokens, rounds=rounds, dtype=dtype, device=where, folder=folder)
     found = measure_sparse_offload(plan, progress=say)
     show(found if json else found["rows"], as_json=json, title=f"{shape}, sparse decoding", header=True)

@@ -16,7 +16,7 @@ from hf_blend.config import BlendConfig
 from hf_blend.model.placement import input_device
 
 from ..answering import blend_config
-from .shapes import random_model, wait_for
+from .shapes import text_config, timed_model, wait_for
 from .ttft import TtftPlan, machine
 
 CHUNKS = 4
@@ -28,7 +28,7 @@ class BreakEvenPlan:
     """What is measured.
 
     Attributes:
-        shape: name of a model shape.
+        shape: a name in `SHAPES`, or `OWN` and a model of one's own.
         tokens: lengths of the documents, each cut into four chunks.
         question_tokens: length of the question.
         methods: selectors with a ratio behind `@`.
@@ -66,7 +66,7 @@ def measure_break_even(plan: BreakEvenPlan, progress: Callable[[str], None] | No
         `machine`, `rows` (one for each length and method) and `break_even_tokens`: for each method the shortest
         prompt that was measured from which on it was faster each time; None if there is none.
     """
-    model = random_model(plan.shape, getattr(torch, plan.dtype), plan.device, plan.seed)
+    model = timed_model(plan.shape, plan.dtype, plan.device, plan.seed)
     rows: list[dict[str, Any]] = []
     for tokens in plan.tokens:
         if progress:
@@ -80,7 +80,7 @@ def measure_break_even(plan: BreakEvenPlan, progress: Callable[[str], None] | No
 
 
 def _rows(model: nn.Module, plan: BreakEvenPlan, tokens: int) -> list[dict[str, Any]]:
-    pieces = _pieces(plan, tokens, model.config.vocab_size)
+    pieces = _pieces(plan, tokens, text_config(model).vocab_size)
     store = ChunkStore.open("memory://")
     spent: dict[str, list[float]] = {method: [] for method in (FULL, *plan.methods)}
     for _ in range(plan.rounds + 1):  # the first round warms up and fills the store

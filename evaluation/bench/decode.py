@@ -18,7 +18,7 @@ from transformers import Cache, DynamicCache, StaticCache
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.model.placement import input_device
 
-from .shapes import random_model, wait_for
+from .shapes import head_width, text_config, timed_model, wait_for
 
 OURS, DYNAMIC, STATIC = "blend", "dynamic", "static"
 
@@ -28,7 +28,7 @@ class DecodePlan:
     """What is measured.
 
     Attributes:
-        shape: name of a model shape.
+        shape: a name in `SHAPES`, or `OWN` and a model of one's own.
         contexts: tokens in the cache before decoding.
         tokens: how many are decoded in a turn.
         rounds: how many turns each cache takes; the median counts.
@@ -57,7 +57,7 @@ def measure_decode(plan: DecodePlan, progress: Callable[[str], None] | None = No
     Returns:
         `rows`, one for each context: tokens a second of each cache and the ratios of ours to the others.
     """
-    model = random_model(plan.shape, getattr(torch, plan.dtype), plan.device, plan.seed)
+    model = timed_model(plan.shape, plan.dtype, plan.device, plan.seed)
     rows = []
     for context in plan.contexts:
         if progress:
@@ -91,8 +91,8 @@ def _caches(model: nn.Module, context: int, room: int) -> dict[str, Cache]:
 
 def fill(model: Any, caches: list[Cache], context: int, seed: int) -> None:
     """The same random K and V in every layer of every cache, `[1, kv_heads, context, head_dim]`."""
-    config, generator = model.config, torch.Generator().manual_seed(seed)
-    shape = (1, config.num_key_value_heads, context, config.hidden_size // config.num_attention_heads)
+    config, generator = text_config(model), torch.Generator().manual_seed(seed)
+    shape = (1, config.num_key_value_heads, context, head_width(config))
     for layer in range(config.num_hidden_layers):
         keys, values = (torch.randn(shape, generator=generator).to(model.device, model.dtype) for _ in range(2))
         for cache in caches:

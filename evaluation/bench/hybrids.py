@@ -27,7 +27,7 @@ from hf_blend.errors import ConfigError, suggest
 from hf_blend.model.mixer_probe import mixers_of
 from hf_blend.store.chunk import ChunkKey
 
-from .shapes import random_model, wait_for
+from .shapes import text_config, timed_model, wait_for
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 STORED = ("keys_values", "projections")
@@ -81,9 +81,9 @@ def measure_hybrids(plan: HybridsPlan, progress: Callable[[str], None] | None = 
 
 
 def _row(shape: str, plan: HybridsPlan, progress: Callable[[str], None]) -> dict[str, Any]:
-    model = random_model(shape, getattr(torch, plan.dtype), plan.device, plan.seed)
+    model = timed_model(shape, plan.dtype, plan.device, plan.seed)
     draw = torch.Generator().manual_seed(plan.seed)
-    ids = lambda count: torch.randint(3, model.config.vocab_size, (count,), generator=draw).tolist()  # noqa: E731
+    ids = lambda count: torch.randint(3, text_config(model).vocab_size, (count,), generator=draw).tolist()  # noqa: E731
     pieces = {"chunks": [ids(plan.chunk_tokens) for _ in range(plan.chunks)], "question": ids(plan.question_tokens)}
     store, watch, kept = ChunkStore.open("memory://", memory_bytes=64 << 30), _Watch(model, plan.clock), []
     for number in range(plan.rounds + 1):  # the first round fills the store

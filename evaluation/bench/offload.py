@@ -19,7 +19,7 @@ from transformers import Cache, DynamicCache
 from hf_blend import BlendCache, ChunkStore
 
 from .decode import fill, step
-from .shapes import random_model, wait_for
+from .shapes import kv_bytes, timed_model, wait_for
 
 OURS, RESIDENT, DYNAMIC, STOCK = "kv_device_map", "blend", "DynamicCache", "OffloadedCache"
 
@@ -29,7 +29,7 @@ class OffloadPlan:
     """What is measured.
 
     Attributes:
-        shape: name of a model shape.
+        shape: a name in `SHAPES`, or `OWN` and a model of one's own.
         contexts: tokens in the cache before decoding.
         excess: the K and V of the context over what `max_memory` allows on the device.
         tokens: how many are decoded in a turn.
@@ -63,7 +63,7 @@ def measure_offload(plan: OffloadPlan, progress: Callable[[str], None] | None = 
         `rows`, one for each context and cache: tokens a second, ratio to `OffloadedCache` and to KV on the device,
         whether the most likely tokens are those of KV on the device, bytes; `error` where a cache does not run here.
     """
-    model = random_model(plan.shape, getattr(torch, plan.dtype), plan.device, plan.seed)
+    model = timed_model(plan.shape, plan.dtype, plan.device, plan.seed)
     rows = []
     for context in plan.contexts:
         if progress:
@@ -74,7 +74,7 @@ def measure_offload(plan: OffloadPlan, progress: Callable[[str], None] | None = 
 
 
 def _rows(model: Any, context: int, plan: OffloadPlan, folder: str) -> list[dict[str, Any]]:
-    limit = round(_kv_bytes(model, context) / plan.excess)
+    limit = round(kv_bytes(model, context) / plan.excess)
     device: int | str = 0 if plan.device.startswith("cuda") else "cpu"
     placed: dict[str, Any] = {"kv_device_map": "auto", "max_memory": {device: limit}, "offload_folder": folder}
     store = ChunkStore.open("memory://")
@@ -99,7 +99,7 @@ def _rows(model: Any, context: int, plan: OffloadPlan, folder: str) -> list[dict
         {
             "context": context,
             "cache": name,
-            "kv_bytes": _kv_bytes(model, context),
+            "kv_bytes": kv_bytes(model, context),
             "tokens_s": rate,
             "vs_device": rate / rates[RESIDENT],
             "vs_offloaded_cache": rate / rates[STOCK] if STOCK in rates else None,
@@ -126,9 +126,3 @@ def _turns(
             rates[name] += [plan.tokens / (time.perf_counter() - started)] if number else []
             texts[name] += [int(one[0, -1].argmax()) for one in logits]
     return {name: statistics.median(found) for name, found in rates.items()}, texts
-
-
-def _kv_bytes(model: Any, context: int) -> int:
-    config = model.config
-    width = config.num_key_value_heads * config.hidden_size // config.num_attention_heads
-    return int(2 * context * width * model.dtype.itemsize * config.num_hidden_layers)

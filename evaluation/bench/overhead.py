@@ -27,7 +27,7 @@ from hf_blend.model import row_lines
 from hf_blend.model.placement import input_device
 from hf_blend.prefill.report import BlendReport
 
-from .shapes import random_model, wait_for
+from .shapes import text_config, timed_model, wait_for
 
 WAITING = (
     *("tolist", "item", "cpu", "numpy", "nonzero", "equal", "unique"),
@@ -41,7 +41,7 @@ class OverheadPlan:
     """What is measured.
 
     Attributes:
-        shape: name of a model shape.
+        shape: a name in `SHAPES`, or `OWN` and a model of one's own.
         tokens: in all chunks together; the same for each number of chunks, so that only their number differs.
         short_tokens: likewise, where host time is measured: so few that arithmetic does not hide the host.
         question_tokens: length of the question.
@@ -111,7 +111,7 @@ def measure_overhead(plan: OverheadPlan, progress: Callable[[str], None] | None 
         `rows`, one per setting and number of chunks: kernels per layer, synchronisations, and host time as a ratio of
         the stock prefill's.
     """
-    model = random_model(plan.shape, getattr(torch, plan.dtype), plan.device, plan.seed)
+    model = timed_model(plan.shape, plan.dtype, plan.device, plan.seed)
     rows = []
     for selector, ratio in plan.settings:
         for chunks in plan.chunks:
@@ -123,7 +123,7 @@ def measure_overhead(plan: OverheadPlan, progress: Callable[[str], None] | None 
 
 def _row(model: nn.Module, plan: OverheadPlan, selector: str, ratio: float, chunks: int) -> dict[str, Any]:
     blend, stock, report = _runs(model, plan, (selector, ratio), chunks, plan.tokens)
-    layers, ours, plain = model.config.num_hidden_layers, count(blend), count(stock)
+    layers, ours, plain = text_config(model).num_hidden_layers, count(blend), count(stock)
     return {
         "selector": selector,
         "ratio": ratio,
@@ -143,7 +143,7 @@ def _runs(
     model: nn.Module, plan: OverheadPlan, setting: tuple[str, float], chunks: int, tokens: int
 ) -> tuple[Callable[[], Any], Callable[[], Any], BlendReport]:
     """A blended and a stock prefill of one prompt, and the report of the first, which computed the chunks."""
-    pieces, ids = _prompt(plan, chunks, max(1, tokens // chunks), model.config.vocab_size)
+    pieces, ids = _prompt(plan, chunks, max(1, tokens // chunks), text_config(model).vocab_size)
     ids = ids.to(input_device(model))
     store = ChunkStore.open("memory://", memory_bytes=8 << 30)
 

@@ -25,7 +25,7 @@ from hf_blend import BlendCache, ChunkStore, HfBlendError
 from hf_blend.config import BlendConfig
 from hf_blend.version import __version__
 
-from .shapes import random_model
+from .shapes import text_config, timed_model
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 WARM_TOKENS = 64  # of each chunk of the first, small request: what a process finds out once is found out there
@@ -107,21 +107,21 @@ def measure_point(plan: ScalePlan) -> dict[str, Any]:
     """
     torch.set_num_threads(plan.threads)
     shape, tokens = plan.points[0]
-    model: Any = random_model(shape, getattr(torch, plan.dtype), "cpu", plan.seed)
+    model: Any = timed_model(shape, plan.dtype, "cpu", plan.seed)
     model.config.max_position_embeddings = max(2 * tokens, model.config.max_position_embeddings)
     store = ChunkStore.open("memory://", memory_bytes=64 << 30)
-    pieces, ids = _prompt(plan, 2, WARM_TOKENS, model.config.vocab_size)
+    pieces, ids = _prompt(plan, 2, WARM_TOKENS, text_config(model).vocab_size)
     for _ in range(2):
         _blend(model, store, pieces, plan)
         _stock(model, ids)
-    pieces, ids = _prompt(plan, max(1, tokens // plan.chunk_tokens), plan.chunk_tokens, model.config.vocab_size)
+    pieces, ids = _prompt(plan, max(1, tokens // plan.chunk_tokens), plan.chunk_tokens, text_config(model).vocab_size)
     _blend(model, store, pieces, replace(plan, ratio=0.0, selector="none"))  # stores the chunks
     runs = []
     for _ in range(plan.rounds):
         stock, _ = _watched(lambda: _stock(model, ids))
         blend, report = _watched(lambda: _blend(model, store, pieces, plan))
         runs.append((stock, blend))
-    return {"shape": shape, "layers": model.config.num_hidden_layers, **_figures(runs, report)}
+    return {"shape": shape, "layers": text_config(model).num_hidden_layers, **_figures(runs, report)}
 
 
 def _figures(runs: list[tuple[Any, Any]], report: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from transformers import Cache, DynamicCache, StaticCache
 
 from hf_blend import SequenceCache
 
-from .shapes import random_model, wait_for
+from .shapes import text_config, timed_model, wait_for
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class SequencesPlan:
     """What is measured.
 
     Attributes:
-        shape: name of a model shape.
+        shape: a name in `SHAPES`, or `OWN` and a model of one's own.
         prefix_tokens: what all sequences begin with.
         tails: for each row of the result, how many tokens of its own each sequence holds before the first step.
         sequences: how many.
@@ -53,7 +53,7 @@ def measure_sequences(plan: SequencesPlan, progress: Callable[[str], None] | Non
     Returns:
         `rows`, one for each length of the tails, and `threads`.
     """
-    model = random_model(plan.shape, getattr(torch, plan.dtype), plan.device, plan.seed)
+    model = timed_model(plan.shape, plan.dtype, plan.device, plan.seed)
     draw = torch.Generator().manual_seed(plan.seed)
     cache, rows = SequenceCache(model), []
     with cache:
@@ -113,4 +113,4 @@ def _stock(cache: SequenceCache, tokens: int | None = None) -> Cache:
 
 
 def _ids(model: Any, rows: int, tokens: int, draw: torch.Generator) -> Tensor:
-    return torch.randint(3, model.config.vocab_size, (rows, tokens), generator=draw).to(model.device)
+    return torch.randint(3, text_config(model).vocab_size, (rows, tokens), generator=draw).to(model.device)

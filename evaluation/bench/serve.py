@@ -18,14 +18,13 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import nn
 
 from hf_blend import ChunkStore
 from hf_blend.errors import ConfigError
 
 from .replay import Replayed, Service, replay
-from .shapes import random_model
+from .shapes import text_config, timed_model
 from .ttft import TtftPlan, machine
 
 FULL, PREFIX, BLEND = "full", "prefix", "blend"
@@ -39,7 +38,7 @@ class ServePlan:
     """What is measured.
 
     Attributes:
-        shape: name of a model shape.
+        shape: a name in `SHAPES`, or `OWN` and a model of one's own.
         chunks: how many chunks are before the question.
         chunk_tokens: length of each.
         question_tokens: length of the question.
@@ -107,8 +106,8 @@ def measure_serve(plan: ServePlan, progress: Callable[[str], Any] | None = None)
             f"there are {plan.library} chunks for {plan.chunks} in a prompt, and {plan.requests} requests; expected "
             "are at least as many chunks, and 2 requests. Raise --library or --requests."
         )
-    model = random_model(plan.shape, getattr(torch, plan.dtype), plan.device, plan.seed)
-    library, prompts = _prompts(plan, model.config.vocab_size)
+    model = timed_model(plan.shape, plan.dtype, plan.device, plan.seed)
+    library, prompts = _prompts(plan, text_config(model).vocab_size)
     with ChunkStore.open("memory://", memory_bytes=64 << 30) as store:
         started = time.perf_counter()
         store.add(model, None, library)

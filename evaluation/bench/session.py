@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hf_blend import SequenceCache
 from hf_blend.context.session import load_session, save_session
 
-from .shapes import random_model, wait_for
+from .shapes import text_config, timed_model, wait_for
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class SessionPlan:
     """What is measured.
 
     Attributes:
-        shape: name of a model shape.
+        shape: a name in `SHAPES`, or `OWN` and a model of one's own.
         system_tokens: length of the first prompt, before any turn.
         turn_tokens: length of each turn's question; the answer is as long.
         turns: how many turns.
@@ -55,7 +55,7 @@ def measure_session(plan: SessionPlan, progress: Callable[[str], None] | None = 
     Returns:
         `rows`, one for each turn, and `threads`.
     """
-    model = random_model(plan.shape, getattr(torch, plan.dtype), plan.device, plan.seed)
+    model = timed_model(plan.shape, plan.dtype, plan.device, plan.seed)
     draw = torch.Generator().manual_seed(plan.seed)
     cache, rows = SequenceCache(model), []
     with cache, tempfile.TemporaryDirectory() as folder:
@@ -109,4 +109,4 @@ def _waited(model: nn.Module, ids: Tensor, **arguments: Any) -> None:
 
 
 def _ids(model: Any, tokens: int, draw: torch.Generator) -> Tensor:
-    return torch.randint(3, model.config.vocab_size, (1, tokens), generator=draw).to(model.device)
+    return torch.randint(3, text_config(model).vocab_size, (1, tokens), generator=draw).to(model.device)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Models of a known shape with random weights: speed does not depend on what the weights say."""
+"""Models to time: of a known shape with random weights, since speed does not depend on them, or one of the user's."""
 
 from typing import Any
 
@@ -9,6 +9,10 @@ from torch import nn
 
 from hf_blend.errors import ConfigError, suggest
 from hf_blend.model.placement import input_device
+
+from ..bundled import choose_dtype, open_model
+
+OWN = "model:"  # before the path or id of a model that is no shape
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
@@ -137,6 +141,44 @@ def wait_for(model: nn.Module) -> None:
     """Wait until the model's device has done what was asked of it, so that a clock shows it."""
     if (device := input_device(model)).type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def timed_model(shape: str, dtype: str, device: str, seed: int = 0) -> nn.Module:
+    """Load or make the model that a bench times.
+
+    Args:
+        shape: a name in `SHAPES`, or `OWN` and the path or hub id of a model.
+        dtype: of the weights, such as "float32"; "auto" is as a model was saved, and float32 of a shape.
+        device: where the model runs.
+        seed: of random weights.
+
+    Returns:
+        The model, in evaluation mode.
+
+    Raises:
+        ConfigError: there is no such shape, model or dtype.
+    """
+    if shape.startswith(OWN):
+        return open_model(shape.removeprefix(OWN), device, dtype).load()
+    kind = choose_dtype(dtype)
+    return random_model(shape, kind if isinstance(kind, torch.dtype) else torch.float32, device, seed)
+
+
+def text_config(model: nn.Module) -> Any:
+    """Return the config of a model's decoder."""
+    config: Any = model.config
+    return config.get_text_config(decoder=True)
+
+
+def head_width(config: Any) -> int:
+    """Return how wide K and V of a head are."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def kv_bytes(model: nn.Module, tokens: int) -> int:
+    """Count the bytes of K and V of some tokens, in the model's dtype."""
+    config, itemsize = text_config(model), next(model.parameters()).element_size()
+    return int(2 * tokens * config.num_key_value_heads * head_width(config) * itemsize * config.num_hidden_layers)
 
 
 def random_model(shape: str, dtype: torch.dtype, device: str, seed: int = 0) -> nn.Module:

@@ -18,7 +18,7 @@ from torch import nn
 from hf_blend import BlendCache, ChunkStore, sparse_decoding
 
 from .decode import fill, step
-from .shapes import random_model, wait_for
+from .shapes import timed_model, wait_for
 
 DENSE = "dense"
 
@@ -28,7 +28,7 @@ class SparsePlan:
     """What is measured.
 
     Attributes:
-        shape: name of a model shape.
+        shape: a name in `SHAPES`, or `OWN` and a model of one's own.
         contexts: tokens in the cache before decoding.
         shares: of the blocks that are looked at.
         method: that scores them.
@@ -61,7 +61,7 @@ def measure_sparse_decode(plan: SparsePlan, progress: Callable[[str], None] | No
     Returns:
         `rows`, one for each context and way: tokens a second, ratio to dense decoding, share of attention kept.
     """
-    model = random_model(plan.shape, getattr(torch, plan.dtype), plan.device, plan.seed)
+    model = timed_model(plan.shape, plan.dtype, plan.device, plan.seed)
     rows = []
     for context in plan.contexts:
         if progress:

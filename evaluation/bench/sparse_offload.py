@@ -22,7 +22,7 @@ from torch import nn
 from hf_blend import BlendCache, ChunkStore, sparse_decoding
 
 from .decode import fill, step
-from .shapes import random_model, wait_for
+from .shapes import kv_bytes, timed_model, wait_for
 
 DENSE = "dense"
 
@@ -32,7 +32,7 @@ class SparseOffloadPlan:
     """What is measured.
 
     Attributes:
-        shape: name of a model shape.
+        shape: a name in `SHAPES`, or `OWN` and a model of one's own.
         contexts: tokens in the cache before decoding.
         shares: of the blocks that are looked at.
         places: where K and V are kept; "device" is the one that computes.
@@ -71,7 +71,7 @@ def measure_sparse_offload(plan: SparseOffloadPlan, progress: Callable[[str], No
         of the device, bytes on the device as the cache counts them and all bytes of tensors that came to be alive,
         over the bytes of the context's K and V.
     """
-    model = random_model(plan.shape, getattr(torch, plan.dtype), plan.device, plan.seed)
+    model = timed_model(plan.shape, plan.dtype, plan.device, plan.seed)
     rows = []
     for context in plan.contexts:
         if progress:
@@ -156,7 +156,7 @@ def _rows(model: nn.Module, context: int, plan: SparseOffloadPlan, folder: str) 
         for way in ways:
             way.turn(context)
     rates = {(way.place, way.name): plan.tokens / statistics.median(way.seconds) for way in ways}
-    every = _kv_bytes(model, context)
+    every = kv_bytes(model, context)
     return [
         {
             "context": context,
@@ -173,9 +173,3 @@ def _rows(model: nn.Module, context: int, plan: SparseOffloadPlan, folder: str) 
         }
         for way in ways
     ]
-
-
-def _kv_bytes(model: Any, context: int) -> int:
-    config = model.config
-    width = config.num_key_value_heads * config.hidden_size // config.num_attention_heads
-    return int(2 * context * width * model.dtype.itemsize * config.num_hidden_layers)

@@ -6,6 +6,7 @@ import platform
 import statistics
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,9 +14,13 @@ from torch import Tensor, nn
 
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.config import BlendConfig
+from hf_blend.errors import ConfigError
 from hf_blend.version import __version__
 
-from .shapes import random_model
+from ..bundled import open_model
+from ..prompting import ids_of, inputs_of
+from ..tuning import read_prompts
+from .shapes import OWN, text_config, timed_model
 
 DECODED_TOKENS = 24
 FULL = "full"
@@ -26,7 +31,7 @@ class TtftPlan:
     """What is measured.
 
     Attributes:
-        shape: name of a model shape.
+        shape: a name in `SHAPES`, or `OWN` and a model of one's own.
         chunks: how many chunks stand before the question.
         chunk_tokens: length of each.
         question_tokens: length of the question.
@@ -36,6 +41,8 @@ class TtftPlan:
         dtype: of weights and KV.
         device: where the model runs.
         seed: of weights and tokens.
+        data: JSONL file with real prompts, for a model of one's own; None makes ids up.
+        limit: the first so many prompts of it; None is all.
     """
 
     shape: str = "smollm2-135m"
@@ -48,6 +55,8 @@ class TtftPlan:
     dtype: str = "float32"
     device: str = "cpu"
     seed: int = 0
+    data: str | None = None
+    limit: int | None = None
 
 
 @dataclass
@@ -85,21 +94,39 @@ def measure_ttft(plan: TtftPlan, progress: Any = None) -> dict[str, Any]:
         progress: called with a line of text before each round.
 
     Returns:
-        `machine` and `rows`, one per ratio, and `full`, the stock prefill that the rows are compared with.
+        `machine` and `rows`, one per ratio, and `full`, the stock prefill that the rows are compared with: medians
+        over rounds and prompts. `prompts` says how many these were.
+
+    Raises:
+        ConfigError: there are real prompts, but no model of one's own.
+        PromptError: the file of prompts is none.
     """
-    model = random_model(plan.shape, getattr(torch, plan.dtype), plan.device, plan.seed)
-    pieces = _pieces(plan, model.config.vocab_size)
-    store = ChunkStore.open("memory://", memory_bytes=64 << 30)
+    tokenizer, prompts = _real_prompts(plan) if plan.data else (_Tokens, [])
+    model = timed_model(plan.shape, plan.dtype, plan.device, plan.seed)
+    prompts = prompts or [_pieces(plan, text_config(model).vocab_size)]
     runs: dict[Any, list[dict[str, Any]]] = {key: [] for key in (FULL, *plan.ratios)}
-    for number in range(plan.rounds + 1):  # the first round warms up and fills the store
-        for key in runs:
-            if progress:
-                progress(f"round {number} of {plan.rounds}: {key}")
-            runs[key].append(_run(model, store, pieces, plan, key))
-    kept = {key: rounds[1:] for key, rounds in runs.items()}
-    full = _median(kept[FULL])
-    rows = [_row(ratio, full, kept[ratio]) for ratio in plan.ratios]
-    return {"machine": machine(plan), "full": full, "rows": rows}
+    for count, given in enumerate(prompts, 1):
+        store = ChunkStore.open("memory://", memory_bytes=64 << 30)
+        for number in range(plan.rounds + 1):  # the first round warms up and fills the store
+            for key, found in runs.items():
+                if progress:
+                    progress(f"prompt {count} of {len(prompts)}, round {number} of {plan.rounds}: {key}")
+                one = _run(model, store, given, plan, key, tokenizer)
+                found += [one] if number else []
+    rows = [_row(ratio, runs[FULL], runs[ratio]) for ratio in plan.ratios]
+    return {"machine": machine(plan), "full": _median(runs[FULL]), "prompts": len(prompts), "rows": rows}
+
+
+def _real_prompts(plan: TtftPlan) -> tuple[Any, list[dict[str, Any]]]:
+    """The tokenizer of a model of one's own, and prompts of a file as it is asked them."""
+    if not plan.shape.startswith(OWN):
+        raise ConfigError(
+            f"there are prompts in {plan.data!r}, but {plan.shape!r} is a shape, which has no tokenizer. Name a model "
+            "with --model."
+        )
+    source = open_model(plan.shape.removeprefix(OWN), plan.device, plan.dtype)
+    found = read_prompts(Path(str(plan.data)), source.tokenizer, plan.limit, source.positions)
+    return source.tokenizer, [one.given for one in found]
 
 
 def _pieces(plan: TtftPlan, vocabulary: int) -> dict[str, Any]:
@@ -115,16 +142,17 @@ class _Tokens:
     pad_token_id = 0
 
 
-def _run(model: nn.Module, store: ChunkStore, pieces: dict[str, Any], plan: TtftPlan, key: Any) -> dict[str, Any]:
+def _run(
+    model: nn.Module, store: ChunkStore, given: dict[str, Any], plan: TtftPlan, key: Any, tokenizer: Any = _Tokens
+) -> dict[str, Any]:
     if _is_cuda(plan):
         torch.cuda.reset_peak_memory_stats()
     clock = Clock()
     if key == FULL:
-        ids = [_Tokens.bos_token_id, *(token for chunk in pieces["chunks"] for token in chunk), *pieces["question"]]
-        inputs, cache = {"input_ids": torch.tensor([ids], device=plan.device)}, None
+        inputs, cache = {"input_ids": torch.tensor([ids_of(tokenizer, given)], device=plan.device)}, None
     else:
         cache = BlendCache(model, store, recompute_ratio=key, selector=plan.selector)
-        inputs = cache.inputs(_Tokens, **pieces)
+        inputs = inputs_of(cache, tokenizer, given)
     model.generate(
         **inputs,
         past_key_values=cache,
@@ -149,22 +177,26 @@ def _is_cuda(plan: TtftPlan) -> bool:
     return plan.device.startswith("cuda")
 
 
-def _row(ratio: float, full: dict[str, float], rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    figures, report = _median(rounds), rounds[-1]["report"]
-    speedup = full["ttft_ms"] / figures["ttft_ms"]
+def _row(ratio: float, full: list[dict[str, Any]], rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians; what is compared with full prefill is compared run by run, since prompts differ in length."""
+    pairs = list(zip(full, rounds, strict=True))
+    speedup = statistics.median(other["ttft_ms"] / own["ttft_ms"] for other, own in pairs)
+    median = lambda name: statistics.median(getattr(one["report"], name) for one in rounds)  # noqa: E731
     return {
         "ratio": ratio,
-        **figures,
+        **_median(rounds),
         "speedup": speedup,
-        "flop_bound": report.flop_bound,
-        "bound_share": speedup / report.flop_bound,
-        "charged_budget": report.charged_budget,
-        "realign_ms": statistics.median(one["report"].realign_ms for one in rounds),
-        "select_ms": statistics.median(one["report"].select_ms for one in rounds),
-        "decode_vs_dynamic": figures["decode_tokens_s"] / full["decode_tokens_s"],
-        "reusable_tokens": report.reusable_tokens,
-        "exact_tokens": report.exact_tokens,
-        "prompt_tokens": report.prompt_tokens,
+        "flop_bound": median("flop_bound"),
+        "bound_share": speedup / median("flop_bound"),
+        "charged_budget": median("charged_budget"),
+        "realign_ms": median("realign_ms"),
+        "select_ms": median("select_ms"),
+        "decode_vs_dynamic": statistics.median(
+            own["decode_tokens_s"] / other["decode_tokens_s"] for other, own in pairs
+        ),
+        "reusable_tokens": median("reusable_tokens"),
+        "exact_tokens": median("exact_tokens"),
+        "prompt_tokens": median("prompt_tokens"),
     }
 
 

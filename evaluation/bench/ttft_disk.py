@@ -14,7 +14,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from torch import nn
 
 from hf_blend import ChunkStore, plugins
@@ -24,7 +23,7 @@ from hf_blend.loading.profile import bytes_per_second, profile_of
 from hf_blend.store.throttled import ThrottledTier
 
 from . import cold
-from .shapes import random_model
+from .shapes import text_config, timed_model
 from .ttft import TtftPlan, _pieces, _run, machine
 
 GB = 1e9
@@ -57,8 +56,8 @@ def measure_ttft_disk(plan: DiskPlan, progress: Callable[[str], None] | None = N
         `machine` and `rows`, one per rate.
     """
     given = plan.ttft
-    model = random_model(given.shape, getattr(torch, given.dtype), given.device, given.seed)
-    pieces = _pieces(given, model.config.vocab_size)
+    model = timed_model(given.shape, given.dtype, given.device, given.seed)
+    pieces = _pieces(given, text_config(model).vocab_size)
     lengths = (given.chunks * given.chunk_tokens // 2, given.chunks * given.chunk_tokens)
     with TemporaryDirectory() as folder:
         config = BlendConfig(selector=given.selector)
@@ -100,7 +99,7 @@ def _row(
                 seconds = _run(model, store, pieces, given, ratio)["ttft_ms"] / 1e3
             times[way] += [seconds] if number else []
     found = {way: 1e3 * statistics.median(some) for way, some in times.items()}
-    layers = len(model.model.layers)
+    layers = text_config(model).num_hidden_layers
     advice = advise(
         profile, [given.chunk_tokens] * given.chunks, bytes_s, least_ratio=ratio, num_layers=layers,
         tiers={"disk": bytes_s},

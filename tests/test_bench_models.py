@@ -1,0 +1,86 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""A bench times the model that is named, in place of a shape with random weights."""
+
+import json
+
+import pytest
+import torch
+
+from hf_blend.cli.main import main
+from hf_blend.errors import ConfigError
+from hf_blend.evaluation.bench import shapes
+from hf_blend.evaluation.bench.shapes import SHAPES, kv_bytes, timed_model
+
+SMALL = {
+    "ttft": "--chunks 2 --chunk-tokens 24 --question-tokens 4 --ratios 0.2 --rounds 1",
+    "decode": "--context 32 --tokens 2 --rounds 1",
+    "overhead": "--tokens 64 --chunks 2 --rounds 1",
+    "break-even": "--tokens 32 --rounds 1",
+    "serve": "--chunks 2 --chunk-tokens 32 --library 3 --requests 2 --new-tokens 2 --rates 0.8 --device cpu",
+    "hybrids": "--chunks 2 --chunk-tokens 24 --rounds 1",
+    "offload": "--context 64 --tokens 2 --rounds 1",
+    "session": "--system-tokens 32 --turn-tokens 8 --turns 2 --rounds 1",
+    "sequences": "--prefix-tokens 64 --tail-tokens 8 --sequences 2 --rounds 1",
+    "sparse-decode": "--context 256 --share 0.5 --tokens 2 --rounds 1",
+    "sparse-offload": "--context 256 --share 0.5 --tokens 2 --rounds 1",
+    "scale": "--tokens 128 --chunk-tokens 64 --rounds 1 --threads 1",
+}
+FAST = ("ttft", "decode")
+EACH = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in SMALL]
+
+
+def run(capsys, *words):
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", *map(str, words), "--json"])
+    out, err = capsys.readouterr()
+    return ended.value.code or 0, out, err
+
+
+def names(found):
+    """All that a document calls `shape`."""
+    if isinstance(found, dict):
+        own = [found["shape"]] if isinstance(found.get("shape"), str) else []
+        return own + [name for value in found.values() for name in names(value)]
+    return [name for value in found for name in names(value)] if isinstance(found, list) else []
+
+
+@pytest.mark.parametrize("bench", EACH)
+def test_a_bench_times_the_model_that_is_named(bench, model_folder, capsys, monkeypatch):
+    monkeypatch.setattr(shapes, "random_model", None)  # weights are never made up
+    code, out, err = run(capsys, bench, "--model", model_folder, *SMALL[bench].split())
+    assert code == 0, err
+    assert {*names(json.loads(out))} == {f"model:{model_folder}"}
+
+
+def test_real_prompts_are_timed_one_by_one(tmp_path, model_folder, capsys):
+    rows = [{"chunks": ["The mill is old.", f"Ann owns it {n}."], "question": "Who?"} for n in range(3)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ("--model", model_folder, "--data", tmp_path / "rows.jsonl", "--limit", 2, "--ratios", 0.5, "--rounds", 2)
+    code, out, err = run(capsys, "ttft", *words)
+    found = json.loads(out)
+    assert (code, found["prompts"], err.count("prompt 2 of 2")) == (0, 2, 6)
+    letters = len("The mill is old.\n\nAnn owns it 0.\n\nWho?") + 1
+    assert (found["rows"][0]["ratio"], found["rows"][0]["prompt_tokens"]) == (0.5, letters)
+    code, _, err = run(capsys, "ttft", "--shape", "tiny", "--data", tmp_path / "rows.jsonl")
+    assert (code, "'tiny' is a shape, which has no tokenizer. Name a model with --model" in err) == (2, True)
+    code, _, err = run(capsys, "ttft", *words, "--tier", "disk")
+    assert (code, "--data are measured in memory" in " ".join(err.split())) == (2, True)
+
+
+def test_a_name_says_whether_it_is_a_shape_and_a_dtype_is_known(model_folder):
+    own = timed_model(f"model:{model_folder}", "bfloat16", "cpu")
+    assert own.dtype == torch.bfloat16
+    assert timed_model("tiny", "auto", "cpu").dtype == torch.float32
+    for name, said in (("tinny", "Did you mean 'tiny'"), ("model:./nowhere", "there is no folder './nowhere'")):
+        with pytest.raises(ConfigError, match=said):
+            timed_model(name, "float32", "cpu")
+    with pytest.raises(ConfigError, match="no dtype named 'float23'"):
+        timed_model("tiny", "float23", "cpu")
+
+
+def test_bytes_of_k_and_v_are_those_of_a_stock_cache():
+    model = timed_model("tiny", "float32", "cpu")
+    cache = model(torch.zeros((1, 5), dtype=torch.long), use_cache=True).past_key_values
+    assert kv_bytes(model, 5) == sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    assert "head_dim" not in SHAPES["tiny"]
