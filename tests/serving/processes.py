@@ -38,9 +38,12 @@ def server_process(folder, *words):
         yield process, json.loads(lines)["url"]
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait(60)
-        process.stdout.close()
-        log.close()
+        try:
+            process.wait(60)
+        finally:
+            process.kill()
+            process.stdout.close()
+            log.close()
 
 
 def metrics(url):

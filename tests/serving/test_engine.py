@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 
+import psutil
 import pytest
 import torch
 from transformers import GenerationConfig
@@ -510,6 +511,18 @@ def test_a_prefill_that_hangs_is_seen(model, bench, store, monkeypatch):
         goes_on.set()
         bench.collect(engine, [name])
         assert engine.stuck_s == 0.0
+
+
+def test_the_blocks_of_an_engine_take_no_memory_before_they_are_used(model, bench, store):
+    own = psutil.Process()
+    with bench.engine(model, store, {"num_blocks": 40_000}) as engine:
+        planned, before = engine.paged.cache_tensor.nbytes, own.memory_info().rss
+        bench.answers(engine, [bench.Ask([1, 5, 6, 7])])
+        taken = own.memory_info().rss - before
+        mapped = [row for row in own.memory_maps(grouped=False) if row.size >= planned]
+        assert min(row.rss for row in mapped) < planned / 10
+    assert planned > 300e6
+    assert taken < planned / 10
 
 
 DELETABLE = [
