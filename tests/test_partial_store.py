@@ -5,14 +5,17 @@
 import json
 import os
 import signal
+import struct
 
 import pytest
 import torch
 
 from hf_blend import BlendCache, ChunkStore, ConfigError, plugins
 from hf_blend.sparse.partial import seen
+from hf_blend.sparse.partial.blocked import MAGIC
 from hf_blend.sparse.partial.loading import partial_loading
 from hf_blend.sparse.partial.store import PartialStore
+from hf_blend.store.seal import seal_size
 from hf_blend.verify.zoo import tiny_model as zoo_model
 
 CHUNKS = [list(range(10, 74)), list(range(40, 90)), list(range(20, 120, 2))]
@@ -54,6 +57,89 @@ def test_it_is_what_the_block_gives_and_the_model_is_untouched(untouched, tmp_pa
     assert "bytes loaded in part" in str(cache.report)
     _, whole = asked(model, ChunkStore.open("memory://"))
     assert not torch.equal(got, whole), "or this test would not see what was loaded"
+
+
+ALONE = {"prefix": [1], "chunks": CHUNKS, "question": [7, 8, 9, 11]}  # the first chunk is where it was computed
+
+
+@torch.no_grad()
+def logits_of(model, store, **settings):
+    cache = BlendCache(model, store, **{**REUSE, **settings})
+    return model(**cache.inputs(None, **ALONE), past_key_values=cache, logits_to_keep=1).logits[0, -1], cache
+
+
+@pytest.mark.parametrize("settings", [{"recompute_ratio": 1.0}, {"selector": "full"}])
+def test_where_all_is_recomputed_the_logits_are_those_of_plain_generate(model, tmp_path, settings):
+    settings = {"selector": "kv-deviation", **settings}
+    for _ in range(2):  # the second time from blocks
+        with ChunkStore.open(tmp_path, partial=ANYHOW, memory_bytes=0) as store:
+            got, cache = logits_of(model, store, **settings)
+    assert cache.report.exact_tokens == 1 + len(CHUNKS[0]), "or nothing would have been loaded in part"
+    with torch.no_grad():
+        ids = BlendCache(model, store).inputs(None, **ALONE)["input_ids"]
+        torch.testing.assert_close(got, model(ids).logits[0, -1], rtol=0, atol=1e-5)
+    assert cache.report.partial["unseen_share"] == 0
+    assert cache.report.partial["whole_layers"] == len(cache.layers)
+
+
+def block_files(folder):
+    return sorted((folder / "blocks").rglob("*.safetensors"), key=lambda path: path.stat().st_size)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.15])
+def test_a_damaged_block_costs_time_and_changes_no_answer(model, tmp_path, ratio):
+    settings = {"recompute_ratio": ratio, "selector": "kv-deviation"} if ratio else {}
+    given = {"partial": {**ANYHOW, "reorder": False}, "memory_bytes": 0}
+    with ChunkStore.open(tmp_path, **given) as store:
+        for _ in range(3):  # so that another order would be written now
+            expected, cache = logits_of(model, store, **settings)
+    assert cache.report.partial["unseen_share"] > 0
+    kept = {path: path.read_bytes() for path in block_files(tmp_path)}
+    path = block_files(tmp_path)[-1]
+    for part in range(8):
+        bad = bytearray(kept[path])
+        first = len(MAGIC) + 16 + seal_size(None) + sum(struct.unpack_from("<QQ", bad, len(MAGIC)))
+        for place in range(first + part * (len(bad) - first) // 8, first + (part + 1) * (len(bad) - first) // 8):
+            bad[place] ^= 1
+        path.write_bytes(bad)
+        with ChunkStore.open(tmp_path, **given) as store:
+            got, cache = logits_of(model, store, **settings)
+            assert torch.equal(got, expected), (part, store.faults, cache.report.partial)
+            if store.faults:
+                assert cache.report.computed_chunks == 1
+                assert path.read_bytes() == kept[path], "written again, in the order that it had"
+        path.write_bytes(kept[path])
+
+
+def test_an_entry_whose_header_is_damaged_is_loaded_whole(model, tmp_path):
+    given = {"partial": {**ANYHOW, "reorder": False}, "memory_bytes": 0}
+    with ChunkStore.open(tmp_path, **given) as store:
+        logits_of(model, store)
+        part, _ = logits_of(model, store)
+    for path in block_files(tmp_path):
+        path.write_bytes(b"?" + path.read_bytes()[1:])
+    with ChunkStore.open(tmp_path, **given) as store:
+        got, cache = logits_of(model, store)
+    expected, _ = logits_of(model, ChunkStore.open("memory://"))
+    assert torch.equal(got, expected)
+    assert not torch.equal(got, part), "or this test would not see what was loaded"
+    assert cache.report.computed_chunks == 0
+    assert store.faults == {"format": len(CHUNKS) + 1}
+
+
+def test_what_was_read_whole_behind_a_fault_is_whole(model, tmp_path):
+    with ChunkStore.open(tmp_path, partial=ANYHOW, memory_bytes=0) as store:
+        key = store.add(model, None, CHUNKS[:1])[0]
+        chunk = store.stream(key, lambda: None)  # writes its blocks
+        (path,) = block_files(tmp_path)
+        path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
+        layers = store.stream(key, lambda: chunk).layers
+        last = len(layers) - 1
+        assert not layers.is_whole(last)
+        assert all(torch.equal(*pair) for pair in zip(layers[last], chunk.layers[last], strict=True))
+        assert store.faults == {"digest": 1}
+        assert layers.is_whole(last)
+        assert not layers.is_whole(0)
 
 
 def test_chunks_that_were_stored_whole_are_put_into_blocks_and_stay(model, tmp_path):
@@ -252,7 +338,8 @@ def test_what_was_deleted_or_is_too_old_is_in_no_block(model, tmp_path):
     for path in (tmp_path / "blocks").rglob("*.safetensors"):
         os.utime(path, (1, 1))
     with ChunkStore.open(tmp_path, partial=ANYHOW, memory_bytes=0, ttl_s=3600.0) as store:
-        assert store._blocks(keys[2], lambda: None, None) is None
+        assert store.stream(keys[2], lambda: None) is None
+        assert store.faults["expired"] == 1
 
 
 REFUSED = {

@@ -105,7 +105,10 @@ class Fusor:
         self._unseen: set[str] = set()  # what a look still waits for
         self._last = max((index for index, layer in enumerate(layers) if keeps_states(layer)), default=-1)
         self._with_keys = [index for index, layer in enumerate(layers) if keeps_keys(layer)]
-        self._first_ratio, asked = chooser.schedule(config, len(layers), self._plan.real.numel())
+        tokens = self._plan.real.numel()
+        self._first_ratio, asked = chooser.schedule(config, len(layers), tokens)
+        last_ratio = asked[max(asked)] if asked else self._first_ratio
+        self._recomputes_all = chooser.counts(last_ratio, [tokens]) == [tokens]  # then what is exact is seen whole
         self._ratios = at_layers_that_keep(asked, layers, need)
         self._sees_attention = {
             place: chooser.wants_attention(layer)
@@ -184,7 +187,7 @@ class Fusor:
             self._narrow(index, call, model_mask, *self._chosen(index, seen))
         in_part = self._plan.partial if self._listener is None else None
         if in_part is not None and index > max(self._ratios, default=-1):
-            in_part.begin(index, self._rows, self._plan)
+            in_part.begin(index, None if self._recomputes_all else self._rows, self._plan)
         if index == self._last:
             self._trim(index, call, model_mask)
         self._glance = None

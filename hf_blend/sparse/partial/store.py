@@ -41,7 +41,8 @@ class PartialLayers(Sequence[KV]):
         self.reader, self._recompute = reader, recompute
         self._instead: ChunkKV | None = None
         self._back = reader.order.argsort()
-        self._held: dict[tuple[int, int], tuple[Tensor, list[set[int]]]] = {}  # layer, part: states, blocks by head
+        self._held: dict[tuple[int, int], Tensor] = {}  # by layer and part
+        self._known: dict[tuple[int, int], list[set[int]]] = {}  # likewise: blocks given out, by head
 
     def __len__(self) -> int:
         return self.reader.layers
@@ -61,14 +62,15 @@ class PartialLayers(Sequence[KV]):
         return self.part(place, 0, heads, every), self.part(place, 1, heads, every)
 
     def is_whole(self, layer: int) -> bool:
-        """Whether all of a layer was read, and is in memory."""
-        held, blocks = [self._held.get((layer, part)) for part in (0, 1)], self.reader.blocks
-        return self._instead is None and all(one and all(len(known) == blocks for known in one[1]) for one in held)
+        """Return True if all of a layer was read, from the blocks or behind a fault, and is in memory."""
+        known, blocks = [self._known.get((layer, part), [set()]) for part in (0, 1)], self.reader.blocks
+        return all(len(one) == blocks for heads in known for one in heads)
 
     def forget(self, before: int) -> None:
         """Let go of what was read of the layers before one."""
-        for place in [place for place in self._held if place[0] < before]:
-            del self._held[place]
+        for place in [place for place in self._known if place[0] < before]:
+            del self._known[place]
+            self._held.pop(place, None)
 
     def part(self, layer: int, part: int, heads: Sequence[int], blocks: Sequence[int]) -> Tensor:
         """Some heads and blocks of a layer's keys (0) or values (1), in the chunk's order if all blocks are asked for.
@@ -83,20 +85,23 @@ class PartialLayers(Sequence[KV]):
             `[heads, tokens of the blocks, width]`, tokens as `reader.tokens_of` says; sorted where it is all blocks.
         """
         is_all = len(blocks) == self.reader.blocks
+        known = self._known.setdefault((layer, part), [set() for _ in range(self.reader.heads)])
         if self._instead is None:
             try:
                 places = self._back if is_all else self.reader.places_of(blocks)
                 return _heads(self._read(layer, part, heads, blocks), heads).index_select(1, places)
             except FAULTS as fault:
                 self._instead = self._recompute(fault)
+        for head in heads:
+            known[head].update(blocks)
         states = _heads(self._instead.layers[layer][part], heads)
         return states if is_all else states[:, self.reader.tokens_of(blocks)]
 
     def _read(self, layer: int, part: int, heads: Sequence[int], blocks: Sequence[int]) -> Tensor:
         """`[kv_heads, tokens, width]`, in the order of the blocks; what is asked for is there."""
         if (layer, part) not in self._held:
-            self._held[layer, part] = self.reader.empty(part), [set() for _ in range(self.reader.heads)]
-        held, known = self._held[layer, part]
+            self._held[layer, part] = self.reader.empty(part)
+        held, known = self._held[layer, part], self._known[layer, part]
         missing: dict[tuple[int, ...], list[int]] = {}
         for head in heads:
             if lacking := tuple(block for block in blocks if block not in known[head]):
@@ -196,16 +201,23 @@ class PartialStore:
         return self._make_loader is not None
 
     def stream(self, key: ChunkKey, recompute: Callable[[], ChunkKV], layout: Layout | None = None) -> ChunkKV | None:
-        """A chunk whose layers can be loaded in part; None if it is not there in blocks, or not of the layout."""
-        found = self._blocks(key, recompute, layout)
+        """A chunk whose layers can be loaded in part; None if it is not there, or not of the layout.
+
+        A chunk whose blocks cannot be used is read whole from the store behind, and is whole in this request.
+        """
+        found, are_refused = None, True
+        with contextlib.suppress(*FAULTS):
+            found, are_refused = self._blocks(key, recompute, layout), False
         if found is None and self.loads_in_part:
-            whole = self._store.get(key, layout=layout)
-            if whole is not None:
-                self._put_blocks(whole)
-                found = self._blocks(key, recompute, layout) or whole
+            found = self._store.get(key, layout=layout)
+            if found is not None:
+                self._put_blocks(found)
+                with contextlib.suppress(*FAULTS):
+                    found = found if are_refused else self._blocks(key, recompute, layout) or found
         return found
 
     def _blocks(self, key: ChunkKey, recompute: Callable[[], ChunkKV], layout: Layout | None) -> ChunkKV | None:
+        """A chunk in blocks, or None if there are none; raises one of `FAULTS`, counted, if they cannot be used."""
         source = None
         try:
             source = self._tier.open(self._name(key))
@@ -218,12 +230,13 @@ class PartialStore:
             self._count(key, source, fault)
             if source is not None:
                 source.close()
-            return None
+            raise
 
         def instead(fault: BaseException) -> ChunkKV:
-            self._count(key, source, fault)
-            return recompute()
+            is_removed, chunk = self._count(key, source, fault), recompute()
+            return self._put_blocks(chunk, order) if is_removed else chunk
 
+        order = reader.order.tolist()
         layers = PartialLayers(reader, instead)
         finalize(layers, source.close).atexit = False
         table = tuple(reader.header["layer_table"])
@@ -237,12 +250,18 @@ class PartialStore:
             chunk.check()
         return self._put_blocks(chunk)
 
-    def _put_blocks(self, chunk: ChunkKV) -> ChunkKV:
-        """Write a chunk in one step: a reader, or a process that is killed, finds the old blocks or the new ones."""
+    def _put_blocks(self, chunk: ChunkKV, order: list[int] | None = None) -> ChunkKV:
+        """Write a chunk in one step: a reader, or a process that is killed, finds the old blocks or the new ones.
+
+        Args:
+            chunk: the chunk.
+            order: of its tokens; None is that of their importance.
+
+        Returns:
+            The chunk.
+        """
         digest = chunk.key.digest
-        known = self._store.importance.scores(digest)
-        is_known = known is not None and len(known) == chunk.tokens
-        order = known.argsort(descending=True, stable=True).tolist() if is_known else list(range(chunk.tokens))  # type: ignore[union-attr]
+        order = self._order(chunk) if order is None else order
         pieces = encode_blocks(chunk, order, self._block_tokens, self._store.secret)
         self._noted.pop(digest, None)
         try:
@@ -254,6 +273,14 @@ class PartialStore:
         if share is not None:
             self._use(chunk.key, share)
         return chunk
+
+    def _order(self, chunk: ChunkKV) -> list[int]:
+        """The tokens of a chunk, the most important first, as far as that is known."""
+        known = self._store.importance.scores(chunk.key.digest)
+        if known is None or len(known) != chunk.tokens:
+            return list(range(chunk.tokens))
+        order: list[int] = known.argsort(descending=True, stable=True).tolist()
+        return order
 
     def note(self, key: ChunkKey, scores: Tensor, important_ratio: float) -> None:
         """As `ChunkStore.note`; a chunk that was reported often enough is written in its new order soon."""
@@ -316,12 +343,12 @@ class PartialStore:
     def _reorder(self, key: ChunkKey) -> bool:
         if self._store.ttl_s is not None:  # a file that is written again looks young
             return False
-        chunk = self._blocks(key, lambda: _lost(key.digest), None)
-        if chunk is None:
-            return False
         try:
+            chunk = self._blocks(key, lambda: _lost(key.digest), None)
+            if chunk is None:
+                return False
             chunk = ChunkKV(chunk.key, tuple(chunk.layers), chunk.tables, chunk.layer_table)
-        except EntryFault:
+        except FAULTS:
             return False
         self._put_blocks(chunk)
         return True
@@ -333,12 +360,18 @@ class PartialStore:
         if isinstance(self._tier, BoundedTier) and self._tier.reads_importance:
             self._tier.use(self._name(key), min(1.0, max(0.0, important_ratio)))
 
-    def _count(self, key: ChunkKey, source: Source | None, fault: BaseException) -> None:
-        """Count a fault, and remove what is damaged; what is sealed otherwise too, for the name is ours alone."""
+    def _count(self, key: ChunkKey, source: Source | None, fault: BaseException) -> bool:
+        """Count a fault, and remove what is damaged; what is sealed otherwise too, for the name is ours alone.
+
+        Returns:
+            True if it is removed.
+        """
         self.faults[fault.reason if isinstance(fault, EntryFault) else type(fault).__name__] += 1
-        if isinstance(fault, EntryFault) and (fault.corrupt or fault.reason == "secret"):
+        is_damaged = isinstance(fault, EntryFault) and (fault.corrupt or fault.reason == "secret")
+        if is_damaged:
             with contextlib.suppress(OSError):
                 self._tier.delete(self._name(key), source)
+        return is_damaged
 
     def _name(self, key: ChunkKey) -> str:
         return self._named(key.digest)
