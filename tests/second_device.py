@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from hf_blend import observer
 from hf_blend.model.identity import watch
 
 DEVICE = torch.device("cuda", 0)
@@ -112,7 +113,7 @@ def second_device():
         entered.enter_context(mock.patch.object(torch, "tensor", tensor))
         entered.enter_context(mock.patch.object(torch.cuda, "_lazy_init", return_value=None))
         entered.enter_context(mock.patch.object(watch.WeightWatch, "_sampled", return_value=[]))  # bits: not there
-        yield entered.enter_context(SecondDevice())
+        yield entered.enter_context(observer(SecondDevice()))
 
 
 def move(model):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_blend import BlendCache, ChunkStore
+from hf_blend import BlendCache, ChunkStore, SequenceCache, UnsupportedModelError
 from hf_blend.model.calibrate import rotary_styles
 from hf_blend.prefill import images
 from hf_blend.verify.everything import broken, judged, verify_types
@@ -144,3 +144,26 @@ def test_the_committed_table_has_every_type_and_at_least_forty_exact_ones():
     assert len([row for row in exact if row["extend"] == "exact"]) >= 40
     assert all(re.search(r"layer \d", row["extend"]) for row in exact if row["extend"] != "exact")
     assert {row["model"] for row in rows} >= set(tiny_types()) & {"llama", "mistral", "gemma3_text", "qwen3", "phi3"}
+
+
+def test_no_row_of_the_page_contradicts_itself():
+    """What is exact is not said to be unable to be blended, neither in its row nor in a reason that it names."""
+    page = (RESULTS.parents[2] / "docs" / "models.md").read_text("utf-8")
+    reasons = dict(re.findall(r"^\* (\d+): (.*)$", page, re.MULTILINE))
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("|")]
+    exact = [row for row in rows if len(row) == 6 and row[1].startswith("✓")]
+    said = {row[0]: " ".join([*row, *(reasons.get(cell.removeprefix("– "), "") for cell in row)]) for row in exact}
+    assert len(said) > 100
+    assert not [name for name, text in said.items() if "blend" in text]
+    known = json.loads(RESULTS.read_text("utf-8"))["models"]
+    assert not [row["model"] for row in known if row["supported"] and "be blended" in row["move"] + row["extend"]]
+
+
+@pytest.mark.parametrize("name", ["bamba", "qwen3_next"])
+def test_what_is_refused_is_moving_where_blending_is_exact(name):
+    row = next(row for row in json.loads(RESULTS.read_text("utf-8"))["models"] if row["model"] == name)
+    with pytest.raises(UnsupportedModelError, match=r"cannot be kept as a sequence: layer 0 .* can be moved") as no:
+        SequenceCache(tiny_model(name))
+    assert row["supported"]
+    assert row["move"] == str(no.value)
+    assert row["extend"] == str(no.value).replace("kept as a sequence", "extended")

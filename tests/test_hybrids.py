@@ -3,6 +3,7 @@
 """Models with mixers: linear attention, state spaces and convolutions between or beside layers of attention."""
 
 import copy
+import re
 from contextlib import contextmanager
 from functools import cache
 
@@ -22,12 +23,14 @@ from hf_blend.model.mixer import ActiveRows, MixerPass
 from hf_blend.model.mixer_probe import mixers_of
 from hf_blend.prefill import mixers
 from hf_blend.prefill.realign import Realigner
+from hf_blend.store import stack
 from hf_blend.store.chunk import ChunkKey
 from hf_blend.verify.everything import RUNGS
 from hf_blend.verify.ladder import measure
 from hf_blend.verify.subject import Subject
 from hf_blend.verify.zoo import tiny_model
 from tests.chat_templates import CHATML, DOCUMENTS, small_tokenizer
+from tests.faults.damage import tensors_of
 
 # one for each way in which a mixer stands in a layer: before its MLP, beside attention, behind it, alone
 FAST = ("qwen3_next", "lfm2", "minimax")  # the last takes no cache but one of its own class
@@ -382,6 +385,32 @@ def test_projections_come_back_from_disk_as_they_were_stored(tmp_path):
     assert back.layout == chunk.layout
     pairs = zip(chunk.named_tensors(), back.named_tensors(), strict=True)
     assert all(one == other and torch.equal(a, b) for (one, a), (other, b) in pairs)
+
+
+@pytest.mark.parametrize("name", ["lfm2-deep", pytest.param("qwen3_next-deep", marks=pytest.mark.slow)])
+def test_a_chunk_that_is_found_damaged_inside_a_mixer_is_computed_and_changes_nothing(name, tmp_path, monkeypatch):
+    """A chunk is then computed by a forward of the same modules, in the middle of the one that asks for it."""
+    monkeypatch.setattr(stack, "READ_BYTES", 0)  # a layer at a time, each when it is used
+    model, layers = subject_of(name).model, range(len(DEEP[name][1]))
+
+    def logits():
+        with ChunkStore.open(tmp_path, memory_bytes=0, durability="none") as store, torch.no_grad():
+            store.pipeline_depth = 1e-9
+            cache = BlendCache(model, store, recompute_ratio=0.3)
+            given = cache.inputs(None, **pieces())
+            return model(**given, past_key_values=cache, logits_to_keep=1).logits, cache.report.computed_chunks
+
+    logits()
+    expected, computed = logits()
+    assert computed == 0
+    sound = {path: path.read_bytes() for path in tmp_path.rglob("*.safetensors")}
+    for layer in layers:
+        for path, content in sound.items():
+            _, last = next(at for name, at in tensors_of(content).items() if re.search(rf"\b{layer}\b", name))
+            path.write_bytes(content[:last - 1] + bytes([content[last - 1] ^ 1]) + content[last:])
+        got, computed = logits()
+        assert torch.equal(got, expected), layer
+        assert computed == len(sound), layer
 
 
 def test_sequences_that_move_are_refused_for_a_hybrid_by_what_it_keeps():

@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import functools
 import gc
+import json
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -16,14 +17,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
 
 import hf_blend
-from hf_blend import BlendCache, ChunkStore
+from hf_blend import BlendCache, ChunkStore, observer
 from hf_blend.errors import ConfigError, UnsupportedModelError
 from hf_blend.model import canary
-from hf_blend.model.fingerprint import fingerprint, state_of
+from hf_blend.model.fingerprint import _known, fingerprint, state_of
 from hf_blend.model.identity import watch, weights
 from hf_blend.model.identity.structure import Structure
 from hf_blend.verify.zoo import tiny_model as build
@@ -259,6 +262,83 @@ def test_code_that_is_put_into_a_class_or_a_module_of_transformers_is_seen_and_i
                 assert differs(kv(model), states), name
             assert fingerprint(model) != before, name
         assert fingerprint(model) == before, name
+
+
+class Disturbed(TorchFunctionMode):
+    """Changes what a model computes, and no attribute of it."""
+
+    def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        return found * 2 if function is torch.cos or function is torch.Tensor.cos else found
+
+
+class Shifted(TorchDispatchMode):
+    """Likewise, below autograd."""
+
+    def __torch_dispatch__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        return found + 1 if function.overloadpacket is torch.ops.aten.rsqrt else found
+
+
+@pytest.mark.parametrize("mode", [Disturbed, Shifted])
+def test_an_active_mode_of_torch_is_refused_by_name_and_leaves_nothing_behind(mode, model):
+    store, before = ChunkStore.open("memory://"), kv(model)
+    with mode():
+        assert differs(kv(model), before), "or this test would show nothing"
+        with pytest.raises(ConfigError, match=rf"the mode \S*{mode.__name__} is active.*hf_blend\.observer"):
+            generate(model, store)
+        with pytest.raises(ConfigError, match=rf"{mode.__name__} is active.*Leave its block"):
+            store.add(model, None, CHUNKS)
+    assert len(store) == 0
+    assert generate(model, store).report.computed_chunks == 3
+    with mode(), pytest.raises(ConfigError, match=mode.__name__):
+        generate(model, store)
+
+
+def test_modes_that_only_look_and_those_of_torch_are_accepted(model):
+    store = ChunkStore.open("memory://")
+    with observer(Counted()), torch.device("cpu"), FlopCounterMode(display=False):
+        assert generate(model, store).report.computed_chunks == 3
+
+
+TORCH_PATCHES = {
+    "torch.Tensor.cos": (torch.Tensor, "cos", lambda states: torch.cos(states) * 1.0),  # a rotation still
+    "torch.rsqrt": (torch, "rsqrt", lambda states: states.sqrt().reciprocal() + 1),
+    "torch.Tensor.__matmul__": (torch.Tensor, "__matmul__", lambda left, right: torch.matmul(left, right) * 2),
+}
+
+
+@pytest.mark.parametrize("name", TORCH_PATCHES)
+def test_functions_of_torch_and_of_tensors_that_are_replaced_are_seen_and_their_removal_too(name, model, monkeypatch):
+    owner, attribute, value = TORCH_PATCHES[name]
+    before, store = fingerprint(model), ChunkStore.open("memory://")
+    assert generate(model, store).report.computed_chunks == 3
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, attribute, value, raising=False)
+        assert fingerprint(model) != before
+        assert name in json.dumps(Structure(model).parts)
+        assert generate(model, store).report.loaded_chunks == 0
+    assert fingerprint(model) == before
+
+
+def test_a_function_of_torch_that_is_replaced_by_another_of_torch_is_noticed(model):
+    fingerprint(model)
+    before = state_of(model)
+    with patched(torch, "rsqrt", torch.sqrt):
+        fingerprint(model)
+        assert state_of(model) == before + 1
+
+
+def test_looking_at_torch_takes_two_comparisons_of_a_request(model, monkeypatch):
+    seen = []
+    monkeypatch.setattr(watch, "_torch_functions", lambda space: seen.append(space) or ())
+    fingerprint(model)
+    seen.clear()
+    fingerprint(model)
+    assert [space is vars(torch) for space in seen] == [True]
+    spaces = [space for space, _ in _known[model].structure_watch._spaces]
+    assert sum(space is torch.Tensor for space in spaces) == 1
+    assert torch not in spaces, "what else torch holds changes whenever a part of it is imported"
 
 
 def test_what_patched_code_holds_counts(model):
@@ -550,7 +630,7 @@ def test_a_canary_sees_what_a_fingerprint_cannot_and_is_the_same_with_another_at
             return found * 1.5 if function is nn.functional.silu else found
 
     twin = copy.deepcopy(model)
-    with Other():
+    with observer(Other()):  # a lie: it is refused otherwise
         assert fingerprint(twin) == before, "it has grown: take another change"
         assert not canary.is_of_model(twin, own)
 

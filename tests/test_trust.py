@@ -3,6 +3,7 @@
 """A model is tested once before it is blended, refused if it is off, and left as it was."""
 
 import logging
+import warnings
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from hf_blend import BlendCache, ChunkStore
 from hf_blend.cache.blend_cache import trial_cache
 from hf_blend.errors import UnsupportedModelError
 from hf_blend.model import trust
+from hf_blend.model.quantised import shared_scale
 from hf_blend.model.trust import ensure_trusted
 from hf_blend.prefill import row_masks
+from hf_blend.verify.zoo import tiny_model as build
 
 ROW_MASK = row_masks.row_mask
 
@@ -93,3 +96,19 @@ def test_the_self_test_leaves_the_model_as_it_was_in_training_too(tiny_model, un
         ensure_trusted(model, trial_cache)
     assert model.training
     assert not model.lm_head.training
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_projections_that_quantise_a_whole_call_by_one_scale_are_named(seed):
+    """Whether the error of such a model shows in the tests that follow depends on which token is the largest."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = torch.ao.quantization.quantize_dynamic(build("llama", seed=seed), {torch.nn.Linear})
+    store, said = ChunkStore.open("memory://"), r"self_attn\.q_proj \(torch\.ao\..*Linear\) quantises .* by one scale"
+    with pytest.raises(UnsupportedModelError, match=said):
+        BlendCache(model, store)
+
+
+def test_projections_of_each_token_alone_are_not_taken_for_such(tiny_model):
+    for dtype in (torch.float32, torch.bfloat16):
+        assert not shared_scale(tiny_model("llama").to(dtype))

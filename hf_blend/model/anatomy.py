@@ -89,18 +89,19 @@ def _breaks_on_fewer_rows(model: nn.Module) -> bool:
 
 
 def refuse_other_states(model: nn.Module, only_keys: bool = False) -> None:
-    """Refuse a model some of whose layers keep something that cannot be blended.
+    """Refuse a model some of whose layers keep something that cannot be blended, or moved.
 
     Args:
         model: asked by way of the cache that transformers makes for its config.
-        only_keys: refuse mixers' states and indexers' keys too: all but K and V of each token.
+        only_keys: refuse mixers' states and indexers' keys too: all but K and V of each token, which are moved.
 
     Raises:
-        UnsupportedModelError: naming the layer and what it keeps.
+        UnsupportedModelError: naming the layer, what it keeps, and what cannot be done with it.
     """
     complaint = other_states(text_config(model), only_keys)
     if complaint:
-        raise UnsupportedModelError(f"{type(model).__name__} cannot be blended: {complaint}")
+        done = "kept as a sequence" if only_keys else "blended"
+        raise UnsupportedModelError(f"{type(model).__name__} cannot be {done}: {complaint}")
 
 
 def other_states(config: Any, only_keys: bool = False) -> str:
@@ -114,13 +115,13 @@ def other_states(config: Any, only_keys: bool = False) -> str:
         A sentence that names the first such layer and its kind.
     """
     known = TOKEN_STATES if only_keys else BLENDED_STATES
+    moved = "and only these can be moved. Use a BlendCache, or plain generate."
+    blended = "which cannot stand behind other tokens. Use full prefill."
     for index, layer in enumerate(stock_layers(config)):
         name = type(layer).__name__.removeprefix("Dynamic").removesuffix("Layer")
         if name not in known:
-            return (
-                f"layer {index} keeps a state of another kind ({name}) than K and V of each token, which cannot stand "
-                "behind other tokens. Use full prefill."
-            )
+            kind = f"layer {index} keeps a state of another kind ({name}) than K and V of each token, "
+            return kind + (moved if only_keys else blended)
     return ""
 
 

@@ -24,6 +24,7 @@ from .anatomy import decoder_layers, refuse_other_states, text_config
 from .capture import Capture, capture
 from .fingerprint import PerStructure
 from .identity.canonical import canonical
+from .quantised import shared_scale
 
 PROBE_TOKENS = 20
 PROBE_SHIFT = 37  # not a multiple of a head's width, so that no frequency comes back to where it was
@@ -103,7 +104,15 @@ def _styles(model: nn.Module) -> tuple[type[RotaryStyle], ...]:
 
 def _calibrate(model: nn.Module) -> tuple[type[RotaryStyle], ...]:
     refuse_other_states(model)
-    probe = _Probe.of(model)
+    try:
+        return _found(_Probe.of(model))
+    except UnsupportedModelError as error:
+        if cause := shared_scale(model):
+            raise UnsupportedModelError(f"{type(model).__name__} cannot be moved: {cause}") from error
+        raise
+
+
+def _found(probe: _Probe) -> tuple[type[RotaryStyle], ...]:
     styles = [plugins.load("rotary", name) for name in plugins.describe("rotary")]
     found = tuple(_style_of(probe, index, styles) for index in range(len(probe.here.layers)))
     first = probe.here.layers[0]

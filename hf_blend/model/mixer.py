@@ -9,7 +9,8 @@ convolution and scan see all tokens, and the rows of the output are taken again.
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -233,7 +234,8 @@ class MixerPass:
         if projection.width:
             self._missing -= 1
             if not self._missing and self._reached is not None:
-                self._reached()
+                with self._kept_apart():
+                    self._reached()
         if self.rows.columns is None:
             return None
         if projection.is_result:
@@ -241,13 +243,26 @@ class MixerPass:
             return self._result
         return self._spread(projection, output)
 
+    @contextmanager
+    def _kept_apart(self) -> Iterator[None]:
+        """While something stored is asked for: what is damaged is computed then, by a forward through these hooks."""
+        before = self._is_inside, self._is_taken, self._missing, self._hidden, self._result
+        try:
+            yield
+        finally:
+            self._is_inside, self._is_taken, self._missing, self._hidden, self._result = before
+
+    def _lay_stored(self, states: Tensor, spans: Spans) -> None:
+        with self._kept_apart():
+            self._lay(states, spans)  # type: ignore[misc]
+
     def _keep(self, projection: Projection, output: Tensor) -> None:
         """Write what is stored of the rows' output to the states."""
         if self.states is None:
             self.states = output.new_empty(output.shape[0], self.rows.tokens, self._mixer.width)
             if self.rows.columns is not None and self._lay is not None:
                 every = slice(0, self._mixer.width)
-                self._lay(self.states, ((every, every),))
+                self._lay_stored(self.states, ((every, every),))
         for columns, stored in projection.spans:
             if self.rows.columns is None:
                 self.states[..., stored] = output[..., columns]
@@ -263,7 +278,7 @@ class MixerPass:
             for columns, stored in projection.spans:
                 whole[..., columns] = self.states[..., stored]
         elif self._lay is not None and projection.spans:
-            self._lay(whole, projection.spans)
+            self._lay_stored(whole, projection.spans)
         self.rows.write(whole, output)
         return whole
 

@@ -1,13 +1,17 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""8-bit models of bitsandbytes say at every matrix product that they cast its input; a request silences that."""
+"""Quantised models: those that quantise all tokens of a call by one scale, and 8-bit ones that log every cast."""
 
 import logging
 import weakref
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from .anatomy import decoder_layers
 from .fingerprint import PerStructure
+from .identity.code import qualified_name
+from .placement import input_device
 
 LOGGER = "bitsandbytes.autograd._functions"
 REPEATED = "MatMul8bitLt: inputs will be cast"
@@ -35,3 +39,35 @@ def silence_casts(model: nn.Module, owner: object, digest: str = "") -> None:
         logger, dropping = logging.getLogger(LOGGER), _WithoutCasts()
         logger.addFilter(dropping)
         weakref.finalize(owner, logger.removeFilter, dropping).atexit = False
+
+
+@torch.no_grad()
+def shared_scale(model: nn.Module) -> str:
+    """Say which projection of a model gives a token another result beside a larger one.
+
+    Args:
+        model: the projections of its first layer are run on two random tokens.
+
+    Returns:
+        A sentence; empty if there is no such projection.
+    """
+    for name, module in decoder_layers(model)[0].named_modules():
+        width = getattr(module, "in_features", None)
+        if isinstance(width, int):
+            alone, beside = _beside(module, width, input_device(model), model.dtype)
+            if (beside - alone).norm() > 0.1 * alone.norm():
+                return (
+                    f"{name} ({qualified_name(type(module))}) quantises all tokens of a call by one scale, so what it "
+                    "gives for a token depends on those beside it. Quantise weights alone, or each token by itself."
+                )
+    return ""
+
+
+def _beside(module: nn.Module, width: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What a projection gives for a random token, alone and beside one that is a hundred times as large."""
+    draw = torch.Generator().manual_seed(0)
+    tokens = (torch.randn(2, width, generator=draw) * torch.tensor([[1.0], [100.0]])).to(device, dtype)
+    try:
+        return module(tokens[:1]).float(), module(tokens)[:1].float()
+    except (AttributeError, RuntimeError, TypeError, ValueError):  # it reads more, or something else
+        return torch.zeros(1), torch.zeros(1)

@@ -24,6 +24,7 @@ from .fingerprint import structure_digest
 from .identity.canonical import canonical
 from .modality import placeholder_ids
 from .placement import input_device
+from .quantised import shared_scale
 
 __all__ = ["FAILURES", "FLOORS", "ensure_passed", "ensure_trusted"]
 
@@ -113,6 +114,8 @@ def _tested(model: nn.Module, make_cache: Callable[..., Any]) -> str:
     do = (
         "Use full prefill for this model, or pass allow_unverified=True to blend it all the same; run hf-blend verify."
     )
+    if cause := shared_scale(model):
+        return f"{name} cannot be blended exactly: {cause} {do}"
     try:
         ahead = _sees_ahead(model)
         bound = BOUNDS.get(model.dtype, COARSE_BOUND)

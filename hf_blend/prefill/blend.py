@@ -107,7 +107,7 @@ class Fusor:
         self._with_keys = [index for index, layer in enumerate(layers) if keeps_keys(layer)]
         tokens = self._plan.real.numel()
         self._first_ratio, asked = chooser.schedule(config, len(layers), tokens)
-        last_ratio = asked[max(asked)] if asked else self._first_ratio
+        last_ratio = asked[max(asked)] if asked else self._first_ratio or 0.0
         self._recomputes_all = chooser.counts(last_ratio, [tokens]) == [tokens]  # then what is exact is seen whole
         self._ratios = at_layers_that_keep(asked, layers, need)
         self._sees_attention = {

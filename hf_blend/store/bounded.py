@@ -60,6 +60,7 @@ class BoundedTier(WrappedTier):
         self.owned = owned
         self.quota_bytes = quota_bytes
         self.on_evicted = on_evicted
+        self.makes_room = True  # on a full device, by evicting; not where another tier takes what is refused
         self.before_eviction: Callable[[str], object] | None = None  # receives the name of what is about to leave
         self._spare_bytes = spare_bytes
         self._order = order
@@ -220,7 +221,7 @@ class BoundedTier(WrappedTier):
         except OSError as error:
             with self._lock:
                 wanted_bytes = self._budget.nbytes - 2 * nbytes  # of which nbytes are these, in flight
-                if error.errno not in _FULL or not self.shrink(max(0, wanted_bytes)):
+                if error.errno not in _FULL or not self.makes_room or not self.shrink(max(0, wanted_bytes)):
                     raise
         return self.tier.put_if_absent(name, parts)
 

@@ -68,9 +68,10 @@ class TierStack:
     held, and the bytes that were verified are written to the nearer ones. A chunk that is put goes to every tier: when
     `put` returns, it is in those on this machine, and in the queue of the others. What is in a queue is found there.
 
-    With a `home` each chunk is in one tier: it is put there, what leaves it for want of room moves to the next tier
-    behind it, and what is read from behind it moves back. A chunk is written before it leaves: a process that is
-    killed in between leaves it twice, and the next one that reads it removes the copy.
+    With a `home` each chunk is in one tier: it is put there, or, where that refuses it, in the nearest before it. What
+    leaves it for want of room moves to the next tier behind it, and what is read from behind it moves back. A chunk is
+    written before it leaves: a process that is killed in between leaves it twice, and the next one that reads it
+    removes the copy.
 
     Args:
         held: the places asked first.
@@ -110,6 +111,7 @@ class TierStack:
         self._moving = new_lock()  # taken before any tier's own; no chunk is moved by two threads at once
         for near, far in pairwise(tiers) if self.home else ():
             near.before_eviction = partial(self._demote, near, far)
+            far.makes_room = far is not self.home
         self._known_share = known_share
         self.tiers = tuple(tiers)
         self.queues = {tier.name: self._new_queue(tier, queue_bytes) for tier in tiers} if queue_bytes else {}
@@ -451,9 +453,7 @@ class TierStack:
         def write(pending: PendingWrite) -> None:
             if not pending.guard.is_intact():
                 return drop("changed")
-            stat = self._write(tier, pending.chunk, lambda: pending.parts)
-            if stat is not None:
-                self._catalog.add(pending.chunk.key, stat, [tier.name])
+            self._write_behind(tier, pending.chunk, lambda: pending.parts)
 
         def drop(reason: str) -> None:
             self._tally.count("dropped_writes", f"{tier.name}:{reason}")
@@ -467,11 +467,21 @@ class TierStack:
         Its digests are computed now: what happens to the tensors while they wait is noticed by whoever reads them.
         """
         if not self.queues:
-            return self._write(tier, chunk, encoded)
+            return self._write_behind(tier, chunk, encoded)
         try:
             self.queues[tier.name].put(PendingWrite(chunk, encoded()), wait_s)
         except (OSError, MemoryError) as error:
             self._refuse_write(tier, error)
+        return None
+
+    def _write_behind(self, tier: BoundedTier, chunk: ChunkKV, encoded: Encoded) -> ObjectStat | None:
+        """Write an entry to a tier; what the home of all chunks refuses goes to the nearest tier before it."""
+        nearer = reversed(self.tiers[: self.tiers.index(tier)]) if tier is self.home else ()
+        for one in (tier, *nearer):
+            stat = self._write(one, chunk, encoded)
+            if stat is not None:
+                self._catalog.add(chunk.key, stat, [one.name])
+                return stat if one is tier else None
         return None
 
     def _write(self, tier: BoundedTier, chunk: ChunkKV, encoded: Encoded) -> ObjectStat | None:

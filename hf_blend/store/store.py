@@ -174,7 +174,8 @@ class ChunkStore:
                 them: new chunks go to this one, what a full disk evicts moves to the remote tier, and what is read
                 from there moves back where the disk is the placement. Every move writes before it deletes. What is
                 held in memory is a copy for this process. A chunk that moves to this machine's disk leaves the
-                others', and a full disk waits for the remote tier. None keeps a copy in every tier.
+                others', and a full disk waits for the remote tier. What a remote tier refuses, as where it is full,
+                is kept on the disk; `rebalance` moves it later. None keeps a copy in every tier.
 
         Returns:
             The store.

@@ -5,6 +5,8 @@
 What is in a tier is read from its folder, by the names of files: nothing of the store is asked.
 """
 
+import errno
+import os
 import random
 import shutil
 
@@ -142,6 +144,50 @@ def test_a_tier_behind_that_refuses_costs_what_is_evicted_and_nothing_else(opene
         same(store.get(chunk((5, 2)).key), chunk((5, 2)))
         assert store.get(chunk((5, 1)).key) is None
         assert store.stats()["store_failures"]
+
+
+@pytest.mark.parametrize("queue_bytes", [1 << 30, 0])
+def test_what_a_full_remote_tier_refuses_is_kept_on_the_disk_and_the_tier_is_asked_on(
+    opened, folders, chunk, content, same, queue_bytes, monkeypatch
+):
+    chunks = [chunk((5, number)) for number in range(12)]
+    with opened("remote", room=len(chunks), remote_queue_bytes=queue_bytes) as store:
+        (remote,) = (tier.tier for tier in store._stack.tiers if tier.name == "file")
+        room, asked, put = 3, [], remote.ask_put
+
+        def bounded(name, parts):
+            asked.append(name)
+            if len(asked) > room:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return put(name, parts)
+
+        monkeypatch.setattr(remote, "ask_put", bounded)
+        for one in chunks:
+            store.put(one)
+        assert store.flush()
+        where = assert_each_in_one(folders, chunks, content)
+        assert [where[one.key.digest] for one in chunks] == ["file"] * room + ["disk"] * (len(chunks) - room)
+        assert len(asked) == len(chunks), "the circuit stays closed: the server answered"
+        assert remote.is_healthy
+        assert store.stats()["store_failures"] == {"ENOSPC": len(chunks) - room}
+        for one in chunks:
+            same(store.get(one.key), one)
+        assert assert_each_in_one(folders, chunks, content) == where, "reading moves nothing where it is refused"
+        monkeypatch.undo()
+        assert store.rebalance()["moved"] == len(chunks) - room
+    assert set(assert_each_in_one(folders, chunks, content).values()) == {"file"}
+
+
+def test_what_a_lost_remote_tier_does_not_take_is_kept_on_the_disk(opened, folders, chunk, content, monkeypatch):
+    chunks = [chunk((5, number)) for number in range(3)]
+    with opened("remote") as store:
+        (remote,) = (tier.tier for tier in store._stack.tiers if tier.name == "file")
+        monkeypatch.setattr(remote, "ask_put", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "gone")))
+        for one in chunks:
+            store.put(one)
+        assert store.flush()
+        assert not remote.is_healthy
+        assert set(assert_each_in_one(folders, chunks, content).values()) == {"disk"}
 
 
 def test_a_chunk_that_is_deleted_or_moved_while_it_is_written_behind_waits_for_nobody(

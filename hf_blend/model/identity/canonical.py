@@ -8,8 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ...errors import ConfigError, UnsupportedModelError
+from .code import is_library, qualified_name
+from .hooks import is_observer
 
 DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps")
 PER_REQUEST = ("adapter_names", "alora_offsets")  # of PEFT, which puts hooks into the model for one call
@@ -22,7 +26,11 @@ def canonical(model: nn.Module) -> Iterator[None]:
 
     Args:
         model: every module has its own mode back at the end, after an exception too.
+
+    Raises:
+        ConfigError: a mode of torch that others wrote is active.
     """
+    refuse_modes()
     training = [module for module in model.modules() if module.training]
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
@@ -104,8 +112,9 @@ def refuse_request_state(model: nn.Module, layers: Sequence[nn.Module]) -> None:
         layers: its decoder layers.
 
     Raises:
-        ConfigError: torch.autocast is on, or gradients are checkpointed.
+        ConfigError: torch.autocast is on, a mode that others wrote is active, or gradients are checkpointed.
     """
+    refuse_modes()
     own = {weight.device.type for layer in (layers[0], layers[-1]) for weight in layer.parameters()}
     for kind in own.intersection(_autocast_kinds()):
         dtype = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
@@ -119,6 +128,23 @@ def refuse_request_state(model: nn.Module, layers: Sequence[nn.Module]) -> None:
             f"{len(checkpointed)} layers of {type(model).__name__} checkpoint their gradients in training mode, and "
             "then keep no cache. Call model.eval(), or model.gradient_checkpointing_disable()."
         )
+
+
+def refuse_modes() -> None:
+    """Refuse to compute while code of others stands between the model and torch.
+
+    Raises:
+        ConfigError: naming the active mode, and the way out.
+    """
+    if not torch._C._len_torch_function_stack() and not torch._C._len_torch_dispatch_stack():
+        return
+    for mode in (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()):
+        if not is_library(type(mode).__module__) and not is_observer(mode):
+            raise ConfigError(
+                f"the mode {qualified_name(type(mode))} is active, through which each call of torch goes, so it may "
+                "change keys and values unseen. Leave its block, or mark the mode with hf_blend.observer if it only "
+                "looks."
+            )
 
 
 def _autocast_kinds() -> list[str]:

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 from torch.nn.modules import module as torch_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...errors import UnsupportedModelError
 
@@ -15,7 +17,7 @@ KNOWN = ("hf_blend", "transformers", "accelerate", "torch")  # their hooks watch
 HARMLESS = ("make_inputs_require_grad", "make_inputs_require_grads")  # of PEFT, for training
 _MARK = "_hf_blend_observer"
 
-Hook = TypeVar("Hook", bound=Callable[..., Any])
+Hook = TypeVar("Hook", bound=Callable[..., Any] | TorchFunctionMode | TorchDispatchMode)
 
 
 def observer(hook: Hook) -> Hook:
@@ -24,13 +26,19 @@ def observer(hook: Hook) -> Hook:
         layer.register_forward_hook(hf_blend.observer(log_norms))
 
     Args:
-        hook: a function or method that returns None and does not write to what it is given.
+        hook: a function or method that returns None and does not write to what it is given; or an object of a
+            `TorchFunctionMode` or `TorchDispatchMode` that gives what torch gives.
 
     Returns:
-        The same function.
+        The same function or object.
     """
     getattr(hook, "__func__", hook).__dict__[_MARK] = True
     return hook
+
+
+def is_observer(hook: Any) -> bool:
+    """Return True if a hook, or a mode of torch, was marked by `observer`."""
+    return getattr(hook, _MARK, False) is True
 
 
 def refuse_foreign_hooks(modules: Iterable[nn.Module]) -> None:
@@ -52,7 +60,7 @@ def refuse_foreign_hooks(modules: Iterable[nn.Module]) -> None:
 
 
 def _refuse_foreign(hook: Any, place: str) -> None:
-    if getattr(hook, _MARK, False):
+    if is_observer(hook):
         return
     inner = hook.func if isinstance(hook, functools.partial) else hook
     home = getattr(inner, "__module__", None) or type(inner).__module__

@@ -82,6 +82,10 @@ SHARED_CODE = (  # of transformers and torch, called by the modelling code of ma
     "torch.nn.functional", "transformers.activations", "transformers.modeling_rope_utils",
     "transformers.masking_utils", "transformers.integrations.sdpa_attention", "transformers.cache_utils",
 )  # fmt: skip
+TORCH_FUNCTIONS = tuple(  # of torch itself, that compute with tensors; operators are in torch.Tensor
+    name for name in vars(torch)
+    if not name.startswith("_") and (hasattr(torch._C._VariableFunctions, name) or name in torch.functional.__all__)
+)  # fmt: skip
 TORCH_INTERNALS = frozenset(vars(nn.Module()))
 _COMPILED = "_torchdynamo_orig_callable"  # what torch.compile made of a function has it
 MAX_DEPTH = 6  # of objects inside attributes
@@ -121,7 +125,7 @@ class Structure:
     Attributes:
         parts: of each module its path, class and counted attributes, as values of JSON; then patched code.
         patched: what is not a library's own code, by name: an owner (weakly held) and the attribute.
-        namespaces: classes and Python modules whose functions the model runs.
+        namespaces: classes and Python modules whose functions the model runs; of torch itself, see `TORCH_FUNCTIONS`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -318,12 +322,13 @@ class Structure:
 
     def _patched_functions(self) -> dict[str, Any]:
         """Functions that were put into the libraries' own modules, where the model's code looks them up."""
-        found = {}
-        for space in self.namespaces:
-            for name, value in vars(space).items() if isinstance(space, ModuleType) else ():
+        found = {f"torch.Tensor.{name}": value for name, value in self._put_into(Tensor).items()}
+        spaces = [(space.__name__, vars(space)) for space in self.namespaces if isinstance(space, ModuleType)]
+        for home, space in [*spaces, ("torch", {name: getattr(torch, name) for name in TORCH_FUNCTIONS})]:
+            for name, value in space.items():
                 own = isinstance(value, FunctionType) and (is_stock(value) or _is_standard(value))
                 if isinstance(value, FunctionType) and not own:
-                    found[f"{space.__name__}.{name}"] = self.of_function(value, f"{space.__name__}.{name}")
+                    found[f"{home}.{name}"] = self.of_function(value, f"{home}.{name}")
         return found
 
 def configs_inside(config: Any) -> Iterator[Any]:
@@ -353,9 +358,9 @@ def foreign_attention(model: nn.Module) -> dict[str, Any]:
 
 
 def _namespaces(classes: Iterable[type]) -> Iterator[type | ModuleType]:
-    """The classes of a model with their bases, and the libraries' modules that their code looks names up in."""
+    """The classes of a model with their bases and of tensors, and the modules that their code looks names up in."""
     classes = list(classes)
-    yield from dict.fromkeys(base for kind in classes for base in kind.__mro__[:-1])
+    yield from dict.fromkeys([*(base for kind in classes for base in kind.__mro__[:-1]), Tensor])
     homes = dict.fromkeys(kind.__module__ for kind in classes if is_library(kind.__module__))
     yield from (sys.modules[name] for name in dict.fromkeys([*homes, *SHARED_CODE]) if name in sys.modules)
 

@@ -25,6 +25,7 @@ from .code import CALLABLES, is_library
 from .structure import (
     IGNORED_CONFIG_FIELDS,
     QUANTISER_FIELDS,
+    TORCH_FUNCTIONS,
     Structure,
     configs_inside,
     counted_attributes,
@@ -35,6 +36,7 @@ from .weights import has_moving_rotary_tables, loaded_values, stored_parts, tens
 WHOLE_BYTES = 4 << 20  # models up to this size are compared whole
 RUNS, RUN_ELEMENTS = 16, 8  # of each tensor: so many places, evenly spread, and so many elements at each
 UNVERSIONED_RUNS = 64  # for tensors whose version does not count: those made in inference mode
+_torch_functions = itemgetter(*TORCH_FUNCTIONS)
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
 
 
@@ -94,6 +96,7 @@ class StructureWatch:
         self._parts = structure.parts if structure.is_foreign else None
         self._spaces = [(one, dict(vars(one))) for one in structure.namespaces if _is_lasting(one)]
         found: list[Any] = [*model.modules()]
+        self._torch = _torch_functions(vars(torch))
         self._modules = [_noted(module, found) for module in tuple(found)]
         if has_moving_rotary_tables(model):
             for *_, frozen in self._modules:
@@ -116,6 +119,7 @@ class StructureWatch:
         try:
             same = _are_same(self._modules, hooked) and _are_same(self._objects)
             same = same and all(held == vars(space) for space, held in self._spaces)
+            same = same and self._torch == _torch_functions(vars(torch))
             same = same and foreign_attention(self._model()).keys() == self._attention
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):  # gone, or no longer comparable
             return False

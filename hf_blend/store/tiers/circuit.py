@@ -32,6 +32,7 @@ class RefusedError(OSError):
 
 
 _ANSWERS = (FileNotFoundError, FileExistsError, IsADirectoryError, PermissionError, RefusedError)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # no room, or none for writing: an answer too
 
 
 class Circuit:
@@ -85,7 +86,9 @@ class Circuit:
         except NotImplementedError as error:
             raise RefusedError(errno.ENOTSUP, f"the {self.name} tier cannot do this: {error}") from error
         except Exception as error:
-            self._open(error)
+            is_answer = isinstance(error, OSError) and error.errno in _FULL
+            if not is_answer:
+                self._open(error)
             if isinstance(error, OSError):
                 raise
             raise OSError(errno.EIO, f"{type(error).__name__} of the {self.name} tier: {error}") from error
