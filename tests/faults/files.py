@@ -43,7 +43,7 @@ class FileFaults(FaultClass):
 class Files(FileFaults):
     """Bits, blocks, cuts, mixtures of entries, spread evenly over the bytes; something else where the file was."""
 
-    share = 0.5
+    share = 0.45
 
     def one(self, shelf: Shelf, place: int, way: str) -> None:
         """Damage the bytes, or now and then the file."""

@@ -3,19 +3,22 @@
 """The file of an entry in blocks is damaged, before it is opened or while it is read, whole or in part."""
 
 import gc
+import struct
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hf_blend import plugins
+from hf_blend import BlendCache, plugins
+from hf_blend.sparse.partial.blocked import MAGIC
 from hf_blend.sparse.partial.store import PartialStore
 from hf_blend.store import ChunkKV, ChunkStore
+from hf_blend.store.seal import seal_size
 
 from .damage import clear, damaged
 from .fault import FaultClass, Verdict
-from .oracle import is_equal
-from .world import Entry
+from .oracle import is_equal, is_near, stock_logits
+from .world import SINK, Entry
 
 BLOCK_TOKENS = 8
 
@@ -86,3 +89,66 @@ class Partial(FaultClass):
         heads = self.random.sample(range(reader.heads), self.random.randint(1, reader.heads))
         got, all_of = layers.part(place, part, heads, blocks), expected[part][heads]
         return is_equal(got, all_of if len(blocks) == reader.blocks else all_of[:, reader.tokens_of(blocks)])
+
+
+class PartialRequests(FaultClass):
+    """A request over a store that loads in part: where all is recomputed its logits are those of the stock model.
+
+    At ratio 0 they are those without the damage, as long as the damage is in the blocks and not in their header.
+    """
+
+    share = 0.01
+    is_prefill = True
+
+    def setup(self) -> None:
+        """Ask twice without damage."""
+        self._given: dict[str, Any] = {
+            "partial": {"share": 0.4, "alpha": 50.0, "block_tokens": BLOCK_TOKENS, "reorder": False},
+            "memory_bytes": 0,
+            "durability": "none",
+        }
+        first, second = self.world.chunks[0], self.world.chunks[2]
+        self._pieces: dict[str, Any] = {"prefix": SINK, "chunks": [first, second], "question": (7, 8, 9)}
+        ids = torch.tensor([[*SINK, *first, *second, 7, 8, 9]])
+        self._stock = stock_logits(self.world.model, ids)
+        for _ in range(2):
+            self._whole = self._asked(0.0)[0]
+        paths = sorted((self.folder / "blocks").rglob("*.safetensors"))
+        self._files = [(path, path.read_bytes()) for path in paths]
+
+    def inject(self, count: int) -> None:
+        """Damage, ask, and put back."""
+        for _ in range(count):
+            path, good = self.random.choice(self._files)
+            if self.random.random() < 0.5:
+                kind, bad, ratio = "block", self._in_a_block(good), 0.0
+            else:
+                (kind, bad), ratio = damaged(self.random, good, self.random.choice(self._files)[1]), 1.0
+            path.write_bytes(bad)
+            self.outcome.paths[f"ratio {ratio}"] += 1
+            self.judge(kind, lambda: self._judged(ratio))  # noqa: B023
+            for one, content in self._files:
+                clear(one)
+                one.write_bytes(content)
+
+    def _judged(self, ratio: float) -> Verdict:
+        got, faults = self._asked(ratio)
+        is_right = is_near(got, self._stock) if ratio else is_equal(got, self._whole)
+        return Verdict.WRONG if not is_right else Verdict.MISS if faults else Verdict.RIGHT
+
+    @torch.no_grad()
+    def _asked(self, ratio: float) -> tuple[torch.Tensor, int]:
+        """The logits of the last token, and how many faults were met."""
+        with ChunkStore.open(self.folder, **self._given) as store:
+            cache = BlendCache(self.world.model, store, recompute_ratio=ratio, selector="kv-deviation")
+            inputs = cache.inputs(None, **self._pieces)
+            logits = self.world.model(**inputs, past_key_values=cache, logits_to_keep=1).logits[0]
+            return logits, sum(store.faults.values())
+
+    def _in_a_block(self, good: bytes) -> bytes:
+        """Other bytes behind the header and the digests."""
+        begin = len(MAGIC) + 16 + seal_size(None) + sum(struct.unpack_from("<QQ", good, len(MAGIC)))
+        bad, first = bytearray(good), self.random.randrange(begin, len(good))
+        for place in range(first, min(len(good), first + self.random.choice((1, 64, 4096)))):
+            bad[place] ^= 1 << self.random.randrange(8)
+        return bytes(bad)

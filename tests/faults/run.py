@@ -32,15 +32,18 @@ from .failing_calls import FailingCalls
 from .fault import BROKEN, FaultClass, Verdict
 from .faulty_tier import FaultyTierFaults
 from .files import Changing, Files, Headers, Planted
+from .image_chunks import ImageChunks
 from .index_damage import IndexDamage
 from .lost_server import LostServer
 from .moving_kills import Demotions, Placements, Reorders
-from .partial import Partial
+from .partial import Partial, PartialRequests
+from .placed import Placed
 from .prefills import Prefills
 from .races import Races
 from .random_kills import RandomKills
 from .remote import Redis, Remote
 from .signed import Signed
+from .states import Checkpoints, Sessions
 from .traced_kills import TracedKills
 from .world import World
 
@@ -56,6 +59,11 @@ CLASSES: dict[str, type[FaultClass]] = {
     "headers": Headers,
     "signed": Signed,
     "partial": Partial,
+    "partial-requests": PartialRequests,
+    "placed": Placed,
+    "image-chunks": ImageChunks,
+    "checkpoints": Checkpoints,
+    "sessions": Sessions,
     "remote": Remote,
     "redis": Redis,
     "prefills": Prefills,
