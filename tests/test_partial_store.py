@@ -16,6 +16,7 @@ from hf_blend.sparse.partial.blocked import MAGIC
 from hf_blend.sparse.partial.loading import partial_loading
 from hf_blend.sparse.partial.store import PartialStore
 from hf_blend.store.seal import seal_size
+from hf_blend.store.tiers.base import EntryFault
 from hf_blend.verify.zoo import tiny_model as zoo_model
 
 CHUNKS = [list(range(10, 74)), list(range(40, 90)), list(range(20, 120, 2))]
@@ -339,8 +340,9 @@ def test_what_was_deleted_or_is_too_old_is_in_no_block(model, tmp_path):
     for path in (tmp_path / "blocks").rglob("*.safetensors"):
         os.utime(path, (1, 1))
     with ChunkStore.open(tmp_path, partial=ANYHOW, memory_bytes=0, ttl_s=3600.0) as store:
-        assert store.stream(keys[2], lambda: None) is None
-        assert store.faults["expired"] == 1
+        with pytest.raises(EntryFault, match="expired"):
+            store._blocks(keys[2], lambda: None, None)
+        assert store.faults == {"expired": 1}
 
 
 REFUSED = {

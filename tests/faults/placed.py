@@ -48,17 +48,18 @@ class Placed(FaultClass):
                 self._write(self._roots[1 - here] / name, good)
             self.outcome.paths["beside a whole one" if is_twice else "alone"] += 1
             self.outcome.paths[f"placement {placement}"] += 1
-            store, chunk = self._stores[placement], self._chunks[number]
-            self.judge(kind, lambda: self._asked(store, chunk, is_twice))  # noqa: B023
-            store.flush()
+            chunk = self._chunks[number]
+            self.judge(kind, lambda: self._asked(placement, chunk, is_twice))  # noqa: B023
+            self._stores[placement].flush()
             for root in self._roots:
                 clear(root / name)
 
-    def _asked(self, store: ChunkStore, chunk: ChunkKV, is_twice: bool) -> Verdict:
-        """What is whole in one tier is found: at once, or where layers were read already by the next request."""
-        verdict = self.expect(store, chunk)
+    def _asked(self, placement: str, chunk: ChunkKV, is_twice: bool) -> Verdict:
+        """What is whole in one tier is found: at once, or by the next process, which knows of no slow tier."""
+        verdict = self.expect(self._stores[placement], chunk)
         if verdict is Verdict.MISS and is_twice:
-            got = self.find(store, chunk)
+            with self._opened(placement) as fresh:
+                got = self.find(fresh, chunk)
             return verdict if got is Verdict.RIGHT else got
         return verdict
 

@@ -178,6 +178,20 @@ def test_what_a_full_remote_tier_refuses_is_kept_on_the_disk_and_the_tier_is_ask
     assert set(assert_each_in_one(folders, chunks, content).values()) == {"file"}
 
 
+def test_an_object_that_cannot_be_opened_leaves_the_others_of_its_tier_in_reach(opened, folders, chunk, same):
+    chunks = [chunk((5, number)) for number in range(2)]
+    with opened("remote") as store:
+        for one in chunks:
+            store.put(one)
+        assert store.flush()
+        path = next(path for path in folders["file"].rglob("*.safetensors") if path.stem == chunks[0].key.digest)
+        path.unlink()
+        path.symlink_to(path)
+        assert store.get(chunks[0].key) is None
+        same(store.get(chunks[1].key), chunks[1])
+        assert store.stats()["healthy"] == {"disk": True, "file": True}
+
+
 def test_what_a_lost_remote_tier_does_not_take_is_kept_on_the_disk(opened, folders, chunk, content, monkeypatch):
     chunks = [chunk((5, number)) for number in range(3)]
     with opened("remote") as store:

@@ -32,7 +32,10 @@ class RefusedError(OSError):
 
 
 _ANSWERS = (FileNotFoundError, FileExistsError, IsADirectoryError, PermissionError, RefusedError)
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # no room, or none for writing: an answer too
+_ANSWER_CODES = (  # no room, or none for writing; or what is wrong with one object alone: answers too
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS),
+    *(errno.ELOOP, errno.ENOTDIR, errno.ENAMETOOLONG),
+)
 
 
 class Circuit:
@@ -86,7 +89,7 @@ class Circuit:
         except NotImplementedError as error:
             raise RefusedError(errno.ENOTSUP, f"the {self.name} tier cannot do this: {error}") from error
         except Exception as error:
-            is_answer = isinstance(error, OSError) and error.errno in _FULL
+            is_answer = isinstance(error, OSError) and error.errno in _ANSWER_CODES
             if not is_answer:
                 self._open(error)
             if isinstance(error, OSError):
