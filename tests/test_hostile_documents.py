@@ -279,11 +279,12 @@ def test_a_line_separator_inside_a_string_of_jsonl_is_part_of_it(tmp_path):
     assert document.text == "one\u2028two\x85three"
 
 
-def test_a_file_that_is_too_large_is_not_read_whole(tmp_path):
-    (tmp_path / "large.txt").touch()
-    os.truncate(tmp_path / "large.txt", 1 << 40)
-    with pytest.raises(PromptError, match="more than 64 MB"):
-        list(Corpus([str(tmp_path / "large.txt")]))
+@pytest.mark.parametrize(("name", "megabytes"), [("large.txt", 64), ("large.pdf", 64), ("large.html", 8)])
+def test_a_file_that_is_too_large_is_not_read_whole(name, megabytes, tmp_path):
+    (tmp_path / name).touch()
+    os.truncate(tmp_path / name, 1 << 40)
+    with pytest.raises(PromptError, match=f"more than {megabytes} MB"):
+        list(Corpus([str(tmp_path / name)]))
 
 
 def test_standard_input_that_is_no_text_is_refused():

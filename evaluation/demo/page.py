@@ -264,7 +264,7 @@ def _examples(gradio: Any, blocks: Any, demo: Demo, name: str, wish: Wish, scene
             story = gradio.Dropdown([*stories(), OWN], value=name, label="Story", elem_id="hb-story")
             try_these = gradio.Dropdown(
                 list(stories()[name]["questions"]), value=wish.question, elem_id="hb-try",
-                label="Questions to try: such as a full prefill answers",
+                label="Questions that full prefill answers",
             )  # fmt: skip
         documents = gradio.Textbox(
             wish.documents, lines=4, max_lines=4, scale=3, min_width=280, elem_id="hb-text",
