@@ -137,6 +137,7 @@ MISTAKES = (states_left_at_zero, last_inputs_of_the_convolution_left_out, states
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_shows_in_the_logits(tmp_path, monkeypatch, mistake):
     model = model_of("qwen3_next")
+    StateCheckpoints(model, tmp_path / "other").resume(prompt())  # how it continues is found out without the mistake
     mistake(monkeypatch)
     ids = saved_states(tmp_path, model)
     resumed = StateCheckpoints(model, tmp_path).resume(ids)
