@@ -159,6 +159,45 @@ def test_after_a_failure_in_a_later_part_the_request_goes_on_from_there(tiny_mod
     assert torch.equal(run(model, inputs, cache), wanted)
 
 
+FIGURES = ("prompt_tokens", "past_tokens", "reusable_tokens", "exact_tokens", "loaded_chunks", "computed_chunks",
+           "seam_tokens", "charged_budget", "chosen_columns", "fallback_reason", "nominal_ratio")  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("behind", ["a part", "a turn", "a turn and a part"])
+def test_after_a_failure_behind_a_past_as_much_is_reused_as_without_one(
+    tiny_model, pieces, tokenizer, monkeypatch, behind
+):
+    model, store = tiny_model(), ChunkStore.open("memory://")
+    found = []
+    for fails in (None, False, True):  # the first fills the store
+        cache, inputs = prepared(model, tokenizer, [pieces()], store, recompute_ratio=0.3)
+        if "turn" in behind:
+            output = run(model, inputs, cache)
+            inputs = cache.inputs(tokenizer, **new_pieces(pieces, 5), history=output)
+        if "part" in behind:
+            held = cache.get_seq_length()
+            model(inputs["input_ids"][:, held : held + 22], past_key_values=cache, logits_to_keep=1)
+        held = cache.get_seq_length()
+        kept = [(one.keys.clone(), one.values.clone()) for one in cache.layers]
+        rest = inputs["input_ids"][:, held:]
+        with monkeypatch.context() as patch:
+            if fails:
+                patch.setitem(decoder_layers(model)[2].mlp._forward_pre_hooks, -1, observer(lambda *_: 1 / 0))
+                with pytest.raises(ZeroDivisionError):
+                    model(rest, past_key_values=cache, logits_to_keep=1)
+                for one, states in zip(cache.layers, kept, strict=True):
+                    assert all(map(torch.equal, (one.keys, one.values), states))
+        assert cache.get_seq_length() == held  # asked before a call, as generate does
+        logits = model(rest, past_key_values=cache, logits_to_keep=1).logits
+        found.append(({name: getattr(cache.report, name) for name in FIGURES}, logits))
+    _, (expected, wanted), (got, logits) = found
+    assert expected["reusable_tokens"] > 20
+    assert 0 < expected["charged_budget"] < 1
+    assert got == expected
+    assert torch.equal(logits, wanted)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("rows", [1, 9, 10, 40, 85, 200])
 def test_the_last_rows_that_were_asked_for_are_the_last_tokens(shared_model, pieces, tokenizer, rows):

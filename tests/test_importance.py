@@ -39,7 +39,7 @@ def asked(model, store, pieces=PIECES, **settings):
 
 
 @torch.no_grad()
-def stock_scores(model, ids, rows, layers):
+def stock_scores(model, ids, rows, layers, first=None):
     """`[chunk tokens]`: attention of the last rows in some layers, shared out among the chunks' columns."""
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
@@ -47,7 +47,7 @@ def stock_scores(model, ids, rows, layers):
         attentions = model(torch.tensor([ids]), output_attentions=True).attentions
     finally:
         model.set_attn_implementation(before)
-    first = len(PIECES["prefix"])
+    first = len(PIECES["prefix"]) if first is None else first
     last = first + sum(map(len, CHUNKS))
     parts = [attentions[layer][0, :, -rows:, first:last] for layer in layers]
     return sum((part / part.sum(-1, keepdim=True)).sum((0, 1)) for part in parts)
@@ -70,6 +70,22 @@ def test_what_the_store_is_told_is_the_attention_of_the_question(model, monkeypa
     important = torch.zeros(len(found)).scatter_(0, expected.topk(round(len(found) / 4)).indices, 1.0)
     for chunk, part in zip(CHUNKS, important.split([len(one) for one in CHUNKS]), strict=True):
         assert told[tuple(chunk)][0][1] == pytest.approx(float(part.mean()), abs=1.01 / len(chunk))
+
+
+def test_in_a_further_turn_the_store_is_told_of_the_attention_to_the_chunks_of_that_turn(model, monkeypatch):
+    monkeypatch.setattr(noting, "LAYERS", 100)
+    store = ChunkStore.open("memory://", eviction="importance")
+    first = {"prefix": [5, 6], "chunks": [list(range(90, 60, -1))], "question": [3, 4]}
+    cache, said = asked(model, store, first, recompute_ratio=1.0)
+    told = listened(monkeypatch, store)
+    inputs = cache.inputs(None, chunks=CHUNKS, question=PIECES["question"], history=said)
+    model.generate(**inputs, past_key_values=cache, **GREEDY)
+    assert cache.report.past_tokens == said.shape[1] - 1
+    ids = [*said[0].tolist(), *sum(CHUNKS, []), *PIECES["question"]]
+    assert ids == inputs["input_ids"][0].tolist()
+    expected = stock_scores(model, ids, 4, range(2, LAYERS - 1), first=said.shape[1])
+    found = torch.cat([told[tuple(chunk)][0][0] for chunk in CHUNKS])
+    torch.testing.assert_close(found, expected / expected.mean(), rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.3])

@@ -165,7 +165,7 @@ class BlendCache(MaskedDecode):
         self._entry = Entry(self, model, layers)
         self._fusor: Fusor | None = None
         self.listener: Listener | None = None  # is given every layer's attention in a blended forward
-        self._coming, self._resume = Coming(), Coming()
+        self._coming, self._resume, self._reported = Coming(), Coming(), self.report  # what a failure brings back
         self._images: PromptImages | None = None  # of the prompt that is expected, by their names
         self._history = History()
         self._beginning: tuple[int, ...] = ()  # ids of the prompt that the cache begins with, where they are known
@@ -570,7 +570,7 @@ class BlendCache(MaskedDecode):
         if failed and self._fusor is not None:
             for layer, snapshot in zip(self._layers(), self._before, strict=True):
                 layer.restore(snapshot)
-            self._coming = self._resume
+            self._coming, self.report = self._resume, self._reported
         self._fusor, self._before, self._is_seen, self._beyond_text = None, [], False, None
         self._brought = (None, None, None)
         self._images = self._images if self._coming else None
@@ -712,7 +712,7 @@ class BlendCache(MaskedDecode):
         given = (fingerprint(self.model), tuple(self.sink_ids), self.config.recompute_ratio)
         planner = Planner(self.model, self.store, *given, self._tokenizer)
         planner.images = {} if self._images is None else self._images.alone
-        goes_on, self._resume = self._coming.is_begun, self._coming
+        goes_on, self._resume, self._reported = self._coming.is_begun, self._coming, copy.copy(self.report)
         if not self._coming:
             self._tokenizer = ""
         plan, self._coming = self._coming.plan(planner, brought, self._past)

@@ -95,6 +95,13 @@ class BlendReport:
     _costs: list[LayerCost] = field(default_factory=list, repr=False)
     _work: list[Work] = field(default_factory=list, repr=False)
 
+    def __copy__(self) -> "BlendReport":
+        """The figures as they are now; what is noted later is noted in one of the two."""
+        own = {name: [*value] if isinstance(value, list) else value for name, value in vars(self).items()}
+        twin = object.__new__(type(self))
+        vars(twin).update(own)
+        return twin
+
     def planned(self, **counts: int) -> None:
         """Add to the figures of these names; a prompt that comes in parts is planned part by part."""
         for name, count in counts.items():
