@@ -14,11 +14,12 @@ from types import SimpleNamespace
 import pytest
 
 from hf_blend import ChunkStore
-from hf_blend.errors import ConfigError, PromptError, UnsupportedModelError
+from hf_blend.errors import ConfigError, MissingExtraError, PromptError, UnsupportedModelError
 from hf_blend.evaluation import svg
 from hf_blend.evaluation.answering import Method
 from hf_blend.evaluation.asking import warm
 from hf_blend.evaluation.demo import drawing, page
+from hf_blend.evaluation.demo import shelf as models
 from hf_blend.evaluation.demo.compare import Panel, Scene, _verdict, again, compare, streamed
 from hf_blend.evaluation.demo.shelf import Shelf
 from hf_blend.evaluation.demo.visitors import Limits, Visitors
@@ -374,6 +375,19 @@ def test_a_folder_is_a_model_only_where_that_is_allowed(folder):
 def test_a_model_that_is_not_there_is_a_sentence(shelf):
     with pytest.raises(ConfigError, match="the model 'nobody/nothing' cannot be loaded"):
         shelf.take("nobody/nothing")
+
+
+def test_a_model_that_has_a_name_and_is_not_here_is_fetched_from_the_hub(monkeypatch):
+    def absent(name):
+        raise MissingExtraError(f"{name} is not on this machine")
+
+    def opened(source, *_):
+        raise ConfigError(f"asked for {source}")
+
+    monkeypatch.setattr(models, "locate", absent)
+    monkeypatch.setattr(models, "open_model", opened)
+    with pytest.raises(ConfigError, match="asked for HuggingFaceTB/SmolLM2-135M-Instruct"):
+        Shelf().take(REAL)
 
 
 def test_a_model_that_is_too_large_is_not_loaded(folder):

@@ -67,6 +67,6 @@ def test_the_layout_starts_without_an_installation(tmp_path):
         "build(app.demo)\nprint(app.demo.shelf.takes_folders)"
     )
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[-1] == "False"
