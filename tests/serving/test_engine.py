@@ -411,17 +411,22 @@ def test_an_engine_survives_any_number_of_requests_that_each_break_their_step(mo
     asks = [bench.Ask([1, *bench.workload.library[n], *bench.draw(6, n)]) for n in range(3)]
     with bench.engine(model, store, recompute_ratio=RATIO) as engine:
         step, scheduler = engine._generation_step, engine.batch_processor.scheduler
+        added, together = threading.Event(), []
 
         def fail_with_poison():
+            added.wait(30)
+            together.append(len(scheduler.in_step))
             if any(one.state.request_id.startswith("poison") for one in scheduler.in_step):
                 raise AssertionError("not mine")
             step()
 
         monkeypatch.setattr(engine, "_generation_step", fail_with_poison)
-        bad = [engine.add_request([1, 5, 6, 7, n], f"poison {n}") for n in range(3)]
+        bad = [engine.add_request([1, 5, 6, 7, n], f"poison {n}", blend=False) for n in range(3)]
         good = [engine.add_request(ask.ids) for ask in asks]
-        bad += [engine.add_request([1, 5, 6, 7, n], f"poison {n}") for n in range(3, 9)]
+        bad += [engine.add_request([1, 5, 6, 7, n], f"poison {n}", blend=False) for n in range(3, 9)]
+        added.set()
         found = bench.collect(engine, [*bad, *good])
+        assert max(together) > 4, "they shared a step, or this test would see nothing"
         assert {found[name].error for name in bad} == {"not mine"}
         for ask, name in zip(asks, good, strict=True):
             assert found[name].generated_tokens == bench.lone_answer(model, store, ask.ids, recompute_ratio=RATIO)
