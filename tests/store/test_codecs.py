@@ -98,6 +98,24 @@ def test_int4_is_off_by_no_more_than_its_docstring_says(chunk):
             assert not states.equal(rounded)
 
 
+def test_bf16_is_half_of_float32_and_off_by_no_more_than_its_docstring_says(chunk):
+    stored = chunk(range(300), **WIDE)
+    for layer, rounded in zip(stored.layers, kept_as(stored, "bf16").layers, strict=True):
+        for states, got in zip(layer, rounded, strict=True):
+            assert got.dtype == states.dtype == torch.float32
+            assert ((states - got).abs() <= states.abs() / 256).all()
+            assert not states.equal(got)
+    raw, half = (len(encoded(stored, codec)) for codec in ("raw", "bf16"))
+    states = sum(one.nbytes for layer in stored.layers for one in layer)
+    assert abs(raw - half - states / 2) < states / 100
+
+
+def test_bf16_keeps_every_bit_of_states_in_bfloat16():
+    stored = model_chunk()
+    for layer, again in zip(stored.layers, kept_as(stored, "bf16").layers, strict=True):
+        assert all(one.dtype == torch.bfloat16 and one.equal(two) for one, two in zip(layer, again, strict=True))
+
+
 def test_states_of_odd_width_are_not_packed_into_pairs():
     with pytest.raises(StoreError, match=r"width 7 .*int8"):
         plugins.load("store.codecs", "int4")().pack("k", torch.zeros(1, 4, 7))
