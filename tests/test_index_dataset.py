@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A dataset is indexed by several processes, each chunk once, also after all of them were killed.
 
-What was computed is counted by a line in a file that `compute_chunk` itself leaves, whatever the store says.
+What was computed is counted by a line in a file that `compute_chunks` itself leaves, whatever the store says.
 """
 
 import os
@@ -34,16 +34,16 @@ class Counted:
     def __call__(self):
         from hf_blend.model import canary
 
-        if canary.compute_chunk.__name__ != "counting":
-            compute = canary.compute_chunk
+        if canary.compute_chunks.__name__ != "counting":
+            compute = canary.compute_chunks
 
-            def counting(model, key, *given):
-                chunk = compute(model, key, *given)
+            def counting(model, keys, *given):
+                chunks = compute(model, keys, *given)
                 with open(self.path, "a") as file:
-                    file.write(f"{os.getpid()} {key.digest}\n")
-                return chunk
+                    file.writelines(f"{os.getpid()} {key.digest}\n" for key in keys)
+                return chunks
 
-            canary.compute_chunk = counting
+            canary.compute_chunks = counting
         return zoo_model("llama"), None
 
 

@@ -68,6 +68,21 @@ def test_every_rung_holds_for_a_llama(dtype, attention):
     assert verdict.refused == []
 
 
+@pytest.mark.parametrize("rung", ["layer_0", "realign_back", "realign_norm"])
+def test_keys_of_a_real_model_move_within_the_rounding_of_float32(smollm2, rung):
+    outcome = plugins.load("verify", rung)().measure(Subject(smollm2[0]))
+    assert outcome.passed, outcome
+
+
+@pytest.mark.slow
+def test_every_rung_holds_for_a_real_model_within_its_own_floor(smollm2):
+    verdict = Verdict("smollm2")
+    climb(verdict, smollm2[0], "float32", ["sdpa"], None)
+    assert verdict.supported, verdict.reason
+    assert [rung.name for rung in verdict.rungs] == list(rung_names())
+    assert verdict.refused == []
+
+
 def combinations() -> Iterator[Any]:
     """Each family, dtype and attention; without `slow` each family, each dtype and each attention once."""
     once = {("mistral", *LADDERS[0]), ("qwen2", *LADDERS[1]), ("qwen3", *LADDERS[0])}
@@ -134,8 +149,8 @@ def store_written(self: Any, layer: int, slots: Any, which: int, states: Any) ->
         slot.chunk.layers[layer][which].mul_(1.0001)
 
 
-def stored_coarsely(*arguments: Any) -> Any:
-    return COMPUTE_CHUNK(*arguments).map(lambda states: states.bfloat16().to(states.dtype))
+def stored_coarsely(*arguments: Any) -> list[Any]:
+    return [one.map(lambda states: states.bfloat16().to(states.dtype)) for one in COMPUTE_CHUNKS(*arguments)]
 
 
 def only_the_last_of_the_question(self: Any, index: int, seen: Any) -> Any:
@@ -209,7 +224,7 @@ def as_the_model_has_put_them(source: Any, layer: int, states: Any, old: Any, ne
 
 COMPOSE, ROW_MASK, HIGHEST = realign.compose, row_masks.row_mask, choice.highest
 LAY, LAY_PART = realign.Realigner.lay, realign.Realigner.lay_part
-COMPUTE_CHUNK, CHOSEN, BEGIN = plan.compute_chunk, blend.Fusor._chosen, blend.Fusor._begin
+COMPUTE_CHUNKS, CHOSEN, BEGIN = plan.compute_chunks, blend.Fusor._chosen, blend.Fusor._begin
 TAKE_ROWS, WRITES = LayerCall.take_rows, itertools.count()
 WRITE_STATES, ENDED, LAYER_UPDATE = rows.Rows.write_states, hooks.Entry._ended, layers.BlendLayer.update
 
@@ -221,7 +236,7 @@ BREAKS: list[tuple[str, Any, str, Callable[..., Any]]] = [  # rung, owner, attri
     ("realign_values", realign.Realigner, "lay", values_shifted),
     ("layer_0", realign, "compose", one_step_each),
     ("moved_chunk", realign, "compose", one_step_each),
-    ("prefix_cache", plan, "compute_chunk", stored_coarsely),
+    ("prefix_cache", plan, "compute_chunks", stored_coarsely),
     ("ratio_1", row_masks, "row_mask", looking_ahead),
     ("ratio_1", blend.Fusor, "_chosen", only_the_last_of_the_question),
     ("ratio_1_batch", row_masks, "row_mask", without_padding),
@@ -232,7 +247,7 @@ BREAKS: list[tuple[str, Any, str, Callable[..., Any]]] = [  # rung, owner, attri
     ("fused_ratio", row_masks, "row_mask", looking_ahead),
     ("fused_ratio", LayerCall, "take_rows", rotated_for_other_places),
     ("question_is_fresh", blend.Fusor, "_begin", question_from_a_stale_place),
-    ("unchosen_bytes", plan, "compute_chunk", stored_coarsely),
+    ("unchosen_bytes", plan, "compute_chunks", stored_coarsely),
     ("causality", row_masks, "row_mask", looking_ahead),
     ("store_bytes", realign.Realigner, "lay_part", store_written),
     ("same_bits", choice, "highest", by_lot),

@@ -145,6 +145,7 @@ class BlendCache(MaskedDecode):
         """
         self.config = BlendConfig.from_dict({**(config or BlendConfig()).to_dict(), **settings})
         refuse_wrapper(model)
+        began_s = time.perf_counter()
         layers, digest = decoder_layers(model), structure_digest(model)
         self.config.ratios(len(layers))
         if self.config.max_tokens is not None:
@@ -162,6 +163,7 @@ class BlendCache(MaskedDecode):
         silence_casts(model, self, digest)
         self._styles = ensure_trusted(model, trial_cache, self.config.allow_unverified, digest)
         self._mixers = mixers_of(model, digest)
+        self._check_ms = 1e3 * (time.perf_counter() - began_s)  # until a report says it
         self._entry = Entry(self, model, layers)
         self._fusor: Fusor | None = None
         self.listener: Listener | None = None  # is given every layer's attention in a blended forward
@@ -708,8 +710,10 @@ class BlendCache(MaskedDecode):
 
     def _plan(self, brought: Brought) -> Plan:
         """Which columns have stored KV; the report begins anew, or goes on where a prompt comes in parts."""
+        began_s = time.perf_counter()
         refuse_request_state(self.model, decoder_layers(self.model))
         given = (fingerprint(self.model), tuple(self.sink_ids), self.config.recompute_ratio)
+        self._check_ms += 1e3 * (time.perf_counter() - began_s)
         planner = Planner(self.model, self.store, *given, self._tokenizer)
         planner.images = {} if self._images is None else self._images.alone
         goes_on, self._resume, self._reported = self._coming.is_begun, self._coming, copy.copy(self.report)
@@ -729,7 +733,11 @@ class BlendCache(MaskedDecode):
             loaded_chunks=plan.loaded,
             seam_tokens=plan.seam_tokens,
             encoded_images=0 if goes_on or self._images is None else self._images.encoded,
+            compute_ms=plan.compute_ms,
+            store_ms=plan.store_ms,
+            check_ms=self._check_ms + plan.check_ms,
         )
+        self._check_ms = 0.0
         self.report.advice = self.report.advice if plan.advice is None else asdict(plan.advice)
         self._notice(plan, given[0])
         return plan

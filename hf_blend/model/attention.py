@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -26,6 +27,7 @@ from ..errors import UnsupportedModelError
 from .anatomy import decoder_layers, kv_groups
 from .masks import RowMask
 from .row_attention import attend
+from .row_lines import PackedLines
 
 STOCK, OURS, GLANCE = "sdpa", "hf_blend_rows_over_", "hf_blend_glance"  # OURS: before the name of the stock one
 Taker = Callable[..., tuple[Tensor, None]]  # what an attention function of transformers is
@@ -99,7 +101,7 @@ def attend_rows(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function of transformers, for a `RowMask`; for any other mask the stock one.
+    """The attention function of transformers, for a `RowMask`; for other masks and packed chunks the stock one.
 
     Args:
         module: the attention module.
@@ -119,6 +121,9 @@ def attend_rows(
     if not isinstance(attention_mask, RowMask):
         take = ALL_ATTENTION_FUNCTIONS[stock]
         return take(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+    lines, given = attention_mask.lines, {"dropout": dropout, "scaling": scaling, **kwargs}
+    if isinstance(lines, PackedLines) and kwargs.get("position_bias") is None:
+        return _each_alone(ALL_ATTENTION_FUNCTIONS[stock], module, (query, key, value), lines, given)
     special = [name for name in ("position_bias", "softcap", "s_aux") if kwargs.get(name) is not None]
     if special and is_flash(stock):
         raise UnsupportedModelError(
@@ -129,6 +134,17 @@ def attend_rows(
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     output = attend(query, key, value, attention_mask.lines, dropout, scaling)
     return output.transpose(1, 2).contiguous(), None
+
+
+def _each_alone(
+    take: Taker, module: nn.Module, states: tuple[Tensor, ...], lines: PackedLines, given: dict[str, Any]
+) -> tuple[Tensor, None]:
+    """The model's own attention for each chunk of a pack, by the kernel that the chunk alone has."""
+    outputs = [
+        take(module, *(one[:, :, block.rows] for one in states), mask, **given)[0]
+        for block, mask in zip(lines.blocks, lines.masks, strict=True)
+    ]
+    return torch.cat(outputs, dim=1), None
 
 
 class Glance:

@@ -9,7 +9,7 @@ few numbers of that travel with every stored chunk, and are compared with the mo
 
 import base64
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -19,13 +19,14 @@ from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
 from .anatomy import text_config
-from .capture import capture, capture_chunk, capture_image
+from .capture import capture, capture_chunks, capture_image
 from .fingerprint import fingerprint, state_of
+from .packs import packs
 
 if TYPE_CHECKING:
     from ..store.chunk import ChunkKey, ChunkKV
 
-__all__ = ["canary_of", "compute_chunk", "is_of_model"]
+__all__ = ["canary_of", "compute_chunk", "compute_chunks", "is_of_model", "packs"]
 
 TOKENS = 8
 NUMBERS = 8  # of each token: four of its keys and four of its values, each a sum with random signs
@@ -54,16 +55,37 @@ def compute_chunk(
         UnsupportedModelError: as `capture_chunk`, or the model is another one by now.
     """
     if image is None:
-        chunk = capture_chunk(model, key.token_ids, key.sink_ids, key.fingerprint, key.namespace)
-    else:
-        chunk = capture_image(model, key, image)
-    now = fingerprint(model)
-    if now != key.fingerprint:
+        return compute_chunks(model, [key], tokenizer)[0]
+    return _signed(model, [capture_image(model, key, image)], tokenizer)[0]
+
+
+def compute_chunks(model: nn.Module, keys: "Sequence[ChunkKey]", tokenizer: str = "") -> "list[ChunkKV]":
+    """Compute the chunks of some keys in one forward, to be stored under them.
+
+    Args:
+        model: whose fingerprint is the keys'.
+        keys: one, or one of the lists that `hf_blend.model.packs` gives.
+        tokenizer: as in `compute_chunk`, of all of them.
+
+    Returns:
+        The chunks.
+
+    Raises:
+        PromptError: as `compute_chunk`.
+        UnsupportedModelError: as `compute_chunk`.
+    """
+    return _signed(model, capture_chunks(model, keys), tokenizer)
+
+
+def _signed(model: nn.Module, chunks: "list[ChunkKV]", tokenizer: str) -> "list[ChunkKV]":
+    """Chunks with what the model says of itself; refuse them if it is no longer the one that was asked."""
+    now, expected = fingerprint(model), chunks[0].key.fingerprint
+    if now != expected:
         raise UnsupportedModelError(
             f"{type(model).__name__} changed while a chunk was computed: its fingerprint is {now:.12}…, expected "
-            f"{key.fingerprint:.12}…. Nothing is stored. Do not train or patch a model while it is used."
+            f"{expected:.12}…. Nothing is stored. Do not train or patch a model while it is used."
         )
-    return replace(chunk, canary=canary_of(model), tokenizer=tokenizer)
+    return [replace(chunk, canary=canary_of(model), tokenizer=tokenizer) for chunk in chunks]
 
 
 def canary_of(model: nn.Module) -> str:

@@ -1,13 +1,14 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Compute the KV of one chunk alone: behind a fixed sink, with nothing else before it, the sink cut off.
+"""Compute the KV of chunks, each alone: behind a fixed sink, with nothing else before it, the sink cut off.
 
 KV is never cut out of a live request: what another prompt put before a chunk would travel with it, unseen.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,11 +19,14 @@ from ..prompt.pieces import check_ids
 from ..rotary.tables import Table, rotary_table
 from ..store.chunk import ChunkKey, ChunkKV
 from .anatomy import LayerCall, decoder_layers, decoder_of, full_cache, keeps_nothing, stock_layers, text_config
+from .attention import Detour
 from .identity.canonical import canonical, notes_kept
+from .masks import RowMask
 from .mixer import ActiveRows, MixerPass
 from .mixer_probe import mixers_of
 from .modality import refuse_placeholders
 from .placement import input_device
+from .row_lines import PackedLines
 
 
 @dataclass(frozen=True)
@@ -59,8 +63,34 @@ def capture_chunk(
         UnsupportedModelError: a layer of the model leaves no K/V in its cache.
     """
     check_chunk(model, token_ids, sink_ids)
-    key = ChunkKey(fingerprint, tuple(sink_ids), tuple(token_ids), namespace)
-    return _behind_sink(capture(model, torch.tensor([[*sink_ids, *token_ids]])), key)
+    return capture_chunks(model, [ChunkKey(fingerprint, tuple(sink_ids), tuple(token_ids), namespace)])[0]
+
+
+def capture_chunks(model: nn.Module, keys: Sequence[ChunkKey]) -> list[ChunkKV]:
+    """Compute the KV of several chunks in one forward, in which no chunk sees another.
+
+    Args:
+        model: the model to run.
+        keys: of the chunks; more than one only where `hf_blend.model.packs` says so.
+
+    Returns:
+        The chunks, each as `capture_chunk` gives it up to rounding.
+
+    Raises:
+        PromptError: as `capture_chunk`.
+        UnsupportedModelError: as `capture_chunk`.
+    """
+    for key in keys:
+        check_chunk(model, key.token_ids, key.sink_ids)
+    rows = [[*key.sink_ids, *key.token_ids] for key in keys]
+    *starts, tokens = accumulate(map(len, rows), initial=0)
+    ids = torch.tensor([[token for row in rows for token in row]])
+    if len(keys) == 1:
+        return [_behind_sink(capture(model, ids), keys[0])]
+    places = torch.cat([torch.arange(len(row)) for row in rows])[None]
+    captured = capture(model, ids, places, starts=starts)
+    ends = zip(keys, starts, [*starts[1:], tokens], strict=True)
+    return [_behind_sink(captured, key, start, end) for key, start, end in ends]
 
 
 def capture_image(model: nn.Module, key: ChunkKey, arguments: Mapping[str, Any]) -> ChunkKV:
@@ -81,15 +111,20 @@ def capture_image(model: nn.Module, key: ChunkKey, arguments: Mapping[str, Any])
         return _behind_sink(capture_forward(model, arguments)[0], key)
 
 
-def _behind_sink(captured: Capture, key: ChunkKey) -> ChunkKV:
-    start = len(key.sink_ids)
-    tables, layer_table = _distinct(captured.tables, start)
-    layers = tuple(tuple(one[0, :, start:].clone() for one in states) for states in captured.layers)
+def _behind_sink(captured: Capture, key: ChunkKey, start: int = 0, end: int | None = None) -> ChunkKV:
+    """The chunk in the columns from `start` to `end`, without its sink."""
+    own = slice(start + len(key.sink_ids), end)
+    tables, layer_table = _distinct(captured.tables, own)
+    layers = tuple(tuple(one[0, :, own].clone() for one in states) for states in captured.layers)
     return ChunkKV(key, layers, tables, layer_table)
 
 
 def capture(
-    model: nn.Module, input_ids: Tensor, position_ids: Tensor | None = None, attention_mask: Tensor | None = None
+    model: nn.Module,
+    input_ids: Tensor,
+    position_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    starts: Sequence[int] = (),
 ) -> Capture:
     """Run the decoder once over some tokens and keep what its layers cached.
 
@@ -100,6 +135,7 @@ def capture(
         input_ids: `[batch, tokens]`.
         position_ids: `[batch, tokens]`; from 0 on where left out.
         attention_mask: `[batch, tokens]`, 0 on padding; no padding where left out.
+        starts: the columns behind which nothing before them is seen, the first one 0; none for one text.
 
     Returns:
         K, V and rotary tables of every layer.
@@ -113,7 +149,8 @@ def capture(
     given = {name: value.to(device) for name, value in given.items() if value is not None}
     cache, tokens = full_cache(model), input_ids.shape[1]
     recorded = _recorded_projections(model, cache, tokens)
-    with recorded as passes, canonical(model), _recorded_tables(layers, cache) as tables:
+    separated = _separated(model, cache, tokens, starts) if len(starts) > 1 else nullcontext()
+    with recorded as passes, canonical(model), _recorded_tables(layers, cache) as tables, separated:
         decoder_of(model)(input_ids=input_ids.to(device), past_key_values=cache, use_cache=True, **given)
     return _captured(model, cache, tokens, tables, passes)
 
@@ -180,17 +217,57 @@ def _recorded_tables(layers: list[nn.Module], cache: object) -> Iterator[dict[in
     """The tables that the layers are handed in calls with this cache; other threads may run the model meanwhile."""
     tables: dict[int, Table | None] = {}
 
-    def record(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
-        arguments = LayerCall.bind(layer, args, kwargs or {}).arguments  # None: as in `hf_blend.model.hooks`
-        if any(value is cache for value in arguments.values()):
-            tables[index] = rotary_table(arguments, layer)
+    def record(index: int, call: LayerCall) -> None:
+        tables[index] = rotary_table(call.arguments, call.layer)
+
+    with _at_layers(layers, cache, record):
+        yield tables
+
+
+@contextmanager
+def _separated(model: nn.Module, cache: Any, tokens: int, starts: Sequence[int]) -> Iterator[None]:
+    """In calls with this cache, a token sees nothing before the last of `starts` that is not behind it."""
+    detours, masks, update = Detour.of_layers(model), dict[int, tuple[RowMask, Any]](), cache.update
+
+    def separate(index: int, call: LayerCall) -> Any:
+        given = call.arguments.get(call.mask_name)
+        if id(given) not in masks:  # the model's is kept alive, or its id would be used again
+            lines = PackedLines(given, starts, tokens, call.hidden.device)
+            masks[id(given)] = RowMask.of(lines), given
+        mask = call.arguments[call.mask_name] = masks[id(given)][0]
+        mask.group = detours[index].groups
+        return call.as_hook_result()
+
+    def hand_over(keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        kept = update(keys, values, layer_idx, *args, **kwargs)
+        detours[layer_idx].open()
+        return kept
+
+    cache.update = hand_over
+    try:
+        with _at_layers(decoder_layers(model), cache, separate):
+            yield
+    finally:
+        for detour in detours:
+            detour.close()
+
+
+@contextmanager
+def _at_layers(
+    layers: Sequence[nn.Module], cache: object, look: Callable[[int, LayerCall], Any]
+) -> Iterator[None]:
+    """Call a function before each layer of calls with this cache; other threads may run the model meanwhile."""
+
+    def begins(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        call = LayerCall.bind(layer, args, kwargs or {})  # None: as in `hf_blend.model.hooks`
+        return look(index, call) if any(value is cache for value in call.arguments.values()) else None
 
     handles = []
     try:
         for index, layer in enumerate(layers):
-            hook = lambda module, args, kwargs=None, index=index: record(index, module, args, kwargs)  # noqa: E731
+            hook = lambda module, args, kwargs=None, index=index: begins(index, module, args, kwargs)  # noqa: E731
             handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
-        yield tables
+        yield
     finally:
         for handle in handles:
             handle.remove()
@@ -209,14 +286,14 @@ def _cached(model: nn.Module, cache: Any, index: int, tokens: int) -> tuple[Tens
     return keys, values
 
 
-def _distinct(per_layer: tuple[Table | None, ...], start: int) -> tuple[tuple[Table, ...], tuple[int, ...]]:
-    """The different tables among the layers', cut at the sink, and which layer has which (-1: none)."""
+def _distinct(per_layer: tuple[Table | None, ...], own: slice) -> tuple[tuple[Table, ...], tuple[int, ...]]:
+    """The different tables among the layers' in some columns, and which layer has which (-1: none)."""
     seen: dict[int, int] = {}
     tables: list[Table] = []
     for table in per_layer:
         if table is not None and id(table[0]) not in seen:
             seen[id(table[0])] = len(tables)
-            cos, sin = (part[0, start:].float().clone() for part in table)
+            cos, sin = (part[0, own].float().clone() for part in table)
             tables.append((cos, sin))
     return tuple(tables), tuple(-1 if table is None else seen[id(table[0])] for table in per_layer)
 

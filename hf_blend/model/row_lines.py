@@ -6,7 +6,8 @@ Sorted rows are taken in blocks, and a block reads keys only where one of its ro
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -189,6 +190,52 @@ class LocalLines(RowLines):
     def to(self, device: torch.device) -> "LocalLines":
         """See `RowLines.to`."""
         return LocalLines(self._columns.to(device), self.shape[3], self._window, self._real)
+
+
+class PackedLines(RowLines):
+    """Each row sees nothing but its own chunk of several that are computed in one row of a batch."""
+
+    def __init__(self, mask: Tensor | None, starts: Sequence[int], tokens: int, device: torch.device) -> None:
+        """Describe the lines.
+
+        Args:
+            mask: `[1, heads or 1, tokens, tokens]`, what the model lets each row see; None: all up to its own column.
+            starts: the first column of each chunk, sorted; the first one is 0.
+            tokens: of all chunks.
+            device: where the mask is made.
+        """
+        columns = torch.arange(tokens, device=device)
+        lines = LocalLines(columns[None], tokens) if mask is None else MadeLines(mask)
+        super().__init__((1, *lines.shape[1:]), lines.dtype, lines.device)
+        self._lines, self._starts, self._is_plain = lines, tuple(starts), mask is None
+        self._chunks = torch.bucketize(columns, torch.tensor(self._starts, device=device), right=True)
+
+    @cached_property
+    def blocks(self) -> list[RowBlock]:
+        """See `RowLines.blocks`; one for each chunk."""
+        ends = (*self._starts[1:], self.shape[2])
+        return [RowBlock(slice(*ends), slice(*ends)) for ends in zip(self._starts, ends, strict=True)]
+
+    @cached_property
+    def masks(self) -> list[Tensor | None]:
+        """The mask of each block as the model makes it for its chunk alone; None where a causal kernel does."""
+        if self._is_plain:
+            return [None] * len(self._starts)
+        cut = [self._lines.cut(block.rows, block.keys) for block in self.blocks]
+        is_causal = (one.dtype == torch.bool and torch.equal(one, torch.ones_like(one).tril()) for one in cut)
+        return [None if plain else one for one, plain in zip(cut, is_causal, strict=True)]
+
+    def cut(self, rows: slice, keys: slice) -> Tensor:
+        """See `RowLines.cut`."""
+        seen, own = self._lines.cut(rows, keys), self._chunks[rows, None] == self._chunks[keys]
+        return seen & own if seen.dtype == torch.bool else seen.masked_fill(~own, torch.finfo(seen.dtype).min)
+
+    def to(self, device: torch.device) -> "PackedLines":
+        """See `RowLines.to`."""
+        moved = copy(self)
+        moved.device, moved._lines, moved._chunks = device, self._lines.to(device), self._chunks.to(device)
+        moved._biases = {}
+        return moved
 
 
 class CausalLines(LocalLines):

@@ -151,7 +151,10 @@ def _compare(model: nn.Module, make_cache: Callable[..., Any]) -> tuple[float, f
     if cache.report.fallback_reason:
         raise UnsupportedModelError(f"nothing was reused: {cache.report.fallback_reason}")
     bound = BOUNDS.get(model.dtype, COARSE_BOUND)
-    return _share(got, wanted), max(bound, min(MOST_ALLOWED, FLOORS * _floor(model, ids, wanted)))
+    error = _share(got, wanted)
+    if error <= bound:
+        return error, bound
+    return error, max(bound, min(MOST_ALLOWED, FLOORS * _floor(model, ids, wanted)))
 
 
 @torch.no_grad()

@@ -2,7 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which columns of a prompt have stored KV: found by content, checked, computed where missing."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -13,8 +15,9 @@ from torch import Tensor, nn
 
 from ..config import BlendConfig
 from ..model.anatomy import text_config
-from ..model.canary import compute_chunk, is_of_model
+from ..model.canary import canary_of, compute_chunk, compute_chunks, is_of_model
 from ..model.modality import placeholder_ids
+from ..model.packs import packs
 from ..prompt.content import is_content
 from ..prompt.pieces import Span
 from ..rotary.regime import frequency_regime
@@ -125,6 +128,9 @@ class Plan:
         partial: loads chunks in part, where somebody asked for it.
         advice: of the store's controller, if it has one and anything must be loaded.
         kept_ratio: share of the chunks' tokens that the store has now; below 1 it has no room for the others.
+        compute_ms: host time for computing the missing chunks.
+        store_ms: host time for storing them.
+        check_ms: host time for finding out what the model's chunks look like and are signed with.
     """
 
     slots: list[Slot]
@@ -140,10 +146,20 @@ class Plan:
     partial: Any = None
     advice: Advice | None = None
     kept_ratio: float = 1.0
+    compute_ms: float = 0.0
+    store_ms: float = 0.0
+    check_ms: float = 0.0
 
     def __post_init__(self) -> None:
         self._real_here = self.real  # stays with the host when `real` goes to the device
         self._release: Callable[[], object] = lambda: None
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add the time of a block to the attribute of this name, in milliseconds."""
+        began_s = time.perf_counter()
+        yield
+        setattr(self, name, getattr(self, name) + 1e3 * (time.perf_counter() - began_s))
 
     def read_ahead(self, depth: float) -> None:
         """Begin to read, so many layers ahead of what is used, the chunks whose layers come one by one."""
@@ -270,9 +286,13 @@ class Planner:
         found = [self._spans(spans, whole, at_beginning) for spans, whole in zip(given, wholes, strict=True)]
         unloaded = self._advised(plan, [span.key for spans in found for span in spans])
         plan.protect({span.key for spans in found for span in spans} - unloaded)
+        placed = list[tuple[ChunkKey, Callable[[ChunkKV], Slot]]]()
         for row, (new, start, whole) in enumerate(zip(rows, starts, wholes, strict=True)):
             spans = [span for span in found[row] if span.key not in unloaded]
-            self._place(plan, row, start, len(new), whole, spans, at_beginning)
+            placed += self._place(plan, row, start, len(new), whole, spans, at_beginning)
+        first = {spans[0].key for spans in found if spans and spans[0].start == 0}
+        self._fetch(plan, [key for key, _ in placed], first)
+        plan.slots += [slot(self._fetched[key]) for key, slot in placed]
         plan.read_ahead(self._store.pipeline_depth)
         plan.kept_ratio = self._kept_ratio() if plan.computed else 1.0
         self._fetched.clear()
@@ -325,7 +345,8 @@ class Planner:
         whole: Whole,
         spans: list[Found],
         beginning: bool,
-    ) -> None:
+    ) -> Iterator[tuple[ChunkKey, Callable[[ChunkKV], Slot]]]:
+        """The chunks of one row that are needed, and what makes the slot of each."""
         exact_until = 0 if beginning else -1
         for number, (offset, key, inside, count) in enumerate(spans):
             end = offset + count
@@ -337,8 +358,8 @@ class Planner:
             first, last = max(offset, whole.seen), min(end, whole.seen + new - 1)  # a part's last token flows too
             place = whole.place(start, first - whole.seen, last - first) if first < last else None
             if place is not None:
-                chunk = self._fetch(plan, key)
-                plan.slots.append(Slot(row, place, chunk, exact, number, inside + first - offset, last - first))
+                here, count = inside + first - offset, last - first
+                yield key, partial(Slot, row, place, exact=exact, number=number, first=here, count=count)
                 if first == offset and key.sink_ids == self._sink_ids:
                     plan.seam_tokens += len(key.token_ids) - count
 
@@ -349,26 +370,49 @@ class Planner:
     def _regime(self, tokens: int) -> tuple[int, ...]:
         return frequency_regime(text_config(self._model), tokens)
 
-    def _fetch(self, plan: Plan, key: ChunkKey) -> ChunkKV:
-        known = self._fetched.get(key)
-        if known is not None:
-            return known
-        image = self.images.get(key.token_ids)
-        compute = partial(compute_chunk, self._model, key, self._tokenizer, *([] if image is None else [image]))
-        chunk = self._store.stream(key, partial(_replace, plan.replaced, key, compute), layout=self._layout)
+    def _fetch(self, plan: Plan, keys: Sequence[ChunkKey], first: Set[ChunkKey]) -> None:
+        """Bring chunks from the store; those that it lacks are computed, several in one forward, and stored.
+
+        What a prompt begins with stays alone: so it is what a prefix cache holds, bit for bit.
+        """
+        if not keys:
+            return
+        with plan.timed("check_ms"):
+            layout = self._layout
+        missing = [key for key in dict.fromkeys(keys) if not self._load(plan, key, layout)]
+        alone = [key for key in missing if key in first or key.token_ids in self.images]
+        with plan.timed("check_ms"):
+            together = packs(self._model, [key for key in missing if key not in alone])
+            if missing:
+                canary_of(self._model)  # found here once, and known where the chunks are computed
+        for pack in [*([key] for key in alone), *together]:
+            with self._store.timed(*pack):
+                with plan.timed("compute_ms"):
+                    chunks = self._compute(pack)
+                with plan.timed("store_ms"):
+                    self._fetched.update({chunk.key: self._store.put(chunk) for chunk in chunks})
+            plan.computed += len(pack)
+
+    def _load(self, plan: Plan, key: ChunkKey, layout: Layout) -> bool:
+        """Bring a chunk from the store, if it is there and of the model."""
+        compute = partial(_replace, plan.replaced, key, lambda: self._compute([key])[0])
+        chunk = self._store.stream(key, compute, layout=layout)
         if chunk is not None and chunk.canary not in self._canaries and not is_of_model(self._model, chunk.canary):
             self._store.reject(key, "canary")
             chunk = None
         if chunk is None:
-            with self._store.timed(key):
-                chunk = self._store.put(compute())
-            plan.computed += 1
-        else:
-            plan.loaded += 1
-            plan.tokenizers |= {chunk.tokenizer} - {""}
-            self._canaries.add(chunk.canary)
+            return False
+        plan.loaded += 1
+        plan.tokenizers |= {chunk.tokenizer} - {""}
+        self._canaries.add(chunk.canary)
         self._fetched[key] = chunk
-        return chunk
+        return True
+
+    def _compute(self, keys: Sequence[ChunkKey]) -> list[ChunkKV]:
+        image = self.images.get(keys[0].token_ids)
+        if image is not None:
+            return [compute_chunk(self._model, keys[0], self._tokenizer, image)]
+        return compute_chunks(self._model, keys, self._tokenizer)
 
     @cached_property
     def _layout(self) -> Layout:

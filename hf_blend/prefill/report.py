@@ -58,6 +58,10 @@ class BlendReport:
         full_prefills: full prefills that a selector asked for; research only.
         realign_ms: host time for moving stored KV to its place.
         select_ms: host time for scoring and choosing.
+        compute_ms: host time for computing the missing chunks.
+        store_ms: host time for storing them.
+        check_ms: host time for finding out whether the model is the one that computed what is stored; at the first
+            use of a model whether it can be blended, too.
         past_tokens: tokens that were in the cache before this prefill.
         seam_tokens: tokens at the beginning or the end of stored chunks that the prompt has others for, because it was
             tokenised as a whole, or lacks; what the prompt has there is computed like a question.
@@ -82,6 +86,9 @@ class BlendReport:
     full_prefills: int = 0
     realign_ms: float = 0.0
     select_ms: float = 0.0
+    compute_ms: float = 0.0
+    store_ms: float = 0.0
+    check_ms: float = 0.0
     past_tokens: int = 0
     seam_tokens: int = 0
     encoded_images: int = 0
@@ -102,7 +109,7 @@ class BlendReport:
         vars(twin).update(own)
         return twin
 
-    def planned(self, **counts: int) -> None:
+    def planned(self, **counts: float) -> None:
         """Add to the figures of these names; a prompt that comes in parts is planned part by part."""
         for name, count in counts.items():
             setattr(self, name, getattr(self, name) + count)
@@ -221,5 +228,7 @@ class BlendReport:
             f"{self.charged_budget:.1%}); {self.loaded_chunks} chunks loaded, {self.computed_chunks} computed; "
             f"{f'{self.seam_tokens} of their tokens differ at seams; ' if self.seam_tokens else ''}"
             f"{self._loaded_in_part()}{self._decided()}"
+            f"{f'compute {self.compute_ms:.1f} ms, store {self.store_ms:.1f} ms, ' if self.computed_chunks else ''}"
+            f"check {self.check_ms:.1f} ms, "
             f"realign {self.realign_ms:.1f} ms, select {self.select_ms:.1f} ms{self.notice and f'; {self.notice}'}"
         )

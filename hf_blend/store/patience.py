@@ -34,14 +34,18 @@ class ComputeTimes:
         self._lock = new_lock()
 
     @contextlib.contextmanager
-    def timed(self, key: ChunkKey) -> Iterator[None]:
-        """Learn from a block that computes a chunk and puts it: the copy to the CPU is when a device has finished."""
+    def timed(self, *keys: ChunkKey) -> Iterator[None]:
+        """Learn from a block that computes chunks of one model and puts them.
+
+        The copy to the CPU is when a device has finished.
+        """
         began_s = self._clock()
         yield
-        took_s = (self._clock() - began_s) / len(key.token_ids)
+        took_s = (self._clock() - began_s) / sum(len(key.token_ids) for key in keys)
+        identity = keys[0].fingerprint
         with self._lock:
-            known_s = self._per_token_s.get(key.fingerprint, took_s)
-            self._per_token_s[key.fingerprint] = known_s + _SHARE * (took_s - known_s)
+            known_s = self._per_token_s.get(identity, took_s)
+            self._per_token_s[identity] = known_s + _SHARE * (took_s - known_s)
 
     def expect_s(self, key: ChunkKey) -> float:
         """How long computing a chunk takes, in seconds; infinite as long as none of its model was computed."""

@@ -161,8 +161,9 @@ class ChunkStore:
                 wrong KV.
             secret: where others may write to the store, bytes such as `secrets.token_bytes(32)`: signs what is
                 stored, hides its names, and refuses what is not signed so; see docs/security.md.
-            codec: "raw" keeps K and V bit for bit; "int8" takes half the bytes of bfloat16, "int4" less than a
-                third, and a chunk is then used as it was rounded, from memory too. Entries of any are read.
+            codec: "raw" keeps K and V bit for bit; "bf16" takes half the bytes of float32, "int8" half of bfloat16,
+                "int4" less than a third, and a chunk is then used as it was rounded, from memory too. Entries of any
+                are read.
             partial: share of a chunk's blocks that a request loads, chosen by its question (IMPRESS); the columns of
                 the others are seen by nobody. A mapping sets `share` (0.25), `alpha` (0.6, the exponent of the
                 threshold above which probe heads agree), `fallback` ("whole" loads all of a layer whose heads do not
@@ -246,16 +247,16 @@ class ChunkStore:
             return self.get(key, budget_s, layout)
         return self._stack.stream(key, recompute, budget_s, layout)
 
-    def timed(self, key: ChunkKey) -> contextlib.AbstractContextManager[None]:
-        """Measure a block that computes a missing chunk and puts it: later requests wait no longer than that for one.
+    def timed(self, *keys: ChunkKey) -> contextlib.AbstractContextManager[None]:
+        """Measure a block that computes missing chunks and puts them: later requests wait no longer than that for one.
 
         Args:
-            key: of the chunk.
+            *keys: of the chunks, all of one model.
 
         Returns:
             A context manager.
         """
-        return self._stack.compute_times.timed(key)
+        return self._stack.compute_times.timed(*keys)
 
     def put(self, chunk: ChunkKV) -> ChunkKV:
         """Store a chunk. If the disk fails, the chunk stays in memory and the failure is counted.
@@ -311,7 +312,7 @@ class ChunkStore:
             StoreError: a chunk's KV holds NaN or infinity.
             UnsupportedModelError: the model has hooks of others, is wrapped, or changes while it is used.
         """
-        from ..model.canary import compute_chunk
+        from ..model.canary import compute_chunks, packs
         from ..model.capture import check_chunk
         from ..prompt.pieces import tokenizer_digest
 
@@ -319,9 +320,12 @@ class ChunkStore:
         for number, key in enumerate(keys):
             check_chunk(model, key.token_ids, key.sink_ids, f"chunk {number}")
         texts = {key for key, chunk in zip(keys, chunks, strict=True) if isinstance(chunk, str)}
-        for key in dict.fromkeys(keys):
-            if not self.contains(key):
-                self._put(compute_chunk(model, key, tokenizer_digest(tokenizer) if key in texts else ""), wait_s=ADD_S)
+        missing = [key for key in dict.fromkeys(keys) if not self.contains(key)]
+        for pack in packs(model, missing):
+            pack = [key for key in pack if not self.contains(key)]  # another process may have been faster
+            for chunk in compute_chunks(model, pack) if pack else ():
+                known = tokenizer_digest(tokenizer) if chunk.key in texts else ""
+                self._put(replace(chunk, tokenizer=known), wait_s=ADD_S)
         self.flush(ADD_S)
         return keys
 

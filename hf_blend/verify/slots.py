@@ -28,10 +28,12 @@ def unchosen(got: Blended) -> Tensor:
 
 
 def chunk_slots(subject: Subject, got: Blended) -> list[Slot]:
-    """Every chunk of the request at its place, computed anew."""
+    """Every chunk of the request at its place, computed again, together with those that it was computed with."""
     width = max(len(prompt.ids) for prompt in got.prompts)
+    ids_of = dict.fromkeys(ids for prompt in got.prompts for _, ids, *_ in prompt.spans())
+    chunks = dict(zip(ids_of, subject.chunks(list(ids_of)), strict=True))
     return [
-        Slot(row, width - len(prompt.ids) + start, subject.chunk(ids), False, number)
+        Slot(row, width - len(prompt.ids) + start, chunks[ids], False, number)
         for row, prompt in enumerate(got.prompts)
         for number, (start, ids, *_) in enumerate(prompt.spans())
     ]

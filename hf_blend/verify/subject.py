@@ -14,14 +14,15 @@ from torch import Tensor, nn
 from ..cache.blend_cache import BlendCache
 from ..model.anatomy import decoder_layers, text_config
 from ..model.calibrate import rotary_styles
-from ..model.capture import capture, capture_chunk
+from ..model.capture import capture, capture_chunk, capture_chunks
 from ..model.fingerprint import fingerprint
 from ..model.mixer_probe import mixers_of
+from ..model.packs import packs
 from ..model.quantised import silence_casts
 from ..prompt.pieces import Prompt, batch
 from ..rotary.tables import Table
 from ..store import ChunkStore
-from ..store.chunk import ChunkKV
+from ..store.chunk import ChunkKey, ChunkKV
 from .floor import Floor, Prefill, States, device_of, kv_of, measure_floor, placed, prefill
 
 FLOAT32_LOGITS = 1e-5  # asked of float32 even where the floor is lower
@@ -143,6 +144,13 @@ class Subject:
         """A chunk computed alone, as a request does it."""
         sink = self.sink_ids if sink_ids is None else sink_ids
         return capture_chunk(self.model, ids, sink, fingerprint(self.model))
+
+    def chunks(self, all_ids: Sequence[tuple[int, ...]]) -> list[ChunkKV]:
+        """Different chunks as a request computes them that lacks them all, in the same order."""
+        identity = fingerprint(self.model)
+        keys = [ChunkKey(identity, self.sink_ids, ids) for ids in all_ids]
+        made = {one.key: one for pack in packs(self.model, keys) for one in capture_chunks(self.model, pack)}
+        return [made[key] for key in keys]
 
     def tables_at(self, start: int, tokens: int) -> tuple[Table | None, ...]:
         """The rotary tables that the model hands to its layers for some positions."""
