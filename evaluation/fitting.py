@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_blend import plugins
+from hf_blend.model.anatomy import default_sink
 from hf_blend.model.capture import capture
 
 from .bundled import load_model
@@ -98,8 +99,7 @@ def main(words: Sequence[str] | None = None) -> None:
     chosen = parser.parse_args(words)
     model, tokenizer = load_model(chosen.model)
     task = plugins.load("evaluation.tasks", chosen.task)(tokenizer, chosen.data, chosen.seed)
-    bos = getattr(tokenizer, "bos_token_id", None)
-    save_file(fit(model, task.samples(chosen.count), () if bos is None else (bos,)), chosen.output)
+    save_file(fit(model, task.samples(chosen.count), default_sink(model)), chosen.output)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from hf_blend import BlendCache, BlendConfig, ChunkStore, plugins
 from hf_blend.model.anatomy import decoder_layers, default_sink, text_config
 from hf_blend.model.fingerprint import fingerprint
+from hf_blend.prompt.tokenizer import front_ids
 from hf_blend.sparse.partial.itf import probe_count, similarity, threshold
 from hf_blend.sparse.partial.loading import LoadReport, partial_loading
 from hf_blend.sparse.partial.store import PartialStore
@@ -214,8 +215,7 @@ class _Bench:
     def _blocks(self, store: ChunkStore, sample: Sample, other: tuple[int, ...], way: Way) -> PartialStore:
         """The sample's chunks as blocks, in the order that another question found important if that is asked."""
         blocks = PartialStore(store, MemoryTier(), way.block_tokens)
-        bos = getattr(self._tokenizer, "bos_token_id", None)
-        before = (*(() if bos is None else (bos,)), *sample.prefix)
+        before = (*front_ids(self._tokenizer), *sample.prefix)
         keys = [ChunkKey(self._fingerprint, self._sink, ids) for ids in sample.chunks]
         for key in [*keys, *([ChunkKey(self._fingerprint, (), before)] if before else [])]:
             chunk = store.get(key)

@@ -156,7 +156,7 @@ class IdTokenizer:
 
     @staticmethod
     def encode(text: str, add_special_tokens: bool = True) -> list[int]:
-        return [3 + ord(letter) % 120 for letter in text]
+        return [*([1] if add_special_tokens else []), *(3 + ord(letter) % 120 for letter in text)]
 
 
 @functools.cache

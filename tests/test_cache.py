@@ -29,7 +29,8 @@ def ids_of(request):
 
 
 def generate(model, cache, inputs, **changes):
-    inputs = inputs if isinstance(inputs, dict) else {"input_ids": inputs, "attention_mask": torch.ones_like(inputs)}
+    if isinstance(inputs, torch.Tensor):
+        inputs = {"input_ids": inputs, "attention_mask": torch.ones_like(inputs)}
     return model.generate(**inputs, past_key_values=cache, **{**GREEDY, **changes})
 
 
@@ -443,6 +444,6 @@ def test_a_batch_is_a_list_of_questions_padded_on_the_left(shared_model, pieces,
 def test_text_is_tokenised_piece_by_piece_with_bos_in_front(shared_model, tokenizer):
     cache = BlendCache(shared_model(), store())
     ids = cache.inputs(tokenizer, prefix="ab", chunks=["cd", "e"], question="f")["input_ids"]
-    assert ids.tolist() == [[1, *tokenizer.encode("abcdef")]]
-    ids = cache.inputs(tokenizer, chunks=["cd"], question="f")["input_ids"]
-    assert ids.tolist() == [[1, *tokenizer.encode("cdf")]]
+    assert ids.tolist() == [tokenizer.encode("ab\n\ncd\n\ne\n\nf")]
+    ids = cache.inputs(tokenizer, chunks=["cd"], question="f", separator="")["input_ids"]
+    assert ids.tolist() == [tokenizer.encode("cdf")]

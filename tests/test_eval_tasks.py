@@ -47,7 +47,8 @@ class Words:
     bos_token_id, bos_token, chat_template = 1, "<s>", None
 
     def encode(self, text, add_special_tokens=True):
-        return [1] * add_special_tokens + [10 + sum(word.encode()) for word in text.split()]
+        words = text.replace("<s>", "<s> ").split()
+        return [1] * add_special_tokens + [1 if word == "<s>" else 10 + sum(word.encode()) for word in words]
 
 
 class Chatty(Words):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from hf_blend.errors import PromptError
 from hf_blend.prompt.pieces import batch, build, build_all, tokenize
+from hf_blend.prompt.tokenizer import front_ids
 
 ids = st.lists(st.integers(3, 127), min_size=1, max_size=6)
 
@@ -32,7 +33,7 @@ def test_spans_say_where_each_chunk_stands(prefix, chunks, question):
 
 
 def test_no_token_is_merged_across_a_seam_and_bos_comes_once():
-    prompt = build(Merging, "xa", ["ba", "b"], "b")
+    prompt = build(Merging, "xa", ["ba", "b"], "b", separator="")
     assert prompt.ids == (1, 170, 147, 148, 147, 148, 148)
     assert len(tokenize(Merging, "xabab")) == 3
 
@@ -49,9 +50,51 @@ def test_bos_stands_before_text_and_nothing_before_ids(prefix, front):
 
 def test_a_tokenizer_without_bos_puts_nothing_in_front():
     class NoBos(Merging):
-        bos_token_id = None
+        """It has a BOS, but puts none before a text."""
+
+        @staticmethod
+        def encode(text, add_special_tokens=True):
+            return Merging.encode(text, add_special_tokens=False)
 
     assert build(NoBos, None, [[5]], [6]).ids == (5, 6)
+    assert build(NoBos, "x", [[5]], [6]).ids == (170, 5, 6)
+    assert front_ids(None) == ()
+
+
+def test_what_a_tokenizer_puts_behind_a_text_is_not_put_before_a_prompt():
+    class Ending(Merging):
+        """It puts two tokens before a text, and one behind it."""
+
+        @staticmethod
+        def encode(text, add_special_tokens=True):
+            bare = Merging.encode(text, add_special_tokens=False)
+            return [1, 7, *bare, 2] if add_special_tokens else bare
+
+    assert build(Ending, "x", ["b"], [6]).ids == (1, 7, 170, 60, 60, 148, 6)
+
+
+def test_texts_are_separated_and_chunks_keep_their_ids():
+    prompt = build(Merging, "x", ["b", "c", [9], "d", "e\n", "f"], "q")
+    apart = (60, 60)
+    assert prompt.ids == (1, 170, *apart, 148, *apart, 149, 9, 150, *apart, 151, 60, 152, *apart, 163)
+    assert [prompt.ids[span.start : span.stop] for span in prompt.spans()] == list(prompt.chunks)
+    assert prompt.chunks == ((148,), (149,), (9,), (150,), (151, 60), (152,))
+
+
+@pytest.mark.parametrize(("left", "right"), [("b\n", "c"), ("b", " c"), ("b ", "\nc")])
+def test_white_space_between_texts_is_separation_enough(left, right):
+    assert build(Merging, None, [left, right], [6]).separators == ((), ())[:1]
+
+
+def test_the_separator_can_be_chosen_and_left_out():
+    assert build(Merging, None, ["b", "c"], "d", separator="-").ids == (1, 148, 95, 149, 95, 150)
+    assert build(Merging, None, ["b", "c"], "d", separator="").ids == (1, 148, 149, 150)
+    with pytest.raises(PromptError, match="separator is 5"):
+        build(Merging, None, ["b"], "c", separator=5)
+
+
+def test_behind_a_history_and_no_chunk_the_question_is_separated_from_the_prefix():
+    assert build(Merging, "x", [], "b", [5, 6]).ids == (5, 6, 170, 60, 60, 148)
 
 
 def test_numbers_of_numpy_and_torch_become_plain_integers():

@@ -48,13 +48,6 @@ class BreakEvenPlan:
     device: str = "cpu"
 
 
-class _Ids:
-    """What `inputs` needs of a tokenizer where all pieces are ids."""
-
-    bos_token_id = 1
-    pad_token_id = 0
-
-
 def measure_break_even(plan: BreakEvenPlan, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
     """Measure full prefill and each method at each length, in turn.
 
@@ -103,18 +96,20 @@ def _pieces(plan: BreakEvenPlan, tokens: int, vocabulary: int) -> dict[str, Any]
     generator = torch.Generator().manual_seed(plan.seed)
     ids = torch.randint(3, vocabulary, (tokens + plan.question_tokens,), generator=generator).tolist()
     size = tokens // CHUNKS
-    return {"chunks": [ids[start : start + size] for start in range(0, tokens, size)], "question": ids[tokens:]}
+    chunks = [ids[start : start + size] for start in range(0, tokens, size)]
+    return {"prefix": [1], "chunks": chunks, "question": ids[tokens:]}
 
 
 def _ttft_ms(model: nn.Module, store: ChunkStore, pieces: dict[str, Any], method: str) -> float:
     started = time.perf_counter()
     if method == FULL:
-        ids = [_Ids.bos_token_id, *(token for chunk in pieces["chunks"] for token in chunk), *pieces["question"]]
-        inputs, cache = {"input_ids": torch.tensor([ids], device=input_device(model))}, None
+        ids = [*pieces["prefix"], *(token for chunk in pieces["chunks"] for token in chunk), *pieces["question"]]
+        inputs: Any = {"input_ids": torch.tensor([ids], device=input_device(model))}
+        cache = None
     else:
         name, _, ratio = method.partition("@")
         cache = BlendCache(model, store, blend_config(name, recompute_ratio=float(ratio)))
-        inputs = cache.inputs(_Ids, **pieces)
+        inputs = cache.inputs(None, **pieces)
     model.generate(**inputs, past_key_values=cache, do_sample=False, min_new_tokens=1, max_new_tokens=1)
     wait_for(model)
     return 1e3 * (time.perf_counter() - started)

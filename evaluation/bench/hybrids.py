@@ -12,7 +12,7 @@ blend is charged for, with layer 0 in full and with the check layer as far as it
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -110,14 +110,14 @@ class _Watch:
         self._model, self._now = model, CLOCKS[clock]
         self._spent: dict[str, float] = {}
 
-    def prefill(self, inputs: dict[str, Any]) -> float:
+    def prefill(self, inputs: Mapping[str, Any]) -> float:
         """Milliseconds of a prefill."""
         started = self._now()
         self._model(**inputs, use_cache=True, logits_to_keep=1)
         wait_for(self._model)
         return 1e3 * (self._now() - started)
 
-    def stock(self, inputs: dict[str, Any]) -> dict[str, float]:
+    def stock(self, inputs: Mapping[str, Any]) -> dict[str, float]:
         """Milliseconds of a stock prefill, and of its scans and attention."""
         self._spent = dict.fromkeys(("mixer", "projection", "attention"), 0.0)
         attend = nn.functional.scaled_dot_product_attention
@@ -169,7 +169,7 @@ def _bound(parts: dict[str, float], shares: dict[str, float]) -> float:
     return products * shares["products"] + parts["attention_ms"] * shares["attention"] + parts["scan_ms"]
 
 
-def _sizes(model: nn.Module, inputs: dict[str, Any]) -> dict[str, int]:
+def _sizes(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, int]:
     mixers = mixers_of(model)
     return {"layers": len(mixers), "mixers": sum(map(bool, mixers)), "tokens": inputs["input_ids"].shape[1]}
 

@@ -10,7 +10,7 @@ depend on the machine; the time is that of a model so small that arithmetic does
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -165,7 +165,7 @@ def _prompt(
     return {"prefix": [1], "chunks": texts, "question": question}, ids
 
 
-def _first_token(model: Any, cache: Any, inputs: dict[str, Any]) -> None:
+def _first_token(model: Any, cache: Any, inputs: Mapping[str, Any]) -> None:
     model.generate(**inputs, past_key_values=cache, max_new_tokens=1, min_new_tokens=1, do_sample=False)
     wait_for(model)
 

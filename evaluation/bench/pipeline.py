@@ -35,7 +35,7 @@ from hf_blend.store.throttled import ThrottledTier
 from hf_blend.store.tiers.base import Tier
 
 from .shapes import random_model
-from .ttft import TtftPlan, _pieces, _Tokens
+from .ttft import TtftPlan, _pieces
 
 MemoryTier = plugins.load("store.tiers", "memory")
 SINK = (1,)
@@ -285,7 +285,7 @@ class _Bench:
     def _request(self, store: ChunkStore) -> float:
         """Seconds to the first token."""
         cache = BlendCache(self.model, store, recompute_ratio=self._plan.ratios[0])
-        inputs = cache.inputs(_Tokens, **self._pieces)
+        inputs = cache.inputs(None, **self._pieces)
         started = time.perf_counter()
         self.model.generate(**inputs, past_key_values=cache, do_sample=False, max_new_tokens=1)
         return time.perf_counter() - started

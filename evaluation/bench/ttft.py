@@ -132,24 +132,19 @@ def _real_prompts(plan: TtftPlan) -> tuple[Any, list[dict[str, Any]]]:
 def _pieces(plan: TtftPlan, vocabulary: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(plan.seed)
     draw = lambda tokens: torch.randint(3, vocabulary, (tokens,), generator=generator).tolist()  # noqa: E731
-    return {"chunks": [draw(plan.chunk_tokens) for _ in range(plan.chunks)], "question": draw(plan.question_tokens)}
-
-
-class _Tokens:
-    """What `inputs` needs of a tokenizer where all pieces are ids."""
-
-    bos_token_id = 1
-    pad_token_id = 0
+    chunks = [draw(plan.chunk_tokens) for _ in range(plan.chunks)]
+    return {"prefix": [1], "chunks": chunks, "question": draw(plan.question_tokens)}
 
 
 def _run(
-    model: nn.Module, store: ChunkStore, given: dict[str, Any], plan: TtftPlan, key: Any, tokenizer: Any = _Tokens
+    model: nn.Module, store: ChunkStore, given: dict[str, Any], plan: TtftPlan, key: Any, tokenizer: Any = None
 ) -> dict[str, Any]:
     if _is_cuda(plan):
         torch.cuda.reset_peak_memory_stats()
     clock = Clock()
     if key == FULL:
-        inputs, cache = {"input_ids": torch.tensor([ids_of(tokenizer, given)], device=plan.device)}, None
+        inputs: Any = {"input_ids": torch.tensor([ids_of(tokenizer, given)], device=plan.device)}
+        cache = None
     else:
         cache = BlendCache(model, store, recompute_ratio=key, selector=plan.selector)
         inputs = inputs_of(cache, tokenizer, given)

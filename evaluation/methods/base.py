@@ -22,6 +22,7 @@ from hf_blend.config import BlendConfig
 from hf_blend.model.anatomy import stock_cache
 from hf_blend.prefill.report import BlendReport
 from hf_blend.prompt.pieces import Prompt, batch
+from hf_blend.prompt.tokenizer import front_ids
 
 from ..answering import Listener
 from ..tasks.base import Sample
@@ -106,9 +107,8 @@ class Approach(ABC):
         return sum(part.nbytes for layer in cache.layers for part in (layer.keys, layer.values))
 
     def prompt(self, sample: Sample) -> Prompt:
-        """The ids of a sample, BOS in front if the tokenizer has one."""
-        bos = getattr(self.tokenizer, "bos_token_id", None)
-        return Prompt((*(() if bos is None else (bos,)), *sample.prefix), sample.chunks, sample.question)
+        """The ids of a sample, BOS in front if the tokenizer puts one there."""
+        return Prompt((*front_ids(self.tokenizer), *sample.prefix), sample.chunks, sample.question)
 
     def inputs(self, samples: Sequence[Sample]) -> dict[str, Tensor]:
         """Ids and mask, `[batch, tokens]`, padded on the left, on the model's device."""

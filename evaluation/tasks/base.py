@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 
 from hf_blend.errors import ConfigError, PromptError, import_extra
 from hf_blend.prompt.pieces import tokenize
+from hf_blend.prompt.tokenizer import front_ids
 
 from ..rows import read_rows
 
@@ -193,16 +194,16 @@ class Task(ABC):
 
     @cached_property
     def tags(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """What stands before and behind a user's turn, as ids without BOS."""
+        """What stands before and behind a user's turn, as ids without what the tokenizer puts before a text."""
         if self.ids("[INST]") == INSTRUCTION_IDS[0]:
             return INSTRUCTION_IDS
         if not getattr(self.tokenizer, "chat_template", None):
             return (), ()
         turn = [{"role": "user", "content": "\0"}]
         text = self.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
-        bos = getattr(self.tokenizer, "bos_token", None) or ""
-        before, _, after = text.removeprefix(bos).partition("\0")
-        return self.ids(before), self.ids(after)
+        before, after = map(self.ids, text.split("\0", 1))
+        front = front_ids(self.tokenizer)
+        return before[len(front) :] if before[: len(front)] == front else before, after
 
 
 class QuestionTask(Task):

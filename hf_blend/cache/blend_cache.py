@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
+from transformers.tokenization_utils_base import BatchEncoding
 
 from .. import plugins
 from ..config import BlendConfig
@@ -66,6 +67,7 @@ from ..prefill.request import (
 from ..prompt.content import is_content
 from ..prompt.messages import build_messages
 from ..prompt.pieces import (
+    SEPARATOR,
     History,
     Prompt,
     PromptBatch,
@@ -85,6 +87,10 @@ from .mixer_layer import MixerLayer
 from .static_layer import StaticLayer, check_room
 
 logger = logging.getLogger(__name__)
+NOT_A_CHAT = (
+    "the tokenizer has a chat template, but inputs() joins plain texts, to which a chat model may answer nothing. "
+    "BlendCache.inputs_from_messages(tokenizer, messages, documents) writes the prompt that the model was trained on."
+)
 IGNORES_STATES = ("jamba", "zamba")  # in transformers 5.17 to 5.23; `StateCheckpoints` finds such code by running it
 
 
@@ -206,18 +212,24 @@ class BlendCache(MaskedDecode):
         chunks: Sequence[Any],
         question: Any,
         history: Tensor | Sequence[int] | None = None,
-    ) -> dict[str, Tensor]:
+        separator: str = SEPARATOR,
+    ) -> BatchEncoding:
         """Build the prompt of the next `generate` from its pieces. Chunks that the store lacks are computed then.
 
-        The model is watched from here until it is called with this cache, so that a direct call is seen too.
+        The ids are joined, never the texts. For a tokenizer with a chat template `inputs_from_messages` is meant: the
+        model was trained on such prompts, and one warning says so. The model is watched from here until it is called
+        with this cache, so that a direct call is seen too.
 
         Args:
             tokenizer: the model's tokenizer.
-            prefix: system prompt; BOS is put before it. None is BOS alone; token ids are taken as they are.
+            prefix: system prompt; BOS is put before it if the tokenizer puts one before a text. None is BOS alone, or
+                nothing; token ids are taken as they are.
             chunks: retrieved chunks, text or token ids, at least one. For a batch: one such list per request.
             question: what the model is asked. For a batch: a list of questions, one per request.
             history: to go on with a conversation in this cache, what the last `generate` returned,
                 `[batch, tokens]`. Its K and V stay, the new pieces come behind it; no BOS, and there may be no chunk.
+            separator: stands between two texts where neither has white space: prefix, chunks and question. It is
+                computed in each request and is no part of a stored chunk. Beside token ids there is none.
 
         Returns:
             `input_ids` and `attention_mask`, `[batch, tokens]`, padded on the left, on the model's device; the whole
@@ -228,7 +240,10 @@ class BlendCache(MaskedDecode):
         """
         pad_id = getattr(tokenizer, "pad_token_id", None)
         known = self._history.extended(history, pad_id, self.model.generation_config.eos_token_id)
-        prompts = build_all(tokenizer, prefix, chunks, question, known.rows())
+        prompts = build_all(tokenizer, prefix, chunks, question, known.rows(), separator)
+        asked = question if isinstance(question, str) else next(iter(question), None)
+        if isinstance(asked, str) and not known and getattr(tokenizer, "chat_template", None):
+            _warn_once(NOT_A_CHAT, "")
         return self._expect(tokenizer, prompts, 0 if known else super().get_seq_length(), known)
 
     def inputs_from_messages(
@@ -237,7 +252,7 @@ class BlendCache(MaskedDecode):
         messages: Sequence[Any],
         documents: Sequence[Any] | None = None,
         **template: Any,
-    ) -> dict[str, Tensor]:
+    ) -> BatchEncoding:
         """Build the prompt of the next `generate` from messages, by the tokenizer's own chat template.
 
         The template is rendered once and tokenised once: the ids are those of `apply_chat_template`. Documents are
@@ -277,7 +292,7 @@ class BlendCache(MaskedDecode):
         chunks: Sequence[Any] | None = None,
         *,
         add_special_tokens: bool = True,
-    ) -> dict[str, Tensor]:
+    ) -> BatchEncoding:
         """Build the prompt of the next `generate` from text as it is, with stored chunks wherever they are in it.
 
         The ids are those of `tokenizer(text)`: the text is tokenised as a whole. A tokenizer makes other tokens where
@@ -343,7 +358,7 @@ class BlendCache(MaskedDecode):
         self._entry.watch_model()
         return {**{name: value for name, value in inputs.items() if not name.startswith("pixel")}, **images.arguments}
 
-    def _expect_texts(self, tokenizer: Any, prompts: Sequence[TextPrompt]) -> dict[str, Tensor]:
+    def _expect_texts(self, tokenizer: Any, prompts: Sequence[TextPrompt]) -> BatchEncoding:
         """Expect prompts that begin at position 0; what the cache holds of the same beginning stays."""
         check_lengths(prompts, 0, text_config(self.model))
         self._check_room(max(len(prompt.ids) for prompt in prompts), 0)
@@ -373,7 +388,7 @@ class BlendCache(MaskedDecode):
 
     def _expect(
         self, tokenizer: Any, prompts: Sequence[Prompt | TextPrompt], held: int = 0, history: History | None = None
-    ) -> dict[str, Tensor]:
+    ) -> BatchEncoding:
         """Put prompts side by side and wait for them."""
         check_lengths(prompts, held, text_config(self.model))
         self._check_room(held + max(len(prompt.ids) for prompt in prompts), 0)
@@ -385,7 +400,9 @@ class BlendCache(MaskedDecode):
         self._tokenizer = tokenizer_digest(tokenizer)
         self._entry.watch_model()
         device = input_device(self.model)
-        return {"input_ids": made.input_ids.to(device), "attention_mask": made.attention_mask.to(device)}
+        return BatchEncoding(
+            {"input_ids": made.input_ids.to(device), "attention_mask": made.attention_mask.to(device)}
+        )
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

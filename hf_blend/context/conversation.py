@@ -22,6 +22,7 @@ from ..errors import ConfigError, PromptError, UnsupportedModelError
 from ..model.anatomy import has_windows, refuse_extended
 from ..model.modality import placeholder_ids
 from ..model.placement import input_device
+from ..prompt.tokenizer import front_ids
 from ..store import ChunkStore
 from .context_shift import ShiftCache
 from .reuse import chunk_of
@@ -221,7 +222,7 @@ class Conversation:
         return "".join(message["content"] for message in self._messages)
 
     def _encode(self, text: str, first: bool) -> list[int]:
-        """Token ids; BOS stands before the first ones, if the tokenizer has one and the template did not write it."""
+        """Token ids; BOS stands before the first ones, if the tokenizer adds one and the template did not write it."""
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
-        bos = getattr(self.tokenizer, "bos_token_id", None)
-        return [bos, *ids] if first and bos is not None and ids[:1] != [bos] else ids
+        front = [*front_ids(self.tokenizer)] if first else []
+        return ids if ids[: len(front)] == front else [*front, *ids]

@@ -23,7 +23,7 @@ from ..store import ChunkStore
 __all__ = ["Answer", "Answerer", "Document"]
 
 Document = str | Mapping[str, Any]
-Inputs = Callable[[BlendCache], dict[str, Tensor]]
+Inputs = Callable[[BlendCache], Mapping[str, Tensor]]
 BETWEEN = "\n\n"
 OURS = ("past_key_values", "streamer", "stopping_criteria", "input_ids")
 PROBE = "hf_blend asks whether the template takes documents"

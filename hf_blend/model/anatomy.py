@@ -230,7 +230,11 @@ def layer_configs(config: Any, count: int) -> list[Any]:
 
 
 def default_sink(model: nn.Module) -> tuple[int, ...]:
-    """The tokens behind which chunks are computed unless others are asked for: the model's BOS, if it has just one."""
+    """The tokens behind which chunks are computed unless others are asked for: the model's BOS, if it has just one.
+
+    Also where the tokenizer adds no BOS: behind nothing, the first token of every chunk would be attended to like that
+    of a prompt. A chunk that begins a prompt is computed behind nothing, whatever this gives.
+    """
     bos = getattr(text_config(model), "bos_token_id", None)
     return (bos,) if isinstance(bos, int) else ()
 

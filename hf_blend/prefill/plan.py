@@ -317,6 +317,8 @@ class Planner:
         if known is None or whole.is_searched:
             found = self._store.find(self._fingerprint, self._sink_ids, whole.ids)
             spans = sorted(spans + [one for one in found if not _overlaps(one, given)], key=lambda one: one.start)
+        if at_beginning and given and given[0].start == given[0].first == 0:  # nothing is before it, so it is exact
+            spans[0] = spans[0]._replace(key=self._key(given[0].token_ids, ()))
         first = whole.ids[: spans[0].start] if spans and at_beginning else ()
         prefix = first if known is not None and whole.prefix is None else first[: whole.prefix or 0]
         spans = (self._prefix(prefix) or self._stored_prefix(first)) + spans

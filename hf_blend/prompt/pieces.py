@@ -5,9 +5,10 @@
 Tokenising the joined text would merge tokens across the seams, and no stored chunk would be found in it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise, zip_longest
 from operator import index
 from typing import Any, NamedTuple
 
@@ -18,9 +19,11 @@ from torch import Tensor
 from ..errors import PromptError
 from ..rotary.regime import stretches
 from .history import History
+from .tokenizer import front_ids, inner_ids
 from .tokenizer import tokenizer_digest as tokenizer_digest  # the store asks here
 
 Piece = str | Sequence[int]
+SEPARATOR = "\n\n"
 
 
 class Span(NamedTuple):
@@ -62,17 +65,19 @@ class Prompt:
         chunks: the retrieved chunks, in their order.
         question: what stands last and is always computed.
         history: what was said before and stands before all of these; nothing of it is looked up.
+        separators: what stands before each chunk but the first, always computed; empty if that is nothing.
     """
 
     prefix: tuple[int, ...]
     chunks: tuple[tuple[int, ...], ...]
     question: tuple[int, ...]
     history: tuple[int, ...] = ()
+    separators: tuple[tuple[int, ...], ...] = ()
 
     @cached_property
     def ids(self) -> tuple[int, ...]:
         """All token ids, in order."""
-        chunks = (token for chunk in self.chunks for token in chunk)
+        chunks = (token for separator, chunk in self._separated() for token in (*separator, *chunk))
         return (*self.history, *self.prefix, *chunks, *self.question)
 
     opening = None  # all that is before the first chunk is an entry of its own
@@ -81,10 +86,14 @@ class Prompt:
     def spans(self) -> list[Span]:
         """(first column, token ids) of each chunk, counted from the first token of the prompt."""
         spans, start = [], len(self.history) + len(self.prefix)
-        for chunk in self.chunks:
-            spans.append(Span.whole(start, chunk))
-            start += len(chunk)
+        for separator, chunk in self._separated():
+            spans.append(Span.whole(start + len(separator), chunk))
+            start = spans[-1].stop
         return spans
+
+    def _separated(self) -> Iterable[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """What stands before each chunk, and the chunk."""
+        return zip_longest(((), *self.separators), self.chunks, fillvalue=())
 
 
 @dataclass(frozen=True)
@@ -205,22 +214,29 @@ def tokenize(tokenizer: Any, piece: Piece) -> tuple[int, ...]:
 
 
 def build(
-    tokenizer: Any, prefix: Piece | None, chunks: Sequence[Piece], question: Piece, history: Sequence[int] = ()
+    tokenizer: Any,
+    prefix: Piece | None,
+    chunks: Sequence[Piece],
+    question: Piece,
+    history: Sequence[int] = (),
+    separator: str = SEPARATOR,
 ) -> Prompt:
     """Turn the pieces of one request into ids.
 
     Args:
-        tokenizer: tokenises the pieces that are text; its BOS, if it has one, goes in front of a text prefix.
-        prefix: system prompt or other beginning; None is BOS alone; ids are taken as they are.
+        tokenizer: tokenises the pieces that are text; what it puts before a text, such as BOS, goes before a prefix.
+        prefix: system prompt or other beginning; None is BOS alone, if the tokenizer adds one; ids are taken as they
+            are.
         chunks: the retrieved chunks, at least one, none empty.
         question: what the model is asked, not empty.
         history: ids of what was said before; then no BOS is put anywhere, and there may be no chunk.
+        separator: stands between two texts if neither has white space where they meet.
 
     Returns:
         The request.
 
     Raises:
-        PromptError: there is no chunk, or a piece is empty.
+        PromptError: there is no chunk, a piece is empty, or the separator is no text.
     """
     if isinstance(chunks, str) or not (len(chunks) or len(history)):
         raise PromptError(
@@ -234,11 +250,25 @@ def build(
     asked = tokenize(tokenizer, question)
     if not asked:
         raise PromptError(f"question is {question!r} and has no token. Ask something; the model answers after it.")
-    bos = getattr(tokenizer, "bos_token_id", None)
-    bare = bos is None or len(history) or (prefix is not None and not isinstance(prefix, str))
-    begin = tokenize(tokenizer, prefix or ())
-    front = () if bare or begin[:1] == (bos,) else (bos,)  # text of a chat template begins with one
-    return Prompt((*front, *begin), tuple(pieces), asked, tuple(history))
+    bare = len(history) or (prefix is not None and not isinstance(prefix, str))
+    begin, front = tokenize(tokenizer, prefix or ()), () if bare else front_ids(tokenizer)
+    if begin[: len(front)] != front:  # text of a chat template begins with it
+        begin = (*front, *begin)
+    before, *between = _separators(tokenizer, separator, [prefix or (), *chunks, question])
+    if between:
+        asked = (*between.pop(), *asked)
+    return Prompt((*begin, *before), tuple(pieces), asked, tuple(history), tuple(between))
+
+
+def _separators(tokenizer: Any, separator: str, pieces: Sequence[Piece]) -> list[tuple[int, ...]]:
+    """What stands between each piece and the next: nothing beside ids, and where there is white space already."""
+    if not isinstance(separator, str):
+        raise PromptError(f"separator is {separator!r:.40}, expected a text. An empty one puts nothing between texts.")
+    found = list[tuple[int, ...]]()
+    for left, right in pairwise(pieces):
+        meet = f"{left[-1:]}{right[:1]}" if isinstance(left, str) and isinstance(right, str) else " "
+        found.append(() if any(map(str.isspace, meet)) else inner_ids(tokenizer, separator))
+    return found
 
 
 def batch(prompts: Sequence[Prompt | TextPrompt], pad_id: int, history: History | None = None) -> PromptBatch:
@@ -266,7 +296,12 @@ def batch(prompts: Sequence[Prompt | TextPrompt], pad_id: int, history: History 
 
 
 def build_all(
-    tokenizer: Any, prefix: Any, chunks: Sequence[Any], question: Any, history: Sequence[Sequence[int]] = ()
+    tokenizer: Any,
+    prefix: Any,
+    chunks: Sequence[Any],
+    question: Any,
+    history: Sequence[Sequence[int]] = (),
+    separator: str = SEPARATOR,
 ) -> list[Prompt]:
     """Turn the pieces of one request, or of a batch of them, into ids.
 
@@ -276,6 +311,7 @@ def build_all(
         chunks: of one request, or a list of such lists.
         question: text or ids of one question, or a list of questions: then it is a batch.
         history: ids of what was said before in each request; empty if nothing was.
+        separator: as in `build`.
 
     Returns:
         One prompt per request.
@@ -284,7 +320,7 @@ def build_all(
         PromptError: a piece is empty, or the pieces of a batch differ in number.
     """
     if isinstance(question, str) or not question or isinstance(question[0], int):
-        return [build(tokenizer, prefix, chunks, question, *history)]
+        return [build(tokenizer, prefix, chunks, question, history[0] if history else (), separator)]
     shared = prefix is None or isinstance(prefix, str) or not prefix or isinstance(prefix[0], int)
     prefixes = [prefix] * len(question) if shared else prefix
     if not len(prefixes) == len(chunks) == len(question) == len(history or question):
@@ -294,7 +330,7 @@ def build_all(
             "own list of chunks."
         )
     said = history or [()] * len(question)
-    return [build(tokenizer, *pieces) for pieces in zip(prefixes, chunks, question, said, strict=True)]
+    return [build(tokenizer, *pieces, separator) for pieces in zip(prefixes, chunks, question, said, strict=True)]
 
 
 def shared_tokens(one: Sequence[int], other: Sequence[int]) -> int:

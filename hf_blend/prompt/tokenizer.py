@@ -1,13 +1,13 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokenizer made some ids: a digest that is stored with chunks, so that another one can be named."""
+"""What is asked of a tokenizer: a digest that is stored with chunks, so that another one can be named, and its BOS."""
 
 import hashlib
 import json
 from typing import Any
 from weakref import WeakKeyDictionary
 
-__all__ = ["tokenizer_digest"]
+__all__ = ["front_ids", "inner_ids", "tokenizer_digest"]
 
 # letters, digits, white space, marks and scripts that tokenizers treat apart
 _PROBE = "The cats' 2026 naïve  test,\n\n\tline — 日本語 🙂 Привет مرحبا <|im_end|> </s> [INST] don't\r\n "
@@ -32,3 +32,34 @@ def tokenizer_digest(tokenizer: Any) -> str:
         content = json.dumps([sorted(tokenizer.get_vocab().items()), list(made)])
         known = _known[tokenizer] = size, hashlib.sha256(content.encode()).hexdigest()[:12]
     return known[1]
+
+
+def front_ids(tokenizer: Any) -> tuple[int, ...]:
+    """The special tokens that a tokenizer puts before a text by itself, such as BOS; it may have a BOS and not do so.
+
+    Args:
+        tokenizer: of transformers; None puts nothing.
+
+    Returns:
+        Token ids.
+    """
+    if tokenizer is None:
+        return ()
+    bare, made = (list(tokenizer.encode("a", add_special_tokens=special)) for special in (False, True))
+    count = next((at for at in range(len(made)) if made[at : at + len(bare)] == bare), 0)
+    return tuple(made[:count])
+
+
+def inner_ids(tokenizer: Any, text: str) -> tuple[int, ...]:
+    """Token ids of a text as they are between two others: white space alone may have other tokens.
+
+    Args:
+        tokenizer: of transformers.
+        text: what stands between texts.
+
+    Returns:
+        Token ids.
+    """
+    alone, edge, made = (list(tokenizer.encode(one, add_special_tokens=False)) for one in (text, "a", f"a{text}a"))
+    is_between = made[: len(edge)] == edge == made[len(made) - len(edge) :]
+    return tuple(made[len(edge) : len(made) - len(edge)] if is_between else alone)

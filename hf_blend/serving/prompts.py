@@ -12,6 +12,7 @@ from ..errors import PromptError
 from ..prompt.messages import build_messages, plain_messages
 from ..prompt.pieces import Span, TextPrompt, tokenize
 from ..prompt.text import build_text
+from ..prompt.tokenizer import front_ids
 
 __all__ = ["chat_prompt", "text_prompt"]
 
@@ -75,9 +76,8 @@ def _before_ids(tokenizer: Any, documents: Sequence[str], ids: tuple[int, ...]) 
     """Documents, each tokenised alone, and ids behind them; a BOS of the ids goes in front of all."""
     if not (documents or ids):
         raise PromptError("the prompt has no token, but at least one is expected. Send some text.")
-    begin = getattr(tokenizer, "bos_token_id", None)
-    before = (begin,) if documents and begin is not None else ()
-    ids = ids[1:] if before and ids[:1] == before else ids
+    before = front_ids(tokenizer) if documents else ()
+    ids = ids[len(before) :] if ids[: len(before)] == before else ids
     spans, start = list[Span](), len(before)
     for document in documents:
         spans.append(Span.whole(start, tokenize(tokenizer, document)))

@@ -13,7 +13,7 @@ to each other. Every prompt is run whole and alone, and again in each of these w
 The floor is the largest difference over all ways, prompts and rows: more rows than any claim of the ladder looks at.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -124,7 +124,7 @@ def in_pieces(model: nn.Module, prompts: Sequence[Prompt], count: int) -> list[P
     return done
 
 
-def placed(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+def placed(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Inputs on the model's device, with the positions that `generate` would give to a padded batch.
 
     Args:

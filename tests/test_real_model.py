@@ -1,0 +1,65 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What only a real chat model shows: its tokenizer's BOS, its template, and answers that can be read."""
+
+import logging
+
+import pytest
+import torch
+
+from hf_blend import BlendCache, ChunkStore
+from hf_blend.cache import blend_cache
+
+NOTES = ["The keeper of the light at Skerry is Una Moss.", "A lantern costs four pounds."]
+QUESTION = "Who keeps the light?"
+
+
+@pytest.fixture
+def cache(smollm2) -> BlendCache:
+    return BlendCache(smollm2[0], ChunkStore.open("memory://"), recompute_ratio=1.0)
+
+
+@pytest.fixture
+def warned(caplog):
+    """What was said, with nothing said before."""
+    blend_cache._warn_once.cache_clear()
+    caplog.set_level(logging.WARNING, "hf_blend")
+    return lambda: [one.message for one in caplog.records if "chat template" in one.message]
+
+
+def test_a_prompt_has_the_ids_of_the_joined_text_where_no_token_is_merged(cache, smollm2):
+    _, tokenizer = smollm2
+    inputs = cache.inputs(tokenizer, chunks=NOTES, question=QUESTION)
+    assert inputs["input_ids"].tolist() == [tokenizer("\n\n".join([*NOTES, QUESTION])).input_ids]
+    assert tokenizer.bos_token_id not in inputs["input_ids"], "this tokenizer has a BOS and puts it nowhere"
+    assert inputs.to("cpu") is inputs, "what a tokenizer gives can be moved"
+
+
+def test_plain_texts_for_a_chat_model_are_warned_of_once(cache, smollm2, warned):
+    for _ in range(2):
+        cache.inputs(smollm2[1], chunks=NOTES, question=QUESTION)
+    (said,) = warned()
+    assert "inputs_from_messages" in said
+
+
+def test_ids_and_messages_are_not_warned_of(cache, smollm2, warned):
+    _, tokenizer = smollm2
+    cache.inputs(tokenizer, chunks=[[5, 6]], question=[7])
+    cache.inputs_from_messages(tokenizer, [{"role": "user", "content": f"{NOTES[0]} {QUESTION}"}], NOTES[:1])
+    assert not warned()
+
+
+def test_a_chunk_that_begins_a_prompt_without_bos_is_exact(smollm2):
+    model, tokenizer = smollm2
+    store = ChunkStore.open("memory://")
+    first, second = (tokenizer(one).input_ids for one in NOTES)
+    cache = BlendCache(model, store, recompute_ratio=0.0, selector="none")
+    inputs = cache.inputs(tokenizer, prefix=[], chunks=[first, second], question=[30])
+    with torch.no_grad():
+        model(**inputs, past_key_values=cache, logits_to_keep=1)
+        plain = model(torch.tensor([first])).past_key_values
+    assert cache.report.exact_tokens == len(first)
+    floor = 1e-4  # float32 sums in another order
+    for layer in (0, 29):
+        assert torch.allclose(cache.layers[layer].keys[:, :, : len(first)], plain.layers[layer].keys, atol=floor)
+        assert torch.allclose(cache.layers[layer].values[:, :, : len(first)], plain.layers[layer].values, atol=floor)
