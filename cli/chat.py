@@ -10,7 +10,20 @@ import typer
 
 from hf_blend.errors import PromptError
 
-from .options import RATIO, SELECTOR, Device, Dtype, IndexedTokens, Model, Ratio, Selector, Store, TopK, Unverified
+from .options import (
+    RATIO,
+    REAL,
+    SELECTOR,
+    Device,
+    Dtype,
+    IndexedTokens,
+    Model,
+    Ratio,
+    Selector,
+    Store,
+    TopK,
+    Unverified,
+)  # fmt: skip
 from .output import Json, say, show
 from .reading import read, say_limits, split
 
@@ -65,7 +78,7 @@ def chat(
     if "-" in (names := corpus or []):
         raise PromptError(f"the documents are {names}, but standard input brings the questions here. Name files.")
     documents = read(names)
-    source = open_model(model, device, dtype)
+    source = open_model(model or (REAL if names else None), device, dtype)
     with ChunkStore.open(store) as opened:
         ours = bundled_pieces(source.tokenizer)
         pieces = split(documents, source, chunk_tokens, store=opened) if names else list(ours)

@@ -9,7 +9,7 @@ import typer
 
 from hf_blend.errors import PromptError
 
-from .options import RATIO, ChunkTokens, Device, Dtype, Model, TopK
+from .options import RATIO, REAL, ChunkTokens, Device, Dtype, Model, TopK
 from .output import Json, say, show
 from .reading import read, split
 
@@ -58,7 +58,7 @@ def inspect(
     for one in selector or ():
         blend_config(one)  # refuses what is no selector
     documents = _documents(question, files or [])
-    source = open_model(model, device, dtype)
+    source = open_model(model or (REAL if documents else None), device, dtype)
     pieces = _pieces(source, question, documents, top_k, chunk_tokens)
     with ChunkStore.open(store) as opened:
         found = Inspector(source.load(), source.tokenizer, opened, pieces).look(selector, ratio)

@@ -12,13 +12,14 @@ import typer
 from hf_blend.config import BlendConfig
 
 __all__ = [
-    "RATIO", "SELECTOR", "ChunkTokens", "Controller", "Device", "Dtype", "IndexedTokens", "Model", "Partial", "Ratio",
-    "Selector", "Store", "TimedDtype", "TimedModel", "TopK", "Unverified", "timed",
+    "RATIO", "REAL", "SELECTOR", "ChunkTokens", "Controller", "Device", "Dtype", "IndexedTokens", "Model", "Partial",
+    "Ratio", "Selector", "Store", "TimedDtype", "TimedModel", "TopK", "Unverified", "timed",
 ]  # fmt: skip
 
+REAL = "smollm2"  # what answers questions about documents of one's own
 RATIO, SELECTOR = BlendConfig.recompute_ratio, BlendConfig.selector
 
-Model = Annotated[str | None, typer.Option(help="Hub id, path, or smollm2; the default is the bundled reference.")]
+Model = Annotated[str | None, typer.Option(help="Hub id, path, or a name: smollm2, a real model; reference, chains.")]
 TimedModel = Annotated[
     str | None, typer.Option("--model", help="Hub id or path of the model to time, in place of a shape.")
 ]

@@ -87,12 +87,18 @@ class Answer:
         ttft_ms: from the call to the first new token; computing missing chunks included.
         report: what blending cost; None for a full prefill.
         input_ids: the prompt, `[tokens]`.
+        ids: of the answer, `[tokens]`, its end token included.
+        is_cut: the answer was as long as it may be, and had no end.
+        logits: of its first tokens, `[tokens, vocabulary]`; as many as were asked for.
     """
 
     text: str
     ttft_ms: float
     report: BlendReport | None
     input_ids: Tensor
+    ids: Tensor
+    is_cut: bool
+    logits: Tensor | None = None
 
 
 @dataclass
@@ -135,6 +141,7 @@ def answer(
     pieces: dict[str, Any],
     tell: Callable[[str], None] | None = None,
     max_new_tokens: int = MAX_NEW_TOKENS,
+    first_logits: int = 0,
 ) -> Answer:
     """Answer one question greedily.
 
@@ -146,6 +153,7 @@ def answer(
         pieces: the prompt, as `prompting.request` gives it.
         tell: is given the answer piece by piece, while it is written.
         max_new_tokens: where the answer is cut.
+        first_logits: of so many first tokens the logits are kept.
 
     Returns:
         The answer.
@@ -153,19 +161,29 @@ def answer(
     listener = Listener(tokenizer, tell)
     started = time.perf_counter()
     if method.config is None:
-        inputs = {"input_ids": torch.tensor([ids_of(tokenizer, pieces)], device=input_device(model))}
+        inputs: Any = {"input_ids": torch.tensor([ids_of(tokenizer, pieces)], device=input_device(model))}
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
         cache = None
     else:
         cache = BlendCache(model, store, method.config)
         inputs = inputs_of(cache, tokenizer, pieces)
     output = model.generate(
-        **inputs, past_key_values=cache, streamer=listener, do_sample=False, max_new_tokens=max_new_tokens
-    )
+        **inputs, past_key_values=cache, streamer=listener, do_sample=False, max_new_tokens=max_new_tokens,
+        return_dict_in_generate=True, output_logits=first_logits > 0,
+    )  # fmt: skip
     prompt = inputs["input_ids"][0]
-    text = tokenizer.decode(output[0, len(prompt) :], skip_special_tokens=True).strip()
+    ids = output.sequences[0, len(prompt) :].cpu()
+    text = tokenizer.decode(ids, skip_special_tokens=True).strip()
     ttft_ms = 1e3 * ((listener.first or time.perf_counter()) - started)
-    return Answer(text, ttft_ms, cache.report if cache else None, prompt.cpu())
+    is_cut = len(ids) == max_new_tokens and int(ids[-1]) not in _ends(model)
+    logits = torch.cat(output.logits[:first_logits]).float().cpu() if first_logits else None
+    return Answer(text, ttft_ms, cache.report if cache else None, prompt.cpu(), ids, is_cut, logits)
+
+
+def _ends(model: nn.Module) -> set[int]:
+    """The tokens that end an answer."""
+    end = model.generation_config.eos_token_id
+    return {end} if isinstance(end, int) else set(end or ())
 
 
 def is_right(text: str, wanted: str) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from hf_blend import ChunkStore
@@ -17,6 +18,7 @@ from hf_blend.prefill.report import BlendReport
 
 from .answering import FULL_PREFILL, FULL_REUSE, Answer, Method, answer, is_right
 from .bundled import ModelSource
+from .kl import FORCED_TOKENS, Full, Measure, Prompt
 from .prompting import Turn, documents_end, ids_of, request
 from .retrieving import Retriever
 from .splitting import Piece
@@ -109,11 +111,13 @@ def ask(
     Returns:
         The reply.
     """
-    got = answer(model, tokenizer, store, method, asked.pieces, tell, max_new_tokens)
+    kept = FORCED_TOKENS if method.config is None else 0
+    got = answer(model, tokenizer, store, method, asked.pieces, tell, max_new_tokens, kept)
     row: dict[str, Any] = {
         "method": method.name,
         "question": asked.question,
         "answer": got.text,
+        "is_cut": got.is_cut,
         "correct": None if asked.wanted is None else is_right(got.text, asked.wanted),
         "ttft_ms": got.ttft_ms,
         "charged_budget": 1.0 if got.report is None else got.report.charged_budget,
@@ -126,11 +130,33 @@ def ask(
         row["advice"] = got.report.advice
     chosen = set(got.report.chosen_columns[0]) if got.report and got.report.chosen_columns else set()
     ids = got.input_ids.tolist()
-    end = documents_end(tokenizer, asked.pieces, len(ids))
+    end = documents_end(tokenizer, asked.pieces)
     tokens = [
         (tokenizer.decode([token]), place in chosen) for place, token in enumerate(ids[:end])
     ]
     return Reply(row, tokens, got)
+
+
+def weigh(
+    model: nn.Module,
+    tokenizer: Any,
+    store: ChunkStore,
+    asked: Asked,
+    replies: Sequence[tuple[Method, Reply]],
+    rounds: int,
+) -> None:
+    """Measure methods beside their answers: times again, and the divergence from full prefill.
+
+    Args:
+        model: a causal language model.
+        tokenizer: its tokenizer.
+        store: holds the chunks by now.
+        asked: the question.
+        replies: each method's answer; the rows are filled.
+        rounds: how often each method is timed, the time that is there included.
+    """
+    time_again(model, tokenizer, store, asked, replies, rounds)
+    diverge(model, tokenizer, store, asked, replies)
 
 
 def time_again(
@@ -148,7 +174,7 @@ def time_again(
         tokenizer: its tokenizer.
         store: holds the chunks by now.
         asked: the question.
-        replies: each method's answer; `ttft_ms` of its row is replaced.
+        replies: each method's answer; `ttft_ms` of its row is replaced, `rounds_ms` are all of them.
         rounds: how often each method is measured, the time that is there included.
     """
     times = [[reply.row["ttft_ms"]] for _, reply in replies]
@@ -156,7 +182,34 @@ def time_again(
         for (method, _), taken in zip(replies, times, strict=True):
             taken.append(answer(model, tokenizer, store, method, asked.pieces, max_new_tokens=1).ttft_ms)
     for (_, reply), taken in zip(replies, times, strict=True):
-        reply.row["ttft_ms"] = statistics.median(taken)
+        reply.row.update(ttft_ms=statistics.median(taken), rounds_ms=taken)
+
+
+def diverge(
+    model: nn.Module, tokenizer: Any, store: ChunkStore, asked: Asked, replies: Sequence[tuple[Method, Reply]]
+) -> None:
+    """Measure how far methods are from a full prefill over the first tokens of its answer: `kl` of their rows.
+
+    It is None where nothing of the prompt can be chosen from, as all of it is exact or computed.
+
+    Args:
+        model: a causal language model.
+        tokenizer: its tokenizer.
+        store: holds the chunks by now.
+        asked: the question.
+        replies: each method's answer, a full prefill's among them.
+    """
+    full = next(reply.answer for method, reply in replies if method.config is None)
+    logits = torch.empty(0) if full.logits is None else full.logits
+    reference = Full(tuple(full.ids[: len(logits)].tolist()), logits.double().log_softmax(-1), full.ttft_ms)
+    measure, prompt = Measure(model, tokenizer, store), Prompt(asked.question, asked.pieces)
+    for method, reply in replies:
+        report, kl = reply.answer.report, None
+        if method.config is None:
+            kl = 0.0
+        elif report is not None and report.reusable_tokens:
+            kl = measure.loss(prompt, reference, method.config).kl
+        reply.row["kl"] = kl
 
 
 def prepare(

@@ -16,7 +16,7 @@ from hf_blend import plugins
 
 ROOT = Path(__file__).resolve().parent.parent
 INNER = {  # public methods and properties that the page shows, beside the class itself
-    "BlendCache": ("inputs", "crop"),
+    "BlendCache": ("inputs", "inputs_from_messages", "inputs_from_text", "inputs_with_images", "crop"),
     "ChunkStore": ("open", "add", "find", "get", "put", "contains", "delete", "close"),
     "SequenceCache": ("remove", "copy", "keep", "shift", "divide", "tokens", "positions"),
     "StateCheckpoints": ("resume", "prefill", "save"),

@@ -16,6 +16,7 @@ from typing import Any
 
 from hf_blend.errors import ConfigError, import_extra
 
+from .readme import first_task
 from .svg import INK, THEMED, Line, line_chart, page
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -75,22 +76,23 @@ def speed() -> str:
 
 def gain() -> str:
     """The first token by full prefill, blending and full reuse, as bars; light and dark as the page around it."""
-    document = _result("ttft")
-    row = {one["ratio"]: one for one in document["rows"]}
-    full, machine = document["full"]["ttft_ms"], document["machine"]
-    said = {0.15: "blending at 15 %", 0.0: "full reuse"}
-    bars = [("full prefill", full), *((name, row[ratio]["ttft_ms"]) for ratio, name in said.items())]
+    document = _result("real_selectors")
+    rows = first_task(document)
+    blend, reuse = rows["kv-deviation", 0.15], rows["none", 0.0]
+    bars = [("full prefill", 1.0, 0.0)]
+    bars += [(name, row["speedup"], row["kl_nats"]) for name, row in (("blending", blend), ("full reuse", reuse))]
     parts = []
-    for place, (name, ms) in enumerate(bars):
-        y, width = 34 + 44 * place, round(430 * ms / full)
-        faster = f", {full / ms:.1f} x as fast" if ms != full else ""
+    for place, (name, speedup, kl) in enumerate(bars):
+        y, width = 34 + 44 * place, round(330 / speedup)
+        said = f"{speedup:.1f} x as fast, KL {kl:.2f}" if kl else "1, KL 0"
         parts += [
             f'<text x="150" y="{y + 18}" text-anchor="end">{name}</text>',
             f'<rect x="160" y="{y}" width="{width}" height="26" rx="3" class="bar{place}"/>',
-            f'<text x="{168 + width}" y="{y + 18}">{ms / 1e3:.1f} s{faster}</text>',
+            f'<text x="{168 + width}" y="{y + 18}">{said}</text>',
         ]
-    prompt = f"{row[0.15]['prompt_tokens']:,} tokens, shape of {machine['shape']}, {machine['threads']} CPU cores"
-    title = f"Time to the first token ({prompt})"
+    low, high = document["settings"]["tokens"]
+    prompts = f"{blend['model']}, {blend['n']} prompts of {low:,} to {high:,} tokens"
+    title = f"Time to the first token, and divergence from full prefill ({prompts})"
     colours = ".bar0{fill:#94a3b8}.bar1{fill:#2563eb}.bar2{fill:#cbd5e1}text{fill:#1f2937}"
     dark = ".bar0{fill:#64748b}.bar1{fill:#60a5fa}.bar2{fill:#475569}text{fill:#e5e7eb}"
     return (

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from transformers import BatchEncoding
 
 from hf_blend import BlendCache
 from hf_blend.errors import PromptError
 from hf_blend.prompt.messages import build_messages, render
-from hf_blend.prompt.pieces import build, tokenize
+from hf_blend.prompt.pieces import build
 
 __all__ = ["Turn", "chunks_of", "documents_end", "ids_of", "inputs_of", "request"]
 
@@ -61,7 +61,7 @@ def request(
     return {"messages": messages, "documents": [text for text in texts if text.strip()]}
 
 
-def inputs_of(cache: BlendCache, tokenizer: Any, given: dict[str, Any]) -> dict[str, Tensor]:
+def inputs_of(cache: BlendCache, tokenizer: Any, given: dict[str, Any]) -> BatchEncoding:
     """Arguments of `generate` for a request, as `request` gives it."""
     make = cache.inputs_from_messages if "messages" in given else cache.inputs
     return make(tokenizer, **given)
@@ -82,12 +82,12 @@ def chunks_of(tokenizer: Any, given: dict[str, Any]) -> list[tuple[int, ...]]:
     return list(build(tokenizer, given.get("prefix"), given["chunks"], given["question"]).chunks)
 
 
-def documents_end(tokenizer: Any, given: dict[str, Any], tokens: int) -> int:
-    """How many of the `tokens` tokens of a request stand before the question."""
+def documents_end(tokenizer: Any, given: dict[str, Any]) -> int:
+    """How many of the tokens of a request stand before the question."""
     if "messages" in given:
         spans = build_messages(tokenizer, given["messages"], given["documents"], {}).spans()
         return spans[-1].stop if spans else 0
-    return tokens - len(tokenize(tokenizer, given["question"]))
+    return build(tokenizer, given.get("prefix"), given["chunks"], given["question"]).spans()[-1].stop
 
 
 def _has_system_role(tokenizer: Any, told: str) -> bool:

@@ -34,8 +34,21 @@ REASONS = (
 )
 LEGEND = list(dict.fromkeys(meaning for _, meaning in REASONS))
 # tables named otherwise than their result file
-SOURCES = {"support": "families", "images_read": "families", "choosing": "real_selectors"}
+SOURCES = {
+    "support": "families",
+    "images_read": "families",
+    "choosing": "real_selectors",
+    "ends": "real_selectors",
+}
 CHARGES = (0.0, 0.05, 0.15, 0.3)  # at which selectors are compared on the page; the file has more
+ENDS = {  # rows of the short table: selector and the charge that was asked for
+    "full reuse": ("none", 0.0),
+    "blend, `boundary`": ("boundary", 0.05),
+    "blend, the default": ("kv-deviation", 0.15),
+    "blend, 30 %": ("kv-deviation", 0.3),
+    "blend, `query-attention`, 30 %": ("query-attention", 0.3),
+    "as many tokens at random": ("random", 0.15),
+}
 PLACE = re.compile(r"<!--table:(?P<name>\w+)-->\n.*?<!--end-->", re.DOTALL)
 
 
@@ -56,6 +69,21 @@ def _table(name: str, results: Path) -> str:
     document = json.loads((results / f"{SOURCES.get(name, name)}.json").read_text("utf-8"))
     lines = TABLES[name](document)
     return "\n".join([f"<!--table:{name}-->", *lines, "<!--end-->"])
+
+
+def first_task(document: dict[str, Any]) -> dict[tuple[str, float], dict[str, Any]]:
+    """Give the rows of the first model and task of a comparison.
+
+    Args:
+        document: `real_selectors.json`.
+
+    Returns:
+        The rows over all prompts, by selector and the charge that was asked for.
+    """
+    rows = [row for row in document["rows"] if row["half"] == "both"]
+    names = [(row["model"], row["task"]) for row in rows]
+    own = [row for row, name in zip(rows, names, strict=True) if name == names[0]]
+    return {(row["selector"], row["target"]): row for row in own}
 
 
 def _choosing(document: dict[str, Any]) -> list[str]:
@@ -80,6 +108,24 @@ def _choosing(document: dict[str, Any]) -> list[str]:
 def _left(row: dict[str, Any]) -> str:
     spent = f"{row['kl']:.2f} [{row['low']:.2f}, {row['high']:.2f}], first {row['kl_first']:.2f}"
     return f"{spent}; {row['ttft_ms'] / 1e3:.1f} s"
+
+
+def _ends(document: dict[str, Any]) -> list[str]:
+    """Full prefill, full reuse, and blending between them, on the same prompts of a real model."""
+    rows = first_task(document)
+    shown = [(name, rows[key]) for name, key in ENDS.items() if key in rows]
+    one, (low, high) = shown[0][1], document["settings"]["tokens"]
+    lines = [
+        f"| {one['model']}, {one['n']} prompts of {one['task']}, {low:,} to {high:,} tokens "
+        "| charged | first token | KL | of full reuse's |",
+        "|---|---|---|---|---|",
+        "| full prefill | 100 % | 1.0 x | 0 | 0 |",
+    ]
+    for name, row in shown:
+        interval = "" if row["selector"] == "none" else f" [{row['low']:.2f}, {row['high']:.2f}]"
+        cells = [f"{100 * row['charged']:.0f} %", f"{row['speedup']:.1f} x as fast", f"{row['kl_nats']:.3f}"]
+        lines.append(f"| {name} | {' | '.join(cells)} | {row['kl']:.2f}{interval} |")
+    return lines
 
 
 def _families(document: dict[str, Any]) -> list[str]:
@@ -153,6 +199,7 @@ def _support(document: dict[str, Any]) -> list[str]:
 
 TABLES = {
     "choosing": _choosing,
+    "ends": _ends,
     "families": _families,
     "images_read": _images_read,
     "support": _support,

@@ -13,14 +13,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from hf_blend import BlendCache, BlendConfig, ChunkStore
 from hf_blend.cli.main import main
+from hf_blend.evaluation import asking
+from hf_blend.evaluation.bundled import long_questions
+from hf_blend.evaluation.prompting import request
 from hf_blend.loading.profile import Point, Profile
 
 
 def run(store: Path) -> dict:
     """Ask in another process."""
-    command = [sys.executable, "-m", "hf_blend", "ask", "--json", "--store", str(store)]
+    command = [sys.executable, "-m", "hf_blend", "ask", "--model", "chains", "--json", "--store", str(store)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -45,7 +50,7 @@ def first(store):
 
 def asked(store: Path, *words: str) -> dict:
     with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit) as ended:
-        main(["ask", "--json", "--store", str(store), *words])
+        main(["ask", "--model", "chains", "--json", "--store", str(store), *words])
     assert not ended.value.code, out.getvalue()
     return json.loads(out.getvalue())
 
@@ -79,14 +84,12 @@ def test_a_controller_says_what_it_decided(store, first, monkeypatch, capsys):
     rates["disk"] = 1e15
     capsys.readouterr()
     with pytest.raises(SystemExit):
-        main(["ask", "--controller", "--store", str(store)])
+        main(["ask", "--model", "chains", "--controller", "--store", str(store)])
     assert re.search("Controller: recompute 15.0%, load [1-9]", capsys.readouterr().err)
 
 
 @pytest.mark.slow
 def test_compared_methods_are_timed_in_turns_and_the_median_counts(store, first, monkeypatch):
-    from hf_blend.evaluation import asking
-
     taken, answer = [], asking.answer
 
     def timed(*args, **kwargs):
@@ -105,3 +108,50 @@ def test_rounds_without_methods_to_compare_are_refused(store, capsys):
         main(["ask", "--rounds", "3", "--store", str(store)])
     assert ended.value.code
     assert "--compare" in capsys.readouterr().err
+
+
+def test_a_comparison_prints_each_answer_once_and_a_line_for_each_method(store, first, capsys, monkeypatch):
+    few = long_questions()[:2]
+    monkeypatch.setattr("hf_blend.evaluation.bundled.long_questions", lambda: few)
+    with pytest.raises(SystemExit):
+        main(["ask", "--model", "chains", "--compare", "--store", str(store)])
+    out, err = capsys.readouterr()
+    for one in few:
+        asked_at = out.index(one["question"])
+        assert re.search(rf"full prefill.*: {re.escape(one['answer'])}\n", out[asked_at:])
+    table = [line.split("\t") for line in out.splitlines() if "\t" in line]
+    assert table[0] == ["method", "first token", "speed-up", "work", "KL"]
+    assert [line[0] for line in table[1:]] == ["full prefill", "full reuse", "blend"]
+    assert [float(line[4]) > 0 for line in table[1:]] == [False, True, True]
+    assert "median of 2" in err
+    assert "2 questions" in err
+    assert re.search(r"the store holds \d+ chunks, [\d.]+ MB", err)
+
+
+def test_an_answer_that_was_cut_is_said_to_be(store, first, capsys):
+    with pytest.raises(SystemExit):
+        main(["ask", "--model", "chains", "--max-new-tokens", "1", "--store", str(store)])
+    out, err = capsys.readouterr()
+    assert err.count("Cut at 1 tokens, set --max-new-tokens higher: blend.") == 3
+    assert all(one["question"] in out for one in long_questions())
+
+
+def test_the_kl_is_that_of_two_forced_answers(smollm2):
+    model, tokenizer = smollm2
+    chunks = ["The light of Skerry is kept by Una Moss.\n\n", "A lantern costs four pounds.\n\n"]
+    made = asking.Asked(request(tokenizer, chunks, "Who keeps the light?", None), "")
+    ways, opened = asking.methods(BlendConfig(0.15), compare=True), ChunkStore.open("memory://")
+    pairs = [(way, asking.ask(model, tokenizer, opened, made, way, 12)) for way in ways]
+    asking.diverge(model, tokenizer, opened, made, pairs)
+    full, reused = (reply for _, reply in pairs[:2])
+    ids, prompt = full.answer.ids[:10], full.answer.input_ids
+    cache = BlendCache(model, opened, recompute_ratio=0.0, selector="none")
+    inputs = cache.inputs_from_messages(tokenizer, made.pieces["messages"], made.pieces["documents"])
+    with torch.no_grad():
+        stock = model(torch.cat([prompt, ids])[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        model.generate(**inputs, past_key_values=cache, max_new_tokens=1)
+        cache.crop(-1)
+        got = model(torch.cat([prompt[-1:], ids[:-1]])[None], past_key_values=cache).logits[0].log_softmax(-1)
+    expected = torch.nn.functional.kl_div(got, stock, log_target=True, reduction="batchmean")
+    assert full.row["kl"] == 0.0
+    assert reused.row["kl"] == pytest.approx(float(expected), rel=1e-3)

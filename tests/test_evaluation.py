@@ -91,7 +91,8 @@ def test_a_reply_marks_the_recomputed_tokens_and_no_others(bundled):
     marked = sum(chosen for _, chosen in reply.tokens)
     assert marked == len(reply.answer.report.chosen_columns[0]) > 0
     assert marked < len(reply.tokens)
-    assert set(reply.row) == {"method", "question", "answer", "correct", "ttft_ms", "charged_budget", "sources"}
+    keys = {"method", "question", "answer", "is_cut", "correct", "ttft_ms", "charged_budget", "sources"}
+    assert set(reply.row) == keys
 
 
 def test_the_bench_reports_every_ratio_beside_its_bound():

@@ -209,7 +209,7 @@ def mistakes():
     yield ["ask", "Who?", "notes", "--top-k", "-1"], "--top-k"
     yield ["ask", "Who?", "notes", "--chunk-tokens", "4000", "--top-k", "1", "--model", "MODEL", "--max-new-tokens",
            "2040"], "do not fit into the model's 2048 positions"  # fmt: skip
-    yield ["ask", "Who?", "notes", "--store", "file"], "file"
+    yield ["ask", "Who?", "notes", "--model", "reference", "--store", "file"], "file"
     yield ["index", "notes/table.csv", "latin.txt"], "not UTF-8"
     yield ["index", "notes", "--shard", "4/4"], "NUMBER/COUNT"
     yield ["chat", "-"], "standard input brings the questions"

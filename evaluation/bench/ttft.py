@@ -101,7 +101,7 @@ def measure_ttft(plan: TtftPlan, progress: Any = None) -> dict[str, Any]:
         ConfigError: there are real prompts, but no model of one's own.
         PromptError: the file of prompts is none.
     """
-    tokenizer, prompts = _real_prompts(plan) if plan.data else (_Tokens, [])
+    tokenizer, prompts = _real_prompts(plan) if plan.data else (None, [])
     model = timed_model(plan.shape, plan.dtype, plan.device, plan.seed)
     prompts = prompts or [_pieces(plan, text_config(model).vocab_size)]
     runs: dict[Any, list[dict[str, Any]]] = {key: [] for key in (FULL, *plan.ratios)}
