@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page in a real browser, as visitors see it. `$HF_BLEND_ARTEFACTS` says where screenshots are left."""
 
+import importlib.util
 import os
 import shutil
 from pathlib import Path
@@ -13,10 +14,12 @@ from hf_blend.evaluation.demo.page import Demo, serve
 from hf_blend.evaluation.demo.visitors import Limits, Visitors
 from hf_blend.evaluation.demo.wish import stories
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
-pytest.importorskip("gradio", reason="gradio is not installed: pip install hf-blend[demo]")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: apt-get install chromium")
+MISSING = [name for name in ("playwright", "gradio") if importlib.util.find_spec(name) is None]
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: apt-get install chromium"),
+    pytest.mark.skipif(bool(MISSING), reason=f"{MISSING} not installed: pip install hf-blend[dev]"),
+]
 
 FLAGS = (
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
@@ -30,6 +33,13 @@ FIRST = next(iter(SHORT["questions"]))
 DESKTOP, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
 METHODS = ("full prefill", "full reuse", "blend")
 NOTES = {"light.md": "# Light\n\nInes keeps the light of Lund.\n", "bees.txt": "The bees are in the garden.\n"}
+
+
+def expect(locator):
+    """Playwright's own, which takes a second to import."""
+    from playwright.sync_api import expect
+
+    return expect(locator)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +64,9 @@ def url(demo, opened):
 
 @pytest.fixture(scope="module")
 def browser():
-    with sync_api.sync_playwright() as playwright:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
         running = playwright.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
         yield running
         running.close()
@@ -90,7 +102,7 @@ class Visit:
         """The first short story, whose answers come at once."""
         self.page.locator("#hb-story input").click()
         self.page.get_by_role("option", name="Story 1", exact=True).click()
-        sync_api.expect(self.page.locator("#hb-question textarea, #hb-question input").first).to_have_value(FIRST)
+        expect(self.page.locator("#hb-question textarea, #hb-question input").first).to_have_value(FIRST)
 
     def ask(self, prefix="hb"):
         """Press the button, and see the answers of before go; new ones may be there at once."""
@@ -158,10 +170,10 @@ def test_the_page_opens_answered_with_story_question_and_cards_on_the_first_scre
     assert seen.page.evaluate("() => document.documentElement.scrollHeight") <= 2.5 * size["height"]
     assert seen.chosen() == 0, "the marked text is folded"
     assert seen.page.evaluate("() => document.documentElement.scrollWidth") <= size["width"]
-    sync_api.expect(seen.page.locator("#hb-question textarea, #hb-question input").first).to_have_value(wish.question)
-    sync_api.expect(seen.page.locator("#hb-story input")).to_have_value(name)
+    expect(seen.page.locator("#hb-question textarea, #hb-question input").first).to_have_value(wish.question)
+    expect(seen.page.locator("#hb-story input")).to_have_value(name)
     seen.tab("Your files")
-    sync_api.expect(seen.page.locator("#own-model textarea, #own-model input").first).to_have_value("")  # no toy
+    expect(seen.page.locator("#own-model textarea, #own-model input").first).to_have_value("")  # no toy
     seen.tab("Examples")
     seen.page.screenshot(path=artefacts / f"start-{size['width']}.png", full_page=True)
 
@@ -215,8 +227,8 @@ def test_the_address_is_a_link_to_the_question(visit):
     again = visit(link)
     again.page.locator("#hb-status", has_text="pieces stored now").wait_for()
     again.unfold()
-    sync_api.expect(again.page.locator("#hb-question textarea, #hb-question input").first).to_have_value(other)
-    sync_api.expect(again.page.locator("#hb-story input")).to_have_value("Story 1")
+    expect(again.page.locator("#hb-question textarea, #hb-question input").first).to_have_value(other)
+    expect(again.page.locator("#hb-story input")).to_have_value("Story 1")
     again.page.wait_for_function(
         "text => document.querySelector('#hb-panels [data-method=blend][data-state=done] .hb-answer')?.innerText"
         ".trim() === text && document.querySelectorAll('#hb-documents .hb-token').length < 500", arg=answer

@@ -30,6 +30,7 @@ from hf_blend.verify.ladder import measure
 from hf_blend.verify.subject import Subject
 from hf_blend.verify.zoo import tiny_model
 from tests.chat_templates import CHATML, DOCUMENTS, small_tokenizer
+from tests.conftest import slow_but
 from tests.faults.damage import tensors_of
 
 # one for each way in which a mixer stands in a layer: before its MLP, beside attention, behind it, alone
@@ -62,7 +63,11 @@ def pieces(seed=0, lengths=(12, 9, 14), question=6):
 
 
 @pytest.mark.parametrize(
-    ("name", "rungs"), [("lfm2-deep", TELLING), ("qwen3_next-deep", ("fused_ratio",)), ("minimax", TELLING)]
+    ("name", "rungs"),
+    slow_but(
+        ("lfm2-deep", TELLING), ("minimax", TELLING),
+        among=[("lfm2-deep", TELLING), ("qwen3_next-deep", ("fused_ratio",)), ("minimax", TELLING)],
+    ),
 )
 def test_a_hybrid_is_exact_in_a_padded_batch_and_equals_the_dense_forward_with_stale_tokens(name, rungs):
     with poisoned_memory():

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -74,8 +75,13 @@ def source_files() -> dict[str, Path]:
 
 USERS = ("evaluation", "cli")
 FILES = source_files()
-TREES = {name: ast.parse(path.read_text("utf-8")) for name, path in FILES.items()}
 PLUGINS = {f"hf_blend.{kind}.{name.replace('-', '_')}" for kind in plugins.kinds() for name in plugins.describe(kind)}
+
+
+@cache
+def tree(name: str) -> ast.Module:
+    """A module as it is written."""
+    return ast.parse(FILES[name].read_text("utf-8"))
 
 
 def statements(node: ast.AST) -> Iterator[ast.AST]:
@@ -89,7 +95,7 @@ def statements(node: ast.AST) -> Iterator[ast.AST]:
 def imported(name: str) -> Iterator[tuple[str, str]]:
     """Give (module, name in it or "") for all that a module imports, with relative names made absolute."""
     package = name if FILES[name].stem == "__init__" else name.rpartition(".")[0]
-    for node in statements(TREES[name]):
+    for node in statements(tree(name)):
         if isinstance(node, ast.Import):
             yield from ((alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -100,7 +106,10 @@ def imported(name: str) -> Iterator[tuple[str, str]]:
                 yield (inner, "") if inner in FILES else (source, alias.name)
 
 
-EDGES = {name: {module for module, _ in imported(name) if module.startswith("hf_blend")} - {name} for name in FILES}
+@cache
+def edges(name: str) -> frozenset[str]:
+    """What a module imports of the package."""
+    return frozenset({module for module, _ in imported(name) if module.startswith("hf_blend")} - {name})
 
 
 def inner(name: str) -> str:
@@ -137,7 +146,7 @@ def test_every_module_has_its_room():
 
 def test_rooms_import_one_way():
     list(TopologicalSorter({room: set(above) for room, (_, above) in ROOMS.items()}).static_order())
-    pairs = [(name, target) for name in MODULES for target in EDGES[name] - {"hf_blend"}]
+    pairs = [(name, target) for name in MODULES for target in edges(name) - {"hf_blend"}]
     against = {(inner(name), inner(target)) for name, target in pairs if not may_import(name, target)}
     assert not against - DEBTS, "imported against the order of ROOMS, be it inside a function"
     assert not DEBTS - against, f"paid off: take out of DEBTS {DEBTS - against}"
@@ -150,7 +159,7 @@ def test_no_constructor_of_the_core_takes_more_than_six_arguments():
     """What belongs together is one record, such as `PrefillContext`; records themselves are no constructors here."""
     many = {}
     for name in (name for name in MODULES if room(name) in CORE):
-        for kind in (node for node in ast.walk(TREES[name]) if isinstance(node, ast.ClassDef)):
+        for kind in (node for node in ast.walk(tree(name)) if isinstance(node, ast.ClassDef)):
             for made in (one for one in kind.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"):
                 taken = made.args
                 given = [*taken.posonlyargs, *taken.args[1:], *taken.kwonlyargs, taken.vararg, taken.kwarg]
@@ -160,12 +169,12 @@ def test_no_constructor_of_the_core_takes_more_than_six_arguments():
 
 
 def test_no_module_knows_a_method_by_its_file():
-    known = {name: EDGES[name] & PLUGINS for name in MODULES if EDGES[name] & PLUGINS}
+    known = {name: edges(name) & PLUGINS for name in MODULES if edges(name) & PLUGINS}
     assert not known, "load it by name with hf_blend.plugins"
 
 
 def test_no_two_modules_import_each_other_even_the_long_way_round():
-    list(TopologicalSorter(EDGES).static_order())  # raises CycleError with the cycle
+    list(TopologicalSorter({name: edges(name) for name in FILES}).static_order())  # raises CycleError with the cycle
 
 
 def test_the_library_does_not_take_its_own_names_from_the_lazy_package():

@@ -18,6 +18,7 @@ from hf_blend.context.session import MAGIC, load_session, save_session
 from hf_blend.evaluation.bundled import REFERENCE
 from hf_blend.store.seal import seal
 from hf_blend.verify.zoo import tiny_model
+from tests.conftest import slow_but
 
 MODEL = tiny_model("llama", max_position_embeddings=4096)
 GROUP = 32
@@ -315,9 +316,10 @@ def tensors_in(one, seen):
     return seen
 
 
-@pytest.mark.parametrize(
-    ("bits", "dtype", "share"), [(8, "bfloat16", 0.6), (8, "float32", 0.32), (4, "bfloat16", 0.38)]
-)
+SHARES = [(8, "bfloat16", 0.6), (8, "float32", 0.32), (4, "bfloat16", 0.38)]
+
+
+@pytest.mark.parametrize(("bits", "dtype", "share"), slow_but((4, "bfloat16", 0.38), among=SHARES))
 def test_a_long_prefix_with_eight_sequences_takes_the_bytes_that_it_should(bits, dtype, share):
     model = tiny_model("llama", head_dim=64, num_hidden_layers=2, max_position_embeddings=8192)
     model.to(getattr(torch, dtype))
