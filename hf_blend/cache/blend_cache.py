@@ -83,6 +83,7 @@ from ..selectors.base import Hear
 from ..store import ChunkStore
 from .cache_layers import cache_layers, check_masked
 from .decode_masks import MaskedDecode
+from .layers import as_indices
 from .mixer_layer import MixerLayer
 from .static_layer import StaticLayer, check_room
 
@@ -499,6 +500,10 @@ class BlendCache(MaskedDecode):
         for layer in self._layers():
             layer.check_crop(tokens_to_remove)
         super().crop(tokens_to_remove)
+
+    def batch_select_indices(self, indices: Any) -> None:
+        """Keep only some requests; `indices` is `[kept]`, or a boolean for each."""
+        super().batch_select_indices(as_indices(indices))
 
     def reset(self) -> None:
         """Forget all tokens, and watch the model no more until `generate` or `inputs` is called."""

@@ -229,6 +229,12 @@ class BlendLayer(CacheLayerMixin):
         self._buffers = buffers
 
 
+def as_indices(indices: Any) -> Tensor:
+    """Rows of a batch, `[kept]`, of what stock caches take: a tensor, a list or a tuple, of numbers or of booleans."""
+    rows = torch.as_tensor(indices)
+    return rows.nonzero().flatten() if rows.dtype is torch.bool else rows
+
+
 def check_negative(tokens_to_remove: int, held: int) -> None:
     """Refuse the argument of a `crop` that is no number of tokens to remove, as transformers does.
 

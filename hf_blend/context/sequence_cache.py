@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from ..cache.layers import check_negative
+from ..cache.layers import as_indices, check_negative
 from ..config import check_kv_bits
 from ..errors import ConfigError, PromptError, UnsupportedModelError
 from ..model.anatomy import decoder_layers, is_extended, refuse_extended, text_config
@@ -443,9 +443,9 @@ class SequenceCache(Cache):
         """
         self._take(beam_idx.tolist())
 
-    def batch_select_indices(self, indices: Tensor) -> None:
+    def batch_select_indices(self, indices: Any) -> None:
         """Continue only some of the active sequences, `[kept]` places in `batch`, and forget the others."""
-        self._take(indices.tolist())
+        self._take(as_indices(indices).tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Continue each active sequence `repeats` times, side by side, sharing what they hold."""
