@@ -12,10 +12,15 @@ import torch
 from hf_blend import ChunkStore
 from tests.chat_templates import ASKED, CHATML, DOCUMENTS, small_tokenizer
 
-PROGRAMS = sorted((Path(__file__).resolve().parent.parent / "examples").glob("*.py"))
+FOLDER = Path(__file__).resolve().parent.parent / "examples"
+SLOW = {"rag.py"}  # a real model reads a thousand tokens
+PROGRAMS = [
+    pytest.param(path, marks=[pytest.mark.slow] if path.name in SLOW else [], id=path.name)
+    for path in sorted(FOLDER.glob("*.py"))
+]
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.name)
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_the_example_runs_and_says_something(program, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [str(program)])

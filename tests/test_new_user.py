@@ -25,6 +25,7 @@ import pytest
 
 from hf_blend import ChunkStore
 from hf_blend.cli.main import main
+from tests.chat_templates import CHATML
 
 pytest.importorskip("semantic_text_splitter", reason="the extra rag is not installed: pip install hf-blend[rag]")
 pytest.importorskip("bm25s", reason="the extra rag is not installed: pip install hf-blend[rag]")
@@ -268,6 +269,7 @@ def test_the_six_lines_of_the_readme_run_with_an_own_model(here, own_model, caps
         "documents": [path.read_text() for path in sorted((here / "notes").glob("*.txt"))[:3]],
         "question": "Who keeps the light?",
     }
+    names["tokenizer"].chat_template = names["tokenizer"].chat_template or CHATML
     exec(compile(code, "README", "exec"), names)
     exec(compile(code, "README", "exec"), names)
     first, second = (line for line in capsys.readouterr().out.splitlines() if "chunks loaded" in line)
@@ -283,7 +285,7 @@ def test_the_commands_of_the_readme_run_with_an_own_model_and_own_documents(here
     for line in lines:
         monkeypatch.setattr("sys.stdin", io.StringIO("Who keeps the light?\n/quit\n"))
         words = shlex.split(line, comments=True)[1:]
-        words[words.index("--model") + 1] = own_model
+        words += ["--model", own_model]  # the last one counts
         code, out, err = run(*words, *(["--max-new-tokens", "2"] if words[0] != "index" else []))
         assert code == 0, err
         assert words[0] == "index" or "Sources: notes/" in out

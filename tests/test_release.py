@@ -103,8 +103,8 @@ def test_the_demo_answers(installed, tmp_path):
 
 @pytest.mark.parametrize("line", COMMANDS)
 def test_the_command_of_the_readme_runs(line, installed, tmp_path):
-    (tmp_path / "documents").mkdir()
-    (tmp_path / "documents" / "one.txt").write_text("Rolf works as the miller indeed.\n")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "one.txt").write_text("Rolf works as the miller indeed.\n")
     words = shlex.split(f"{line} {REDUCED.get(line, '')}")
     environment = {**os.environ, "HF_BLEND_HOME": str(tmp_path / "home"), "PATH": f"{installed}:{os.environ['PATH']}"}
     run([installed / words[0], *words[1:]], tmp_path, env=environment)
