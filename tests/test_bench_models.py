@@ -60,7 +60,7 @@ def test_real_prompts_are_timed_one_by_one(tmp_path, model_folder, capsys):
     code, out, err = run(capsys, "ttft", *words)
     found = json.loads(out)
     assert (code, found["prompts"], err.count("prompt 2 of 2")) == (0, 2, 6)
-    letters = len("The mill is old.\n\nAnn owns it 0.\n\nWho?")  # a byte is a token; this tokenizer puts no BOS before a text
+    letters = len("The mill is old.\n\nAnn owns it 0.\n\nWho?")  # bytes; no BOS before a text
     assert (found["rows"][0]["ratio"], found["rows"][0]["prompt_tokens"]) == (0.5, letters)
     code, _, err = run(capsys, "ttft", "--shape", "tiny", "--data", tmp_path / "rows.jsonl")
     assert (code, "'tiny' is a shape, which has no tokenizer. Name a model with --model" in err) == (2, True)
