@@ -360,8 +360,8 @@ class Planner:
             first, last = max(offset, whole.seen), min(end, whole.seen + new - 1)  # a part's last token flows too
             place = whole.place(start, first - whole.seen, last - first) if first < last else None
             if place is not None:
-                here, count = inside + first - offset, last - first
-                yield key, partial(Slot, row, place, exact=exact, number=number, first=here, count=count)
+                here = inside + first - offset
+                yield key, partial(Slot, row, place, exact=exact, number=number, first=here, count=last - first)
                 if first == offset and key.sink_ids == self._sink_ids:
                     plan.seam_tokens += len(key.token_ids) - count
 
