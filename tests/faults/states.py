@@ -50,8 +50,9 @@ class StateFiles(FaultClass):
             kind = self._damage(path, good, other)
             self.outcome.paths["plain" if secret is None else "signed"] += 1
             self.judge(kind, lambda: self.ask(path, secret), may_refuse=True)  # noqa: B023
-            clear(path)
-            path.write_bytes(good)
+            for one, content in self._files[secret]:  # what continues a damaged prefix is removed with it
+                clear(one)
+                one.write_bytes(content)
 
     def _damage(self, path: Path, good: bytes, other: bytes) -> str:
         drawn = self.random.random()
