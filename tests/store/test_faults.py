@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from hf_blend.context import sealed
 from hf_blend.errors import ConfigError
 from hf_blend.sparse.partial.blocked import BlockReader
 from hf_blend.store import ChunkStore
@@ -136,6 +137,11 @@ def without_signatures(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Header, "decode", decoded)
 
 
+def without_seals_of_states(patch: pytest.MonkeyPatch) -> None:
+    """Whatever a file of a checkpoint or a session holds is taken for what was saved."""
+    patch.setattr(sealed, "check_seal", lambda *_: None)
+
+
 def without_one_reading(patch: pytest.MonkeyPatch) -> None:
     """What is written to the disk was not verified: it is what a server sends when it is asked once more."""
 
@@ -164,6 +170,9 @@ TAKEN_OUT: dict[str, tuple[set[str], Callable[[pytest.MonkeyPatch], None]]] = { 
     "the digests of files": ({"files"}, without_file_digests),
     "the digests of streams": ({"files", "changing-files"}, without_streamed_digests),
     "the digests of blocks": ({"partial"}, without_block_digests),
+    "the digests of blocks in requests": ({"partial-requests"}, without_block_digests),
+    "the seals of checkpoints": ({"checkpoints"}, without_seals_of_states),
+    "the seals of sessions": ({"sessions"}, without_seals_of_states),
     "signatures": ({"signed"}, without_signatures),
     "the one reading of a server": ({"remote"}, without_one_reading),
     "the identity of the model": ({"model-changes"}, without_identity),
