@@ -170,7 +170,6 @@ TAKEN_OUT: dict[str, tuple[set[str], Callable[[pytest.MonkeyPatch], None]]] = { 
     "the digests of files": ({"files"}, without_file_digests),
     "the digests of streams": ({"files", "changing-files"}, without_streamed_digests),
     "the digests of blocks": ({"partial"}, without_block_digests),
-    "the digests of blocks in requests": ({"partial-requests"}, without_block_digests),
     "the seals of checkpoints": ({"checkpoints"}, without_seals_of_states),
     "the seals of sessions": ({"sessions"}, without_seals_of_states),
     "signatures": ({"signed"}, without_signatures),
