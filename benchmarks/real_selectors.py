@@ -121,11 +121,12 @@ class Bench:
         messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": user}]
         return cache.inputs_from_messages(self.tokenizer, messages, row["chunks"])
 
-    def full(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
+    def full(self, ids: torch.Tensor, tokens: int = ANSWER_TOKENS) -> tuple[torch.Tensor, torch.Tensor, float]:
         """Prefill a prompt whole and answer greedily.
 
         Args:
             ids: `[1, tokens]`.
+            tokens: of the answer, at most.
 
         Returns:
             The answer's ids `[tokens]`, the log probabilities of each of its tokens `[tokens, words]`, and the CPU
@@ -135,7 +136,7 @@ class Bench:
         logits = self.model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1]
         spent = 1e3 * (time.process_time() - began)
         answer, found = [], []
-        while len(answer) < ANSWER_TOKENS:
+        while len(answer) < tokens:
             found.append(torch.log_softmax(logits[0].float(), -1))
             answer.append(int(logits.argmax()))
             if answer[-1] == self.tokenizer.eos_token_id:
