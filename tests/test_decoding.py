@@ -80,7 +80,8 @@ def test_a_turn_needs_no_chunk_and_text_gets_no_second_bos(shared_model, pieces,
     cache, inputs = prepared(model, tokenizer, [pieces()], recompute_ratio=1.0)
     output = run(model, inputs, cache)
     inputs = cache.inputs(tokenizer, prefix="and", chunks=[], question="why", history=output)
-    assert inputs["input_ids"][0, output.shape[1] :].tolist() == tokenizer.encode("andwhy")
+    new = tokenizer.encode("and\n\nwhy", add_special_tokens=False)
+    assert inputs["input_ids"][0, output.shape[1] :].tolist() == new
     assert torch.equal(run(model, inputs, cache), run(model, inputs))
     with pytest.raises(PromptError, match="behind a history of 1 requests"):
         cache.inputs(tokenizer, chunks=[[], []], question=["a", "b"], history=output)

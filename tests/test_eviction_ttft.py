@@ -14,11 +14,11 @@ QUESTION = (7, 8, 9, 11)
 
 
 @pytest.fixture(scope="module")
-def times():
+def times(tokenizer):
     held = {"none": frozenset(), "some": frozenset([0, 2]), "all": frozenset(range(4))}
     sample = [Served((0, 1, 2), QUESTION, held), Served((3, 1), QUESTION, held)]
     known = [((0, 1, 2), QUESTION), ((3, 1), QUESTION)]
-    return serve(zoo_model("llama"), None, CHUNKS, known, {0.5: sample}, 1.0)[0.5]
+    return serve(zoo_model("llama"), tokenizer, CHUNKS, known, {0.5: sample}, 1.0)[0.5]
 
 
 def test_what_is_not_held_and_nothing_else_comes_from_the_slow_tier(times):

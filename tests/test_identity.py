@@ -449,14 +449,14 @@ def test_a_changed_model_never_writes_under_the_key_of_the_original(name, model,
 def test_nothing_is_stored_if_the_model_changes_while_a_chunk_is_computed(model, monkeypatch):
     from hf_blend.model import canary
 
-    captured = canary.capture_chunk
+    captured = canary.capture_chunks
 
     def train(*arguments: Any) -> Any:
-        chunk = captured(*arguments)
+        chunks = captured(*arguments)
         model.model.layers[0].mlp.up_proj.weight.data.mul_(1.5)
-        return chunk
+        return chunks
 
-    monkeypatch.setattr(canary, "capture_chunk", train)
+    monkeypatch.setattr(canary, "capture_chunks", train)
     store = ChunkStore.open("memory://")
     with pytest.raises(UnsupportedModelError, match="changed while a chunk was computed"):
         store.add(model, None, CHUNKS)
@@ -604,9 +604,9 @@ def test_a_chunk_with_another_canary_is_a_miss_of_its_own_and_computed(change, c
     store.delete(key)
     store.put(dataclasses.replace(chunk, canary=base64.b64encode(numbers.numpy().tobytes()).decode()))
     cache = BlendCache(model, store)
-    inputs = cache.inputs(None, chunks=CHUNKS[:1], question=[7, 8])
+    inputs = cache.inputs(None, prefix=[1], chunks=CHUNKS[:1], question=[7, 8])
     model.generate(**inputs, past_key_values=cache, max_new_tokens=2, do_sample=False)
-    assert cache.report.computed_chunks == computed
+    assert cache.report.computed_chunks == computed + 1, "what the prompt begins with was not stored"
     assert store.stats()["misses"].get("canary", 0) == computed
     assert store.get(key).canary == canary.canary_of(model) or not computed
 

@@ -136,7 +136,7 @@ def test_chunks_indexed_before_the_first_forward_are_found_after_it(folder, roun
     model = load_model(str(folder / "4bit"))
     store.add(model, None, [list(range(10, 40))])
     cache = BlendCache(model, store)
-    inputs = cache.inputs(None, chunks=[list(range(10, 40))], question=[7, 8])
+    inputs = cache.inputs(None, prefix=[1], chunks=[list(range(10, 40))], question=[7, 8])
     model.generate(**inputs, past_key_values=cache, max_new_tokens=2, do_sample=False)
     assert cache.report.loaded_chunks == 1
 

@@ -8,7 +8,7 @@ Tokenising the joined text would merge tokens across the seams, and no stored ch
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 from operator import index
 from typing import Any, NamedTuple
 
@@ -92,8 +92,9 @@ class Prompt:
         return spans
 
     def _separated(self) -> Iterable[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """What stands before each chunk, and the chunk."""
-        return zip_longest(((), *self.separators), self.chunks, fillvalue=())
+        """Give what is before each chunk, and the chunk."""
+        before = ((), *self.separators) if self.separators else ((),) * len(self.chunks)
+        return zip(before[: len(self.chunks)], self.chunks, strict=True)
 
 
 @dataclass(frozen=True)
