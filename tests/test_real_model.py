@@ -63,3 +63,15 @@ def test_a_chunk_that_begins_a_prompt_without_bos_is_exact(smollm2):
     for layer in (0, 29):
         assert torch.allclose(cache.layers[layer].keys[:, :, : len(first)], plain.layers[layer].keys, atol=floor)
         assert torch.allclose(cache.layers[layer].values[:, :, : len(first)], plain.layers[layer].values, atol=floor)
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_chunks_in_few_bits_are_reused(codec, smollm2, tmp_path):
+    model, tokenizer = smollm2
+    messages = [{"role": "user", "content": "\n\n".join([*NOTES, QUESTION])}]
+    for _ in range(2):  # computed and stored, then read from the disk
+        with ChunkStore.open(tmp_path, codec=codec, memory_bytes=0) as store:
+            cache = BlendCache(model, store)
+            model(**cache.inputs_from_messages(tokenizer, messages, NOTES), past_key_values=cache, logits_to_keep=1)
+    assert (cache.report.computed_chunks, cache.report.refused_chunks) == (0, 0)
+    assert cache.report.reusable_tokens

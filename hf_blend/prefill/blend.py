@@ -45,7 +45,7 @@ from .rows import Rows
 
 logger = logging.getLogger(__name__)
 
-MISMATCH_LIMIT = 0.05  # at layer 0, where K/V depend on the token alone; those of another token differ by about 1
+MISMATCH_LIMIT = 0.2  # at layer 0, by the token alone: another token differs by about 1, int4 of a real model by 0.13
 
 
 class Fusor:
