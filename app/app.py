@@ -3,11 +3,11 @@
 """The Space: the page of `hf-blend demo`, for visitors whom nobody knows. `make space` lays out all that it needs."""
 
 from hf_blend.evaluation.demo.page import Demo, serve
-from hf_blend.evaluation.demo.shelf import Shelf
+from hf_blend.evaluation.demo.shelf import ModelCache
 from hf_blend.evaluation.demo.visitors import Limits, Visitors
 
 demo = Demo(
-    Shelf(most_models=2, most_parameters=1_000_000_000, takes_folders=False),
+    ModelCache(most_models=2, most_parameters=1_000_000_000, takes_folders=False),
     Visitors(Limits(answers_per_minute=12, prompt_tokens=2048, store_bytes=128 << 20)),
 )
 

@@ -17,7 +17,7 @@ import torch
 from hf_blend import plugins
 from hf_blend.evaluation.bundled import load_model
 from hf_blend.evaluation.kvstar import kvstar
-from hf_blend.evaluation.trial import Trial
+from hf_blend.evaluation.trial import EvalConfig
 
 RESULT = Path(__file__).resolve().parent / "results" / "kvstar_draft.json"
 ABOUT = (
@@ -68,7 +68,7 @@ def main() -> None:
     torch.set_num_threads(1)
     questions = choose(options.folder, options.limit)
     data = ((TASK, str(options.folder / QUESTIONS)),)
-    base = Trial((TASK,), (str(options.folder / "target"),), limit=options.limit, data=data)
+    base = EvalConfig((TASK,), (str(options.folder / "target"),), limit=options.limit, data=data)
     made = kvstar(base, options.folder / "kvstar", is_small=options.small, draft=str(options.folder / "draft"))
     options.output.write_text(json.dumps(table(made, questions), indent=1) + "\n", "utf-8")
 

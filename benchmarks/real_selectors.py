@@ -152,7 +152,7 @@ class Bench:
         Returns:
             Log probabilities of each answer token `[tokens, words]`, CPU milliseconds to the first, the report.
         """
-        cache = BlendCache(self.model, store, sink_ids=self.contexts[context], **settings)
+        cache = BlendCache(self.model, store, chunk_prefix_ids=self.contexts[context], **settings)
         inputs, began = self.inputs(cache, row), time.process_time()
         first = self.model(**inputs, past_key_values=cache, logits_to_keep=1).logits[:, -1:]
         spent, report = 1e3 * (time.process_time() - began), cache.report

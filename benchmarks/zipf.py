@@ -78,7 +78,7 @@ class Traffic:
             self.important_hits += self.shares[number]
             if self.hits % CHECK_EVERY == 0:
                 self._check(found, make(number))
-        self.store.weigh(key, float(self.shares[number]))
+        self.store.record_importance(key, float(self.shares[number]))
 
     def result(self) -> dict:
         """Rates, and how far each tier went beyond its cap in units of one chunk."""

@@ -112,7 +112,7 @@ def ask(
             replies = [asking.ask(*told, way, max_new_tokens, shown.stream) for way in ways]
             shown.end(asked, replies)
             if compare:
-                asking.weigh(*told, list(zip(ways, replies, strict=True)), rounds)
+                asking.record_importance(*told, list(zip(ways, replies, strict=True)), rounds)
         shown.result(opened)
 
 

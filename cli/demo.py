@@ -42,11 +42,11 @@ def demo(
         hf-blend demo --model HuggingFaceTB/SmolLM2-135M-Instruct --port 7860  # network
     """
     from hf_blend.evaluation.demo.page import Demo, serve
-    from hf_blend.evaluation.demo.shelf import Shelf
+    from hf_blend.evaluation.demo.shelf import ModelCache
 
     _refuse_taken(host, port)
     limits: dict[str, Any] = {"most_parameters": int(most_parameters * 1e9), "takes_folders": folders}
-    made = Demo(Shelf(**limits, device=device, dtype=dtype), model=model or ("reference" if check else ""))
+    made = Demo(ModelCache(**limits, device=device, dtype=dtype), model=model or ("reference" if check else ""))
     if made.model:
         made.shelf.take(made.model)
     say("Answering the first question, so that the page opens with it.")

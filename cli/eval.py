@@ -71,14 +71,14 @@ def eval(
     from hf_blend.evaluation.bundled import choose_device
     from hf_blend.evaluation.folder import SUMMARY, RunFolder
     from hf_blend.evaluation.summary import summarised
-    from hf_blend.evaluation.trial import Trial, run
+    from hf_blend.evaluation.trial import EvalConfig, run
 
     if tasks and tasks[0] == COMPARE:
         return _compare(context, tasks[1:], json)
     names = tuple(tasks or ["reference-world"])
     wanted = tuple(name for one in method for name in (method_names() if one == "all" else [one]))
     files = _files(data or [], names)
-    trial = Trial(
+    trial = EvalConfig(
         names, tuple(model), wanted, tuple(ratio), limit or None, seed, chunk_tokens, chunk_order, files, batch,
         None if dtype == "auto" else dtype, str(choose_device(device)), partial=partial,
     )  # fmt: skip

@@ -75,9 +75,7 @@ def split(
             f"Documents were indexed with --chunk-tokens {', '.join(map(str, others))}, not {chunk_tokens}: what is "
             "stored of them is not found. Leave the option out to split them as they were indexed."
         )
-    splitters = {
-        size: Splitter(source.tokenizer, size) for size in {chunk_tokens or CHUNK_TOKENS, *indexed.values()}
-    }
+    splitters = {size: Splitter(source.tokenizer, size) for size in {chunk_tokens or CHUNK_TOKENS, *indexed.values()}}
     sizes = (chunk_tokens or indexed.get(document.name, CHUNK_TOKENS) for document in documents)
     return [piece for one, size in zip(documents, sizes, strict=True) for piece in splitters[size].split(one)]
 

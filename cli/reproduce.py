@@ -51,7 +51,7 @@ def reproduce(
     """
     from hf_blend.evaluation.bundled import choose_device
     from hf_blend.evaluation.reproducing import PAGE, PAPERS, TASKS, data_files
-    from hf_blend.evaluation.trial import Trial
+    from hf_blend.evaluation.trial import EvalConfig
 
     if paper not in PAPERS:
         raise typer.BadParameter(f"there is no paper {paper!r}, only {', '.join(PAPERS)}")
@@ -62,7 +62,7 @@ def reproduce(
         names = tuple(dict(files))
         say(f"{', '.join(f'{name}: {Path(path).name}' for name, path in files)}; no file: {', '.join(left) or 'none'}")
     kind = None if dtype == "auto" else dtype
-    base = Trial(names, (model,), limit=limit, data=files, dtype=kind, device=str(choose_device(device)))
+    base = EvalConfig(names, (model,), limit=limit, data=files, dtype=kind, device=str(choose_device(device)))
 
     def told(what: str, parts: Iterator[Any], count: int) -> Iterator[Any]:
         return progress(parts, what, total=count, quiet=json)

@@ -46,14 +46,14 @@ def verify(
     """
     from hf_blend.evaluation.bundled import choose_device
     from hf_blend.verify.ladder import ATTENTIONS
-    from hf_blend.verify.ladder import verify as climb
+    from hf_blend.verify.ladder import verify as run_checks
 
     if (model is None) != every:
         raise typer.BadParameter("Give a model, or --all.")
     if every:
         _verify_all(json)
         return
-    verdict = climb(
+    verdict = run_checks(
         model or "",
         dtypes=dtype or ("float32", "bfloat16"),
         attention=attention or ATTENTIONS,

@@ -24,12 +24,7 @@ HALF_A_LETTER = "\ufffd"  # what tokenizers decode to where a letter's other byt
 
 @dataclass(frozen=True)
 class Method:
-    """A way to answer.
-
-    Attributes:
-        name: what tables call it.
-        config: how to blend; None is a full prefill by stock `generate`.
-    """
+    """A way to answer."""
 
     name: str
     config: BlendConfig | None = None
@@ -40,19 +35,7 @@ FULL_REUSE = Method("full reuse", BlendConfig(recompute_ratio=0.0, selector="non
 
 
 def blend_config(selector: str, **settings: Any) -> BlendConfig:
-    """Settings of a blend, with the selector's options behind its name.
-
-    Args:
-        selector: a name or file, or one with options such as `kv-deviation:on=k`; check_layers is one too.
-        **settings: other fields of `BlendConfig`; a corrector may have options behind it, too.
-
-    Returns:
-        The config.
-
-    Raises:
-        ConfigError: an option has no value, or a setting is refused.
-        PluginNotFoundError: there is no such selector.
-    """
+    """Settings of a blend, with the selector's options behind its name."""
     name, given = _named("selectors", selector)
     if "check_layers" in given:
         settings["check_layers"] = tuple(_layer(part) for part in given.pop("check_layers").split("+"))
@@ -80,17 +63,7 @@ def _layer(text: str) -> int:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back.
-
-    Attributes:
-        text: the answer, special tokens left out.
-        ttft_ms: from the call to the first new token; computing missing chunks included.
-        report: what blending cost; None for a full prefill.
-        input_ids: the prompt, `[tokens]`.
-        ids: of the answer, `[tokens]`, its end token included.
-        is_cut: the answer was as long as it may be, and had no end.
-        logits: of its first tokens, `[tokens, vocabulary]`; as many as were asked for.
-    """
+    """What came back."""
 
     text: str
     ttft_ms: float
@@ -102,7 +75,7 @@ class Answer:
 
 
 @dataclass
-class Listener:
+class AttentionObserver:
     """A streamer that passes the answer on while it is written, and notes when it began."""
 
     tokenizer: Any
@@ -143,22 +116,8 @@ def answer(
     max_new_tokens: int = MAX_NEW_TOKENS,
     first_logits: int = 0,
 ) -> Answer:
-    """Answer one question greedily.
-
-    Args:
-        model: a causal language model.
-        tokenizer: its tokenizer.
-        store: where chunks are kept; a full prefill does not look at it.
-        method: how to answer.
-        pieces: the prompt, as `prompting.request` gives it.
-        tell: is given the answer piece by piece, while it is written.
-        max_new_tokens: where the answer is cut.
-        first_logits: of so many first tokens the logits are kept.
-
-    Returns:
-        The answer.
-    """
-    listener = Listener(tokenizer, tell)
+    """Answer one question greedily."""
+    listener = AttentionObserver(tokenizer, tell)
     started = time.perf_counter()
     if method.config is None:
         inputs: Any = {"input_ids": torch.tensor([ids_of(tokenizer, pieces)], device=input_device(model))}

@@ -29,15 +29,7 @@ SEARCHED_TURNS = 1  # earlier questions that the next one may mean with a pronou
 
 @dataclass(frozen=True)
 class Asked:
-    """A question with its documents.
-
-    Attributes:
-        pieces: the prompt, as `prompting.request` gives it.
-        question: as the user wrote it.
-        wanted: the right answer, if it is known.
-        sources: the pieces of documents that are its chunks; empty for bundled questions.
-        squeezed_out: retrieved pieces that the model has no room for.
-    """
+    """A question with its documents."""
 
     pieces: dict[str, Any]
     question: str
@@ -53,13 +45,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Reply:
-    """One method's answer to one question, and the prompt's tokens with those marked that were recomputed.
-
-    Attributes:
-        row: the figures, as JSON values.
-        tokens: (text of a token, recomputed) for every token of the chunks.
-        answer: all that is known about the answer.
-    """
+    """One method's answer to one question, and the prompt's tokens with those marked that were recomputed."""
 
     row: dict[str, Any]
     tokens: list[tuple[str, bool]]
@@ -73,18 +59,7 @@ def methods(config: BlendConfig, compare: bool) -> list[Method]:
 
 
 def warm(model: nn.Module, tokenizer: Any, store: ChunkStore, asked: Asked, method: Method) -> BlendReport | None:
-    """Answer once without looking at the time, so that every chunk is stored and the model is known.
-
-    Args:
-        model: a causal language model.
-        tokenizer: its tokenizer.
-        store: receives the chunks.
-        asked: the question.
-        method: how to answer.
-
-    Returns:
-        What it cost, the chunks computed among it.
-    """
+    """Answer once without looking at the time, so that every chunk is stored and the model is known."""
     return answer(model, tokenizer, store, method, asked.pieces, max_new_tokens=1).report
 
 
@@ -97,20 +72,7 @@ def ask(
     max_new_tokens: int,
     tell: Callable[[str], None] | None = None,
 ) -> Reply:
-    """Answer one question by one method.
-
-    Args:
-        model: a causal language model.
-        tokenizer: its tokenizer.
-        store: where chunks are kept.
-        asked: the question.
-        method: how to answer.
-        max_new_tokens: where the answer is cut.
-        tell: is given the answer piece by piece.
-
-    Returns:
-        The reply.
-    """
+    """Answer one question by one method."""
     kept = FORCED_TOKENS if method.config is None else 0
     got = answer(model, tokenizer, store, method, asked.pieces, tell, max_new_tokens, kept)
     row: dict[str, Any] = {
@@ -131,13 +93,11 @@ def ask(
     chosen = set(got.report.chosen_columns[0]) if got.report and got.report.chosen_columns else set()
     ids = got.input_ids.tolist()
     end = documents_end(tokenizer, asked.pieces)
-    tokens = [
-        (tokenizer.decode([token]), place in chosen) for place, token in enumerate(ids[:end])
-    ]
+    tokens = [(tokenizer.decode([token]), place in chosen) for place, token in enumerate(ids[:end])]
     return Reply(row, tokens, got)
 
 
-def weigh(
+def record_importance(
     model: nn.Module,
     tokenizer: Any,
     store: ChunkStore,
@@ -145,16 +105,7 @@ def weigh(
     replies: Sequence[tuple[Method, Reply]],
     rounds: int,
 ) -> None:
-    """Measure methods beside their answers: times again, and the divergence from full prefill.
-
-    Args:
-        model: a causal language model.
-        tokenizer: its tokenizer.
-        store: holds the chunks by now.
-        asked: the question.
-        replies: each method's answer; the rows are filled.
-        rounds: how often each method is timed, the time that is there included.
-    """
+    """Measure methods beside their answers: times again, and the divergence from full prefill."""
     time_again(model, tokenizer, store, asked, replies, rounds)
     diverge(model, tokenizer, store, asked, replies)
 
@@ -167,16 +118,7 @@ def time_again(
     replies: Sequence[tuple[Method, Reply]],
     rounds: int,
 ) -> None:
-    """Measure the first token of methods in turns; the median counts, of these and of the time that is there.
-
-    Args:
-        model: a causal language model.
-        tokenizer: its tokenizer.
-        store: holds the chunks by now.
-        asked: the question.
-        replies: each method's answer; `ttft_ms` of its row is replaced, `rounds_ms` are all of them.
-        rounds: how often each method is measured, the time that is there included.
-    """
+    """Measure the first token of methods in turns; the median counts, of these and of the time that is there."""
     times = [[reply.row["ttft_ms"]] for _, reply in replies]
     for _ in range(rounds - 1):
         for (method, _), taken in zip(replies, times, strict=True):
@@ -191,13 +133,6 @@ def diverge(
     """Measure how far methods are from a full prefill over the first tokens of its answer: `kl` of their rows.
 
     It is None where nothing of the prompt can be chosen from, as all of it is exact or computed.
-
-    Args:
-        model: a causal language model.
-        tokenizer: its tokenizer.
-        store: holds the chunks by now.
-        asked: the question.
-        replies: each method's answer, a full prefill's among them.
     """
     full = next(reply.answer for method, reply in replies if method.config is None)
     logits = torch.empty(0) if full.logits is None else full.logits
@@ -220,22 +155,7 @@ def prepare(
     max_new_tokens: int,
     history: Sequence[Turn] = (),
 ) -> Asked:
-    """Retrieve for a question, and put as much into a prompt as the model has room for.
-
-    Args:
-        source: the model.
-        retriever: holds the pieces of the documents.
-        question: the question.
-        system: as in `prompting.request`.
-        max_new_tokens: room that is left for the answer.
-        history: as in `prompting.request`; it is part of what is searched for.
-
-    Returns:
-        The question with the best pieces, the best first.
-
-    Raises:
-        PromptError: not even one piece fits.
-    """
+    """Retrieve for a question, and put as much into a prompt as the model has room for."""
     searched = " ".join([*(turn.question for turn in history[-SEARCHED_TURNS:]), question])
     ranked = retriever.rank(searched)
     tokenizer = source.tokenizer

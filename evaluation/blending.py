@@ -12,23 +12,14 @@ from hf_blend import ChunkStore, plugins
 from hf_blend.errors import ConfigError, PluginNotFoundError, suggest
 
 from .answering import blend_config
-from .methods.base import Approach, Blended
+from .methods.base import Blended, EvalMethod
 
 WITHOUT_RATIO = ("none", "full", "explicit")  # selectors that are no methods of their own
 NEEDS_OPTION = ("learned",)  # selectors that are methods only with an option behind their name
 
 
 class Blending(Blended):
-    """A selector at a ratio; options may stand behind its name, such as `kv-deviation:on=k`.
-
-    Args:
-        selector: the name.
-        ratio: nominal, 0 to 1.
-        model: a causal language model.
-        tokenizer: its tokenizer.
-        store: where chunks are kept.
-        max_new_tokens: where an answer is cut.
-    """
+    """A selector at a ratio; options may stand behind its name, such as `kv-deviation:on=k`."""
 
     takes_ratio = True
 
@@ -53,12 +44,7 @@ def method_names() -> dict[str, str]:
 
 @cache
 def takes_ratio(name: str) -> bool:
-    """Whether a method has a ratio.
-
-    Raises:
-        PluginNotFoundError: there is no such method; the message suggests the nearest.
-        ConfigError: it is the path of a file that holds no selector.
-    """
+    """Whether a method has a ratio."""
     plain = name.partition(":")[0].replace("_", "-")
     if plain.endswith(plugins.FILE):
         return bool(plugins.load("selectors", name.partition(":")[0]))
@@ -68,19 +54,7 @@ def takes_ratio(name: str) -> bool:
 
 
 def ways(text: str, ratios: Sequence[float]) -> list[tuple[str, float | None]]:
-    """Every ratio that a method is asked at.
-
-    Args:
-        text: a method, or one with a ratio of its own behind an @.
-        ratios: for a method that takes one and names none.
-
-    Returns:
-        (method, ratio); None for a method that takes none.
-
-    Raises:
-        PluginNotFoundError: there is no such method.
-        ConfigError: what stands behind the @ is no ratio, or the method takes none.
-    """
+    """Every ratio that a method is asked at."""
     name, at, ratio = text.rpartition("@")
     if not at:
         return [(text, one) for one in (ratios if takes_ratio(text) else (None,))]
@@ -93,18 +67,9 @@ def ways(text: str, ratios: Sequence[float]) -> list[tuple[str, float | None]]:
     return [(name, own)]
 
 
-def approach(name: str, ratio: float | None, *given: Any) -> Approach:
-    """Make a method ready.
-
-    Args:
-        name: of the method.
-        ratio: where it takes one.
-        *given: model, tokenizer, store, and where an answer is cut.
-
-    Returns:
-        The method.
-    """
+def approach(name: str, ratio: float | None, *given: Any) -> EvalMethod:
+    """Make a method ready."""
     if takes_ratio(name):
         return Blending(name, 0.0 if ratio is None else ratio, *given)
-    made: Approach = plugins.load("evaluation.methods", name)(*given)
+    made: EvalMethod = plugins.load("evaluation.methods", name)(*given)
     return made

@@ -12,15 +12,6 @@ def interval(scores: ArrayLike, level: float = 0.95, seed: int = 0, *, of_median
     """Percentile bootstrap interval of a mean, or of a median (Efron 1979).
 
     For a paired comparison give the differences: each example is then resampled with both of its scores.
-
-    Args:
-        scores: one per example, at least one.
-        level: how sure, 0–1.
-        seed: of the resampling; the same scores and seed give the same interval.
-        of_median: the interval is that of the median.
-
-    Returns:
-        Lower and upper end.
     """
     values = np.asarray(scores, dtype=float)
     draws = np.random.default_rng(seed).integers(0, len(values), size=(RESAMPLES, len(values)))
@@ -30,17 +21,7 @@ def interval(scores: ArrayLike, level: float = 0.95, seed: int = 0, *, of_median
 
 
 def share_interval(parts: ArrayLike, wholes: ArrayLike, level: float = 0.95, seed: int = 0) -> tuple[float, float]:
-    """Percentile bootstrap interval of the sum of some figures over that of others, paired by example.
-
-    Args:
-        parts: one per example, at least one.
-        wholes: what each is a part of; their sum is above 0 however examples are drawn.
-        level: how sure, 0–1.
-        seed: of the resampling.
-
-    Returns:
-        Lower and upper end.
-    """
+    """Percentile bootstrap interval of the sum of some figures over that of others, paired by example."""
     pairs = np.stack([np.asarray(parts, dtype=float), np.asarray(wholes, dtype=float)], axis=1)
     draws = np.random.default_rng(seed).integers(0, len(pairs), size=(RESAMPLES, len(pairs)))
     sums = pairs[draws].sum(axis=1)

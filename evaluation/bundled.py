@@ -33,17 +33,7 @@ HUB_S = 5.0  # until the hub counts as out of reach
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model whose weights are not read yet.
-
-    Attributes:
-        name: as the user wrote it; None is the bundled reference model.
-        folder: a folder, or a hub id.
-        config: of the model.
-        tokenizer: of the model.
-        device: where the model will be.
-        dtype: of the weights; "auto" is as they were saved.
-        is_local_only: nothing is asked of the hub.
-    """
+    """A model whose weights are not read yet."""
 
     name: str | None
     folder: str
@@ -61,14 +51,7 @@ class ModelSource:
         return found if isinstance(found, int) and not stretches(config) else None
 
     def load(self) -> nn.Module:
-        """Read the weights.
-
-        Returns:
-            The model in evaluation mode, on its device.
-
-        Raises:
-            ConfigError: the weights are missing or damaged.
-        """
+        """Read the weights."""
         from transformers import AutoModelForCausalLM
 
         try:
@@ -81,23 +64,7 @@ class ModelSource:
 
 
 def open_model(name: str | None = None, device: str = AUTO, dtype: str = AUTO) -> ModelSource:
-    """Find a model and read its config and tokenizer.
-
-    Args:
-        name: path or hub id, or a name in `model_names.NAMES`, for which no network is used; None is the reference
-            model.
-        device: such as "cuda:1"; "auto" is a GPU if there is one.
-        dtype: of the weights, a name in `DTYPES`; "auto" is as they were saved.
-
-    Returns:
-        The model, its weights not read yet.
-
-    Raises:
-        ConfigError: there is no such folder, and no such model on the hub, or the hub cannot be reached; it has no
-            tokenizer; there is no such device or dtype.
-        MissingExtraError: the name is in `model_names.NAMES`, and the model is not on this machine.
-        UnsupportedModelError: it is no decoder.
-    """
+    """Find a model and read its config and tokenizer."""
     where, kind = choose_device(device), choose_dtype(dtype)
     folder = REFERENCE if name is None else os.path.expanduser(locate(name))
     if folder.startswith((".", os.sep)) and not os.path.isdir(folder):
@@ -113,33 +80,13 @@ def open_model(name: str | None = None, device: str = AUTO, dtype: str = AUTO) -
 
 
 def load_model(name: str | None = None, device: str = "cpu", dtype: str = AUTO) -> tuple[nn.Module, Any]:
-    """Load a model and its tokenizer.
-
-    Args:
-        name: as in `open_model`.
-        device: as in `open_model`.
-        dtype: as in `open_model`.
-
-    Returns:
-        The model, in evaluation mode, and its tokenizer.
-    """
+    """Load a model and its tokenizer."""
     source = open_model(name, device, dtype)
     return source.load(), source.tokenizer
 
 
 def choose_device(name: str = AUTO) -> torch.device:
-    """Find a device by its name.
-
-    Args:
-        name: such as "cpu" or "cuda:1"; "auto" is a GPU if there is one: for a process that was launched with others
-            the one of its `LOCAL_RANK`.
-
-    Returns:
-        The device; it can be used.
-
-    Raises:
-        ConfigError: this machine has no such device.
-    """
+    """Find a device by its name."""
     if name == AUTO:
         if not torch.cuda.is_available():
             return torch.device("cpu")
@@ -157,17 +104,7 @@ def choose_device(name: str = AUTO) -> torch.device:
 
 
 def choose_dtype(name: str = AUTO) -> torch.dtype | str:
-    """Find a dtype of weights by its name.
-
-    Args:
-        name: a name in `DTYPES`, or "auto" for the dtype that a model was saved in.
-
-    Returns:
-        The dtype, or "auto".
-
-    Raises:
-        ConfigError: there is no such dtype.
-    """
+    """Find a dtype of weights by its name."""
     if name == AUTO:
         return AUTO
     if name not in DTYPES:
@@ -277,11 +214,7 @@ def quickstart_questions() -> list[dict[str, Any]]:
 
 
 def handbook_questions() -> list[dict[str, Any]]:
-    """Three questions over the bundled handbook of a mountain hut, which full prefill of `smollm2` answers.
-
-    Returns:
-        `chunks`, the twelve documents, `question` and `answer` of each.
-    """
+    """Three questions over the bundled handbook of a mountain hut, which full prefill of `smollm2` answers."""
     folder = files("hf_blend") / "bundled" / "handbook"
     pages = sorted((page for page in folder.iterdir() if page.name.endswith(".md")), key=lambda page: page.name)
     chunks = [f"{page.read_text('utf-8').strip()}\n\n" for page in pages]

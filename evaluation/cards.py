@@ -38,15 +38,7 @@ for it need not hold for large models: measure yours with `hf-blend tune`."""
 
 @dataclass(frozen=True)
 class Recipe:
-    """A way to blend whose scores are committed.
-
-    Attributes:
-        name: of the card.
-        selector: with options behind its name.
-        shown_ratio: the ratio whose score is the headline.
-        result: name of the result file.
-        about: one sentence.
-    """
+    """A way to blend whose scores are committed."""
 
     name: str
     selector: str
@@ -75,15 +67,7 @@ def cards() -> dict[str, str]:
 
 
 def recipe_card(recipe: Recipe, rows: list[dict[str, Any]]) -> str:
-    """The card of a recipe.
-
-    Args:
-        recipe: which.
-        rows: of the results, as `_rows` gives them.
-
-    Returns:
-        Front matter and text.
-    """
+    """The card of a recipe."""
     own = [row for row in rows if row["method"] == recipe.selector]
     shown = next(row for row in own if row["ratio"] == recipe.shown_ratio)
     ends = [row for row in rows if row["method"] in ("full prefill", "full reuse")]
@@ -109,15 +93,7 @@ def recipe_card(recipe: Recipe, rows: list[dict[str, Any]]) -> str:
 
 
 def model_card(name: str, text: str) -> str:
-    """A card whose text is written by hand, with a new head.
-
-    Args:
-        name: of the model, one of `MODELS`.
-        text: the whole card.
-
-    Returns:
-        The same text behind a head with the scores of the results.
-    """
+    """A card whose text is written by hand, with a new head."""
     title, result, world = MODELS[name]
     rows = {row["method"]: row for row in _rows(result)}
     scores = {f"exact match, {name}": rows[name]["score"] for name in ("full prefill", "full reuse")}

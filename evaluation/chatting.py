@@ -25,19 +25,7 @@ from .retrieving import Retriever
 
 @dataclass
 class Chat:
-    """A conversation.
-
-    Attributes:
-        model: a causal language model.
-        source: where it and its tokenizer came from.
-        store: where chunks are kept.
-        retriever: holds the pieces of the documents.
-        config: how to blend.
-        system: instruction before the documents, as `prompting.request` takes it.
-        max_new_tokens: where an answer is cut.
-        is_fixed: the pieces retrieved in the first turn are those of every turn.
-        turns: what was said; the oldest turns leave when the model has no room for them.
-    """
+    """A conversation."""
 
     model: nn.Module
     source: ModelSource
@@ -50,22 +38,10 @@ class Chat:
     turns: list[Turn] = field(default_factory=list)
 
     def prepare(self, question: str) -> Asked:
-        """Retrieve for a question, forgetting the oldest turns as far as they leave no room.
-
-        Args:
-            question: what is asked next.
-
-        Returns:
-            The prompt and its sources.
-
-        Raises:
-            PromptError: the question alone leaves no room for a piece.
-        """
+        """Retrieve for a question, forgetting the oldest turns as far as they leave no room."""
         while True:
             try:
-                asked = prepare(
-                    self.source, self.retriever, question, self.system, self.max_new_tokens, self.turns
-                )
+                asked = prepare(self.source, self.retriever, question, self.system, self.max_new_tokens, self.turns)
                 break
             except PromptError:
                 if not self.turns:
@@ -76,15 +52,7 @@ class Chat:
         return asked
 
     def answer(self, asked: Asked, tell: Callable[[str], None] | None = None) -> Answer:
-        """Answer, and remember question and answer.
-
-        Args:
-            asked: as `prepare` gave it.
-            tell: is given the answer piece by piece, while it is written.
-
-        Returns:
-            The answer.
-        """
+        """Answer, and remember question and answer."""
         method = Method("blend", self.config)
         got = answer(self.model, self.source.tokenizer, self.store, method, asked.pieces, tell, self.max_new_tokens)
         self.turns.append(Turn(asked.question, got.text))

@@ -19,20 +19,7 @@ Line = Mapping[str, Any]
 
 
 def compared(one: Path, other: Path) -> list[dict[str, Any]]:
-    """Pair the answers of two runs.
-
-    Args:
-        one: folder of a run.
-        other: folder of another; its lead over the first is what counts.
-
-    Returns:
-        A row for each task, model, method and ratio that both have: `n`, the mean scores, `difference` with its 95 %
-        interval (paired bootstrap), how often either was better, and `speedup`, the median of the first run's time to
-        the first token over the other's (None where times are missing).
-
-    Raises:
-        ConfigError: a folder is no run, or the runs have no answer in common.
-    """
+    """Pair the answers of two runs."""
     found = [_lines(one), _lines(other)]
     models = [{line["model"] for line in lines} for lines in found]
     is_apart = models[0] != models[1] and all(len(names) == 1 for names in models)

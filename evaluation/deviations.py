@@ -16,7 +16,7 @@ from .bootstrap import interval
 from .bundled import load_model
 from .folder import RunFolder
 from .inspecting import Inspector
-from .trial import Trial, _task
+from .trial import EvalConfig, _task
 
 RATIOS = (0.0, 0.05, 0.15, 0.3, 1.0)
 BLEND, RATIO = "kv-deviation", 0.15
@@ -24,22 +24,12 @@ Progress = Callable[[str, Iterator[Any], int], Any]
 
 
 def deviations(
-    base: Trial,
+    base: EvalConfig,
     folder: Path,
     progress: Progress | None = None,
     load: Callable[..., tuple[Any, Any]] = load_model,
 ) -> list[dict[str, Any]]:
-    """Deviation, rank correlation and sparsity by layer, and attention deviation by ratio.
-
-    Args:
-        base: model, tasks, data and limit.
-        folder: of the run; one that was stopped resumes.
-        progress: wraps the loop over samples.
-        load: as in `trial.run`.
-
-    Returns:
-        Two figures: `name`, `title` and `rows`.
-    """
+    """Deviation, rank correlation and sparsity by layer, and attention deviation by ratio."""
     model, tokenizer = load(base.models[0], base.device, base.dtype or "auto")
     with RunFolder(folder, {**base.settings, "deviation_ratios": RATIOS}) as opened:
         for name in base.tasks:

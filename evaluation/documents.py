@@ -32,15 +32,7 @@ MAX_REASON = 200  # characters of a parser's message
 
 @dataclass(frozen=True)
 class Document:
-    """One text.
-
-    Attributes:
-        name: the path below what was given, such as "notes/a.md"; for a line of a JSONL file with its title or number.
-            It is printable: other characters are escaped.
-        text: the text, as the model will read it.
-        path: the file; None for standard input.
-        is_markdown: whether headings and lists are marked as in Markdown.
-    """
+    """One text."""
 
     name: str
     text: str
@@ -52,14 +44,7 @@ class Document:
 
 
 def printable(text: str) -> str:
-    r"""Escape what a terminal would obey or cannot print: control characters, and bytes of a name that are no UTF-8.
-
-    Args:
-        text: such as the name of a file.
-
-    Returns:
-        The text, with `\x1b` or `\xe9` for each such character.
-    """
+    r"""Escape what a terminal would obey or cannot print: control characters, and bytes that are no UTF-8."""
     return "".join(map(_escape, text))
 
 
@@ -76,11 +61,6 @@ class Corpus:
     """Documents in files, in folders, and one by one in the lines of JSONL files.
 
     Iterating reads them, and fills `left_out`.
-
-    Attributes:
-        names: paths; "-" is standard input.
-        stdin: lines of standard input.
-        left_out: (name, reason) of what was found in a folder and is no document.
     """
 
     names: Sequence[str]
@@ -94,12 +74,7 @@ class Corpus:
                 raise PromptError(f"there is no file or folder {name!r}. Give files or folders with documents.")
 
     def __iter__(self) -> Iterator[Document]:
-        """Read one document after the other.
-
-        Raises:
-            PromptError: a file that was named cannot be read as text, or nothing was found.
-            MissingExtraError: a file that was named needs a package that is not installed.
-        """
+        """Read one document after the other."""
         self.left_out.clear()
         count = 0
         for name in self.names:
@@ -181,19 +156,7 @@ def _entries(root: Path) -> list[Path]:
 
 
 def read_file(path: Path, name: str) -> list[Document]:
-    """Read the documents of one file; of an unknown ending, as plain text.
-
-    Args:
-        path: the file.
-        name: of the document.
-
-    Returns:
-        One document; of a JSONL file one for each chunk of its rows.
-
-    Raises:
-        PromptError: it cannot be read, or holds no text; `short_reason` says why, without the path.
-        MissingExtraError: a package that reads it is not installed.
-    """
+    """Read the documents of one file; of an unknown ending, as plain text."""
     ending = path.suffix.lower()
     read, is_markdown = READERS.get(ending, (_text, False))
     try:
@@ -310,15 +273,7 @@ def _line(path: Path, name: str, number: int, line: str) -> Iterator[Document]:
 
 
 def unknown_words(tokenizer: Any, text: str) -> str:
-    """Say so if many words of a text are unknown to a tokenizer; else nothing.
-
-    Args:
-        tokenizer: the model's.
-        text: documents and question.
-
-    Returns:
-        A sentence, or "".
-    """
+    """Say so if many words of a text are unknown to a tokenizer; else nothing."""
     unknown = getattr(tokenizer, "unk_token_id", None)
     ids = tokenize(tokenizer, text) if unknown is not None else ()
     share = sum(token == unknown for token in ids) / max(1, len(ids))

@@ -34,14 +34,7 @@ def fit(
 ) -> dict[str, Tensor]:
     """Fit a probe.
 
-    Args:
-        model: the model; left as it was.
-        samples: prompts, as a task gives them.
-        sink: ids that stand before every chunk, and before the prompt.
-        layers: whose values are read.
-
-    Returns:
-        `values.<layer>`: `[kv_heads, head_dim]` float32, for `save_file`.
+    Shape: `[kv_heads, head_dim]`.
     """
     rows = [_features(model, sample, sink, layers) for sample in samples]
     features, target = (torch.cat(part).double() for part in zip(*rows, strict=True))
@@ -82,11 +75,7 @@ def _relative(new: Tensor, old: Tensor) -> Tensor:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Fit a probe and write its file.
-
-    Args:
-        words: the command line; None is what was typed.
-    """
+    """Fit a probe and write its file."""
     from safetensors.torch import save_file
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

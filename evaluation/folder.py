@@ -23,15 +23,7 @@ KEYS = ("task", "model", "method", "ratio", "id")
 
 
 class RunFolder:
-    """A folder that one run writes to.
-
-    Args:
-        path: made if it does not exist.
-        settings: of the run; those of an older run in this folder must be the same.
-
-    Raises:
-        ConfigError: the folder holds a run with other settings, something that is no run, or is in use.
-    """
+    """A folder that one run writes to."""
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         self.path = path
@@ -108,17 +100,7 @@ class RunFolder:
 
 
 def whole_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Read the answers of a run.
-
-    Args:
-        path: of its `LINES`.
-
-    Returns:
-        The answers, without one at the end that is being written; and how many bytes they take.
-
-    Raises:
-        ConfigError: a line is no answer.
-    """
+    """Read the answers of a run."""
     content = path.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
     try:

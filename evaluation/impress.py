@@ -36,7 +36,7 @@ from .folder import RunFolder
 from .methods.base import Blended, Outcome
 from .paper_page import write_paper
 from .tasks.base import Sample
-from .trial import FULL, WARM, Trial, _task
+from .trial import FULL, WARM, EvalConfig, _task
 
 SHARE, ALPHA, BLOCK_TOKENS = 0.25, 0.6, 16
 CACHED_SHARE, TRACE_PER_SAMPLE = 0.25, 4  # memory before the disk, of all bytes; requests of the trace
@@ -54,15 +54,7 @@ Progress = Callable[[str, Iterator[Any], int], Any]
 
 @dataclass(frozen=True)
 class Way:
-    """How stored KV is loaded.
-
-    Attributes:
-        share: of the blocks.
-        alpha: exponent of the threshold above which probe heads agree.
-        block_tokens: tokens of a block.
-        probes: KV heads that are asked; None is as the library does, 0 asks none: the first blocks in order.
-        is_reordered: a chunk's tokens are in the order of their importance.
-    """
+    """How stored KV is loaded."""
 
     share: float = SHARE
     alpha: float = ALPHA
@@ -82,12 +74,7 @@ WHOLE, STATIC = Way(share=1.0), Way(probes=0)
 
 
 def figures_of(kv_heads: int, is_small: bool = False) -> dict[str, list[Way]]:
-    """The ways of each figure.
-
-    Args:
-        kv_heads: of the model.
-        is_small: two values of each thing that varies.
-    """
+    """The ways of each figure."""
 
     def few(values: Sequence[Any]) -> Sequence[Any]:
         return (values[0], values[-1]) if is_small else values
@@ -115,20 +102,9 @@ TITLES = {
 
 
 def impress(
-    base: Trial, folder: Path, progress: Progress | None = None, is_small: bool = False, draft: str | None = None
+    base: EvalConfig, folder: Path, progress: Progress | None = None, is_small: bool = False, draft: str | None = None
 ) -> dict[str, Any]:
-    """Measure what the folder does not hold yet, and write the page.
-
-    Args:
-        base: model, tasks, data and limit.
-        folder: of the run; one that was stopped resumes.
-        progress: wraps the loop over samples.
-        is_small: two values of each thing that varies.
-        draft: not used.
-
-    Returns:
-        `settings`, `cannot_show` and `figures`.
-    """
+    """Measure what the folder does not hold yet, and write the page."""
     model, tokenizer = load_model(base.models[0], base.device, base.dtype or "auto")
     kv_heads = int(text_config(model).num_key_value_heads)
     figures = figures_of(kv_heads, is_small)

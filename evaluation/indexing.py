@@ -28,29 +28,14 @@ __all__ = ["Estimate", "Indexed", "Indexer", "Shard", "bundled_pieces"]
 
 @dataclass(frozen=True)
 class Shard:
-    """The chunks that one of several processes computes: those whose digest says so. Processes need not talk.
-
-    Attributes:
-        number: of this process, from 0 on.
-        count: of all processes.
-    """
+    """The chunks that one of several processes computes: those whose digest says so. Processes need not talk."""
 
     number: int = 0
     count: int = 1
 
     @classmethod
     def find(cls, text: str | None = None) -> "Shard":
-        """Find out which share is this process's.
-
-        Args:
-            text: such as "0/4"; None asks what launchers leave in the environment, `RANK` and `WORLD_SIZE`.
-
-        Returns:
-            The share; all of it for a process that was not launched with others.
-
-        Raises:
-            ConfigError: the text is not of this form.
-        """
+        """Find out which share is this process's."""
         given = text or f"{os.environ.get('RANK', 0)}/{os.environ.get('WORLD_SIZE', 1)}"
         number, _, count = given.partition("/")
         if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
@@ -64,13 +49,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What storing some pieces takes, known before the weights are read.
-
-    Attributes:
-        pieces: how many, equal ones once.
-        tokens: in all of them.
-        nbytes: of their K and V.
-    """
+    """What storing some pieces takes, known before the weights are read."""
 
     pieces: int
     tokens: int
@@ -78,15 +57,7 @@ class Estimate:
 
     @classmethod
     def of(cls, pieces: Iterable[Piece], source: ModelSource) -> "Estimate":
-        """Estimate from a model's config.
-
-        Args:
-            pieces: what is to be stored.
-            source: the model.
-
-        Returns:
-            The estimate.
-        """
+        """Estimate from a model's config."""
         unlike = {piece.ids for piece in pieces}
         tokens = sum(map(len, unlike))
         dtype = None if isinstance(source.dtype, str) else source.dtype
@@ -96,15 +67,7 @@ class Estimate:
 
 @dataclass
 class Indexed:
-    """What came of it.
-
-    Attributes:
-        chunks: how many there are, those of other processes too, equal ones once.
-        tokens: in all of them.
-        stored: how many this process computed and stored.
-        present: how many of its chunks were there already.
-        refused: how many it computed, and the store did not keep.
-    """
+    """What came of it."""
 
     chunks: int = 0
     tokens: int = 0
@@ -114,15 +77,7 @@ class Indexed:
 
 
 class Indexer:
-    """Stores every piece of a corpus that is not stored yet. Stopped at any time, it continues where it was.
-
-    Args:
-        model: a causal language model.
-        tokenizer: its tokenizer.
-        store: receives the chunks.
-        pieces: all pieces of the corpus.
-        shard: which of the chunks are computed here.
-    """
+    """Stores every piece of a corpus that is not stored yet. Stopped at any time, it continues where it was."""
 
     def __init__(
         self, model: nn.Module, tokenizer: Any, store: ChunkStore, pieces: Sequence[Piece], shard: Shard = Shard()
@@ -138,31 +93,20 @@ class Indexer:
         self.done = Indexed(len(self.keys), tokens, present=len(own) - len(self.missing))
 
     def probe_s(self) -> float:
-        """Compute one missing chunk and throw it away.
-
-        Returns:
-            How long all the missing ones will take at this rate, in seconds.
-        """
+        """Compute one missing chunk and throw it away."""
         if not self.missing:
             return 0.0
         longest = max(self.missing, key=lambda key: len(key.token_ids))
         with ChunkStore.open("memory://") as scratch:
             started = time.perf_counter()
-            scratch.add(self.model, self.tokenizer, [self._texts[longest]], sink_ids=longest.sink_ids)
+            scratch.add(self.model, self.tokenizer, [self._texts[longest]], chunk_prefix_ids=longest.chunk_prefix_ids)
             seconds = time.perf_counter() - started
         return seconds * sum(len(key.token_ids) for key in self.missing) / len(longest.token_ids)
 
     def run(self, progress: Callable[[Iterable[ChunkKey]], Iterable[ChunkKey]] = iter) -> Indexed:
-        """Compute and store what is missing.
-
-        Args:
-            progress: wraps the loop over the missing chunks.
-
-        Returns:
-            What was done; `done` has it while it is under way.
-        """
+        """Compute and store what is missing."""
         for key in progress(self.missing):
-            self.store.add(self.model, self.tokenizer, [self._texts[key]], sink_ids=key.sink_ids)
+            self.store.add(self.model, self.tokenizer, [self._texts[key]], chunk_prefix_ids=key.chunk_prefix_ids)
             if self.store.contains(key):
                 self.done.stored += 1
             else:
@@ -170,13 +114,7 @@ class Indexer:
         return self.done
 
     def name_sources(self, documents: Iterable[Document], model: str, chunk_tokens: int) -> None:
-        """Write down beside the store which document each chunk came from.
-
-        Args:
-            documents: those that the pieces are of.
-            model: what to call the model.
-            chunk_tokens: most tokens of a piece.
-        """
+        """Write down beside the store which document each chunk came from."""
         paths = {one.name: str(one.path.resolve()) if one.path else "" for one in documents}
         digests: dict[str, dict[str, None]] = {}
         for name, key in self._names:
@@ -188,15 +126,7 @@ class Indexer:
 
 
 def check_room(store: ChunkStore, estimate: Estimate) -> None:
-    """Refuse what a store's disk will not hold.
-
-    Args:
-        store: the store.
-        estimate: of what is to be stored, with what is stored already.
-
-    Raises:
-        StoreError: it is more than the disk may hold.
-    """
+    """Refuse what a store's disk will not hold."""
     capacity = store.stats()["capacity_bytes"].get("disk")
     if capacity is not None and estimate.nbytes > capacity:
         raise StoreError(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hf_blend import BlendCache, ChunkStore, plugins
 from hf_blend.config import BlendConfig
 from hf_blend.errors import PromptError
-from hf_blend.prefill.probing import Listener
+from hf_blend.prefill.probing import AttentionObserver
 from hf_blend.selectors.attention import Attention
 
 from .answering import blend_config
@@ -30,21 +30,7 @@ MASS = 0.9  # of attention, that a token's keys together have to hold
 
 @dataclass(frozen=True)
 class Inspection:
-    """What was found in one prompt. Lists by layer, inner lists by reusable token.
-
-    Attributes:
-        tokens: text of each reusable token.
-        columns: where it stands in the prompt.
-        deviation: how far its stored K and V are from those of a full prefill, over the mean size of K and V there.
-        rank_correlation: Spearman's, of the deviation with that of the layer before; None at layer 0 and where it is
-            the same for all tokens.
-        sparsity: share of the keys that is needed to hold 90 % of what a token of the question looks at.
-        chosen: by selector, which of the tokens it takes.
-        ratio: at which ratio they were taken.
-        attention_deviation: by ratio, distance of the question's attention from that of a full prefill, over its
-            size, mean over the layers.
-        selector: by which the tokens for `attention_deviation` were chosen.
-    """
+    """What was found in one prompt. Lists by layer, inner lists by reusable token."""
 
     tokens: list[str]
     columns: list[int]
@@ -76,18 +62,7 @@ class Inspector:
     def __init__(
         self, model: nn.Module, tokenizer: Any, store: ChunkStore, pieces: dict[str, Any], with_attention: bool = True
     ) -> None:
-        """Run a full prefill and full reuse.
-
-        Args:
-            model: a causal language model.
-            tokenizer: its tokenizer.
-            store: where chunks are kept.
-            pieces: the prompt, as `prompting.request` gives it.
-            with_attention: also keep attention; `deviation` alone does not need it, and costs a fraction then.
-
-        Raises:
-            PromptError: nothing of the prompt is reused.
-        """
+        """Run a full prefill and full reuse."""
         self._model, self._tokenizer, self._store, self._pieces = model, tokenizer, store, pieces
         self._ids: list[int] = []
         self._rows = 0  # of the question, whose attention is kept
@@ -102,17 +77,7 @@ class Inspector:
         self._reuse = self._run(BlendConfig(0.0, "none"))
 
     def look(self, selectors: Sequence[str] | None, ratio: float, ratios: Sequence[float] = RATIOS) -> Inspection:
-        """Measure.
-
-        Args:
-            selectors: names, with options such as `kv-deviation:on=k`; None for all that there are. Tokens for the
-                attention deviation are chosen by the first, or where none is named by the default selector.
-            ratio: at which they are compared.
-            ratios: for the attention deviation.
-
-        Returns:
-            What was found.
-        """
+        """Measure."""
         left_out = {"full", "none", *NEEDS_OPTION}
         names = list(selectors or (name for name in plugins.describe("selectors") if name not in left_out))
         chosen = {name: set(self._run(blend_config(name, recompute_ratio=ratio)).chosen) for name in names}
@@ -137,7 +102,7 @@ class Inspector:
         def hear(layer: int, seen: Attention, weights: Tensor) -> None:
             attention.append(weights[0, :, -self._rows :])
 
-        cache.listener = Listener(hear) if self._rows else None
+        cache.listener = AttentionObserver(hear) if self._rows else None
         inputs = inputs_of(cache, self._tokenizer, self._pieces)
         self._model(**inputs, past_key_values=cache, logits_to_keep=1)
         self._ids = inputs["input_ids"][0].tolist()
@@ -166,15 +131,7 @@ class Inspector:
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """Spearman's correlation, equal values sharing their mean rank.
-
-    Args:
-        first: values.
-        second: as many others.
-
-    Returns:
-        -1 to 1; None if one of them is the same everywhere, up to rounding.
-    """
+    """Spearman's correlation, equal values sharing their mean rank."""
     ranks = [_ranks(torch.tensor(values, dtype=torch.float64)) for values in (first, second)]
     centred = [part - part.mean() for part in ranks]
     size = float(centred[0].norm() * centred[1].norm())

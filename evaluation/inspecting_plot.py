@@ -11,15 +11,7 @@ from .inspecting import Inspection
 
 
 def draw(found: Inspection, path: Path) -> None:
-    """Draw five panels into a PNG.
-
-    Args:
-        found: what to draw.
-        path: the file to write.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
+    """Draw five panels into a PNG."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

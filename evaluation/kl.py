@@ -29,13 +29,7 @@ REUSE = FULL_REUSE.config or BlendConfig(recompute_ratio=0.0, selector="none")
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt of the sample.
-
-    Attributes:
-        name: what messages call it.
-        given: the prompt, as `prompting.request` gives it.
-        answers: the right ones; empty if none is known.
-    """
+    """One prompt of the sample."""
 
     name: str
     given: dict[str, Any]
@@ -44,13 +38,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Full:
-    """What full prefill says.
-
-    Attributes:
-        ids: of its answer.
-        log_probs: `[tokens, vocabulary]` over the answer's first `FORCED_TOKENS` tokens, float64.
-        ttft_ms: from the call to the first token.
-    """
+    """What full prefill says."""
 
     ids: tuple[int, ...]
     log_probs: Tensor
@@ -59,14 +47,7 @@ class Full:
 
 @dataclass(frozen=True)
 class Loss:
-    """What a candidate loses on one prompt.
-
-    Attributes:
-        kl: mean over the forced tokens, in nats.
-        kl_first: of the first token.
-        charged: measured work on the reusable tokens over that of a full prefill.
-        ttft_ratio: time to the first token over full prefill's.
-    """
+    """What a candidate loses on one prompt."""
 
     kl: float
     kl_first: float
@@ -75,13 +56,7 @@ class Loss:
 
 
 class Measure:
-    """Full prefill, and what a candidate loses to it.
-
-    Args:
-        model: a causal language model.
-        tokenizer: its tokenizer.
-        store: where chunks are kept; it must hold those of one prompt at a time.
-    """
+    """Full prefill, and what a candidate loses to it."""
 
     def __init__(self, model: nn.Module, tokenizer: Any, store: ChunkStore) -> None:
         self.model, self.tokenizer, self.store = model, tokenizer, store
@@ -90,15 +65,7 @@ class Measure:
 
     @torch.no_grad()
     def full(self, prompt: Prompt, tokens: int = FORCED_TOKENS) -> Full:
-        """Prefill a prompt whole and answer it greedily.
-
-        Args:
-            prompt: the prompt.
-            tokens: where the answer is cut.
-
-        Returns:
-            What it says, and when its first token came.
-        """
+        """Prefill a prompt whole and answer it greedily."""
         started = time.perf_counter()
         ids, cache = self._tensor(ids_of(self.tokenizer, prompt.given)), stock_cache(self.model)
         logits = self.model(ids, past_key_values=cache, logits_to_keep=1).logits[0, -1]
@@ -110,24 +77,13 @@ class Measure:
 
     def store_chunks(self, prompt: Prompt, config: BlendConfig) -> None:
         """Compute the chunks of a prompt that the store lacks, as a config captures them; not timed."""
-        self._blended(prompt, replace(REUSE, sink_ids=config.sink_ids, allow_unverified=config.allow_unverified))
+        self._blended(
+            prompt, replace(REUSE, chunk_prefix_ids=config.chunk_prefix_ids, allow_unverified=config.allow_unverified)
+        )
 
     @torch.no_grad()
     def loss(self, prompt: Prompt, full: Full, config: BlendConfig) -> Loss:
-        """Blend a prompt and force full prefill's answer on it.
-
-        Args:
-            prompt: the prompt.
-            full: of the same prompt.
-            config: how to blend.
-
-        Returns:
-            What is lost.
-
-        Raises:
-            PromptError: nothing of the prompt can be blended.
-            ConfigError: the store does not hold the chunks of one prompt.
-        """
+        """Blend a prompt and force full prefill's answer on it."""
         started = time.perf_counter()
         cache, logits = self._blended(prompt, config)
         int(logits.argmax())  # waits for the device

@@ -30,10 +30,10 @@ from hf_blend.sparse.session import SparseSession, block_shares
 from .bootstrap import interval
 from .bundled import load_model
 from .folder import RunFolder
-from .methods.base import Approach, Outcome
+from .methods.base import EvalMethod, Outcome
 from .paper_page import write_paper
 from .tasks.base import Sample
-from .trial import Trial, _task
+from .trial import EvalConfig, _task
 
 METHOD, CONTROL, BLOCK_TOKENS, TEXT_TOKENS, DRAFTED_TOKENS = "kvstar", "random", 16, 24, 4
 DENSE, WHOLE = "dense", "answer-match"
@@ -53,15 +53,7 @@ ALONE, APART, SEES, SELECTS = "", "draft looks at all", "draft sees the selectio
 
 @dataclass(frozen=True)
 class Way:
-    """How tokens are made.
-
-    Attributes:
-        share: of the context's blocks that a step looks at; 1 is all.
-        draft: `ALONE` without one; the draft looks at all, and the model selects for itself (`APART`) or takes what
-            the draft's attention selects (`SELECTS`); or the draft sees what the model has selected (`SEES`).
-        method: that scores blocks.
-        lock: hold a selection over several steps.
-    """
+    """How tokens are made."""
 
     share: float = 1.0
     draft: str = ALONE
@@ -104,29 +96,13 @@ TITLES = {
 
 
 def kvstar(
-    base: Trial, folder: Path, progress: Progress | None = None, is_small: bool = False, draft: str | None = None
+    base: EvalConfig, folder: Path, progress: Progress | None = None, is_small: bool = False, draft: str | None = None
 ) -> dict[str, Any]:
-    """Measure what the folder does not hold yet, and write the page.
-
-    Args:
-        base: model, tasks, data and limit.
-        folder: of the run; one that was stopped resumes.
-        progress: wraps the loop over samples.
-        is_small: one share.
-        draft: path or name of a smaller model with the same tokenizer; None is the model itself.
-
-    Returns:
-        `settings`, `cannot_show` and `figures`.
-
-    Raises:
-        ConfigError: the draft has another vocabulary.
-    """
+    """Measure what the folder does not hold yet, and write the page."""
     model, tokenizer = load_model(base.models[0], base.device, base.dtype or "auto")
     assistant, own = load_model(draft or base.models[0], base.device, base.dtype or "auto")
     if own.get_vocab() != tokenizer.get_vocab():
-        raise ConfigError(
-            f"the draft {draft!r} has another vocabulary, expected that of {base.models[0]!r}."
-        )
+        raise ConfigError(f"the draft {draft!r} has another vocabulary, expected that of {base.models[0]!r}.")
     figures = figures_of(is_small)
     sizes = {"parameters": _parameters(model), "draft_parameters": _parameters(assistant)}
     layers = {"layers": len(decoder_layers(model)), "draft_layers": len(decoder_layers(assistant))}
@@ -154,14 +130,7 @@ def kvstar(
 
 @dataclass
 class _Rounds:
-    """A streamer that notes when tokens arrive, and how many at once.
-
-    Attributes:
-        cache: of the generation.
-        sizes: tokens that arrived at once, the prompt first.
-        times: when.
-        given: tokens of each forward of the model.
-    """
+    """A streamer that notes when tokens arrive, and how many at once."""
 
     cache: Any
     sizes: list[int] = field(default_factory=list)
@@ -228,7 +197,7 @@ class _Looking:
             self.jaccard.setdefault(index, []).append(pair)
 
 
-class _Stepped(Approach):
+class _Stepped(EvalMethod):
     """Continues a prompt."""
 
     def __init__(

@@ -35,19 +35,7 @@ def every_row(document: Document) -> Sequence[Document]:
 
 @dataclass(frozen=True)
 class Section:
-    """One question and what was measured about it.
-
-    Attributes:
-        title: of the section; other pages link to it.
-        file: the result file, without its ending.
-        question: what is asked.
-        verdict: the answer, with figures from the document.
-        how: what measured it, and on what.
-        columns: title → how a row is written there.
-        cannot_show: what the figures say nothing about.
-        rows: those that the table shows.
-        behind: Markdown behind the table.
-    """
+    """One question and what was measured about it."""
 
     title: str
     file: str
@@ -60,11 +48,7 @@ class Section:
     behind: str = ""
 
     def written(self, document: Document) -> str:
-        """The section as Markdown.
-
-        Args:
-            document: what the file holds.
-        """
+        """The section as Markdown."""
         lines = [f"| {' | '.join(self.columns)} |", "|" + "---|" * len(self.columns)]
         lines += [f"| {' | '.join(cell(row) for cell in self.columns.values())} |" for row in self.rows(document)]
         link = f"[{self.file}.json](../benchmarks/results/{self.file}.json)"

@@ -44,15 +44,7 @@ def summary(documented: Any) -> str:
 
 
 def entries(documented: Any, section: str) -> Iterator[tuple[str, str]]:
-    """Give name and meaning of what a docstring lists under a section such as `Args`.
-
-    Args:
-        documented: a class or function.
-        section: title of the section, without its colon.
-
-    Yields:
-        (name, text on one line).
-    """
+    """Give name and meaning of what a docstring lists under a section such as `Args`."""
     text = inspect.getdoc(documented) or ""
     found = re.search(rf"^{section}:\n((?:    .*\n?|\n)+)", text, re.MULTILINE)
     for part in re.split(r"\n(?=    \S)", found[1]) if found else []:

@@ -18,14 +18,7 @@ Row = Mapping[str, Any]
 
 
 def write_paper(result: Mapping[str, Any], folder: Path, title: str, against: tuple[str, str]) -> None:
-    """Write `result.json`, `index.html`, and each figure as CSV and as a LaTeX table.
-
-    Args:
-        result: `settings`, `cannot_show`, a list of sentences, and `figures`: `name`, `title` and `rows`.
-        folder: of the run.
-        title: of the page.
-        against: column that `score` is drawn against where a figure has both, and its words.
-    """
+    """Write `result.json`, `index.html`, and each figure as CSV and as a LaTeX table."""
     parts = [f"<p>This page cannot show: {escape(one)}</p>" for one in result["cannot_show"]]
     for figure in result["figures"]:
         rows, name = figure["rows"], figure["name"]

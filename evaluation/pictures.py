@@ -69,9 +69,7 @@ def speed() -> str:
     bound = tuple((row["charged_budget"], 1 / row["flop_bound"]) for row in rows)
     lines = [Line("measured", measured), Line("what the saved FLOPs allow", bound)]
     tokens = f"{rows[0]['prompt_tokens']} tokens, shape of {document['machine']['shape']}"
-    return line_chart(
-        lines, x_label=f"charged ({tokens})", y_label="first token, of full prefill", background=THEMED
-    )
+    return line_chart(lines, x_label=f"charged ({tokens})", y_label="first token, of full prefill", background=THEMED)
 
 
 def gain() -> str:
@@ -109,15 +107,7 @@ PICTURES: dict[str, Callable[[], str]] = {
 
 
 def screenshot(path: Path) -> None:
-    """Start the demo, and take a picture of the example that it opens with.
-
-    Args:
-        path: the PNG to write.
-
-    Raises:
-        ConfigError: there is no Chromium.
-        MissingExtraError: Gradio or playwright is not installed.
-    """
+    """Start the demo, and take a picture of the example that it opens with."""
     from .demo.page import Demo, serve
 
     chromium = shutil.which("chromium") or shutil.which("google-chrome")

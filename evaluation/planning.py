@@ -26,24 +26,7 @@ def planned(
     gpu_hour: float,
     dtype: str | None = None,
 ) -> dict[str, Any]:
-    """Estimate every device and choose one.
-
-    Args:
-        model: a path, a hub id, tiny:TYPE or reference; its weights are loaded only where `prefill_s` is measured.
-        work: the fields of `Workload`.
-        given: `rate`, `price` and `at`, as NAME=VALUE each. A device with a price and no rate is measured here: its
-            folder, or memory.
-        prefill_s: of a full prefill of a request's chunks; None measures a profile of the model on this machine.
-        ratio: least share to recompute.
-        gpu_hour: price of the GPU for an hour.
-        dtype: of K and V; None is the model's.
-
-    Returns:
-        `rows`, one for each device; `chosen`, its name; `store`, the arguments of `ChunkStore.open`.
-
-    Raises:
-        ConfigError: a value cannot be read, or a device has no price.
-    """
+    """Estimate every device and choose one."""
     rates, prices = (_pairs(name, given.get(name), float) for name in ("rate", "price"))
     places, workload = _pairs("at", given.get("at"), str), Workload(*work)
     for name in rates:

@@ -32,17 +32,6 @@ def request(
     """Put a question and its chunks into the model's own form of a prompt.
 
     The documents are in the first turn, so that what precedes them is the same in every turn and is stored once.
-
-    Args:
-        tokenizer: the model's.
-        chunks: text or token ids; text for a tokenizer with a chat template.
-        question: the question.
-        system: instruction before the documents; None is a short one of ours for chat models, nothing for others.
-        history: what was asked and answered before.
-
-    Returns:
-        Arguments of `BlendCache.inputs_from_messages` if the tokenizer has a chat template, of `BlendCache.inputs` if
-        not.
     """
     if not getattr(tokenizer, "chat_template", None):
         said = "".join(f"Question: {turn.question}\nAnswer: {turn.answer}\n" for turn in history)

@@ -53,15 +53,7 @@ PLACE = re.compile(r"<!--table:(?P<name>\w+)-->\n.*?<!--end-->", re.DOTALL)
 
 
 def filled(text: str, results: Path) -> str:
-    """Put every table in its place.
-
-    Args:
-        text: Markdown with places `<!--table:NAME-->` … `<!--end-->`.
-        results: folder with `NAME.json` for each.
-
-    Returns:
-        The same text with the tables made anew.
-    """
+    """Put every table in its place."""
     return PLACE.sub(lambda place: _table(place["name"], results), text)
 
 
@@ -72,14 +64,7 @@ def _table(name: str, results: Path) -> str:
 
 
 def first_task(document: dict[str, Any]) -> dict[tuple[str, float], dict[str, Any]]:
-    """Give the rows of the first model and task of a comparison.
-
-    Args:
-        document: `real_selectors.json`.
-
-    Returns:
-        The rows over all prompts, by selector and the charge that was asked for.
-    """
+    """Give the rows of the first model and task of a comparison."""
     rows = [row for row in document["rows"] if row["half"] == "both"]
     names = [(row["model"], row["task"]) for row in rows]
     own = [row for row, name in zip(rows, names, strict=True) if name == names[0]]

@@ -50,14 +50,7 @@ AXES = (Axis("charged_budget", "charged budget", "%"), Axis("ttft_ms", "time to 
 
 
 def plots(summary: Mapping[str, Any]) -> dict[str, str]:
-    """Draw quality against charged budget and against time to first token, for each task and model.
-
-    Args:
-        summary: of a run, with `rows`.
-
-    Returns:
-        Name of each chart, fit for a file → `<svg>` element. A chart without any point is left out.
-    """
+    """Draw quality against charged budget and against time to first token, for each task and model."""
     groups, found = _groups(summary["rows"]), {}
     for number, ((task, model), rows) in enumerate(groups.items(), 1):
         which = "" if len(groups) == 1 else f"-{number}-{_plain(task)}-{_plain(model)}"
@@ -69,36 +62,19 @@ def plots(summary: Mapping[str, Any]) -> dict[str, str]:
 
 
 def html(summary: Mapping[str, Any]) -> str:
-    """Write the page.
-
-    Args:
-        summary: of a run: `settings` and `rows`, see `hf_blend.evaluation.summary`.
-
-    Returns:
-        A whole HTML document.
-    """
+    """Write the page."""
     charts = "".join(f"<figure>{chart}</figure>" for chart in plots(summary).values())
     content = f"<div class=charts>{charts}</div>{html_table(summary['rows'])}"
     return page("Evaluation", content, summary.get("settings", {}))
 
 
 def html_table(rows: Sequence[Row]) -> str:
-    """A table for each task and model, under a heading.
-
-    Args:
-        rows: of a summary.
-    """
+    """A table for each task and model, under a heading."""
     return "".join(_section(task, model, found) for (task, model), found in _groups(rows).items())
 
 
 def page(title: str, content: str, settings: Mapping[str, Any]) -> str:
-    """A whole HTML document.
-
-    Args:
-        title: its heading.
-        content: HTML.
-        settings: of the run, shown at its end.
-    """
+    """A whole HTML document."""
     shown = escape(json.dumps(settings, indent=1, ensure_ascii=False, default=str))
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'

@@ -27,7 +27,7 @@ from .kvstar import kvstar
 from .paper_page import PAGE, RESULT, as_csv, as_latex, every_column
 from .report import html_table, page, plots
 from .summary import summarised
-from .trial import Trial, run
+from .trial import EvalConfig, run
 
 TASKS = ("musique", "wikimqa", "samsum", "multi-news")
 BASELINES = ("prefix-caching", "full-reuse", "unaligned-reuse", "map-reduce", "map-rerank")
@@ -38,26 +38,15 @@ Progress = Callable[[str, Iterator[Any], int], Any]
 
 @dataclass(frozen=True)
 class Figure:
-    """What one figure varies.
-
-    Attributes:
-        name: of its folder.
-        title: what it shows, and which figure of the paper it is.
-        trials: the runs, by what is varied; "" where the methods of one run are compared.
-    """
+    """What one figure varies."""
 
     name: str
     title: str
-    trials: tuple[tuple[str, Trial], ...]
+    trials: tuple[tuple[str, EvalConfig], ...]
 
 
-def cacheblend(base: Trial, is_small: bool = False) -> list[Figure]:
-    """The figures of CacheBlend.
-
-    Args:
-        base: model, tasks, data and limit.
-        is_small: two values of each thing that varies.
-    """
+def cacheblend(base: EvalConfig, is_small: bool = False) -> list[Figure]:
+    """The figures of CacheBlend."""
 
     def few(values: Sequence[Any]) -> Sequence[Any]:
         return (values[0], values[-1]) if is_small else values
@@ -86,15 +75,7 @@ def cacheblend(base: Trial, is_small: bool = False) -> list[Figure]:
 
 
 def data_files(folder: Path, tasks: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """The file of each task in a folder: a JSONL file whose name has the task's in it, the paper's own first.
-
-    Args:
-        folder: where to look, sub-folders included.
-        tasks: names; those without a file are left out.
-
-    Raises:
-        ConfigError: it is no folder, or has a file for none of them.
-    """
+    """The file of each task in a folder: a JSONL file whose name has the task's in it, the paper's own first."""
     files = sorted(folder.rglob("*.jsonl"), key=lambda path: ("cacheblend" not in path.name, str(path)))
     plain = {path: path.name.replace("_", "-").lower() for path in files}
     found = [(task, next((str(path) for path in files if task in plain[path]), "")) for task in tasks]
@@ -107,7 +88,7 @@ def data_files(folder: Path, tasks: Sequence[str]) -> tuple[tuple[str, str], ...
 
 
 def _cacheblend(
-    base: Trial, folder: Path, progress: Progress | None = None, is_small: bool = False, draft: str | None = None
+    base: EvalConfig, folder: Path, progress: Progress | None = None, is_small: bool = False, draft: str | None = None
 ) -> dict[str, Any]:
     first = replace(base, tasks=base.tasks[:1], data=tuple(pair for pair in base.data if pair[0] == base.tasks[0]))
     load = lru_cache(maxsize=1)(load_model)  # all figures are of one model
@@ -125,18 +106,7 @@ def reproduce(
     beside: Sequence[dict[str, Any]] = (),
     load: Callable[..., tuple[Any, Any]] = load_model,
 ) -> dict[str, Any]:
-    """Run what the folder does not hold yet, and write `result.json`, `index.html`, and each figure as CSV and LaTeX.
-
-    Args:
-        figures: of a paper.
-        folder: of the run; one that was stopped resumes.
-        progress: wraps the loop over samples; is given what is run, the loop and its length.
-        beside: figures that were made already: `name`, `title` and `rows`.
-        load: as in `run`.
-
-    Returns:
-        `figures`: name, title and rows of each; a row has what is varied as `varied`.
-    """
+    """Run what is missing in the folder, and write `result.json`, `index.html`, and each figure as CSV and LaTeX."""
     made = list(beside)
     for figure in figures:
         rows: list[dict[str, Any]] = []

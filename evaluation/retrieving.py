@@ -20,12 +20,7 @@ WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W_]+")  # scrip
 
 
 class Retriever:
-    """Ranks pieces for questions.
-
-    Args:
-        pieces: what is retrieved from.
-        top_k: most pieces for a question; 0 is all of them.
-    """
+    """Ranks pieces for questions."""
 
     def __init__(self, pieces: Sequence[Piece], top_k: int = TOP_K) -> None:
         self.pieces, self.top_k = list(pieces), top_k or len(pieces)
@@ -34,15 +29,6 @@ class Retriever:
         """Give the pieces that share the most telling words with a question, the best first.
 
         All are given, in the order of the documents, if there are no more than `top_k`.
-
-        Args:
-            question: any text.
-
-        Returns:
-            At most `top_k` pieces; first those of the documents where no word is shared.
-
-        Raises:
-            MissingExtraError: there are more than `top_k`, and bm25s is not installed.
         """
         if len(self.pieces) <= self.top_k:
             return self.pieces

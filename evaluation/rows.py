@@ -21,18 +21,7 @@ Row = dict[str, Any]
 
 
 def read_rows(path: Path, needs: Sequence[str] = (CHUNKS, QUESTION, ANSWERS)) -> list[Row]:
-    """Read a file with one row per line.
-
-    Args:
-        path: the file.
-        needs: fields that every row must have; others may be missing.
-
-    Returns:
-        The rows with the names of the schema, an `id` added where there is none.
-
-    Raises:
-        PromptError: the file cannot be read, is empty, or a line is no such row; the message names line and field.
-    """
+    """Read a file with one row per line."""
     try:
         lines = path.read_text("utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -49,20 +38,7 @@ def read_rows(path: Path, needs: Sequence[str] = (CHUNKS, QUESTION, ANSWERS)) ->
 
 
 def read_row(path: Path, number: int, line: str, needs: Sequence[str]) -> Row:
-    """Read one line.
-
-    Args:
-        path: of its file, for messages.
-        number: of the line, from 1 on.
-        line: an object; a text alone is a row with this `text`.
-        needs: fields that it must have.
-
-    Returns:
-        The row with the names of the schema.
-
-    Raises:
-        PromptError: it is no such row.
-    """
+    """Read one line."""
     try:
         return _read(line, needs)
     except (ValueError, RecursionError) as error:

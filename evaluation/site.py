@@ -9,14 +9,7 @@ OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)\s]+)\)")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Name the files of the repository that a page links to, because they are no pages of the site.
-
-    Args:
-        markdown: of a page.
-
-    Returns:
-        The same with `[text](../path)` as text and path.
-    """
+    """Name the files of the repository that a page links to, because they are no pages of the site."""
     return OUTSIDE.sub(lambda found: _named(found[1], found[2]), markdown)
 
 

@@ -31,17 +31,7 @@ FAULTS = (OSError, ValueError, TypeError, LookupError, AttributeError, Arithmeti
 
 @dataclass(frozen=True)
 class Source:
-    """An indexed document.
-
-    Attributes:
-        name: as `hf-blend ask` names it.
-        path: of its file when it was indexed; "" for standard input and bundled documents.
-        model: as it was called when the document was indexed.
-        fingerprint: of that model.
-        chunk_tokens: most tokens of a piece.
-        created: when it was indexed, seconds since 1970.
-        digests: of its pieces' chunks, in order.
-    """
+    """An indexed document."""
 
     name: str
     path: str
@@ -59,12 +49,7 @@ class Source:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Build it from what `json` read.
-
-        Raises:
-            TypeError: a value is missing, or is not known.
-            StoreError: a value is of another type, or cannot be.
-        """
+        """Build it from what `json` read."""
         found = cls(**{**values, "digests": tuple(values["digests"])})
         texts = (found.name, found.path, found.model, found.fingerprint, *found.digests)
         are_typed = all(isinstance(text, str) for text in texts) and type(found.chunk_tokens) is int
@@ -76,11 +61,7 @@ class Source:
 
 
 class Sources:
-    """The documents of one namespace of a store.
-
-    Args:
-        store: of any kind; only a folder without a secret keeps names.
-    """
+    """The documents of one namespace of a store."""
 
     def __init__(self, store: ChunkStore) -> None:
         root = next((Path(tier.root) for tier in store.tiers() if hasattr(tier, "root") and tier.is_local), None)
@@ -118,15 +99,7 @@ class Sources:
         return [one for one in self if one.name == plain or one.path == plain or one.name.startswith(f"{plain}/")]
 
     def chunk_tokens(self, documents: Iterable[Document], model: str) -> dict[str, int]:
-        """The sizes that documents were split at when they were indexed.
-
-        Args:
-            documents: by their file, or by their name where the file was moved.
-            model: as it is called; what was indexed for it counts more than what was for another.
-
-        Returns:
-            Name of a document → most tokens of its pieces; nothing of those that were never indexed.
-        """
+        """The sizes that documents were split at when they were indexed."""
         known: dict[str, int] = {}
         for one in sorted(self, key=lambda source: (source.model == model, source.created)):
             known |= {one.name: one.chunk_tokens} | ({one.path: one.chunk_tokens} if one.path else {})
@@ -135,14 +108,7 @@ class Sources:
         return {name: size for name, size in found.items() if size is not None}
 
     def remove(self, sources: Iterable[Source]) -> list[str]:
-        """Strike documents out.
-
-        Args:
-            sources: as `named` gave them.
-
-        Returns:
-            Digests of the chunks that no other document has: those may be removed from the store.
-        """
+        """Strike documents out."""
         gone = list(sources)
         for path in [path for path, source in self._read().items() if source in gone]:
             path.unlink(missing_ok=True)

@@ -22,14 +22,7 @@ END = "\n\n"
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a document.
-
-    Attributes:
-        name: of the document.
-        start: first character of it in the document's text.
-        text: as it is in the document.
-        ids: token ids of `prompt_text`.
-    """
+    """A part of a document."""
 
     name: str
     start: int
@@ -53,28 +46,13 @@ def closed(text: str) -> str:
 
 
 class Splitter:
-    """Splits documents for one tokenizer.
-
-    Args:
-        tokenizer: the model's.
-        chunk_tokens: most tokens of a piece.
-    """
+    """Splits documents for one tokenizer."""
 
     def __init__(self, tokenizer: Any, chunk_tokens: int = CHUNK_TOKENS) -> None:
         self.tokenizer, self.chunk_tokens = tokenizer, chunk_tokens
 
     def split(self, document: Document) -> list[Piece]:
-        """Split one document.
-
-        Args:
-            document: the document.
-
-        Returns:
-            Its pieces, in order; one alone if it is short enough. White space between pieces belongs to none.
-
-        Raises:
-            MissingExtraError: it is long, and semantic-text-splitter is not installed.
-        """
+        """Split one document."""
         whole = self._piece(document.name, 0, document.text)
         if len(whole.ids) <= self.chunk_tokens:
             return [whole] if document.text.strip() else []

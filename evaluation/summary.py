@@ -13,20 +13,7 @@ Line = Mapping[str, Any]
 
 
 def summarised(settings: Mapping[str, Any], lines: Iterable[Line]) -> dict[str, Any]:
-    """Make the table.
-
-    Args:
-        settings: of the run.
-        lines: its answers.
-
-    Returns:
-        `settings` and `rows`: `task`, `model`, `method`, `ratio`, `n`, `score` with `low` and `high` (95 %),
-        `charged_budget`, `ttft_ms` (median; None if none was measured), `speedup` (median of full prefill's time
-        over its own, sample by sample), `read_bytes` (mean), `rules`, `difference` to full prefill with
-        its interval, `normalised` ((score - full reuse) / (full prefill - full reuse); None where these are alike),
-        `score_where_full` (over the samples that full prefill scores above 0), `kl`, `top1` and `exact_output`, each
-        the mean over the samples.
-    """
+    """Make the table."""
     groups: dict[tuple[Any, ...], dict[str, Line]] = {}
     for line in lines:
         groups.setdefault(tuple(line[key] for key in ("task", "model", "method", "ratio")), {})[line["id"]] = line

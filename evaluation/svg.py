@@ -20,15 +20,7 @@ DARK = "@media (prefers-color-scheme:dark){.ground{fill:#0d1117}.ink{color:#e5e7
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a chart.
-
-    Attributes:
-        name: in the legend.
-        points: (x, y) from left to right.
-        bars: lower and upper end of an interval for each point; empty for none.
-        is_level: a dashed level over the whole width; only the first point's y counts.
-        label: written at the last point; empty for none.
-    """
+    """One line of a chart."""
 
     name: str
     points: tuple[tuple[float, float], ...]
@@ -63,20 +55,7 @@ def line_chart(
     unit: str = "%",
     background: str | None = None,
 ) -> str:
-    """Draw lines over shares or amounts, from 0 on.
-
-    Args:
-        lines: what to draw.
-        x_label: under the horizontal axis.
-        y_label: beside the vertical axis.
-        most_x: right end of the horizontal axis.
-        most_y: upper end of the vertical axis.
-        unit: behind the numbers of the horizontal axis; shares are shown as %.
-        background: colour behind everything; None is the page's own.
-
-    Returns:
-        An `<svg>` element.
-    """
+    """Draw lines over shares or amounts, from 0 on."""
     frame = Frame(most_x, most_y)
     parts = [_axes(frame, x_label, y_label, unit)]
     for place, line in enumerate(lines):
@@ -86,17 +65,7 @@ def line_chart(
 
 
 def heat_map(rows: Sequence[Sequence[float]], *, row_name: str, column_name: str, most_columns: int = 160) -> str:
-    """Draw a grid of values, each row from the top; many columns are joined, the largest value of each group shown.
-
-    Args:
-        rows: values of 0 or more, rows of one length.
-        row_name: what a row is, such as `layer`.
-        column_name: what a column is.
-        most_columns: that are drawn.
-
-    Returns:
-        An `<svg>` element, as wide as its place.
-    """
+    """Draw a grid of values, each row from the top; many columns are joined, the largest value of each group shown."""
     joined = [join(row, most_columns) for row in rows]
     largest = max((value for row in joined for value in row), default=0.0) or 1.0
     height, width = 14, WIDTH - LEFT - RIGHT
@@ -129,18 +98,7 @@ def heat(share: float) -> str:
 
 
 def page(width: float, height: float, content: str, title: str, background: str | None) -> str:
-    """Put content into an `<svg>` element that shrinks with its place.
-
-    Args:
-        width: in pixels, at full size.
-        height: in pixels, at full size.
-        content: elements.
-        title: for those who do not see it.
-        background: colour, `THEMED`, or None.
-
-    Returns:
-        The element.
-    """
+    """Put content into an `<svg>` element that shrinks with its place."""
     behind = f'<rect width="{width}" height="{height}" fill="{background}"/>' if background else ""
     ink = f' color="{INK}"' if background else ""
     if background == THEMED:

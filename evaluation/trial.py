@@ -26,7 +26,7 @@ from hf_blend.store.throttled import ThrottledTier
 from .blending import approach, ways
 from .bundled import load_model
 from .folder import RunFolder, place_of
-from .methods.base import Approach, Outcome
+from .methods.base import EvalMethod, Outcome
 from .scores.base import Score
 from .tasks.base import Sample, Shape, Task
 
@@ -38,27 +38,8 @@ REFERENCE = "reference"  # what the bundled model is called
 
 
 @dataclass(frozen=True)
-class Trial:
-    """What is asked of whom.
-
-    Attributes:
-        tasks: names.
-        models: hub ids or folders; "reference" and "chains" are bundled.
-        methods: names; a selector may have options behind a colon, and one ratio of its own behind an @.
-        ratios: for the methods that take one.
-        limit: samples of each task; None is all.
-        seed: of tasks that draw samples, and of shuffled chunks.
-        chunk_tokens: cut chunks anew; None leaves them.
-        chunk_order: "given", "shuffled" or "reversed".
-        data: JSONL files by task; the others come from the hub or are made.
-        batch: samples answered side by side.
-        dtype: of the weights; None is as saved.
-        device: where to run.
-        most_chunks: keep so many of a prompt's chunks; None keeps all.
-        partial: share of the stored blocks that blended requests load; None loads chunks whole.
-        read_gb_s: rate at which stored chunks are read; None holds them in memory.
-        times_batches: the first token of a batch counts, where else the first samples are also answered alone.
-    """
+class EvalConfig:
+    """What is asked of whom."""
 
     tasks: tuple[str, ...] = ("reference-world",)
     models: tuple[str, ...] = (REFERENCE,)
@@ -114,21 +95,13 @@ class Trial:
         return list(dict.fromkeys(way for name in (FULL, *self.methods) for way in ways(name, self.ratios)))
 
 
-
 def run(
-    trial: Trial,
+    trial: EvalConfig,
     folder: RunFolder,
     progress: Callable[[Iterator[Any], int], Any] | None = None,
     load: Callable[[str, str, str], tuple[nn.Module, Any]] = load_model,
 ) -> None:
-    """Answer all that the folder has no answer to.
-
-    Args:
-        trial: what is asked.
-        folder: receives the lines.
-        progress: wraps the loop over (task, samples), with their number.
-        load: gives a model by name, device and dtype; runs one after the other may share one that is loaded once.
-    """
+    """Answer all that the folder has no answer to."""
     for name in trial.models:
         if _is_complete(trial, name, folder):
             continue
@@ -142,7 +115,7 @@ def run(
                 bench.answer(part)
 
 
-def _is_complete(trial: Trial, model: str, folder: RunFolder) -> bool:
+def _is_complete(trial: EvalConfig, model: str, folder: RunFolder) -> bool:
     """Whether nothing is left to answer, known without loading the model; only where the number is known."""
     if trial.limit is None:
         return False
@@ -151,7 +124,7 @@ def _is_complete(trial: Trial, model: str, folder: RunFolder) -> bool:
     return all(count >= wanted for count in counts)
 
 
-def _task(trial: Trial, name: str, tokenizer: Any) -> Task:
+def _task(trial: EvalConfig, name: str, tokenizer: Any) -> Task:
     data = dict(trial.data).get(name)
     made: Task = plugins.load("evaluation.tasks", name)(tokenizer, Path(data) if data else None, trial.seed)
     return made
@@ -161,12 +134,19 @@ class _Bench:
     """One task with one model."""
 
     def __init__(
-        self, trial: Trial, model_name: str, task_name: str, task: Task, model: nn.Module, tokenizer: Any, folder: Any
+        self,
+        trial: EvalConfig,
+        model_name: str,
+        task_name: str,
+        task: Task,
+        model: nn.Module,
+        tokenizer: Any,
+        folder: Any,
     ) -> None:
         self._trial, self._names, self._folder = trial, (task_name, model_name), folder
         store = _store(trial)
         given = (model, tokenizer, store, task.max_new_tokens)
-        self._ways: list[tuple[str, float | None, Approach]] = [
+        self._ways: list[tuple[str, float | None, EvalMethod]] = [
             (name, ratio, approach(name, ratio, *given)) for name, ratio in trial.ways()
         ]
         self._warm = approach(WARM, None, model, tokenizer, store, 1)
@@ -199,7 +179,7 @@ class _Bench:
                 lines.append(self._line(name, ratio, sample, one, right, time_ms, warm))
         self._folder.add([line for line in lines if place_of(line) not in self._folder.lines])
 
-    def _answered(self, way: Approach, samples: Sequence[Sample], wanted: list[tuple[int, ...]]) -> list[Outcome]:
+    def _answered(self, way: EvalMethod, samples: Sequence[Sample], wanted: list[tuple[int, ...]]) -> list[Outcome]:
         if way.answers_together:
             return way.answer(samples, wanted)
         return [way.answer([sample], [ids])[0] for sample, ids in zip(samples, wanted, strict=True)]
@@ -237,7 +217,7 @@ class _Bench:
         }
 
 
-def _store(trial: Trial) -> ChunkStore:
+def _store(trial: EvalConfig) -> ChunkStore:
     if trial.read_gb_s is None:
         return ChunkStore.open("memory://", partial=trial.partial)
     return ChunkStore([], [ThrottledTier(plugins.load("store.tiers", "memory")(), 1e9 * trial.read_gb_s)])
@@ -246,13 +226,7 @@ def _store(trial: Trial) -> ChunkStore:
 def agreement(logits: Tensor | None, full: Tensor | None) -> tuple[float | None, float | None]:
     """How near a method is to a full prefill over the full prefill's answer.
 
-    Args:
-        logits: `[tokens, vocabulary]` of the method.
-        full: of the full prefill.
-
-    Returns:
-        Mean KL divergence from the full prefill in nats, and the share of tokens with the same most likely one; None
-        where a method has no logits.
+    Shapes: logits `[tokens, vocabulary]`.
     """
     if logits is None or full is None or logits.shape != full.shape or not len(full):
         return None, None

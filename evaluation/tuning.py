@@ -41,12 +41,7 @@ Watch = Callable[[Sequence[Any], str], Iterable[Any]]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to blend.
-
-    Attributes:
-        name: what tables call it.
-        config: of the cache.
-    """
+    """A way to blend."""
 
     name: str
     config: BlendConfig
@@ -54,20 +49,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Point:
-    """A candidate over several prompts.
-
-    Attributes:
-        candidate: its name.
-        charged: mean over the prompts.
-        kl: as a share of full reuse's; 0 where full reuse loses nothing.
-        low: lower end of the 95 % bootstrap interval of `kl`, paired by prompt.
-        high: upper end.
-        kl_first: of the first token alone, as a share of full reuse's.
-        ttft_ratio: median over the prompts.
-        ttft_low: lower end of its interval.
-        ttft_high: upper end.
-        n: how many prompts.
-    """
+    """A candidate over several prompts."""
 
     candidate: str
     charged: float
@@ -83,17 +65,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Tuning:
-    """The outcome.
-
-    Attributes:
-        choice: the cheapest candidate that leaves little enough, or the best found; measured on the other half.
-        config: its settings, those of `BlendConfig` that matter here.
-        leaves_enough: whether it left at most `leave` where it was chosen.
-        leave: share of full reuse's KL divergence that was allowed.
-        reuse_kl: what full reuse loses on the other half, in nats.
-        points: all candidates, on the half that the choice was made on, the cheapest first.
-        answers: by method, `f1`, `containment`, `right` and `n` on the other half; None where no answer is known.
-    """
+    """The outcome."""
 
     choice: Point
     config: dict[str, Any]
@@ -109,19 +81,7 @@ class Tuning:
 
 
 def bundled_prompts(count: int, seed: int, model: str | None = None) -> list[Prompt]:
-    """Held-out questions of a bundled model's task.
-
-    Args:
-        count: how many.
-        seed: which.
-        model: "chains" for the chain world; None or "reference" for the reference world.
-
-    Returns:
-        The prompts, with their answers.
-
-    Raises:
-        ConfigError: the model has no task of its own.
-    """
+    """Held-out questions of a bundled model's task."""
     if model not in (None, "reference", "chains"):
         raise ConfigError(f"the model {model!r} came without prompts. Give a file of yours with --prompts.")
     if model == "chains":
@@ -135,20 +95,7 @@ def bundled_prompts(count: int, seed: int, model: str | None = None) -> list[Pro
 
 
 def read_prompts(path: Path, tokenizer: Any, limit: int | None = None, positions: int | None = None) -> list[Prompt]:
-    """Read a sample from a file with one row per line; see `rows`.
-
-    Args:
-        path: the file; answers need not be known.
-        tokenizer: the model's; where it has a chat template, the prompt is a conversation.
-        limit: the first so many; None is all.
-        positions: how many tokens a prompt and its answer may have; None is no limit.
-
-    Returns:
-        The prompts. A chunk that does not end in white space is followed by an empty line.
-
-    Raises:
-        PromptError: the file cannot be read, has a line that is no such row, or a prompt is too long.
-    """
+    """Read a sample from a file with one row per line; see `rows`."""
     prompts = []
     for row in read_rows(path, (CHUNKS, QUESTION))[:limit]:
         chunks = [chunk if chunk[-1].isspace() else f"{chunk}\n\n" for chunk in row[CHUNKS]]
@@ -165,21 +112,7 @@ def read_prompts(path: Path, tokenizer: Any, limit: int | None = None, positions
 def candidates(
     selectors: Sequence[str], ratios: Sequence[float], correctors: Sequence[str] = ("none",), **settings: Any
 ) -> list[Candidate]:
-    """Every selector at every ratio, with every corrector.
-
-    Args:
-        selectors: names or files, options behind them, or a ratio of its own behind an @.
-        ratios: for those without one of their own.
-        correctors: names or files, options behind them.
-        **settings: other fields of `BlendConfig`.
-
-    Returns:
-        The candidates.
-
-    Raises:
-        ConfigError: a ratio or an option is none.
-        PluginNotFoundError: there is no such selector or corrector.
-    """
+    """Every selector at every ratio, with every corrector."""
     found = []
     for name, ratio in (way for text in selectors for way in ways(text, ratios)):
         for corrector in correctors:
@@ -198,24 +131,7 @@ def tune(
     answer_tokens: int = ANSWER_TOKENS,
     watch: Watch = lambda items, _: items,
 ) -> Tuning:
-    """Choose on one half of the prompts, and measure the choice on the other.
-
-    Args:
-        measure: of the model.
-        prompts: two or more.
-        found: the candidates.
-        leave: share of full reuse's KL divergence that the choice may leave; the cheapest that does is chosen.
-        seed: of the halves, and of the order of the candidates on each prompt.
-        answer_tokens: where answers are cut, if the prompts have right ones.
-        watch: wraps the loop over each half, with what is counted.
-
-    Returns:
-        The choice; the candidate with the least KL divergence if none leaves little enough.
-
-    Raises:
-        PromptError: there are fewer than two prompts, or one of them cannot be blended.
-        ConfigError: there is no candidate.
-    """
+    """Choose on one half of the prompts, and measure the choice on the other."""
     if len(prompts) < 2:
         raise PromptError(f"got {len(prompts)} prompts, expected 2 or more: one half chooses, the other reports.")
     if not found:
@@ -242,29 +158,13 @@ def tune(
 
 
 def choose(points: Sequence[Point], leave: float) -> tuple[Point, bool]:
-    """Find the cheapest candidate that leaves little enough of full reuse's KL divergence.
-
-    Args:
-        points: of all candidates, full reuse among them.
-        leave: share that may be left.
-
-    Returns:
-        The cheapest, and True; if there is none, that with the least KL divergence, and False.
-    """
+    """Find the cheapest candidate that leaves little enough of full reuse's KL divergence."""
     enough = [point for point in points if point.kl <= leave]
     return (min(enough, key=_charge), True) if enough else (min(points, key=lambda point: point.kl), False)
 
 
 def scored(texts: Sequence[str], prompts: Sequence[Prompt]) -> dict[str, float]:
-    """Score answers: word F1, and how many contain a right one.
-
-    Args:
-        texts: one for each prompt.
-        prompts: with the right answers.
-
-    Returns:
-        `f1` and `containment`, means; `right`, how many contain a right answer; `n`, of how many.
-    """
+    """Score answers: word F1, and how many contain a right one."""
     pairs = list(zip(texts, (prompt.answers for prompt in prompts), strict=True))
     rules = {name: plugins.load("evaluation.scores", rule)() for name, rule in SCORES.items()}
     scores = {name: [rule.best(*pair) for pair in pairs] for name, rule in rules.items()}
@@ -283,7 +183,7 @@ def _losses(
     """What candidates lose on prompts, by name; their answers go to `said`, if it is given."""
     losses: dict[str, list[Loss]] = {one.name: [] for one in found}
     for prompt in prompts:
-        for config in {one.config.sink_ids: one.config for one in found}.values():
+        for config in {one.config.chunk_prefix_ids: one.config for one in found}.values():
             measure.store_chunks(prompt, config)
         full = measure.full(prompt, FORCED_TOKENS if said is None else max(FORCED_TOKENS, answer_tokens))
         for one in Random(f"{seed} {prompt.name}").sample(found, len(found)):

@@ -62,7 +62,7 @@ class BlendConfig:
         layer_ratios: share kept from each check layer on, never increasing; None derives it from recompute_ratio.
         gradual: gradual filtering (CacheBlend, section 4.3): choose more at the first check layer, fewer at each
             later one, so that the mean over the layers is recompute_ratio.
-        sink_ids: tokens that stand before each chunk while it is precomputed; None is the model's BOS, if any.
+        chunk_prefix_ids: tokens that stand before each chunk while it is precomputed; None is the model's BOS, if any.
         kv_bits: 8 or 4 to decode from K and V in so many bits; None keeps them in the model's dtype. The prefill is
             the same.
         kv_device_map: where the K and V of each layer are kept: "auto" lets accelerate decide by `max_memory`; "cpu"
@@ -85,7 +85,7 @@ class BlendConfig:
     check_layers: tuple[int, ...] = (1,)
     layer_ratios: tuple[float, ...] | None = None
     gradual: bool = False
-    sink_ids: tuple[int, ...] | None = None
+    chunk_prefix_ids: tuple[int, ...] | None = None
     kv_bits: int | None = None
     kv_device_map: str | Mapping[Any, int | str] | None = None
     max_memory: Mapping[Any, int | str] | None = None
@@ -102,11 +102,11 @@ class BlendConfig:
             "corrector_options": _options,
             "check_layers": _integers,
             "layer_ratios": _ratios,
-            "sink_ids": _integers,
+            "chunk_prefix_ids": _integers,
         }
         for name, check in checks.items():
             value = getattr(self, name)
-            if value is not None or name not in ("layer_ratios", "sink_ids"):
+            if value is not None or name not in ("layer_ratios", "chunk_prefix_ids"):
                 object.__setattr__(self, name, check(name, value))
         kinds = {"selector": str, "corrector": str, "gradual": bool, "allow_unverified": bool, "seed": int}
         for name, kind in kinds.items():

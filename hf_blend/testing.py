@@ -71,20 +71,7 @@ class _FaultySource:
 
 
 class FaultyTier(WrappedTier):
-    """A tier in front of another that fails now and then, the same way for the same seed.
-
-    Args:
-        tier: the tier behind.
-        seed: of the faults.
-        rates: fault → probability with each operation; `FAULTS` names them.
-        delay_s: how long late operations take, in seconds.
-
-    Attributes:
-        counts: how often each fault happened.
-
-    Raises:
-        ConfigError: no fault of that name, or the probabilities of an operation sum to more than 1.
-    """
+    """A tier in front of another that fails now and then, the same way for the same seed."""
 
     def __init__(
         self, tier: Tier, seed: int = 0, rates: Mapping[str, float] | None = None, delay_s: float = 0.0
@@ -99,14 +86,7 @@ class FaultyTier(WrappedTier):
         self.set_rates(rates or {})
 
     def set_rates(self, rates: Mapping[str, float]) -> None:
-        """Choose other faults.
-
-        Args:
-            rates: as for the class.
-
-        Raises:
-            ConfigError: as for the class.
-        """
+        """Choose other faults."""
         found: dict[str, dict[str, float]] = {}
         for name, rate in rates.items():
             operation, _, fault = _checked(name).partition(".")

@@ -14,7 +14,7 @@ from hf_blend import BlendCache, ChunkStore
 from hf_blend.errors import UnsupportedModelError
 from hf_blend.prefill import row_masks
 from hf_blend.verify.fused_ratio import FusedRatio
-from hf_blend.verify.subject import Subject
+from hf_blend.verify.subject import ModelUnderTest
 from hf_blend.verify.zoo import tiny_model as zoo_model
 from tests.conftest import slow_but
 
@@ -131,4 +131,4 @@ def test_flex_attention_is_exact(pieces, tokenizer, uncompiled, family, batch):
 @pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile.*")
 @pytest.mark.parametrize("family", slow_but("llama", among=["llama", "gemma3_text"]))
 def test_with_flex_attention_scattered_rows_are_exact(uncompiled, family):
-    assert FusedRatio().measure(Subject(flex_model(family))).error <= 1e-5
+    assert FusedRatio().measure(ModelUnderTest(flex_model(family))).error <= 1e-5

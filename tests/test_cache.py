@@ -391,7 +391,7 @@ def test_after_reset_the_cache_serves_another_request(shared_model, pieces, toke
 def test_a_model_without_bos_keeps_chunks_behind_nothing(tiny_model, pieces, tokenizer):
     model, kept, request = tiny_model(bos_token_id=None), store(), pieces()
     cache = BlendCache(model, kept, recompute_ratio=1.0)
-    assert cache.sink_ids == ()
+    assert cache.chunk_prefix_ids == ()
     output = generate(model, cache, cache.inputs(tokenizer, **request))
     assert torch.equal(output, model.generate(ids_of(request), **GREEDY))
     again = BlendCache(model, kept, recompute_ratio=1.0)
@@ -402,7 +402,7 @@ def test_a_model_without_bos_keeps_chunks_behind_nothing(tiny_model, pieces, tok
 
 def test_a_sink_of_ones_own_stands_before_each_chunk(shared_model, pieces, tokenizer):
     model, kept, request = shared_model(), store(), pieces()
-    cache = BlendCache(model, kept, sink_ids=tuple(request["prefix"]), recompute_ratio=0.0)
+    cache = BlendCache(model, kept, chunk_prefix_ids=tuple(request["prefix"]), recompute_ratio=0.0)
     generate(model, cache, cache.inputs(tokenizer, **request))
     assert (cache.report.exact_tokens, cache.report.reusable_tokens) == (5 + 17, 23 + 31)
     assert kept.contains(ChunkKey(fingerprint(model), request["prefix"], request["chunks"][1]))

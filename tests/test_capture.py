@@ -23,7 +23,7 @@ def test_a_chunk_has_the_states_of_a_plain_forward_without_the_sink(shared_model
     for (keys, values), layer in zip(chunk.layers, plain.layers, strict=True):
         assert torch.equal(keys, layer.keys[0, :, len(sink) :])
         assert torch.equal(values, layer.values[0, :, len(sink) :])
-    assert (chunk.key.sink_ids, chunk.key.token_ids, chunk.tokens) == (sink, CHUNK, len(CHUNK))
+    assert (chunk.key.chunk_prefix_ids, chunk.key.token_ids, chunk.tokens) == (sink, CHUNK, len(CHUNK))
     cos, sin = model.model.rotary_emb(torch.zeros(1), torch.arange(len(sink), len(sink) + len(CHUNK))[None])
     assert torch.equal(chunk.tables[0][0], cos[0])
     assert torch.equal(chunk.tables[0][1], sin[0])

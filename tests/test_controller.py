@@ -104,7 +104,7 @@ def request(chunks=(40, 50)):
 
 def stored(model, path, chunks=(40, 50)):
     with ChunkStore.open(path) as store:
-        store.add(model, None, request(chunks)["chunks"], sink_ids=(1,))
+        store.add(model, None, request(chunks)["chunks"], chunk_prefix_ids=(1,))
     return ChunkStore.open(path, memory_bytes=0)
 
 
@@ -170,7 +170,7 @@ def test_a_controller_leaves_alone_what_is_in_memory_and_other_models(tmp_path, 
     model, other = tiny_model("llama"), tiny_model("qwen2")
     store = ChunkStore.open("memory://")
     store.controller = LoadingController(model, store, profile=profile, rates={"disk": 1.0})
-    store.add(model, None, request()["chunks"], sink_ids=(1,))
+    store.add(model, None, request()["chunks"], chunk_prefix_ids=(1,))
     assert answered(model, store)[1].reusable_tokens > 0
     assert store.controller.last is None
     disk = stored(other, tmp_path)
@@ -213,7 +213,7 @@ def test_a_profile_is_fitted_once_however_many_ratios_are_asked_for(profile, mon
 
 def slow_store(model, bytes_s):
     store = ChunkStore([], [ThrottledTier(plugins.load("store.tiers", "memory")(), bytes_s)])
-    keys = store.add(model, None, request()["chunks"], sink_ids=(1,))
+    keys = store.add(model, None, request()["chunks"], chunk_prefix_ids=(1,))
     return store, keys, store.tiers()[0].name
 
 

@@ -20,13 +20,13 @@ from hf_blend.evaluation.answering import Method
 from hf_blend.evaluation.asking import warm
 from hf_blend.evaluation.demo import drawing, page
 from hf_blend.evaluation.demo import shelf as models
-from hf_blend.evaluation.demo.compare import Panel, Scene, _verdict, again, compare, streamed
-from hf_blend.evaluation.demo.shelf import Shelf
+from hf_blend.evaluation.demo.compare import DemoState, Panel, _verdict, again, compare, streamed
+from hf_blend.evaluation.demo.shelf import ModelCache
 from hf_blend.evaluation.demo.visitors import Limits, Visitors
 from hf_blend.evaluation.demo.wish import (
     HANDBOOK,
     REAL,
-    Wish,
+    DemoRequest,
     documents_of,
     prepare,
     says,
@@ -42,7 +42,7 @@ HOSTILE = "<script>window.broken = 1</script><img src=x onerror='window.broken =
 
 @pytest.fixture(scope="module")
 def shelf():
-    return Shelf()
+    return ModelCache()
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def store():
 @pytest.fixture(scope="module")
 def wish():
     first = stories()["Story 1"]
-    return Wish(first["documents"], next(iter(first["questions"])), 0.05, "auto")
+    return DemoRequest(first["documents"], next(iter(first["questions"])), 0.05, "auto")
 
 
 @pytest.fixture(scope="module")
@@ -144,14 +144,16 @@ def test_what_is_missing_or_too_much_is_refused_in_words(bundled, wish, changes,
 
 
 def test_words_that_the_bundled_model_does_not_know_are_said_to_be_so(bundled, store):
-    told = list(compare(bundled, store, Wish("Quantum chromodynamics.\nIt binds quarks.", "What?"), Limits()))[-1]
+    told = list(compare(bundled, store, DemoRequest("Quantum chromodynamics.\nIt binds quarks.", "What?"), Limits()))[
+        -1
+    ]
     assert "of yours are not among them" in told.status
 
 
 def test_a_toy_is_not_asked_about_files_whose_words_it_does_not_know(bundled, store):
     files = (Document("a.txt", "Quantum chromodynamics binds quarks.\n"),)
     with pytest.raises(PromptError, match=r"are not among them.*Name a model that knows them, such as smollm2"):
-        list(compare(bundled, store, Wish("", "What?", files=files), Limits()))
+        list(compare(bundled, store, DemoRequest("", "What?", files=files), Limits()))
     assert not list(store.entries())
 
 
@@ -162,7 +164,7 @@ def test_a_prompt_is_no_longer_than_what_a_visitors_store_holds(folder, shelf, w
     with pytest.raises(PromptError, match=r"and 378 fit: their KV takes .* kB a token"):
         prepare(own, replace(wish, documents=letters), limits)
     files = tuple(Document(f"{n}.txt", f"{n} harbour {'light ' * 10}\n") for n in range(10))
-    largest = Wish("", "Which harbour has a light?", files=files, top_k=0)
+    largest = DemoRequest("", "Which harbour has a light?", files=files, top_k=0)
     assert len(prepare(own, largest, limits).sources) < 10  # as many as fit
     with ChunkStore.open("memory://", memory_bytes=limits.store_bytes) as store:
         list(compare(own, store, largest, limits))
@@ -175,11 +177,11 @@ def test_where_no_answer_is_known_words_are_compared_and_times_are_short():
     full = Panel("full prefill", "done", "on Tuesday", 8630.2, 1.0)
     reuse = Panel("full reuse", "done", "on <b>", 470.04, 0.0)
     blend = Panel("blend", "done", "on Tuesday", 2090.1, 0.18)
-    said = _verdict(Scene((full, reuse, blend)))
+    said = _verdict(DemoState((full, reuse, blend)))
     assert said == (
         "Blending began its answer 4.1 x as fast as full prefill, with the same words; full reuse wrote other words."
     )
-    first, second, third = drawing.panels(Scene((full, reuse, blend)))
+    first, second, third = drawing.panels(DemoState((full, reuse, blend)))
     assert "words" not in first.partition("</h2>")[0]
     assert "other words" in second
     assert "same words" in third
@@ -187,9 +189,9 @@ def test_where_no_answer_is_known_words_are_compared_and_times_are_short():
     assert "<b>470 ms</b> · 18.4 x as fast" in second
     assert "18% of the work" in third
     assert "charged" not in first + second + third
-    assert _verdict(Scene((replace(full, ttft_ms=1.0), reuse, blend))) == ""
+    assert _verdict(DemoState((replace(full, ttft_ms=1.0), reuse, blend))) == ""
     known = [replace(one, correct=True) for one in (full, reuse, blend)]
-    assert _verdict(Scene(tuple(known))) == "Blending began its answer 4.1 x as fast as full prefill."
+    assert _verdict(DemoState(tuple(known))) == "Blending began its answer 4.1 x as fast as full prefill."
 
 
 @pytest.mark.parametrize(
@@ -203,13 +205,15 @@ def test_an_answer_is_right_if_it_says_what_is_expected(text, expected, is_so):
 
 def test_nothing_that_a_visitor_writes_is_markup(folder, store, shelf):
     own = shelf.take(folder)
-    told = list(compare(own, store, Wish(f"{HOSTILE}\n{HOSTILE}", HOSTILE), replace(Limits(), new_tokens=4)))[-1]
+    told = list(compare(own, store, DemoRequest(f"{HOSTILE}\n{HOSTILE}", HOSTILE), replace(Limits(), new_tokens=4)))[
+        -1
+    ]
     parts = [*drawing.panels(told), drawing.documents(told), drawing.deviation(told), drawing.status(HOSTILE)]
     for shown in [*parts, drawing.panel(Panel(HOSTILE, "done", HOSTILE))]:
         assert "<script" not in shown
         assert "<img" not in shown
         assert "</textarea" not in shown
-    marked = drawing.documents(Scene(told.panels, tokens=((HOSTILE, True),), deviation=((1.0,),), columns=(0,)))
+    marked = drawing.documents(DemoState(told.panels, tokens=((HOSTILE, True),), deviation=((1.0,),), columns=(0,)))
     assert "&lt;script&gt;" in marked
     assert "<script" not in marked
 
@@ -240,7 +244,7 @@ def test_the_page_opens_with_a_toy_that_wins_where_no_real_model_is_to_be_had(sh
     def take(name):
         if name == REAL:
             raise ConfigError("it is not here")
-        return Shelf.take(shelf, name)
+        return ModelCache.take(shelf, name)
 
     monkeypatch.setattr(shelf, "take", take)
     name, wish, scene = page.Demo(shelf, Visitors(Limits(prompt_tokens=2048))).opening()
@@ -303,7 +307,7 @@ def test_uploaded_files_are_read_and_what_is_left_out_is_named(tmp_path):
 def test_of_files_the_pieces_that_fit_a_question_are_read_and_named(folder, shelf, store):
     own = shelf.take(folder)
     others = [Document(f"{n}.txt", f"The harbour {n} has a crane.\n" * 5) for n in range(20)]
-    wish = Wish("", "Who keeps bees?", files=(*others, Document("bees.txt", "Gerda keeps bees.\n")), top_k=4)
+    wish = DemoRequest("", "Who keeps bees?", files=(*others, Document("bees.txt", "Gerda keeps bees.\n")), top_k=4)
     asked = prepare(own, wish, Limits())
     assert (len(asked.sources), asked.names[0]) == (4, "bees.txt")
     told = list(compare(own, store, wish, replace(Limits(), new_tokens=2)))[-1]
@@ -364,12 +368,12 @@ def test_only_a_space_believes_what_a_proxy_says(monkeypatch):
 @pytest.mark.parametrize("name", ["../etc", "a/b/c", "https://x/y", "/", "own model", "x" * 500])
 def test_what_is_no_model_id_is_refused_unread(name):
     with pytest.raises(ConfigError, match="no model id"):
-        Shelf(takes_folders=False).take(name)
+        ModelCache(takes_folders=False).take(name)
 
 
 def test_a_folder_is_a_model_only_where_that_is_allowed(folder):
     with pytest.raises(ConfigError, match="no model id"):
-        Shelf(takes_folders=False).take(folder)
+        ModelCache(takes_folders=False).take(folder)
 
 
 def test_a_model_that_is_not_there_is_a_sentence(shelf):
@@ -387,12 +391,12 @@ def test_a_model_that_has_a_name_and_is_not_here_is_fetched_from_the_hub(monkeyp
     monkeypatch.setattr(models, "locate", absent)
     monkeypatch.setattr(models, "open_model", opened)
     with pytest.raises(ConfigError, match="asked for HuggingFaceTB/SmolLM2-135M-Instruct"):
-        Shelf().take(REAL)
+        ModelCache().take(REAL)
 
 
 def test_a_model_that_is_too_large_is_not_loaded(folder):
     with pytest.raises(ConfigError, match="billion parameters"):
-        Shelf(most_parameters=1000).take(folder)
+        ModelCache(most_parameters=1000).take(folder)
 
 
 def test_a_model_that_cannot_be_blended_is_refused(tmp_path, tiny_model, folder):
@@ -400,11 +404,11 @@ def test_a_model_that_cannot_be_blended_is_refused(tmp_path, tiny_model, folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((Path(folder) / name).read_bytes())
     with pytest.raises(UnsupportedModelError, match="cannot be moved"):
-        Shelf().take(str(tmp_path))
+        ModelCache().take(str(tmp_path))
 
 
 def test_the_shelf_keeps_the_models_that_were_asked_for_last(folder):
-    shelf = Shelf(most_models=1)
+    shelf = ModelCache(most_models=1)
     own = shelf.take(folder)
     assert shelf.take(folder) is own
     shelf.take("")

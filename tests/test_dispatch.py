@@ -16,7 +16,7 @@ from hf_blend.model.identity import weights
 from hf_blend.model.masks import RowMask
 from hf_blend.model.placement import input_device
 from hf_blend.verify.ladder import measure
-from hf_blend.verify.subject import Subject
+from hf_blend.verify.subject import ModelUnderTest
 from hf_blend.verify.zoo import tiny_model
 
 CPU = torch.device("cpu")
@@ -69,7 +69,7 @@ def asked(model: Any, store: Any = None, **settings: Any) -> tuple[BlendCache, A
 
 
 def climbed(name: str, how: str, folder: Any, rungs: tuple[str, ...] = RUNGS) -> None:
-    subject = Subject(dispatched(name, how, folder))
+    subject = ModelUnderTest(dispatched(name, how, folder))
     found = [measure(rung, subject, "float32", "sdpa") for rung in rungs]
     assert [rung for rung in found if not rung.passed] == []
     assert max(rung.max_abs_error for rung in found if rung.name in EXACT) <= 1e-5

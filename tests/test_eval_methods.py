@@ -13,7 +13,7 @@ from hf_blend.evaluation.folder import RunFolder
 from hf_blend.evaluation.methods.prefix_caching import PrefixCaching
 from hf_blend.evaluation.tasks.base import Sample, Shape
 from hf_blend.evaluation.tasks.hotpotqa import Hotpotqa
-from hf_blend.evaluation.trial import Trial, run
+from hf_blend.evaluation.trial import EvalConfig, run
 
 NEW_TOKENS = 3
 SELECTORS = [name for name in method_names() if takes_ratio(name)]
@@ -184,7 +184,7 @@ def test_prefix_caching_is_timed_before_it_has_seen_the_prompt_in_a_run_side_by_
     monkeypatch.setattr(
         PrefixCaching, "answer", lambda self, *given: answered.append(given[0][0].id) or answer(self, *given)
     )
-    trial = Trial(methods=("prefix-caching",), limit=3, batch=3)
+    trial = EvalConfig(methods=("prefix-caching",), limit=3, batch=3)
     with RunFolder(tmp_path / "run", trial.settings) as folder:
         run(trial, folder)
         times = {line["method"]: line["ttft_ms"] for line in folder.lines.values()}

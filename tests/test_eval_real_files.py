@@ -8,10 +8,10 @@ import pytest
 
 from hf_blend.evaluation.blending import method_names
 from hf_blend.evaluation.folder import RunFolder
-from hf_blend.evaluation.methods.base import Approach
+from hf_blend.evaluation.methods.base import EvalMethod
 from hf_blend.evaluation.summary import summarised
 from hf_blend.evaluation.tasks.base import Task
-from hf_blend.evaluation.trial import Trial, run
+from hf_blend.evaluation.trial import EvalConfig, run
 
 FILES = {
     "musique": "musique_cacheblend.jsonl",
@@ -36,12 +36,12 @@ def folder(tmp_path_factory, tiny_model, mistral_tokenizer):
 @pytest.fixture(autouse=True)
 def short_answers(monkeypatch):
     """Random models do not end; four tokens of an answer are as good as 512."""
-    init = Approach.__init__
+    init = EvalMethod.__init__
 
     def shorter(self, model, tokenizer, store, max_new_tokens, ratio=None):
         init(self, model, tokenizer, store, min(4, max_new_tokens), ratio)
 
-    monkeypatch.setattr(Approach, "__init__", shorter)
+    monkeypatch.setattr(EvalMethod, "__init__", shorter)
 
 
 @pytest.mark.slow
@@ -53,7 +53,7 @@ def test_every_method_answers_every_task_and_the_counts_of_the_run_are_right(
     if name and not (published / name).is_file():
         pytest.skip(f"{name} is not here")
     data = ((task, str(published / name)),) if name else ()
-    trial = Trial((task,), (folder,), tuple(method_names()), (0.15,), LIMIT, data=data)
+    trial = EvalConfig((task,), (folder,), tuple(method_names()), (0.15,), LIMIT, data=data)
     seen = []
     samples_of = Task.samples
     monkeypatch.setattr(Task, "samples", lambda *given: seen.append(samples_of(*given)) or seen[-1])

@@ -15,7 +15,7 @@ from hf_blend.prefill import images
 from hf_blend.verify.everything import broken, judged, verify_types
 from hf_blend.verify.images import verify_image_types
 from hf_blend.verify.ladder import measure
-from hf_blend.verify.subject import Subject
+from hf_blend.verify.subject import ModelUnderTest
 from hf_blend.verify.zoo import SHARED, tiny_model, tiny_types
 from tests.conftest import slow_but
 
@@ -67,7 +67,7 @@ def test_a_norm_behind_the_rotation_is_in_the_way_only_where_what_turns_together
             for norm in (layer.self_attn.query_layernorm, layer.self_attn.key_layernorm):
                 norm.weight[8:] = norm.weight[:8]
     assert {style.__name__ for style in rotary_styles(model)} == {"Half"}
-    found = [measure(rung, Subject(model), "float32", "sdpa") for rung in ("moved_chunk", "fused_ratio")]
+    found = [measure(rung, ModelUnderTest(model), "float32", "sdpa") for rung in ("moved_chunk", "fused_ratio")]
     assert [(rung.name, rung.max_abs_error, rung.detail) for rung in found if not rung.passed] == []
 
 
@@ -81,7 +81,7 @@ def test_a_type_of_which_no_tiny_model_can_be_built_is_not_judged():
 @pytest.mark.parametrize("name", ["gemma4_text", pytest.param("gemma3n_text", marks=pytest.mark.slow)])
 def test_a_model_whose_last_layers_look_at_the_kv_of_others_is_exact(name):
     model = tiny_model(name, **SHARED)
-    subject = Subject(model)
+    subject = ModelUnderTest(model)
     found = [measure(rung, subject, "float32", "sdpa") for rung in ("ratio_1_batch", "fused_ratio")]
     assert [(rung.name, rung.max_abs_error, rung.detail) for rung in found if not rung.passed] == []
     assert [len(states) for states in subject.chunk(subject.prompts[0].chunks[0]).layers] == [2, 2, 2, 0, 0]

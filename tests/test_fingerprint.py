@@ -193,9 +193,7 @@ def mutations(value):
 def test_every_field_of_a_config_is_in_the_fingerprint_or_on_the_reviewed_list(config_class):
     fields = config_class().to_dict()
     before = config_part(fields)
-    unseen = {
-        name for name, value in fields.items() if config_part({**fields, name: mutations(value)}) == before
-    }
+    unseen = {name for name, value in fields.items() if config_part({**fields, name: mutations(value)}) == before}
     assert unseen <= IGNORED_CONFIG_FIELDS
     hidden = set(vars(config_class())) - set(fields)
     assert hidden <= IGNORED_CONFIG_FIELDS, "fields that to_dict leaves out: does KV depend on them?"

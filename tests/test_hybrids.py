@@ -27,7 +27,7 @@ from hf_blend.store import stack
 from hf_blend.store.chunk import ChunkKey
 from hf_blend.verify.everything import RUNGS
 from hf_blend.verify.ladder import measure
-from hf_blend.verify.subject import Subject
+from hf_blend.verify.subject import ModelUnderTest
 from hf_blend.verify.zoo import tiny_model
 from tests.chat_templates import CHATML, DOCUMENTS, small_tokenizer
 from tests.conftest import slow_but
@@ -48,7 +48,9 @@ TELLING = ("ratio_1_batch", "fused_ratio", "causality")
 @cache
 def subject_of(name):
     kind, layers = DEEP.get(name, (name, None))
-    return Subject(tiny_model(kind, **({"num_hidden_layers": len(layers), "layer_types": layers} if layers else {})))
+    return ModelUnderTest(
+        tiny_model(kind, **({"num_hidden_layers": len(layers), "layer_types": layers} if layers else {}))
+    )
 
 
 def failing(name, rungs):
@@ -65,7 +67,8 @@ def pieces(seed=0, lengths=(12, 9, 14), question=6):
 @pytest.mark.parametrize(
     ("name", "rungs"),
     slow_but(
-        ("lfm2-deep", TELLING), ("minimax", TELLING),
+        ("lfm2-deep", TELLING),
+        ("minimax", TELLING),
         among=[("lfm2-deep", TELLING), ("qwen3_next-deep", ("fused_ratio",)), ("minimax", TELLING)],
     ),
 )
@@ -126,9 +129,11 @@ def fresh_rows_not_written(monkeypatch):
     write = mixer.ActiveRows.write
 
     def but_the_first(self, whole, rows):
-        kept = whole[:, :1].clone() if self.columns.shape[1] < 2 else whole.gather(
-            1, self.columns[:, :1, None].expand(-1, 1, whole.shape[-1])
-        ).clone()
+        kept = (
+            whole[:, :1].clone()
+            if self.columns.shape[1] < 2
+            else whole.gather(1, self.columns[:, :1, None].expand(-1, 1, whole.shape[-1])).clone()
+        )
         write(self, whole, rows)
         whole.scatter_(1, self.columns[:, :1, None].expand_as(kept), kept)
 
@@ -345,7 +350,7 @@ def test_what_is_stored_of_a_mixer_is_written_once_and_nothing_else_is_made_for_
 
 def test_a_layer_that_runs_once_lays_what_is_stored_where_its_mixer_reads_it(monkeypatch):
     kinds = ["conv", "conv", "full_attention", "conv", "conv", "conv"]
-    subject = Subject(tiny_model("lfm2", num_hidden_layers=len(kinds), layer_types=kinds))
+    subject = ModelUnderTest(tiny_model("lfm2", num_hidden_layers=len(kinds), layer_types=kinds))
     made = {index: [] for index in range(len(kinds))}
     subject.blend(subject.prompts[:1], 0.3)  # tests the model, at first use
     lay = Realigner.lay_projections
@@ -385,7 +390,7 @@ def test_projections_come_back_from_disk_as_they_were_stored(tmp_path):
     chunk = subject.chunk(ids)
     with ChunkStore.open(tmp_path, memory_bytes=0, durability="none") as store:
         store.put(chunk)
-        back = store.get(ChunkKey(fingerprint(subject.model), subject.sink_ids, ids))
+        back = store.get(ChunkKey(fingerprint(subject.model), subject.chunk_prefix_ids, ids))
     assert [len(layer) for layer in back.layers] == [1, 1, 2, 1]
     assert back.layout == chunk.layout
     pairs = zip(chunk.named_tensors(), back.named_tensors(), strict=True)
@@ -412,7 +417,7 @@ def test_a_chunk_that_is_found_damaged_inside_a_mixer_is_computed_and_changes_no
     for layer in layers:
         for path, content in sound.items():
             _, last = next(at for name, at in tensors_of(content).items() if re.search(rf"\b{layer}\b", name))
-            path.write_bytes(content[:last - 1] + bytes([content[last - 1] ^ 1]) + content[last:])
+            path.write_bytes(content[: last - 1] + bytes([content[last - 1] ^ 1]) + content[last:])
         got, computed = logits()
         assert torch.equal(got, expected), layer
         assert computed == len(sound), layer

@@ -15,7 +15,7 @@ from transformers import DynamicCache, LlavaForConditionalGeneration
 from hf_blend import BlendCache, ChunkStore, PromptError, UnsupportedModelError, plugins
 from hf_blend.model.fingerprint import fingerprint
 from hf_blend.model.images import ImageEncoder, digest_of
-from hf_blend.prefill.blend import Fusor
+from hf_blend.prefill.blend import Prefill
 from hf_blend.prefill.images import name_images
 from hf_blend.prompt.content import content_ids, is_content
 from hf_blend.selectors.base import TokenView
@@ -120,7 +120,7 @@ def test_an_image_moved_to_another_place_has_the_layer_0_kv_of_a_direct_forward(
     blend(kind, given(kind, [picture(kind), *CHUNKS], (0,)), store)
     moved = given(kind, [*CHUNKS, picture(kind), [9, 9, 9], picture(kind)], (1, 0))
     blend(kind, moved, store)  # the test of the first such forward is behind it
-    monkeypatch.setattr(Fusor, "_look", lambda self, *_: None)  # nothing but what is stored is in layer 0
+    monkeypatch.setattr(Prefill, "_look", lambda self, *_: None)  # nothing but what is stored is in layer 0
     _, cache = blend(kind, moved, store, recompute_ratio=0.0, selector="none")
     true = stock(kind, moved)[1].layers[0]
     assert cache.report.loaded_chunks == len(CHUNKS) + 2

@@ -19,10 +19,10 @@ from hf_blend.context.sequence_cache import SequenceCache
 from hf_blend.model.capture import capture_chunk
 from hf_blend.model.fingerprint import fingerprint
 from hf_blend.model.modality import has_features, other_inputs, placeholder_ids
-from hf_blend.prefill.blend import Fusor
+from hf_blend.prefill.blend import Prefill
 from hf_blend.prefill.choice import FullPrefill
 from hf_blend.prefill.input_test import InputTest
-from hf_blend.prefill.probing import Listener
+from hf_blend.prefill.probing import AttentionObserver
 from hf_blend.prefill.rows import Rows
 from hf_blend.store.chunk import ChunkKey
 from hf_blend.verify import image_zoo
@@ -130,9 +130,11 @@ def test_two_images_behind_equal_ids_give_the_answers_of_two_images(kind, ratio,
 @pytest.mark.parametrize("kind", ["llava", "qwen3_vl"])
 def test_what_a_selector_looks_at_has_the_image_in_it(kind, monkeypatch):
     store, ids, looked = filled(kind), prompt(kind, picture(kind), *CHUNKS), []
-    true_take = Listener.take
+    true_take = AttentionObserver.take
     monkeypatch.setattr(
-        Listener, "take", lambda self, index, seen: looked.append((index, seen.keys)) or true_take(self, index, seen)
+        AttentionObserver,
+        "take",
+        lambda self, index, seen: looked.append((index, seen.keys)) or true_take(self, index, seen),
     )
     for selector in ("query-attention", "dependency"):
         blend(kind, ids, 1, store, selector=selector, selector_options={"layers": "0"})
@@ -285,9 +287,9 @@ def test_store_add_names_the_placeholder():
         store.add(model, None, [CHUNKS[0], [11, IMAGE, 12]])
     assert len(store) == 0
     with pytest.raises(PromptError, match="what stands before chunk 0 holds the placeholder token 120"):
-        store.add(model, None, CHUNKS, sink_ids=[1, IMAGE])
-    with pytest.raises(PromptError, match="sink_ids holds the placeholder token 120"):
-        BlendCache(model, store, sink_ids=(1, IMAGE))
+        store.add(model, None, CHUNKS, chunk_prefix_ids=[1, IMAGE])
+    with pytest.raises(PromptError, match="chunk_prefix_ids holds the placeholder token 120"):
+        BlendCache(model, store, chunk_prefix_ids=(1, IMAGE))
     with pytest.raises(PromptError, match="a chunk holds the placeholder token 120"):
         capture_chunk(model, [IMAGE], [1], "")
 
@@ -309,7 +311,7 @@ def test_an_image_path_that_is_not_exact_is_refused_by_name_and_leaves_the_model
     ids = prompt("qwen3_vl", picture("qwen3_vl"), *CHUNKS)
     deltas = model.model.rope_deltas
     with monkeypatch.context() as patch, untouched(model):
-        patch.setattr(Fusor, "leave", lambda self, output: None)
+        patch.setattr(Prefill, "leave", lambda self, output: None)
         for _ in range(2):  # the second time from memory
             with pytest.raises(
                 UnsupportedModelError, match=r"Qwen3VL.* cannot be blended with image_grid_thw, .*pixel"

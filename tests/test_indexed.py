@@ -13,7 +13,7 @@ from hf_blend.cache.indexed_layer import IndexedLayer
 from hf_blend.context.sequence_cache import SequenceCache
 from hf_blend.model.calibrate import rotary_styles
 from hf_blend.prefill import probing
-from hf_blend.prefill.blend import Fusor
+from hf_blend.prefill.blend import Prefill
 from hf_blend.prefill.realign import Realigner
 from hf_blend.prefill.rows import Rows
 from hf_blend.sparse.decoding import sparse_decoding
@@ -21,7 +21,7 @@ from hf_blend.sparse.partial.blocked import encode_blocks
 from hf_blend.store.chunk import ChunkKey
 from hf_blend.verify.everything import RUNGS
 from hf_blend.verify.ladder import measure
-from hf_blend.verify.subject import Subject
+from hf_blend.verify.subject import ModelUnderTest
 from hf_blend.verify.zoo import tiny_model
 
 SHARED = {"indexer_types": ["full", "shared", "full", "shared"]}  # every other layer looks where the one before did
@@ -38,7 +38,7 @@ def subject_of(name="deepseek_v32", **fields):
     model = tiny_model(name, **{key: list(value) for key, value in fields.items()})
     if not getattr(model, "_supports_sdpa", True):
         model.set_attn_implementation("eager")
-    return Subject(model)
+    return ModelUnderTest(model)
 
 
 def rungs_of(subject, names):
@@ -88,7 +88,7 @@ def test_a_model_with_an_indexer_climbs_the_ladder(name, fields):
     model = tiny_model(name, **fields)
     if not getattr(model, "_supports_sdpa", True):
         model.set_attn_implementation("eager")
-    subject = Subject(model)
+    subject = ModelUnderTest(model)
     assert failing(subject, RUNGS if any(subject.mixers) else (*RUNGS, "prefix_cache", "question_is_fresh")) == []
 
 
@@ -101,8 +101,8 @@ def keys_of_the_indexer_missing(monkeypatch):
 
 
 def stored_keys_at_the_check_layer(monkeypatch):
-    parts = Fusor._parts
-    monkeypatch.setattr(Fusor, "_parts", lambda self, index: parts(self, index) - {"indexer"})
+    parts = Prefill._parts
+    monkeypatch.setattr(Prefill, "_parts", lambda self, index: parts(self, index) - {"indexer"})
 
 
 def choice_of_the_indexer_forgotten(monkeypatch):
@@ -115,7 +115,7 @@ def table_of_the_first_tokens(monkeypatch):
 
 
 def fresh_keys_not_written(monkeypatch):
-    update = Fusor.update_indexer
+    update = Prefill.update_indexer
 
     def without_the_first(self, index, keys):
         found = update(self, index, keys)
@@ -123,7 +123,7 @@ def fresh_keys_not_written(monkeypatch):
             self._indexed[index].scatter_(1, self._rows.columns[:, :4, None].expand(-1, -1, keys.shape[-1]), 0.0)
         return found
 
-    monkeypatch.setattr(Fusor, "update_indexer", without_the_first)
+    monkeypatch.setattr(Prefill, "update_indexer", without_the_first)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_unchosen_tokens_have_the_stored_keys_of_the_indexer_as_the_model_makes_
     for start, ids, *_ in subject.prompts[0].spans():
         realigned = got.cache.layers[3].indexer_keys[0, start : start + len(ids)]
         stored = subject.chunk(ids).layers[3][2][0]
-        home = len(subject.sink_ids)
+        home = len(subject.chunk_prefix_ids)
         old, new = ([part[0].float() for part in subject.tables_at(at, len(ids))[3]] for at in (home, start))
         kept = [start + at not in chosen for at in range(len(ids))]
         width = old[0].shape[-1]
@@ -218,13 +218,13 @@ def test_every_selector_chooses_among_the_tokens_of_a_model_with_an_indexer(name
 
 def test_a_selector_that_looks_at_attention_sees_what_the_indexer_leaves(monkeypatch):
     subject, seen = subject_of(), []
-    take = probing.Listener.take
+    take = probing.AttentionObserver.take
 
     def taking(self, index, attention):
         seen.append((attention.weights(slice(None)) > 0).sum(dim=-1).amax().item())
         return take(self, index, attention)
 
-    monkeypatch.setattr(probing.Listener, "take", taking)
+    monkeypatch.setattr(probing.AttentionObserver, "take", taking)
     prefill(subject.model, recompute_ratio=0.3, selector="query-attention")
     assert seen
     assert max(seen) == subject.model.config.index_topk
@@ -269,7 +269,7 @@ def test_the_keys_of_an_indexer_come_back_from_disk_as_they_were_stored(tmp_path
     chunk = subject.chunk(ids)
     with ChunkStore.open(tmp_path, memory_bytes=0, durability="none") as store:
         store.put(chunk)
-        back = store.get(ChunkKey(chunk.key.fingerprint, subject.sink_ids, ids))
+        back = store.get(ChunkKey(chunk.key.fingerprint, subject.chunk_prefix_ids, ids))
     assert [len(layer) for layer in back.layers] == [3, 2, 3, 2]
     pairs = zip(chunk.named_tensors(), back.named_tensors(), strict=True)
     assert all(one == other and torch.equal(a, b) for (one, a), (other, b) in pairs)

@@ -24,8 +24,8 @@ from hf_blend.selectors.base import Selector
 from hf_blend.store import entry
 from hf_blend.verify.base import Outcome
 from hf_blend.verify.floor import attending, attention_of
-from hf_blend.verify.ladder import DTYPES, Verdict, climb, measure, rung_names, verify
-from hf_blend.verify.subject import FLOAT32_LOGITS, Subject
+from hf_blend.verify.ladder import DTYPES, Verdict, measure, run_checks, rung_names, verify
+from hf_blend.verify.subject import FLOAT32_LOGITS, ModelUnderTest
 from hf_blend.verify.zoo import tiny_model
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -49,12 +49,12 @@ def tried(name: str, family: str = "llama") -> Outcome:
     An exception goes through: `ladder.measure` takes it for a failure, and here it is more likely a stale stub.
     """
     with attending(model_of(family), "sdpa"):
-        return plugins.load("verify", name)().measure(Subject(model_of(family)))
+        return plugins.load("verify", name)().measure(ModelUnderTest(model_of(family)))
 
 
 def climbed(family: str, dtype: str, attention: str, rungs: list[str] | None) -> Verdict:
     verdict = Verdict(family)
-    climb(verdict, model_of(family, dtype), dtype, [attention], rungs)
+    run_checks(verdict, model_of(family, dtype), dtype, [attention], rungs)
     return verdict
 
 
@@ -70,14 +70,14 @@ def test_every_rung_holds_for_a_llama(dtype, attention):
 
 @pytest.mark.parametrize("rung", ["layer_0", "realign_back", "realign_norm"])
 def test_keys_of_a_real_model_move_within_the_rounding_of_float32(smollm2, rung):
-    outcome = plugins.load("verify", rung)().measure(Subject(smollm2[0]))
+    outcome = plugins.load("verify", rung)().measure(ModelUnderTest(smollm2[0]))
     assert outcome.passed, outcome
 
 
 @pytest.mark.slow
 def test_every_rung_holds_for_a_real_model_within_its_own_floor(smollm2):
     verdict = Verdict("smollm2")
-    climb(verdict, smollm2[0], "float32", ["sdpa"], None)
+    run_checks(verdict, smollm2[0], "float32", ["sdpa"], None)
     assert verdict.supported, verdict.reason
     assert [rung.name for rung in verdict.rungs] == list(rung_names())
     assert verdict.refused == []
@@ -224,7 +224,7 @@ def as_the_model_has_put_them(source: Any, layer: int, states: Any, old: Any, ne
 
 COMPOSE, ROW_MASK, HIGHEST = realign.compose, row_masks.row_mask, choice.highest
 LAY, LAY_PART = realign.Realigner.lay, realign.Realigner.lay_part
-COMPUTE_CHUNKS, CHOSEN, BEGIN = plan.compute_chunks, blend.Fusor._chosen, blend.Fusor._begin
+COMPUTE_CHUNKS, CHOSEN, BEGIN = plan.compute_chunks, blend.Prefill._chosen, blend.Prefill._begin
 TAKE_ROWS, WRITES = LayerCall.take_rows, itertools.count()
 WRITE_STATES, ENDED, LAYER_UPDATE = rows.Rows.write_states, hooks.Entry._ended, layers.BlendLayer.update
 
@@ -238,7 +238,7 @@ BREAKS: list[tuple[str, Any, str, Callable[..., Any]]] = [  # rung, owner, attri
     ("moved_chunk", realign, "compose", one_step_each),
     ("prefix_cache", plan, "compute_chunks", stored_coarsely),
     ("ratio_1", row_masks, "row_mask", looking_ahead),
-    ("ratio_1", blend.Fusor, "_chosen", only_the_last_of_the_question),
+    ("ratio_1", blend.Prefill, "_chosen", only_the_last_of_the_question),
     ("ratio_1_batch", row_masks, "row_mask", without_padding),
     ("all_but_one", row_masks, "row_mask", looking_ahead),
     ("ratio_1_states", row_masks, "row_mask", looking_ahead),
@@ -246,7 +246,7 @@ BREAKS: list[tuple[str, Any, str, Callable[..., Any]]] = [  # rung, owner, attri
     ("ratio_1_ignores_store", rows.Rows, "write_states", only_keys_written),
     ("fused_ratio", row_masks, "row_mask", looking_ahead),
     ("fused_ratio", LayerCall, "take_rows", rotated_for_other_places),
-    ("question_is_fresh", blend.Fusor, "_begin", question_from_a_stale_place),
+    ("question_is_fresh", blend.Prefill, "_begin", question_from_a_stale_place),
     ("unchosen_bytes", plan, "compute_chunks", stored_coarsely),
     ("causality", row_masks, "row_mask", looking_ahead),
     ("store_bytes", realign.Realigner, "lay_part", store_written),
@@ -260,7 +260,7 @@ BREAKS: list[tuple[str, Any, str, Callable[..., Any]]] = [  # rung, owner, attri
     ("whole_shift", sequence_cache.SequenceCache, "_turns", where_they_were),
     ("closed_hole", sequence_cache.SequenceCache, "_turns", where_they_were),
     ("self_extend", self_extend, "_moved", as_the_model_has_put_them),
-    ("stale_entries", blend.Fusor, "_guard", hold),
+    ("stale_entries", blend.Prefill, "_guard", hold),
     ("stale_entries", None, "fingerprint", lambda model: "0" * 64),
 ]  # fmt: skip
 
@@ -315,9 +315,9 @@ def test_a_window_that_is_forgotten_breaks_a_mistral(monkeypatch):
 
 
 def test_a_stub_that_is_stale_fails_the_rung_but_shows_nothing_here(monkeypatch):
-    monkeypatch.setattr(blend.Fusor, "_chosen", lambda self: None)
+    monkeypatch.setattr(blend.Prefill, "_chosen", lambda self: None)
     with attending(model_of("llama"), "sdpa"):
-        outcome = measure("ratio_1", Subject(model_of("llama")), "float32", "sdpa")
+        outcome = measure("ratio_1", ModelUnderTest(model_of("llama")), "float32", "sdpa")
     assert (outcome.passed, outcome.tolerance) == (False, None)
     with pytest.raises(TypeError, match="takes 1 positional argument"):
         tried("ratio_1")
@@ -330,13 +330,13 @@ def test_every_rung_is_shown_to_fall():
 def test_the_tiny_models_depend_on_their_context_so_that_a_wrong_blend_shows():
     for family in FAMILIES:
         with attending(model_of(family), "sdpa"):
-            blended, prompts = Subject(model_of(family)), Subject(model_of(family)).prompts[:1]
+            blended, prompts = ModelUnderTest(model_of(family)), ModelUnderTest(model_of(family)).prompts[:1]
             off = (blended.blend(prompts, 0.0).asked - blended.asked(prompts)).abs().amax()
         assert off > 1000 * FLOAT32_LOGITS, f"{family} is only off by {off:.2g} without any recompute"
 
 
 def test_the_floor_of_bfloat16_is_measured_and_the_same_each_time():
-    floors = [Subject(model_of("llama", "bfloat16")).floor for _ in range(2)]
+    floors = [ModelUnderTest(model_of("llama", "bfloat16")).floor for _ in range(2)]
     assert floors[0] == floors[1]
     assert 1e-3 < floors[0].logits < 0.1
     assert attention_of(model_of("llama", "bfloat16")) == "sdpa", "the model has its own attention back"

@@ -17,7 +17,7 @@ from hf_blend.prefill import blend, realign, row_masks
 from hf_blend.verify import everything
 from hf_blend.verify.floor import attentions
 from hf_blend.verify.ladder import measure
-from hf_blend.verify.subject import Subject
+from hf_blend.verify.subject import ModelUnderTest
 from hf_blend.verify.zoo import tiny_model
 from tests.conftest import slow_but
 
@@ -83,7 +83,7 @@ def mask_shifted_by_one(monkeypatch, _):
 
 def norm_skipped(monkeypatch, model):
     """The first norm of every layer is left out where a request is blended."""
-    enter, end = blend.Fusor.enter, blend.Fusor.end
+    enter, end = blend.Prefill.enter, blend.Prefill.end
 
     def without(self, index, call):
         norm = next(part for name, part in call.layer.named_modules() if "norm" in name.split(".")[-1])
@@ -96,8 +96,8 @@ def norm_skipped(monkeypatch, model):
             vars(module).pop("forward", None)
         end(self)
 
-    monkeypatch.setattr(blend.Fusor, "enter", without)
-    monkeypatch.setattr(blend.Fusor, "end", back)
+    monkeypatch.setattr(blend.Prefill, "enter", without)
+    monkeypatch.setattr(blend.Prefill, "end", back)
 
 
 def turns(model):
@@ -137,7 +137,7 @@ def mutated(mutation, model):
 def noticed(model, mutation):
     """Whether a rung fails under a mutation, by what it measures: an exception may be the mutation's own."""
     implementation = text_config(model)._attn_implementation
-    subject = Subject(model)
+    subject = ModelUnderTest(model)
     assert subject.floor  # measured before anything is broken
     with mutated(mutation, model):
         found = (measure(name, subject, "float32", implementation) for name in RUNGS)
@@ -157,7 +157,9 @@ def test_the_ladder_fails_where_something_is_wrong(name):
     assert len(applying) >= 4
     assert [mutation.__name__ for mutation in applying if not noticed(model, mutation)] == []
     implementation = text_config(model)._attn_implementation
-    assert measure("ratio_1", Subject(model), "float32", implementation).passed  # and the mistakes are gone again
+    assert measure(
+        "ratio_1", ModelUnderTest(model), "float32", implementation
+    ).passed  # and the mistakes are gone again
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 
 from hf_blend.cli.main import main
 from hf_blend.errors import PluginNotFoundError
-from hf_blend.evaluation.demo.wish import Wish
+from hf_blend.evaluation.demo.wish import DemoRequest
 
 GUIDE = (Path(__file__).resolve().parent.parent / "docs" / "own_selector.md").read_text("utf-8")
 (EVAL,) = re.findall(r"^hf-blend eval --method.*$", GUIDE, re.MULTILINE)
@@ -50,4 +50,4 @@ def test_the_frontier_is_plotted_and_an_edited_file_is_not_mixed_with_the_old_on
 
 def test_a_visitor_of_the_demo_cannot_name_a_file(here):
     with pytest.raises(PluginNotFoundError, match="no selector"):
-        Wish("a\nb", "c?", 0.1, "./relative_value.py").config()
+        DemoRequest("a\nb", "c?", 0.1, "./relative_value.py").config()

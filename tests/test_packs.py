@@ -33,8 +33,11 @@ def keys_of(*lengths: int, sink: tuple[int, ...] = (1,)) -> list[ChunkKey]:
 def alone(model, key: ChunkKey) -> list[tuple[torch.Tensor, ...]]:
     """K and V of a chunk by nothing but a plain forward."""
     cache = DynamicCache()
-    model(torch.tensor([[*key.sink_ids, *key.token_ids]]), past_key_values=cache)
-    return [(layer.keys[0, :, len(key.sink_ids) :], layer.values[0, :, len(key.sink_ids) :]) for layer in cache.layers]
+    model(torch.tensor([[*key.chunk_prefix_ids, *key.token_ids]]), past_key_values=cache)
+    return [
+        (layer.keys[0, :, len(key.chunk_prefix_ids) :], layer.values[0, :, len(key.chunk_prefix_ids) :])
+        for layer in cache.layers
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -7,7 +7,7 @@ import torch
 
 from hf_blend import ChunkStore
 from hf_blend.model.fingerprint import fingerprint
-from hf_blend.prefill.plan import Planner, Whole
+from hf_blend.prefill.plan import Planner, PromptRow
 from hf_blend.prompt.pieces import Span
 
 BOS = (1,)
@@ -21,7 +21,7 @@ def planner(shared_model):
 
     def make(*chunks, sink=BOS, **settings):
         model, store = shared_model(num_hidden_layers=2), ChunkStore.open("memory://", **settings)
-        store.add(model, None, chunks, sink_ids=sink)
+        store.add(model, None, chunks, chunk_prefix_ids=sink)
         return Planner(model, store, fingerprint(model), sink)
 
     return make
@@ -148,6 +148,6 @@ def test_places_inside_a_chunk_are_counted_from_its_stored_beginning(planner):
 def test_known_chunks_come_first_and_others_are_searched_where_asked(planner):
     one, row = planner(A, LONG), (*BOS, 5, *A, *LONG, *Q)
     known = [[Span(3, A, 1, 6)]]
-    searched = one.plan([row], [0], len(row), known, True, [Whole(row, prefix=0, is_searched=True)])
+    searched = one.plan([row], [0], len(row), known, True, [PromptRow(row, prefix=0, is_searched=True)])
     assert parts(searched) == [(3, 1, 6, False), (9, 0, 40, False)]
     assert parts(plan(one, row, known=known)) == [(0, 0, 3, True), (3, 1, 6, False)], "what is before it is an entry"

@@ -25,9 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "8bit": {"load_in_8bit": True},
     "8bit-exact": {"load_in_8bit": True, "llm_int8_threshold": 0.0},
     "4bit": {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32},
-    "4bit-nested": {
-        "load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32, "bnb_4bit_use_double_quant": True
-    },
+    "4bit-nested": {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32, "bnb_4bit_use_double_quant": True},
     "4bit-bfloat16": {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.bfloat16},
 }
 RUNGS = ("layer_0", "ratio_1", "fused_ratio", "untouched")  # all of them in the slow suite

@@ -9,7 +9,7 @@ from transformers import DynamicCache
 from hf_blend.evaluation.bench.overhead import KernelCount
 from hf_blend.model.calibrate import relative_error, rotary_styles
 from hf_blend.model.capture import capture, capture_chunk
-from hf_blend.prefill.plan import Slot
+from hf_blend.prefill.plan import PlacedChunk
 from hf_blend.prefill.realign import Realigner
 from hf_blend.prefill.report import BlendReport
 
@@ -46,7 +46,7 @@ def laid(model, chunk, start, total, slots=None):
     for layer, (keys, values) in enumerate(chunk.layers):
         realigner.learn(layer, tables[layer])
         whole = tuple(torch.full((1, part.shape[0], total, part.shape[2]), 7.0) for part in (keys, values))
-        realigner.lay(layer, slots or [Slot(0, start, chunk, False, 0)], *whole)
+        realigner.lay(layer, slots or [PlacedChunk(0, start, chunk, False, 0)], *whole)
         states.append(whole)
     return realigner, states
 
@@ -112,7 +112,7 @@ def test_the_stored_original_is_never_written(shared_model):
 
 def test_a_chunk_may_stand_in_several_places(shared_model):
     chunk = capture_chunk(shared_model(), CHUNK, (1,), "f")
-    both = [Slot(0, 5, chunk, False, 0), Slot(0, 50, chunk, False, 1)]
+    both = [PlacedChunk(0, 5, chunk, False, 0), PlacedChunk(0, 50, chunk, False, 1)]
     _, together = laid(shared_model(), chunk, 0, 90, both)
     for start in (5, 50):
         _, alone = laid(shared_model(), chunk, start, 90)
@@ -122,7 +122,7 @@ def test_a_chunk_may_stand_in_several_places(shared_model):
 def test_what_would_be_laid_can_be_had_without_laying_it(shared_model):
     chunk = capture_chunk(shared_model(), CHUNK, (1,), "f")
     realigner, states = laid(shared_model(), chunk, 20, 60)
-    keys, values = realigner.moved(2, Slot(0, 20, chunk, False, 0), *chunk.layers[2])
+    keys, values = realigner.moved(2, PlacedChunk(0, 20, chunk, False, 0), *chunk.layers[2])
     assert torch.equal(keys, states[2][0][0, :, 20:50])
     assert torch.equal(values, chunk.layers[2][1])
 
@@ -134,7 +134,7 @@ def test_each_row_of_a_batch_turns_by_its_own_positions(shared_model):
     realigner = Realigner(rotary_styles(model), BlendReport())
     realigner.learn(0, table)
     keys, values = (torch.zeros(2, part.shape[0], 60, part.shape[2]) for part in chunk.layers[0])
-    realigner.lay(0, [Slot(0, 20, chunk, False, 0), Slot(1, 20, chunk, False, 0)], keys, values)
+    realigner.lay(0, [PlacedChunk(0, 20, chunk, False, 0), PlacedChunk(1, 20, chunk, False, 0)], keys, values)
     for row, start in enumerate((20, 5)):
         _, alone = laid(model, chunk, start, 60)
         assert torch.equal(keys[row, :, 20:50], alone[0][0][0, :, start : start + 30])
@@ -144,14 +144,14 @@ def test_the_first_table_of_a_layer_is_kept(shared_model):
     model, chunk = shared_model(), capture_chunk(shared_model(), CHUNK, (1,), "f")
     realigner, states = laid(model, chunk, 20, 60)
     realigner.learn(0, model.model.rotary_emb(torch.zeros(1), torch.arange(100, 160)[None]))
-    keys, _ = realigner.moved(0, Slot(0, 20, chunk, False, 0), *chunk.layers[0])
+    keys, _ = realigner.moved(0, PlacedChunk(0, 20, chunk, False, 0), *chunk.layers[0])
     assert torch.equal(keys, states[0][0][0, :, 20:50])
 
 
 def test_mismatches_are_relative_and_take_the_worse_of_keys_and_values_of_each_chunk(shared_model):
     model, nan = shared_model(), float("nan")
     one, other = capture_chunk(model, CHUNK, (1,), "f"), capture_chunk(model, CHUNK[:7], (1,), "f")
-    slots = [Slot(0, 5, one, False, 0), Slot(0, 50, other, False, 1)]
+    slots = [PlacedChunk(0, 5, one, False, 0), PlacedChunk(0, 50, other, False, 1)]
     realigner, states = laid(model, one, 0, 90, slots)
     keys, values = states[1]
     half = lambda part, stop: torch.cat((part[:, :, :stop] * 2, part[:, :, stop:]), dim=2)  # noqa: E731
@@ -163,7 +163,7 @@ def test_mismatches_are_relative_and_take_the_worse_of_keys_and_values_of_each_c
 
 def test_a_mismatch_of_one_token_is_seen_among_all_others(shared_model):
     chunk = capture_chunk(shared_model(), CHUNK, (1,), "f")
-    slots = [Slot(0, 5, chunk, False, 0)]
+    slots = [PlacedChunk(0, 5, chunk, False, 0)]
     realigner, (_, (keys, values), *_) = laid(shared_model(), chunk, 5, 60)
     wrong = keys.clone()
     wrong[:, :, 17] *= -1
@@ -176,7 +176,7 @@ def test_many_chunks_are_moved_by_as_many_kernels_as_few(shared_model):
     chunks = [capture_chunk(model, range(10 + number, 20 + number), (1,), "f") for number in range(12)]
     calls = []
     for count in (3, 12):
-        slots = [Slot(0, 1 + 10 * number, chunk, False, number) for number, chunk in enumerate(chunks[:count])]
+        slots = [PlacedChunk(0, 1 + 10 * number, chunk, False, number) for number, chunk in enumerate(chunks[:count])]
         realigner, states = laid(model, chunks[0], 0, 130, slots)
         with KernelCount().counting() as counted:
             realigner.lay(2, slots, *states[2])

@@ -14,9 +14,9 @@ from hf_blend.evaluation import kvstar, reproducing
 from hf_blend.evaluation.answering import blend_config
 from hf_blend.evaluation.bundled import load_model
 from hf_blend.evaluation.folder import RunFolder
-from hf_blend.evaluation.methods.base import Approach
+from hf_blend.evaluation.methods.base import EvalMethod
 from hf_blend.evaluation.reproducing import cacheblend, data_files
-from hf_blend.evaluation.trial import Trial, run
+from hf_blend.evaluation.trial import EvalConfig, run
 
 
 @pytest.fixture
@@ -27,8 +27,8 @@ def asked(published, tmp_path, monkeypatch):
     cut = [{**row, "chunks": [chunk[:200] for chunk in row["chunks"][:3]]} for row in rows]
     (tmp_path / "data" / "musique.jsonl").write_text("".join(json.dumps(row) + "\n" for row in cut))
     monkeypatch.setattr(kvstar, "TEXT_TOKENS", 16)
-    init = Approach.__init__
-    monkeypatch.setattr(Approach, "__init__", lambda self, *given: init(self, *given[:3], 1, *given[4:]))
+    init = EvalMethod.__init__
+    monkeypatch.setattr(EvalMethod, "__init__", lambda self, *given: init(self, *given[:3], 1, *given[4:]))
     arguments = ["--data", str(tmp_path / "data"), "--limit", "2", "--small", "--json", "--device", "cpu"]
     return [*arguments, "--output-dir", str(tmp_path / "run")]
 
@@ -165,8 +165,8 @@ def test_the_figures_are_made_on_a_folder_with_a_real_set_and_a_stopped_run_goes
     row = json.loads(rows[0])
     row["chunks"] = [chunk[:150] for chunk in row["chunks"][:3]]
     (tmp_path / "data" / "musique.jsonl").write_text(json.dumps(row) + "\n")
-    init = Approach.__init__
-    monkeypatch.setattr(Approach, "__init__", lambda self, *given: init(self, *given[:3], 1, *given[4:]))
+    init = EvalMethod.__init__
+    monkeypatch.setattr(EvalMethod, "__init__", lambda self, *given: init(self, *given[:3], 1, *given[4:]))
     asked = ["reproduce", "cacheblend", "--model", folder, "--data", str(tmp_path / "data"), "--limit", "1", "--small"]
     asked += ["--output-dir", str(tmp_path / "run"), "--json", "--device", "cpu"]
     loaded = []
@@ -202,12 +202,12 @@ def test_the_figures_are_made_on_a_folder_with_a_real_set_and_a_stopped_run_goes
 
 
 def test_the_number_of_chunks_varies():
-    trials = {figure.name: figure.trials for figure in cacheblend(Trial(("needle",)))}
+    trials = {figure.name: figure.trials for figure in cacheblend(EvalConfig(("needle",)))}
     assert [trial.shape().most_chunks for _, trial in trials["chunks"]] == [2, 4, 8, 16]
 
 
 def lines_of(tmp_path, **settings):
-    trial = Trial(**{"limit": 4, "batch": 2, "methods": ("full-reuse", "kv-deviation@0.15"), **settings})
+    trial = EvalConfig(**{"limit": 4, "batch": 2, "methods": ("full-reuse", "kv-deviation@0.15"), **settings})
     with RunFolder(tmp_path / "run", trial.settings) as folder:
         run(trial, folder)
         return list(folder.lines.values())
@@ -225,7 +225,7 @@ def test_chunks_take_as_long_to_read_as_the_rate_of_the_storage_says(tmp_path):
 @pytest.mark.parametrize("settings", [{"read_gb_s": 0.0}, {"read_gb_s": 1.0, "partial": 0.25}])
 def test_a_rate_that_cannot_be_kept_is_refused(settings):
     with pytest.raises(ConfigError, match="read_gb_s is"):
-        Trial(**settings)
+        EvalConfig(**settings)
 
 
 def test_a_folder_without_a_task_is_refused(tmp_path):

@@ -9,7 +9,7 @@ import torch
 
 from hf_blend import BlendCache, ChunkStore, plugins
 from hf_blend.errors import ConfigError
-from hf_blend.prefill.probing import Listener
+from hf_blend.prefill.probing import AttentionObserver
 from hf_blend.selectors.attention import Attention, received
 from hf_blend.selectors.base import Selector, by_turns, layer_numbers
 
@@ -20,7 +20,7 @@ LOOKING = ("auto", "dependency", "query-attention", "attention-x-deviation", "in
 def blended(model, tokenizer, request, hear=None, **settings):
     """One prefill; gives the cache and the logits behind the prompt."""
     cache = BlendCache(model, ChunkStore.open("memory://"), **settings)
-    cache.listener = None if hear is None else Listener(hear)
+    cache.listener = None if hear is None else AttentionObserver(hear)
     inputs = cache.inputs(tokenizer, **request)
     output = model.generate(
         **inputs, past_key_values=cache, max_new_tokens=1, do_sample=False, output_logits=True,

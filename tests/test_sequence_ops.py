@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_blend.context.cells import Cells
+from hf_blend.context.cells import TokenTable
 from hf_blend.errors import ConfigError
 
 SEQUENCES = st.integers(0, 3)
@@ -74,7 +74,7 @@ def inside(position, start, stop):
 
 def run(program):
     """Run a program on both; gives the cells, the plain model and which token each cell holds."""
-    cells, plain, names = Cells(), Plain(), []
+    cells, plain, names = TokenTable(), Plain(), []
     for name, *arguments in program:
         if name == "append":
             names = names[: cells.count] + [token for token, _ in plain.append(*arguments)]
@@ -108,7 +108,7 @@ def test_ten_thousand_programs_give_what_a_plain_list_gives(program):
 
 
 def test_after_compaction_the_storage_has_no_hole():
-    cells = Cells()
+    cells = TokenTable()
     cells.append(0, 10)
     cells.copy(0, 1, 6)
     cells.remove(0, 2, 8)
@@ -118,7 +118,7 @@ def test_after_compaction_the_storage_has_no_hole():
 
 
 def test_a_new_token_goes_behind_the_highest_position():
-    cells = Cells()
+    cells = TokenTable()
     cells.append(0, 4)
     cells.shift(0, 2, 3, 7)
     assert cells.append(0, 2).tolist() == [10, 11]
@@ -127,11 +127,11 @@ def test_a_new_token_goes_behind_the_highest_position():
 @pytest.mark.parametrize("by", [0, -2])
 def test_positions_are_not_divided_by_less_than_one(by):
     with pytest.raises(ConfigError, match="from 1 on"):
-        Cells().divide(0, 0, None, by)
+        TokenTable().divide(0, 0, None, by)
 
 
 def test_positions_of_tokens_of_another_sequence_stay():
-    cells = Cells()
+    cells = TokenTable()
     cells.append(0, 3)
     cells.copy(0, 1)
     cells.shift(1, 0, None, 5)

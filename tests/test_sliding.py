@@ -15,7 +15,7 @@ from hf_blend.cache.sliding_layer import BlendSlidingLayer
 from hf_blend.errors import ConfigError
 from hf_blend.model.anatomy import decoder_layers
 from hf_blend.verify.fused_ratio import FusedRatio
-from hf_blend.verify.subject import Subject
+from hf_blend.verify.subject import ModelUnderTest
 from hf_blend.verify.zoo import tiny_model as zoo_model
 from tests.conftest import slow_but
 
@@ -77,7 +77,7 @@ def test_a_prompt_of_four_windows_is_exact(pieces, tokenizer, family, attention,
 @families
 @everywhere
 def test_scattered_rows_see_their_windows(family, attention):
-    outcome = FusedRatio().measure(Subject(model_of(family, attention)))
+    outcome = FusedRatio().measure(ModelUnderTest(model_of(family, attention)))
     assert outcome.error <= 1e-5
 
 

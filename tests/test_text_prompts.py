@@ -99,7 +99,7 @@ def test_what_is_reused_are_the_stored_values_of_just_these_tokens(known):
     cache = BlendCache(model, store, recompute_ratio=0.0, selector="none")
     inputs = cache.inputs_from_text(tokenizer, f"{DOCUMENTS[0]}\n{DOCUMENTS[2]}\n{QUESTION}")
     ids = inputs["input_ids"][0].tolist()
-    (found,) = store.find(key.fingerprint, key.sink_ids, ids)
+    (found,) = store.find(key.fingerprint, key.chunk_prefix_ids, ids)
     assert 0 < found.first < 4
     model(**inputs, past_key_values=cache, logits_to_keep=1)
     chunk = store.get(key)
@@ -243,11 +243,11 @@ def test_a_store_of_another_model_or_sink_is_named(known, tiny_model):
     model, tokenizer = known
     store, asked = ChunkStore.open("memory://"), tokenizer(QUESTION, return_tensors="pt")
     store.add(tiny_model(vocab_size=len(tokenizer), num_hidden_layers=2, seed=1), tokenizer, DOCUMENTS)
-    for says in ("holds 3 chunks, but none of this model", r"but none behind sink_ids=\(1,\)"):
+    for says in ("holds 3 chunks, but none of this model", r"but none behind chunk_prefix_ids=\(1,\)"):
         cache = BlendCache(model, store)
         model.generate(**asked, past_key_values=cache, max_new_tokens=1)
         assert re.search(says, cache.report.fallback_reason)
-        store.add(model, tokenizer, DOCUMENTS, sink_ids=(1, 5))
+        store.add(model, tokenizer, DOCUMENTS, chunk_prefix_ids=(1, 5))
 
 
 def test_a_store_that_was_filled_with_another_tokenizer_is_named(models, tmp_path, caplog):

@@ -216,8 +216,6 @@ def test_prompts_beyond_the_trained_length_are_taken_only_where_frequencies_adap
     assert frequency_regime(by_kind.config, 600) == (600, 1)
 
 
-
-
 @pytest.mark.parametrize("kv_bits", [None, 8])
 def test_a_number_of_tokens_that_is_a_tensor_leaves_numbers_in_the_cache(kv_bits):
     model = zoo_model("llama")

@@ -10,12 +10,12 @@ from ..output import Json, say, show
 
 __all__ = ["store_plan"]
 
-Cells = Annotated[int | None, typer.Option(min=1, help="How many of the cells, from the first on.")]
+TokenTable = Annotated[int | None, typer.Option(min=1, help="How many of the cells, from the first on.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Requests from each device; the median counts.")]
 Tokens = Annotated[int, typer.Option(min=16, help="Tokens of each of the four chunks.")]
 
 
-def store_plan(cells: Cells = None, rounds: Rounds = 5, chunk_tokens: Tokens = 256, json: Json = False) -> None:
+def store_plan(cells: TokenTable = None, rounds: Rounds = 5, chunk_tokens: Tokens = 256, json: Json = False) -> None:
     """Whether the device that `store plan` chooses is the best one when throttled tiers are measured.
 
     Examples:

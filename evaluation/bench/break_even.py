@@ -25,18 +25,7 @@ FULL = "full"
 
 @dataclass(frozen=True)
 class BreakEvenPlan:
-    """What is measured.
-
-    Attributes:
-        shape: a name in `SHAPES`, or `OWN` and a model of one's own.
-        tokens: lengths of the documents, each cut into four chunks.
-        question_tokens: length of the question.
-        methods: selectors with a ratio behind `@`.
-        rounds: how often each is measured, in turn; the median counts.
-        dtype: of weights and KV.
-        seed: of weights and tokens.
-        device: where the model runs.
-    """
+    """What is measured."""
 
     shape: str = "smollm2-135m"
     tokens: tuple[int, ...] = (64, 128, 256, 512)
@@ -49,25 +38,18 @@ class BreakEvenPlan:
 
 
 def measure_break_even(plan: BreakEvenPlan, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
-    """Measure full prefill and each method at each length, in turn.
-
-    Args:
-        plan: what to measure.
-        progress: called with a line of text before each length.
-
-    Returns:
-        `machine`, `rows` (one for each length and method) and `break_even_tokens`: for each method the shortest
-        prompt that was measured from which on it was faster each time; None if there is none.
-    """
+    """Measure full prefill and each method at each length, in turn."""
     model = timed_model(plan.shape, plan.dtype, plan.device, plan.seed)
     rows: list[dict[str, Any]] = []
     for tokens in plan.tokens:
         if progress:
             progress(f"{tokens} tokens")
         rows += _rows(model, plan, tokens)
-    told = machine(TtftPlan(
-        plan.shape, rounds=plan.rounds, dtype=plan.dtype, device=plan.device, selector=", ".join(plan.methods)
-    ))
+    told = machine(
+        TtftPlan(
+            plan.shape, rounds=plan.rounds, dtype=plan.dtype, device=plan.device, selector=", ".join(plan.methods)
+        )
+    )
     found = {method: _break_even([row for row in rows if row["method"] == method]) for method in plan.methods}
     return {"machine": told, "plan": asdict(plan), "rows": rows, "break_even_tokens": found}
 

@@ -34,14 +34,7 @@ FEWEST_TOKEN, MOST_TOKEN = 3, 120
 
 @dataclass(frozen=True)
 class CorpusPlan:
-    """What is measured.
-
-    Attributes:
-        chunks: unlike ones.
-        chunk_tokens: of each.
-        workers: numbers of processes, each measured with an empty store.
-        seed: of the tokens.
-    """
+    """What is measured."""
 
     chunks: int = 100_000
     chunk_tokens: int = 16
@@ -50,15 +43,7 @@ class CorpusPlan:
 
 
 def measure_corpus(plan: CorpusPlan, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
-    """Index the corpus with every number of workers, kill and resume a run, and open what is stored.
-
-    Args:
-        plan: what to measure.
-        progress: called with a line of text after each run.
-
-    Returns:
-        `rows`, one for each run; `resumed`, of the run that was killed; `index`, of the store at the end.
-    """
+    """Index the corpus with every number of workers, kill and resume a run, and open what is stored."""
     drawn = Random(plan.seed)
     draw = partial(drawn.choices, range(FEWEST_TOKEN, MOST_TOKEN), k=plan.chunk_tokens)
     rows = list({tuple(draw()): None for _ in range(plan.chunks)})
@@ -144,18 +129,7 @@ def _stored(location: Path) -> int:
 
 
 def reopened(location: Path, identity: str) -> dict[str, Any]:
-    """What it costs to know every entry: from their own headers, and from the saved index.
-
-    Args:
-        location: of a store of one model's chunks.
-        identity: the model's fingerprint.
-
-    Returns:
-        Seconds, and bytes on disk and in memory.
-
-    Raises:
-        StoreError: the index does not know every entry.
-    """
+    """What it costs to know every entry: from their own headers, and from the saved index."""
     entries = [path.stat().st_size for path in (location / "objects").rglob("*.safetensors")]
     found: dict[str, Any] = {"entries": len(entries), "entry_bytes": sum(entries) / len(entries)}
     shutil.rmtree(location / "index", ignore_errors=True)

@@ -25,17 +25,7 @@ OURS, DYNAMIC, STATIC = "blend", "dynamic", "static"
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """What is measured.
-
-    Attributes:
-        shape: a name in `SHAPES`, or `OWN` and a model of one's own.
-        contexts: tokens in the cache before decoding.
-        tokens: how many are decoded in a turn.
-        rounds: how many turns each cache takes; the median counts.
-        dtype: of weights and KV.
-        seed: of weights, K and V.
-        device: where the model runs.
-    """
+    """What is measured."""
 
     shape: str = "smollm2-135m"
     contexts: tuple[int, ...] = (1024, 4096, 16384)
@@ -48,15 +38,7 @@ class DecodePlan:
 
 @torch.no_grad()
 def measure_decode(plan: DecodePlan, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
-    """Decode with each cache at each context.
-
-    Args:
-        plan: what to measure.
-        progress: called with a line of text before each context.
-
-    Returns:
-        `rows`, one for each context: tokens a second of each cache and the ratios of ours to the others.
-    """
+    """Decode with each cache at each context."""
     model = timed_model(plan.shape, plan.dtype, plan.device, plan.seed)
     rows = []
     for context in plan.contexts:

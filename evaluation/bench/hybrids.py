@@ -35,21 +35,7 @@ STORED = ("keys_values", "projections")
 
 @dataclass(frozen=True)
 class HybridsPlan:
-    """What is measured.
-
-    Attributes:
-        shapes: names of model shapes with mixers.
-        chunks: how many chunks stand before the question.
-        chunk_tokens: length of each.
-        question_tokens: length of the question.
-        ratio: recompute ratio.
-        selector: which tokens are recomputed.
-        rounds: of stock and blend, in turn; medians count.
-        dtype: of weights and states.
-        device: where the model runs.
-        seed: of weights and tokens.
-        clock: "wall", or "cpu" for this process's own time, where others use the cores too.
-    """
+    """What is measured."""
 
     shapes: tuple[str, ...] = ("lfm2-350m", "qwen3.5-12-layers")
     chunks: int = 8
@@ -66,15 +52,7 @@ class HybridsPlan:
 
 @torch.no_grad()
 def measure_hybrids(plan: HybridsPlan, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
-    """Time stock and blended prefills of each shape in turn.
-
-    Args:
-        plan: what to measure.
-        progress: called with a line of text before each round.
-
-    Returns:
-        `rows`, one for each shape, and what was measured.
-    """
+    """Time stock and blended prefills of each shape in turn."""
     rows = [_row(shape, plan, progress or (lambda _: None)) for shape in plan.shapes]
     settings = {name: value for name, value in vars(plan).items() if name != "shapes"}
     return {"threads": torch.get_num_threads(), "torch": torch.__version__, **settings, "rows": rows}

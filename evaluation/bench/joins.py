@@ -15,7 +15,7 @@ from hf_blend import BlendCache, ChunkStore, __version__
 from hf_blend.errors import ConfigError
 from hf_blend.model.anatomy import default_sink
 from hf_blend.model.fingerprint import fingerprint
-from hf_blend.prefill.plan import Plan, Planner, Whole
+from hf_blend.prefill.plan import Plan, Planner, PromptRow
 from hf_blend.prompt.text import build_text
 
 from ..bundled import REFERENCE, quickstart_questions
@@ -34,18 +34,7 @@ GOAL = 0.97  # of the tokens of stored chunks
 
 
 def read_passages(path: str, count: int) -> list[list[str]]:
-    """Read the passages of some questions.
-
-    Args:
-        path: of a file of JSON lines, each with a list `chunks`.
-        count: of passages; questions are read until there are so many.
-
-    Returns:
-        The passages of each question.
-
-    Raises:
-        ConfigError: the file cannot be read, or is of another form.
-    """
+    """Read the passages of some questions."""
     rows: list[list[str]] = []
     try:
         with Path(path).expanduser().open(encoding="utf-8") as lines:
@@ -64,16 +53,7 @@ def bundled_passages() -> list[list[str]]:
 def measure_joins(
     tokenizers: Sequence[str], passages: Sequence[Sequence[str]], progress: Callable[[str], None] | None = None
 ) -> dict[str, Any]:
-    """Store passages and look for them in prompts, by their ids alone and with their texts named.
-
-    Args:
-        tokenizers: folders; none is the bundled one.
-        passages: of each prompt, in their order.
-        progress: called with a line of text before each tokenizer.
-
-    Returns:
-        `versions` and `rows`: one for each tokenizer and way of joining.
-    """
+    """Store passages and look for them in prompts, by their ids alone and with their texts named."""
     rows = []
     for folder in tokenizers or [REFERENCE]:
         if progress is not None:
@@ -148,7 +128,7 @@ class _Bench:
 
     def _plan(self, ids: list[int], known: Any = None) -> Plan:
         planner = Planner(self._model, self._store, fingerprint(self._model), default_sink(self._model))
-        return planner.plan([ids], [0], len(ids), known, True, [Whole(tuple(ids), prefix=0)])
+        return planner.plan([ids], [0], len(ids), known, True, [PromptRow(tuple(ids), prefix=0)])
 
     def _named(self, prompt: str, texts: Sequence[str]) -> Plan:
         made = build_text(self._tokenizer, prompt, texts, special=True)
@@ -164,5 +144,3 @@ def _is_in(ids: np.ndarray, chunk: Sequence[int]) -> bool:
     """Whether all ids of a chunk are in a prompt, one behind the other; looked up without the store."""
     starts = np.flatnonzero(ids[: len(ids) - len(chunk) + 1] == chunk[0])
     return any(np.array_equal(ids[start : start + len(chunk)], chunk) for start in starts)
-
-

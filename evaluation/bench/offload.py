@@ -26,19 +26,7 @@ OURS, RESIDENT, DYNAMIC, STOCK = "kv_device_map", "blend", "DynamicCache", "Offl
 
 @dataclass(frozen=True)
 class OffloadPlan:
-    """What is measured.
-
-    Attributes:
-        shape: a name in `SHAPES`, or `OWN` and a model of one's own.
-        contexts: tokens in the cache before decoding.
-        excess: the K and V of the context over what `max_memory` allows on the device.
-        tokens: how many are decoded in a turn.
-        rounds: how many turns each cache takes; the median counts.
-        dtype: of weights and KV.
-        seed: of weights, K and V.
-        device: where the model runs.
-        folder: for what goes to the disk; None is the system's folder for temporary files.
-    """
+    """What is measured."""
 
     shape: str = "smollm2-135m"
     contexts: tuple[int, ...] = (4096, 16384)
@@ -53,16 +41,7 @@ class OffloadPlan:
 
 @torch.no_grad()
 def measure_offload(plan: OffloadPlan, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
-    """Decode with each cache at each context.
-
-    Args:
-        plan: what to measure.
-        progress: called with a line of text before each context.
-
-    Returns:
-        `rows`, one for each context and cache: tokens a second, ratio to `OffloadedCache` and to KV on the device,
-        whether the most likely tokens are those of KV on the device, bytes; `error` where a cache does not run here.
-    """
+    """Decode with each cache at each context."""
     model = timed_model(plan.shape, plan.dtype, plan.device, plan.seed)
     rows = []
     for context in plan.contexts:

@@ -38,20 +38,7 @@ NO_KERNEL = ("aten::empty", "aten::new_empty", "aten::_unsafe_view", "aten::_loc
 
 @dataclass(frozen=True)
 class OverheadPlan:
-    """What is measured.
-
-    Attributes:
-        shape: a name in `SHAPES`, or `OWN` and a model of one's own.
-        tokens: in all chunks together; the same for each number of chunks, so that only their number differs.
-        short_tokens: likewise, where host time is measured: so few that arithmetic does not hide the host.
-        question_tokens: length of the question.
-        chunks: numbers of chunks.
-        settings: selector and recompute ratio of each row.
-        rounds: how often host time is measured, in turns; the median counts.
-        dtype: of weights and KV.
-        seed: of weights and tokens.
-        device: where the model runs.
-    """
+    """What is measured."""
 
     shape: str = "tiny-deep"
     tokens: int = 960
@@ -69,10 +56,6 @@ class KernelCount:
     """Counts the ATen calls that launch work, and the requests of the host for a result that it has to wait for.
 
     A request for what is in host memory already counts too: on a CPU there is no telling them apart.
-
-    Attributes:
-        kernels: by operation, views and allocations left out.
-        syncs: by function.
     """
 
     def __init__(self) -> None:
@@ -101,16 +84,7 @@ class KernelCount:
 
 
 def measure_overhead(plan: OverheadPlan, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
-    """Count and time prefills of the same prompt, stock and blended, with all chunks in memory.
-
-    Args:
-        plan: what to measure.
-        progress: called with a line of text before each row.
-
-    Returns:
-        `rows`, one per setting and number of chunks: kernels per layer, synchronisations, and host time as a ratio of
-        the stock prefill's.
-    """
+    """Count and time prefills of the same prompt, stock and blended, with all chunks in memory."""
     model = timed_model(plan.shape, plan.dtype, plan.device, plan.seed)
     rows = []
     for selector, ratio in plan.settings:
@@ -172,14 +146,7 @@ def _first_token(model: Any, cache: Any, inputs: Mapping[str, Any]) -> None:
 
 @torch.no_grad()
 def count(run: Callable[[], Any]) -> KernelCount:
-    """Count the calls of a run, with attention as it is on a GPU: a CPU cuts few rows into blocks that see less.
-
-    Args:
-        run: what to call.
-
-    Returns:
-        The counts.
-    """
+    """Count the calls of a run, with attention as it is on a GPU: a CPU cuts few rows into blocks that see less."""
     counted = KernelCount()
     with patch.object(row_lines, "CAUSAL_MASK", (row_lines.SMALL_MASK,) * 2), counted.counting():
         run()
@@ -190,14 +157,6 @@ def host_ratio(ours: Callable[[], Any], stock: Callable[[], Any], rounds: int) -
     """Median over rounds of the processor time of one run over that of the other, in turns, on one thread.
 
     Processor time is that of the calling thread: what other programs do meanwhile is not counted.
-
-    Args:
-        ours: the run above the line.
-        stock: the run below.
-        rounds: how many of each.
-
-    Returns:
-        The ratio.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -32,19 +32,7 @@ SHAPES = {"8 KV heads of 64": (16, 8, 64), "32 KV heads of 32": (32, 32, 32)}  #
 
 @dataclass(frozen=True)
 class PartialPlan:
-    """What is measured.
-
-    Attributes:
-        chunks: behind a prefix of one token.
-        chunk_tokens: of each.
-        question_tokens: of the question.
-        layers: of the models.
-        share: of the blocks that is loaded.
-        rates: of the disk, GB/s; 0 is as fast as it is.
-        rounds: how often each way is measured; the median counts.
-        seed: of weights and tokens.
-        fallback: what is loaded where probe heads disagree, see `ChunkStore.open`.
-    """
+    """What is measured."""
 
     chunks: int = 4
     chunk_tokens: int = 512
@@ -58,15 +46,7 @@ class PartialPlan:
 
 
 def measure_partial_load(plan: PartialPlan, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
-    """Measure both shapes at every rate.
-
-    Args:
-        plan: what to measure.
-        progress: called with a line of text before each row.
-
-    Returns:
-        `rows`: bytes of all and of what was loaded, times to the first token, the share of fallback layers.
-    """
+    """Measure both shapes at every rate."""
     rows = []
     for name, heads in SHAPES.items():
         model, pieces = _tied_model(plan, *heads), _pieces(plan)

@@ -44,23 +44,7 @@ SLACK_S = 0.05  # a device reads ahead for so long: a reader that waits for a co
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """What is measured.
-
-    Attributes:
-        shape: of the model; its weights are random.
-        cells: seconds of loading all chunks, by those of computing at the least ratio.
-        chunks: how many; an even number.
-        chunk_tokens: length of each.
-        question_tokens: length of the question.
-        row_ms: what a layer sleeps for each row that it computes, where the pipeline is measured.
-        plan_row_ms: the same where plans are compared: some compute everything.
-        near: how much faster the near tier is.
-        ratios: recompute ratios of the fixed plans; the first is the least that quality asks for, and the others are
-            tried where the chunks of a whole tier, or of both, are loaded.
-        rounds: how often the ways of a cell take turns; the fastest counts: what a busy machine adds to a sleep is not
-            what is asked for.
-        plan_rounds: how often each fixed plan, and the controller, take turns.
-    """
+    """What is measured."""
 
     shape: str = "narrow-48-layers"
     cells: tuple[float, ...] = (0.1, 0.5, 1.0, 2.0, 5.0)
@@ -76,15 +60,7 @@ class PipelinePlan:
 
 
 def measure_pipeline(plan: PipelinePlan, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
-    """Measure every cell.
-
-    Args:
-        plan: what to measure.
-        progress: called with a line of text before each step.
-
-    Returns:
-        The settings, `threads`, `layers`, `rows`, one per cell, and `plans`: every fixed plan of every cell.
-    """
+    """Measure every cell."""
     say = progress or (lambda text: None)
     bench = _Bench(plan)
     rows: list[dict[str, Any]] = []
@@ -107,12 +83,7 @@ def measure_pipeline(plan: PipelinePlan, progress: Callable[[str], None] | None 
 
 
 class _FixedPlan:
-    """In the controller's place: the same plan for each request.
-
-    Args:
-        loaded: which chunks, by their places in the request.
-        ratio: recompute ratio.
-    """
+    """In the controller's place: the same plan for each request."""
 
     def __init__(self, loaded: Sequence[int], ratio: float) -> None:
         self._advice = Advice(ratio, len(loaded), 0.0, 0.0, 0.0, loaded=tuple(loaded))
@@ -142,12 +113,7 @@ class _Link:
         self._free_at, self._lock = 0.0, threading.Lock()
 
     def wait(self, seconds: float, begun: float) -> None:
-        """Wait until a read is done.
-
-        Args:
-            seconds: that it takes.
-            begun: when it began (`time.perf_counter`).
-        """
+        """Wait until a read is done."""
         with self._lock:
             self._free_at = max(self._free_at, begun - SLACK_S) + seconds
             ahead = self._free_at - time.perf_counter()
@@ -156,13 +122,7 @@ class _Link:
 
 
 class _SleepingTier(ThrottledTier):
-    """A tier whose reads wait for a link that it shares.
-
-    Args:
-        tier: the tier behind.
-        bytes_s: the rate.
-        link: shared with other tiers.
-    """
+    """A tier whose reads wait for a link that it shares."""
 
     def __init__(self, tier: Tier, bytes_s: float, link: _Link) -> None:
         super().__init__(tier, bytes_s)
@@ -188,12 +148,12 @@ class _Bench:
         self._keys: list[ChunkKey] = []
         for tier, chunks in ((self._near, self._pieces["chunks"][:half]), (self._far, self._pieces["chunks"][half:])):
             store = ChunkStore([], [tier])
-            store.add(self.model, None, [list(SINK)], sink_ids=())
-            self._keys += store.add(self.model, None, chunks, sink_ids=SINK)
+            store.add(self.model, None, [list(SINK)], chunk_prefix_ids=())
+            self._keys += store.add(self.model, None, chunks, chunk_prefix_ids=SINK)
             tier.is_full = True
         self._memory = ChunkStore.open("memory://")
-        self._memory.add(self.model, None, [list(SINK)], sink_ids=())
-        self._memory.add(self.model, None, self._pieces["chunks"], sink_ids=SINK)
+        self._memory.add(self.model, None, [list(SINK)], chunk_prefix_ids=())
+        self._memory.add(self.model, None, self._pieces["chunks"], chunk_prefix_ids=SINK)
         self._request(self._memory)
 
     @contextmanager

@@ -18,15 +18,7 @@ __all__ = ["Replayed", "Service", "replay"]
 
 @dataclass(frozen=True)
 class Service:
-    """How long one server takes.
-
-    Attributes:
-        prefill_s: of each request alone, in seconds.
-        slice_s: how long those that decode wait for a prefill at a time, in seconds.
-        token_s: of a step in which one request decodes, in seconds.
-        crowded_s: of a step in which `crowd` requests decode, in seconds.
-        crowd: how many requests decode at most.
-    """
+    """How long one server takes."""
 
     prefill_s: tuple[float, ...]
     slice_s: float
@@ -35,36 +27,21 @@ class Service:
     crowd: int
 
     def step_s(self, decoding: int) -> float:
-        """How long a step takes, between the two that were measured along a line; 0 if nobody decodes.
-
-        Args:
-            decoding: how many requests get a token.
-        """
+        """How long a step takes, between the two that were measured along a line; 0 if nobody decodes."""
         if not decoding:
             return 0.0
         share = (decoding - 1) / max(1, self.crowd - 1)
         return self.token_s + share * (self.crowded_s - self.token_s)
 
     def faster(self, prefill: float, decode: float) -> "Service":
-        """The same on another machine.
-
-        Args:
-            prefill: so many times faster at prefills, which compute bounds.
-            decode: so many times faster at decoding, which memory bandwidth bounds.
-        """
+        """The same on another machine."""
         times = tuple(seconds / prefill for seconds in self.prefill_s)
         return replace(self, prefill_s=times, token_s=self.token_s / decode, crowded_s=self.crowded_s / decode)
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """When each request's tokens came.
-
-    Attributes:
-        first_token_s: after its arrival, for each request, in seconds.
-        next_token_s: between tokens, of all requests together, in seconds.
-        took_s: from the first arrival to the last token, in seconds.
-    """
+    """When each request's tokens came."""
 
     first_token_s: tuple[float, ...]
     next_token_s: tuple[float, ...]
@@ -72,17 +49,7 @@ class Replayed:
 
 
 def replay(service: Service, arrivals: Sequence[float], new_tokens: int, servers: int = 1) -> Replayed:
-    """Answer requests with measured service times.
-
-    Args:
-        service: of one server.
-        arrivals: when each request comes, in seconds, ascending; as many as `service.prefill_s`.
-        new_tokens: of each answer.
-        servers: that share the requests: each goes to the one with the least prefill left to do.
-
-    Returns:
-        When the tokens came.
-    """
+    """Answer requests with measured service times."""
     free_at = [0.0] * servers
     queues: list[list[int]] = [[] for _ in range(servers)]
     for number, (at, work) in enumerate(zip(arrivals, service.prefill_s, strict=True)):

@@ -34,19 +34,7 @@ _CHILD = "import sys; from hf_blend.evaluation.bench.scale import _child; _child
 
 @dataclass(frozen=True)
 class ScalePlan:
-    """What is measured.
-
-    Attributes:
-        points: shape of a model and tokens in all chunks together.
-        chunk_tokens: length of each chunk.
-        question_tokens: length of the question.
-        ratio: recompute ratio.
-        selector: which tokens are recomputed.
-        rounds: how often each prefill is measured, in turns; the median time counts, and the largest peak.
-        threads: of torch, in each process.
-        dtype: of weights and KV.
-        seed: of weights and tokens.
-    """
+    """What is measured."""
 
     points: tuple[tuple[str, int], ...] = (
         *(("thin", tokens << 10) for tokens in (4, 16, 32, 64)),
@@ -63,15 +51,7 @@ class ScalePlan:
 
 
 def measure_scale(plan: ScalePlan, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
-    """Measure every point in a process of its own.
-
-    Args:
-        plan: what to measure.
-        progress: called with a line of text before each point.
-
-    Returns:
-        `rows`, one per point.
-    """
+    """Measure every point in a process of its own."""
     rows = []
     for point in plan.points:
         if progress:
@@ -96,15 +76,7 @@ def _child(given: str) -> None:
 
 @torch.no_grad()
 def measure_point(plan: ScalePlan) -> dict[str, Any]:
-    """Measure the first point of a plan in this process.
-
-    Args:
-        plan: what to measure.
-
-    Returns:
-        Seconds, speed-up, FLOP bound, and peak memory in bytes; None for memory where the kernel does not tell.
-        `cpu_bound_share` is by processor time, which a busy machine disturbs less.
-    """
+    """Measure the first point of a plan in this process."""
     torch.set_num_threads(plan.threads)
     shape, tokens = plan.points[0]
     model: Any = timed_model(shape, plan.dtype, "cpu", plan.seed)

@@ -19,18 +19,7 @@ from .shapes import text_config, timed_model, wait_for
 
 @dataclass(frozen=True)
 class SequencesPlan:
-    """What is measured.
-
-    Attributes:
-        shape: a name in `SHAPES`, or `OWN` and a model of one's own.
-        prefix_tokens: what all sequences begin with.
-        tails: for each row of the result, how many tokens of its own each sequence holds before the first step.
-        sequences: how many.
-        rounds: steps of each kind, in turn; the median counts.
-        dtype: of weights and KV.
-        seed: of weights and tokens.
-        device: where the model runs.
-    """
+    """What is measured."""
 
     shape: str = "smollm2-135m"
     prefix_tokens: int = 4096
@@ -44,15 +33,7 @@ class SequencesPlan:
 
 @torch.no_grad()
 def measure_sequences(plan: SequencesPlan, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
-    """Decode a batch behind a shared prefix in one storage and in stock caches, step by step in turn.
-
-    Args:
-        plan: what to measure.
-        progress: called with a line of text before each length of the tails.
-
-    Returns:
-        `rows`, one for each length of the tails, and `threads`.
-    """
+    """Decode a batch behind a shared prefix in one storage and in stock caches, step by step in turn."""
     model = timed_model(plan.shape, plan.dtype, plan.device, plan.seed)
     draw = torch.Generator().manual_seed(plan.seed)
     cache, rows = SequenceCache(model), []

@@ -35,29 +35,7 @@ LONE = 3  # requests that are answered one after the other
 
 @dataclass(frozen=True)
 class ServePlan:
-    """What is measured.
-
-    Attributes:
-        shape: a name in `SHAPES`, or `OWN` and a model of one's own.
-        chunks: how many chunks are before the question.
-        chunk_tokens: length of each.
-        question_tokens: length of the question.
-        library: how many chunks there are to draw from.
-        zipf: how uneven they are drawn: the n-th is drawn with a weight of 1 / n to this power.
-        requests: of each run.
-        new_tokens: of each answer.
-        rates: shares of the capacity of full prefill at which requests arrive.
-        recompute_ratio: of blending.
-        batch_tokens: of a step.
-        batch_requests: of a step.
-        page_tokens: of a block.
-        cache_tokens: of the engine's cache; None: of four prompts more than a step has requests.
-        stall_ms: how long a blended prefill may hold up those that decode.
-        machines: on which the run is replayed: servers, and how many times faster they prefill and decode.
-        dtype: of weights and KV.
-        device: where the model runs.
-        seed: of weights, tokens and arrivals.
-    """
+    """What is measured."""
 
     shape: str = "smollm2-135m"
     chunks: int = 8
@@ -86,21 +64,7 @@ class ServePlan:
 
 
 def measure_serve(plan: ServePlan, progress: Callable[[str], Any] | None = None) -> dict[str, Any]:
-    """Measure every way at once, and at every rate.
-
-    Args:
-        plan: what to measure.
-        progress: called with a line of text before each run.
-
-    Returns:
-        `machine`, `plan`, `precompute_s` (to fill the store before anything is measured) and `rows`, one for each way
-        at once (`share` is None) and at each rate: requests a second, p50, p95, p99 of the time to the first token and
-        between tokens, and how far off the replay of this row is, as a share; `services` (of each way) and `predicted`
-        (the rows on other machines).
-
-    Raises:
-        ConfigError: a number makes no sense.
-    """
+    """Measure every way at once, and at every rate."""
     if plan.library < plan.chunks or plan.requests < 2:
         raise ConfigError(
             f"there are {plan.library} chunks for {plan.chunks} in a prompt, and {plan.requests} requests; expected "

@@ -21,18 +21,7 @@ from .shapes import text_config, timed_model, wait_for
 
 @dataclass(frozen=True)
 class SessionPlan:
-    """What is measured.
-
-    Attributes:
-        shape: a name in `SHAPES`, or `OWN` and a model of one's own.
-        system_tokens: length of the first prompt, before any turn.
-        turn_tokens: length of each turn's question; the answer is as long.
-        turns: how many turns.
-        rounds: how often each turn is measured; the median counts.
-        dtype: of weights and KV.
-        seed: of weights and tokens.
-        device: where the model runs.
-    """
+    """What is measured."""
 
     shape: str = "smollm2-135m"
     system_tokens: int = 512
@@ -46,15 +35,7 @@ class SessionPlan:
 
 @torch.no_grad()
 def measure_session(plan: SessionPlan, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
-    """Go through a conversation turn by turn, each turn measured both ways in turn.
-
-    Args:
-        plan: what to measure.
-        progress: called with a line of text before each turn.
-
-    Returns:
-        `rows`, one for each turn, and `threads`.
-    """
+    """Go through a conversation turn by turn, each turn measured both ways in turn."""
     model = timed_model(plan.shape, plan.dtype, plan.device, plan.seed)
     draw = torch.Generator().manual_seed(plan.seed)
     cache, rows = SequenceCache(model), []

@@ -144,20 +144,7 @@ def wait_for(model: nn.Module) -> None:
 
 
 def timed_model(shape: str, dtype: str, device: str, seed: int = 0) -> nn.Module:
-    """Load or make the model that a bench times.
-
-    Args:
-        shape: a name in `SHAPES`, or `OWN` and the path or hub id of a model.
-        dtype: of the weights, such as "float32"; "auto" is as a model was saved, and float32 of a shape.
-        device: where the model runs.
-        seed: of random weights.
-
-    Returns:
-        The model, in evaluation mode.
-
-    Raises:
-        ConfigError: there is no such shape, model or dtype.
-    """
+    """Load or make the model that a bench times."""
     if shape.startswith(OWN):
         return open_model(shape.removeprefix(OWN), device, dtype).load()
     kind = choose_dtype(dtype)
@@ -182,20 +169,7 @@ def kv_bytes(model: nn.Module, tokens: int) -> int:
 
 
 def random_model(shape: str, dtype: torch.dtype, device: str, seed: int = 0) -> nn.Module:
-    """Build a model of a known shape with random weights.
-
-    Args:
-        shape: a name in `SHAPES`.
-        dtype: of the weights.
-        device: where they are made.
-        seed: of the weights.
-
-    Returns:
-        The model, in evaluation mode.
-
-    Raises:
-        ConfigError: no shape has that name.
-    """
+    """Build a model of a known shape with random weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if shape not in SHAPES:

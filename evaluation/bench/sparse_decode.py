@@ -25,19 +25,7 @@ DENSE = "dense"
 
 @dataclass(frozen=True)
 class SparsePlan:
-    """What is measured.
-
-    Attributes:
-        shape: a name in `SHAPES`, or `OWN` and a model of one's own.
-        contexts: tokens in the cache before decoding.
-        shares: of the blocks that are looked at.
-        method: that scores them.
-        tokens: how many are decoded in a turn; a multiple of the lock duration counts its costs fairly.
-        rounds: how many turns each way takes; the median counts.
-        dtype: of weights and KV.
-        seed: of weights, K and V.
-        device: where the model runs.
-    """
+    """What is measured."""
 
     shape: str = "smollm2-135m"
     contexts: tuple[int, ...] = (4096, 16384, 32768)
@@ -52,15 +40,7 @@ class SparsePlan:
 
 @torch.no_grad()
 def measure_sparse_decode(plan: SparsePlan, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
-    """Decode with every share, locked and unlocked, at each context.
-
-    Args:
-        plan: what to measure.
-        progress: called with a line of text before each context.
-
-    Returns:
-        `rows`, one for each context and way: tokens a second, ratio to dense decoding, share of attention kept.
-    """
+    """Decode with every share, locked and unlocked, at each context."""
     model = timed_model(plan.shape, plan.dtype, plan.device, plan.seed)
     rows = []
     for context in plan.contexts:

@@ -29,21 +29,7 @@ DENSE = "dense"
 
 @dataclass(frozen=True)
 class SparseOffloadPlan:
-    """What is measured.
-
-    Attributes:
-        shape: a name in `SHAPES`, or `OWN` and a model of one's own.
-        contexts: tokens in the cache before decoding.
-        shares: of the blocks that are looked at.
-        places: where K and V are kept; "device" is the one that computes.
-        method: that scores blocks.
-        tokens: how many are decoded in a turn; a multiple of the lock duration counts its costs fairly.
-        rounds: how many turns each way takes; the median counts.
-        dtype: of weights and KV.
-        seed: of weights, K and V.
-        device: where the model runs.
-        folder: for what goes to the disk; None is the system's folder for temporary files.
-    """
+    """What is measured."""
 
     shape: str = "thin"
     contexts: tuple[int, ...] = (2048, 8192, 32768)
@@ -60,17 +46,7 @@ class SparseOffloadPlan:
 
 @torch.no_grad()
 def measure_sparse_offload(plan: SparseOffloadPlan, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
-    """Decode in each way at each context.
-
-    Args:
-        plan: what to measure.
-        progress: called with a line of text before each context.
-
-    Returns:
-        `rows`, one for each context, place and share: tokens a second, ratio to dense decoding of the same place and
-        of the device, bytes on the device as the cache counts them and all bytes of tensors that came to be alive,
-        over the bytes of the context's K and V.
-    """
+    """Decode in each way at each context."""
     model = timed_model(plan.shape, plan.dtype, plan.device, plan.seed)
     rows = []
     for context in plan.contexts:

@@ -28,17 +28,7 @@ MB = 1e6
 
 @dataclass(frozen=True)
 class StorePlan:
-    """What is measured.
-
-    Attributes:
-        entries: how many large entries.
-        tokens: of each, in the shape of `layers` layers with `kv_heads` heads of width 64 in float32.
-        layers: of the model.
-        kv_heads: of each layer.
-        rounds: how often each entry is read each way; the median counts.
-        small_entries: how many tiny entries a store is opened with.
-        folder: where to write; None is a temporary folder.
-    """
+    """What is measured."""
 
     entries: int = 8
     tokens: int = 512
@@ -50,16 +40,7 @@ class StorePlan:
 
 
 def measure_store(plan: StorePlan, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
-    """Put, read and open.
-
-    Args:
-        plan: what to measure.
-        progress: called with a line of text before each part.
-
-    Returns:
-        `warm` and `cold`: `read_mb_s` (verified), `raw_mb_s`, `share_of_raw_read`; `verify_share_of_load` (cold),
-        `put_mb_s`, `open_s` with `open_entries`.
-    """
+    """Put, read and open."""
     tell = progress or (lambda text: None)
     with TemporaryDirectory(dir=plan.folder) as folder:
         tell("putting")

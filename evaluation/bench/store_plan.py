@@ -54,14 +54,7 @@ SLOW: Devices = FAR[1:]
 
 @dataclass(frozen=True)
 class Cell:
-    """One question to the plan.
-
-    Attributes:
-        shape: of the model.
-        ratio: least share to recompute.
-        devices: that there are.
-        gpu_hour: price of the GPU for an hour.
-    """
+    """One question to the plan."""
 
     shape: str
     ratio: float
@@ -85,15 +78,7 @@ CELLS = (
 
 @dataclass(frozen=True)
 class StorePlanPlan:
-    """What is measured.
-
-    Attributes:
-        cells: the questions.
-        chunks: of a request.
-        chunk_tokens: of each.
-        rounds: requests from each device; the median counts.
-        seed: of weights and tokens.
-    """
+    """What is measured."""
 
     cells: tuple[Cell, ...] = CELLS
     chunks: int = 4
@@ -104,17 +89,7 @@ class StorePlanPlan:
 
 @torch.no_grad()
 def measure_store_plan(plan: StorePlanPlan, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
-    """Plan and measure every cell.
-
-    Args:
-        plan: what to measure.
-        progress: called with a line of text before each cell.
-
-    Returns:
-        `rows`, one for each cell: the chosen and the best device, and for each device the stated and the measured
-        seconds of a request, and in which share of the `resamples` of the rounds the chosen device is the best one;
-        `right`, in how many cells both are the same; `refuted`, in how many that share is below `REFUTED`.
-    """
+    """Plan and measure every cell."""
     rows, models = [], {}
     lengths = (plan.chunks * plan.chunk_tokens // 2, plan.chunks * plan.chunk_tokens)
     for number, cell in enumerate(plan.cells):
@@ -197,9 +172,14 @@ def _medians(times: Mapping[str | None, Sequence[float]]) -> Seconds:
 def _with(one: Placement, seconds: float, in_memory: float, gpu_hour: float) -> Placement:
     """What was measured in the place of what was estimated."""
     gpu = REQUESTS_PER_DAY * MONTH_S / 86400 * seconds / HOUR_S * gpu_hour
-    return Placement(**{
-        **asdict(one), "is_hidden": seconds <= (1 + DELAY_SHARE) * in_memory, "request_s": seconds, "gpu_month": gpu
-    })
+    return Placement(
+        **{
+            **asdict(one),
+            "is_hidden": seconds <= (1 + DELAY_SHARE) * in_memory,
+            "request_s": seconds,
+            "gpu_month": gpu,
+        }
+    )
 
 
 def _times(model: nn.Module, cell: Cell, plan: StorePlanPlan) -> Mapping[str | None, list[float]]:

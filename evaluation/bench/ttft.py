@@ -28,22 +28,7 @@ FULL = "full"
 
 @dataclass(frozen=True)
 class TtftPlan:
-    """What is measured.
-
-    Attributes:
-        shape: a name in `SHAPES`, or `OWN` and a model of one's own.
-        chunks: how many chunks stand before the question.
-        chunk_tokens: length of each.
-        question_tokens: length of the question.
-        ratios: recompute ratios to measure.
-        selector: which tokens are recomputed.
-        rounds: how often each is measured; the median counts.
-        dtype: of weights and KV.
-        device: where the model runs.
-        seed: of weights and tokens.
-        data: JSONL file with real prompts, for a model of one's own; None makes ids up.
-        limit: the first so many prompts of it; None is all.
-    """
+    """What is measured."""
 
     shape: str = "smollm2-135m"
     chunks: int = 8
@@ -87,20 +72,7 @@ class Clock:
 
 
 def measure_ttft(plan: TtftPlan, progress: Any = None) -> dict[str, Any]:
-    """Measure full prefill and blending at every ratio, in turn, several times over.
-
-    Args:
-        plan: what to measure.
-        progress: called with a line of text before each round.
-
-    Returns:
-        `machine` and `rows`, one per ratio, and `full`, the stock prefill that the rows are compared with: medians
-        over rounds and prompts. `prompts` says how many these were.
-
-    Raises:
-        ConfigError: there are real prompts, but no model of one's own.
-        PromptError: the file of prompts is none.
-    """
+    """Measure full prefill and blending at every ratio, in turn, several times over."""
     tokenizer, prompts = _real_prompts(plan) if plan.data else (None, [])
     model = timed_model(plan.shape, plan.dtype, plan.device, plan.seed)
     prompts = prompts or [_pieces(plan, text_config(model).vocab_size)]

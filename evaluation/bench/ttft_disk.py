@@ -32,13 +32,7 @@ WAYS = ("load", "compute", "sequential", "pipelined")
 
 @dataclass(frozen=True)
 class DiskPlan:
-    """What is measured.
-
-    Attributes:
-        ttft: model, prompt and rounds; the first of its ratios is used.
-        rates: of the tier, GB/s; 0 is as fast as it is.
-        cold: forget the files before each run.
-    """
+    """What is measured."""
 
     ttft: TtftPlan
     rates: tuple[float, ...] = (0.5, 1.0, 4.0, 0.0)
@@ -46,15 +40,7 @@ class DiskPlan:
 
 
 def measure_ttft_disk(plan: DiskPlan, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
-    """Measure every way at every rate.
-
-    Args:
-        plan: what to measure.
-        progress: called with a line of text before each rate.
-
-    Returns:
-        `machine` and `rows`, one per rate.
-    """
+    """Measure every way at every rate."""
     given = plan.ttft
     model = timed_model(given.shape, given.dtype, given.device, given.seed)
     pieces = _pieces(given, text_config(model).vocab_size)
@@ -79,7 +65,7 @@ def _row(
     memory = ChunkStore.open("memory://", memory_bytes=64 << 30)
     whole, streaming = ChunkStore([], [tier]), ChunkStore([], [tier])
     for store in (memory, streaming):
-        keys = store.add(model, None, pieces["chunks"], sink_ids=(1,))
+        keys = store.add(model, None, pieces["chunks"], chunk_prefix_ids=(1,))
     whole.pipeline_depth = 0
     _run(model, streaming, pieces, given, ratio)  # the prefix is stored too
     forget = (lambda: cold.forget(folder / "store")) if plan.cold else (lambda: None)

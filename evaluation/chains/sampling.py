@@ -15,17 +15,7 @@ LONG = Level()
 
 @dataclass(frozen=True)
 class Example:
-    """One prompt in pieces and its answer.
-
-    Attributes:
-        chunks: each ends in a newline.
-        question: comes last.
-        answer: one word.
-        depth: links from the thing asked for to the sentence that names the owner.
-        crossings: how many of them lead to another chunk.
-        links: for each chunk the places of its tokens that refer back, as indices into the chunk's tokens.
-        chain: the sentences that lead from the thing asked for to its owner, in turn.
-    """
+    """One prompt in pieces and its answer."""
 
     chunks: tuple[str, ...]
     question: str
@@ -37,20 +27,7 @@ class Example:
 
 
 def sample_examples(count: int, seed: int, split: str = "heldout", level: Level = LONG) -> list[Example]:
-    """Draw examples, one question per story; depths 0 to `level.depth` take turns.
-
-    Args:
-        count: number of examples.
-        seed: decides everything; the same seed gives the same examples.
-        split: "heldout" asks only for facts that training never saw, "train" only for others.
-        level: how long and how deep stories are.
-
-    Returns:
-        The examples.
-
-    Raises:
-        ConfigError: there is no such split.
-    """
+    """Draw examples, one question per story; depths 0 to `level.depth` take turns."""
     if split not in SPLITS:
         raise ConfigError(f"split is {split!r}, expected one of {', '.join(SPLITS)}. Use 'heldout' to measure.")
     random = Random(f"{split}-{seed}")

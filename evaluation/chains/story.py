@@ -34,15 +34,7 @@ _DEEPER = 1.5  # how much likelier a thing is leant on for each link behind it, 
 
 @dataclass(frozen=True)
 class Level:
-    """How long and how deep stories are.
-
-    Attributes:
-        chunks: fewest and most chunks.
-        facts: fewest and most facts of a chunk.
-        fillers: fewest and most sentences of a chunk that say nothing of owners.
-        depth: most links in a row.
-        rooted: share of the facts that name an owner.
-    """
+    """How long and how deep stories are."""
 
     chunks: tuple[int, int] = (10, 16)
     facts: tuple[int, int] = (1, 2)
@@ -53,18 +45,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Fact:
-    """One sentence about an owner.
-
-    Attributes:
-        thing: what it is about.
-        owner: whose that is.
-        leans_on: the thing that the sentence refers to; None if it names the owner.
-        verb: the words between the two.
-        depth: number of links to the sentence that names the owner.
-        crossings: how many of them lead to another chunk.
-        chunk: index of the chunk.
-        place: index, among the chunk's words, of the word that closes the clause: the owner, or the kind leant on.
-    """
+    """One sentence about an owner."""
 
     thing: str
     owner: str
@@ -93,13 +74,7 @@ class Teller:
     """Draws one story."""
 
     def __init__(self, random: Random, level: Level, split: str) -> None:
-        """Prepare.
-
-        Args:
-            random: decides everything.
-            level: how long and how deep.
-            split: "train" uses no held-out fact and no unseen word; "heldout" uses both kinds.
-        """
+        """Prepare."""
         self.random, self.level, self.train = random, level, split == "train"
         self.owners = random.sample(OWNERS, len(OWNERS))
         self.kinds = random.sample(list(THINGS), len(THINGS))  # not told of yet

@@ -54,11 +54,6 @@ def held_out(thing: str, owner: str, through: str) -> bool:
     """Whether training never lets this thing be that owner's in this way.
 
     It takes three words: that two words never go together can be learnt, and would then be wrong where they do.
-
-    Args:
-        thing: what is owned.
-        owner: by whom.
-        through: the thing leant on, or the words of the sentence that names the owner.
     """
     return crc32(f"{thing}|{owner}|{through}".encode()) % _HELD_OUT == 0
 

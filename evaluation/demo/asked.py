@@ -13,18 +13,7 @@ ANSWER = re.compile(r'data-method="([^"]+)" data-state="done".*?class="hb-answer
 
 
 def first_answers(url: str, model: str) -> dict[str, str]:
-    """Ask the question that the page opened with.
-
-    Args:
-        url: of the page.
-        model: its name.
-
-    Returns:
-        Method → answer.
-
-    Raises:
-        MissingExtraError: Gradio is not installed.
-    """
+    """Ask the question that the page opened with."""
     client = import_extra("gradio_client", extra="demo", wanted_by="checking the page").Client(url, verbose=False)
     wish = first_wish(story_for(model))
     how = (wish.recompute_ratio, wish.selector)

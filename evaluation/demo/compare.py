@@ -16,9 +16,9 @@ from ..asking import Asked, Reply, ask, warm
 from ..documents import unknown_words
 from ..inspecting import Inspector
 from ..prompting import chunks_of
-from .shelf import Loaded, Shelf
+from .shelf import Loaded, ModelCache
 from .visitors import Limits
-from .wish import REAL, Wish, first_wish, prepare, says, story_for
+from .wish import REAL, DemoRequest, first_wish, prepare, says, story_for
 
 POLL_S = 0.02
 TOY = "chains"
@@ -30,16 +30,7 @@ NO_REAL = (
 
 @dataclass(frozen=True)
 class Panel:
-    """What is known about one way to answer.
-
-    Attributes:
-        method: its name.
-        state: waiting, writing or done.
-        text: of the answer so far.
-        ttft_ms: time to the first token.
-        charged: share of a full prefill's work on the reusable tokens.
-        correct: None where the right answer is not known.
-    """
+    """What is known about one way to answer."""
 
     method: str
     state: str = "waiting"
@@ -50,18 +41,8 @@ class Panel:
 
 
 @dataclass(frozen=True)
-class Scene:
-    """All that the page shows.
-
-    Attributes:
-        panels: full prefill, full reuse, blend.
-        status: one sentence.
-        tokens: (text, recomputed) of the prompt up to the question.
-        deviation: by layer, of each reusable token.
-        columns: where the reusable tokens stand in the prompt.
-        sources: names of the files that the documents are pieces of.
-        failed: whether the status says what went wrong.
-    """
+class DemoState:
+    """All that the page shows."""
 
     panels: tuple[Panel, ...]
     status: str = ""
@@ -77,25 +58,15 @@ class Scene:
         return tuple(one.correct for one in self.panels) == (True, False, True)
 
 
-def compare(loaded: Loaded, store: ChunkStore, wish: Wish, limits: Limits) -> Iterator[Scene]:
-    """Answer three ways, and tell the scene again and again while the answers are written.
-
-    Args:
-        loaded: the model.
-        store: the visitor's own.
-        wish: what is asked for.
-        limits: what is allowed.
-
-    Yields:
-        Scenes; the last one is complete.
-    """
+def compare(loaded: Loaded, store: ChunkStore, wish: DemoRequest, limits: Limits) -> Iterator[DemoState]:
+    """Answer three ways, and tell the scene again and again while the answers are written."""
     asked = prepare(loaded, wish, limits)
     texts = "\n".join([wish.question, wish.documents, *(piece.text for piece in asked.sources)])
     strange = unknown_words(loaded.tokenizer, texts)
     if strange and wish.files:
         raise PromptError(f"{strange} Name a model that knows them, such as {REAL}.")
     methods = (FULL_PREFILL, FULL_REUSE, Method("blend", wish.config()))
-    scene = Scene(tuple(Panel(method.name) for method in methods), sources=tuple(asked.names))
+    scene = DemoState(tuple(Panel(method.name) for method in methods), sources=tuple(asked.names))
     kept = yield from _store(loaded, store, asked, scene)
     scene = replace(scene, status="Asking three ways …")
     yield scene
@@ -108,38 +79,17 @@ def compare(loaded: Loaded, store: ChunkStore, wish: Wish, limits: Limits) -> It
     yield replace(_looked_into(loaded, store, asked, scene), status=" ".join(filter(None, said)))
 
 
-def again(loaded: Loaded, store: ChunkStore, wish: Wish, limits: Limits, scene: Scene) -> Iterator[Scene]:
-    """Answer once more by blending alone, after a slider was moved.
-
-    Args:
-        loaded: the model.
-        store: the visitor's own.
-        wish: what is asked for now.
-        limits: what is allowed.
-        scene: what is shown.
-
-    Yields:
-        Scenes with the last panel and the marks made anew.
-    """
+def again(
+    loaded: Loaded, store: ChunkStore, wish: DemoRequest, limits: Limits, scene: DemoState
+) -> Iterator[DemoState]:
+    """Answer once more by blending alone, after a slider was moved."""
     asked = prepare(loaded, wish, limits)
     method = Method("blend", wish.config())
     yield from _one(loaded, store, asked, (len(scene.panels) - 1, method), limits, scene)
 
 
-def opening(shelf: Shelf, limits: Limits, model: str = "") -> tuple[str, Wish, Scene]:
-    """Answer what the page begins with: a question about the handbook, by a real model.
-
-    Args:
-        shelf: the models.
-        limits: what is allowed.
-        model: which one answers; empty is the usual one, and a toy with its own story where that is not to be had.
-
-    Returns:
-        The name of a story, what was asked of it, and the complete scene.
-
-    Raises:
-        HfBlendError: the model that was named cannot answer.
-    """
+def opening(shelf: ModelCache, limits: Limits, model: str = "") -> tuple[str, DemoRequest, DemoState]:
+    """Answer what the page begins with: a question about the handbook, by a real model."""
     try:
         return _answered(shelf, limits, model or REAL)
     except HfBlendError:
@@ -149,7 +99,7 @@ def opening(shelf: Shelf, limits: Limits, model: str = "") -> tuple[str, Wish, S
     return name, wish, replace(scene, status=f"{scene.status} {NO_REAL}")
 
 
-def _answered(shelf: Shelf, limits: Limits, model: str) -> tuple[str, Wish, Scene]:
+def _answered(shelf: ModelCache, limits: Limits, model: str) -> tuple[str, DemoRequest, DemoState]:
     name = story_for(model)
     wish = first_wish(name)
     with ChunkStore.open("memory://") as store:
@@ -157,7 +107,7 @@ def _answered(shelf: Shelf, limits: Limits, model: str) -> tuple[str, Wish, Scen
     return name, wish, scene
 
 
-def _store(loaded: Loaded, store: ChunkStore, asked: Asked, scene: Scene) -> Generator[Scene, None, str]:
+def _store(loaded: Loaded, store: ChunkStore, asked: Asked, scene: DemoState) -> Generator[DemoState, None, str]:
     """Store the pieces that are missing, one by one, and say so; the result is a sentence."""
     keys = list(dict.fromkeys(store.keys(loaded.model, None, chunks_of(loaded.tokenizer, asked.pieces))))
     missing = [key for key in keys if not store.contains(key)]
@@ -169,8 +119,8 @@ def _store(loaded: Loaded, store: ChunkStore, asked: Asked, scene: Scene) -> Gen
 
 
 def _one(
-    loaded: Loaded, store: ChunkStore, asked: Asked, which: tuple[int, Method], limits: Limits, scene: Scene
-) -> Iterator[Scene]:
+    loaded: Loaded, store: ChunkStore, asked: Asked, which: tuple[int, Method], limits: Limits, scene: DemoState
+) -> Iterator[DemoState]:
     """Let one method answer; the scene with its panel growing."""
     place, method = which
     text = ""
@@ -190,7 +140,7 @@ def _one(
             yield _with_panel(scene, place, Panel(method.name, "writing", text))
 
 
-def _verdict(scene: Scene) -> str:
+def _verdict(scene: DemoState) -> str:
     """Say what blending was good for, where it saved time; of an unknown answer, whether the words are the same."""
     full, reuse, blend = scene.panels
     if not (full.ttft_ms and blend.ttft_ms and blend.ttft_ms < full.ttft_ms):
@@ -208,7 +158,7 @@ def _words(one: Panel, full: Panel) -> str:
     return "the same words" if one.text == full.text else "other words"
 
 
-def _too_short(scene: Scene) -> str:
+def _too_short(scene: DemoState) -> str:
     """Say so where blending took longer than a full prefill."""
     full, blend = scene.panels[0].ttft_ms, scene.panels[-1].ttft_ms
     if full is None or blend is None or blend < full:
@@ -216,11 +166,11 @@ def _too_short(scene: Scene) -> str:
     return "This prompt is too short, or this model too small, for blending to save time."
 
 
-def _with_panel(scene: Scene, place: int, panel: Panel) -> Scene:
+def _with_panel(scene: DemoState, place: int, panel: Panel) -> DemoState:
     return replace(scene, panels=(*scene.panels[:place], panel, *scene.panels[place + 1 :]))
 
 
-def _looked_into(loaded: Loaded, store: ChunkStore, asked: Asked, scene: Scene) -> Scene:
+def _looked_into(loaded: Loaded, store: ChunkStore, asked: Asked, scene: DemoState) -> DemoState:
     """The scene with the deviation of stored KV; without it where nothing can be reused."""
     try:
         inspector = Inspector(loaded.model, loaded.tokenizer, store, asked.pieces, with_attention=False)
@@ -235,14 +185,7 @@ class _Gone(RuntimeError):
 
 
 def streamed(run: Callable[[Callable[[str], None]], Reply]) -> Iterator[str | Reply]:
-    """Run something that tells text as it goes, in a thread of its own.
-
-    Args:
-        run: is given what to call with each piece of text; whatever it raises is raised here.
-
-    Yields:
-        The pieces, then what it returned. Closing the iterator stops it at its next piece.
-    """
+    """Run something that tells text as it goes, in a thread of its own."""
     told: SimpleQueue[str] = SimpleQueue()
     gone = threading.Event()
 

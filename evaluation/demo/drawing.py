@@ -9,7 +9,7 @@ from importlib.resources import files
 from typing import Any
 
 from ..svg import Line, heat, heat_map, line_chart
-from .compare import Panel, Scene
+from .compare import DemoState, Panel
 
 NOTES = {
     "full prefill": "The model reads every document again: the reference.",
@@ -25,15 +25,7 @@ RIGHT = {True: '<span class="hb-right">right</span>', False: '<span class="hb-wr
 
 
 def panel(shown: Panel, full: Panel | None = None) -> str:
-    """One answer.
-
-    Args:
-        shown: what is known about it.
-        full: full prefill, to compare times with.
-
-    Returns:
-        HTML.
-    """
+    """One answer."""
     dots = '<span class="hb-caret">▍</span>' if shown.state == "writing" else ""
     text = escape(shown.text) or {"done": "<i>(nothing)</i>", "writing": ""}.get(shown.state, "<i>not asked yet</i>")
     return (
@@ -44,7 +36,7 @@ def panel(shown: Panel, full: Panel | None = None) -> str:
     )
 
 
-def panels(scene: Scene) -> tuple[str, ...]:
+def panels(scene: DemoState) -> tuple[str, ...]:
     """All answers, side by side."""
     return tuple(panel(one, scene.panels[0]) for one in scene.panels)
 
@@ -56,7 +48,7 @@ def status(text: str, kind: str = "info", sources: Sequence[str] = ()) -> str:
     return f'<p class="hb-status hb-{kind}" role="{role}">{escape(text)}{named}</p>' if text else ""
 
 
-def documents(scene: Scene) -> str:
+def documents(scene: DemoState) -> str:
     """The documents: recomputed tokens framed, the ground the darker the further stored KV is off."""
     if not scene.tokens:
         return ""
@@ -74,7 +66,7 @@ def documents(scene: Scene) -> str:
     )
 
 
-def deviation(scene: Scene) -> str:
+def deviation(scene: DemoState) -> str:
     """The heat map of KV deviation, layer by layer."""
     if not scene.deviation:
         return ""
@@ -88,15 +80,7 @@ def quality() -> str:
 
 
 def chart(document: dict[str, Any], background: str | None = None) -> str:
-    """Draw exact match against the charged share.
-
-    Args:
-        document: as `quality_of` makes it.
-        background: colour, or None for the page's.
-
-    Returns:
-        An `<svg>` element.
-    """
+    """Draw exact match against the charged share."""
     lines = [
         Line(
             one["method"],
@@ -116,16 +100,7 @@ def chart(document: dict[str, Any], background: str | None = None) -> str:
 
 
 def quality_of(reference: dict[str, Any], study: dict[str, Any], most_charged: float = 0.4) -> dict[str, Any]:
-    """Take what the chart shows out of the result files.
-
-    Args:
-        reference: `benchmarks/results/reference.json`.
-        study: `benchmarks/results/study.json`.
-        most_charged: points that cost more are left out.
-
-    Returns:
-        The lines of the chart, as JSON values.
-    """
+    """Take what the chart shows out of the result files."""
     kept = [one for one in reference["rows"] if one["method"] != "kv-deviation:on=v"]  # the same as on=k here
     rows = [(one["method"], one["charged_budget"], one["exact_match"], *one["interval"]) for one in kept]
     world = [one for one in study["rows"] if one["task"] == "reference-world" and one["part"] == "final"]

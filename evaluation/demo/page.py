@@ -15,10 +15,10 @@ from hf_blend.errors import ConfigError, HfBlendError, PromptError, import_extra
 from ..bundled import BUNDLED
 from ..documents import READERS, Document, printable, read_file, short_reason
 from . import drawing
-from .compare import Panel, Scene, again, compare, opening
-from .shelf import Shelf
+from .compare import DemoState, Panel, again, compare, opening
+from .shelf import ModelCache
 from .visitors import Visitors
-from .wish import Wish, first_wish, selectors, stories, story_for
+from .wish import DemoRequest, first_wish, selectors, stories, story_for
 
 OWN = "my own text"
 QUIET = {"GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1"}
@@ -36,7 +36,7 @@ COLOURS = {  # with white on them, or on white, a contrast of 4.5 or more
     "button_primary_background_fill_hover_dark": "*primary_800",
     "color_accent": "*primary_700",
 }
-EMPTY = Scene((Panel("full prefill"), Panel("full reuse"), Panel("blend")))
+EMPTY = DemoState((Panel("full prefill"), Panel("full reuse"), Panel("blend")))
 LINKED = ("question", "ratio", "selector", "model", "story", "documents")
 MOST_LINKED = 4000  # letters of documents that a link carries
 LINK = """(question, ratio, selector, model, story, documents) => {
@@ -57,11 +57,11 @@ class Demo:
         model: name of the model that the page begins with; empty is a real one where it is to be had, else a toy.
     """
 
-    shelf: Shelf = field(default_factory=Shelf)
+    shelf: ModelCache = field(default_factory=ModelCache)
     visitors: Visitors = field(default_factory=Visitors)
     model: str = ""
 
-    def opening(self) -> tuple[str, Wish, Scene]:
+    def opening(self) -> tuple[str, DemoRequest, DemoState]:
         """The name of a story, a question to it, and its answers: what the page begins with."""
         try:
             return opening(self.shelf, self.visitors.limits, self.model)
@@ -91,7 +91,7 @@ class Demo:
         said = f"{len(found)} documents with {letters:,} letters." if paths else ""
         return tuple(found), said + (f" Left out: {'; '.join(left)}." if left else "")
 
-    def ask(self, request: Any, model: str, wish: Wish) -> Iterator[Scene]:
+    def ask(self, request: Any, model: str, wish: DemoRequest) -> Iterator[DemoState]:
         """Answer three ways.
 
         Args:
@@ -106,7 +106,7 @@ class Demo:
             EMPTY, request, lambda store: compare(self.shelf.take(model), store, wish, self.visitors.limits)
         )
 
-    def move(self, request: Any, model: str, wish: Wish, scene: Scene) -> Iterator[Scene]:
+    def move(self, request: Any, model: str, wish: DemoRequest, scene: DemoState) -> Iterator[DemoState]:
         """Blend once more at another ratio or with another selector, if something was asked before.
 
         Args:
@@ -126,13 +126,15 @@ class Demo:
             scene, request, lambda store: again(self.shelf.take(model), store, wish, limits, scene)
         )
 
-    def _guarded(self, before: Scene, request: Any, run: Callable[[Any], Iterator[Scene]]) -> Iterator[Scene]:
+    def _guarded(
+        self, before: DemoState, request: Any, run: Callable[[Any], Iterator[DemoState]]
+    ) -> Iterator[DemoState]:
         """Count the visitor, run, and turn a refusal into a scene."""
         try:
             self.visitors.admit(visitor_of(request))
             yield from run(self.visitors.store(request.session_hash or ""))
         except HfBlendError as error:
-            yield Scene(before.panels, f"Sorry: {error}", failed=True)
+            yield DemoState(before.panels, f"Sorry: {error}", failed=True)
 
 
 def visitor_of(request: Any) -> str:
@@ -142,17 +144,7 @@ def visitor_of(request: Any) -> str:
 
 
 def build(demo: Demo) -> Any:
-    """Put the page together.
-
-    Args:
-        demo: what it does.
-
-    Returns:
-        A `gradio.Blocks`, not started.
-
-    Raises:
-        MissingExtraError: Gradio is not installed.
-    """
+    """Put the page together."""
     os.environ.update(QUIET)
     gradio = import_extra("gradio", extra="demo", wanted_by="the demo")
     name, wish, scene = demo.opening()
@@ -171,20 +163,7 @@ def build(demo: Demo) -> Any:
 
 
 def serve(demo: Demo, *, host: str = "127.0.0.1", port: int | None = None, wait: bool = True) -> tuple[Any, str]:
-    """Start the page.
-
-    Args:
-        demo: what it does.
-        host: where to listen; "0.0.0.0" for everybody.
-        port: where to listen; None takes the first free one from 7860 on.
-        wait: until it is interrupted.
-
-    Returns:
-        The `gradio.Blocks` and its address.
-
-    Raises:
-        ConfigError: Gradio cannot reach its own page.
-    """
+    """Start the page."""
     blocks = build(demo)
     gradio = import_extra("gradio", extra="demo", wanted_by="the demo")
     fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
@@ -227,7 +206,7 @@ class _Asking:
         return [self.question, self.ratio, self.selector, self.model]
 
 
-def _asking(gradio: Any, demo: Demo, prefix: str, wish: Wish, scene: Scene, model: str) -> _Asking:
+def _asking(gradio: Any, demo: Demo, prefix: str, wish: DemoRequest, scene: DemoState, model: str) -> _Asking:
     """Draw a question, its answers and its settings; what is marked is folded."""
     with gradio.Row(elem_classes="hb-asking", equal_height=True):
         asked = gradio.Textbox(wish.question, label="Question", elem_id=f"{prefix}-question", scale=5, min_width=240)
@@ -257,7 +236,7 @@ def _asking(gradio: Any, demo: Demo, prefix: str, wish: Wish, scene: Scene, mode
     return _Asking(asked, button, outputs, named, ratio, selector)
 
 
-def _examples(gradio: Any, blocks: Any, demo: Demo, name: str, wish: Wish, scene: Scene) -> None:
+def _examples(gradio: Any, blocks: Any, demo: Demo, name: str, wish: DemoRequest, scene: DemoState) -> None:
     """The tab with bundled stories, answered by the time it is seen."""
     with gradio.Row(elem_id="hb-given"):
         with gradio.Column(scale=2, min_width=280):
@@ -314,12 +293,14 @@ def _own(gradio: Any, demo: Demo, model: str) -> None:
             file_count="multiple", file_types=sorted(READERS), height=130, elem_id="own-files", scale=3,
             label=f"Files: text, Markdown, HTML, PDF, JSONL; at most {limits.file_bytes >> 20} MB each",
         )  # fmt: skip
-        top_k = gradio.Slider(1, 16, Wish.top_k, step=1, label="Pieces retrieved", elem_id="own-top-k", min_width=160)
+        top_k = gradio.Slider(
+            1, 16, DemoRequest.top_k, step=1, label="Pieces retrieved", elem_id="own-top-k", min_width=160
+        )
     held, read = gradio.State(()), gradio.HTML(elem_id="own-read", padding=False)
-    asking = _asking(gradio, demo, "own", Wish("", ""), EMPTY, "" if model in BUNDLED else model)
+    asking = _asking(gradio, demo, "own", DemoRequest("", ""), EMPTY, "" if model in BUNDLED else model)
     inputs = [asking.model, held, asking.question, asking.ratio, asking.selector, top_k]
 
-    def wish(values: Sequence[Any]) -> tuple[str, Wish]:
+    def wish(values: Sequence[Any]) -> tuple[str, DemoRequest]:
         model, documents, *rest, most = values
         return str(model or ""), _wish("", *rest, files=documents, top_k=int(most or 0))
 
@@ -334,13 +315,13 @@ def _own(gradio: Any, demo: Demo, model: str) -> None:
     _on_moved(gradio, asking, move, inputs)
 
 
-def _handlers(gradio: Any, demo: Demo, read: Callable[[Sequence[Any]], tuple[str, Wish]]) -> tuple[Any, Any]:
+def _handlers(gradio: Any, demo: Demo, read: Callable[[Sequence[Any]], tuple[str, DemoRequest]]) -> tuple[Any, Any]:
     """What is called when a question is asked, and when a setting is moved; `read` gives model and wish of values."""
 
     def ask(request: gradio.Request, *values: Any) -> Iterator[tuple[Any, ...]]:
         yield from map(_shown, demo.ask(request, *read(values)))
 
-    def move(request: gradio.Request, scene: Scene, *values: Any) -> Iterator[tuple[Any, ...]]:
+    def move(request: gradio.Request, scene: DemoState, *values: Any) -> Iterator[tuple[Any, ...]]:
         yield from map(_shown, demo.move(request, *read(values), scene))
 
     return ask, move
@@ -367,12 +348,7 @@ def _followed(query: Mapping[str, str], skip: Any) -> Iterator[Any]:
 
 
 def asks_at_once(query: Mapping[str, str], model: str = "") -> bool:
-    """Whether a link is answered without a press of the button: never where it names a model to be fetched.
-
-    Args:
-        query: of the address.
-        model: that the page begins with.
-    """
+    """Whether a link is answered without a press of the button: never where it names a model to be fetched."""
     return "question" in query and query.get("model", "") in ("", model, *BUNDLED)
 
 
@@ -385,11 +361,13 @@ def _share(text: str | None) -> float | None:
     return number if 0 <= number <= 1 else None
 
 
-def _wish(documents: str, question: str, ratio: float | None, selector: str | None, **more: Any) -> Wish:
-    return Wish(documents or "", question or "", float(ratio or 0.0), str(selector or BlendConfig.selector), **more)
+def _wish(documents: str, question: str, ratio: float | None, selector: str | None, **more: Any) -> DemoRequest:
+    return DemoRequest(
+        documents or "", question or "", float(ratio or 0.0), str(selector or BlendConfig.selector), **more
+    )
 
 
-def _shown(scene: Scene) -> tuple[Any, ...]:
+def _shown(scene: DemoState) -> tuple[Any, ...]:
     """The values of all outputs, in their order."""
     said = drawing.status(scene.status, "error" if scene.failed else "info", scene.sources)
     return (scene, said, *drawing.panels(scene), drawing.documents(scene), drawing.deviation(scene))

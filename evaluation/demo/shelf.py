@@ -26,13 +26,7 @@ MOST_LETTERS = 300  # of somebody else's message
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model that was found to be exact.
-
-    Attributes:
-        name: as the visitor wrote it.
-        model: in evaluation mode.
-        source: where it and its tokenizer came from.
-    """
+    """A model that was found to be exact."""
 
     name: str
     model: nn.Module
@@ -50,16 +44,8 @@ class Loaded:
         return cache_size(self.source.config, context_tokens=1, dtype=dtype).bytes_per_token
 
 
-class Shelf:
-    """Keeps the models that were asked for last.
-
-    Args:
-        most_models: that are kept.
-        most_parameters: of a model that is taken.
-        takes_folders: whether a name may be a folder of this machine.
-        device: where models run, as `open_model` takes it.
-        dtype: of their weights, as `open_model` takes it.
-    """
+class ModelCache:
+    """Keeps the models that were asked for last."""
 
     def __init__(
         self,
@@ -76,18 +62,7 @@ class Shelf:
         self._lock = threading.Lock()
 
     def take(self, name: str) -> Loaded:
-        """Give a model, loading and verifying it if it is not held.
-
-        Args:
-            name: hub id, folder or the name of a bundled model; empty is the bundled reference model.
-
-        Returns:
-            The model.
-
-        Raises:
-            ConfigError: there is no such model, or it is too large.
-            UnsupportedModelError: it cannot be blended exactly; the message says which layer stands in the way.
-        """
+        """Give a model, loading and verifying it if it is not held."""
         wanted = name.strip() or "reference"
         with self._lock:
             if wanted not in self._held:

@@ -84,12 +84,7 @@ class Limits:
 
 @dataclass
 class Visitors:
-    """Counts what each visitor asks, and keeps a store for each.
-
-    Attributes:
-        limits: what is allowed.
-        now: a clock, in seconds.
-    """
+    """Counts what each visitor asks, and keeps a store for each."""
 
     limits: Limits = field(default_factory=Limits)
     now: Callable[[], float] = time.monotonic
@@ -98,14 +93,7 @@ class Visitors:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def admit(self, visitor: str) -> None:
-        """Count one more answer for a visitor.
-
-        Args:
-            visitor: an address.
-
-        Raises:
-            PromptError: the visitor has had as many as are allowed in a minute.
-        """
+        """Count one more answer for a visitor."""
         with self._lock:
             now = self.now()
             self._forget(now)
@@ -118,14 +106,7 @@ class Visitors:
             asked.append(now)
 
     def store(self, session: str) -> ChunkStore:
-        """The store of one session; nobody else sees what is in it.
-
-        Args:
-            session: as the page names it.
-
-        Returns:
-            The store, in memory.
-        """
+        """The store of one session; nobody else sees what is in it."""
         with self._lock:
             if session not in self._stores:
                 self._stores[session] = ChunkStore.open("memory://", memory_bytes=self.limits.store_bytes)

@@ -26,17 +26,8 @@ RESEARCH = ("explicit", "learned", "oracle", "compose")  # selectors that need w
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What a visitor asks for.
-
-    Attributes:
-        documents: paragraphs with empty lines between them, or one document a line.
-        question: the question.
-        recompute_ratio: 0 to 1.
-        selector: its name, options behind it.
-        files: documents that are retrieved from, in place of `documents`.
-        top_k: most pieces of them that are retrieved; 0 is all that fit.
-    """
+class DemoRequest:
+    """What a visitor asks for."""
 
     documents: str
     question: str
@@ -46,11 +37,7 @@ class Wish:
     top_k: int = TOP_K
 
     def config(self) -> BlendConfig:
-        """How to blend.
-
-        Raises:
-            PluginNotFoundError: the selector is none that a visitor may choose, such as a file of this machine.
-        """
+        """How to blend."""
         name = self.selector.partition(":")[0]
         if name not in selectors():
             raise PluginNotFoundError(f"there is no selector {name!r}. {suggest(name, selectors())}")
@@ -81,10 +68,10 @@ def story_for(model: str) -> str:
     return next(name for name, story in stories().items() if model not in BUNDLED or story["model"] == model)
 
 
-def first_wish(name: str) -> Wish:
+def first_wish(name: str) -> DemoRequest:
     """The first question of a story, at the ratio that it begins with."""
     story = stories()[name]
-    return Wish(story["documents"], next(iter(story["questions"])), story["ratio"])
+    return DemoRequest(story["documents"], next(iter(story["questions"])), story["ratio"])
 
 
 def says(text: str, expected: str) -> bool:
@@ -99,14 +86,7 @@ def selectors() -> dict[str, str]:
 
 
 def documents_of(text: str) -> list[str]:
-    """Take a text apart: at empty lines if there are any, else at every line.
-
-    Args:
-        text: as it was pasted.
-
-    Returns:
-        The documents, each ending in a newline.
-    """
+    """Take a text apart: at empty lines if there are any, else at every line."""
     lines = text.replace("\r\n", "\n").strip().split("\n")
     if all(line.strip() for line in lines):
         return [f"{line}\n" for line in lines]
@@ -114,20 +94,8 @@ def documents_of(text: str) -> list[str]:
     return [f"{part.strip()}\n" for part in parts if part.strip()]
 
 
-def prepare(loaded: Loaded, wish: Wish, limits: Limits) -> Asked:
-    """Make a prompt of what was asked for.
-
-    Args:
-        loaded: the model.
-        wish: what is asked for.
-        limits: what is allowed.
-
-    Returns:
-        The question with its chunks.
-
-    Raises:
-        PromptError: something is missing or too long.
-    """
+def prepare(loaded: Loaded, wish: DemoRequest, limits: Limits) -> Asked:
+    """Make a prompt of what was asked for."""
     limits.check_letters(wish.documents or "".join(one.text for one in wish.files), wish.question, bool(wish.files))
     given = wish.files or [Document(f"document {n}", text) for n, text in enumerate(documents_of(wish.documents), 1)]
     pieces = Splitter(loaded.tokenizer, limits.chunk_tokens).split_all(given)
@@ -148,7 +116,7 @@ def prepare(loaded: Loaded, wish: Wish, limits: Limits) -> Asked:
         pieces = pieces[:-1]
 
 
-def _known_answer(wish: Wish) -> str | None:
+def _known_answer(wish: DemoRequest) -> str | None:
     for story in stories().values():
         if story["documents"] == wish.documents.replace("\r\n", "\n").strip():
             found: str | None = story["questions"].get(wish.question.strip())

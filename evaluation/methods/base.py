@@ -24,27 +24,13 @@ from hf_blend.prefill.report import BlendReport
 from hf_blend.prompt.pieces import Prompt, batch
 from hf_blend.prompt.tokenizer import front_ids
 
-from ..answering import Listener
+from ..answering import AttentionObserver
 from ..tasks.base import Sample
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One answer.
-
-    Attributes:
-        text: as it goes on from the prompt: a space in front is kept, blank lines and special tokens are not.
-        ids: of the answer, the end token included if it came.
-        ttft_ms: from the call to the first new token; None where several were answered together.
-        charged_budget: work on the chunks over that of a full prefill, choosing included.
-        prompt_tokens: of the whole prompt.
-        reused_tokens: those with stored KV.
-        computed_chunks: that the store lacked.
-        loaded_chunks: that came from it.
-        read_bytes: of K and V that were computed for another prompt and read for this one.
-        logits: `[tokens, vocabulary]` over the answer that was given to agree with; None if none was given.
-        batch_ttft_ms: as `ttft_ms`, where several were answered together for all of them.
-    """
+    """One answer."""
 
     text: str
     ids: tuple[int, ...]
@@ -59,16 +45,8 @@ class Outcome:
     batch_ttft_ms: float | None = None
 
 
-class Approach(ABC):
-    """Answers samples with one model.
-
-    Args:
-        model: a causal language model in eval mode.
-        tokenizer: its tokenizer.
-        store: where chunks are kept, for methods that keep any.
-        max_new_tokens: where an answer is cut.
-        ratio: for methods that take one.
-    """
+class EvalMethod(ABC):
+    """Answers samples with one model."""
 
     takes_ratio: ClassVar[bool] = False
     answers_together: ClassVar[bool] = True  # several samples side by side
@@ -81,15 +59,7 @@ class Approach(ABC):
 
     @abstractmethod
     def answer(self, samples: Sequence[Sample], wanted: Sequence[Sequence[int]] | None = None) -> list[Outcome]:
-        """Answer samples side by side, greedily.
-
-        Args:
-            samples: one, or several where `answers_together`.
-            wanted: answers to give the logits of, as ids; None gives none.
-
-        Returns:
-            One outcome per sample.
-        """
+        """Answer samples side by side, greedily."""
 
     def warm(self, samples: Sequence[Sample]) -> None:  # noqa: B027
         """Keep what this method would keep of these samples if it had seen their chunks before; not timed.
@@ -123,16 +93,9 @@ class Approach(ABC):
     ) -> list[Outcome]:
         """Generate greedily with a cache, then run the wanted answers through the same cache.
 
-        Args:
-            inputs: of `generate`, `[batch, tokens]`.
-            cache: holds the first of these tokens, or nothing.
-            wanted: as in `answer`.
-            started: when work on this prompt began, by `time.perf_counter`.
-
-        Returns:
-            Outcomes with text, ids, time and logits; the rest is for the caller to fill in.
+        Shapes: inputs `[batch, tokens]`.
         """
-        width, listener = inputs["input_ids"].shape[1], Listener(self.tokenizer)
+        width, listener = inputs["input_ids"].shape[1], AttentionObserver(self.tokenizer)
         if wanted is not None:
             cache.activate_past_recording()  # or windows could not be cropped
         made = self.model.generate(
@@ -190,7 +153,7 @@ class Approach(ABC):
         return [row[: len(ids)] for row, ids in zip(torch.cat(parts, dim=1), wanted, strict=True)]
 
 
-class Plain(Approach):
+class Plain(EvalMethod):
     """Stock generation over the whole prompt; a method derives from it and says how it begins."""
 
     def answer(self, samples: Sequence[Sample], wanted: Sequence[Sequence[int]] | None = None) -> list[Outcome]:
@@ -199,7 +162,7 @@ class Plain(Approach):
         return self.generate(self.inputs(samples), stock_cache(self.model), wanted, started)
 
 
-class Blended(Approach):
+class Blended(EvalMethod):
     """Generation with a `BlendCache`; a method derives from it and gives its config."""
 
     config: BlendConfig

@@ -9,10 +9,10 @@ from dataclasses import replace
 from hf_blend.model.anatomy import stock_cache
 
 from ..tasks.base import Sample
-from .base import Approach, Outcome
+from .base import EvalMethod, Outcome
 
 
-class MapReduce(Approach):
+class MapReduce(EvalMethod):
     """The answers of the chunks stand where the chunks stood, one per line."""
 
     answers_together = False

@@ -11,10 +11,10 @@ import torch
 from hf_blend.model.anatomy import stock_cache
 
 from ..tasks.base import Sample
-from .base import Approach, Outcome
+from .base import EvalMethod, Outcome
 
 
-class MapRerank(Approach):
+class MapRerank(EvalMethod):
     """Departs: sureness is the mean log-probability of the answer, where LangChain asks the model for a number."""
 
     answers_together = False

@@ -17,13 +17,13 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ..tasks.base import Sample
-from .base import Approach, Outcome
+from .base import EvalMethod, Outcome
 
 MOST_KEPT = 64  # beginnings
 KV = tuple[Tensor, Tensor]
 
 
-class PrefixCaching(Approach):
+class PrefixCaching(EvalMethod):
     """As serving engines do it, at the seams of pieces."""
 
     answers_together = False

@@ -22,11 +22,7 @@ class Score(ABC):
     """A rule."""
 
     def __init__(self, tokenizer: Any = None) -> None:
-        """Keep what the rule may need.
-
-        Args:
-            tokenizer: the model's, for rules over its tokens.
-        """
+        """Keep what the rule may need."""
         self.tokenizer = tokenizer
 
     @abstractmethod
@@ -34,18 +30,7 @@ class Score(ABC):
         """Score a prediction beside one right answer, 0 to 1."""
 
     def best(self, prediction: str, answers: Sequence[str]) -> float:
-        """Score a prediction beside all right answers; the best counts.
-
-        Args:
-            prediction: what the model said; where it said nothing, only an empty answer is right.
-            answers: whole texts, each of them right.
-
-        Returns:
-            0 to 1.
-
-        Raises:
-            PromptError: there is no answer, or a text stands where a list of texts is wanted.
-        """
+        """Score a prediction beside all right answers; the best counts."""
         if isinstance(answers, str) or not answers:
             raise PromptError(f"the right answers are {answers!r}, but a list of at least one text is wanted.")
         if not prediction.strip():
@@ -72,16 +57,7 @@ def first_line(text: str) -> str:
 
 
 def short_answer(prediction: str, answer: str) -> str:
-    """What counts of a prediction beside a short answer, in SQuAD's form.
-
-    Args:
-        prediction: its first line that is not blank counts; beside an answer of yes or no, its first word if that is
-            one of them.
-        answer: a right one.
-
-    Returns:
-        What to compare with the answer in the same form.
-    """
+    """What counts of a prediction beside a short answer, in SQuAD's form."""
     said = normalised(first_line(prediction.lstrip()))
     first = said.split(" ", 1)[0]
     return first if {first, normalised(answer)} <= {"yes", "no"} else said

@@ -34,15 +34,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt in pieces, as token ids, and what is right.
-
-    Attributes:
-        id: of the sample, the same in every run.
-        prefix: without BOS; empty for BOS alone.
-        chunks: at least one.
-        question: what stands last.
-        answers: each of them is right.
-    """
+    """One prompt in pieces, as token ids, and what is right."""
 
     id: str
     prefix: tuple[int, ...]
@@ -53,14 +45,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Shape:
-    """How chunks are cut and ordered.
-
-    Attributes:
-        chunk_tokens: cut the joined chunks into pieces of so many tokens; None leaves them as they are.
-        chunk_order: "given", "shuffled" or "reversed".
-        seed: of the shuffling.
-        most_chunks: keep the first so many; None keeps all.
-    """
+    """How chunks are cut and ordered."""
 
     chunk_tokens: int | None = None
     chunk_order: str = "given"
@@ -102,13 +87,7 @@ class Task(ABC):
     asks: ClassVar[bool] = True  # the question of the row; other tasks ask the same of every row
 
     def __init__(self, tokenizer: Any, data: Path | None = None, seed: int = 0) -> None:
-        """Prepare.
-
-        Args:
-            tokenizer: the model's.
-            data: a JSONL file; None is the hub, or what the task makes itself.
-            seed: for tasks that draw samples.
-        """
+        """Prepare."""
         self.tokenizer, self.data, self.seed = tokenizer, data, seed
 
     @abstractmethod
@@ -128,17 +107,7 @@ class Task(ABC):
         return map(self.from_hub, self.hub_rows(self.hub[2]))
 
     def hub_rows(self, split: str) -> Iterator[Row]:
-        """The hub's own rows of a split, as they come.
-
-        Args:
-            split: such as "validation".
-
-        Yields:
-            Rows with the columns of the data set.
-
-        Raises:
-            PromptError: the data set cannot be had.
-        """
+        """The hub's own rows of a split, as they come."""
         datasets = import_extra("datasets", extra="eval", wanted_by="a data set of the hub")
         name, configuration, _ = self.hub or ("", None, "")
         try:
@@ -149,19 +118,7 @@ class Task(ABC):
             ) from error
 
     def samples(self, limit: int | None = None, shape: Shape = Shape()) -> list[Sample]:
-        """The first samples.
-
-        Args:
-            limit: how many; None is all.
-            shape: how chunks are cut and ordered.
-
-        Returns:
-            The samples.
-
-        Raises:
-            PromptError: a file cannot be read, or has a line that is no sample.
-            ConfigError: all samples are wanted of a task that makes them without end.
-        """
+        """The first samples."""
         if limit is None and self.data is None and self.hub is None:
             raise ConfigError(f"{type(self).__name__} makes samples without end, but no limit is set. Set a limit.")
         found = (self.sample(self._checked(row)) for row in self.rows())
@@ -173,16 +130,7 @@ class Task(ABC):
         return row
 
     def made(self, row: Row, chunks: Iterable[str], asked: str) -> Sample:
-        """A prompt in a user's turn.
-
-        Args:
-            row: gives id and answers.
-            chunks: as they stand in the prompt.
-            asked: what stands last.
-
-        Returns:
-            The sample, every piece tokenized alone.
-        """
+        """A prompt in a user's turn."""
         before, after = self.tags
         pieces = tuple(self.ids(chunk) for chunk in chunks)
         prefix, question = (*before, *self.ids(self.prefix)), (*self.ids(asked), *after)

@@ -74,14 +74,6 @@ def sample_examples(count: int, seed: int, split: str = "heldout") -> list[Examp
     """Draw examples, one question per story, with kinds in the shares of `KIND_WEIGHTS`.
 
     Only contested answers are asked for, see `is_contested`.
-
-    Args:
-        count: number of examples.
-        seed: decides everything; the same seed gives the same examples.
-        split: "heldout" uses only combinations that training never saw, "train" only the others.
-
-    Returns:
-        The examples, all with an empty prefix: the BOS token alone stands before the first chunk.
     """
     if split not in SPLITS:
         raise ConfigError(f"split is {split!r}, but it must be one of {', '.join(SPLITS)}. Use 'heldout' to measure.")

@@ -178,14 +178,5 @@ class _Teller:
 
 
 def tell(random: Random, level: Level, heldout: bool) -> Story:
-    """Write one story.
-
-    Args:
-        random: the source of all choices.
-        level: how hard the story is.
-        heldout: use only the combinations that training never sees, or only the others.
-
-    Returns:
-        A story whose values are all distinct, so that each question has one answer.
-    """
+    """Write one story."""
     return _Teller(random, level, heldout).tell()

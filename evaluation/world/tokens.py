@@ -46,11 +46,7 @@ def encode(text: str) -> list[int]:
 
 
 def build_tokenizer(words: Mapping[str, int] | None = None) -> PreTrainedTokenizerFast:
-    """Build the tokenizer; it adds BOS to a whole prompt, and a text has the same tokens whole or in pieces.
-
-    Args:
-        words: id of every word, the special tokens among them; those of the reference world where left out.
-    """
+    """Build the tokenizer; it adds BOS to a whole prompt, and a text has the same tokens whole or in pieces."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -41,7 +41,7 @@ from ..model.placement import input_device
 from ..model.quantised import silence_casts
 from ..model.trust import ensure_trusted
 from ..prefill.advice import Advice
-from ..prefill.blend import Fusor
+from ..prefill.blend import Prefill
 from ..prefill.choice import Chooser, FullPrefill
 from ..prefill.context import PrefillContext
 from ..prefill.correcting import Repair
@@ -50,14 +50,14 @@ from ..prefill.input_test import InputTest
 from ..prefill.mixers import keeps_keys
 from ..prefill.notices import other_tokenizers, too_small, why_nothing_found
 from ..prefill.plan import Plan, Planner
-from ..prefill.probing import Listener, run_probe
+from ..prefill.probing import AttentionObserver, run_probe
 from ..prefill.realign import Realigner
 from ..prefill.report import BlendReport
 from ..prefill.request import (
     PADDED_INSIDE,
     UNSEEN,
-    Brought,
-    Coming,
+    NewTokens,
+    PendingPrompt,
     check_new,
     new_tokens,
     real_tokens,
@@ -147,7 +147,7 @@ class BlendCache(MaskedDecode):
         Raises:
             ConfigError: a setting is refused.
             UnsupportedModelError: the model cannot be blended exactly; `allow_unverified=True` uses it all the same.
-            PromptError: `sink_ids` holds a token that stands for an image.
+            PromptError: `chunk_prefix_ids` holds a token that stands for an image.
             OffloadError: `offload_folder` cannot be written to.
         """
         self.config = BlendConfig.from_dict({**(config or BlendConfig()).to_dict(), **settings})
@@ -162,8 +162,10 @@ class BlendCache(MaskedDecode):
         )
         self._corrector = plugins.load("correctors", self.config.corrector)(self.config.corrector_options)
         self.model, self.store = model, store
-        self.sink_ids = default_sink(model) if self.config.sink_ids is None else self.config.sink_ids
-        refuse_placeholders(model, self.sink_ids, "sink_ids")
+        self.chunk_prefix_ids = (
+            default_sink(model) if self.config.chunk_prefix_ids is None else self.config.chunk_prefix_ids
+        )
+        refuse_placeholders(model, self.chunk_prefix_ids, "chunk_prefix_ids")
         self._placeholders = placeholder_ids(model.config)
         self._beyond_text: dict[str, Any] | None = None  # arguments of a forward that brings more than text
         self.report = BlendReport(self.config.recompute_ratio)
@@ -172,14 +174,18 @@ class BlendCache(MaskedDecode):
         self._mixers = mixers_of(model, digest)
         self._check_ms = 1e3 * (time.perf_counter() - began_s)  # until a report says it
         self._entry = Entry(self, model, layers)
-        self._fusor: Fusor | None = None
-        self.listener: Listener | None = None  # is given every layer's attention in a blended forward
-        self._coming, self._resume, self._reported = Coming(), Coming(), self.report  # what a failure brings back
+        self._fusor: Prefill | None = None
+        self.listener: AttentionObserver | None = None  # is given every layer's attention in a blended forward
+        self._coming, self._resume, self._reported = (
+            PendingPrompt(),
+            PendingPrompt(),
+            self.report,
+        )  # what a failure brings back
         self._images: PromptImages | None = None  # of the prompt that is expected, by their names
         self._history = History()
         self._beginning: tuple[int, ...] = ()  # ids of the prompt that the cache begins with, where they are known
         self._tokenizer = ""  # digest of the one that made the prompt
-        self._brought: tuple[Brought | None, Tensor | None, Tensor | None] = (None, None, None)
+        self._brought: tuple[NewTokens | None, Tensor | None, Tensor | None] = (None, None, None)
         self._advised: tuple[Advice, float] | None = None  # by the store's controller, and when the forward began
         self._past, self._is_seen = 0, False  # is seen: the hook on the model was called for this forward
         self._layer = len(self._styles)  # the last one that was updated
@@ -342,19 +348,19 @@ class BlendCache(MaskedDecode):
             return inputs
         held = super().get_seq_length()
         refuse_beside_images(inputs)
-        coming = self._coming if self._coming.is_of(inputs["input_ids"]) else Coming()
+        coming = self._coming if self._coming.is_of(inputs["input_ids"]) else PendingPrompt()
         if held and not coming:
             raise PromptError(
                 f"images came for a cache that holds {held} tokens, but a prompt of inputs(history=…) is expected "
                 "there. Call reset() and pass the whole conversation: its images are reused from the store."
             )
-        images = name_images(self.model, self.store, self.sink_ids, inputs, held)
+        images = name_images(self.model, self.store, self.chunk_prefix_ids, inputs, held)
         prompts = images.prompts(coming.batch)
         if not coming:
             check_lengths([TextPrompt(tuple(ids)) for ids in images.given], held, text_config(self.model))
             self._check_room(held + max(map(len, images.given)), 0)
             self._history, self._tokenizer = History(inputs["input_ids"].cpu(), images.mask), ""
-        self._coming = Coming(PromptBatch(prompts, inputs["input_ids"].cpu(), images.mask), coming.held)
+        self._coming = PendingPrompt(PromptBatch(prompts, inputs["input_ids"].cpu(), images.mask), coming.held)
         self._images, self._beginning = images, ()
         self._entry.watch_model()
         return {**{name: value for name, value in inputs.items() if not name.startswith("pixel")}, **images.arguments}
@@ -395,7 +401,7 @@ class BlendCache(MaskedDecode):
         self._check_room(held + max(len(prompt.ids) for prompt in prompts), 0)
         pad_id = getattr(tokenizer, "pad_token_id", None)
         made = batch(prompts, 0 if pad_id is None else pad_id, history)
-        self._coming, self._history = Coming(made, held), History(made.input_ids, made.attention_mask)
+        self._coming, self._history = PendingPrompt(made, held), History(made.input_ids, made.attention_mask)
         self._images = None
         self._beginning = () if held or len(prompts) > 1 else tuple(prompts[0].ids)
         self._tokenizer = tokenizer_digest(tokenizer)
@@ -637,12 +643,7 @@ class BlendCache(MaskedDecode):
             check_room(super().get_seq_length() if held is None else held, tokens, self.config.max_tokens)
 
     def _fall_back(self, reason: str, arguments: dict[str, Any]) -> None:
-        """Compute every token of this forward; say why, if there was a prompt in which chunks might have been reused.
-
-        Args:
-            reason: empty where there is nothing to say: a step.
-            arguments: of the forward.
-        """
+        """Compute every token of this forward, and report why if chunks might have been reused."""
         past, is_begun = super().get_seq_length(), self._coming.is_begun
         self._beginning = () if new_tokens(arguments) > 1 else self._beginning
         is_told = bool(reason and (self._coming or not past))
@@ -653,7 +654,7 @@ class BlendCache(MaskedDecode):
             _warn_once(reason)
         if is_told or is_begun:
             self.report.planned(prompt_tokens=real_tokens(arguments))
-        self._coming = Coming()
+        self._coming = PendingPrompt()
         self._entry.leave()
 
     def _begin(self, arguments: dict[str, Any]) -> None:
@@ -666,7 +667,7 @@ class BlendCache(MaskedDecode):
             return
         plan = self._plan(brought) if self._can_blend(brought) else None
         if plan is None or not plan.slots:
-            self._coming, self._beyond_text = self._coming if plan is not None else Coming(), None
+            self._coming, self._beyond_text = self._coming if plan is not None else PendingPrompt(), None
             self._entry.leave(watching=self._coming.is_begun)
             return
         if self._beyond_text is not None:
@@ -674,7 +675,7 @@ class BlendCache(MaskedDecode):
         self._enter(plan, ids, mask, arguments["logits_to_keep"])
         self._advised = None if plan.advice is None or plan.computed else (plan.advice, began_s)
 
-    def _can_blend(self, brought: Brought) -> bool:
+    def _can_blend(self, brought: NewTokens) -> bool:
         """Whether it is known what each token of a forward stands for; if not, all of it is computed."""
         if self._beyond_text is None:
             return True
@@ -690,7 +691,7 @@ class BlendCache(MaskedDecode):
 
     def _input_test(self, ids: Tensor, mask: Tensor | None) -> InputTest:
         def enter(plan: Plan, arguments: dict[str, Any]) -> BlendCache:
-            twin = BlendCache(self.model, self.store, InputTest.config(self.sink_ids))
+            twin = BlendCache(self.model, self.store, InputTest.config(self.chunk_prefix_ids))
             twin._beyond_text = arguments
             twin._enter(plan, ids, mask, 1)
             return twin
@@ -717,24 +718,24 @@ class BlendCache(MaskedDecode):
         given = (self._kept, plan, self._past, plan.settings(self.config), self.report, realigner)
         context = PrefillContext(self.model, *given, wanted_rows, is_beyond, self._mixers)
         repair = Repair(self._corrector, plan, realigner, self.report)
-        self._fusor = Fusor(context, Chooser(self._selector, context, truth, probe), repair, self.listener)
+        self._fusor = Prefill(context, Chooser(self._selector, context, truth, probe), repair, self.listener)
         self._entry.enter_layers(ids.shape[1], between=is_beyond)
 
-    def _read(self, ids: Tensor, mask: Tensor | None) -> Brought | None:
+    def _read(self, ids: Tensor, mask: Tensor | None) -> NewTokens | None:
         """The new tokens of a forward; asked of the device once."""
         known, *given = self._brought
         if known is None or given[0] is not ids or given[1] is not mask:
-            known = Brought.of(ids, mask, max(0, self._past - self._coming.held), bool(self._coming))
+            known = NewTokens.of(ids, mask, max(0, self._past - self._coming.held), bool(self._coming))
             if known is not None and self._images is not None and self._beyond_text is not None:
                 known = self._images.name(known, self._beyond_text)
             self._brought = (known, ids, mask)
         return known
 
-    def _plan(self, brought: Brought) -> Plan:
+    def _plan(self, brought: NewTokens) -> Plan:
         """Which columns have stored KV; the report begins anew, or goes on where a prompt comes in parts."""
         began_s = time.perf_counter()
         refuse_request_state(self.model, decoder_layers(self.model))
-        given = (fingerprint(self.model), tuple(self.sink_ids), self.config.recompute_ratio)
+        given = (fingerprint(self.model), tuple(self.chunk_prefix_ids), self.config.recompute_ratio)
         self._check_ms += 1e3 * (time.perf_counter() - began_s)
         planner = Planner(self.model, self.store, *given, self._tokenizer)
         planner.images = {} if self._images is None else self._images.alone
@@ -772,7 +773,7 @@ class BlendCache(MaskedDecode):
                 _warn_once(notice, "")
         is_whole, used = not self._coming.is_begun, self.report.reusable_tokens + self.report.exact_tokens
         if is_whole and not used and not self.report.past_tokens:
-            reason = why_nothing_found(self.store, identity, tuple(self.sink_ids), self._tokenizer)
+            reason = why_nothing_found(self.store, identity, tuple(self.chunk_prefix_ids), self._tokenizer)
             self.report.fallback_reason = reason
             if reason:
                 _warn_once(reason)
@@ -794,7 +795,7 @@ class BlendCache(MaskedDecode):
         positions = {layer: layer.indexer_position_ids for layer in self._layers() if has_indexer(layer)}
         for layer, places in positions.items():  # the model appends those of the prompt again
             layer.indexer_position_ids = None if places is None else places[..., : self._past]
-        self._fusor = probe = forward.probe(Listener(hear, layers, anchors), self._spare_layers)
+        self._fusor = probe = forward.probe(AttentionObserver(hear, layers, anchors), self._spare_layers)
         try:
             with self._entry.inside():
                 is_plain = probe.is_plain and not self._past  # no padding, and nothing before it

@@ -30,21 +30,7 @@ def _stock_layers(model: nn.Module) -> list[Any]:
 
 
 def cache_layers(model: nn.Module, count: int, config: BlendConfig, digest: str = "") -> list[Any]:
-    """The layers of a blend cache: full, sliding or of a mixer where transformers' own cache has such a layer.
-
-    Args:
-        model: of transformers.
-        count: how many decoder layers the model has.
-        config: with `kv_bits` K and V of full layers are kept in so many bits; those with a window or an indexer are
-            not. With `max_tokens` all layers have static buffers.
-        digest: the model's `structure_digest`, where it was asked for just now.
-
-    Returns:
-        One cache layer per decoder layer; a layer that keeps no K and V of its own has transformers' place holder.
-
-    Raises:
-        ConfigError: `kv_bits` is asked for, and no layer is full; or static buffers, and some layer is not.
-    """
+    """The layers of a blend cache: full, sliding or of a mixer where transformers' own cache has such a layer."""
     stock, kv_bits = _stock_layers(model, digest), config.kv_bits
     full: Callable[[], BlendLayer] = BlendLayer if kv_bits is None else partial(QuantisedLayer, kv_bits)
     if config.max_tokens is not None:
@@ -81,15 +67,7 @@ def _kept(stock: Any) -> str:
 
 
 def check_masked(model: nn.Module, max_tokens: int) -> None:
-    """Refuse attention that would look at the columns of static buffers that hold nothing yet.
-
-    Args:
-        model: of transformers.
-        max_tokens: of the cache, for the message.
-
-    Raises:
-        ConfigError: it goes by lengths instead of masks.
-    """
+    """Refuse attention that would look at the columns of static buffers that hold nothing yet."""
     name = getattr(text_config(model), "_attn_implementation", None)
     if name not in MASKED:
         raise ConfigError(

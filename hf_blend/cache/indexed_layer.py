@@ -11,13 +11,7 @@ from .layers import BlendLayer
 
 
 class IndexedLayer(BlendLayer):
-    """Behaves as transformers' `DynamicIndexedLayer`; a layer that shares the choice of another has no such keys.
-
-    Attributes:
-        indexer_keys: `[batch, tokens, width]`, rotated for the tokens' positions; None where there are none.
-        indexer_position_ids: `[axes, batch, tokens]`, of models whose indexer rotates keys when it looks at them; they
-            are written by the model.
-    """
+    """Behaves as transformers' `DynamicIndexedLayer`; a layer that shares the choice of another has no such keys."""
 
     keeps_all = False  # a probe writes to layers of its own: the indexer's keys are written once only
 
@@ -29,20 +23,14 @@ class IndexedLayer(BlendLayer):
     def open_indexer(self, tokens: int, keys: Tensor) -> Tensor:
         """Make place for the indexer's keys of new tokens.
 
-        Args:
-            tokens: how many.
-            keys: any of this layer, `[batch, rows, width]`: width, dtype and device.
-
-        Returns:
-            A view of their columns, `[batch, tokens, width]`, all 0.
+        Shapes: keys `[batch, rows, width]` → `[batch, tokens, width]`.
         """
         return self._appended(keys.new_zeros(keys.shape[0], tokens, keys.shape[2]))[:, -tokens:]
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Append the indexer's keys of new tokens, `[batch, new, width]`.
 
-        Returns:
-            Those of all tokens, `[batch, tokens, width]`.
+        Shape: `[batch, tokens, width]`.
         """
         return self._appended(indexer_key_states)
 

@@ -43,13 +43,7 @@ class BlendLayer(CacheLayerMixin):
 
         Until `settle` is called, `keys` and `values` show all that the new tokens may look at, themselves included.
 
-        Args:
-            tokens: how many columns to open.
-            key_states: any keys of this layer, `[batch, kv_heads, rows, head_dim]`: heads, width, dtype and device.
-            value_states: any values of this layer.
-
-        Returns:
-            Views of the opened columns of K and V, `[batch, kv_heads, tokens, head_dim]`, contents undefined.
+        Shapes: key_states `[batch, kv_heads, rows, head_dim]` → `[batch, kv_heads, tokens, head_dim]`.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -64,15 +58,7 @@ class BlendLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor] | None:
         """Make place in this layer and in others, all empty, in one buffer of K and one of V.
 
-        Args:
-            others: the layers behind this one.
-            tokens: how many columns to open, as in `open`.
-            key_states: any keys of these layers.
-            value_states: any values of these layers.
-
-        Returns:
-            Views of the opened columns, `[layers, batch, kv_heads, tokens, head_dim]`; None where a layer is not
-            empty, or of another kind.
+        Shape: `[layers, batch, kv_heads, tokens, head_dim]`.
         """
         layers = (self, *others)
         is_alike = self.keeps_all and all(type(layer) is type(self) and layer._buffers is None for layer in layers)
@@ -93,14 +79,7 @@ class BlendLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         """Append new tokens.
 
-        Args:
-            key_states: `[batch, kv_heads, new, head_dim]`, rotated for their positions.
-            value_states: `[batch, kv_heads, new, head_dim]`.
-            *args: unused; part of the interface.
-            **kwargs: unused; part of the interface.
-
-        Returns:
-            All keys and values that the new tokens may look at.
+        Shapes: key_states `[batch, kv_heads, new, head_dim]`, value_states `[batch, kv_heads, new, head_dim]`.
         """
         if self.visible is not None and not self.is_guarded:
             raise ConfigError(
@@ -149,26 +128,12 @@ class BlendLayer(CacheLayerMixin):
         self.crop(snapshot - self.length)
 
     def check_crop(self, tokens_to_remove: int) -> int:
-        """Refuse a `crop` that this layer could not do.
-
-        Returns:
-            What it removes, negative: as in transformers, no more than the layer holds.
-
-        Raises:
-            ConfigError: the number is positive.
-        """
+        """Refuse a `crop` that this layer could not do."""
         check_negative(tokens_to_remove, self.length)
         return max(tokens_to_remove, -self.length)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens.
-
-        Args:
-            tokens_to_remove: how many, as a negative number; 0 removes nothing, more than the layer holds empties it.
-
-        Raises:
-            ConfigError: the number is positive, or larger than what the layer can take back.
-        """
+        """Forget the last tokens."""
         removed = self.check_crop(tokens_to_remove)
         if self.is_initialized:
             self._show(self.length + removed)
@@ -236,15 +201,7 @@ def as_indices(indices: Any) -> Tensor:
 
 
 def check_negative(tokens_to_remove: int, held: int) -> None:
-    """Refuse the argument of a `crop` that is no number of tokens to remove, as transformers does.
-
-    Args:
-        tokens_to_remove: as `crop` was given it.
-        held: tokens in the cache.
-
-    Raises:
-        ConfigError: it is positive.
-    """
+    """Refuse the argument of a `crop` that is no number of tokens to remove, as transformers does."""
     if tokens_to_remove > 0:
         raise ConfigError(
             f"crop({tokens_to_remove}) was asked of a cache of {held} tokens, but the tokens to remove are expected "

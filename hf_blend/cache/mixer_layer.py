@@ -51,14 +51,7 @@ class MixerLayer(LinearAttentionLayer):
         self.restore_mixer(snapshot)
 
     def check_crop(self, tokens_to_remove: int) -> int:
-        """Refuse a `crop` that this layer could not do.
-
-        Returns:
-            What it removes, negative.
-
-        Raises:
-            ConfigError: a token is to be removed that has gone into a state.
-        """
+        """Refuse a `crop` that this layer could not do."""
         if tokens_to_remove and not (self.record_past and self._has_only_inputs()):
             raise ConfigError(
                 f"crop({tokens_to_remove}) was asked of a cache with a layer of linear attention, whose state holds "

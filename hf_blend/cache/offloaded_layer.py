@@ -21,19 +21,7 @@ from .layers import BlendLayer
 
 
 def offload(layers: list[Any], config: BlendConfig) -> KVMemory | None:
-    """Put layers whose K and V grow with the context under a memory, in place.
-
-    Args:
-        layers: of a blend cache, empty.
-        config: what it says of `kv_device_map`, `max_memory` and `offload_folder` is done.
-
-    Returns:
-        The memory; None where no `kv_device_map` is given.
-
-    Raises:
-        ConfigError: no layer can be placed, or a setting is refused.
-        OffloadError: the folder cannot be written to.
-    """
+    """Put layers whose K and V grow with the context under a memory, in place."""
     if config.kv_device_map is None:
         return None
     indices = [index for index, layer in enumerate(layers) if type(layer) is BlendLayer]
@@ -122,11 +110,7 @@ class OffloadedLayer(BlendLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """See `BlendLayer.update`; in a step that looks at some blocks, nothing is brought.
-
-        Returns:
-            All K and V; in such a step tensors of their shape that hold no numbers (NaN).
-        """
+        """See `BlendLayer.update`; in a step that looks at some blocks, nothing is brought."""
         if not (self.sees_blocks and self.is_away):
             return super().update(key_states, value_states, *args, **kwargs)
         self._append(key_states.permute(2, 0, 1, 3), value_states.permute(2, 0, 1, 3))

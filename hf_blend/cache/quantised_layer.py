@@ -27,14 +27,7 @@ LARGEST = 127
 
 @dataclass(frozen=True)
 class Packed:
-    """Tokens of K and V in 8 bits, never changed.
-
-    Attributes:
-        keys: `[batch, kv_heads, groups, tokens of a group, head_dim]` int8; K was rotated for its positions.
-        key_scales: `[batch, kv_heads, groups, 1, head_dim]` in the dtype of K; float32 where that is float16.
-        values: `[batch, kv_heads, tokens, head_dim]` int8.
-        value_scales: `[batch, kv_heads, tokens, 1]`, likewise.
-    """
+    """Tokens of K and V in 8 bits, never changed."""
 
     keys: Tensor
     key_scales: Tensor
@@ -73,23 +66,14 @@ class Packed:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Tokens of K and V in 4 bits, never changed.
-
-    Attributes:
-        keys: bytes, steps and least values of K, `[batch, kv_heads, groups, tokens of a group or 1, …]`.
-        values: likewise of V, `[batch, kv_heads, tokens, groups, …]`, groups of neighbouring channels.
-    """
+    """Tokens of K and V in 4 bits, never changed."""
 
     keys: tuple[Tensor, Tensor, Tensor]
     values: tuple[Tensor, Tensor, Tensor]
 
     @classmethod
     def of(cls, keys: Tensor, values: Tensor) -> "Pairs":
-        """Quantise whole groups, `[batch, kv_heads, tokens, head_dim]` each.
-
-        Raises:
-            ConfigError: a width is odd.
-        """
+        """Quantise whole groups, `[batch, kv_heads, tokens, head_dim]` each."""
         for states in (keys, values):
             if states.shape[3] % 2:
                 raise ConfigError(

@@ -75,11 +75,7 @@ class BlendSlidingLayer(BlendLayer):
         self._show(self.length)
 
     def check_crop(self, tokens_to_remove: int) -> int:
-        """Refuse a `crop` behind which the window would lack tokens that were forgotten.
-
-        Raises:
-            ConfigError: the number is positive, or needs tokens that are gone.
-        """
+        """Refuse a `crop` behind which the window would lack tokens that were forgotten."""
         removed = super().check_crop(tokens_to_remove)
         left, needed = self._end - self._start + removed, self.length + removed
         if max(0, left) < min(needed, self.sliding_window - 1):

@@ -67,11 +67,7 @@ class StaticLayer(BlendLayer):
         """Nothing: they are shown as the buffers hold them."""
 
     def open(self, tokens: int, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """See `BlendLayer.open`.
-
-        Raises:
-            ConfigError: there is no room; nothing was written.
-        """
+        """See `BlendLayer.open`."""
         self.check_room(tokens)
         self._fit(key_states, value_states)
         return super().open(tokens, key_states, value_states)
@@ -81,12 +77,7 @@ class StaticLayer(BlendLayer):
     ) -> tuple[Tensor, Tensor]:
         """Append new tokens; see `BlendLayer.update`.
 
-        Returns:
-            For one token the whole buffers, `[batch, kv_heads, max_tokens, head_dim]`, zeros behind the tokens held;
-            for several all keys and values that they may look at.
-
-        Raises:
-            ConfigError: there is no room; nothing was written.
+        Shape: `[batch, kv_heads, max_tokens, head_dim]`.
         """
         if key_states.shape[2] > 1:
             return super().update(key_states, value_states, *args, **kwargs)
@@ -109,11 +100,7 @@ class StaticLayer(BlendLayer):
         return keys, values
 
     def check_room(self, tokens: int) -> None:
-        """Refuse tokens behind the last column.
-
-        Raises:
-            ConfigError: there is no room for so many.
-        """
+        """Refuse tokens behind the last column."""
         check_room(self.length, tokens, self.max_tokens)
 
     def sizes_behind(self, past: int, tokens: int) -> tuple[int, int]:
@@ -121,11 +108,7 @@ class StaticLayer(BlendLayer):
         return (self.max_tokens if tokens == 1 else past + tokens), 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys that `query_length` new tokens will see.
-
-        Raises:
-            ConfigError: there is no room for them.
-        """
+        """Length and offset of the keys that `query_length` new tokens will see."""
         if not torch.compiler.is_compiling():
             self._announce(query_length)
         return self.sizes_behind(0 if query_length == 1 else self.length, query_length)
@@ -197,16 +180,7 @@ class StaticLayer(BlendLayer):
 
 
 def check_room(held: int, new: int, most: int) -> None:
-    """Refuse tokens for which a cache has no room.
-
-    Args:
-        held: tokens in the cache.
-        new: tokens that are to come.
-        most: `max_tokens` of the cache.
-
-    Raises:
-        ConfigError: there is no room for so many; nothing was written.
-    """
+    """Refuse tokens for which a cache has no room."""
     if held + new > most:
         raise ConfigError(
             f"{new} more {'token was' if new == 1 else 'tokens were'} to go into a BlendCache that holds {held}, but "
@@ -216,15 +190,7 @@ def check_room(held: int, new: int, most: int) -> None:
 
 
 def refuse_static(max_tokens: int | None, where: str) -> None:
-    """Refuse a cache with static buffers where a step is to look at a part of them.
-
-    Args:
-        max_tokens: of the cache.
-        where: what was asked for.
-
-    Raises:
-        ConfigError: it has a `max_tokens`.
-    """
+    """Refuse a cache with static buffers where a step is to look at a part of them."""
     if max_tokens is not None:
         raise ConfigError(
             f"{where} came with a cache of max_tokens={max_tokens}, whose steps see their whole buffers, but one that "

@@ -17,7 +17,7 @@ from ..errors import ConfigError
 Row = tuple[Tensor, Tensor]  # cells and positions, `[tokens]` each, in the order in which attention sees them
 
 
-class Cells:
+class TokenTable:
     """Sequences by number, over cells 0, 1, 2 … of some storage."""
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Cells:
         self.count = 0  # cells ever given out and not compacted away
 
     @classmethod
-    def of(cls, rows: dict[int, Row], storage: Tensor) -> "Cells":
+    def of(cls, rows: dict[int, Row], storage: Tensor) -> "TokenTable":
         """Sequences by number over a storage that has as many cells as `storage` has entries."""
         cells = cls()
         cells._rows = {number: (row.clone(), at.clone()) for number, (row, at) in rows.items()}
@@ -48,12 +48,7 @@ class Cells:
     def append(self, sequence: int, tokens: int) -> Tensor:
         """Give a sequence new tokens behind its last.
 
-        Args:
-            sequence: which.
-            tokens: how many.
-
-        Returns:
-            Their positions, `[tokens]`; their cells are the last `tokens` of the storage.
+        Shape: `[tokens]`.
         """
         positions = torch.arange(tokens) + self.next_position(sequence)
         self._extend(sequence, torch.arange(self.count, self.count + tokens), positions)
@@ -63,10 +58,7 @@ class Cells:
     def bring(self, sequences: Sequence[int], positions: Tensor, real: Tensor) -> None:
         """Give several sequences new tokens, whose cells are the last of the storage, those of a sequence together.
 
-        Args:
-            sequences: which, each once.
-            positions: `[sequences, tokens]`.
-            real: `[sequences, tokens]`; a cell of padding (False) belongs to no sequence.
+        Shapes: positions `[sequences, tokens]`, real `[sequences, tokens]`.
         """
         cells = torch.arange(self.count, self.count + real.numel()).view(real.shape)
         for row, number in enumerate(sequences):
@@ -98,14 +90,7 @@ class Cells:
             self._change(number, start, stop, lambda positions: torch.full_like(positions, -1))
 
     def copy(self, source: int, target: int, start: int = 0, stop: int | None = None) -> None:
-        """Let a sequence hold the tokens of another too, at the same positions; the storage is shared.
-
-        Args:
-            source: whose tokens.
-            target: who gets those that it does not hold yet, behind its own.
-            start: first position.
-            stop: position behind the last; None is the end.
-        """
+        """Let a sequence hold the tokens of another too, at the same positions; the storage is shared."""
         cells, positions = self.row(source)
         there = _within(positions, start, stop) & ~torch.isin(cells, self.row(target)[0])
         self._extend(target, cells[there], positions[there])
@@ -119,11 +104,7 @@ class Cells:
         self._change(sequence, start, stop, lambda positions: positions + delta)
 
     def divide(self, sequence: int, start: int, stop: int | None, by: int) -> None:
-        """Divide the positions `start <= p < stop` by a whole number of at least 1, rounding down.
-
-        Raises:
-            ConfigError: the number is below 1.
-        """
+        """Divide the positions `start <= p < stop` by a whole number of at least 1, rounding down."""
         if by < 1:
             raise ConfigError(f"positions are to be divided by {by}, but a whole number from 1 on is expected.")
         self._change(sequence, start, stop, lambda positions: positions // by)
@@ -146,8 +127,7 @@ class Cells:
     def compact(self) -> Tensor:
         """Close the holes that tokens of no sequence leave in the storage.
 
-        Returns:
-            The cells that stay, `[kept]`, in their new order: ascending, as they were.
+        Shape: `[kept]`.
         """
         kept = self.held()
         self._rows = {number: (torch.searchsorted(kept, cells), at) for number, (cells, at) in self._rows.items()}

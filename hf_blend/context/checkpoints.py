@@ -55,18 +55,7 @@ _NAME = re.compile(r"([1-9][0-9]{0,9})\.[0-9a-f]{64}\.checkpoint")  # with the n
 
 @dataclass
 class CheckpointStats:
-    """What happened since these checkpoints were opened.
-
-    Attributes:
-        hits: prompts for which a saved prefix was found.
-        misses: prompts for which none was.
-        resumed_tokens: tokens of the prefixes that were found.
-        saved: checkpoints that were written.
-        saved_bytes: what they took.
-        evicted: checkpoints that left because of `max_bytes`.
-        rejected: checkpoints that were not written, because they did not fit or the folder could not take them.
-        faults: files that were passed over because they were damaged, foreign or unreadable.
-    """
+    """What happened since these checkpoints were opened."""
 
     hits: int = 0
     misses: int = 0

@@ -37,27 +37,14 @@ LEAST_CHUNK = 64  # of a delta rule, whose config does not say
 
 @dataclass(frozen=True)
 class Continuing:
-    """How a model's stock cache is continued.
-
-    Attributes:
-        form: of its cache.
-        at_once: by any number of tokens in one forward; otherwise one by one.
-    """
+    """How a model's stock cache is continued."""
 
     form: StockForm
     at_once: bool
 
 
 def continuing(model: nn.Module, fingerprint: str) -> Continuing:
-    """Find out how a model's stock cache is continued; remembered until the fingerprint changes.
-
-    Args:
-        model: a causal language model; it is left as it was.
-        fingerprint: its identity now (`hf_blend.model.fingerprint`).
-
-    Raises:
-        UnsupportedModelError: it is not continued as the model computes the whole, or keeps what cannot be saved.
-    """
+    """Find out how a model's stock cache is continued; remembered until the fingerprint changes."""
     return _ways(model, fingerprint)
 
 
@@ -162,14 +149,7 @@ def _saved(model: nn.Module, form: StockForm, ids: Tensor) -> Parts:
 def advance(model: nn.Module, cache: Any, ids: Tensor, logits: int = 1) -> Any:
     """Let a cache hold more tokens, by a forward with the positions that `generate` gives.
 
-    Args:
-        model: of the cache, without gradients.
-        cache: stock.
-        ids: `[1, tokens]`, of any device.
-        logits: of how many last tokens; some models give them of all.
-
-    Returns:
-        What the model gives.
+    Shapes: ids `[1, tokens]`.
     """
     held, taken = cache.get_seq_length(), signature(model.forward).parameters
     ids = ids.to(input_device(model))

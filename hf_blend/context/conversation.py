@@ -52,22 +52,7 @@ class Conversation:
         kv_bits: int | None = None,
         allow_unverified: bool = False,
     ) -> None:
-        """Begin.
-
-        Args:
-            model: a causal language model whose keys can be moved.
-            tokenizer: its tokenizer; its chat template is used where it has one.
-            system: stands before all turns and is never shifted out.
-            window_tokens: most tokens that the cache holds; None is the model's `max_position_embeddings`.
-            archive: keeps the KV of every turn, for `recall`. Nobody else may use it: turns saw what stood before
-                them.
-            kv_bits: as in `SequenceCache`. What is recalled is quantised when it comes back.
-            allow_unverified: use a model that fails the self-test, with one warning.
-
-        Raises:
-            ConfigError: the system prompt leaves no room in the window, or `kv_bits` is neither 8 nor 4.
-            UnsupportedModelError: the model's keys cannot be moved; the layer is named.
-        """
+        """Begin."""
         self.model, self.tokenizer, self.archive = model, tokenizer, archive
         self._messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
         self._begin = self._encode(self._text(False), first=True)
@@ -83,19 +68,7 @@ class Conversation:
         self.turns: list[Turn] = []
 
     def ask(self, question: str, **options: Any) -> str:
-        """Ask, and keep question and answer.
-
-        Args:
-            question: the next turn.
-            **options: for `generate`, such as `max_new_tokens` or `streamer`.
-
-        Returns:
-            The answer.
-
-        Raises:
-            PromptError: the question is empty.
-            UnsupportedModelError: there is an archive, and the model is inside `self_extend`.
-        """
+        """Ask, and keep question and answer."""
         if not question:
             raise PromptError("the question is empty, expected some text. Ask something.")
         if self.archive is not None:
@@ -123,17 +96,6 @@ class Conversation:
         """Bring a turn that was shifted out back into the cache, behind the system prompt.
 
         Its stored KV is moved into place, and a share of it and of what stands behind it is recomputed.
-
-        Args:
-            turn: which, counted from 0.
-            **settings: fields of `BlendConfig`, such as `recompute_ratio`.
-
-        Returns:
-            The cache that did it; its `report` says what it cost.
-
-        Raises:
-            ConfigError: there is no archive, or no such turn.
-            UnsupportedModelError: some layers of the model attend within windows, and forget what lies outside.
         """
         if has_windows(self.model):
             raise UnsupportedModelError(
@@ -154,7 +116,7 @@ class Conversation:
         if len(rest) > 1:
             self._keep_chunk(len(kept) - len(rest), len(kept))
         ids = [*kept[:keep], *recalled, *rest]
-        blend = BlendCache(self.model, self.archive, **{**settings, "sink_ids": ()})
+        blend = BlendCache(self.model, self.archive, **{**settings, "chunk_prefix_ids": ()})
         with torch.no_grad():
             self.model.generate(torch.tensor([ids], device=self._device), past_key_values=blend, max_new_tokens=1)
         self._adopt(blend, ids)

@@ -39,20 +39,7 @@ class Document:
         prefix: str | None = None,
         **settings: Any,
     ) -> None:
-        """Cut the text. Nothing is computed yet.
-
-        Args:
-            model: a causal language model.
-            tokenizer: its tokenizer.
-            store: keeps the chunks.
-            text: the document.
-            chunk_tokens: most tokens in a chunk; lines are kept whole where they fit.
-            prefix: system prompt before the chunks.
-            **settings: fields of `BlendConfig`, such as `recompute_ratio`.
-
-        Raises:
-            ConfigError: the text is empty, or `chunk_tokens` below 1.
-        """
+        """Cut the text. Nothing is computed yet."""
         if not text or chunk_tokens < 1:
             raise ConfigError(f"{len(text)} letters in chunks of {chunk_tokens} tokens: both must be above 0.")
         self.model, self.tokenizer, self.store = model, tokenizer, store
@@ -61,32 +48,13 @@ class Document:
         self._texts = [tokenizer.decode(ids) for ids in self.chunks]
 
     def precompute(self, progress: Progress = iter) -> int:
-        """Compute and store every chunk that is not stored yet.
-
-        Args:
-            progress: wraps the loop over the chunks, such as `tqdm`.
-
-        Returns:
-            How many chunks the document has.
-        """
+        """Compute and store every chunk that is not stored yet."""
         for ids in progress(self.chunks):
-            self.store.add(self.model, self.tokenizer, [ids], sink_ids=self._settings.get("sink_ids"))
+            self.store.add(self.model, self.tokenizer, [ids], chunk_prefix_ids=self._settings.get("chunk_prefix_ids"))
         return len(self.chunks)
 
     def ask(self, question: str, *, retrieve: Retriever | None = None, **options: Any) -> str:
-        """Answer from the chunks that a retriever picks, in the order in which it gives them.
-
-        Args:
-            question: what is asked.
-            retrieve: picks places of chunks; None reads the whole document.
-            **options: for `generate`, such as `max_new_tokens`.
-
-        Returns:
-            The answer.
-
-        Raises:
-            ConfigError: the retriever picked nothing, or a place that does not exist.
-        """
+        """Answer from the chunks that a retriever picks, in the order in which it gives them."""
         picked = range(len(self.chunks)) if retrieve is None else retrieve(question, self._texts)
         places = [int(place) for place in picked]
         if not places or not all(0 <= place < len(self.chunks) for place in places):
@@ -96,20 +64,7 @@ class Document:
     def ask_windows(
         self, question: str, *, window_chunks: int = 8, step_chunks: int | None = None, **options: Any
     ) -> Iterator[tuple[int, str]]:
-        """Answer from one window of neighbouring chunks after the other.
-
-        Args:
-            question: what is asked.
-            window_chunks: how many chunks are read at once.
-            step_chunks: how far the window moves; None is its own length.
-            **options: for `generate`.
-
-        Yields:
-            The first chunk of each window, and the answer from it.
-
-        Raises:
-            ConfigError: a length is below 1.
-        """
+        """Answer from one window of neighbouring chunks after the other."""
         step = window_chunks if step_chunks is None else step_chunks
         if window_chunks < 1 or step < 1:
             raise ConfigError(f"windows of {window_chunks} chunks at a step of {step}: both must be 1 or more.")

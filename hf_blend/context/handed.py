@@ -29,15 +29,7 @@ __all__ = ["complaint", "handed"]
 
 @dataclass
 class Notes:
-    """Who filled a cache with what.
-
-    Attributes:
-        model: that is expected to fill it.
-        fingerprint: of the model when the cache was handed out.
-        is_at_once: whether the model's code takes several tokens behind others.
-        ids: of the tokens that the cache holds.
-        why: what was wrong with a forward; empty if nothing.
-    """
+    """Who filled a cache with what."""
 
     model: ref[nn.Module]
     fingerprint: str
@@ -49,15 +41,7 @@ class Notes:
 def handed(filled: Any, model: nn.Module, ids: Tensor, identity: str, is_at_once: bool) -> Any:
     """Let a stock cache note what it is filled with from now on.
 
-    Args:
-        filled: a stock cache; it is changed.
-        model: that fills it.
-        ids: `[tokens]`, of what it holds.
-        identity: the model's fingerprint.
-        is_at_once: whether the model's code takes several tokens behind others; if not, the cache refuses them.
-
-    Returns:
-        The same cache.
+    Shapes: ids `[tokens]`.
     """
     filled.__class__ = _handed(type(filled))  # type: ignore[arg-type]
     filled.notes = Notes(ref(model), identity, is_at_once, ids.tolist())
@@ -67,10 +51,7 @@ def handed(filled: Any, model: nn.Module, ids: Tensor, identity: str, is_at_once
 def complaint(filled: Any, ids: Tensor, identity: str) -> str:
     """Why what a cache holds is not what a model makes of some text; empty if it is.
 
-    Args:
-        filled: the cache.
-        ids: `[tokens]`, as many as it holds.
-        identity: the model's fingerprint.
+    Shapes: ids `[tokens]`.
     """
     notes = getattr(filled, "notes", None)
     if not isinstance(notes, Notes):

@@ -25,13 +25,7 @@ Layers = Sequence[tuple[Tensor, Tensor]]  # (K, V) of each layer, `[1, kv_heads,
 
 @dataclass(frozen=True)
 class Comparison:
-    """One tensor beside what it must equal.
-
-    Attributes:
-        name: such as "the keys of layer 3".
-        got: `[…, tokens, width]`.
-        expected: likewise.
-    """
+    """One tensor beside what it must equal."""
 
     name: str
     got: Tensor
@@ -40,15 +34,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class FarRow:
-    """What a layer adds to the last token, all others being at distance 1: `[1, width]` each.
-
-    Attributes:
-        layer: which layer.
-        got: inside the block that is looked at.
-        expected: of the stock layer, for the same input.
-        plain: of the stock layer, at distances 1, 2, 3 …: what it would be if nothing was grouped.
-        again: of the stock layer, at the same distances elsewhere: equal to `plain` but for noise.
-    """
+    """What a layer adds to the last token, all others being at distance 1: `[1, width]` each."""
 
     layer: int
     got: Tensor
@@ -61,15 +47,7 @@ class FarRow:
 def whole_shift(model: nn.Module, cache: "SequenceCache", ids: Tensor, held: int, delta: int) -> list[Comparison]:
     """Prefill, shift the whole sequence, go on: as a plain forward at the shifted positions.
 
-    Args:
-        model: the model.
-        cache: an empty `SequenceCache`; it holds all of `ids` from position `delta` on afterwards.
-        ids: `[1, tokens]`.
-        held: how many of them are prefilled before the shift.
-        delta: by how much is shifted.
-
-    Returns:
-        K and V of every layer, and the logits of the tokens behind the shift.
+    Shapes: ids `[1, tokens]`.
     """
     ids = ids.to(input_device(model))
     with cache:
@@ -84,15 +62,7 @@ def whole_shift(model: nn.Module, cache: "SequenceCache", ids: Tensor, held: int
 def closed_hole(model: nn.Module, cache: "SequenceCache", ids: Tensor, start: int, stop: int) -> list[Comparison]:
     """Remove tokens and close up: layer 0, which does not depend on context, is as for the shortened prompt.
 
-    Args:
-        model: the model.
-        cache: a `SequenceCache` that holds just `ids`, from its first position on.
-        ids: `[1, tokens]`.
-        start: the first token to remove.
-        stop: the token behind the last.
-
-    Returns:
-        K and V of layer 0.
+    Shapes: ids `[1, tokens]`.
     """
     first = cache.positions()[0]
     cache.remove(cache.active, first + start, first + stop)
@@ -107,15 +77,7 @@ def shared_cells(
 ) -> list[Comparison]:
     """Fork a sequence, shorten the copies, and go on with all of them at once: as a plain forward of each.
 
-    Args:
-        model: the model.
-        cache: an empty `SequenceCache`.
-        ids: `[1, tokens]`.
-        held: how many of them are shared.
-        lengths: how many of the shared tokens each sequence keeps; behind them come tokens of its own from `ids`.
-
-    Returns:
-        The logits of every sequence: of a first forward of several tokens, and of a step behind it.
+    Shapes: ids `[1, tokens]`.
     """
     ids = ids.to(input_device(model))
     more = [ids[0, held + place :][: ids.shape[1] - held - len(lengths)] for place in range(len(lengths))]
@@ -139,13 +101,7 @@ def far_rows(model: nn.Module, ids: Tensor, block: Callable[[], AbstractContextM
     The stock layer gives the same if it is called at positions 0, 0, … 0, 1. Each layer is compared by itself: the
     stock layers receive the inputs that those inside the block received.
 
-    Args:
-        model: the model.
-        ids: `[1, tokens]`.
-        block: enters what is looked at, with window 1 and a group of at least all tokens.
-
-    Returns:
-        One row for each layer.
+    Shapes: ids `[1, tokens]`.
     """
     ids = ids.to(input_device(model))
     tokens = ids.shape[1]

@@ -34,11 +34,7 @@ class PackedCells:
     """K and V of cells 0, 1, 2 …; what `append` brings counts from `commit` on."""
 
     def __init__(self, bits: int, keys: Tensor, values: Tensor) -> None:
-        """Take heads, widths, dtype and device from `[1, kv_heads, tokens, width]` each; hold nothing.
-
-        Raises:
-            ConfigError: 4 bits and an odd width.
-        """
+        """Take heads, widths, dtype and device from `[1, kv_heads, tokens, width]` each; hold nothing."""
         self._packing = PACKINGS[bits]
         zeros = (one.new_zeros((1, one.shape[1], GROUP_TOKENS, one.shape[3])) for one in (keys, values))
         parts = _named(self._packing.of(*zeros))
@@ -67,11 +63,7 @@ class PackedCells:
     def append(self, cell: int, keys: Tensor, values: Tensor, sequences: int = 1) -> None:
         """Put new cells behind the first `cell` ones, and quantise what is no longer recent.
 
-        Args:
-            cell: how many cells are held; those behind were forgotten.
-            keys: `[1, kv_heads, tokens, width]`, as computed.
-            values: likewise.
-            sequences: how many sequences they are of; the last 32 cells for each, and up to 31 more, stay as computed.
+        Shapes: keys `[1, kv_heads, tokens, width]`.
         """
         held = self._cut(cell)
         whole = tuple(torch.cat(pair, 2) for pair in zip(held.recent, (keys, values), strict=True))
@@ -100,10 +92,7 @@ class PackedCells:
     def gather(self, cells: Tensor, at: Tensor, out: Sequence[Tensor]) -> None:
         """Write some cells to `[1, kv_heads, cells, width]` each.
 
-        Args:
-            cells: ascending, `[cells]`, on the CPU.
-            at: the same on the device of K and V.
-            out: for K and V.
+        Shapes: cells `[cells]`.
         """
         held = self._held
         count = int(torch.searchsorted(cells, held.packed))
@@ -115,12 +104,7 @@ class PackedCells:
     def parts(self, cells: Tensor) -> dict[str, Tensor]:
         """All that is held of some cells, by name, without the first axis.
 
-        Args:
-            cells: ascending, each once, `[cells]` on the CPU.
-
-        Returns:
-            `k` and `v` of recent cells, and of those in few bits the bytes, scales and (4 bits) least values of both;
-            `groups` says which of the scales of K, `[kv_heads, groups, width]`, a cell has.
+        Shapes: cells `[cells]` → `[kv_heads, groups, width]`.
         """
         held, at = self._held, cells.to(self._held.recent[0].device)
         count = int(torch.searchsorted(cells, held.packed))
@@ -133,12 +117,7 @@ class PackedCells:
         return {**found, GROUPS: groups.int(), **dict(zip("kv", recent, strict=True))}
 
     def extend(self, cell: int, parts: Mapping[str, Tensor]) -> None:
-        """Take up what `parts` gave: cells in few bits behind those that are held, recent ones at the end.
-
-        Args:
-            cell: how many cells are held; those behind were forgotten.
-            parts: `k` and `v` alone are cells as they were computed; then what is not recent is quantised.
-        """
+        """Take up what `parts` gave: cells in few bits behind those that are held, recent ones at the end."""
         recent, device = [parts[name][None] for name in "kv"], self._held.recent[0].device
         if GROUPS not in parts:
             self.append(cell, *(part.to(device) for part in recent))
@@ -187,13 +166,7 @@ class PackedCells:
 def forms(
     bits: int | None, layer: Sequence[tuple[int, int, torch.dtype]], counts: tuple[int, int, int]
 ) -> dict[str, Form]:
-    """Shape and dtype of what a layer's `parts` gives.
-
-    Args:
-        bits: 8 or 4; None for a layer that holds K and V as they were computed.
-        layer: heads, width and dtype of K, and of V.
-        counts: cells in few bits, groups of them, and other cells.
-    """
+    """Shape and dtype of what a layer's `parts` gives."""
     packed, groups, recent = counts
     found: dict[str, Form] = {
         name: ((heads, recent, width), dtype) for name, (heads, width, dtype) in zip("kv", layer, strict=True)

@@ -87,11 +87,7 @@ class QuantisedSequenceLayer(SequenceLayer):
         return tuple(part for part in (*(index or ()), *(self._turn or ())) if part is not None)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Remember the form of the first states, `[1, kv_heads, tokens, width]`.
-
-        Raises:
-            ConfigError: 4 bits and an odd width.
-        """
+        """Remember the form of the first states, `[1, kv_heads, tokens, width]`."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self._cells = PackedCells(self._bits, key_states[:1], value_states[:1])
         self.is_initialized = True

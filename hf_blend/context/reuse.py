@@ -39,18 +39,6 @@ def fit(cache: SequenceCache, token_ids: Sequence[int], *, min_run_tokens: int =
     """Let a cache hold as much of a prompt as it can without computing anything.
 
     Afterwards `generate` with all of `token_ids` and this cache computes only the rest; at least one token is left.
-
-    Args:
-        cache: whose active sequence is changed; it holds the first tokens of the prompt afterwards.
-        token_ids: the new prompt.
-        min_run_tokens: shorter matching runs are not moved.
-
-    Returns:
-        How much was kept and moved.
-
-    Raises:
-        ConfigError: `min_run_tokens` is below 1, or ids of what the cache holds are not known.
-        PromptError: the cache holds a token that stands for an image.
     """
     held, wanted = cache.tokens(), list(token_ids)[:-1]
     _check(cache, held, min_run_tokens)
@@ -93,23 +81,11 @@ def blended(
         is_prefix = start == place == 0
         if tokens and (is_prefix or tokens >= min_run_tokens):
             store.put(chunk_of(cache, start, start + tokens))
-    return BlendCache(cache.model, store, **{**settings, "sink_ids": ()})
+    return BlendCache(cache.model, store, **{**settings, "chunk_prefix_ids": ()})
 
 
 def chunk_of(cache: SequenceCache, start: int, stop: int) -> ChunkKV:
-    """A part of the active sequence as a chunk. It saw what stood before it: never put it into a shared store.
-
-    Args:
-        cache: laid out, see `SequenceCache.compact`.
-        start: its first token, counted as attention sees them.
-        stop: the token behind its last.
-
-    Returns:
-        Its K, rotated for the positions where it is, and V, with the tables of these positions.
-
-    Raises:
-        UnsupportedModelError: it was computed inside `self_extend`, or the model is inside.
-    """
+    """A part of the active sequence as a chunk. It saw what stood before it: never put it into a shared store."""
     cache.refuse_extended()
     ids, positions = tuple(cache.tokens()[start:stop]), torch.tensor(cache.positions()[start:stop])
     tables, layer_table = _distinct(TableSource.of(cache.model, below_regime=True), positions)

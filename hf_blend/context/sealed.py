@@ -25,11 +25,7 @@ _END = re.compile(rb'"data_offsets":\[[0-9]{1,19},([0-9]{1,19})\]')  # of a tens
 
 
 class Sealed:
-    """What a file holds, after its seal was compared with it.
-
-    Attributes:
-        about: the texts that were written beside the tensors.
-    """
+    """What a file holds, after its seal was compared with it."""
 
     def __init__(self, image: bytes) -> None:
         self._image = image
@@ -38,11 +34,7 @@ class Sealed:
             self.about = {name: str(value) for name, value in header["__metadata__"].items()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors, by name, on the CPU.
-
-        Raises:
-            EntryFault: format, they cannot be read.
-        """
+        """The tensors, by name, on the CPU."""
         with as_fault("its content"):
             return load(self._image)
 
@@ -50,48 +42,19 @@ class Sealed:
 def sealed(
     magic: bytes, tensors: Mapping[str, Tensor], about: Mapping[str, str], secret: bytes | None
 ) -> tuple[bytes, bytes, bytes]:
-    """Make the content of a file.
-
-    Args:
-        magic: the line that says what kind of file it is.
-        tensors: what it holds, by name.
-        about: texts beside them.
-        secret: signs it; None seals it against damage only.
-
-    Returns:
-        The content, in parts.
-    """
+    """Make the content of a file."""
     image = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, dict(about))
     return magic, seal(secret, magic, image), image
 
 
 def write_sealed(path: Path, parts: tuple[bytes, ...]) -> int:
-    """Write what `sealed` made; a file of that name is replaced at once, or stays as it is if writing fails.
-
-    Returns:
-        The size of the file in bytes.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write what `sealed` made; a file of that name is replaced at once, or stays as it is if writing fails."""
     write_atomically(path, parts, durable=True)
     return sum(map(len, parts))
 
 
 def read_sealed(path: Path, magic: bytes, secret: bytes | None, most_bytes: int | None = None) -> Sealed:
-    """Read a file and compare every byte with its seal.
-
-    Args:
-        path: of the file.
-        magic: as in `sealed`.
-        secret: that it must be sealed with.
-        most_bytes: that its tensors take, as the caller knows; None: not known.
-
-    Raises:
-        OSError: it cannot be read.
-        EntryFault: foreign, it is no regular file; truncated, format, auth or secret, it is not what was written, or
-            larger than the memory.
-    """
+    """Read a file and compare every byte with its seal."""
     source = open_regular(path)
     try:
         begins = _read(source, 0, len(magic))

@@ -38,14 +38,7 @@ _active: ContextVar["Extension"] = ContextVar("self_extend")
 
 @dataclass(frozen=True)
 class Extension:
-    """How far tokens are seen.
-
-    Attributes:
-        source: the model's rotary tables.
-        window_tokens: keys nearer than this keep their distance.
-        group_tokens: this many neighbouring far positions count as one.
-        asked: the layers whose attention was computed here so far.
-    """
+    """How far tokens are seen."""
 
     source: TableSource
     window_tokens: int
@@ -118,18 +111,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """The attention function of transformers, with two scales of distance.
 
-    Args:
-        module: the attention module.
-        query: `[batch, heads, rows, head_dim]`, rotated for the rows' positions.
-        key: `[batch, kv_heads, keys, head_dim]`, rotated likewise.
-        value: `[batch, kv_heads, keys, value_dim]`.
-        attention_mask: 0 or the least number of the dtype, `[batch, 1, rows, keys]`.
-        scaling: of the scores.
-        dropout: share of the weights that is dropped.
-        **kwargs: refused where they change attention in a way that is not known here.
-
-    Returns:
-        `[batch, rows, heads, value_dim]`, and the weights.
+    Shapes: query `[batch, heads, rows, head_dim]`, key `[batch, kv_heads, keys, head_dim]`, value `[batch, kv_heads,
+    keys, value_dim]`, attention_mask `[batch, 1, rows, keys]` → `[batch, rows, heads, value_dim]`.
     """
     extension = _active.get()
     _refuse_arguments(module, kwargs)

@@ -35,33 +35,14 @@ DO = "Use a fresh prefill instead, or pass allow_unverified=True to use it all t
 def ensure_movable(
     model: nn.Module, make_cache: Callable[[], "SequenceCache"], allow_unverified: bool = False
 ) -> None:
-    """Find out whether a sequence of a model can be moved in its cache.
-
-    Args:
-        model: a causal language model; it is left as it was.
-        make_cache: makes an empty cache; it may call this function again.
-        allow_unverified: use a model that fails, with one warning.
-
-    Raises:
-        UnsupportedModelError: a moved sequence is not what the model computes at its new positions; the layer is
-            named.
-    """
+    """Find out whether a sequence of a model can be moved in its cache."""
     ensure_passed(model, "move", lambda: _moving(model, make_cache()), allow_unverified)
 
 
 def ensure_shareable(
     model: nn.Module, make_cache: Callable[[], "SequenceCache"], allow_unverified: bool = False
 ) -> None:
-    """Find out whether several sequences of a model can look at one storage, each seeing its own cells.
-
-    Args:
-        model: a causal language model; it is left as it was.
-        make_cache: makes an empty cache; it may call this function again.
-        allow_unverified: use a model that fails, with one warning.
-
-    Raises:
-        UnsupportedModelError: a sequence of a batch is not what the model computes of it alone.
-    """
+    """Find out whether several sequences of a model can look at one storage, each seeing its own cells."""
     ensure_passed(model, "share", lambda: _sharing(model, make_cache()), allow_unverified)
 
 
@@ -71,19 +52,7 @@ def ensure_extendable(
     asked: set[int],
     allow_unverified: bool = False,
 ) -> None:
-    """Find out whether far tokens of a model can be grouped.
-
-    Args:
-        model: a causal language model; it is left as it was.
-        block: enters Self-Extend with window 1 and one group for all tokens.
-        asked: receives the layers whose attention is computed by Self-Extend inside the block.
-        allow_unverified: use a model that attends otherwise than expected, with one warning. A layer that never asks
-            is refused all the same.
-
-    Raises:
-        UnsupportedModelError: a layer never asks for its attention, or gives something else than the stock layer does
-            at the grouped positions; it is named.
-    """
+    """Find out whether far tokens of a model can be grouped."""
     ensure_passed(model, "ask", lambda: _asking(model, block, asked))
     ensure_passed(model, "extend", lambda: _extending(model, block), allow_unverified)
 

@@ -30,16 +30,16 @@ from ..cache.layers import as_indices, check_negative
 from ..config import check_kv_bits
 from ..errors import ConfigError, PromptError, UnsupportedModelError
 from ..model.anatomy import decoder_layers, is_extended, refuse_extended, text_config
-from ..model.attention import STOCK, Detour
+from ..model.attention import STOCK, AttentionOverride
 from ..model.masks import RowMask
 from ..model.modality import has_features, other_inputs
 from ..model.placement import input_device
 from ..rotary.base import compose
-from .cells import Cells
+from .cells import TokenTable
 from .quantised_sequence_layer import QuantisedSequenceLayer
 from .self_test import ensure_movable, ensure_shareable
 from .sequence_layer import ROOM_TOKENS, SPARE_SHARE, SequenceLayer
-from .steering import Steering
+from .steering import SequenceHooks
 from .tables import TableSource, counted_in_tokens, regime_tokens
 from .view import View, grown, mask_of, view_of
 
@@ -80,19 +80,19 @@ class SequenceCache(Cache):
         self._source, self._regime_tokens = TableSource.of(model, below_regime=True), regime_tokens(model)
         ensure_movable(model, partial(SequenceCache, model), allow_unverified)
         self._device, self._allow_unverified = input_device(model), allow_unverified
-        self._steering = Steering(self, model)
+        self._steering = SequenceHooks(self, model)
         self._begin()
         Cache.__init__(self, layers=[*self._sequence_layers])
 
     def _begin(self) -> None:
         """Hold nothing."""
         self.batch: tuple[int, ...] = (0,)
-        self._cells = Cells()
+        self._cells = TokenTable()
         self._ids = torch.empty(0, dtype=torch.long)  # by cell
         self._origins = torch.empty(0, dtype=torch.long)  # by cell: the position that its key is rotated for
         self._is_laid, self._pending = True, _NOTHING  # of new tokens: positions, ids, and which are no padding
         self._seen: Tensor | None = None  # see `View`
-        self._detours: list[Detour] = []  # by layer, of a forward whose mask hides cells; see `attend_rows`
+        self._detours: list[AttentionOverride] = []  # by layer, of a forward whose mask hides cells; see `attend_rows`
         self._was_extended = False
         self._sequence_layers = self._empty_layers()
 
@@ -356,7 +356,9 @@ class SequenceCache(Cache):
             KeyError: something is missing; the cache is then as it was.
         """
         rows = {name: tensor for name, tensor in state.items() if name.startswith("sequence.")}
-        cells = Cells.of({int(name.partition(".")[2]): (row[0], row[1]) for name, row in rows.items()}, state["ids"])
+        cells = TokenTable.of(
+            {int(name.partition(".")[2]): (row[0], row[1]) for name, row in rows.items()}, state["ids"]
+        )
         layers = self._layers_of(state)
         active, ids, origins = int(state["active"]), state["ids"].clone(), state["origins"].clone()
         self.batch, self._cells, self._ids, self._origins = (active,), cells, ids, origins
@@ -481,7 +483,7 @@ class SequenceCache(Cache):
         self._refuse_crossing(positions)
         self._pending = positions, given.cpu() if given.dim() == 2 else torch.full(real.shape, UNKNOWN), real
         mask = None if self._seen is None else self._made_mask(self._seen, real)
-        self._detours = Detour.of_layers(self.model) if isinstance(mask, RowMask) else []
+        self._detours = AttentionOverride.of_layers(self.model) if isinstance(mask, RowMask) else []
         return {**arguments, "position_ids": positions.to(given.device), "attention_mask": mask}
 
     def forward_ends(self) -> None:

@@ -68,14 +68,7 @@ class SequenceLayer(CacheLayerMixin):
     def write(self, cell: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store new tokens, and show them behind those of the active sequences.
 
-        Args:
-            cell: the first cell that they get; the others follow, those of a sequence side by side.
-            keys: `[sequences, kv_heads, tokens, width]`, rotated for their positions.
-            values: likewise.
-
-        Returns:
-            All K and V, the new ones last, `[sequences, kv_heads, columns, width]`: the same memory for every
-            sequence; `length` does not change before `show`.
+        Shapes: keys `[sequences, kv_heads, tokens, width]` → `[sequences, kv_heads, columns, width]`.
         """
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
@@ -105,11 +98,7 @@ class SequenceLayer(CacheLayerMixin):
         return count
 
     def add(self, cell: int, parts: Mapping[str, Tensor]) -> None:
-        """Hold cells that are no sequence's next, in the form that `parts` gives, behind the first `cell` ones.
-
-        Raises:
-            KeyError: a part is missing.
-        """
+        """Hold cells that are no sequence's next, in the form that `parts` gives, behind the first `cell` ones."""
         keys, values = parts["k"][None], parts["v"][None]
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
@@ -125,12 +114,7 @@ class SequenceLayer(CacheLayerMixin):
     def lay(self, cells: Tensor, in_order: bool, style: type[RotaryStyle], turn: tuple[Tensor, Tensor] | None) -> None:
         """Say which columns attention is given, and copy those that cannot be shown as they are stored.
 
-        Args:
-            cells: `[columns]`.
-            in_order: the cells are neighbours, up to the last of the storage, so it can be shown from there on.
-            style: how the layer rotates, and in which of K and V: latent attention has its rotated key among the V.
-            turn: (cos, sin) from where each key was computed to where it is now, `[tokens, pairs]`; None if all
-                are where they were computed.
+        Shapes: cells `[columns]`, turn `[tokens, pairs]`.
         """
         self._first = int(cells[0]) if in_order and len(cells) else 0
         if self._stored is None:

@@ -43,23 +43,7 @@ def save_session(
     secret: bytes | None = None,
     sequence: int | None = None,
 ) -> int:
-    """Write a cache to a file; a file of that name is replaced at once, or stays as it is if writing fails.
-
-    Args:
-        cache: what to save: every sequence, with tokens, positions, K and V.
-        path: of the file.
-        tokenizer: of the model; where it is given, the file can be loaded only with an equal one.
-        secret: where others may write to the folder: signs the file, which is then loaded only with this secret.
-        sequence: the only one to save; None is all.
-
-    Returns:
-        The size of the file in bytes.
-
-    Raises:
-        ConfigError: the secret is not bytes, or there is no such sequence.
-        StoreError: it cannot be written.
-        UnsupportedModelError: some of it was computed inside `self_extend`, or the model is inside.
-    """
+    """Write a cache to a file; a file of that name is replaced at once, or stays as it is if writing fails."""
     check_secret(secret)
     cache.refuse_extended()
     parts = sealed(MAGIC, cache.state(sequence), _identity(cache, tokenizer), secret)

@@ -21,15 +21,7 @@ INT8_BLOCK_TOKENS = 64
 
 @dataclass(frozen=True)
 class LayerSize:
-    """One decoder layer's part of a cache.
-
-    Attributes:
-        kv_heads: heads that are kept.
-        query_heads: heads that attend.
-        key_width: numbers per head and token in K.
-        value_width: numbers per head and token in V.
-        window_tokens: most tokens that are kept; None for all.
-    """
+    """One decoder layer's part of a cache."""
 
     kv_heads: int
     query_heads: int
@@ -94,21 +86,7 @@ class CacheSize:
 
 
 def cache_size(config: Any, *, context_tokens: int, batch: int = 1, dtype: torch.dtype | None = None) -> CacheSize:
-    """Compute the size of a cache.
-
-    Args:
-        config: of a decoder-only model, or of one whose text part is meant.
-        context_tokens: prompt and answer together.
-        batch: requests at once.
-        dtype: of K and V; None is the config's.
-
-    Returns:
-        The size, layer by layer.
-
-    Raises:
-        ConfigError: a number is out of range, or the config does not say how wide a token is.
-        UnsupportedModelError: a layer keeps something else than K and V of tokens.
-    """
+    """Compute the size of a cache."""
     if context_tokens < 1 or batch < 1:
         raise ConfigError(f"context is {context_tokens} and batch {batch}, but numbers from 1 on are wanted.")
     text = config.get_text_config(decoder=True)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 
-class Pilot(Protocol):
+class SequenceSteering(Protocol):
     """What steers: a cache."""
 
     def forward_begins(self, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -20,10 +20,10 @@ class Pilot(Protocol):
         """The call is over, or an exception passed through."""
 
 
-class Steering:
+class SequenceHooks:
     """The hooks of one cache on one model. They hold no reference to the cache and go with it."""
 
-    def __init__(self, pilot: Pilot, model: nn.Module) -> None:
+    def __init__(self, pilot: SequenceSteering, model: nn.Module) -> None:
         self._pilot, self._model = weakref.ref(pilot), model
         self._names = tuple(inspect.signature(model.forward).parameters)
         self._handles: list[RemovableHandle] = []
@@ -57,7 +57,7 @@ class Steering:
             if not self._stays:
                 _remove(self._handles)
 
-    def _own(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Pilot | None:
+    def _own(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> SequenceSteering | None:
         """The cache, if this call carries it."""
         pilot = self._pilot()
         given = (*args, *(kwargs or {}).values())

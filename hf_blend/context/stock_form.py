@@ -31,14 +31,7 @@ class StockForm:
     """The form of a model's stock cache: what each layer holds of each token, of its window, and as a state."""
 
     def __init__(self, cache: Any) -> None:
-        """Read the form off a cache.
-
-        Args:
-            cache: of one prompt, filled by a forward of the model; it becomes part of the form.
-
-        Raises:
-            UnsupportedModelError: the cache keeps something that is neither of a token nor a state; it is named.
-        """
+        """Read the form off a cache."""
         self._filled = cache
         for what, one in (("the cache", cache), *((f"layer {n}", layer) for n, layer in enumerate(cache.layers))):
             strange = [name for name, value in vars(one).items() if _has_tensor(value) and name not in _NAMES]
@@ -49,14 +42,7 @@ class StockForm:
                 )
 
     def tokens(self, cache: Any) -> int:
-        """How many tokens a cache holds.
-
-        Args:
-            cache: as the caller filled it.
-
-        Raises:
-            ConfigError: it is no stock cache of this model that holds one prompt.
-        """
+        """How many tokens a cache holds."""
         why = self._difference(cache)
         tokens = 0 if why else int(cache.get_seq_length())
         if not why and not tokens:
@@ -78,16 +64,7 @@ class StockForm:
         return sum(nbytes if length is None else nbytes // length * tokens for nbytes, length in held)
 
     def take(self, cache: Any, start: int, stop: int) -> Parts:
-        """What a cache holds of some tokens, and its states.
-
-        Args:
-            cache: of this form.
-            start: the first token whose K and V are taken.
-            stop: the token behind the last, where the states are.
-
-        Returns:
-            Tensors by name, not copied.
-        """
+        """What a cache holds of some tokens, and its states."""
         taken, own = {}, {name: tensor for name, _, _, tensor in _held(self._filled)}
         for name, layer, axis, tensor in _held(cache):
             if axis is None:  # a state that records its past, for assisted decoding, holds more than is needed
@@ -98,16 +75,7 @@ class StockForm:
         return taken
 
     def check(self, parts: Parts, start: int, stop: int) -> None:
-        """Refuse what `take` never gives.
-
-        Args:
-            parts: of a file, or of a cache.
-            start: as in `take`.
-            stop: as in `take`.
-
-        Raises:
-            EntryFault: layout, names, shapes or dtypes differ; values, one is NaN, infinite or absurd.
-        """
+        """Refuse what `take` never gives."""
         misfit = self._misfit(parts, start, stop)
         if misfit:
             raise EntryFault("layout", misfit)
@@ -116,15 +84,7 @@ class StockForm:
                 raise EntryFault("values", f"{name} is NaN, infinite or absurd")
 
     def fill(self, segments: Sequence[Parts], tokens: int) -> Any:
-        """Make a cache.
-
-        Args:
-            segments: what `take` gave of tokens that follow each other; states and windows are those of the last.
-            tokens: how many there are in all.
-
-        Returns:
-            A stock cache as the model leaves it behind so many tokens, on the devices of its layers.
-        """
+        """Make a cache."""
         cache = copy.deepcopy(self._filled)
         for name, layer, axis, tensor in list(_held(cache)):
             whole = segments[-1][name]

@@ -46,27 +46,13 @@ class TableSource:
     def __init__(self, styles: tuple[type[RotaryStyle], ...], makers: tuple[Maker | None, ...]) -> None:
         """Keep what was found.
 
-        Args:
-            styles: rotary style of each layer.
-            makers: for each layer, what makes its table from positions `[1, tokens]`; layers that share a table share
-                the maker; None where a layer does not rotate.
+        Shapes: makers `[1, tokens]`.
         """
         self.styles, self._makers = styles, makers
 
     @classmethod
     def of(cls, model: nn.Module, below_regime: bool = False) -> "TableSource":
-        """Find where a model's tables come from.
-
-        Args:
-            model: a causal language model, probed at first use.
-            below_regime: positions stay below `regime_tokens`, so frequencies that depend on the length do not change.
-
-        Returns:
-            Its source.
-
-        Raises:
-            UnsupportedModelError: a layer's keys do not rotate by a table that can be made at will; it is named.
-        """
+        """Find where a model's tables come from."""
         if not below_regime:
             _refuse_moving(model)
         if model not in _known:
@@ -86,15 +72,7 @@ class TableSource:
     def tables(self, positions: Tensor) -> list[Table | None]:
         """Make the tables of all layers.
 
-        Args:
-            positions: `[tokens]`, integers.
-
-        Returns:
-            For each layer (cos, sin), each `[tokens, width]`; the same object where layers share it; None where a
-            layer does not rotate.
-
-        Raises:
-            PromptError: a position is beyond what the model can rotate by.
+        Shapes: positions `[tokens]` → `[tokens, width]`.
         """
         made: dict[int, Table] = {}
         for maker in self._makers:
@@ -140,15 +118,7 @@ def _refuse_shared(model: nn.Module) -> None:
 
 
 def regime_tokens(model: nn.Module) -> int | None:
-    """How long a prompt may be for rotary frequencies that depend on its length to be those of short ones.
-
-    Args:
-        model: a causal language model.
-
-    Returns:
-        The most tokens, one less than the length at which they change, so that a longer prompt that ran before does
-        not matter; None where they never do.
-    """
+    """How long a prompt may be for rotary frequencies that depend on its length to be those of short ones."""
     config = text_config(model)
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [one for one in (rope, *rope.values()) if isinstance(one, dict)]

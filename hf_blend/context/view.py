@@ -20,14 +20,7 @@ HIDDEN_SHARE = 0.5  # of the columns that may be hidden from all; where it is mo
 
 @dataclass(frozen=True)
 class View:
-    """Columns of keys and values.
-
-    Attributes:
-        cells: `[columns]`.
-        positions: `[columns]`, where a key is in the sequences that see it.
-        in_order: the cells are neighbours in the storage, up to its last.
-        seen: `[sequences, columns]`, which columns each active sequence sees; None: one sequence sees all, in order.
-    """
+    """Columns of keys and values."""
 
     cells: Tensor
     positions: Tensor
@@ -38,14 +31,7 @@ class View:
 def view_of(rows: Sequence[Row], origins: Tensor, count: int, may_hide: bool) -> View:
     """Find the columns for some sequences.
 
-    Args:
-        rows: cells and positions of each active sequence.
-        origins: `[cells]`, the position that each key is rotated for.
-        count: cells in the storage.
-        may_hide: attention takes a mask that hides columns from a sequence.
-
-    Returns:
-        The view that copies least.
+    Shapes: origins `[cells]`.
     """
     if len(rows) == 1 and torch.equal(rows[0][0], torch.arange(count - len(rows[0][0]), count)):
         return View(*rows[0], in_order=True, seen=None)
@@ -62,12 +48,8 @@ def view_of(rows: Sequence[Row], origins: Tensor, count: int, may_hide: bool) ->
 def mask_of(seen: Tensor, real: Tensor) -> Tensor:
     """The mask of new tokens, which stand behind all columns, those of a sequence side by side.
 
-    Args:
-        seen: `[sequences, columns]`.
-        real: `[sequences, tokens]`, False on padding, which sees what its sequence sees, and is seen by itself alone.
-
-    Returns:
-        `[sequences, 1, tokens, columns + sequences * tokens]`, True where a token may look.
+    Shapes: seen `[sequences, columns]`, real `[sequences, tokens]` → `[sequences, 1, tokens, columns + sequences *
+    tokens]`.
     """
     sequences, tokens = real.shape
     before = torch.ones((tokens, tokens), dtype=torch.bool, device=seen.device).tril()

@@ -104,14 +104,7 @@ def _check(dataset: Any, column: str, **counts: int | None) -> None:
 
 
 class _Worker:
-    """What a process does with a batch of rows; it is pickled before anything is opened.
-
-    Args:
-        model: as for `index_dataset`.
-        store: likewise.
-        column: likewise.
-        threads: of torch; None leaves them.
-    """
+    """What a process does with a batch of rows; it is pickled before anything is opened."""
 
     def __init__(self, model: Model, store: Store, column: str, threads: int | None) -> None:
         self._given, self._column, self._threads = (model, store), column, threads

@@ -38,19 +38,7 @@ def advise(
     num_layers: int = 1,
     tiers: Mapping[str, float] | None = None,
 ) -> Advice:
-    """Choose ratio and chunks for a request.
-
-    Args:
-        profile: of the model on this machine.
-        chunk_tokens: length of each chunk.
-        bytes_s: of the tier that holds the chunks, or of the one that holds each; infinite for memory.
-        least_ratio: r*, what quality asks for.
-        num_layers: of the model; the first layer's loading is hidden behind nothing.
-        tiers: bytes a second of every tier there is, from the dearest to the cheapest.
-
-    Returns:
-        The advice.
-    """
+    """Choose ratio and chunks for a request."""
     total = sum(chunk_tokens)
     rates = [float(bytes_s)] * len(chunk_tokens) if isinstance(bytes_s, int | float) else list(bytes_s)
     order = sorted(range(len(rates)), key=lambda place: (-rates[place], -chunk_tokens[place]))
@@ -87,22 +75,6 @@ class LoadingController:
     learns from the requests that follow: from what they read how fast each tier is now, from how long they take how
     fast prefills are. A tier from which nothing was read lately is believed to be as fast as it was at first, so that
     one which was slow for a while is tried again.
-
-    Args:
-        model: requests of other models are left as they are.
-        store: whose requests are decided on.
-        config: how they blend.
-        profile: of the model; measured, or read from the assets folder, where left out.
-        rates: bytes a second of each tier by name; measured where left out.
-
-    Raises:
-        ConfigError: the store loads chunks in part.
-
-    Attributes:
-        profile: as measured.
-        rates: bytes a second of each tier by name, as they are believed to be now.
-        slowdown: how many times as long as by the profile prefills take now.
-        last: the last advice.
     """
 
     def __init__(
@@ -128,15 +100,7 @@ class LoadingController:
         self.last: Advice | None = None
 
     def decide(self, keys: Sequence[ChunkKey], least_ratio: float) -> Advice | None:
-        """What to do with the stored chunks of one request; also kept in `last`.
-
-        Args:
-            keys: of all its chunks.
-            least_ratio: what quality asks for.
-
-        Returns:
-            The advice; None where nothing of the request has to be loaded.
-        """
+        """What to do with the stored chunks of one request; also kept in `last`."""
         places = [self._store.place(key) for key in keys]
         if not any(place in self.rates for place in places) or keys[0].fingerprint != self._fingerprint:
             return None
@@ -150,13 +114,7 @@ class LoadingController:
         return self.last
 
     def observe(self, advice: Advice, seconds: float) -> None:
-        """Learn from a request how fast prefills are now.
-
-        Args:
-            advice: that the request followed.
-            seconds: from its beginning to its first token. Where loading was expected to take longer than computing,
-                they say nothing of computing, and are passed over.
-        """
+        """Learn from a request how fast prefills are now."""
         if advice.load_ms > advice.compute_ms or not advice.compute_ms > 0:
             return
         waiting_ms = advice.predicted_ms - advice.compute_ms

@@ -27,13 +27,7 @@ GB, MONTH_S, HOUR_S = 1e9, 30 * 86400.0, 3600.0
 
 @dataclass(frozen=True)
 class StorageDevice:
-    """A place where chunks may be kept.
-
-    Attributes:
-        name: of the device.
-        bytes_s: that a request reads from it.
-        gb_month: price of 10^9 bytes for a month.
-    """
+    """A place where chunks may be kept."""
 
     name: str
     bytes_s: float
@@ -50,14 +44,7 @@ class StorageDevice:
 
 @dataclass(frozen=True)
 class Workload:
-    """What is stored and asked for.
-
-    Attributes:
-        chunks: that are stored.
-        chunk_tokens: of each.
-        chunks_per_request: that a request reads.
-        requests_per_day: of all clients.
-    """
+    """What is stored and asked for."""
 
     chunks: int
     chunk_tokens: int
@@ -77,20 +64,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Placement:
-    """What one device means for a workload.
-
-    Attributes:
-        device: its name.
-        load_s: of a request's chunks.
-        recompute_s: of the least share of them; the seconds of a blended prefill where they were measured.
-        is_hidden: loading ends no later than recomputing, and what nothing hides takes little of its time.
-        ratio: to recompute; more than the least where loading leaves time for it.
-        request_s: the longer of recomputing, the host's reading included, and the loading that it may hide, behind the
-            first read.
-        stored_bytes: of all chunks.
-        storage_month: price of keeping them.
-        gpu_month: price of the GPU while requests load and recompute.
-    """
+    """What one device means for a workload."""
 
     device: str
     load_s: float
@@ -140,22 +114,7 @@ def place(
     num_layers: int | None = None,
     read_s: float = 0.0,
 ) -> Placement:
-    """What it means to keep all chunks on one device.
-
-    Args:
-        device: where.
-        workload: what is kept and asked for.
-        bytes_per_token: of K and V, all layers.
-        prefill_s: seconds of a full prefill of a request's chunks.
-        least_ratio: r*, what quality asks for.
-        gpu_hour: price of the GPU for an hour.
-        blend_s: seconds of a prefill at the least ratio with its chunks in memory; None is the paper's r x Prefill(L).
-        num_layers: of the model; None leaves the first read out, as the paper does.
-        read_s: seconds that reading and verifying a request's chunks adds to `blend_s`, however fast they come.
-
-    Returns:
-        Delays and prices.
-    """
+    """What it means to keep all chunks on one device."""
     tokens = workload.request_tokens
     load = load_s(bytes_per_token, tokens, device.bytes_s)
     least = recompute_s(prefill_s, least_ratio) if blend_s is None else blend_s
@@ -171,17 +130,7 @@ def place(
 
 
 def choose(placements: Sequence[Placement]) -> Placement:
-    """The cheapest device that hides its loading under recomputing; without one, the one that costs least in all.
-
-    Args:
-        placements: of the devices there are, the preferred first where prices are equal.
-
-    Returns:
-        One of them.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The cheapest device that hides its loading under recomputing; without one, the one that costs least in all."""
     if not placements:
         raise ConfigError("no device was named, expected one or more. Give --rate NAME=GB/s and --price NAME=PRICE.")
     hidden = [one for one in placements if one.is_hidden]

@@ -34,13 +34,7 @@ CHUNKS, QUESTION_TOKENS, ROUNDS, READINGS = 4, 32, 5, 5
 
 @dataclass(frozen=True)
 class Point:
-    """One measured prefill.
-
-    Attributes:
-        tokens: of its chunks.
-        ratio: nominal.
-        seconds: with every chunk in memory.
-    """
+    """One measured prefill."""
 
     tokens: int
     ratio: float
@@ -49,28 +43,14 @@ class Point:
 
 @dataclass(frozen=True)
 class Profile:
-    """What was measured.
-
-    Attributes:
-        machine: on what.
-        points: blended prefills at two lengths and two ratios or more.
-        bytes_per_token: of stored KV, all layers.
-    """
+    """What was measured."""
 
     machine: dict[str, Any]
     points: tuple[Point, ...]
     bytes_per_token: float
 
     def prefill_s(self, tokens: int, ratio: float) -> float:
-        """Seconds of a blended prefill with its chunks in memory: (a + b r) n + (c + d r) n², fitted to the points.
-
-        Args:
-            tokens: of the chunks.
-            ratio: nominal, 0 to 1.
-
-        Returns:
-            Seconds, never below 0.
-        """
+        """Seconds of a blended prefill with its chunks in memory: (a + b r) n + (c + d r) n², fitted to the points."""
         return max(0.0, sum(map(mul, _terms(tokens, ratio), self._weights)))
 
     def slowed(self, factor: float) -> "Profile":
@@ -99,18 +79,7 @@ def profile_of(
     lengths: Sequence[int] | None = None,
     folder: Path | None = None,
 ) -> Profile:
-    """The profile of a model on this machine, measured if it is not known.
-
-    Args:
-        model: to run.
-        config: how it will blend.
-        lengths: tokens of the chunks of the prefills that are measured; left out, 512 and 1536, or what the model
-            was made for.
-        folder: where profiles are kept; None is the assets folder of the Hugging Face cache.
-
-    Returns:
-        The profile.
-    """
+    """The profile of a model on this machine, measured if it is not known."""
     config, lengths = config or BlendConfig(), lengths or _lengths(model)
     machine = _machine(model, config, lengths)
     path = _path(machine, folder)
@@ -129,16 +98,7 @@ def profile_of(
 
 
 def bytes_per_second(store: ChunkStore, model: nn.Module, tokens: int = 512) -> float:
-    """How fast a store gives back a chunk that it does not hold in memory: read, verified.
-
-    Args:
-        store: that keeps bytes; a chunk is put into it, read and removed.
-        model: whose KV the chunk has.
-        tokens: of the chunk.
-
-    Returns:
-        Bytes a second, the median of three loads.
-    """
+    """How fast a store gives back a chunk that it does not hold in memory: read, verified."""
     (key,) = store.add(model, None, [_ids(model, tokens, 99)])
     rates = []
     for _ in range(ROUNDS):
@@ -150,18 +110,7 @@ def bytes_per_second(store: ChunkStore, model: nn.Module, tokens: int = 512) -> 
 
 
 def reading_s(model: nn.Module, chunks: int, tokens: int, ratio: float) -> float:
-    """What reading, verifying and unpacking the chunks of a request adds to it, however fast their bytes come.
-
-    Args:
-        model: to run.
-        chunks: of a request.
-        tokens: of each.
-        ratio: to recompute.
-
-    Returns:
-        Seconds by which a request whose chunks are bytes in memory takes longer than one whose chunks are held ready:
-        the difference of medians, measured in turns; never below 0.
-    """
+    """What reading, verifying and unpacking the chunks of a request adds to it, however fast their bytes come."""
     pieces = [_ids(model, tokens, seed) for seed in range(chunks)]
     stores = ChunkStore.open("memory://"), ChunkStore([], [plugins.load("store.tiers", "memory")()])
     taken: tuple[list[float], ...] = ([], [])
@@ -174,16 +123,7 @@ def reading_s(model: nn.Module, chunks: int, tokens: int, ratio: float) -> float
 
 
 def tier_rates(store: ChunkStore, model: nn.Module, tokens: int = 512) -> dict[str, float]:
-    """How fast each tier of a store gives back a chunk: see `bytes_per_second`.
-
-    Args:
-        store: whose tiers; what they hold stays.
-        model: whose KV the chunk has.
-        tokens: of the chunk.
-
-    Returns:
-        Name → bytes a second, the nearest tier first; a tier that takes no chunk now is left out.
-    """
+    """How fast each tier of a store gives back a chunk: see `bytes_per_second`."""
     found = {tier.name: bytes_per_second(ChunkStore([], [tier]), model, tokens) for tier in store.tiers()}
     return {name: rate for name, rate in found.items() if rate > 0}
 

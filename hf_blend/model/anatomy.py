@@ -31,17 +31,7 @@ UNREADABLE = (AttributeError, LookupError, TypeError, ValueError)  # a config th
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Find the decoder layers of a causal language model, in the order in which they run.
-
-    Args:
-        model: a `PreTrainedModel` for causal language modelling.
-
-    Returns:
-        The layers, as many as the config's `num_hidden_layers`.
-
-    Raises:
-        UnsupportedModelError: there is no decoder, or no single list of that many layers in it.
-    """
+    """Find the decoder layers of a causal language model, in the order in which they run."""
     wanted = getattr(text_config(model), "num_hidden_layers", None)
     lists = _lists_of(decoder_of(model), wanted)
     if len(lists) != 1:
@@ -62,11 +52,7 @@ def decoder_of(model: nn.Module) -> nn.Module:
 
 
 def wants_all_rows(model: nn.Module) -> bool:
-    """Whether a decoder reshapes what leaves its last layer to the length of the prompt, as GPT-J and CodeGen do.
-
-    Args:
-        model: probed at first use with one forward of 4 tokens, and remembered while it lives.
-    """
+    """Whether a decoder reshapes what leaves its last layer to the length of the prompt, as GPT-J and CodeGen do."""
     if model not in _reshaping:
         _reshaping[model] = _breaks_on_fewer_rows(model)
     return _reshaping[model]
@@ -89,15 +75,7 @@ def _breaks_on_fewer_rows(model: nn.Module) -> bool:
 
 
 def refuse_other_states(model: nn.Module, only_keys: bool = False) -> None:
-    """Refuse a model some of whose layers keep something that cannot be blended, or moved.
-
-    Args:
-        model: asked by way of the cache that transformers makes for its config.
-        only_keys: refuse mixers' states and indexers' keys too: all but K and V of each token, which are moved.
-
-    Raises:
-        UnsupportedModelError: naming the layer, what it keeps, and what cannot be done with it.
-    """
+    """Refuse a model some of whose layers keep something that cannot be blended, or moved."""
     complaint = other_states(text_config(model), only_keys)
     if complaint:
         done = "kept as a sequence" if only_keys else "blended"
@@ -105,15 +83,7 @@ def refuse_other_states(model: nn.Module, only_keys: bool = False) -> None:
 
 
 def other_states(config: Any, only_keys: bool = False) -> str:
-    """What a config says against keeping K and V of each token in every layer; empty if nothing.
-
-    Args:
-        config: of a text model; transformers is asked which cache it makes for it.
-        only_keys: do not let linear attention, state spaces, convolutions and indexers pass.
-
-    Returns:
-        A sentence that names the first such layer and its kind.
-    """
+    """What a config says against keeping K and V of each token in every layer; empty if nothing."""
     known = TOKEN_STATES if only_keys else BLENDED_STATES
     moved = "and only these can be moved. Use a BlendCache, or plain generate."
     blended = "which cannot stand behind other tokens. Use full prefill."
@@ -208,14 +178,7 @@ def is_extended(model: nn.Module) -> bool:
 
 
 def refuse_extended(model: nn.Module) -> None:
-    """Refuse what stores K and V, or brings stored ones, for a model that is inside `self_extend`.
-
-    Args:
-        model: a causal language model.
-
-    Raises:
-        UnsupportedModelError: its K and V are not those that it computes alone.
-    """
+    """Refuse what stores K and V, or brings stored ones, for a model that is inside `self_extend`."""
     if is_extended(model):
         raise UnsupportedModelError(
             f"{type(model).__name__} is inside self_extend, where layer 1 and those behind it compute other K and V, "
@@ -253,13 +216,7 @@ def has_attention(layer: nn.Module) -> bool:
 
 @dataclass
 class LayerCall:
-    """The arguments of one call of a decoder layer, by the names of its `forward`.
-
-    Attributes:
-        layer: the module that is called.
-        arguments: every argument by name, those of `**kwargs` included.
-        hidden_name: the name of the first parameter, which carries `[batch, rows, width]`.
-    """
+    """The arguments of one call of a decoder layer, by the names of its `forward`."""
 
     layer: nn.Module
     arguments: dict[str, Any]
@@ -281,37 +238,22 @@ class LayerCall:
         """The hidden states, `[batch, rows, width]`."""
         return self.arguments[self.hidden_name]
 
-    def take_rows(
-        self, index: Tensor, total: int, with_hidden: bool = True, known: "KnownRows | None" = None
-    ) -> None:
+    def take_rows(self, index: Tensor, total: int, with_hidden: bool = True, known: "KnownRows | None" = None) -> None:
         """Keep some rows of every per-token argument.
 
         A tensor is per token where its second axis has `total` entries, or the third of four; rotary tables may come
         as a tuple.
 
-        Args:
-            index: `[batch, kept]`, places among the `total` rows, sorted.
-            total: how many rows the arguments have now.
-            with_hidden: False where the hidden states are those of the kept rows already.
-            known: what was taken for other layers of the same forward: most arguments are the same for all of them.
+        Shapes: index `[batch, kept]`.
         """
         for name, value in self.arguments.items():
             if name == self.hidden_name:
                 self.arguments[name] = _rows(value, index, total, True) if with_hidden else value
             elif name != self.mask_name and isinstance(value, (Tensor, tuple, list)):
-                self.arguments[name] = (
-                    _rows(value, index, total) if known is None else known.take(value, index, total)
-                )
+                self.arguments[name] = _rows(value, index, total) if known is None else known.take(value, index, total)
 
     def run(self, **changes: Any) -> Any:
-        """Call the layer's own forward, past its hooks.
-
-        Args:
-            **changes: arguments to replace for this call only.
-
-        Returns:
-            What the layer returns.
-        """
+        """Call the layer's own forward, past its hooks."""
         arguments = {**self.arguments, **changes}
         hidden = arguments.pop(self.hidden_name)
         return self.layer.forward(hidden, **arguments)
@@ -361,12 +303,7 @@ def _rows(value: Any, index: Tensor, total: int, is_hidden: bool = False) -> Any
 def gather_rows(value: Tensor, index: Tensor) -> Tensor:
     """Take rows along the second axis, each batch entry its own.
 
-    Args:
-        value: `[batch or 1, rows, …]`.
-        index: `[batch, kept]` places in `rows`.
-
-    Returns:
-        `[batch, kept, …]`.
+    Shapes: value `[batch or 1, rows, …]`, index `[batch, kept]` → `[batch, kept, …]`.
     """
     index = index.to(value.device)
     if index.shape[0] == 1:

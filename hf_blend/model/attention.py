@@ -7,8 +7,8 @@ So the name of the model's attention is changed to ours when a layer has handed 
 when the attention function begins, which is the next thing that happens. Whoever else comes by in between, on another
 thread, gets the stock function: without a `RowMask` ours is the stock one.
 
-`Glance` uses the same door to see what a layer's attention is given: there queries and keys are normed and rotated,
-for any family.
+`AttentionCapture` uses the same door to see what a layer's attention is given: there queries and keys are normed and
+rotated, for any family.
 """
 
 import threading
@@ -30,13 +30,13 @@ from .row_attention import attend
 from .row_lines import PackedLines
 
 STOCK, OURS, GLANCE = "sdpa", "hf_blend_rows_over_", "hf_blend_glance"  # OURS: before the name of the stock one
-Taker = Callable[..., tuple[Tensor, None]]  # what an attention function of transformers is
+AttentionFn = Callable[..., tuple[Tensor, None]]  # what an attention function of transformers is
 
-_detours: WeakKeyDictionary[nn.Module, tuple[list[nn.Module], list["Detour"]]] = WeakKeyDictionary()
+_detours: WeakKeyDictionary[nn.Module, tuple[list[nn.Module], list["AttentionOverride"]]] = WeakKeyDictionary()
 _taking = threading.local()  # who takes the next attention call of this thread
 
 
-class Reached(Exception):
+class StopForward(Exception):
     """A layer has come as far as it should."""
 
 
@@ -45,25 +45,17 @@ def is_flash(implementation: str) -> bool:
     return "flash" in implementation
 
 
-class Detour:
-    """Sends the next attention call of a layer to `attend_rows`.
-
-    Attributes:
-        groups: how many query heads share a key head in the layer.
-    """
+class AttentionOverride:
+    """Sends the next attention call of a layer to `attend_rows`."""
 
     def __init__(self, layer: nn.Module) -> None:
-        """Find the attention of a layer.
-
-        Args:
-            layer: a decoder layer.
-        """
+        """Find the attention of a layer."""
         found = [module for module in layer.modules() if hasattr(module, "num_key_value_groups")]
         self._config = getattr(found[0], "config", None) if len(found) == 1 else None
         self.groups = kv_groups(layer)
 
     @classmethod
-    def of_layers(cls, model: nn.Module) -> list["Detour"]:
+    def of_layers(cls, model: nn.Module) -> list["AttentionOverride"]:
         """One for each decoder layer, found once while these layers are the model's."""
         layers = decoder_layers(model)
         known, detours = _detours.get(model, (None, []))
@@ -103,18 +95,8 @@ def attend_rows(
 ) -> tuple[Tensor, None]:
     """The attention function of transformers, for a `RowMask`; for other masks and packed chunks the stock one.
 
-    Args:
-        module: the attention module.
-        query: `[batch, heads, rows, head_dim]`.
-        key: `[batch, kv_heads, keys, head_dim]`.
-        value: `[batch, kv_heads, keys, value_dim]`.
-        attention_mask: which keys each row sees.
-        dropout: share of the weights that is dropped.
-        scaling: of the scores.
-        **kwargs: passed to the stock function.
-
-    Returns:
-        `[batch, rows, heads, value_dim]`, and no weights.
+    Shapes: query `[batch, heads, rows, head_dim]`, key `[batch, kv_heads, keys, head_dim]`, value `[batch, kv_heads,
+    keys, value_dim]` → `[batch, rows, heads, value_dim]`.
     """
     stock = module.config._attn_implementation.removeprefix(OURS)
     module.config._attn_implementation_internal = stock
@@ -137,7 +119,7 @@ def attend_rows(
 
 
 def _each_alone(
-    take: Taker, module: nn.Module, states: tuple[Tensor, ...], lines: PackedLines, given: dict[str, Any]
+    take: AttentionFn, module: nn.Module, states: tuple[Tensor, ...], lines: PackedLines, given: dict[str, Any]
 ) -> tuple[Tensor, None]:
     """The model's own attention for each chunk of a pack, by the kernel that the chunk alone has."""
     outputs = [
@@ -147,26 +129,17 @@ def _each_alone(
     return torch.cat(outputs, dim=1), None
 
 
-class Glance:
+class AttentionCapture:
     """Gives the next attention call of a layer to somebody, whatever attention the model uses."""
 
-    def __init__(self, layer: nn.Module, take: Taker) -> None:
-        """Find the config that a layer's attention reads its function from.
-
-        Args:
-            layer: a decoder layer.
-            take: is called in place of the attention function, with its arguments; may raise `Reached`.
-        """
+    def __init__(self, layer: nn.Module, take: AttentionFn) -> None:
+        """Find the config that a layer's attention reads its function from."""
         configs = {id(one.config): one.config for one in layer.modules() if hasattr(one, "config")}
         found = [config for config in configs.values() if hasattr(config, "_attn_implementation_internal")]
         self._config, self._take, self._before = (found[0] if len(found) == 1 else None), take, None
 
     def open(self) -> bool:
-        """Take the next call; a layer whose attention is not found goes its own way.
-
-        Returns:
-            Whether the layer's attention was found.
-        """
+        """Take the next call; a layer whose attention is not found goes its own way."""
         if self._config is not None and self._config._attn_implementation != GLANCE:
             AttentionInterface.register(GLANCE, show_rows)
             AttentionMaskInterface.register(GLANCE, sdpa_mask)
@@ -187,18 +160,10 @@ class Glance:
 
 
 def show_rows(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The attention function of transformers that a `Glance` stands behind; for another thread the stock one.
+    """The attention function that an `AttentionCapture` stands behind; for another thread the stock one.
 
-    Args:
-        module: the attention module.
-        query: `[batch, heads, rows, head_dim]`.
-        key: `[batch, kv_heads, keys, head_dim]`.
-        value: `[batch, kv_heads, keys, value_dim]`.
-        *args: mask and whatever else is given by place.
-        **kwargs: whatever is given by name.
-
-    Returns:
-        What the taker returns: `[batch, rows, heads, value_dim]`, and no weights.
+    Shapes: query `[batch, heads, rows, head_dim]`, key `[batch, kv_heads, keys, head_dim]`, value `[batch, kv_heads,
+    keys, value_dim]` → `[batch, rows, heads, value_dim]`.
     """
     glance = getattr(_taking, "glance", None)
     take = sdpa_attention_forward if glance is None else glance.take

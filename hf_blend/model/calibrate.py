@@ -37,18 +37,7 @@ BESIDE = "what is kept beside the K/V (an indexer's keys, a mixer's projections)
 
 
 def rotary_styles(model: nn.Module, digest: str = "") -> tuple[type[RotaryStyle], ...]:
-    """The rotary style of each layer, probed at first use and remembered while the model has the same structure.
-
-    Args:
-        model: the model to probe with two forwards of 20 tokens, or three if its products are rounded.
-        digest: its `structure_digest`, where it was asked for just now.
-
-    Returns:
-        One style per decoder layer.
-
-    Raises:
-        UnsupportedModelError: a layer's K/V do not map from one place to another; it is named.
-    """
+    """The rotary style of each layer, probed at first use and remembered while the model has the same structure."""
     return _styles(model, digest)
 
 

@@ -39,41 +39,14 @@ _known: WeakKeyDictionary[nn.Module, tuple[int, str]] = WeakKeyDictionary()
 def compute_chunk(
     model: nn.Module, key: "ChunkKey", tokenizer: str = "", image: Mapping[str, Any] | None = None
 ) -> "ChunkKV":
-    """Compute the chunk of a key, to be stored under it.
-
-    Args:
-        model: whose fingerprint is the key's.
-        key: which chunk.
-        tokenizer: digest of the tokenizer that made its ids; empty if that is not known.
-        image: for the chunk of an image, the arguments as in `capture_image`.
-
-    Returns:
-        The chunk.
-
-    Raises:
-        PromptError: as `capture_chunk`.
-        UnsupportedModelError: as `capture_chunk`, or the model is another one by now.
-    """
+    """Compute the chunk of a key, to be stored under it."""
     if image is None:
         return compute_chunks(model, [key], tokenizer)[0]
     return _signed(model, [capture_image(model, key, image)], tokenizer)[0]
 
 
 def compute_chunks(model: nn.Module, keys: "Sequence[ChunkKey]", tokenizer: str = "") -> "list[ChunkKV]":
-    """Compute the chunks of some keys in one forward, to be stored under them.
-
-    Args:
-        model: whose fingerprint is the keys'.
-        keys: one, or one of the lists that `hf_blend.model.packs` gives.
-        tokenizer: as in `compute_chunk`, of all of them.
-
-    Returns:
-        The chunks.
-
-    Raises:
-        PromptError: as `compute_chunk`.
-        UnsupportedModelError: as `compute_chunk`.
-    """
+    """Compute the chunks of some keys in one forward, to be stored under them."""
     return _signed(model, capture_chunks(model, keys), tokenizer)
 
 
@@ -89,14 +62,7 @@ def _signed(model: nn.Module, chunks: "list[ChunkKV]", tokenizer: str) -> "list[
 
 
 def canary_of(model: nn.Module) -> str:
-    """A few numbers of what a model computes now, found by one short forward after each change of the model.
-
-    Args:
-        model: the model to run, whose `fingerprint` was asked for just now; it is left as it was.
-
-    Returns:
-        64 numbers as text.
-    """
+    """A few numbers of what a model computes now, found by one short forward after each change of the model."""
     known, state = _known.get(model), state_of(model)
     if known is None or known[0] != state:
         known = _known[model] = state, _numbers(model)
@@ -104,12 +70,7 @@ def canary_of(model: nn.Module) -> str:
 
 
 def is_of_model(model: nn.Module, canary: str) -> bool:
-    """Whether a chunk was computed by what a model computes now, up to the noise of its dtype.
-
-    Args:
-        model: that will use the chunk.
-        canary: stored with the chunk; empty if it was not computed for a store.
-    """
+    """Whether a chunk was computed by what a model computes now, up to the noise of its dtype."""
     own = canary_of(model)
     if canary in (own, ""):
         return True

@@ -19,7 +19,7 @@ from ..prompt.pieces import check_ids
 from ..rotary.tables import Table, rotary_table
 from ..store.chunk import ChunkKey, ChunkKV
 from .anatomy import LayerCall, decoder_layers, decoder_of, full_cache, keeps_nothing, stock_layers, text_config
-from .attention import Detour
+from .attention import AttentionOverride
 from .identity.canonical import canonical, notes_kept
 from .masks import RowMask
 from .mixer import ActiveRows, MixerPass
@@ -31,58 +31,25 @@ from .row_lines import PackedLines
 
 @dataclass(frozen=True)
 class Capture:
-    """What one plain forward left in the cache, and the tables with which it was rotated.
-
-    Attributes:
-        layers: (K, V) per layer, each `[batch, kv_heads, tokens, head_dim]`; K rotated for its positions. Or as
-            `ChunkKV.layers` has them, with a batch axis in front.
-        tables: the rotary table that each layer was handed, None where there was none.
-    """
+    """What one plain forward left in the cache, and the tables with which it was rotated."""
 
     layers: tuple[tuple[Tensor, ...], ...]
     tables: tuple[Table | None, ...]
 
 
 def capture_chunk(
-    model: nn.Module, token_ids: Sequence[int], sink_ids: Sequence[int], fingerprint: str, namespace: str = ""
+    model: nn.Module, token_ids: Sequence[int], chunk_prefix_ids: Sequence[int], fingerprint: str, namespace: str = ""
 ) -> ChunkKV:
-    """Compute a chunk's KV behind a sink, and cut the sink off.
-
-    Args:
-        model: the model to run.
-        token_ids: the chunk.
-        sink_ids: tokens before it, such as BOS or a system prompt; may be empty.
-        fingerprint: identity of the model, from `hf_blend.model.fingerprint`.
-        namespace: the tenant that the chunk belongs to.
-
-    Returns:
-        K and V of the chunk, K rotated for positions `len(sink_ids) … len(sink_ids) + tokens - 1`.
-
-    Raises:
-        PromptError: the chunk is empty, longer than the model's positions, or holds a placeholder of an image.
-        UnsupportedModelError: a layer of the model leaves no K/V in its cache.
-    """
-    check_chunk(model, token_ids, sink_ids)
-    return capture_chunks(model, [ChunkKey(fingerprint, tuple(sink_ids), tuple(token_ids), namespace)])[0]
+    """Compute a chunk's KV behind a sink, and cut the sink off."""
+    check_chunk(model, token_ids, chunk_prefix_ids)
+    return capture_chunks(model, [ChunkKey(fingerprint, tuple(chunk_prefix_ids), tuple(token_ids), namespace)])[0]
 
 
 def capture_chunks(model: nn.Module, keys: Sequence[ChunkKey]) -> list[ChunkKV]:
-    """Compute the KV of several chunks in one forward, in which no chunk sees another.
-
-    Args:
-        model: the model to run.
-        keys: of the chunks; more than one only where `hf_blend.model.packs` says so.
-
-    Returns:
-        The chunks, each as `capture_chunk` gives it up to rounding.
-
-    Raises:
-        PromptError: as `capture_chunk`.
-        UnsupportedModelError: as `capture_chunk`.
-    """
+    """Compute the KV of several chunks in one forward, in which no chunk sees another."""
     for key in keys:
-        check_chunk(model, key.token_ids, key.sink_ids)
-    rows = [[*key.sink_ids, *key.token_ids] for key in keys]
+        check_chunk(model, key.token_ids, key.chunk_prefix_ids)
+    rows = [[*key.chunk_prefix_ids, *key.token_ids] for key in keys]
     *starts, tokens = accumulate(map(len, rows), initial=0)
     ids = torch.tensor([[token for row in rows for token in row]])
     if len(keys) == 1:
@@ -94,26 +61,14 @@ def capture_chunks(model: nn.Module, keys: Sequence[ChunkKey]) -> list[ChunkKV]:
 
 
 def capture_image(model: nn.Module, key: ChunkKey, arguments: Mapping[str, Any]) -> ChunkKV:
-    """Compute an image's KV behind a sink, and cut the sink off.
-
-    Args:
-        model: the model to run; it is left as it was.
-        key: of the chunk.
-        arguments: of the model's forward, by name, for the sink and the image alone, encoded before.
-
-    Returns:
-        K and V of the image, K rotated for the positions that the model gives it behind the sink.
-
-    Raises:
-        UnsupportedModelError: a layer of the model leaves no K/V in its cache.
-    """
+    """Compute an image's KV behind a sink, and cut the sink off."""
     with canonical(model), notes_kept(model):
         return _behind_sink(capture_forward(model, arguments)[0], key)
 
 
 def _behind_sink(captured: Capture, key: ChunkKey, start: int = 0, end: int | None = None) -> ChunkKV:
     """The chunk in the columns from `start` to `end`, without its sink."""
-    own = slice(start + len(key.sink_ids), end)
+    own = slice(start + len(key.chunk_prefix_ids), end)
     tables, layer_table = _distinct(captured.tables, own)
     layers = tuple(tuple(one[0, :, own].clone() for one in states) for states in captured.layers)
     return ChunkKV(key, layers, tables, layer_table)
@@ -130,18 +85,7 @@ def capture(
 
     It runs without dropout, autocast and gradients, whatever the caller's state.
 
-    Args:
-        model: the model to run, left as it was, after an exception too.
-        input_ids: `[batch, tokens]`.
-        position_ids: `[batch, tokens]`; from 0 on where left out.
-        attention_mask: `[batch, tokens]`, 0 on padding; no padding where left out.
-        starts: the columns behind which nothing before them is seen, the first one 0; none for one text.
-
-    Returns:
-        K, V and rotary tables of every layer.
-
-    Raises:
-        UnsupportedModelError: a layer leaves no K/V of the form `[batch, heads, tokens, width]` in the cache.
+    Shapes: input_ids `[batch, tokens]`, position_ids `[batch, tokens]`, attention_mask `[batch, tokens]`.
     """
     layers = decoder_layers(model)
     device = input_device(model)
@@ -157,18 +101,7 @@ def capture(
 
 @torch.no_grad()
 def capture_forward(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[Capture, Any]:
-    """Run the model once as it was called, images and all, through a plain cache of its own.
-
-    Args:
-        model: the model to run.
-        arguments: of its forward, by name, without the cache; for a prompt that starts the cache.
-
-    Returns:
-        K, V and rotary tables of every layer, and what the model returned.
-
-    Raises:
-        UnsupportedModelError: a layer leaves no K/V of the form `[batch, heads, tokens, width]` in the cache.
-    """
+    """Run the model once as it was called, images and all, through a plain cache of its own."""
     cache, tokens = full_cache(model), arguments["input_ids"].shape[1]
     recorded = _recorded_projections(model, cache, tokens)
     with recorded as passes, _recorded_tables(decoder_layers(model), cache) as tables:
@@ -227,7 +160,7 @@ def _recorded_tables(layers: list[nn.Module], cache: object) -> Iterator[dict[in
 @contextmanager
 def _separated(model: nn.Module, cache: Any, tokens: int, starts: Sequence[int]) -> Iterator[None]:
     """In calls with this cache, a token sees nothing before the last of `starts` that is not behind it."""
-    detours, masks, update = Detour.of_layers(model), dict[int, tuple[RowMask, Any]](), cache.update
+    detours, masks, update = AttentionOverride.of_layers(model), dict[int, tuple[RowMask, Any]](), cache.update
 
     def separate(index: int, call: LayerCall) -> Any:
         given = call.arguments.get(call.mask_name)
@@ -253,9 +186,7 @@ def _separated(model: nn.Module, cache: Any, tokens: int, starts: Sequence[int])
 
 
 @contextmanager
-def _at_layers(
-    layers: Sequence[nn.Module], cache: object, look: Callable[[int, LayerCall], Any]
-) -> Iterator[None]:
+def _at_layers(layers: Sequence[nn.Module], cache: object, look: Callable[[int, LayerCall], Any]) -> Iterator[None]:
     """Call a function before each layer of calls with this cache; other threads may run the model meanwhile."""
 
     def begins(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
@@ -298,28 +229,19 @@ def _distinct(per_layer: tuple[Table | None, ...], own: slice) -> tuple[tuple[Ta
     return tuple(tables), tuple(-1 if table is None else seen[id(table[0])] for table in per_layer)
 
 
-def check_chunk(model: nn.Module, token_ids: Sequence[int], sink_ids: Sequence[int], name: str = "a chunk") -> None:
-    """Refuse what cannot be computed alone.
-
-    Args:
-        model: that would compute it.
-        token_ids: the chunk.
-        sink_ids: tokens before it.
-        name: of the chunk, as the subject of a message.
-
-    Raises:
-        PromptError: the chunk is empty, longer than the model's positions, or holds a placeholder of an image or an id
-            that the model does not know.
-    """
-    refuse_placeholders(model, sink_ids, f"what stands before {name}")
+def check_chunk(
+    model: nn.Module, token_ids: Sequence[int], chunk_prefix_ids: Sequence[int], name: str = "a chunk"
+) -> None:
+    """Refuse what cannot be computed alone."""
+    refuse_placeholders(model, chunk_prefix_ids, f"what stands before {name}")
     refuse_placeholders(model, token_ids, name)
     config = model.config.get_text_config(decoder=True)
     longest = getattr(config, "max_position_embeddings", None)
-    check_ids((*sink_ids, *token_ids), config)
+    check_ids((*chunk_prefix_ids, *token_ids), config)
     if not token_ids:
         raise PromptError(f"{name} has 0 tokens, but at least one is expected. Leave empty documents out.")
-    if longest is not None and len(sink_ids) + len(token_ids) > longest:
+    if longest is not None and len(chunk_prefix_ids) + len(token_ids) > longest:
         raise PromptError(
-            f"{name} of {len(token_ids)} tokens behind a sink of {len(sink_ids)} does not fit the model's {longest} "
-            "positions. Split it into shorter chunks."
+            f"{name} of {len(token_ids)} tokens behind a sink of {len(chunk_prefix_ids)} does not fit the model's "
+            f"{longest} positions. Split it into shorter chunks."
         )

@@ -21,12 +21,6 @@ def checksum(tensor: Tensor) -> str:
     The bytes are taken as 64-bit lanes; each is mixed, multiplied by an odd number that belongs to its position, and
     added. All steps are integers that wrap around, so the order of adding does not matter, and a single changed lane
     always shows.
-
-    Args:
-        tensor: any dtype and device.
-
-    Returns:
-        16 hex digits, the same on every device.
     """
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     step, multipliers = _rows_at_once(data.device) * _ROW_LANES * 8, _multipliers(data.device)

@@ -64,37 +64,12 @@ _lock = threading.RLock()
 
 
 def fingerprint(model: nn.Module, *, reread: bool = False) -> str:
-    """Say who a model is, in 64 hex digits; equal across processes, devices and machines.
-
-    Args:
-        model: a model of transformers, on any device, quantised or with adapters or not.
-        reread: read all weights again, also where a sample of them is as it was.
-
-    Returns:
-        The fingerprint.
-
-    Raises:
-        UnsupportedModelError: the model has forward hooks of others, is inside `self_extend`, or something in it
-            cannot be written down.
-    """
+    """Say who a model is, in 64 hex digits; equal across processes, devices and machines."""
     return describe_fingerprint(model, reread=reread)["fingerprint"]
 
 
 def describe_fingerprint(model: nn.Module, *, reread: bool = False) -> dict[str, Any]:
-    """Show what a fingerprint is made of.
-
-    Args:
-        model: as in `fingerprint`.
-        reread: as in `fingerprint`.
-
-    Returns:
-        `fingerprint`, and its parts: `format`, `model_class`, `config`, `structure` (sha256 over class and attributes
-        of each module, and patched code), `dtypes` (bytes of weights by dtype) and `weights` (sha256 over name,
-        dtype, shape and checksum of each).
-
-    Raises:
-        UnsupportedModelError: as in `fingerprint`.
-    """
+    """Show what a fingerprint is made of."""
     if model not in _known:
         refuse_wrapper(model)
     refuse_extended(model)
@@ -114,21 +89,12 @@ class PerStructure(Generic[T]):
     """Something that is found out about a model, remembered while the model lives and has the same structure."""
 
     def __init__(self, find: Callable[[nn.Module], T]) -> None:
-        """Remember what a function gives.
-
-        Args:
-            find: the function.
-        """
+        """Remember what a function gives."""
         self._find = find
         self._found: WeakKeyDictionary[nn.Module, tuple[str, T]] = WeakKeyDictionary()
 
     def __call__(self, model: nn.Module, digest: str = "") -> T:
-        """What was found, or is found now.
-
-        Args:
-            model: as in `fingerprint`.
-            digest: its `structure_digest`, where it was asked for just now; or its `fingerprint`, where weights count.
-        """
+        """What was found, or is found now."""
         digest = digest or structure_digest(model)
         known = self._found.get(model)
         if known is None or known[0] != digest:
@@ -137,14 +103,7 @@ class PerStructure(Generic[T]):
 
 
 def structure_digest(model: nn.Module) -> str:
-    """A digest of all that makes a fingerprint except the weights, in 64 hex digits.
-
-    Args:
-        model: as in `fingerprint`.
-
-    Raises:
-        UnsupportedModelError: as in `fingerprint`.
-    """
+    """A digest of all that makes a fingerprint except the weights, in 64 hex digits."""
     with _lock:
         known = _structure_of(model)
         known.digest = known.digest or _sha256(known.structure)
@@ -152,11 +111,7 @@ def structure_digest(model: nn.Module) -> str:
 
 
 def state_of(model: nn.Module) -> int:
-    """How often a model's fingerprint was made anew because something in it differed.
-
-    Args:
-        model: as in `fingerprint`, which is to be called first.
-    """
+    """How often a model's fingerprint was made anew because something in it differed."""
     return _known[model].state
 
 

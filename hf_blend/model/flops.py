@@ -23,14 +23,7 @@ _known: WeakKeyDictionary[nn.Module, list["LayerCost"]] = WeakKeyDictionary()
 
 @dataclass(frozen=True)
 class LayerCost:
-    """FLOPs (two per multiply-add) that one token costs in one decoder layer.
-
-    Attributes:
-        before_kv: matrix products up to the moment when K and V reach the cache (queries included).
-        after_kv: matrix products after that: output projection and MLP.
-        per_key: attention, for each key that the token looks at.
-        always: what a mixer does for every token, also for those that are not recomputed: convolution and scan.
-    """
+    """FLOPs (two per multiply-add) that one token costs in one decoder layer."""
 
     before_kv: float
     after_kv: float
@@ -48,14 +41,7 @@ class LayerCost:
 
 
 def layer_costs(model: nn.Module) -> list[LayerCost]:
-    """Cost of a token in each decoder layer, found by one forward of four tokens and remembered while the model lives.
-
-    Args:
-        model: the model; left as it was.
-
-    Returns:
-        One cost per layer.
-    """
+    """Cost of a token in each decoder layer, found by one forward of four tokens and cached while the model lives."""
     if model not in _known:
         _known[model] = _measure(model)
     return _known[model]

@@ -66,12 +66,7 @@ class Entry:
                 self._before.append((module, handle))
 
     def enter_layers(self, tokens: int, between: bool = False) -> None:
-        """See every decoder layer begin.
-
-        Args:
-            tokens: columns of the forward, for a decoder that wants a row for each behind its last layer.
-            between: see every layer but the last end, too.
-        """
+        """See every decoder layer begin."""
         if self._inner:
             return
         for index, layer in enumerate(self._layers):
@@ -85,11 +80,7 @@ class Entry:
             self._inner.append((self._layers[-1], ends))
 
     def leave(self, watching: bool = False) -> None:
-        """Remove every hook.
-
-        Args:
-            watching: see the next call of the model too, because more of the same prompt is to come.
-        """
+        """Remove every hook."""
         _remove(self._inner, self._after, raising=self._is_raising)
         if not watching:
             _remove(self._before)
@@ -107,12 +98,6 @@ class Entry:
         """Refuse K and V that another model computed; called from where a layer's attention hands them over.
 
         The layers of this thread's calls are found on the stack, because no hook stays on the model while it decodes.
-
-        Returns:
-            Whether a layer of this model is the caller; if not, the cache is filled by hand.
-
-        Raises:
-            ConfigError: it is a layer of another model; names both.
         """
         callers = []
         for module in running_modules():

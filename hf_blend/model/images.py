@@ -34,13 +34,7 @@ Features = tuple[Tensor, ...]  # `[tokens, width]`: what goes to the embeddings,
 
 @dataclass(frozen=True)
 class _Form:
-    """How the outputs of a model's `get_image_features` look.
-
-    Attributes:
-        kind: the class.
-        is_stacked: all features are one tensor `[images, tokens, width]`, and not a list of `[tokens, width]`.
-        widths: of the features.
-    """
+    """How the outputs of a model's `get_image_features` look."""
 
     kind: type
     is_stacked: bool
@@ -51,14 +45,7 @@ _forms: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], _Form]] = WeakKeyDict
 
 
 def digest_of(image: Mapping[str, Any]) -> str:
-    """A digest of what the vision tower is called with for one image: pixels, and whatever else a processor made.
-
-    Args:
-        image: as `ImageEncoder.split` gives it.
-
-    Returns:
-        64 hex digits.
-    """
+    """A digest of what the vision tower is called with for one image: pixels, and whatever else a processor made."""
     state = hashlib.sha256()
     for name, value in sorted(image.items()):
         states = value.detach().cpu().contiguous()
@@ -68,13 +55,7 @@ def digest_of(image: Mapping[str, Any]) -> str:
 
 
 def cannot_encode_ahead(model_class: type[nn.Module], config: Any, has_tower: bool = True) -> str:
-    """What a model lacks for images that are encoded before its forward, in a sentence; empty if nothing.
-
-    Args:
-        model_class: its class.
-        config: its config.
-        has_tower: whether there is a `get_image_features`.
-    """
+    """What a model lacks for images that are encoded before its forward, in a sentence; empty if nothing."""
     takes = inspect.signature(model_class.forward).parameters
     needs = {
         "get_image_features": has_tower,
@@ -95,14 +76,7 @@ class ImageEncoder:
     """Encodes the images of a prompt with a model's own vision tower, each alone."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Find the tower.
-
-        Args:
-            model: with `get_image_features`, a `forward` that takes `mm_encoder_outputs`, and one placeholder token.
-
-        Raises:
-            UnsupportedModelError: it lacks one of these; says which.
-        """
+        """Find the tower."""
         self._model = model
         self._form: _Form | None = None
         self._encode = getattr(getattr(model, "base_model", model), "get_image_features", None)
@@ -113,17 +87,7 @@ class ImageEncoder:
         self.names = tuple(one for one in inspect.signature(self._encode).parameters if one != "kwargs")  # type: ignore[arg-type]
 
     def split(self, arguments: Mapping[str, Any]) -> list[dict[str, Tensor]]:
-        """Take the arguments of several images apart.
-
-        Args:
-            arguments: of the model's forward, as a processor makes them; those that are not for the tower are left.
-
-        Returns:
-            What the tower is called with for each image, or tile, in their order.
-
-        Raises:
-            PromptError: an argument is no tensor, or has another number of rows than there are images.
-        """
+        """Take the arguments of several images apart."""
         given = {name: arguments[name] for name in self.names if arguments.get(name) is not None}
         odd = [name for name, value in given.items() if not isinstance(value, Tensor)]
         if odd:
@@ -151,22 +115,11 @@ class ImageEncoder:
         return [{**other, PIXELS: part} for other, part in zip(others, pixels.split(sizes), strict=True)]
 
     def encode(self, image: Mapping[str, Tensor]) -> Features:
-        """Run the tower for one image.
-
-        Args:
-            image: as `split` gives it.
-
-        Returns:
-            Its features.
-        """
+        """Run the tower for one image."""
         return _features(self._model, self._run(image))
 
     def output(self, images: Sequence[Features]) -> Any:
-        """What the model's forward takes for some encoded images, in the form that `judge` found.
-
-        Args:
-            images: their features, in order.
-        """
+        """What the model's forward takes for some encoded images, in the form that `judge` found."""
         form: Any = self._form
         device, parts = self._model.device, list(zip(*images, strict=True))
         levels = [[one.to(device) for one in part] for part in parts]
@@ -174,16 +127,7 @@ class ImageEncoder:
         return form.kind(pooler_output=pooled, **({"deepstack_features": levels[1:]} if levels[1:] else {}))
 
     def judge(self, identity: str, arguments: Mapping[str, Any], images: Sequence[Features]) -> None:
-        """See, once for each kind of prompt, that images encoded alone are what the model makes of all of them.
-
-        Args:
-            identity: fingerprint of the model.
-            arguments: as in `split`.
-            images: their features, each encoded alone, or stored.
-
-        Raises:
-            UnsupportedModelError: they differ, or the outputs have a form that is not understood.
-        """
+        """See, once for each kind of prompt, that images encoded alone are what the model makes of all of them."""
         given = {name: arguments[name] for name in self.names if arguments.get(name) is not None}
         known, kind = _forms.setdefault(self._model, {}), (identity, *sorted(given), len(images) > 1)
         if kind not in known:

@@ -33,18 +33,7 @@ def row_mask(
 ) -> Tensor | BlockMask:
     """The mask of some rows, for the attention implementation that the model uses.
 
-    Args:
-        model_mask: what the model passes to the layer for all its rows, `[batch, heads or 1, rows, keys]`, boolean
-            (True: may look) or additive; a block mask for flex; None where the model relies on a causal kernel.
-        rows: `[batch, kept]`, sorted places of the kept rows among the new tokens.
-        past: keys in the cache before the new tokens.
-        keys: all keys, past and new.
-        implementation: the model's attention implementation, such as `"sdpa"`.
-        numbers: gives the rows of a single batch entry to the host; asked only where the work is done by blocks.
-
-    Returns:
-        `[batch, heads or 1, kept, keys]`: a `RowMask` for sdpa, an additive mask for eager, a block mask for flex, a
-        boolean one otherwise.
+    Shapes: model_mask `[batch, heads or 1, rows, keys]`, rows `[batch, kept]` → `[batch, heads or 1, kept, keys]`.
     """
     if isinstance(model_mask, BlockMask):
         return _cut_blocks(model_mask, rows, keys)
@@ -67,13 +56,7 @@ def row_lines(
 ) -> RowLines:
     """The lines of the mask of some rows.
 
-    Args:
-        model_mask: as in `row_mask`, or `[batch, keys]`, False on padding; None where nothing is padding.
-        rows: `[batch, kept]`, sorted places of the kept rows among the new tokens.
-        past: keys in the cache before the new tokens.
-        keys: all keys, past and new.
-        window: how many keys a row sees at most, its own included; None: all before it.
-        numbers: gives the rows of a single batch entry to the host.
+    Shapes: model_mask `[batch, keys]`, rows `[batch, kept]`.
     """
     if model_mask is not None and model_mask.dim() == 4:
         return ModelLines(model_mask, rows)
@@ -86,18 +69,7 @@ def row_lines(
 
 
 def looks_ahead(model_mask: Any, row: int, columns: slice, tokens: int, inside: bool = False) -> bool:
-    """Whether some of the new tokens see one that stands behind them.
-
-    Args:
-        model_mask: what the model passes to a layer for all its rows, see `row_mask`.
-        row: the batch entry.
-        columns: which tokens.
-        tokens: how many new ones there are.
-        inside: they may see each other, as they did where they were computed; only those behind them all count.
-
-    Returns:
-        True for a block mask too, of which it is not known; False where the model relies on a causal kernel.
-    """
+    """Whether some of the new tokens see one that stands behind them."""
     if isinstance(model_mask, BlockMask):
         return True
     if not isinstance(model_mask, Tensor) or model_mask.dim() != 4:
@@ -121,10 +93,6 @@ class RowMask(Tensor):
     """A boolean or additive mask `[batch, heads or 1, rows, keys]` that attends by blocks of rows.
 
     Every operation but `scaled_dot_product_attention` sees a plain tensor, which is made only if one asks for it.
-
-    Attributes:
-        lines: what each row sees.
-        group: how many query heads share a key head, where transformers repeats the keys for them; 1 if it does not.
     """
 
     lines: RowLines
@@ -142,13 +110,7 @@ class RowMask(Tensor):
     def causal(cls, columns: Tensor, keys: int, numbers: Callable[[], list[int]] | None = None) -> "RowMask":
         """A mask by which each row sees exactly the keys up to its own column.
 
-        Args:
-            columns: `[1, rows]`, sorted.
-            keys: how many there are.
-            numbers: gives the same columns to the host.
-
-        Returns:
-            A boolean mask `[1, 1, rows, keys]`.
+        Shapes: columns `[1, rows]` → `[1, 1, rows, keys]`.
         """
         return cls.of(CausalLines(columns, keys, numbers or columns[0].tolist))
 

@@ -29,15 +29,7 @@ Lay = Callable[[Tensor, Spans], None]
 
 @dataclass(frozen=True)
 class Projection:
-    """A linear module inside a mixer whose output at a token depends on that token alone, or is felt by it alone.
-
-    Attributes:
-        module: the module.
-        features: how many columns its output has.
-        spans: columns that another token can feel, and where these are among all that is stored of the mixer.
-        reads_hidden: it is given the hidden states that the mixer is given.
-        is_result: what it gives is what the mixer returns.
-    """
+    """A linear module inside a mixer whose output at a token depends on that token alone, or is felt by it alone."""
 
     module: nn.Module
     features: int
@@ -59,16 +51,7 @@ class Projection:
 
 @dataclass(frozen=True)
 class Mixer:
-    """The mixer of a decoder layer.
-
-    Attributes:
-        module: it is called once in each forward of the layer, with the cache.
-        projections: computed for the active rows only.
-        width: how many numbers are stored per token.
-        full_width: how many they would be with every column of the input projections, felt or not.
-        direct: nothing but its projections reads the hidden states when the mixer is called with no other arguments
-            than these; None: something else does, or something is done to them first.
-    """
+    """The mixer of a decoder layer."""
 
     module: nn.Module
     projections: tuple[Projection, ...]
@@ -84,14 +67,7 @@ class Mixer:
 
 @dataclass
 class ActiveRows:
-    """The rows of a forward in which a mixer's projections are computed.
-
-    Attributes:
-        columns: `[batch, rows]`, where they are among the tokens; None: all tokens.
-        tokens: how many tokens there are.
-        whole: `id` of a cut argument → the argument for all tokens; the mixer is given that one.
-        padding: `[batch, tokens]`, True on padding; None: none.
-    """
+    """The rows of a forward in which a mixer's projections are computed."""
 
     columns: Tensor | None
     tokens: int
@@ -132,12 +108,7 @@ class ActiveRows:
 
 
 class MixerPass:
-    """The hooks of one forward in one mixer; they see the calls of this thread that are given this cache.
-
-    Attributes:
-        states: `[batch, tokens, width]`, what is stored: of the active rows as computed, of others as it was given;
-            None where nobody asked for them, or before the first projection.
-    """
+    """The hooks of one forward in one mixer; they see the calls of this thread that are given this cache."""
 
     def __init__(
         self,
@@ -148,17 +119,7 @@ class MixerPass:
         reached: Reach | None = None,
         keeps: bool = True,
     ) -> None:
-        """Prepare; nothing is entered before `enter`.
-
-        Args:
-            mixer: which mixer.
-            cache: of the forward; other calls of the module are let through.
-            rows: the active rows.
-            lay: writes what is stored of the other rows into states, or into a projection's output for all tokens.
-            reached: is called when the last of what is stored has been computed; may raise.
-            keeps: make `states`, because they are asked for, or the mixer runs again for fewer rows. Otherwise what
-                is stored is written where the mixer reads it, which is one copy less.
-        """
+        """Prepare; nothing is entered before `enter`."""
         self._mixer, self._cache, self.rows = mixer, cache, rows
         self.states: Tensor | None = None
         self._lay, self._reached, self._missing, self._keeps = lay, reached, mixer.stored, keeps
@@ -316,12 +277,7 @@ def regular(columns: Sequence[int]) -> list[slice]:
 
 
 def whole_arguments(cut: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[int, Any]:
-    """By the `id` of what a layer is given for its active rows, what it would be given for all tokens.
-
-    Args:
-        cut: the layer's arguments for the active rows; they must outlive the result, or ids would be used again.
-        whole: for all tokens.
-    """
+    """By the `id` of what a layer is given for its active rows, what it would be given for all tokens."""
     found: dict[int, Any] = {}
     for name, value in cut.items():
         if value is not whole.get(name):

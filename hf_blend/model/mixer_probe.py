@@ -39,18 +39,7 @@ FAILURES = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeErro
 
 
 def mixers_of(model: nn.Module, digest: str = "") -> tuple[Mixer | None, ...]:
-    """The mixer of each decoder layer, found by a short probe at first use; None where a layer has none.
-
-    Args:
-        model: a causal language model; it is left as it was.
-        digest: its `structure_digest`, where it was asked for just now.
-
-    Returns:
-        One entry per decoder layer.
-
-    Raises:
-        UnsupportedModelError: a layer has a mixer whose projections cannot be told apart; the layer is named.
-    """
+    """The mixer of each decoder layer, found by a short probe at first use; None where a layer has none."""
     return _mixers(model, digest)
 
 
@@ -75,15 +64,7 @@ class _Call:
 
 @dataclass
 class _Found:
-    """How a kind of mixer is entered.
-
-    Attributes:
-        columns: name of a linear module that is computed by rows → the columns, `[width]`, that are stored; None: all.
-        inputs: names of those whose output at a token depends on that token alone.
-        readers: names of those that are given the mixer's own hidden states.
-        results: names of those whose output the mixer returns.
-        direct: as in `Mixer`.
-    """
+    """How a kind of mixer is entered."""
 
     columns: Mapping[str, Tensor | None]
     inputs: set[str]
@@ -265,9 +246,7 @@ def _felt(
     }
 
 
-def _gradients(
-    model: nn.Module, call: _Call, hidden: Tensor, names: list[str], inputs: set[str]
-) -> dict[str, Tensor]:
+def _gradients(model: nn.Module, call: _Call, hidden: Tensor, names: list[str], inputs: set[str]) -> dict[str, Tensor]:
     """How the output at the other tokens depends on each linear module's output, `[points, tokens, features]`."""
     kept: dict[str, Tensor] = {}
 

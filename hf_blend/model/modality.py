@@ -34,14 +34,7 @@ _ID_FIELD = re.compile(r"_?(?P<stem>.+?)(?P<token>_token)?_(?:ids?|index)")
 
 
 def other_inputs(arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    """The arguments of a forward that may change what its tokens stand for, or who sees whom.
-
-    Args:
-        arguments: of the model's forward, by name, without the cache.
-
-    Returns:
-        Their names, sorted; empty for a prompt of text alone. Numbers, flags and what is empty are no inputs.
-    """
+    """The arguments of a forward that may change what its tokens stand for, or who sees whom."""
     return tuple(sorted(name for name, value in arguments.items() if _is_other(name, value)))
 
 
@@ -64,14 +57,7 @@ def _is_empty(value: Any) -> bool:
 
 
 def placeholder_ids(config: Any) -> frozenset[int]:
-    """The tokens that stand for something else than text, or mark where it begins and ends.
-
-    Args:
-        config: of the model, with the configs inside it.
-
-    Returns:
-        Their ids; empty for a model of text alone.
-    """
+    """The tokens that stand for something else than text, or mark where it begins and ends."""
     return frozenset(_placeholders(config))
 
 
@@ -89,16 +75,7 @@ def _is_modal(stem: str, token: str | None) -> bool:
 
 
 def refuse_placeholders(model: nn.Module, token_ids: Iterable[int], what: str) -> None:
-    """Refuse tokens whose K and V do not follow from their ids.
-
-    Args:
-        model: whose config says which these are.
-        token_ids: tokens to be stored, or computed alone.
-        what: the subject of the message, such as "a chunk".
-
-    Raises:
-        PromptError: a placeholder is among the tokens; it is named.
-    """
+    """Refuse tokens whose K and V do not follow from their ids."""
     found = placeholder_ids(model.config).intersection(token_ids)
     if found:
         raise PromptError(

@@ -17,16 +17,7 @@ TAKES, GIVES = "set_linear_cache", "get_linear_cache"  # by which these models h
 
 
 def fitted(kind: type, model: object) -> type:
-    """A class of caches in the form that a model takes.
-
-    Args:
-        kind: `transformers.Cache`, or a class derived from it that is made from `layers`.
-        model: that shall take it.
-
-    Returns:
-        `kind`, or for a model with a cache class of its own a class derived from both; the same one for the same
-        classes.
-    """
+    """A class of caches in the form that a model takes."""
     own = _own_cache(type(model))  # type: ignore[arg-type]
     return kind if own is None else _derived(kind, own)
 

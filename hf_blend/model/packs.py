@@ -29,15 +29,7 @@ _OF_TOKENS_ALONE = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")  
 
 
 def packs(model: nn.Module, keys: Iterable[ChunkKey]) -> list[list[ChunkKey]]:
-    """Share chunks out among forwards.
-
-    Args:
-        model: that will compute them; it is probed at first use, and remembered while it has the same structure.
-        keys: of the chunks.
-
-    Returns:
-        The same keys, each list for one forward: in their order, but those of one rotary regime side by side.
-    """
+    """Share chunks out among forwards."""
     listed, config = list(keys), text_config(model)
     if len(listed) < 2 or not _may_pack(model):
         return [[key] for key in listed]
@@ -45,7 +37,7 @@ def packs(model: nn.Module, keys: Iterable[ChunkKey]) -> list[list[ChunkKey]]:
     found: list[list[ChunkKey]] = []
     last: dict[tuple[int, ...], tuple[int, list[ChunkKey]]] = {}  # by regime, the pack that is filled, and its tokens
     for key in listed:
-        tokens = len(key.sink_ids) + len(key.token_ids)
+        tokens = len(key.chunk_prefix_ids) + len(key.token_ids)
         regime = frequency_regime(config, tokens)
         before, pack = last.get(regime, (most, []))
         if before + tokens > most:

@@ -17,17 +17,7 @@ def offload_hooks(module: nn.Module) -> tuple[Any, ...]:
 
 
 def input_device(model: nn.Module) -> torch.device:
-    """Where a model takes its ids: where its embeddings are, or are brought for a call.
-
-    Args:
-        model: a causal language model, on devices or offloaded to CPU or disk.
-
-    Returns:
-        A device that holds data, never "meta".
-
-    Raises:
-        UnsupportedModelError: the embeddings have no data, and nothing brings them.
-    """
+    """Where a model takes its ids: where its embeddings are, or are brought for a call."""
     table = model.get_input_embeddings()
     if not table.weight.is_meta:
         return table.weight.device

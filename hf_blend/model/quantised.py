@@ -28,13 +28,7 @@ def _has_casts(model: nn.Module) -> bool:
 
 
 def silence_casts(model: nn.Module, owner: object, digest: str = "") -> None:
-    """Drop the line that bitsandbytes logs per product, as long as an object lives; other lines pass.
-
-    Args:
-        model: nothing is done if it has no 8-bit layer.
-        owner: such as the cache of a request.
-        digest: the model's `structure_digest`, where it was asked for just now.
-    """
+    """Drop the line that bitsandbytes logs per product, as long as an object lives; other lines pass."""
     if _has_casts(model, digest):
         logger, dropping = logging.getLogger(LOGGER), _WithoutCasts()
         logger.addFilter(dropping)
@@ -43,14 +37,7 @@ def silence_casts(model: nn.Module, owner: object, digest: str = "") -> None:
 
 @torch.no_grad()
 def shared_scale(model: nn.Module) -> str:
-    """Say which projection of a model gives a token another result beside a larger one.
-
-    Args:
-        model: the projections of its first layer are run on two random tokens.
-
-    Returns:
-        A sentence; empty if there is no such projection.
-    """
+    """Say which projection of a model gives a token another result beside a larger one."""
     for name, module in decoder_layers(model)[0].named_modules():
         width = getattr(module, "in_features", None)
         if isinstance(width, int):

@@ -23,16 +23,8 @@ def attend(
 ) -> Tensor:
     """Attention of scattered rows.
 
-    Args:
-        query: `[batch, heads, rows, head_dim]`.
-        key: `[batch, kv_heads, keys, head_dim]`; `heads` is a multiple of `kv_heads`.
-        value: `[batch, kv_heads, keys, value_dim]`.
-        lines: which keys each row sees.
-        dropout: share of the weights that is dropped.
-        scale: of the scores; None is one over the root of `head_dim`.
-
-    Returns:
-        `[batch, heads, rows, value_dim]`, a view of `[batch, rows, heads, value_dim]`.
+    Shapes: query `[batch, heads, rows, head_dim]`, key `[batch, kv_heads, keys, head_dim]`, value `[batch, kv_heads,
+    keys, value_dim]` → `[batch, heads, rows, value_dim]`.
     """
     if len(lines.blocks) == 1:
         return _joined(_at_once(query, key, value, lines, lines.blocks[0], dropout, scale)).transpose(1, 2)

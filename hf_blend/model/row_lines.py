@@ -26,14 +26,7 @@ SPAN_BLOCKS, SPAN_ROWS = 16, (64, 512)  # scattered rows are cut into so many bl
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Neighbouring rows and the keys that one of them may look at.
-
-    Attributes:
-        rows: where the block is among the kept rows.
-        keys: the keys it reads.
-        shared: the first keys up to here are seen by all its rows.
-        is_run: its rows are neighbours, and the keys from `shared` on are those rows' own.
-    """
+    """Neighbouring rows and the keys that one of them may look at."""
 
     rows: slice
     keys: slice
@@ -42,13 +35,7 @@ class RowBlock:
 
 
 class RowLines(ABC):
-    """The lines of a mask `[batch, heads or 1, rows, keys]`.
-
-    Attributes:
-        shape: of the mask.
-        dtype: boolean (True: may look) or a float that is added to the scores.
-        device: where it is made.
-    """
+    """The lines of a mask `[batch, heads or 1, rows, keys]`."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self.shape, self.dtype, self.device = shape, dtype, device
@@ -79,13 +66,7 @@ class RowLines(ABC):
     def bias(self, block: RowBlock, dtype: torch.dtype, repeats: int = 1) -> Tensor:
         """The additive mask of a block behind the keys that all its rows see.
 
-        Args:
-            block: one of this mask's.
-            dtype: of the queries.
-            repeats: how often the rows come one behind the other.
-
-        Returns:
-            `[batch or 1, heads or 1, repeats * rows, keys]`; kept, unless all together would take much memory.
+        Shape: `[batch or 1, heads or 1, repeats * rows, keys]`.
         """
         place = (block.rows.start, block.rows.stop, block.shared, dtype, repeats)
         if place not in self._biases:
@@ -167,11 +148,7 @@ class LocalLines(RowLines):
     def __init__(self, columns: Tensor, keys: int, window: int | None = None, real: Tensor | None = None) -> None:
         """Describe the lines.
 
-        Args:
-            columns: `[batch, rows]`, sorted; the column of each row among the keys.
-            keys: how many there are.
-            window: how many keys a row sees at most, its own included; None: all before it.
-            real: `[batch, …]`, False or 0 on padding; its last columns are those of the keys.
+        Shapes: columns `[batch, rows]`, real `[batch, …]`.
         """
         super().__init__((columns.shape[0], 1, columns.shape[1], keys), torch.bool, columns.device)
         self._columns, self._window, self._real = columns, window, real
@@ -198,11 +175,7 @@ class PackedLines(RowLines):
     def __init__(self, mask: Tensor | None, starts: Sequence[int], tokens: int, device: torch.device) -> None:
         """Describe the lines.
 
-        Args:
-            mask: `[1, heads or 1, tokens, tokens]`, what the model lets each row see; None: all up to its own column.
-            starts: the first column of each chunk, sorted; the first one is 0.
-            tokens: of all chunks.
-            device: where the mask is made.
+        Shapes: mask `[1, heads or 1, tokens, tokens]`.
         """
         columns = torch.arange(tokens, device=device)
         lines = LocalLines(columns[None], tokens) if mask is None else MadeLines(mask)
@@ -244,10 +217,7 @@ class CausalLines(LocalLines):
     def __init__(self, columns: Tensor, keys: int, ask: Callable[[], list[int]]) -> None:
         """Describe the lines.
 
-        Args:
-            columns: `[1, rows]`, sorted.
-            keys: how many there are.
-            ask: gives the columns to the host.
+        Shapes: columns `[1, rows]`.
         """
         super().__init__(columns, keys)
         self._ask = ask

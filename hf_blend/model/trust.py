@@ -46,20 +46,7 @@ _lock = threading.RLock()
 def ensure_trusted(
     model: nn.Module, make_cache: Callable[..., Any], allow_unverified: bool = False, digest: str = ""
 ) -> tuple[type[RotaryStyle], ...]:
-    """Find out whether a model can be blended exactly, once for each dtype, attention and structure that it has.
-
-    Args:
-        model: a causal language model; it is left as it was.
-        make_cache: makes a `BlendCache` of the model and settings, with an empty store; may call this function again.
-        allow_unverified: use a model that fails the self-test, with one warning.
-        digest: the model's `structure_digest`, where it was asked for just now.
-
-    Returns:
-        The rotary style of each layer.
-
-    Raises:
-        UnsupportedModelError: a layer cannot be moved, or blending does not reproduce the model's own logits.
-    """
+    """Find out whether a model can be blended exactly, once for each dtype, attention and structure that it has."""
     with _lock:
         digest = digest or structure_digest(model)
         styles = rotary_styles(model, digest)
@@ -70,19 +57,7 @@ def ensure_trusted(
 def ensure_passed(
     model: nn.Module, use: str, test: Callable[[], str], allow_unverified: bool = False, digest: str = ""
 ) -> None:
-    """Run a self-test once for each dtype and attention that a model is used with.
-
-    Args:
-        model: in eval mode while the test runs; it is left as it was.
-        use: what is tested, a word.
-        test: gives what speaks against the model, "" if nothing does. What it makes may call this function again with
-            the same use, and is not tested meanwhile.
-        allow_unverified: use a model that fails, with one warning.
-        digest: the model's `structure_digest`, where it was asked for just now.
-
-    Raises:
-        UnsupportedModelError: with what the test gave.
-    """
+    """Run a self-test once for each dtype and attention that a model is used with."""
     with _lock:
         if use in _testing.get(model, ()):
             return
@@ -142,7 +117,7 @@ def _tested(model: nn.Module, make_cache: Callable[..., Any]) -> str:
 def _compare(model: nn.Module, make_cache: Callable[..., Any]) -> tuple[float, float]:
     """The error of a blended forward, and what is allowed; shares of the logits' size."""
     pieces, device = _pieces(model), input_device(model)
-    cache = make_cache(model, recompute_ratio=1.0, sink_ids=())
+    cache = make_cache(model, recompute_ratio=1.0, chunk_prefix_ids=())
     inputs = cache.inputs(None, prefix=pieces[0], chunks=pieces[1:3], question=pieces[3])
     ids = inputs["input_ids"].to(device)
     wanted = model(ids, use_cache=False).logits[:, -QUESTION_TOKENS:]

@@ -25,14 +25,7 @@ READER = "hf_blend-kv"  # the name of the thread that reads ahead
 
 
 class KVMemory:
-    """Places the layers of one cache, holds those that are away, and counts bytes.
-
-    Attributes:
-        device_map: layer → device, as decided; empty before the first forward.
-        peak_resident_bytes: the most bytes of K and V of the placed layers that were on the computing devices at once.
-        loads: how often a layer was brought.
-        prefetched: how many of these were read ahead.
-    """
+    """Places the layers of one cache, holds those that are away, and counts bytes."""
 
     def __init__(
         self,
@@ -41,18 +34,7 @@ class KVMemory:
         max_memory: Mapping[Place, int | str] | None = None,
         folder: str | os.PathLike[str] | None = None,
     ) -> None:
-        """Prepare to place some layers.
-
-        Args:
-            layers: those whose K and V grow with the context.
-            device_map: "auto"; one device for all; or layer → device, where layers that are not named are resident.
-            max_memory: bytes per device for "auto"; None is what is free.
-            folder: for what goes to the disk.
-
-        Raises:
-            ConfigError: a layer or a device is not one that can be used.
-            OffloadError: the folder cannot be written to.
-        """
+        """Prepare to place some layers."""
         self._layers, self._settings = tuple(layers), (device_map, max_memory, folder)
         self._is_auto = device_map == "auto"
         self._budget = memory_budget(max_memory) if self._is_auto else {}
@@ -106,14 +88,7 @@ class KVMemory:
     def is_resident(self, index: int, tokens: int, keys: Tensor, values: Tensor) -> bool:
         """Whether the K and V of a layer shall stay on its device once it holds so many tokens.
 
-        Args:
-            index: which layer.
-            tokens: that it will hold.
-            keys: any K of it, `[batch, kv_heads, rows, head_dim]`.
-            values: any V of it.
-
-        Raises:
-            ConfigError: too much would go to the disk.
+        Shapes: keys `[batch, kv_heads, rows, head_dim]`.
         """
         if self._is_auto:
             self._plan(index, round_up(tokens), keys, values)
@@ -140,10 +115,7 @@ class KVMemory:
     def put(self, index: int, keys: Tensor, values: Tensor) -> None:
         """Put tokens of a layer away, behind those that are.
 
-        Args:
-            index: which layer.
-            keys: `[new, batch, kv_heads, head_dim]`.
-            values: `[new, batch, kv_heads, head_dim]`.
+        Shapes: keys `[new, batch, kv_heads, head_dim]`, values `[new, batch, kv_heads, head_dim]`.
         """
         self._forget_ahead(index)
         if index not in self._away:
@@ -155,14 +127,7 @@ class KVMemory:
     def bring(self, index: int, tokens: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """K and V of a layer on its device, in the caller's hands, with room for so many tokens.
 
-        Args:
-            index: which layer.
-            tokens: the least number of rows.
-            keys: any K of it, `[batch, kv_heads, rows, head_dim]`.
-            values: any V of it.
-
-        Returns:
-            `[rows, batch, kv_heads, head_dim]` each: the tokens that are away, then undefined contents.
+        Shapes: keys `[batch, kv_heads, rows, head_dim]` → `[rows, batch, kv_heads, head_dim]`.
         """
         layer = self._away.get(index)
         self.count("at work", 0)

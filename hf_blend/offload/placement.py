@@ -17,12 +17,7 @@ Shapes = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # of a layer's K 
 
 
 class LayerStates(nn.Module):
-    """K and V of one layer as a module, which accelerate can size, place and bring; on the meta device when away.
-
-    Attributes:
-        keys: `[tokens, batch, kv_heads, head_dim]`, K rotated for its positions.
-        values: `[tokens, batch, kv_heads, head_dim]`.
-    """
+    """K and V of one layer as a module, which accelerate can size, place and bring; on the meta device when away."""
 
     def __init__(self, keys: tuple[int, ...], values: tuple[int, ...], dtype: torch.dtype) -> None:
         super().__init__()
@@ -41,17 +36,7 @@ class LayerStates(nn.Module):
 
 
 def memory_budget(max_memory: Mapping[Place, int | str] | None) -> dict[Place, int]:
-    """Bytes that may be used of each device, in the order in which accelerate fills them.
-
-    Args:
-        max_memory: device → bytes, as a number or as "10GB"; None asks accelerate what is free.
-
-    Returns:
-        The same as numbers, GPUs first, then "mps", "cpu", "disk".
-
-    Raises:
-        ConfigError: a device or a size is not one that accelerate knows.
-    """
+    """Bytes that may be used of each device, in the order in which accelerate fills them."""
     from accelerate.utils import get_max_memory
 
     try:
@@ -68,16 +53,6 @@ def place_layers(layers: Mapping[int, Shapes], budget: Mapping[Place, int]) -> d
 
     accelerate fills the devices in order and leaves room on the first, and in host memory, for the largest layer that
     is not there: the one at work. What fits nowhere goes to the disk.
-
-    Args:
-        layers: layer → shapes of its K and V.
-        budget: of `memory_budget`.
-
-    Returns:
-        Layer → device.
-
-    Raises:
-        ConfigError: a budget was given for the disk, and more would go there.
     """
     from accelerate import infer_auto_device_map
 

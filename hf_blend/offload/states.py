@@ -93,10 +93,7 @@ class States(OffloadedWeightsLoader):
     def create(self, name: str, like: Tensor, device: torch.device | None) -> None:
         """Begin an empty tensor.
 
-        Args:
-            name: of the tensor.
-            like: `[tokens, …]`, for width and dtype.
-            device: where it is kept; None: on disk.
+        Shapes: like `[tokens, …]`.
         """
         self.remove(name)
         if device is not None:
@@ -116,10 +113,7 @@ class States(OffloadedWeightsLoader):
     def append(self, name: str, held: int, states: Tensor) -> None:
         """Put tokens behind those that a tensor holds.
 
-        Args:
-            name: of the tensor.
-            held: how many it holds.
-            states: `[new, …]`.
+        Shapes: states `[new, …]`.
         """
         if name in self.state_dict:
             self.reserve(name, held + len(states))
@@ -169,15 +163,7 @@ class States(OffloadedWeightsLoader):
     def read(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[Tensor]:
         """Some of the tokens of a tensor, without the others.
 
-        Args:
-            name: of the tensor.
-            ranges: first token and the one behind the last, each.
-
-        Returns:
-            `[tokens, …]` for each range; views where the tensor is in memory.
-
-        Raises:
-            OffloadError: what was read is not what was written.
+        Shape: `[tokens, …]`.
         """
         if name in self.state_dict:
             return [self.state_dict[name][start:end] for start, end in ranges]
@@ -223,11 +209,7 @@ class States(OffloadedWeightsLoader):
             self._path(name).unlink(missing_ok=True)
 
     def __getitem__(self, name: str) -> Tensor:
-        """A tensor as accelerate reads it, verified.
-
-        Raises:
-            OffloadError: what was read is not what was written.
-        """
+        """A tensor as accelerate reads it, verified."""
         try:
             states: Tensor = super().__getitem__(name)
         except (OSError, ValueError) as error:
@@ -281,12 +263,7 @@ class AwayLayer:
     def __init__(self, index: int, states: States, keys: Tensor, values: Tensor, place: torch.device | None) -> None:
         """Begin an empty layer.
 
-        Args:
-            index: which layer.
-            states: where its tensors are.
-            keys: any K of it, `[tokens, batch, kv_heads, head_dim]`.
-            values: any V of it.
-            place: where it is kept; None: on disk.
+        Shapes: keys `[tokens, batch, kv_heads, head_dim]`.
         """
         self._prefix, self._states, self.tokens = f"layer.{index}.", states, 0
         self._like = (keys.new_empty((0, *keys.shape[1:])), values.new_empty((0, *values.shape[1:])))
@@ -346,12 +323,7 @@ class AwayLayer:
     def blocks(self, rows: Sequence[Sequence[int]], size: int) -> list[tuple[Tensor, Tensor]]:
         """K and V of some blocks of `size` tokens of each request, in host memory; pinned where a GPU computes.
 
-        Args:
-            rows: for each request which blocks; none that is not away as a whole.
-            size: tokens of a block.
-
-        Returns:
-            For each request `[blocks, size, kv_heads, head_dim]`, K and V.
+        Shape: `[blocks, size, kv_heads, head_dim]`.
         """
         with self._lock:
             keys, values = (list(self._gathered(name, rows, size)) for name in ("keys", "values"))

@@ -7,17 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Advice:
-    """What to do with a request, and what is expected of it.
-
-    Attributes:
-        ratio: recompute ratio, never below the one that quality asks for.
-        loaded_chunks: how many chunks to load; the others are faster computed.
-        predicted_ms: time to the first token, loading and computing side by side.
-        load_ms: of this, what loading takes.
-        compute_ms: of this, what computing takes.
-        hidden_tiers: tiers whose loading stays hidden behind computing at the least ratio, the cheapest last.
-        loaded: which chunks to load, by their places in the request.
-    """
+    """What to do with a request, and what is expected of it."""
 
     ratio: float
     loaded_chunks: int

@@ -25,7 +25,7 @@ from torch import Tensor
 from ..config import BlendConfig
 from ..errors import UnsupportedModelError
 from ..model.anatomy import KnownRows, LayerCall, has_indexer
-from ..model.attention import Detour, Glance, Reached
+from ..model.attention import AttentionCapture, AttentionOverride, StopForward
 from ..model.masks import looks_ahead
 from ..model.mixer import Mixer, Spans
 from ..rotary.tables import Table, rotary_table
@@ -37,8 +37,8 @@ from .correcting import Repair
 from .mixers import MixerRows, at_layers_that_keep, keeps_keys, keeps_states, side_by_side
 from .noting import AttentionNotes
 from .places import PastTokens
-from .plan import Slot
-from .probing import Listener, sight
+from .plan import PlacedChunk
+from .probing import AttentionObserver, sight
 from .report import BlendReport, Work
 from .row_masks import RowMasks
 from .rows import Rows
@@ -48,20 +48,13 @@ logger = logging.getLogger(__name__)
 MISMATCH_LIMIT = 0.2  # at layer 0, by the token alone: another token differs by about 1, int4 of a real model by 0.13
 
 
-class Fusor:
+class Prefill:
     """State of one forward; made when it begins, gone when it ends."""
 
     def __init__(
-        self, context: PrefillContext, chooser: Chooser, repair: Repair, listener: Listener | None = None
+        self, context: PrefillContext, chooser: Chooser, repair: Repair, listener: AttentionObserver | None = None
     ) -> None:
-        """Prepare a forward.
-
-        Args:
-            context: of the forward.
-            chooser: chooses the tokens.
-            repair: corrects what is not recomputed.
-            listener: is given every layer's attention.
-        """
+        """Prepare a forward."""
         plan, layers, past = context.plan, context.layers, context.past
         self._model, self._layers, self._plan, self._past = context.model, layers, plan, past
         self._chooser: Any = chooser  # None: nothing is chosen
@@ -92,9 +85,9 @@ class Fusor:
         self._ahead: dict[int, int] = {}  # layer → the first of those that were written with it
         self._is_looking = False
         self._is_shared = False  # its layers are those of another forward, to which they are left open
-        self._glance: Glance | None = None
+        self._glance: AttentionCapture | None = None
         self._listener = listener
-        self._detour: Detour | None = None
+        self._detour: AttentionOverride | None = None
         self._notes = self._new_notes()
 
     def _schedule(self, chooser: Chooser, config: BlendConfig, mixers: Sequence[Mixer | None]) -> None:
@@ -116,17 +109,8 @@ class Fusor:
             for place in at_layers_that_keep({layer: 0.0}, layers, need)
         }
 
-    def probe(self, listener: Listener, spare: Callable[[], Sequence[Any]]) -> "Fusor":
-        """A forward over the same plan that recomputes nothing but the question, beside this one.
-
-        Args:
-            listener: is given every layer's attention.
-            spare: makes layers that hold what these held before the forward, for where these are in use already, or
-                forget what is behind their windows. Otherwise what is written there is what this forward needs too.
-
-        Returns:
-            The other forward, with a report of its own; `adopt` ends it.
-        """
+    def probe(self, listener: AttentionObserver, spare: Callable[[], Sequence[Any]]) -> "Prefill":
+        """A forward over the same plan that recomputes nothing but the question, beside this one."""
         keep_all = all(getattr(layer, "keeps_all", False) for layer in self._layers)
         shared = keep_all and not self._used and self._plan.partial is None
         twin = copy.copy(self)
@@ -140,7 +124,7 @@ class Fusor:
         twin._known_rows, twin._detour, twin._glance, twin._is_looking = KnownRows(), None, None, False
         return twin
 
-    def adopt(self, probe: "Fusor") -> None:
+    def adopt(self, probe: "Prefill") -> None:
         """End a probe: it is charged for, and what it wrote stays."""
         probe.close_doors()
         self._mixers.resume()
@@ -161,15 +145,7 @@ class Fusor:
         return self._past if self._rows is None else PastTokens.before(self._past, self._rows.columns)
 
     def enter(self, index: int, call: LayerCall) -> LayerCall:
-        """Make a layer's arguments ready: only the rows that still flow, with their own lines of the mask.
-
-        Args:
-            index: which layer.
-            call: its arguments; hidden states hold the rows that left the layer before.
-
-        Returns:
-            The same call, changed.
-        """
+        """Make a layer's arguments ready: only the rows that still flow, with their own lines of the mask."""
         self._settle(index)
         table = self._own_table(index, call)
         if self._chooser is None:  # a probe: the forward knows the tables of the layers that it has reached
@@ -203,11 +179,7 @@ class Fusor:
     def leave(self, output: Any) -> Any:
         """Put the rows that left a layer back to their columns, where a decoder may add to them between its layers.
 
-        Args:
-            output: of the layer, `[…, batch, rows, width]`, or a tuple that begins with it.
-
-        Returns:
-            The same for all tokens, 0 where nothing flows; None where it is the layer's own output.
+        Shapes: output `[…, batch, rows, width]`.
         """
         if self._rows is None or not self._beyond_text:
             return None
@@ -218,13 +190,7 @@ class Fusor:
     def update(self, index: int, keys: Tensor, values: Tensor) -> KV:
         """Take the K and V of the rows that flow, and give back those of all tokens.
 
-        Args:
-            index: which layer.
-            keys: `[batch, kv_heads, rows, head_dim]`, rotated for the rows' positions.
-            values: `[batch, kv_heads, rows, head_dim]`.
-
-        Returns:
-            K and V of every token, past and new: fresh for the rows, stored for the others.
+        Shapes: keys `[batch, kv_heads, rows, head_dim]`, values `[batch, kv_heads, rows, head_dim]`.
         """
         if index not in self._used:
             self._open(index, keys, values)
@@ -249,12 +215,7 @@ class Fusor:
     def update_indexer(self, index: int, keys: Tensor) -> Tensor:
         """Take the indexer's keys of the rows that flow, and give back those of all tokens.
 
-        Args:
-            index: which layer.
-            keys: `[batch, rows, width]`, rotated for the rows' positions.
-
-        Returns:
-            Of every token, past and new, `[batch, tokens, width]`: fresh for the rows, stored for the others.
+        Shapes: keys `[batch, rows, width]` → `[batch, tokens, width]`.
         """
         if index not in self._indexed:
             self._indexed[index] = self._layers[index].open_indexer(self._tokens, keys)
@@ -399,7 +360,7 @@ class Fusor:
         """Write what is stored of a mixer's projections to columns of `[batch, tokens, features]`."""
         self._realigner.lay_projections(index, self._stored_slots(), states[:, None], spans)
 
-    def _stored_slots(self) -> list[Slot]:
+    def _stored_slots(self) -> list[PlacedChunk]:
         """The chunks of which something stored is used, now: none where all rows flow."""
         return [] if self._rows is None else [slot for slot in self._plan.slots if slot.exact or self._is_narrowed]
 
@@ -414,9 +375,9 @@ class Fusor:
         """A look has come to a part of what it waits for; it ends with the last."""
         self._unseen.discard(part)
         if not self._unseen:
-            raise Reached
+            raise StopForward
 
-    def _open_several(self, index: int, keys: Tensor, values: Tensor, slots: list[Slot]) -> bool:
+    def _open_several(self, index: int, keys: Tensor, values: Tensor, slots: list[PlacedChunk]) -> bool:
         """Open a layer, and those behind it that look alike; True if that was possible."""
         checks = [] if self._is_narrowed else [one for one in self._ratios if one >= index]  # then more is stored
         last = min(checks, default=self._last)
@@ -465,7 +426,7 @@ class Fusor:
             if error > MISMATCH_LIMIT:
                 self._refuse(slot, error)
 
-    def _mismatches(self, slots: Sequence[Slot]) -> list[float]:
+    def _mismatches(self, slots: Sequence[PlacedChunk]) -> list[float]:
         if (projections := self._mixers.kept(0)) is not None:
             return self._realigner.mismatches(0, slots, projections, of_mixer=True)
         if self._plan.partial is not None and self._listener is None:
@@ -479,7 +440,7 @@ class Fusor:
             if looks_ahead(model_mask, slot.row, slot.columns, self._tokens, inside=slot.is_image):
                 self._drop(slot)
 
-    def _drop(self, slot: Slot) -> None:
+    def _drop(self, slot: PlacedChunk) -> None:
         self._plan.drop(slot)
         self._reusable[slot.row, slot.columns] = self._exact[slot.row, slot.columns] = False
         tokens = max(0, min(slot.columns.stop, self._end) - slot.start)
@@ -488,7 +449,7 @@ class Fusor:
             self._stored_counts[slot.row] -= tokens
         self._report.refused_chunks += 1
 
-    def _refuse(self, slot: Slot, error: float) -> None:
+    def _refuse(self, slot: PlacedChunk, error: float) -> None:
         logger.warning(
             "chunk %s is computed anew: its stored K/V at layer 0 differ by %.2g from those of its tokens",
             slot.chunk.key.digest[:12],
@@ -496,12 +457,12 @@ class Fusor:
         )
         self._drop(slot)
 
-    def _glancing(self, index: int, call: LayerCall, take: Callable[[int, Attention], Any]) -> Glance:
+    def _glancing(self, index: int, call: LayerCall, take: Callable[[int, Attention], Any]) -> AttentionCapture:
         """A way to see what the rows that flow look at in a layer."""
         rows = self._rows or Rows.every(self._plan.real)
         number = self._with_keys.index(index)  # selectors count the layers that attend
         heard = sight(rows.columns, self._tokens, self._report.charge, lambda seen: take(number, seen))
-        return Glance(call.layer, heard)
+        return AttentionCapture(call.layer, heard)
 
     def _look(self, index: int, call: LayerCall, further: bool = False) -> Attention | None:
         """Run a layer until what it keeps is known for the rows that flow, or further until its attention begins."""
@@ -510,14 +471,14 @@ class Fusor:
 
         def take(_: int, seen: Attention) -> None:
             found.append(seen)
-            raise Reached
+            raise StopForward
 
         self._is_looking, self._unseen = True, self._parts(index)
         before = self._mixers.states()
         self._glance = self._glancing(index, call, take) if further else None
         try:
             call.run()
-        except Reached:
+        except StopForward:
             return found[0] if found else None
         finally:
             if self._glance is not None:

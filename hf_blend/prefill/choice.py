@@ -22,16 +22,7 @@ from .rows import Rows, highest
 
 @dataclass(frozen=True)
 class FullPrefill:
-    """K, V and rotary tables of a full prefill, for research; only for a prompt that starts the cache.
-
-    Attributes:
-        model: the model to run.
-        selector: the name of the method that asks for it.
-        ids: `[batch, tokens]`.
-        mask: `[batch, tokens]`, 0 on padding; None: no padding.
-        past: tokens in the cache before these.
-        arguments: of the model's forward, where it brings more than text.
-    """
+    """K, V and rotary tables of a full prefill, for research; only for a prompt that starts the cache."""
 
     model: nn.Module
     selector: str
@@ -63,14 +54,7 @@ class Chooser:
         truth: Callable[[], Capture],
         probe: Callable[[Hear, Sequence[int], Tensor | None], None],
     ) -> None:
-        """Prepare for one forward.
-
-        Args:
-            selector: scores tokens.
-            context: of the forward; its realigner lays stored KV beside the fresh.
-            truth: computes K, V and rotary tables of every layer for all tokens by a full prefill; for research.
-            probe: runs the question alone over what is stored, see `TokenView`.
-        """
+        """Prepare for one forward."""
         self._selector, self._plan, self._past = selector, context.plan, context.past
         self._realigner, self._report, self._truth = context.realigner, context.report, truth
         self._probe = probe
@@ -85,14 +69,6 @@ class Chooser:
         A selector that needs no K and V chooses before the first layer, with the first check layer's ratio, and again
         at the later check layers; so does one that chooses at layer 0, from what it sees there. If nothing is to be
         chosen at all, that is settled before the first layer too.
-
-        Args:
-            config: what was asked for.
-            num_layers: of the model.
-            tokens: at most so many are reusable.
-
-        Returns:
-            The ratio of the choice before the first layer, or None if none is made there; check layer → ratio.
         """
         ratios = config.ratios(num_layers)
         if self._selector.at_layer_0:
@@ -142,16 +118,7 @@ class Chooser:
     ) -> Tensor:
         """Choose the tokens that are recomputed from a layer on.
 
-        Args:
-            index: which layer.
-            rows: the rows that flow there.
-            reusable: `[batch, tokens]`, the columns to choose among.
-            fresh: (K, V) of all new tokens at this layer, `[batch, kv_heads, tokens, head_dim]`; None if not known.
-            counts: how many to choose in each entry.
-            attention: what the rows look at in this layer, if it was asked for.
-
-        Returns:
-            `[batch, rows]`, True for the chosen ones.
+        Shapes: reusable `[batch, tokens]`, fresh `[batch, kv_heads, tokens, head_dim]` → `[batch, rows]`.
         """
         started = time.perf_counter()
         view = self._view(index, rows, reusable, fresh if self._first_scores is None or self._asked_before else None)
@@ -166,12 +133,7 @@ class Chooser:
         return picked
 
     def counts(self, ratio: float, reusable: Sequence[int]) -> list[int]:
-        """How many tokens are chosen in each batch entry; known before anything is computed.
-
-        Args:
-            ratio: share of the reusable tokens to choose.
-            reusable: how many there are in each entry.
-        """
+        """How many tokens are chosen in each batch entry; known before anything is computed."""
         return [self._selector.count(ratio, tokens) for tokens in reusable]
 
     def _scores(self, view: TokenView, rows: Rows) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 Parts = Callable[[], Sequence[Tensor] | None]
-Brought = tuple[Tensor, Any, Sequence[Tensor]]  # what was moved, the event behind it, the parts in order
+NewTokens = tuple[Tensor, Any, Sequence[Tensor]]  # what was moved, the event behind it, the parts in order
 Place = tuple[int, int, int]  # first layer, the one behind the last, K (0) or V (1)
 
 
@@ -66,7 +66,7 @@ class Copies:
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, CopyStream | None] = {}
-        self._coming: dict[tuple[Place, torch.device], Future[Brought | None]] = {}
+        self._coming: dict[tuple[Place, torch.device], Future[NewTokens | None]] = {}
         self._there: dict[tuple[Place, torch.device], Tensor | None] = {}
 
     def stream(self, device: torch.device) -> CopyStream | None:
@@ -78,11 +78,7 @@ class Copies:
     def ahead(self, place: Place, device: torch.device, parts: Parts) -> None:
         """Begin to bring states to a device, unless they come already; those of layers long past are let go of.
 
-        Args:
-            place: which layers, and whether K or V.
-            device: where to.
-            parts: gives `[layers, heads, tokens, width]` of each chunk, where it is; None where they cannot be had.
-                Called on another thread: it may wait, and must run no model.
+        Shapes: parts `[layers, heads, tokens, width]`.
         """
         stream = self.stream(device)
         if stream is None or (place, device) in self._coming or (place, device) in self._there:
@@ -112,7 +108,7 @@ class Copies:
         self._streams, self._coming, self._there = {}, {}, {}
 
 
-def _bring(stream: CopyStream, parts: Parts) -> Brought | None:
+def _bring(stream: CopyStream, parts: Parts) -> NewTokens | None:
     try:
         found = parts() or ()
         here = [part for part in found if part.device.type == "cpu"]

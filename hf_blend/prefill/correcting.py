@@ -17,23 +17,14 @@ class Repair:
     """Calls a corrector on behalf of one forward."""
 
     def __init__(self, corrector: Corrector, plan: Plan, realigner: Realigner, report: BlendReport) -> None:
-        """Prepare for one forward.
-
-        Args:
-            corrector: what to call.
-            plan: which of the new tokens have stored KV.
-            realigner: knows how keys turn.
-            report: is charged.
-        """
+        """Prepare for one forward."""
         self._corrector, self._plan, self._realigner, self._report = corrector, plan, realigner, report
         self._stored: dict[int, KV] = {}
 
     def keep(self, index: int, opened: KV) -> None:
         """Remember what is stored, before anything fresh is written over it.
 
-        Args:
-            index: which layer.
-            opened: its (K, V) of the new tokens, `[batch, kv_heads, columns, head_dim]`, with what is stored laid.
+        Shapes: opened `[batch, kv_heads, columns, head_dim]`.
         """
         if self._corrector.is_active:
             self._stored[index] = (opened[0].clone(), opened[1].clone())
@@ -41,10 +32,7 @@ class Repair:
     def apply(self, index: int, opened: KV, flowing: Callable[[], Tensor]) -> None:
         """Correct a layer, once, if it was kept.
 
-        Args:
-            index: which layer.
-            opened: its (K, V) of the new tokens; written.
-            flowing: gives `[batch, columns]`, which of them are fresh.
+        Shapes: flowing `[batch, columns]`.
         """
         stored = self._stored.pop(index, None)
         if stored is None:

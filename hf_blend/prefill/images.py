@@ -23,7 +23,7 @@ from ..prompt.content import LEAST_TOKENS, content_ids
 from ..prompt.pieces import PromptBatch, Span, TextPrompt
 from ..store import ChunkStore
 from ..store.chunk import ChunkKey, ChunkKV
-from .request import Brought
+from .request import NewTokens
 
 __all__ = ["PromptImages", "name_images", "refuse_beside_images"]
 
@@ -33,18 +33,7 @@ OTHERS = ("pixel_values_videos", "input_features", "input_values", "inputs_embed
 
 @dataclass(frozen=True)
 class PromptImages:
-    """The images of the prompts that are expected.
-
-    Attributes:
-        given: the real token ids of each prompt, with placeholders.
-        named: the same with the names of the images' tokens.
-        spans: of the images in each prompt.
-        mask: `[batch, tokens]`, 0 on padding.
-        output: what the model's forward is given in their place.
-        features: of all images of each prompt, `[tokens, width]`.
-        alone: by its names, the arguments of the model's forward for an image alone behind the sink.
-        encoded: how many images the tower was run for.
-    """
+    """The images of the prompts that are expected."""
 
     given: list[list[int]]
     named: list[list[int]]
@@ -61,11 +50,7 @@ class PromptImages:
         return {ENCODED: {"image": self.output}}
 
     def prompts(self, known: PromptBatch | None) -> tuple[TextPrompt, ...]:
-        """The prompts with the images as chunks, beside what is known of them.
-
-        Args:
-            known: the same prompts, with their text chunks; None: nothing.
-        """
+        """The prompts with the images as chunks, beside what is known of them."""
         others: Sequence[Any] = [TextPrompt(()) for _ in self.named] if known is None else known.prompts
         found = []
         for ids, images, prompt in zip(self.named, self.spans, others, strict=True):
@@ -75,16 +60,8 @@ class PromptImages:
             found.append(TextPrompt(tuple(ids), spans, opening, prompt.history))
         return tuple(found)
 
-    def name(self, brought: Brought, arguments: Mapping[str, Any]) -> Brought:
-        """Name the tokens of a forward, if it brings these images.
-
-        Args:
-            brought: its new tokens.
-            arguments: of the forward, by name.
-
-        Returns:
-            The same with names in the place of placeholders; unchanged where the images are others, or a part.
-        """
+    def name(self, brought: NewTokens, arguments: Mapping[str, Any]) -> NewTokens:
+        """Name the tokens of a forward, if it brings these images."""
         repeats, odd = divmod(len(brought.rows), len(self.given))
         numbers = [row // max(1, repeats) for row in range(len(brought.rows))]
         if odd or not self._are_these(arguments, numbers):
@@ -110,24 +87,11 @@ class PromptImages:
 
 
 def name_images(
-    model: nn.Module, store: ChunkStore, sink_ids: Sequence[int], inputs: Mapping[str, Any], held: int
+    model: nn.Module, store: ChunkStore, chunk_prefix_ids: Sequence[int], inputs: Mapping[str, Any], held: int
 ) -> PromptImages:
     """Find the images of some prompts, and encode those whose features are not stored.
 
-    Args:
-        model: reads images.
-        store: where features are kept.
-        sink_ids: tokens before a chunk while it is computed.
-        inputs: arguments of the model's forward: `input_ids` `[batch, tokens]` on any device, `pixel_values` and what
-            else a processor makes.
-        held: columns that are in the cache already; images there are none of these.
-
-    Returns:
-        What is known of them.
-
-    Raises:
-        UnsupportedModelError: the model's images cannot be encoded ahead, or one by one.
-        PromptError: the arguments of the images cannot be taken apart, or do not fit the placeholders.
+    Shapes: inputs `[batch, tokens]`.
     """
     encoder = ImageEncoder(model)
     _check_known(inputs, encoder.names)
@@ -148,7 +112,7 @@ def name_images(
             raise
         found = [source.again(*one) for one in zip(images, digests, strict=True)]
         encoder.judge(source.identity, inputs, found)
-    naming = _Naming(encoder, tuple(sink_ids), ids, real, inputs)
+    naming = _Naming(encoder, tuple(chunk_prefix_ids), ids, real, inputs)
     at = 0
     for image, digest, features in zip(images, digests, found, strict=True):
         naming.add(image, digest, features, places[at : at + len(features[0])])
@@ -157,14 +121,7 @@ def name_images(
 
 
 def refuse_beside_images(inputs: Mapping[str, Any]) -> None:
-    """Refuse what images cannot be chunks beside.
-
-    Args:
-        inputs: arguments of the model's forward, with `pixel_values`.
-
-    Raises:
-        PromptError: there are no ids, or other features, or the mask has another shape than the ids.
-    """
+    """Refuse what images cannot be chunks beside."""
     others = [name for name, value in inputs.items() if value is not None and name in OTHERS]
     ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
     if others or not isinstance(ids, Tensor) or ids.dim() != 2:

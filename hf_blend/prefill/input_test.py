@@ -27,7 +27,7 @@ from ..model.modality import other_inputs
 from ..model.trust import BOUNDS, COARSE_BOUND, FAILURES
 from ..store.chunk import ChunkKV
 from .mixers import keeps_keys
-from .plan import Plan, Slot
+from .plan import PlacedChunk, Plan
 
 logger = logging.getLogger(__name__)
 
@@ -43,19 +43,13 @@ class InputTest:
     def __init__(
         self, model: nn.Module, placeholders: frozenset[int], enter: Callable[[Plan, dict[str, Any]], Any]
     ) -> None:
-        """Prepare.
-
-        Args:
-            model: the model to run; it is left as it was.
-            placeholders: tokens that stand for something else than text.
-            enter: makes a cache that has entered the layers by a plan, for a forward with these arguments.
-        """
+        """Prepare."""
         self._model, self._placeholders, self._enter = model, placeholders, enter
 
     @staticmethod
-    def config(sink_ids: tuple[int, ...]) -> BlendConfig:
+    def config(chunk_prefix_ids: tuple[int, ...]) -> BlendConfig:
         """The settings of the cache that is tested."""
-        return BlendConfig(RATIO, sink_ids=tuple(sink_ids), allow_unverified=True)
+        return BlendConfig(RATIO, chunk_prefix_ids=tuple(chunk_prefix_ids), allow_unverified=True)
 
     @staticmethod
     def is_passed(model: nn.Module, arguments: Mapping[str, Any], of_images: bool = False) -> bool:
@@ -63,16 +57,7 @@ class InputTest:
         return _complaints.get(model, {}).get((*_kind(model, arguments), of_images)) == ""
 
     def ensure_passed(self, plan: Plan, arguments: dict[str, Any], allow_unverified: bool = False) -> None:
-        """Test a forward, if none of its kind was tested before.
-
-        Args:
-            plan: which of its tokens have stored KV, at least some.
-            arguments: of the model's forward, by name, without the cache.
-            allow_unverified: go on with one warning where the test fails.
-
-        Raises:
-            UnsupportedModelError: blending does not reproduce the model's own K, V and logits.
-        """
+        """Test a forward, if none of its kind was tested before."""
         of_images = any(slot.is_image for slot in plan.slots)
         known, kind = _complaints.setdefault(self._model, {}), (*_kind(self._model, arguments), of_images)
         complaint = known[kind] if kind in known else self._complaint(plan, arguments)
@@ -154,7 +139,7 @@ def _with_true_kv(plan: Plan, true: Capture) -> Plan:
     distinct = list({id(table[0]): table for table in tables}.values())
     numbers = tuple(-1 if table is None else kept[id(table[0])] for table in true.tables)
 
-    def filled(slot: Slot) -> Slot:
+    def filled(slot: PlacedChunk) -> PlacedChunk:
         row, columns = slot.row, slot.columns
         layers = tuple(tuple(one[row, :, columns] for one in states) for states in true.layers)
         cut = tuple(

@@ -26,18 +26,7 @@ _known: WeakKeyDictionary[nn.Module, tuple[str, Layout]] = WeakKeyDictionary()
 
 
 def layout_of(model: nn.Module, fingerprint: str) -> Layout:
-    """The layout of a model's KV, found by one short forward and remembered until the fingerprint changes.
-
-    Args:
-        model: the model to run; it is left as it was.
-        fingerprint: its identity now (`hf_blend.model.fingerprint`).
-
-    Returns:
-        The layout.
-
-    Raises:
-        UnsupportedModelError: a layer leaves no K/V in the cache.
-    """
+    """The layout of a model's KV, found by one short forward and remembered until the fingerprint changes."""
     known = _known.get(model)
     if known is None or known[0] != fingerprint:
         others = placeholder_ids(model.config)

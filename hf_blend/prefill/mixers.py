@@ -20,11 +20,7 @@ class MixerRows:
     ) -> None:
         """Prepare for one forward.
 
-        Args:
-            mixers: of the model that runs, by layer.
-            layers: the cache's layers.
-            tokens: how many are new.
-            padding: `[batch, tokens]`, True on padding; None: none.
+        Shapes: padding `[batch, tokens]`.
         """
         self._mixers, self._layers = mixers, layers
         self._tokens, self._padding = tokens, padding
@@ -36,15 +32,7 @@ class MixerRows:
         return self._mixers[index]
 
     def begin(self, index: int, call: LayerCall, lay: Lay, reached: Callable[[], None], keeps: bool) -> None:
-        """A layer begins; nothing is entered yet.
-
-        Args:
-            index: which layer.
-            call: its arguments for all tokens, before any rows are taken.
-            lay: writes what is stored to its columns.
-            reached: is called when all that is stored of the layer has been computed; may raise.
-            keeps: `kept` is asked for, or the layer runs more than once.
-        """
+        """A layer begins; nothing is entered yet."""
         self.leave()
         mixer = self._mixers[index]
         if mixer is None:
@@ -55,12 +43,7 @@ class MixerRows:
         self._pass.enter()
 
     def take(self, call: LayerCall, rows: Rows | None) -> None:
-        """The layer runs for some rows.
-
-        Args:
-            call: its arguments for these.
-            rows: which rows; None: all.
-        """
+        """The layer runs for some rows."""
         if self._pass is None or rows is None:
             return
         self._kept.append(dict(call.arguments))  # kept alive: they are told by their ids
@@ -118,16 +101,7 @@ def keeps_states(layer: Any) -> bool:
 
 
 def at_layers_that_keep(ratios: dict[int, float], layers: Sequence[Any], with_keys: bool) -> dict[int, float]:
-    """Move each check layer to the first one from there on at which there is something to compare.
-
-    Args:
-        ratios: check layer → ratio.
-        layers: the cache's layers.
-        with_keys: K and V are needed, projections will not do.
-
-    Returns:
-        The same, moved; where two meet the later one counts.
-    """
+    """Move each check layer to the first one from there on at which there is something to compare."""
     keeps = keeps_keys if with_keys else keeps_states
     places = [index for index, layer in enumerate(layers) if keeps(layer)]
     moved = {layer: next((place for place in places if place >= layer), None) for layer in ratios}

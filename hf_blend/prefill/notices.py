@@ -9,18 +9,8 @@ from ..store import ChunkStore
 __all__ = ["other_tokenizers", "too_small", "why_nothing_found"]
 
 
-def why_nothing_found(store: ChunkStore, fingerprint: str, sink_ids: Sequence[int], tokenizer: str) -> str:
-    """Why nothing of a prompt is in a store.
-
-    Args:
-        store: where it was looked for.
-        fingerprint: of the model.
-        sink_ids: the tokens before each chunk.
-        tokenizer: digest of the one that made the prompt; empty if it is not known.
-
-    Returns:
-        What is there and what to do; empty where the store is.
-    """
+def why_nothing_found(store: ChunkStore, fingerprint: str, chunk_prefix_ids: Sequence[int], tokenizer: str) -> str:
+    """Why nothing of a prompt is in a store."""
     here, everywhere = store.counts(fingerprint)
     if not everywhere:
         return ""
@@ -29,30 +19,21 @@ def why_nothing_found(store: ChunkStore, fingerprint: str, sink_ids: Sequence[in
             f"the store holds {everywhere} chunks, but none of this model: weights, adapter or code are others. Add "
             "the documents with this model."
         )
-    key = store.sample(fingerprint, sink_ids)
+    key = store.sample(fingerprint, chunk_prefix_ids)
     if key is None:
         return (
-            f"the store holds {here} chunks of this model, but none behind sink_ids={tuple(sink_ids)}. Use the "
-            "sink_ids that they were added with."
+            f"the store holds {here} chunks of this model, but none behind "
+            f"chunk_prefix_ids={tuple(chunk_prefix_ids)}. Use the chunk_prefix_ids that they were added with."
         )
     chunk = store.get(key) if tokenizer else None
     named = other_tokenizers([chunk.tokenizer] if chunk is not None else (), tokenizer)
-    return (
-        f"the store holds {here} chunks of this model, but none of them is in the prompt. "
-        + (f"{named[0].upper()}{named[1:]}" if named else "Put the documents into it as they were added.")
+    return f"the store holds {here} chunks of this model, but none of them is in the prompt. " + (
+        f"{named[0].upper()}{named[1:]}" if named else "Put the documents into it as they were added."
     )
 
 
 def other_tokenizers(stored: Iterable[str], tokenizer: str) -> str:
-    """Name the tokenizers that chunks were stored with, if they are not the prompt's.
-
-    Args:
-        stored: digests of the chunks' tokenizers; empty ones are not known.
-        tokenizer: digest of the prompt's; empty if it is not known.
-
-    Returns:
-        A sentence; empty where there is nothing to say.
-    """
+    """Name the tokenizers that chunks were stored with, if they are not the prompt's."""
     others = sorted({*stored} - {"", tokenizer})
     if not others or not tokenizer:
         return ""
@@ -63,14 +44,7 @@ def other_tokenizers(stored: Iterable[str], tokenizer: str) -> str:
 
 
 def too_small(kept_ratio: float) -> str:
-    """Say so if a store has no room for all chunks of a prompt.
-
-    Args:
-        kept_ratio: share of the chunks' tokens that it keeps.
-
-    Returns:
-        A sentence; empty where it keeps all.
-    """
+    """Say so if a store has no room for all chunks of a prompt."""
     if kept_ratio >= 1.0:
         return ""
     return (

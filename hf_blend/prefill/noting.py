@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..model.attention import Glance, attend_rows
-from .plan import Plan, Slot
+from ..model.attention import AttentionCapture, attend_rows
+from .plan import PlacedChunk, Plan
 
 __all__ = ["IMPORTANT_SHARE", "AttentionNotes", "report_importance"]
 
@@ -26,15 +26,7 @@ IMPORTANT_SHARE = 0.25  # of a prompt's stored tokens are called important (IMPR
 
 
 class AttentionNotes:
-    """The attention of one forward, gathered for the store.
-
-    Args:
-        plan: of the forward; its store reads importance.
-        layers: of the cache; only those that see all of the context are listened to.
-        after: the last check layer: from the next one on the rows that flow do not change.
-        past: tokens in the cache before the new ones.
-        charge: takes the FLOPs of what is computed here.
-    """
+    """The attention of one forward, gathered for the store."""
 
     def __init__(
         self, plan: Plan, layers: Sequence[Any], after: int, past: int, charge: Callable[[Any], None]
@@ -56,14 +48,14 @@ class AttentionNotes:
         names = {getattr(config, "_attn_implementation", None) for config in configs.values()}
         return index in self._layers and len(names) == 1 and names <= ALL_ATTENTION_FUNCTIONS.keys()
 
-    def glance(self, layer: nn.Module) -> Glance:
+    def glance(self, layer: nn.Module) -> AttentionCapture:
         """Takes a layer's attention: notes what it looks at, then attends as the model would."""
 
         def take(attention: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **given: Any) -> Any:
             self._note(query, key, given.get("scaling") or query.shape[-1] ** -0.5)
             return attend_rows(attention, query, key, value, mask, **given)
 
-        return Glance(layer, take)
+        return AttentionCapture(layer, take)
 
     @torch.no_grad()
     def _note(self, query: Tensor, key: Tensor, scaling: float) -> None:
@@ -84,18 +76,15 @@ class AttentionNotes:
         self._sums.clear()
 
 
-def reported(slots: Sequence[Slot], past: int) -> list[Slot]:
+def reported(slots: Sequence[PlacedChunk], past: int) -> list[PlacedChunk]:
     """The slots whose attention says something: not what a prompt begins with, where attention rests in any case."""
     return [slot for slot in slots if slot.start or past or not slot.exact]
 
 
-def report_importance(store: Any, slots: Sequence[Slot], scores: Tensor) -> None:
+def report_importance(store: Any, slots: Sequence[PlacedChunk], scores: Tensor) -> None:
     """Tell a store how much attention the chunks of one prompt got.
 
-    Args:
-        store: a `ChunkStore`.
-        slots: the chunks.
-        scores: `[tokens of all of them]`, sums of attention, on the CPU.
+    Shapes: scores `[tokens of all of them]`.
     """
     important = torch.zeros(len(scores), dtype=torch.bool)
     important[scores.topk(max(1, round(IMPORTANT_SHARE * len(scores)))).indices] = True
@@ -110,7 +99,7 @@ def report_importance(store: Any, slots: Sequence[Slot], scores: Tensor) -> None
         if slot.is_whole:
             store.note(slot.chunk.key, scores[here], share)
         else:
-            store.weigh(slot.chunk.key, share)
+            store.record_importance(slot.chunk.key, share)
 
 
 def _is_windowed(layer: Any) -> bool:

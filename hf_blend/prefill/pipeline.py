@@ -18,12 +18,7 @@ IDLE_S = 30.0  # a request that uses nothing for so long is gone; what is still 
 
 
 class Pipeline:
-    """Reads ahead for one request.
-
-    Args:
-        streams: the layers of its chunks.
-        depth: how many layers ahead.
-    """
+    """Reads ahead for one request."""
 
     def __init__(self, streams: Sequence[StreamedLayers], depth: float) -> None:
         self._streams, self._depth = list(streams), depth

@@ -17,11 +17,7 @@ ADDING = ("add", "__add__", "__radd__")
 
 
 class PastTokens(int):
-    """How many tokens stand before the new ones, of which only some flow.
-
-    Attributes:
-        columns: `[batch, rows]`, where these stand among the new tokens.
-    """
+    """How many tokens stand before the new ones, of which only some flow."""
 
     columns: Tensor
 
@@ -29,12 +25,7 @@ class PastTokens(int):
     def before(cls, past: int, columns: Tensor) -> "PastTokens":
         """The number `past`, for rows at some columns.
 
-        Args:
-            past: tokens in the cache.
-            columns: `[batch, rows]`, among the new tokens.
-
-        Returns:
-            The number.
+        Shapes: columns `[batch, rows]`.
         """
         number = cls(past)
         number.columns = columns

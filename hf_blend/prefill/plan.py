@@ -30,22 +30,8 @@ from .pipeline import Pipeline
 
 
 @dataclass(frozen=True)
-class Slot:
-    """A stored chunk at its place in one row of the batch.
-
-    Attributes:
-        row: the batch entry.
-        start: first column among the new tokens.
-        chunk: its KV.
-        exact: nothing stands before it but what it was computed behind, so its KV is that of a full prefill.
-        number: counts the chunks of a row from 0, in order.
-        first: the first token of the chunk that lies here; the ones before lie in an earlier part of the prompt.
-        count: how many tokens of it lie here; all from `first` on where left out.
-        tokens: the same number.
-        is_whole: all tokens of the chunk lie here.
-        columns: the columns that the chunk covers.
-        inside: the tokens of the chunk that lie here.
-    """
+class PlacedChunk:
+    """A stored chunk at its place in one row of the batch."""
 
     row: int
     start: int
@@ -85,16 +71,8 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Whole:
-    """The prompt that a row of new tokens belongs to.
-
-    Attributes:
-        ids: of all its real tokens.
-        seen: how many of them went before the row.
-        columns: where the row's tokens stand, if there is padding between them; empty: one behind the other.
-        prefix: how many of the first tokens are an entry of their own; None: all before the first chunk.
-        is_searched: stored chunks are looked for beside those that are known.
-    """
+class PromptRow:
+    """The prompt that a row of new tokens belongs to."""
 
     ids: tuple[int, ...]
     seen: int = 0
@@ -112,28 +90,9 @@ class Whole:
 
 @dataclass
 class Plan:
-    """What is known about the new tokens of one forward, before it runs.
+    """What is known about the new tokens of one forward, before it runs."""
 
-    Attributes:
-        slots: the stored chunks, by row and column.
-        real: `[batch, tokens]`, False on padding.
-        counts: how many tokens of each entry are real.
-        computed: how many chunks were missing and computed for this request.
-        loaded: how many came from the store.
-        tokenizers: digests of those that made the ids of the loaded chunks, as far as it is known.
-        seam_tokens: first or last tokens of these chunks that the prompt has others for, or lacks.
-        replaced: which of these turned out to be damaged or late while they were read, and were computed.
-        pipeline: reads the layers of chunks that are not in memory yet.
-        store: where the chunks came from.
-        partial: loads chunks in part, where somebody asked for it.
-        advice: of the store's controller, if it has one and anything must be loaded.
-        kept_ratio: share of the chunks' tokens that the store has now; below 1 it has no room for the others.
-        compute_ms: host time for computing the missing chunks.
-        store_ms: host time for storing them.
-        check_ms: host time for finding out what the model's chunks look like and are signed with.
-    """
-
-    slots: list[Slot]
+    slots: list[PlacedChunk]
     real: Tensor
     counts: list[int] = field(default_factory=list)
     computed: int = 0
@@ -206,12 +165,7 @@ class Plan:
         return counts
 
     def fresh(self, end: int, with_reusable: bool) -> np.ndarray:
-        """`[batch, tokens]`: True on columns that are not padding and have no exact KV; known to the host.
-
-        Args:
-            end: the first column behind which nothing stored is used.
-            with_reusable: also on those with stored KV that is not exact.
-        """
+        """`[batch, tokens]`: True on columns that are not padding and have no exact KV; known to the host."""
         stored = self._where(exact=True)
         if not with_reusable:
             stored |= self._where(exact=False)
@@ -228,7 +182,7 @@ class Plan:
                 here[1] = np.arange(slot.inside.start, slot.inside.stop)
         return torch.from_numpy(table)
 
-    def drop(self, slot: Slot) -> None:
+    def drop(self, slot: PlacedChunk) -> None:
         """Treat a chunk as if it had not been stored: its tokens are computed like a question's."""
         self.slots.remove(slot)
 
@@ -241,14 +195,14 @@ class Planner:
         model: nn.Module,
         store: ChunkStore,
         fingerprint: str,
-        sink_ids: tuple[int, ...],
+        chunk_prefix_ids: tuple[int, ...],
         least_ratio: float = 0.0,
         tokenizer: str = "",
     ) -> None:
         self._tokenizer = tokenizer  # digest of the one that made the prompt's ids; stored with what is computed
         self._placeholders = placeholder_ids(model.config)  # no chunk that holds one is looked up, or computed alone
         self._least_ratio = least_ratio  # what a controller may raise
-        self._model, self._store, self._fingerprint, self._sink_ids = model, store, fingerprint, sink_ids
+        self._model, self._store, self._fingerprint, self._sink_ids = model, store, fingerprint, chunk_prefix_ids
         self.images: Mapping[tuple[int, ...], Mapping[str, Any]] = {}  # by the names of its tokens, how to compute one
         self._fetched: dict[ChunkKey, ChunkKV] = {}
         self._canaries: set[str] = set()  # those that were found to be the model's
@@ -261,32 +215,19 @@ class Planner:
         width: int,
         known: Sequence[Sequence[Span]] | None,
         at_beginning: bool,
-        wholes: Sequence[Whole] | None = None,
+        wholes: Sequence[PromptRow] | None = None,
     ) -> Plan:
-        """Decide which columns are reused.
-
-        Args:
-            rows: the real token ids of each batch entry, without padding.
-            starts: the column at which each entry's first real token stands.
-            width: columns of the batch.
-            known: the chunks in each row's prompt, those that must be computed if they are missing; None to look for
-                stored chunks by content instead.
-            at_beginning: the prompts begin at position 0, with nothing in the cache before them.
-            wholes: the prompts that the rows are parts of; where left out, each row is its own.
-
-        Returns:
-            The plan.
-        """
+        """Decide which columns are reused."""
         plan = Plan([], _real(rows, starts, width, wholes), list(map(len, rows)), store=self._store)
         plan.partial = getattr(self._store, "partial", None)
-        wholes = [Whole(tuple(ids)) for ids in rows] if wholes is None else wholes
+        wholes = [PromptRow(tuple(ids)) for ids in rows] if wholes is None else wholes
         longest = max(whole.seen + len(new) for new, whole in zip(rows, wholes, strict=True))
         self._regimes = {self._regime(longest), self._regime(max(whole.seen for whole in wholes) + width)}
         given = [None] * len(wholes) if known is None else known
         found = [self._spans(spans, whole, at_beginning) for spans, whole in zip(given, wholes, strict=True)]
         unloaded = self._advised(plan, [span.key for spans in found for span in spans])
         plan.protect({span.key for spans in found for span in spans} - unloaded)
-        placed = list[tuple[ChunkKey, Callable[[ChunkKV], Slot]]]()
+        placed = list[tuple[ChunkKey, Callable[[ChunkKV], PlacedChunk]]]()
         for row, (new, start, whole) in enumerate(zip(rows, starts, wholes, strict=True)):
             spans = [span for span in found[row] if span.key not in unloaded]
             placed += self._place(plan, row, start, len(new), whole, spans, at_beginning)
@@ -306,11 +247,11 @@ class Planner:
         """The chunks that the store's controller would rather have computed where they stand."""
         if self._store.controller is None:
             return set()
-        chunks = [key for key in dict.fromkeys(keys) if key.sink_ids == self._sink_ids]  # not the prefix
+        chunks = [key for key in dict.fromkeys(keys) if key.chunk_prefix_ids == self._sink_ids]  # not the prefix
         plan.advice = self._store.controller.decide(chunks, self._least_ratio) if chunks else None
         return set() if plan.advice is None else {*chunks} - {chunks[place] for place in plan.advice.loaded}
 
-    def _spans(self, known: Sequence[Span] | None, whole: Whole, at_beginning: bool) -> list[Found]:
+    def _spans(self, known: Sequence[Span] | None, whole: PromptRow, at_beginning: bool) -> list[Found]:
         """The chunks of one prompt, from left to right."""
         given = list(known or ())
         spans = [Found(one.start, self._key(one.token_ids, self._sink_ids), one.first, one.tokens) for one in given]
@@ -335,8 +276,8 @@ class Planner:
         found = self._store.find(self._fingerprint, (), ids) if ids else []
         return [one for one in found[:1] if one.start == one.first == 0]
 
-    def _key(self, ids: Sequence[int], sink_ids: Sequence[int]) -> ChunkKey:
-        return ChunkKey(self._fingerprint, tuple(sink_ids), tuple(ids), self._store.namespace)
+    def _key(self, ids: Sequence[int], chunk_prefix_ids: Sequence[int]) -> ChunkKey:
+        return ChunkKey(self._fingerprint, tuple(chunk_prefix_ids), tuple(ids), self._store.namespace)
 
     def _place(
         self,
@@ -344,30 +285,32 @@ class Planner:
         row: int,
         start: int,
         new: int,
-        whole: Whole,
+        whole: PromptRow,
         spans: list[Found],
         beginning: bool,
-    ) -> Iterator[tuple[ChunkKey, Callable[[ChunkKV], Slot]]]:
+    ) -> Iterator[tuple[ChunkKey, Callable[[ChunkKV], PlacedChunk]]]:
         """The chunks of one row that are needed, and what makes the slot of each."""
         exact_until = 0 if beginning else -1
         for number, (offset, key, inside, count) in enumerate(spans):
             end = offset + count
             if end >= max(len(whole.ids), whole.seen + new):
                 continue  # the last token is always computed: its output is wanted
-            alone = inside == 0 and whole.ids[:offset] == key.sink_ids  # what is before it here is what was then
+            alone = (
+                inside == 0 and whole.ids[:offset] == key.chunk_prefix_ids
+            )  # what is before it here is what was then
             exact = offset == exact_until and alone and self._is_turned_alike(key)
             exact_until = end if exact else exact_until
             first, last = max(offset, whole.seen), min(end, whole.seen + new - 1)  # a part's last token flows too
             place = whole.place(start, first - whole.seen, last - first) if first < last else None
             if place is not None:
                 here = inside + first - offset
-                yield key, partial(Slot, row, place, exact=exact, number=number, first=here, count=last - first)
-                if first == offset and key.sink_ids == self._sink_ids:
+                yield key, partial(PlacedChunk, row, place, exact=exact, number=number, first=here, count=last - first)
+                if first == offset and key.chunk_prefix_ids == self._sink_ids:
                     plan.seam_tokens += len(key.token_ids) - count
 
     def _is_turned_alike(self, key: ChunkKey) -> bool:
         """Whether a chunk is computed by the frequencies of this forward."""
-        return self._regimes == {self._regime(len(key.sink_ids) + len(key.token_ids))}
+        return self._regimes == {self._regime(len(key.chunk_prefix_ids) + len(key.token_ids))}
 
     def _regime(self, tokens: int) -> tuple[int, ...]:
         return frequency_regime(text_config(self._model), tokens)
@@ -426,7 +369,7 @@ def _overlaps(one: Found, spans: Sequence[Span]) -> bool:
 
 
 def _real(
-    rows: Sequence[Sequence[int]], starts: Sequence[int], width: int, wholes: Sequence[Whole] | None
+    rows: Sequence[Sequence[int]], starts: Sequence[int], width: int, wholes: Sequence[PromptRow] | None
 ) -> Tensor:
     """`[batch, width]`: where the tokens of each entry are."""
     real = np.zeros((len(rows), width), dtype=bool)

@@ -9,21 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..model.attention import Reached
+from ..model.attention import StopForward
 from ..selectors.attention import Attention
 from ..selectors.base import Hear
 
 
-class Listener:
+class AttentionObserver:
     """Stands in the place of each layer's attention: tells what is looked at, and attends."""
 
     def __init__(self, hear: Hear, layers: Sequence[int] | None = None, anchors: Tensor | None = None) -> None:
         """Prepare to listen.
 
-        Args:
-            hear: receives layers, their attention and the weights.
-            layers: which, increasing; behind the scores of the last nothing runs any more. None: all, to the end.
-            anchors: `[batch, columns]`, the new tokens that the rows themselves look at; None for all.
+        Shapes: anchors `[batch, columns]`.
         """
         self._hear, self._layers, self._anchors = hear, layers, anchors
         self.last = None if layers is None else layers[-1]
@@ -35,22 +32,14 @@ class Listener:
     def take(self, index: int, seen: Attention) -> tuple[Tensor, None]:
         """Tell of a layer, then give what its attention gives.
 
-        Args:
-            index: which layer.
-            seen: its attention.
-
-        Returns:
-            `[batch, rows, heads, value_dim]`, and no weights.
-
-        Raises:
-            Reached: it is the last layer that matters.
+        Shape: `[batch, rows, heads, value_dim]`.
         """
         is_told = self._layers is None or index in self._layers
         if is_told:
             weights = seen.weights(slice(None))
             self._hear(index, seen, weights)
         if index == self.last:
-            raise Reached
+            raise StopForward
         if self._anchors is not None:
             weights = seen.weights(slice(None), self._kept(seen))
         return seen.outputs(weights).to(seen.queries.dtype).transpose(1, 2).contiguous(), None
@@ -68,14 +57,7 @@ def sight(
 ) -> Callable[..., Any]:
     """An attention function that makes an `Attention` of its arguments and passes it on.
 
-    Args:
-        columns: `[batch, rows]`, where the rows stand among the new tokens.
-        tokens: how many new tokens there are.
-        charge: is told the FLOPs of what the `Attention` computes.
-        take: is given it.
-
-    Returns:
-        The function, to be called as transformers calls them.
+    Shapes: columns `[batch, rows]`.
     """
 
     def attend(
@@ -106,18 +88,13 @@ def run_probe(
 ) -> None:
     """Run the decoder over a prompt of which a cache recomputes nothing but the question.
 
-    Args:
-        model: the model.
-        cache: a `BlendCache` in a forward that listens, see `Fusor.probe`.
-        ids: `[batch, tokens]`, the new ones.
-        mask: `[batch, columns]`, 0 on padding, with those of what is in the cache; None: no padding.
-        arguments: of the model's forward, where it brings more than text: then the whole model is run.
+    Shapes: ids `[batch, tokens]`, mask `[batch, columns]`.
     """
     given = {}
     if mask is not None:
         positions = (mask.long().cumsum(-1) - 1).clamp_min(0)
         given = {"attention_mask": mask, "position_ids": positions[:, -ids.shape[1] :]}
-    with contextlib.suppress(Reached):
+    with contextlib.suppress(StopForward):
         if arguments:
             model(**{**arguments, "past_key_values": cache, "use_cache": True})
         else:

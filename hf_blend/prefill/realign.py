@@ -21,7 +21,7 @@ from ..rotary.tables import Table
 from ..store.chunk import StackedLayers
 from ..store.stream import StreamedLayers
 from .copies import Copies
-from .plan import Slot
+from .plan import PlacedChunk
 from .report import BlendReport
 
 KV = tuple[Tensor, Tensor]
@@ -31,16 +31,9 @@ GROUP_BYTES = 4 << 20  # of keys that are written at a time: as many layers as f
 
 @dataclass
 class Placement:
-    """Where the tokens of some chunks stand, side by side.
+    """Where the tokens of some chunks stand, side by side."""
 
-    Attributes:
-        slots: the chunks.
-        columns: `[tokens]`, or a slice where they are neighbours in one batch entry.
-        rows: `[tokens]`, the batch entry of each; None where all are in one.
-        row: that one.
-    """
-
-    slots: tuple[Slot, ...]
+    slots: tuple[PlacedChunk, ...]
     columns: Tensor | slice
     rows: Tensor | None
     row: int
@@ -81,7 +74,7 @@ class Placement:
         return found
 
     @classmethod
-    def of(cls, slots: Sequence[Slot], device: torch.device) -> "Placement":
+    def of(cls, slots: Sequence[PlacedChunk], device: torch.device) -> "Placement":
         """Find out where some chunks stand; their numbers are known to the host."""
         entries, row = {slot.row for slot in slots}, slots[0].row
         follows = all(one.columns.stop == other.start for one, other in pairwise(slots))
@@ -129,14 +122,10 @@ class Placement:
 class Realigner:
     """Writes stored chunks into a layer's buffers. A rotation is composed once per rotary table and kept."""
 
-    def __init__(self, styles: Sequence[type[RotaryStyle]], report: BlendReport, slots: Sequence[Slot] = ()) -> None:
-        """Prepare for one forward.
-
-        Args:
-            styles: of each layer.
-            report: receives how long it took.
-            slots: all chunks of the forward, in order, where they are known: one rotation is composed for them all.
-        """
+    def __init__(
+        self, styles: Sequence[type[RotaryStyle]], report: BlendReport, slots: Sequence[PlacedChunk] = ()
+    ) -> None:
+        """Prepare for one forward."""
         self._styles, self._report = styles, report
         self._all, self._starts = tuple(slots), [0, *accumulate(slot.tokens for slot in slots)]
         self._first = {id(slot): number for number, slot in enumerate(self._all)}
@@ -156,36 +145,19 @@ class Realigner:
     def learn(self, layer: int, table: Table | None) -> None:
         """Remember the rotary table that the model hands to a layer for the new tokens; the first is kept.
 
-        Args:
-            layer: which layer.
-            table: (cos, sin), `[batch or 1, tokens, width]`, at the positions of the prompt.
+        Shapes: table `[batch or 1, tokens, width]`.
         """
         self._tables.setdefault(layer, table if table is None else self._alike.get(id(table[0]), table))
 
     def learn_again(self, layer: int, table: Table | None) -> None:
-        """Remember that a table which the model made again is that of a layer that is known: rotations stay the same.
-
-        Args:
-            layer: which layer.
-            table: for the same tokens at the same positions; kept alive, or its id would be used again.
-        """
+        """Record that a table which the model built again is a known layer's: rotations stay the same."""
         known = self._tables.get(layer)
         if table is not None and known is not None:
             self._alike[id(table[0])] = known
             self._kept.append(table)
 
-    def together(self, layer: int, slots: Sequence[Slot], last: int, device: torch.device) -> range:
-        """This layer, and those behind it that can be written with it.
-
-        Args:
-            layer: which layer.
-            slots: the chunks to write.
-            last: the last layer to which these chunks are written.
-            device: of the buffers.
-
-        Returns:
-            Layers whose chunks are in memory, look alike and are rotated alike, up to a size.
-        """
+    def together(self, layer: int, slots: Sequence[PlacedChunk], last: int, device: torch.device) -> range:
+        """This layer, and those behind it that can be written with it."""
         placed = self._placed(slots, device) if slots else None
         if placed is None or not placed.is_stacked:
             return range(layer, layer + 1)
@@ -200,12 +172,7 @@ class Realigner:
         return range(layer, stop)
 
     def ahead(self, layers: range, device: torch.device) -> None:
-        """Begin to bring the stored K and V of some layers to a device, of all chunks; on a CPU nothing.
-
-        Args:
-            layers: as they will be written, see `together`.
-            device: of the buffers.
-        """
+        """Begin to bring the stored K and V of some layers to a device, of all chunks; on a CPU nothing."""
         if self._all and device.type != "cpu":
             for which in (0, 1):
                 self._copies.ahead((layers.start, layers.stop, which), device, partial(self._held, layers, which))
@@ -236,20 +203,15 @@ class Realigner:
         own, table = self._tables.get(layer), self._tables.get(first)
         return own is table or (own is not None and table is not None and own[0] is table[0])
 
-    def lay(self, layer: int, slots: Sequence[Slot], keys: Tensor, values: Tensor) -> None:
+    def lay(self, layer: int, slots: Sequence[PlacedChunk], keys: Tensor, values: Tensor) -> None:
         """Write stored chunks to their columns.
 
-        Args:
-            layer: which layer.
-            slots: the chunks to write.
-            keys: `[batch, kv_heads, tokens, head_dim]`; the chunks' columns receive keys rotated for this prompt. Or
-                `[layers, batch, …]`, of this layer and those behind it, as `together` gives them.
-            values: likewise; values carry no position and are copied.
+        Shapes: keys `[batch, kv_heads, tokens, head_dim]`.
         """
         for which, states in enumerate((keys, values)):
             self.lay_part(layer, slots, which, states)
 
-    def lay_part(self, layer: int, slots: Sequence[Slot], which: int, states: Tensor) -> None:
+    def lay_part(self, layer: int, slots: Sequence[PlacedChunk], which: int, states: Tensor) -> None:
         """As `lay`, for K (0) or V (1) alone."""
         if not slots:
             return
@@ -266,14 +228,10 @@ class Realigner:
             placed.write(states, _rotated(style, turn, parts, states.device))
         self._report.realign_ms += 1e3 * (time.perf_counter() - started)
 
-    def lay_projections(self, layer: int, slots: Sequence[Slot], states: Tensor, spans: Spans = ()) -> None:
+    def lay_projections(self, layer: int, slots: Sequence[PlacedChunk], states: Tensor, spans: Spans = ()) -> None:
         """Write what is stored beside K and V to its columns: a mixer's projections, or an indexer's keys, moved.
 
-        Args:
-            layer: which layer.
-            slots: the chunks to write.
-            states: `[batch, 1, tokens, width]`.
-            spans: columns of the states, and those of what is stored that belong there; left out: all, in order.
+        Shapes: states `[batch, 1, tokens, width]`.
         """
         if not slots:
             return
@@ -285,37 +243,24 @@ class Realigner:
         for columns, stored in spans or ((slice(None), slice(None)),):
             placed.write_parts(states[None, ..., columns], [part[..., stored] for part in parts])
 
-    def moved(self, layer: int, slot: Slot, *states: Tensor) -> tuple[Tensor, ...]:
+    def moved(self, layer: int, slot: PlacedChunk, *states: Tensor) -> tuple[Tensor, ...]:
         """A chunk's stored K and V as they would be written; of a layer with a mixer alone its projections.
 
-        Args:
-            layer: which layer.
-            slot: the chunk.
-            *states: K and V, `[kv_heads, tokens, head_dim]`, or projections, for dtype and device only.
-
-        Returns:
-            New keys, rotated for this prompt, and the stored values; or the stored projections.
+        Shapes: *states `[kv_heads, tokens, head_dim]`.
         """
         device = states[0].device
         found = self._gathered(layer, self._placed([slot], device), device)
         return tuple(one.to(like.dtype) for one, like in zip(found, states, strict=True))
 
     @torch.no_grad()
-    def mismatches(self, layer: int, slots: Sequence[Slot], *computed: Tensor, of_mixer: bool = False) -> list[float]:
+    def mismatches(
+        self, layer: int, slots: Sequence[PlacedChunk], *computed: Tensor, of_mixer: bool = False
+    ) -> list[float]:
         """How far the stored K and V of some chunks are from those that were computed in this prompt.
 
         One token that stands for an image is seen among hundreds of text.
 
-        Args:
-            layer: which layer.
-            slots: the chunks, at least one.
-            *computed: K and V, `[batch, kv_heads, tokens, head_dim]`; or the projections of the layer's mixer.
-            of_mixer: these are projections.
-
-        Returns:
-            For each chunk the larger of the two differences at the token where it is most, as a share of the larger
-            of that token's size and the chunk's mean size (norms over heads and width); NaN counts as infinite. The
-            device is asked once.
+        Shapes: *computed `[batch, kv_heads, tokens, head_dim]`.
         """
         device, count = computed[0].device, len(slots)
         placed = self._placed(slots, device)
@@ -334,17 +279,10 @@ class Realigner:
         found: list[float] = worst.tolist()
         return found
 
-    def turned(self, layer: int, slot: Slot, keys: Tensor, tokens: Tensor) -> Tensor:
+    def turned(self, layer: int, slot: PlacedChunk, keys: Tensor, tokens: Tensor) -> Tensor:
         """Some of a chunk's keys as they would be written.
 
-        Args:
-            layer: which layer; its keys are what its rotary style rotates.
-            slot: the chunk.
-            keys: `[heads, tokens, head_dim]`, rotated for the chunk's own positions.
-            tokens: which of the chunk's tokens these are.
-
-        Returns:
-            New keys, rotated for this prompt.
+        Shapes: keys `[heads, tokens, head_dim]`.
         """
         turn = self._turn(layer, self._placed([slot], keys.device), self._styles[layer])
         if turn is None:
@@ -369,13 +307,7 @@ class Realigner:
     def unturned(self, layer: int, keys: Tensor, back: bool = False) -> Tensor:
         """Keys of all new tokens as they would be at position 0.
 
-        Args:
-            layer: which layer.
-            keys: `[batch, kv_heads, tokens, head_dim]`, rotated for the prompt's positions.
-            back: the other way round: from position 0 to the prompt's positions.
-
-        Returns:
-            New keys; the same where the layer does not rotate.
+        Shapes: keys `[batch, kv_heads, tokens, head_dim]`.
         """
         table = self._tables.get(layer)
         if table is None:
@@ -386,7 +318,7 @@ class Realigner:
         self._styles[layer].move(keys, (turn[0][:, None], turn[1][:, None]), out=out)
         return out
 
-    def _placed(self, slots: Sequence[Slot], device: torch.device) -> Placement:
+    def _placed(self, slots: Sequence[PlacedChunk], device: torch.device) -> Placement:
         place = tuple(map(id, slots))
         if place not in self._placements:
             self._placements[place] = Placement.of(slots, device)  # keeps the slots, so their ids are not used again

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import PromptError
 from ..model.anatomy import PER_TOKEN
 from ..prompt.pieces import Prompt, PromptBatch, TextPrompt
-from .plan import Plan, Planner, Whole
+from .plan import Plan, Planner, PromptRow
 
 PADDED_INSIDE = "padding stands behind or between the tokens of a prompt. Pad on the left: padding_side='left'."
 UNSEEN = (
@@ -21,17 +21,10 @@ UNSEEN = (
     "get_seq_length() of this cache was called before it. Call the object that the cache was made for, or generate."
 )
 
-@dataclass(frozen=True)
-class Brought:
-    """The new tokens of one forward.
 
-    Attributes:
-        rows: the real token ids of each batch entry.
-        starts: the column at which each entry's first real token stands.
-        seen: how many real tokens of each entry went before, counted from where its prompt begins.
-        width: columns.
-        columns: where each entry's tokens stand; empty where they stand one behind the other.
-    """
+@dataclass(frozen=True)
+class NewTokens:
+    """The new tokens of one forward."""
 
     rows: list[list[int]]
     starts: list[int]
@@ -40,17 +33,10 @@ class Brought:
     columns: list[tuple[int, ...]]
 
     @classmethod
-    def of(cls, ids: Tensor, mask: Tensor | None, before: int, is_built: bool = False) -> "Brought | None":
+    def of(cls, ids: Tensor, mask: Tensor | None, before: int, is_built: bool = False) -> "NewTokens | None":
         """Read the arguments of a forward.
 
-        Args:
-            ids: `[batch, tokens]`, new tokens only.
-            mask: `[batch, …]`, 0 on padding, with or without columns for what is in the cache; None: no padding.
-            before: columns of the same prompt that are in the cache.
-            is_built: the prompt is one of `BlendCache.inputs`; behind a history it has padding between its tokens.
-
-        Returns:
-            The new tokens; None where padding stands elsewhere than in front of them.
+        Shapes: ids `[batch, tokens]`, mask `[batch, …]`.
         """
         width = ids.shape[1]
         if mask is None:
@@ -68,17 +54,11 @@ class Brought:
         return cls(rows, [width - len(row) for row in rows], [int(count) for count in seen], width, columns)
 
 
-class Coming:
+class PendingPrompt:
     """The prompts that `BlendCache.inputs` built, until their last tokens have been brought."""
 
     def __init__(self, batch: PromptBatch | None = None, held: int = 0, is_other: bool = False) -> None:
-        """Expect some prompts, or nothing.
-
-        Args:
-            batch: the prompts.
-            held: columns in the cache that stand before them and are no part of them.
-            is_other: the last forward brought something else than what was expected.
-        """
+        """Expect some prompts, or nothing."""
         self.batch, self.held, self.is_other = batch, held, is_other
         self.is_begun = False  # a part of the prompts has been brought, and more is to come
 
@@ -90,58 +70,41 @@ class Coming:
         """Whether the prompts that are expected are these, `[batch, tokens]`."""
         return self.batch is not None and torch.equal(self.batch.input_ids, input_ids.cpu())
 
-    def plan(self, planner: Planner, brought: Brought, past: int) -> tuple[Plan, "Coming"]:
-        """Plan a forward.
-
-        Args:
-            planner: finds and fetches chunks.
-            brought: its tokens.
-            past: columns in the cache.
-
-        Returns:
-            The plan, and what is still expected behind this forward.
-        """
+    def plan(self, planner: Planner, brought: NewTokens, past: int) -> tuple[Plan, "PendingPrompt"]:
+        """Plan a forward."""
         rows, starts, width = brought.rows, brought.starts, brought.width
         prompts = None if self.batch is None else self.batch.find(rows, brought.seen)
         if prompts is None:
-            others = [Whole(tuple(row), 0, columns) for row, columns in zip(rows, brought.columns, strict=True)]
-            return planner.plan(rows, starts, width, None, past == 0, others), Coming(is_other=True)
+            others = [PromptRow(tuple(row), 0, columns) for row, columns in zip(rows, brought.columns, strict=True)]
+            return planner.plan(rows, starts, width, None, past == 0, others), PendingPrompt(is_other=True)
         wholes = [
-            Whole(prompt.ids, seen, columns, prompt.opening, prompt.is_searched)
+            PromptRow(prompt.ids, seen, columns, prompt.opening, prompt.is_searched)
             for prompt, seen, columns in zip(prompts, brought.seen, brought.columns, strict=True)
         ]
         beginning = self.held == 0 and not any(prompt.history for prompt in prompts)
         plan = planner.plan(rows, starts, width, [prompt.spans() for prompt in prompts], beginning, wholes)
         return plan, self._rest(prompts, brought)
 
-    def _rest(self, prompts: Sequence[Prompt | TextPrompt], brought: Brought) -> "Coming":
+    def _rest(self, prompts: Sequence[Prompt | TextPrompt], brought: NewTokens) -> "PendingPrompt":
         missing = (
             seen + len(row) < len(prompt.ids)
             for row, seen, prompt in zip(brought.rows, brought.seen, prompts, strict=True)
         )
         if not any(missing):
-            return Coming()
-        rest = Coming(self.batch, self.held)
+            return PendingPrompt()
+        rest = PendingPrompt(self.batch, self.held)
         rest.is_begun = True
         return rest
 
 
 def new_tokens(arguments: dict[str, Any]) -> int:
-    """How many columns a forward brings.
-
-    Args:
-        arguments: of the model's forward, by name.
-    """
+    """How many columns a forward brings."""
     given = (arguments.get("input_ids"), arguments.get("inputs_embeds"))
     return next((states.shape[1] for states in given if states is not None), 0)
 
 
 def real_tokens(arguments: dict[str, Any]) -> int:
-    """How many tokens of a forward are not padding, all batch entries.
-
-    Args:
-        arguments: of the model's forward, by name.
-    """
+    """How many tokens of a forward are not padding, all batch entries."""
     ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
     given, tokens = arguments["inputs_embeds"] if ids is None else ids, new_tokens(arguments)
     if isinstance(mask, Tensor) and mask.dim() == 2:
@@ -152,11 +115,7 @@ def real_tokens(arguments: dict[str, Any]) -> int:
 def with_plain_mask(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a forward with the mask of its columns, where transformers made one of rows and columns of it.
 
-    Args:
-        arguments: of the model's forward, by name; the last row of a mask made for a cache sees all but padding.
-
-    Returns:
-        The same, with `attention_mask` `[batch, columns]`, or None where none is needed.
+    Shape: `[batch, columns]`.
     """
     mask = arguments.get("attention_mask")
     if isinstance(mask, Mapping) and len(mask) == 1:
@@ -167,15 +126,7 @@ def with_plain_mask(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def why_plain(arguments: dict[str, Any], config: Any) -> str:
-    """Why a forward of several tokens computes all of them.
-
-    Args:
-        arguments: of the model's forward, by name.
-        config: of the text model; says which outputs are asked for where the arguments do not.
-
-    Returns:
-        What was passed and what to pass; empty where chunks may be reused.
-    """
+    """Why a forward of several tokens computes all of them."""
     mask, keep = arguments.get("attention_mask"), arguments.get("logits_to_keep")
     if new_tokens(arguments) < 2:
         return ""
@@ -201,15 +152,7 @@ def _asked(name: str, arguments: dict[str, Any], config: Any) -> bool:
 
 
 def check_new(arguments: dict[str, Any], past: int) -> None:
-    """Refuse a forward that brings again what is in the cache, as stock assisted decoding does on a filled cache.
-
-    Args:
-        arguments: of the model's forward, by name.
-        past: tokens in the cache.
-
-    Raises:
-        PromptError: the positions begin at 0 again, and there are as many as the cache holds, and more.
-    """
+    """Refuse a forward that brings again what is in the cache, as stock assisted decoding does on a filled cache."""
     ids, places = arguments.get("input_ids"), arguments.get("position_ids")
     if not past or ids is None or places is None or places.dim() != 2 or ids.shape[0] != 1 or ids.shape[1] <= past:
         return

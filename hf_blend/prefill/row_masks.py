@@ -15,7 +15,7 @@ from torch import nn
 
 from ..errors import UnsupportedModelError
 from ..model.anatomy import LayerCall, text_config
-from ..model.attention import Detour, is_flash
+from ..model.attention import AttentionOverride, is_flash
 from ..model.masks import RowMask, row_lines, row_mask
 from .rows import Rows
 
@@ -28,34 +28,17 @@ class RowMasks:
     """Makes each mask once, for each mask of the model and each set of rows."""
 
     def __init__(self, model: nn.Module, layers: Sequence[Any], past: int, tokens: int) -> None:
-        """Prepare for one forward.
-
-        Args:
-            model: the model that runs.
-            layers: the cache's layers.
-            past: tokens in the cache.
-            tokens: new ones, all rows that a layer of the plain model would have.
-        """
+        """Prepare for one forward."""
         self._implementation = text_config(model)._attn_implementation or "eager"
         seen = [layers[source] for source in kv_sources(layers, getattr(text_config(model), "layer_types", None))]
         self._sizes = [_sizes(layer, past, tokens) for layer in seen]
         self._windows = [getattr(layer, "sliding_window", None) for layer in seen]
         self._past, self._tokens = past, tokens
-        self._detours = Detour.of_layers(model)
+        self._detours = AttentionOverride.of_layers(model)
         self._made: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 
-    def give(self, index: int, call: LayerCall, model_mask: Any, rows: Rows) -> Detour | None:
-        """Put its rows' lines of the mask into a call.
-
-        Args:
-            index: which layer.
-            call: receives the mask.
-            model_mask: what the model passes to the layer for all its rows.
-            rows: the rows that flow.
-
-        Returns:
-            The way through which the layer's attention should go, if not its own.
-        """
+    def give(self, index: int, call: LayerCall, model_mask: Any, rows: Rows) -> AttentionOverride | None:
+        """Put its rows' lines of the mask into a call."""
         keys, offset = self._sizes[index]
         place = (id(model_mask), id(rows), offset, self._windows[index])
         if place not in self._made:
@@ -99,12 +82,7 @@ def _sizes(layer: Any, past: int, tokens: int) -> tuple[int, int]:
 
 
 def kv_sources(layers: Sequence[Any], kinds: Sequence[str] | None) -> list[int]:
-    """The layer whose K and V each layer looks at: its own, or the last before it of its kind that has any.
-
-    Args:
-        layers: the cache's layers; a place holder keeps nothing.
-        kinds: the kind of each layer, such as "sliding_attention"; None where they do not differ.
-    """
+    """The layer whose K and V each layer looks at: its own, or the last before it of its kind that has any."""
     found: list[int] = []
     for index, layer in enumerate(layers):
         like = [other for other in range(index) if kinds is None or kinds[other] == kinds[index]]

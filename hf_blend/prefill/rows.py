@@ -18,12 +18,6 @@ class Rows:
 
     Batch entries with fewer rows than others repeat their first one: it is computed twice to the same result, and the
     outcome of an entry does not depend on its neighbours.
-
-    Attributes:
-        columns: `[batch, rows]`, sorted, counted from the first new token.
-        filler: `[batch, rows]`, True for the repetitions; None: there are none.
-        counts: how many rows of each entry are none; known to the host without asking the device.
-        is_all: the rows are all columns, in order.
     """
 
     columns: Tensor
@@ -36,12 +30,7 @@ class Rows:
     def of(cls, selected: Tensor, counts: Sequence[int] | None = None) -> tuple["Rows", Tensor]:
         """Keep the selected places of a grid.
 
-        Args:
-            selected: `[batch, places]`, at least one True in each entry.
-            counts: how many are True in each entry, where the host knows; otherwise the device is asked.
-
-        Returns:
-            The kept places as rows, and the same places as an index `[batch, kept]`.
+        Shapes: selected `[batch, places]` → `[batch, kept]`.
         """
         known = tuple(selected.sum(dim=1).tolist()) if counts is None else tuple(counts)
         width, device = max(known), selected.device
@@ -77,12 +66,7 @@ class Rows:
     def keep(self, selected: Tensor, counts: Sequence[int] | None = None) -> tuple["Rows", Tensor]:
         """Keep some of these rows.
 
-        Args:
-            selected: `[batch, rows]`, at least one True in each entry that is no repetition.
-            counts: how many these are, where the host knows.
-
-        Returns:
-            The smaller set, and the index `[batch, kept]` of its rows among these.
+        Shapes: selected `[batch, rows]` → `[batch, kept]`.
         """
         kept, index = Rows.of(selected if self.filler is None else selected & ~self.filler, counts)
         if self.is_all:
@@ -128,12 +112,7 @@ class Rows:
     def behind(self, table: Tensor, tokens: int) -> Tensor:
         """A table of all tokens, and behind these the rows' own part of it: some layers look for theirs at the end.
 
-        Args:
-            table: `[batch or 1, past + tokens, width]`.
-            tokens: how many new ones there are.
-
-        Returns:
-            `[batch, past + tokens + rows, width]`.
+        Shapes: table `[batch or 1, past + tokens, width]` → `[batch, past + tokens + rows, width]`.
         """
         own = gather_rows(table[:, -tokens:], self.columns)
         return torch.cat((table.expand(own.shape[0], -1, -1), own), dim=1)
@@ -147,13 +126,7 @@ class Rows:
 def highest(scores: Tensor, eligible: Tensor, counts: Sequence[int]) -> Tensor:
     """Mark the highest scores of each batch entry, the earlier of equal ones first.
 
-    Args:
-        scores: `[batch, places]` float32; NaN counts as lowest.
-        eligible: `[batch, places]`, which may be marked.
-        counts: how many to mark in each entry.
-
-    Returns:
-        `[batch, places]` boolean, exactly `counts` True in each entry (or all eligible, if fewer).
+    Shapes: scores `[batch, places]`, eligible `[batch, places]` → `[batch, places]`.
     """
     if not any(counts):
         return torch.zeros_like(eligible)

@@ -15,15 +15,7 @@ LEAST_TOKENS = 4  # 30 bits each: with fewer two images might share a name
 
 
 def content_ids(digest: str, tokens: int) -> tuple[int, ...]:
-    """The names of an image's tokens.
-
-    Args:
-        digest: of the image, hex.
-        tokens: how many it takes in a prompt; another number gives other names.
-
-    Returns:
-        As many numbers from 2**30 on, below 2**31.
-    """
+    """The names of an image's tokens."""
     drawn = hashlib.shake_256(f"hf_blend.content/1 {tokens} {digest}".encode()).digest(4 * tokens)
     return tuple(FIRST | int.from_bytes(drawn[at : at + 4], "little") & (FIRST - 1) for at in range(0, 4 * tokens, 4))
 

@@ -16,10 +16,6 @@ class Detokenizer:
     Each step decodes the tokens since the last whole character, behind those of the piece before it, for a tokenizer
     may write a token otherwise where a text begins. tokenizers' own `DecodeStream` does so too, but keeps an end that
     is cut off to itself, and there is none for a tokenizer in Python.
-
-    Args:
-        tokenizer: of the model.
-        stops: texts that end the answer, and are no part of it.
     """
 
     def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
@@ -30,12 +26,7 @@ class Detokenizer:
         self.is_stopped = False
 
     def feed(self, tokens: Sequence[int], is_last: bool) -> str:
-        """The text that is new.
-
-        Args:
-            tokens: of the whole answer so far.
-            is_last: nothing comes behind them.
-        """
+        """The text that is new."""
         held = self._held + self._decoded(tokens, is_last)
         found = [at for at in map(held.find, self._stops) if at >= 0]
         begun = [] if is_last else [_begins(held, stop) for stop in self._stops]

@@ -12,12 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class History:
-    """What was said before, with padding wherever a request of the batch was shorter or done earlier.
-
-    Attributes:
-        input_ids: `[batch, tokens]`; None if nothing was said.
-        attention_mask: `[batch, tokens]`, 0 on padding.
-    """
+    """What was said before, with padding wherever a request of the batch was shorter or done earlier."""
 
     input_ids: Tensor | None = None
     attention_mask: Tensor | None = None
@@ -36,13 +31,7 @@ class History:
     def extended(self, ids: Any, pad_id: int | None, eos_id: int | Sequence[int] | None) -> "History":
         """The history that ends with what `generate` has made of this one.
 
-        Args:
-            ids: `[batch, tokens]` or `[tokens]`, prompt and answer; None: there is no history.
-            pad_id: what stands behind the answer of a request that was done before the others.
-            eos_id: what may end an answer; the first is the request's own, also where padding is the same token.
-
-        Returns:
-            Ids and mask. Columns that are known already keep their mask.
+        Shapes: ids `[batch, tokens]`.
         """
         if ids is None:
             return History()

@@ -21,23 +21,7 @@ def build_messages(
     template: Mapping[str, Any],
     most: int | None = None,
 ) -> TextPrompt:
-    """Render a conversation and find its documents.
-
-    Args:
-        tokenizer: with a chat template.
-        messages: as for `apply_chat_template`.
-        documents: texts that are in the messages; or dicts for a template that takes documents, whose longest text is
-            looked for.
-        template: further arguments of `apply_chat_template`, such as `tools`.
-        most: as in `build_text`.
-
-    Returns:
-        The request; its ids are those of `apply_chat_template`.
-
-    Raises:
-        PromptError: the tokenizer has no template, the template refuses the messages, or a document is not in the
-            prompt.
-    """
+    """Render a conversation and find its documents."""
     _check(tokenizer, messages, documents, template)
     given = [one for one in documents if not isinstance(one, str)]
     texts = [one if isinstance(one, str) else _text_of(one) for one in documents]
@@ -47,17 +31,7 @@ def build_messages(
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The same messages with a text as the content of each.
-
-    Args:
-        messages: as for `apply_chat_template`; a content may be in parts.
-
-    Returns:
-        New dicts.
-
-    Raises:
-        PromptError: a part is no text, such as an image.
-    """
+    """The same messages with a text as the content of each."""
     return [{**message, "content": _plain(message)} for message in messages]
 
 
@@ -74,19 +48,7 @@ def _plain(message: Mapping[str, Any]) -> str:
 
 
 def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
-    """The text that a chat template makes of messages.
-
-    Args:
-        tokenizer: with a chat template.
-        messages: as for `apply_chat_template`.
-        **arguments: as for `apply_chat_template`.
-
-    Returns:
-        The text, to be tokenised without special tokens.
-
-    Raises:
-        PromptError: the template refuses the messages.
-    """
+    """The text that a chat template makes of messages."""
     try:
         text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, **arguments)
     except Exception as error:  # a template is code of others and raises what it likes

@@ -27,14 +27,7 @@ SEPARATOR = "\n\n"
 
 
 class Span(NamedTuple):
-    """A chunk in its prompt, or as much of it as the prompt has the same tokens for.
-
-    Attributes:
-        start: place of its first token in the prompt.
-        token_ids: of the chunk, all of it.
-        first: how many of the chunk's first tokens are not among them.
-        tokens: how many they are, one behind the other.
-    """
+    """A chunk in its prompt, or as much of it as the prompt has the same tokens for."""
 
     start: int
     token_ids: tuple[int, ...]
@@ -58,15 +51,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One request as token ids.
-
-    Attributes:
-        prefix: what stands first, BOS included.
-        chunks: the retrieved chunks, in their order.
-        question: what stands last and is always computed.
-        history: what was said before and stands before all of these; nothing of it is looked up.
-        separators: what stands before each chunk but the first, always computed; empty if that is nothing.
-    """
+    """One request as token ids."""
 
     prefix: tuple[int, ...]
     chunks: tuple[tuple[int, ...], ...]
@@ -99,14 +84,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class TextPrompt:
-    """One request that was tokenised as a whole.
-
-    Attributes:
-        ids: all token ids.
-        known: the chunks that were named, from left to right. Others that are stored are looked for.
-        opening: how many of the first tokens are stored as an entry of their own.
-        history: those of the first tokens that are in the cache.
-    """
+    """One request that was tokenised as a whole."""
 
     ids: tuple[int, ...]
     known: tuple[Span, ...] = ()
@@ -125,13 +103,7 @@ class TextPrompt:
 
 @dataclass(frozen=True)
 class PromptBatch:
-    """Requests side by side, padded on the left.
-
-    Attributes:
-        prompts: the requests.
-        input_ids: `[batch, tokens]`.
-        attention_mask: `[batch, tokens]`, 0 on padding.
-    """
+    """Requests side by side, padded on the left."""
 
     prompts: tuple[Prompt | TextPrompt, ...]
     input_ids: Tensor
@@ -142,13 +114,6 @@ class PromptBatch:
 
         A beam search repeats prompts; assisted decoding puts its candidates behind them; a prefill by parts passes
         them piece by piece.
-
-        Args:
-            rows: the real token ids of each batch entry that are new.
-            seen: how many real tokens of each entry went before.
-
-        Returns:
-            The prompt of each row; None if a row belongs to none.
         """
         repeats, odd = divmod(len(rows), len(self.prompts))
         longest_first = sorted(self.prompts, key=lambda prompt: -len(prompt.ids))
@@ -170,14 +135,7 @@ def _goes_on(ids: tuple[int, ...], row: tuple[int, ...], start: int) -> bool:
 
 
 def check_text(text: str) -> None:
-    """Refuse text that no tokenizer can take.
-
-    Args:
-        text: of a prompt or a chunk.
-
-    Raises:
-        PromptError: it has half of a surrogate pair, as text has that was decoded wrongly.
-    """
+    """Refuse text that no tokenizer can take."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -189,18 +147,7 @@ def check_text(text: str) -> None:
 
 
 def tokenize(tokenizer: Any, piece: Piece) -> tuple[int, ...]:
-    """Token ids of one piece, nothing added before or behind it.
-
-    Args:
-        tokenizer: any tokenizer of transformers; not used for a piece that is ids already.
-        piece: text or token ids.
-
-    Returns:
-        The ids.
-
-    Raises:
-        PromptError: it is neither text nor whole numbers, or text without a tokenizer.
-    """
+    """Token ids of one piece, nothing added before or behind it."""
     if isinstance(piece, str):
         check_text(piece)
         if tokenizer is None:
@@ -222,23 +169,7 @@ def build(
     history: Sequence[int] = (),
     separator: str = SEPARATOR,
 ) -> Prompt:
-    """Turn the pieces of one request into ids.
-
-    Args:
-        tokenizer: tokenises the pieces that are text; what it puts before a text, such as BOS, goes before a prefix.
-        prefix: system prompt or other beginning; None is BOS alone, if the tokenizer adds one; ids are taken as they
-            are.
-        chunks: the retrieved chunks, at least one, none empty.
-        question: what the model is asked, not empty.
-        history: ids of what was said before; then no BOS is put anywhere, and there may be no chunk.
-        separator: stands between two texts if neither has white space where they meet.
-
-    Returns:
-        The request.
-
-    Raises:
-        PromptError: there is no chunk, a piece is empty, or the separator is no text.
-    """
+    """Turn the pieces of one request into ids."""
     if isinstance(chunks, str) or not (len(chunks) or len(history)):
         raise PromptError(
             f"chunks is {chunks!r}, but a list of at least one chunk is wanted. Without chunks there is nothing to "
@@ -275,13 +206,7 @@ def _separators(tokenizer: Any, separator: str, pieces: Sequence[Piece]) -> list
 def batch(prompts: Sequence[Prompt | TextPrompt], pad_id: int, history: History | None = None) -> PromptBatch:
     """Put requests side by side.
 
-    Args:
-        prompts: the requests, at least one.
-        pad_id: fills the columns before the shorter ones.
-        history: what was said before, with its own padding; it is in the cache, column by column.
-
-    Returns:
-        Ids and attention mask, `[batch, tokens]`, padded on the left; behind a history, between it and what is new.
+    Shape: `[batch, tokens]`.
     """
     new = [prompt.ids[len(prompt.history) :] for prompt in prompts]
     width = max(map(len, new))
@@ -304,22 +229,7 @@ def build_all(
     history: Sequence[Sequence[int]] = (),
     separator: str = SEPARATOR,
 ) -> list[Prompt]:
-    """Turn the pieces of one request, or of a batch of them, into ids.
-
-    Args:
-        tokenizer: tokenises the pieces that are text.
-        prefix: of all requests, or a list with one for each.
-        chunks: of one request, or a list of such lists.
-        question: text or ids of one question, or a list of questions: then it is a batch.
-        history: ids of what was said before in each request; empty if nothing was.
-        separator: as in `build`.
-
-    Returns:
-        One prompt per request.
-
-    Raises:
-        PromptError: a piece is empty, or the pieces of a batch differ in number.
-    """
+    """Turn the pieces of one request, or of a batch of them, into ids."""
     if isinstance(question, str) or not question or isinstance(question[0], int):
         return [build(tokenizer, prefix, chunks, question, history[0] if history else (), separator)]
     shared = prefix is None or isinstance(prefix, str) or not prefix or isinstance(prefix[0], int)
@@ -342,15 +252,7 @@ def shared_tokens(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def check_ids(ids: Sequence[int], config: Any) -> None:
-    """Refuse ids of another model's tokenizer, as far as they can be told.
-
-    Args:
-        ids: of a prompt or a chunk.
-        config: of the text model.
-
-    Raises:
-        PromptError: an id is not in the model's vocabulary.
-    """
+    """Refuse ids of another model's tokenizer, as far as they can be told."""
     known, largest = getattr(config, "vocab_size", None), max(ids, default=0)
     if known is not None and largest >= known:
         raise PromptError(
@@ -360,16 +262,7 @@ def check_ids(ids: Sequence[int], config: Any) -> None:
 
 
 def check_lengths(prompts: Sequence[Prompt | TextPrompt], held: int, config: Any) -> None:
-    """Refuse a prompt that does not fit the model.
-
-    Args:
-        prompts: the requests.
-        held: tokens that the cache holds already.
-        config: of the text model.
-
-    Raises:
-        PromptError: a prompt reaches past the model's positions, or has ids that the model does not know.
-    """
+    """Refuse a prompt that does not fit the model."""
     longest = getattr(config, "max_position_embeddings", None)
     for prompt in prompts:
         check_ids(prompt.ids, config)

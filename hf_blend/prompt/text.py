@@ -30,23 +30,7 @@ _remembered: WeakKeyDictionary[Any, Callable[[str, int], tuple[int, ...]]] = Wea
 def build_text(
     tokenizer: Any, text: str, chunks: Sequence[str], *, special: bool, opening: bool = True, most: int | None = None
 ) -> TextPrompt:
-    """Tokenise a prompt and find chunks in it.
-
-    Args:
-        tokenizer: the model's; one without offsets (`is_fast` is False) has its chunks found by their ids.
-        text: the prompt.
-        chunks: texts that are in it, in any order; a chunk may be there more than once.
-        special: the tokenizer adds its special tokens, such as BOS.
-        opening: what is before the first chunk is an entry of its own.
-        most: at so many places chunks may be; None is any number.
-
-    Returns:
-        The request; its ids are those of `tokenizer(text, add_special_tokens=special)`.
-
-    Raises:
-        PromptError: the text is empty or would begin with two BOS, a chunk is empty or not in the text, or there are
-            too many.
-    """
+    """Tokenise a prompt and find chunks in it."""
     places = _located(text, chunks)
     if most is not None and len(places) > most:
         raise PromptError(f"documents are at {len(places)} places of the prompt, expected at most {most}. Send fewer.")
@@ -130,15 +114,7 @@ def _forms(chunk: str) -> tuple[str, ...]:
 
 
 def _aligned(packed: bytes, begin: int, end: int, least: int, chunk: tuple[int, ...]) -> Span | None:
-    """The run of tokens that a chunk and a prompt share; None if even what is inside the chunk differs.
-
-    Args:
-        packed: the prompt's ids, 4 bytes each.
-        begin: the first token with characters of the chunk.
-        end: the token behind the last of them.
-        least: the run begins here or later.
-        chunk: its ids.
-    """
+    """The run of tokens that a chunk and a prompt share; None if even what is inside the chunk differs."""
     count = len(chunk)
     cut = min(_SEAM_TOKENS, count // 4)
     inside = array("i", chunk[cut : count - cut]).tobytes()

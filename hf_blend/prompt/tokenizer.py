@@ -16,14 +16,7 @@ _known: WeakKeyDictionary[Any, tuple[int, str]] = WeakKeyDictionary()
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """Name a tokenizer by its vocabulary and by what it makes of a line of text; padding and truncation are no part.
-
-    Args:
-        tokenizer: of transformers; asked once, and again after tokens were added to it.
-
-    Returns:
-        12 hex digits; empty for None and for what has no vocabulary.
-    """
+    """Name a tokenizer by its vocabulary and its ids of a line of text, without padding and truncation."""
     if not hasattr(tokenizer, "get_vocab"):
         return ""
     size, known = len(tokenizer), _known.get(tokenizer)
@@ -35,14 +28,7 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 
 def front_ids(tokenizer: Any) -> tuple[int, ...]:
-    """The special tokens that a tokenizer puts before a text by itself, such as BOS; it may have a BOS and not do so.
-
-    Args:
-        tokenizer: of transformers; None puts nothing.
-
-    Returns:
-        Token ids.
-    """
+    """Return the special tokens that a tokenizer puts before a text by itself, such as BOS; it may put none."""
     if tokenizer is None:
         return ()
     bare, made = (list(tokenizer.encode("a", add_special_tokens=special)) for special in (False, True))
@@ -51,15 +37,7 @@ def front_ids(tokenizer: Any) -> tuple[int, ...]:
 
 
 def inner_ids(tokenizer: Any, text: str) -> tuple[int, ...]:
-    """Token ids of a text as they are between two others: white space alone may have other tokens.
-
-    Args:
-        tokenizer: of transformers.
-        text: what stands between texts.
-
-    Returns:
-        Token ids.
-    """
+    """Token ids of a text as they are between two others: white space alone may have other tokens."""
     alone, edge, made = (list(tokenizer.encode(one, add_special_tokens=False)) for one in (text, "a", f"a{text}a"))
     is_between = made[: len(edge)] == edge == made[len(made) - len(edge) :]
     return tuple(made[len(edge) : len(made) - len(edge)] if is_between else alone)

@@ -43,11 +43,7 @@ class InterAttention(Selector):
     def _shares(self, view: TokenView, before: Tensor, own: Tensor, ahead: Tensor) -> Tensor:
         """The share of each token's chunk: its length times the logistic function of how far it looks beyond.
 
-        Args:
-            view: the tokens.
-            before: `[batch, tokens]`, attention of each token to what stands before its chunk.
-            own: `[batch, tokens]`, attention to its own chunk.
-            ahead: `[batch, tokens]`, how many keys stand before its chunk.
+        Shapes: before `[batch, tokens]`, own `[batch, tokens]`, ahead `[batch, tokens]`.
         """
         shares = view.chunk_tokens.clamp_min(1).float()
         if not self.options["adaptive"]:

@@ -47,15 +47,7 @@ CLIENT_GONE = 499  # as nginx counts it; nobody reads it
 
 
 class Answering:
-    """One request on its way from the engine to the client.
-
-    Args:
-        app: the server's parts.
-        request: of the client.
-        asked: what it says.
-        build: makes its prompt.
-        kind: "chat.completion" or "text_completion".
-    """
+    """One request on its way from the engine to the client."""
 
     def __init__(
         self, app: "Parts", request: Request, asked: Generation, build: Callable[[], TextPrompt], kind: str
@@ -159,22 +151,14 @@ class Answering:
 
 
 class Parts:
-    """What the endpoints share.
-
-    Args:
-        service: behind them.
-    """
+    """What the endpoints share."""
 
     def __init__(self, service: Service) -> None:
         self.service, self.meters = service, Meters(service)
         self._prompts = ThreadPoolExecutor(2, "hf_blend-prompt")  # the event loop's own threads stay free
 
     async def built(self, build: Callable[[], TextPrompt]) -> TextPrompt:
-        """A prompt. Who goes away meanwhile counts as a request until it is made: a thread cannot be stopped.
-
-        Args:
-            build: makes it.
-        """
+        """A prompt. Who goes away meanwhile counts as a request until it is made: a thread cannot be stopped."""
         making = asyncio.get_running_loop().run_in_executor(self._prompts, build)
         try:
             return await asyncio.shield(making)
@@ -185,14 +169,7 @@ class Parts:
     async def answer(
         self, request: Request, asked: Generation, kind: str, build: Callable[[], TextPrompt]
     ) -> Response:
-        """Answer a request of either kind.
-
-        Args:
-            request: of the client.
-            asked: what it says.
-            kind: of the answer.
-            build: makes the prompt.
-        """
+        """Answer a request of either kind."""
         if not self.service.is_ready:
             text = "the server is about to stop, or its engine has ended. Ask another."
             return _error(503, text, "server_error", "stopping")
@@ -202,27 +179,13 @@ class Parts:
         return await (answering.stream() if asked.stream else answering.whole())
 
     def check_model(self, name: str) -> None:
-        """Refuse a model that is not served.
-
-        Args:
-            name: of the model.
-
-        Raises:
-            UnknownModelError: it is another.
-        """
+        """Refuse a model that is not served."""
         if name != self.service.name:
             raise UnknownModelError(f"the model {name!r:.80} is not served; {self.service.name!r} is. Ask for it.")
 
 
 def make_app(service: Service) -> Any:
-    """The server's application.
-
-    Args:
-        service: whose engine is started; it is closed with the application.
-
-    Returns:
-        An ASGI application.
-    """
+    """The server's application."""
     parts = Parts(service)
 
     @asynccontextmanager

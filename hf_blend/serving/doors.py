@@ -14,11 +14,7 @@ Client: TypeAlias = tuple[str, int]
 
 
 class Doors:
-    """Cuts connections that are silent, half sent or kept alive: after a time, and the oldest of too many.
-
-    Args:
-        limits: of an address.
-    """
+    """Cuts connections that are silent, half sent or kept alive: after a time, and the oldest of too many."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -26,11 +22,7 @@ class Doors:
         self._waiting: dict[str, OrderedDict[Client, asyncio.TimerHandle]] = {}
 
     def idle(self, client: Client) -> None:
-        """A connection carries no request from now on.
-
-        Args:
-            client: address and port.
-        """
+        """A connection carries no request from now on."""
         transport = self._open.get(client)
         if transport is None:
             return
@@ -42,11 +34,7 @@ class Doors:
             self._open.pop(oldest).abort()
 
     def busy(self, client: Client) -> None:
-        """A connection carries a request from now on.
-
-        Args:
-            client: address and port.
-        """
+        """A connection carries a request from now on."""
         row = self._waiting.get(client[0], OrderedDict())
         if client in row:
             row.pop(client).cancel()
@@ -54,11 +42,7 @@ class Doors:
             self._waiting.pop(client[0], None)
 
     def guarded(self, protocol: type[asyncio.Protocol]) -> type[asyncio.Protocol]:
-        """A protocol whose connections are looked after.
-
-        Args:
-            protocol: of the server.
-        """
+        """A protocol whose connections are looked after."""
         doors = self
 
         class Guarded(protocol):  # type: ignore[valid-type,misc]

@@ -71,21 +71,7 @@ class BlendedBatching(ContinuousBatchingManager):
         stall_s: float = 0.05,
         **settings: Any,
     ) -> None:
-        """Prepare an engine; `start`, or a `with` block, begins it.
-
-        Args:
-            model: a causal language model with the attention implementation sdpa, all of whose layers see everything.
-            store: where chunks are kept; a request may name another.
-            config: how prompts are blended; the defaults where left out.
-            generation_config: how all requests decode; the model's own where left out.
-            batching: of transformers: blocks, tokens and requests per step.
-            stall_s: how long a blended prefill may hold up those that decode, between two steps, up to the next layer.
-            **settings: fields of `BlendConfig` that differ from `config`.
-
-        Raises:
-            ConfigError: a setting of the engine that blended prompts cannot be served with; it is named.
-            UnsupportedModelError: the model cannot be blended, or cannot be served so.
-        """
+        """Prepare an engine; `start`, or a `with` block, begins it."""
         self.blend_config = BlendConfig.from_dict({**(config or BlendConfig()).to_dict(), **settings})
         batching = copy.copy(batching) if batching is not None else ContinuousBatchingConfig()
         generation_config = copy.deepcopy(generation_config or model.generation_config)
@@ -120,26 +106,7 @@ class BlendedBatching(ContinuousBatchingManager):
         blend: bool = True,
         **settings: Any,
     ) -> str:
-        """Add a request; may be called from any thread.
-
-        Args:
-            input_ids: of its prompt, in which stored chunks are found by their content; or a prompt that names its
-                chunks, such as `chat_prompt` makes: those that are missing are computed and stored first.
-            request_id: a name that no other request has; one is made where left out.
-            max_new_tokens: where its answer is cut; as the generation config says where left out.
-            store: of the request's tenant; the engine's own where left out.
-            salt: numbers below 2³¹ that keep the tenant's blocks from being shared with others.
-            blend: whether chunks are reused at all.
-            **settings: as in transformers: `streaming`, `record_timestamps`, `eos_token_id`, and what the logits
-                processors take.
-
-        Returns:
-            The name of the request.
-
-        Raises:
-            PromptError: the prompt is empty, does not fit the model or the engine's cache, or no token is asked for.
-            ConfigError: the engine is not running, a request of this name is not over, or a setting is unknown.
-        """
+        """Add a request; may be called from any thread."""
         self._check_known(settings)
         _check_end_tokens(settings.get("eos_token_id"))
         prompt = input_ids if isinstance(input_ids, TextPrompt) else TextPrompt(tuple(map(int, input_ids)))
@@ -169,19 +136,11 @@ class BlendedBatching(ContinuousBatchingManager):
         return given
 
     def outcome(self, request_id: str) -> Prefilled | None:
-        """What a request's prefill cost; None for one that the engine has not taken up, or has forgotten.
-
-        Args:
-            request_id: of one of the last few thousand requests.
-        """
+        """What a request's prefill cost; None for one that the engine has not taken up, or has forgotten."""
         return self.prefills.outcomes.get(request_id)
 
     def forget_handler(self, request_id: str) -> None:
-        """Deliver nothing more of a request to whom `register_result_handler` named: a cancelled one never ends.
-
-        Args:
-            request_id: of the request.
-        """
+        """Deliver nothing more of a request to whom `register_result_handler` named: a cancelled one never ends."""
         with self.output_router._lock:
             self.output_router.result_handlers.pop(request_id, None)
 
@@ -200,24 +159,14 @@ class BlendedBatching(ContinuousBatchingManager):
 
     @property
     def paged(self) -> BlendedPagedCache:
-        """The engine's cache, while it runs.
-
-        Raises:
-            ConfigError: it does not.
-        """
+        """The engine's cache, while it runs."""
         if self.batch_processor is None:
             raise ConfigError("the engine has no cache before it runs. Call start() first.")
         cache: BlendedPagedCache = self.batch_processor.cache  # type: ignore[assignment]
         return cache
 
     def start(self) -> None:
-        """Begin to serve.
-
-        Raises:
-            ConfigError: no number of blocks was given, and transformers cannot tell how many fit.
-            MemoryError: the blocks asked for do not fit.
-            UnsupportedModelError: the engine keeps blocks of another kind for this model.
-        """
+        """Begin to serve."""
         if self.batch_processor is None:
             is_given = self.continuous_batching_config.num_blocks is not None  # the engine writes its own number there
             try:

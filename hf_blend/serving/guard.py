@@ -31,18 +31,7 @@ class Refused(Exception):
 
 
 class Guard:
-    """An ASGI application around another: knows the tenant, and has the whole body, before that is asked.
-
-    Args:
-        app: the application behind.
-        tenants: who may ask.
-        limits: size of a body and time for it.
-        responded: called with the status of every response; a stream that failed, or that nobody reads to its end, has
-            the one that it sets as `state["status"]`.
-
-    Attributes:
-        doors: are told which connections carry a request.
-    """
+    """An ASGI application around another: knows the tenant, and has the whole body, before that is asked."""
 
     def __init__(self, app: Any, tenants: Tenants, limits: Limits, responded: Callable[[int], None]) -> None:
         self._app, self._tenants, self._limits, self._responded = app, tenants, limits, responded

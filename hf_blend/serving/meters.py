@@ -18,11 +18,7 @@ SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
 class Meters:
-    """Counters of requests and tokens, times of first and next tokens, and gauges that ask the engine.
-
-    Args:
-        service: which is measured.
-    """
+    """Counters of requests and tokens, times of first and next tokens, and gauges that ask the engine."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -39,20 +35,11 @@ class Meters:
                 self.registry.register(StoreMetrics(store, {"tenant": tenant} if tenant else {}))
 
     def responded(self, status: int) -> None:
-        """Count a response.
-
-        Args:
-            status: of HTTP.
-        """
+        """Count a response."""
         self.requests.labels(str(status)).inc()
 
     def answered(self, run: Running, costs: dict[str, Any]) -> None:
-        """Count an answer.
-
-        Args:
-            run: that is done, or was given up.
-            costs: as they are sent to the client.
-        """
+        """Count an answer."""
         own = costs["hf_blend"]
         self.prefills.labels(own["prefill"]).inc()
         self.tokens.labels("prompt").inc(costs["prompt_tokens"])

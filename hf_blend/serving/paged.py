@@ -37,12 +37,7 @@ class Guide(Protocol):
 
 
 def salted(token_ids: Sequence[int], salt: Sequence[int]) -> list[int]:
-    """Token ids of which the first are changed by a salt.
-
-    Args:
-        token_ids: of a prompt, each below 2³¹.
-        salt: numbers below 2³¹.
-    """
+    """Token ids of which the first are changed by a salt."""
     return [*(token ^ word for token, word in zip(token_ids, salt, strict=False)), *token_ids[len(salt) :]]
 
 
@@ -58,12 +53,7 @@ class BlendedPagedCache(PagedAttentionCache):
 
     @classmethod
     def adopt(cls, cache: PagedAttentionCache, guide: Guide) -> "BlendedPagedCache":
-        """Turn the cache that the engine made into one of this class.
-
-        Args:
-            cache: that holds no request yet.
-            guide: knows the requests.
-        """
+        """Turn the cache that the engine made into one of this class."""
         cache.__class__ = cls
         adopted: BlendedPagedCache = cache  # type: ignore[assignment]
         adopted.guide, adopted.blended = guide, {}
@@ -87,12 +77,7 @@ class BlendedPagedCache(PagedAttentionCache):
         return int(allocator.num_blocks - free - len(allocator.ledger.cached_blocks))
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
-        """How many of a prompt's first tokens are there: blended for this request, or of an exact prefix.
-
-        Args:
-            request_id: of a request that waits.
-            prompt_ids: of its prompt.
-        """
+        """How many of a prompt's first tokens are there: blended for this request, or of an exact prefix."""
         ready = self.guide.take_ready(request_id)
         if ready:
             return ready
@@ -101,12 +86,7 @@ class BlendedPagedCache(PagedAttentionCache):
         return int(found)
 
     def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
-        """Register the hashes of the blocks that a step has filled.
-
-        Args:
-            state: of the request.
-            complete_blocks: how many are new, by allocator.
-        """
+        """Register the hashes of the blocks that a step has filled."""
         table = self.allocator.block_table.get(state.request_id)
         if not table or (state.request_id in self.blended and table[0] not in self.allocator.ledger.block_to_hash):
             return  # its first block is blended and was not full when it was: no hash leads from it to others
@@ -117,39 +97,21 @@ class BlendedPagedCache(PagedAttentionCache):
         super().mark_complete_blocks(stand_in, complete_blocks)
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
-        """Let go of a request's blocks.
-
-        Args:
-            request_id: any; one without blocks is passed over.
-            no_cache: keep none of them for later requests.
-        """
+        """Let go of a request's blocks."""
         self.blended.pop(request_id, None)
         super().free_blocks(request_id, no_cache)
 
     def free_all_requests(self, clear_ledgers: bool = False) -> None:
-        """Let go of the blocks of all requests.
-
-        Args:
-            clear_ledgers: forget what is kept for later requests, too.
-        """
+        """Let go of the blocks of all requests."""
         self.blended.clear()
         super().free_all_requests(clear_ledgers)
 
     def count_exact(self, token_ids: Sequence[int]) -> int:
-        """How many first tokens are in blocks that hold what a full prefill computes.
-
-        Args:
-            token_ids: of a prompt, salted.
-        """
+        """How many first tokens are in blocks that hold what a full prefill computes."""
         return len(self.allocator.match_prefix_blocks(list(token_ids))) * int(self.allocator.tokens_per_page)
 
     def reserve(self, state: Any, tokens: int) -> bool:
-        """Take blocks for the first tokens of a prompt that waits; False where there are none now.
-
-        Args:
-            state: of the request.
-            tokens: how many.
-        """
+        """Take blocks for the first tokens of a prompt that waits; False where there are none now."""
         self.pool.try_to_free_sectors()
         if self.can_store_request_tokens(state, tokens):
             return True
@@ -165,23 +127,12 @@ class BlendedPagedCache(PagedAttentionCache):
     def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """Put K and V of a prompt's first tokens into a request's blocks.
 
-        Args:
-            layer: which layer.
-            rows: from `rows_of`.
-            keys: `[kv_heads, tokens, head_dim]`, rotated for positions from 0 on.
-            values: `[kv_heads, tokens, head_dim]`.
+        Shapes: keys `[kv_heads, tokens, head_dim]`, values `[kv_heads, tokens, head_dim]`.
         """
         self.allocator.update(keys.transpose(0, 1), values.transpose(0, 1), layer, rows[:0], rows)
 
     def register(self, request_id: str, token_ids: Sequence[int], exact: int, root: int) -> None:
-        """Give a blended request's full blocks their hashes; one that is there already takes the place of its twin.
-
-        Args:
-            request_id: whose blocks were written.
-            token_ids: of which K and V are in them, salted.
-            exact: so many first tokens have K and V of a full prefill.
-            root: what the hashes of the other blocks begin at.
-        """
+        """Give a blended request's full blocks their hashes; one that is there already takes the place of its twin."""
         self.blended[request_id] = root
         ledger, table = self.allocator.ledger, self.allocator.block_table[request_id]
         for place, block_hash in enumerate(self._hashes(token_ids, exact, root)):
@@ -193,18 +144,7 @@ class BlendedPagedCache(PagedAttentionCache):
                     self.pool.free_blocks(self.allocator.index, [block])
 
     def share_blended(self, request_id: str, token_ids: Sequence[int], exact: int, root: int, least: int) -> int:
-        """Use the blended blocks of an earlier request with the same chunks, if they reach far enough.
-
-        Args:
-            request_id: of a request without blocks.
-            token_ids: of its prompt without the last token, salted.
-            exact: as in `register`.
-            root: as in `register`.
-            least: fewer tokens than these are of no use: a chunk would be cut.
-
-        Returns:
-            How many tokens are there; 0 where nothing is shared.
-        """
+        """Use the blended blocks of an earlier request with the same chunks, if they reach far enough."""
         allocator = self.allocator
         blocks: list[int] = []
         for block_hash in self._hashes(token_ids, exact, root):

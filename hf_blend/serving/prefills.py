@@ -45,14 +45,7 @@ Spans = Sequence[Found]
 
 @dataclass(frozen=True)
 class Reuse:
-    """Where a request's chunks come from.
-
-    Attributes:
-        store: of the request's tenant.
-        prompt: its chunks are computed and stored first if they are missing.
-        salt: of the tenant's hashes; empty where all requests share their prefixes.
-        is_blended: chunks are reused; otherwise the engine computes all of the prompt.
-    """
+    """Where a request's chunks come from."""
 
     store: ChunkStore
     prompt: TextPrompt
@@ -62,17 +55,7 @@ class Reuse:
 
 @dataclass
 class Prefilled:
-    """What happened to a request before the engine began with it.
-
-    Attributes:
-        how: "blended", "shared" (blocks of an earlier request with the same chunks), "plain" (the engine computes it,
-            or finds a prefix of it), or "waiting".
-        tokens: how many of its tokens were in its blocks then.
-        prefix_tokens: how many tokens the engine found as an exact prefix.
-        computed_chunks: chunks that were missing, and were computed and stored for this request.
-        report: of the blended prefill.
-        reason: why it is plain although chunks might be stored; empty otherwise.
-    """
+    """What happened to a request before the engine began with it."""
 
     how: str = "waiting"
     tokens: int = 0
@@ -93,19 +76,13 @@ class _Held:
 
 
 class BlendedPrefills:
-    """The requests that are held back, and the thread that fills their blocks.
-
-    Args:
-        model: the model that the engine runs.
-        config: how prompts are blended.
-        turns: the thread.
-    """
+    """The requests that are held back, and the thread that fills their blocks."""
 
     def __init__(self, model: nn.Module, config: BlendConfig, turns: Turns) -> None:
         self._model, self._config, self.turns = model, config, turns
         selector = plugins.load("selectors", config.selector)(config.selector_options, seed=config.seed)
         self._sees_question = bool(selector.needs_attention or selector.needs_full_prefill)
-        self._sink = default_sink(model) if config.sink_ids is None else config.sink_ids
+        self._sink = default_sink(model) if config.chunk_prefix_ids is None else config.chunk_prefix_ids
         self._paged: BlendedPagedCache | None = None
         self._stream: Any = None
         self._may_grow: Callable[[], bool] = lambda: True
@@ -118,22 +95,11 @@ class BlendedPrefills:
         self.outcomes: OrderedDict[str, Prefilled] = OrderedDict()
 
     def attach(self, paged: BlendedPagedCache, compute_stream: Any, may_grow: Callable[[], bool]) -> None:
-        """Work for an engine.
-
-        Args:
-            paged: its cache.
-            compute_stream: on which it computes; None on a CPU.
-            may_grow: whether another prompt may take blocks now.
-        """
+        """Work for an engine."""
         self._paged, self._stream, self._may_grow = paged, compute_stream, may_grow
 
     def expect(self, request_id: str, reuse: Reuse) -> None:
-        """A request is about to be added. Called from any thread.
-
-        Args:
-            request_id: of the request.
-            reuse: where its chunks come from.
-        """
+        """A request is about to be added. Called from any thread."""
         self._reuse[request_id] = reuse
 
     def offer(self, state: Any) -> None:
@@ -198,11 +164,7 @@ class BlendedPrefills:
         return () if reuse is None else reuse.salt
 
     def advance(self, seconds: float) -> None:
-        """Between two steps of the engine: begin with the next request, and let the one under way go on.
-
-        Args:
-            seconds: for how long, up to the next layer.
-        """
+        """Between two steps of the engine: begin with the next request, and let the one under way go on."""
         self._take_over()
         if self._running is None and self._held:
             held = self._running = next(iter(self._held.values()))
@@ -343,4 +305,3 @@ class BlendedPrefills:
         from transformers.generation.continuous_batching.utils import stream_context
 
         return stream_context(self._stream)
-

@@ -22,20 +22,7 @@ BETWEEN = "\n\n"
 def chat_prompt(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], documents: Sequence[str], most: int | None = None
 ) -> TextPrompt:
-    """Render messages with the tokenizer's chat template.
-
-    Args:
-        tokenizer: of the model. Without a template the contents follow each other.
-        messages: with `role` and `content`, as in OpenAI's API.
-        documents: texts. Those that no message holds are put before the last message of the user.
-        most: at so many places documents may be; None is any number.
-
-    Returns:
-        The prompt; each document in it is a chunk.
-
-    Raises:
-        PromptError: there is no message of the user, or the template refuses the messages.
-    """
+    """Render messages with the tokenizer's chat template."""
     given = plain_messages(messages)
     last = next((message for message in reversed(given) if message.get("role") == "user"), None)
     if last is None:
@@ -52,20 +39,7 @@ def chat_prompt(
 def text_prompt(
     tokenizer: Any, prompt: str | Sequence[int], documents: Sequence[str], most: int | None = None
 ) -> TextPrompt:
-    """A prompt of text or ids, behind documents.
-
-    Args:
-        tokenizer: of the model.
-        prompt: text, or token ids that are taken as they are.
-        documents: texts. Those that the prompt does not hold are put before it.
-        most: at so many places documents may be; None is any number.
-
-    Returns:
-        The prompt; each document in it is a chunk.
-
-    Raises:
-        PromptError: it has no token.
-    """
+    """A prompt of text or ids, behind documents."""
     if isinstance(prompt, str):
         chunks, added = _added(documents, [prompt], "\n")
         return build_text(tokenizer, f"{added}{prompt}", chunks, special=True, most=most)

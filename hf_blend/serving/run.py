@@ -32,23 +32,7 @@ PROMPTS_AT_ONCE = 32  # of the model's full length, for which there is room unle
 
 @dataclass(frozen=True)
 class ServerPlan:
-    """How a server is set up.
-
-    Attributes:
-        name: of the model, as clients see it.
-        location: of the store; None is the library's default.
-        remote: URL of a tier behind it, shared with other servers.
-        secret: of the store, where there are no tenants.
-        tenants: who may ask; empty: anyone.
-        metrics_by_tenant: /metrics, which asks for no key, says what each tenant stores.
-        blend: how prompts are blended.
-        limits: what is taken.
-        cache_tokens: tokens that fit in the engine's cache; None: what memory allows, up to 32 full prompts.
-        batch_tokens: of one step.
-        batch_requests: of one step.
-        page_tokens: of one block; prefixes are shared in whole blocks.
-        stall_s: how long a blended prefill may hold up those that decode.
-    """
+    """How a server is set up."""
 
     name: str = "hf-blend-reference"
     location: str | None = None
@@ -66,20 +50,7 @@ class ServerPlan:
 
 
 def make_service(model: nn.Module, tokenizer: Any, plan: ServerPlan) -> Service:
-    """Open the stores, start the engine.
-
-    Args:
-        model: a causal language model.
-        tokenizer: its tokenizer.
-        plan: how the server is set up.
-
-    Returns:
-        The service; `close` it in the end.
-
-    Raises:
-        ConfigError: as `BlendedBatching`, and of the stores.
-        UnsupportedModelError: as `BlendedBatching`.
-    """
+    """Open the stores, start the engine."""
     rows = list(plan.tenants) or [Tenant()]
     available = available_bytes()
     share, per_token = available // 4 // len(rows), _bytes_per_token(model)
@@ -116,19 +87,7 @@ def make_service(model: nn.Module, tokenizer: Any, plan: ServerPlan) -> Service:
 
 
 def serve(service: Service, host: str, port: int, patience_s: int = 30, on_start: OnStart | None = None) -> None:
-    """Serve until SIGINT or SIGTERM; requests under way are answered first.
-
-    Args:
-        service: from `make_service`; it is closed in the end.
-        host: where to listen.
-        port: 0 is any free one.
-        patience_s: how long requests under way may take at the end.
-        on_start: called with the server's URL, and a function that ends it, when it listens.
-
-    Raises:
-        ConfigError: nobody can listen there.
-        MissingExtraError: the extra serve is not installed.
-    """
+    """Serve until SIGINT or SIGTERM; requests under way are answered first."""
     uvicorn: Any = import_extra("uvicorn", extra="serve", wanted_by="hf-blend serve")
     import_extra("fastapi", extra="serve", wanted_by="hf-blend serve")
     import_extra("prometheus_client", extra="serve", wanted_by="hf-blend serve")
@@ -170,13 +129,7 @@ def _batching(tokens: int, plan: ServerPlan) -> ContinuousBatchingConfig:
 
 
 def _cache_tokens(model: nn.Module, plan: ServerPlan, fitting: int) -> int:
-    """As many as were asked for, or as fit, up to some full prompts.
-
-    Args:
-        model: on a GPU, half of what is free there counts.
-        plan: of the server.
-        fitting: into a quarter of the memory that is available.
-    """
+    """As many as were asked for, or as fit, up to some full prompts."""
     if plan.cache_tokens is not None:
         return plan.cache_tokens
     if model.device.type == "cuda":

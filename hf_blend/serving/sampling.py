@@ -20,11 +20,7 @@ __all__ = ["NotNumbers", "Watch", "add_sampling", "sampled"]
 
 
 class NotNumbers(ArithmeticError):
-    """Logits that no token can be drawn from; which rows of the step they are in.
-
-    Attributes:
-        rows: one for each request with a new token, in their order.
-    """
+    """Logits that no token can be drawn from; which rows of the step they are in."""
 
     def __init__(self, rows: list[int]) -> None:
         super().__init__("the model's logits are not finite")
@@ -45,14 +41,7 @@ class Watch:
         return scores.masked_fill_(self._odd[:, None], 0.0)
 
     def check(self, count: int) -> None:
-        """Look at the step that is over.
-
-        Args:
-            count: how many rows a token was drawn from; others follow them.
-
-        Raises:
-            NotNumbers: there was such a row.
-        """
+        """Look at the step that is over."""
         rows = [] if self._odd is None else self._odd[:count].nonzero()[:, 0].tolist()
         self._odd = None
         if rows:
@@ -112,12 +101,7 @@ class TopP(_PerRequest):
 
 
 def sampled(model: Any, max_new_tokens: int) -> GenerationConfig:
-    """How an engine decodes whose requests each name their temperature.
-
-    Args:
-        model: whose end and padding tokens are used.
-        max_new_tokens: of requests that do not say.
-    """
+    """How an engine decodes whose requests each name their temperature."""
     own = model.generation_config
     return GenerationConfig(
         do_sample=True,
@@ -132,11 +116,7 @@ def sampled(model: Any, max_new_tokens: int) -> GenerationConfig:
 
 
 def add_sampling(processors: ContinuousBatchingLogitsProcessorList) -> None:
-    """Let requests name `temperature` and `top_p`.
-
-    Args:
-        processors: of an engine that is not started.
-    """
+    """Let requests name `temperature` and `top_p`."""
     for processor in (Temperature(), TopP()):
         processors.logits_processor.append(processor)
         processors.tensors_required += 1

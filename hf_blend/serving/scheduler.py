@@ -24,32 +24,19 @@ class BlendedScheduler(FIFOScheduler):
 
     @classmethod
     def adopt(cls, scheduler: FIFOScheduler, prefills: BlendedPrefills) -> "BlendedScheduler":
-        """Turn the scheduler that the engine made into one of this class.
-
-        Args:
-            scheduler: that has no request yet.
-            prefills: holds requests back.
-        """
+        """Turn the scheduler that the engine made into one of this class."""
         scheduler.__class__ = cls
         adopted: BlendedScheduler = scheduler  # type: ignore[assignment]
         adopted.prefills, adopted.in_step, adopted.suspects = prefills, [], set()
         return adopted
 
     def add_waiting_request(self, state: Any) -> None:
-        """Take up a request; it is held back if it may reuse chunks.
-
-        Args:
-            state: of the request.
-        """
+        """Take up a request; it is held back if it may reuse chunks."""
         super().add_waiting_request(state)
         self.prefills.offer(state)
 
     def finish_request(self, request_id: str) -> None:
-        """Let go of the blocks of a request, and of what was known of its chunks.
-
-        Args:
-            request_id: of the request; the engine may add it again at once, to compute it later.
-        """
+        """Let go of the blocks of a request, and of what was known of its chunks."""
         super().finish_request(request_id)
         self.suspects.discard(request_id)
         self.prefills.finish(request_id)
@@ -64,33 +51,20 @@ class BlendedScheduler(FIFOScheduler):
         return [one for one in self.in_step if one.state.request_id in alive]
 
     def drop(self, request_id: str) -> None:
-        """Let go of a request, wherever it is.
-
-        Args:
-            request_id: of the request.
-        """
+        """Let go of a request, wherever it is."""
         self.waiting_requests.pop(request_id, None)
         self._cleanup_waiting_queue(set(self.waiting_requests_order) - set(self.waiting_requests))
         self.finish_request(request_id)
 
     def put_back(self, state: Any, is_suspect: bool) -> None:
-        """Have a request computed again, up to the tokens that it has.
-
-        Args:
-            state: of the request.
-            is_suspect: a step may have failed for its sake: it is computed alone.
-        """
+        """Have a request computed again, up to the tokens that it has."""
         self.drop(state.request_id)
         self.add_waiting_request(state.create_equivalent_initial_request())
         if is_suspect:
             self.suspects.add(state.request_id)
 
     def clear_cancelled_requests(self) -> list[Any]:
-        """Let go of the requests that were cancelled, also of one whose blocks are being filled.
-
-        Returns:
-            Their states.
-        """
+        """Let go of the requests that were cancelled, also of one whose blocks are being filled."""
         with self._cancellation_lock:
             cancelled = set(self._requests_to_cancel)
         self.suspects -= cancelled
@@ -104,10 +78,6 @@ class BlendedScheduler(FIFOScheduler):
 
         After requests had to give up their blocks it lets no new one in until another has finished. If those were all
         cancelled none ever would, and the engine would wait for ever.
-
-        Args:
-            token_budget: of the step.
-            cache_budget: cache entries that the step may read.
         """
         if not self.active_requests:
             self.block_new_requests = False

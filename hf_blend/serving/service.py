@@ -36,15 +36,7 @@ class Busy(HfBlendError):
 
 @dataclass
 class Running:
-    """A request that is under way.
-
-    Attributes:
-        name: of the request.
-        prompt: its tokens.
-        tokens: of its answer so far.
-        arrived: when each came, `time.perf_counter`.
-        started: when the request came.
-    """
+    """A request that is under way."""
 
     name: str
     prompt: TextPrompt
@@ -54,17 +46,7 @@ class Running:
 
 
 class Service:
-    """One engine, its tenants, and the requests under way.
-
-    Args:
-        engine: started.
-        tokenizer: of its model.
-        tenants: who may ask.
-        limits: what is taken.
-        name: of the model, as clients see it.
-        memory: what it may take, in words.
-        metrics_by_tenant: the metrics say what each tenant stores.
-    """
+    """One engine, its tenants, and the requests under way."""
 
     def __init__(
         self, engine: BlendedBatching, tokenizer: Any, tenants: Tenants, limits: Limits, name: str, memory: str = "",
@@ -85,14 +67,7 @@ class Service:
 
     @asynccontextmanager
     async def admitted(self, tenant: Tenant) -> AsyncIterator[None]:
-        """Count a request while it is under way.
-
-        Args:
-            tenant: whose.
-
-        Raises:
-            Busy: there are too many, of all or of this tenant.
-        """
+        """Count a request while it is under way."""
         own, all_of_them = self.running[tenant.name], self.running.total()
         limit = self.limits.requests if tenant.max_requests is None else tenant.max_requests
         if all_of_them >= self.limits.requests or own >= limit:
@@ -104,18 +79,7 @@ class Service:
             self.running[tenant.name] -= 1
 
     async def generate(self, tenant: Tenant, asked: Generation, prompt: TextPrompt) -> AsyncGenerator[Running, None]:
-        """Have the engine answer; gives the request after each token. Whoever stops listening cancels it.
-
-        Args:
-            tenant: whose request it is.
-            asked: how to answer.
-            prompt: its tokens.
-
-        Raises:
-            PromptError: the prompt does not fit.
-            ServiceError: a step of the engine failed.
-            TimeoutError: it took too long.
-        """
+        """Have the engine answer; gives the request after each token. Whoever stops listening cancels it."""
         run = Running(f"{self._prefix}-{next(self._numbers)}", prompt)
         outputs: asyncio.Queue[Any] = asyncio.Queue()
         self.engine.register_result_handler(run.name, outputs.put_nowait)
@@ -150,11 +114,7 @@ class Service:
         )
 
     def close(self, patience_s: float = 30.0) -> None:
-        """Let what is under way come to its end, stop the engine, and close the stores.
-
-        Args:
-            patience_s: how long is waited for; what is not done then is dropped.
-        """
+        """Let what is under way come to its end, stop the engine, and close the stores."""
         self.is_draining = True
         self.engine.stop(timeout=patience_s)
         if self.engine.is_running():

@@ -25,15 +25,7 @@ FIELDS = ("name", "api_key", "secret", "max_requests", "quota_bytes")
 
 @dataclass(frozen=True)
 class Tenant:
-    """One who may ask.
-
-    Attributes:
-        name: of the namespace; empty for a server without tenants.
-        api_key: what its requests carry; empty: nobody is asked for one.
-        secret: signs and hides its chunks; None signs nothing.
-        max_requests: how many of its requests may be under way; None: as many as the server takes.
-        quota_bytes: how much it may hold in each tier of the store; None: an equal share of the disk.
-    """
+    """One who may ask."""
 
     name: str = ""
     api_key: str = ""
@@ -54,12 +46,7 @@ class Tenant:
 
 
 class Tenants:
-    """All who may ask, and their stores.
-
-    Args:
-        tenants: at least one; a server without keys has one with an empty key.
-        open_store: opens the store of a tenant.
-    """
+    """All who may ask, and their stores."""
 
     def __init__(self, tenants: Sequence[Tenant], open_store: Callable[[Tenant], ChunkStore]) -> None:
         self._by_key = {_hashed(tenant.api_key): tenant for tenant in tenants}
@@ -67,14 +54,7 @@ class Tenants:
         self.needs_key = any(tenant.api_key for tenant in tenants)
 
     def find(self, header: str | None) -> Tenant | None:
-        """Who a request is from.
-
-        Args:
-            header: `Authorization`, such as "Bearer sk-…"; None where there is none.
-
-        Returns:
-            The tenant; None for a wrong key.
-        """
+        """Who a request is from."""
         if not self.needs_key:
             return next(iter(self._by_key.values()))
         kind, _, key = (header or "").partition(" ")
@@ -87,14 +67,7 @@ class Tenants:
 
 
 def read_tenants(path: Path) -> list[Tenant]:
-    """Read the file of tenants.
-
-    Args:
-        path: of a JSON file as above.
-
-    Raises:
-        ConfigError: it cannot be read, or says something that makes no sense; keys and secrets are not shown.
-    """
+    """Read the file of tenants."""
     try:
         content = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:

@@ -30,13 +30,7 @@ class TaskCancelled(BaseException):
 
 
 class Turns:
-    """One worker thread and the turns that the engine gives it.
-
-    Args:
-        wake: called in the worker when it waits for a turn or is done, so that an idle engine looks.
-        settle: called in the worker before it gives back a turn; an accelerator is waited for here, or the bound on
-            the stall would hold for the host alone.
-    """
+    """One worker thread and the turns that the engine gives it."""
 
     def __init__(self, wake: Callable[[], Any], settle: Callable[[], Any] = lambda: None) -> None:
         self._wake, self._settle = wake, settle
@@ -55,11 +49,7 @@ class Turns:
         return self._task is not None
 
     def start(self, task: Callable[[], None]) -> None:
-        """Begin a task in the worker thread. Called by the engine while no other is under way.
-
-        Args:
-            task: runs beside the engine until its first `checkpoint`; what it raises is in `error` when it is over.
-        """
+        """Begin a task in the worker thread. Called by the engine while no other is under way."""
         with self._moved:
             self._is_cancelled, self.error, self.moved = False, None, time.monotonic()
             if self._thread is None:
@@ -70,11 +60,7 @@ class Turns:
             self._moved.notify_all()
 
     def give(self, seconds: float) -> None:
-        """Let the task run, if it waits for a turn; returns when it reached a layer after `seconds`, or has no use.
-
-        Args:
-            seconds: how long; the task runs on to its next layer, so 0 is one layer.
-        """
+        """Let the task run, if it waits for a turn; returns when it reached a layer after `seconds`, or has no use."""
         with self._moved:
             if not self._asks:
                 return
@@ -99,14 +85,7 @@ class Turns:
             self._thread = None
 
     def checkpoint(self, end_turn: bool = False) -> None:
-        """Have the turn from here on, in the worker; waits where there is none, or where its time is up.
-
-        Args:
-            end_turn: give the turn back, whatever its time, and wait for the next.
-
-        Raises:
-            TaskCancelled: the task is to end.
-        """
+        """Have the turn from here on, in the worker; waits where there is none, or where its time is up."""
         self.moved = time.monotonic()
         if self._holds and (end_turn or time.monotonic() >= self._deadline):
             self._settle()
@@ -129,11 +108,7 @@ class Turns:
 
     @contextmanager
     def at_layers(self, layers: Sequence[nn.Module]) -> Iterator[None]:
-        """Let every decoder layer be a checkpoint for this thread.
-
-        Args:
-            layers: of the model that the task runs.
-        """
+        """Let every decoder layer be a checkpoint for this thread."""
         own = threading.get_ident()
 
         def begin(module: nn.Module, args: Any) -> None:

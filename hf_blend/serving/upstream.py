@@ -57,11 +57,7 @@ NAMES = {  # module: class or function: its methods, and attributes that it sets
 
 
 def check_names() -> None:
-    """Look for every name.
-
-    Raises:
-        UnsupportedModelError: some are missing; they are listed.
-    """
+    """Look for every name."""
     missing = [name for module, classes in NAMES.items() for name in _missing(module, classes)]
     if missing:
         import transformers

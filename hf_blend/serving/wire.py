@@ -35,14 +35,7 @@ class Message(BaseModel):
     content: str | list[dict[str, Any]] | None = None
 
     def check(self, number: int) -> None:
-        """Refuse what would not be in the prompt.
-
-        Args:
-            number: of the message.
-
-        Raises:
-            PromptError: it has a field with something in it that is not served, or no content.
-        """
+        """Refuse what would not be in the prompt."""
         for name, value in (self.model_extra or {}).items():
             if value not in (None, "", [], {}):
                 raise PromptError(f"messages.{number}.{name:.60}={reprlib.repr(value)} is not served. Leave it out.")
@@ -80,14 +73,7 @@ class Generation(BaseModel):
         return {name: value for name, value in given.items() if value is not None}
 
     def check(self, limits: Limits) -> None:
-        """Refuse what would be ignored although it changes the answer, and more than is taken.
-
-        Args:
-            limits: of the server.
-
-        Raises:
-            PromptError: a field is unknown, asks for something that is not served, or is too long; it is named.
-        """
+        """Refuse what would be ignored although it changes the answer, and more than is taken."""
         for name, value in (self.model_extra or {}).items():
             if name not in NEUTRAL and name not in IGNORED:
                 raise PromptError(f"{name:.60} is no field of this request. Leave it out.")
@@ -138,16 +124,7 @@ class CompletionRequest(Generation):
 
 
 def check_count(what: str, count: int, most: int) -> None:
-    """Refuse more than is taken.
-
-    Args:
-        what: is counted.
-        count: how many there are.
-        most: how many there may be.
-
-    Raises:
-        PromptError: there are more.
-    """
+    """Refuse more than is taken."""
     if count > most:
         raise PromptError(f"{count} {what} came, at most {most} are taken. Send fewer.")
 
@@ -158,18 +135,7 @@ def _is_same(value: Any, neutral: Any) -> bool:
 
 
 def usage(prompt_tokens: int, completion_tokens: int, prefilled: Prefilled | None) -> dict[str, Any]:
-    """What a request cost.
-
-    Args:
-        prompt_tokens: of its prompt.
-        completion_tokens: of its answer.
-        prefilled: what became of its prefill.
-
-    Returns:
-        OpenAI's figures; `prompt_tokens_details.cached_tokens` are those that were not computed. `hf_blend` says how:
-        `prefill` ("blended", "shared", "plain"), `reused_tokens` and `recomputed_tokens` among those with stored KV,
-        `prefix_tokens` found in the engine's cache, `computed_chunks` that were new.
-    """
+    """What a request cost."""
     report = None if prefilled is None else prefilled.report
     recomputed = 0 if report is None else sum(map(len, report.chosen_columns))
     reused = 0 if report is None else report.reused_tokens
@@ -192,14 +158,7 @@ def usage(prompt_tokens: int, completion_tokens: int, prefilled: Prefilled | Non
 
 
 def error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
-    """An error as OpenAI's clients read it.
-
-    Args:
-        message: what, got, expected, do.
-        kind: such as "invalid_request_error".
-        code: one word for programs.
-        param: which field is meant.
-    """
+    """An error as OpenAI's clients read it."""
     given = {"message": _printable(message), "type": kind, "code": code, "param": param and _printable(param)}
     return {"error": given}
 
@@ -211,15 +170,7 @@ def _printable(text: str) -> str:
 
 
 def answer_body(kind: str, name: str, model: str, choice: dict[str, Any], costs: dict[str, Any]) -> dict[str, Any]:
-    """A whole answer.
-
-    Args:
-        kind: "chat.completion" or "text_completion".
-        name: of the request.
-        model: that answered.
-        choice: text and reason of the end, as this kind has them.
-        costs: from `usage`.
-    """
+    """A whole answer."""
     return {
         "id": name, "object": kind, "created": int(time.time()), "model": model,
         "choices": [{"index": 0, "logprobs": None, **choice}], "usage": costs,

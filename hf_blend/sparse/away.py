@@ -30,12 +30,6 @@ class AwayBlocks(BlockedLayer):
     """Blocks of one layer that may be away.
 
     While all of the layer is on its device, this is a `BlockedLayer`.
-
-    Args:
-        layer: of a cache with a `kv_device_map`.
-        config: size of blocks, and which are always in.
-        method: represents and scores them.
-        metrics: is given what was loaded; may be shared.
     """
 
     def __init__(self, layer: OffloadedLayer, config: SparseConfig, method: BlockMethod, metrics: Any) -> None:
@@ -127,15 +121,7 @@ class AwayBlocks(BlockedLayer):
         return grown
 
     def _change(self, new: Layout, known: int) -> tuple[Layout, int]:
-        """Bring the blocks of a layout that are not there, into slots that are free; the tail follows them.
-
-        Args:
-            new: blocks in any order.
-            known: how many of the first tokens are as they were when the copy was made.
-
-        Returns:
-            The layout, with its blocks in the order of their slots, and how many tokens the copy holds of it.
-        """
+        """Bring the blocks of a layout that are not there, into slots that are free; the tail follows them."""
         old = self._layout
         if old is None or self._copy is None or self._copy[0].shape[0] != len(new.rows) or known < old.tail:
             old, known, self._copy = None, 0, self._layer.read(0, 0)

@@ -25,13 +25,7 @@ ROOM_TOKENS = 128  # spare columns behind a compact copy
 
 
 class BlockedLayer:
-    """Blocks of one layer.
-
-    Args:
-        layer: a layer of a blend cache that holds every token, such as `BlendLayer`.
-        config: size of blocks, and which are always in.
-        method: represents and scores them.
-    """
+    """Blocks of one layer."""
 
     def __init__(self, layer: Any, config: SparseConfig, method: BlockMethod) -> None:
         self._layer, self._config, self._method = layer, config, method
@@ -74,12 +68,7 @@ class BlockedLayer:
     def scores(self, queries: Tensor, past: int) -> Tensor:
         """What the method says of every complete block.
 
-        Args:
-            queries: `[batch, heads, rows, head_dim]`, rotated.
-            past: tokens before the new ones.
-
-        Returns:
-            `[batch, rows, blocks]` float32; infinite for blocks that are always in.
+        Shapes: queries `[batch, heads, rows, head_dim]` → `[batch, rows, blocks]`.
         """
         blocks = self._represented(self.complete(past))
         batch, _, rows, width = queries.shape
@@ -102,11 +91,7 @@ class BlockedLayer:
     def attended(self, selections: Sequence[Selection]) -> tuple[Layout, Tensor, Tensor]:
         """The K and V that a step looks at.
 
-        Args:
-            selections: one per request.
-
-        Returns:
-            Their layout, K and V, `[batch, kv_heads, columns, head_dim]`.
+        Shape: `[batch, kv_heads, columns, head_dim]`.
         """
         layout, held = self._layout, 0
         if layout is not None and layout.selections == tuple(selections):

@@ -104,11 +104,7 @@ def _check_draft(model: nn.Module, draft: nn.Module | None, selects: bool) -> No
 
 
 def refuse_offloaded(cache: BlendCache) -> None:
-    """Refuse a cache whose layers are brought whole: looking at a part of them would bring them twice.
-
-    Raises:
-        ConfigError: the cache has a `kv_device_map`.
-    """
+    """Refuse a cache whose layers are brought whole: looking at a part of them would bring them twice."""
     if cache.kv_memory is not None:
         raise ConfigError(
             f"the cache has kv_device_map={cache.config.kv_device_map!r}, which brings whole layers, expected a cache "
@@ -117,12 +113,7 @@ def refuse_offloaded(cache: BlendCache) -> None:
 
 
 class Door:
-    """The hooks on one model: its attention has our name while a forward runs that is ours.
-
-    Args:
-        model: to be entered.
-        guest: says which forwards are ours (`owns`, `begin_step`, `end`) and what their layers look at (`few`).
-    """
+    """The hooks on one model: its attention has our name while a forward runs that is ours."""
 
     def __init__(self, model: nn.Module, guest: Any) -> None:
         if any(map(has_indexer, stock_layers(text_config(model)))):
@@ -184,18 +175,8 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """The attention function of transformers, over the selected blocks; on another thread the stock one.
 
-    Args:
-        module: the attention module.
-        query: `[batch, heads, rows, head_dim]`.
-        key: `[batch, kv_heads, keys, head_dim]`, of the whole context.
-        value: `[batch, kv_heads, keys, value_dim]`.
-        attention_mask: which keys each row sees.
-        scaling: of the scores.
-        dropout: share of the weights that is dropped.
-        **kwargs: passed to the stock function.
-
-    Returns:
-        `[batch, rows, heads, value_dim]`, and the weights, if the stock function gives them.
+    Shapes: query `[batch, heads, rows, head_dim]`, key `[batch, kv_heads, keys, head_dim]`, value `[batch, kv_heads,
+    keys, value_dim]` → `[batch, rows, heads, value_dim]`.
     """
     name = module.config._attn_implementation.removeprefix(NAME)
     stock: Callable[..., Any] = functools.partial(
@@ -216,18 +197,7 @@ def attend(
 
 
 def stock_attention(module: nn.Module, name: str) -> Callable[..., Any]:
-    """Find the attention function that a name stands for in a module.
-
-    Args:
-        module: of attention.
-        name: such as "sdpa"; "eager" is the function of the module's own file.
-
-    Returns:
-        The function.
-
-    Raises:
-        UnsupportedModelError: there is none.
-    """
+    """Find the attention function that a name stands for in a module."""
     if name in ALL_ATTENTION_FUNCTIONS:
         return ALL_ATTENTION_FUNCTIONS[name]
     found: Callable[..., Any] | None = getattr(sys.modules[type(module).__module__], f"{name}_attention_forward", None)

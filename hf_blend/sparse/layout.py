@@ -16,20 +16,7 @@ from .lock import Selection
 
 
 class Layout:
-    """The columns that are made of some selections.
-
-    Args:
-        selections: one per request.
-        block_tokens: tokens of a block.
-        rows: for each request its blocks before the tail in the order of their columns, -1 for a filler; increasing
-            where left out.
-
-    Attributes:
-        selections: as given.
-        rows: as given, of equal lengths.
-        tail: the first token of the part that is the same for every request.
-        fixed: columns before it.
-    """
+    """The columns that are made of some selections."""
 
     def __init__(
         self, selections: Sequence[Selection], block_tokens: int, rows: list[list[int]] | None = None

@@ -18,12 +18,7 @@ from .config import SparseConfig
 
 @dataclass(frozen=True)
 class Selection:
-    """What a step looks at.
-
-    Attributes:
-        blocks: numbers of the selected blocks, increasing.
-        tail: the first token behind the blocks among which was chosen; from there on everything is looked at.
-    """
+    """What a step looks at."""
 
     blocks: tuple[int, ...]
     tail: int
@@ -36,15 +31,7 @@ class Selection:
 
 @dataclass
 class LockMetrics:
-    """What locks went through.
-
-    Attributes:
-        locks: selections that were locked.
-        unlocks: selections that were given up, asked or by age.
-        kept: checkpoints that kept the selection.
-        changed: checkpoints that changed it.
-        steps: steps that were served.
-    """
+    """What locks went through."""
 
     locks: int = 0
     unlocks: int = 0
@@ -59,12 +46,7 @@ class LockMetrics:
 
 
 class SelectionLock:
-    """The selection of one request in one layer.
-
-    Args:
-        config: how long it holds.
-        metrics: is told what happens; may be shared.
-    """
+    """The selection of one request in one layer."""
 
     def __init__(self, config: SparseConfig, metrics: LockMetrics) -> None:
         self._config, self._metrics = config, metrics
@@ -88,15 +70,7 @@ class SelectionLock:
         return self._config.checkpoint_interval
 
     def get(self, select: Callable[[], Selection], steps: int = 1) -> Selection:
-        """The selection of the next step.
-
-        Args:
-            select: says what would be selected now; called only if `is_due`.
-            steps: how many tokens the step yields.
-
-        Returns:
-            What the step looks at.
-        """
+        """The selection of the next step."""
         self._metrics.steps += 1
         selection = self._renew(select()) if self.selection is None or self.is_due else self.selection
         self.age(steps)

@@ -14,15 +14,7 @@ from .layout import Layout
 def cut_mask(mask: Tensor | None, layout: Layout, query: Tensor, total: int, name: str) -> Any:
     """The lines of a mask at the columns that are looked at.
 
-    Args:
-        mask: `[batch or 1, 1, rows, keys]`, boolean or additive; None where every row sees the keys up to its own.
-        layout: which columns.
-        query: `[batch, heads, rows, head_dim]`, for dtype and device.
-        total: keys of the whole context.
-        name: of the attention function.
-
-    Returns:
-        `[batch, 1, rows, columns]`; None if no mask is needed; NotImplemented if there can be none.
+    Shapes: mask `[batch or 1, 1, rows, keys]`, query `[batch, heads, rows, head_dim]` → `[batch, 1, rows, columns]`.
     """
     rows, seen = query.shape[2], layout.seen(total)
     if mask is None and seen is None and (rows == 1 or is_flash(name)):

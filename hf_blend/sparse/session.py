@@ -34,21 +34,7 @@ Few = tuple[Tensor, Tensor, Any]  # K, V and mask of what is looked at
 
 @dataclass
 class SparseMetrics(LockMetrics):
-    """What happened.
-
-    Attributes:
-        rounds: rounds of several tokens.
-        full_rounds: of these, accepted whole.
-        proposed: drafted tokens that were verified in them.
-        accepted: of these, the accepted ones.
-        compared_rounds: rounds in which a draft model's selections were compared with the target's.
-        equal_rounds: of these, with the same selections.
-        dense_steps: steps of a layer that looked at everything although its context is long enough.
-        loaded_blocks: of layers that are away from their device: blocks that were brought, counted per layer and
-            request.
-        prefetched_blocks: of these, those that were read before the step that looked at them.
-        loaded_bytes: of K and V that were read for them, those read ahead in vain included.
-    """
+    """What happened."""
 
     rounds: int = 0
     full_rounds: int = 0
@@ -71,13 +57,7 @@ class _Layer:
 
 
 class SparseSession:
-    """Sparse decoding of one cache.
-
-    Args:
-        cache: whose steps are sparse.
-        config: the settings.
-        watch_mass: measure the share of attention that is kept.
-    """
+    """Sparse decoding of one cache."""
 
     def __init__(self, cache: BlendCache, config: SparseConfig, watch_mass: bool = False) -> None:
         self.config, self.metrics = config, SparseMetrics()
@@ -120,7 +100,7 @@ class SparseSession:
         """A forward of the model begins, with so many new tokens. True if it shall be sparse."""
         if self._cache.is_expecting or self.config.share == 1:
             return self._see_all()
-        self.know_outcome()
+        self.settle_speculation()
         past = self.length
         if past == 0 or past + tokens < self.config.min_tokens or tokens > MOST_STEP_TOKENS:
             self.unlock()
@@ -138,7 +118,7 @@ class SparseSession:
 
     def close(self) -> None:
         """Decoding is over; the outcome of its last round counts."""
-        self.know_outcome()
+        self.settle_speculation()
         for layer in self.layers.values():
             layer.blocks.close()
 
@@ -168,7 +148,7 @@ class SparseSession:
             for lock in layer.locks:
                 lock.unlock()
 
-    def know_outcome(self) -> None:
+    def settle_speculation(self) -> None:
         """The cache shows how many tokens of the last round were accepted: lock, compare or select anew."""
         accepted, rows, self._rows = self.length - self._past, self._rows, 0
         if not 1 <= accepted <= rows:
@@ -197,17 +177,8 @@ class SparseSession:
     ) -> Few | None:
         """What a layer's attention is given instead of its whole context; None to leave it as it is.
 
-        Args:
-            index: which layer.
-            query: `[batch, heads, rows, head_dim]`.
-            key: `[batch, kv_heads, keys, head_dim]`.
-            value: `[batch, kv_heads, keys, value_dim]`.
-            mask: the model's.
-            name: of the attention function.
-            scaling: of the scores.
-
-        Returns:
-            K, V and mask.
+        Shapes: query `[batch, heads, rows, head_dim]`, key `[batch, kv_heads, keys, head_dim]`, value `[batch,
+        kv_heads, keys, value_dim]`.
         """
         layer = self.layers.get(index)
         if layer is None or key.shape[2] != layer.held.length:
@@ -277,12 +248,7 @@ class SparseSession:
 
 
 class Draft:
-    """The same selections for a draft model, whose layers are fewer.
-
-    Args:
-        session: of the target.
-        num_layers: of the draft model.
-    """
+    """The same selections for a draft model, whose layers are fewer."""
 
     def __init__(self, session: SparseSession, num_layers: int) -> None:
         self._session = session
@@ -296,7 +262,7 @@ class Draft:
 
     def begin_step(self, tokens: int) -> bool:
         """A forward of the draft model begins."""
-        self._session.know_outcome()
+        self._session.settle_speculation()
         return tokens <= MOST_STEP_TOKENS and self._session.config.share < 1
 
     def end(self, failed: bool) -> None:
@@ -333,13 +299,6 @@ class SelectingDraft(Draft):
 
     A block's score is its highest share of any of the round's queries. A layer of the target takes the selection of
     the draft's layer at the same depth.
-
-    Args:
-        session: of the target.
-        num_layers: of the draft model.
-
-    Attributes:
-        scores: of this round, layer of the draft → `[batch, blocks]`; infinite for blocks that are always in.
     """
 
     def __init__(self, session: SparseSession, num_layers: int) -> None:
@@ -378,11 +337,7 @@ class SelectingDraft(Draft):
 def block_shares(scores: Tensor) -> Tensor:
     """Scores as shares of each row, so that rows can be compared.
 
-    Args:
-        scores: `[batch, rows, blocks]`, infinite for blocks that are always in.
-
-    Returns:
-        The same shape; blocks that are always in stay infinite.
+    Shapes: scores `[batch, rows, blocks]`.
     """
     always = scores.isinf()
     return scores.masked_fill(always, -math.inf).softmax(-1).masked_fill(always, math.inf)

@@ -11,12 +11,7 @@ FILES = {"": ("", "memory.max"), "memory": ("memory", "memory.limit_in_bytes")} 
 
 
 def available_bytes(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """What the machine has left, or less: what the container or unit leaves to this process.
-
-    Args:
-        groups: where the limits of control groups are.
-        own: says in which groups this process is.
-    """
+    """What the machine has left, or less: what the container or unit leaves to this process."""
     import psutil
 
     taken = psutil.Process().memory_info().rss

@@ -21,12 +21,7 @@ EXIT_S = 5.0  # how long a process that ends goes on writing
 
 @dataclass(frozen=True)
 class PendingWrite:
-    """An entry that is not written yet.
-
-    Attributes:
-        chunk: as it will be found in the tier; requests are served from here meanwhile.
-        parts: the bytes of the entry, one part after the other.
-    """
+    """An entry that is not written yet."""
 
     chunk: ChunkKV
     parts: Sequence[memoryview]
@@ -53,13 +48,6 @@ class WriteQueue:
     The thread that writes lives only while something is in the queue. A process that ends goes on writing for
     `EXIT_S` and the call that is under way, and drops the rest. A forked child begins with an empty queue: what was in
     it is written by the parent.
-
-    Args:
-        cap_bytes: most that may be in the queue, that which is being written included; an entry that is larger is
-            taken by an empty queue.
-        write: writes an entry; deals with its errors.
-        left: receives the digest of each entry that left the queue, written or not.
-        dropped: receives the reason of each entry that is never written: "full", "closed", "exit" or "thread".
     """
 
     def __init__(
@@ -84,15 +72,7 @@ class WriteQueue:
             return self._nbytes()
 
     def put(self, pending: PendingWrite, wait_s: float | None = 0.0) -> bool:
-        """Take an entry, unless it is in the queue already.
-
-        Args:
-            pending: to be written.
-            wait_s: how long to wait for room; None is without end.
-
-        Returns:
-            False if it was dropped: the queue is full, or no thread can be started.
-        """
+        """Take an entry, unless it is in the queue already."""
         pending.guard.is_intact()  # from here on what is written to the chunk is noticed
         with self._own():
             if self._find(pending.digest) is not None:
@@ -119,18 +99,7 @@ class WriteQueue:
             return self._find(digest) is not None
 
     def cancel(self, digest: str, wait_s: float) -> bool:
-        """Remove a chunk from the queue; if it is being written, wait until it was.
-
-        Args:
-            digest: of the chunk.
-            wait_s: how long to wait.
-
-        Returns:
-            Whether it was in the queue.
-
-        Raises:
-            TimeoutError: it is still being written.
-        """
+        """Remove a chunk from the queue; if it is being written, wait until it was."""
         with self._own():
             was_there = self._find(digest) is not None
             self._waiting.pop(digest, None)
@@ -140,14 +109,7 @@ class WriteQueue:
             return was_there
 
     def flush(self, wait_s: float | None = None) -> bool:
-        """Wait until the queue is empty.
-
-        Args:
-            wait_s: how long; None is without end.
-
-        Returns:
-            Whether it is.
-        """
+        """Wait until the queue is empty."""
         with self._own():
             return self._changed.wait_for(lambda: self._thread is None and not self._waiting, wait_s)
 

@@ -29,17 +29,6 @@ class BoundedTier(WrappedTier):
 
     What is in the tier is counted when the first object is put, and again every few seconds while objects are put, so
     several processes together may pass the cap by what they put in between.
-
-    Args:
-        tier: where the objects are.
-        cap_bytes: how much it may hold in all namespaces; None is without end, but a full device still evicts.
-        spare_bytes: instead of `cap_bytes`: how much more it may hold than it does at first.
-        policy: says who leaves first.
-        order: a file in which the policy's memory survives a restart, or None.
-        owned: says whether an object belongs to this store's namespace.
-        quota_bytes: how much those objects may take together; None is up to the cap.
-        on_evicted: is told the name and the size of what had to leave.
-        on_fault: receives a reason such as "order:format" where the file of the order cannot be used.
     """
 
     def __init__(
@@ -114,15 +103,7 @@ class BoundedTier(WrappedTier):
         return source
 
     def put_if_absent(self, name: str, parts: Sequence[memoryview]) -> bool:
-        """Make room, then store; raises OSError(ENOSPC) if what is pinned and in flight leaves no room.
-
-        Args:
-            name: of the object.
-            parts: its bytes, one part after the other.
-
-        Returns:
-            False if it was there already.
-        """
+        """Make room, then store; raises OSError(ENOSPC) if what is pinned and in flight leaves no room."""
         nbytes, stored = sum(map(len, parts)), None
         self._reserve(nbytes)
         try:
@@ -172,14 +153,7 @@ class BoundedTier(WrappedTier):
             self._count_use()
 
     def shrink(self, wanted_bytes: int) -> int:
-        """Evict until no more than so many bytes are left, or only what is pinned.
-
-        Args:
-            wanted_bytes: how much may stay, over all namespaces.
-
-        Returns:
-            How many bytes left.
-        """
+        """Evict until no more than so many bytes are left, or only what is pinned."""
         with self._lock:
             self._next_look_s = -1.0
             self._look()

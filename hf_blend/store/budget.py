@@ -12,15 +12,7 @@ __all__ = ["Budget"]
 
 
 class Budget:
-    """The book of one tier. It moves no bytes itself, and whoever owns it holds a lock around every call.
-
-    Args:
-        cap_bytes: how much there may be, pinned and in flight included; None is without end.
-        policy: says who leaves first.
-
-    Attributes:
-        in_flight_bytes: what is being written or loaded and has no name yet.
-    """
+    """The book of one tier. It moves no bytes itself, and whoever owns it holds a lock around every call."""
 
     def __init__(self, cap_bytes: int | None, policy: EvictionPolicy) -> None:
         self.cap_bytes = cap_bytes
@@ -48,13 +40,7 @@ class Budget:
         return self.policy.reads_importance
 
     def add(self, name: str, nbytes: int, stamp_s: float | None = None) -> None:
-        """Enter an object, or correct its size.
-
-        Args:
-            name: of the object.
-            nbytes: its size.
-            stamp_s: when it was last used, seconds since 1970; None is now.
-        """
+        """Enter an object, or correct its size."""
         self._total += nbytes - self._sizes.get(name, 0)
         self._sizes[name] = nbytes
         self.policy.use(name, self._now_s() if stamp_s is None else stamp_s)
@@ -72,13 +58,7 @@ class Budget:
         return nbytes
 
     def replace(self, found: Mapping[str, tuple[int, float]], pins: Iterable[str]) -> None:
-        """Take over what is really there.
-
-        Args:
-            found: name → size in bytes, and time of writing in seconds since 1970, which is the first use of an
-                object that was not known yet.
-            pins: names of what may not leave.
-        """
+        """Take over what is really there."""
         for name in self._sizes.keys() - found.keys():
             self.remove(name)
         for name in sorted(found.keys() - self._sizes.keys(), key=lambda name: found[name][1]):
@@ -103,16 +83,7 @@ class Budget:
         return self._excess(nbytes, owned, quota_bytes) <= 0
 
     def victims(self, nbytes: int, *, owned: Callable[[str], bool] | None = None, quota_bytes: int = 0) -> list[str]:
-        """Choose who leaves so that more bytes fit; nobody is struck off yet.
-
-        Args:
-            nbytes: how many more.
-            owned: look only at these objects, which together may have `quota_bytes`; None is all, under the cap.
-            quota_bytes: see `owned`.
-
-        Returns:
-            Names, in the order in which the policy lets go; too few if the others are pinned or protected.
-        """
+        """Choose who leaves so that more bytes fit; nobody is struck off yet."""
         excess = self._excess(nbytes, owned, quota_bytes)
         chosen: list[str] = []
         if excess <= 0:

@@ -16,7 +16,7 @@ from .interiors import Run
 from .locks import new_lock
 from .seal import keyed
 from .snapshot import load_snapshot, save_snapshot
-from .tally import Tally
+from .tally import StoreStats
 from .tiers.base import EntryFault, ObjectStat, Tier
 
 __all__ = ["Catalog"]
@@ -28,16 +28,7 @@ _LEARN_S = 0.2  # at most, of one request, for entries of tiers on other machine
 
 
 class Catalog:
-    """The chunks of one namespace, in memory and in tiers that other processes may write to.
-
-    Args:
-        namespace: whose chunks.
-        tiers: where they are kept.
-        snapshot: where the index itself is kept, or None.
-        is_held: says whether a chunk is in memory.
-        secret: of the store: hides what the entries are called, and seals the saved index.
-        tally: counts what was passed over.
-    """
+    """The chunks of one namespace, in memory and in tiers that other processes may write to."""
 
     def __init__(
         self,
@@ -47,11 +38,11 @@ class Catalog:
         is_held: Callable[[str], bool],
         *,
         secret: bytes | None = None,
-        tally: Tally | None = None,
+        tally: StoreStats | None = None,
     ) -> None:
         self.namespace = namespace
         self._secret = secret
-        self._tally = tally or Tally()
+        self._tally = tally or StoreStats()
         self._space = keyed(secret, "space", hash_namespace(namespace))[:2]
         self._digests: dict[str, str] = {}  # of known entries whose names do not say them, by name
         self._tiers = tuple(tiers)
@@ -75,13 +66,7 @@ class Catalog:
         return self._digests.get(name, name[-64:])
 
     def add(self, key: ChunkKey, stat: ObjectStat, where: Sequence[str]) -> None:
-        """Take up a chunk that was just stored.
-
-        Args:
-            key: of the chunk.
-            stat: its size and time.
-            where: names of the tiers that have it.
-        """
+        """Take up a chunk that was just stored."""
         with self._lock:
             name = self._know(key.digest, _record(key, stat))
             for tier in where:
@@ -107,16 +92,16 @@ class Catalog:
                 self._index.discard(digest)
                 self._digests.pop(self.name(digest), None)
 
-    def match(self, fingerprint: str, sink_ids: Sequence[int], token_ids: Sequence[int]) -> list[Run]:
+    def match(self, fingerprint: str, chunk_prefix_ids: Sequence[int], token_ids: Sequence[int]) -> list[Run]:
         """As `ContentIndex.match`, over what is stored now."""
         with self._lock:
             self.refresh()
-            return self._index.match(fingerprint, sink_ids, token_ids)
+            return self._index.match(fingerprint, chunk_prefix_ids, token_ids)
 
-    def sample(self, fingerprint: str, sink_ids: Sequence[int]) -> bytes:
+    def sample(self, fingerprint: str, chunk_prefix_ids: Sequence[int]) -> bytes:
         """As `ContentIndex.sample`."""
         with self._lock:
-            return self._index.sample(fingerprint, sink_ids)
+            return self._index.sample(fingerprint, chunk_prefix_ids)
 
     def counts(self, fingerprint: str) -> tuple[int, int]:
         """How many chunks of a model are known, and how many of all models."""
@@ -144,12 +129,7 @@ class Catalog:
         return self.digest(name) in self._index and (name in self._digests or self.name(name[-64:]) == name)
 
     def refresh(self, everything: bool = False) -> None:
-        """Take up what other processes stored or removed; costs next to nothing if they did not.
-
-        Args:
-            everything: read all entries that are not known yet; otherwise, of those on other machines, as many as
-                there is time for in a request, and the next ones next time.
-        """
+        """Take up what other processes stored or removed; costs next to nothing if they did not."""
         known = True
         for tier in self._tiers:
             try:
@@ -238,4 +218,4 @@ class Catalog:
 
 
 def _record(key: ChunkKey, stat: ObjectStat) -> IndexRecord:
-    return IndexRecord(key.fingerprint, key.sink_ids, pack_tokens(key.token_ids), stat.nbytes, stat.created)
+    return IndexRecord(key.fingerprint, key.chunk_prefix_ids, pack_tokens(key.token_ids), stat.nbytes, stat.created)

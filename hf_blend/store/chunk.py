@@ -27,22 +27,15 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class ChunkKey:
-    """Everything that chunk KV depends on: two chunks with equal keys have the same KV.
-
-    Attributes:
-        fingerprint: identity of the model (`hf_blend.model.fingerprint`).
-        sink_ids: the tokens that stood before the chunk when it was computed.
-        token_ids: the chunk itself, at least one token.
-        namespace: who may read it; stores of different namespaces never see each other's chunks.
-    """
+    """Everything that chunk KV depends on: two chunks with equal keys have the same KV."""
 
     fingerprint: str
-    sink_ids: tuple[int, ...]
+    chunk_prefix_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     namespace: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("sink_ids", "token_ids"):
+        for name in ("chunk_prefix_ids", "token_ids"):
             object.__setattr__(self, name, _checked_ids(name, getattr(self, name)))
         if not self.token_ids:
             raise ConfigError("a chunk needs tokens, got none. Drop empty chunks before storing them.")
@@ -50,20 +43,13 @@ class ChunkKey:
     @cached_property
     def digest(self) -> str:
         """The name of the chunk: 64 lowercase hex digits, the same in every process and on every machine."""
-        state = _hashed(self.fingerprint, self.namespace, self.sink_ids).copy()
+        state = _hashed(self.fingerprint, self.namespace, self.chunk_prefix_ids).copy()
         _feed(state, _packed(self.token_ids))
         return str(state.hexdigest())
 
 
 class Found(NamedTuple):
-    """Tokens of a stored chunk that are in a prompt.
-
-    Attributes:
-        start: place of the first of them in the prompt.
-        key: of the chunk.
-        first: place of the first of them in the chunk.
-        tokens: how many they are, one behind the other.
-    """
+    """Tokens of a stored chunk that are in a prompt."""
 
     start: int
     key: ChunkKey
@@ -73,15 +59,7 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """What the KV of one model looks like, whatever the chunk: what is stored under its fingerprint must match.
-
-    Attributes:
-        layers: of each layer (kv_heads, head_dim, dtype) of each of its tensors, as in `ChunkKV.layers`.
-        tables: of each distinct (cos, sin) both widths and the dtype.
-        layer_table: see `ChunkKV`.
-        norms: for each table the largest cos² + sin², where that is the same for every entry; None where it is not.
-            No part of the comparison: `fits_norms` uses it.
-    """
+    """What the KV of one model looks like, whatever the chunk: what is stored under its fingerprint must match."""
 
     layers: tuple[tuple[tuple[int, int, torch.dtype], ...], ...]
     tables: tuple[tuple[int, int, torch.dtype], ...]
@@ -89,14 +67,7 @@ class Layout:
     norms: tuple[float | None, ...] = field(default=(), compare=False)
 
     def fits_norms(self, tables: Sequence[tuple[Tensor, Tensor]]) -> bool:
-        """Say whether rotary tables turn without stretching, as the model's own do.
-
-        Args:
-            tables: (cos, sin) as in `ChunkKV.tables`.
-
-        Returns:
-            False if cos² + sin² of a table is not what the model's is.
-        """
+        """Say whether rotary tables turn without stretching, as the model's own do."""
         return all(
             norm is None or (span := norm_span(*table)) is None or norm / 1.2 < span[0] <= span[1] < norm * 1.2
             for norm, table in zip(self.norms, tables, strict=False)
@@ -106,9 +77,7 @@ class Layout:
 class StackedLayers(Sequence[KV]):
     """K and V of layers that are all alike, held as two tensors; what is asked for is a view, made then.
 
-    Args:
-        keys: `[layers, kv_heads, tokens, head_dim]`.
-        values: likewise; heads and width may be others than those of `keys`.
+    Shapes: keys `[layers, kv_heads, tokens, head_dim]`.
     """
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
@@ -117,14 +86,12 @@ class StackedLayers(Sequence[KV]):
     @classmethod
     @torch.inference_mode(False)  # tensors that count what is written to them: see `Guard`
     def of(cls, layers: Sequence[tuple[Tensor, ...]]) -> "StackedLayers | None":
-        """Copy layers into two tensors on the CPU; None where they differ in kind, shape or dtype.
-
-        Args:
-            layers: as `ChunkKV.layers`.
-        """
+        """Copy layers into two tensors on the CPU; None where they differ in kind, shape or dtype."""
         pairs = list(layers)
-        if not pairs or any(len(pair) != 2 for pair in pairs) or any(
-            len({(part.shape, part.dtype) for part in parts}) > 1 for parts in zip(*pairs, strict=True)
+        if (
+            not pairs
+            or any(len(pair) != 2 for pair in pairs)
+            or any(len({(part.shape, part.dtype) for part in parts}) > 1 for parts in zip(*pairs, strict=True))
         ):
             return None
         keys, values = (torch.stack([part.detach().cpu() for part in parts]) for parts in zip(*pairs, strict=True))
@@ -154,19 +121,6 @@ class ChunkKV:
     """The keys and values of one chunk computed alone behind the sink, with the sink cut off.
 
     The tensors are shared with whoever asked for the chunk: never write to them.
-
-    Attributes:
-        key: what it was computed from.
-        layers: `(keys, values)` of each layer, each `[kv_heads, tokens, head_dim]` in the model's dtype; keys already
-            rotated for positions `len(sink_ids) … len(sink_ids) + tokens - 1`. Heads and width may differ between
-            keys, values and layers. A layer with a mixer (linear attention, state space, convolution) has
-            `(projections,)`, `[1, tokens, width]`: what its input projections make of each token, without a position;
-            a layer with both has `(keys, values, projections)`, and one that keeps nothing of its own `()`.
-        tables: the distinct `(cos, sin)` of the model for those positions, each `[tokens, rotary_width]` in float32.
-        layer_table: for each layer its place in `tables`, or -1 if it does not rotate.
-        canary: what the model that computed it says of itself, stored with it; the store does not look at it.
-        tokenizer: digest of the tokenizer that made the ids from text (`hf_blend.prompt.identity`); empty where ids
-            were given. K and V do not depend on it: it says why a prompt of another tokenizer finds nothing.
     """
 
     key: ChunkKey
@@ -220,14 +174,7 @@ class ChunkKV:
         yield from (self.layers.keys, self.layers.values)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "ChunkKV":
-        """Apply a function to every tensor.
-
-        Args:
-            change: what to do, for example `lambda tensor: tensor.to("cuda")`.
-
-        Returns:
-            A new chunk; this one is left as it is.
-        """
+        """Apply a function to every tensor."""
         layers = tuple(tuple(map(change, states)) for states in self.layers)
         tables = tuple((change(cos), change(sin)) for cos, sin in self.tables)
         return replace(self, layers=layers, tables=tables)
@@ -254,11 +201,7 @@ class ChunkKV:
         return replace(self, layers=self.layers.to(device), tables=tables)
 
     def check(self) -> None:
-        """Refuse KV that must not be stored: shapes that do not fit the tokens, no floats, NaN or absurd values.
-
-        Raises:
-            StoreError: naming the tensor, what it is and what it should be.
-        """
+        """Refuse KV that must not be stored: shapes that do not fit the tokens, no floats, NaN or absurd values."""
         if len(self.layer_table) != len(self.layers) or not set(self.layer_table) <= {-1, *range(len(self.tables))}:
             raise StoreError(
                 f"layer_table is {self.layer_table} for {len(self.layers)} layers and {len(self.tables)} tables: it "
@@ -280,11 +223,7 @@ class ChunkKV:
 
 
 def kinds_of(states: Sequence[object]) -> tuple[str, ...]:
-    """Name the tensors of a layer: "k" and "v", "p" for the projections of a mixer, all three, or none.
-
-    Args:
-        states: of one layer, as in `ChunkKV.layers`.
-    """
+    """Name the tensors of a layer: "k" and "v", "p" for the projections of a mixer, all three, or none."""
     return _KINDS[len(states)]
 
 
@@ -306,12 +245,12 @@ def _checked_ids(name: str, ids: Sequence[int]) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=64)
-def _hashed(fingerprint: str, namespace: str, sink_ids: tuple[int, ...]) -> Any:
+def _hashed(fingerprint: str, namespace: str, chunk_prefix_ids: tuple[int, ...]) -> Any:
     """The hash of what the keys of many chunks have in common; to be copied."""
     state = hashlib.sha256()
     for text in (_KEY_FORMAT, *(one.encode("utf-8", "surrogatepass") for one in (fingerprint, namespace))):
         _feed(state, text)
-    _feed(state, _packed(sink_ids))
+    _feed(state, _packed(chunk_prefix_ids))
     return state
 
 
@@ -328,12 +267,6 @@ def has_usable_values(states: Tensor) -> bool:
     """Say whether all values are finite and none is absurdly large.
 
     The bits of floats are compared as integers, which order like magnitudes: twice as fast as min and max of floats.
-
-    Args:
-        states: floats of any shape.
-
-    Returns:
-        False for NaN, infinity and magnitudes beyond 2**30.
     """
     if not states.numel():
         return True

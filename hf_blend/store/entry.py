@@ -29,21 +29,12 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def encode_entry(chunk: ChunkKV, secret: bytes | None = None, codec: str = "raw") -> list[memoryview]:
-    """Write a chunk as an entry; equal chunks give equal bytes.
-
-    Args:
-        chunk: on the CPU.
-        secret: signs the entry; its digests are then sha256, which nobody can meet with other bytes.
-        codec: how K and V are packed.
-
-    Returns:
-        The bytes in pieces: the header, then each tensor without a copy.
-
-    Raises:
-        StoreError: a dtype that cannot be stored, or too many layers.
-    """
+    """Write a chunk as an entry; equal chunks give equal bytes."""
     key, packing = chunk.key, Packing.of_chunk(chunk, codec)
-    ids = [("token_ids", torch.tensor(key.token_ids)), ("sink_ids", torch.tensor(key.sink_ids, dtype=torch.int64))]
+    ids = [
+        ("token_ids", torch.tensor(key.token_ids)),
+        ("chunk_prefix_ids", torch.tensor(key.chunk_prefix_ids, dtype=torch.int64)),
+    ]
     named = [*ids, *packing.named_tensors(chunk)]
     views = [_bytes_of(tensor) for _, tensor in named]
     plans = tuple(
@@ -56,19 +47,7 @@ def encode_entry(chunk: ChunkKV, secret: bytes | None = None, codec: str = "raw"
 
 
 def read_key(source: Source, namespace: str, secret: bytes | None = None) -> ChunkKey:
-    """Find out which chunk an entry holds, without reading its KV.
-
-    Args:
-        source: an open entry.
-        namespace: of the store.
-        secret: of the store; the header must be sealed with it before it is parsed.
-
-    Returns:
-        The key, whose digest is the one that the entry claims.
-
-    Raises:
-        EntryFault: namespace, if the entry belongs to another; otherwise as in `EntryReader`.
-    """
+    """Find out which chunk an entry holds, without reading its KV."""
     raw = _read_raw_header(source)
     digest, fingerprint, space, tokens, sinks = Header.peek(raw, secret)
     if space != hash_namespace(namespace):
@@ -90,22 +69,7 @@ def read_key(source: Source, namespace: str, secret: bytes | None = None) -> Chu
 
 
 class EntryReader:
-    """An entry whose header was checked against its key; tensors are read and checked when asked for.
-
-    Args:
-        source: an open entry; it stays open, and whoever opened it closes it.
-        key: which chunk is expected.
-        secret: that the entry must be signed with; None accepts only entries that are not signed.
-        layout: of the model that will use the chunk; None compares the entry only with itself.
-
-    Attributes:
-        header: what the entry says of itself.
-        layout: what its chunk looks like.
-
-    Raises:
-        EntryFault: the header is damaged, belongs to another chunk, describes a chunk of another layout, or was not
-            signed with the secret (auth, secret).
-    """
+    """An entry whose header was checked against its key; tensors are read and checked when asked for."""
 
     def __init__(
         self, source: Source, key: ChunkKey, secret: bytes | None = None, layout: Layout | None = None
@@ -126,7 +90,7 @@ class EntryReader:
             self._places[plan.name] = (plan, data_start)
             data_start += plan.nbytes
         self._end = data_start
-        if self._read_ids() != (key.token_ids, key.sink_ids):
+        if self._read_ids() != (key.token_ids, key.chunk_prefix_ids):
             raise EntryFault("key", f"the entry holds other tokens than those of {key.digest}")
 
     @property
@@ -136,31 +100,14 @@ class EntryReader:
 
     @torch.inference_mode(False)  # tensors that count what is written to them: see `Guard`
     def read(self) -> ChunkKV:
-        """Read everything into one buffer.
-
-        Returns:
-            The chunk, bit for bit as it was stored, or as near as its codec says.
-
-        Raises:
-            EntryFault: truncated, digest or values.
-            OSError: it cannot be read now.
-            MemoryError: there is no room for it.
-        """
+        """Read everything into one buffer."""
         take = self._taker(self._places["token_ids"][1], self.header.nbytes)
         with as_fault("the entry"):
             layers = tuple(self._states(take, place) for place in range(len(self.header.layer_table)))
             return self.chunk(layers, self._checked_tables(take))
 
     def chunk(self, layers: Sequence[tuple[Tensor, ...]], tables: tuple[tuple[Tensor, Tensor], ...]) -> ChunkKV:
-        """Make the chunk of tensors that were read.
-
-        Args:
-            layers: of all layers, as `layers` gives them; they may still be on their way.
-            tables: as `tables` gives them.
-
-        Returns:
-            The chunk; its layout is known without looking at its layers.
-        """
+        """Make the chunk of tensors that were read."""
         about = (self.header.layer_table, self.header.canary, self.header.tokenizer)
         chunk = ChunkKV(self._key, layers, tables, *about)
         chunk.__dict__["layout"] = self.layout  # a cached property
@@ -168,20 +115,7 @@ class EntryReader:
 
     @torch.inference_mode(False)  # tensors that count what is written to them: see `Guard`
     def layers(self, first: int, least_bytes: int = 0) -> list[tuple[Tensor, ...]]:
-        """Read the states of one layer or a few, each `[kv_heads, tokens, head_dim]` as in `ChunkKV.layers`.
-
-        Args:
-            first: number of the layer.
-            least_bytes: go on with the layers behind it until so much was read: many small reads take longer.
-
-        Returns:
-            The states, layer by layer.
-
-        Raises:
-            EntryFault: truncated, digest or values.
-            OSError: it cannot be read now.
-            MemoryError: there is no room for it.
-        """
+        """Read the states of one layer or a few, each `[kv_heads, tokens, head_dim]` as in `ChunkKV.layers`."""
         start, stop, last = self._layer_start(first), self._layer_start(first + 1), first + 1
         while stop - start < least_bytes and last < len(self.header.layer_table):
             last += 1
@@ -241,7 +175,7 @@ class EntryReader:
         return take
 
     def _read_ids(self) -> tuple[tuple[int, ...], ...]:
-        plans = [self._places[name] for name in ("token_ids", "sink_ids")]
+        plans = [self._places[name] for name in ("token_ids", "chunk_prefix_ids")]
         for plan, _ in plans:
             if plan.dtype != "I64":
                 raise EntryFault("format", f"{plan.name} are {plan.dtype}, expected I64")
@@ -287,7 +221,7 @@ def _check_header(header: Header, key: ChunkKey) -> Packing:
         raise EntryFault("key", f"the entry is of chunk {header.key}")
     packing = Packing.of_header(header)
     packing.check(header, key)
-    if header.nbytes > (len(key.token_ids) + len(key.sink_ids)) * _MAX_BYTES_PER_TOKEN:
+    if header.nbytes > (len(key.token_ids) + len(key.chunk_prefix_ids)) * _MAX_BYTES_PER_TOKEN:
         raise EntryFault("format", f"{header.nbytes} bytes are too many for {len(key.token_ids)} tokens")
     return packing
 

@@ -22,11 +22,7 @@ _PIECE_BYTES = 64
 
 
 class Guard:
-    """Remembers what tensors are like now.
-
-    Args:
-        tensors: to be watched; they are kept alive.
-    """
+    """Remembers what tensors are like now."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._tensors = list(tensors)

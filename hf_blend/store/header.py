@@ -61,18 +61,7 @@ class TensorPlan:
 
 @dataclass(frozen=True)
 class Header:
-    """What an entry says about itself.
-
-    Attributes:
-        key: digest of the chunk's key, which is also the name of the file.
-        fingerprint: of the model.
-        namespace: sha256 of the namespace, so that its text is nowhere on disk.
-        codec: how the tensors are packed; "raw" is as computed.
-        layer_table: see `ChunkKV`.
-        tensors: in file order, without gaps.
-        canary: see `ChunkKV`; opaque here.
-        tokenizer: see `ChunkKV`; not written where it is not known.
-    """
+    """What an entry says about itself."""
 
     key: str
     fingerprint: str
@@ -84,17 +73,7 @@ class Header:
     tokenizer: str = ""
 
     def encode(self, secret: bytes | None = None) -> bytes:
-        """The only form of this header: length and JSON, padded so that the data begins at a multiple of 64 bytes.
-
-        Args:
-            secret: seals the header (HMAC-SHA256); None seals with a plain SHA-256.
-
-        Returns:
-            The bytes.
-
-        Raises:
-            StoreError: it would be too large to be read back.
-        """
+        """The only form of this header: length and JSON, padded so that the data begins at a multiple of 64 bytes."""
         rows: dict[str, object] = {"__metadata__": self._metadata()}
         start = 0
         for plan in self.tensors:
@@ -116,19 +95,7 @@ class Header:
     @classmethod
     @lru_cache(maxsize=KNOWN_HEADERS)
     def decode(cls, raw: bytes, secret: bytes | None = None) -> "Header":
-        """Read a header.
-
-        Args:
-            raw: length and JSON, as in the file.
-            secret: that it must be sealed with; None accepts only a header that is not signed.
-
-        Returns:
-            The header.
-
-        Raises:
-            EntryFault: format, unless `raw` is exactly the canonical form of a header; auth or secret, as in
-                `check_seal`.
-        """
+        """Read a header."""
         _check_sealed(raw, secret)
         with as_fault("the header"):
             header = cls._from_rows(json.loads(raw[8:]))
@@ -139,24 +106,12 @@ class Header:
 
     @staticmethod
     def peek(raw: bytes, secret: bytes | None = None) -> tuple[str, str, str, int, int]:
-        """Read only what says which chunk an entry holds; what it says is still to be proved by its digest.
-
-        Args:
-            raw: length and JSON, as in the file.
-            secret: as in `decode`.
-
-        Returns:
-            Digest of the key, fingerprint, hashed namespace, number of token ids and of sink ids; the ids follow the
-            header in this order.
-
-        Raises:
-            EntryFault: as in `decode`.
-        """
+        """Read only what says which chunk an entry holds; what it says is still to be proved by its digest."""
         _check_sealed(raw, secret)
         with as_fault("the header"):
             rows = json.loads(raw[8:])
             named = [_checked_text(rows["__metadata__"][name]) for name in ("key", "fingerprint", "namespace")]
-            counts = [_checked_size(rows[name]["shape"][0]) for name in ("token_ids", "sink_ids")]
+            counts = [_checked_size(rows[name]["shape"][0]) for name in ("token_ids", "chunk_prefix_ids")]
         return named[0], named[1], named[2], counts[0], counts[1]
 
     @property
@@ -196,14 +151,7 @@ def _check_sealed(raw: bytes, secret: bytes | None) -> None:
 
 
 def hash_namespace(namespace: str) -> str:
-    """Name a namespace without its text.
-
-    Args:
-        namespace: any text.
-
-    Returns:
-        64 hex digits.
-    """
+    """Name a namespace without its text."""
     return hashlib.sha256(b"hf_blend.namespace/1\0" + namespace.encode("utf-8", "surrogatepass")).hexdigest()
 
 

@@ -19,18 +19,7 @@ _MAX_DEFAULT_BYTES = 64 << 30
 
 
 class HeldChunks:
-    """Chunks by digest, together never larger than the cap, or than the one chunk that was put last.
-
-    Args:
-        cap_bytes: how much may be held, with what is being loaded; 0 holds nothing.
-        policy: says who leaves first.
-        name: what counters call this place.
-        device: where the tensors are held, such as "cuda"; None leaves them where they are.
-        ttl_s: how long a chunk is held, in seconds; None is for ever.
-
-    Attributes:
-        changed: how many chunks were dropped because the tensors that `get` had given out were written to.
-    """
+    """Chunks by digest, together never larger than the cap, or than the one chunk that was put last."""
 
     def __init__(
         self,
@@ -90,14 +79,7 @@ class HeldChunks:
             return digest in self._chunks and not self._is_old(digest)
 
     def put(self, chunk: ChunkKV) -> list[str]:
-        """Hold a chunk, unless what is pinned or protected leaves no room for it.
-
-        Args:
-            chunk: to be shared with everyone who asks for it.
-
-        Returns:
-            The digests of the chunks that had to leave.
-        """
+        """Hold a chunk, unless what is pinned or protected leaves no room for it."""
         digest = chunk.key.digest
         if not self.cap_bytes:
             return []
@@ -115,14 +97,7 @@ class HeldChunks:
 
     @contextlib.contextmanager
     def reserve(self, nbytes: int) -> Iterator[list[str]]:
-        """Count bytes that are about to be loaded, and make room for them first.
-
-        Args:
-            nbytes: how many.
-
-        Yields:
-            The digests of the chunks that had to leave.
-        """
+        """Count bytes that are about to be loaded, and make room for them first."""
         with self._lock:
             gone = self._make_room(nbytes) if self.cap_bytes else []
             self._budget.in_flight_bytes += nbytes
@@ -147,7 +122,7 @@ class HeldChunks:
         with self._lock:
             self._budget.release(digests)
 
-    def weigh(self, digest: str, important_ratio: float) -> None:
+    def record_importance(self, digest: str, important_ratio: float) -> None:
         """Tell the policy which share of a chunk's tokens turned out to be important."""
         with self._lock:
             self._budget.use(digest, important_ratio=important_ratio)

@@ -44,13 +44,7 @@ class _Known:
 
 
 class TokenImportance:
-    """Moving averages of the attention that the tokens of chunks get. Threads may share it.
-
-    Args:
-        path: of the file that keeps them over restarts; None keeps them as long as the process lives.
-        secret: seals the file.
-        cap_tokens: of how many tokens averages are kept.
-    """
+    """Moving averages of the attention that the tokens of chunks get. Threads may share it."""
 
     def __init__(self, path: Path | None = None, secret: bytes | None = None, cap_tokens: int = CAP_TOKENS) -> None:
         self._path, self._secret, self._cap_tokens = path, secret, cap_tokens
@@ -62,13 +56,7 @@ class TokenImportance:
     def note(self, digest: str, scores: Tensor, share: float) -> int:
         """Take in what one request found.
 
-        Args:
-            digest: of a chunk.
-            scores: `[tokens]`, the attention that each token got, as a multiple of what a token got on average.
-            share: of the tokens that were important, 0 to 1.
-
-        Returns:
-            How many requests have reported this chunk.
+        Shapes: scores `[tokens]`.
         """
         new = np.nan_to_num(scores.detach().float().cpu().numpy(), nan=0.0).clip(0.0, _MAX)
         with self._lock:

@@ -20,18 +20,10 @@ _HEAD_BYTES = 8 * _WIDTH  # chunks are told apart by their first 8 tokens, then 
 
 @dataclass(frozen=True)
 class IndexRecord:
-    """What is known of a stored chunk without opening it.
-
-    Attributes:
-        fingerprint: of the model.
-        sink_ids: of its key.
-        packed: its token ids, 4 bytes each (`pack_tokens`).
-        nbytes: size of the entry in bytes.
-        created: when it was stored, seconds since 1970.
-    """
+    """What is known of a stored chunk without opening it."""
 
     fingerprint: str
-    sink_ids: tuple[int, ...]
+    chunk_prefix_ids: tuple[int, ...]
     packed: bytes
     nbytes: int
     created: float
@@ -107,14 +99,9 @@ class ContentIndex:
         self._counts: Counter[str] = Counter()  # of the chunks of each model
 
     def add(self, digest: str, record: IndexRecord) -> None:
-        """Make a chunk findable; adding it again changes nothing.
-
-        Args:
-            digest: of its key.
-            record: what is known of it.
-        """
+        """Make a chunk findable; adding it again changes nothing."""
         if digest not in self._records:
-            self._groups.setdefault((record.fingerprint, record.sink_ids), _Group()).add(record.packed)
+            self._groups.setdefault((record.fingerprint, record.chunk_prefix_ids), _Group()).add(record.packed)
             self._counts[record.fingerprint] += 1
         self._records[digest] = record
 
@@ -123,40 +110,24 @@ class ContentIndex:
         record = self._records.pop(digest, None)
         if record:
             self._counts[record.fingerprint] -= 1
-            self._groups[record.fingerprint, record.sink_ids].discard(record.packed)
+            self._groups[record.fingerprint, record.chunk_prefix_ids].discard(record.packed)
 
-    def find(self, fingerprint: str, sink_ids: Sequence[int], token_ids: Sequence[int]) -> list[tuple[int, int]]:
-        """Find the stored chunks of one model and sink: the longest at an offset, left to right, no overlap.
-
-        Args:
-            fingerprint: of the model.
-            sink_ids: the tokens that stood before the chunks when they were computed.
-            token_ids: any list of tokens.
-
-        Returns:
-            Start and stop of each, in tokens.
-        """
-        group = self._groups.get((fingerprint, tuple(sink_ids)))
+    def find(
+        self, fingerprint: str, chunk_prefix_ids: Sequence[int], token_ids: Sequence[int]
+    ) -> list[tuple[int, int]]:
+        """Find the stored chunks of one model and sink: the longest at an offset, left to right, no overlap."""
+        group = self._groups.get((fingerprint, tuple(chunk_prefix_ids)))
         return [] if group is None else [(run.start, run.stop) for run in group.find(_as_array(token_ids))]
 
-    def match(self, fingerprint: str, sink_ids: Sequence[int], token_ids: Sequence[int]) -> list[Run]:
-        """Find the stored chunks of one model and sink, also those whose first or last tokens differ here.
-
-        Args:
-            fingerprint: of the model.
-            sink_ids: the tokens that stood before the chunks when they were computed.
-            token_ids: any list of tokens.
-
-        Returns:
-            From left to right, without overlap. Of chunks that overlap the longest is whole.
-        """
-        group = self._groups.get((fingerprint, tuple(sink_ids)))
+    def match(self, fingerprint: str, chunk_prefix_ids: Sequence[int], token_ids: Sequence[int]) -> list[Run]:
+        """Find the stored chunks of one model and sink, also those whose first or last tokens differ here."""
+        group = self._groups.get((fingerprint, tuple(chunk_prefix_ids)))
         return [] if group is None else group.match(_as_array(token_ids))
 
-    def sample(self, fingerprint: str, sink_ids: Sequence[int]) -> bytes:
+    def sample(self, fingerprint: str, chunk_prefix_ids: Sequence[int]) -> bytes:
         """The packed ids of any chunk of a model and sink; empty if there is none."""
         alike = (one for one in self._records.values() if one.fingerprint == fingerprint)
-        return next((one.packed for one in alike if one.sink_ids == tuple(sink_ids)), b"")
+        return next((one.packed for one in alike if one.chunk_prefix_ids == tuple(chunk_prefix_ids)), b"")
 
     def count(self, fingerprint: str) -> int:
         """How many chunks of a model there are."""
@@ -174,14 +145,7 @@ class ContentIndex:
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
-    """Lay token ids side by side, 4 bytes each, so that comparing chunks is comparing bytes.
-
-    Args:
-        token_ids: any ids, each below 2**31.
-
-    Returns:
-        The packed ids.
-    """
+    """Lay token ids side by side, 4 bytes each, so that comparing chunks is comparing bytes."""
     return array("i", token_ids).tobytes()
 
 

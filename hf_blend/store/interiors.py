@@ -25,14 +25,7 @@ _WIDTH = 4  # bytes of a packed token
 
 
 class Run(NamedTuple):
-    """Tokens of a stored chunk that are in a prompt.
-
-    Attributes:
-        start: place of the first of them in the prompt.
-        packed: all ids of the chunk (`pack_tokens`).
-        first: place of the first of them in the chunk.
-        tokens: how many they are.
-    """
+    """Tokens of a stored chunk that are in a prompt."""
 
     start: int
     packed: bytes
@@ -85,11 +78,7 @@ class Interiors:
     def find(self, ids: np.ndarray) -> Iterator[Run]:
         """The longest run at every place where a window is, of those that are long enough.
 
-        Args:
-            ids: `[tokens]`, int32, a prompt.
-
-        Yields:
-            Runs, by the place of their window; they may overlap.
+        Shapes: ids `[tokens]`.
         """
         raw, seen = ids.tobytes(), dict[tuple[int, bytes], int]()
         for at in (_WIDTH * self._filter.positions(ids)).tolist():
@@ -106,15 +95,7 @@ class Interiors:
 
 
 def without_overlap(whole: Sequence[Run], runs: Sequence[Run]) -> list[Run]:
-    """Settle which chunk each token of a prompt comes from: the longest first, others have what is left of them.
-
-    Args:
-        whole: chunks that are in the prompt as they were stored; they do not overlap.
-        runs: parts of chunks, which may overlap each other and `whole`.
-
-    Returns:
-        Runs from left to right.
-    """
+    """Settle which chunk each token of a prompt comes from: the longest first, others have what is left of them."""
     taken: list[Run] = []
     for run in sorted([*whole, *runs], key=lambda one: (-one.tokens, one.start, one.first)):
         place = bisect_left(taken, run.start, key=lambda one: one.start)

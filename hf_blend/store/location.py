@@ -18,22 +18,7 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
 def open_tiers(
     location: str | Path | None, remote: str | None, *, durable: bool, deadline_s: float | None = None
 ) -> tuple[Path | None, list[Tier]]:
-    """Open the tiers of a store that keep bytes.
-
-    Args:
-        location: a directory, "memory://", a URL of a remote tier, or None for the default: `$HF_BLEND_HOME/chunks`,
-            or else the assets folder of the Hugging Face cache.
-        remote: URL of a tier behind the directory, or None.
-        durable: what is stored on disk survives a power loss.
-        deadline_s: of calls to a remote tier, in seconds; None is its own.
-
-    Returns:
-        The directory, or None for a store that keeps nothing on disk; the tiers, the nearest first.
-
-    Raises:
-        ConfigError: the location is of a kind that does not exist, or two remote tiers are named.
-        StoreError: nothing can be kept in the directory.
-    """
+    """Open the tiers of a store that keep bytes."""
     if _is_remote(location):
         if remote:
             raise ConfigError(
@@ -48,18 +33,7 @@ def open_tiers(
 
 
 def open_remote(url: str, deadline_s: float | None = None) -> Tier:
-    """Open the tier that a URL names.
-
-    Args:
-        url: such as `redis://host:6379/0` or `s3://bucket/folder`.
-        deadline_s: of calls to it, in seconds; None is the tier's own.
-
-    Returns:
-        The tier of the first kind that knows the scheme.
-
-    Raises:
-        ConfigError: no kind of tier knows it.
-    """
+    """Open the tier that a URL names."""
     match = _SCHEME.fullmatch(str(url))
     schemes = set()
     for name in plugins.describe("store.tiers") if match else ():

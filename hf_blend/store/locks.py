@@ -14,11 +14,7 @@ _LOCKS: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 def new_lock() -> Any:
-    """Make a lock that its holder may take again.
-
-    Returns:
-        A `threading.RLock`, which is open in a child after `os.fork`.
-    """
+    """Make a lock that its holder may take again."""
     _watch_forks()
     lock = threading.RLock()
     _LOCKS.add(lock)

@@ -37,15 +37,7 @@ _GAUGES = (
 
 
 class StoreMetrics:
-    """A collector of prometheus_client: asks the store when it is asked itself, and costs nothing before.
-
-    Args:
-        store: any; a process with several stores tells them apart by `labels`.
-        labels: put on every metric, such as `{"store": "tenant-a"}`.
-
-    Raises:
-        MissingExtraError: prometheus_client is not installed.
-    """
+    """A collector of prometheus_client: asks the store when it is asked itself, and costs nothing before."""
 
     def __init__(self, store: ChunkStore, labels: Mapping[str, str] | None = None) -> None:
         self._store = store

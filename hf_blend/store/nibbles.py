@@ -17,15 +17,7 @@ def group_width(width: int) -> int:
 
 
 def packed(states: Tensor, axis: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Round to steps, two of them in a byte: one of the first half of the last axis, and one of the second.
-
-    Args:
-        states: of any shape whose last axis has an even size.
-        axis: over which a scale holds.
-
-    Returns:
-        Bytes, half as many along the last axis; step and least value of each group in bfloat16, 1 along `axis`.
-    """
+    """Round to steps, two of them in a byte: one of the first half of the last axis, and one of the second."""
     values = states.float()
     low, high = values.amin(axis, keepdim=True).bfloat16(), values.amax(axis, keepdim=True)
     step = ((high - low.float()) / STEPS).bfloat16()

@@ -19,14 +19,7 @@ __all__ = ["offload_index"]
 def offload_index(store: ChunkStore) -> dict[str, dict[str, str]]:
     """List the tensors of all whole entries on disk, of this store's namespace.
 
-    Args:
-        store: with a folder; entries in other tiers are left out.
-
-    Returns:
-        `DIGEST.NAME` → `{"safetensors_file", "weight_name"}`, as accelerate's `index.json` has it. NAME is that of
-        the file: `layer.0.k` and `layer.0.v` of each layer, `[kv_heads, tokens, head_dim]`, keys rotated at the
-        chunk's own positions, behind those of the sink; the tables `table.0.cos` and `table.0.sin`, `token_ids`,
-        `sink_ids`. Entries of the codecs int8 and int4 show their packed parts.
+    Shape: `[kv_heads, tokens, head_dim]`.
     """
     from safetensors import safe_open
 

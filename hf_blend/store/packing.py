@@ -25,15 +25,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def kept_as(chunk: ChunkKV, codec: str) -> ChunkKV:
-    """Give a chunk as it will be read again.
-
-    Args:
-        chunk: as it was computed.
-        codec: name of a codec.
-
-    Returns:
-        The chunk itself if the codec is exact.
-    """
+    """Give a chunk as it will be read again."""
     packing = Packing(codec, plugins.load("store.codecs", codec)(), None)
     if packing.codec.is_exact:
         return chunk
@@ -46,13 +38,7 @@ def kept_as(chunk: ChunkKV, codec: str) -> ChunkKV:
 
 @dataclass(frozen=True)
 class Packing:
-    """A codec, and the dtype of what it packs.
-
-    Attributes:
-        name: of the codec.
-        codec: does the work.
-        dtype: of the states; one for the whole chunk unless the codec is exact.
-    """
+    """A codec, and the dtype of what it packs."""
 
     name: str
     codec: Codec
@@ -100,16 +86,7 @@ class Packing:
     def states(self, take: Callable[[str], Tensor], place: int, kind: str) -> Tensor:
         """Unpack keys, values or projections of one layer.
 
-        Args:
-            take: reads a tensor by its name.
-            place: which layer.
-            kind: "k", "v" or "p".
-
-        Returns:
-            States, `[kv_heads, tokens, head_dim]`.
-
-        Raises:
-            EntryFault: format, the parts do not fit together; values, NaN, infinity or absurd ones.
+        Shape: `[kv_heads, tokens, head_dim]`.
         """
         packed = {part.suffix: take(f"layer.{place}.{kind}{part.suffix}") for part in self.codec.parts(kind)}
         with as_fault(f"layer {place}"):
@@ -149,16 +126,8 @@ class Packing:
         return Layout(layers, tuple(map(table, range(table_count(header)))), header.layer_table)
 
     def check(self, header: Header, key: ChunkKey) -> None:
-        """Refuse a header whose tensors are not those of a chunk of this length, packed so.
-
-        Args:
-            header: of the entry.
-            key: which chunk it should hold.
-
-        Raises:
-            EntryFault: format.
-        """
-        expected = list(self._expected(header, len(key.token_ids), len(key.sink_ids)))
+        """Refuse a header whose tensors are not those of a chunk of this length, packed so."""
+        expected = list(self._expected(header, len(key.token_ids), len(key.chunk_prefix_ids)))
         if len(expected) != len(header.tensors) or not all(map(_fits, header.tensors, expected)):
             raise EntryFault("format", f"names or shapes are not those of a chunk of {len(key.token_ids)} tokens")
         tables = {DTYPES[plan.dtype] for plan in header.tensors if plan.name.startswith("table.")}
@@ -173,7 +142,7 @@ class Packing:
         if not all(-1 <= table < tables for table in header.layer_table):
             raise EntryFault("format", f"layer_table names a table that is not there: {header.layer_table!r:.80}")
         yield ("token_ids", 1, 0, tokens)
-        yield ("sink_ids", 1, 0, sinks)
+        yield ("chunk_prefix_ids", 1, 0, sinks)
         for place in range(tables):
             yield from ((f"table.{place}.{part}", 2, 0, tokens) for part in ("cos", "sin"))
         for place, kinds in enumerate(layer_kinds(header)):

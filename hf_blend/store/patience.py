@@ -22,11 +22,7 @@ _SHARE = 0.25  # of the newest time in the average
 
 
 class ComputeTimes:
-    """Seconds per token that chunks of each model took to compute and put, as a moving average.
-
-    Args:
-        clock: seconds, increasing.
-    """
+    """Seconds per token that chunks of each model took to compute and put, as a moving average."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -60,15 +56,7 @@ class LateLoads:
         self._pid = os.getpid()
 
     def run(self, load: Callable[[], Loaded], budget_s: float) -> Loaded | None:
-        """Load, and wait no longer than the budget.
-
-        Args:
-            load: what to do; never returns None, and keeps what it loaded for later if it can.
-            budget_s: how long to wait, in seconds.
-
-        Returns:
-            What `load` returned; None if it takes longer, or if so many loads are late that it was not begun.
-        """
+        """Load, and wait no longer than the budget."""
         if self._pid != os.getpid():  # threads of the parent are not here
             self._pid, self._late = os.getpid(), set()
         if len(self._late) >= MOST_LATE:

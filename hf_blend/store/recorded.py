@@ -10,14 +10,7 @@ __all__ = ["RecordedSource"]
 
 
 class RecordedSource:
-    """An opened object in front of another one; no byte of it is read twice.
-
-    Args:
-        source: the object; closed together with this one.
-
-    Raises:
-        MemoryError: there is no room for a copy of it.
-    """
+    """An opened object in front of another one; no byte of it is read twice."""
 
     def __init__(self, source: Source) -> None:
         self.stat, self.identity = source.stat, source.identity

@@ -24,17 +24,7 @@ _TAG_DIGITS = 16
 
 
 def check_secret(secret: object) -> bytes | None:
-    """Refuse a secret that cannot sign.
-
-    Args:
-        secret: as the user gave it; None signs nothing.
-
-    Returns:
-        The secret.
-
-    Raises:
-        ConfigError: it is not bytes, or empty.
-    """
+    """Refuse a secret that cannot sign."""
     if secret is None or (isinstance(secret, bytes) and secret):
         return secret
     got = "b''" if isinstance(secret, bytes) else f"a {type(secret).__name__}"
@@ -45,15 +35,7 @@ def check_secret(secret: object) -> bytes | None:
 
 
 def seal(secret: bytes | None, *content: bytes) -> bytes:
-    """Seal some content.
-
-    Args:
-        secret: of the store.
-        content: bytes, one part behind the other.
-
-    Returns:
-        The name of the method, a colon, and digits; of one length for one secret.
-    """
+    """Seal some content."""
     method = _method(secret)
     state: Any = hashlib.sha256() if secret is None else hmac.new(secret, digestmod=hashlib.sha256)
     state.update(b"hf_blend.seal\0")
@@ -68,17 +50,7 @@ def seal_size(secret: bytes | None) -> int:
 
 
 def check_seal(found: bytes, secret: bytes | None, *content: bytes) -> None:
-    """Compare the seal of a file with its content.
-
-    Args:
-        found: what stands where the seal should be.
-        secret: of the store.
-        content: what it should seal.
-
-    Raises:
-        EntryFault: `secret`, sealed in another way or with another secret, so that nothing is known of it; `auth`, it
-            claims the store's secret and does not fit; `format`, it does not fit, or is no seal.
-    """
+    """Compare the seal of a file with its content."""
     if hmac.compare_digest(found, seal(secret, *content)):
         return
     if found.startswith(_method(secret)):
@@ -92,16 +64,7 @@ def check_seal(found: bytes, secret: bytes | None, *content: bytes) -> None:
 
 
 def keyed(secret: bytes | None, purpose: str, text: str) -> str:
-    """Hide a name from those who do not know the secret.
-
-    Args:
-        secret: of the store; None hides nothing.
-        purpose: what the name is for; equal texts for two purposes get two names.
-        text: the name.
-
-    Returns:
-        64 hex digits, or the text itself where there is no secret.
-    """
+    """Hide a name from those who do not know the secret."""
     if secret is None:
         return text
     content = f"hf_blend.{purpose}\0{text}".encode()

@@ -43,13 +43,7 @@ OnFault = Callable[[str], None]
 
 
 def save_snapshot(path: Path, records: Sequence[tuple[str, IndexRecord]], secret: bytes | None = None) -> None:
-    """Write the records; a failure is logged and costs only the next opening some time.
-
-    Args:
-        path: of the file; its directory is made if needed.
-        records: digest and record of each entry.
-        secret: seals the file.
-    """
+    """Write the records; a failure is logged and costs only the next opening some time."""
     groups = {group: place for place, group in enumerate(dict.fromkeys(map(_group, records)))}
     content = {
         "digests": np.frombuffer(bytes.fromhex("".join(digest for digest, _ in records)), np.uint8),
@@ -64,16 +58,7 @@ def save_snapshot(path: Path, records: Sequence[tuple[str, IndexRecord]], secret
 
 
 def load_snapshot(path: Path, secret: bytes | None = None, on_fault: OnFault | None = None) -> dict[str, IndexRecord]:
-    """Read the records back.
-
-    Args:
-        path: of the file.
-        secret: that it must be sealed with.
-        on_fault: receives a reason such as "index:format" where there is a file that cannot be used.
-
-    Returns:
-        Records by digest; none if the file is missing or not exactly what was written.
-    """
+    """Read the records back."""
     try:
         body = _read(path, secret)
         with as_fault("the index"):
@@ -84,12 +69,7 @@ def load_snapshot(path: Path, secret: bytes | None = None, on_fault: OnFault | N
 
 
 def save_order(path: Path, states: Mapping[str, Sequence[float]]) -> None:
-    """Write what an eviction policy remembers; a failure is logged and costs only a better choice of who leaves.
-
-    Args:
-        path: of the file; its directory is made if needed.
-        states: name of the object → numbers, as many for each.
-    """
+    """Write what an eviction policy remembers; a failure is logged and costs only a better choice of who leaves."""
     names = bytes.fromhex("".join(name.replace("/", "") for name in states))
     numbers = np.array(list(states.values()), "<f8")
     width = numbers.shape[1] if states else 0
@@ -97,15 +77,7 @@ def save_order(path: Path, states: Mapping[str, Sequence[float]]) -> None:
 
 
 def load_order(path: Path, on_fault: OnFault | None = None) -> dict[str, tuple[float, ...]]:
-    """Read it back. The file is shared by all namespaces and secrets of a folder, so it proves nothing.
-
-    Args:
-        path: of the file.
-        on_fault: receives a reason such as "order:format" where there is a file that cannot be used.
-
-    Returns:
-        Finite numbers by name of the object; none if the file is missing or not exactly what was written.
-    """
+    """Read it back. The file is shared by all namespaces and secrets of a folder, so it proves nothing."""
     try:
         body = _read(path)
         with as_fault("the order"):
@@ -132,7 +104,7 @@ def _passed_over(kind: str, path: Path, error: Exception, on_fault: OnFault | No
 
 
 def _group(row: tuple[str, IndexRecord]) -> tuple[str, tuple[int, ...]]:
-    return row[1].fingerprint, row[1].sink_ids
+    return row[1].fingerprint, row[1].chunk_prefix_ids
 
 
 def _read(path: Path, secret: bytes | None = None) -> bytes:
@@ -176,11 +148,15 @@ def _parse(body: bytes) -> dict[str, IndexRecord]:
     }
 
 
-def _checked_group(fingerprint: object, sink_ids: object) -> tuple[str, tuple[int, ...]]:
-    is_list = isinstance(sink_ids, list) and all(type(one) is int and 0 <= one < 1 << 31 for one in sink_ids)
+def _checked_group(fingerprint: object, chunk_prefix_ids: object) -> tuple[str, tuple[int, ...]]:
+    is_list = isinstance(chunk_prefix_ids, list) and all(
+        type(one) is int and 0 <= one < 1 << 31 for one in chunk_prefix_ids
+    )
     if not isinstance(fingerprint, str) or not is_list:
-        raise EntryFault("format", f"{fingerprint!r:.40} with {sink_ids!r:.40}, expected a fingerprint and token ids")
-    return fingerprint, tuple(sink_ids)  # type: ignore[arg-type]
+        raise EntryFault(
+            "format", f"{fingerprint!r:.40} with {chunk_prefix_ids!r:.40}, expected a fingerprint and token ids"
+        )
+    return fingerprint, tuple(chunk_prefix_ids)  # type: ignore[arg-type]
 
 
 def _are_sizes(*columns: list[int]) -> bool:

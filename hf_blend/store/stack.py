@@ -27,10 +27,10 @@ from .packing import kept_as
 from .patience import ComputeTimes, LateLoads
 from .recorded import RecordedSource
 from .stream import StreamedLayers
-from .tally import Tally
+from .tally import StoreStats
 from .tiers.base import EntryFault, ObjectStat, Source
 
-__all__ = ["Finding", "TierStack"]
+__all__ = ["CheckResult", "TierStack"]
 
 Encoded = Callable[[], Sequence[memoryview]]  # the bytes of an entry, made when they are needed
 Take = Callable[[BoundedTier, ChunkKey, Source, contextlib.ExitStack], ChunkKV]  # makes a chunk of an opened entry
@@ -42,17 +42,8 @@ DELETE_S = 60.0  # how long a delete waits for a write of the same chunk that is
 
 
 @dataclass(frozen=True)
-class Finding:
-    """What a check of one entry found.
-
-    Attributes:
-        digest: of its key, as its name says.
-        tier: where it is.
-        nbytes: its size in bytes.
-        reason: why it cannot be used, or "" if it is whole; "namespace" for one of another tenant, "secret" for one
-            that was sealed in another way than this store seals: neither is damaged, for all that can be known.
-        removed: whether it was.
-    """
+class CheckResult:
+    """What a check of one entry found."""
 
     digest: str
     tier: str
@@ -72,22 +63,6 @@ class TierStack:
     leaves it for want of room moves to the next tier behind it, and what is read from behind it moves back. A chunk is
     written before it leaves: a process that is killed in between leaves it twice, and the next one that reads it
     removes the copy.
-
-    Args:
-        held: the places asked first.
-        tiers: the tiers that keep bytes, each under its cap.
-        catalog: is told of what came and went.
-        tally: counts what happened.
-        secret: proves who wrote an entry; None accepts every writer.
-        ttl_s: age in seconds at which an entry is no longer used; None is never.
-        codec: how K and V are packed in the tiers that keep bytes; entries of other codecs are read all the same.
-        queue_bytes: most that may wait to be written to each tier; with 0 nothing waits, and `put` and `get` do.
-        known_share: gives the share of a chunk's tokens that earlier requests found important, by digest: a chunk that
-            returns to a tier is weighed by it.
-        home: name of the tier that keeps each chunk alone; None keeps it in every tier.
-
-    Attributes:
-        compute_times: what is known of how long chunks take to compute.
     """
 
     patience_s = 10.0  # for a layer that a request waits for
@@ -97,7 +72,7 @@ class TierStack:
         held: Sequence[HeldChunks],
         tiers: Sequence[BoundedTier],
         catalog: Catalog,
-        tally: Tally,
+        tally: StoreStats,
         *,
         secret: bytes | None = None,
         ttl_s: float | None = None,
@@ -126,32 +101,13 @@ class TierStack:
         self._deleted = 0  # deletes so far: what was read before one is not kept after it
 
     def get(self, key: ChunkKey, budget_s: float = math.inf, layout: Layout | None = None) -> ChunkKV | None:
-        """Fetch a chunk, and hold it from then on.
-
-        Args:
-            key: which chunk.
-            budget_s: how long a tier on another machine is waited for, in seconds; what comes later is held for later.
-            layout: of the model that will use it, as in `ChunkStore.get`.
-
-        Returns:
-            The chunk, or None for a miss.
-        """
+        """Fetch a chunk, and hold it from then on."""
         return self._fetch(key, partial(self._read, layout=layout), budget_s, layout)
 
     def stream(
         self, key: ChunkKey, recompute: Recompute, budget_s: float = math.inf, layout: Layout | None = None
     ) -> ChunkKV | None:
-        """Fetch a chunk whose layers may come later.
-
-        Args:
-            key: which chunk.
-            recompute: computes the chunk, if a layer turns out to be damaged or does not come in time.
-            budget_s: how long a tier on another machine is waited for, for all layers together, in seconds.
-            layout: of the model that will use it, as in `ChunkStore.get`.
-
-        Returns:
-            The chunk; its `layers` wait for what is not there yet. None for a miss.
-        """
+        """Fetch a chunk whose layers may come later."""
         flying = self._flying.get(key.digest)
         if flying is not None and flying.key == key and flying.fits(layout):
             return flying
@@ -162,15 +118,7 @@ class TierStack:
         return chunk
 
     def put(self, chunk: ChunkKV, wait_s: float = 0.0) -> ChunkKV:
-        """Hold a chunk, write it to every tier or into its queue, and tell the catalog.
-
-        Args:
-            chunk: to be copied, unless it is held already.
-            wait_s: how long to wait for room in a full queue before the write is dropped, in seconds.
-
-        Returns:
-            The chunk as it will be found from now on.
-        """
+        """Hold a chunk, write it to every tier or into its queue, and tell the catalog."""
         digest = chunk.key.digest
         here = (place.get(digest) for place in self.held if place.device is None)
         mine = next((one for one in here if one and one.key == chunk.key), None)
@@ -241,32 +189,23 @@ class TierStack:
         """Names of the entries that some tier must not evict."""
         return frozenset(name for tier in self.tiers for name in tier.pins())
 
-    def examine(self, tier: BoundedTier, name: str, repair: bool) -> Finding:
-        """Read and verify one entry.
-
-        Args:
-            tier: where it is.
-            name: of the entry.
-            repair: remove it if it can never become good.
-
-        Returns:
-            What was found.
-        """
+    def examine(self, tier: BoundedTier, name: str, repair: bool) -> CheckResult:
+        """Read and verify one entry."""
         source, digest = None, self._catalog.digest(name)
         try:
             source = tier.tier.open(name)
             if source is None:
-                return Finding(digest, tier.name, 0, "absent")
+                return CheckResult(digest, tier.name, 0, "absent")
             key = read_key(source, self._catalog.namespace, self._secret)
             if self._catalog.name(key.digest) != name:
                 raise EntryFault("key", f"it is {key.digest}")
             EntryReader(source, key, self._secret).read()
-            return Finding(key.digest, tier.name, source.stat.nbytes)
+            return CheckResult(key.digest, tier.name, source.stat.nbytes)
         except EntryFault as fault:
             removed = repair and fault.corrupt and self._remove(tier, name, source, "corrupt")
-            return Finding(digest, tier.name, source.stat.nbytes if source else 0, fault.reason, removed)
+            return CheckResult(digest, tier.name, source.stat.nbytes if source else 0, fault.reason, removed)
         except (OSError, MemoryError) as error:
-            return Finding(digest, tier.name, 0, type(error).__name__)
+            return CheckResult(digest, tier.name, 0, type(error).__name__)
         finally:
             if source is not None:
                 source.close()
@@ -276,26 +215,15 @@ class TierStack:
         names = [name for name in self._catalog.names(tier.name) if self._catalog.owns(name)]
         return sum(self._remove(tier, name, None, "expired") for name in names if self._is_old(_stat(tier, name)))
 
-    def weigh(self, digest: str, important_ratio: float) -> None:
+    def record_importance(self, digest: str, important_ratio: float) -> None:
         """Tell every tier which share of a chunk's tokens turned out to be important."""
         for place in self.held:
-            place.weigh(digest, important_ratio)
+            place.record_importance(digest, important_ratio)
         for tier in self.tiers:
             tier.use(self._catalog.name(digest), important_ratio)
 
     def move(self, digest: str, target: str) -> bool:
-        """Keep a chunk in one of the tiers that keep bytes: it is written there before it leaves the others.
-
-        Args:
-            digest: of the chunk.
-            target: name of the tier.
-
-        Returns:
-            False if no tier has it whole.
-
-        Raises:
-            OSError: a tier refuses; the chunk is where it was, or in both.
-        """
+        """Keep a chunk in one of the tiers that keep bytes: it is written there before it leaves the others."""
         name, there = self._catalog.name(digest), next(tier for tier in self.tiers if tier.name == target)
         others = [tier for tier in self.tiers if tier is not there]
         with self._moving:
@@ -438,7 +366,7 @@ class TierStack:
             try:
                 self._forget(place, place.put(chunk))
                 if place.reads_importance and (share := self._known_share(chunk.key.digest)) is not None:
-                    place.weigh(chunk.key.digest, share)
+                    place.record_importance(chunk.key.digest, share)
             except (RuntimeError, MemoryError) as error:  # of a device that is full
                 self._tally.count("store_failures", type(error).__name__)
                 self._tally.warn_once(f"chunks cannot be held in the {place.name} tier ({error})")
@@ -501,14 +429,7 @@ class TierStack:
             return None
 
     def _keep(self, chunk: ChunkKV, tier: BoundedTier, source: Source, deleted: int) -> ChunkKV:
-        """Hold a chunk that was read, and write the bytes that were verified to the nearer tiers on this machine.
-
-        Args:
-            chunk: verified.
-            tier: where it is from.
-            source: where its bytes are, if there are nearer tiers.
-            deleted: what `_deleted` was when it was opened.
-        """
+        """Hold a chunk that was read, and write the bytes that were verified to the nearer tiers on this machine."""
         if deleted != self._deleted:
             return chunk
         content = source.release() if isinstance(source, RecordedSource) else None

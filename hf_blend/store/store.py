@@ -29,8 +29,8 @@ from .index import unpack_tokens
 from .limits import Limits
 from .location import open_tiers
 from .seal import check_secret, keyed
-from .stack import Finding, Recompute, TierStack
-from .tally import Tally
+from .stack import CheckResult, Recompute, TierStack
+from .tally import StoreStats
 from .tiers.base import Tier
 
 __all__ = ["ChunkStore", "EntryInfo"]
@@ -42,17 +42,7 @@ _DURABILITIES = ("full", "none")
 
 @dataclass(frozen=True)
 class EntryInfo:
-    """One stored chunk, for lists.
-
-    Attributes:
-        digest: of its key.
-        fingerprint: of its model.
-        tokens: its length in tokens.
-        nbytes: its size in bytes.
-        tier: where it is: memory, disk, or memory+disk; queue if it is not written yet.
-        created: when it was stored, seconds since 1970.
-        pinned: whether it may not be evicted.
-    """
+    """One stored chunk, for lists."""
 
     digest: str
     fingerprint: str
@@ -95,7 +85,7 @@ class ChunkStore:
         # default: what was read is held until the request ends, and the first layers, all tokens' own, hide the most
         self.pipeline_depth: float = math.inf
         self.controller: Any = None  # a `LoadingController` decides for each request what is worth loading
-        self._tally = Tally()
+        self._tally = StoreStats()
         self._blocks: Path | None = None  # where stores that load in part keep blocks; this one only removes them
         self.ttl_s = limits.ttl_s
         self._prefetcher: ThreadPoolExecutor | None = None
@@ -113,7 +103,7 @@ class ChunkStore:
         settings |= {"home": self.placement}
         self._stack: TierStack = TierStack(*given, **settings)
         for tier in tiers:
-            self._tally.count("removed", "orphans", tier.reclaim())
+            self._tally.count("removed", "orphans", tier.remove_orphans())
 
     @classmethod
     def open(
@@ -291,7 +281,7 @@ class ChunkStore:
         tokenizer: Any,
         chunks: Sequence[str | Sequence[int]],
         *,
-        sink_ids: Sequence[int] | None = None,
+        chunk_prefix_ids: Sequence[int] | None = None,
     ) -> list[ChunkKey]:
         """Compute and store chunks ahead of time; those that are stored already cost nothing.
 
@@ -301,7 +291,7 @@ class ChunkStore:
             model: the model that will use them.
             tokenizer: for chunks that are text; None if all are ids.
             chunks: texts or token ids, none empty.
-            sink_ids: tokens that stand before each chunk while it is computed; None is the model's BOS, if any.
+            chunk_prefix_ids: tokens before each chunk while it is computed; None is the model's BOS, if any.
 
         Returns:
             The keys of the chunks, in their order.
@@ -316,9 +306,9 @@ class ChunkStore:
         from ..model.capture import check_chunk
         from ..prompt.pieces import tokenizer_digest
 
-        keys = self.keys(model, tokenizer, chunks, sink_ids=sink_ids)
+        keys = self.keys(model, tokenizer, chunks, chunk_prefix_ids=chunk_prefix_ids)
         for number, key in enumerate(keys):
-            check_chunk(model, key.token_ids, key.sink_ids, f"chunk {number}")
+            check_chunk(model, key.token_ids, key.chunk_prefix_ids, f"chunk {number}")
         texts = {key for key, chunk in zip(keys, chunks, strict=True) if isinstance(chunk, str)}
         missing = [key for key in dict.fromkeys(keys) if not self.contains(key)]
         for pack in packs(model, missing):
@@ -335,7 +325,7 @@ class ChunkStore:
         tokenizer: Any,
         chunks: Sequence[str | Sequence[int]],
         *,
-        sink_ids: Sequence[int] | None = None,
+        chunk_prefix_ids: Sequence[int] | None = None,
     ) -> Future[int]:
         """Bring the chunks of a coming request into memory on another thread, from whatever tier has them.
 
@@ -346,7 +336,7 @@ class ChunkStore:
             model: the model that will use them.
             tokenizer: for chunks that are text; None if all are ids.
             chunks: texts or token ids; those that are not stored stay so.
-            sink_ids: as in `add`.
+            chunk_prefix_ids: as in `add`.
 
         Returns:
             How many chunks were brought, once it is known; those that were in memory already are not counted.
@@ -354,7 +344,7 @@ class ChunkStore:
         Raises:
             PromptError: `chunks` is not a list.
         """
-        keys = self.keys(model, tokenizer, chunks, sink_ids=sink_ids)
+        keys = self.keys(model, tokenizer, chunks, chunk_prefix_ids=chunk_prefix_ids)
         if self._prefetcher is None:
             self._prefetcher = ThreadPoolExecutor(1, thread_name_prefix="hf_blend-prefetch")
         return self._prefetcher.submit(self._bring, list(dict.fromkeys(keys)))
@@ -369,7 +359,7 @@ class ChunkStore:
         tokenizer: Any,
         chunks: Sequence[str | Sequence[int]],
         *,
-        sink_ids: Sequence[int] | None = None,
+        chunk_prefix_ids: Sequence[int] | None = None,
     ) -> list[ChunkKey]:
         """The keys under which `add` would store chunks; nothing is computed.
 
@@ -377,7 +367,7 @@ class ChunkStore:
             model: as in `add`.
             tokenizer: as in `add`.
             chunks: as in `add`.
-            sink_ids: as in `add`.
+            chunk_prefix_ids: as in `add`.
 
         Returns:
             The keys, in the order of the chunks.
@@ -391,10 +381,10 @@ class ChunkStore:
         if isinstance(chunks, str):
             raise PromptError(f"chunks is the text {chunks!r:.60}, expected a list of chunks. Write [text].")
         identity = fingerprint(model)
-        sink = default_sink(model) if sink_ids is None else tuple(sink_ids)
+        sink = default_sink(model) if chunk_prefix_ids is None else tuple(chunk_prefix_ids)
         return [ChunkKey(identity, sink, tokenize(tokenizer, chunk), self.namespace) for chunk in chunks]
 
-    def find(self, fingerprint: str, sink_ids: Sequence[int], token_ids: Sequence[int]) -> list[Found]:
+    def find(self, fingerprint: str, chunk_prefix_ids: Sequence[int], token_ids: Sequence[int]) -> list[Found]:
         """Find stored chunks inside any tokens, by content and at any offset, also where a few tokens differ.
 
         A tokenizer makes other tokens where two texts are joined. A chunk of 16 tokens or more is found all the same
@@ -403,25 +393,27 @@ class ChunkStore:
 
         Args:
             fingerprint: of the model.
-            sink_ids: tokens that stood before the chunks when they were computed.
+            chunk_prefix_ids: tokens that stood before the chunks when they were computed.
             token_ids: for example a whole prompt.
 
         Returns:
             From left to right, without overlap; of chunks that overlap the longest is whole.
         """
-        sink, runs = tuple(sink_ids), self._catalog.match(fingerprint, sink_ids, token_ids)
+        sink, runs = tuple(chunk_prefix_ids), self._catalog.match(fingerprint, chunk_prefix_ids, token_ids)
         keys = (ChunkKey(fingerprint, sink, unpack_tokens(run.packed), self.namespace) for run in runs)
         return [Found(run.start, key, run.first, run.tokens) for run, key in zip(runs, keys, strict=True)]
 
-    def sample(self, fingerprint: str, sink_ids: Sequence[int]) -> ChunkKey | None:
+    def sample(self, fingerprint: str, chunk_prefix_ids: Sequence[int]) -> ChunkKey | None:
         """Any chunk of a model behind a sink, for looking at what is stored; None if there is none.
 
         Args:
             fingerprint: of the model.
-            sink_ids: tokens that stood before the chunk when it was computed.
+            chunk_prefix_ids: tokens that stood before the chunk when it was computed.
         """
-        packed = self._catalog.sample(fingerprint, sink_ids)
-        return ChunkKey(fingerprint, tuple(sink_ids), unpack_tokens(packed), self.namespace) if packed else None
+        packed = self._catalog.sample(fingerprint, chunk_prefix_ids)
+        return (
+            ChunkKey(fingerprint, tuple(chunk_prefix_ids), unpack_tokens(packed), self.namespace) if packed else None
+        )
 
     def counts(self, fingerprint: str) -> tuple[int, int]:
         """How many chunks the store is known to hold.
@@ -467,7 +459,7 @@ class ChunkStore:
 
     @property
     def reads_importance(self) -> bool:
-        """Whether a tier reads which tokens were important (`note`, `weigh`)."""
+        """Whether a tier reads which tokens were important (`note`, `record_importance`)."""
         held = any(place.reads_importance for place in self._stack.held)
         return held or any(tier.reads_importance for tier in self._stack.tiers)
 
@@ -480,16 +472,16 @@ class ChunkStore:
             important_ratio: share of the tokens that were among the important ones of the prompt, 0 to 1.
         """
         self.importance.note(key.digest, scores, min(1.0, max(0.0, important_ratio)))
-        self.weigh(key, important_ratio)
+        self.record_importance(key, important_ratio)
 
-    def weigh(self, key: ChunkKey, important_ratio: float) -> None:
+    def record_importance(self, key: ChunkKey, important_ratio: float) -> None:
         """Say which share of a chunk's tokens turned out to be important, for the policy "importance".
 
         Args:
             key: which chunk.
             important_ratio: 0 to 1.
         """
-        self._stack.weigh(key.digest, min(1.0, max(0.0, important_ratio)))
+        self._stack.record_importance(key.digest, min(1.0, max(0.0, important_ratio)))
 
     def move(self, keys: Iterable[ChunkKey], tier: str) -> int:
         """Keep chunks in one tier that keeps bytes, such as "disk", and no longer in the others.
@@ -636,7 +628,7 @@ class ChunkStore:
                 raise _refused(f"chunk {digest} cannot be removed", error) from error
         return removed
 
-    def check(self, *, repair: bool = False) -> Iterator[Finding]:
+    def check(self, *, repair: bool = False) -> Iterator[CheckResult]:
         """Read every entry of this namespace in every tier and verify all of it.
 
         Args:
@@ -662,7 +654,7 @@ class ChunkStore:
         found = {"orphans": 0, "expired": 0, "freed_bytes": 0}
         self.flush()
         for tier in self._stack.tiers:
-            found["orphans"] += tier.reclaim()
+            found["orphans"] += tier.remove_orphans()
             found["expired"] += self._stack.expire(tier)
             limits = [value for value in (target_bytes, tier.cap_bytes) if value is not None]
             found["freed_bytes"] += self._stack.shrink(tier, min(limits)) if limits else 0

@@ -24,16 +24,7 @@ FAULTS = (EntryFault, OSError, MemoryError)
 
 
 class StreamedLayers(Sequence[KV]):
-    """The states of each layer, `[kv_heads, tokens, head_dim]` each, as `ChunkKV.layers`.
-
-    Args:
-        count: how many layers there are.
-        read: reads and verifies one layer, and more behind it where that is as fast.
-        recompute: gives the whole chunk, computed anew, after a fault.
-        complete: is called once all layers were read.
-        patience_s: how long a layer is waited for before the chunk is computed.
-        budget_s: how long all layers together are waited for.
-    """
+    """The states of each layer, `[kv_heads, tokens, head_dim]` each, as `ChunkKV.layers`."""
 
     def __init__(
         self,
@@ -70,14 +61,7 @@ class StreamedLayers(Sequence[KV]):
         return self._awaited(place) if found is None else found
 
     def peek(self, place: int) -> KV | None:
-        """Wait for a layer that another thread reads; None if nobody does, or it was not read in time.
-
-        Args:
-            place: which layer.
-
-        Returns:
-            Its states as they were read; a fault is left to the code that asks for the layer itself.
-        """
+        """Wait for a layer that another thread reads; None if nobody does, or it was not read in time."""
         with self._changed:
             until_s = time.monotonic() + min(self._patience_s, self._budget_s)
             while self._layers[place] is None and self._is_coming and time.monotonic() < until_s:
@@ -91,12 +75,7 @@ class StreamedLayers(Sequence[KV]):
         return is_sound and any(driver.is_running for driver in self.drivers)
 
     def fetch_kv(self, place: int, wait_s: float = -1) -> None:
-        """Read a layer, unless it is there; a fault is kept for whoever needs the layer.
-
-        Args:
-            place: which layer.
-            wait_s: how long to wait for another thread that reads this chunk; negative is without end.
-        """
+        """Read a layer, unless it is there; a fault is kept for whoever needs the layer."""
         if not self._reading.acquire(timeout=wait_s):
             return
         try:

@@ -10,14 +10,14 @@ from collections.abc import Iterator
 
 from .locks import new_lock
 
-__all__ = ["Tally"]
+__all__ = ["StoreStats"]
 
 logger = logging.getLogger("hf_blend.store")
 
 _MAX_WARNED = 10_000
 
 
-class Tally:
+class StoreStats:
     """Counts that threads may share, grouped as `hits`, `misses` and so on."""
 
     def __init__(self) -> None:
@@ -46,13 +46,7 @@ class Tally:
             }
 
     def count(self, group: str, name: str, by: int = 1) -> None:
-        """Add to one count.
-
-        Args:
-            group: what kind of event, such as "misses".
-            name: which, such as "digest".
-            by: how many.
-        """
+        """Add to one count."""
         with self._lock:
             self._counts[group, name] += by
 

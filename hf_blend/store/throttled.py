@@ -14,12 +14,7 @@ SLACK_S = 1e-3  # what a sleep lasts too long, or a reader pauses, is made up fo
 
 
 class ThrottledTier(WrappedTier):
-    """Reads from the tier behind, all readers together at a bounded rate.
-
-    Args:
-        tier: the tier behind.
-        bytes_s: the rate.
-    """
+    """Reads from the tier behind, all readers together at a bounded rate."""
 
     def __init__(self, tier: Tier, bytes_s: float) -> None:
         super().__init__(tier)
@@ -31,12 +26,7 @@ class ThrottledTier(WrappedTier):
         return None if source is None else _SlowSource(source, self)
 
     def wait(self, nbytes: int, begun: float) -> None:
-        """Wait until so many more bytes may have come.
-
-        Args:
-            nbytes: how many were read.
-            begun: when the reading began (`time.perf_counter`): what it took itself is part of the time it is given.
-        """
+        """Wait until so many more bytes may have come."""
         with self._lock:
             self._free_at = max(self._free_at, begun - SLACK_S) + nbytes / self._bytes_s
             ahead = self._free_at - time.perf_counter()

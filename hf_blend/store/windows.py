@@ -17,9 +17,6 @@ class WindowFilter:
 
     Windows are hashed into a table of booleans. One that was discarded leaves its mark there: the filter only saves
     looking at positions, and what it lets through is compared in full.
-
-    Args:
-        width: tokens in a window, 1 to `WINDOW`.
     """
 
     def __init__(self, width: int) -> None:
@@ -29,21 +26,13 @@ class WindowFilter:
         self._bits, self._table = 0, np.empty(0, bool)
 
     def add(self, window: bytes) -> None:
-        """Take up a window; it is hashed with others, when the next prompt is looked at.
-
-        Args:
-            window: its token ids, 4 bytes each.
-        """
+        """Take up a window; it is hashed with others, when the next prompt is looked at."""
         self._new.append(window)
 
     def positions(self, ids: np.ndarray) -> np.ndarray:
         """Where a window may begin.
 
-        Args:
-            ids: `[tokens]`, int32.
-
-        Returns:
-            Positions, ascending.
+        Shapes: ids `[tokens]`.
         """
         self._take_up()
         if len(ids) < self.width or not len(self._hashes):

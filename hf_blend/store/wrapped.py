@@ -10,11 +10,7 @@ __all__ = ["WrappedTier"]
 
 
 class WrappedTier(Tier):
-    """Does what the tier behind does.
-
-    Args:
-        tier: the tier behind.
-    """
+    """Does what the tier behind does."""
 
     def __init__(self, tier: Tier) -> None:
         self.tier = tier
@@ -66,9 +62,9 @@ class WrappedTier(Tier):
         """As the tier behind."""
         return self.tier.pins()
 
-    def reclaim(self) -> int:
+    def remove_orphans(self) -> int:
         """As the tier behind."""
-        return self.tier.reclaim()
+        return self.tier.remove_orphans()
 
     def close(self) -> None:
         """As the tier behind."""

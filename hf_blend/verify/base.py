@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import UnsupportedModelError
-from .subject import Subject
+from .subject import ModelUnderTest
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class Outcome:
         return None if self.refused else self.error <= self.tolerance
 
 
-class Rung(ABC):
+class Check(ABC):
     """A claim about blending."""
 
     @abstractmethod
-    def measure(self, subject: Subject) -> Outcome:
+    def measure(self, subject: ModelUnderTest) -> Outcome:
         """Try the claim.
 
         Args:

@@ -9,18 +9,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..prompt.pieces import Prompt
-from .base import Outcome, Rung
+from .base import Check, Outcome
 from .floor import States, distance, in_pieces
-from .subject import Subject
+from .subject import ModelUnderTest
 
 RATIO = 0.5
 PIECE_TOKENS = (2, 3, 4, 8, 16, 32, 64, 128)  # in each, experts multiply other numbers of rows
 
 
-class Causality(Rung):
+class Causality(Check):
     """A token is changed in the middle of a chunk, at its end, and in the question."""
 
-    def measure(self, subject: Subject) -> Outcome:
+    def measure(self, subject: ModelUnderTest) -> Outcome:
         """Largest change of any K or V before the token; 0 is allowed.
 
         A mixture of experts is another matter: a token that goes to another expert changes the shapes in which others
@@ -38,7 +38,7 @@ class Causality(Rung):
         return Outcome(error, subject.floor.states if error and _moves_plainly(subject, prompt, changes) else 0.0)
 
 
-def _moves_plainly(subject: Subject, prompt: Prompt, changes: Sequence[tuple[Prompt, int]]) -> bool:
+def _moves_plainly(subject: ModelUnderTest, prompt: Prompt, changes: Sequence[tuple[Prompt, int]]) -> bool:
     """Whether the plain model, whole or in pieces of some length, moves states before a changed token."""
     for pieces in sorted({max(1, len(prompt.ids) // tokens) for tokens in PIECE_TOKENS}):
         before = in_pieces(subject.model, [prompt], pieces)[0].layers
@@ -49,12 +49,12 @@ def _moves_plainly(subject: Subject, prompt: Prompt, changes: Sequence[tuple[Pro
     return False
 
 
-def _states(subject: Subject, prompt: Prompt) -> list[States]:
+def _states(subject: ModelUnderTest, prompt: Prompt) -> list[States]:
     layers = subject.blend([prompt], RATIO, selector="random").layers
     return [tuple(states[0] for states in layer) for layer in layers]
 
 
-def _changes(subject: Subject, prompt: Prompt) -> list[tuple[Prompt, int]]:
+def _changes(subject: ModelUnderTest, prompt: Prompt) -> list[tuple[Prompt, int]]:
     """The prompt with one other token, and its column."""
     changes = []
     (start, *_), middle = prompt.spans()[1], len(prompt.chunks[1]) // 2
@@ -66,7 +66,7 @@ def _changes(subject: Subject, prompt: Prompt) -> list[tuple[Prompt, int]]:
     return [*changes, (replace(prompt, question=question), len(prompt.ids) - len(question) + offset)]
 
 
-def _other(subject: Subject, ids: Sequence[int], place: int) -> tuple[int, ...]:
+def _other(subject: ModelUnderTest, ids: Sequence[int], place: int) -> tuple[int, ...]:
     return (*ids[:place], (ids[place] + 1) % subject.vocabulary, *ids[place + 1 :])
 
 

@@ -8,20 +8,20 @@ from ..context.oracles import closed_hole
 from ..context.sequence_cache import SequenceCache
 from ..errors import UnsupportedModelError
 from ..model.placement import input_device
-from .base import Outcome, Rung, refused, rounding
+from .base import Check, Outcome, refused, rounding
 from .floor import distance
 from .moving import sequence_of
-from .subject import Subject
+from .subject import ModelUnderTest
 
 TOKENS = 40
 HOLE = (10, 20)  # tokens
 
 
-class ClosedHole(Rung):
+class ClosedHole(Check):
     """Layer 0 does not depend on what was removed; a key is rounded as where a chunk is moved."""
 
     @torch.no_grad()
-    def measure(self, subject: Subject) -> Outcome:
+    def measure(self, subject: ModelUnderTest) -> Outcome:
         """Largest absolute difference of any K or V of layer 0."""
         try:
             cache = SequenceCache(subject.model)

@@ -8,17 +8,17 @@ from pathlib import Path
 from torch import Tensor
 
 from ..store import ChunkStore
-from .base import Outcome, Rung
+from .base import Check, Outcome
 from .floor import distance
-from .subject import Subject
+from .subject import ModelUnderTest
 
 RATIO = 0.3
 
 
-class DamagedEntries(Rung):
+class DamagedEntries(Check):
     """Every kind of damage is done to every entry of a store on disk."""
 
-    def measure(self, subject: Subject) -> Outcome:
+    def measure(self, subject: ModelUnderTest) -> Outcome:
         """Largest absolute difference of logits from those with a sound store; 0 is allowed."""
         errors = []
         for damage in (_flip, _truncate, _swap):
@@ -33,7 +33,7 @@ class DamagedEntries(Rung):
         return Outcome(max(errors), 0.0)
 
 
-def _logits(subject: Subject, folder: str) -> Tensor:
+def _logits(subject: ModelUnderTest, folder: str) -> Tensor:
     """Logits of a request whose chunks come from sound entries; NaN if they do not, so that nothing passes unread."""
     with ChunkStore.open(folder, memory_bytes=0, durability="none") as store:
         subject.blend(subject.prompts[:1], RATIO, store)

@@ -33,19 +33,7 @@ BROKEN = ("crashed: ", "wrong: ")  # how a verdict begins that is neither exact 
 def verify_types(
     types: Iterable[str] | None = None, attention: tuple[str, ...] = ("sdpa", "eager")
 ) -> Iterator[dict[str, Any]]:
-    """Climb the rungs that tell right from wrong with a tiny random model of each type.
-
-    Args:
-        types: as in `config.json`; None is every causal type of transformers.
-        attention: the first of these that a type supports is used.
-
-    Yields:
-        `model` (its type); `supported`, `reason` and `max_abs_error` (of logits, float32) of blending; `move` for
-        sequences whose tokens move and `extend` for Self-Extend, "exact" or the reason why it is refused, with
-        `move_error` (of logits) and `extend_error` (a share of a layer's output); `rotary`, `window` and `seconds`.
-        What breaks in a way that nobody foresaw has a reason that begins with "crashed", what is neither exact nor
-        refused one that begins with "wrong", and what there is no tiny model of one that begins with "not judged".
-    """
+    """Climb the rungs that tell right from wrong with a tiny random model of each type."""
     for model_type in tiny_types() if types is None else types:
         started = time.perf_counter()
         row = {"model": model_type, **_row(model_type, attention)}

@@ -31,14 +31,8 @@ States = tuple[Tensor, ...]  # (K, V) of a layer, or () where it keeps none
 
 
 @dataclass(frozen=True)
-class Prefill:
-    """What one forward gave for one prompt.
-
-    Attributes:
-        logits: `[tokens, vocabulary]` float32.
-        layers: (K, V) of each layer, `[kv_heads, tokens, head_dim]`, K rotated for the prompt's positions; () where a
-            layer keeps none.
-    """
+class PrefillLogits:
+    """What one forward gave for one prompt."""
 
     logits: Tensor
     layers: tuple[States, ...]
@@ -46,13 +40,7 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Floor:
-    """Largest absolute differences between full prefills.
-
-    Attributes:
-        logits: of any logit.
-        layer_0: of any entry of K or V of layer 0, which do not depend on the context.
-        states: of any entry of K or V of any layer.
-    """
+    """Largest absolute differences between full prefills."""
 
     logits: float
     layer_0: float
@@ -60,15 +48,7 @@ class Floor:
 
 
 def measure_floor(model: nn.Module, prompts: Sequence[Prompt]) -> Floor:
-    """Run the prompts plainly in several ways and compare.
-
-    Args:
-        model: the model, left as it was.
-        prompts: two or more, of different lengths.
-
-    Returns:
-        The floor under the model's dtype and attention implementation.
-    """
+    """Run the prompts plainly in several ways and compare."""
     wanted = [prefill(model, [prompt])[0] for prompt in prompts]
     ways = [prefill(model, prompts), *(in_pieces(model, prompts, count) for count in PIECES)]
     with sdpa_kernel(SDPBackend.MATH):
@@ -86,16 +66,8 @@ def measure_floor(model: nn.Module, prompts: Sequence[Prompt]) -> Floor:
 
 
 @torch.no_grad()
-def prefill(model: nn.Module, prompts: Sequence[Prompt]) -> list[Prefill]:
-    """Run prompts side by side through the plain model.
-
-    Args:
-        model: the model.
-        prompts: one or more.
-
-    Returns:
-        Logits, K and V of each prompt, without its padding.
-    """
+def prefill(model: nn.Module, prompts: Sequence[Prompt]) -> list[PrefillLogits]:
+    """Run prompts side by side through the plain model."""
     built = batch(prompts, 0)
     cache = full_cache(model)
     given = placed(model, {"input_ids": built.input_ids, "attention_mask": built.attention_mask})
@@ -104,17 +76,8 @@ def prefill(model: nn.Module, prompts: Sequence[Prompt]) -> list[Prefill]:
 
 
 @torch.no_grad()
-def in_pieces(model: nn.Module, prompts: Sequence[Prompt], count: int) -> list[Prefill]:
-    """Run each prompt alone, in pieces that continue each other's cache.
-
-    Args:
-        model: the model.
-        prompts: one or more.
-        count: number of pieces.
-
-    Returns:
-        Logits, K and V of each prompt.
-    """
+def in_pieces(model: nn.Module, prompts: Sequence[Prompt], count: int) -> list[PrefillLogits]:
+    """Run each prompt alone, in pieces that continue each other's cache."""
     done = []
     for prompt in prompts:
         cache, logits = full_cache(model), []
@@ -127,12 +90,7 @@ def in_pieces(model: nn.Module, prompts: Sequence[Prompt], count: int) -> list[P
 def placed(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Inputs on the model's device, with the positions that `generate` would give to a padded batch.
 
-    Args:
-        model: the model.
-        inputs: `input_ids` and `attention_mask`, `[batch, tokens]`.
-
-    Returns:
-        The same with `position_ids`.
+    Shapes: inputs `[batch, tokens]`.
     """
     inputs = {name: value.to(device_of(model)) for name, value in inputs.items()}
     return {**inputs, "position_ids": (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0)}
@@ -155,12 +113,7 @@ def attentions(model: nn.Module) -> list[str]:
 
 @contextmanager
 def attending(model: nn.Module, implementation: str) -> Iterator[None]:
-    """Let the model use another attention implementation for a while.
-
-    Args:
-        model: the model; it has its own implementation back afterwards.
-        implementation: such as "eager".
-    """
+    """Let the model use another attention implementation for a while."""
     before = attention_of(model)
     model.set_attn_implementation(implementation)
     try:
@@ -190,6 +143,6 @@ def _apart(one: Sequence[States], other: Sequence[States]) -> float:
     return max((distance(*pair) for pair in pairs), default=0.0)
 
 
-def _cut(logits: Tensor, cache: Any, row: int, tokens: int) -> Prefill:
+def _cut(logits: Tensor, cache: Any, row: int, tokens: int) -> PrefillLogits:
     layers = tuple(tuple(states[row, :, -tokens:] for states in layer) for layer in kv_of(cache))
-    return Prefill(logits[row, -tokens:], layers)
+    return PrefillLogits(logits[row, -tokens:], layers)

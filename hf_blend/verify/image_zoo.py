@@ -85,14 +85,7 @@ def _qwen(kind: str, eye: dict[str, Any], **rope: Any) -> dict[str, Any]:
 
 
 class ImageKind(NamedTuple):
-    """A type of models that read images.
-
-    Attributes:
-        config: fields of its config.
-        tokens: how many stand for an image.
-        pixels: makes what its processor makes of a number of random images, for a seed.
-        marks: makes what says of `[batch, tokens]` ids which are of an image.
-    """
+    """A type of models that read images."""
 
     config: dict[str, Any]
     tokens: int
@@ -294,15 +287,7 @@ def image_types() -> list[str]:
 
 
 def tiny_image_model(kind: str, attention: str = "sdpa") -> nn.Module:
-    """Build a small random model that reads images, in which every weight matters.
-
-    Args:
-        kind: a type of `KINDS`.
-        attention: its attention implementation.
-
-    Returns:
-        A float32 model in eval mode; the global random state is left alone.
-    """
+    """Build a small random model that reads images, in which every weight matters."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     config = AutoConfig.for_model(kind, **KINDS[kind].config)
@@ -326,10 +311,7 @@ def picture(kind: str) -> list[int]:
 def image_arguments(kind: str, ids: Tensor, seeds: Sequence[int]) -> Arguments:
     """What a processor makes of a prompt with images.
 
-    Args:
-        kind: a type of `KINDS`.
-        ids: `[1, tokens]`.
-        seeds: of each image, in order.
+    Shapes: ids `[1, tokens]`.
     """
     each = [KINDS[kind].pixels(seed) for seed in seeds]
     axis = 1 if KINDS[kind].pixels is _tiles else 0  # [batch, images, …]

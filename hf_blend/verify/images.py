@@ -33,15 +33,7 @@ SEEDS, ENCODED = ((0, 1), (1, 0), (1, 2)), (2, 0, 1)  # of the two images of eac
 
 
 def verify_image_types(types: Iterable[str] | None = None) -> Iterator[dict[str, Any]]:
-    """Blend a prompt with images in a tiny random model of each type.
-
-    Args:
-        types: as in `config.json`; None is every type of transformers that reads images and text.
-
-    Yields:
-        `model` (its type); `supported`, `reason` and `max_abs_error` (of logits, float32), as in `verify_types`; and
-        `seconds`.
-    """
+    """Blend a prompt with images in a tiny random model of each type."""
     for kind in image_types() if types is None else types:
         started = time.perf_counter()
         reason, error = _verdict(kind)

@@ -12,9 +12,9 @@ from torch import nn
 
 from .. import plugins
 from ..errors import ConfigError, HfBlendError, UnsupportedModelError, suggest
-from .base import Outcome, Rung
+from .base import Check, Outcome
 from .floor import attending, attentions
-from .subject import Subject
+from .subject import ModelUnderTest
 from .zoo import load_model
 
 logger = logging.getLogger(__name__)
@@ -27,17 +27,7 @@ FAILURES = (ArithmeticError, AttributeError, HfBlendError, LookupError, RuntimeE
 
 @dataclass(frozen=True)
 class RungResult:
-    """A rung as it was measured in one dtype with one attention.
-
-    Attributes:
-        name: of the rung, its file's name.
-        dtype: such as "float32".
-        attention: such as "sdpa".
-        passed: whether the claim holds; None where the model is refused what it is about, as `detail` says.
-        max_abs_error: what was measured; None where the rung broke or the error is not finite.
-        tolerance: what is allowed; None where the rung broke before it knew.
-        detail: what was found, for people.
-    """
+    """A rung as it was measured in one dtype with one attention."""
 
     name: str
     dtype: str
@@ -50,14 +40,7 @@ class RungResult:
 
 @dataclass
 class Verdict:
-    """Whether blending is exact for a model, and how that is known.
-
-    Attributes:
-        model: as it was asked for.
-        rungs: what was measured, in the order in which it was.
-        floors: the measured floors, one per dtype and attention.
-        refusal: why nothing could be measured, or None.
-    """
+    """Whether blending is exact for a model, and how that is known."""
 
     model: str
     rungs: list[RungResult] = field(default_factory=list)
@@ -113,23 +96,7 @@ def verify(
     device: str = "cpu",
     load: Callable[..., nn.Module] = load_model,
 ) -> Verdict:
-    """Climb the ladder with one model.
-
-    Args:
-        name: a path, a hub id, or `tiny:TYPE`.
-        dtypes: names of the dtypes to load it in.
-        attention: attention implementations to run it with; those that it lacks are left out.
-        rungs: names of the rungs to climb; None is all.
-        device: where to run.
-        load: gives the model for a name, dtype and device.
-
-    Returns:
-        The verdict; a model that cannot be blended is a verdict, not an error.
-
-    Raises:
-        ConfigError: there is no such dtype, attention, rung or model type.
-        OSError: nothing is at that path or hub id.
-    """
+    """Climb the ladder with one model."""
     for value, known in [*((one, DTYPES) for one in dtypes), *((one, ATTENTIONS) for one in attention),
                          *((one, rung_names()) for one in rungs or ())]:  # fmt: skip
         if value not in known:
@@ -146,7 +113,7 @@ def verify(
 def _climb(verdict: Verdict, model: nn.Module, *how: Any) -> None:
     """Climb, and take what breaks on the way to the first rung for a refusal."""
     try:
-        climb(verdict, model, *how)
+        run_checks(verdict, model, *how)
     except UnsupportedModelError:
         raise
     except FAILURES as error:
@@ -156,46 +123,22 @@ def _climb(verdict: Verdict, model: nn.Module, *how: Any) -> None:
         ) from error
 
 
-def climb(
+def run_checks(
     verdict: Verdict, model: nn.Module, dtype: str, attention: Sequence[str], rungs: Sequence[str] | None = None
 ) -> None:
-    """Measure the rungs on a model that is loaded.
-
-    Args:
-        verdict: receives the results.
-        model: the model, left as it was.
-        dtype: the name of its dtype.
-        attention: attention implementations to run it with; those that it lacks are left out.
-        rungs: names of the rungs; None is all.
-
-    Raises:
-        UnsupportedModelError: the model cannot be blended at all.
-    """
+    """Measure the rungs on a model that is loaded."""
     for implementation in [one for one in attention if one in attentions(model)]:
         with attending(model, implementation):
-            subject = Subject(model)
+            subject = ModelUnderTest(model)
             verdict.floors.append({"dtype": dtype, "attention": implementation, **asdict(subject.floor)})
             for name in rungs or rung_names():
                 logger.info("%s in %s with %s attention", name, dtype, implementation)
                 verdict.rungs.append(measure(name, subject, dtype, implementation))
 
 
-def measure(name: str, subject: Subject, dtype: str, implementation: str) -> RungResult:
-    """Try one rung; one that breaks is one that fails.
-
-    Args:
-        name: of the rung.
-        subject: the model and its requests.
-        dtype: the name of its dtype, for the result.
-        implementation: its attention, for the result.
-
-    Returns:
-        What was measured.
-
-    Raises:
-        PluginNotFoundError: there is no such rung.
-    """
-    rung: Rung = plugins.load(KIND, name)()
+def measure(name: str, subject: ModelUnderTest, dtype: str, implementation: str) -> RungResult:
+    """Try one rung; one that breaks is one that fails."""
+    rung: Check = plugins.load(KIND, name)()
     try:
         outcome = rung.measure(subject)
     except FAILURES as error:

@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 from ..model.capture import capture
-from .base import Outcome, Rung, rounding
+from .base import Check, Outcome, rounding
 from .floor import device_of, distance
 from .moving import CHUNK_TOKENS, FAR, home, moved, probe_chunk
-from .subject import Subject
+from .subject import ModelUnderTest
 
 
-class MovedChunk(Rung):
+class MovedChunk(Check):
     """Behind the same sink, everything shifted: by the composed turn of each layer, with each layer's own table."""
 
-    def measure(self, subject: Subject) -> Outcome:
+    def measure(self, subject: ModelUnderTest) -> Outcome:
         """Largest absolute difference of any K or V, or of a mixer's projections, of any layer."""
         there = _alone_at(subject, FAR)
         got = moved(subject, probe_chunk(subject), FAR).layers
@@ -25,9 +25,9 @@ class MovedChunk(Rung):
         return Outcome(max(errors), 2 * subject.floor.states + largest * rounding(subject.dtype, 6, moves=1))
 
 
-def _alone_at(subject: Subject, start: int) -> list[tuple[Tensor, ...]]:
+def _alone_at(subject: ModelUnderTest, start: int) -> list[tuple[Tensor, ...]]:
     """What is kept of the probe chunk, `[kv_heads, tokens, head_dim]`, computed with its first token at `start`."""
-    ids = (*subject.sink_ids, *subject.ids(CHUNK_TOKENS, seed=7))
+    ids = (*subject.chunk_prefix_ids, *subject.ids(CHUNK_TOKENS, seed=7))
     places = torch.arange(len(ids), device=device_of(subject.model)) + start - home(subject)
     layers = capture(subject.model, torch.tensor([ids]), places[None]).layers
     return [tuple(states[0, :, home(subject) :] for states in layer) for layer in layers]

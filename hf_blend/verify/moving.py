@@ -7,43 +7,34 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..prefill.plan import Slot
+from ..prefill.plan import PlacedChunk
 from ..prefill.realign import Realigner
 from ..prefill.report import BlendReport
 from ..store.chunk import ChunkKV
-from .subject import Subject
+from .subject import ModelUnderTest
 
 CHUNK_TOKENS = 24
 NEAR, FAR = 41, 130  # places in the prompt, in tokens; neither is a multiple of the other
 
 
-def probe_chunk(subject: Subject) -> ChunkKV:
+def probe_chunk(subject: ModelUnderTest) -> ChunkKV:
     """A chunk that stands behind the sink, `CHUNK_TOKENS` long."""
     return subject.chunk(subject.ids(CHUNK_TOKENS, seed=7))
 
 
-def sequence_of(subject: Subject, tokens: int) -> Tensor:
+def sequence_of(subject: ModelUnderTest, tokens: int) -> Tensor:
     """Random ids for a sequence of its own, `[1, tokens]`."""
     return torch.tensor([subject.ids(tokens, seed=8)])
 
 
-def home(subject: Subject) -> int:
+def home(subject: ModelUnderTest) -> int:
     """The first position of a probe chunk as it is stored."""
-    return len(subject.sink_ids)
+    return len(subject.chunk_prefix_ids)
 
 
-def moved(subject: Subject, chunk: ChunkKV, start: int) -> ChunkKV:
-    """Realign a chunk as a request does.
-
-    Args:
-        subject: whose model made the chunk.
-        chunk: the chunk; it is not changed.
-        start: the position that its first token shall have.
-
-    Returns:
-        A chunk whose keys are rotated for `start …`, with the tables of these positions.
-    """
-    realigner, slot = Realigner(subject.styles, BlendReport()), Slot(0, 0, chunk, False, 0)
+def moved(subject: ModelUnderTest, chunk: ChunkKV, start: int) -> ChunkKV:
+    """Realign a chunk as a request does."""
+    realigner, slot = Realigner(subject.styles, BlendReport()), PlacedChunk(0, 0, chunk, False, 0)
     tables, layers = list(chunk.tables), []
     for index, table in enumerate(subject.tables_at(start, chunk.tokens)):
         realigner.learn(index, table)
@@ -58,19 +49,19 @@ def moved(subject: Subject, chunk: ChunkKV, start: int) -> ChunkKV:
     return replace(chunk, layers=tuple(layers), tables=tuple(tables))
 
 
-def turning(subject: Subject, chunk: ChunkKV) -> list[Tensor]:
+def turning(subject: ModelUnderTest, chunk: ChunkKV) -> list[Tensor]:
     """Of each layer's (K, V) the tensor that turns with the position, `[kv_heads, tokens, head_dim]`."""
     pairs = zip(chunk.layers, subject.styles, strict=True)
     return [layer[style.slot] for layer, style in pairs if len(layer) > 1]
 
 
-def still(subject: Subject, chunk: ChunkKV) -> list[Tensor]:
+def still(subject: ModelUnderTest, chunk: ChunkKV) -> list[Tensor]:
     """Of each layer's (K, V) the tensor that carries no position."""
     pairs = zip(chunk.layers, subject.styles, strict=True)
     return [layer[1 - style.slot] for layer, style in pairs if len(layer) > 1]
 
 
-def keys_apart(subject: Subject, one: ChunkKV, other: ChunkKV) -> float:
+def keys_apart(subject: ModelUnderTest, one: ChunkKV, other: ChunkKV) -> float:
     """Largest difference of two chunks' keys, as a share of each layer's largest key; NaN counts as infinite."""
     shares = [
         float((a.float() - b.float()).abs().amax() / b.float().abs().amax())

@@ -8,15 +8,15 @@ from transformers import Cache
 
 from ..model.anatomy import full_cache, stock_cache
 from ..prompt.pieces import Prompt
-from .base import Outcome, Rung
+from .base import Check, Outcome
 from .floor import device_of, distance, kv_of
-from .subject import Blended, Subject
+from .subject import Blended, ModelUnderTest
 
 
-class PrefixCache(Rung):
+class PrefixCache(Check):
     """With a sink and without, against a stock cache that holds the chunk and is continued with the question."""
 
-    def measure(self, subject: Subject) -> Outcome:
+    def measure(self, subject: ModelUnderTest) -> Outcome:
         """Largest absolute difference of logits, and of any K or V at any layer; 0 is allowed.
 
         A stock cache keeps all keys or, made with a config, those in a layer's window; the same sum is rounded in two
@@ -24,18 +24,18 @@ class PrefixCache(Rung):
         where the stock cache is continued in two: with mixers as much is allowed as full prefills differ by.
         """
         allowed = max(subject.logit_tolerance, subject.floor.states) if any(subject.mixers) else 0.0
-        return Outcome(max(_error(subject, sink) for sink in {(), subject.sink_ids}), allowed)
+        return Outcome(max(_error(subject, sink) for sink in {(), subject.chunk_prefix_ids}), allowed)
 
 
 @torch.no_grad()
-def _error(subject: Subject, sink: tuple[int, ...]) -> float:
+def _error(subject: ModelUnderTest, sink: tuple[int, ...]) -> float:
     prompt = Prompt(sink, subject.prompts[0].chunks[:1], subject.prompts[0].question)
-    got = subject.blend([prompt], 0.0, sink_ids=sink)
+    got = subject.blend([prompt], 0.0, chunk_prefix_ids=sink)
     stocks = [full_cache(subject.model), stock_cache(subject.model)]
     return min(_apart(got, _continued(subject, prompt, stock), stock) for stock in stocks)
 
 
-def _continued(subject: Subject, prompt: Prompt, stock: Cache) -> Tensor:
+def _continued(subject: ModelUnderTest, prompt: Prompt, stock: Cache) -> Tensor:
     """Fill a stock cache with sink and chunk, and continue it: the question's logits.
 
     A product of one row may round unlike that of many, so the sink's columns come from a forward of the sink alone, as
@@ -54,7 +54,7 @@ def _continued(subject: Subject, prompt: Prompt, stock: Cache) -> Tensor:
     return _run(subject, prompt.question, stock)
 
 
-def _run(subject: Subject, ids: tuple[int, ...], cache: Cache) -> Tensor:
+def _run(subject: ModelUnderTest, ids: tuple[int, ...], cache: Cache) -> Tensor:
     tokens = torch.tensor([ids], device=device_of(subject.model))
     return subject.model(tokens, past_key_values=cache, use_cache=True).logits.float()
 

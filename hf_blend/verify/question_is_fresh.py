@@ -5,18 +5,18 @@
 import torch
 
 from ..model.anatomy import full_cache
-from .base import Outcome, Rung
+from .base import Check, Outcome
 from .floor import device_of, distance
-from .subject import Subject
+from .subject import ModelUnderTest
 
 NO_STATE = "has mixers, whose states behind the fused chunks no stock cache can be given; see fused_ratio."
 
 
-class QuestionIsFresh(Rung):
+class QuestionIsFresh(Check):
     """The stock model continues a stock cache that holds the fused prefix and chunks."""
 
     @torch.no_grad()
-    def measure(self, subject: Subject) -> Outcome:
+    def measure(self, subject: ModelUnderTest) -> Outcome:
         """Largest absolute difference of the question's logits, over requests that run alone."""
         if any(subject.mixers):
             return Outcome(float("inf"), 0.0, f"{type(subject.model).__name__} {NO_STATE}", refused=True)

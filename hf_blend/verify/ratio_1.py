@@ -2,15 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ratio 1.0 through the sparse path gives the logits of a full prefill."""
 
-from .base import Outcome, Rung
+from .base import Check, Outcome
 from .floor import distance
-from .subject import Subject
+from .subject import ModelUnderTest
 
 
-class Ratio1(Rung):
+class Ratio1(Check):
     """The prefix is reused, every chunk token is recomputed as a chosen one."""
 
-    def measure(self, subject: Subject) -> Outcome:
+    def measure(self, subject: ModelUnderTest) -> Outcome:
         """Largest absolute difference of the question's logits, over requests that run alone."""
         errors = []
         for prompt in subject.prompts:

@@ -2,15 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ratio 1.0 of three requests side by side, padded on the left, gives the logits of their full prefill."""
 
-from .base import Outcome, Rung
+from .base import Check, Outcome
 from .floor import distance
-from .subject import Subject
+from .subject import ModelUnderTest
 
 
-class Ratio1Batch(Rung):
+class Ratio1Batch(Check):
     """The requests differ in prefix, number and length of chunks, and question."""
 
-    def measure(self, subject: Subject) -> Outcome:
+    def measure(self, subject: ModelUnderTest) -> Outcome:
         """Largest absolute difference of the questions' logits."""
         got = subject.blend(subject.prompts, 1.0)
         if not all(got.cache.report.chosen_columns):

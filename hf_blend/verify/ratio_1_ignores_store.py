@@ -8,15 +8,15 @@ import torch
 
 from ..store import ChunkStore
 from ..store.chunk import ChunkKV
-from .base import Outcome, Rung
+from .base import Check, Outcome
 from .floor import distance
-from .subject import Subject
+from .subject import ModelUnderTest
 
 
-class Ratio1IgnoresStore(Rung):
+class Ratio1IgnoresStore(Check):
     """Every slot is overwritten by fresh K and V before anyone looks at it."""
 
-    def measure(self, subject: Subject) -> Outcome:
+    def measure(self, subject: ModelUnderTest) -> Outcome:
         """Largest absolute difference of the question's logits from a full prefill."""
         prompt, store = subject.prompts[0], ChunkStore.open("memory://")
         for ids in prompt.chunks:

@@ -2,15 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ratio 1.0 leaves the K and V of a full prefill in the cache, at every layer and token."""
 
-from .base import Outcome, Rung
+from .base import Check, Outcome
 from .floor import distance
-from .subject import Subject
+from .subject import ModelUnderTest
 
 
-class Ratio1States(Rung):
+class Ratio1States(Check):
     """What the answer will look at is all there, also in a padded batch."""
 
-    def measure(self, subject: Subject) -> Outcome:
+    def measure(self, subject: ModelUnderTest) -> Outcome:
         """Largest absolute difference of any K or V of a real token."""
         got, errors = subject.blend(subject.prompts, 1.0), []
         for row, run in enumerate(subject.plain(subject.prompts)):

@@ -8,23 +8,23 @@ from typing import Any
 import torch
 
 from ..prompt.pieces import Prompt
-from .base import Outcome, Rung
-from .subject import Subject
+from .base import Check, Outcome
+from .subject import ModelUnderTest
 
 NEW_TOKENS = 8
 
 
-class Ratio1Text(Rung):
+class Ratio1Text(Check):
     """Where a token differs, the error is by how much plain generate preferred its own; ties within noise may fall."""
 
-    def measure(self, subject: Subject) -> Outcome:
+    def measure(self, subject: ModelUnderTest) -> Outcome:
         """The largest such preference, 0 where the texts are equal. Each of two logits may be off by the tolerance."""
         groups = [*([prompt] for prompt in subject.prompts), subject.prompts]
         return Outcome(max(_preference(subject, group) for group in groups), 2 * subject.logit_tolerance)
 
 
 @torch.no_grad()
-def _preference(subject: Subject, prompts: Sequence[Prompt]) -> float:
+def _preference(subject: ModelUnderTest, prompts: Sequence[Prompt]) -> float:
     cache = subject.cache(1.0)
     inputs = subject.inputs(cache, prompts)
     inputs.pop("position_ids")

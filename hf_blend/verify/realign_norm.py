@@ -5,19 +5,19 @@
 import torch
 
 from ..store.chunk import ChunkKV
-from .base import Outcome, Rung, rounding
+from .base import Check, Outcome, rounding
 from .moving import FAR, moved, probe_chunk, turning
-from .subject import Subject
+from .subject import ModelUnderTest
 
 
-class RealignNorm(Rung):
+class RealignNorm(Check):
     """A table rounded to bfloat16 is not quite on the circle; by how much is read off the tables.
 
     This is a property of the `Realigner` alone. That it puts keys where the model does is shown by `moved_chunk`, from
     a forward of the model at the new place.
     """
 
-    def measure(self, subject: Subject) -> Outcome:
+    def measure(self, subject: ModelUnderTest) -> Outcome:
         """Largest difference of the lengths of keys, as a share of the longest of the layer."""
         chunk = probe_chunk(subject)
         far = moved(subject, chunk, FAR)

@@ -3,17 +3,17 @@
 """The same request gives the same bits twice, with chunks computed or loaded."""
 
 from ..store import ChunkStore
-from .base import Outcome, Rung
+from .base import Check, Outcome
 from .floor import distance
-from .subject import Subject
+from .subject import ModelUnderTest
 
 RATIO = 0.3
 
 
-class SameBits(Rung):
+class SameBits(Check):
     """First with a cold store, then twice with a warm one."""
 
-    def measure(self, subject: Subject) -> Outcome:
+    def measure(self, subject: ModelUnderTest) -> Outcome:
         """Largest absolute difference of logits, K or V; 0 is allowed."""
         store = ChunkStore.open("memory://")
         first, *others = [subject.blend(subject.prompts, RATIO, store) for _ in range(3)]

@@ -5,17 +5,17 @@
 import math
 
 from ..store import ChunkStore
-from .base import Outcome, Rung, violations
+from .base import Check, Outcome, violations
 from .slots import reusable
-from .subject import Subject
+from .subject import ModelUnderTest
 
 RATIOS = (0.0, 0.05, 0.15, 0.5, 0.99, 1.0)
 
 
-class Selection(Rung):
+class Selection(Check):
     """For the default selector, in a batch of requests of different lengths."""
 
-    def measure(self, subject: Subject) -> Outcome:
+    def measure(self, subject: ModelUnderTest) -> Outcome:
         """Number of broken promises; 0 is allowed."""
         store, wrong = ChunkStore.open("memory://"), []
         smaller: list[set[int]] = [set() for _ in subject.prompts]

@@ -10,19 +10,19 @@ from ..context.oracles import far_rows
 from ..context.self_extend import self_extend
 from ..errors import UnsupportedModelError
 from ..model.trust import FLOORS
-from .base import Outcome, Rung, refused, rounding
+from .base import Check, Outcome, refused, rounding
 from .floor import distance
 from .moving import sequence_of
-from .subject import Subject
+from .subject import ModelUnderTest
 
 TOKENS = 24
 TRAINED_TOKENS, GROUP_TOKENS = 64, 1000
 
 
-class SelfExtend(Rung):
+class SelfExtend(Check):
     """Window 1 and one group for all; queries and keys are rounded as where they are moved once each."""
 
-    def measure(self, subject: Subject) -> Outcome:
+    def measure(self, subject: ModelUnderTest) -> Outcome:
         """Largest difference of what a layer adds to the last token, as a share of the largest number of that."""
         settings: dict[str, Any] = {"trained_tokens": TRAINED_TOKENS, "window_tokens": 1, "group_tokens": GROUP_TOKENS}
         try:

@@ -5,8 +5,8 @@
 import torch
 from torch import Tensor
 
-from ..prefill.plan import Slot
-from .subject import Blended, Subject
+from ..prefill.plan import PlacedChunk
+from .subject import Blended, ModelUnderTest
 
 
 def reusable(got: Blended) -> Tensor:
@@ -27,13 +27,13 @@ def unchosen(got: Blended) -> Tensor:
     return grid
 
 
-def chunk_slots(subject: Subject, got: Blended) -> list[Slot]:
+def chunk_slots(subject: ModelUnderTest, got: Blended) -> list[PlacedChunk]:
     """Every chunk of the request at its place, computed again, together with those that it was computed with."""
     width = max(len(prompt.ids) for prompt in got.prompts)
     ids_of = dict.fromkeys(ids for prompt in got.prompts for _, ids, *_ in prompt.spans())
     chunks = dict(zip(ids_of, subject.chunks(list(ids_of)), strict=True))
     return [
-        Slot(row, width - len(prompt.ids) + start, chunks[ids], False, number)
+        PlacedChunk(row, width - len(prompt.ids) + start, chunks[ids], False, number)
         for row, prompt in enumerate(got.prompts)
         for number, (start, ids, *_) in enumerate(prompt.spans())
     ]

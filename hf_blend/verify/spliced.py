@@ -19,21 +19,12 @@ from ..selectors.base import KV
 from .floor import distance
 from .slots import unchosen
 from .stale import stale_error
-from .subject import Blended, Subject
+from .subject import Blended, ModelUnderTest
 
 
 @torch.no_grad()
-def fused_error(subject: Subject, prompts: Sequence[Prompt], ratio: float) -> float:
-    """How far a blended forward is from the dense one.
-
-    Args:
-        subject: the model and its requests.
-        prompts: those to run, side by side.
-        ratio: share of the reusable tokens that is recomputed.
-
-    Returns:
-        Largest absolute difference of the questions' logits.
-    """
+def fused_error(subject: ModelUnderTest, prompts: Sequence[Prompt], ratio: float) -> float:
+    """How far a blended forward is from the dense one."""
     if any(subject.mixers) or any(style.beside for style in subject.styles):
         return stale_error(subject, prompts, ratio)
     got = subject.blend(prompts, ratio)

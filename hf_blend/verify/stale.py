@@ -20,21 +20,12 @@ from ..model.anatomy import LayerCall, decoder_layers, full_cache
 from ..prompt.pieces import Prompt
 from .floor import device_of, distance, placed
 from .slots import unchosen
-from .subject import Blended, Subject
+from .subject import Blended, ModelUnderTest
 
 
 @torch.no_grad()
-def stale_error(subject: Subject, prompts: Sequence[Prompt], ratio: float) -> float:
-    """How far a blended forward is from the dense one.
-
-    Args:
-        subject: the model and its requests.
-        prompts: those to run, side by side.
-        ratio: share of the reusable tokens that is recomputed.
-
-    Returns:
-        Largest absolute difference of the questions' logits.
-    """
+def stale_error(subject: ModelUnderTest, prompts: Sequence[Prompt], ratio: float) -> float:
+    """How far a blended forward is from the dense one."""
     got = subject.blend(prompts, ratio)
     alone = _inputs_alone(subject, got)
     slots, first = unchosen(got).to(device_of(subject.model)), first_stale_layer(got) + 1
@@ -60,13 +51,13 @@ def first_stale_layer(got: Blended) -> int:
     )
 
 
-def _inputs_alone(subject: Subject, got: Blended) -> list[Tensor]:
+def _inputs_alone(subject: ModelUnderTest, got: Blended) -> list[Tensor]:
     """By layer, then by mixer, what came there of the chunks when each was run alone, `[…, batch, tokens, width]`."""
     width = max(len(prompt.ids) for prompt in got.prompts)
     whole = [Tensor()] * (2 * subject.num_layers)
 
     def keep(index: int, hidden: Tensor, row: int, start: int, count: int) -> Tensor:
-        kept, flat = whole[index], _by_token(hidden, len(subject.sink_ids) + count)
+        kept, flat = whole[index], _by_token(hidden, len(subject.chunk_prefix_ids) + count)
         if not kept.numel():
             shape = (*flat.shape[:-3], len(got.prompts), width, flat.shape[-1])
             kept = whole[index] = flat.new_zeros(shape)
@@ -77,7 +68,7 @@ def _inputs_alone(subject: Subject, got: Blended) -> list[Tensor]:
         for start, ids, *_ in prompt.spans():
             place = {"row": row, "start": width - len(prompt.ids) + start, "count": len(ids)}
             with _inputs(subject, partial(keep, **place)):
-                tokens = torch.tensor([[*subject.sink_ids, *ids]])
+                tokens = torch.tensor([[*subject.chunk_prefix_ids, *ids]])
                 given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
                 subject.model(**placed(subject.model, given))
     return whole
@@ -89,7 +80,7 @@ def _by_token(hidden: Tensor, tokens: int) -> Tensor:
 
 
 @contextmanager
-def _inputs(subject: Subject, change: Callable[[int, Tensor], Tensor]) -> Iterator[None]:
+def _inputs(subject: ModelUnderTest, change: Callable[[int, Tensor], Tensor]) -> Iterator[None]:
     """Change the hidden states that each decoder layer receives, and its mixer, which counts behind all layers."""
 
     def enter(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -5,21 +5,21 @@
 import torch
 
 from ..store import ChunkStore
-from .base import Outcome, Rung, violations
-from .subject import Subject
+from .base import Check, Outcome, violations
+from .subject import ModelUnderTest
 
 RATIO = 0.3
 
 
-class StaleEntries(Rung):
+class StaleEntries(Check):
     """A store that lies about the tokens is found out at layer 0; other weights have another fingerprint."""
 
-    def measure(self, subject: Subject) -> Outcome:
+    def measure(self, subject: ModelUnderTest) -> Outcome:
         """Number of stale entries that were used; 0 is allowed."""
         return violations([*_of_other_tokens(subject), *_of_other_weights(subject)])
 
 
-def _of_other_tokens(subject: Subject) -> list[str]:
+def _of_other_tokens(subject: ModelUnderTest) -> list[str]:
     from dataclasses import replace
 
     prompt, store = subject.prompts[0], ChunkStore.open("memory://")
@@ -32,7 +32,7 @@ def _of_other_tokens(subject: Subject) -> list[str]:
     return [f"{used} entries of other tokens were used"] if used else []
 
 
-def _of_other_weights(subject: Subject) -> list[str]:
+def _of_other_weights(subject: ModelUnderTest) -> list[str]:
     store, prompts = ChunkStore.open("memory://"), subject.prompts[:1]
     subject.blend(prompts, RATIO, store)
     weight = subject.model.get_input_embeddings().weight

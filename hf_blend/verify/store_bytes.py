@@ -9,17 +9,17 @@ import torch
 from ..model.fingerprint import fingerprint
 from ..store import ChunkStore
 from ..store.chunk import ChunkKey
-from .base import Outcome, Rung, violations
-from .subject import Subject
+from .base import Check, Outcome, violations
+from .subject import ModelUnderTest
 
 
-class StoreBytes(Rung):
+class StoreBytes(Check):
     """Chunks are shared between requests, in memory too."""
 
-    def measure(self, subject: Subject) -> Outcome:
+    def measure(self, subject: ModelUnderTest) -> Outcome:
         """Number of chunks that changed after prefills at three ratios and a few generated tokens; 0 is allowed."""
         store, prompt = ChunkStore.open("memory://"), subject.prompts[0]
-        keys = [ChunkKey(fingerprint(subject.model), subject.sink_ids, ids) for ids in prompt.chunks]
+        keys = [ChunkKey(fingerprint(subject.model), subject.chunk_prefix_ids, ids) for ids in prompt.chunks]
         subject.blend([prompt], 0.0, store)
         before = [_digest(store, key) for key in keys]
         for ratio in (0.0, 0.3, 1.0):

@@ -23,7 +23,7 @@ from ..prompt.pieces import Prompt, batch
 from ..rotary.tables import Table
 from ..store import ChunkStore
 from ..store.chunk import ChunkKey, ChunkKV
-from .floor import Floor, Prefill, States, device_of, kv_of, measure_floor, placed, prefill
+from .floor import Floor, PrefillLogits, States, device_of, kv_of, measure_floor, placed, prefill
 
 FLOAT32_LOGITS = 1e-5  # asked of float32 even where the floor is lower
 LENGTHS = (((17, 23, 31), 9), ((29, 12), 14), ((20, 20, 11, 8), 6))  # chunks and question of each request, in tokens
@@ -32,13 +32,7 @@ PREFIX_TOKENS = 4
 
 @dataclass
 class Blended:
-    """A blended prefill.
-
-    Attributes:
-        cache: full after the prefill.
-        asked: `[batch, rows, vocabulary]` float32 logits of the question's rows, as many as the shortest question has.
-        prompts: what was asked.
-    """
+    """A blended prefill."""
 
     cache: BlendCache
     asked: Tensor
@@ -50,18 +44,11 @@ class Blended:
         return kv_of(self.cache)
 
 
-class Subject:
+class ModelUnderTest:
     """A model with fixed random requests, its rotary styles and its floor."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Make the requests.
-
-        Args:
-            model: the model in the dtype and with the attention that are looked at.
-
-        Raises:
-            UnsupportedModelError: the model cannot be blended at all.
-        """
+        """Make the requests."""
         silence_casts(model, self)
         self.model = model
         self.styles = rotary_styles(model)
@@ -69,7 +56,7 @@ class Subject:
         self.num_layers = len(decoder_layers(model))
         self.vocabulary = text_config(model).vocab_size
         bos = getattr(text_config(model), "bos_token_id", None)
-        self.sink_ids = (bos,) if isinstance(bos, int) else ()
+        self.chunk_prefix_ids = (bos,) if isinstance(bos, int) else ()
         self.prompts = self._prompts()
 
     @cached_property
@@ -112,43 +99,33 @@ class Subject:
         return self.model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=rows).logits.float()
 
     def prefill(self, cache: BlendCache, prompts: Sequence[Prompt]) -> Tensor:
-        """Prefill prompts with a cache: logits of the question's rows, as `Blended.asked`."""
+        """PrefillLogits prompts with a cache: logits of the question's rows, as `Blended.asked`."""
         return self.forward(cache, self.inputs(cache, prompts), question_rows(prompts))
 
     def blend(
         self, prompts: Sequence[Prompt], ratio: float, store: ChunkStore | None = None, **settings: Any
     ) -> Blended:
-        """Prefill prompts with stored chunks.
-
-        Args:
-            prompts: one, or several side by side.
-            ratio: share of the reusable tokens that is recomputed.
-            store: where the chunks are; a fresh one in memory if left out.
-            **settings: more fields of the config.
-
-        Returns:
-            The prefill.
-        """
+        """PrefillLogits prompts with stored chunks."""
         cache = self.cache(ratio, store, **settings)
         return Blended(cache, self.prefill(cache, prompts), prompts)
 
-    def plain(self, prompts: Sequence[Prompt]) -> list[Prefill]:
-        """Prefill the same prompts, side by side, with the plain model."""
+    def plain(self, prompts: Sequence[Prompt]) -> list[PrefillLogits]:
+        """PrefillLogits the same prompts, side by side, with the plain model."""
         return prefill(self.model, prompts)
 
     def asked(self, prompts: Sequence[Prompt]) -> Tensor:
         """Plain logits of the question's rows, `[batch, rows, vocabulary]`, as `Blended.asked`."""
         return torch.stack([run.logits[-question_rows(prompts) :] for run in self.plain(prompts)])
 
-    def chunk(self, ids: Sequence[int], sink_ids: Sequence[int] | None = None) -> ChunkKV:
+    def chunk(self, ids: Sequence[int], chunk_prefix_ids: Sequence[int] | None = None) -> ChunkKV:
         """A chunk computed alone, as a request does it."""
-        sink = self.sink_ids if sink_ids is None else sink_ids
+        sink = self.chunk_prefix_ids if chunk_prefix_ids is None else chunk_prefix_ids
         return capture_chunk(self.model, ids, sink, fingerprint(self.model))
 
     def chunks(self, all_ids: Sequence[tuple[int, ...]]) -> list[ChunkKV]:
         """Different chunks as a request computes them that lacks them all, in the same order."""
         identity = fingerprint(self.model)
-        keys = [ChunkKey(identity, self.sink_ids, ids) for ids in all_ids]
+        keys = [ChunkKey(identity, self.chunk_prefix_ids, ids) for ids in all_ids]
         made = {one.key: one for pack in packs(self.model, keys) for one in capture_chunks(self.model, pack)}
         return [made[key] for key in keys]
 
@@ -168,7 +145,7 @@ class Subject:
         made = []
         for row, (lengths, asked) in enumerate(LENGTHS):
             chunks = tuple(self.ids(count, seed=100 * row + place) for place, count in enumerate(lengths))
-            prefix = (*self.sink_ids, *self.ids(PREFIX_TOKENS + row, seed=100 * row + 50))
+            prefix = (*self.chunk_prefix_ids, *self.ids(PREFIX_TOKENS + row, seed=100 * row + 50))
             made.append(Prompt(prefix, chunks, self.ids(asked, seed=100 * row + 60)))
         return made
 

@@ -9,21 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from .floor import device_of
-from .subject import Subject
+from .subject import ModelUnderTest
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks")
 
 
 @torch.no_grad()
-def traces(subject: Subject) -> dict[str, Any]:
-    """Record a model: per module its class, attributes, hooks, forward and mode; config, weights, logits.
-
-    Args:
-        subject: whose model is looked at.
-
-    Returns:
-        Name → what was there, comparable by `differences`.
-    """
+def traces(subject: ModelUnderTest) -> dict[str, Any]:
+    """Record a model: per module its class, attributes, hooks, forward and mode; config, weights, logits."""
     model = subject.model
     found: dict[str, Any] = {}
     for name, module in model.named_modules():

@@ -7,17 +7,17 @@ from torch import Tensor
 
 from ..cache.blend_cache import BlendCache
 from ..prompt.pieces import Prompt
-from .base import Outcome, Rung
+from .base import Check, Outcome
 from .floor import device_of, distance
-from .subject import Subject
+from .subject import ModelUnderTest
 
 RATIO, STEPS = 0.3, 3
 
 
-class TwoCaches(Rung):
+class TwoCaches(Check):
     """Prefills and single steps in turn, against the same requests one after the other."""
 
-    def measure(self, subject: Subject) -> Outcome:
+    def measure(self, subject: ModelUnderTest) -> Outcome:
         """Largest absolute difference of any logits; 0 is allowed."""
         prompts = subject.prompts[:2]
         wanted = [_steps(subject, [prompt])[0] for prompt in prompts]
@@ -28,7 +28,7 @@ class TwoCaches(Rung):
 
 
 @torch.no_grad()
-def _steps(subject: Subject, prompts: list[Prompt]) -> list[list[Tensor]]:
+def _steps(subject: ModelUnderTest, prompts: list[Prompt]) -> list[list[Tensor]]:
     """Logits of each request and of a plain forward beside them, at the prefill and at some steps."""
     device = device_of(subject.model)
     caches: list[BlendCache] = [subject.cache(RATIO) for _ in prompts]

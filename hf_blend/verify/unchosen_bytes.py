@@ -6,21 +6,21 @@ import torch
 
 from ..prefill.realign import Realigner
 from ..prefill.report import BlendReport
-from .base import Outcome, Rung, violations
+from .base import Check, Outcome, violations
 from .slots import chunk_slots, unchosen
-from .subject import Subject
+from .subject import ModelUnderTest
 
 RATIO = 0.3
 
 
-class UnchosenBytes(Rung):
+class UnchosenBytes(Check):
     """In a batch, against chunks that are computed and realigned again, by the same `Realigner`.
 
     So this shows that a request leaves these bytes alone, not that they are right: that is shown by `moved_chunk` and
     `layer_0`, from forwards of the model.
     """
 
-    def measure(self, subject: Subject) -> Outcome:
+    def measure(self, subject: ModelUnderTest) -> Outcome:
         """Number of layers in which a byte differs; 0 is allowed."""
         got = subject.blend(subject.prompts, RATIO)
         kept, slots = unchosen(got), chunk_slots(subject, got)

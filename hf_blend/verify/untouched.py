@@ -2,15 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """After a blended request the model has the hooks, attributes, config, weights and logits that it had before."""
 
-from .base import Outcome, Rung, violations
-from .subject import Subject
+from .base import Check, Outcome, violations
+from .subject import ModelUnderTest
 from .traces import differences, traces
 
 
-class Untouched(Rung):
+class Untouched(Check):
     """After a prefill, after a generate, and after a cache that was made and never used."""
 
-    def measure(self, subject: Subject) -> Outcome:
+    def measure(self, subject: ModelUnderTest) -> Outcome:
         """Number of things that differ; 0 is allowed."""
         subject.blend(subject.prompts, 0.3)  # what is done once per model, such as the probe, is not counted
         before = traces(subject)

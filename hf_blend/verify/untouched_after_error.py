@@ -7,9 +7,9 @@ from torch import nn
 
 from ..cache.blend_cache import BlendCache
 from ..model.anatomy import decoder_layers
-from .base import Outcome, Rung, violations
+from .base import Check, Outcome, violations
 from .floor import distance
-from .subject import Subject
+from .subject import ModelUnderTest
 from .traces import differences, hooks_of, traces
 
 RATIO = 0.3
@@ -19,10 +19,10 @@ class _Burst(Exception):
     """The exception that passes through."""
 
 
-class UntouchedAfterError(Rung):
+class UntouchedAfterError(Check):
     """It is raised in the attention of each layer in turn."""
 
-    def measure(self, subject: Subject) -> Outcome:
+    def measure(self, subject: ModelUnderTest) -> Outcome:
         """Number of things that differ; 0 is allowed."""
         wanted = subject.blend(subject.prompts, RATIO).asked
         before, wrong = traces(subject), []
@@ -36,7 +36,7 @@ class UntouchedAfterError(Rung):
         return violations(wrong)
 
 
-def _burst(subject: Subject, cache: BlendCache, layer: nn.Module, index: int) -> list[str]:
+def _burst(subject: ModelUnderTest, cache: BlendCache, layer: nn.Module, index: int) -> list[str]:
     """Run a request into an exception; gives back what was wrong on the way."""
     hooks: list[int] = []
 

@@ -5,19 +5,19 @@
 from ..context.oracles import whole_shift
 from ..context.sequence_cache import SequenceCache
 from ..errors import UnsupportedModelError
-from .base import Outcome, Rung, refused
+from .base import Check, Outcome, refused
 from .floor import distance
 from .moving import sequence_of
-from .subject import Subject
+from .subject import ModelUnderTest
 
 HELD_TOKENS, MORE_TOKENS = 40, 6
 SHIFT = 77  # positions
 
 
-class WholeShift(Rung):
+class WholeShift(Check):
     """A prefill in a sequence cache, a shift of everything, and some tokens more."""
 
-    def measure(self, subject: Subject) -> Outcome:
+    def measure(self, subject: ModelUnderTest) -> Outcome:
         """Largest absolute difference of logits."""
         try:
             cache = SequenceCache(subject.model)

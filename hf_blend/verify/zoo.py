@@ -101,21 +101,7 @@ WRONG_CONFIG = (ArithmeticError, AttributeError, AssertionError, ImportError, Lo
 
 
 def load_model(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> nn.Module:
-    """Load a model, or build a tiny one.
-
-    Args:
-        name: a path, a hub id, a name in `model_names.NAMES`, or `tiny:TYPE`.
-        dtype: of the weights.
-        device: where to put it.
-
-    Returns:
-        A causal language model in eval mode.
-
-    Raises:
-        ConfigError: transformers knows no causal model of that type.
-        UnsupportedModelError: there is no causal language model to be had from it.
-        OSError: nothing is at that path or id.
-    """
+    """Load a model, or build a tiny one."""
     if name.startswith(TINY):
         return tiny_model(name.removeprefix(TINY)).to(dtype=dtype, device=device)
     from transformers import AutoModelForCausalLM
@@ -137,21 +123,7 @@ def tiny_types() -> list[str]:
 
 
 def tiny_model(model_type: str, *, seed: int = 0, **fields: Any) -> nn.Module:
-    """Build a small random model of a type: 4 layers of width 64, with grouped heads where the type can have them.
-
-    Args:
-        model_type: as in `config.json`, such as "llama".
-        seed: of the weights; the global random state is left alone.
-        **fields: config fields to set beside the shrunk ones.
-
-    Returns:
-        A float32 model in eval mode.
-
-    Raises:
-        ConfigError: transformers knows no causal model of that type.
-        UnsupportedModelError: its config says that it cannot be blended; or does not shrink, which begins with
-            `NOT_JUDGED`.
-    """
+    """Build a small random model of a type: 4 layers of width 64, with grouped heads where the type can have them."""
     if model_type not in tiny_types():
         near = suggest(model_type, tiny_types()).partition("Available")[0]
         raise ConfigError(
@@ -176,14 +148,7 @@ def tiny_model(model_type: str, *, seed: int = 0, **fields: Any) -> nn.Module:
 
 
 def refused_by_config(model_type: str) -> str:
-    """Why no model of a type can be blended, as far as its default config tells; empty if it does not.
-
-    Args:
-        model_type: as in `config.json`.
-
-    Returns:
-        A sentence, naming what stands in the way.
-    """
+    """Why no model of a type can be blended, as far as its default config tells; empty if it does not."""
     from transformers import AutoConfig
 
     try:

@@ -61,7 +61,7 @@ class Changes(FaultClass):
         model = copy.deepcopy(original)
         settings: dict[str, Any] = {"secret": self.random.choice((None, SECRET)), "durability": "none"}
         with ChunkStore.open(self.folder, memory_bytes=self.random.choice((0, 1 << 26)), **settings) as store:
-            before = store.add(model, None, self._chunks[:1], sink_ids=SINK)
+            before = store.add(model, None, self._chunks[:1], chunk_prefix_ids=SINK)
             if in_request:
                 self._request(model, store, self._chunks[:1])
             refusal: HfBlendError | None = None
@@ -87,11 +87,15 @@ class Changes(FaultClass):
             return Verdict.WRONG
         if not self._is_true(model, store):
             return Verdict.WRONG
-        return Verdict.RIGHT if store.add(model, None, self._chunks[:1], sink_ids=SINK) == before else Verdict.MISS
+        return (
+            Verdict.RIGHT
+            if store.add(model, None, self._chunks[:1], chunk_prefix_ids=SINK) == before
+            else Verdict.MISS
+        )
 
     def _is_true(self, model: Any, store: ChunkStore, truths: Sequence[Truth] | None = None) -> bool:
         """Whether what a store has for a model is what the model computes."""
-        keys = store.add(model, None, self._chunks, sink_ids=SINK)
+        keys = store.add(model, None, self._chunks, chunk_prefix_ids=SINK)
         truths = truths or [stock_kv(model, SINK, ids) for ids in self._chunks]
         for key, truth in zip(keys, truths, strict=True):
             got = store.get(key)

@@ -39,7 +39,7 @@ class DeadTier(FaultClass):
             before = far.counts.copy()
             store.put(chunk)
             verdicts = [self.find(store, chunk), self.expect(store, drawn_chunk(ABSENT))]
-            store.find(chunk.key.fingerprint, chunk.key.sink_ids, chunk.key.token_ids)
+            store.find(chunk.key.fingerprint, chunk.key.chunk_prefix_ids, chunk.key.token_ids)
             worst = next((one for one in verdicts if one in (Verdict.WRONG, Verdict.LOST)), Verdict.RIGHT)
             for fault, times in (far.counts - before).items():
                 self.record(fault, worst, count=times)

@@ -59,7 +59,7 @@ class FaultyTierFaults(FaultClass):
             except StoreError:
                 return Verdict.REFUSED
         elif action == "find":
-            store.find(chunk.key.fingerprint, chunk.key.sink_ids, chunk.key.token_ids)
+            store.find(chunk.key.fingerprint, chunk.key.chunk_prefix_ids, chunk.key.token_ids)
         else:
             store.contains(chunk.key)
         return Verdict.MISS

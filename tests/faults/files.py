@@ -11,7 +11,7 @@ from hf_blend.store import ChunkKV, ChunkStore
 
 from .damage import NODES, clear, damaged, edited_header
 from .fault import FaultClass, Verdict
-from .world import NEIGHBOURS, WAYS, Entry, Shelf, is_same, take
+from .world import NEIGHBOURS, WAYS, Entry, ModelCache, is_same, take
 
 __all__ = ["Changing", "Files", "Headers", "Planted", "asked"]
 
@@ -35,7 +35,7 @@ class FileFaults(FaultClass):
             if verdict is not Verdict.RIGHT:
                 self.note("not damaged", Verdict.LOST if verdict is Verdict.MISS else verdict, name)
 
-    def one(self, shelf: Shelf, place: int, way: str) -> None:
+    def one(self, shelf: ModelCache, place: int, way: str) -> None:
         """Inject one fault."""
         raise NotImplementedError
 
@@ -45,7 +45,7 @@ class Files(FileFaults):
 
     share = 0.45
 
-    def one(self, shelf: Shelf, place: int, way: str) -> None:
+    def one(self, shelf: ModelCache, place: int, way: str) -> None:
         """Damage the bytes, or now and then the file."""
         entry, other = shelf.entries[place], shelf.other(self.random, place)
         if self.random.random() < 0.06:
@@ -63,7 +63,7 @@ class Planted(FileFaults):
 
     share = 0.05
 
-    def one(self, shelf: Shelf, place: int, way: str) -> None:
+    def one(self, shelf: ModelCache, place: int, way: str) -> None:
         """Put a neighbour in the place."""
         kind, entry, name = self.random.choice(NEIGHBOURS), shelf.entries[place], shelf.folder.name
         if name == "deep":
@@ -78,7 +78,7 @@ class Headers(FileFaults):
 
     share = 0.04
 
-    def one(self, shelf: Shelf, place: int, way: str) -> None:
+    def one(self, shelf: ModelCache, place: int, way: str) -> None:
         """Edit the JSON."""
         entry = shelf.entries[place]
         bad = edited_header(self.random, entry.good)
@@ -108,7 +108,7 @@ class Changing(FaultClass):
             self.judge(kind, lambda: self._read(shelf, entry, lambda: changes[kind](entry, other)))  # noqa: B023
             shelf.put_back(place)
 
-    def _read(self, shelf: Shelf, entry: Entry, change: Callable[[], None]) -> Verdict:
+    def _read(self, shelf: ModelCache, entry: Entry, change: Callable[[], None]) -> Verdict:
         computed: list[int] = []
 
         def recompute() -> ChunkKV:
@@ -147,7 +147,7 @@ class Changing(FaultClass):
         entry.path.write_bytes(other.good)
 
 
-def asked(shelf: Shelf, entry: Entry, way: str, draw: random.Random, store: ChunkStore | None = None) -> Verdict:
+def asked(shelf: ModelCache, entry: Entry, way: str, draw: random.Random, store: ChunkStore | None = None) -> Verdict:
     """Ask for an entry and compare it with the truth.
 
     Args:

@@ -15,7 +15,7 @@ from ..image_models import CHUNKS, FLOOR, arguments, build, gap, picture, prompt
 from .damage import clear, damaged
 from .fault import FaultClass
 from .files import asked
-from .world import WAYS, Entry, Shelf
+from .world import WAYS, Entry, ModelCache
 
 KIND = "llava"
 SEEDS = range(4)  # of the images
@@ -39,10 +39,10 @@ class ImageChunks(FaultClass):
             shelf.put_back(place)
 
     @cached_property
-    def _shelf(self) -> Shelf:
+    def _shelf(self) -> ModelCache:
         """The chunks of the images alone; what is blended from them is what the stock model computes."""
         folder, settings = self.folder / "images", {"memory_bytes": 0}
-        shelf = Shelf(folder, settings, ChunkStore.open(folder, durability="none", **settings))
+        shelf = ModelCache(folder, settings, ChunkStore.open(folder, durability="none", **settings))
         kept, put = list[ChunkKV](), shelf.store.put
         vars(shelf.store)["put"] = lambda chunk: (kept.append(chunk), put(chunk))[1]
         for seed in SEEDS:

@@ -58,7 +58,9 @@ class IndexDamage(FaultClass):
 
     def _look(self) -> Verdict:
         with self._opened() as store:
-            store.find(self._chunks[0].key.fingerprint, self._chunks[0].key.sink_ids, self._chunks[0].key.token_ids)
+            store.find(
+                self._chunks[0].key.fingerprint, self._chunks[0].key.chunk_prefix_ids, self._chunks[0].key.token_ids
+            )
             if len(store) != CHUNKS or len(list(store.entries())) != CHUNKS:
                 return Verdict.LOST
             store.put(self._chunks[0])

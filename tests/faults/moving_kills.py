@@ -141,7 +141,7 @@ class Reorders(MovingKills):
 
     def _look(self, acknowledged: list[int], capped: bool) -> Verdict:
         store = self._blocks()
-        store._tier.reclaim()
+        store._tier.remove_orphans()
         verdicts = [self._found(store, drawn_chunk(number)) for number in acknowledged]
         left = list((self.folder / "blocks").rglob("*.tmp"))
         for verdict in (Verdict.WRONG, Verdict.LOST):

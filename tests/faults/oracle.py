@@ -33,18 +33,18 @@ class Truth:
 
 
 @torch.no_grad()
-def stock_kv(model: nn.Module, sink_ids: Sequence[int], token_ids: Sequence[int]) -> Truth:
+def stock_kv(model: nn.Module, chunk_prefix_ids: Sequence[int], token_ids: Sequence[int]) -> Truth:
     """Compute a chunk behind its sink, and cut the sink off.
 
     Args:
         model: a Llama; left in the mode that it was in.
-        sink_ids: the tokens before the chunk.
+        chunk_prefix_ids: the tokens before the chunk.
         token_ids: the chunk.
 
     Returns:
         Its states, as copies.
     """
-    ids, start = torch.tensor([[*sink_ids, *token_ids]]), len(sink_ids)
+    ids, start = torch.tensor([[*chunk_prefix_ids, *token_ids]]), len(chunk_prefix_ids)
     training = {module: module.training for module in model.modules()}
     cache: Any = DynamicCache()
     try:

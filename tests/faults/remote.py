@@ -17,7 +17,7 @@ from .damage import clear, damaged
 from .fault import FaultClass, Verdict
 from .files import asked
 from .server import AFTERWARDS, DURING, FaultyServer
-from .world import SECRET, Entry, Shelf
+from .world import SECRET, Entry, ModelCache
 
 WAYS = ("get", "stream", "stream in any order", "stream read ahead", "two streams")
 HONEST = (AFTERWARDS[0], "an error", "nothing in time")  # no answer said that the object is damaged
@@ -76,7 +76,7 @@ class Remote(FaultClass):
             return Verdict.LOST
         return verdict
 
-    def _shelf(self, name: str) -> Shelf:
+    def _shelf(self, name: str) -> ModelCache:
         return self.world.deep if name == "deep" else self.world.shelves[name]
 
 
@@ -138,7 +138,7 @@ class Redis(FaultClass):
         return ChunkStore([], [disk, self._tier], secret=SECRET)
 
 
-def _is_good(disk: Path, shelf: Shelf) -> bool:
+def _is_good(disk: Path, shelf: ModelCache) -> bool:
     """Whether what lies on a disk is what the shelf has under the same name; an earlier request may be late."""
     good = {entry.path.name: entry.good for entry in shelf.entries}
     return all(path.read_bytes() == good[path.name] for path in (disk / "objects").rglob("*.safetensors"))

@@ -22,7 +22,18 @@ from hf_blend.store import ChunkKey, ChunkKV, ChunkStore
 from .damage import clear
 from .oracle import Truth, is_equal, stock_kv
 
-__all__ = ["NEIGHBOURS", "SECRET", "WAYS", "Entry", "Shelf", "World", "build_model", "drawn_chunk", "is_same", "take"]
+__all__ = [
+    "NEIGHBOURS",
+    "SECRET",
+    "WAYS",
+    "Entry",
+    "ModelCache",
+    "World",
+    "build_model",
+    "drawn_chunk",
+    "is_same",
+    "take",
+]
 
 SECRET = b"the store's own"
 LENGTHS = (16, 16, 40, 40, 64, 64)  # two of each, so that entries of equal length can change places
@@ -66,7 +77,7 @@ class Entry:
 
 
 @dataclass
-class Shelf:
+class ModelCache:
     """A store in a folder, all of whose entries are known.
 
     Attributes:
@@ -120,24 +131,26 @@ class World:
         return build_model(1, **SMALL)
 
     @cached_property
-    def deep(self) -> Shelf:
+    def deep(self) -> ModelCache:
         """Entries that are larger than what is read at once."""
         model, draw = build_model(2, **DEEP), random.Random(1)
         chunks = [tuple(draw.randrange(3, 128) for _ in range(length)) for length in DEEP_LENGTHS]
         return self._filled("deep", model, {ids: stock_kv(model, SINK, ids) for ids in chunks}, {})
 
-    def shelf(self, draw: random.Random) -> tuple[str, Shelf]:
+    def shelf(self, draw: random.Random) -> tuple[str, ModelCache]:
         """One of all, with its name."""
         name = draw.choices(["plain", "signed", "int8", "signed int8", "deep"], [6, 5, 3, 2, 2])[0]
         return name, self.deep if name == "deep" else self.shelves[name]
 
-    def _filled(self, name: str, model: Any, truths: dict[tuple[int, ...], Truth], settings: dict[str, Any]) -> Shelf:
+    def _filled(
+        self, name: str, model: Any, truths: dict[tuple[int, ...], Truth], settings: dict[str, Any]
+    ) -> ModelCache:
         folder = self.folder / name
-        shelf = Shelf(folder, settings, ChunkStore.open(folder, durability="none", memory_bytes=0, **settings))
+        shelf = ModelCache(folder, settings, ChunkStore.open(folder, durability="none", memory_bytes=0, **settings))
         shelf.settings = {**settings, "memory_bytes": 0}
         known: set[Path] = set()
         for ids, truth in truths.items():
-            (key,) = shelf.store.add(model, None, [ids], sink_ids=SINK)
+            (key,) = shelf.store.add(model, None, [ids], chunk_prefix_ids=SINK)
             (path,) = set((folder / "objects").rglob("*.safetensors")) - known
             known.add(path)
             got = shelf.store.get(key)
@@ -168,7 +181,7 @@ class World:
             sink = {"behind another sink": (2,), "behind no sink": ()}.get(kind, SINK)
             ids = ids[::-1] if kind == "of tokens in another order" else ids
             with ChunkStore.open("memory://", namespace="other" if kind == "of another tenant" else "") as held:
-                (key,) = held.add(model, None, [ids], sink_ids=sink)
+                (key,) = held.add(model, None, [ids], chunk_prefix_ids=sink)
                 chunk = held.get(key)
             assert chunk is not None, "it is held in memory"
             self._neighbours[name, place, kind] = self.written(name, chunk)

@@ -76,9 +76,7 @@ def test_with_every_token_recomputed_the_answers_are_those_of_stock_batching(fam
     model = shared_model(family, **bench.FAMILIES[family])
     store.add(model, None, bench.workload.library)
     asks = bench.workload.asks(8)
-    stock = model.generate_batch(
-        [ask.ids for ask in asks], bench.generation(), bench.batching(), warmup=False
-    )
+    stock = model.generate_batch([ask.ids for ask in asks], bench.generation(), bench.batching(), warmup=False)
     answers, outcomes = serve_at_random(bench, model, store, asks, 0, recompute_ratio=1.0)
     assert answers == [output.generated_tokens for output in stock.values()]
     assert sum(outcome.how == "blended" for outcome in outcomes) > 3

@@ -169,9 +169,7 @@ def test_the_openai_client_completes_text_with_documents_or_chunk_markers(client
     by_field = client.completions.create(prompt=question, extra_body={"documents": documents}, **given)
     marked = "|".join(["", *documents, question])
     by_marker = client.completions.create(prompt=marked, extra_body={"chunk_separator": "|"}, **given)
-    streamed = client.completions.create(
-        prompt=question, stream=True, extra_body={"documents": documents}, **given
-    )
+    streamed = client.completions.create(prompt=question, stream=True, extra_body={"documents": documents}, **given)
     assert by_field.choices[0].text == by_marker.choices[0].text == "".join(p.choices[0].text for p in streamed)
     assert by_field.choices[0].text == QUESTION["answer"]
     assert by_marker.usage.hf_blend["prefill"] in ("blended", "shared")

@@ -34,7 +34,7 @@ class Touchy(Selector):
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 LENGTH = 600
 SAFE_TOKENS = 450  # of an answer, while others may still be disturbed
-LEAKS = ("Traceback", "site-packages", ".py", "File \"", "/tmp")
+LEAKS = ("Traceback", "site-packages", ".py", 'File "', "/tmp")
 DEEP = "[" * 900 + "]" * 900
 WORDS = "The miller was born in May. "
 LONG = WORDS * 16

@@ -40,7 +40,7 @@ def build_chunk(
     dtype: torch.dtype = torch.float32,
     namespace: str = "",
     fingerprint: str = FINGERPRINT,
-    sink_ids: Sequence[int] = (1,),
+    chunk_prefix_ids: Sequence[int] = (1,),
 ) -> ChunkKV:
     """Make a chunk of two heads, width 4, one rotary table, and a last layer that does not rotate."""
     random = torch.Generator().manual_seed(seed)
@@ -50,7 +50,7 @@ def build_chunk(
         return torch.randn(*shape, generator=random)
 
     pairs = tuple((normal(2, tokens, 4).to(dtype), normal(2, tokens, 2).to(dtype)) for _ in range(layers))
-    key = ChunkKey(fingerprint, tuple(sink_ids), tuple(token_ids), namespace)
+    key = ChunkKey(fingerprint, tuple(chunk_prefix_ids), tuple(token_ids), namespace)
     return ChunkKV(key, pairs, ((normal(tokens, 4), normal(tokens, 4)),), (0,) * (layers - 1) + (-1,))
 
 
@@ -105,7 +105,10 @@ class Forge:
 
     def tensors(self, chunk: ChunkKV) -> list[tuple[str, str, list[int], bytes]]:
         """Name, dtype, shape and bytes of what an entry of a chunk holds, as it was computed."""
-        ids = [("token_ids", torch.tensor(chunk.key.token_ids)), ("sink_ids", torch.tensor(chunk.key.sink_ids).long())]
+        ids = [
+            ("token_ids", torch.tensor(chunk.key.token_ids)),
+            ("chunk_prefix_ids", torch.tensor(chunk.key.chunk_prefix_ids).long()),
+        ]
         return [self.row(name, tensor) for name, tensor in [*ids, *chunk.named_tensors()]]
 
     def row(self, name: str, tensor: torch.Tensor) -> tuple[str, str, list[int], bytes]:

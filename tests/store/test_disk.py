@@ -284,7 +284,7 @@ def test_other_files_are_not_entries(tier):
         (shard / name).write_bytes(b"x")
     (tier.root / "objects" / "file").write_bytes(b"x")
     assert tier.names("ab") == {NAME}
-    tier.reclaim()
+    tier.remove_orphans()
     assert len(leftovers(tier)) == 6
 
 
@@ -311,11 +311,11 @@ def orphan(tier, *, writer=None):
 def test_a_temporary_file_goes_when_its_writer_is_gone_and_not_before(tier):
     with orphan(tier) as process:
         assert len(leftovers(tier)) == 1
-        assert DiskTier(tier.root).reclaim() == 0
+        assert DiskTier(tier.root).remove_orphans() == 0
         assert len(leftovers(tier)) == 1
         process.kill()
         process.wait()
-    assert DiskTier(tier.root).reclaim() == 1
+    assert DiskTier(tier.root).remove_orphans() == 1
     assert leftovers(tier) == []
 
 

@@ -67,8 +67,8 @@ def test_keys_that_differ_anywhere_have_different_digests():
     base = ChunkKey("f", (1, 2), (3, 4), "ns")
     others = [
         replace(base, fingerprint="g"),
-        replace(base, sink_ids=(1,), token_ids=(2, 3, 4)),
-        replace(base, sink_ids=(1, 3)),
+        replace(base, chunk_prefix_ids=(1,), token_ids=(2, 3, 4)),
+        replace(base, chunk_prefix_ids=(1, 3)),
         replace(base, token_ids=(4, 3)),
         replace(base, token_ids=(3, 4, 0)),
         replace(base, namespace=""),
@@ -125,7 +125,7 @@ def test_any_safetensors_reader_opens_an_entry(chunk, content):
     stored = chunk(dtype=torch.bfloat16)
     tensors = load(content(stored))
     assert tensors["token_ids"].tolist() == list(stored.key.token_ids)
-    assert tensors["sink_ids"].tolist() == list(stored.key.sink_ids)
+    assert tensors["chunk_prefix_ids"].tolist() == list(stored.key.chunk_prefix_ids)
     assert tensors["layer.1.v"].equal(stored.layers[1][1])
     assert len(tensors) == 8
 
@@ -139,7 +139,7 @@ def test_keys_and_values_of_a_layer_lie_side_by_side_in_order(chunk, content):
     rows = json.loads(header_of(content(chunk(layers=3)))[8:])
     names = [name for name in rows if name != "__metadata__"]
     stops = [rows[name]["data_offsets"] for name in names]
-    assert names[:4] == ["token_ids", "sink_ids", "table.0.cos", "table.0.sin"]
+    assert names[:4] == ["token_ids", "chunk_prefix_ids", "table.0.cos", "table.0.sin"]
     assert names[4:] == [f"layer.{place}.{part}" for place in range(3) for part in "kv"]
     assert all(before[1] == after[0] for before, after in pairwise(stops))
 
@@ -252,7 +252,7 @@ HOSTILE = {
     "no metadata": lambda text: "{}",
     "metadata that is a text": lambda text: '{"__metadata__": "x"}',
     "deep nesting": lambda text: "[" * 200_000,
-    "a repeated tensor": lambda text: text.replace('"sink_ids"', '"token_ids"'),
+    "a repeated tensor": lambda text: text.replace('"chunk_prefix_ids"', '"token_ids"'),
     "a negative size": lambda text: text.replace("[3]", "[-3]", 1),
     "a huge size": lambda text: text.replace("[3]", "[4611686018427387904]", 1),
     "a fractional size": lambda text: text.replace("[3]", "[3.0]", 1),

@@ -14,8 +14,8 @@ TOKENS = st.lists(st.integers(0, 2), max_size=60)  # few different tokens, so th
 CHUNKS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), max_size=12)
 
 
-def record(token_ids, fingerprint="f", sink_ids=(1,)):
-    return IndexRecord(fingerprint, sink_ids, pack_tokens(token_ids), 0, 0.0)
+def record(token_ids, fingerprint="f", chunk_prefix_ids=(1,)):
+    return IndexRecord(fingerprint, chunk_prefix_ids, pack_tokens(token_ids), 0, 0.0)
 
 
 def index_of(chunks):

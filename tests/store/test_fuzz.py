@@ -243,7 +243,7 @@ def test_indexes(tmp_path, chunk, forge, cases, secret):
         assert is_sealed or not found or content == body
         for digest, record in found.items():
             index.add(digest, record)
-            assert index.find(record.fingerprint, record.sink_ids, [5, 0]) is not None
+            assert index.find(record.fingerprint, record.chunk_prefix_ids, [5, 0]) is not None
             assert (len(digest), record.tokens > 0, record.nbytes >= 0, math.isfinite(record.created)) == (64, 1, 1, 1)
             index.discard(digest)
 
@@ -261,7 +261,7 @@ def test_indexes(tmp_path, chunk, forge, cases, secret):
 def record_of(chunk):
     from hf_blend.store.index import IndexRecord, pack_tokens
 
-    return IndexRecord(chunk.key.fingerprint, chunk.key.sink_ids, pack_tokens(chunk.key.token_ids), 100, 1.5)
+    return IndexRecord(chunk.key.fingerprint, chunk.key.chunk_prefix_ids, pack_tokens(chunk.key.token_ids), 100, 1.5)
 
 
 @many

@@ -222,7 +222,7 @@ def about(value):
 
 INDEXES = {
     "no tensors": b"",
-    "rubbish": b"x" * 100,
+    "garbage": b"x" * 100,
     "a huge header": (1 << 60).to_bytes(8, "little") + b"{}",
     "a column less": columns(packed=None),
     "no JSON": columns(about=about(b"\xff{")),
@@ -300,7 +300,7 @@ def order(names, states, form=b"hf_blend.order/2", count=None, width=None):
 NAME = "ab" * 34
 ORDERS = {
     "nothing": b"",
-    "rubbish": b"x" * 60,
+    "garbage": b"x" * 60,
     "another format": order([NAME], [[1.0]], form=b"hf_blend.order/9"),
     "more rows than there are": order([NAME], [[1.0]], count=1 << 62),
     "wider rows than there are": order([NAME], [[1.0]], width=1 << 62),
@@ -334,7 +334,7 @@ def test_a_crafted_order_changes_at_most_who_leaves(tmp_path, chunk, forge, evic
     with ChunkStore.open(tmp_path, **given, disk_bytes=3 * entry_bytes) as store:
         for number in range(3, 6):
             store.put(chunk((5, number)))
-            store.weigh(chunk((5, number)).key, 0.5)
+            store.record_importance(chunk((5, number)).key, 0.5)
             assert store.get(chunk((5, number)).key) is not None
         assert store.stats()["evicted"] == {"disk": 3}
 

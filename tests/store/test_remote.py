@@ -391,9 +391,9 @@ def test_a_store_finds_what_others_put_on_a_server_a_part_at_a_time(served_tier,
     tier = plugins.load("store.tiers", "redis")(_url_of(writer), deadline_s=60.0)
     reader = ChunkStore([], [tier])
     monkeypatch.setattr(catalog, "_LEARN_S", -1.0)
-    assert reader.find(chunks[0].key.fingerprint, chunks[0].key.sink_ids, (7, 2)) == []
+    assert reader.find(chunks[0].key.fingerprint, chunks[0].key.chunk_prefix_ids, (7, 2)) == []
     monkeypatch.setattr(catalog, "_LEARN_S", 60.0)
-    assert reader.find(chunks[0].key.fingerprint, chunks[0].key.sink_ids, (7, 2)) == [(0, chunks[2].key, 0, 2)]
+    assert reader.find(chunks[0].key.fingerprint, chunks[0].key.chunk_prefix_ids, (7, 2)) == [(0, chunks[2].key, 0, 2)]
     assert len(reader) == 4
 
 

@@ -17,7 +17,7 @@ def root(tmp_path, chunk):
     root = tmp_path / "store"
     with ChunkStore.open(root) as store:
         for number in range(6):
-            store.put(chunk((5, number), fingerprint=f"{number % 2:064x}", sink_ids=(1,) * (number % 3)))
+            store.put(chunk((5, number), fingerprint=f"{number % 2:064x}", chunk_prefix_ids=(1,) * (number % 3)))
     return root
 
 
@@ -70,7 +70,7 @@ def test_an_index_that_is_missing_or_no_file_changes_nothing(root, replace):
 def test_a_stale_index_is_corrected_by_the_directory(root, chunk):
     before, path = index_of(root).read_bytes(), index_of(root)
     with ChunkStore.open(root) as store:
-        store.delete(chunk((5, 0), fingerprint="0" * 64, sink_ids=()).key)
+        store.delete(chunk((5, 0), fingerprint="0" * 64, chunk_prefix_ids=()).key)
         store.put(chunk((8, 8)))
     wanted = listed(root)
     path.write_bytes(before)
@@ -85,8 +85,8 @@ def test_an_index_that_lies_can_only_cause_a_miss(root, chunk):
     save_snapshot(path, list(lies.items()))
     with ChunkStore.open(root) as store:
         for number in range(6):
-            wanted = chunk((5, number), fingerprint=f"{number % 2:064x}", sink_ids=(1,) * (number % 3))
-            for _, key, *_ in store.find(wanted.key.fingerprint, wanted.key.sink_ids, [5, number]):
+            wanted = chunk((5, number), fingerprint=f"{number % 2:064x}", chunk_prefix_ids=(1,) * (number % 3))
+            for _, key, *_ in store.find(wanted.key.fingerprint, wanted.key.chunk_prefix_ids, [5, number]):
                 got = store.get(key)
                 assert got is None or got.layers[0][0].equal(wanted.layers[0][0])
 

@@ -626,15 +626,15 @@ def test_add_computes_what_is_missing_and_nothing_else(tiny_model, opened, same,
     monkeypatch.setattr(canary, "capture_chunks", count)
     store = opened()
     keys = store.add(model, Tokenizer(), ["abc", [10, 11], "abc"])
-    assert [key.sink_ids for key in keys] == [(1,)] * 3
+    assert [key.chunk_prefix_ids for key in keys] == [(1,)] * 3
     assert keys[0] == keys[2]
     assert calls == [(97, 98, 99), (10, 11)]
     assert store.add(model, None, [[10, 11]]) == keys[1:2]
     assert len(calls) == 2
     stored = opened().get(keys[1])
     same(stored, original(model, keys[:2])[1])
-    (bare,) = store.add(model, None, [[10, 11]], sink_ids=())
-    assert bare.sink_ids == ()
+    (bare,) = store.add(model, None, [[10, 11]], chunk_prefix_ids=())
+    assert bare.chunk_prefix_ids == ()
     assert store.get(bare) is not None
 
 

@@ -22,14 +22,7 @@ _WRAPPERS = ("torch.nn.parallel", "torch.distributed")
 
 @contextmanager
 def canonical(model: nn.Module) -> Iterator[None]:
-    """Without dropout, autocast and gradients, whatever the caller's state; it is restored afterwards.
-
-    Args:
-        model: every module has its own mode back at the end, after an exception too.
-
-    Raises:
-        ConfigError: a mode of torch that others wrote is active.
-    """
+    """Without dropout, autocast and gradients, whatever the caller's state; it is restored afterwards."""
     refuse_modes()
     training = [module for module in model.modules() if module.training]
     with ExitStack() as stack:
@@ -43,11 +36,7 @@ def canonical(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def notes_kept(model: nn.Module) -> Iterator[None]:
-    """Tensors that a forward notes down in its modules, such as where its images end, are put back afterwards.
-
-    Args:
-        model: also after an exception.
-    """
+    """Tensors that a forward notes down in its modules, such as where its images end, are put back afterwards."""
     before = [(vars(module), dict(vars(module))) for module in model.modules()]
     try:
         yield
@@ -57,14 +46,7 @@ def notes_kept(model: nn.Module) -> Iterator[None]:
 
 
 def refuse_wrapper(model: nn.Module) -> None:
-    """Refuse what is not a causal language model itself, but something around or inside one.
-
-    Args:
-        model: what the user gave.
-
-    Raises:
-        UnsupportedModelError: saying what to pass instead.
-    """
+    """Refuse what is not a causal language model itself, but something around or inside one."""
     name = type(model).__name__
     if hasattr(model, "_orig_mod"):
         raise UnsupportedModelError(
@@ -88,14 +70,7 @@ def refuse_wrapper(model: nn.Module) -> None:
 
 
 def refuse_arguments(arguments: Mapping[str, Any]) -> None:
-    """Refuse a forward that says which adapters compute it: no stored chunk is told by them.
-
-    Args:
-        arguments: of the model's forward, by name.
-
-    Raises:
-        UnsupportedModelError: PEFT's `adapter_names` or `alora_offsets` are given.
-    """
+    """Refuse a forward that says which adapters compute it: no stored chunk is told by them."""
     given = [name for name in PER_REQUEST if arguments.get(name) is not None]
     if given:
         raise UnsupportedModelError(
@@ -105,15 +80,7 @@ def refuse_arguments(arguments: Mapping[str, Any]) -> None:
 
 
 def refuse_request_state(model: nn.Module, layers: Sequence[nn.Module]) -> None:
-    """Refuse a forward that runs in another precision than the stored chunks, or that keeps no cache.
-
-    Args:
-        model: about to run.
-        layers: its decoder layers.
-
-    Raises:
-        ConfigError: torch.autocast is on, a mode that others wrote is active, or gradients are checkpointed.
-    """
+    """Refuse a forward that runs in another precision than the stored chunks, or that keeps no cache."""
     refuse_modes()
     own = {weight.device.type for layer in (layers[0], layers[-1]) for weight in layer.parameters()}
     for kind in own.intersection(_autocast_kinds()):
@@ -131,11 +98,7 @@ def refuse_request_state(model: nn.Module, layers: Sequence[nn.Module]) -> None:
 
 
 def refuse_modes() -> None:
-    """Refuse to compute while code of others stands between the model and torch.
-
-    Raises:
-        ConfigError: naming the active mode, and the way out.
-    """
+    """Refuse to compute while code of others stands between the model and torch."""
     if not torch._C._len_torch_function_stack() and not torch._C._len_torch_dispatch_stack():
         return
     for mode in (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()):

@@ -26,11 +26,7 @@ def is_library(module: str | None) -> bool:
 
 
 def is_stock(function: FunctionType) -> bool:
-    """Whether a function, and everything that it wraps, was compiled from files of the libraries.
-
-    Args:
-        function: a plain function.
-    """
+    """Whether a function, and everything that it wraps, was compiled from files of the libraries."""
     folders = _folders(tuple(name for name in LIBRARIES if name in sys.modules))
     inner: Any = function
     while isinstance(inner, FunctionType):
@@ -44,11 +40,7 @@ def is_stock(function: FunctionType) -> bool:
 
 
 def is_installed(value: Any) -> bool:
-    """Whether a function or class comes with Python or from an installed package, rather than from the user.
-
-    Args:
-        value: a function, or a class.
-    """
+    """Whether a function or class comes with Python or from an installed package, rather than from the user."""
     module = sys.modules.get(getattr(value, "__module__", None) or "")
     code = getattr(value, "__code__", None)
     file = code.co_filename if code is not None else getattr(module, "__file__", None) or ""
@@ -71,11 +63,7 @@ def plain_function(attribute: Any) -> FunctionType | None:
 
 @functools.lru_cache(maxsize=4096)
 def code_digest(code: CodeType) -> str:
-    """A digest of bytecode, constants and names, with those of the functions inside, in 64 hex digits.
-
-    Args:
-        code: of one version of Python; file, lines and the function's own name are left out.
-    """
+    """A digest of bytecode, constants and names, with those of the functions inside, in 64 hex digits."""
     shape = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
     names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
     parts = [sys.version_info[:2], code.co_code.hex(), shape, names, [_constant(one) for one in code.co_consts]]

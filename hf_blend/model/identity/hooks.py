@@ -42,14 +42,7 @@ def is_observer(hook: Any) -> bool:
 
 
 def refuse_foreign_hooks(modules: Iterable[nn.Module]) -> None:
-    """Refuse forward hooks that are neither ours nor the libraries'.
-
-    Args:
-        modules: of a model.
-
-    Raises:
-        UnsupportedModelError: naming the hook, where it is, and the way out.
-    """
+    """Refuse forward hooks that are neither ours nor the libraries'."""
     everywhere = (torch_hooks._global_forward_pre_hooks, torch_hooks._global_forward_hooks)
     hooked = [one for one in modules if one.__dict__["_forward_hooks"] or one.__dict__["_forward_pre_hooks"]]
     for module in hooked:

@@ -120,23 +120,10 @@ def counted_attributes(module: nn.Module) -> Iterator[str]:
 
 
 class Structure:
-    """One walk over a model, and what it found.
-
-    Attributes:
-        parts: of each module its path, class and counted attributes, as values of JSON; then patched code.
-        patched: what is not a library's own code, by name: an owner (weakly held) and the attribute.
-        namespaces: classes and Python modules whose functions the model runs; of torch itself, see `TORCH_FUNCTIONS`.
-    """
+    """One walk over a model, and what it found."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Walk over a model.
-
-        Args:
-            model: of transformers, with adapters or not.
-
-        Raises:
-            UnsupportedModelError: something that counts cannot be written down; it is named.
-        """
+        """Walk over a model."""
         _refuse_compiled(model)
         self.paths = {id(module): path for path, module in model.named_modules()}
         self.configs = {id(one): "config" for one in configs_inside(getattr(model, "config", None))}
@@ -168,15 +155,7 @@ class Structure:
         return found
 
     def leaf(self, value: Any, where: str) -> Any:
-        """An attribute as a value of JSON that says what it does, the same in every process.
-
-        Args:
-            value: anything.
-            where: its path, for an error.
-
-        Raises:
-            UnsupportedModelError: it cannot be written down.
-        """
+        """An attribute as a value of JSON that says what it does, the same in every process."""
         if value is None or isinstance(value, (bool, int, float, str)):
             return value.value if isinstance(value, Enum) else value
         if isinstance(value, (torch.dtype, torch.layout, bytes, complex, range, slice)):
@@ -331,6 +310,7 @@ class Structure:
                     found[f"{home}.{name}"] = self.of_function(value, f"{home}.{name}")
         return found
 
+
 def configs_inside(config: Any) -> Iterator[Any]:
     """A config and those inside it, each once."""
     open_, seen = [config], set()
@@ -352,9 +332,7 @@ def foreign_attention(model: nn.Module) -> dict[str, Any]:
 
     names = {getattr(one, "_attn_implementation", None) for one in configs_inside(getattr(model, "config", None))}
     found = {name: ALL_ATTENTION_FUNCTIONS.get(name) for name in names if isinstance(name, str)}
-    return {
-        name: one for name, one in found.items() if one and not (isinstance(one, FunctionType) and is_stock(one))
-    }
+    return {name: one for name, one in found.items() if one and not (isinstance(one, FunctionType) and is_stock(one))}
 
 
 def _namespaces(classes: Iterable[type]) -> Iterator[type | ModuleType]:

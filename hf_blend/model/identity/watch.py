@@ -84,12 +84,7 @@ class StructureWatch:
     """The structure of a model at one moment."""
 
     def __init__(self, model: nn.Module, structure: Structure) -> None:
-        """Remember a model.
-
-        Args:
-            model: not kept alive.
-            structure: of it, as of now.
-        """
+        """Remember a model."""
         self._is_foreign = structure.is_foreign
         self._model = weakref.ref(model)
         self._attention = foreign_attention(model).keys()
@@ -111,11 +106,7 @@ class StructureWatch:
                 self._objects.append(_noted(one, found))
 
     def is_same(self, hooked: list[nn.Module]) -> bool:
-        """Whether the model has the structure still; cheap where all of its code is the libraries' own.
-
-        Args:
-            hooked: the modules that have forward hooks are added to it.
-        """
+        """Whether the model has the structure still; cheap where all of its code is the libraries' own."""
         try:
             same = _are_same(self._modules, hooked) and _are_same(self._objects)
             same = same and all(held == vars(space) for space, held in self._spaces)
@@ -155,11 +146,7 @@ class WeightWatch:
     """The weights of a model at one moment: where they are, and a sample of what is in them."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Remember a model's weights.
-
-        Args:
-            model: not kept alive.
-        """
+        """Remember a model's weights."""
         self._places, parts = _placed(model)
         self._sources = [(weakref.ref(one), [*map(_Same, maps)]) for one in model.modules() if (maps := _maps(one))]
         self._refs = [weakref.ref(part) for part in parts]
@@ -174,11 +161,7 @@ class WeightWatch:
         self._trace, self._sample = self._traced(), self._sampled()
 
     def is_same(self, model: nn.Module | None = None) -> bool:
-        """Whether the weights are the same still, as far as a sample shows.
-
-        Args:
-            model: look at which tensors it has, too; left out where its structure is known to be the same.
-        """
+        """Whether the weights are the same still, as far as a sample shows."""
         if model is not None:
             places, parts = _placed(model)
             if places != self._places or any(ref() is not part for ref, part in zip(self._refs, parts, strict=True)):

@@ -20,17 +20,7 @@ QUANTISED_BY_ITS_STATE = ("absmax", "code", "offset")
 
 
 def weight_digest(model: nn.Module) -> dict[str, Any]:
-    """Read all weights once.
-
-    Args:
-        model: on any device, quantised, offloaded or with adapters or not.
-
-    Returns:
-        `dtypes` (bytes by dtype) and `weights` (sha256 over path, dtype, shape and checksum of each).
-
-    Raises:
-        UnsupportedModelError: a weight has no values to read.
-    """
+    """Read all weights once."""
     digest, dtypes = hashlib.sha256(), dict[str, int]()
     for path, module, tensor in tensors(model):
         loaded = loaded_values(path, module, tensor)
@@ -58,12 +48,7 @@ def tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
 
 
 def stored_parts(module: nn.Module, tensor: Tensor) -> Iterator[Tensor]:
-    """The plain tensors whose bytes a weight is made of, as they lie in memory.
-
-    Args:
-        module: that it belongs to.
-        tensor: one of its weights.
-    """
+    """The plain tensors whose bytes a weight is made of, as they lie in memory."""
     yield from (part for _, part in _plain_tensors("", tensor))
     yield from (part for _, part in _scales(module, tensor))
 

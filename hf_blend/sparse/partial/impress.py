@@ -34,9 +34,7 @@ class Impress(PartialLoader):
         known = set(inspect.signature(self._opened).parameters) - {"store", "folder", "bound"}
         for name in settings:
             if name not in known:
-                raise ConfigError(
-                    f"partial has {name!r}, which loading in part does not know. {suggest(name, known)}"
-                )
+                raise ConfigError(f"partial has {name!r}, which loading in part does not know. {suggest(name, known)}")
         return self._opened(store, folder, bound, **settings)
 
     def forget(self, store: Any, folder: Path, digests: Iterable[str]) -> None:

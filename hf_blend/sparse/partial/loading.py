@@ -28,9 +28,9 @@ from ...cache.blend_cache import BlendCache
 from ...cache.layers import BlendLayer
 from ...cache.static_layer import refuse_static
 from ...errors import ConfigError
-from ...model.attention import Glance
+from ...model.attention import AttentionCapture
 from ...prefill.noting import report_importance
-from ...prefill.plan import Plan, Slot
+from ...prefill.plan import PlacedChunk, Plan
 from ...prefill.realign import Realigner
 from ...prefill.rows import Rows
 from ..decoding import Door, refuse_offloaded
@@ -147,11 +147,11 @@ class PartialLoading(PartDecoding):
         self._share, self._alpha, self._by_question, self._fallback = share, alpha, by_question, fallback
         self._store: Any = cache.store
         self._index = -1
-        self._slots: list[Slot] = []
+        self._slots: list[PlacedChunk] = []
         self._fresh: Tensor | None = None
         self._counts, self._unseen, self._prompts = [0, 0], 0.0, 1
         self._readers: dict[int, Any] = {}
-        self._sums: dict[int, tuple[Slot, Tensor]] = {}  # by slot: what the probe heads looked at, over layers
+        self._sums: dict[int, tuple[PlacedChunk, Tensor]] = {}  # by slot: what the probe heads looked at, over layers
 
     @property
     def report(self) -> LoadReport:
@@ -194,7 +194,7 @@ class PartialLoading(PartDecoding):
         """Whether a layer is being loaded in part."""
         return index == self._index
 
-    def mismatches(self, slots: Sequence[Slot], realigner: Realigner, opened: KV) -> list[float]:
+    def mismatches(self, slots: Sequence[PlacedChunk], realigner: Realigner, opened: KV) -> list[float]:
         """As `Realigner.mismatches` of layer 0, by one head's keys where a chunk is in blocks: they tell tokens apart.
 
         Args:
@@ -219,7 +219,9 @@ class PartialLoading(PartDecoding):
             found.append(float(share.sqrt().nan_to_num(nan=float("inf")).max()))
         return found
 
-    def lay_probes(self, index: int, slots: Sequence[Slot], realigner: Realigner, opened: KV) -> list[Slot]:
+    def lay_probes(
+        self, index: int, slots: Sequence[PlacedChunk], realigner: Realigner, opened: KV
+    ) -> list[PlacedChunk]:
         """Lay the probe heads' keys of chunks in blocks, and give back the slots of all others."""
         if not realigner.turns_keys(index):
             self._index = -1
@@ -235,7 +237,7 @@ class PartialLoading(PartDecoding):
 
     def glance(
         self, index: int, module: nn.Module, rows: Rows | None, realigner: Realigner, past: int
-    ) -> Glance | None:
+    ) -> AttentionCapture | None:
         """Takes a layer's attention: chooses, loads, lays, attends. None where the layer is not loaded in part."""
         if rows is None or not self.is_open(index):
             return None
@@ -252,7 +254,7 @@ class PartialLoading(PartDecoding):
             layer.visible = _compact(there, key.device)
             return attend_part(attention, module, query, key, value, mask, layer.visible, given)
 
-        return Glance(module, take)
+        return AttentionCapture(module, take)
 
     def finish(self) -> None:
         """The forward is over: report to the store what the question looked at."""
@@ -263,7 +265,14 @@ class PartialLoading(PartDecoding):
         self._sums.clear()
 
     def _choose(
-        self, index: int, query: Tensor, key: Tensor, rows: Rows, slots: Sequence[Slot], scaling: float, past: int
+        self,
+        index: int,
+        query: Tensor,
+        key: Tensor,
+        rows: Rows,
+        slots: Sequence[PlacedChunk],
+        scaling: float,
+        past: int,
     ) -> list[list[int]] | None:
         """The blocks of each slot of one prompt; None if the heads do not agree."""
         readers = [_layers(slot).reader for slot in slots]
@@ -281,7 +290,14 @@ class PartialLoading(PartDecoding):
         return None if found is None else _by_slot(found, slots)
 
     def _scores(
-        self, query: Tensor, key: Tensor, rows: Rows, slots: Sequence[Slot], scaling: float, past: int, heads: int
+        self,
+        query: Tensor,
+        key: Tensor,
+        rows: Rows,
+        slots: Sequence[PlacedChunk],
+        scaling: float,
+        past: int,
+        heads: int,
     ) -> Tensor:
         """`[heads, tokens of the slots]`: what the question of one prompt looks at, on the CPU."""
         columns = torch.cat([torch.arange(slot.columns.start, slot.columns.stop) for slot in slots]).to(key.device)
@@ -295,7 +311,7 @@ class PartialLoading(PartDecoding):
         self,
         index: int,
         chosen: list[list[int]] | None,
-        slots: Sequence[Slot],
+        slots: Sequence[PlacedChunk],
         rows: Rows,
         realigner: Realigner,
         states: tuple[Tensor, Tensor, Tensor],
@@ -328,7 +344,7 @@ class PartialLoading(PartDecoding):
         self._unseen += float((~there[row]).sum()) / heads / sum(slot.tokens for slot in slots)
 
     @staticmethod
-    def _expect(index: int, slot: Slot, blocks: list[list[int]], first: int, probes: int) -> None:
+    def _expect(index: int, slot: PlacedChunk, blocks: list[list[int]], first: int, probes: int) -> None:
         """Have the disk begin with all that this layer needs, and with the probes of the next one."""
         reader = _layers(slot).reader
         for group, some in _alike(blocks):
@@ -340,7 +356,7 @@ class PartialLoading(PartDecoding):
     def _lay_keys(
         self,
         index: int,
-        slot: Slot,
+        slot: PlacedChunk,
         heads: range,
         realigner: Realigner,
         keys: Tensor,
@@ -360,7 +376,7 @@ class PartialLoading(PartDecoding):
     @staticmethod
     def _lay(
         index: int,
-        slot: Slot,
+        slot: PlacedChunk,
         blocks: list[int],
         heads: range,
         first: int,
@@ -390,7 +406,7 @@ class PartialLoading(PartDecoding):
             keys[slot.row, others.start : others.stop].index_copy_(1, target, turned[:, kept])
 
 
-def _by_block(scores: Tensor, slots: Sequence[Slot]) -> Tensor:
+def _by_block(scores: Tensor, slots: Sequence[PlacedChunk]) -> Tensor:
     """`[heads, blocks of the slots]`: the sums of `[heads, tokens of the slots]` over the tokens of each block."""
     parts = []
     for slot, own in zip(slots, scores.split([slot.tokens for slot in slots], dim=1), strict=True):
@@ -400,7 +416,7 @@ def _by_block(scores: Tensor, slots: Sequence[Slot]) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-def _by_slot(blocks: Sequence[int], slots: Sequence[Slot]) -> list[list[int]]:
+def _by_slot(blocks: Sequence[int], slots: Sequence[PlacedChunk]) -> list[list[int]]:
     """Blocks of all slots together as blocks of each."""
     found, start = [], 0
     for slot in slots:
@@ -426,6 +442,6 @@ def _compact(there: Tensor, device: torch.device) -> Tensor | None:
     return (there[:, :1] if alike else there).to(device)
 
 
-def _layers(slot: Slot) -> PartialLayers:
+def _layers(slot: PlacedChunk) -> PartialLayers:
     """A slot's layers, which can be loaded in part."""
     return slot.chunk.layers  # type: ignore[return-value]

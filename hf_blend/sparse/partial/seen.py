@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ...cache.blend_cache import BlendCache
 from ...errors import ConfigError
 from ...model.anatomy import decoder_layers
-from ...model.attention import Glance
+from ...model.attention import AttentionCapture
 from ...model.row_attention import attend
 from ...model.row_lines import MadeLines
 from ..decoding import stock_attention
@@ -28,7 +28,7 @@ class PartDecoding:
     def __init__(self, cache: BlendCache) -> None:
         self._cache = cache
         self._layers: list[Any] = list(cache.layers)
-        self._glances: dict[int, Glance] = {}
+        self._glances: dict[int, AttentionCapture] = {}
 
     def take_step(self, index: int) -> None:
         """Take a layer's next attention call, over the columns that are there; nothing stays in the model behind it.
@@ -37,7 +37,9 @@ class PartDecoding:
             index: of a layer that was loaded in part and hands over new K and V now.
         """
         if index not in self._glances:
-            self._glances[index] = Glance(decoder_layers(self._cache.model)[index], partial(self._attend, index))
+            self._glances[index] = AttentionCapture(
+                decoder_layers(self._cache.model)[index], partial(self._attend, index)
+            )
         self._layers[index].is_guarded = self._glances[index].open()
 
     def _attend(

@@ -153,7 +153,7 @@ class PartialStore:
         if bound is not None:
             owned = lambda name: name.startswith(f"{self._space}/")  # noqa: E731
             self._tier = bound(tier, owned=owned, on_evicted=lambda *_: store.count_eviction("blocks"))
-            tier.reclaim()
+            tier.remove_orphans()
         self.faults: Counter[str] = Counter()  # by reason; what cannot become good was removed
         self.reordering = Reordering(self._reorder)
         self._reorders = reorders
@@ -251,15 +251,7 @@ class PartialStore:
         return self._put_blocks(chunk)
 
     def _put_blocks(self, chunk: ChunkKV, order: list[int] | None = None) -> ChunkKV:
-        """Write a chunk in one step: a reader, or a process that is killed, finds the old blocks or the new ones.
-
-        Args:
-            chunk: the chunk.
-            order: of its tokens; None is that of their importance.
-
-        Returns:
-            The chunk.
-        """
+        """Write a chunk in one step: a reader, or a process that is killed, finds the old blocks or the new ones."""
         digest = chunk.key.digest
         order = self._order(chunk) if order is None else order
         pieces = encode_blocks(chunk, order, self._block_tokens, self._store.secret)
@@ -292,9 +284,9 @@ class PartialStore:
         if self._reorders and is_due(self._store.importance.requests(key.digest)):
             self.reordering.add(key)
 
-    def weigh(self, key: ChunkKey, important_ratio: float) -> None:
-        """As `ChunkStore.weigh`, for the blocks too."""
-        self._store.weigh(key, important_ratio)
+    def record_importance(self, key: ChunkKey, important_ratio: float) -> None:
+        """As `ChunkStore.record_importance`, for the blocks too."""
+        self._store.record_importance(key, important_ratio)
         self._use(key, important_ratio)
 
     def reorder(self) -> int:
@@ -361,11 +353,7 @@ class PartialStore:
             self._tier.use(self._name(key), min(1.0, max(0.0, important_ratio)))
 
     def _count(self, key: ChunkKey, source: Source | None, fault: BaseException) -> bool:
-        """Count a fault, and remove what is damaged; what is sealed otherwise too, for the name is ours alone.
-
-        Returns:
-            True if it is removed.
-        """
+        """Count a fault, and remove what is damaged; what is sealed otherwise too, for the name is ours alone."""
         self.faults[fault.reason if isinstance(fault, EntryFault) else type(fault).__name__] += 1
         is_damaged = isinstance(fault, EntryFault) and (fault.corrupt or fault.reason == "secret")
         if is_damaged:

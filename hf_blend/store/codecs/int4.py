@@ -21,6 +21,7 @@ from .base import Codec, Part
 
 __all__ = ["Int4"]
 
+
 class Int4(Codec):
     """The nearest of 16 steps between the least and the greatest value of a group of 32."""
 

@@ -196,7 +196,7 @@ class Tier(ABC):
         """Names of the objects that must not be evicted, as far as the tier remembers."""
         return frozenset()
 
-    def reclaim(self) -> int:
+    def remove_orphans(self) -> int:
         """Remove what writers that are gone left half-written.
 
         Returns:

@@ -124,7 +124,7 @@ class DiskTier(Tier):
         self._spaces[space] = (shards, names)
         return names
 
-    def reclaim(self) -> int:
+    def remove_orphans(self) -> int:
         """Remove temporary files whose writers are gone.
 
         Returns:
@@ -177,11 +177,7 @@ class DiskTier(Tier):
         return frozenset(filter(is_name, names))
 
     def _make_ready(self, shard: Path) -> None:
-        """Make the directories down to `shard`, readable by their owner only, and their names durable.
-
-        Raises:
-            NotADirectoryError: one of them is a link, and what is written there would land elsewhere.
-        """
+        """Make the directories down to `shard`, readable by their owner only, and their names durable."""
         for directory in (shard.parent.parent, shard.parent, shard):
             if shard not in self._ready:
                 with contextlib.suppress(FileExistsError):

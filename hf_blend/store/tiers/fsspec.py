@@ -138,7 +138,7 @@ class FsspecTier(RemoteTier, Tier):
         """List all files."""
         return {name: _stat(info) for name, info in self._found(f"{self._root}/objects").items()}
 
-    def reclaim(self) -> int:
+    def remove_orphans(self) -> int:
         """Remove what writers left unfinished more than a day ago, where files are moved to their place."""
         if self._puts_whole:
             return 0
