@@ -32,12 +32,12 @@ quickstart: $(STAMP) ## ask a real model about a handbook by full prefill, full 
 demo: $(STAMP) ## show three answers side by side in a browser
 	$(BIN)/hf-blend demo
 
-docs: $(STAMP) ## write anew what is made from results and docstrings: tables, cards, pictures, the reference
-	$(BIN)/python -P -m hf_blend.evaluation.readme
-	$(BIN)/python -P -m hf_blend.evaluation.measured
-	$(BIN)/python -P -m hf_blend.evaluation.cards
-	$(BIN)/python -P -m hf_blend.evaluation.pages
-	$(BIN)/python -P -m hf_blend.evaluation.pictures
+docs: $(STAMP) ## write again what is made from results and docstrings: tables, cards, pictures, the reference
+	$(BIN)/python docs/build/tables.py
+	$(BIN)/python docs/build/measured.py
+	$(BIN)/python docs/build/cards.py
+	$(BIN)/python docs/build/api.py
+	$(BIN)/python docs/build/pictures.py
 
 docs-site: $(STAMP) ## build docs/ as a site in build/site; a broken link is an error
 	$(BIN)/python -P -m mkdocs build --strict --site-dir build/site

@@ -42,7 +42,7 @@ SHARE, ALPHA, BLOCK_TOKENS = 0.25, 0.6, 16
 CACHED_SHARE, TRACE_PER_SAMPLE = 0.25, 4  # memory before the disk, of all bytes; requests of the trace
 CANNOT_SHOW = (
     "time saved: blocks are read from memory, so times to the first token are those of computing and choosing. Bytes "
-    "are what a slow disk would be asked for; `hf-blend bench partial-load` measures times.",
+    "are what a slow disk would be asked for; `python benchmarks/bench.py partial-load` measures times.",
     "other models: how far heads agree is a property of trained weights. Random weights agree no more than chance.",
     "reordering by a chunk's own past questions: a sample's chunks are reordered by what another sample's question "
     "found important in them.",

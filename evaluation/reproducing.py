@@ -4,7 +4,7 @@
 
 What the figures of CacheBlend vary are methods, ratios, the check layer, the length and number of chunks, the batch
 and the rate of the storage; deviation and its rank correlation are means over samples. Its request rates are in
-`hf-blend bench serve`, which measures times: weights do not matter for them.
+`python benchmarks/bench.py serve`, which measures times: weights do not matter for them.
 
 Source: CacheBlend (arXiv 2405.16444), figures 6, 7, 8, 12, 13, 15, 16, 17.
 """

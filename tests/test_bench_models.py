@@ -17,14 +17,6 @@ SMALL = {
     "decode": "--context 32 --tokens 2 --rounds 1",
     "overhead": "--tokens 64 --chunks 2 --rounds 1",
     "break-even": "--tokens 32 --rounds 1",
-    "serve": "--chunks 2 --chunk-tokens 32 --library 3 --requests 2 --new-tokens 2 --rates 0.8 --device cpu",
-    "hybrids": "--chunks 2 --chunk-tokens 24 --rounds 1",
-    "offload": "--context 64 --tokens 2 --rounds 1",
-    "session": "--system-tokens 32 --turn-tokens 8 --turns 2 --rounds 1",
-    "sequences": "--prefix-tokens 64 --tail-tokens 8 --sequences 2 --rounds 1",
-    "sparse-decode": "--context 256 --share 0.5 --tokens 2 --rounds 1",
-    "sparse-offload": "--context 256 --share 0.5 --tokens 2 --rounds 1",
-    "scale": "--tokens 128 --chunk-tokens 64 --rounds 1 --threads 1",
 }
 FAST = ("ttft", "decode")
 EACH = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in SMALL]

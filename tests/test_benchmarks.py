@@ -8,12 +8,13 @@ import re
 import sys
 from pathlib import Path
 
+import bench
 import pytest
 import torch
+from benches.joins import JOINS, JoinsPlan, measure_joins
+from benches.pipeline import PipelinePlan, measure_pipeline
 
 from hf_blend.errors import ConfigError
-from hf_blend.evaluation.bench.joins import JOINS, bundled_passages, measure_joins, read_passages
-from hf_blend.evaluation.bench.pipeline import PipelinePlan, measure_pipeline
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
@@ -121,11 +122,38 @@ def test_the_committed_joins_hold_what_they_promise():
         assert min(row["reused_by_ids"], row["reused_by_text"]) >= found["goal"] == 0.97
 
 
-def test_joins_are_measured_with_the_bundled_tokenizer(tmp_path):
-    rows = measure_joins([], bundled_passages())["rows"]
+def test_joins_are_measured_with_any_tokenizer(tmp_path, model_folder):
+    rows = measure_joins(JoinsPlan((model_folder,)))["rows"]
     assert [row["join"] for row in rows] == list(JOINS)
     assert all(row["ids_as_plain_call"] and 0 <= row["found_whole"] <= 1 for row in rows)
     with pytest.raises(ConfigError, match="Give JSON lines, each with a list 'chunks'"):
-        read_passages(str(tmp_path / "none.jsonl"), 3)
+        measure_joins(JoinsPlan((), str(tmp_path / "none.jsonl")))
     with pytest.raises(ConfigError, match=r"no tokenizer in .* Give its folder"):
-        measure_joins([str(tmp_path)], [["a"]])
+        measure_joins(JoinsPlan((str(tmp_path),)))
+
+
+SMALL = {
+    "session": "--shape tiny --system-tokens 32 --turn-tokens 8 --turns 2 --rounds 1",
+    "corpus": "--chunks 60 --workers 1",
+    "hybrids": "--shapes tiny-hybrid --chunks 2 --chunk-tokens 24 --rounds 1",
+    "offload": "--shape tiny --contexts 64 --tokens 2 --rounds 1",
+    "partial-load": "--chunks 2 --chunk-tokens 32 --layers 2 --rates 1 --rounds 1",
+    "sequences": "--shape tiny --prefix-tokens 64 --tails 8 --sequences 2 --rounds 1",
+    "sparse-decode": "--shape tiny --contexts 256 --shares 0.5 --tokens 2 --rounds 1",
+    "sparse-offload": "--shape tiny --contexts 256 --shares 0.5 --tokens 2 --rounds 1",
+}
+
+
+@pytest.mark.parametrize("name", ["session", *(pytest.param(one, marks=pytest.mark.slow) for one in [*SMALL][1:])])
+def test_a_measurement_makes_what_its_file_holds(name):
+    kept = BENCHMARKS / "results" / f"{name.replace('-', '_')}.json"
+    found = bench.run([name, *SMALL[name].split()])
+    assert found["rows"]
+    if kept.exists():
+        assert found["rows"][0].keys() >= json.loads(kept.read_text("utf-8"))["rows"][0].keys()
+
+
+def test_every_measurement_can_be_asked_for():
+    options = {name: bench.parser_of(bench.load(name)[0])._option_string_actions for name in bench.NAMES}
+    assert len(options) == 13
+    assert all(len(found) > 3 for found in options.values()), options

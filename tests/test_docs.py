@@ -9,15 +9,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import api
+import pictures
 import pytest
 import typer
+from tables import PLACE, filled
 
 import hf_blend
 from hf_blend import BlendConfig, ChunkStore, plugins
 from hf_blend.cli.main import build, commands
-from hf_blend.evaluation import pages, pictures
 from hf_blend.evaluation.bundled import load_model, quickstart_questions
-from hf_blend.evaluation.readme import PLACE, filled
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -136,14 +137,14 @@ def test_the_site_is_built_without_a_warning_and_fetches_nothing(tmp_path):
 @pytest.mark.parametrize("picture", pictures.PICTURES)
 def test_the_picture_is_drawn_from_the_committed_results(picture):
     drawn = (ROOT / "docs" / "pictures" / f"{picture}.svg").read_text("utf-8")
-    assert drawn == f"{pictures.PICTURES[picture]()}\n", "run python -m hf_blend.evaluation.pictures"
+    assert drawn == f"{pictures.PICTURES[picture]()}\n", "run make docs"
 
 
 def test_the_reference_has_every_public_word_and_setting():
     page = (ROOT / "docs" / "reference.md").read_text("utf-8")
     missing = [word for word in hf_blend.__all__ if not word.startswith("__") and f"`{word}`" not in page]
     missing += [word for word in BlendConfig().to_dict() if f"`{word}`" not in page]
-    assert not missing, "run python -m hf_blend.evaluation.pages"
+    assert not missing, "run make docs"
 
 
 def test_the_reference_names_no_method_that_is_not_there():
@@ -163,8 +164,8 @@ def test_what_is_read_of_a_docstring_is_what_stands_there():
             two: last.
         """
 
-    assert pages.summary(function) == "First line, still first."
-    assert list(pages.entries(function, "Args")) == [("one", "which goes on."), ("two", "last.")]
+    assert api.summary(function) == "First line, still first."
+    assert list(api.entries(function, "Args")) == [("one", "which goes on."), ("two", "last.")]
 
 
 def test_all_commands_are_spoken_of_somewhere():

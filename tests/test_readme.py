@@ -8,9 +8,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from tables import PLACE, filled
 
 from hf_blend.cli.main import commands
-from hf_blend.evaluation.readme import PLACE, filled
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text("utf-8")

@@ -7,9 +7,9 @@ import json
 import re
 from pathlib import Path
 
+import measured
 import pytest
-
-from hf_blend.evaluation import measured, readme
+import tables as page_tables
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "measurements.md").read_text("utf-8")
@@ -29,7 +29,7 @@ def tables(text):
 
 
 def test_the_page_is_made_from_the_committed_results():
-    assert measured.page() == PAGE, "run python -m hf_blend.evaluation.measured"
+    assert measured.page() == PAGE, "run make docs"
 
 
 def test_the_page_is_short_enough_to_be_read():
@@ -76,9 +76,9 @@ def test_no_page_shows_what_a_toy_model_answers():
 
 def test_nearly_every_reason_of_a_type_is_in_the_legend():
     found = json.loads((ROOT / "benchmarks" / "results" / "families.json").read_text("utf-8"))
-    rows = [row for row in found["models"] + found["images"] if readme.judged(row)]
+    rows = [row for row in found["models"] + found["images"] if page_tables.judged(row)]
     reasons = {row.get(name) for row in rows for name in ("reason", "move", "extend")} - {None, "exact"}
-    other = [reason for reason in reasons if readme._number(reason) == len(readme.LEGEND)]
+    other = [reason for reason in reasons if page_tables._number(reason) == len(page_tables.LEGEND)]
     assert len(other) <= 5, other
 
 
@@ -86,4 +86,4 @@ def test_a_type_that_is_no_longer_exact_loses_its_mark():
     found = json.loads((ROOT / "benchmarks" / "results" / "families.json").read_text("utf-8"))
     other = copy.deepcopy(found)
     other["models"][0]["move"] = "layer 0 attends within a window of its own"
-    assert readme.TABLES["families"](other) != readme.TABLES["families"](found)
+    assert page_tables.TABLES["families"](other) != page_tables.TABLES["families"](found)

@@ -14,127 +14,33 @@ from ..bundled import choose_dtype, open_model
 
 OWN = "model:"  # before the path or id of a model that is no shape
 
+
+def _llama(sizes: str, vocabulary: int, positions: int, **more: Any) -> dict[str, Any]:
+    """Return settings of a llama from "hidden, MLP, layers, heads, KV heads"."""
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    given = dict(zip(names, map(int, sizes.split()), strict=True))
+    return {"model_type": "llama", **given, "vocab_size": vocabulary, "max_position_embeddings": positions, **more}
+
+
 SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "model_type": "llama",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 512,
-        "max_position_embeddings": 8192,
-    },
-    "tiny-deep": {
-        "model_type": "llama",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 512,
-        "max_position_embeddings": 131072,
-    },
-    "narrow-48-layers": {
-        "model_type": "llama",
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "vocab_size": 512,
-        "max_position_embeddings": 8192,
-    },
-    "thin": {
-        "model_type": "llama",
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "vocab_size": 512,
-        "max_position_embeddings": 131072,
-    },
-    "wide-kv": {
-        "model_type": "llama",
-        "hidden_size": 256,
-        "intermediate_size": 256,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
-        "vocab_size": 512,
-        "max_position_embeddings": 8192,
-    },
-    "smollm2-135m": {
-        "model_type": "llama",
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "vocab_size": 49152,
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": True,
-    },
-    "lfm2-350m": {
-        "model_type": "lfm2",
-        "hidden_size": 1024,
-        "intermediate_size": 6656,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "full_attn_idxs": [2, 5, 8, 10, 12, 14],
-        "vocab_size": 65536,
-        "max_position_embeddings": 128000,
-        "tie_word_embeddings": True,
-    },
-    "qwen3.5-12-layers": {
-        "model_type": "qwen3_5_text",
-        "hidden_size": 1024,
-        "intermediate_size": 3584,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 256,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 16,
-        "vocab_size": 4096,
-        "max_position_embeddings": 32768,
-        "tie_word_embeddings": True,
-    },
-    "tiny-hybrid": {
-        "model_type": "lfm2",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "full_attn_idxs": [2],
-        "vocab_size": 512,
-        "max_position_embeddings": 8192,
-    },
-    "llama-3.1-8b": {
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "max_position_embeddings": 131072,
-    },
-    "mistral-7b": {
-        "model_type": "mistral",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 32768,
-        "max_position_embeddings": 32768,
-        "sliding_window": None,
-    },
-}
+    "tiny": _llama("64 128 8 4 2", 512, 8192),
+    "tiny-deep": _llama("64 128 32 4 2", 512, 131072),
+    "narrow-48-layers": _llama("32 32 48 2 2", 512, 8192),
+    "thin": _llama("128 256 4 2 1", 512, 131072),
+    "wide-kv": _llama("256 256 16 8 8", 512, 8192),
+    "smollm2-135m": _llama("576 1536 30 9 3", 49152, 8192, tie_word_embeddings=True),
+    "llama-3.1-8b": _llama("4096 14336 32 32 8", 128256, 131072),
+    "mistral-7b": _llama("4096 14336 32 32 8", 32768, 32768, model_type="mistral", sliding_window=None),
+    "tiny-hybrid": _llama("64 128 4 4 2", 512, 8192, model_type="lfm2", full_attn_idxs=[2]),
+    "lfm2-350m": _llama(
+        "1024 6656 16 16 8", 65536, 128000, model_type="lfm2", full_attn_idxs=[2, 5, 8, 10, 12, 14],
+        tie_word_embeddings=True,
+    ),
+    "qwen3.5-12-layers": _llama(
+        "1024 3584 12 8 2", 4096, 32768, model_type="qwen3_5_text", head_dim=256, linear_num_key_heads=16,
+        linear_num_value_heads=16, tie_word_embeddings=True,
+    ),
+}  # fmt: skip
 
 
 def wait_for(model: nn.Module) -> None:

@@ -21,8 +21,6 @@ from hf_blend import ChunkStore, plugins
 from hf_blend.store import ChunkKey, ChunkKV
 from hf_blend.store.entry import EntryReader
 
-from .cold import forget_file
-
 MB = 1e6
 
 
@@ -137,3 +135,17 @@ def _open(plan: StorePlan, root: Path) -> float:
             count = len(store)
         times.append(time.perf_counter() - started)
     return statistics.median(times) if count == plan.small_entries else float("nan")
+
+
+def forget(folder: Path) -> None:
+    """Tell the kernel to drop the pages of every entry below a folder."""
+    for path in folder.rglob("*.safetensors"):
+        forget_file(path)
+
+
+def forget_file(path: Path) -> None:
+    """Tell the kernel to drop a file's pages; those that were not written yet are written first."""
+    handle = os.open(path, os.O_RDONLY)
+    os.fsync(handle)
+    os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(handle)

@@ -22,8 +22,8 @@ from hf_blend.loading.controller import advise
 from hf_blend.loading.profile import bytes_per_second, profile_of
 from hf_blend.store.throttled import ThrottledTier
 
-from . import cold
 from .shapes import text_config, timed_model
+from .store import forget as forget_entries
 from .ttft import TtftPlan, _pieces, _run, machine
 
 GB = 1e9
@@ -68,7 +68,7 @@ def _row(
         keys = store.add(model, None, pieces["chunks"], chunk_prefix_ids=(1,))
     whole.pipeline_depth = 0
     _run(model, streaming, pieces, given, ratio)  # the prefix is stored too
-    forget = (lambda: cold.forget(folder / "store")) if plan.cold else (lambda: None)
+    forget = (lambda: forget_entries(folder / "store")) if plan.cold else (lambda: None)
     forget()
     bytes_s = bytes_per_second(streaming, model, given.chunk_tokens)
     times: dict[str, list[float]] = {way: [] for way in WAYS}

@@ -3,10 +3,10 @@
 """The measurement of a server under load, in small."""
 
 import pytest
+from benches.replay import Service, replay
+from benches.serve import WAYS, ServePlan, _arrivals, _percentiles, _prompts, measure_serve
 
 from hf_blend.errors import ConfigError
-from hf_blend.evaluation.bench.replay import Service, replay
-from hf_blend.evaluation.bench.serve import WAYS, ServePlan, _arrivals, _percentiles, _prompts, measure_serve
 
 PLAN = ServePlan("tiny", 2, 40, 6, library=5, requests=3, new_tokens=3, rates=(2.0,))
 

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pictures of the documents, drawn from the committed results or from nothing but an idea.
 
-python -m hf_blend.evaluation.pictures                 # the SVG files
-python -m hf_blend.evaluation.pictures --screenshot    # and the page of the demo, with the Chromium of this machine
+python docs/build/pictures.py                 # the SVG files
+python docs/build/pictures.py --screenshot    # and the page of the demo, with the Chromium of this machine
 """
 
 import argparse
@@ -14,12 +14,12 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from tables import first_task
+
 from hf_blend.errors import ConfigError, import_extra
+from hf_blend.evaluation.svg import INK, THEMED, Line, line_chart, page
 
-from .readme import first_task
-from .svg import INK, THEMED, Line, line_chart, page
-
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "pictures"
 RESULTS = ROOT / "benchmarks" / "results"
 STORED, COMPUTED, EXACT, PALE = "#93c5fd", "#fb923c", "#c7d2fe", "#f1f5f9"
@@ -108,7 +108,7 @@ PICTURES: dict[str, Callable[[], str]] = {
 
 def screenshot(path: Path) -> None:
     """Start the demo, and take a picture of the example that it opens with."""
-    from .demo.page import Demo, serve
+    from hf_blend.evaluation.demo.page import Demo, serve
 
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page docs/reference.md, written from the docstrings of the public words.
 
-python -m hf_blend.evaluation.pages
+python docs/build/api.py
 """
 
 import inspect
@@ -14,7 +14,7 @@ from typing import Any
 import hf_blend
 from hf_blend import plugins
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 INNER = {  # public methods and properties that the page shows, beside the class itself
     "BlendCache": ("inputs", "inputs_from_messages", "inputs_from_text", "inputs_with_images", "crop"),
     "ChunkStore": ("open", "add", "find", "get", "put", "contains", "delete", "close"),
@@ -24,7 +24,7 @@ INNER = {  # public methods and properties that the page shows, beside the class
 }
 HEAD = """# Reference
 
-Made from the docstrings by `python -m hf_blend.evaluation.pages`. `import hf_blend` costs nothing: each name is
+Made from the docstrings by `python docs/build/api.py`. `import hf_blend` costs nothing: each name is
 imported when it is first used.
 """
 

@@ -16,9 +16,8 @@ import torch
 from torch import nn
 
 from hf_blend import BlendCache, ChunkStore, sparse_decoding
-
-from .decode import fill, step
-from .shapes import timed_model, wait_for
+from hf_blend.evaluation.bench.decode import fill, step
+from hf_blend.evaluation.bench.shapes import timed_model, wait_for
 
 DENSE = "dense"
 

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model cards, written from the committed results: one for each recipe, and the head of the model's own.
 
-python -m hf_blend.evaluation.cards
+python docs/build/cards.py
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FOLDER, RESULTS = ROOT / "model_cards", ROOT / "benchmarks" / "results"
 REPOSITORY_TAGS = ["hf_blend", "kv-cache", "rag", "cacheblend"]
 WORLD: dict[str, Any] = {
@@ -77,7 +77,7 @@ def recipe_card(recipe: Recipe, rows: list[dict[str, Any]]) -> str:
     return "\n".join([
         f"---\n{data.to_yaml()}\n---\n",
         f"# Recipe `{recipe.selector}` on the reference model\n",
-        f"{recipe.about} Written by `python -m hf_blend.evaluation.cards` from "
+        f"{recipe.about} Written by `python docs/build/cards.py` from "
         f"[{recipe.result}.json](../benchmarks/results/{recipe.result}.json).\n",
         f"n = {shown['n']} questions; exact match with 95 % intervals. *Nominal* is the share of the reusable tokens "
         "that is recomputed, *charged* what it cost, as a share of a full prefill's work on them.\n",

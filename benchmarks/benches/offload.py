@@ -17,9 +17,8 @@ from torch import nn
 from transformers import Cache, DynamicCache
 
 from hf_blend import BlendCache, ChunkStore
-
-from .decode import fill, step
-from .shapes import kv_bytes, timed_model, wait_for
+from hf_blend.evaluation.bench.decode import fill, step
+from hf_blend.evaluation.bench.shapes import kv_bytes, timed_model, wait_for
 
 OURS, RESIDENT, DYNAMIC, STOCK = "kv_device_map", "blend", "DynamicCache", "OffloadedCache"
 

@@ -22,10 +22,10 @@ from torch import nn
 
 from hf_blend import ChunkStore
 from hf_blend.errors import ConfigError
+from hf_blend.evaluation.bench.shapes import text_config, timed_model
+from hf_blend.evaluation.bench.ttft import TtftPlan, machine
 
 from .replay import Replayed, Service, replay
-from .shapes import text_config, timed_model
-from .ttft import TtftPlan, machine
 
 FULL, PREFIX, BLEND = "full", "prefix", "blend"
 WAYS = (FULL, PREFIX, BLEND)

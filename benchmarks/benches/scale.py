@@ -23,13 +23,11 @@ import torch
 
 from hf_blend import BlendCache, ChunkStore, HfBlendError
 from hf_blend.config import BlendConfig
+from hf_blend.evaluation.bench.shapes import text_config, timed_model
 from hf_blend.version import __version__
-
-from .shapes import text_config, timed_model
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 WARM_TOKENS = 64  # of each chunk of the first, small request: what a process finds out once is found out there
-_CHILD = "import sys; from hf_blend.evaluation.bench.scale import _child; _child(sys.argv[1])"
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ def measure_scale(plan: ScalePlan, progress: Callable[[str], None] | None = None
             progress(f"{point[0]}, {point[1]} tokens")
         given = json.dumps(asdict(replace(plan, points=(point,))))
         environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed goes back to the kernel
-        command = [sys.executable, "-P", "-c", _CHILD, given]
+        command = [sys.executable, "-P", __file__, given]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
             raise HfBlendError(f"measuring {point[0]} with {point[1]} tokens ended with {done.stderr[-800:]}")
@@ -162,3 +160,7 @@ def _status(name: str) -> int | None:
     except OSError:
         return None
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:")), None)
+
+
+if __name__ == "__main__":
+    _child(sys.argv[1])

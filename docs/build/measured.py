@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page docs/measurements.md, written from the committed results: a section is one question, its verdict first.
 
-python -m hf_blend.evaluation.measured
+python docs/build/measured.py
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any
 
 Document = Mapping[str, Any]
 Cell = Callable[[Document], str]
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 HEAD = """# Measurements
 
@@ -221,7 +221,7 @@ SECTIONS = (
             "16,384 "
             "tokens, and writes the same text."
         ),
-        lambda found: f"`hf-blend bench offload`: {_setting(found)}.",
+        lambda found: f"`benchmarks/bench.py offload`: {_setting(found)}.",
         {
             "context": text("context"),
             "cache": text("cache"),
@@ -244,7 +244,7 @@ SECTIONS = (
             "that is "
             "made again in every step costs most of it."
         ),
-        lambda found: f"`hf-blend bench sparse-decode`: {_setting(found)}; locked: a selection is held over steps.",
+        lambda found: f"`benchmarks/bench.py sparse-decode`: {_setting(found)}; locked: a selection kept over steps.",
         {
             "context": text("context"),
             "blocks": text("way"),
@@ -263,7 +263,7 @@ SECTIONS = (
             f"{_first(found, context=32768, place='disk', way='0.25 locked')['vs_dense_there']:.1f} "
             "times as fast as all of them at 32,768 tokens, with a quarter of K and V on the device."
         ),
-        lambda found: f"`hf-blend bench sparse-offload`: {_setting(found)}; the files are in the page cache.",
+        lambda found: f"`benchmarks/bench.py sparse-offload`: {_setting(found)}; the files are in the page cache.",
         {
             "context": text("context"),
             "blocks": text("way"),
@@ -286,7 +286,7 @@ SECTIONS = (
             f"{max(1 / row['ttft_ratio'] for row in found['rows']):.2f} times as late at worst."
         ),
         lambda found: (
-            f"`hf-blend bench partial-load`: {found['chunks']} chunks of {found['chunk_tokens']} tokens, "
+            f"`benchmarks/bench.py partial-load`: {found['chunks']} chunks of {found['chunk_tokens']} tokens, "
             f"{found['layers']} "
             f"layers whose heads are tied, a model of {found['rows'][0]['shape']} and others, {found['threads']} "
             "threads, "
@@ -310,7 +310,7 @@ SECTIONS = (
         "Does `hf-blend store plan` choose the best device?",
         _planned,
         lambda found: (
-            f"`hf-blend bench store-plan`: models named in the table, {found['chunks']} chunks of "
+            f"`benchmarks/bench.py store-plan`: models named in the table, {found['chunks']} chunks of "
             f"{found['chunk_tokens']} "
             f"tokens, {found['threads']} threads, median of {found['rounds']}; the best is the plan's rule applied to "
             "measured requests. With chunks of half the length: "
@@ -354,7 +354,7 @@ SECTIONS = (
             f"{_share(max(row['median_vs_best'] for row in found['rows']) - 1)} by medians."
         ),
         lambda found: (
-            f"`hf-blend bench pipeline`: {found['shape']}, layers and tiers that sleep for what they would take, "
+            f"`benchmarks/bench.py pipeline`: {found['shape']}, layers and tiers that sleep for what they would take, "
             "fastest of "
             f"{found['rounds']}; the best of {len(found['plans']) // len(found['rows'])} fixed plans."
         ),
@@ -402,7 +402,7 @@ SECTIONS = (
             + "."
         ),
         lambda found: (
-            f"`hf-blend bench hybrids`: models in the table, {found['chunks']} chunks of {found['chunk_tokens']} "
+            f"`benchmarks/bench.py hybrids`: models in the table, {found['chunks']} chunks of {found['chunk_tokens']} "
             "tokens, "
             f"{_share(found['ratio'])} recomputed, {found['threads']} threads, median of {found['rounds']}. The "
             "bound is what "
@@ -424,7 +424,7 @@ SECTIONS = (
         "What do sequences that share a prefix cost?",
         _held,
         lambda found: (
-            f"`hf-blend bench sequences`: {_setting(found)}, {found['sequences']} sequences behind "
+            f"`benchmarks/bench.py sequences`: {_setting(found)}, {found['sequences']} sequences behind "
             f"{found['prefix_tokens']:,} shared tokens."
         ),
         {
@@ -446,7 +446,7 @@ SECTIONS = (
             "earlier, "
             f"{found['rows'][-1]['speedup_with_load']:.1f} times with loading the file."
         ),
-        lambda found: f"`hf-blend bench session`: {_setting(found)}.",
+        lambda found: f"`benchmarks/bench.py session`: {_setting(found)}.",
         {
             "turn": text("turn"),
             "prompt": number("prompt_tokens", "d", " tokens"),

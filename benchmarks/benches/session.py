@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from hf_blend import SequenceCache
 from hf_blend.context.session import load_session, save_session
-
-from .shapes import text_config, timed_model, wait_for
+from hf_blend.evaluation.bench.shapes import text_config, timed_model, wait_for
 
 
 @dataclass(frozen=True)

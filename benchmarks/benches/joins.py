@@ -5,6 +5,7 @@
 import itertools
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,13 @@ import torch
 
 from hf_blend import BlendCache, ChunkStore, __version__
 from hf_blend.errors import ConfigError
+from hf_blend.evaluation.bundled import handbook_questions
 from hf_blend.model.anatomy import default_sink
 from hf_blend.model.fingerprint import fingerprint
 from hf_blend.prefill.plan import Plan, Planner, PromptRow
 from hf_blend.prompt.text import build_text
 
-from ..bundled import REFERENCE, quickstart_questions
-
-__all__ = ["JOINS", "bundled_passages", "measure_joins", "read_passages"]
+__all__ = ["JOINS", "JoinsPlan", "measure_joins", "read_passages"]
 
 JOINS: dict[str, Callable[[Sequence[str]], str]] = {
     "blank line": "\n\n".join,
@@ -45,17 +45,21 @@ def read_passages(path: str, count: int) -> list[list[str]]:
     return rows
 
 
-def bundled_passages() -> list[list[str]]:
-    """The documents that come with the package."""
-    return [list(texts) for texts in dict.fromkeys(tuple(asked["chunks"]) for asked in quickstart_questions())]
+@dataclass(frozen=True)
+class JoinsPlan:
+    """What is measured: tokenizers by their folders, on the passages of JSON lines or on the bundled handbook."""
+
+    tokenizers: tuple[str, ...]
+    passages: str | None = None
+    count: int = 300
 
 
-def measure_joins(
-    tokenizers: Sequence[str], passages: Sequence[Sequence[str]], progress: Callable[[str], None] | None = None
-) -> dict[str, Any]:
+def measure_joins(plan: JoinsPlan, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
     """Store passages and look for them in prompts, by their ids alone and with their texts named."""
     rows = []
-    for folder in tokenizers or [REFERENCE]:
+    handbook = [handbook_questions()[0]["chunks"]]
+    passages = handbook if plan.passages is None else read_passages(plan.passages, plan.count)
+    for folder in plan.tokenizers:
         if progress is not None:
             progress(f"{Path(folder).name}: {sum(map(len, passages))} passages, {len(JOINS)} ways of joining")
         bench = _Bench(folder, passages)

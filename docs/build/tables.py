@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tables of the README and of docs, written from the committed results, so that no number is typed.
 
-python -m hf_blend.evaluation.readme
+python docs/build/tables.py
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 
 from hf_blend.verify.everything import EXACT, judged
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 YES, NO, UNJUDGED = "✓", "\N{EN DASH}", "?"
 # words of a reason, and what it means; the table gives the number
 REASONS = (

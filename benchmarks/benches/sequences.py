@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, StaticCache
 
 from hf_blend import SequenceCache
-
-from .shapes import text_config, timed_model, wait_for
+from hf_blend.evaluation.bench.shapes import text_config, timed_model, wait_for
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_blend import BlendCache, ChunkStore
+from hf_blend.evaluation.bench.store import forget
+from hf_blend.evaluation.bench.ttft import Clock
 from hf_blend.store.throttled import ThrottledTier
-
-from .cold import forget
-from .ttft import Clock
 
 GB = 1e9
 WIDTH = 1024
