@@ -9,7 +9,7 @@ import torch
 
 from hf_blend import BlendCache, ChunkStore, ConfigError
 from hf_blend.cache.layers import BlendLayer
-from hf_blend.cache.quantised_layer import GROUP_TOKENS, LARGEST, Packed, Pairs, QuantisedLayer
+from hf_blend.cache.quantised_layer import GROUP_TOKENS, LARGEST, QuantisedLayer, pack, unpack
 from hf_blend.cache.sliding_layer import BlendSlidingLayer
 from hf_blend.verify.zoo import tiny_model as zoo_model
 from tests.conftest import slow_but
@@ -39,7 +39,7 @@ def test_no_entry_is_off_by_more_than_half_a_step_of_its_group(dtype):
     keys[..., 3] *= 50  # a large channel costs the others nothing
     values[:, :, 7] *= 50  # nor a large token
     back = torch.empty_like(keys), torch.empty_like(values)
-    Packed.of(keys, values).unpack(*back)
+    unpack(pack(8, keys, values), *back)
     rounding = torch.finfo(dtype).eps / 2
     groups = keys.float().unflatten(2, (-1, GROUP_TOKENS))
     bound = groups.abs().amax(3, keepdim=True).expand_as(groups).flatten(2, 3) * (0.5 / LARGEST)
@@ -56,7 +56,7 @@ def test_in_four_bits_no_entry_is_off_by_more_than_half_a_fifteenth_of_the_range
     keys[..., 3] += 30  # a channel far from zero costs no step, but for the rounding of its least value
     values[:, :, 7, :32] *= 50  # and a large group of channels costs the others nothing
     back = torch.empty_like(keys), torch.empty_like(values)
-    Pairs.of(keys, values).unpack(*back)
+    unpack(pack(4, keys, values), *back)
     for states, got, axis in ((keys, back[0], 2), (values, back[1], 3)):
         groups, found = (one.float().unflatten(axis, (-1, 32)) for one in (states, got))
         reach = groups.amax(axis + 1, keepdim=True) - groups.amin(axis + 1, keepdim=True)
@@ -67,14 +67,14 @@ def test_in_four_bits_no_entry_is_off_by_more_than_half_a_fifteenth_of_the_range
 
 def test_an_odd_width_is_not_packed_into_pairs():
     with pytest.raises(ConfigError, match=r"width 7.*kv_bits=8"):
-        Pairs.of(torch.zeros(1, 1, 32, 7), torch.zeros(1, 1, 32, 8))
+        pack(4, torch.zeros(1, 1, 32, 7), torch.zeros(1, 1, 32, 8))
 
 
 def test_what_is_zero_or_very_large_or_small_stays_finite():
     keys, values = (torch.zeros(1, 1, GROUP_TOKENS, 4) for _ in range(2))
     keys[..., 1], values[:, :, 2] = torch.finfo(torch.float32).max / 2, torch.finfo(torch.float32).tiny
     back = torch.empty_like(keys), torch.empty_like(values)
-    Packed.of(keys, values).unpack(*back)
+    unpack(pack(8, keys, values), *back)
     assert torch.isfinite(torch.stack(back)).all()
     assert back[0][..., 0].eq(0).all()
 

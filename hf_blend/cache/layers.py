@@ -12,6 +12,53 @@ from transformers.cache_utils import CacheLayerMixin
 from ..errors import ConfigError
 
 ROOM_TOKENS = 256  # spare columns behind the prompt; an answer that outgrows them costs one copy per doubling
+SPARE_SHARE = 16  # of the columns that `Columns` holds, one in so many is spare
+
+Pair = tuple[Tensor, Tensor]  # K and V
+
+
+class Columns:
+    """K or V, or a part of them, in a buffer with room to grow, `[batch, kv_heads, capacity, …]`."""
+
+    def __init__(self, like: Tensor, room_tokens: int = ROOM_TOKENS) -> None:
+        """Take all but the tokens from `like`, `[batch, kv_heads, tokens, …]`; hold nothing, and grow by some more."""
+        self.buffer, self._room_tokens = like.new_empty((*like.shape[:2], 0, *like.shape[3:])), room_tokens
+
+    def write(self, start: int, states: Tensor) -> Tensor:
+        """Put tokens at column `start`; gives back all columns up to the last written."""
+        stop = start + states.shape[2]
+        if stop > self.buffer.shape[2]:
+            capacity = stop + max(self._room_tokens, start // SPARE_SHARE)
+            buffer = self.buffer.new_empty((*self.buffer.shape[:2], capacity, *self.buffer.shape[3:]))
+            buffer[:, :, :start] = self.buffer[:, :, :start]
+            self.buffer = buffer
+        self.buffer[:, :, start:stop] = states
+        return self.buffer[:, :, :stop]
+
+
+class MadeStates:
+    """`keys` and `values` of a layer that makes them at every look: None where it holds nothing."""
+
+    @property
+    def keys(self) -> Tensor | None:
+        """All K that are shown, `[batch, kv_heads, tokens, head_dim]`, rotated for their positions."""
+        return self._look(0)
+
+    @keys.setter
+    def keys(self, value: Any) -> None:
+        """Nothing: what is held has another form."""
+
+    @property
+    def values(self) -> Tensor | None:
+        """All V that are shown, `[batch, kv_heads, tokens, head_dim]`."""
+        return self._look(1)
+
+    @values.setter
+    def values(self, value: Any) -> None:
+        """Nothing: what is held has another form."""
+
+    def _look(self, index: int) -> Tensor | None:
+        raise NotImplementedError
 
 
 class BlendLayer(CacheLayerMixin):

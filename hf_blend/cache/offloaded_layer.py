@@ -17,7 +17,7 @@ from torch import Tensor
 from ..config import BlendConfig
 from ..errors import ConfigError
 from ..offload.memory import GROW_TOKENS, KVMemory, round_up
-from .layers import BlendLayer
+from .layers import BlendLayer, MadeStates
 
 
 def offload(layers: list[Any], config: BlendConfig) -> KVMemory | None:
@@ -37,7 +37,7 @@ def offload(layers: list[Any], config: BlendConfig) -> KVMemory | None:
     return memory
 
 
-class OffloadedLayer(BlendLayer):
+class OffloadedLayer(MadeStates, BlendLayer):
     """K and V of one decoder layer, resident or away as the memory decides.
 
     Away, the first tokens are in the memory and the others in `_recent`, `[GROW_TOKENS, batch, kv_heads, head_dim]`.
@@ -56,24 +56,6 @@ class OffloadedLayer(BlendLayer):
         self.observer: Callable[[Tensor], None] | None = None  # is given all K, on the device, before they go away
         self._hidden: Tensor | None = None
         super().__init__()
-
-    @property
-    def keys(self) -> Tensor | None:
-        """All K, `[batch, kv_heads, tokens, head_dim]`, rotated for their positions."""
-        return self._look(0)
-
-    @keys.setter
-    def keys(self, value: Any) -> None:
-        """Nothing: what is held is in buffers or away."""
-
-    @property
-    def values(self) -> Tensor | None:
-        """All V, `[batch, kv_heads, tokens, head_dim]`."""
-        return self._look(1)
-
-    @values.setter
-    def values(self, value: Any) -> None:
-        """Nothing: what is held is in buffers or away."""
 
     @property
     def batch_size(self) -> int:

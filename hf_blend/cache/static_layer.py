@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from .layers import BlendLayer
+from .layers import BlendLayer, MadeStates
 
 
-class StaticLayer(BlendLayer):
+class StaticLayer(MadeStates, BlendLayer):
     """K and V of one decoder layer in buffers of `max_tokens` columns, allocated once.
 
     A step of one token is given the buffers as they are, `[batch, kv_heads, max_tokens, head_dim]`; a forward of
@@ -48,23 +48,8 @@ class StaticLayer(BlendLayer):
             self.filled.fill_(tokens)
         self._known = tokens
 
-    @property
-    def keys(self) -> Tensor | None:
-        """All K, `[batch, kv_heads, tokens, head_dim]`, rotated for their positions."""
-        return None if self._buffers is None else self._columns(slice(0, self.length))[0]
-
-    @keys.setter
-    def keys(self, value: Any) -> None:
-        """Nothing: they are shown as the buffers hold them."""
-
-    @property
-    def values(self) -> Tensor | None:
-        """All V, `[batch, kv_heads, tokens, head_dim]`."""
-        return None if self._buffers is None else self._columns(slice(0, self.length))[1]
-
-    @values.setter
-    def values(self, value: Any) -> None:
-        """Nothing: they are shown as the buffers hold them."""
+    def _look(self, index: int) -> Tensor | None:
+        return None if self._buffers is None else self._columns(slice(0, self.length))[index]
 
     def open(self, tokens: int, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """See `BlendLayer.open`."""

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from ..cache.layers import as_indices, check_negative
+from ..cache.layers import ROOM_TOKENS, SPARE_SHARE, as_indices, check_negative
 from ..config import check_kv_bits
 from ..errors import ConfigError, PromptError, UnsupportedModelError
 from ..model.anatomy import decoder_layers, is_extended, refuse_extended, text_config
@@ -36,9 +36,8 @@ from ..model.modality import has_features, other_inputs
 from ..model.placement import input_device
 from ..rotary.base import compose
 from .cells import TokenTable
-from .quantised_sequence_layer import QuantisedSequenceLayer
 from .self_test import ensure_movable, ensure_shareable
-from .sequence_layer import ROOM_TOKENS, SPARE_SHARE, SequenceLayer
+from .sequence_layer import QuantisedSequenceLayer, SequenceLayer
 from .steering import SequenceHooks
 from .tables import TableSource, counted_in_tokens, regime_tokens
 from .view import View, grown, mask_of, view_of
@@ -611,7 +610,7 @@ class SequenceCache(Cache):
     def _lay(self, view: View) -> None:
         turns = self._turns(self._origins[view.cells], view.positions)
         for layer, style, turn in zip(self._sequence_layers, self._source.styles, turns, strict=True):
-            layer.lay(view.cells, view.in_order, style, turn)
+            layer.arrange(view.cells, view.in_order, style, turn)
         self._seen = None if view.seen is None else view.seen.to(self._device)
         self._show(len(view.cells))
 
@@ -678,5 +677,5 @@ class SequenceCache(Cache):
         self._seen = None if self._seen is None else grown(self._seen, real)
         self._pending = _NOTHING
         for layer in self._sequence_layers:
-            layer.settle()
+            layer.commit()
         self._show(self._sequence_layers[0].length + real.numel())

@@ -1,40 +1,26 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""One layer of a sequence cache: the storage of all sequences, and the active one laid out for attention."""
+"""One layer of a sequence cache: K as it was computed and V by cell, and the columns of them that attention is given.
+
+A plain layer keeps a copy of what it cannot show as it is stored. A quantised one keeps nothing unpacked or rotated
+between forwards: at every look keys are unpacked and then rotated to where they are now. So however often a token
+moves, it was quantised once, as it was computed.
+"""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from ..cache.layers import Columns, MadeStates, Pair
+from ..cache.quantised_layer import PackedTokens
 from ..rotary.base import RotaryStyle
-
-ROOM_TOKENS = 256  # spare columns; what outgrows them costs a copy
-SPARE_SHARE = 16  # spare columns of a large buffer: a sixteenth of it
-
-
-class Columns:
-    """K or V, or a part of them, in a buffer with room to grow, `[1, kv_heads, capacity, …]`."""
-
-    def __init__(self, like: Tensor, room_tokens: int = ROOM_TOKENS) -> None:
-        """Take all but the tokens from `like`, `[1, kv_heads, tokens, …]`; hold nothing, and grow by some more."""
-        self.buffer, self._room_tokens = like.new_empty((*like.shape[:2], 0, *like.shape[3:])), room_tokens
-
-    def write(self, start: int, states: Tensor) -> Tensor:
-        """Put `[1, kv_heads, tokens, …]` at column `start`; gives back all columns up to the last written."""
-        stop = start + states.shape[2]
-        if stop > self.buffer.shape[2]:
-            capacity = stop + max(self._room_tokens, start // SPARE_SHARE)
-            buffer = self.buffer.new_empty((*self.buffer.shape[:2], capacity, *self.buffer.shape[3:]))
-            buffer[:, :, :start] = self.buffer[:, :, :start]
-            self.buffer = buffer
-        self.buffer[:, :, start:stop] = states
-        return self.buffer[:, :, :stop]
 
 
 class SequenceLayer(CacheLayerMixin):
-    """K as it was computed and V, by cell; beside them, where these cannot serve as they are, a copy in order.
+    """K and V by cell, `[1, kv_heads, cells, width]`; beside them, where these cannot serve as they are, a copy.
 
     `keys` and `values` are what attention is given, `[1, kv_heads, columns, width]`, the same for all sequences.
     """
@@ -44,14 +30,14 @@ class SequenceLayer(CacheLayerMixin):
 
     def __init__(self) -> None:
         super().__init__()
-        self.length, self._first = 0, 0  # columns shown, and the cell of the first
+        self.length, self._first = 0, 0  # columns, and the cell of the first of those that are in order
         self._stored: tuple[Columns, Columns] | None = None
-        self._laid: tuple[Columns | None, Columns | None] = (None, None)  # None: the storage itself is in order
+        self._copies: tuple[Columns | None, Columns | None] = (None, None)  # None: the storage itself is in order
 
     @property
     def nbytes(self) -> int:
-        """Bytes of every buffer that the layer holds, spare room included."""
-        columns = (*(self._stored or ()), *self._laid)
+        """Bytes of every buffer that the layer holds, spare room included; see `view_tensors` for what it shares."""
+        columns = (*(self._stored or ()), *self._copies)
         return sum(part.buffer.nbytes for part in columns if part is not None)
 
     @property
@@ -60,31 +46,31 @@ class SequenceLayer(CacheLayerMixin):
         return ()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Remember dtype and device of the first states, `[1, kv_heads, tokens, width]`."""
+        """Take heads, widths, dtype and device from the first states, `[1, kv_heads, tokens, width]`."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        self._stored = (Columns(key_states), Columns(value_states))
+        self._stored = (Columns(key_states[:1]), Columns(value_states[:1]))
         self.is_initialized = True
 
-    def write(self, cell: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store new tokens, and show them behind those of the active sequences.
+    def write(self, cell: int, keys: Tensor, values: Tensor) -> Pair:
+        """Store new tokens from a cell on, and show them behind those of the active sequences.
 
         Shapes: keys `[sequences, kv_heads, tokens, width]` → `[sequences, kv_heads, columns, width]`.
         """
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
         self._first = self._first if self.length else cell
-        shown = []
-        for stored, laid, states in zip(self._stored or (), self._laid, (keys, values), strict=True):
-            new = states if len(states) == 1 else states.transpose(0, 1).flatten(1, 2)[None]
-            whole = stored.write(cell, new)[:, :, self._first :]
-            shown.append(whole if laid is None else laid.write(self.length, new))
-        self.keys, self.values = shown
-        return shown[0].expand(len(keys), -1, -1, -1), shown[1].expand(len(keys), -1, -1, -1)
+        seen = []
+        for stored, copied, states in zip(self._stored or (), self._copies, (keys, values), strict=True):
+            new = _in_a_row(states)
+            columns = stored.write(cell, new)[:, :, self._first :]
+            seen.append(columns if copied is None else copied.write(self.length, new))
+        self.keys, self.values = seen
+        return seen[0].expand(len(keys), -1, -1, -1), seen[1].expand(len(keys), -1, -1, -1)
 
-    def settle(self) -> None:
-        """Called when all layers have stored the new tokens of a forward."""
+    def commit(self) -> None:
+        """Hold the new tokens: all layers have stored those of a forward."""
 
-    def stored(self, cells: Tensor) -> tuple[Tensor, Tensor]:
+    def stored(self, cells: Tensor) -> Pair:
         """K and V of some cells, `[kv_heads, tokens, width]`, K rotated for the positions where it was computed."""
         parts = [part.buffer[0].index_select(1, cells.to(part.buffer.device)) for part in self._stored or ()]
         return parts[0], parts[1]
@@ -111,27 +97,25 @@ class SequenceLayer(CacheLayerMixin):
         self.is_initialized = False
         self.add(0, kept)
 
-    def lay(self, cells: Tensor, in_order: bool, style: type[RotaryStyle], turn: tuple[Tensor, Tensor] | None) -> None:
-        """Say which columns attention is given, and copy those that cannot be shown as they are stored.
-
-        Shapes: cells `[columns]`, turn `[tokens, pairs]`.
-        """
+    def arrange(self, cells: Tensor, in_order: bool, style: type[RotaryStyle], by: Pair | None) -> None:
+        """Say which cells the columns are, `[columns]`, and by what their keys are rotated, `[columns, pairs]`."""
         self._first = int(cells[0]) if in_order and len(cells) else 0
-        if self._stored is None:
-            return
-        moves = [turn if place == style.slot else None for place in range(2)]
-        self._laid = tuple(  # type: ignore[assignment]
-            None if in_order and move is None else _written(part, cells, style, move)
-            for part, move in zip(self._stored, moves, strict=True)
-        )
-
-    def show(self, tokens: int) -> None:
-        """Let `keys` and `values` show the first `tokens` columns, and count so many."""
-        self.length = tokens
         if self._stored is not None:
-            stored, laid = (part.buffer[:, :, self._first :] for part in self._stored), self._laid
-            parts = [one if copy is None else copy.buffer for one, copy in zip(stored, laid, strict=True)]
-            self.keys, self.values = (part[:, :, :tokens] for part in parts)
+            moves = [by if index == style.slot else None for index in range(2)]
+            keys, values = (
+                None if in_order and move is None else _copied(part, cells, style, move)
+                for part, move in zip(self._stored, moves, strict=True)
+            )
+            self._copies = keys, values
+
+    def show(self, columns: int) -> None:
+        """Let `keys` and `values` be the first columns, and count so many."""
+        self.length = columns
+        if self._stored is not None:
+            self.keys, self.values = (
+                (stored.buffer[:, :, self._first :] if copied is None else copied.buffer)[:, :, :columns]
+                for stored, copied in zip(self._stored, self._copies, strict=True)
+            )
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -144,7 +128,7 @@ class SequenceLayer(CacheLayerMixin):
         return self.length + query_length, 0
 
     def get_seq_length(self) -> int:
-        """How many columns are shown: where one sequence is active and stored in order, its tokens."""
+        """How many columns there are: where one sequence is active and stored in order, its tokens."""
         return self.length
 
     def get_max_length(self) -> int:
@@ -152,12 +136,143 @@ class SequenceLayer(CacheLayerMixin):
         return -1
 
 
-def _written(part: Columns, cells: Tensor, style: type[RotaryStyle], turn: tuple[Tensor, Tensor] | None) -> Columns:
-    """Some cells in a buffer of their own, rotated by `turn` if there is one."""
+@dataclass(frozen=True)
+class _Index:
+    """Cells that are no neighbours: ascending on the CPU and on the layer's device, and where each one is shown."""
+
+    cells: Tensor
+    on_device: Tensor
+    order: Tensor | None  # None: as they ascend
+
+    @classmethod
+    def of(cls, cells: Tensor, device: torch.device) -> "_Index":
+        if bool((cells.diff() >= 0).all()):
+            return cls(cells, cells.to(device), None)
+        ascending, order = cells.sort()
+        return cls(ascending, ascending.to(device), order.argsort().to(device))
+
+    def read(self, held: PackedTokens, out: Pair) -> None:
+        """Unpack the first ones to `[1, kv_heads, cells, width]` each, as many as fit."""
+        count = out[0].shape[2]
+        if self.order is None:
+            return held.gather(self.cells[:count], self.on_device[:count], out)
+        every = held.like(len(self.cells))
+        held.gather(self.cells, self.on_device, every)
+        for part, states in zip(out, every, strict=True):
+            part.copy_(states.index_select(2, self.order[:count]))
+
+
+class QuantisedSequenceLayer(MadeStates, SequenceLayer):
+    """A `SequenceLayer` over `PackedTokens`, whose `keys` and `values` are unpacked at every look."""
+
+    _packed: PackedTokens  # once there are any
+
+    def __init__(self, bits: int) -> None:
+        """Begin empty; `bits` is 8 or 4."""
+        self._bits = bits
+        self._index: _Index | None = None  # the first columns; behind them are the cells from `_first` on
+        self._by: Pair | None = None  # what rotates the keys of the first columns
+        self._style: type[RotaryStyle] | None = None
+        super().__init__()
+
+    @property
+    def nbytes(self) -> int:
+        """See `SequenceLayer.nbytes`."""
+        return self._packed.nbytes if self.is_initialized else 0
+
+    @property
+    def view_tensors(self) -> tuple[Tensor, ...]:
+        """Cells of the columns, and the tables that rotate their keys."""
+        index = self._index and (self._index.cells, self._index.on_device, self._index.order)
+        return tuple(part for part in (*(index or ()), *(self._by or ())) if part is not None)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """See `SequenceLayer.lazy_initialization`."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self._packed = PackedTokens(self._bits, key_states[:1], value_states[:1])
+        self.is_initialized = True
+
+    def write(self, cell: int, keys: Tensor, values: Tensor) -> Pair:
+        """See `SequenceLayer.write`; the new tokens are seen as they are, and count from `commit` on."""
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
+        if self.length <= self._indexed:
+            self._first = cell
+        new = _in_a_row(keys), _in_a_row(values)
+        seen = self._unpacked(new[0].shape[2])
+        for states, part in zip(new, seen, strict=True):
+            part[:, :, self.length :] = states
+        self._packed.append(cell, *new, sequences=len(keys))
+        return seen[0].expand(len(keys), -1, -1, -1), seen[1].expand(len(keys), -1, -1, -1)
+
+    def commit(self) -> None:
+        """Hold the new tokens."""
+        self._packed.commit()
+
+    def stored(self, cells: Tensor) -> Pair:
+        """See `SequenceLayer.stored`; unpacked."""
+        out = self._packed.like(len(cells))
+        _Index.of(cells, self.device).read(self._packed, out)
+        return out[0][0], out[1][0]
+
+    def parts(self, cells: Tensor) -> dict[str, Tensor]:
+        """See `PackedTokens.parts`."""
+        return self._packed.parts(cells)
+
+    def fixed_cells(self, count: int) -> int:
+        """How many of the first `count` cells are in few bits."""
+        return min(count, self._packed.held.packed) if self.is_initialized else 0
+
+    def add(self, cell: int, parts: Mapping[str, Tensor]) -> None:
+        """See `SequenceLayer.add` and `PackedTokens.extend`."""
+        if not self.is_initialized:
+            self.lazy_initialization(parts["k"][None], parts["v"][None])
+        self._packed.extend(cell, parts)
+
+    def arrange(self, cells: Tensor, in_order: bool, style: type[RotaryStyle], by: Pair | None) -> None:
+        """See `SequenceLayer.arrange`; nothing is copied."""
+        self._first = int(cells[0]) if in_order and len(cells) else 0
+        self._style, self._index, self._by = style, None, None
+        if self.is_initialized:
+            self._index = None if in_order else _Index.of(cells, self.device)
+            self._by = None if by is None else (by[0].to(self.device), by[1].to(self.device))
+
+    def show(self, columns: int) -> None:
+        """Count the first columns."""
+        self.length = columns
+
+    @property
+    def _indexed(self) -> int:
+        """How many columns are those of the index."""
+        return 0 if self._index is None else min(self.length, len(self._index.cells))
+
+    def _look(self, index: int) -> Tensor | None:
+        return self._unpacked(0)[index] if self.is_initialized else None
+
+    def _unpacked(self, room: int) -> Pair:
+        """All columns unpacked and rotated, and room for some more behind them."""
+        out, length, count = self._packed.like(self.length + room), self.length, self._indexed
+        if self._index is not None:
+            self._index.read(self._packed, (out[0][:, :, :count], out[1][:, :, :count]))
+        self._packed.read(self._first, self._first + length - count, [part[:, :, count:length] for part in out])
+        if self._by is not None and self._style is not None:
+            cos, sin = (table[:length] for table in self._by)
+            states = out[self._style.slot][0, :, : len(cos)]
+            self._style.move(states.clone(), (cos, sin), out=states)
+        return out
+
+
+def _in_a_row(states: Tensor) -> Tensor:
+    """New tokens of several sequences one sequence after the other, `[1, kv_heads, sequences * tokens, width]`."""
+    return states if len(states) == 1 else states.transpose(0, 1).flatten(1, 2)[None]
+
+
+def _copied(part: Columns, cells: Tensor, style: type[RotaryStyle], by: Pair | None) -> Columns:
+    """Some cells in a buffer of their own, rotated if they are to be."""
     states = part.buffer[0].index_select(1, cells.to(part.buffer.device))
-    if turn is not None:
+    if by is not None:
         moved = torch.empty_like(states)
-        style.move(states, (turn[0].to(states.device), turn[1].to(states.device)), out=moved)
+        style.move(states, (by[0].to(states.device), by[1].to(states.device)), out=moved)
         states = moved
     columns = Columns(states[None])
     columns.write(0, states[None])

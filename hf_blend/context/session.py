@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..cache.quantised_layer import forms, is_grouping
 from ..errors import ConfigError, StoreError
 from ..model.anatomy import text_config
 from ..model.fingerprint import fingerprint
@@ -26,7 +27,6 @@ from ..prefill.layout import layout_of
 from ..store.chunk import Layout, has_usable_values
 from ..store.seal import check_secret
 from ..store.tiers.base import EntryFault, as_fault
-from .packed_cells import forms, is_grouping
 from .sealed import Sealed, read_sealed, sealed, write_sealed
 from .sequence_cache import UNKNOWN, SequenceCache
 
