@@ -27,6 +27,7 @@ from hf_blend.prefill.input_test import InputTest
 from hf_blend.prefill.probing import AttentionObserver
 from hf_blend.prefill.rows import Rows
 from hf_blend.prompt.content import content_ids, is_content
+from hf_blend.prompt.pieces import TextPrompt
 from hf_blend.selectors.base import TokenView
 from hf_blend.store.chunk import ChunkKey
 from hf_blend.verify import image_zoo
@@ -646,3 +647,11 @@ def test_model_whose_text_sees_ahead_is_refused_or_computes_its_chunks():
     got, cache = blend(kind, inputs, store, "eager", chunks=False, recompute_ratio=0.0, selector="none")
     assert gap(got, stock(kind, inputs, "eager")[0]) < FLOOR
     assert cache.report.refused_chunks == len(CHUNKS)
+
+
+def test_keep_beginning_ends_before_an_image_that_another_may_follow():
+    cache, ids = BlendCache(build("llava"), filled("llava")), (1, 5, START, IMAGE, 7)
+    with torch.no_grad():
+        build("llava")(torch.tensor([ids]), past_key_values=cache, logits_to_keep=1)
+    cache._beginning, cache._placeholders = ids, frozenset({START, IMAGE})
+    assert cache._keep_beginning([TextPrompt((*ids, 8))]) == 2
