@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from hf_blend import BlendCache, ChunkStore, ConfigError, UnsupportedModelError, observer, plugins, sparse_decoding
 from hf_blend.cache.layers import BlendLayer
+from hf_blend.model.identity.structure import configs_inside
 from hf_blend.sparse.blocks import BlockedLayer
 from hf_blend.sparse.config import SparseConfig
-from hf_blend.sparse.decoding import _attention_configs
 from hf_blend.verify.zoo import tiny_model
 
 SMALL = {"share": 0.4, "block_tokens": 8, "min_tokens": 0, "recent_blocks": 1}
@@ -151,7 +151,7 @@ def test_requests_of_a_batch_hold_their_own_selections(model):
 
 def test_the_model_is_left_as_it_was_after_an_exception_too(model):
     cache, plain = new_cache(model), [dict(module._forward_hooks) for module in model.modules()]
-    names = [config._attn_implementation for config in _attention_configs(model)]
+    names = [config._attn_implementation for config in configs_inside(model.config)]
 
     def fail(*_: Any) -> None:
         if len(model.model.layers[1]._forward_pre_hooks) and cache.get_seq_length() > 150:
@@ -161,7 +161,7 @@ def test_the_model_is_left_as_it_was_after_an_exception_too(model):
     with pytest.raises(KeyError, match="on purpose"), sparse_decoding(model, cache, **SMALL):
         generated(model, prompt(), past_key_values=cache)
     handle.remove()
-    assert [config._attn_implementation for config in _attention_configs(model)] == names
+    assert [config._attn_implementation for config in configs_inside(model.config)] == names
     assert [dict(module._forward_hooks) for module in model.modules()] == plain
 
 

@@ -183,9 +183,10 @@ def test_a_damaged_block_is_refused(model, untouched, tmp_path):
 
 
 def test_attention_that_would_see_nothing_of_what_is_away_is_refused(model, tmp_path, monkeypatch):
-    attend = decoding.attend
-    monkeypatch.setattr(decoding, "attend", lambda *given, **more: attend(*given, **more, position_bias=torch.ones(1)))
-    monkeypatch.setattr(decoding, "NAME", "hf_blend_sparse_with_bias_over_")
+    attend, bias = decoding.SparseHooks._attend, torch.ones(1)
+    monkeypatch.setattr(
+        decoding.SparseHooks, "_attend", lambda *given, **more: attend(*given, **more, position_bias=bias)
+    )
     with pytest.raises(UnsupportedModelError, match="Leave kv_device_map out"):
         decoded(model, kv_device_map="disk", offload_folder=str(tmp_path))
 

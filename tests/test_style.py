@@ -31,7 +31,6 @@ LEFT = {
     "Hear": 1,
     "sight": 1,
     "Guest": 1,
-    "Door": 1,
     "lay": 9,
     "laid": 6,
     "learn": 2,

@@ -436,7 +436,9 @@ class BlendCache(MaskedDecode):
         if getattr(self._kept[layer_idx], "visible", None) is not None:
             self._part = self._part or self._part_loader()
             if self._part is not None:
-                self._part.take_step(layer_idx)
+                self._part.begin_layer(layer_idx)
+                keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+                return self._part.taken(layer_idx, keys), values
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:

@@ -8,23 +8,24 @@
 A key at distance of at least the window is seen as if positions were divided by the group size, rounding down; the
 queries are moved by window - window // group, so that the two scales meet at the window's edge (Jin et al. 2024,
 arXiv 2401.01325, equations 3 and 4). Keys and queries are turned from where the model has put them, by the model's own
-tables. Inside the block the model computes eager attention; outside, nothing of this is left.
+tables. Inside the block, in this thread, the model's layers compute eager
+attention; outside, nothing of this is left.
 """
 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import eager_mask
+from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from ..errors import ConfigError, UnsupportedModelError
-from ..model.anatomy import EXTENDED, kv_groups, other_states, text_config, windowed_layer
+from ..model.anatomy import EXTENDED, decoder_layers, is_extended, kv_groups, other_states, text_config, windowed_layer
+from ..model.attention import AttentionFn, Take, attention_modules, hook_attention
 from ..rotary.base import RotaryStyle, compose
 from .self_test import ensure_extendable
 from .tables import TableSource
@@ -32,8 +33,6 @@ from .tables import TableSource
 EXTENSION = 4  # times the trained length, where nothing else is asked for
 TRIAL_GROUP_TOKENS = 1 << 20  # one group for all tokens of a self-test
 UNKNOWN_ARGUMENTS = ("sliding_window", "softcap", "s_aux", "position_bias")  # that change attention in some family
-
-_active: ContextVar["Extension"] = ContextVar("self_extend")
 
 
 @dataclass(frozen=True)
@@ -86,38 +85,41 @@ def self_extend(
 @contextmanager
 def _attending(model: nn.Module, extension: Extension) -> Iterator[Extension]:
     """Let a model's attention be computed as an extension says, until the block ends."""
-    AttentionInterface.register(EXTENDED, attend)
-    AttentionMaskInterface.register(EXTENDED, eager_mask)
-    config = text_config(model)
-    before = config._attn_implementation_internal
-    token = _active.set(extension)
+    take = partial(attend, extension)
+
+    def choose(_: tuple[Any, ...]) -> Take | None:
+        return take if is_extended(model) else None
+
+    modules = [module for layer in decoder_layers(model) for module in attention_modules(layer)]
+    handles, token = hook_attention(modules, choose), EXTENDED.set((*EXTENDED.get(), text_config(model)))
     try:
-        config._attn_implementation_internal = EXTENDED
         yield extension
     finally:
-        config._attn_implementation_internal = before
-        _active.reset(token)
+        EXTENDED.reset(token)
+        for handle in handles:
+            handle.remove()
 
 
 def attend(
+    extension: Extension,
+    _: AttentionFn,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor,
+    attention_mask: Any,
     scaling: float,
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The attention function of transformers, with two scales of distance.
+    """Eager attention in the place of the model's, with two scales of distance.
 
     Shapes: query `[batch, heads, rows, head_dim]`, key `[batch, kv_heads, keys, head_dim]`, value `[batch, kv_heads,
-    keys, value_dim]`, attention_mask `[batch, 1, rows, keys]` → `[batch, rows, heads, value_dim]`.
+    keys, value_dim]` → `[batch, rows, heads, value_dim]`.
     """
-    extension = _active.get()
     _refuse_arguments(module, kwargs)
-    _refuse_mask(module, attention_mask)
-    positions = _positions(attention_mask)
+    hidden = _hidden(module, attention_mask, query, key)
+    positions = _positions(hidden)
     rows = positions[:, -query.shape[2] :]
     window, group = extension.window_tokens, extension.group_tokens
     layer = int(module.layer_idx)
@@ -128,7 +130,7 @@ def attend(
     near = query @ key.repeat_interleave(groups, 1).transpose(2, 3)
     far = far_query @ far_key.repeat_interleave(groups, 1).transpose(2, 3)
     is_near = (rows[:, :, None] - positions[:, None, :] < window)[:, None]
-    scores = torch.where(is_near, near, far) * scaling + attention_mask
+    scores = torch.where(is_near, near, far) * scaling + hidden
     weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
     weights = nn.functional.dropout(weights, p=dropout, training=module.training)
     output = weights @ value.repeat_interleave(groups, 1)
@@ -176,20 +178,31 @@ def _refuse_arguments(module: nn.Module, kwargs: dict[str, Any]) -> None:
             )
 
 
-def _refuse_mask(module: nn.Module, mask: Tensor | None) -> None:
-    """Positions are read from the mask: one that differs by head, or none at all, does not tell them."""
-    if mask is None or mask.dim() != 4 or mask.shape[1] != 1:
-        got = "no mask" if mask is None else f"a mask of shape {tuple(mask.shape)}"
+def _hidden(module: nn.Module, mask: Any, query: Tensor, key: Tensor) -> Tensor:
+    """The additive mask `[batch, 1, rows, keys]` that any form of mask stands for; positions are read from it."""
+    batch, rows, keys = query.shape[0], query.shape[2], key.shape[2]
+    if isinstance(mask, BlockMask):
+        mask = create_mask(mask.mask_mod, batch, 1, rows, keys, device=query.device)
+    if mask is None or mask.dim() == 2:  # the model's function hides what is ahead, and padding
+        visible = torch.ones((1, 1, rows, keys), dtype=torch.bool, device=query.device).tril(keys - rows)
+        mask = visible if mask is None else visible & mask[:, None, None, -keys:].bool()
+    if mask.dim() != 4 or mask.shape[1] != 1:
         raise UnsupportedModelError(
-            f"layer {module.layer_idx}, a {type(module).__name__}, attends with {got}, but Self-Extend expects one of "
-            "[batch, 1, rows, keys] that only hides tokens. Use it with a model of plain softmax attention."
+            f"layer {module.layer_idx}, a {type(module).__name__}, attends with a mask of shape {tuple(mask.shape)}, "
+            "but Self-Extend expects one of [batch, 1, rows, keys] that only hides tokens. Use it with a model of "
+            "plain softmax attention."
         )
+    mask = mask.expand(batch, -1, -1, -1)
+    if mask.dtype != torch.bool:
+        return mask
+    zeros = torch.zeros(mask.shape, dtype=query.dtype, device=query.device)
+    return zeros.masked_fill(~mask, torch.finfo(query.dtype).min)
 
 
 def _positions(mask: Tensor) -> Tensor:
     """Positions of the keys, `[batch, keys]`: padding, which the last row does not see, does not count."""
-    seen = mask[:, 0, -1] == 0
-    return (seen.long().cumsum(-1) - 1).clamp_min(0)
+    visible = mask[:, 0, -1] == 0
+    return (visible.long().cumsum(-1) - 1).clamp_min(0)
 
 
 def _moved(source: TableSource, layer: int, states: Tensor, old: Tensor, new: Tensor) -> Tensor:

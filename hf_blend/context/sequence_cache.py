@@ -30,7 +30,7 @@ from ..cache.layers import ROOM_TOKENS, SPARE_SHARE, as_indices, check_negative
 from ..config import check_kv_bits
 from ..errors import ConfigError, PromptError, UnsupportedModelError
 from ..model.anatomy import decoder_layers, is_extended, refuse_extended, text_config
-from ..model.attention import STOCK, AttentionOverride
+from ..model.attention import STOCK, open_door
 from ..model.masks import RowMask
 from ..model.modality import has_features, other_inputs
 from ..model.placement import input_device
@@ -91,7 +91,6 @@ class SequenceCache(Cache):
         self._origins = torch.empty(0, dtype=torch.long)  # by cell: the position that its key is rotated for
         self._is_laid, self._pending = True, _NOTHING  # of new tokens: positions, ids, and which are no padding
         self._seen: Tensor | None = None  # see `View`
-        self._detours: list[AttentionOverride] = []  # by layer, of a forward whose mask hides cells; see `attend_rows`
         self._was_extended = False
         self._sequence_layers = self._empty_layers()
 
@@ -405,8 +404,6 @@ class SequenceCache(Cache):
             self._check(key_states)
             self._was_extended = self._was_extended or is_extended(self.model)
         shown = self._sequence_layers[layer_idx].write(self._cells.count, key_states, value_states)
-        if self._detours:
-            self._detours[layer_idx].open()
         if layer_idx == len(self._sequence_layers) - 1:
             self._commit()
         return shown
@@ -482,14 +479,11 @@ class SequenceCache(Cache):
         self._refuse_crossing(positions)
         self._pending = positions, given.cpu() if given.dim() == 2 else torch.full(real.shape, UNKNOWN), real
         mask = None if self._seen is None else self._made_mask(self._seen, real)
-        self._detours = AttentionOverride.of_layers(self.model) if isinstance(mask, RowMask) else []
         return {**arguments, "position_ids": positions.to(given.device), "attention_mask": mask}
 
     def forward_ends(self) -> None:
         """Called by the hook behind the model."""
-        for detour in self._detours:
-            detour.close()
-        self._pending, self._detours = _NOTHING, []
+        self._pending = _NOTHING
 
     def _given(self, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """The new tokens, and which of them are no padding, `[sequences, tokens]`."""
@@ -516,6 +510,7 @@ class SequenceCache(Cache):
         """The mask of a forward in the form that the model's attention takes."""
         mask = mask_of(seen, real)
         if self._attention == STOCK:
+            open_door(STOCK)
             return RowMask.of(mask)
         hidden = torch.zeros(mask.shape, dtype=self.model.dtype, device=mask.device)
         return hidden.masked_fill_(~mask, float("-inf"))

@@ -8,6 +8,7 @@ Nothing here knows the name of a model. A layer is described by what it receives
 
 import inspect
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -21,7 +22,7 @@ from .identity.canonical import canonical
 from .own_cache import fitted
 from .placement import input_device
 
-EXTENDED = "hf_blend_self_extend"  # the name of Self-Extend's attention function
+EXTENDED: ContextVar[tuple[Any, ...]] = ContextVar("self_extend", default=())  # configs of models that are inside it
 TOKEN_STATES = ("", "SlidingWindow", "Dummy")  # cache layers of transformers, less "Dynamic" and "Layer"
 MIXER_STATES = ("LinearAttention", "LinearAttentionAndFullAttention", "LinearAttentionAndSlidingWindowAttention")
 BLENDED_STATES = (*TOKEN_STATES, *MIXER_STATES, "Indexed")
@@ -174,7 +175,7 @@ def windowed_layer(model: nn.Module) -> int | None:
 
 def is_extended(model: nn.Module) -> bool:
     """Whether a model is inside `self_extend`, where it attends otherwise than it does alone."""
-    return getattr(text_config(model), "_attn_implementation", None) == EXTENDED
+    return any(one is text_config(model) for one in EXTENDED.get())
 
 
 def refuse_extended(model: nn.Module) -> None:
@@ -232,6 +233,13 @@ class LayerCall:
     def mask_name(self) -> str:
         """The argument that holds the mask of the layer's attention; a mixer beside it may have one of its own."""
         return "causal_mask" if "causal_mask" in self.arguments else "attention_mask"
+
+    @property
+    def cache(self) -> Any:
+        """The cache that the layer was given."""
+        from transformers import Cache
+
+        return next((value for value in self.arguments.values() if isinstance(value, Cache)), None)
 
     @property
     def hidden(self) -> Tensor:

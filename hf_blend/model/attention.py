@@ -1,39 +1,41 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Attention for scattered rows, entered for one call at a time.
+"""The one door to the attention of a stock model.
 
-`RowMask` works inside the stock sdpa function already, but that function first copies K and V once per query head.
-So the name of the model's attention is changed to ours when a layer has handed over its K and V, and changed back
-when the attention function begins, which is the next thing that happens. Whoever else comes by in between, on another
-thread, gets the stock function: without a `RowMask` ours is the stock one.
+transformers looks up the function of a layer's attention by the name in the model's config. Under each name that a
+blended model uses, `open_door` puts a function that calls the stock one, once per process and for good. It differs in
+two cases, and neither is a state that another call could see, because both travel with the call:
 
-`AttentionCapture` uses the same door to see what a layer's attention is given: there queries and keys are normed and
-rotated, for any family.
+* The mask is a `RowMask`: scattered rows are attended by blocks. Stock sdpa would copy K and V once per query head,
+  and flash attention has no such mask.
+* The call carries a function that takes it in place of the stock one: as the keyword `TAKER`, which `hook_attention`
+  adds by forward pre-hooks on the attention modules, since these hand all keywords on; or as an attribute of the keys,
+  where a cache has just handed them over (`with_taker`).
+
+No attribute of a config or module is written.
 """
 
+import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import lru_cache, partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from torch.utils.hooks import RemovableHandle
+from transformers import AttentionInterface, Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..errors import UnsupportedModelError
-from .anatomy import decoder_layers, kv_groups
 from .masks import RowMask
 from .row_attention import attend
 from .row_lines import PackedLines
 
-STOCK, OURS, GLANCE = "sdpa", "hf_blend_rows_over_", "hf_blend_glance"  # OURS: before the name of the stock one
-AttentionFn = Callable[..., tuple[Tensor, None]]  # what an attention function of transformers is
-
-_detours: WeakKeyDictionary[nn.Module, tuple[list[nn.Module], list["AttentionOverride"]]] = WeakKeyDictionary()
-_taking = threading.local()  # who takes the next attention call of this thread
+STOCK, EAGER, TAKER = "sdpa", "eager", "hf_blend_taker"
+AttentionFn = Callable[..., tuple[Tensor, Tensor | None]]  # what an attention function of transformers is
+Take = Callable[..., Any]  # the same, with the function whose place it takes before all other arguments
 
 
 class StopForward(Exception):
@@ -41,130 +43,161 @@ class StopForward(Exception):
 
 
 def is_flash(implementation: str) -> bool:
-    """Whether an attention implementation is one of flash attention, which transformers knows by its name too."""
+    """Return True for an implementation of flash attention, which transformers knows by its name too."""
     return "flash" in implementation
 
 
-class AttentionOverride:
-    """Sends the next attention call of a layer to `attend_rows`."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        """Find the attention of a layer."""
-        found = [module for module in layer.modules() if hasattr(module, "num_key_value_groups")]
-        self._config = getattr(found[0], "config", None) if len(found) == 1 else None
-        self.groups = kv_groups(layer)
-
-    @classmethod
-    def of_layers(cls, model: nn.Module) -> list["AttentionOverride"]:
-        """One for each decoder layer, found once while these layers are the model's."""
-        layers = decoder_layers(model)
-        known, detours = _detours.get(model, (None, []))
-        if known != layers:
-            detours = [cls(layer) for layer in layers]
-            _detours[model] = (layers, detours)
-        return detours
-
-    def __bool__(self) -> bool:
-        """Whether the layer's attention was found."""
-        return self._config is not None
-
-    def open(self) -> None:
-        """Take the next call; a layer whose attention is not found, or is not sdpa or flash, goes its own way."""
-        name = "" if self._config is None else self._config._attn_implementation or ""
-        if self._config is not None and not name.startswith(OURS) and (name == STOCK or is_flash(name)):
-            if OURS + name not in ALL_ATTENTION_FUNCTIONS:
-                AttentionInterface.register(OURS + name, attend_rows)
-                AttentionMaskInterface.register(OURS + name, ALL_MASK_ATTENTION_FUNCTIONS[name])
-            self._config._attn_implementation_internal = OURS + name
-
-    def close(self) -> None:
-        """Give the name back, if the call has not done so."""
-        if self._config is not None and self._config._attn_implementation.startswith(OURS):
-            self._config._attn_implementation_internal = self._config._attn_implementation.removeprefix(OURS)
+def open_door(name: str) -> None:
+    """Make the function that transformers has under a name one that takes rows and takers too."""
+    stock = ALL_ATTENTION_FUNCTIONS.get(name)
+    if hasattr(stock, "stock"):
+        return
+    door = _door(stock)
+    AttentionInterface.register(name, door)
+    if ALL_ATTENTION_FUNCTIONS.get(name) is not door:  # the user's own function is there
+        ALL_ATTENTION_FUNCTIONS[name] = door
 
 
-def attend_rows(
+def stock_function(name: str) -> AttentionFn | None:
+    """The function under a name of transformers as it is without a door; None where models bring their own."""
+    found = ALL_ATTENTION_FUNCTIONS.get(name)
+    return getattr(found, "stock", found)
+
+
+def _door(stock: AttentionFn | None) -> AttentionFn:
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        take = kwargs.pop(TAKER, None) or getattr(key, TAKER, None)
+        plain = stock or eager_function(type(module))  # type: ignore[arg-type]
+        if take is not None:
+            plain = partial(take, partial(_attend, plain))
+        elif isinstance(attention_mask, RowMask):
+            plain = partial(_attend, plain)
+        return plain(module, query, key, value, attention_mask, *args, **kwargs)
+
+    attention.stock = stock  # type: ignore[attr-defined]
+    return attention
+
+
+@lru_cache(maxsize=256)
+def eager_function(kind: type[nn.Module]) -> AttentionFn:
+    """The eager attention of a class of modules: the function in its file that its forward falls back on."""
+    forward = inspect.unwrap(kind.forward)
+    names = (*forward.__code__.co_names, "eager_attention_forward")
+    found = (forward.__globals__.get(name) for name in names if name.endswith("eager_attention_forward"))
+    function: AttentionFn | None = next((one for one in found if one is not None), None)
+    if function is None:
+        raise UnsupportedModelError(
+            f"{kind.__name__} attends with 'eager', whose function was not found. Load the model with "
+            "attn_implementation='sdpa'."
+        )
+    return function
+
+
+def _attend(
+    stock: AttentionFn,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    mask: Any,
     dropout: float = 0.0,
     scaling: float | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """The attention function of transformers, for a `RowMask`; for other masks and packed chunks the stock one.
+) -> tuple[Tensor, Tensor | None]:
+    """Attend with a `RowMask`; packed chunks each alone, and with any other mask, by the stock function.
 
     Shapes: query `[batch, heads, rows, head_dim]`, key `[batch, kv_heads, keys, head_dim]`, value `[batch, kv_heads,
     keys, value_dim]` → `[batch, rows, heads, value_dim]`.
     """
-    stock = module.config._attn_implementation.removeprefix(OURS)
-    module.config._attn_implementation_internal = stock
-    if not isinstance(attention_mask, RowMask):
-        take = ALL_ATTENTION_FUNCTIONS[stock]
-        return take(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
-    lines, given = attention_mask.lines, {"dropout": dropout, "scaling": scaling, **kwargs}
-    if isinstance(lines, PackedLines) and kwargs.get("position_bias") is None:
-        return _each_alone(ALL_ATTENTION_FUNCTIONS[stock], module, (query, key, value), lines, given)
-    special = [name for name in ("position_bias", "softcap", "s_aux") if kwargs.get(name) is not None]
-    if special and is_flash(stock):
+    given = {"dropout": dropout, "scaling": scaling, **kwargs}
+    if not isinstance(mask, RowMask):
+        return stock(module, query, key, value, mask, **given)
+    if isinstance(mask.lines, PackedLines) and kwargs.get("position_bias") is None:
+        states = (query, key, value)
+        outputs = [
+            stock(module, *(one[:, :, block.rows] for one in states), own, **given)[0]
+            for block, own in zip(mask.lines.blocks, mask.lines.masks, strict=True)
+        ]
+        return torch.cat(outputs, dim=1), None
+    special = [name for name in ("position_bias", "softcap", "s_aux", "indices") if kwargs.get(name) is not None]
+    name = module.config._attn_implementation
+    if special and is_flash(name):
         raise UnsupportedModelError(
-            f"attention is {stock} with {' and '.join(special)}, but scattered rows go through sdpa, which has none. "
+            f"attention is {name} with {' and '.join(special)}, but scattered rows go through sdpa, which has none. "
             "Load the model with attn_implementation='eager'."
         )
     if special:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    output = attend(query, key, value, attention_mask.lines, dropout, scaling)
-    return output.transpose(1, 2).contiguous(), None
+        return sdpa_attention_forward(module, query, key, value, mask, **given)
+    return attend(query, key, value, mask.lines, dropout, scaling).transpose(1, 2).contiguous(), None
 
 
-def _each_alone(
-    take: AttentionFn, module: nn.Module, states: tuple[Tensor, ...], lines: PackedLines, given: dict[str, Any]
-) -> tuple[Tensor, None]:
-    """The model's own attention for each chunk of a pack, by the kernel that the chunk alone has."""
-    outputs = [
-        take(module, *(one[:, :, block.rows] for one in states), mask, **given)[0]
-        for block, mask in zip(lines.blocks, lines.masks, strict=True)
-    ]
-    return torch.cat(outputs, dim=1), None
+def attention_modules(layer: nn.Module) -> list[nn.Module]:
+    """The modules of a layer that ask transformers for their attention function, and hand it their keywords."""
+    return [module for module in layer.modules() if hasattr(module, "layer_idx") and _asks(module)]
+
+
+def _asks(module: nn.Module) -> bool:
+    config = getattr(module, "config", None)
+    return getattr(config, "_attn_implementation", None) is not None and _takes_keywords(type(module))  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=256)
+def _takes_keywords(kind: type[nn.Module]) -> bool:
+    parameters = inspect.signature(kind.forward).parameters.values()
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+
+
+def with_taker(keys: Tensor, take: Take) -> Tensor:
+    """Keys that a cache hands to a layer's attention, with the function that takes its call."""
+    keys = keys.view_as(keys)  # the cache's own tensor is left as it is
+    setattr(keys, TAKER, take)
+    return keys
+
+
+def hook_attention(
+    modules: Iterable[nn.Module], choose: Callable[[tuple[Any, ...]], Take | None]
+) -> list[RemovableHandle]:
+    """Let a function choose, by the arguments of an attention module, who takes its call; None: the stock function."""
+
+    def begins(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+        take = None if kwargs is None else choose((*args, *kwargs.values()))
+        if take is None:
+            return None
+        open_door(module.config._attn_implementation)
+        return args, {**kwargs, TAKER: take}  # type: ignore[dict-item]
+
+    return [module.register_forward_pre_hook(begins, with_kwargs=True) for module in modules]
 
 
 class AttentionCapture:
-    """Gives the next attention call of a layer to somebody, whatever attention the model uses."""
+    """Gives the next attention call of a layer to a function, in this thread and with one cache."""
 
-    def __init__(self, layer: nn.Module, take: AttentionFn) -> None:
-        """Find the config that a layer's attention reads its function from."""
-        configs = {id(one.config): one.config for one in layer.modules() if hasattr(one, "config")}
-        found = [config for config in configs.values() if hasattr(config, "_attn_implementation_internal")]
-        self._config, self._take, self._before = (found[0] if len(found) == 1 else None), take, None
+    def __init__(self, layer: nn.Module, take: Take) -> None:
+        self._modules, self._take = attention_modules(layer), take
+        self._handles: list[RemovableHandle] = []
 
-    def open(self) -> bool:
-        """Take the next call; a layer whose attention is not found goes its own way."""
-        if self._config is not None and self._config._attn_implementation != GLANCE:
-            AttentionInterface.register(GLANCE, show_rows)
-            AttentionMaskInterface.register(GLANCE, sdpa_mask)
-            self._before = self._config._attn_implementation_internal
-            _taking.glance, self._config._attn_implementation_internal = self, GLANCE
-        return self._config is not None
+    def open(self, cache: Any = None) -> bool:
+        """Take the next call; False for a layer whose attention is not found, which goes its own way."""
+        thread = threading.get_ident()
+
+        def choose(given: tuple[Any, ...]) -> Take | None:
+            is_other = any(isinstance(one, Cache) and one is not cache for one in given)
+            return None if is_other or threading.get_ident() != thread else self._taken
+
+        self.close()
+        self._handles = hook_attention(self._modules, choose)
+        return bool(self._handles)
 
     def close(self) -> None:
-        """Give the name back, if the call has not done so."""
-        if self._config is not None and self._config._attn_implementation == GLANCE:
-            self._config._attn_implementation_internal = self._before
-        _taking.glance = None
+        """Take no call any more."""
+        while self._handles:
+            self._handles.pop().remove()
 
-    def take(self, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        """Close, and pass the call on."""
+    def _taken(self, stock: AttentionFn, *args: Any, **kwargs: Any) -> Any:
+        """Pass the first call of a layer on; a layer that asks twice is taken once."""
+        if not self._handles:
+            return stock(*args, **kwargs)
         self.close()
-        return self._take(*args, **kwargs)
-
-
-def show_rows(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The attention function that an `AttentionCapture` stands behind; for another thread the stock one.
-
-    Shapes: query `[batch, heads, rows, head_dim]`, key `[batch, kv_heads, keys, head_dim]`, value `[batch, kv_heads,
-    keys, value_dim]` → `[batch, rows, heads, value_dim]`.
-    """
-    glance = getattr(_taking, "glance", None)
-    take = sdpa_attention_forward if glance is None else glance.take
-    return take(module, query, key, value, *args, **kwargs)
+        return self._take(stock, *args, **kwargs)

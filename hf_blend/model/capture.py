@@ -18,8 +18,17 @@ from ..errors import PromptError, UnsupportedModelError
 from ..prompt.pieces import check_ids
 from ..rotary.tables import Table, rotary_table
 from ..store.chunk import ChunkKey, ChunkKV
-from .anatomy import LayerCall, decoder_layers, decoder_of, full_cache, keeps_nothing, stock_layers, text_config
-from .attention import AttentionOverride
+from .anatomy import (
+    LayerCall,
+    decoder_layers,
+    decoder_of,
+    full_cache,
+    keeps_nothing,
+    kv_groups,
+    stock_layers,
+    text_config,
+)
+from .attention import STOCK, open_door
 from .identity.canonical import canonical, notes_kept
 from .masks import RowMask
 from .mixer import ActiveRows, MixerPass
@@ -160,7 +169,8 @@ def _recorded_tables(layers: list[nn.Module], cache: object) -> Iterator[dict[in
 @contextmanager
 def _separated(model: nn.Module, cache: Any, tokens: int, starts: Sequence[int]) -> Iterator[None]:
     """In calls with this cache, a token sees nothing before the last of `starts` that is not behind it."""
-    detours, masks, update = AttentionOverride.of_layers(model), dict[int, tuple[RowMask, Any]](), cache.update
+    masks = dict[int, tuple[RowMask, Any]]()
+    open_door(STOCK)
 
     def separate(index: int, call: LayerCall) -> Any:
         given = call.arguments.get(call.mask_name)
@@ -168,21 +178,11 @@ def _separated(model: nn.Module, cache: Any, tokens: int, starts: Sequence[int])
             lines = PackedLines(given, starts, tokens, call.hidden.device)
             masks[id(given)] = RowMask.of(lines), given
         mask = call.arguments[call.mask_name] = masks[id(given)][0]
-        mask.group = detours[index].groups
+        mask.group = kv_groups(call.layer)
         return call.as_hook_result()
 
-    def hand_over(keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        kept = update(keys, values, layer_idx, *args, **kwargs)
-        detours[layer_idx].open()
-        return kept
-
-    cache.update = hand_over
-    try:
-        with _at_layers(decoder_layers(model), cache, separate):
-            yield
-    finally:
-        for detour in detours:
-            detour.close()
+    with _at_layers(decoder_layers(model), cache, separate):
+        yield
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import HfBlendError, UnsupportedModelError
 from ..rotary.base import RotaryStyle
-from .anatomy import PER_TOKEN, full_cache, text_config
+from .anatomy import PER_TOKEN, full_cache, is_extended, text_config
 from .calibrate import rotary_styles
 from .fingerprint import structure_digest
 from .identity.canonical import canonical
@@ -73,7 +73,7 @@ def _complaint(model: nn.Module, use: str, test: Callable[[], str], digest: str)
     """What speaks against the model as it is now; empty if nothing does."""
     known = _complaints.setdefault(model, {})
     attention = getattr(text_config(model), "_attn_implementation", None)
-    state = (use, model.dtype, attention, digest)
+    state = (use, model.dtype, attention, is_extended(model), digest)
     if state not in known:
         _testing.setdefault(model, set()).add(use)
         try:

@@ -25,7 +25,7 @@ from torch import Tensor
 from ..config import BlendConfig
 from ..errors import UnsupportedModelError
 from ..model.anatomy import KnownRows, LayerCall, has_indexer
-from ..model.attention import AttentionCapture, AttentionOverride, StopForward
+from ..model.attention import AttentionCapture, StopForward
 from ..model.masks import looks_ahead
 from ..model.mixer import Mixer, Spans
 from ..rotary.tables import Table, rotary_table
@@ -87,7 +87,6 @@ class Prefill:
         self._is_shared = False  # its layers are those of another forward, to which they are left open
         self._glance: AttentionCapture | None = None
         self._listener = listener
-        self._detour: AttentionOverride | None = None
         self._notes = self._new_notes()
 
     def _schedule(self, chooser: Chooser, config: BlendConfig, mixers: Sequence[Mixer | None]) -> None:
@@ -121,7 +120,7 @@ class Prefill:
         twin._opened, twin._indexed, twin._ahead, twin._used, twin._settled = {}, {}, {}, set(), 0
         self._mixers.pause()  # its layer may be the one that this forward is in
         twin._mixers, twin._unseen = self._mixers.emptied(), set()
-        twin._known_rows, twin._detour, twin._glance, twin._is_looking = KnownRows(), None, None, False
+        twin._known_rows, twin._glance, twin._is_looking = KnownRows(), None, False
         return twin
 
     def adopt(self, probe: "Prefill") -> None:
@@ -166,13 +165,15 @@ class Prefill:
             in_part.begin(index, None if self._recomputes_all else self._rows, self._plan)
         if index == self._last:
             self._trim(index, call, model_mask)
-        self._glance = None
+        self._close_glance()
         if self._listener is not None and self._is_heard(index):
             self._glance = self._glancing(index, call, self._listener.take)
         elif in_part is not None:
             self._glance = in_part.glance(index, call.layer, self._rows, self._realigner, self._past)
         elif self._notes is not None and self._notes.hears(index, call.layer):
             self._glance = self._notes.glance(call.layer)
+        if self._glance is not None:
+            self._glance.open(call.cache)
         self._note(index, kv_only=self._is_last_heard(index))
         return call
 
@@ -204,12 +205,8 @@ class Prefill:
         self._repair.apply(index, self._opened[index], self._flowing)
         if index == 0 and self._mixers[0] is None:
             self._guard()
-        if self._glance is not None:
-            self._glance.open()
-        elif self._is_looking:
+        if self._glance is None and self._is_looking:
             self._reach("keys")
-        elif self._detour is not None:
-            self._detour.open()
         return self._layers[index].keys, self._layers[index].values
 
     def update_indexer(self, index: int, keys: Tensor) -> Tensor:
@@ -229,7 +226,7 @@ class Prefill:
         return self._layers[index].indexer_keys
 
     def end(self) -> None:
-        """Leave no trace in the model's config, also after a failure, and no more in the cache than stays."""
+        """Leave no hook inside a layer, also after a failure, and no more in the cache than stays."""
         self.close_doors()
         self._realigner.close()
         self._settle(len(self._layers))
@@ -242,11 +239,14 @@ class Prefill:
         self._plan.close()
 
     def close_doors(self) -> None:
-        """Give the names of attention functions back, and take the hooks out of a mixer."""
+        """Take the hooks out of attention modules and of a mixer."""
         self._mixers.leave()
-        for door in (self._detour, self._glance):
-            if door is not None:
-                door.close()
+        self._close_glance()
+
+    def _close_glance(self) -> None:
+        if self._glance is not None:
+            self._glance.close()
+        self._glance = None
 
     def _settle(self, index: int) -> None:
         """The layers before this one are done: what they hold beyond their windows is given back."""
@@ -476,14 +476,15 @@ class Prefill:
         self._is_looking, self._unseen = True, self._parts(index)
         before = self._mixers.states()
         self._glance = self._glancing(index, call, take) if further else None
+        if self._glance is not None:
+            self._glance.open(call.cache)
         try:
             call.run()
         except StopForward:
             return found[0] if found else None
         finally:
-            if self._glance is not None:
-                self._glance.close()
-            self._is_looking, self._glance = False, None
+            self._close_glance()
+            self._is_looking = False
             self._mixers.restore(before)
         raise UnsupportedModelError(
             f"layer {index} of {type(self._model).__name__} ran to its end without handing K and V to the cache, but "
@@ -523,12 +524,8 @@ class Prefill:
             table = tuple(rows.behind(part, self._tokens) for part in self._whole_table)
             call.arguments["position_embeddings"] = table
         self._mixers.take(call, rows)
-        is_mixer_only = self._mixers[layer] is not None and not keeps_keys(self._layers[layer])
-        self._detour = None if is_mixer_only else self._masks.give(layer, call, model_mask, rows)
-        if has_indexer(self._layers[layer]):  # its attention hides more than the mask does, by the stock way alone
-            self._detour = None
-        if self._detour is not None and not keeps_keys(self._layers[layer]):
-            self._detour.open()  # it looks at the K and V of another layer, and hands over none of its own
+        if self._mixers[layer] is None or keeps_keys(self._layers[layer]):
+            self._masks.give(layer, call, model_mask, rows)
 
     def _narrow(self, layer: int, call: LayerCall, model_mask: Any, selected: Tensor, counts: list[int]) -> None:
         """Let only the selected of the active rows go on."""

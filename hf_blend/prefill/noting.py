@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..model.attention import AttentionCapture, attend_rows
+from ..model.attention import AttentionCapture, AttentionFn, attention_modules, stock_function
 from .plan import PlacedChunk, Plan
 
 __all__ = ["IMPORTANT_SHARE", "AttentionNotes", "report_importance"]
@@ -44,16 +43,15 @@ class AttentionNotes:
 
     def hears(self, index: int, layer: nn.Module) -> bool:
         """Whether a layer is listened to; its attention must be one that transformers knows by name."""
-        configs = {id(one.config): one.config for one in layer.modules() if hasattr(one, "config")}
-        names = {getattr(config, "_attn_implementation", None) for config in configs.values()}
-        return index in self._layers and len(names) == 1 and names <= ALL_ATTENTION_FUNCTIONS.keys()
+        modules = attention_modules(layer) if index in self._layers else []
+        return len(modules) == 1 and stock_function(modules[0].config._attn_implementation) is not None
 
     def glance(self, layer: nn.Module) -> AttentionCapture:
         """Takes a layer's attention: notes what it looks at, then attends as the model would."""
 
-        def take(attention: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **given: Any) -> Any:
+        def take(stock: AttentionFn, module: nn.Module, query: Tensor, key: Tensor, *args: Any, **given: Any) -> Any:
             self._note(query, key, given.get("scaling") or query.shape[-1] ** -0.5)
-            return attend_rows(attention, query, key, value, mask, **given)
+            return stock(module, query, key, *args, **given)
 
         return AttentionCapture(layer, take)
 

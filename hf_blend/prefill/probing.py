@@ -55,15 +55,12 @@ class AttentionObserver:
 def sight(
     columns: Tensor, tokens: int, charge: Callable[[Any], None], take: Callable[[Attention], Any]
 ) -> Callable[..., Any]:
-    """An attention function that makes an `Attention` of its arguments and passes it on.
+    """What takes a layer's attention call, makes an `Attention` of its arguments and passes it on.
 
     Shapes: columns `[batch, rows]`.
     """
 
-    def attend(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, *args: Any, **given: Any
-    ) -> Any:
-        mask = given.get("attention_mask", mask)
+    def attend(_: Any, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **given: Any) -> Any:
         is_plain = isinstance(mask, Tensor) and mask.dim() == 4 and not getattr(mask, "is_causal", False)
         plain = mask if is_plain else None
         if given.get("indices") is not None:

@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 
 from ..errors import UnsupportedModelError
-from ..model.anatomy import LayerCall, text_config
-from ..model.attention import AttentionOverride, is_flash
+from ..model.anatomy import LayerCall, decoder_layers, kv_groups, text_config
+from ..model.attention import attention_modules, is_flash, open_door
 from ..model.masks import RowMask, row_lines, row_mask
 from .rows import Rows
 
@@ -34,10 +34,11 @@ class RowMasks:
         self._sizes = [_sizes(layer, past, tokens) for layer in seen]
         self._windows = [getattr(layer, "sliding_window", None) for layer in seen]
         self._past, self._tokens = past, tokens
-        self._detours = AttentionOverride.of_layers(model)
+        self._groups = [kv_groups(layer) for layer in decoder_layers(model)]
+        open_door(self._implementation)
         self._made: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 
-    def give(self, index: int, call: LayerCall, model_mask: Any, rows: Rows) -> AttentionOverride | None:
+    def give(self, index: int, call: LayerCall, model_mask: Any, rows: Rows) -> None:
         """Put its rows' lines of the mask into a call."""
         keys, offset = self._sizes[index]
         place = (id(model_mask), id(rows), offset, self._windows[index])
@@ -46,16 +47,13 @@ class RowMasks:
             self._made[place] = (mask, (model_mask, rows))  # kept alive, or the ids would be used again
         mask = self._made[place][0]
         call.arguments[call.mask_name] = mask
-        if not isinstance(mask, RowMask):
-            return None
-        detour = self._detours[index]
-        mask.group = detour.groups
-        if is_flash(self._implementation) and not detour:
+        if isinstance(mask, RowMask):
+            mask.group = self._groups[index]
+        if is_flash(self._implementation) and not attention_modules(call.layer):
             raise UnsupportedModelError(
                 f"the attention of layer {index}, {type(call.layer).__name__}, was not found, so it cannot go through "
                 f"sdpa instead of {self._implementation}. Load the model with attn_implementation='sdpa'."
             )
-        return detour
 
     def _lines(self, model_mask: Any, rows: Rows, keys: int, offset: int, window: int | None) -> Any:
         past, columns = self._past - offset, rows.columns

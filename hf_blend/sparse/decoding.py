@@ -7,32 +7,25 @@
     print(sparse.metrics)
 
 Works inside stock `generate`: greedy, sampling, beams, prompt lookup and assisted decoding. Prefill stays dense. The
-model is entered for one forward at a time, by the name of its attention function.
+model's attention is taken in the forwards of one cache only.
 """
 
-import functools
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..cache.blend_cache import BlendCache
 from ..cache.static_layer import refuse_static
 from ..errors import ConfigError, UnsupportedModelError
 from ..model.anatomy import decoder_layers, has_indexer, stock_layers, text_config
+from ..model.attention import AttentionFn, Take, attention_modules, hook_attention
 from .config import SparseConfig
 from .session import SparseSession
 
-NAME = "hf_blend_sparse_over_"  # before the name of the stock attention function
 PADDING_TOKENS = 1024  # by which vocabularies of one tokenizer may differ: 152,064 and 151,936 in Qwen2.5
-
-_running = threading.local()  # whose forward runs on this thread
 
 
 @contextmanager
@@ -79,15 +72,15 @@ def sparse_decoding(
             f"no layer of {type(model).__name__} keeps the K and V of its whole context, so there is nothing to "
             "select from: windows are sparse already. Use the cache without sparse decoding."
         )
-    doors: list[Door] = []
+    hooks: list[SparseHooks] = []
     try:
-        doors.append(Door(model, session))
+        hooks.append(SparseHooks(model, session))
         if draft is not None:
-            doors.append(Door(draft, session.draft(len(decoder_layers(draft)), draft_selects)))
+            hooks.append(SparseHooks(draft, session.draft(len(decoder_layers(draft)), draft_selects)))
         yield session
     finally:
-        for door in doors:
-            door.remove()
+        for one in hooks:
+            one.remove()
         session.close()
 
 
@@ -112,109 +105,69 @@ def refuse_offloaded(cache: BlendCache) -> None:
         )
 
 
-class Door:
-    """The hooks on one model: its attention has our name while a forward runs that is ours."""
+class SparseHooks:
+    """The hooks on one model: its attention goes through a session, or a draft of it, in the forwards that are its."""
 
-    def __init__(self, model: nn.Module, guest: Any) -> None:
+    def __init__(self, model: nn.Module, session: Any) -> None:
         if any(map(has_indexer, stock_layers(text_config(model)))):
             raise UnsupportedModelError(
                 f"{type(model).__name__} chooses by an indexer what its layers look at, and does so only in the stock "
                 "attention. Decode with it as it is."
             )
-        self._guest = guest
-        self._configs = _attention_configs(model)
-        self._before: list[str] = []
-        self._is_open = False
+        self._session = session
+        self._thread: int | None = None  # whose forward is the session's
+        modules = [module for layer in decoder_layers(model) for module in attention_modules(layer)]
         self._handles = [
             model.register_forward_pre_hook(self._begins, with_kwargs=True),
             model.register_forward_hook(self._ended, with_kwargs=True, always_call=True),
+            *hook_attention(modules, self._choose),
         ]
 
     def remove(self) -> None:
         """Leave the model."""
-        self._close()
         for handle in self._handles:
             handle.remove()
 
     def _begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._guest.owns(kwargs.get("past_key_values")):
-            return
-        self._close()  # after an interrupt that no hook saw
-        given = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
-        if not self._guest.begin_step(next((one.shape[1] for one in given if isinstance(one, Tensor)), 0)):
-            return
-        _running.guest, self._is_open = self._guest, True
-        for config in self._configs:
-            name = config._attn_implementation
-            if name in ALL_MASK_ATTENTION_FUNCTIONS:
-                AttentionInterface.register(NAME + name, attend)
-                AttentionMaskInterface.register(NAME + name, ALL_MASK_ATTENTION_FUNCTIONS[name])
-                self._before.append(config._attn_implementation_internal)
-                config._attn_implementation_internal = NAME + name
+        if self._thread == threading.get_ident():  # after an interrupt that no hook saw
+            self._thread = None
+        if self._session.owns(kwargs.get("past_key_values")):
+            given = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+            tokens = next((one.shape[1] for one in given if isinstance(one, Tensor)), 0)
+            self._thread = threading.get_ident() if self._session.begin_step(tokens) else None
 
     def _ended(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if self._is_open and self._guest.owns(kwargs.get("past_key_values")):
-            self._close()
-            self._guest.end(failed=output is None)
+        if self._thread is not None and self._session.owns(kwargs.get("past_key_values")):
+            self._thread = None
+            self._session.end(failed=output is None)
 
-    def _close(self) -> None:
-        for config, before in zip(self._configs, self._before, strict=False):
-            config._attn_implementation_internal = before
-        self._before, self._is_open, _running.guest = [], False, None
+    def _choose(self, given: tuple[Any, ...]) -> Take | None:
+        return self._attend if self._thread == threading.get_ident() else None
 
+    def _attend(
+        self,
+        stock: AttentionFn,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any,
+        scaling: float | None = None,
+        **given: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend to the selected blocks.
 
-def attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """The attention function of transformers, over the selected blocks; on another thread the stock one.
-
-    Shapes: query `[batch, heads, rows, head_dim]`, key `[batch, kv_heads, keys, head_dim]`, value `[batch, kv_heads,
-    keys, value_dim]` → `[batch, rows, heads, value_dim]`.
-    """
-    name = module.config._attn_implementation.removeprefix(NAME)
-    stock: Callable[..., Any] = functools.partial(
-        stock_attention(module, name), module, query, scaling=scaling, dropout=dropout, **kwargs
-    )
-    guest = getattr(_running, "guest", None)
-    is_plain = all(kwargs.get(special) is None for special in ("position_bias", "sliding_window"))
-    given = (key, value, attention_mask)
-    few = guest.few(int(module.layer_idx), query, *given, name, scaling) if guest and is_plain else None
-    if few is None and key.shape[2] > 1 and key.stride(2) == 0:
-        raise UnsupportedModelError(
-            f"layer {module.layer_idx} of this model attends with a bias or to the K and V of another layer, expected "
-            "plain attention to its own: these were not brought to the device. Leave kv_device_map out, or decode "
-            "without sparse."
-        )
-    output: tuple[Tensor, Tensor | None] = stock(*(few or given))
-    return output
-
-
-def stock_attention(module: nn.Module, name: str) -> Callable[..., Any]:
-    """Find the attention function that a name stands for in a module."""
-    if name in ALL_ATTENTION_FUNCTIONS:
-        return ALL_ATTENTION_FUNCTIONS[name]
-    found: Callable[..., Any] | None = getattr(sys.modules[type(module).__module__], f"{name}_attention_forward", None)
-    if found is None:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} attends with {name!r}, whose function was not found. Load the model with "
-            "attn_implementation='sdpa'."
-        )
-    return found
-
-
-def _attention_configs(model: nn.Module) -> list[Any]:
-    """The configs that the attention modules read the name of their function from."""
-    found = {}
-    for layer in decoder_layers(model):
-        for module in layer.modules():
-            config = getattr(module, "config", None)
-            if hasattr(module, "layer_idx") and hasattr(config, "_attn_implementation_internal"):
-                found[id(config)] = config
-    return list(found.values())
+        Shapes: query `[batch, heads, rows, head_dim]`, key `[batch, kv_heads, keys, head_dim]`, value `[batch,
+        kv_heads, keys, value_dim]` → `[batch, rows, heads, value_dim]`.
+        """
+        index, selected = int(module.layer_idx), None
+        if all(given.get(special) is None for special in ("position_bias", "sliding_window")):
+            name = module.config._attn_implementation
+            selected = self._session.few(index, query, key, value, mask, name, scaling)
+        if selected is None and key.shape[2] > 1 and key.stride(2) == 0:
+            raise UnsupportedModelError(
+                f"layer {index} of this model attends with a bias or to the K and V of another layer, expected plain "
+                "attention to its own: these were not brought to the device. Leave kv_device_map out, or decode "
+                "without sparse."
+            )
+        return stock(module, query, *(selected or (key, value, mask)), scaling=scaling, **given)

@@ -332,6 +332,7 @@ def foreign_attention(model: nn.Module) -> dict[str, Any]:
 
     names = {getattr(one, "_attn_implementation", None) for one in configs_inside(getattr(model, "config", None))}
     found = {name: ALL_ATTENTION_FUNCTIONS.get(name) for name in names if isinstance(name, str)}
+    found = {name: getattr(one, "stock", one) for name, one in found.items()}  # see `open_door`
     return {name: one for name, one in found.items() if one and not (isinstance(one, FunctionType) and is_stock(one))}
 
 

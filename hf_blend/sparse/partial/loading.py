@@ -28,12 +28,12 @@ from ...cache.blend_cache import BlendCache
 from ...cache.layers import BlendLayer
 from ...cache.static_layer import refuse_static
 from ...errors import ConfigError
-from ...model.attention import AttentionCapture
+from ...model.attention import AttentionCapture, AttentionFn
 from ...prefill.noting import report_importance
 from ...prefill.plan import PlacedChunk, Plan
 from ...prefill.realign import Realigner
 from ...prefill.rows import Rows
-from ..decoding import Door, refuse_offloaded
+from ..decoding import SparseHooks, refuse_offloaded
 from .itf import agreed, importance, probe_count
 from .seen import PartDecoding, attend_part
 from .store import PartialLayers, PartialStore
@@ -107,7 +107,7 @@ def partial_loading(
     refuse_offloaded(cache)
     refuse_static(cache.config.max_tokens, "partial_loading")
     loading = PartialLoading(cache, share, alpha, by_question, fallback, probes, watch)
-    door, before = Door(model, loading), cache.store.partial
+    hooks, before = SparseHooks(model, loading), cache.store.partial
     cache.store.partial = loading
     loading.guard(True)
     try:
@@ -115,7 +115,7 @@ def partial_loading(
     finally:
         cache.store.partial = before
         loading.guard(False)
-        door.remove()
+        hooks.remove()
 
 
 class PartialLoading(PartDecoding):
@@ -243,7 +243,9 @@ class PartialLoading(PartDecoding):
             return None
         layer, slots = self._layers[index], self._slots
 
-        def take(attention: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **given: Any) -> Any:
+        def take(
+            stock: AttentionFn, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **given: Any
+        ) -> Any:
             self._index = -1
             scaling = given.get("scaling") or query.shape[-1] ** -0.5
             there = torch.ones(key.shape[0], key.shape[1], key.shape[2], dtype=torch.bool)
@@ -252,7 +254,7 @@ class PartialLoading(PartDecoding):
                 chosen = self._choose(index, query[row], key[row], rows, mine, scaling, past)
                 self._load(index, chosen, mine, rows, realigner, (query, key, value), past, scaling, there)
             layer.visible = _compact(there, key.device)
-            return attend_part(attention, module, query, key, value, mask, layer.visible, given)
+            return attend_part(stock, module, query, key, value, mask, layer.visible, given)
 
         return AttentionCapture(module, take)
 

@@ -11,15 +11,14 @@ from torch import Tensor, nn
 from ...cache.blend_cache import BlendCache
 from ...errors import ConfigError
 from ...model.anatomy import decoder_layers
-from ...model.attention import AttentionCapture
+from ...model.attention import STOCK, AttentionFn, attention_modules, open_door, with_taker
 from ...model.row_attention import attend
 from ...model.row_lines import MadeLines
-from ..decoding import stock_attention
 from ..looking import is_cut
 
 
 class PartDecoding:
-    """What a `Door` asks of its guest while the answer is decoded.
+    """Attention over what was loaded, while the answer is decoded.
 
     Args:
         cache: of the request; a layer that was loaded in part holds the columns that are there in `visible`.
@@ -28,26 +27,33 @@ class PartDecoding:
     def __init__(self, cache: BlendCache) -> None:
         self._cache = cache
         self._layers: list[Any] = list(cache.layers)
-        self._glances: dict[int, AttentionCapture] = {}
+        self._modules: dict[int, list[nn.Module]] = {}
 
-    def take_step(self, index: int) -> None:
-        """Take a layer's next attention call, over the columns that are there; nothing stays in the model behind it.
+    def begin_layer(self, index: int) -> None:
+        """A layer that was loaded in part hands over new K and V: let it, if its attention can be taken."""
+        if index not in self._modules:
+            self._modules[index] = attention_modules(decoder_layers(self._cache.model)[index])
+        for module in self._modules[index]:
+            open_door(module.config._attn_implementation)
+        self._layers[index].is_guarded = bool(self._modules[index])
 
-        Args:
-            index: of a layer that was loaded in part and hands over new K and V now.
-        """
-        if index not in self._glances:
-            self._glances[index] = AttentionCapture(
-                decoder_layers(self._cache.model)[index], partial(self._attend, index)
-            )
-        self._layers[index].is_guarded = self._glances[index].open()
+    def taken(self, index: int, keys: Tensor) -> Tensor:
+        """Keys of a layer whose attention call is then taken, over the columns that are there."""
+        return with_taker(keys, partial(self._attend, index))
 
     def _attend(
-        self, index: int, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **given: Any
+        self,
+        index: int,
+        stock: AttentionFn,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any,
+        **given: Any,
     ) -> Any:
-        name = module.config._attn_implementation
-        few = self.few(index, query, key, value, mask, name, given.get("scaling"))
-        return stock_attention(module, name)(module, query, *(few or (key, value, mask)), **given)
+        part = self.few(index, query, key, value, mask, module.config._attn_implementation, given.get("scaling"))
+        return stock(module, query, *(part or (key, value, mask)), **given)
 
     def owns(self, cache: Any) -> bool:
         """Whether a forward is one of this request."""
@@ -88,8 +94,8 @@ class PartDecoding:
 
 
 def attend_part(
-    attention: nn.Module,
-    layer: nn.Module,
+    stock: AttentionFn,
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -101,16 +107,14 @@ def attend_part(
     part = mask.as_subclass(Tensor)
     if visible is not None and visible.dim() == 3:
         part = hidden_too(part, _with_new(visible, key.shape[2]), query, key)
-        name = attention.config._attn_implementation
-        return stock_attention(attention, name)(attention, query, key, value, part, **given)
+        return stock(module, query, key, value, part, **given)
     if visible is not None:
         key, value = key.index_select(2, visible), value.index_select(2, visible)
         part = part.index_select(-1, visible.to(mask.device))
-    name = attention.config._attn_implementation
-    if name == "sdpa" and given.get("softcap") is None and given.get("s_aux") is None:
+    if module.config._attn_implementation == STOCK and given.get("softcap") is None and given.get("s_aux") is None:
         output = attend(query, key, value, MadeLines(part), given.get("dropout", 0.0), given.get("scaling"))
         return output.transpose(1, 2).contiguous(), None
-    return stock_attention(attention, name)(attention, query, key, value, part, **given)
+    return stock(module, query, key, value, part, **given)
 
 
 def hidden_too(mask: Tensor | None, visible: Tensor, query: Tensor, key: Tensor) -> Tensor:

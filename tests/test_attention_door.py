@@ -1,0 +1,173 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""The one door to a model's attention: no config is written, other calls pass, and it opens in every family."""
+
+import sys
+import threading
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_blend import BlendCache, ChunkStore, self_extend, sparse_decoding
+from hf_blend.errors import UnsupportedModelError
+from hf_blend.model import attention
+from hf_blend.model.anatomy import decoder_layers
+from hf_blend.model.fingerprint import fingerprint
+from hf_blend.model.identity.structure import configs_inside
+from hf_blend.verify.zoo import tiny_model, tiny_types
+from tests.conftest import slow_but
+
+GREEDY = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+SPARSE = {"share": 0.4, "block_tokens": 8, "min_tokens": 1}
+PARTIAL = {"share": 0.4, "block_tokens": 8, "alpha": 100.0}
+EXTEND = {"trained_tokens": 16, "window_tokens": 8, "group_tokens": 4}
+KINDS = [("llama", "sdpa"), ("gpt_neox", "eager"), ("gemma3_text", "sdpa"), ("deepseek_v3", "eager")]
+
+
+@contextmanager
+def frozen(model):
+    """Raise where an attribute of one of the model's configs is written."""
+    configs = list(configs_inside(model.config))
+
+    def refuse(config, name, value):
+        if any(config is one for one in configs):
+            raise AssertionError(f"{name} of a config is written: {value!r}")
+        object.__setattr__(config, name, value)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in {type(one) for one in configs}:
+            patch.setattr(kind, "__setattr__", refuse)
+        yield
+
+
+def built(family, name):
+    model = tiny_model(family)
+    model.set_attn_implementation(name)
+    return model
+
+
+def blended(model, pieces, store=None, sparse=False, **settings):
+    cache = BlendCache(model, store or ChunkStore.open("memory://"), recompute_ratio=0.3, **settings)
+    with sparse_decoding(model, cache, **SPARSE) if sparse else nullcontext():
+        inputs = cache.inputs(None, **pieces)
+        return model.generate(**inputs, past_key_values=cache, **GREEDY), cache
+
+
+def in_part(model, pieces):
+    store = ChunkStore.open("memory://", partial=PARTIAL)
+    blended(model, pieces, store)
+    return blended(model, pieces, store)[1]
+
+
+@pytest.mark.parametrize(("family", "name"), KINDS)
+def test_no_config_is_written_in_a_forward(pieces, family, name):
+    model = built(family, name)
+    blended(model, pieces())  # the model is tested at its first use
+    with frozen(model):
+        blended(model, pieces(), selector="query-attention")
+        blended(model, pieces(), sparse=True)
+        if family in ("llama", "gpt_neox"):
+            assert any(layer.visible is not None for layer in in_part(model, pieces()).layers)
+        if family != "gemma3_text":
+            with self_extend(model, **EXTEND, allow_unverified=True):
+                model.generate(torch.tensor([[*range(3, 40)]]), **GREEDY)
+
+
+@pytest.mark.parametrize("what", ["select", "sparse", "part", "extend"])
+def test_a_plain_call_in_another_thread_is_unaffected(pieces, what):
+    model, ids, found, stop = built("llama", "eager"), torch.tensor([[*range(3, 40)]]), [], threading.Event()
+    in_part(model, pieces())
+    with torch.no_grad():
+        expected = model(ids).logits
+
+    def call():
+        with torch.no_grad():
+            while not stop.is_set():
+                found.append(torch.equal(model(ids).logits, expected))
+
+    other, before = threading.Thread(target=call), sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    other.start()
+    try:
+        if what == "part":
+            in_part(model, pieces())
+        elif what == "extend":
+            with self_extend(model, **EXTEND):
+                model.generate(ids, **GREEDY)
+        else:
+            blended(model, pieces(), sparse=what == "sparse", selector="query-attention")
+    finally:
+        stop.set()
+        other.join()
+        sys.setswitchinterval(before)
+    assert len(found) > 1
+    assert all(found)
+
+
+def taken_layers(model):
+    """The layers whose attention call is taken in a plain forward."""
+    found = []
+
+    def take(stock, module, *args, **given):
+        found.append(module.layer_idx)
+        return stock(module, *args, **given)
+
+    modules = [module for layer in decoder_layers(model) for module in attention.attention_modules(layer)]
+    handles = attention.hook_attention(modules, lambda _: take)
+    with torch.no_grad():
+        model(torch.tensor([[3, 4, 5, 6]]))
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+@pytest.mark.parametrize("name", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", slow_but("stablelm", "gemma3n_text", among=tiny_types()))
+def test_every_attention_that_transformers_looks_up_is_taken(family, name):
+    try:
+        model = built(family, name)
+        expected = []
+        with pytest.MonkeyPatch.context() as patch:
+            stock = AttentionInterface.get_interface
+            patch.setattr(AttentionInterface, "get_interface", lambda *one: expected.append(1) or stock(*one))
+            with torch.no_grad():
+                model(torch.tensor([[3, 4, 5, 6]]))
+    except (ValueError, TypeError, AttributeError, UnsupportedModelError, RuntimeError) as error:
+        pytest.skip(f"{family} with {name}: {error}")
+    assert len(taken_layers(model)) == len(expected)
+
+
+def test_an_own_function_is_used_with_and_without_a_door_and_tells_models_apart():
+    def own(*args, **given):
+        return sdpa_attention_forward(*args, **given)
+
+    model = built("llama", "sdpa")
+    stock = fingerprint(model)
+    taken_layers(model)
+    assert fingerprint(model) == stock
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(AttentionInterface._global_mapping, "sdpa", own)
+        named = fingerprint(model)
+        taken_layers(model)
+        assert ALL_ATTENTION_FUNCTIONS["sdpa"].stock is own
+        assert fingerprint(model) == named != stock
+
+
+def test_a_call_is_taken_once_and_never_with_another_cache(pieces):
+    model, seen = built("diffllama", "sdpa"), []  # its layers ask for their attention twice
+
+    def take(stock, *args, **given):
+        seen.append(1)
+        return stock(*args, **given)
+
+    capture, ids = attention.AttentionCapture(decoder_layers(model)[0], take), torch.tensor([[3, 4, 5]])
+    with torch.no_grad():
+        for cache, count in ((None, 0), (BlendCache(model, ChunkStore.open("memory://"), allow_unverified=True), 1)):
+            capture.open("another" if cache is None else cache)
+            model(ids, past_key_values=cache, use_cache=True)
+            assert len(seen) == count
+            capture.close()
