@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Small random models that read images, their images, and the stock answer to compare with."""
+"""Small random models that read images, their prompts, and the stock answer to compare with."""
 
 import functools
 
@@ -8,24 +8,14 @@ import torch
 from transformers import DynamicCache
 
 from hf_blend import BlendCache, ChunkStore
-from hf_blend.verify import image_zoo
-from hf_blend.verify.image_zoo import END, IMAGE, START, VIDEO, picture, tiny_image_model
+from hf_blend.verify.image_zoo import END, IMAGE, KINDS, START, VIDEO, image_arguments, picture, tiny_image_model
 
 __all__ = ["END", "IMAGE", "KINDS", "START", "VIDEO", "picture"]
 
-# others are tried by `verify --all` alone: their towers and decoders are those of these, or tested with text
-ONLY_VERIFIED = ("aya_vision", "cohere2_vision", "glm46v", "glm4v_moe", "qwen3_5", "qwen3_5_moe", "shieldgemma2",
-                 "vipllava")  # fmt: skip
-KINDS = {kind: one for kind, one in image_zoo.KINDS.items() if kind not in ONLY_VERIFIED}
-plain, grid = KINDS["llava"].pixels, KINDS["qwen2_vl"].pixels
+# plain positions; positions in three axes; tokens of an image that see each other, and windows
 FAST = ("llava", "qwen3_vl", "gemma3")
 FLOOR = 2e-5  # of logits of size 1 to 5: sums in another order; another image moves them by 0.01 to 1
 PREFIX, CHUNKS, QUESTION = [1, 5, 6, 7], [[*range(10, 26)], [*range(30, 50)], [*range(52, 70)]], [7, 8, 9, 11]
-
-
-def build(kind, attention="sdpa", dtype=torch.float32):
-    """A small random model with eyes, the same at each call."""
-    return _build(kind, attention, dtype)
 
 
 @functools.cache
@@ -33,31 +23,9 @@ def _build(kind, attention, dtype):
     return tiny_image_model(kind, attention).to(dtype)
 
 
-def arguments(kind, ids, seed):
-    given = dict(KINDS[kind][2](seed, len(ids)).items())
-    dtype = build(kind).dtype
-    return {name: part.to(dtype) if part.is_floating_point() else part for name, part in given.items()} | KINDS[kind][
-        3
-    ](ids)
-
-
-@torch.no_grad()
-def stock(kind, ids, seed, attention="sdpa", **given):
-    """Last logits of the model alone, and its cache, which forgets nothing."""
-    cache = DynamicCache()
-    given = {**arguments(kind, ids, seed), **given}
-    output = build(kind, attention)(input_ids=ids, **given, past_key_values=cache, logits_to_keep=1, use_cache=True)
-    return output.logits[:, -1], cache
-
-
-@torch.no_grad()
-def blend(kind, ids, seed, store, attention="sdpa", given=(), **settings):
-    """Last logits of a blended forward, and the cache."""
-    cache = BlendCache(build(kind, attention), store, **settings)
-    cache.get_seq_length()
-    given = {**arguments(kind, ids, seed), **dict(given)}
-    output = build(kind, attention)(input_ids=ids, **given, past_key_values=cache, logits_to_keep=1, use_cache=True)
-    return output.logits[:, -1], cache
+def build(kind, attention="sdpa", dtype=torch.float32):
+    """A small random model that reads images, the same at each call."""
+    return _build(kind, attention, dtype)
 
 
 def prompt(kind, *pieces):
@@ -65,11 +33,37 @@ def prompt(kind, *pieces):
     return torch.tensor([[*PREFIX, *(token for piece in pieces for token in piece), *QUESTION]])
 
 
+def arguments(kind, *pieces, seeds=(0,)):
+    """Ids and what a processor makes of images with these seeds, in order."""
+    return image_arguments(kind, prompt(kind, *pieces), seeds)
+
+
+@torch.no_grad()
+def stock(kind, inputs, attention="sdpa", **more):
+    """Last logits of the model alone, and its cache, which forgets nothing."""
+    cache = DynamicCache()
+    given = {**inputs, **more, "past_key_values": cache, "logits_to_keep": 1, "use_cache": True}
+    return build(kind, attention)(**given).logits[:, -1], cache
+
+
+@torch.no_grad()
+def blend(kind, inputs, store, attention="sdpa", chunks=True, **settings):
+    """Last logits of a blended forward, in which images are chunks or are computed in place; and the cache."""
+    cache = BlendCache(build(kind, attention), store, **settings)
+    if chunks:
+        inputs = cache.inputs_with_images(**inputs)
+    cache.get_seq_length()
+    output = build(kind, attention)(**inputs, past_key_values=cache, logits_to_keep=1, use_cache=True)
+    return output.logits[:, -1], cache
+
+
 def filled(kind, attention="sdpa"):
+    """A store with the chunks of text."""
     store = ChunkStore.open("memory://")
     store.add(build(kind, attention), None, CHUNKS)
     return store
 
 
 def gap(one, other):
+    """Largest difference."""
     return float((one - other).abs().max())

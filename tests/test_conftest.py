@@ -6,20 +6,16 @@ import pytest
 import torch
 
 
-def test_a_tiny_model_is_the_same_at_each_call_and_attends_to_something(tiny_model):
+def test_tiny_model_is_the_same_at_each_call_and_attends_to_something(tiny_model):
+    state = torch.random.get_rng_state()
     first, second = tiny_model(attn_implementation="eager"), tiny_model()
+    assert torch.equal(torch.random.get_rng_state(), state)
     prompt = torch.arange(3, 35)[None]
     with torch.no_grad():
         seen = first(prompt, output_attentions=True)
         assert torch.equal(second(prompt).logits, tiny_model()(prompt).logits)
     last_rows = torch.stack(seen.attentions)[..., -1, :]
     assert last_rows.max(dim=-1).values.mean() > 2 / 32, "attention is nearly uniform: nothing depends on the context"
-
-
-def test_building_a_tiny_model_leaves_the_random_state_alone(tiny_model):
-    state = torch.random.get_rng_state()
-    tiny_model()
-    assert torch.equal(torch.random.get_rng_state(), state)
 
 
 @pytest.mark.parametrize(
@@ -40,16 +36,14 @@ def test_untouched_sees_what_was_left_behind(tiny_model, untouched, part, change
         change(model)
 
 
-def test_untouched_also_looks_after_an_exception(tiny_model, untouched):
-    def leave_something_and_fail(model):
+def test_untouched_also_looks_after_an_exception_and_lets_others_through(tiny_model, untouched):
+    model = tiny_model()
+    with pytest.raises(RuntimeError, match="inside"), untouched(model):
+        raise RuntimeError("inside")
+
+    def leave_something_and_fail():
         model.left_behind = 1
         raise RuntimeError("inside")
 
-    model = tiny_model()
     with pytest.raises(AssertionError, match="attributes"), untouched(model):
-        leave_something_and_fail(model)
-
-
-def test_untouched_lets_other_exceptions_through(tiny_model, untouched):
-    with pytest.raises(RuntimeError, match="inside"), untouched(tiny_model()):
-        raise RuntimeError("inside")
+        leave_something_and_fail()

@@ -8,8 +8,11 @@ import torch
 from hf_blend import BlendCache, ChunkStore, plugins
 from hf_blend.correctors.base import LayerView
 from hf_blend.errors import ConfigError
+from tests.asking import prefilled
+from tests.conftest import random_pieces
 
 CORRECTORS = plugins.describe("correctors")
+WORKING = [name for name in CORRECTORS if name != "none"]
 each = pytest.mark.parametrize("name", CORRECTORS)
 
 
@@ -32,7 +35,7 @@ def corrector(name, **options):
 
 
 @each
-def test_what_was_computed_stays_to_the_bit(name):
+def test_correct_keeps_what_was_computed_to_the_bit(name):
     seen, _ = view()
     before = [part.clone() for part in seen.states]
     corrector(name).correct(seen)
@@ -42,7 +45,7 @@ def test_what_was_computed_stays_to_the_bit(name):
 
 
 @each
-def test_an_unknown_option_and_a_word_for_a_number_are_refused(name):
+def test_unknown_option_and_a_word_for_a_number_are_refused(name):
     with pytest.raises(ConfigError, match="no option 'frobnicate'"):
         corrector(name, frobnicate=1)
     for option in plugins.load("correctors", name).defaults:
@@ -50,33 +53,20 @@ def test_an_unknown_option_and_a_word_for_a_number_are_refused(name):
             corrector(name, **{option: "much"})
 
 
-@each
-@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
-def test_with_all_recomputed_it_changes_nothing(shared_model, tokenizer, pieces, name, family):
-    def logits(corrector_name):
-        cache = BlendCache(shared_model(family), ChunkStore.open("memory://"), recompute_ratio=1.0,
-                           corrector=corrector_name)  # fmt: skip
-        with torch.no_grad():
-            inputs = cache.inputs(tokenizer, **pieces())
-            return shared_model(family)(**inputs, past_key_values=cache, logits_to_keep=1).logits[:, -1]
-
-    torch.testing.assert_close(logits(name), logits("none"), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", [name for name in CORRECTORS if name != "none"])
-def test_what_works_changes_stale_layers_and_is_charged(shared_model, tokenizer, pieces, name):
-    caches = {}
-    for one in (name, "none"):
-        caches[one] = BlendCache(shared_model(), ChunkStore.open("memory://"), recompute_ratio=0.3, corrector=one)
-        with torch.no_grad():
-            inputs = caches[one].inputs(tokenizer, **pieces())
-            shared_model()(**inputs, past_key_values=caches[one], logits_to_keep=1)
-    assert caches[name].report.charged_budget > caches["none"].report.charged_budget
-    assert torch.equal(caches[name].layers[1].keys, caches["none"].layers[1].keys)  # the check layer is all fresh
-    assert not torch.equal(caches[name].layers[2].keys, caches["none"].layers[2].keys)
+@pytest.mark.parametrize(("name", "family"), [*zip(WORKING, ("llama", "gpt_neox") * 9, strict=False)])
+def test_corrector_changes_stale_layers_for_a_charge_and_nothing_at_ratio_1(shared_model, name, family):
+    found = {}
+    for ratio in (0.3, 1.0):
+        for one in (name, "none"):
+            found[ratio, one] = prefilled(shared_model(family), random_pieces(), recompute_ratio=ratio, corrector=one)
+    torch.testing.assert_close(found[1.0, name][1], found[1.0, "none"][1], rtol=1e-5, atol=1e-5)
+    cache, plain = found[0.3, name][0], found[0.3, "none"][0]
+    assert cache.report.charged_budget > plain.report.charged_budget
+    assert torch.equal(cache.layers[1].keys, plain.layers[1].keys)  # the check layer is all fresh
+    assert not torch.equal(cache.layers[2].keys, plain.layers[2].keys)
 
 
-def test_a_shift_that_all_tokens_of_a_chunk_share_is_undone_exactly():
+def test_mean_shift_undoes_exactly_a_shift_that_all_tokens_of_a_chunk_share():
     seen, spent = view()
     shift = torch.randn(1, 2, 1, 6)
     truth = [part + shift for part in seen.stored]
@@ -88,38 +78,30 @@ def test_a_shift_that_all_tokens_of_a_chunk_share_is_undone_exactly():
     assert sum(spent) > 0
 
 
-def test_a_chunk_without_a_fresh_token_stays():
-    seen, _ = view()
-    seen.fresh[:, 6] = False
-    before = [part.clone() for part in seen.states]
-    corrector("mean-shift").correct(seen)
-    assert all(torch.equal(was[:, :, 4:8], now[:, :, 4:8]) for was, now in zip(before, seen.states, strict=True))
-
-
-def test_what_stands_at_no_chunk_may_be_anything():
-    """Columns of the question and of padding have no stored states; their place in the buffer is undefined."""
+def test_mean_shift_leaves_a_chunk_without_a_fresh_token_and_reads_no_column_outside_chunks():
     (clean, _), (dirty, _) = view(), view()
-    for part in dirty.stored:
+    for part in dirty.stored:  # columns of the question and of padding have no stored states
         part[:, :, 8] = float("nan")
         part[:, :, 9] = float("inf")
+    before = [part.clone() for part in clean.states]
     for one in (clean, dirty):
+        one.fresh[:, 6] = False
         corrector("mean-shift").correct(one)
-    for part, other in zip(clean.states, dirty.states, strict=True):
+    for was, part, other in zip(before, clean.states, dirty.states, strict=True):
         assert torch.equal(part, other)
+        assert torch.equal(was[:, :, 4:8], part[:, :, 4:8])
 
 
-def test_keys_are_shifted_as_they_would_be_at_position_0(shared_model, tokenizer, pieces):
-    """On a chunk of one repeated token at layer 1 the shift is the same for all only before the turn."""
-    seen, _ = view()
+def test_mean_shift_moves_keys_as_they_would_be_at_position_0():
+    (plain, _), (seen, _) = view(), view()
     turned = lambda keys, back=False: keys * (0.5 if back else 2.0)  # noqa: E731
     moved = LayerView(2, seen.chunk, seen.fresh, seen.stored, seen.states, turned, lambda flops: None)
-    plain, _ = view()
-    corrector("mean-shift").correct(moved)
-    corrector("mean-shift").correct(plain)
+    for one in (moved, plain):
+        corrector("mean-shift").correct(one)
     torch.testing.assert_close(moved.states[0], plain.states[0])
 
 
-def test_the_temperature_divides_stale_keys_only():
+def test_temperature_divides_stale_keys_only():
     seen, _ = view()
     corrector("temperature", temperature="0.5").correct(seen)
     stale = seen.stale[0]
@@ -127,6 +109,6 @@ def test_the_temperature_divides_stale_keys_only():
     assert torch.equal(seen.states[1][:, :, stale], seen.stored[1][:, :, stale])
 
 
-def test_an_unknown_corrector_is_refused_by_name(shared_model):
+def test_unknown_corrector_is_refused_by_name(shared_model):
     with pytest.raises(LookupError, match=r"no plugin named 'mean-shft'.*mean-shift"):
         BlendCache(shared_model(), ChunkStore.open("memory://"), corrector="mean-shft")

@@ -1,32 +1,39 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Images: two of them behind equal ids are never taken for each other, and what is text around them is still reused.
+"""Images in place and as chunks: known by what is in them, reused at any place, and never taken for one another.
 
-The oracle is the stock model with a `DynamicCache`, run once with each image.
+The oracles are the stock model with a `DynamicCache`, run with each image, and a rotation written by hand from the
+model's own positions.
 """
 
-import functools
 import inspect
 import logging
 
 import pytest
 import torch
-from transformers import AutoConfig, DynamicCache
+from transformers import AutoConfig, DynamicCache, LlavaForConditionalGeneration
 
-from hf_blend import BlendCache, ChunkStore, PromptError, UnsupportedModelError
+from hf_blend import BlendCache, ChunkStore, PromptError, UnsupportedModelError, plugins
 from hf_blend.context.reuse import fit
 from hf_blend.context.sequence_cache import SequenceCache
+from hf_blend.model import images
 from hf_blend.model.capture import capture_chunk
 from hf_blend.model.fingerprint import fingerprint
+from hf_blend.model.images import ImageEncoder, digest_of
 from hf_blend.model.modality import has_features, other_inputs, placeholder_ids
-from hf_blend.prefill.blend import Prefill
 from hf_blend.prefill.choice import FullPrefill
+from hf_blend.prefill.images import name_images
 from hf_blend.prefill.input_test import InputTest
 from hf_blend.prefill.probing import AttentionObserver
 from hf_blend.prefill.rows import Rows
+from hf_blend.prompt.content import content_ids, is_content
+from hf_blend.prompt.pieces import TextPrompt
+from hf_blend.selectors.base import TokenView
 from hf_blend.store.chunk import ChunkKey
 from hf_blend.verify import image_zoo
+from hf_blend.verify.everything import broken
 from hf_blend.verify.image_zoo import tiny_image_model
+from hf_blend.verify.images import verify_image_types
 from tests.conftest import slow_but
 from tests.image_models import (
     CHUNKS,
@@ -45,363 +52,463 @@ from tests.image_models import (
     build,
     filled,
     gap,
-    grid,
     picture,
-    plain,
     prompt,
     stock,
 )
 
-EXACT = [kind if kind in FAST else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != "paligemma"]
+TEXT_TOKENS = sum(map(len, CHUNKS))
+SELECTORS = sorted({*plugins.describe("selectors")} - {"explicit", "learned", "compose"})
+SLOW = pytest.mark.slow
+needs_encoding = pytest.mark.skipif(
+    "mm_encoder_outputs" not in inspect.signature(LlavaForConditionalGeneration.forward).parameters,
+    reason="images cannot be encoded ahead: needs transformers 5.18 or newer",
+)
+ways = pytest.mark.parametrize("chunks", [False, pytest.param(True, marks=needs_encoding)])
 
 
-@pytest.mark.parametrize("attention", ["sdpa", pytest.param("eager", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", EXACT)
-def test_ratio_1_with_an_image_equals_stock(kind, attention, tokenizer):
-    model, store, ids = (
-        build(kind, attention),
-        filled(kind, attention),
-        prompt(kind, CHUNKS[0], picture(kind), *CHUNKS[1:]),
-    )
-    for seed in (0, 1):
-        cache = BlendCache(model, store, recompute_ratio=1.0)
-        inputs = cache.inputs(
-            tokenizer, prefix=PREFIX, chunks=[CHUNKS[0], picture(kind), *CHUNKS[1:]], question=QUESTION
-        )
-        assert inputs["input_ids"].tolist() == ids.tolist()
-        given = arguments(kind, ids, seed)
-        with torch.no_grad():
-            cache.get_seq_length()
-            got = model(**inputs, **given, past_key_values=cache, logits_to_keep=1, use_cache=True).logits[:, -1]
-        assert gap(got, stock(kind, ids, seed, attention)[0]) < FLOOR
-        assert cache.report.reusable_tokens == sum(map(len, CHUNKS))
-        assert cache.report.exact_tokens == len(PREFIX)
-    assert len(store) == len(CHUNKS) + 1  # and the prefix
+@pytest.fixture
+def fresh_models():
+    """Models that nobody has tested yet, and none that was found wrong left behind."""
+    _build.cache_clear()
+    yield
+    _build.cache_clear()
 
 
-@pytest.mark.parametrize("kind", EXACT)
-@pytest.mark.parametrize("ratio", [0.0, 0.15])
-def test_an_image_in_front_of_reused_text_has_the_kv_of_stock(kind, ratio):
+def towers_run(monkeypatch):
+    """Counts the images that go through the vision tower."""
+    runs, encode = [], ImageEncoder.encode
+    monkeypatch.setattr(ImageEncoder, "encode", lambda self, image: runs.append(1) or encode(self, image))
+    return runs
+
+
+@pytest.mark.parametrize("kind", slow_but(*FAST, among=(*FAST, "qwen2_vl", "glm4v", "idefics3")))
+def test_image_in_place_is_exact_at_ratio_1_and_has_the_kv_of_stock_at_any(kind):
     store, n = filled(kind), len(picture(kind))
-    ids = prompt(kind, picture(kind), *CHUNKS)
-    image = slice(len(PREFIX), len(PREFIX) + n)
-    answers, wanted_answers = [], []
+    at = slice(len(PREFIX), len(PREFIX) + n)
     for seed in (0, 1):
-        logits, cache = blend(kind, ids, seed, store, recompute_ratio=ratio)
-        wanted_logits, true_cache = stock(kind, ids, seed)
-        answers.append(logits)
-        wanted_answers.append(wanted_logits)
-        for layer, true in zip(cache.layers, true_cache.layers, strict=True):
-            start = ids.shape[1] - layer.keys.shape[2]  # 0, unless a window forgot it
-            for got, wanted in ((layer.keys, true.keys), (layer.values, true.values)):
-                if not start:
-                    assert gap(got[:, :, image], wanted[:, :, image]) < FLOOR
-        assert cache.report.loaded_chunks == len(CHUNKS)
-        assert not cache.report.refused_chunks
-    assert min(gap(*answers), gap(*wanted_answers)) > 5 * FLOOR
+        inputs = arguments(kind, picture(kind), *CHUNKS, seeds=(seed,))
+        expected, true = stock(kind, inputs)
+        for ratio in (0.0, 0.15, 1.0):
+            got, cache = blend(kind, inputs, store, chunks=False, recompute_ratio=ratio)
+            for layer, other in zip(cache.layers, true.layers, strict=True):
+                if layer.keys.shape[2] == inputs["input_ids"].shape[1]:  # no window has forgotten it
+                    assert gap(layer.keys[:, :, at], other.keys[:, :, at]) < FLOOR
+                    assert gap(layer.values[:, :, at], other.values[:, :, at]) < FLOOR
+            assert (cache.report.loaded_chunks, cache.report.refused_chunks) == (len(CHUNKS), 0)
+            assert cache.report.reusable_tokens == TEXT_TOKENS
+        assert gap(got, expected) < FLOOR
     assert len(store) == len(CHUNKS)
 
 
-@pytest.mark.parametrize(
-    "selector",
-    [
-        "none",
-        "boundary",
-        "random",
-        "kv-deviation",
-        "auto",
-        "oracle",
-        "dependency",
-        "query-attention",
-        "inter-attention",
-    ],
-)
-@pytest.mark.parametrize("ratio", slow_but(0.15, among=[0.0, 0.15, 1.0]))
-@pytest.mark.parametrize("kind", ["llava", pytest.param("qwen3_vl", marks=pytest.mark.slow)])
-def test_two_images_behind_equal_ids_give_the_answers_of_two_images(kind, ratio, selector):
-    store, ids = filled(kind), prompt(kind, CHUNKS[0], picture(kind), *CHUNKS[1:])
-    got = [blend(kind, ids, seed, store, recompute_ratio=ratio, selector=selector)[0] for seed in (0, 1)]
-    true = [stock(kind, ids, seed)[0] for seed in (0, 1)]
-    assert gap(*got) > 0.25 * gap(*true)
-    if ratio == 1.0 and selector != "none":
-        assert max(map(gap, got, true)) < FLOOR
+@needs_encoding
+@pytest.mark.parametrize(("kind", "attention"), [*((kind, "sdpa") for kind in FAST), ("llava", "eager")])
+def test_images_as_chunks_are_exact_at_ratio_1_and_computed_once(kind, attention, monkeypatch):
+    store, text, runs = filled(kind, attention), CHUNKS, towers_run(monkeypatch)
+    first = arguments(kind, text[0], picture(kind), picture(kind), *text[1:], seeds=(0, 1))
+    moved = arguments(kind, picture(kind), *text[:2], picture(kind), text[2], seeds=(1, 0))
+    for inputs, computed in ((first, 2), (moved, 0)):
+        got, cache = blend(kind, inputs, store, attention, recompute_ratio=1.0)
+        assert gap(got, stock(kind, inputs, attention)[0]) < FLOOR
+        assert cache.report.computed_chunks == cache.report.encoded_images == computed
+        assert cache.report.loaded_chunks == len(text) + 2 - computed
+        assert cache.report.reusable_tokens == TEXT_TOKENS + 2 * KINDS[kind].tokens
+        assert not cache.report.refused_chunks
+    assert len(runs) == 2
+
+
+@SLOW
+def test_verify_image_types_finds_every_type_exact_refused_or_not_judged():
+    assert [row["model"] for row in verify_image_types() if broken(row)] == []
+
+
+@ways
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_two_images_behind_equal_ids_give_the_answers_of_two_images(chunks, selector):
+    kind, store = "llava", filled("llava")
+    both = [arguments(kind, CHUNKS[0], picture(kind), *CHUNKS[1:], seeds=(seed,)) for seed in (0, 1)]
+    true = [stock(kind, inputs)[0] for inputs in both]
+    for ratio in (0.15, 1.0):
+        got = [blend(kind, inputs, store, chunks=chunks, recompute_ratio=ratio, selector=selector) for inputs in both]
+        assert gap(got[0][0], got[1][0]) > (0.1 if chunks else 0.25) * gap(*true)
+        assert not chunks or {cache.report.computed_chunks for _, cache in got} == {int(ratio == 0.15)}
+    if selector != "none":
+        assert max(gap(one, other) for (one, _), other in zip(got, true, strict=True)) < FLOOR
 
 
 @pytest.mark.parametrize("kind", ["llava", "qwen3_vl"])
-def test_what_a_selector_looks_at_has_the_image_in_it(kind, monkeypatch):
-    store, ids, looked = filled(kind), prompt(kind, picture(kind), *CHUNKS), []
-    true_take = AttentionObserver.take
+def test_selectors_see_attention_and_a_full_prefill_with_the_image_in_it(kind, monkeypatch):
+    inputs, looked = arguments(kind, picture(kind), *CHUNKS, seeds=(1,)), []
+    take = AttentionObserver.take
     monkeypatch.setattr(
         AttentionObserver,
         "take",
-        lambda self, index, seen: looked.append((index, seen.keys)) or true_take(self, index, seen),
+        lambda self, index, seen: looked.append((index, seen.keys)) or take(self, index, seen),
     )
     for selector in ("query-attention", "dependency"):
-        blend(kind, ids, 1, store, selector=selector, selector_options={"layers": "0"})
-    true = stock(kind, ids, 1)[1].layers
+        blend(kind, inputs, filled(kind), chunks=False, selector=selector, selector_options={"layers": "0"})
+    true = stock(kind, inputs)[1].layers
     keys = [keys for index, keys in looked if index == 0]
     assert len(keys) == 2
     assert max(gap(one, true[0].keys) for one in keys) < FLOOR
-    full = FullPrefill(build(kind), "oracle", ids, None, 0, {"input_ids": ids, **arguments(kind, ids, 1)})()
+    full = FullPrefill(build(kind), "oracle", inputs["input_ids"], None, 0, inputs)()
     assert max(gap(one[0], two.keys) for one, two in zip(full.layers, true, strict=True)) == 0
 
 
-@pytest.mark.parametrize("kind", FAST)
-def test_generate_with_an_image_writes_what_stock_writes(kind, tokenizer, untouched):
+@pytest.mark.parametrize(
+    ("kind", "chunks", "beams"),
+    [
+        ("gemma3", False, 1),
+        ("qwen3_vl", False, 1),
+        pytest.param("llava", True, 3, marks=needs_encoding),
+        pytest.param("qwen3_vl", True, 1, marks=needs_encoding),
+    ],
+)
+def test_generate_with_an_image_writes_what_stock_writes(kind, chunks, beams, untouched):
     model, store = build(kind), filled(kind)
-    stock(kind, prompt(kind, picture(kind)), 0)  # at its first image a model hooks its eyes itself
+    stock(kind, arguments(kind, picture(kind)))  # at its first image a model hooks its eyes itself
+    ways = {"max_new_tokens": 8, "do_sample": False, "num_beams": beams}
     with untouched(model):
         for seed in (0, 1):
             cache = BlendCache(model, store, recompute_ratio=1.0)
-            inputs = cache.inputs(tokenizer, prefix=PREFIX, chunks=[*CHUNKS, picture(kind)], question=QUESTION)
-            given = {**inputs, **arguments(kind, inputs["input_ids"], seed), "max_new_tokens": 8, "do_sample": False}
-            assert model.generate(**given, past_key_values=cache).equal(model.generate(**given))
+            pieces = [CHUNKS[0], picture(kind), *CHUNKS[1:]]
+            built = cache.inputs(None, prefix=PREFIX, chunks=pieces, question=QUESTION)
+            inputs = {**arguments(kind, *pieces, seeds=(seed,)), **built}
+            given = cache.inputs_with_images(**inputs) if chunks else inputs
+            got = model.generate(**given, **ways, past_key_values=cache)
+            assert got.equal(model.generate(**inputs, **ways))
+            assert cache.report.reusable_tokens == beams * (TEXT_TOKENS + chunks * KINDS[kind].tokens)
+            assert cache.report.exact_tokens == beams * len(PREFIX)
 
 
-@pytest.mark.parametrize("kind", ["llava", "qwen3_vl"])
-def test_text_behind_a_turn_with_an_image_is_reused(kind, tokenizer):
+@pytest.mark.parametrize("kind", ["llava", pytest.param("qwen3_vl", marks=SLOW)])
+def test_text_behind_a_turn_with_an_image_is_reused(kind):
     model, store = build(kind), filled(kind)
     caches = BlendCache(model, store, recompute_ratio=1.0), DynamicCache(config=model.config.get_text_config())
-    options = {"max_new_tokens": 4, "do_sample": False}
-    first = caches[0].inputs(tokenizer, prefix=PREFIX, chunks=[picture(kind), CHUNKS[0]], question=QUESTION)
-    given = {**first, **arguments(kind, first["input_ids"], 0), **options}
+    ways = {"max_new_tokens": 4, "do_sample": False}
+    first = caches[0].inputs(None, prefix=PREFIX, chunks=[picture(kind), CHUNKS[0]], question=QUESTION)
+    given = {**arguments(kind, picture(kind), CHUNKS[0]), **first, **ways}
     turns = [model.generate(**given, past_key_values=cache) for cache in caches]
-    second = caches[0].inputs(tokenizer, prefix=None, chunks=CHUNKS[1:], question=QUESTION, history=turns[0])
-    answers = [model.generate(**second, **options, past_key_values=cache) for cache in caches]
+    second = caches[0].inputs(None, prefix=None, chunks=CHUNKS[1:], question=QUESTION, history=turns[0])
+    answers = [model.generate(**second, **ways, past_key_values=cache) for cache in caches]
     assert turns[0].equal(turns[1])
     assert answers[0].equal(answers[1])
     assert caches[0].report.loaded_chunks == len(CHUNKS[1:])
 
 
-@pytest.mark.parametrize("kind", FAST)
-def test_generate_with_text_alone_reuses_it(kind, tokenizer):
-    cache = BlendCache(build(kind), filled(kind), recompute_ratio=0.0, selector="none")
-    inputs = cache.inputs(tokenizer, prefix=PREFIX, chunks=CHUNKS, question=QUESTION)
-    build(kind).generate(**inputs, past_key_values=cache, max_new_tokens=2, do_sample=False)
-    assert cache.report.loaded_chunks == len(CHUNKS)
-    assert cache.report.reusable_tokens == sum(map(len, CHUNKS))
+@needs_encoding
+def test_inputs_with_images_of_a_later_turn_are_chunks_too():
+    kind, ways = "llava", {"max_new_tokens": 4, "do_sample": False}
+    model, store = build(kind), filled(kind)
+    mine, true = BlendCache(model, store, recompute_ratio=1.0), DynamicCache(config=model.config.get_text_config())
+    blend(kind, arguments(kind, picture(kind), *CHUNKS, seeds=(1,)), store)
+    first = mine.inputs(None, prefix=PREFIX, chunks=[picture(kind), CHUNKS[0]], question=QUESTION)
+    inputs = {**arguments(kind, picture(kind), CHUNKS[0]), **first}
+    turn = model.generate(**mine.inputs_with_images(**inputs), **ways, past_key_values=mine)
+    assert turn.equal(model.generate(**inputs, **ways, past_key_values=true))
+    second = mine.inputs(None, prefix=None, chunks=[picture(kind)], question=QUESTION, history=turn)
+    pixels = {"pixel_values": arguments(kind, picture(kind), seeds=(1,))["pixel_values"]}
+    got = model.generate(**mine.inputs_with_images(**second, **pixels), **ways, past_key_values=mine)
+    ids, held = second["input_ids"], true.get_seq_length()
+    with torch.no_grad():
+        expected = model(ids[:, held:], **pixels, past_key_values=true, logits_to_keep=1).logits
+    assert got[0, ids.shape[1]] == expected[0, -1].argmax()
+    assert mine.report.reusable_tokens == KINDS[kind].tokens
 
 
-@pytest.mark.parametrize("kind", FAST)
-def test_a_batch_with_images_and_padding_equals_stock(kind):
-    store = filled(kind)
-    rows = [
-        [*PREFIX, *CHUNKS[0], *picture(kind), *QUESTION],
-        [*PREFIX, *picture(kind), *CHUNKS[1], *CHUNKS[2], *QUESTION],
-    ]
-    width = max(map(len, rows))
-    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
-    given = {"attention_mask": mask}
-    if kind in ("llava", "gemma3"):
-        given["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0)
-    wanted, _ = stock(kind, ids, 0, **given)
-    got, cache = blend(kind, ids, 0, store, given=given, recompute_ratio=1.0)
-    assert gap(got, wanted) < FLOOR
-    assert cache.report.reusable_tokens == sum(map(len, CHUNKS))
+@needs_encoding
+def test_prefill_chunk_size_computes_a_prompt_with_images_as_stock_does():
+    kind, ways = "llava", {"max_new_tokens": 4, "do_sample": False, "prefill_chunk_size": 24}
+    inputs = arguments(kind, CHUNKS[0], picture(kind), *CHUNKS[1:])
+    cache = BlendCache(build(kind), filled(kind), recompute_ratio=1.0)
+    got = build(kind).generate(**cache.inputs_with_images(**inputs), **ways, past_key_values=cache)
+    assert got.equal(build(kind).generate(**inputs, **ways))
 
 
 @pytest.mark.parametrize(
-    "kind", ["qwen3_vl", *(pytest.param(one, marks=pytest.mark.slow) for one in ("qwen2_vl", "qwen2_5_vl", "glm4v"))]
+    ("kind", "chunks"), [("llava", False), ("gemma3", False), pytest.param("qwen3_vl", True, marks=needs_encoding)]
 )
-def test_text_behind_an_image_is_rotated_for_the_models_own_positions(kind):
-    ids = prompt(kind, picture(kind), *CHUNKS)
-    _, cache = blend(kind, ids, 0, filled(kind), recompute_ratio=0.0, selector="none")
-    true = stock(kind, ids, 0)[1].layers[0]
-    other = stock(kind, ids, 0, position_ids=torch.arange(ids.shape[1])[None])[1].layers[0]
-    assert cache.report.reusable_tokens == sum(map(len, CHUNKS))
+def test_batch_of_prompts_with_images_and_padding_equals_stock(kind, chunks):
+    rows = [[*CHUNKS[0], *picture(kind)], [*picture(kind), *picture(kind), *CHUNKS[1], *CHUNKS[2]]]
+    rows = [[*PREFIX, *row, *QUESTION] for row in rows]
+    width = max(map(len, rows))
+    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    inputs = {**image_zoo.image_arguments(kind, ids, (0, 1, 2)), "attention_mask": mask}
+    if kind in ("llava", "gemma3"):
+        inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0)
+    got, cache = blend(kind, inputs, filled(kind), chunks=chunks, recompute_ratio=1.0)
+    assert gap(got, stock(kind, inputs)[0]) < FLOOR
+    assert cache.report.reusable_tokens == TEXT_TOKENS + chunks * 3 * KINDS[kind].tokens
+
+
+def test_text_behind_an_image_is_rotated_for_the_models_own_positions():
+    kind = "qwen3_vl"
+    inputs = arguments(kind, picture(kind), *CHUNKS)
+    _, cache = blend(kind, inputs, filled(kind), chunks=False, recompute_ratio=0.0, selector="none")
+    true = stock(kind, inputs)[1].layers[0]
+    other = stock(kind, inputs, position_ids=torch.arange(inputs["input_ids"].shape[1])[None])[1].layers[0]
     assert gap(cache.layers[0].keys, true.keys) < FLOOR
     assert gap(cache.layers[0].values, true.values) < FLOOR
     assert gap(other.keys, true.keys) > 0.1  # columns are not positions here: the image takes fewer of them
 
 
-@pytest.mark.slow
+def rotated_by_hand(keys, positions, kind):
+    """Keys `[heads, tokens, 16]` turned by positions `[3, tokens]`: a rotation of two halves, 8 pairs."""
+    of_pair = {"llava": [0] * 8, "qwen2_vl": [0, 0, 1, 1, 1, 2, 2, 2], "qwen3_vl": [0, 1, 2, 0, 1, 2, 0, 1]}[kind]
+    angles = torch.stack([positions[axis].double() * 1e4 ** (-pair / 8) for pair, axis in enumerate(of_pair)], -1)
+    (first, second), cos, sin = keys.double().chunk(2, -1), angles.cos(), angles.sin()
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).float()
+
+
+def model_positions(kind, inputs):
+    """Where the model puts each token, `[3, tokens]`, by its own function."""
+    ids = inputs["input_ids"]
+    if kind == "llava":
+        return torch.arange(ids.shape[1]).expand(3, -1)
+    names = ("input_ids", "mm_token_type_ids", "image_grid_thw")
+    return build(kind).model.get_rope_index(**{name: inputs[name] for name in names})[0][:, 0]
+
+
+def image_key(kind, inputs, number):
+    """The key under which an image of a prompt is stored."""
+    named = name_images(build(kind), ChunkStore.open("memory://"), (1,), inputs, 0)
+    return ChunkKey(fingerprint(build(kind)), (1,), named.spans[0][number].token_ids)
+
+
+def columns(kind, ids, number=0):
+    """Where the tokens of an image are."""
+    first = (ids[0] == IMAGE).nonzero().flatten()[number * KINDS[kind].tokens]
+    return slice(int(first), int(first) + KINDS[kind].tokens)
+
+
+@needs_encoding
+@pytest.mark.parametrize("kind", ["llava", "qwen3_vl", pytest.param("qwen2_vl", marks=SLOW)])
+def test_stored_keys_of_an_image_are_moved_by_the_difference_of_the_models_positions(kind):
+    store = filled(kind)
+    inputs = arguments(kind, CHUNKS[0], picture(kind), CHUNKS[1], picture(kind), seeds=(0, 1))
+    _, cache = blend(kind, inputs, store, recompute_ratio=0.0, selector="none")
+    here = model_positions(kind, inputs)
+    for number in (0, 1):
+        kept, image = store.get(image_key(kind, inputs, number)), columns(kind, inputs["input_ids"], number)
+        alone = arguments(kind, seeds=(number,))
+        alone["input_ids"] = torch.tensor([[1, *[IMAGE] * KINDS[kind].tokens]])
+        alone["mm_token_type_ids"] = alone["input_ids"] == IMAGE
+        distance = here[:, image] - model_positions(kind, alone)[:, 1:]
+        for layer in range(1, 4):  # in layer 0 all are computed, to be compared
+            keys, values = kept.layers[layer]
+            assert gap(cache.layers[layer].keys[0, :, image], rotated_by_hand(keys, distance, kind)) < FLOOR
+            assert torch.equal(cache.layers[layer].values[0, :, image], values)
+
+
+@needs_encoding
+@pytest.mark.parametrize("kind", ["llava", pytest.param("gemma3", marks=SLOW)])
+def test_image_that_comes_first_is_exact_at_every_ratio(kind):
+    store = ChunkStore.open("memory://")
+    ids = torch.tensor([[1, *[IMAGE] * KINDS[kind].tokens, END, *QUESTION]])
+    inputs = image_zoo.image_arguments(kind, ids, (0,))
+    for _ in range(2):
+        got, cache = blend(kind, inputs, store, recompute_ratio=0.0, selector="none")
+    assert cache.report.exact_tokens == 1 + KINDS[kind].tokens
+    assert gap(got, stock(kind, inputs)[0]) < FLOOR
+
+
+@SLOW
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
-def test_ratio_1_with_a_video_equals_stock(kind):
-    model, store = build(kind), filled(kind)
-    ids = prompt(kind, CHUNKS[0], [START, *[VIDEO] * 4, END], *CHUNKS[1:])
+def test_video_is_exact_at_ratio_1(kind):
+    ids, store = prompt(kind, CHUNKS[0], [START, *[VIDEO] * 4, END], *CHUNKS[1:]), filled(kind)
     for seed in (0, 1):
-        frames = grid(seed)
-        given = {
-            "input_ids": ids,
-            "pixel_values_videos": frames["pixel_values"],
-            "video_grid_thw": frames["image_grid_thw"],
-            "mm_token_type_ids": 2 * (ids == VIDEO).long(),
-        }
-        cache = BlendCache(model, store, recompute_ratio=1.0)
-        cache.get_seq_length()
-        with torch.no_grad():
-            got = model(**given, past_key_values=cache, logits_to_keep=1).logits[:, -1]
-            wanted = model(**given, past_key_values=DynamicCache()).logits[:, -1]
-        assert gap(got, wanted) < FLOOR
+        frames = KINDS[kind].pixels(seed)
+        inputs = {"input_ids": ids, "mm_token_type_ids": 2 * (ids == VIDEO).long()}
+        inputs |= {"pixel_values_videos": frames["pixel_values"], "video_grid_thw": frames["image_grid_thw"]}
+        got, cache = blend(kind, inputs, store, chunks=False, recompute_ratio=1.0)
+        assert gap(got, stock(kind, inputs)[0]) < FLOOR
         assert cache.report.loaded_chunks == len(CHUNKS)
 
 
-def test_a_chunk_with_a_placeholder_is_computed_in_its_place_and_never_stored(tokenizer):
+@SLOW
+@pytest.mark.parametrize("kind", ["qwen3_vl_moe", "gemma3"])
+def test_images_are_exact_in_bfloat16_too(kind):
+    model, store = build(kind, dtype=torch.bfloat16), ChunkStore.open("memory://")
+    store.add(model, None, CHUNKS)
+    inputs = arguments(kind, picture(kind), *CHUNKS)
+    inputs = {name: one.bfloat16() if one.is_floating_point() else one for name, one in inputs.items()}
+    cache = BlendCache(model, store, recompute_ratio=1.0)
+    cache.get_seq_length()
+    with torch.no_grad():
+        got = model(**inputs, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+        expected = model(**inputs, use_cache=False).logits[:, -1]
+    assert gap(got.float(), expected.float()) < 0.1
+
+
+# What images are stored under.
+
+
+def test_digest_of_and_content_ids_tell_pixels_their_form_and_their_number_of_tokens():
+    image = {"pixel_values": torch.ones(16, 4), "image_grid_thw": torch.tensor([[1, 4, 4]])}
+    other = {**image, "image_grid_thw": torch.tensor([[1, 2, 8]])}
+    moved = {**image, "pixel_values": torch.ones(16, 4).index_fill(0, torch.tensor([3]), 1 + 1e-7)}
+    half = {**image, "pixel_values": torch.ones(16, 4).half()}
+    names = [content_ids(digest_of(one), 4) for one in (image, other, moved, half)]
+    assert len({*names, content_ids(digest_of(image), 5)[:4]}) == 5
+    assert all(map(is_content, names[0]))
+    assert not is_content(262_143)
+    assert names[0] == content_ids(digest_of(dict(image)), 4)
+
+
+@needs_encoding
+def test_image_with_breaks_between_its_rows_or_other_marks_is_another_chunk():
+    kind, store, breaks = "llava", filled("llava"), [START, *([*[IMAGE] * 4, 9] * 4)[:-1], END]
+    for pieces, computed in (([breaks, *CHUNKS], 1), ([*CHUNKS, breaks], 0), ([*CHUNKS, picture(kind)], 1)):
+        inputs = arguments(kind, *pieces)
+        got, cache = blend(kind, inputs, store, recompute_ratio=1.0)
+        assert gap(got, stock(kind, inputs)[0]) < FLOOR
+        assert cache.report.computed_chunks == computed
+    assert len(store) == len(CHUNKS) + 3  # features, and the KV of the image with and without breaks
+    kind, store = "gemma3", filled("gemma3")
+    inputs = arguments(kind, CHUNKS[0], picture(kind))
+    causal = {name: value for name, value in inputs.items() if name != "token_type_ids"}
+    for one in (causal, inputs):  # in the second the tokens of an image see each other
+        got, cache = blend(kind, one, store, recompute_ratio=1.0)
+        assert gap(got, stock(kind, one)[0]) < FLOOR
+        assert cache.report.computed_chunks == 1
+    assert cache.report.encoded_images == 0
+
+
+@needs_encoding
+def test_stored_image_needs_no_tower_in_another_process_and_is_computed_again_if_damaged(tmp_path, monkeypatch):
+    kind, runs = "qwen3_vl", towers_run(monkeypatch)
+    inputs = arguments(kind, picture(kind), CHUNKS[0], picture(kind), seeds=(0, 1))
+    found, encoded = [], []
+    for damages in (False, False, True):
+        with ChunkStore.open(tmp_path) as store:
+            for _, path in store.files() if damages else ():
+                path.write_bytes(path.read_bytes()[:-64] + bytes(64))
+            found.append(blend(kind, inputs, store, recompute_ratio=0.0, selector="none")[1])
+            encoded.append(len(runs))
+    assert encoded == [2, 2, 4]
+    assert [cache.report.computed_chunks for cache in found] == [2, 0, 2]
+    for one, *others in zip(*(cache.layers for cache in found), strict=True):
+        assert all(torch.equal(one.keys, other.keys) for other in others)
+
+
+@needs_encoding
+def test_features_that_a_codec_rounds_are_not_kept(tmp_path):
+    kind, inputs = "llava", arguments("llava", picture("llava"), CHUNKS[0])
+    for _ in range(2):
+        with ChunkStore.open(tmp_path, codec="int8") as store:
+            got, cache = blend(kind, inputs, store, recompute_ratio=1.0)
+            assert gap(got, stock(kind, inputs)[0]) < FLOOR
+            assert len(store) == 1
+    assert cache.report.loaded_chunks == 1
+
+
+@needs_encoding
+def test_stored_features_that_are_not_the_towers_are_encoded_again(monkeypatch):
+    kind, store, runs = "llava", filled("llava"), towers_run(monkeypatch)
+    inputs = arguments(kind, picture(kind), *CHUNKS)
+    blend(kind, inputs, store)
+    (entry,) = (one for one in store.entries() if one.fingerprint != fingerprint(build(kind)))
+    image = ImageEncoder(build(kind)).split(inputs)[0]
+    key = ChunkKey(entry.fingerprint, (), content_ids(digest_of(image), KINDS[kind].tokens))
+    kept = store.get(key)
+    store.delete(key)
+    store.put(kept.map(lambda states: states.flip(1)))
+    monkeypatch.setattr(images, "_forms", type(images._forms)())  # another process
+    got, _ = blend(kind, inputs, store, recompute_ratio=1.0)
+    assert gap(got, stock(kind, inputs)[0]) < FLOOR
+    assert len(runs) == 2
+    assert torch.equal(store.get(key).layers[0][0], kept.layers[0][0])
+
+
+@needs_encoding
+@pytest.mark.parametrize("encoded", [False, True])
+def test_other_images_than_those_that_were_named_are_computed_in_place(encoded):
+    kind, store = "llava", filled("llava")
+    inputs, other = (arguments(kind, picture(kind), *CHUNKS, seeds=(seed,)) for seed in (0, 1))
+    blend(kind, inputs, store)
+    cache = BlendCache(build(kind), store, recompute_ratio=0.0, selector="none")
+    cache.inputs_with_images(**inputs)
+    given = BlendCache(build(kind), store).inputs_with_images(**other) if encoded else other
+    with torch.no_grad():
+        build(kind)(**given, past_key_values=cache, logits_to_keep=1)
+    image = columns(kind, other["input_ids"])
+    for layer, true in zip(cache.layers, stock(kind, other)[1].layers, strict=True):
+        assert gap(layer.keys[:, :, image], true.keys[:, :, image]) < FLOOR
+    assert (cache.report.reusable_tokens, cache.report.refused_chunks) == (TEXT_TOKENS, 0)
+
+
+@needs_encoding
+def test_image_head_takes_the_first_tokens_of_each_image_before_all_others():
+    tokens = torch.arange(12)[None]
+    chunk = torch.tensor([[0] * 4 + [1] * 4 + [2] * 4])
+    view = TokenView(0, tokens, chunk >= 0, chunk, tokens % 4, torch.full((1, 12), 4), images=chunk != 1)
+    selector = plugins.load("selectors", "image-head")
+    order = selector({"tokens": 2}).score(view)[0].argsort(descending=True, stable=True).tolist()
+    assert order == [0, 8, 1, 9, 4, 5, 2, 6, 10, 3, 7, 11]
+    inputs = arguments("llava", CHUNKS[0], picture("llava"))
+    settings = {"selector": "image-head", "selector_options": {"tokens": 6}, "recompute_ratio": 0.25}
+    _, cache = blend("llava", inputs, filled("llava"), **settings)
+    image = columns("llava", inputs["input_ids"]).start
+    assert cache.report.chosen_columns == [[4, 5, *range(image, image + 6)]]
+
+
+# Placeholders: ids of which nobody knows by themselves what the model computes there.
+
+
+def test_chunk_with_a_placeholder_is_computed_in_place_and_never_stored():
     model, store = build("llava"), filled("llava")
     for ids in ([*range(80, 90), *picture("llava")], [IMAGE] * 3):
         cache = BlendCache(model, store, recompute_ratio=1.0)
-        inputs = cache.inputs(tokenizer, prefix=[*PREFIX, IMAGE], chunks=[ids, CHUNKS[0]], question=QUESTION)
+        inputs = cache.inputs(None, prefix=[*PREFIX, IMAGE], chunks=[ids, CHUNKS[0]], question=QUESTION)
         cache.get_seq_length()
         with torch.no_grad():  # no pixels: the placeholders are text here
             got = model(**inputs, past_key_values=cache, logits_to_keep=1).logits[:, -1]
-            wanted = model(inputs["input_ids"], use_cache=False).logits[:, -1]
-        assert gap(got, wanted) < FLOOR
+            expected = model(inputs["input_ids"], use_cache=False).logits[:, -1]
+        assert gap(got, expected) < FLOOR
         assert not store.contains(ChunkKey(fingerprint(model), (1,), tuple(ids)))
     assert len(store) == len(CHUNKS)
 
 
-def test_what_others_stored_behind_a_placeholder_is_not_looked_up(monkeypatch):
-    model, store, ids = build("llava"), filled("llava"), prompt("llava", picture("llava"), *CHUNKS)
+def test_chunks_of_others_behind_placeholders_are_not_looked_up_or_show_at_layer_0(monkeypatch):
+    kind, model, store = "llava", build("llava"), filled("llava")
+    stale = {"chunks": False, "recompute_ratio": 0.0, "selector": "none"}
+    inputs = arguments(kind, picture(kind), *CHUNKS)
     with monkeypatch.context() as patch:
         patch.setattr("hf_blend.model.modality.placeholder_ids", lambda config: frozenset())
-        store.add(model, None, [picture("llava")])
-    got = blend("llava", ids, 0, store, recompute_ratio=0.0, selector="none")[1]
-    assert len(store) == len(CHUNKS) + 1
-    assert got.report.loaded_chunks == len(CHUNKS)
-
-
-def test_placeholders_that_no_config_names_show_at_layer_0(monkeypatch, caplog):
-    for place in ("model.modality", "cache.blend_cache", "prefill.plan"):
-        monkeypatch.setattr(f"hf_blend.{place}.placeholder_ids", lambda config: frozenset({START}))
-    model, store, kind = build("llava"), filled("llava"), "llava"
+        store.add(model, None, [picture(kind)])
+    assert blend(kind, inputs, store, **stale)[1].report.loaded_chunks == len(CHUNKS)
+    for module in ("model.modality", "cache.blend_cache", "prefill.plan"):  # a config that names none of them
+        monkeypatch.setattr(f"hf_blend.{module}.placeholder_ids", lambda config: frozenset({START}))
     unnamed = [*range(80, 100), *[IMAGE] * 16, *range(80, 100)]
     store.add(model, None, [unnamed])
-    ids = prompt(kind, [START], unnamed, *CHUNKS)
-    answers = [blend(kind, ids, seed, store, recompute_ratio=0.0, selector="none") for seed in (0, 1)]
+    both = [arguments(kind, [START], unnamed, *CHUNKS, seeds=(seed,)) for seed in (0, 1)]
+    answers = [blend(kind, one, store, **stale) for one in both]
     assert [cache.report.refused_chunks for _, cache in answers] == [1, 1]
     assert gap(answers[0][0], answers[1][0]) > 1e-2
 
 
 def test_inputs_without_a_placeholder_in_the_prompt_reuse_nothing(monkeypatch):
     monkeypatch.setattr("hf_blend.cache.blend_cache.placeholder_ids", lambda config: frozenset())
-    ids = prompt("llava", CHUNKS[0], picture("llava"), *CHUNKS[1:])
-    got, cache = blend("llava", ids, 1, filled("llava"), recompute_ratio=0.0, selector="none")
-    assert gap(got, stock("llava", ids, 1)[0]) < FLOOR
+    inputs = arguments("llava", CHUNKS[0], picture("llava"), *CHUNKS[1:], seeds=(1,))
+    got, cache = blend("llava", inputs, filled("llava"), chunks=False, recompute_ratio=0.0, selector="none")
+    assert gap(got, stock("llava", inputs)[0]) < FLOOR
     assert cache.report.loaded_chunks == 0
 
 
-def test_store_add_names_the_placeholder():
-    model, store = build("llava"), ChunkStore.open("memory://")
-    with pytest.raises(PromptError, match=r"chunk 1 holds the placeholder token 120, where Llava.* computed in place"):
-        store.add(model, None, [CHUNKS[0], [11, IMAGE, 12]])
-    assert len(store) == 0
-    with pytest.raises(PromptError, match="what stands before chunk 0 holds the placeholder token 120"):
-        store.add(model, None, CHUNKS, chunk_prefix_ids=[1, IMAGE])
-    with pytest.raises(PromptError, match="chunk_prefix_ids holds the placeholder token 120"):
-        BlendCache(model, store, chunk_prefix_ids=(1, IMAGE))
-    with pytest.raises(PromptError, match="a chunk holds the placeholder token 120"):
-        capture_chunk(model, [IMAGE], [1], "")
+def test_placeholder_ids_are_those_of_the_config_and_its_lists_and_may_be_the_first_ids(monkeypatch):
+    assert not placeholder_ids(AutoConfig.for_model("llama"))
+    config = AutoConfig.for_model("ovis2")
+    assert placeholder_ids(config) >= {config.image_token_id, *config.visual_indicator_token_ids}
+    for token in (0, 3):
+        config = {**KINDS["llava"].config, "image_token_index": token}
+        monkeypatch.setitem(image_zoo.KINDS, "llava", KINDS["llava"]._replace(config=config))
+        cache = BlendCache(tiny_image_model("llava"), ChunkStore.open("memory://"))  # passes its self-test
+        assert cache.model.config.image_token_id == token
 
 
-def test_a_sequence_with_an_image_is_refused_and_not_fitted_to_another_prompt():
-    model = build("llava")
-    cache, ids = SequenceCache(model), prompt("llava", picture("llava"), *CHUNKS)
-    with torch.no_grad(), cache:
-        with pytest.raises(PromptError, match="pixel_values came with a SequenceCache, but text alone is expected"):
-            model(ids, **plain(0), past_key_values=cache, logits_to_keep=1)
-        model(ids, past_key_values=cache, logits_to_keep=1)
-    with pytest.raises(PromptError, match="the cache holds the placeholder token 120"):
-        fit(cache, ids[0].tolist())
-
-
-def test_an_image_path_that_is_not_exact_is_refused_by_name_and_leaves_the_model_alone(monkeypatch, untouched):
-    _build.cache_clear()  # what was found right stays so
-    model, store = build("qwen3_vl"), filled("qwen3_vl")
-    ids = prompt("qwen3_vl", picture("qwen3_vl"), *CHUNKS)
-    deltas = model.model.rope_deltas
-    with monkeypatch.context() as patch, untouched(model):
-        patch.setattr(Prefill, "leave", lambda self, output: None)
-        for _ in range(2):  # the second time from memory
-            with pytest.raises(
-                UnsupportedModelError, match=r"Qwen3VL.* cannot be blended with image_grid_thw, .*pixel"
-            ):
-                blend("qwen3_vl", ids, 0, store, recompute_ratio=1.0)
-    assert model.model.rope_deltas is deltas
-    _build.cache_clear()
-
-
-def test_rows_put_back_to_wrong_places_are_refused(monkeypatch, caplog):
-    _build.cache_clear()
-    true_spread = Rows.spread
-    monkeypatch.setattr(Rows, "spread", lambda self, rows, tokens: true_spread(self, rows, tokens).roll(1, -2))
-    ids, store = prompt("qwen3_vl", picture("qwen3_vl"), *CHUNKS), filled("qwen3_vl")
-    with pytest.raises(UnsupportedModelError, match="is off by"):
-        blend("qwen3_vl", ids, 0, store)
-    with caplog.at_level(logging.WARNING):
-        _build.cache_clear()
-        blend("qwen3_vl", ids, 0, filled("qwen3_vl"), allow_unverified=True)
-    assert "without being verified (allow_unverified): Qwen3VL" in caplog.text
-    _build.cache_clear()
-
-
-def test_each_kind_of_forward_is_tested_once(monkeypatch):
-    _build.cache_clear()
-    tests, true_error = [], InputTest._error
-    monkeypatch.setattr(InputTest, "_error", lambda *given: tests.append(1) or true_error(*given))
-    store = filled("qwen2_5_vl")
-    ids, text = prompt("qwen2_5_vl", picture("qwen2_5_vl"), *CHUNKS), prompt("qwen2_5_vl", *CHUNKS)
-    for seed in (0, 1):
-        blend("qwen2_5_vl", ids, seed, store)
-    assert len(tests) == 1
-    cache = BlendCache(build("qwen2_5_vl"), store)
-    cache.get_seq_length()
-    with torch.no_grad():  # what a processor makes of text alone
-        build("qwen2_5_vl")(text, mm_token_type_ids=torch.zeros_like(text), past_key_values=cache, logits_to_keep=1)
-    assert len(tests) == 1
-    assert cache.report.loaded_chunks == len(CHUNKS)
-
-
-def test_a_model_whose_text_sees_ahead_is_refused_by_name():
-    with pytest.raises(
-        UnsupportedModelError, match=r"PaliGemma.* cannot be blended: its tokens see those behind them"
-    ):
-        BlendCache(build("paligemma"), ChunkStore.open("memory://"))
-
-
-def test_chunks_that_see_ahead_in_a_prompt_are_computed():
-    ids, store = prompt("paligemma", picture("paligemma"), *CHUNKS), filled("paligemma", "eager")
-    got, cache = blend("paligemma", ids, 0, store, "eager", recompute_ratio=0.0, selector="none")
-    assert gap(got, stock("paligemma", ids, 0, "eager")[0]) < FLOOR
-    assert cache.report.refused_chunks == len(CHUNKS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen3_vl_moe", "gemma3"])
-def test_images_are_exact_in_bfloat16_too(kind):
-    model, ids = build(kind, dtype=torch.bfloat16), prompt(kind, picture(kind), *CHUNKS)
-    store = ChunkStore.open("memory://")
-    store.add(model, None, CHUNKS)
-    given = {
-        name: part.bfloat16() if part.is_floating_point() else part for name, part in arguments(kind, ids, 0).items()
-    }
-    cache = BlendCache(model, store, recompute_ratio=1.0)
-    cache.get_seq_length()
-    with torch.no_grad():
-        got = model(input_ids=ids, **given, past_key_values=cache, logits_to_keep=1).logits[:, -1]
-        wanted = model(input_ids=ids, **given, use_cache=False).logits[:, -1]
-    assert gap(got.float(), wanted.float()) < 0.1
-
-
-@pytest.mark.parametrize(
-    ("given", "names", "features"),
-    [
-        ({"input_ids": 1, "attention_mask": torch.ones(1), "use_cache": True, "logits_to_keep": 1}, (), False),
-        ({"pixel_values": torch.ones(1), "image_sizes": None}, ("pixel_values",), True),
-        ({"mm_encoder_outputs": {"image": [torch.ones(1)]}, "x": [1]}, ("mm_encoder_outputs", "x"), True),
-        ({"mm_encoder_outputs": {"image": None, "video": []}}, (), False),
-        ({"mm_token_type_ids": torch.zeros(2)}, (), False),
-        ({"mm_token_type_ids": torch.ones(2)}, ("mm_token_type_ids",), False),
-        ({"token_type_ids": torch.zeros(2)}, ("token_type_ids",), False),
-    ],
-)
-def test_whatever_is_not_known_as_text_counts_as_another_input(given, names, features):
-    assert other_inputs(given) == names
-    assert has_features(given) is features
-
-
-@pytest.mark.slow
-def test_the_placeholders_of_every_model_that_reads_images_are_found():
+@SLOW
+def test_placeholder_ids_of_every_model_that_reads_images_are_found():
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
     found = 0
@@ -417,27 +524,134 @@ def test_the_placeholders_of_every_model_that_reads_images_are_found():
     assert found > 60
 
 
-def test_a_model_of_text_has_no_placeholders_and_lists_of_them_count():
-    assert not placeholder_ids(AutoConfig.for_model("llama"))
-    config = AutoConfig.for_model("ovis2")
-    assert placeholder_ids(config) >= {config.image_token_id, *config.visual_indicator_token_ids}
+def test_other_inputs_are_whatever_is_not_known_as_text():
+    one = torch.ones(1)
+    for given, names, features in (
+        ({"input_ids": 1, "attention_mask": one, "use_cache": True, "logits_to_keep": 1}, (), False),
+        ({"pixel_values": one, "image_sizes": None}, ("pixel_values",), True),
+        ({"mm_encoder_outputs": {"image": [one]}, "x": [1]}, ("mm_encoder_outputs", "x"), True),
+        ({"mm_encoder_outputs": {"image": None, "video": []}}, (), False),
+        ({"mm_token_type_ids": torch.zeros(2)}, (), False),
+        ({"mm_token_type_ids": torch.ones(2)}, ("mm_token_type_ids",), False),
+        ({"token_type_ids": torch.zeros(2)}, ("token_type_ids",), False),
+    ):
+        assert (other_inputs(given), has_features(given)) == (names, features)
 
 
-@pytest.mark.parametrize("token", [0, 3])
-def test_a_model_whose_image_token_is_among_the_first_ids_passes_its_self_test(token, monkeypatch):
-    config = {**KINDS["llava"].config, "image_token_index": token}
-    monkeypatch.setitem(image_zoo.KINDS, "llava", KINDS["llava"]._replace(config=config))
-    assert BlendCache(tiny_image_model("llava"), ChunkStore.open("memory://")).model.config.image_token_id == token
+# What is refused, by name.
 
 
-def test_a_transformers_whose_models_take_no_encoded_images_is_refused_by_what_it_lacks(monkeypatch):
-    model, ids = build("llava"), prompt("llava", picture("llava"), *CHUNKS)
-    cache, forward = BlendCache(model, ChunkStore.open("memory://")), type(model).forward
-    signature = inspect.signature(forward)  # transformers 5.17 lacks the argument
-    others = [one for name, one in signature.parameters.items() if name != "mm_encoder_outputs"]
-    older = functools.wraps(forward)(lambda *args, **given: forward(*args, **given))
-    older.__signature__ = signature.replace(parameters=others)
-    monkeypatch.setattr(type(model), "forward", older)
-    with pytest.raises(UnsupportedModelError, match=r"lacks the argument mm_encoder_outputs .*5\.18 and newer"):
-        cache.inputs_with_images(input_ids=ids, **arguments("llava", ids, 0))
+def test_what_keeps_or_moves_text_alone_names_the_placeholder():
+    model, store, kind = build("llava"), ChunkStore.open("memory://"), "llava"
+    with pytest.raises(PromptError, match=r"chunk 1 holds the placeholder token 120, where Llava.* computed in place"):
+        store.add(model, None, [CHUNKS[0], [11, IMAGE, 12]])
+    assert len(store) == 0
+    with pytest.raises(PromptError, match="what stands before chunk 0 holds the placeholder token 120"):
+        store.add(model, None, CHUNKS, chunk_prefix_ids=[1, IMAGE])
+    with pytest.raises(PromptError, match="chunk_prefix_ids holds the placeholder token 120"):
+        BlendCache(model, store, chunk_prefix_ids=(1, IMAGE))
+    with pytest.raises(PromptError, match="a chunk holds the placeholder token 120"):
+        capture_chunk(model, [IMAGE], [1], "")
+    cache, inputs = SequenceCache(model), arguments(kind, picture(kind), *CHUNKS)
+    with torch.no_grad(), cache:
+        with pytest.raises(PromptError, match="pixel_values came with a SequenceCache, but text alone is expected"):
+            model(**inputs, past_key_values=cache, logits_to_keep=1)
+        model(inputs["input_ids"], past_key_values=cache, logits_to_keep=1)
+    with pytest.raises(PromptError, match="the cache holds the placeholder token 120"):
+        fit(cache, inputs["input_ids"][0].tolist())
+
+
+@needs_encoding
+def test_inputs_with_images_refuses_by_name_what_cannot_be_a_chunk(monkeypatch):
+    kind, store = "llava", filled("llava")
+    inputs, two = (arguments(kind, picture(kind), *CHUNKS, seeds=seeds) for seeds in ((0,), (0, 1)))
+    cache, text = BlendCache(build(kind), store), {"input_ids": prompt(kind, *CHUNKS), "pixel_values": None}
+    assert cache.inputs_with_images(**text) == text
+    for given, says in (
+        (two, "2 images make 32 tokens, expected 16, the placeholders"),
+        ({**inputs, "pixel_values_videos": torch.ones(1)}, "pixel_values_videos came with pixel_values, but ids and"),
+        (
+            {**inputs, "colours": torch.ones(1, 2)},
+            r"colours \(1, 2\) came with images, but what it changes .* not",
+        ),
+        ({**inputs, "image_sizes": torch.ones(3, 2)}, r"image_sizes has shape .* a row for each of the 1 images"),
+        ({**inputs, "pixel_values": [1]}, "pixel_values is list, expected a tensor"),
+        ({"pixel_values": inputs["pixel_values"]}, r"no input_ids .* came with pixel_values"),
+        ({**inputs, "attention_mask": torch.ones(1, 3)}, r"attention_mask has shape \(1, 3\), expected that of input"),
+    ):
+        with pytest.raises(PromptError, match=says):
+            cache.inputs_with_images(**given)
+    with torch.no_grad():
+        build(kind)(prompt(kind, CHUNKS[0]), past_key_values=cache, logits_to_keep=1)
+    with pytest.raises(PromptError, match=r"images came for a cache that holds .* reset"):
+        cache.inputs_with_images(**inputs)
+    monkeypatch.setattr("hf_blend.model.images.ENCODED", "encoded")
+    cache = BlendCache(build(kind), store)
+    with pytest.raises(UnsupportedModelError, match=r"Llava.* lacks the argument encoded of its .*5\.18 and newer"):
+        cache.inputs_with_images(**inputs)
     assert not cache.is_expecting
+
+
+@needs_encoding
+def test_tower_that_sees_several_images_at_once_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(images, "_forms", type(images._forms)())
+    run = ImageEncoder._run
+
+    def mixed(self, given):
+        output = run(self, given)
+        if len(given["pixel_values"]) > 1:
+            output.pooler_output = [part + 0.1 for part in output.pooler_output]
+        return output
+
+    monkeypatch.setattr(ImageEncoder, "_run", mixed)
+    with pytest.raises(UnsupportedModelError, match=r"Llava.* 2 images together is not what it makes of each alone"):
+        blend("llava", arguments("llava", *[picture("llava")] * 2, seeds=(0, 1)), filled("llava"))
+
+
+def test_image_path_that_is_not_exact_is_refused_and_leaves_the_model_alone(
+    monkeypatch, untouched, caplog, fresh_models
+):
+    kind, spread = "qwen3_vl", Rows.spread
+    inputs, store, model = arguments(kind, picture(kind), *CHUNKS), filled(kind), build(kind)
+    deltas = model.model.rope_deltas
+    with monkeypatch.context() as patch, untouched(model):
+        patch.setattr(Rows, "spread", lambda self, rows, tokens: spread(self, rows, tokens).roll(1, -2))
+        for _ in range(2):  # the second time from memory
+            with pytest.raises(UnsupportedModelError, match=r"Qwen3VL.* image_grid_thw, .*pixel.* is off by"):
+                blend(kind, inputs, store, chunks=False)
+        assert model.model.rope_deltas is deltas
+        with caplog.at_level(logging.WARNING):
+            _build.cache_clear()
+            blend(kind, inputs, filled(kind), chunks=False, allow_unverified=True)
+    assert "without being verified (allow_unverified): Qwen3VL" in caplog.text
+
+
+def test_each_kind_of_forward_is_tested_once(monkeypatch, fresh_models):
+    tests, error, kind = [], InputTest._error, "qwen2_5_vl"
+    monkeypatch.setattr(InputTest, "_error", lambda *given: tests.append(1) or error(*given))
+    store, text = filled(kind), prompt(kind, *CHUNKS)
+    for seed in (0, 1):
+        blend(kind, arguments(kind, picture(kind), *CHUNKS, seeds=(seed,)), store, chunks=False)
+    assert len(tests) == 1
+    inputs = {"input_ids": text, "mm_token_type_ids": torch.zeros_like(text)}  # what a processor makes of text alone
+    _, cache = blend(kind, inputs, store, chunks=False)
+    assert len(tests) == 1
+    assert cache.report.loaded_chunks == len(CHUNKS)
+
+
+def test_model_whose_text_sees_ahead_is_refused_or_computes_its_chunks():
+    kind = "paligemma"
+    with pytest.raises(UnsupportedModelError, match=r"PaliGemma.* cannot be blended: its tokens see those behind"):
+        BlendCache(build(kind), ChunkStore.open("memory://"))
+    inputs, store = arguments(kind, picture(kind), *CHUNKS), filled(kind, "eager")
+    got, cache = blend(kind, inputs, store, "eager", chunks=False, recompute_ratio=0.0, selector="none")
+    assert gap(got, stock(kind, inputs, "eager")[0]) < FLOOR
+    assert cache.report.refused_chunks == len(CHUNKS)
+
+
+def test_keep_beginning_ends_before_an_image_that_another_may_follow():
+    cache, ids = BlendCache(build("llava"), filled("llava")), (1, 5, START, IMAGE, 7)
+    with torch.no_grad():
+        build("llava")(torch.tensor([ids]), past_key_values=cache, logits_to_keep=1)
+    cache._beginning, cache._placeholders = ids, frozenset({START, IMAGE})
+    assert cache._keep_beginning([TextPrompt((*ids, 8))]) == 2

@@ -2,18 +2,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every selector promises, checked on every selector that is found; then what each of them is for."""
 
+import copy
 import math
 import os
 from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from hf_blend import plugins
+from hf_blend import BlendCache, ChunkStore, plugins
 from hf_blend.errors import ConfigError
+from hf_blend.prefill.probing import AttentionObserver
 from hf_blend.prefill.rows import highest
-from hf_blend.selectors.attention import Attention
-from hf_blend.selectors.base import Selector, TokenView
+from hf_blend.selectors.attention import Attention, received
+from hf_blend.selectors.base import TokenView, by_turns, layer_numbers
 
 SELECTORS = [name for name in plugins.describe("selectors") if name != "learned"]  # which needs a probe, see below
 CHUNKS, QUESTION, LAYERS, CHECK = (7, 12, 5), 4, 4, 1
@@ -39,7 +42,7 @@ def view(seeds=(0,), pad=0):
     return TokenView(
         CHECK, columns, number >= 0, number, offset, length,
         fresh[CHECK], stored[CHECK], lambda: truth, lambda layer: stored[layer], lambda layer: stored[layer],
-        lambda: attention, lambda *wanted: _probe(attention, *wanted), LAYERS,
+        lambda: attention, lambda *given: _probe(attention, *given), LAYERS,
     )  # fmt: skip
 
 
@@ -82,48 +85,30 @@ def chosen(one, seen, ratio):
 
 
 @each
-def test_scores_are_finite_float32_one_for_each_token(name):
-    scores = selector(name).score(view((0, 1)))
-    assert scores.shape == (2, sum(CHUNKS) + QUESTION)
-    assert scores.dtype == torch.float32
-    assert torch.isfinite(scores[view((0, 1)).reusable]).all()
-
-
-@each
-def test_scores_are_a_function_of_what_is_seen(name):
-    assert torch.equal(selector(name).score(view()), selector(name).score(view()))
-
-
-@each
-def test_what_is_seen_is_not_written(name):
-    seen = view()
+def test_score_is_one_finite_float32_a_token_and_a_function_of_what_is_reusable(name):
+    one, seen, other = selector(name), view(), view((8,))
     before = [part.clone() for part in (seen.columns, seen.reusable, seen.chunk, *seen.fresh, *seen.stored)]
-    selector(name).score(seen)
+    scores = one.score(seen)
+    assert (scores.shape, scores.dtype) == ((1, sum(CHUNKS) + QUESTION), torch.float32)
+    assert torch.isfinite(scores[seen.reusable]).all()
     after = (seen.columns, seen.reusable, seen.chunk, *seen.fresh, *seen.stored)
-    assert all(torch.equal(was, now) for was, now in zip(before, after, strict=True))
+    assert all(torch.equal(was, now) for was, now in zip(before, after, strict=True)), "what is seen is not written"
+    assert torch.equal(selector(name).score(view()), scores)
+    at = seen.reusable[:, None, :, None]
+    mixed = tuple(torch.where(at, *pair) for pair in zip(seen.fresh, other.fresh, strict=True))
+    two = chosen(selector(name), replace(seen, fresh=mixed), 0.3), chosen(selector(name), seen, 0.3)
+    assert torch.equal(*(one[seen.reusable] for one in two))
 
 
 @each
-def test_an_entry_is_scored_alike_beside_any_neighbours_and_behind_any_padding(name):
+def test_score_of_an_entry_is_the_same_beside_any_neighbours_and_behind_any_padding(name):
     together, alone = selector(name).score(view((3, 0, 5))), selector(name).score(view((0,)))
     torch.testing.assert_close(together[1], alone[0], rtol=1e-6, atol=0)
     torch.testing.assert_close(selector(name).score(view((0,), pad=9)), alone, rtol=1e-6, atol=0)
 
 
 @each
-def test_what_stands_where_nothing_is_reusable_does_not_matter(name):
-    seen, other = view(), view((8,))
-    mixed = tuple(
-        torch.where(seen.reusable[:, None, :, None], *pair) for pair in zip(seen.fresh, other.fresh, strict=True)
-    )
-    assert torch.equal(
-        chosen(selector(name), replace(seen, fresh=mixed), 0.3)[seen.reusable],
-        chosen(selector(name), seen, 0.3)[seen.reusable],
-    )
-
-
-@each
-def test_sets_have_exactly_the_counted_size_and_are_nested(name):
+def test_count_is_the_size_of_nested_sets_and_a_share_or_an_end_of_the_scale(name):
     one, seen, before = selector(name), view(), torch.zeros(1, sum(CHUNKS) + QUESTION, dtype=torch.bool)
     for ratio in (0.0, 0.01, 0.15, 0.3, 0.5, 0.9, 1.0):
         marked = chosen(one, seen, ratio)
@@ -131,23 +116,17 @@ def test_sets_have_exactly_the_counted_size_and_are_nested(name):
         assert not (before & ~marked).any()
         assert not (marked & ~seen.reusable).any()
         before = marked
+    assert [one.count(ratio, 100) for ratio in (0.0, 0.15, 0.5, 1.0)] in ([0, 15, 50, 100], [0] * 4, [100] * 4)
 
 
 @each
-def test_the_count_is_a_share_or_a_fixed_end_of_the_scale(name):
-    one = selector(name)
-    counts = [one.count(ratio, 100) for ratio in (0.0, 0.15, 0.5, 1.0)]
-    assert counts in ([0, 15, 50, 100], [0] * 4, [100] * 4)
-
-
-@each
-def test_an_unknown_option_is_refused_by_name(name):
+def test_unknown_option_is_refused_by_name(name):
     with pytest.raises(ConfigError, match="has no option 'frobnicate'"):
         selector(name, frobnicate=1)
 
 
 @each
-def test_without_states_only_those_score_that_declare_it(name):
+def test_score_needs_no_states_where_none_are_declared(name):
     one = selector(name)
     if one.needs_kv or one.needs_full_prefill:
         pytest.skip("it has to see K and V")
@@ -157,19 +136,19 @@ def test_without_states_only_those_score_that_declare_it(name):
     assert torch.equal(one.score(bare), one.score(view()))
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 20, 100, 1007])
-@pytest.mark.parametrize("ratio", [0.0, 0.01, 0.07, 0.15, 0.29, 0.3, 0.57, 1.0])
-def test_the_budget_is_the_ceiling_of_the_share_without_the_noise_of_floating_point(ratio, tokens):
-    hundredths = round(ratio * 100)
-    assert selector("kv-deviation").count(ratio, tokens) == -(-hundredths * tokens // 100)
+def test_count_is_the_ceiling_of_the_share_without_the_noise_of_floating_point():
+    one = selector("kv-deviation")
+    for hundredths in (0, 1, 7, 15, 29, 30, 57, 100):
+        for tokens in (1, 3, 20, 100, 1007):
+            assert one.count(hundredths / 100, tokens) == -(-hundredths * tokens // 100)
 
 
 @pytest.mark.parametrize(("on", "parts"), [("v", (1,)), ("k", (0,)), ("kv", (0, 1))])
 def test_kv_deviation_is_the_squared_distance_over_heads_and_width(on, parts):
     seen, got = view(), selector("kv-deviation", on=on).score(view())
     for token in range(sum(CHUNKS)):
-        wanted = sum(float(((seen.fresh[part] - seen.stored[part])[0, :, token] ** 2).sum()) for part in parts)
-        assert math.isclose(float(got[0, token]), wanted, rel_tol=1e-5)
+        expected = sum(float(((seen.fresh[part] - seen.stored[part])[0, :, token] ** 2).sum()) for part in parts)
+        assert math.isclose(float(got[0, token]), expected, rel_tol=1e-5)
 
 
 def test_kv_deviation_of_keys_does_not_depend_on_where_they_were_turned_to():
@@ -192,18 +171,18 @@ def test_kv_deviation_sums_in_float32():
 
 
 @pytest.mark.parametrize(("name", "option", "value"), [("kv-deviation", "on", "q"), ("boundary", "edge", "middle")])
-def test_an_unknown_choice_is_refused_with_those_that_exist(name, option, value):
+def test_unknown_choice_of_an_option_is_refused_with_those_that_exist(name, option, value):
     with pytest.raises(ConfigError, match=rf"(?s){value}.*give {option}="):
         selector(name, **{option: value}).score(view())
 
 
 @pytest.mark.parametrize(
-    ("edge", "wanted"),
+    ("edge", "expected"),
     [("head", [0, 1, 7, 8, 19, 20]), ("tail", [5, 6, 17, 18, 22, 23]), ("both", [0, 6, 7, 18, 19, 23])],
 )
-def test_boundary_takes_each_chunk_from_its_edge(edge, wanted):
+def test_boundary_takes_each_chunk_from_its_edge(edge, expected):
     marked = chosen(selector("boundary", edge=edge), view(), 6 / sum(CHUNKS))
-    assert marked[0].nonzero().flatten().tolist() == wanted
+    assert marked[0].nonzero().flatten().tolist() == expected
 
 
 def test_random_differs_by_seed_and_looks_like_a_draw():
@@ -213,31 +192,23 @@ def test_random_differs_by_seed_and_looks_like_a_draw():
     assert 0 <= torch.stack(draws).min() < 0.2 < 0.8 < torch.stack(draws).max() < 1
 
 
-def test_the_oracle_looks_at_the_layers_from_the_check_layer_on():
+def test_oracle_compares_the_layers_from_the_check_layer_on_and_lets_none_drown_the_others():
     seen, calls = view(), []
-    stored_at = lambda layer: calls.append(layer) or seen.stored_at(layer)  # noqa: E731
-    selector("oracle").score(replace(seen, stored_at=stored_at))
+
+    def louder(layer, pair):
+        return tuple(part * (1000 if layer == 2 else 1) for part in pair)
+
+    def stored_at(layer):
+        calls.append(layer)
+        return louder(layer, seen.stored_at(layer))
+
+    truth = [louder(layer, pair) for layer, pair in enumerate(seen.full_prefill())]
+    loud = selector("oracle").score(replace(seen, full_prefill=lambda: truth, stored_at=stored_at))
     assert calls == list(range(CHECK, LAYERS))
+    torch.testing.assert_close(loud, selector("oracle").score(seen), rtol=1e-4, atol=1e-6)
 
 
-def test_the_oracle_lets_no_layer_drown_the_others():
-    seen, truth = view(), view().full_prefill()
-    loud = [tuple(part * (1000 if layer == 2 else 1) for part in pair) for layer, pair in enumerate(truth)]
-    stored_at = lambda layer: tuple(part * (1000 if layer == 2 else 1) for part in seen.stored_at(layer))  # noqa: E731
-    one = selector("oracle")
-    torch.testing.assert_close(
-        one.score(replace(seen, full_prefill=lambda: loud, stored_at=stored_at)), one.score(seen), rtol=1e-4, atol=1e-6
-    )
-
-
-def test_a_selector_without_a_score_cannot_be_made():
-    with pytest.raises(TypeError, match="abstract"):
-        Selector({})
-
-
-def test_the_learned_selector_follows_its_probe_and_refuses_one_of_another_model(tmp_path):
-    from safetensors.torch import save_file
-
+def test_learned_follows_its_probe_and_refuses_one_of_another_model(tmp_path):
     seen = view()
     weight = torch.randn(2, 6, generator=torch.Generator().manual_seed(3))
     save_file({"values.1": weight}, tmp_path / "probe.safetensors")
@@ -259,7 +230,7 @@ def test_the_learned_selector_follows_its_probe_and_refuses_one_of_another_model
         selector("learned", path=str(tmp_path / "nothing")).score(seen)
 
 
-def test_the_learned_selector_needs_its_probe_and_names_the_rule_that_needs_none():
+def test_learned_needs_its_probe_and_names_the_rule_that_needs_none():
     for options in ({}, {"path": ""}):
         with pytest.raises(ConfigError, match=r"path='', expected the file of a probe.*fitting.*selector value-norm"):
             selector("learned", **options)
@@ -268,9 +239,7 @@ def test_the_learned_selector_needs_its_probe_and_names_the_rule_that_needs_none
     assert torch.allclose(selector("value-norm").score(seen), torch.linalg.vector_norm(values, dim=(1, 3)))
 
 
-def test_a_probe_that_was_fitted_again_takes_the_place_of_the_one_that_was_read(tmp_path):
-    from safetensors.torch import save_file
-
+def test_learned_reads_a_probe_again_that_was_fitted_again(tmp_path):
     seen, scores = view(), []
     for sign in (1.0, -1.0):
         save_file({"values.1": torch.full((2, 6), sign)}, tmp_path / "probe")
@@ -283,3 +252,153 @@ def test_random_with_free_layers_waits_for_the_check_layer():
     assert not selector("random").needs_kv
     assert selector("random", free_layers=True).needs_kv
     assert torch.equal(selector("random", free_layers="true").score(view()), selector("random").score(view()))
+
+
+FAMILIES = ("llama", "qwen3", "gpt_neox", "gemma")
+LOOKING = ("auto", "dependency", "query-attention", "attention-x-deviation", "inter-attention")
+
+
+def blended(model, tokenizer, request, hear=None, **settings):
+    """One prefill; gives the cache and the logits behind the prompt."""
+    cache = BlendCache(model, ChunkStore.open("memory://"), **settings)
+    cache.listener = None if hear is None else AttentionObserver(hear)
+    inputs = cache.inputs(tokenizer, **request)
+    output = model.generate(
+        **inputs, past_key_values=cache, max_new_tokens=1, do_sample=False, output_logits=True,
+        return_dict_in_generate=True,
+    )  # fmt: skip
+    return cache, output.logits[0], inputs
+
+
+@pytest.mark.parametrize(("family", "attention"), [("llama", "eager"), ("gpt_neox", "sdpa"), ("gemma", "sdpa")])
+def test_attention_observer_gets_the_models_own_attention_and_changes_no_answer(
+    shared_model, tokenizer, pieces, family, attention
+):
+    model, heard = shared_model(family, attention), {}
+    hear = lambda layer, seen, weights: heard.update({layer: weights})  # noqa: E731
+    _, _, inputs = blended(model, tokenizer, pieces(), hear, selector="full", recompute_ratio=1.0)
+    with torch.no_grad():
+        plain = copy.deepcopy(model)
+        plain.set_attn_implementation("eager")
+        expected = plain(**inputs, output_attentions=True).attentions
+    for layer, weights in heard.items():
+        rows = weights.shape[2]
+        torch.testing.assert_close(weights, expected[layer][:, :, -rows:], rtol=1e-3, atol=1e-4)
+    assert sorted(heard) == list(range(4))
+    answers = [blended(model, tokenizer, pieces(), one, recompute_ratio=0.3)[1] for one in (None, lambda *_: None)]
+    torch.testing.assert_close(*answers, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("family", "name"), [(FAMILIES[place % 4], name) for place, name in enumerate(LOOKING)])
+def test_looking_at_attention_is_charged_exact_at_ratio_1_and_leaves_the_model_alone(
+    tiny_model, untouched, tokenizer, pieces, family, name
+):
+    model = tiny_model(family)
+    with untouched(model):
+        cache, _, _ = blended(model, tokenizer, pieces(), selector=name, recompute_ratio=0.1)
+        _, logits, inputs = blended(model, tokenizer, pieces(), selector=name, recompute_ratio=1.0)
+    assert cache.report.scoring_flops > 0
+    assert cache.report.charged_budget > 0.1 * 0.8
+    with torch.no_grad():
+        torch.testing.assert_close(logits, model(**inputs).logits[:, -1], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", LOOKING)
+def test_an_entry_of_a_batch_gets_what_it_gets_alone(shared_model, tokenizer, pieces, name):
+    requests = [pieces(), pieces((11, 29), question=5, seed=3)]
+    together = {part: [request[part] for request in requests] for part in ("chunks", "question")}
+    together["prefix"] = requests[0]["prefix"]
+    requests[1]["prefix"] = requests[0]["prefix"]
+    settings = {"selector": name, "recompute_ratio": 0.2}
+    both, logits, inputs = blended(shared_model(), tokenizer, together, **settings)
+    for row, request in enumerate(requests):
+        alone, own, _ = blended(shared_model(), tokenizer, request, **settings)
+        padding = int((inputs["attention_mask"][row] == 0).sum())
+        assert [column - padding for column in both.report.chosen_columns[row]] == alone.report.chosen_columns[0]
+        torch.testing.assert_close(logits[row], own[0], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("options", "looked_at"), [({"candidates": 0}, 71), ({}, 43)])
+def test_dependency_computes_kv_of_its_candidates_at_layer_0_and_nothing_else(
+    shared_model, tokenizer, pieces, options, looked_at
+):
+    settings = {"selector": "dependency", "selector_options": options, "recompute_ratio": 0.2}
+    cache, _, _ = blended(shared_model(), tokenizer, pieces(), **settings)
+    work = [(one.layer, one.kv_only, int((one.flowing & one.reusable).sum())) for one in cache.report._work]
+    assert work[:2] == [(0, True, looked_at), (0, False, 15)]
+    assert len(cache.report.chosen_columns[0]) == 15
+
+
+def test_auto_spends_early_and_its_mean_is_the_asked_ratio():
+    one = plugins.load("selectors", "auto")({})
+    assert one.schedule(0.05, 8) == pytest.approx({0: 0.15, 2: 0.05 / 3})
+    assert one.schedule(1.0, 8) == {0: 1.0, 2: 1.0}
+    for layers in (2, 4, 12, 32):
+        for ratio in (0.01, 0.1, 0.4, 0.9):
+            shares = one.schedule(ratio, layers)
+            early = max(shares) or layers
+            shares = {early: 0.0, **shares}
+            assert (shares[0] * early + shares[early] * (layers - early)) / layers == pytest.approx(ratio)
+
+
+def test_auto_behind_a_history_is_exact_at_ratio_1(shared_model, tokenizer, pieces):
+    model, request = shared_model(), pieces()
+    cache = BlendCache(model, ChunkStore.open("memory://"), selector="auto", recompute_ratio=1.0)
+    inputs = cache.inputs(tokenizer, **request)
+    first = model.generate(**inputs, past_key_values=cache, max_new_tokens=3, do_sample=False)
+    more = {"chunks": pieces(seed=5)["chunks"], "question": pieces(seed=5)["question"]}
+    inputs = cache.inputs(tokenizer, history=first, **more)
+    got = model.generate(**inputs, past_key_values=cache, max_new_tokens=3, do_sample=False)
+    assert torch.equal(got, model.generate(**inputs, max_new_tokens=3, do_sample=False))
+
+
+def test_attention_weights_by_hand():
+    queries = torch.tensor([[[[1.0], [2.0]], [[0.0], [1.0]]]])  # two heads, two rows
+    keys, values = torch.tensor([[[[1.0], [2.0], [3.0]]]]), torch.tensor([[[[1.0], [10.0], [100.0]]]])
+    spent = []
+    seen = Attention(queries, keys, values, torch.tensor([[1, 2]]), 0, None, 1.0, charge=spent.append)
+    weights = seen.weights(slice(None))
+    torch.testing.assert_close(weights[0, 0, 0], torch.tensor([1.0, 2.0, -torch.inf]).softmax(0))
+    torch.testing.assert_close(weights[0, 1, 1], torch.tensor([1.0, 2.0, 3.0]).softmax(0))
+    assert [flops() for flops in spent] == [2 * 1 * 2 * (2 + 3)]  # two FLOPs, width 1, two heads, keys that are seen
+    torch.testing.assert_close(seen.outputs(weights), weights @ values)
+    assert seen.first_key().tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("reduce", "expected"), [("mean", [0.3, 0.2]), ("last", [0.4, 0.1]), ("max", [0.4, 0.3]), ("l2", [0.4472, 0.3162])]
+)
+def test_received_by_hand(reduce, expected):
+    weights = torch.tensor([[[[0.9, 0.9], [0.2, 0.3], [0.4, 0.1]]]])
+    seen = Attention(torch.zeros(1, 1, 3, 1), torch.zeros(1, 1, 2, 1), torch.ones(1, 1, 2, 1), torch.zeros(1, 3))
+    rows = torch.tensor([[False, True, True]])
+    torch.testing.assert_close(received(seen, weights, rows, reduce), torch.tensor([expected]), rtol=1e-3, atol=0)
+
+
+def test_by_turns_takes_chunks_by_share():
+    scores, chunk = torch.tensor([[5.0, 4, 3, 2, 1, 0]]), torch.tensor([[0, 0, 0, 0, 1, 1]])
+    turns = by_turns(scores, chunk, torch.tensor([[1.0, 1, 1, 1, 2, 2]]))
+    assert turns.argsort(dim=1, descending=True, stable=True)[0].tolist() == [4, 0, 5, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [("all", [0, 1, 2, 3, 4, 5]), ("last", [5]), ("middle", [2, 3]), ("0,3", [0, 3]), (2, [2]), ((4, 1), [1, 4])],
+)
+def test_layer_numbers_by_name_or_number(given, expected):
+    assert layer_numbers(given, 6) == expected
+
+
+@pytest.mark.parametrize("given", ["first", "6", "-1", (), "1,x"])
+def test_layer_numbers_refuses_layers_that_do_not_exist(given):
+    with pytest.raises(ConfigError, match="layers is"):
+        layer_numbers(given, 6)
+
+
+def test_options_take_numbers_as_text_and_nothing_else():
+    compose = plugins.load("selectors", "compose")
+    assert compose({"seed_tokens": "3", "per_chunk": "true"}).options["seed_tokens"] == 3
+    with pytest.raises(ConfigError, match=r"seed_tokens='many'.*int"):
+        compose({"seed_tokens": "many"})
+    with pytest.raises(ConfigError, match="inner_options"):
+        plugins.load("selectors", "auto")({"inner_options": {}})

@@ -11,7 +11,7 @@ from hf_blend import BlendCache
 from hf_blend.prompt.content import is_content
 from hf_blend.store import ChunkKV, ChunkStore
 
-from ..image_models import CHUNKS, FLOOR, arguments, build, gap, picture, prompt, stock
+from ..image_models import CHUNKS, FLOOR, arguments, build, gap, picture, stock
 from .damage import clear, damaged
 from .fault import FaultClass
 from .files import asked
@@ -62,8 +62,8 @@ class ImageChunks(FaultClass):
 
     @torch.no_grad()
     def _request(self, store: ChunkStore, seed: int) -> None:
-        ids, model = prompt(KIND, CHUNKS[0], picture(KIND), CHUNKS[1]), build(KIND)
+        inputs, model = arguments(KIND, CHUNKS[0], picture(KIND), CHUNKS[1], seeds=(seed,)), build(KIND)
         cache = BlendCache(model, store, recompute_ratio=1.0)
-        given: Any = cache.inputs_with_images(input_ids=ids, **arguments(KIND, ids, seed))
+        given: Any = cache.inputs_with_images(**inputs)
         got = model(**given, past_key_values=cache, logits_to_keep=1, use_cache=True).logits[:, -1]
-        assert gap(got, stock(KIND, ids, seed)[0]) < FLOOR, "not what the stock model computes"
+        assert gap(got, stock(KIND, inputs)[0]) < FLOOR, "not what the stock model computes"

@@ -1,0 +1,53 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Requests as many tests make them: ids, a cache over a store in memory, a blended prefill, a greedy answer."""
+
+import torch
+
+from hf_blend import BlendCache, ChunkStore
+
+GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+PIECES = {"prefix": [1, 4, 5], "chunks": [[*range(10, 40)], [*range(60, 85)]], "question": [5, 6, 7, 8]}
+LONG = {"prefix": [1, 4, 5], "chunks": [[*range(10, 90)], [*range(20, 85)]], "question": [5, 6, 7, 8]}
+
+
+def memory():
+    """An empty store in memory."""
+    return ChunkStore.open("memory://")
+
+
+def batched(*requests):
+    """Several requests as the keywords of one batch; one as it is."""
+    return requests[0] if len(requests) == 1 else {name: [one[name] for one in requests] for name in requests[0]}
+
+
+def prepared(model, *requests, store=None, **settings):
+    """A cache, and the inputs of a prompt of ids or of a batch of them."""
+    cache = BlendCache(model, memory() if store is None else store, **settings)
+    return cache, cache.inputs(None, **batched(*requests))
+
+
+def generated(model, inputs, cache=None, **ways):
+    """Ids of prompt and answer, greedy if nothing else is said."""
+    return model.generate(**inputs, past_key_values=cache, **{**GREEDY, **ways})
+
+
+def asked(model, *requests, store=None, ways=GREEDY, **settings):
+    """The cache behind an answer, and the ids."""
+    cache, inputs = prepared(model, *requests, store=store, **settings)
+    return cache, generated(model, inputs, cache, **ways)
+
+
+@torch.no_grad()
+def prefill(model, inputs, cache=None):
+    """Last logits of one forward, each row's positions counted from its first token."""
+    positions = (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0)
+    given = {"position_ids": positions, "logits_to_keep": 1}
+    return model(**inputs, **given, past_key_values=cache, use_cache=cache is not None).logits
+
+
+def prefilled(model, *requests, store=None, **settings):
+    """The cache behind a blended prefill, its last logits, and the inputs."""
+    cache, inputs = prepared(model, *requests, store=store, **settings)
+    return cache, prefill(model, inputs, cache), inputs
+
