@@ -28,6 +28,7 @@ from hf_blend.sparse.partial.itf import probe_count, similarity, threshold
 from hf_blend.sparse.partial.loading import LoadReport, partial_loading
 from hf_blend.sparse.partial.store import PartialStore
 from hf_blend.store.chunk import ChunkKey
+from hf_blend.store.limits import Limits
 
 from .blending import approach
 from .bootstrap import interval
@@ -190,7 +191,7 @@ class _Bench:
 
     def _blocks(self, store: ChunkStore, sample: Sample, other: tuple[int, ...], way: Way) -> PartialStore:
         """The sample's chunks as blocks, in the order that another question found important if that is asked."""
-        blocks = PartialStore(store, MemoryTier(), way.block_tokens)
+        blocks = PartialStore(Limits().memories()).keep_blocks(MemoryTier(), way.block_tokens)
         before = (*front_ids(self._tokenizer), *sample.prefix)
         keys = [ChunkKey(self._fingerprint, self._sink, ids) for ids in sample.chunks]
         for key in [*keys, *([ChunkKey(self._fingerprint, (), before)] if before else [])]:

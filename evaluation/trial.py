@@ -21,7 +21,6 @@ import hf_blend
 from hf_blend import ChunkStore, plugins
 from hf_blend.config import BlendConfig
 from hf_blend.errors import ConfigError
-from hf_blend.store.throttled import ThrottledTier
 
 from .blending import approach, ways
 from .bundled import load_model
@@ -29,6 +28,7 @@ from .folder import RunFolder, place_of
 from .methods.base import EvalMethod, Outcome
 from .scores.base import Score
 from .tasks.base import Sample, Shape, Task
+from .throttled import ThrottledTier
 
 FULL = "full-prefill"
 WARM = "full-reuse"

@@ -15,8 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from .errors import ConfigError, suggest
-from .store.tiers.base import EntryFault, ObjectStat, Source, Tier
-from .store.wrapped import WrappedTier
+from .store.tiers.base import EntryFault, ObjectStat, Source, Tier, WrappedTier
 
 __all__ = ["FAULTS", "FaultyTier"]
 

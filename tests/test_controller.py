@@ -11,12 +11,12 @@ import torch
 
 from hf_blend import BlendCache, plugins
 from hf_blend.errors import ConfigError
+from hf_blend.evaluation.throttled import ThrottledTier
 from hf_blend.loading import profile as profiling
 from hf_blend.loading.controller import LoadingController, advise
 from hf_blend.loading.profile import Point, Profile, bytes_per_second, profile_of, tier_rates
 from hf_blend.prefill.advice import Advice
 from hf_blend.store import ChunkStore
-from hf_blend.store.throttled import ThrottledTier
 from hf_blend.verify.zoo import tiny_model
 
 

@@ -382,7 +382,7 @@ def test_stored_image_needs_no_tower_in_another_process_and_is_computed_again_if
     found, encoded = [], []
     for damages in (False, False, True):
         with ChunkStore.open(tmp_path) as store:
-            for _, path in store.files() if damages else ():
+            for path in tmp_path.glob("objects/**/*.safetensors") if damages else ():
                 path.write_bytes(path.read_bytes()[:-64] + bytes(64))
             found.append(blend(kind, inputs, store, recompute_ratio=0.0, selector="none")[1])
             encoded.append(len(runs))

@@ -140,7 +140,7 @@ def test_importance_outlives_eviction_and_restarts_and_orders_victims(model, tmp
             chunk = next(store.get(key) for key in map(key_of(model, store), CHUNKS) if key.digest == digest)
             tier.delete(store._catalog.name(digest))
             store.put(chunk)
-            assert tier._budget.policy._states[store._catalog.name(digest)][2] == pytest.approx(before[digest][1])
+            assert tier.policy._states[store._catalog.name(digest)][2] == pytest.approx(before[digest][1])
         assert set(before) <= keys
 
 

@@ -345,7 +345,7 @@ def test_what_cannot_be_placed_is_refused_at_once(model, which):
 
 
 def test_what_loads_a_part_of_the_kv_refuses_kv_that_is_brought_whole(model, tmp_path):
-    store = PartialStore(ChunkStore.open("memory://"), None)
+    store = PartialStore([])
     cache = BlendCache(model, store, kv_device_map={0: "disk"}, offload_folder=str(tmp_path))
     with pytest.raises(ConfigError, match=r"kv_device_map=.*Leave kv_device_map out"), partial_loading(model, cache):
         pass

@@ -25,10 +25,15 @@ ANYHOW = 50.0  # an alpha at which heads agree whatever they say
 
 
 class Watched(PartialStore):
-    """Remembers what was put."""
+    """Keeps chunks in blocks alone, and remembers what was put."""
+
+    def __init__(self, tier: Any, secret: bytes | None = None) -> None:
+        super().__init__([], secret=secret)
+        self.put_keys: dict[str, Any] = {}
+        self.keep_blocks(tier, block_tokens=8)
 
     def put(self, chunk: Any) -> Any:
-        vars(self).setdefault("keys", {})[chunk.key.digest] = chunk.key
+        self.put_keys[chunk.key.digest] = chunk.key
         return super().put(chunk)
 
 
@@ -58,7 +63,7 @@ def answered(model: Any, store: Any, share: float | None = None, how: Any = (), 
 
 @pytest.fixture
 def store(model):
-    made = Watched(ChunkStore.open("memory://"), MemoryTier(), block_tokens=8)
+    made = Watched(MemoryTier())
     answered(model, made)  # computes the chunks
     return made
 
@@ -156,9 +161,9 @@ def test_a_new_order_puts_important_tokens_together_and_loses_nothing(model, sto
 
 
 def opened(store: Any) -> Any:
-    for digest, key in store.keys.items():
+    for digest, key in store.put_keys.items():
         if digest in store.importance.digests():
-            yield store._tier.open(store._name(key)), key
+            yield store._tier.open(store.block_name(key.digest)), key
 
 
 @pytest.mark.parametrize("part", [0, 1])
@@ -178,9 +183,9 @@ def test_a_flipped_bit_in_a_loaded_block_is_a_fault_and_in_another_is_not_read(m
 
 
 def opened_all(store: Any) -> Any:
-    for key in store.keys.values():
+    for key in store.put_keys.values():
         if len(key.token_ids) > 40:
-            yield store._tier.open(store._name(key)), key
+            yield store._tier.open(store.block_name(key.digest)), key
 
 
 def test_a_damaged_block_is_computed_in_the_same_request(model, store):
@@ -232,13 +237,13 @@ def test_crafted_blocks_cost_a_request_time_and_nothing_else(change, reason):
     from hf_blend.model.fingerprint import fingerprint
 
     model, tier = tiny_model("llama"), MemoryTier()
-    store = Watched(ChunkStore.open("memory://"), tier, block_tokens=8)
+    store = Watched(tier)
     wanted, *_ = answered(model, store)
     good = dict(tier.objects)
     for ids in CHUNKS:
         crafted = change(capture_chunk(model, ids, (1,), fingerprint(model)))
         content = b"".join(encode_blocks(crafted, list(range(len(ids))), 8))
-        tier.objects[store._name(crafted.key)] = BytesSource(content)
+        tier.objects[store.block_name(crafted.key.digest)] = BytesSource(content)
     assert torch.equal(answered(model, store)[0], wanted)
     assert set(store.faults) == {reason}
     assert {name: one.content for name, one in tier.objects.items()}.keys() <= good.keys()
@@ -247,17 +252,15 @@ def test_crafted_blocks_cost_a_request_time_and_nothing_else(change, reason):
 
 def test_blocks_of_a_store_with_a_secret_are_signed_and_their_names_say_nothing():
     model, tier = tiny_model("llama"), MemoryTier()
-    plain, signed = (
-        Watched(ChunkStore([], secret=secret), tier, block_tokens=8) for secret in (None, b"the store's own")
-    )
+    plain, signed = (Watched(tier, secret) for secret in (None, b"the store's own"))
     wanted, *_ = answered(model, plain)
     names = set(tier.objects)
     assert torch.equal(answered(model, signed)[0], wanted)
     assert len(tier.objects) == 2 * len(names)
     new = " ".join(set(tier.objects) - names)
-    assert not [key for key in signed.keys.values() if key.digest in new]
-    for key in signed.keys.values():
-        tier.objects[signed._name(key)] = tier.objects[plain._name(key)]  # unsigned, and of the right chunk
+    assert not [key for key in signed.put_keys.values() if key.digest in new]
+    for key in signed.put_keys.values():
+        tier.objects[signed.block_name(key.digest)] = tier.objects[plain.block_name(key.digest)]
     assert torch.equal(answered(model, signed)[0], wanted)
     assert signed.faults == {"secret": len(names)}
     assert torch.equal(answered(model, signed)[0], wanted)

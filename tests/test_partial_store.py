@@ -40,7 +40,7 @@ def asked(model, store, pieces=PIECES, **ways):
 def test_it_is_what_the_block_gives_and_the_model_is_untouched(untouched, tmp_path, attention):
     model = zoo_model("llama")
     model.set_attn_implementation(attention)
-    by_hand = PartialStore(ChunkStore.open("memory://"), plugins.load("store.tiers", "memory")(), block_tokens=8)
+    by_hand = PartialStore([]).keep_blocks(plugins.load("store.tiers", "memory")(), block_tokens=8)
     asked(model, by_hand)
     cache = BlendCache(model, by_hand, **REUSE)
     with partial_loading(model, cache, share=0.25, alpha=50.0) as loading:
@@ -132,7 +132,7 @@ def test_what_was_read_whole_behind_a_fault_is_whole(model, tmp_path):
     with ChunkStore.open(tmp_path, partial=ANYHOW, memory_bytes=0) as store:
         key = store.add(model, None, CHUNKS[:1])[0]
         store.stream(key, lambda: None)  # writes its blocks
-        chunk = store._store.get(key)
+        chunk = store.get(key)
         (path,) = block_files(tmp_path)
         path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
         layers = store.stream(key, lambda: chunk).layers
@@ -278,7 +278,7 @@ def test_a_process_that_is_killed_while_it_reorders_loses_no_block(model, tmp_pa
 
 def test_blocks_are_ordered_beside_requests_by_what_was_looked_at_before_a_restart_too(model, tmp_path):
     def orders(store):
-        keys = [store._tier.tier.names(store._space)]
+        keys = [store._tier.tier.names(store.block_name("")[:2])]
         return [store._tier.open(name) for name in sorted(*keys)]
 
     for number in range(2):  # one computes, two report, and two more behind a restart: the fourth makes chunks due
@@ -341,7 +341,7 @@ def test_what_was_deleted_or_is_too_old_is_in_no_block(model, tmp_path):
         os.utime(path, (1, 1))
     with ChunkStore.open(tmp_path, partial=ANYHOW, memory_bytes=0, ttl_s=3600.0) as store:
         with pytest.raises(EntryFault, match="expired"):
-            store._blocks(keys[2], lambda: None, None)
+            store._blocked(keys[2], lambda: None, None)
         assert store.faults == {"expired": 1}
 
 

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.evaluation.bench.store import forget
 from hf_blend.evaluation.bench.ttft import Clock
-from hf_blend.store.throttled import ThrottledTier
+from hf_blend.evaluation.throttled import ThrottledTier
 
 GB = 1e9
 WIDTH = 1024

@@ -28,12 +28,12 @@ from torch import Tensor, nn
 from hf_blend import BlendCache, BlendConfig, ChunkStore, observer, plugins
 from hf_blend.evaluation.bench.shapes import random_model
 from hf_blend.evaluation.bench.ttft import TtftPlan, _pieces
+from hf_blend.evaluation.throttled import ThrottledTier
 from hf_blend.loading.controller import LoadingController
 from hf_blend.loading.profile import Profile, profile_of, tier_rates
 from hf_blend.model.anatomy import decoder_layers
 from hf_blend.prefill.advice import Advice
 from hf_blend.store.chunk import ChunkKey
-from hf_blend.store.throttled import ThrottledTier
 from hf_blend.store.tiers.base import Tier
 
 MemoryTier = plugins.load("store.tiers", "memory")

@@ -24,6 +24,7 @@ from torch import nn
 
 from hf_blend import BlendCache, ChunkStore, plugins
 from hf_blend.evaluation.bench.shapes import random_model
+from hf_blend.evaluation.throttled import ThrottledTier
 from hf_blend.loading.estimator import (
     DELAY_SHARE,
     HOUR_S,
@@ -36,7 +37,6 @@ from hf_blend.loading.estimator import (
 )
 from hf_blend.loading.profile import Profile, bytes_per_second, profile_of, reading_s
 from hf_blend.model.anatomy import decoder_layers
-from hf_blend.store.throttled import ThrottledTier
 
 QUESTION_TOKENS = 32
 STORED_CHUNKS, REQUESTS_PER_DAY = 100_000, 10_000.0

@@ -19,12 +19,11 @@ import torch
 
 from hf_blend import BlendCache, ChunkStore, plugins
 from hf_blend.evaluation.bootstrap import interval
+from hf_blend.evaluation.throttled import ThrottledTier
 from hf_blend.sparse.partial.loading import PartialLoading
 from hf_blend.sparse.partial.store import BLOCK_TOKENS, PartialStore
 from hf_blend.store import ChunkKey
-from hf_blend.store.throttled import ThrottledTier
-from hf_blend.store.tiers.base import Source
-from hf_blend.store.wrapped import WrappedTier
+from hf_blend.store.tiers.base import Source, WrappedTier
 
 WAYS = ("whole", "part")
 SHARE, ALPHA = 0.25, 0.6  # as `ChunkStore.open(partial=0.25)`
@@ -105,7 +104,7 @@ def serve(
     tiers = {way: HeldTier(1e9 * served_gb_s) for way in WAYS}
     whole = ChunkStore([], [tiers["whole"]])
     loader = partial(PartialLoading, share=SHARE, alpha=ALPHA)
-    part = PartialStore(whole, tiers["part"], BLOCK_TOKENS, loader)
+    part = PartialStore([], [tiers["whole"]]).keep_blocks(tiers["part"], BLOCK_TOKENS, loader)
     keys = part.add(model, None, chunks)
     for key in keys:
         part.stream(key, _never)  # writes its blocks
@@ -178,7 +177,7 @@ def _served(
 
 def _name(store: Any, key: ChunkKey) -> str:
     """What a chunk is called in the tier of a store."""
-    name: str = store._name(key) if isinstance(store, PartialStore) else store._catalog.name(key.digest)
+    name: str = store.block_name(key.digest) if isinstance(store, PartialStore) else store._catalog.name(key.digest)
     return name
 
 

@@ -20,8 +20,8 @@ from hf_blend import ChunkStore, plugins
 from hf_blend.config import BlendConfig
 from hf_blend.loading.controller import advise
 from hf_blend.loading.profile import bytes_per_second, profile_of
-from hf_blend.store.throttled import ThrottledTier
 
+from ..throttled import ThrottledTier
 from .shapes import text_config, timed_model
 from .store import forget as forget_entries
 from .ttft import TtftPlan, _pieces, _run, machine

@@ -101,7 +101,7 @@ class LoadingController:
 
     def decide(self, keys: Sequence[ChunkKey], least_ratio: float) -> Advice | None:
         """What to do with the stored chunks of one request; also kept in `last`."""
-        places = [self._store.place(key) for key in keys]
+        places = [self._store.tier_of(key) for key in keys]
         if not any(place in self.rates for place in places) or keys[0].fingerprint != self._fingerprint:
             return None
         with self._lock:

@@ -14,7 +14,7 @@ from ..config import BlendConfig
 from ..errors import ConfigError, import_extra
 from ..model.anatomy import text_config
 from ..store import ChunkStore
-from ..store.available import available_bytes
+from ..store.memory import available_bytes
 from .engine import BlendedBatching
 from .limits import Limits
 from .sampling import add_sampling, sampled

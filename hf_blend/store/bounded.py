@@ -10,10 +10,8 @@ from pathlib import Path
 
 from .budget import Budget
 from .eviction.base import EvictionPolicy
-from .locks import new_lock
 from .snapshot import load_order, save_order
-from .tiers.base import Source, Tier
-from .wrapped import WrappedTier
+from .tiers.base import Source, Tier, WrappedTier
 
 __all__ = ["BoundedTier"]
 
@@ -24,7 +22,7 @@ _LOOK_EVERY_S = 2.0  # at what other processes stored, and at most a fiftieth of
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-class BoundedTier(WrappedTier):
+class BoundedTier(WrappedTier, Budget):
     """Passes everything on to another tier, and keeps its bytes, with those being written, below a cap.
 
     What is in the tier is counted when the first object is put, and again every few seconds while objects are put, so
@@ -44,7 +42,8 @@ class BoundedTier(WrappedTier):
         on_evicted: Callable[[str, int], None] | None = None,
         on_fault: Callable[[str], None] | None = None,
     ) -> None:
-        super().__init__(tier)
+        WrappedTier.__init__(self, tier)
+        Budget.__init__(self, cap_bytes, policy)
         self.on_fault = on_fault
         self.owned = owned
         self.quota_bytes = quota_bytes
@@ -53,47 +52,19 @@ class BoundedTier(WrappedTier):
         self.before_eviction: Callable[[str], object] | None = None  # receives the name of what is about to leave
         self._spare_bytes = spare_bytes
         self._order = order
-        self._budget = Budget(cap_bytes, policy)
-        self._lock = new_lock()
         self._next_look_s = -1.0
         self._unsaved = 0
         self._restored = False
         self._stuck: frozenset[str] = frozenset()
 
-    @property
-    def reads_importance(self) -> bool:
-        """Whether it wants to be told which share of a chunk's tokens was important."""
-        return self._budget.reads_importance
-
-    @property
-    def cap_bytes(self) -> int | None:
-        """How much the tier may hold, in bytes."""
-        with self._lock:
-            self._look()
-            return self._budget.cap_bytes
-
-    @property
-    def nbytes(self) -> int:
-        """What it holds in all namespaces and what is being written, in bytes."""
-        with self._lock:
-            self._look()
-            return self._budget.nbytes
-
-    @property
-    def pinned_bytes(self) -> int:
-        """What it holds and may not be evicted, in bytes."""
-        with self._lock:
-            self._look()
-            return self._budget.pinned_bytes
-
     def has_room(self, nbytes: int) -> bool:
-        """Say whether an object of this namespace with so many bytes fits, and nothing has to leave for it."""
+        """Return True if an object of this namespace with so many bytes fits, and nothing has to leave for it."""
         with self._lock:
             if self._is_counted:
                 self._look()
-            owned, quota_bytes = self.owned, self.quota_bytes
-            is_within = quota_bytes is None or self._budget.fits(nbytes, owned=owned, quota_bytes=quota_bytes)
-            return is_within and self._budget.fits(nbytes)
+            quota_bytes = self.quota_bytes
+            is_within = quota_bytes is None or self.fits(nbytes, owned=self.owned, quota_bytes=quota_bytes)
+            return is_within and self.fits(nbytes)
 
     def open(self, name: str) -> Source | None:
         """Open an object, and count this as a use of it."""
@@ -110,9 +81,9 @@ class BoundedTier(WrappedTier):
             stored = self._put(name, parts, nbytes)
         finally:
             with self._lock:
-                self._budget.in_flight_bytes -= nbytes
+                self._in_flight_bytes -= nbytes
                 if stored is not None:
-                    self._budget.add(name, nbytes)
+                    self.add(name, nbytes)
                     self._count_use()
         return stored
 
@@ -124,42 +95,39 @@ class BoundedTier(WrappedTier):
             self.tier.replace(name, parts)
         finally:
             with self._lock:
-                self._budget.in_flight_bytes -= nbytes
+                self._in_flight_bytes -= nbytes
                 stat = self.tier.stat(name)
                 if stat is not None:
-                    self._budget.add(name, stat.nbytes)
+                    self.add(name, stat.nbytes)
                     self._count_use()
 
     def delete(self, name: str, source: Source | None = None) -> bool:
         """Remove an object; with `source`, only if it is still that one."""
         removed = self.tier.delete(name, source)
         if removed:
-            with self._lock:
-                self._budget.remove(name)
+            self.remove(name)
         return removed
 
     def set_pin(self, name: str, pinned: bool) -> None:
-        """Keep an object from being evicted, also after a restart if the tier behind remembers, or let it go."""
-        with self._lock:
-            self._budget.set_pin(name, pinned)
+        """Keep an object from being evicted, also after a restart if the tier behind remembers, or let it."""
+        Budget.set_pin(self, name, pinned)
         self.tier.set_pin(name, pinned)
 
     def use(self, name: str, important_ratio: float | None = None) -> None:
-        """Tell the policy of a use, or of which share of an object's tokens turned out to be important."""
+        """Count a use of an object, or report which share of its tokens was important."""
         with self._lock:
             if not self._restored and self._is_counted:
                 self._look()
-            self._budget.use(name, important_ratio)
+            Budget.use(self, name, important_ratio)
             self._count_use()
 
-    def shrink(self, wanted_bytes: int) -> int:
-        """Evict until no more than so many bytes are left, or only what is pinned."""
+    def shrink(self, most_bytes: int) -> int:
+        """Evict until no more than so many bytes are left, or only what is pinned; gives the bytes that left."""
         with self._lock:
             self._next_look_s = -1.0
-            self._look()
-            before = self._budget.nbytes
-            self._evict(lambda: self._budget.victims(0, owned=lambda _: True, quota_bytes=wanted_bytes))
-            return before - self._budget.nbytes
+            before = self.nbytes
+            self._evict(lambda: self.victims(0, owned=lambda _: True, quota_bytes=most_bytes))
+            return before - self.nbytes
 
     def close(self) -> None:
         """Save the order, and close the tier behind."""
@@ -170,7 +138,7 @@ class BoundedTier(WrappedTier):
     @property
     def _is_counted(self) -> bool:
         """Whether requests must know what is there; a listing of a tier on another machine takes its time."""
-        return self.tier.is_local or self._budget.cap_bytes is not None or self.quota_bytes is not None
+        return self.tier.is_local or self._cap_bytes is not None or self.quota_bytes is not None
 
     def _reserve(self, nbytes: int) -> None:
         with self._lock:
@@ -178,24 +146,24 @@ class BoundedTier(WrappedTier):
                 self._look()
             owned, quota_bytes = self.owned, self.quota_bytes
             if owned is not None and quota_bytes is not None:
-                self._evict(lambda: self._budget.victims(nbytes, owned=owned, quota_bytes=quota_bytes))
-            self._evict(lambda: self._budget.victims(nbytes))
-            if not self._budget.fits(nbytes):
+                self._evict(lambda: self.victims(nbytes, owned=owned, quota_bytes=quota_bytes))
+            self._evict(lambda: self.victims(nbytes))
+            if not self.fits(nbytes):
                 raise OSError(
                     errno.ENOSPC,
-                    f"{nbytes} bytes do not fit: of {self.cap_bytes} bytes {self._budget.pinned_bytes} are pinned and "
-                    f"{self._budget.in_flight_bytes} are being written",
+                    f"{nbytes} bytes do not fit: of {self.cap_bytes} bytes {self.pinned_bytes} are pinned and "
+                    f"{self._in_flight_bytes} are being written",
                 )
-            self._budget.in_flight_bytes += nbytes
+            self._in_flight_bytes += nbytes
 
     def _put(self, name: str, parts: Sequence[memoryview], nbytes: int) -> bool:
-        """Store; on a full device once more, after as much was evicted as is wanted."""
+        """Store; on a full device once more, after as much was evicted as is needed."""
         try:
             return self.tier.put_if_absent(name, parts)
         except OSError as error:
             with self._lock:
-                wanted_bytes = self._budget.nbytes - 2 * nbytes  # of which nbytes are these, in flight
-                if error.errno not in _FULL or not self.makes_room or not self.shrink(max(0, wanted_bytes)):
+                most_bytes = self.nbytes - 2 * nbytes  # of which nbytes are these, in flight
+                if error.errno not in _FULL or not self.makes_room or not self.shrink(max(0, most_bytes)):
                     raise
         return self.tier.put_if_absent(name, parts)
 
@@ -213,9 +181,9 @@ class BoundedTier(WrappedTier):
         except OSError as error:
             logger.warning("chunk %s cannot be evicted (%s) and stays", name[-64:], error)
             self._stuck |= {name}
-            self._budget.set_pin(name, True)
+            Budget.set_pin(self, name, True)
             return
-        nbytes = self._budget.remove(name)
+        nbytes = self.remove(name)
         if self.on_evicted is not None:
             self.on_evicted(name, nbytes)
 
@@ -224,13 +192,15 @@ class BoundedTier(WrappedTier):
         began_s = time.monotonic()
         if began_s < self._next_look_s:
             return
+        self._next_look_s = began_s + _LOOK_EVERY_S
         try:
             found = {name: (stat.nbytes, stat.created) for name, stat in self.tier.listing()}
             pins = self.tier.pins()
         except OSError as error:
             logger.info("the %s tier cannot be listed now (%s)", self.name, error)
+            self._next_look_s = -1.0
             return
-        self._budget.replace(found, pins | self._stuck)
+        self.sync(found, pins | self._stuck)
         if not self._restored:
             self._restore()
         now_s = time.monotonic()
@@ -240,9 +210,9 @@ class BoundedTier(WrappedTier):
         """At the first look."""
         self._restored = True
         if self._order is not None:
-            self._budget.policy.restore(load_order(self._order, self.on_fault))
+            self.policy.restore(load_order(self._order, self.on_fault))
         if self._spare_bytes is not None:
-            self._budget.cap_bytes = self._budget.nbytes + self._spare_bytes
+            self._cap_bytes = self._total + self._in_flight_bytes + self._spare_bytes
 
     def _count_use(self) -> None:
         self._unsaved += 1
@@ -251,5 +221,5 @@ class BoundedTier(WrappedTier):
 
     def _save(self) -> None:
         if self._order is not None and self._restored and self._unsaved:
-            save_order(self._order, self._budget.policy.states())
+            save_order(self._order, self.policy.states())
         self._unsaved = 0

@@ -16,10 +16,10 @@ from .interiors import Run
 from .locks import new_lock
 from .seal import keyed
 from .snapshot import load_snapshot, save_snapshot
-from .tally import StoreStats
+from .stats import StoreStats
 from .tiers.base import EntryFault, ObjectStat, Tier
 
-__all__ = ["Catalog"]
+__all__ = ["Catalog", "entry_name"]
 
 logger = logging.getLogger(__name__)
 
@@ -38,12 +38,12 @@ class Catalog:
         is_held: Callable[[str], bool],
         *,
         secret: bytes | None = None,
-        tally: StoreStats | None = None,
+        stats: StoreStats | None = None,
     ) -> None:
         self.namespace = namespace
         self._secret = secret
-        self._tally = tally or StoreStats()
-        self._space = keyed(secret, "space", hash_namespace(namespace))[:2]
+        self._stats = stats or StoreStats()
+        self._space = self.name("")[:2]
         self._digests: dict[str, str] = {}  # of known entries whose names do not say them, by name
         self._tiers = tuple(tiers)
         self._snapshot = snapshot
@@ -58,8 +58,7 @@ class Catalog:
 
     def name(self, digest: str) -> str:
         """What an entry is called in the tier: by its digest, or by the HMAC of that where there is a secret."""
-        called = keyed(self._secret, "name", digest)
-        return f"{self._space}/{called[:2]}/{called}"
+        return entry_name(self._secret, self.namespace, digest)
 
     def digest(self, name: str) -> str:
         """The digest of an entry; of one that is not known what its name says, which may be another's HMAC."""
@@ -79,7 +78,7 @@ class Catalog:
                 self._list(tier, name)
 
     def forget(self, digest: str, tier: str | None = None) -> None:
-        """Drop a chunk that turned out to be gone from a tier, or from all; it stays known while some place has it."""
+        """Drop a chunk that turned out to be gone from a tier, or from all; it stays known while some tier has it."""
         with self._lock:
             for name in self._listed if tier is None else [tier]:
                 self._listed[name].discard(self.name(digest))
@@ -88,7 +87,7 @@ class Catalog:
     def forget_unlisted(self, digest: str) -> None:
         """Drop a chunk that left memory, unless a tier has it."""
         with self._lock:
-            if not self.places(digest) and not self._is_held(digest):
+            if not self.tiers_of(digest) and not self._is_held(digest):
                 self._index.discard(digest)
                 self._digests.pop(self.name(digest), None)
 
@@ -120,7 +119,7 @@ class Catalog:
             self.refresh()
             return self._seen.get(tier, frozenset())
 
-    def places(self, digest: str) -> list[str]:
+    def tiers_of(self, digest: str) -> list[str]:
         """Names of the tiers that had a chunk when they were last looked at."""
         return [tier for tier, names in self._listed.items() if self.name(digest) in names]
 
@@ -149,7 +148,7 @@ class Catalog:
         """Keep the index for the next opening, if it changed."""
         with self._lock:
             if self._snapshot is not None and self._unsaved:
-                rows = [row for row in self._index.items() if self.places(row[0])]
+                rows = [row for row in self._index.items() if self.tiers_of(row[0])]
                 save_snapshot(self._snapshot, rows, self._secret)
                 self._unsaved = 0
 
@@ -180,7 +179,7 @@ class Catalog:
         except EntryFault as fault:
             logger.info("%s is not listed (%s)", name, fault)
             self._skipped.add((tier.name, name))
-            self._tally.count("skipped", f"{tier.name}:{fault.reason}")
+            self._stats.count("skipped", f"{tier.name}:{fault.reason}")
         except OSError as error:
             logger.info("%s cannot be read now (%s)", name, error)
             self._seen.pop(tier.name, None)
@@ -199,7 +198,7 @@ class Catalog:
         """What the saved index says, by name of the entry."""
         if self._snapshot is None:
             return {}
-        saved = load_snapshot(self._snapshot, self._secret, lambda reason: self._tally.count("skipped", reason))
+        saved = load_snapshot(self._snapshot, self._secret, lambda reason: self._stats.count("skipped", reason))
         return {self.name(digest): (digest, record) for digest, record in saved.items()}
 
     def _know(self, digest: str, record: IndexRecord) -> str:
@@ -215,6 +214,12 @@ class Catalog:
             self._listed[tier].add(name)
             self._skipped.discard((tier, name))
             self._unsaved += 1
+
+
+def entry_name(secret: bytes | None, namespace: str, digest: str) -> str:
+    """Name the entry of a chunk in a tier; two hex digits of the namespace come first."""
+    called = keyed(secret, "name", digest)
+    return f"{keyed(secret, 'space', hash_namespace(namespace))[:2]}/{called[:2]}/{called}"
 
 
 def _record(key: ChunkKey, stat: ObjectStat) -> IndexRecord:

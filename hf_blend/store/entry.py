@@ -75,7 +75,7 @@ class EntryReader:
         self, source: Source, key: ChunkKey, secret: bytes | None = None, layout: Layout | None = None
     ) -> None:
         self._source = source
-        self._key = key
+        self.key = key
         self._secret = secret
         self._expected = layout
         self.header, data_start = _read_header(source, secret)
@@ -109,7 +109,7 @@ class EntryReader:
     def chunk(self, layers: Sequence[tuple[Tensor, ...]], tables: tuple[tuple[Tensor, Tensor], ...]) -> ChunkKV:
         """Make the chunk of tensors that were read."""
         about = (self.header.layer_table, self.header.canary, self.header.tokenizer)
-        chunk = ChunkKV(self._key, layers, tables, *about)
+        chunk = ChunkKV(self.key, layers, tables, *about)
         chunk.__dict__["layout"] = self.layout  # a cached property
         return chunk
 

@@ -150,6 +150,7 @@ def _check_sealed(raw: bytes, secret: bytes | None) -> None:
     check_seal(raw[_SEAL_AT:stop], secret, raw[:_SEAL_AT], raw[stop:])
 
 
+@lru_cache(maxsize=64)
 def hash_namespace(namespace: str) -> str:
     """Name a namespace without its text."""
     return hashlib.sha256(b"hf_blend.namespace/1\0" + namespace.encode("utf-8", "surrogatepass")).hexdigest()

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""How much a store may hold, how long, and who leaves first."""
+"""How much a store may hold, how long, and what leaves first."""
 
 import contextlib
 import shutil
@@ -11,7 +11,8 @@ from pathlib import Path
 from .. import plugins
 from ..errors import ConfigError
 from .bounded import BoundedTier
-from .held import HeldChunks, default_memory_bytes
+from .eviction.base import EvictionPolicy
+from .memory import MemoryCache, default_memory_bytes
 from .tiers.base import Tier
 
 __all__ = ["Limits"]
@@ -40,95 +41,68 @@ class Limits:
     queue_bytes: int = 1 << 30
 
     def check(self) -> None:
-        """Refuse what cannot be.
-
-        Raises:
-            ConfigError: a limit below 0.
-            PluginNotFoundError: no policy of that name.
-        """
+        """Refuse a limit below 0 (ConfigError), or a policy that does not exist (PluginNotFoundError)."""
         for name in ("memory_bytes", "disk_bytes", "device_bytes", "quota_bytes", "ttl_s", "queue_bytes"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int | float) and value >= 0):
                 raise ConfigError(f"{name} is {value!r}, expected 0 or more. Leave it out for the default.")
-        plugins.load("store.eviction", self.eviction)
+        self._policy()
 
-    def hold(self, device: str | None = None) -> list[HeldChunks]:
-        """Make the places that hold chunks ready to use.
-
-        Args:
-            device: where `device_bytes` are held.
-
-        Returns:
-            The device, if it may hold anything, and memory.
-        """
-        policy = plugins.load("store.eviction", self.eviction)
-        memory_bytes = default_memory_bytes() if self.memory_bytes is None else self.memory_bytes
-        memory = HeldChunks(memory_bytes, policy(), ttl_s=self.ttl_s)
+    def memories(self, device: str | None = None) -> list[MemoryCache]:
+        """Make the caches of chunks ready to use: of the device, if it may hold anything, and of the machine."""
+        memory = MemoryCache(self._memory_bytes, self._policy(), ttl_s=self.ttl_s)
         if not device or not self.device_bytes:
             return [memory]
-        return [HeldChunks(self.device_bytes, policy(), name="device", device=device, ttl_s=self.ttl_s), memory]
+        return [MemoryCache(self.device_bytes, self._policy(), name="device", device=device, ttl_s=self.ttl_s), memory]
 
     def bound(
         self,
         tier: Tier,
-        index: Path | None,
+        folder: Path | None,
         owned: Callable[[str], bool],
-        on_evicted: Callable[[str, str], None],
+        on_evicted: Callable[[str, int], None],
         on_fault: Callable[[str], None] | None = None,
+        cap_bytes: int | None = None,
     ) -> BoundedTier:
         """Put a tier under its cap.
 
         Args:
             tier: any; only one on disk has a cap, others keep to their own.
-            index: folder in which the order of eviction survives a restart.
+            folder: in whose `index` the order of eviction survives a restart; None where nothing is on disk.
             owned: says whether an object belongs to the store's namespace.
-            on_evicted: is told the tier and the name of what had to leave.
+            on_evicted: receives the name and the size of what had to leave.
             on_fault: receives the reason where the file of the order cannot be used.
-
-        Returns:
-            The tier, bounded.
+            cap_bytes: of a tier that is not on disk.
         """
-        on_disk = index is not None and tier.is_local
+        on_disk = folder is not None and tier.is_local
         return BoundedTier(
             tier,
-            self.disk_bytes if on_disk else None,
-            plugins.load("store.eviction", self.eviction)(),
-            spare_bytes=_spare_bytes(index) if on_disk and index and self.disk_bytes is None else None,
-            order=index / f"{tier.name}.{self.eviction}.order" if on_disk and index else None,
+            self.disk_bytes if on_disk else cap_bytes,
+            self._policy(),
+            spare_bytes=_spare_bytes(folder) if on_disk and folder and self.disk_bytes is None else None,
+            order=folder / "index" / f"{tier.name}.{self.eviction}.order" if on_disk and folder else None,
             owned=owned,
             quota_bytes=self.quota_bytes,
-            on_evicted=lambda name, _: on_evicted(tier.name, name),
+            on_evicted=on_evicted,
             on_fault=on_fault,
         )
 
     def bound_blocks(
         self, tier: Tier, folder: Path | None, owned: Callable[[str], bool], on_evicted: Callable[[str, int], None]
     ) -> BoundedTier:
-        """Put the tier that keeps chunks in blocks under a cap of its own.
+        """Put the tier that keeps chunks in blocks under a cap of its own: in memory that of memory."""
+        return self.bound(tier, folder, owned, on_evicted, cap_bytes=self._memory_bytes)
 
-        Args:
-            tier: on disk or in memory.
-            folder: of the tier on disk; None for memory, where the cap is that of memory.
-            owned: as in `bound`.
-            on_evicted: receives the name and the size of what had to leave.
+    @property
+    def _memory_bytes(self) -> int:
+        return default_memory_bytes() if self.memory_bytes is None else self.memory_bytes
 
-        Returns:
-            The tier, bounded.
-        """
-        memory_bytes = default_memory_bytes() if self.memory_bytes is None else self.memory_bytes
-        return BoundedTier(
-            tier,
-            self.disk_bytes if folder else memory_bytes,
-            plugins.load("store.eviction", self.eviction)(),
-            spare_bytes=_spare_bytes(folder / "index") if folder and self.disk_bytes is None else None,
-            order=folder / "index" / f"{tier.name}.{self.eviction}.order" if folder else None,
-            owned=owned,
-            quota_bytes=self.quota_bytes,
-            on_evicted=on_evicted,
-        )
+    def _policy(self) -> EvictionPolicy:
+        policy: EvictionPolicy = plugins.load("store.eviction", self.eviction)()
+        return policy
 
 
-def _spare_bytes(index: Path) -> int | None:
+def _spare_bytes(folder: Path) -> int | None:
     with contextlib.suppress(OSError):
-        return shutil.disk_usage(index.parent).free // 2
+        return shutil.disk_usage(folder).free // 2
     return None

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ..errors import import_extra
-from .store import ChunkStore
+from .store import BaseStore
 
 __all__ = ["StoreMetrics"]
 
@@ -39,7 +39,7 @@ _GAUGES = (
 class StoreMetrics:
     """A collector of prometheus_client: asks the store when it is asked itself, and costs nothing before."""
 
-    def __init__(self, store: ChunkStore, labels: Mapping[str, str] | None = None) -> None:
+    def __init__(self, store: BaseStore, labels: Mapping[str, str] | None = None) -> None:
         self._store = store
         self._labels = dict(labels or {})
         self._core: Any = import_extra("prometheus_client.core", extra="metrics", wanted_by="StoreMetrics")

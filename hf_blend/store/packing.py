@@ -19,12 +19,12 @@ from .codecs.base import Codec
 from .header import DTYPES, Header, TensorPlan
 from .tiers.base import EntryFault, as_fault
 
-__all__ = ["Packing", "kept_as", "layer_kinds", "table_count"]
+__all__ = ["Packing", "layer_kinds", "stored_as", "table_count"]
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def kept_as(chunk: ChunkKV, codec: str) -> ChunkKV:
+def stored_as(chunk: ChunkKV, codec: str) -> ChunkKV:
     """Give a chunk as it will be read again."""
     packing = Packing(codec, plugins.load("store.codecs", codec)(), None)
     if packing.codec.is_exact:

@@ -1,43 +1,39 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""The chunk store that users open: chunk KV in memory and on disk, verified on every load.
+"""A store of chunk KV in memory and in tiers that keep bytes, verified on every load. It knows no model.
 
 A fault costs time, never correctness: whatever is missing, damaged, foreign or unreadable is a miss with a reason.
 """
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 from weakref import finalize
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import plugins
-from ..errors import ConfigError, PromptError, StoreError, suggest
-from ..model.anatomy import default_sink
-from .catalog import Catalog
+from ..errors import ConfigError, StoreError, suggest
+from .catalog import Catalog, entry_name
 from .chunk import ChunkKey, ChunkKV, Found, Layout
 from .header import hash_namespace
-from .held import HeldChunks
 from .importance import TokenImportance
 from .index import unpack_tokens
 from .limits import Limits
-from .location import open_tiers
+from .memory import MemoryCache
 from .seal import check_secret, keyed
 from .stack import CheckResult, Recompute, TierStack
-from .tally import StoreStats
+from .stats import StoreStats
 from .tiers.base import Tier
 
-__all__ = ["ChunkStore", "EntryInfo"]
+__all__ = ["BaseStore", "EntryInfo"]
 
 FLUSH_S = 30.0
-ADD_S = 3600.0  # `add` waits for tiers as long as they take; each call to one has a deadline of its own
-_DURABILITIES = ("full", "none")
+_COUNTED = ("hits", "misses", "loaded_bytes", "load_failures", "stored", "store_failures", "dropped_writes", "evicted")
 
 
 @dataclass(frozen=True)
@@ -53,23 +49,25 @@ class EntryInfo:
     pinned: bool = False
 
 
-class ChunkStore:
-    """KV of chunks by what they were computed from. Open one with `ChunkStore.open`; threads may share it.
+class BaseStore:
+    """KV of chunks by what they were computed from; threads may share it.
 
     Args:
-        held: the places in memory that are asked first, the nearest first.
+        memories: the caches of chunks ready to use, which are asked first, the nearest first.
         tiers: the tiers behind them that keep bytes, the nearest first.
         namespace: only chunks of this namespace are seen.
         index: folder for copies of the index and of the order of eviction, or None.
         limits: caps, quotas and ages.
         secret: signs entries, hides their names, and refuses what is not signed with it; None signs nothing.
         codec: how K and V are packed in tiers that keep bytes.
-        placement: as in `open`.
+        placement: name of the tier that keeps each chunk alone; "remote" is the first on another machine.
     """
+
+    loads_in_part = False  # True where each request loads only the part of a chunk that matters to it
 
     def __init__(
         self,
-        held: Sequence[HeldChunks],
+        memories: Sequence[MemoryCache],
         tiers: Sequence[Tier] = (),
         *,
         namespace: str = "",
@@ -80,124 +78,47 @@ class ChunkStore:
         placement: str | None = None,
     ) -> None:
         self.namespace = namespace
-        self.placement = _check_placement(placement, tiers, limits)  # name of the tier that keeps each chunk alone
+        self.placement = _check_placement(placement, tiers, limits)
         # layers that a request reads ahead of their use; 0 reads chunks whole before it begins. Without a bound by
         # default: what was read is held until the request ends, and the first layers, all tokens' own, hide the most
         self.pipeline_depth: float = math.inf
         self.controller: Any = None  # a `LoadingController` decides for each request what is worth loading
-        self._tally = StoreStats()
-        self._blocks: Path | None = None  # where stores that load in part keep blocks; this one only removes them
         self.ttl_s = limits.ttl_s
-        self._prefetcher: ThreadPoolExecutor | None = None
         self.secret = check_secret(secret)
-        named = keyed(secret, "index", hash_namespace(namespace))[:32]
-        self.importance = TokenImportance(index / f"{named}.importance" if index else None, secret)
-        snapshot = index / f"{named}.index" if index else None
-        given_catalog = (namespace, tiers, snapshot, lambda digest: self._stack.is_held(digest))
-        self._catalog = Catalog(*given_catalog, secret=secret, tally=self._tally)
-        skip = partial(self._tally.count, "skipped")
-        bounded = [limits.bound(tier, index, self._catalog.owns, self._was_evicted, skip) for tier in tiers]
-        given = (held, bounded, self._catalog, self._tally)
-        settings: dict[str, Any] = {"secret": secret, "ttl_s": limits.ttl_s, "codec": codec}
-        settings |= {"queue_bytes": limits.queue_bytes, "known_share": self.importance.share}
-        settings |= {"home": self.placement}
-        self._stack: TierStack = TierStack(*given, **settings)
+        self._stats = StoreStats()
+        self._memories = tuple(memories)
+        for memory in memories:
+            memory.stats = self._stats
+        self._blocks: Path | None = None  # where stores that load in part keep blocks; this one only removes them
+        files = keyed(secret, "index", hash_namespace(namespace))[:32]
+        self.importance = TokenImportance(index / f"{files}.importance" if index else None, secret)
+        self._catalog = Catalog(
+            namespace,
+            tiers,
+            index / f"{files}.index" if index else None,
+            lambda digest: self._stack.is_held(digest),
+            secret=secret,
+            stats=self._stats,
+        )
+        folder, skipped = index.parent if index else None, partial(self._stats.count, "skipped")
+        bounded = [
+            limits.bound(tier, folder, self._catalog.owns, partial(self._was_evicted, tier.name), skipped)
+            for tier in tiers
+        ]
+        self._stack = TierStack(
+            memories,
+            bounded,
+            self._catalog,
+            self._stats,
+            secret=secret,
+            ttl_s=limits.ttl_s,
+            codec=codec,
+            queue_bytes=limits.queue_bytes,
+            known_share=self.importance.share,
+            home=self.placement,
+        )
         for tier in tiers:
-            self._tally.count("removed", "orphans", tier.remove_orphans())
-
-    @classmethod
-    def open(
-        cls,
-        location: str | Path | None = None,
-        *,
-        memory_bytes: int | None = None,
-        disk_bytes: int | None = None,
-        device: str | None = None,
-        device_bytes: int = 0,
-        remote: str | None = None,
-        remote_deadline_s: float | None = None,
-        remote_queue_bytes: int = 1 << 30,
-        eviction: str = "lru",
-        namespace: str = "",
-        quota_bytes: int | None = None,
-        ttl_s: float | None = None,
-        durability: str = "full",
-        secret: bytes | None = None,
-        codec: str = "raw",
-        partial: float | Mapping[str, float] | None = None,
-        placement: str | None = None,
-    ) -> Self:
-        """Open a store, making it if it does not exist.
-
-        Args:
-            location: a directory; "memory://" keeps nothing on disk; a URL such as "s3://bucket/folder" or
-                "redis://host" keeps chunks there and in memory; None is `$HF_BLEND_HOME`, or else the assets folder
-                of the Hugging Face cache.
-            memory_bytes: most that the memory tier may hold; None is a quarter of what is available.
-            disk_bytes: most that the directory may hold, all namespaces together; None is what it holds now and half
-                of what is free.
-            device: where `device_bytes` are held, such as "cuda".
-            device_bytes: most that is held on the device.
-            remote: URL of a tier behind the disk, shared with other machines.
-            remote_deadline_s: how long a call to it may take besides its transfer, before it is left alone until it
-                answers again; None is 1 for Redis and 5 for others.
-            remote_queue_bytes: most that may wait to be written to it; what does not fit is dropped and counted. With
-                0 nothing waits there: `put` returns when the remote tier has the chunk, or has refused it.
-            eviction: name of the policy that says which chunk leaves a full tier.
-            namespace: keeps tenants apart: no chunk is seen from another namespace.
-            quota_bytes: most that this namespace may hold in each tier; None is up to the cap.
-            ttl_s: age in seconds at which a chunk is no longer used; None is never.
-            durability: "full" makes a stored chunk survive a power loss, "none" is for scratch; neither ever gives
-                wrong KV.
-            secret: where others may write to the store, bytes such as `secrets.token_bytes(32)`: signs what is
-                stored, hides its names, and refuses what is not signed so; see docs/security.md.
-            codec: "raw" keeps K and V bit for bit; "bf16" takes half the bytes of float32, "int8" half of bfloat16,
-                "int4" less than a third, and a chunk is then used as it was rounded, from memory too. Entries of any
-                are read.
-            partial: share of a chunk's blocks that a request loads, chosen by its question (IMPRESS); the columns of
-                the others are seen by nobody. A mapping sets `share` (0.25), `alpha` (0.6, the exponent of the
-                threshold above which probe heads agree), `fallback` ("whole" loads all of a layer whose heads do not
-                agree; "values" the keys of all heads, and of each head the values of the blocks that it looks at),
-                `block_tokens` (16) and `reorder` (True: tokens that get attention are written into blocks together,
-                beside requests). Blocks are kept beside the chunks, each in half of `disk_bytes`; None loads chunks
-                whole.
-            placement: "disk" or "remote" keeps each chunk in one of the tiers that keep bytes instead of in all of
-                them: new chunks go to this one, what a full disk evicts moves to the remote tier, and what is read
-                from there moves back where the disk is the placement. Every move writes before it deletes. What is
-                held in memory is a copy for this process. A chunk that moves to this machine's disk leaves the
-                others', and a full disk waits for the remote tier. What a remote tier refuses, as where it is full,
-                is kept on the disk; `rebalance` moves it later. None keeps a copy in every tier.
-
-        Returns:
-            The store.
-
-        Raises:
-            ConfigError: an argument is out of range, or the location is of a kind that does not exist.
-            StoreError: nothing can be kept at the location.
-        """
-        limits = Limits(memory_bytes, disk_bytes, device_bytes, quota_bytes, ttl_s, eviction, remote_queue_bytes)
-        limits.check()
-        if partial is not None and disk_bytes is not None:
-            limits = replace(limits, disk_bytes=disk_bytes // 2)
-        check_secret(secret)
-        _check_durability(durability)
-        plugins.load("store.codecs", codec)
-        root, tiers = open_tiers(location, remote, durable=durability == "full", deadline_s=remote_deadline_s)
-        index = root / "index" if root else None
-        given: dict[str, Any] = {"namespace": namespace, "index": index, "limits": limits, "secret": secret}
-        opened = cls(limits.hold(device), tiers, **given, codec=codec, placement=placement)
-        if partial is None:
-            opened._blocks = root / "blocks" if root else None
-            return opened
-        settings = dict(partial) if isinstance(partial, Mapping) else {"share": partial}
-        if root is None and any(not tier.is_local for tier in tiers):
-            raise ConfigError(
-                f"partial={partial!r} came with a location that is a URL, expected a directory: blocks are read from "
-                "a disk. Give a directory, and remote=URL."
-            )
-        loader = plugins.load("sparse.partial", "impress")()
-        in_front: Self = loader.open(opened, root / "blocks" if root else None, limits.bound_blocks, **settings)
-        return in_front
+            self._stats.count("removed", "orphans", tier.remove_orphans())
 
     def get(self, key: ChunkKey, budget_s: float = math.inf, layout: Layout | None = None) -> ChunkKV | None:
         """Fetch a chunk. Its tensors are shared: never write to them. One that was written to is not handed out again.
@@ -213,14 +134,18 @@ class ChunkStore:
             The chunk exactly as it was stored, or None; a fault never raises, it is counted and is a miss.
         """
         if key.namespace != self.namespace:
-            self._stack.miss("namespace")
+            self._stats.count("misses", "namespace")
             return None
-        return self._stack.get(key, budget_s, layout)
+        for memory in self._memories:
+            chunk = memory.get(key, layout)
+            if chunk is not None:
+                return chunk
+        return self._stack.load(key, budget_s, layout)
 
     def stream(
         self, key: ChunkKey, recompute: Recompute, budget_s: float | None = None, layout: Layout | None = None
     ) -> ChunkKV | None:
-        """Fetch a chunk whose layers may still be on their way; see `TierStack.stream`.
+        """Fetch a chunk whose layers may still be on their way; see `StreamingRead`.
 
         Args:
             key: which chunk.
@@ -274,115 +199,6 @@ class ChunkStore:
             )
         chunk.check()
         return self._stack.put(chunk, wait_s)
-
-    def add(
-        self,
-        model: nn.Module,
-        tokenizer: Any,
-        chunks: Sequence[str | Sequence[int]],
-        *,
-        chunk_prefix_ids: Sequence[int] | None = None,
-    ) -> list[ChunkKey]:
-        """Compute and store chunks ahead of time; those that are stored already cost nothing.
-
-        Unlike `put`, this returns when every tier that answers has the chunks.
-
-        Args:
-            model: the model that will use them.
-            tokenizer: for chunks that are text; None if all are ids.
-            chunks: texts or token ids, none empty.
-            chunk_prefix_ids: tokens before each chunk while it is computed; None is the model's BOS, if any.
-
-        Returns:
-            The keys of the chunks, in their order.
-
-        Raises:
-            PromptError: `chunks` is not a list, or a chunk is empty, too long for the model, or holds a token that
-                stands for an image.
-            StoreError: a chunk's KV holds NaN or infinity.
-            UnsupportedModelError: the model has hooks of others, is wrapped, or changes while it is used.
-        """
-        from ..model.canary import compute_chunks, packs
-        from ..model.capture import check_chunk
-        from ..prompt.pieces import tokenizer_digest
-
-        keys = self.keys(model, tokenizer, chunks, chunk_prefix_ids=chunk_prefix_ids)
-        for number, key in enumerate(keys):
-            check_chunk(model, key.token_ids, key.chunk_prefix_ids, f"chunk {number}")
-        texts = {key for key, chunk in zip(keys, chunks, strict=True) if isinstance(chunk, str)}
-        missing = [key for key in dict.fromkeys(keys) if not self.contains(key)]
-        for pack in packs(model, missing):
-            pack = [key for key in pack if not self.contains(key)]  # another process may have been faster
-            for chunk in compute_chunks(model, pack) if pack else ():
-                known = tokenizer_digest(tokenizer) if chunk.key in texts else ""
-                self._put(replace(chunk, tokenizer=known), wait_s=ADD_S)
-        self.flush(ADD_S)
-        return keys
-
-    def prefetch(
-        self,
-        model: nn.Module,
-        tokenizer: Any,
-        chunks: Sequence[str | Sequence[int]],
-        *,
-        chunk_prefix_ids: Sequence[int] | None = None,
-    ) -> Future[int]:
-        """Bring the chunks of a coming request into memory on another thread, from whatever tier has them.
-
-        They are read and verified as by `get`, one after the other, and leave memory by its eviction as others do. A
-        request need not wait for it: a chunk that is not there yet is read by the request itself.
-
-        Args:
-            model: the model that will use them.
-            tokenizer: for chunks that are text; None if all are ids.
-            chunks: texts or token ids; those that are not stored stay so.
-            chunk_prefix_ids: as in `add`.
-
-        Returns:
-            How many chunks were brought, once it is known; those that were in memory already are not counted.
-
-        Raises:
-            PromptError: `chunks` is not a list.
-        """
-        keys = self.keys(model, tokenizer, chunks, chunk_prefix_ids=chunk_prefix_ids)
-        if self._prefetcher is None:
-            self._prefetcher = ThreadPoolExecutor(1, thread_name_prefix="hf_blend-prefetch")
-        return self._prefetcher.submit(self._bring, list(dict.fromkeys(keys)))
-
-    def _bring(self, keys: Sequence[ChunkKey]) -> int:
-        away = (key for key in keys if not self._stack.is_held(key.digest) and self._stack.contains(key.digest))
-        return sum(self.get(key) is not None for key in away)
-
-    def keys(
-        self,
-        model: nn.Module,
-        tokenizer: Any,
-        chunks: Sequence[str | Sequence[int]],
-        *,
-        chunk_prefix_ids: Sequence[int] | None = None,
-    ) -> list[ChunkKey]:
-        """The keys under which `add` would store chunks; nothing is computed.
-
-        Args:
-            model: as in `add`.
-            tokenizer: as in `add`.
-            chunks: as in `add`.
-            chunk_prefix_ids: as in `add`.
-
-        Returns:
-            The keys, in the order of the chunks.
-
-        Raises:
-            PromptError: `chunks` is not a list.
-        """
-        from ..model.fingerprint import fingerprint
-        from ..prompt.pieces import tokenize
-
-        if isinstance(chunks, str):
-            raise PromptError(f"chunks is the text {chunks!r:.60}, expected a list of chunks. Write [text].")
-        identity = fingerprint(model)
-        sink = default_sink(model) if chunk_prefix_ids is None else tuple(chunk_prefix_ids)
-        return [ChunkKey(identity, sink, tokenize(tokenizer, chunk), self.namespace) for chunk in chunks]
 
     def find(self, fingerprint: str, chunk_prefix_ids: Sequence[int], token_ids: Sequence[int]) -> list[Found]:
         """Find stored chunks inside any tokens, by content and at any offset, also where a few tokens differ.
@@ -453,15 +269,14 @@ class ChunkStore:
             key: which chunk.
             reason: one word for `misses`, such as "canary".
         """
-        self._stack.miss(reason)
+        self._stats.count("misses", reason)
         with contextlib.suppress(StoreError):
             self.delete(key)
 
     @property
     def reads_importance(self) -> bool:
         """Whether a tier reads which tokens were important (`note`, `record_importance`)."""
-        held = any(place.reads_importance for place in self._stack.held)
-        return held or any(tier.reads_importance for tier in self._stack.tiers)
+        return any(tier.reads_importance for tier in (*self._memories, *self._stack.tiers))
 
     def note(self, key: ChunkKey, scores: Tensor, important_ratio: float) -> None:
         """Say how much attention a chunk's tokens got in a request; kept as a moving average, over restarts too.
@@ -533,11 +348,11 @@ class ChunkStore:
         target = next(tier for tier in self._stack.tiers if tier.name == self.placement)
         self.flush()
         for digest, record in sorted(self._catalog.items(), key=lambda one: one[1].created, reverse=True):
-            places = self._catalog.places(digest)
-            if places == [self.placement]:
+            tiers = self._catalog.tiers_of(digest)
+            if tiers == [self.placement]:
                 found["placed"] += 1
                 continue
-            fits = self.placement in places or target.has_room(record.nbytes)
+            fits = self.placement in tiers or target.has_room(record.nbytes)
             try:
                 moved = fits and self._stack.move(digest, self.placement)
             except OSError as error:
@@ -618,10 +433,11 @@ class ChunkStore:
         Raises:
             StoreError: a tier refuses.
         """
-        removed, listed = 0, list(digests)
-        if self._blocks is not None and self._blocks.is_dir():
-            plugins.load("sparse.partial", "impress")().forget(self, self._blocks, listed)
-        for digest in listed:
+        removed, blocks = 0, self._block_tier()
+        for digest in digests:
+            if blocks is not None:
+                with contextlib.suppress(OSError):
+                    blocks.delete(self.block_name(digest))
             try:
                 removed += self._stack.delete(digest)
             except OSError as error:
@@ -635,12 +451,12 @@ class ChunkStore:
             repair: remove what can never become good.
 
         Yields:
-            One finding for each entry, whole or not.
+            One finding for each entry, good or not.
         """
         self.flush()
         for tier in self._stack.tiers:
             for name in sorted(self._catalog.names(tier.name)):
-                yield self._stack.examine(tier, name, repair)
+                yield self._stack.verify(tier, name, repair)
 
     def collect(self, target_bytes: int | None = None) -> dict[str, int]:
         """Remove what writers that are gone left behind, what is too old, and what is above the caps.
@@ -664,33 +480,28 @@ class ChunkStore:
         """The tiers that keep bytes, the nearest first."""
         return [bounded.tier for bounded in self._stack.tiers]
 
-    def place(self, key: ChunkKey) -> str | None:
-        """The name of the nearest place that has a chunk; None if none has it, or says so now."""
-        for name, place in self._stack.at_hand():
-            if place.contains(key.digest):
-                return name
-        for tier in self._stack.tiers:
-            with contextlib.suppress(OSError):
-                if tier.contains(self._catalog.name(key.digest)):
-                    return tier.name
-        return None
+    def tier_of(self, key: ChunkKey) -> str | None:
+        """Name the nearest tier that has a chunk; None if none has it, or says so now."""
+        return self._stack.tier_of(key.digest)
 
-    def files(self) -> Iterator[tuple[str, Path]]:
-        """Verify every entry in a folder of this store, and walk over those that are whole: digest and file."""
-        for tier in self._stack.tiers:
-            for name in sorted(self._catalog.names(tier.name)):
-                path = tier.tier.file(name)
-                if path is not None and not self._stack.examine(tier, name, repair=False).reason:
-                    yield self._catalog.digest(name), path
+    def loader(self, cache: Any) -> Any:
+        """What loads chunks in part for the request of a cache; None where they are loaded whole."""
+        return None
 
     def entries(self) -> Iterator[EntryInfo]:
         """Walk over what is stored in this namespace, in the order of digests."""
         pins = self._stack.pins()  # by name
         for digest, record in self._catalog.items():
-            held = [name for name, place in self._stack.at_hand() if place.contains(digest)]
-            where = "+".join([*held, *self._catalog.places(digest)])
-            about = (record.fingerprint, record.tokens, record.nbytes)
-            yield EntryInfo(digest, *about, where, record.created, self._catalog.name(digest) in pins)
+            held = [name for name, tier in self._stack.at_hand() if tier.contains(digest)]
+            yield EntryInfo(
+                digest,
+                record.fingerprint,
+                record.tokens,
+                record.nbytes,
+                "+".join([*held, *self._catalog.tiers_of(digest)]),
+                record.created,
+                self._catalog.name(digest) in pins,
+            )
 
     def stats(self) -> dict[str, Any]:
         """Count what happened since opening, and what is held now.
@@ -704,40 +515,46 @@ class ChunkStore:
             the disk hold every namespace; `queued_bytes` by tier: what waits to be written; `healthy` by tier:
             whether it answers.
         """
-        happened = ("hits", "misses", "loaded_bytes", "load_failures", "stored", "store_failures", "dropped_writes")
-        all_places: list[Any] = [*self._stack.held, *self._stack.tiers]
-        places = {place.name: place for place in all_places}
+        tiers: list[Any] = [*self._memories, *self._stack.tiers]
         return {
-            **{group: self._tally.group(group) for group in (*happened, "evicted", "moved", "removed", "skipped")},
-            "seconds": self._tally.seconds(),
+            **{group: self._stats.group(group) for group in (*_COUNTED, "moved", "removed", "skipped")},
+            "seconds": self._stats.seconds(),
             "entries": len(self._catalog.items()),
-            "bytes": {name: place.nbytes for name, place in places.items()},
-            "pinned_bytes": {name: place.pinned_bytes for name, place in places.items()},
-            "capacity_bytes": {name: place.cap_bytes for name, place in places.items()},
+            "bytes": {tier.name: tier.nbytes for tier in tiers},
+            "pinned_bytes": {tier.name: tier.pinned_bytes for tier in tiers},
+            "capacity_bytes": {tier.name: tier.cap_bytes for tier in tiers},
             "queued_bytes": {name: queue.nbytes for name, queue in self._stack.queues.items()},
             "healthy": {tier.name: tier.is_healthy for tier in self._stack.tiers},
         }
 
     def traffic(self) -> dict[str, tuple[int, float]]:
         """Bytes of K and V that were read since opening, and the seconds that took, by tier."""
-        seconds = self._tally.seconds().get("load_seconds", {})
-        return {tier: (nbytes, seconds.get(tier, 0.0)) for tier, nbytes in self._tally.group("loaded_bytes").items()}
+        seconds = self._stats.seconds().get("load_seconds", {})
+        return {tier: (nbytes, seconds.get(tier, 0.0)) for tier, nbytes in self._stats.group("loaded_bytes").items()}
 
     def close(self) -> None:
         """Flush for 30 s at most, save the index, and let go of memory and connections; closing twice is allowed."""
-        if self._prefetcher is not None:
-            self._prefetcher.shutdown(cancel_futures=True)
-            self._prefetcher = None
         self._stack.close(FLUSH_S)
         self.importance.save()
         self._catalog.save()
 
     def count_eviction(self, tier: str) -> None:
-        """Count a chunk that left a tier of a store in front of this one."""
-        self._tally.count("evicted", tier)
+        """Count an entry of another kind that had to leave a tier."""
+        self._stats.count("evicted", tier)
 
-    def _was_evicted(self, tier: str, name: str) -> None:
-        self._tally.count("evicted", tier)
+    def block_name(self, digest: str) -> str:
+        """Name the entry of a chunk in blocks."""
+        return entry_name(self.secret, f"{self.namespace}\0blocks", digest)
+
+    def _block_tier(self) -> Tier | None:
+        """Where an earlier store that loads in part has left blocks, which must go with their chunks."""
+        if self._blocks is None or not self._blocks.is_dir():
+            return None
+        tier: Tier = plugins.load("store.tiers", "disk")(self._blocks)
+        return tier
+
+    def _was_evicted(self, tier: str, name: str, _: int) -> None:
+        self._stats.count("evicted", tier)
         self._catalog.forget(self._catalog.digest(name), tier)
 
     def __enter__(self) -> Self:
@@ -751,11 +568,6 @@ class ChunkStore:
 
     def __len__(self) -> int:
         return len(self._catalog.items())
-
-
-def _check_durability(durability: str) -> None:
-    if durability not in _DURABILITIES:
-        raise ConfigError(f"no durability named {durability!r}. {suggest(str(durability), _DURABILITIES)}")
 
 
 def _check_placement(placement: str | None, tiers: Sequence[Tier], limits: Limits) -> str | None:

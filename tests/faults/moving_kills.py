@@ -133,7 +133,7 @@ class Reorders(MovingKills):
 
     def _blocks(self) -> PartialStore:
         tier = plugins.load("store.tiers", "disk")(self.folder / "blocks")
-        return PartialStore(self.opened(capped=False), tier, BLOCK_TOKENS)
+        return PartialStore([]).keep_blocks(tier, BLOCK_TOKENS)
 
     def check(self, acknowledged: list[int], capped: bool) -> None:
         """Look at the blocks, not at chunks that are whole."""

@@ -31,7 +31,7 @@ class Partial(FaultClass):
     def setup(self) -> None:
         """Put the chunks of the plain shelf into blocks."""
         tier = plugins.load("store.tiers", "disk")(self.folder / "blocks", durable=False)
-        self._store = PartialStore(ChunkStore.open("memory://"), tier, BLOCK_TOKENS)
+        self._store = PartialStore([]).keep_blocks(tier, BLOCK_TOKENS)
         self._files: list[tuple[Entry, Path, bytes]] = []
         known: set[Path] = set()
         for entry in self.world.shelves["plain"].entries:

@@ -5,7 +5,7 @@
 import psutil
 import pytest
 
-from hf_blend.store.available import available_bytes
+from hf_blend.store.memory import available_bytes
 
 GIB = 1 << 30
 

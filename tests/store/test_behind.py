@@ -16,14 +16,12 @@ import pytest
 
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.errors import StoreError
-from hf_blend.store import behind, patience
-from hf_blend.store.behind import PendingWrite, WriteQueue
+from hf_blend.store import slow
 from hf_blend.store.limits import Limits
-from hf_blend.store.patience import ComputeTimes
-from hf_blend.store.tiers.base import ObjectStat
+from hf_blend.store.slow import ComputeTimes, PendingWrite, WriteQueue
+from hf_blend.store.tiers.base import ObjectStat, WrappedTier
 from hf_blend.store.tiers.memory import MemoryTier
 from hf_blend.store.tiers.remote import HEAD_BYTES, Found, RemoteTier
-from hf_blend.store.wrapped import WrappedTier
 from hf_blend.testing import FaultyTier
 
 WAIT_S = 60.0  # for what must happen; nothing here waits so long unless it fails
@@ -129,7 +127,7 @@ WAYS = pytest.mark.parametrize("load", [lambda store, key: store.get(key), strea
 
 def counted(store, group):
     """As in `stats`, which also reads from every tier."""
-    return store._tally.group(group)
+    return store._stats.group(group)
 
 
 def threads():
@@ -228,7 +226,7 @@ def test_what_becomes_of_the_object_after_it_was_read_changes_nothing(
 @pytest.mark.parametrize("queue_bytes", [1 << 30, 0])
 def test_a_copy_that_fails_costs_neither_the_chunk_nor_the_object(load, fault, queue_bytes, filled, chunk, same):
     near, stored = FaultyTier(MemoryTier()), chunk(layers=4)
-    store = ChunkStore(Limits(memory_bytes=1 << 24).hold(), [near, filled], limits=Limits(queue_bytes=queue_bytes))
+    store = ChunkStore(Limits(memory_bytes=1 << 24).memories(), [near, filled], limits=Limits(queue_bytes=queue_bytes))
     near.arm(fault)
     same(load(store, stored.key), stored)
     assert store.flush()
@@ -241,12 +239,12 @@ def test_a_copy_that_fails_costs_neither_the_chunk_nor_the_object(load, fault, q
 @WAYS
 def test_a_chunk_that_a_full_device_cannot_hold_is_used_all_the_same(load, filled, chunk, same, monkeypatch):
     stored = chunk(layers=4)
-    store = ChunkStore(Limits(memory_bytes=1 << 24).hold(), [filled])
+    store = ChunkStore(Limits(memory_bytes=1 << 24).memories(), [filled])
 
     def out_of_memory(chunk):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(store._stack.held[0], "put", out_of_memory)
+    monkeypatch.setattr(store._memories[0], "put", out_of_memory)
     same(load(store, stored.key), stored)
     assert store.stats()["store_failures"] == {"RuntimeError": 1}
 
@@ -256,7 +254,7 @@ def test_without_memory_for_a_copy_a_chunk_is_read_all_the_same(load, filled, ch
     def no_room(*given):
         raise MemoryError
 
-    monkeypatch.setattr("hf_blend.store.recorded.np.empty", no_room)
+    monkeypatch.setattr("hf_blend.store.slow.np.empty", no_room)
     near, stored = MemoryTier(), chunk(layers=4)
     same(load(ChunkStore([], [near, filled]), stored.key), stored)
     assert not near.objects
@@ -264,7 +262,7 @@ def test_without_memory_for_a_copy_a_chunk_is_read_all_the_same(load, filled, ch
 
 def test_what_was_deleted_while_it_was_read_is_not_kept(filled, chunk, same, monkeypatch):
     near, stored = MemoryTier(), chunk(layers=4)
-    store = ChunkStore(Limits(memory_bytes=1 << 24).hold(), [near, filled])
+    store = ChunkStore(Limits(memory_bytes=1 << 24).memories(), [near, filled])
     monkeypatch.setattr(FarSource, "after", staticmethod(lambda tier: store.delete(stored.key)))
     same(store.get(stored.key), stored)
     assert store.flush()
@@ -284,7 +282,7 @@ def test_a_put_calls_nothing_of_a_far_tier_and_is_found_at_once(far, chunk, same
     assert store.contains(stored.key)
     same(store.get(stored.key), stored)
     same(streamed(store, stored.key), stored)
-    assert store.place(stored.key) == "queue"
+    assert store.tier_of(stored.key) == "queue"
     assert [entry.tier for entry in store.entries()] == ["queue"]
     assert store.stats()["hits"] == {"queue": 2}
     assert store.stats()["queued_bytes"] == {"far": pytest.approx(stored.nbytes, abs=4096)}
@@ -333,7 +331,7 @@ def test_what_does_not_fit_a_queue_is_dropped_and_counted(far, chunk, content, s
 
 
 def test_a_queue_has_a_bound_in_entries_too_and_takes_one_that_is_too_large_when_it_is_empty(far, chunk, monkeypatch):
-    monkeypatch.setattr(behind, "QUEUE_ENTRIES", 2)
+    monkeypatch.setattr(slow, "QUEUE_ENTRIES", 2)
     store = ChunkStore([], [far])
     far.put_gate.clear()
     for number in range(5):
@@ -502,7 +500,7 @@ def test_a_forked_child_writes_what_it_put_and_nothing_of_its_parent(far, chunk)
 EXITS = """
 import sys, time, torch
 from pathlib import Path
-from hf_blend.store import ChunkKey, ChunkKV, ChunkStore, behind
+from hf_blend.store import ChunkKey, ChunkKV, ChunkStore, slow
 from hf_blend.store.tiers.disk import DiskTier
 
 class Far(DiskTier):
@@ -514,7 +512,7 @@ class Far(DiskTier):
         time.sleep(self.call_s)
         return super().put_if_absent(name, parts)
 
-behind.EXIT_S = 1.0
+slow.EXIT_S = 1.0
 store = ChunkStore([], [Far("fast", 0.0), Far("slow", 0.4)])
 for number in range(8):
     states = torch.ones(1, 1, 2)
@@ -535,7 +533,7 @@ def test_a_process_that_ends_writes_what_it_can_in_a_bounded_time(tmp_path):
 
 def test_a_get_that_takes_longer_than_its_budget_is_a_miss_and_is_held_when_it_comes(filled, chunk, same):
     stored = chunk(layers=4)
-    store = ChunkStore(Limits(memory_bytes=1 << 24).hold(), [near := MemoryTier(), filled])
+    store = ChunkStore(Limits(memory_bytes=1 << 24).memories(), [near := MemoryTier(), filled])
     filled.read_gate.clear()
     assert store.get(stored.key, budget_s=0.01) is None
     assert counted(store, "misses") == {"slow": 1}
@@ -554,9 +552,9 @@ def test_a_get_that_takes_longer_than_its_budget_is_a_miss_and_is_held_when_it_c
 def test_a_tier_that_is_slow_all_the_time_is_asked_by_a_few_loads_only(filled, chunk):
     store = ChunkStore([], [filled])
     filled.open_gate.clear()
-    for _ in range(3 * patience.MOST_LATE):
+    for _ in range(3 * slow.MOST_LATE):
         assert store.get(chunk().key, budget_s=0.001) is None
-    assert filled.calls["open", "behind"] == patience.MOST_LATE
+    assert filled.calls["open", "behind"] == slow.MOST_LATE
     filled.open_gate.set()
     for _ in range(600):
         if not store._stack._late._late:
@@ -603,7 +601,7 @@ def test_waiting_for_all_layers_together_uses_up_one_budget(filled, chunk):
 
 @pytest.mark.parametrize("depth", [0, 2])
 def test_a_near_tier_has_no_budget(depth, tmp_path, chunk, same, monkeypatch):
-    monkeypatch.setattr(patience.LateLoads, "run", lambda *given: never())
+    monkeypatch.setattr(slow.LateLoads, "run", lambda *given: never())
     stored = chunk()
     ChunkStore.open(tmp_path).put(stored)
     store = ChunkStore.open(tmp_path, memory_bytes=0)

@@ -16,7 +16,7 @@ from hf_blend.model.capture import capture_chunk
 from hf_blend.prompt.pieces import tokenize
 from hf_blend.store.entry import EntryReader, encode_entry
 from hf_blend.store.header import Header
-from hf_blend.store.packing import kept_as
+from hf_blend.store.packing import stored_as
 from hf_blend.store.tiers.base import BytesSource, EntryFault
 from hf_blend.store.tiers.memory import MemoryTier
 
@@ -47,7 +47,7 @@ def test_what_is_unpacked_has_the_dtype_and_shape_of_what_was_packed(codec, dtyp
     content = encoded(stored, codec)
     assert content == encoded(stored, codec)
     got = decoded(content, stored.key)
-    same(got, kept_as(stored, codec))
+    same(got, stored_as(stored, codec))
     if plugins.load("store.codecs", codec).is_exact:
         same(got, stored)
     for (_, one), (_, two) in zip(got.named_tensors(), stored.named_tensors(), strict=True):
@@ -79,7 +79,7 @@ def test_every_flipped_bit_is_found_in_every_codec(codec, chunk):
 
 def test_int8_is_off_by_no_more_than_its_docstring_says(chunk):
     stored = chunk(range(300), **WIDE)
-    for (keys, values), (keys_8, values_8) in zip(stored.layers, kept_as(stored, "int8").layers, strict=True):
+    for (keys, values), (keys_8, values_8) in zip(stored.layers, stored_as(stored, "int8").layers, strict=True):
         for states, rounded, axis in ((keys, keys_8, 1), (values, values_8, 2)):
             bound = states.abs().amax(dim=axis, keepdim=True) / 254
             assert ((states - rounded).abs() <= bound * (1 + 1e-5)).all()
@@ -88,7 +88,7 @@ def test_int8_is_off_by_no_more_than_its_docstring_says(chunk):
 
 def test_int4_is_off_by_no_more_than_its_docstring_says(chunk):
     stored = chunk(range(300), **WIDE).map(lambda states: 3 + states)  # a channel far from zero costs no step
-    for (keys, values), (keys_4, values_4) in zip(stored.layers, kept_as(stored, "int4").layers, strict=True):
+    for (keys, values), (keys_4, values_4) in zip(stored.layers, stored_as(stored, "int4").layers, strict=True):
         for states, rounded, axis in ((keys, keys_4, 1), (values, values_4, 2)):
             groups = states.split(32, axis)
             for group, got in zip(groups, rounded.split(32, axis), strict=True):
@@ -100,7 +100,7 @@ def test_int4_is_off_by_no_more_than_its_docstring_says(chunk):
 
 def test_bf16_is_half_of_float32_and_off_by_no_more_than_its_docstring_says(chunk):
     stored = chunk(range(300), **WIDE)
-    for layer, rounded in zip(stored.layers, kept_as(stored, "bf16").layers, strict=True):
+    for layer, rounded in zip(stored.layers, stored_as(stored, "bf16").layers, strict=True):
         for states, got in zip(layer, rounded, strict=True):
             assert got.dtype == states.dtype == torch.float32
             assert ((states - got).abs() <= states.abs() / 256).all()
@@ -112,7 +112,7 @@ def test_bf16_is_half_of_float32_and_off_by_no_more_than_its_docstring_says(chun
 
 def test_bf16_keeps_every_bit_of_states_in_bfloat16():
     stored = model_chunk()
-    for layer, again in zip(stored.layers, kept_as(stored, "bf16").layers, strict=True):
+    for layer, again in zip(stored.layers, stored_as(stored, "bf16").layers, strict=True):
         assert all(one.dtype == torch.bfloat16 and one.equal(two) for one, two in zip(layer, again, strict=True))
 
 
@@ -128,7 +128,7 @@ def test_the_relative_error_on_a_real_model_is_what_the_docstring_says(codec):
     stored = model_chunk(torch.float32)
     errors = [
         float((one - two).norm() / one.norm())
-        for pair, rounded in zip(stored.layers, kept_as(stored, codec).layers, strict=True)
+        for pair, rounded in zip(stored.layers, stored_as(stored, codec).layers, strict=True)
         for one, two in zip(pair, rounded, strict=True)
     ]
     assert stated is not None
@@ -147,7 +147,7 @@ def test_packed_bytes_are_a_half_and_less_than_a_third_of_bfloat16(codec, least,
 def test_channels_and_tokens_of_zeros_stay_zeros(chunk):
     zero = chunk(range(4)).map(torch.zeros_like)
     for codec in CODECS:
-        assert all(not tensor.any() for _, tensor in kept_as(zero, codec).named_tensors())
+        assert all(not tensor.any() for _, tensor in stored_as(zero, codec).named_tensors())
 
 
 def test_a_chunk_is_the_same_from_memory_and_from_every_tier(tmp_path, chunk, same):
@@ -174,7 +174,7 @@ def _far(tier):
 def test_signed_entries_are_packed_too(chunk, same):
     stored = chunk(range(6))
     content = encoded(stored, "int8", b"secret")
-    same(decoded(content, stored.key, b"secret"), kept_as(stored, "int8"))
+    same(decoded(content, stored.key, b"secret"), stored_as(stored, "int8"))
     with pytest.raises(EntryFault, match="secret"):
         decoded(content, stored.key)
 

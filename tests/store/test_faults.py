@@ -16,7 +16,7 @@ from hf_blend.sparse.partial.blocked import BlockReader
 from hf_blend.store import ChunkStore
 from hf_blend.store.entry import EntryReader
 from hf_blend.store.header import Header
-from hf_blend.store.recorded import RecordedSource
+from hf_blend.store.slow import RecordedSource
 from hf_blend.store.tiers.base import EntryFault
 from hf_blend.store.tiers.memory import MemoryTier
 from hf_blend.testing import FAULTS, FaultyTier

@@ -299,7 +299,7 @@ def test_entries_in_blocks(chunk, forge, cases, secret):
     stored, tier = chunk(range(9)), MemoryTier()
     layers = tuple((keys, values[..., :1].expand(keys.shape).contiguous()) for keys, values in stored.layers)
     stored = type(stored)(stored.key, layers, stored.tables, stored.layer_table)
-    store = PartialStore(ChunkStore([], secret=secret), tier)
+    store = PartialStore([], secret=secret).keep_blocks(tier)
     store.put(stored)
     ((name, source),) = tier.objects.items()
     good, magic = source.content, b"hf_blend.blocks/2\n"

@@ -58,7 +58,7 @@ def handed(request, tmp_path, chunk):
             list(store.stream(stored.key, lambda: stored).layers)
         elif request.param.startswith(("get", "int8")):
             store.get(stored.key)
-    assert store.place(stored.key) == "memory"
+    assert store.tier_of(stored.key) == "memory"
     return store, kept
 
 
@@ -98,7 +98,7 @@ def test_what_is_written_while_a_chunk_is_still_being_read_is_not_held(tmp_path,
     flying = store.stream(stored.key, lambda: stored)
     flying.layers[0][0].zero_()
     list(flying.layers)
-    assert store.place(stored.key) == "disk"
+    assert store.tier_of(stored.key) == "disk"
     same(store.get(stored.key), stored)
 
 

@@ -56,7 +56,7 @@ def test_what_was_dropped_and_what_waits_are_collected(chunk):
     far.is_local = False
     store = ChunkStore([], [far])
     registry.register(StoreMetrics(store))
-    store._tally.count("dropped_writes", "bytes:full", 3)
+    store._stats.count("dropped_writes", "bytes:full", 3)
     assert registry.get_sample_value("hf_blend_writes_dropped_total", {"tier": "bytes", "reason": "full"}) == 3
     assert registry.get_sample_value("hf_blend_tier_queued_bytes", {"tier": "bytes"}) == 0
 

@@ -9,6 +9,7 @@ import os
 import random
 import re
 import shutil
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -19,11 +20,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import hf_blend
 from hf_blend.errors import ConfigError, PromptError, StoreError
 from hf_blend.model.anatomy import default_sink
 from hf_blend.store import ChunkKey, ChunkStore
 from hf_blend.store.eviction.lru import Lru
-from hf_blend.store.held import HeldChunks, default_memory_bytes
+from hf_blend.store.memory import MemoryCache, default_memory_bytes
 from hf_blend.store.tiers import files as files_module
 
 STEPS = st.lists(st.tuples(st.sampled_from(["put", "get", "delete"]), st.integers(1, 9)), max_size=40)
@@ -454,7 +456,7 @@ def test_the_default_memory_is_a_quarter_of_what_is_free(root):
 )
 def test_memory_never_holds_more_than_its_cap_or_one_chunk_and_drops_the_least_recent(chunk, steps, cap_tokens):
     unit = chunk((5,)).nbytes
-    tier, order = HeldChunks(cap_tokens * unit, Lru()), []
+    tier, order = MemoryCache(cap_tokens * unit, Lru()), []
     for step, tokens in steps:
         one = chunk(range(tokens))
         digest = one.key.digest
@@ -467,12 +469,12 @@ def test_memory_never_holds_more_than_its_cap_or_one_chunk_and_drops_the_least_r
             assert tier.put(one) == []
         elif step == "get":
             known = [item for item in order if item[0] == digest]
-            assert (tier.get(digest) is not None) == bool(known)
+            assert (tier.get(one.key) is not None) == bool(known)
             order = [item for item in order if item[0] != digest] + known
         else:
             tier.delete(digest)
             order = [(d, n) for d, n in order if d != digest]
-        assert tier.digests() == [d for d, _ in order]
+        assert tier.in_order() == [d for d, _ in order]
         assert tier.nbytes == sum(n for _, n in order) * unit
         assert tier.nbytes <= cap_tokens * unit or len(order) == 1
 
@@ -661,8 +663,29 @@ def test_chunks_of_a_coming_request_are_brought_into_memory_once(tiny_model, tmp
     with ChunkStore.open(tmp_path) as store:
         brought = store.prefetch(model, None, [*chunks, chunks[0], [9, 9, 9]])
         assert brought.result(60) == 2, "what is not stored stays so, and what is named twice is read once"
-        assert [store.place(key) for key in keys] == ["memory", "memory"]
+        assert [store.tier_of(key) for key in keys] == ["memory", "memory"]
         assert store.prefetch(model, None, chunks).result(60) == 0
         assert store.stats()["hits"] == {"disk": 2}
         with pytest.raises(PromptError, match="expected a list"):
             store.prefetch(model, None, "text")
+
+
+def test_a_hit_in_memory_takes_five_calls_of_ours_at_most(opened, chunk):
+    stored, layout = chunk(), chunk().layout
+    store, calls = opened(), []
+    store.put(stored)
+    store.get(stored.key, layout=layout)  # compares the layout, once
+    package = os.path.dirname(hf_blend.__file__)
+    sys.setprofile(
+        lambda frame, event, _: (
+            calls.append(frame.f_code.co_qualname)
+            if event == "call" and frame.f_code.co_filename.startswith(package)
+            else None
+        )
+    )
+    try:
+        found = store.get(stored.key, layout=layout)
+    finally:
+        sys.setprofile(None)
+    assert found is not None
+    assert len(calls) <= 5, calls

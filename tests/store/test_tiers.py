@@ -162,9 +162,9 @@ def test_a_chunk_that_moves_is_in_one_tier_and_whole(tmp_path, chunk, same):
         near, remote = (tier.name for tier in store.tiers())
         assert store.flush()
         assert store.move([moved.key], remote) == 1
-        assert [store.place(one.key) for one in (moved, stays)] == [remote, near]
+        assert [store.tier_of(one.key) for one in (moved, stays)] == [remote, near]
         assert store.move([moved.key, chunk((5, 3)).key], near) == 1, "one of them is nowhere"
-        assert store.place(moved.key) == near
+        assert store.tier_of(moved.key) == near
         with pytest.raises(ConfigError, match=r"no tier named 'dsk'.*Did you mean 'disk'"):
             store.move([moved.key], "dsk")
     with ChunkStore.open(tmp_path / "near", memory_bytes=0) as store:

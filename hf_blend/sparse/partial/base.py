@@ -3,22 +3,22 @@
 """The interface of a way to load chunks in part."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 
 class PartialLoader(ABC):
-    """Puts a store in front of a store, so that requests load only the part of a chunk that matters to them."""
+    """Opens stores whose requests load only the part of a chunk that matters to them."""
 
     @abstractmethod
-    def open(self, store: Any, folder: Path | None, bound: Callable[..., Any], **settings: Any) -> Any:
-        """Put a store in front.
+    def open(self, make: Callable[[Any], Any], folder: Path | None, limits: Any, **settings: Any) -> Any:
+        """Open a store.
 
         Args:
-            store: the store behind, which keeps every chunk whole.
+            make: makes a store of a class that derives from `ChunkStore`.
             folder: for what is loaded in part; None keeps it in memory.
-            bound: puts a tier under the store's cap, as `Limits.bound_blocks`.
+            limits: caps, quotas and ages of the store; `bound_blocks` puts a tier under a cap.
             **settings: of the method.
 
         Returns:
@@ -26,14 +26,4 @@ class PartialLoader(ABC):
 
         Raises:
             ConfigError: a setting is refused.
-        """
-
-    @abstractmethod
-    def forget(self, store: Any, folder: Path, digests: Iterable[str]) -> None:
-        """Remove what an earlier `open` kept of chunks that a store now removes.
-
-        Args:
-            store: that removes them, with no store in front.
-            folder: as in `open`.
-            digests: of the chunks.
         """

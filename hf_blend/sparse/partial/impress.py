@@ -4,7 +4,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,51 +19,41 @@ from .store import BLOCK_TOKENS, PartialStore
 class Impress(PartialLoader):
     """Blocks of tokens in a tier of their own, beside the chunks as they are."""
 
-    def open(self, store: Any, folder: Path | None, bound: Callable[..., Any], **settings: Any) -> PartialStore:
-        """See `PartialLoader.open`.
-
-        Args:
-            store: the store behind.
-            folder: for the blocks.
-            bound: puts their tier under the store's cap.
-            **settings: `share`, `alpha`, `block_tokens`, `reorder`, `fallback`; see `hf_blend.ChunkStore.open`.
-
-        Returns:
-            The store in front.
-        """
-        known = set(inspect.signature(self._opened).parameters) - {"store", "folder", "bound"}
+    def open(self, make: Callable[[Any], Any], folder: Path | None, limits: Any, **settings: Any) -> PartialStore:
+        """See `PartialLoader.open`; settings are those of `partial` in `hf_blend.ChunkStore.open`."""
+        known = set(inspect.signature(_checked).parameters)
         for name in settings:
             if name not in known:
                 raise ConfigError(f"partial has {name!r}, which loading in part does not know. {suggest(name, known)}")
-        return self._opened(store, folder, bound, **settings)
-
-    def forget(self, store: Any, folder: Path, digests: Iterable[str]) -> None:
-        """See `PartialLoader.forget`."""
-        PartialStore(store, plugins.load("store.tiers", "disk")(folder)).forget(digests)
-
-    @staticmethod
-    def _opened(
-        store: Any,
-        folder: Path | None,
-        bound: Callable[..., Any],
-        share: float = 0.25,
-        alpha: float = 0.6,
-        block_tokens: int = BLOCK_TOKENS,
-        reorder: bool = True,
-        fallback: str = "whole",
-    ) -> PartialStore:
-        numbers = all(isinstance(one, int | float) and not isinstance(one, bool) for one in (share, alpha))
-        if not numbers or not 0 < share <= 1 or not 0 <= alpha < math.inf:
-            raise ConfigError(
-                f"partial has share={share!r} and alpha={alpha!r}, expected a share above 0 and up to 1, and an alpha "
-                "from 0 on. A quarter of the blocks is partial=0.25."
-            )
-        if type(block_tokens) is not int or block_tokens < 1:
-            raise ConfigError(f"partial has block_tokens={block_tokens!r}, expected a whole number from 1 on. Try 16.")
+        share, alpha, block_tokens, reorder, fallback = _checked(**settings)
         tier = plugins.load("store.tiers", "disk")(folder) if folder else plugins.load("store.tiers", "memory")()
-        if not isinstance(reorder, bool):
-            raise ConfigError(f"partial has reorder={reorder!r}, expected True or False.")
-        if fallback not in FALLBACKS:
-            raise ConfigError(f"partial has fallback={fallback!r}. {suggest(str(fallback), FALLBACKS)}")
-        make_loader = partial(PartialLoading, share=float(share), alpha=float(alpha), fallback=fallback)
-        return PartialStore(store, tier, block_tokens, make_loader, partial(bound, folder=folder), reorder)
+        store: PartialStore = make(PartialStore)
+        space = store.block_name("")[:3]
+        bounded = limits.bound_blocks(
+            tier, folder, lambda name: name.startswith(space), lambda *_: store.count_eviction("blocks")
+        )
+        loader = partial(PartialLoading, share=share, alpha=alpha, fallback=fallback)
+        return store.keep_blocks(bounded, block_tokens, loader, reorder)
+
+
+def _checked(
+    share: float = 0.25,
+    alpha: float = 0.6,
+    block_tokens: int = BLOCK_TOKENS,
+    reorder: bool = True,
+    fallback: str = "whole",
+) -> tuple[float, float, int, bool, str]:
+    """Refuse settings that cannot be."""
+    numbers = all(isinstance(one, int | float) and not isinstance(one, bool) for one in (share, alpha))
+    if not numbers or not 0 < share <= 1 or not 0 <= alpha < math.inf:
+        raise ConfigError(
+            f"partial has share={share!r} and alpha={alpha!r}, expected a share above 0 and up to 1, and an alpha "
+            "from 0 on. A quarter of the blocks is partial=0.25."
+        )
+    if type(block_tokens) is not int or block_tokens < 1:
+        raise ConfigError(f"partial has block_tokens={block_tokens!r}, expected a whole number from 1 on. Try 16.")
+    if not isinstance(reorder, bool):
+        raise ConfigError(f"partial has reorder={reorder!r}, expected True or False.")
+    if fallback not in FALLBACKS:
+        raise ConfigError(f"partial has fallback={fallback!r}. {suggest(str(fallback), FALLBACKS)}")
+    return float(share), float(alpha), block_tokens, reorder, fallback

@@ -1,12 +1,11 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""A store in front of a store, that keeps chunks as blocks in a tier and gives them out to be loaded in part."""
+"""A store that keeps chunks in blocks, too, and gives them out to be loaded in part."""
 
 import contextlib
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, overload
+from collections.abc import Callable, Sequence
+from typing import Any, Self, overload
 from weakref import finalize
 
 import torch
@@ -15,8 +14,7 @@ from torch import Tensor
 from ...store import ChunkStore
 from ...store.bounded import BoundedTier
 from ...store.chunk import ChunkKey, ChunkKV, Layout
-from ...store.header import hash_namespace
-from ...store.seal import keyed
+from ...store.stack import Recompute
 from ...store.tiers.base import EntryFault, Source, Tier
 from .blocked import BlockReader, encode_blocks
 from .reordering import Reordering, is_due
@@ -122,153 +120,121 @@ def _heads(states: Tensor, heads: Sequence[int]) -> Tensor:
     return states[heads.start : heads.stop] if isinstance(heads, range) else states[list(heads)]
 
 
-class PartialStore:
-    """Chunks as blocks in a tier; everything else is the store's behind it.
+class PartialStore(ChunkStore):
+    """A store that keeps each chunk in blocks, too, and has requests load only those that matter to them.
 
-    Args:
-        store: the store behind; computes and keeps what is missing.
-        tier: where the blocks are; one of its own.
-        block_tokens: tokens of a block.
-        make_loader: makes what loads in part for a request, from its cache; the store behind then keeps each chunk
-            whole. None loads in part only within `partial_loading`, and keeps chunks as blocks only.
-        bound: puts the tier under a cap, called with the tier, `owned` and `on_evicted`; None leaves it as it is.
-        reorders: chunks are written in the order of their importance beside requests; otherwise by `reorder` alone.
+    An entry in blocks is of another kind than a chunk, in a tier of its own; whatever is wrong with it, the chunk
+    itself is there. `keep_blocks` comes before everything else.
     """
 
     reads_importance = True
+    _make_loader: Callable[[Any], Any] | None = None
+    partial: Any = None  # loads in part, while it is set
 
-    def __init__(
+    def keep_blocks(
         self,
-        store: ChunkStore,
         tier: Tier,
         block_tokens: int = BLOCK_TOKENS,
         make_loader: Callable[[Any], Any] | None = None,
-        bound: Callable[..., Tier] | None = None,
         reorders: bool = False,
-    ) -> None:
-        self._make_loader = make_loader
-        self._store, self._block_tokens = store, block_tokens
-        self._space = keyed(store.secret, "space", hash_namespace(f"{store.namespace}\0blocks"))[:2]
-        self._tier = tier
-        if bound is not None:
-            owned = lambda name: name.startswith(f"{self._space}/")  # noqa: E731
-            self._tier = bound(tier, owned=owned, on_evicted=lambda *_: store.count_eviction("blocks"))
-            tier.remove_orphans()
-        self.faults: Counter[str] = Counter()  # by reason; what cannot become good was removed
+    ) -> Self:
+        """Say where blocks are, and how they are written and loaded; gives the store.
+
+        Args:
+            tier: of the blocks alone.
+            block_tokens: tokens of a block.
+            make_loader: makes what loads in part for a request, from its cache. None loads in part only within
+                `partial_loading`.
+            reorders: chunks are written in the order of their importance beside requests; otherwise by `reorder`.
+        """
+        self._tier, self._block_tokens, self._make_loader, self._reorders = tier, block_tokens, make_loader, reorders
+        self.loads_in_part = make_loader is not None
         self.reordering = Reordering(self._reorder)
-        self._reorders = reorders
+        self.faults: Counter[str] = Counter()  # by reason; what cannot become good was removed
         self._noted: dict[str, ChunkKey] = {}  # since they were written; the oldest are forgotten first
-        self.partial: Any = None  # loads in part, while it is set
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
-    def __enter__(self) -> "PartialStore":
-        """As the store behind."""
-        self._store.__enter__()
+        tier.remove_orphans()
         return self
 
-    def __exit__(self, *raised: Any) -> None:
-        """As `close`."""
-        self.close()
-
-    def __len__(self) -> int:
-        return len(self._store)
-
-    def __bool__(self) -> bool:
-        return True
-
     def close(self) -> None:
-        """Let the chunk that is being written in a new order be finished, and close the tiers."""
+        """As `ChunkStore.close`; the chunk that is being written in a new order is finished."""
         self.reordering.close()
-        self._store.close()
+        super().close()
         self._tier.close()
 
     def loader(self, cache: Any) -> Any:
-        """What loads in part for one request.
-
-        Args:
-            cache: of the request.
-
-        Returns:
-            A `PartialLoading`; None where requests load in part only within `partial_loading`, or one does now.
-        """
+        """What loads in part for the request of a cache; None within `partial_loading`, which does."""
         return None if self._make_loader is None or self.partial is not None else self._make_loader(cache)
 
-    @property
-    def loads_in_part(self) -> bool:
-        """Whether every request over this store loads in part."""
-        return self._make_loader is not None
-
-    def stream(self, key: ChunkKey, recompute: Callable[[], ChunkKV], layout: Layout | None = None) -> ChunkKV | None:
-        """A chunk whose layers can be loaded in part; None if it is not there, or not of the layout.
-
-        A chunk whose blocks cannot be used is read whole from the store behind, and is whole in this request.
-        """
-        found, are_refused = None, True
+    def stream(
+        self, key: ChunkKey, recompute: Recompute, budget_s: float | None = None, layout: Layout | None = None
+    ) -> ChunkKV | None:
+        """A chunk whose layers can be loaded in part; all of it where its blocks cannot be used."""
+        are_refused = True
         with contextlib.suppress(*FAULTS):
-            found, are_refused = self._blocks(key, recompute, layout), False
-        if found is None and self.loads_in_part:
-            found = self._store.get(key, layout=layout)
+            found = self._blocked(key, recompute, layout)
             if found is not None:
-                self._put_blocks(found)
-                with contextlib.suppress(*FAULTS):
-                    found = found if are_refused else self._blocks(key, recompute, layout) or found
+                return found
+            are_refused = False
+        found = self.get(key, layout=layout)
+        if found is not None:
+            self._write_blocks(found)
+            with contextlib.suppress(*FAULTS):
+                return found if are_refused else self._blocked(key, recompute, layout) or found
         return found
 
-    def _blocks(self, key: ChunkKey, recompute: Callable[[], ChunkKV], layout: Layout | None) -> ChunkKV | None:
+    def _put(self, chunk: ChunkKV, wait_s: float = 0.0) -> ChunkKV:
+        stored = super()._put(chunk, wait_s)
+        self._write_blocks(stored)
+        return stored
+
+    def _block_tier(self) -> Tier | None:
+        return self._tier
+
+    def _blocked(self, key: ChunkKey, recompute: Recompute, layout: Layout | None) -> ChunkKV | None:
         """A chunk in blocks, or None if there are none; raises one of `FAULTS`, counted, if they cannot be used."""
         source = None
         try:
-            source = self._tier.open(self._name(key))
+            source = self._tier.open(self.block_name(key.digest))
             if source is None:
                 return None
-            if self._is_old(source):
-                raise EntryFault("expired", f"it was stored more than {self._store.ttl_s} s ago")
-            reader = BlockReader(source, key, self._store.secret, layout)
+            if self._stack.is_old(source.stat):
+                raise EntryFault("expired", f"it was stored more than {self.ttl_s} s ago")
+            reader = BlockReader(source, key, self.secret, layout)
         except FAULTS as fault:
-            self._count(key, source, fault)
+            self._refuse(key, source, fault)
             if source is not None:
                 source.close()
             raise
 
         def instead(fault: BaseException) -> ChunkKV:
-            is_removed, chunk = self._count(key, source, fault), recompute()
-            return self._put_blocks(chunk, order) if is_removed else chunk
+            is_removed, chunk = self._refuse(key, source, fault), recompute()
+            if is_removed:
+                self._write_blocks(chunk, order)
+            return chunk
 
         order = reader.order.tolist()
         layers = PartialLayers(reader, instead)
         finalize(layers, source.close).atexit = False
-        table = tuple(reader.header["layer_table"])
-        return ChunkKV(key, layers, reader.tables, table)
+        return ChunkKV(key, layers, reader.tables, tuple(reader.header["layer_table"]))
 
-    def put(self, chunk: ChunkKV) -> ChunkKV:
-        """Keep a chunk in blocks, its tokens in the order of their importance, as far as it is known; give it back."""
-        if self.loads_in_part:
-            chunk = self._store.put(chunk)
-        else:
-            chunk.check()
-        return self._put_blocks(chunk)
-
-    def _put_blocks(self, chunk: ChunkKV, order: list[int] | None = None) -> ChunkKV:
+    def _write_blocks(self, chunk: ChunkKV, order: list[int] | None = None) -> None:
         """Write a chunk in one step: a reader, or a process that is killed, finds the old blocks or the new ones."""
         digest = chunk.key.digest
         order = self._order(chunk) if order is None else order
-        pieces = encode_blocks(chunk, order, self._block_tokens, self._store.secret)
+        pieces = encode_blocks(chunk, order, self._block_tokens, self.secret)
         self._noted.pop(digest, None)
         try:
-            self._tier.replace(self._name(chunk.key), pieces)
+            self._tier.replace(self.block_name(digest), pieces)
         except OSError as error:
-            self._count(chunk.key, None, error)
-            return chunk
-        share = self._store.importance.share(digest)
+            self._refuse(chunk.key, None, error)
+            return
+        share = self.importance.share(digest)
         if share is not None:
             self._use(chunk.key, share)
-        return chunk
 
     def _order(self, chunk: ChunkKV) -> list[int]:
         """The tokens of a chunk, the most important first, as far as that is known."""
-        known = self._store.importance.scores(chunk.key.digest)
+        known = self.importance.scores(chunk.key.digest)
         if known is None or len(known) != chunk.tokens:
             return list(range(chunk.tokens))
         order: list[int] = known.argsort(descending=True, stable=True).tolist()
@@ -276,17 +242,16 @@ class PartialStore:
 
     def note(self, key: ChunkKey, scores: Tensor, important_ratio: float) -> None:
         """As `ChunkStore.note`; a chunk that was reported often enough is written in its new order soon."""
-        self._store.note(key, scores, important_ratio)
-        self._use(key, important_ratio)
+        super().note(key, scores, important_ratio)
         self._noted[key.digest] = key
         if len(self._noted) > NOTED_CHUNKS:
             del self._noted[next(iter(self._noted))]
-        if self._reorders and is_due(self._store.importance.requests(key.digest)):
+        if self._reorders and is_due(self.importance.requests(key.digest)):
             self.reordering.add(key)
 
     def record_importance(self, key: ChunkKey, important_ratio: float) -> None:
         """As `ChunkStore.record_importance`, for the blocks too."""
-        self._store.record_importance(key, important_ratio)
+        super().record_importance(key, important_ratio)
         self._use(key, important_ratio)
 
     def reorder(self) -> int:
@@ -297,35 +262,9 @@ class PartialStore:
         """
         return sum(map(self._reorder, list(self._noted.values())))
 
-    def delete(self, key: ChunkKey) -> bool:
-        """As `ChunkStore.delete`, the blocks too."""
-        self.forget([key.digest])
-        return self._store.delete(key)
-
-    def reject(self, key: ChunkKey, reason: str) -> None:
-        """As `ChunkStore.reject`, the blocks too."""
-        self.forget([key.digest])
-        self._store.reject(key, reason)
-
-    def remove(self, digests: Iterable[str]) -> int:
-        """As `ChunkStore.remove`, the blocks too."""
-        listed = list(digests)
-        self.forget(listed)
-        return self._store.remove(listed)
-
-    def forget(self, digests: Iterable[str]) -> None:
-        """Remove the blocks of chunks, and nothing else.
-
-        Args:
-            digests: of the chunks.
-        """
-        for digest in digests:
-            with contextlib.suppress(OSError):
-                self._tier.delete(self._named(digest))
-
     def stats(self) -> dict[str, Any]:
         """As `ChunkStore.stats`, with `blocks` among the tiers where they have a cap."""
-        found = self._store.stats()
+        found = super().stats()
         if isinstance(self._tier, BoundedTier):
             found["bytes"]["blocks"] = self._tier.nbytes
             found["pinned_bytes"]["blocks"] = self._tier.pinned_bytes
@@ -333,40 +272,30 @@ class PartialStore:
         return found
 
     def _reorder(self, key: ChunkKey) -> bool:
-        if self._store.ttl_s is not None:  # a file that is written again looks young
+        if self.ttl_s is not None:  # a file that is written again looks young
             return False
         try:
-            chunk = self._blocks(key, lambda: _lost(key.digest), None)
+            chunk = self._blocked(key, lambda: _lost(key.digest), None)
             if chunk is None:
                 return False
             chunk = ChunkKV(chunk.key, tuple(chunk.layers), chunk.tables, chunk.layer_table)
         except FAULTS:
             return False
-        self._put_blocks(chunk)
+        self._write_blocks(chunk)
         return True
-
-    def _is_old(self, source: Source) -> bool:
-        return self._store.ttl_s is not None and abs(time.time() - source.stat.created) > self._store.ttl_s
 
     def _use(self, key: ChunkKey, important_ratio: float) -> None:
         if isinstance(self._tier, BoundedTier) and self._tier.reads_importance:
-            self._tier.use(self._name(key), min(1.0, max(0.0, important_ratio)))
+            self._tier.use(self.block_name(key.digest), min(1.0, max(0.0, important_ratio)))
 
-    def _count(self, key: ChunkKey, source: Source | None, fault: BaseException) -> bool:
-        """Count a fault, and remove what is damaged; what is sealed otherwise too, for the name is ours alone."""
+    def _refuse(self, key: ChunkKey, source: Source | None, fault: BaseException) -> bool:
+        """Count a fault, and remove what can never become good, as `TierStack.refuse` does."""
         self.faults[fault.reason if isinstance(fault, EntryFault) else type(fault).__name__] += 1
         is_damaged = isinstance(fault, EntryFault) and (fault.corrupt or fault.reason == "secret")
         if is_damaged:
             with contextlib.suppress(OSError):
-                self._tier.delete(self._name(key), source)
+                self._tier.delete(self.block_name(key.digest), source)
         return is_damaged
-
-    def _name(self, key: ChunkKey) -> str:
-        return self._named(key.digest)
-
-    def _named(self, digest: str) -> str:
-        called = keyed(self._store.secret, "name", digest)
-        return f"{self._space}/{called[:2]}/{called}"
 
 
 def _lost(digest: str) -> ChunkKV:

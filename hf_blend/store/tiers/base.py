@@ -16,7 +16,17 @@ from typing import ClassVar, Protocol
 
 from ...errors import ConfigError, HfBlendError
 
-__all__ = ["BytesSource", "EntryFault", "ObjectStat", "Source", "Tier", "as_fault", "check_name", "is_name"]
+__all__ = [
+    "BytesSource",
+    "EntryFault",
+    "ObjectStat",
+    "Source",
+    "Tier",
+    "WrappedTier",
+    "as_fault",
+    "check_name",
+    "is_name",
+]
 
 _NAME = re.compile(r"[0-9a-f]{2}/[0-9a-f]{2}/[0-9a-f]{64}")
 
@@ -206,6 +216,68 @@ class Tier(ABC):
 
     def close(self) -> None:  # noqa: B027 (may do nothing)
         """Let go of connections and threads; what was stored stays. Closing twice is allowed."""
+
+
+class WrappedTier(Tier):
+    """Does what the tier behind does."""
+
+    def __init__(self, tier: Tier) -> None:
+        self.tier = tier
+        self.name = tier.name
+        self.is_local = tier.is_local
+
+    @property
+    def is_healthy(self) -> bool:
+        """As the tier behind."""
+        return self.tier.is_healthy
+
+    def open(self, name: str) -> Source | None:
+        """As the tier behind."""
+        return self.tier.open(name)
+
+    def put_if_absent(self, name: str, parts: Sequence[memoryview]) -> bool:
+        """As the tier behind."""
+        return self.tier.put_if_absent(name, parts)
+
+    def replace(self, name: str, parts: Sequence[memoryview]) -> None:
+        """As the tier behind."""
+        self.tier.replace(name, parts)
+
+    def delete(self, name: str, source: Source | None = None) -> bool:
+        """As the tier behind."""
+        return self.tier.delete(name, source)
+
+    def names(self, space: str) -> frozenset[str]:
+        """As the tier behind."""
+        return self.tier.names(space)
+
+    def stat(self, name: str) -> ObjectStat | None:
+        """As the tier behind."""
+        return self.tier.stat(name)
+
+    def contains(self, name: str) -> bool:
+        """As the tier behind."""
+        return self.tier.contains(name)
+
+    def listing(self) -> Iterator[tuple[str, ObjectStat]]:
+        """As the tier behind."""
+        return self.tier.listing()
+
+    def set_pin(self, name: str, pinned: bool) -> None:
+        """As the tier behind."""
+        self.tier.set_pin(name, pinned)
+
+    def pins(self) -> frozenset[str]:
+        """As the tier behind."""
+        return self.tier.pins()
+
+    def remove_orphans(self) -> int:
+        """As the tier behind."""
+        return self.tier.remove_orphans()
+
+    def close(self) -> None:
+        """As the tier behind."""
+        self.tier.close()
 
 
 def check_name(name: str) -> str:

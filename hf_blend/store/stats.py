@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""What happened in a store: counts by kind and name, and each warning once."""
+"""What happened in a store: counts by kind and name, times by stage, and each warning once."""
 
 import contextlib
 import logging
@@ -21,10 +21,10 @@ class StoreStats:
     """Counts that threads may share, grouped as `hits`, `misses` and so on."""
 
     def __init__(self) -> None:
-        self._counts: Counter[tuple[str, str]] = Counter()
-        self._seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
+        self.counts: Counter[tuple[str, str]] = Counter()
+        self.lock = new_lock()  # held around each change of `counts`
+        self._seconds: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._warned: set[str] = set()
-        self._lock = new_lock()
 
     @contextlib.contextmanager
     def timed(self, stage: str, name: str) -> Iterator[None]:
@@ -33,31 +33,27 @@ class StoreStats:
         try:
             yield
         finally:
-            with self._lock:
-                self._seconds[stage, name] += time.perf_counter() - began_s
+            with self.lock:
+                self._seconds[stage][name] += time.perf_counter() - began_s  # type: ignore[assignment]
 
     def seconds(self) -> dict[str, dict[str, float]]:
         """Time by stage and name, in seconds."""
-        with self._lock:
-            stages = {stage for stage, _ in self._seconds}
-            return {
-                stage: {name: value for (one, name), value in sorted(self._seconds.items()) if one == stage}
-                for stage in sorted(stages)
-            }
+        with self.lock:
+            return {stage: dict(sorted(times.items())) for stage, times in sorted(self._seconds.items())}
 
     def count(self, group: str, name: str, by: int = 1) -> None:
         """Add to one count."""
-        with self._lock:
-            self._counts[group, name] += by
+        with self.lock:
+            self.counts[group, name] += by
 
     def group(self, group: str) -> dict[str, int]:
-        """The counts of one group, by name."""
-        with self._lock:
-            return {name: count for (kind, name), count in sorted(self._counts.items()) if kind == group and count}
+        """Give the counts of one group, by name."""
+        with self.lock:
+            return {name: count for (kind, name), count in sorted(self.counts.items()) if kind == group and count}
 
     def warn_once(self, text: str) -> None:
         """Log a warning unless the same was logged before."""
-        with self._lock:
+        with self.lock:
             known = text in self._warned or len(self._warned) >= _MAX_WARNED
             self._warned.add(text)
         if not known:

@@ -5,8 +5,7 @@
 import threading
 import time
 
-from .tiers.base import Source, Tier
-from .wrapped import WrappedTier
+from hf_blend.store.tiers.base import Source, Tier, WrappedTier
 
 __all__ = ["ThrottledTier"]
 

@@ -1,0 +1,254 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""The chunk store that users open: a store, and what computes its chunks with a model."""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from torch import nn
+
+from . import plugins
+from .errors import ConfigError, PromptError, suggest
+from .store.chunk import ChunkKey
+from .store.limits import Limits
+from .store.location import open_tiers
+from .store.seal import check_secret
+from .store.store import BaseStore
+
+__all__ = ["ChunkStore"]
+
+ADD_S = 3600.0  # `add` waits for tiers as long as they take; each call to one has a deadline of its own
+_DURABILITIES = ("full", "none")
+Kind = TypeVar("Kind", bound="ChunkStore")
+
+
+class ChunkStore(BaseStore):
+    """KV of chunks by what they were computed from. Open one with `ChunkStore.open`; threads may share it."""
+
+    _prefetcher: ThreadPoolExecutor | None = None
+
+    @classmethod
+    def open(
+        cls,
+        location: str | Path | None = None,
+        *,
+        memory_bytes: int | None = None,
+        disk_bytes: int | None = None,
+        device: str | None = None,
+        device_bytes: int = 0,
+        remote: str | None = None,
+        remote_deadline_s: float | None = None,
+        remote_queue_bytes: int = 1 << 30,
+        eviction: str = "lru",
+        namespace: str = "",
+        quota_bytes: int | None = None,
+        ttl_s: float | None = None,
+        durability: str = "full",
+        secret: bytes | None = None,
+        codec: str = "raw",
+        partial: float | Mapping[str, float] | None = None,
+        placement: str | None = None,
+    ) -> Self:
+        """Open a store, making it if it does not exist.
+
+        Args:
+            location: a directory; "memory://" keeps nothing on disk; a URL such as "s3://bucket/folder" or
+                "redis://host" keeps chunks there and in memory; None is `$HF_BLEND_HOME`, or else the assets folder
+                of the Hugging Face cache.
+            memory_bytes: most that the memory tier may hold; None is a quarter of what is available.
+            disk_bytes: most that the directory may hold, all namespaces together; None is what it holds now and half
+                of what is free.
+            device: where `device_bytes` are held, such as "cuda".
+            device_bytes: most that is held on the device.
+            remote: URL of a tier behind the disk, shared with other machines.
+            remote_deadline_s: how long a call to it may take besides its transfer, before it is left alone until it
+                answers again; None is 1 for Redis and 5 for others.
+            remote_queue_bytes: most that may wait to be written to it; what does not fit is dropped and counted. With
+                0 nothing waits there: `put` returns when the remote tier has the chunk, or has refused it.
+            eviction: name of the policy that says which chunk leaves a full tier.
+            namespace: keeps tenants apart: no chunk is seen from another namespace.
+            quota_bytes: most that this namespace may hold in each tier; None is up to the cap.
+            ttl_s: age in seconds at which a chunk is no longer used; None is never.
+            durability: "full" makes a stored chunk survive a power loss, "none" is for scratch; neither ever gives
+                wrong KV.
+            secret: where others may write to the store, bytes such as `secrets.token_bytes(32)`: signs what is
+                stored, hides its names, and refuses what is not signed so; see docs/security.md.
+            codec: "raw" keeps K and V bit for bit; "bf16" takes half the bytes of float32, "int8" half of bfloat16,
+                "int4" less than a third, and a chunk is then used as it was rounded, from memory too. Entries of any
+                are read.
+            partial: share of a chunk's blocks that a request loads, chosen by its question (IMPRESS); the columns of
+                the others are seen by nobody. A mapping sets `share` (0.25), `alpha` (0.6, the exponent of the
+                threshold above which probe heads agree), `fallback` ("whole" loads all of a layer whose heads do not
+                agree; "values" the keys of all heads, and of each head the values of the blocks that it looks at),
+                `block_tokens` (16) and `reorder` (True: tokens that get attention are written into blocks together,
+                beside requests). Blocks are kept beside the chunks, each in half of `disk_bytes`; None loads chunks
+                whole.
+            placement: "disk" or "remote" keeps each chunk in one of the tiers that keep bytes instead of in all of
+                them: new chunks go to this one, what a full disk evicts moves to the remote tier, and what is read
+                from there moves back where the disk is the placement. Every move writes before it deletes. What is
+                held in memory is a copy for this process. A chunk that moves to this machine's disk leaves the
+                others', and a full disk waits for the remote tier. What a remote tier refuses, as where it is full,
+                is kept on the disk; `rebalance` moves it later. None keeps a copy in every tier.
+
+        Returns:
+            The store.
+
+        Raises:
+            ConfigError: an argument is out of range, or the location is of a kind that does not exist.
+            StoreError: nothing can be kept at the location.
+        """
+        limits = Limits(memory_bytes, disk_bytes, device_bytes, quota_bytes, ttl_s, eviction, remote_queue_bytes)
+        limits.check()
+        if partial is not None and disk_bytes is not None:
+            limits = replace(limits, disk_bytes=disk_bytes // 2)
+        check_secret(secret)
+        if durability not in _DURABILITIES:
+            raise ConfigError(f"no durability named {durability!r}. {suggest(str(durability), _DURABILITIES)}")
+        plugins.load("store.codecs", codec)
+        root, tiers = open_tiers(location, remote, durable=durability == "full", deadline_s=remote_deadline_s)
+        blocks = root / "blocks" if root else None
+
+        def make(kind: type[Kind]) -> Kind:
+            return kind(
+                limits.memories(device),
+                tiers,
+                namespace=namespace,
+                index=root / "index" if root else None,
+                limits=limits,
+                secret=secret,
+                codec=codec,
+                placement=placement,
+            )
+
+        if partial is None:
+            opened = make(cls)
+            opened._blocks = blocks
+            return opened
+        if root is None and any(not tier.is_local for tier in tiers):
+            raise ConfigError(
+                f"partial={partial!r} came with a location that is a URL, expected a directory: blocks are read from "
+                "a disk. Give a directory, and remote=URL."
+            )
+        settings = dict(partial) if isinstance(partial, Mapping) else {"share": partial}
+        in_part: Self = plugins.load("sparse.partial", "impress")().open(make, blocks, limits, **settings)
+        return in_part
+
+    def add(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        chunks: Sequence[str | Sequence[int]],
+        *,
+        chunk_prefix_ids: Sequence[int] | None = None,
+    ) -> list[ChunkKey]:
+        """Compute and store chunks ahead of time; those that are stored already cost nothing.
+
+        Unlike `put`, this returns when every tier that answers has the chunks.
+
+        Args:
+            model: the model that will use them.
+            tokenizer: for chunks that are text; None if all are ids.
+            chunks: texts or token ids, none empty.
+            chunk_prefix_ids: tokens before each chunk while it is computed; None is the model's BOS, if any.
+
+        Returns:
+            The keys of the chunks, in their order.
+
+        Raises:
+            PromptError: `chunks` is not a list, or a chunk is empty, too long for the model, or holds a token that
+                stands for an image.
+            StoreError: a chunk's KV holds NaN or infinity.
+            UnsupportedModelError: the model has hooks of others, is wrapped, or changes while it is used.
+        """
+        from .model.canary import compute_chunks, packs
+        from .model.capture import check_chunk
+        from .prompt.pieces import tokenizer_digest
+
+        keys = self.keys(model, tokenizer, chunks, chunk_prefix_ids=chunk_prefix_ids)
+        for number, key in enumerate(keys):
+            check_chunk(model, key.token_ids, key.chunk_prefix_ids, f"chunk {number}")
+        texts = {key for key, chunk in zip(keys, chunks, strict=True) if isinstance(chunk, str)}
+        missing = [key for key in dict.fromkeys(keys) if not self.contains(key)]
+        for pack in packs(model, missing):
+            pack = [key for key in pack if not self.contains(key)]  # another process may have been faster
+            for chunk in compute_chunks(model, pack) if pack else ():
+                known = tokenizer_digest(tokenizer) if chunk.key in texts else ""
+                self._put(replace(chunk, tokenizer=known), wait_s=ADD_S)
+        self.flush(ADD_S)
+        return keys
+
+    def prefetch(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        chunks: Sequence[str | Sequence[int]],
+        *,
+        chunk_prefix_ids: Sequence[int] | None = None,
+    ) -> Future[int]:
+        """Bring the chunks of a coming request into memory on another thread, from whatever tier has them.
+
+        They are read and verified as by `get`, one after the other, and leave memory by its eviction as others do. A
+        request need not wait for it: a chunk that is not there yet is read by the request itself.
+
+        Args:
+            model: the model that will use them.
+            tokenizer: for chunks that are text; None if all are ids.
+            chunks: texts or token ids; those that are not stored stay so.
+            chunk_prefix_ids: as in `add`.
+
+        Returns:
+            How many chunks were brought, once it is known; those that were in memory already are not counted.
+
+        Raises:
+            PromptError: `chunks` is not a list.
+        """
+        keys = self.keys(model, tokenizer, chunks, chunk_prefix_ids=chunk_prefix_ids)
+        if self._prefetcher is None:
+            self._prefetcher = ThreadPoolExecutor(1, thread_name_prefix="hf_blend-prefetch")
+        return self._prefetcher.submit(self._bring, list(dict.fromkeys(keys)))
+
+    def _bring(self, keys: Sequence[ChunkKey]) -> int:
+        away = (key for key in keys if not self._stack.is_held(key.digest) and self._stack.contains(key.digest))
+        return sum(self.get(key) is not None for key in away)
+
+    def keys(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        chunks: Sequence[str | Sequence[int]],
+        *,
+        chunk_prefix_ids: Sequence[int] | None = None,
+    ) -> list[ChunkKey]:
+        """The keys under which `add` would store chunks; nothing is computed.
+
+        Args:
+            model: as in `add`.
+            tokenizer: as in `add`.
+            chunks: as in `add`.
+            chunk_prefix_ids: as in `add`.
+
+        Returns:
+            The keys, in the order of the chunks.
+
+        Raises:
+            PromptError: `chunks` is not a list.
+        """
+        from .model.anatomy import default_sink
+        from .model.fingerprint import fingerprint
+        from .prompt.pieces import tokenize
+
+        if isinstance(chunks, str):
+            raise PromptError(f"chunks is the text {chunks!r:.60}, expected a list of chunks. Write [text].")
+        identity = fingerprint(model)
+        sink = default_sink(model) if chunk_prefix_ids is None else tuple(chunk_prefix_ids)
+        return [ChunkKey(identity, sink, tokenize(tokenizer, chunk), self.namespace) for chunk in chunks]
+
+    def close(self) -> None:
+        """Flush for 30 s at most, save the index, and let go of memory and connections; closing twice is allowed."""
+        if self._prefetcher is not None:
+            self._prefetcher.shutdown(cancel_futures=True)
+            self._prefetcher = None
+        super().close()

@@ -1,0 +1,161 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Verified chunks ready to use, in the memory of the machine or of a device."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from .budget import Budget
+from .chunk import ChunkKey, ChunkKV, Layout
+from .eviction.base import EvictionPolicy
+from .guard import Guard
+from .stats import StoreStats
+
+__all__ = ["MemoryCache", "available_bytes", "default_memory_bytes"]
+
+_MAX_DEFAULT_BYTES = 64 << 30
+FILES = {"": ("", "memory.max"), "memory": ("memory", "memory.limit_in_bytes")}  # by controller: cgroup v2, v1
+
+
+class MemoryCache(Budget):
+    """Chunks by digest, together never larger than the cap, or than the one chunk that was put last."""
+
+    def __init__(
+        self,
+        cap_bytes: int,
+        policy: EvictionPolicy,
+        *,
+        name: str = "memory",
+        device: str | None = None,
+        ttl_s: float | None = None,
+    ) -> None:
+        super().__init__(cap_bytes, policy)
+        self.name, self.device, self.ttl_s = name, device, ttl_s
+        self.stats = StoreStats()
+        self._chunks: dict[str, tuple[ChunkKV, Guard, float]] = {}  # with the time at which it came
+
+    def get(self, key: ChunkKey, layout: Layout | None = None) -> ChunkKV | None:
+        """Find a chunk of a layout, and count the use; one that is too old, written to, or of another layout leaves.
+
+        Each hit takes this way, so that it calls as little as it can.
+        """
+        digest = key.digest
+        with self._lock:
+            if digest not in self._chunks:
+                return None
+            chunk, guard, since_s = self._chunks[digest]
+            if self.ttl_s is not None and time.monotonic() - since_s > self.ttl_s:
+                self.delete(digest)
+                return None
+            if not guard.is_intact():
+                self.delete(digest)
+                self.stats.count("load_failures", f"{self.name}:changed")
+                self.stats.warn_once(f"chunk {digest} was written to after it was handed out, and is read again")
+                return None
+            self._last_s = max(time.time(), self._last_s + 1e-6)
+            self.policy.use(digest, self._last_s)
+            if chunk.key is not key and chunk.key != key:
+                return None
+            if layout is not None and chunk.__dict__.get("_fits") is not layout and not chunk.fits(layout):
+                self.delete(digest)
+                self.stats.count("load_failures", f"{self.name}:layout")
+                return None
+            with self.stats.lock:
+                self.stats.counts["hits", self.name] += 1
+            return chunk
+
+    def peek(self, digest: str) -> ChunkKV | None:
+        """Give a chunk without using it; None if it is not there, or was written to."""
+        with self._lock:
+            chunk, guard, _ = self._chunks.get(digest, (None, None, 0.0))
+            return chunk if guard is not None and guard.is_intact() else None
+
+    def contains(self, digest: str) -> bool:
+        """Return True if a chunk is there, without using it."""
+        with self._lock:
+            held = self._chunks.get(digest)
+            return held is not None and (self.ttl_s is None or time.monotonic() - held[2] <= self.ttl_s)
+
+    def put(self, chunk: ChunkKV) -> list[str]:
+        """Take a chunk, unless what is pinned or protected leaves no room for it; gives what had to leave."""
+        digest = chunk.key.digest
+        if not self._cap_bytes:
+            return []
+        chunk = chunk.stacked()
+        with self._lock:
+            self.delete(digest)
+            gone = self._make_room(chunk.nbytes)
+            if self.fits(chunk.nbytes) or not self._chunks:
+                mine = chunk.to(self.device) if self.device else chunk
+                self._chunks[digest] = mine, Guard(mine.buffers()), time.monotonic()
+                self.add(digest, chunk.nbytes)
+            return gone
+
+    @contextlib.contextmanager
+    def reserve(self, nbytes: int) -> Iterator[list[str]]:
+        """Count bytes that are about to be loaded, and make room for them first; yields what had to leave."""
+        with self._lock:
+            gone = self._make_room(nbytes) if self._cap_bytes else []
+            self._in_flight_bytes += nbytes
+        try:
+            yield gone
+        finally:
+            with self._lock:
+                self._in_flight_bytes -= nbytes
+
+    def delete(self, digest: str) -> bool:
+        """Drop a chunk; False if it was not there."""
+        with self._lock:
+            self.remove(digest)
+            return self._chunks.pop(digest, None) is not None
+
+    def clear(self) -> None:
+        """Drop everything."""
+        with self._lock:
+            for digest in list(self._chunks):
+                self.delete(digest)
+
+    def _make_room(self, nbytes: int) -> list[str]:
+        gone = self.victims(nbytes)
+        for digest in gone:
+            self.delete(digest)
+        return gone
+
+
+def default_memory_bytes() -> int:
+    """A quarter of the memory that is available now, at most 64 GiB."""
+    return min(available_bytes() // 4, _MAX_DEFAULT_BYTES)
+
+
+def available_bytes(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """What the machine has left, or less: what the container or unit leaves to this process."""
+    import psutil
+
+    taken = psutil.Process().memory_info().rss
+    left = [limit - taken for limit in _limits(groups, own)]
+    return max(0, min([int(psutil.virtual_memory().available), *left]))
+
+
+def _limits(groups: Path, own: Path) -> Iterator[int]:
+    """Give the limits of the groups of this process and of those around them."""
+    try:
+        lines = own.read_text("utf-8").splitlines()
+    except OSError:
+        return  # no Linux
+    for line in lines:
+        controllers, _, path = line.partition(":")[2].partition(":")
+        for folder, file in [FILES[one] for one in controllers.split(",") if one in FILES]:
+            at = groups / folder / path.strip("/")
+            for group in (at, *at.parents):
+                text = _text(group / file) if group.is_relative_to(groups) else ""
+                if text.isdecimal():
+                    yield int(text)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8").strip()
+    except OSError:
+        return ""
