@@ -52,15 +52,15 @@ class EvictionPolicy(ABC):
 
     def victims(self) -> Iterator[str]:
         """Walk over all objects, the one that should leave first first; nothing may be used or forgotten meanwhile."""
-        seen: list[tuple[float, str]] = []
+        passed: list[tuple[float, str]] = []
         try:
             while self._heap:
                 score, name = heapq.heappop(self._heap)
-                if name in self._states and self._states[name][0] == score and (score, name) not in seen[-1:]:
-                    seen.append((score, name))
+                if name in self._states and self._states[name][0] == score and (score, name) not in passed[-1:]:
+                    passed.append((score, name))
                     yield name
         finally:
-            for item in seen:
+            for item in passed:
                 heapq.heappush(self._heap, item)
 
     def states(self) -> dict[str, State]:
