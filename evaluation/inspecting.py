@@ -102,7 +102,7 @@ class Inspector:
         def hear(layer: int, seen: Attention, weights: Tensor) -> None:
             attention.append(weights[0, :, -self._rows :])
 
-        cache.listener = AttentionObserver(hear) if self._rows else None
+        cache.observer = AttentionObserver(hear) if self._rows else None
         inputs = inputs_of(cache, self._tokenizer, self._pieces)
         self._model(**inputs, past_key_values=cache, logits_to_keep=1)
         self._ids = inputs["input_ids"][0].tolist()

@@ -50,4 +50,3 @@ def prefilled(model, *requests, store=None, **settings):
     """The cache behind a blended prefill, its last logits, and the inputs."""
     cache, inputs = prepared(model, *requests, store=store, **settings)
     return cache, prefill(model, inputs, cache), inputs
-

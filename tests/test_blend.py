@@ -431,7 +431,7 @@ def test_states_of_another_chunk_are_refused_and_computed_fresh(shared_model, pi
     wanted, _ = full(model, requests, SplicingCache(layers, lies, {CHECK: 0.3}))
     assert_close(got, wanted)
     assert cache.report.refused_chunks == 1
-    assert "is computed anew" in caplog.text
+    assert "is computed again" in caplog.text
 
 
 def test_with_every_chunk_refused_the_request_is_a_full_prefill(shared_model, pieces, blend):

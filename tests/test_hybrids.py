@@ -17,6 +17,7 @@ from transformers import DynamicCache
 
 from hf_blend import BlendCache, ChunkStore, ConfigError, UnsupportedModelError, observer, plugins, sparse_decoding
 from hf_blend.cache.blend_cache import IGNORES_STATES
+from hf_blend.cache.indexed_layer import IndexedKind
 from hf_blend.context.continuing import continuing
 from hf_blend.context.sequence_cache import SequenceCache
 from hf_blend.model import mixer
@@ -25,7 +26,6 @@ from hf_blend.model.fingerprint import fingerprint
 from hf_blend.model.mixer import ActiveRows, MixerPass
 from hf_blend.model.mixer_probe import mixers_of
 from hf_blend.prefill import probing
-from hf_blend.prefill.blend import Prefill
 from hf_blend.prefill.realign import Realigner
 from hf_blend.sparse.partial.blocked import encode_blocks
 from hf_blend.store import stack
@@ -123,14 +123,14 @@ def test_question_is_fresh_is_not_judged_where_a_scan_cannot_be_cut(name):
 
 
 def convolution_tail_missing(monkeypatch):
-    lay = Realigner.lay_projections
+    lay = Realigner.write_beside
 
     def without_tails(self, layer, slots, states, *spans):
         lay(self, layer, slots, states, *spans)
         for slot in slots:
             states[slot.row, :, slot.columns.stop - 2 : slot.columns.stop] = 0
 
-    monkeypatch.setattr(Realigner, "lay_projections", without_tails)
+    monkeypatch.setattr(Realigner, "write_beside", without_tails)
 
 
 def fresh_rows_not_written(monkeypatch):
@@ -149,24 +149,23 @@ def fresh_rows_not_written(monkeypatch):
 
 
 def keys_of_the_indexer_unmoved(monkeypatch):
-    monkeypatch.setattr(Realigner, "_turn_beside", lambda *_: None)
+    monkeypatch.setattr(Realigner, "_rotation_beside", lambda *_: None)
 
 
 def stored_keys_at_the_check_layer(monkeypatch):
-    parts = Prefill._parts
-    monkeypatch.setattr(Prefill, "_parts", lambda self, index: parts(self, index) - {"indexer"})
+    monkeypatch.setattr(IndexedKind, "waits_for", lambda *_: {"keys"})
 
 
 def fresh_indexer_keys_not_written(monkeypatch):
-    update = Prefill.update_indexer
+    update = IndexedKind.update_indexer
 
-    def without_the_first(self, index, keys):
-        found = update(self, index, keys)
-        if self._rows is not None:
-            self._indexed[index].scatter_(1, self._rows.columns[:, :4, None].expand(-1, -1, keys.shape[-1]), 0.0)
+    def without_the_first(self, prefill, index, keys, rows):
+        found = update(self, prefill, index, keys, rows)
+        if rows is not None:
+            self._keys.scatter_(1, rows.columns[:, :4, None].expand(-1, -1, keys.shape[-1]), 0.0)
         return found
 
-    monkeypatch.setattr(Prefill, "update_indexer", without_the_first)
+    monkeypatch.setattr(IndexedKind, "update_indexer", without_the_first)
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,10 @@ from hf_blend import BlendCache, ChunkStore, PromptError, UnsupportedModelError,
 from hf_blend.context.reuse import fit
 from hf_blend.context.sequence_cache import SequenceCache
 from hf_blend.model import images
-from hf_blend.model.capture import capture_chunk
+from hf_blend.model.capture import capture_chunk, capture_forward
 from hf_blend.model.fingerprint import fingerprint
 from hf_blend.model.images import ImageEncoder, digest_of
 from hf_blend.model.modality import has_features, other_inputs, placeholder_ids
-from hf_blend.prefill.choice import FullPrefill
 from hf_blend.prefill.images import name_images
 from hf_blend.prefill.input_test import InputTest
 from hf_blend.prefill.probing import AttentionObserver
@@ -151,7 +150,7 @@ def test_selectors_see_attention_and_a_full_prefill_with_the_image_in_it(kind, m
     keys = [keys for index, keys in looked if index == 0]
     assert len(keys) == 2
     assert max(gap(one, true[0].keys) for one in keys) < FLOOR
-    full = FullPrefill(build(kind), "oracle", inputs["input_ids"], None, 0, inputs)()
+    full = capture_forward(build(kind), inputs)[0]
     assert max(gap(one[0], two.keys) for one, two in zip(full.layers, true, strict=True)) == 0
 
 
@@ -653,5 +652,5 @@ def test_keep_beginning_ends_before_an_image_that_another_may_follow():
     cache, ids = BlendCache(build("llava"), filled("llava")), (1, 5, START, IMAGE, 7)
     with torch.no_grad():
         build("llava")(torch.tensor([ids]), past_key_values=cache, logits_to_keep=1)
-    cache._beginning, cache._placeholders = ids, frozenset({START, IMAGE})
+    cache._prompts.beginning, cache._placeholders = ids, frozenset({START, IMAGE})
     assert cache._keep_beginning([TextPrompt((*ids, 8))]) == 2

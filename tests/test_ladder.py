@@ -19,7 +19,7 @@ from hf_blend.context import self_extend, sequence_cache
 from hf_blend.errors import ConfigError, UnsupportedModelError
 from hf_blend.model import hooks
 from hf_blend.model.anatomy import LayerCall
-from hf_blend.prefill import blend, choice, plan, realign, row_masks, rows
+from hf_blend.prefill import blend, plan, realign, row_masks, rows, selection
 from hf_blend.selectors.base import Selector
 from hf_blend.store import entry
 from hf_blend.verify.base import Outcome
@@ -138,25 +138,19 @@ def without_padding(mask: Any, rows: Any, past: int, keys: int, implementation: 
 
 
 def values_shifted(self: Any, layer: int, slots: Any, keys: Any, values: Any) -> None:
-    LAY(self, layer, slots, keys, values)
+    WRITE(self, layer, slots, keys, values)
     for slot in slots:
         values[slot.row, :, slot.columns] = values[slot.row, :, slot.columns].roll(1, dims=1)
 
 
 def store_written(self: Any, layer: int, slots: Any, which: int, states: Any) -> None:
-    LAY_PART(self, layer, slots, which, states)
+    WRITE_PART(self, layer, slots, which, states)
     for slot in slots:
         slot.chunk.layers[layer][which].mul_(1.0001)
 
 
 def stored_coarsely(*arguments: Any) -> list[Any]:
     return [one.map(lambda states: states.bfloat16().to(states.dtype)) for one in COMPUTE_CHUNKS(*arguments)]
-
-
-def only_the_last_of_the_question(self: Any, index: int, seen: Any) -> Any:
-    kept, counts = CHOSEN(self, index, seen)
-    kept[:, -9:-1] = False
-    return kept, [count - 8 for count in counts]
 
 
 class ConstantDigest:
@@ -222,9 +216,9 @@ def as_the_model_has_put_them(source: Any, layer: int, states: Any, old: Any, ne
     return states
 
 
-COMPOSE, ROW_MASK, HIGHEST = realign.compose, row_masks.row_mask, choice.highest
-LAY, LAY_PART = realign.Realigner.lay, realign.Realigner.lay_part
-COMPUTE_CHUNKS, CHOSEN, BEGIN = plan.compute_chunks, blend.Prefill._chosen, blend.Prefill._begin
+COMPOSE, ROW_MASK, HIGHEST = realign.compose, row_masks.row_mask, selection.highest
+WRITE, WRITE_PART = realign.Realigner.write, realign.Realigner.write_part
+COMPUTE_CHUNKS, BEGIN = plan.compute_chunks, blend.Prefill._begin
 TAKE_ROWS, WRITES = LayerCall.take_rows, itertools.count()
 WRITE_STATES, ENDED, LAYER_UPDATE = rows.Rows.write_states, hooks.Entry._ended, layers.BlendLayer.update
 
@@ -233,12 +227,11 @@ BREAKS: list[tuple[str, Any, str, Callable[..., Any]]] = [  # rung, owner, attri
     ("realign_back", realign, "compose", turn_by_half),
     ("realign_sum", realign, "compose", one_step_each),
     ("realign_norm", realign, "compose", stretching_turn),
-    ("realign_values", realign.Realigner, "lay", values_shifted),
+    ("realign_values", realign.Realigner, "write", values_shifted),
     ("layer_0", realign, "compose", one_step_each),
     ("moved_chunk", realign, "compose", one_step_each),
     ("prefix_cache", plan, "compute_chunks", stored_coarsely),
     ("ratio_1", row_masks, "row_mask", looking_ahead),
-    ("ratio_1", blend.Prefill, "_chosen", only_the_last_of_the_question),
     ("ratio_1_batch", row_masks, "row_mask", without_padding),
     ("all_but_one", row_masks, "row_mask", looking_ahead),
     ("ratio_1_states", row_masks, "row_mask", looking_ahead),
@@ -249,10 +242,10 @@ BREAKS: list[tuple[str, Any, str, Callable[..., Any]]] = [  # rung, owner, attri
     ("question_is_fresh", blend.Prefill, "_begin", question_from_a_stale_place),
     ("unchosen_bytes", plan, "compute_chunks", stored_coarsely),
     ("causality", row_masks, "row_mask", looking_ahead),
-    ("store_bytes", realign.Realigner, "lay_part", store_written),
-    ("same_bits", choice, "highest", by_lot),
+    ("store_bytes", realign.Realigner, "write_part", store_written),
+    ("same_bits", selection, "highest", by_lot),
     ("selection", Selector, "count", one_too_few),
-    ("selection", choice, "highest", by_lot),
+    ("selection", selection, "highest", by_lot),
     ("untouched", hooks.Entry, "leave", hold),
     ("untouched_after_error", hooks.Entry, "_ended", left_only_on_success),
     ("two_caches", hooks.Entry, "_own", anyone),
@@ -260,7 +253,7 @@ BREAKS: list[tuple[str, Any, str, Callable[..., Any]]] = [  # rung, owner, attri
     ("whole_shift", sequence_cache.SequenceCache, "_turns", where_they_were),
     ("closed_hole", sequence_cache.SequenceCache, "_turns", where_they_were),
     ("self_extend", self_extend, "_moved", as_the_model_has_put_them),
-    ("stale_entries", blend.Prefill, "_guard", hold),
+    ("stale_entries", blend.Prefill, "check_stored", hold),
     ("stale_entries", None, "fingerprint", lambda model: "0" * 64),
 ]  # fmt: skip
 
@@ -315,7 +308,7 @@ def test_a_window_that_is_forgotten_breaks_a_mistral(monkeypatch):
 
 
 def test_a_stub_that_is_stale_fails_the_rung_but_shows_nothing_here(monkeypatch):
-    monkeypatch.setattr(blend.Prefill, "_chosen", lambda self: None)
+    monkeypatch.setattr(blend.Prefill, "_select", lambda self: None)
     with attending(model_of("llama"), "sdpa"):
         outcome = measure("ratio_1", ModelUnderTest(model_of("llama")), "float32", "sdpa")
     assert (outcome.passed, outcome.tolerance) == (False, None)

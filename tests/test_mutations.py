@@ -34,14 +34,14 @@ def turned_too_far(monkeypatch, _):
 
 def theta_of_the_other_layers(monkeypatch, model):
     """Every layer's keys turned by the table of another kind of layer."""
-    learn, seen = realign.Realigner.learn, {}
+    learn, seen = realign.Realigner.set_table, {}
 
     def wrong(self, layer, table):
         seen.setdefault(id(self), []).append(table)
         others = [other for other in seen[id(self)] if other is not None and table is not None and other is not table]
         learn(self, layer, others[0] if others else table)
 
-    monkeypatch.setattr(realign.Realigner, "learn", wrong)
+    monkeypatch.setattr(realign.Realigner, "set_table", wrong)
 
 
 def changed_mask(monkeypatch, change):

@@ -33,7 +33,7 @@ def plan(planner, *rows, known=None, at_beginning=True):
 
 
 def slots(made):
-    return [(slot.row, slot.start, slot.chunk.key.token_ids, slot.exact) for slot in made.slots]
+    return [(slot.row, slot.start, slot.chunk.key.token_ids, slot.exact) for slot in made.chunks]
 
 
 def test_stored_chunks_are_found_and_what_is_not_stored_is_left(planner):
@@ -68,8 +68,8 @@ def test_columns_are_counted_behind_the_padding(planner):
     made = plan(planner(A), (*BOS, 5, 5, 5, *A, *Q), (*BOS, 5, *A, *Q))
     assert slots(made) == [(0, 4, A, False), (1, 4, A, False)]
     assert made.real.sum(1).tolist() == [14, 12]
-    assert made.where(exact=False)[1].nonzero().flatten().tolist() == list(range(4, 11))
-    assert not made.where(exact=True).any()
+    assert made.reusable[1].nonzero().flatten().tolist() == list(range(4, 11))
+    assert not made.exact.any()
 
 
 def test_the_chunk_that_holds_the_last_token_is_computed(planner):
@@ -79,7 +79,7 @@ def test_the_chunk_that_holds_the_last_token_is_computed(planner):
 def test_behind_tokens_that_are_in_the_cache_nothing_is_exact(planner):
     made = plan(planner(A, B), (*A, *B, *Q), at_beginning=False)
     assert slots(made) == [(0, 0, A, False), (0, 7, B, False)]
-    assert plan(planner(A, sink=()), (*A, *Q), at_beginning=False).where(exact=True).sum() == 0
+    assert plan(planner(A, sink=()), (*A, *Q), at_beginning=False).exact.sum() == 0
 
 
 def test_without_a_sink_the_first_chunk_is_exact_at_the_very_beginning(planner):
@@ -93,19 +93,19 @@ def test_a_prompt_without_stored_chunks_has_no_slot(planner):
 
 def test_a_dropped_slot_is_treated_as_if_it_had_not_been_stored(planner):
     made = plan(planner(A, B), (*BOS, 5, *A, *B, *Q))
-    made.drop(made.slots[0])
-    assert made.where(exact=False)[0].nonzero().flatten().tolist() == list(range(9, 14))
+    made.drop(made.chunks[0])
+    assert made.reusable[0].nonzero().flatten().tolist() == list(range(9, 14))
 
 
 def test_chunks_of_another_namespace_are_not_seen(planner, shared_model):
     one = planner(A, namespace="theirs")
     assert slots(plan(one, (*BOS, 5, *A, *Q))) == [(0, 2, A, False)]
-    assert one._store.namespace == plan(one, (*BOS, 5, *A, *Q)).slots[0].chunk.key.namespace == "theirs"
+    assert one._store.namespace == plan(one, (*BOS, 5, *A, *Q)).chunks[0].chunk.key.namespace == "theirs"
 
 
 def test_numbers_count_the_chunks_of_each_row(planner):
     made = plan(planner(A, B), (*BOS, 5, *A, *B, *Q), (*BOS, 5, *B, *A, *Q))
-    assert [slot.number for slot in made.slots] == [0, 1, 0, 1]
+    assert [slot.number for slot in made.chunks] == [0, 1, 0, 1]
     assert torch.equal(made.real, torch.ones(2, 17, dtype=torch.bool))
 
 
@@ -113,7 +113,7 @@ LONG = tuple(range(20, 60))
 
 
 def parts(made):
-    return [(slot.start, slot.inside.start, slot.tokens, slot.exact) for slot in made.slots]
+    return [(slot.start, slot.inside.start, slot.tokens, slot.exact) for slot in made.chunks]
 
 
 def test_a_chunk_whose_edges_differ_is_reused_inside_and_never_exact(planner):
@@ -131,7 +131,7 @@ def test_the_beginning_of_a_chunk_right_behind_its_sink_is_exact_whatever_follow
 
 
 def test_a_part_of_a_chunk_gives_the_stored_values_of_just_these_tokens(planner):
-    slot = plan(planner(LONG), (*BOS, 7, *LONG[2:], *Q)).slots[0]
+    slot = plan(planner(LONG), (*BOS, 7, *LONG[2:], *Q)).chunks[0]
     for layer, (keys, values) in enumerate(slot.chunk.layers):
         assert torch.equal(slot.states(layer)[0], keys[:, 2:])
         assert torch.equal(slot.states(layer)[1], values[:, 2:])

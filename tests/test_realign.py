@@ -44,9 +44,9 @@ def laid(model, chunk, start, total, slots=None):
     tables = capture(model, torch.full((1, total), 5)).tables
     realigner, states = Realigner(rotary_styles(model), BlendReport()), []
     for layer, (keys, values) in enumerate(chunk.layers):
-        realigner.learn(layer, tables[layer])
+        realigner.set_table(layer, tables[layer])
         whole = tuple(torch.full((1, part.shape[0], total, part.shape[2]), 7.0) for part in (keys, values))
-        realigner.lay(layer, slots or [PlacedChunk(0, start, chunk, False, 0)], *whole)
+        realigner.write(layer, slots or [PlacedChunk(0, start, chunk, False, 0)], *whole)
         states.append(whole)
     return realigner, states
 
@@ -132,9 +132,9 @@ def test_each_row_of_a_batch_turns_by_its_own_positions(shared_model):
     places = torch.stack((torch.arange(60), (torch.arange(60) - 15).clamp_min(0)))
     table = model.model.rotary_emb(torch.zeros(1), places)
     realigner = Realigner(rotary_styles(model), BlendReport())
-    realigner.learn(0, table)
+    realigner.set_table(0, table)
     keys, values = (torch.zeros(2, part.shape[0], 60, part.shape[2]) for part in chunk.layers[0])
-    realigner.lay(0, [PlacedChunk(0, 20, chunk, False, 0), PlacedChunk(1, 20, chunk, False, 0)], keys, values)
+    realigner.write(0, [PlacedChunk(0, 20, chunk, False, 0), PlacedChunk(1, 20, chunk, False, 0)], keys, values)
     for row, start in enumerate((20, 5)):
         _, alone = laid(model, chunk, start, 60)
         assert torch.equal(keys[row, :, 20:50], alone[0][0][0, :, start : start + 30])
@@ -143,7 +143,7 @@ def test_each_row_of_a_batch_turns_by_its_own_positions(shared_model):
 def test_the_first_table_of_a_layer_is_kept(shared_model):
     model, chunk = shared_model(), capture_chunk(shared_model(), CHUNK, (1,), "f")
     realigner, states = laid(model, chunk, 20, 60)
-    realigner.learn(0, model.model.rotary_emb(torch.zeros(1), torch.arange(100, 160)[None]))
+    realigner.set_table(0, model.model.rotary_emb(torch.zeros(1), torch.arange(100, 160)[None]))
     keys, _ = realigner.moved(0, PlacedChunk(0, 20, chunk, False, 0), *chunk.layers[0])
     assert torch.equal(keys, states[0][0][0, :, 20:50])
 
@@ -179,7 +179,7 @@ def test_many_chunks_are_moved_by_as_many_kernels_as_few(shared_model):
         slots = [PlacedChunk(0, 1 + 10 * number, chunk, False, number) for number, chunk in enumerate(chunks[:count])]
         realigner, states = laid(model, chunks[0], 0, 130, slots)
         with KernelCount().counting() as counted:
-            realigner.lay(2, slots, *states[2])
+            realigner.write(2, slots, *states[2])
         calls.append((counted.kernels, counted.syncs))
     assert calls[0] == calls[1]
     assert not calls[0][1]

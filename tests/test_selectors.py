@@ -261,7 +261,7 @@ LOOKING = ("auto", "dependency", "query-attention", "attention-x-deviation", "in
 def blended(model, tokenizer, request, hear=None, **settings):
     """One prefill; gives the cache and the logits behind the prompt."""
     cache = BlendCache(model, ChunkStore.open("memory://"), **settings)
-    cache.listener = None if hear is None else AttentionObserver(hear)
+    cache.observer = None if hear is None else AttentionObserver(hear)
     inputs = cache.inputs(tokenizer, **request)
     output = model.generate(
         **inputs, past_key_values=cache, max_new_tokens=1, do_sample=False, output_logits=True,

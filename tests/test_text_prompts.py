@@ -297,5 +297,5 @@ def test_of_published_passages_nearly_all_is_reused_however_they_are_joined(name
         ids = tokenizer(f"Answer.\n\n{joined(texts)}\n\nQuestion:")["input_ids"]
         made = planner.plan([ids], [0], len(ids), None, True)
         stored = sum(len(tokenize(tokenizer, text)) for text in texts)
-        assert sum(slot.tokens for slot in made.slots if not slot.exact) >= 0.97 * stored, join
-        assert len({slot.chunk.key for slot in made.slots}) >= len(texts), join
+        assert sum(slot.tokens for slot in made.chunks if not slot.exact) >= 0.97 * stored, join
+        assert len({slot.chunk.key for slot in made.chunks}) >= len(texts), join

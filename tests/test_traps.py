@@ -20,7 +20,6 @@ from hf_blend import BlendCache, ChunkStore
 from hf_blend.model.anatomy import decoder_layers
 from hf_blend.model.identity.watch import StructureWatch
 from hf_blend.prefill import blend
-from hf_blend.prefill.places import PastTokens
 from hf_blend.rotary.regime import frequency_regime, stretches
 from hf_blend.verify.zoo import tiny_model as zoo_model
 
@@ -137,7 +136,7 @@ def test_queries_that_are_scaled_by_their_place_are_scaled_by_their_own(requests
     for attention in ("eager", "sdpa"):
         model.set_attn_implementation(attention)
         assert error(model, *requests) <= 1e-5
-    monkeypatch.setattr(blend, "PastTokens", type("Plain", (), {"before": staticmethod(lambda past, _: past)}))
+    monkeypatch.setattr(blend.Prefill, "past", property(lambda self: self.context.past))
     assert error(model, *requests) > 1e-3, "the trap: they count from the number of past tokens on"
 
 
@@ -158,21 +157,6 @@ def test_a_scale_by_position_ids_follows_the_rows():
         "llama_4_scaling_beta": 0.5, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
     }  # fmt: skip
     assert error(zoo_model("ministral3", rope_parameters=rope), PIECES) <= 1e-5
-
-
-def test_the_number_of_past_tokens_is_a_number_to_everybody_else():
-    past = PastTokens.before(10, torch.tensor([[0, 3, 4]]))
-    assert (past, past + 1, past == 10) == (10, 11, True)
-    assert (torch.arange(3) + past).tolist() == [10, 13, 14]
-    assert (past + torch.arange(3)).tolist() == [10, 13, 14]
-    assert (torch.arange(4) + past).tolist() == [10, 11, 12, 13], "another count"
-    assert (torch.tensor([5, 6, 7]) + past).tolist() == [15, 16, 17], "no count"
-    assert (torch.arange(3.0) * past).tolist() == [0.0, 10.0, 20.0]
-    assert torch.arange(past, past + 2).tolist() == [10, 11]
-    assert torch.full((2,), 1.0).mul(past).tolist() == [10.0, 10.0]
-    unlike = torch.arange(2) + PastTokens.before(1, torch.tensor([[0, 1], [0, 5]]))
-    assert (unlike.float() * 2).view((1, 2, 1, 1)).flatten(1).tolist() == [[2.0, 4.0], [2.0, 12.0]]
-    assert type(unlike.view(1, 2)) is torch.Tensor
 
 
 def test_a_prefix_computed_by_short_factors_is_not_exact_in_a_long_prompt():

@@ -141,7 +141,7 @@ class _Bench:
     @staticmethod
     def _reused(plan: Plan) -> dict[Any, int]:
         """Tokens of each chunk that have their place in a plan; a passage that is there twice counts once."""
-        return {slot.chunk.key: slot.tokens for slot in plan.slots}
+        return {placed.chunk.key: placed.tokens for placed in plan.chunks}
 
 
 def _is_in(ids: np.ndarray, chunk: Sequence[int]) -> bool:

@@ -16,7 +16,7 @@ import copy
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
@@ -32,38 +32,24 @@ from ..model.anatomy import LayerCall, decoder_layers, default_sink, has_indexer
 from ..model.fingerprint import fingerprint, structure_digest
 from ..model.flops import layer_costs
 from ..model.hooks import Entry
-from ..model.identity.canonical import refuse_arguments, refuse_request_state, refuse_wrapper
+from ..model.identity.canonical import refuse_request_state, refuse_wrapper
 from ..model.images import PIXELS
 from ..model.mixer_probe import mixers_of
-from ..model.modality import has_features, other_inputs, placeholder_ids, refuse_placeholders
+from ..model.modality import has_features, placeholder_ids, refuse_placeholders
 from ..model.own_cache import fitted
 from ..model.placement import input_device
 from ..model.quantised import silence_casts
 from ..model.trust import ensure_trusted
 from ..prefill.advice import Advice
-from ..prefill.blend import Prefill
-from ..prefill.choice import Chooser, FullPrefill
-from ..prefill.context import PrefillContext
-from ..prefill.correcting import Repair
+from ..prefill.blend import Prefill, PrefillContext
 from ..prefill.images import PromptImages, name_images, refuse_beside_images
 from ..prefill.input_test import InputTest
-from ..prefill.mixers import keeps_keys
 from ..prefill.notices import other_tokenizers, too_small, why_nothing_found
 from ..prefill.plan import Plan, Planner
 from ..prefill.probing import AttentionObserver, run_probe
 from ..prefill.realign import Realigner
 from ..prefill.report import BlendReport
-from ..prefill.request import (
-    PADDED_INSIDE,
-    UNSEEN,
-    NewTokens,
-    PendingPrompt,
-    check_new,
-    new_tokens,
-    real_tokens,
-    why_plain,
-    with_plain_mask,
-)
+from ..prefill.request import PendingPrompt, Request
 from ..prompt.content import is_content
 from ..prompt.messages import build_messages
 from ..prompt.pieces import (
@@ -98,6 +84,28 @@ IGNORES_STATES = ("jamba", "zamba")  # in transformers 5.17 to 5.23; `StateCheck
 @cache
 def _warn_once(reason: str, what: str = "no stored chunk is reused: ") -> None:
     logger.warning("%s%s", what, reason)
+
+
+@dataclass
+class KnownPrompts:
+    """What a cache knows of the prompts that it holds or expects."""
+
+    pending: PendingPrompt = field(default_factory=PendingPrompt)
+    history: History = field(default_factory=History)
+    beginning: tuple[int, ...] = ()  # ids of the prompt that the cache begins with, where they are known
+    tokenizer: str = ""  # digest of the one that made the prompt
+    images: PromptImages | None = None  # of the prompt that is expected, by their names
+
+
+@dataclass
+class BlendedForward:
+    """A forward that is a blended prefill, and what takes it back after a failure."""
+
+    prefill: Prefill
+    snapshots: list[Any]
+    mixer_states: list[Any]
+    pending: PendingPrompt
+    report: BlendReport
 
 
 def trial_cache(model: nn.Module, **settings: Any) -> "BlendCache":
@@ -167,40 +175,28 @@ class BlendCache(MaskedDecode):
         )
         refuse_placeholders(model, self.chunk_prefix_ids, "chunk_prefix_ids")
         self._placeholders = placeholder_ids(model.config)
-        self._beyond_text: dict[str, Any] | None = None  # arguments of a forward that brings more than text
         self.report = BlendReport(self.config.recompute_ratio)
         silence_casts(model, self, digest)
         self._styles = ensure_trusted(model, trial_cache, self.config.allow_unverified, digest)
         self._mixers = mixers_of(model, digest)
         self._check_ms = 1e3 * (time.perf_counter() - began_s)  # until a report says it
         self._entry = Entry(self, model, layers)
-        self._fusor: Prefill | None = None
-        self.listener: AttentionObserver | None = None  # is given every layer's attention in a blended forward
-        self._coming, self._resume, self._reported = (
-            PendingPrompt(),
-            PendingPrompt(),
-            self.report,
-        )  # what a failure brings back
-        self._images: PromptImages | None = None  # of the prompt that is expected, by their names
-        self._history = History()
-        self._beginning: tuple[int, ...] = ()  # ids of the prompt that the cache begins with, where they are known
-        self._tokenizer = ""  # digest of the one that made the prompt
-        self._brought: tuple[NewTokens | None, Tensor | None, Tensor | None] = (None, None, None)
+        self.observer: AttentionObserver | None = None  # is given every layer's attention in a blended forward
+        self._prompts = KnownPrompts()
+        self._forward: BlendedForward | None = None
         self._advised: tuple[Advice, float] | None = None  # by the store's controller, and when the forward began
         self._past, self._is_seen = 0, False  # is seen: the hook on the model was called for this forward
         self._layer = len(self._styles)  # the last one that was updated
-        self._before: list[Any] = []
-        self._states_before: list[Any] = []  # of the mixers
         self._masked_before = 0  # tokens for which transformers made a mask before it called the model
-        self._kept = cache_layers(model, len(self._styles), self.config, digest)
+        self._own_layers = cache_layers(model, len(self._styles), self.config, digest)
         self.kv_memory: Any = None  # of the K and V that are not all on their devices; None without `kv_device_map`
         if self.config.kv_device_map is not None:
             from .offloaded_layer import offload  # brings accelerate, which takes a while
 
-            self.kv_memory = offload(self._kept, self.config)
+            self.kv_memory = offload(self._own_layers, self.config)
         self._part: Any = None  # loads chunks in part, where the store does
         self._check_store()
-        super().__init__(layers=[*self._kept])
+        super().__init__(layers=[*self._own_layers])
 
     def _check_store(self) -> None:
         settings = {"kv_device_map": self.config.kv_device_map, "max_tokens": self.config.max_tokens}
@@ -246,7 +242,7 @@ class BlendCache(MaskedDecode):
             PromptError: a piece is empty, the pieces of a batch differ in number, or a prompt does not fit the model.
         """
         pad_id = getattr(tokenizer, "pad_token_id", None)
-        known = self._history.extended(history, pad_id, self.model.generation_config.eos_token_id)
+        known = self._prompts.history.extended(history, pad_id, self.model.generation_config.eos_token_id)
         prompts = build_all(tokenizer, prefix, chunks, question, known.rows(), separator)
         asked = question if isinstance(question, str) else next(iter(question), None)
         if isinstance(asked, str) and not known and getattr(tokenizer, "chat_template", None):
@@ -348,20 +344,21 @@ class BlendCache(MaskedDecode):
             return inputs
         held = super().get_seq_length()
         refuse_beside_images(inputs)
-        coming = self._coming if self._coming.is_of(inputs["input_ids"]) else PendingPrompt()
-        if held and not coming:
+        known = self._prompts
+        pending = known.pending if known.pending.is_of(inputs["input_ids"]) else PendingPrompt()
+        if held and not pending:
             raise PromptError(
                 f"images came for a cache that holds {held} tokens, but a prompt of inputs(history=…) is expected "
                 "there. Call reset() and pass the whole conversation: its images are reused from the store."
             )
         images = name_images(self.model, self.store, self.chunk_prefix_ids, inputs, held)
-        prompts = images.prompts(coming.batch)
-        if not coming:
+        prompts = images.prompts(pending.batch)
+        if not pending:
             check_lengths([TextPrompt(tuple(ids)) for ids in images.given], held, text_config(self.model))
             self._check_room(held + max(map(len, images.given)), 0)
-            self._history, self._tokenizer = History(inputs["input_ids"].cpu(), images.mask), ""
-        self._coming = PendingPrompt(PromptBatch(prompts, inputs["input_ids"].cpu(), images.mask), coming.held)
-        self._images, self._beginning = images, ()
+            known.history, known.tokenizer = History(inputs["input_ids"].cpu(), images.mask), ""
+        known.pending = PendingPrompt(PromptBatch(prompts, inputs["input_ids"].cpu(), images.mask), pending.held)
+        known.images, known.beginning = images, ()
         self._entry.watch_model()
         return {**{name: value for name, value in inputs.items() if not name.startswith("pixel")}, **images.arguments}
 
@@ -369,11 +366,11 @@ class BlendCache(MaskedDecode):
         """Expect prompts that begin at position 0; what the cache holds of the same beginning stays."""
         check_lengths(prompts, 0, text_config(self.model))
         self._check_room(max(len(prompt.ids) for prompt in prompts), 0)
-        kept = self._keep_beginning(prompts)
-        if not kept:
+        held = self._keep_beginning(prompts)
+        if not held:
             return self._expect(tokenizer, prompts)
-        ids = torch.tensor([prompts[0].ids[:kept]])
-        return self._expect(tokenizer, [prompts[0].behind(kept)], history=History(ids, torch.ones_like(ids)))
+        ids = torch.tensor([prompts[0].ids[:held]])
+        return self._expect(tokenizer, [prompts[0].behind(held)], history=History(ids, torch.ones_like(ids)))
 
     def _keep_beginning(self, prompts: Sequence[TextPrompt]) -> int:
         """Forget what the cache holds behind what a prompt begins with; gives how many tokens it still holds."""
@@ -381,8 +378,9 @@ class BlendCache(MaskedDecode):
         if not held:
             return 0
         ids, common = prompts[0].ids, 0
-        if len(prompts) == 1 and next(filter(keeps_keys, self._layers())).batch_size == 1:
-            common = shared_tokens(ids[:-1], self._beginning[:held])
+        first: Any = next(layer for layer in self._layers() if isinstance(layer, CacheLayerMixin))
+        if len(prompts) == 1 and first.batch_size == 1:
+            common = shared_tokens(ids[:-1], self._prompts.beginning[:held])
             marks = (at for at, token in enumerate(ids[:common]) if token in self._placeholders)
             common = next(marks, common)  # another image may stand behind the same id
         try:
@@ -401,10 +399,12 @@ class BlendCache(MaskedDecode):
         self._check_room(held + max(len(prompt.ids) for prompt in prompts), 0)
         pad_id = getattr(tokenizer, "pad_token_id", None)
         made = batch(prompts, 0 if pad_id is None else pad_id, history)
-        self._coming, self._history = PendingPrompt(made, held), History(made.input_ids, made.attention_mask)
-        self._images = None
-        self._beginning = () if held or len(prompts) > 1 else tuple(prompts[0].ids)
-        self._tokenizer = tokenizer_digest(tokenizer)
+        self._prompts = KnownPrompts(
+            PendingPrompt(made, held),
+            History(made.input_ids, made.attention_mask),
+            () if held or len(prompts) > 1 else tuple(prompts[0].ids),
+            tokenizer_digest(tokenizer),
+        )
         self._entry.watch_model()
         device = input_device(self.model)
         return BatchEncoding(
@@ -431,9 +431,9 @@ class BlendCache(MaskedDecode):
         """
         if not torch.compiler.is_compiling():
             self._check_forward(layer_idx, key_states)
-        if self._fusor is not None:
-            return self._fusor.update(layer_idx, key_states, value_states)
-        if getattr(self._kept[layer_idx], "visible", None) is not None:
+        if self._forward is not None:
+            return self._forward.prefill.update(layer_idx, key_states, value_states)
+        if getattr(self._own_layers[layer_idx], "visible", None) is not None:
             self._part = self._part or self._part_loader()
             if self._part is not None:
                 self._part.begin_layer(layer_idx)
@@ -451,18 +451,18 @@ class BlendCache(MaskedDecode):
         Returns:
             Those of all tokens, `[batch, tokens, width]`.
         """
-        if self._fusor is not None:
-            return self._fusor.update_indexer(layer_idx, indexer_key_states)
+        if self._forward is not None:
+            return self._forward.prefill.update_indexer(layer_idx, indexer_key_states)
         return super().update_indexer(indexer_key_states, layer_idx)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """How many tokens a layer holds. `generate` asks just before the prefill: the model is watched from here."""
         if torch.compiler.is_compiling():
             return super().get_seq_length(layer_idx)
-        if self._fusor is not None:
-            return self._fusor.past
+        if self._forward is not None:
+            return self._forward.prefill.past
         length = super().get_seq_length(layer_idx)
-        if length == 0 or self._coming:
+        if length == 0 or self._prompts.pending:
             self._entry.watch_model()
         return length
 
@@ -476,8 +476,8 @@ class BlendCache(MaskedDecode):
         Returns:
             (keys, offset).
         """
-        if self._fusor is not None and isinstance(self._kept[layer_idx], CacheLayerMixin):
-            return self._kept[layer_idx].sizes_behind(self._past, query_length)
+        if self._forward is not None and isinstance(self._own_layers[layer_idx], CacheLayerMixin):
+            return self._own_layers[layer_idx].sizes_behind(self._past, query_length)
         if not torch.compiler.is_compiling():
             self._masked_before = 0 if self._is_seen else query_length
         return super().get_mask_sizes(query_length, layer_idx)
@@ -485,7 +485,7 @@ class BlendCache(MaskedDecode):
     def get_query_offset(self, layer_idx: int = 0) -> Any:
         """Where new tokens are counted from; behind compiled steps a tensor, of which the device is not asked."""
         layer = self.layers[layer_idx]
-        if self._fusor is None and isinstance(layer, StaticLayer):
+        if self._forward is None and isinstance(layer, StaticLayer):
             return layer.get_query_offset()
         return super().get_query_offset(layer_idx)
 
@@ -515,7 +515,7 @@ class BlendCache(MaskedDecode):
 
     def reset(self) -> None:
         """Forget all tokens, and watch the model no more until `generate` or `inputs` is called."""
-        if self._fusor is not None:
+        if self._forward is not None:
             self.forward_ends(failed=True)  # it was interrupted
         super().reset()
         self._entry.leave()
@@ -533,7 +533,7 @@ class BlendCache(MaskedDecode):
     @property
     def is_expecting(self) -> bool:
         """Whether the next forward is known to bring stored chunks."""
-        return bool(self._coming)
+        return bool(self._prompts.pending)
 
     def __bool__(self) -> bool:
         """Whether there is anything in the cache; some models drop a cache that is true too early."""
@@ -542,11 +542,10 @@ class BlendCache(MaskedDecode):
     def __deepcopy__(self, memo: dict[int, Any]) -> "BlendCache":
         """A cache with its own K and V, for the same model and store, that continues and expects the same prompts."""
         twin = BlendCache(self.model, self.store, self.config)
-        twin._kept = copy.deepcopy(self._kept, memo)
-        twin.layers, twin.kv_memory = [*twin._kept], copy.deepcopy(self.kv_memory, memo)
+        twin._own_layers = copy.deepcopy(self._own_layers, memo)
+        twin.layers, twin.kv_memory = [*twin._own_layers], copy.deepcopy(self.kv_memory, memo)
         twin.report = copy.deepcopy(self.report, memo)
-        for name in ("_coming", "_resume", "_history", "_beginning", "_tokenizer"):  # what it knows of its prompts
-            setattr(twin, name, getattr(self, name))
+        twin._prompts = replace(self._prompts, images=None)
         return twin
 
     def __copy__(self) -> "BlendCache":
@@ -567,46 +566,40 @@ class BlendCache(MaskedDecode):
 
     def forward_begins(self, arguments: dict[str, Any]) -> None:
         """Called by the hook on the model, with the arguments of its forward."""
-        self._is_seen = True
-        refuse_arguments(arguments)
-        check_new(arguments, super().get_seq_length())
-        self._refuse_ignored_state(new_tokens(arguments))
-        self._check_room(new_tokens(arguments))
-        if self._masked_before == new_tokens(arguments):
-            arguments = with_plain_mask(arguments)
+        self._is_seen, held, config = True, super().get_seq_length(), text_config(self.model)
+        request = Request.parse(arguments, config, held, self._prompts.pending, self._masked_before)
         self._masked_before = 0
-        reason = why_plain(arguments, text_config(self.model))
-        if reason or new_tokens(arguments) < 2:
-            self._fall_back(reason, arguments)
-            return
-        given = {name: value for name, value in arguments.items() if value is not self}
-        self._beyond_text = given if other_inputs(given) else None
-        self._begin(arguments)
+        self._refuse_ignored_state(request.width)
+        self._check_room(request.width)
+        if request.rows:
+            self._begin(request, held)
+        else:
+            self._fall_back(request)
 
     def layer_begins(self, index: int, call: LayerCall) -> LayerCall:
         """Called by the hook on a decoder layer."""
-        return call if self._fusor is None else self._fusor.enter(index, call)
+        return call if self._forward is None else self._forward.prefill.enter(index, call)
 
     def layer_ends(self, index: int, output: Any) -> Any:
         """Called by the hook behind a decoder layer, except the last."""
-        return None if self._fusor is None else self._fusor.leave(output)
+        return None if self._forward is None else self._forward.prefill.leave(output)
 
     def forward_ends(self, failed: bool = False) -> None:
         """Called by the hook behind the model; after a failure the cache is as it was before."""
-        if self._fusor is not None:
-            self._fusor.end()
-            if self._part is not None:
-                self.report.partial = vars(self._part.report)
+        forward, known = self._forward, self._prompts
         if failed:
             self._advised = None
-        if failed and self._fusor is not None:
-            for layer, snapshot in zip(self._layers(), self._before, strict=True):
-                layer.restore(snapshot)
-            self._coming, self.report = self._resume, self._reported
-        self._fusor, self._before, self._is_seen, self._beyond_text = None, [], False, None
-        self._brought = (None, None, None)
-        self._images = self._images if self._coming else None
-        self._entry.leave(watching=self._coming.is_begun and not failed)
+        if forward is not None:
+            forward.prefill.end()
+            if self._part is not None:
+                self.report.partial = vars(self._part.report)
+            if failed:
+                for layer, snapshot in zip(self._layers(), forward.snapshots, strict=True):
+                    layer.restore(snapshot)
+                known.pending, self.report = forward.pending, forward.report
+        self._forward, self._is_seen = None, False
+        known.images = known.images if known.pending else None
+        self._entry.leave(watching=known.pending.is_begun and not failed)
 
     def _check_forward(self, layer_idx: int, keys: Tensor) -> None:
         """At the first layer of a forward: is it one of this model, and was its beginning seen?"""
@@ -616,18 +609,20 @@ class BlendCache(MaskedDecode):
         try:
             is_own = self._entry.check_caller()
         except ConfigError:
-            if self._fusor is None:
-                self._entry.leave(watching=bool(self._coming))
+            if self._forward is None:
+                self._entry.leave(watching=bool(self._prompts.pending))
             raise
-        if self._advised is not None and self._fusor is None:  # the next step: a device has answered by now
+        if self._forward is not None:
+            return
+        if self._advised is not None:  # the next step: a device has answered by now
             self.store.controller.observe(self._advised[0], time.perf_counter() - self._advised[1])
             self._advised = None
-        if is_own and self._fusor is None:
+        if is_own:
             if not self._is_seen:
                 self._refuse_ignored_state(keys.shape[2])
-                self._fall_back(UNSEEN if keys.shape[2] > 1 else "", {"input_ids": keys[:, 0, :, 0]})
+                self._fall_back(Request.unseen(keys))
             self._is_seen = False
-            self._entry.leave(watching=self._coming.is_begun)  # the model has asked for the length once more
+            self._entry.leave(watching=self._prompts.pending.is_begun)  # the model has asked for the length once more
 
     def _refuse_ignored_state(self, tokens: int) -> None:
         """Refuse several tokens behind others where the model's own code would compute them as if none were there."""
@@ -644,65 +639,65 @@ class BlendCache(MaskedDecode):
             check_masked(self.model, self.config.max_tokens)
             check_room(super().get_seq_length() if held is None else held, tokens, self.config.max_tokens)
 
-    def _fall_back(self, reason: str, arguments: dict[str, Any]) -> None:
+    def _fall_back(self, request: Request) -> None:
         """Compute every token of this forward, and report why if chunks might have been reused."""
-        past, is_begun = super().get_seq_length(), self._coming.is_begun
-        self._beginning = () if new_tokens(arguments) > 1 else self._beginning
-        is_told = bool(reason and (self._coming or not past))
+        past, known, reason = super().get_seq_length(), self._prompts, request.fallback_reason
+        is_begun, is_told = known.pending.is_begun, bool(reason and (known.pending or not past))
+        if request.width > 1:
+            known.beginning = ()
         if is_told and not is_begun:
             self.report = BlendReport(self.config.recompute_ratio, past_tokens=past)
         if is_told:
             self.report.fallback_reason = reason
             _warn_once(reason)
         if is_told or is_begun:
-            self.report.planned(prompt_tokens=real_tokens(arguments))
-        self._coming = PendingPrompt()
+            self.report.planned(prompt_tokens=request.real_tokens())
+        known.pending = PendingPrompt()
         self._entry.leave()
 
-    def _begin(self, arguments: dict[str, Any]) -> None:
+    def _begin(self, request: Request, held: int) -> None:
         """Plan a forward, and enter the layers if anything of it is stored."""
-        ids, mask = arguments["input_ids"], arguments.get("attention_mask")
-        self._past, self._advised, began_s = super().get_seq_length(), None, time.perf_counter()
-        brought = self._read(ids, mask)
-        if brought is None:
-            self._fall_back(PADDED_INSIDE, arguments)
+        self._past, self._advised, began_s, known = held, None, time.perf_counter(), self._prompts
+        if request.others and known.images is not None:
+            request = known.images.name(request)
+        before = known.pending, copy.copy(self.report)
+        plan = self._plan(request) if self._can_blend(request) else None
+        if plan is None or not plan.chunks:
+            known.pending = known.pending if plan is not None else PendingPrompt()
+            self._entry.leave(watching=known.pending.is_begun)
             return
-        plan = self._plan(brought) if self._can_blend(brought) else None
-        if plan is None or not plan.slots:
-            self._coming, self._beyond_text = self._coming if plan is not None else PendingPrompt(), None
-            self._entry.leave(watching=self._coming.is_begun)
-            return
-        if self._beyond_text is not None:
-            self._input_test(ids, mask).ensure_passed(plan, self._beyond_text, self.config.allow_unverified)
-        self._enter(plan, ids, mask, arguments["logits_to_keep"])
+        if request.others:
+            self._input_test(request).ensure_passed(plan, {**request.arguments}, self.config.allow_unverified)
+        self._enter(plan, request, *before)
         self._advised = None if plan.advice is None or plan.computed else (plan.advice, began_s)
 
-    def _can_blend(self, brought: NewTokens) -> bool:
-        """Whether it is known what each token of a forward stands for; if not, all of it is computed."""
-        if self._beyond_text is None:
+    def _can_blend(self, request: Request) -> bool:
+        """Return True if it is known what each token of a forward stands for; if not, all of it is computed."""
+        if not request.others:
             return True
-        is_named = any(is_content(max(row, default=0)) for row in brought.rows)
-        marked = is_named or not all(map(self._placeholders.isdisjoint, brought.rows))
-        if not marked and has_features(self._beyond_text):
+        is_named = any(is_content(max(row, default=0)) for row in request.rows)
+        marked = is_named or not all(map(self._placeholders.isdisjoint, request.rows))
+        if not marked and has_features(request.arguments):
             logger.warning(
                 "nothing is reused: %s came with a prompt in which no token is known to stand for it",
-                ", ".join(other_inputs(self._beyond_text)),
+                ", ".join(request.others),
             )
             return False
-        return bool(self._past == 0 or InputTest.is_passed(self.model, self._beyond_text, is_named))
+        return bool(self._past == 0 or InputTest.is_passed(self.model, request.arguments, is_named))
 
-    def _input_test(self, ids: Tensor, mask: Tensor | None) -> InputTest:
+    def _input_test(self, request: Request) -> InputTest:
         def enter(plan: Plan, arguments: dict[str, Any]) -> BlendCache:
             twin = BlendCache(self.model, self.store, InputTest.config(self.chunk_prefix_ids))
-            twin._beyond_text = arguments
-            twin._enter(plan, ids, mask, 1)
+            asked = replace(request, arguments={**arguments, "logits_to_keep": 1})
+            twin._enter(plan, asked, twin._prompts.pending, twin.report)
             return twin
 
         return InputTest(self.model, self._placeholders, enter)
 
-    def _enter(self, plan: Plan, ids: Tensor, mask: Tensor | None, wanted_rows: int) -> None:
+    def _enter(self, plan: Plan, request: Request, pending: PendingPrompt, report: BlendReport) -> None:
         """Take over the layers for one forward, by a plan that has something stored in it."""
-        if any(getattr(layer, "visible", None) is not None for layer in self._layers()):
+        layers = self._layers()
+        if any(getattr(layer, "visible", None) is not None for layer in layers):
             raise ConfigError(
                 f"a prompt came behind {self._past} tokens of which some layers loaded a part only, but it would "
                 "attend to all of them. reset() the cache and pass the whole conversation, or open the store without "
@@ -710,117 +705,123 @@ class BlendCache(MaskedDecode):
             )
         if plan.partial is None:
             plan.partial = self._part = self._part_loader()
-        self._before = [layer.snapshot() for layer in self._layers()]
-        mixers = (layer for layer in self._layers() if isinstance(layer, MixerLayer))
-        self._states_before = [layer.snapshot_mixer() for layer in mixers]
-        realigner = Realigner(self._styles, self.report, plan.slots)
-        truth = FullPrefill(self.model, self.config.selector, ids, mask, self._past, self._beyond_text)
-        probe = partial(self._probe, ids, mask)
-        is_beyond = self._beyond_text is not None
-        given = (self._kept, plan, self._past, plan.settings(self.config), self.report, realigner)
-        context = PrefillContext(self.model, *given, wanted_rows, is_beyond, self._mixers)
-        repair = Repair(self._corrector, plan, realigner, self.report)
-        self._fusor = Prefill(context, Chooser(self._selector, context, truth, probe), repair, self.listener)
-        self._entry.enter_layers(ids.shape[1], between=is_beyond)
+        plan.begin(request.logits_rows)
+        context = PrefillContext(
+            self.model,
+            self._own_layers,
+            request,
+            plan,
+            self._past,
+            plan.settings(self.config),
+            self.report,
+            Realigner(self._styles, self.report, plan.chunks),
+            self._selector,
+            self._corrector,
+            self._probe,
+            self._mixers,
+            self.observer,
+        )
+        mixers = [layer for layer in layers if isinstance(layer, MixerLayer)]
+        self._forward = BlendedForward(
+            Prefill(context),
+            [layer.snapshot() for layer in layers],
+            [layer.snapshot_mixer() for layer in mixers],
+            pending,
+            report,
+        )
+        self._entry.enter_layers(request.width, between=bool(request.others))
 
-    def _read(self, ids: Tensor, mask: Tensor | None) -> NewTokens | None:
-        """The new tokens of a forward; asked of the device once."""
-        known, *given = self._brought
-        if known is None or given[0] is not ids or given[1] is not mask:
-            known = NewTokens.of(ids, mask, max(0, self._past - self._coming.held), bool(self._coming))
-            if known is not None and self._images is not None and self._beyond_text is not None:
-                known = self._images.name(known, self._beyond_text)
-            self._brought = (known, ids, mask)
-        return known
-
-    def _plan(self, brought: NewTokens) -> Plan:
-        """Which columns have stored KV; the report begins anew, or goes on where a prompt comes in parts."""
-        began_s = time.perf_counter()
+    def _plan(self, request: Request) -> Plan:
+        """Which columns have stored KV; the report begins again, or continues where a prompt comes in parts."""
+        began_s, known = time.perf_counter(), self._prompts
         refuse_request_state(self.model, decoder_layers(self.model))
-        given = (fingerprint(self.model), tuple(self.chunk_prefix_ids), self.config.recompute_ratio)
+        identity = fingerprint(self.model)
         self._check_ms += 1e3 * (time.perf_counter() - began_s)
-        planner = Planner(self.model, self.store, *given, self._tokenizer)
-        planner.images = {} if self._images is None else self._images.alone
-        goes_on, self._resume, self._reported = self._coming.is_begun, self._coming, copy.copy(self.report)
-        if not self._coming:
-            self._tokenizer = ""
-        plan, self._coming = self._coming.plan(planner, brought, self._past)
-        if self._coming.is_other:
-            self._beginning = ()
-        if not goes_on:
-            nominal = plan.settings(self.config).nominal_ratio(len(self._kept))
+        is_begun = known.pending.is_begun
+        if not known.pending:
+            known.tokenizer = ""
+        sink, ratio = tuple(self.chunk_prefix_ids), self.config.recompute_ratio
+        planner = Planner(self.model, self.store, identity, sink, ratio, known.tokenizer)
+        planner.images = {} if known.images is None else known.images.alone
+        plan, known.pending = known.pending.plan(planner, request, self._past)
+        if known.pending.is_other:
+            known.beginning = ()
+        if not is_begun:
+            nominal = plan.settings(self.config).nominal_ratio(len(self._own_layers))
             self.report = BlendReport(nominal, past_tokens=self._past, _costs=layer_costs(self.model))
         self.report.planned(
-            prompt_tokens=sum(map(len, brought.rows)),
-            reusable_tokens=sum(plan.stored_counts(False, brought.width)),
-            exact_tokens=sum(plan.stored_counts(True, brought.width)),
+            prompt_tokens=sum(map(len, request.rows)),
+            reusable_tokens=sum(plan.stored_counts),
+            exact_tokens=sum(plan.exact_counts),
             computed_chunks=plan.computed,
             loaded_chunks=plan.loaded,
             seam_tokens=plan.seam_tokens,
-            encoded_images=0 if goes_on or self._images is None else self._images.encoded,
+            encoded_images=0 if is_begun or known.images is None else known.images.encoded,
             compute_ms=plan.compute_ms,
             store_ms=plan.store_ms,
             check_ms=self._check_ms + plan.check_ms,
         )
         self._check_ms = 0.0
         self.report.advice = self.report.advice if plan.advice is None else asdict(plan.advice)
-        self._notice(plan, given[0])
+        self._notice(plan, identity)
         return plan
 
     def _notice(self, plan: Plan, identity: str) -> None:
         """Say, once of each kind, where the prompt and the store do not fit each other."""
-        for notice in (other_tokenizers(plan.tokenizers, self._tokenizer), too_small(plan.kept_ratio)):
+        tokenizer = self._prompts.tokenizer
+        for notice in (other_tokenizers(plan.tokenizers, tokenizer), too_small(plan.kept_ratio)):
             if notice:
                 self.report.notice = " ".join(filter(None, (self.report.notice, notice)))
                 _warn_once(notice, "")
-        is_whole, used = not self._coming.is_begun, self.report.reusable_tokens + self.report.exact_tokens
-        if is_whole and not used and not self.report.past_tokens:
-            reason = why_nothing_found(self.store, identity, tuple(self.chunk_prefix_ids), self._tokenizer)
+        is_complete, used = not self._prompts.pending.is_begun, self.report.reusable_tokens + self.report.exact_tokens
+        if is_complete and not used and not self.report.past_tokens:
+            reason = why_nothing_found(self.store, identity, tuple(self.chunk_prefix_ids), tokenizer)
             self.report.fallback_reason = reason
             if reason:
                 _warn_once(reason)
 
     def _part_loader(self) -> Any:
-        """What loads chunks in part for this request; None where the store loads them whole."""
+        """What loads chunks in part for this request; None where the store loads all of them."""
         make = getattr(self.store, "loader", None)
         return None if make is None else make(self)
 
-    def _probe(
-        self, ids: Tensor, mask: Tensor | None, hear: Hear, layers: Sequence[int], anchors: Tensor | None
-    ) -> None:
+    def _probe(self, hear: Hear, layers: Sequence[int], anchors: Tensor | None) -> None:
         """A pass of the question alone, in the middle of a forward."""
-        forward: Any = self._fusor
+        forward: Any = self._forward
+        request = forward.prefill.context.request
         mixers = [layer for layer in self._layers() if isinstance(layer, MixerLayer)]
         states = [layer.snapshot_mixer() for layer in mixers]
-        for layer, state in zip(mixers, self._states_before, strict=True):
+        for layer, state in zip(mixers, forward.mixer_states, strict=True):
             layer.restore_mixer(state)
         positions = {layer: layer.indexer_position_ids for layer in self._layers() if has_indexer(layer)}
-        for layer, places in positions.items():  # the model appends those of the prompt again
-            layer.indexer_position_ids = None if places is None else places[..., : self._past]
-        self._fusor = probe = forward.probe(AttentionObserver(hear, layers, anchors), self._spare_layers)
+        for layer, known in positions.items():  # the model appends those of the prompt again
+            layer.indexer_position_ids = None if known is None else known[..., : self._past]
+        probe = forward.prefill.probe(AttentionObserver(hear, layers, anchors), self._spare_layers)
+        self._forward = replace(forward, prefill=probe)
         try:
             with self._entry.inside():
                 is_plain = probe.is_plain and not self._past  # no padding, and nothing before it
-                run_probe(self.model, self, ids, None if is_plain else mask, self._beyond_text)
+                given = request.arguments if request.others else None
+                run_probe(self.model, self, request.ids, None if is_plain else request.mask, given)
         finally:
-            self._fusor = forward
-            forward.adopt(probe)
+            self._forward = forward
+            forward.prefill.take_over(probe)
             for layer, state in zip(mixers, states, strict=True):
                 layer.restore_mixer(state)
-            for layer, places in positions.items():
-                layer.indexer_position_ids = places
+            for layer, known in positions.items():
+                layer.indexer_position_ids = known
 
     def _spare_layers(self) -> list[Any]:
         """Layers that hold what these held before the forward."""
-        spare: list[Any] = copy.deepcopy(self._kept)
-        kept: list[Any] = [layer for layer in spare if isinstance(layer, CacheLayerMixin | MixerLayer)]
-        for layer, snapshot in zip(kept, self._before, strict=True):
+        spare: list[Any] = copy.deepcopy(self._own_layers)
+        held: list[Any] = [layer for layer in spare if isinstance(layer, CacheLayerMixin | MixerLayer)]
+        for layer, snapshot in zip(held, self._forward.snapshots, strict=True):  # type: ignore[union-attr]
             layer.restore(copy.deepcopy(snapshot))
         return spare
 
     def _layers(self) -> list[Any]:
         """The layers that keep K and V, or the state of a mixer."""
-        return [layer for layer in self._kept if isinstance(layer, CacheLayerMixin | MixerLayer)]
+        return [layer for layer in self._own_layers if isinstance(layer, CacheLayerMixin | MixerLayer)]
 
 
 def _for_each(documents: Sequence[Any] | None, count: int) -> Sequence[Any]:

@@ -3,16 +3,65 @@
 """A layer of a blend cache whose attention is sparse: an indexer's keys beside K and V, one vector of each token."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..model.anatomy import LayerCall
+from ..prefill.layer_kind import LayerKind
+from ..prefill.rows import Rows
+from ..rotary.tables import Table
 from .layers import BlendLayer
+
+
+class IndexedKind(LayerKind):
+    """The indexer's keys of one layer in a prefill; where they are stored unrotated, the layer rotates all of them."""
+
+    def __init__(self) -> None:
+        self._table: Table | None = None  # of all tokens, past and new, where the layer needs it
+        self._keys: Tensor | None = None  # of the new tokens, `[batch, tokens, width]`
+
+    def waits_for(self, prefill: Any, index: int) -> set[str]:
+        """K and V, and the indexer's keys where it has any."""
+        return {"keys", "indexer"} if prefill.context.realigner.has_beside(index) else {"keys"}
+
+    def table(self, prefill: Any, index: int, call: LayerCall) -> Table | None:
+        """The new tokens' part of the table; a layer that rotates stored keys has those before them too."""
+        table, self._table = super().table(prefill, index, call), None
+        if table is None or not prefill.context.realigner.is_unrotated_beside(index):
+            return table
+        self._table = table
+        return table[0][:, -prefill.tokens :], table[1][:, -prefill.tokens :]
+
+    def take_rows(self, prefill: Any, call: LayerCall, rows: Rows) -> None:
+        """Put the rows' own part of the table behind that of all tokens."""
+        if self._table is not None:
+            table = tuple(rows.behind(part, prefill.tokens) for part in self._table)
+            call.arguments["position_embeddings"] = table
+
+    def update_indexer(self, prefill: Any, index: int, keys: Tensor, rows: Rows | None) -> Tensor:
+        """Write the rows' keys, `[batch, rows, width]`, among those that are stored; gives those of all tokens."""
+        layer = prefill.context.layers[index]
+        if self._keys is None:
+            self._keys = layer.open_indexer(prefill.tokens, keys)
+            prefill.context.realigner.write_beside(index, prefill.stored_chunks(), self._keys[:, None])
+        if rows is None:
+            self._keys.copy_(keys)
+        else:
+            rows.write_states(self._keys[:, None], keys[:, None])
+        found: Tensor = layer.indexer_keys
+        return found
+
+    def leave(self) -> None:
+        """Forget the new tokens."""
+        self._table = self._keys = None
 
 
 class IndexedLayer(BlendLayer):
     """Behaves as transformers' `DynamicIndexedLayer`; a layer that shares the choice of another has no such keys."""
 
+    prefill_kind = IndexedKind
     keeps_all = False  # a probe writes to layers of its own: the indexer's keys are written once only
 
     def __init__(self) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from ..errors import ConfigError
+from ..prefill.layer_kind import LayerKind
 
 ROOM_TOKENS = 256  # spare columns behind the prompt; an answer that outgrows them costs one copy per doubling
 SPARE_SHARE = 16  # of the columns that `Columns` holds, one in so many is spare
@@ -69,6 +70,7 @@ class BlendLayer(CacheLayerMixin):
 
     is_sliding = False
     is_croppable = True
+    prefill_kind: type[LayerKind] = LayerKind
     keeps_all = True  # as it came: nothing is forgotten or packed when a forward is over
 
     def __init__(self) -> None:

@@ -8,6 +8,11 @@ from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
 from ..errors import ConfigError
+from ..model.anatomy import LayerCall
+from ..model.mixer import ActiveRows, MixerPass, Spans, whole_arguments
+from ..prefill.layer_kind import LayerKind
+from ..prefill.rows import Rows
+from ..selectors.base import KV
 from .layers import BlendLayer
 from .sliding_layer import BlendSlidingLayer
 
@@ -15,10 +20,90 @@ STATES = ("conv_states", "recurrent_states")
 FLAGS = ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state", "conv_kernel_size")
 
 
+class MixerKind(LayerKind):
+    """The mixer of one layer in a prefill: which rows it projects, and what stands for the others."""
+
+    has_keys = attends = compares_keys = False
+
+    def __init__(self) -> None:
+        self._given, self._rows_given = dict[str, Any](), list[Any]()
+        self._pass: MixerPass | None = None
+
+    def waits_for(self, prefill: Any, index: int) -> set[str]:
+        """The mixer's projections."""
+        return {"projections"}
+
+    def enter(self, prefill: Any, index: int, call: LayerCall) -> None:
+        """Put the hooks in; the mixer runs for all rows until others are given."""
+        realigner = prefill.context.realigner
+
+        def write_stored(states: Tensor, spans: Spans) -> None:
+            realigner.write_beside(index, prefill.stored_chunks(), states[:, None], spans)
+
+        def projected() -> None:
+            computed = self.computed()
+            if index == 0 and computed is not None:  # before any convolution: they depend on the token alone
+                prefill.check_stored(computed[:1])
+            prefill.reach("projections")
+
+        cache = next(value for value in call.arguments.values() if hasattr(value, "update_conv_state"))
+        mixer, rows = prefill.context.mixers[index], ActiveRows(None, prefill.tokens, {})
+        self._given = dict(call.arguments)
+        self._pass = MixerPass(mixer, cache, rows, write_stored, projected, prefill.is_compared(index))
+        self._pass.enter()
+
+    def take_rows(self, prefill: Any, call: LayerCall, rows: Rows) -> None:
+        """The mixer runs for these rows."""
+        if self._pass is not None:
+            self._rows_given.append(dict(call.arguments))  # kept alive: they are told by their ids
+            plan, given = prefill.context.plan, whole_arguments(call.arguments, self._given)
+            padding = plan.padding_on(rows.columns.device) if plan.has_padding else None
+            self._pass.rows = ActiveRows(rows.columns, prefill.tokens, given, padding)
+
+    def computed(self) -> KV | None:
+        """The projections of all new tokens in the place of K and of V; None if they are not known."""
+        states = None if self._pass is None else self._pass.states
+        return None if states is None else (states[:, None], states[:, None])
+
+    def snapshot(self, layer: Any) -> Any:
+        """The state of the mixer."""
+        return layer.snapshot_mixer()
+
+    def restore(self, layer: Any, snapshot: Any) -> None:
+        """The mixer ran as a look only: take its state back."""
+        layer.restore_mixer(snapshot)
+
+    def pause(self) -> None:
+        """Take the hooks out."""
+        if self._pass is not None:
+            self._pass.leave()
+
+    def resume(self) -> None:
+        """Put the hooks in again."""
+        if self._pass is not None:
+            self._pass.enter()
+
+    def leave(self) -> None:
+        """Take the hooks out, and forget the rows."""
+        self.pause()
+        self._pass, self._given, self._rows_given = None, {}, []
+
+
+class MixerAttentionKind(MixerKind):
+    """A mixer beside attention."""
+
+    has_keys = attends = True
+
+    def waits_for(self, prefill: Any, index: int) -> set[str]:
+        """K and V, and the mixer's projections."""
+        return {"keys", "projections"}
+
+
 class MixerLayer(LinearAttentionLayer):
     """The state of a mixer behind the last token, as transformers keeps it; it can be taken back as a whole."""
 
     is_compileable = False
+    prefill_kind: type[LayerKind] = MixerKind
 
     @property
     def mixer_nbytes(self) -> int:
@@ -94,6 +179,7 @@ class MixerLayer(LinearAttentionLayer):
 class MixerAttentionLayer(MixerLayer, BlendLayer):  # type: ignore[override]
     """K and V of each token, and the state of a mixer beside them."""
 
+    prefill_kind: type[LayerKind] = MixerAttentionKind
     _attention: type[BlendLayer] = BlendLayer
 
     def __init__(self, number_of_states: int = 1, *given: Any) -> None:

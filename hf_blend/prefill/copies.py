@@ -20,7 +20,7 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 Parts = Callable[[], Sequence[Tensor] | None]
-NewTokens = tuple[Tensor, Any, Sequence[Tensor]]  # what was moved, the event behind it, the parts in order
+Moved = tuple[Tensor, Any, Sequence[Tensor]]  # what was moved, the event behind it, the parts in order
 Place = tuple[int, int, int]  # first layer, the one behind the last, K (0) or V (1)
 
 
@@ -66,7 +66,7 @@ class Copies:
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, CopyStream | None] = {}
-        self._coming: dict[tuple[Place, torch.device], Future[NewTokens | None]] = {}
+        self._pending: dict[tuple[Place, torch.device], Future[Moved | None]] = {}
         self._there: dict[tuple[Place, torch.device], Tensor | None] = {}
 
     def stream(self, device: torch.device) -> CopyStream | None:
@@ -81,18 +81,18 @@ class Copies:
         Shapes: parts `[layers, heads, tokens, width]`.
         """
         stream = self.stream(device)
-        if stream is None or (place, device) in self._coming or (place, device) in self._there:
+        if stream is None or (place, device) in self._pending or (place, device) in self._there:
             return
-        for held in (self._coming, self._there):
+        for held in (self._pending, self._there):
             for known in [one for one in held if one[0][1] < place[0]]:
                 del held[known]
-        self._coming[place, device] = stream.submit(place, lambda: _bring(stream, parts))
+        self._pending[place, device] = stream.submit(place, lambda: _bring(stream, parts))
 
     def take(self, place: Place, device: torch.device) -> Tensor | None:
         """What was brought: all chunks side by side, `[layers, heads, tokens, width]`; None: nothing."""
         known = (place, device)
-        if known in self._coming:
-            found, stream = self._coming.pop(known).result(), self._streams[device]
+        if known in self._pending:
+            found, stream = self._pending.pop(known).result(), self._streams[device]
             self._there[known] = None
             if found is not None and stream is not None:
                 moved, event, parts = found
@@ -105,10 +105,10 @@ class Copies:
         for stream in self._streams.values():
             if stream is not None:
                 stream.close()
-        self._streams, self._coming, self._there = {}, {}, {}
+        self._streams, self._pending, self._there = {}, {}, {}
 
 
-def _bring(stream: CopyStream, parts: Parts) -> NewTokens | None:
+def _bring(stream: CopyStream, parts: Parts) -> Moved | None:
     try:
         found = parts() or ()
         here = [part for part in found if part.device.type == "cpu"]

@@ -23,7 +23,7 @@ from ..prompt.content import LEAST_TOKENS, content_ids
 from ..prompt.pieces import PromptBatch, Span, TextPrompt
 from ..store import ChunkStore
 from ..store.chunk import ChunkKey, ChunkKV
-from .request import NewTokens
+from .request import Request
 
 __all__ = ["PromptImages", "name_images", "refuse_beside_images"]
 
@@ -60,18 +60,18 @@ class PromptImages:
             found.append(TextPrompt(tuple(ids), spans, opening, prompt.history))
         return tuple(found)
 
-    def name(self, brought: NewTokens, arguments: Mapping[str, Any]) -> NewTokens:
+    def name(self, request: Request) -> Request:
         """Name the tokens of a forward, if it brings these images."""
-        repeats, odd = divmod(len(brought.rows), len(self.given))
-        numbers = [row // max(1, repeats) for row in range(len(brought.rows))]
-        if odd or not self._are_these(arguments, numbers):
-            return brought
+        repeats, odd = divmod(len(request.rows), len(self.given))
+        numbers = [row // max(1, repeats) for row in range(len(request.rows))]
+        if odd or not self._are_these(request.arguments, numbers):
+            return request
         rows = []
-        for row, number in zip(brought.rows, numbers, strict=True):
+        for row, number in zip(request.rows, numbers, strict=True):
             if self.given[number][-len(row) :] != row:
-                return brought
+                return request
             rows.append(self.named[number][-len(row) :])
-        return replace(brought, rows=rows)
+        return replace(request, rows=rows)
 
     def _are_these(self, arguments: Mapping[str, Any], numbers: Sequence[int]) -> bool:
         """Whether a forward brings the features of these images; a beam search repeats them."""

@@ -26,7 +26,6 @@ from ..model.identity.canonical import notes_kept
 from ..model.modality import other_inputs
 from ..model.trust import BOUNDS, COARSE_BOUND, FAILURES
 from ..store.chunk import ChunkKV
-from .mixers import keeps_keys
 from .plan import PlacedChunk, Plan
 
 logger = logging.getLogger(__name__)
@@ -58,7 +57,7 @@ class InputTest:
 
     def ensure_passed(self, plan: Plan, arguments: dict[str, Any], allow_unverified: bool = False) -> None:
         """Test a forward, if none of its kind was tested before."""
-        of_images = any(slot.is_image for slot in plan.slots)
+        of_images = any(placed.is_image for placed in plan.chunks)
         known, kind = _complaints.setdefault(self._model, {}), (*_kind(self._model, arguments), of_images)
         complaint = known[kind] if kind in known else self._complaint(plan, arguments)
         if complaint and not allow_unverified:
@@ -104,7 +103,7 @@ class InputTest:
             blended = self._model(**{**arguments, "past_key_values": cache, "use_cache": True})
         finally:
             cache.forward_ends()
-        if not plan.slots:
+        if not plan.chunks:
             return None
         is_fine = self._model.dtype in BOUNDS
         bound = BOUNDS.get(self._model.dtype, COARSE_BOUND)
@@ -112,7 +111,9 @@ class InputTest:
         errors = [last * (1 if is_fine else bound / COARSE_LOGITS_BOUND)]
         for fresh in self._fresh(plan, arguments["input_ids"]):
             for layer, states in zip(cache.layers, true.layers, strict=True):
-                pair = (layer.keys, layer.values) if keeps_keys(layer) else ()  # a mixer's projections are not kept
+                pair = (
+                    (layer.keys, layer.values) if hasattr(layer, "keys") else ()
+                )  # a mixer's projections are not kept
                 for kept, whole in zip(pair, states, strict=False):
                     count = kept.shape[2]  # a window of the last tokens, or all
                     rows = fresh[:, -count:].to(kept.device)
@@ -122,7 +123,7 @@ class InputTest:
 
     def _fresh(self, plan: Plan, ids: Tensor) -> list[Tensor]:
         """`[batch, tokens]` each: the placeholders, and all others that have nothing stored."""
-        fresh = plan.real.cpu() & ~plan.where(exact=True).cpu() & ~plan.where(exact=False).cpu()
+        fresh = torch.from_numpy(plan.fresh(with_reusable=False))
         marks = torch.isin(ids.cpu(), torch.tensor(sorted(self._placeholders), dtype=torch.long))
         return [fresh & marks, fresh & ~marks]
 
@@ -133,21 +134,21 @@ def _kind(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _with_true_kv(plan: Plan, true: Capture) -> Plan:
-    """The same plan, with K and V of a full prefill in every slot."""
+    """The same plan, with K and V of a full prefill in every chunk."""
     kept: dict[int, int] = {}
     tables = [table for table in true.tables if table is not None and kept.setdefault(id(table[0]), len(kept)) >= 0]
     distinct = list({id(table[0]): table for table in tables}.values())
     numbers = tuple(-1 if table is None else kept[id(table[0])] for table in true.tables)
 
-    def filled(slot: PlacedChunk) -> PlacedChunk:
-        row, columns = slot.row, slot.columns
+    def filled(placed: PlacedChunk) -> PlacedChunk:
+        row, columns = placed.row, placed.columns
         layers = tuple(tuple(one[row, :, columns] for one in states) for states in true.layers)
         cut = tuple(
             (cos[row % len(cos), columns].float(), sin[row % len(sin), columns].float()) for cos, sin in distinct
         )
-        return replace(slot, chunk=ChunkKV(slot.chunk.key, layers, cut, numbers), first=0, count=slot.tokens)
+        return replace(placed, chunk=ChunkKV(placed.chunk.key, layers, cut, numbers), first=0, count=placed.tokens)
 
-    return Plan([filled(slot) for slot in plan.slots], plan.real.clone(), [*plan.counts], store=plan.store)
+    return Plan([filled(placed) for placed in plan.chunks], plan.real.clone(), [*plan.counts], store=plan.store)
 
 
 def _share(got: Tensor, true: Tensor, by_median: bool) -> float:

@@ -33,8 +33,9 @@ class AttentionNotes:
         self._plan, self._past, self._charge = plan, past, charge
         self._sums: dict[int, Tensor] = {}
         tokens = plan.real.shape[1]
-        self._slots = {row: list(slots) for row, slots in groupby(reported(plan.slots, past), lambda slot: slot.row)}
-        stops = [slots[-1].columns.stop for slots in self._slots.values()]
+        by_row = groupby(reported(plan.chunks, past), lambda placed: placed.row)
+        self._chunks = {row: list(chunks) for row, chunks in by_row}
+        stops = [chunks[-1].columns.stop for chunks in self._chunks.values()]
         self._rows = min([ROWS, *(tokens - stop for stop in stops)])
         deep = [index for index, layer in enumerate(layers) if index > after and not _is_windowed(layer)]
         deep = deep[:-1] or deep  # past the K and V of the last layer only the last row is computed
@@ -58,8 +59,8 @@ class AttentionNotes:
     @torch.no_grad()
     def _note(self, query: Tensor, key: Tensor, scaling: float) -> None:
         count = min(self._rows, query.shape[2])
-        for row, slots in self._slots.items():
-            columns = torch.cat([torch.arange(one.columns.start, one.columns.stop) for one in slots]).to(key.device)
+        for row, chunks in self._chunks.items():
+            columns = torch.cat([torch.arange(one.columns.start, one.columns.stop) for one in chunks]).to(key.device)
             keys = key[row].index_select(1, columns + self._past)
             grouped = query[row, :, -count:].reshape(keys.shape[0], -1, query.shape[3])
             scores = (grouped @ keys.transpose(1, 2)).float().mul_(scaling).softmax(dim=-1).sum(dim=(0, 1))
@@ -70,16 +71,16 @@ class AttentionNotes:
     def end(self) -> None:
         """Report to the store; chunks that were refused meanwhile are left out."""
         for row, scores in self._sums.items():
-            report_importance(self._plan.store, self._slots[row], scores.cpu())
+            report_importance(self._plan.store, self._chunks[row], scores.cpu())
         self._sums.clear()
 
 
-def reported(slots: Sequence[PlacedChunk], past: int) -> list[PlacedChunk]:
-    """The slots whose attention says something: not what a prompt begins with, where attention rests in any case."""
-    return [slot for slot in slots if slot.start or past or not slot.exact]
+def reported(chunks: Sequence[PlacedChunk], past: int) -> list[PlacedChunk]:
+    """The chunks whose attention says something: not what a prompt begins with, where attention rests in any case."""
+    return [placed for placed in chunks if placed.start or past or not placed.exact]
 
 
-def report_importance(store: Any, slots: Sequence[PlacedChunk], scores: Tensor) -> None:
+def report_importance(store: Any, chunks: Sequence[PlacedChunk], scores: Tensor) -> None:
     """Tell a store how much attention the chunks of one prompt got.
 
     Shapes: scores `[tokens of all of them]`.
@@ -88,16 +89,16 @@ def report_importance(store: Any, slots: Sequence[PlacedChunk], scores: Tensor) 
     important[scores.topk(max(1, round(IMPORTANT_SHARE * len(scores)))).indices] = True
     scores = scores / scores.mean().clamp_min(1e-20)
     start = 0
-    for slot in slots:
-        here = slice(start, start + slot.tokens)
-        start += slot.tokens
-        if not slot.tokens:
+    for placed in chunks:
+        here = slice(start, start + placed.tokens)
+        start += placed.tokens
+        if not placed.tokens:
             continue
         share = float(important[here].float().mean())
-        if slot.is_whole:
-            store.note(slot.chunk.key, scores[here], share)
+        if placed.is_whole:
+            store.note(placed.chunk.key, scores[here], share)
         else:
-            store.record_importance(slot.chunk.key, share)
+            store.record_importance(placed.chunk.key, share)
 
 
 def _is_windowed(layer: Any) -> bool:

@@ -92,7 +92,7 @@ class PromptRow:
 class Plan:
     """What is known about the new tokens of one forward, before it runs."""
 
-    slots: list[PlacedChunk]
+    chunks: list[PlacedChunk]
     real: Tensor
     counts: list[int] = field(default_factory=list)
     computed: int = 0
@@ -110,8 +110,10 @@ class Plan:
     check_ms: float = 0.0
 
     def __post_init__(self) -> None:
-        self._real_here = self.real  # stays with the host when `real` goes to the device
+        self._host_real = self.real  # stays with the host when `real` goes to the device
         self._release: Callable[[], object] = lambda: None
+        self._padding: dict[torch.device, Tensor] = {}
+        self.begin(1)
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -122,10 +124,10 @@ class Plan:
 
     def read_ahead(self, depth: float) -> None:
         """Begin to read, so many layers ahead of what is used, the chunks whose layers come one by one."""
-        streams = {id(slot.chunk.layers): slot.chunk.layers for slot in self.slots}
-        coming = [layers for layers in streams.values() if type(layers) is StreamedLayers]
-        if coming and depth:
-            self.pipeline = Pipeline(coming, depth)
+        streams = {id(placed.chunk.layers): placed.chunk.layers for placed in self.chunks}
+        streamed = [layers for layers in streams.values() if type(layers) is StreamedLayers]
+        if streamed and depth:
+            self.pipeline = Pipeline(streamed, depth)
 
     def protect(self, keys: Iterable[ChunkKey]) -> None:
         """Keep the chunks in the store's memory until `close`."""
@@ -145,46 +147,64 @@ class Plan:
             return config
         return replace(config, recompute_ratio=self.advice.ratio)
 
-    def where(self, exact: bool) -> Tensor:
-        """`[batch, tokens]`: True where a slot with this exactness lies."""
-        return torch.from_numpy(self._where(exact))
+    def begin(self, logits_rows: int) -> None:
+        """Mark the new tokens that have stored KV; those whose logits are asked for are computed in any case."""
+        self.end = self.real.shape[1] - min(logits_rows, self.real.shape[1])
+        marks, reusable = self._marked(True), self._marked(False)
+        self.exact_counts = marks.sum(axis=1).tolist()
+        self.stored_counts = reusable.sum(axis=1).tolist()
+        known = zip(self.counts, self.exact_counts, self.stored_counts, strict=True)
+        self.fresh_counts = [count - exact - stored for count, exact, stored in known]
+        self.exact, self.reusable = torch.from_numpy(marks), torch.from_numpy(reusable)
 
-    def _where(self, exact: bool) -> np.ndarray:
+    def to(self, device: torch.device) -> None:
+        """Bring the marks to the device that computes."""
+        self.real, self.exact = self.real.to(device), self.exact.to(device)
+        self.reusable = self.reusable.to(device)
+
+    def _marked(self, exact: bool) -> np.ndarray:
+        """`[batch, tokens]`: True before `end` where a chunk with this exactness is."""
         mask = np.zeros(tuple(self.real.shape), dtype=bool)
-        for slot in self.slots:
-            if slot.exact is exact:
-                mask[slot.row, slot.columns] = True
+        for placed in self.chunks:
+            if placed.exact is exact:
+                mask[placed.row, placed.columns] = True
+        mask[:, self.end :] = False
         return mask
 
-    def stored_counts(self, exact: bool, end: int) -> list[int]:
-        """How many columns before `end` slots with this exactness cover in each entry."""
-        counts = [0] * len(self.counts)
-        for slot in self.slots:
-            if slot.exact is exact:
-                counts[slot.row] += max(0, min(slot.columns.stop, end) - slot.start)
-        return counts
-
-    def fresh(self, end: int, with_reusable: bool) -> np.ndarray:
+    def fresh(self, with_reusable: bool) -> np.ndarray:
         """`[batch, tokens]`: True on columns that are not padding and have no exact KV; known to the host."""
-        stored = self._where(exact=True)
-        if not with_reusable:
-            stored |= self._where(exact=False)
-        stored[:, end:] = False
-        return np.asarray(self._real_here) & ~stored
+        stored = self._marked(True) if with_reusable else self._marked(True) | self._marked(False)
+        return np.asarray(self._host_real) & ~stored
+
+    @property
+    def has_padding(self) -> bool:
+        """Return True if an entry has fewer tokens than the forward has columns."""
+        return min(self.counts) < self.real.shape[1]
+
+    def padding_on(self, device: torch.device) -> Tensor:
+        """`[batch, tokens]`, True on padding."""
+        if device not in self._padding:
+            self._padding[device] = ~self.real.to(device)
+        return self._padding[device]
 
     def token_table(self) -> Tensor:
         """`[4, batch, tokens]`: number of the chunk, place in it, its length, 1 for an image; -1: cannot be chosen."""
         table = np.full((4, *self.real.shape), -1, dtype=np.int64)
-        for slot in self.slots:
-            if not slot.exact:
-                here = table[:, slot.row, slot.columns]
-                here[0], here[2], here[3] = slot.number, slot.chunk.tokens, slot.is_image
-                here[1] = np.arange(slot.inside.start, slot.inside.stop)
+        for placed in self.chunks:
+            if not placed.exact:
+                here = table[:, placed.row, placed.columns]
+                here[0], here[2], here[3] = placed.number, placed.chunk.tokens, placed.is_image
+                here[1] = np.arange(placed.inside.start, placed.inside.stop)
         return torch.from_numpy(table)
 
-    def drop(self, slot: PlacedChunk) -> None:
+    def drop(self, placed: PlacedChunk) -> None:
         """Treat a chunk as if it had not been stored: its tokens are computed like a question's."""
-        self.slots.remove(slot)
+        self.chunks.remove(placed)
+        self.reusable[placed.row, placed.columns] = self.exact[placed.row, placed.columns] = False
+        tokens = max(0, min(placed.columns.stop, self.end) - placed.start)
+        self.fresh_counts[placed.row] += tokens
+        if not placed.exact:
+            self.stored_counts[placed.row] -= tokens
 
 
 class Planner:
@@ -233,7 +253,8 @@ class Planner:
             placed += self._place(plan, row, start, len(new), whole, spans, at_beginning)
         first = {spans[0].key for spans in found if spans and spans[0].start == 0}
         self._fetch(plan, [key for key, _ in placed], first)
-        plan.slots += [slot(self._fetched[key]) for key, slot in placed]
+        plan.chunks += [place(self._fetched[key]) for key, place in placed]
+        plan.begin(1)
         plan.read_ahead(self._store.pipeline_depth)
         plan.kept_ratio = self._kept_ratio() if plan.computed else 1.0
         self._fetched.clear()

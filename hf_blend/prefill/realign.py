@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Stored KV at its place in a prompt: keys moved to their new positions, always from the stored original.
+"""Stored KV at its columns in a prompt: keys moved to their new positions, always from the stored original.
 
 All chunks of a forward are moved together: their tokens side by side are one tensor, rotated by one composed table. So
 a layer costs the host the same few kernels, however many chunks there are; small layers are written several at a time.
@@ -33,59 +33,59 @@ GROUP_BYTES = 4 << 20  # of keys that are written at a time: as many layers as f
 class Placement:
     """Where the tokens of some chunks stand, side by side."""
 
-    slots: tuple[PlacedChunk, ...]
+    chunks: tuple[PlacedChunk, ...]
     columns: Tensor | slice
     rows: Tensor | None
     row: int
 
     @property
     def is_run(self) -> bool:
-        """Whether the chunks are neighbours in one batch entry."""
+        """Return True if the chunks are neighbours in one batch entry."""
         return self.rows is None and isinstance(self.columns, slice)
 
     @cached_property
     def is_stacked(self) -> bool:
-        """Whether several layers of each chunk can be had as one tensor."""
-        return all(type(slot.chunk.layers) is StackedLayers for slot in self.slots)
+        """Return True if several layers of each chunk are one tensor."""
+        return all(type(one.chunk.layers) is StackedLayers for one in self.chunks)
 
     @cached_property
     def tokens(self) -> int:
-        """How many tokens the chunks have together."""
-        return sum(slot.tokens for slot in self.slots)
+        """Number of tokens that the chunks have together."""
+        return sum(one.tokens for one in self.chunks)
 
     @property
     def nbytes(self) -> int:
         """Size of the K of all layers of stacked chunks, in bytes."""
-        keys = self.slots[0].chunk.layers.keys  # type: ignore[attr-defined]
+        keys = self.chunks[0].chunk.layers.keys  # type: ignore[attr-defined]
         return int(keys.nbytes // keys.shape[2] * self.tokens)
 
     def parts(self, layers: range, which: int) -> list[Tensor]:
         """K (0), V (1) or projections (-1) of some layers as stored, `[layers, heads, tokens, width]` by chunk."""
         first, stop = layers.start, layers.stop
         found = []
-        for slot in self.slots:
-            held = slot.chunk.layers
+        for one in self.chunks:
+            held = one.chunk.layers
             if type(held) is StackedLayers:  # an instance check of a Sequence takes longer
                 states = held.values if which else held.keys
                 states = states if stop - first == len(held) else states.narrow(0, first, stop - first)
             else:
                 states = held[first][which][None]
-            found.append(states if slot.is_whole else states[:, :, slot.inside])
+            found.append(states if one.is_whole else states[:, :, one.inside])
         return found
 
     @classmethod
-    def of(cls, slots: Sequence[PlacedChunk], device: torch.device) -> "Placement":
+    def of(cls, chunks: Sequence[PlacedChunk], device: torch.device) -> "Placement":
         """Find out where some chunks stand; their numbers are known to the host."""
-        entries, row = {slot.row for slot in slots}, slots[0].row
-        follows = all(one.columns.stop == other.start for one, other in pairwise(slots))
+        entries, row = {one.row for one in chunks}, chunks[0].row
+        follows = all(one.columns.stop == other.start for one, other in pairwise(chunks))
         if len(entries) == 1 and follows:
-            return cls(tuple(slots), slice(slots[0].start, slots[-1].columns.stop), None, row)
-        columns = torch.cat([torch.arange(slot.columns.start, slot.columns.stop) for slot in slots]).to(device)
+            return cls(tuple(chunks), slice(chunks[0].start, chunks[-1].columns.stop), None, row)
+        columns = torch.cat([torch.arange(one.columns.start, one.columns.stop) for one in chunks]).to(device)
         if len(entries) == 1:
-            return cls(tuple(slots), columns, None, row)
-        lengths = torch.tensor([slot.tokens for slot in slots])
-        rows = torch.tensor([slot.row for slot in slots]).repeat_interleave(lengths).to(device)
-        return cls(tuple(slots), columns, rows, row)
+            return cls(tuple(chunks), columns, None, row)
+        lengths = torch.tensor([one.tokens for one in chunks])
+        rows = torch.tensor([one.row for one in chunks]).repeat_interleave(lengths).to(device)
+        return cls(tuple(chunks), columns, rows, row)
 
     def write(self, states: Tensor, stored: Tensor) -> None:
         """Write `[layers, heads, tokens, width]` to its columns of `[layers, batch, heads, columns, width]`."""
@@ -123,15 +123,15 @@ class Realigner:
     """Writes stored chunks into a layer's buffers. A rotation is composed once per rotary table and kept."""
 
     def __init__(
-        self, styles: Sequence[type[RotaryStyle]], report: BlendReport, slots: Sequence[PlacedChunk] = ()
+        self, styles: Sequence[type[RotaryStyle]], report: BlendReport, chunks: Sequence[PlacedChunk] = ()
     ) -> None:
         """Prepare for one forward."""
         self._styles, self._report = styles, report
-        self._all, self._starts = tuple(slots), [0, *accumulate(slot.tokens for slot in slots)]
-        self._first = {id(slot): number for number, slot in enumerate(self._all)}
-        self._wholes: dict[tuple[int, torch.device], Tensor | None] = {}
+        self._all, self._starts = tuple(chunks), [0, *accumulate(one.tokens for one in chunks)]
+        self._first = {id(one): number for number, one in enumerate(self._all)}
+        self._joined_states: dict[tuple[int, torch.device], Tensor | None] = {}
         self._placements: dict[tuple[int, ...], Placement] = {}
-        self._turns: dict[tuple[object, ...], KV] = {}
+        self._rotations: dict[tuple[object, ...], KV] = {}
         self._tables: dict[int, Table | None] = {}
         self._alike: dict[int, Table] = {}  # id of a table → the same one, made earlier
         self._kept: list[Table] = []
@@ -139,29 +139,29 @@ class Realigner:
 
     @property
     def num_layers(self) -> int:
-        """How many layers the model has."""
+        """Number of layers of the model."""
         return len(self._styles)
 
-    def learn(self, layer: int, table: Table | None) -> None:
+    def set_table(self, layer: int, table: Table | None) -> None:
         """Remember the rotary table that the model hands to a layer for the new tokens; the first is kept.
 
         Shapes: table `[batch or 1, tokens, width]`.
         """
         self._tables.setdefault(layer, table if table is None else self._alike.get(id(table[0]), table))
 
-    def learn_again(self, layer: int, table: Table | None) -> None:
+    def alias_table(self, layer: int, table: Table | None) -> None:
         """Record that a table which the model built again is a known layer's: rotations stay the same."""
         known = self._tables.get(layer)
         if table is not None and known is not None:
             self._alike[id(table[0])] = known
             self._kept.append(table)
 
-    def together(self, layer: int, slots: Sequence[PlacedChunk], last: int, device: torch.device) -> range:
+    def group(self, layer: int, chunks: Sequence[PlacedChunk], last: int, device: torch.device) -> range:
         """This layer, and those behind it that can be written with it."""
-        placed = self._placed(slots, device) if slots else None
+        placed = self._placed(chunks, device) if chunks else None
         if placed is None or not placed.is_stacked:
             return range(layer, layer + 1)
-        chunk, style = placed.slots[0].chunk, self._styles[layer]
+        chunk, style = placed.chunks[0].chunk, self._styles[layer]
         keys = chunk.layers.keys  # type: ignore[attr-defined]
         nbytes = max(1, keys[0].nbytes // keys.shape[2] * placed.tokens)
         stop = layer + 1
@@ -171,7 +171,7 @@ class Realigner:
             stop += 1
         return range(layer, stop)
 
-    def ahead(self, layers: range, device: torch.device) -> None:
+    def prefetch(self, layers: range, device: torch.device) -> None:
         """Begin to bring the stored K and V of some layers to a device, of all chunks; on a CPU nothing."""
         if self._all and device.type != "cpu":
             for which in (0, 1):
@@ -184,8 +184,8 @@ class Realigner:
     def _held(self, layers: range, which: int) -> list[Tensor] | None:
         """`Placement.parts` of all chunks for another thread; None where a layer has to be computed to be had."""
         found = []
-        for slot in self._all:
-            held = slot.chunk.layers
+        for one in self._all:
+            held = one.chunk.layers
             if type(held) is StackedLayers:
                 states = (held.values if which else held.keys)[layers.start : layers.stop]
             elif isinstance(held, tuple | StreamedLayers) and len(layers) == 1:
@@ -195,66 +195,66 @@ class Realigner:
                 states = pair[which][None]
             else:
                 return None
-            found.append(states if slot.is_whole else states[:, :, slot.inside])
+            found.append(states if one.is_whole else states[:, :, one.inside])
         return found
 
-    def is_alike(self, layer: int, first: int) -> bool:
-        """Whether a layer that was written with the first of its group is rotated by the same table."""
+    def has_same_table(self, layer: int, first: int) -> bool:
+        """Return True if a layer that was written with the first of its group is rotated by the same table."""
         own, table = self._tables.get(layer), self._tables.get(first)
         return own is table or (own is not None and table is not None and own[0] is table[0])
 
-    def lay(self, layer: int, slots: Sequence[PlacedChunk], keys: Tensor, values: Tensor) -> None:
+    def write(self, layer: int, chunks: Sequence[PlacedChunk], keys: Tensor, values: Tensor) -> None:
         """Write stored chunks to their columns.
 
         Shapes: keys `[batch, kv_heads, tokens, head_dim]`.
         """
         for which, states in enumerate((keys, values)):
-            self.lay_part(layer, slots, which, states)
+            self.write_part(layer, chunks, which, states)
 
-    def lay_part(self, layer: int, slots: Sequence[PlacedChunk], which: int, states: Tensor) -> None:
-        """As `lay`, for K (0) or V (1) alone."""
-        if not slots:
+    def write_part(self, layer: int, chunks: Sequence[PlacedChunk], which: int, states: Tensor) -> None:
+        """As `write`, for K (0) or V (1) alone."""
+        if not chunks:
             return
         started = time.perf_counter()
-        placed, style = self._placed(slots, states.device), self._styles[layer]
-        turn = self._turn(layer, placed, style) if which == style.slot else None
+        placed, style = self._placed(chunks, states.device), self._styles[layer]
+        rotation = self._rotation(layer, placed, style) if which == style.slot else None
         states = states if states.dim() == 5 else states[None]
         parts = self._parts(placed, range(layer, layer + states.shape[0]), which, states.device)
-        if turn is None:
+        if rotation is None:
             placed.write_parts(states, parts)
         elif placed.is_run and not states.requires_grad:
-            _rotated(style, turn, parts, states.device, states[:, placed.row, :, placed.columns])
+            _rotated(style, rotation, parts, states.device, states[:, placed.row, :, placed.columns])
         else:
-            placed.write(states, _rotated(style, turn, parts, states.device))
+            placed.write(states, _rotated(style, rotation, parts, states.device))
         self._report.realign_ms += 1e3 * (time.perf_counter() - started)
 
-    def lay_projections(self, layer: int, slots: Sequence[PlacedChunk], states: Tensor, spans: Spans = ()) -> None:
+    def write_beside(self, layer: int, chunks: Sequence[PlacedChunk], states: Tensor, spans: Spans = ()) -> None:
         """Write what is stored beside K and V to its columns: a mixer's projections, or an indexer's keys, moved.
 
         Shapes: states `[batch, 1, tokens, width]`.
         """
-        if not slots:
+        if not chunks:
             return
-        placed = self._placed(slots, states.device)
-        parts, turn = placed.parts(range(layer, layer + 1), -1), self._turn_beside(layer, placed)
-        if turn is not None:
-            placed.write(states[None], _rotated(*turn, parts, states.device))
+        placed = self._placed(chunks, states.device)
+        parts, rotation = placed.parts(range(layer, layer + 1), -1), self._rotation_beside(layer, placed)
+        if rotation is not None:
+            placed.write(states[None], _rotated(*rotation, parts, states.device))
             return
         for columns, stored in spans or ((slice(None), slice(None)),):
             placed.write_parts(states[None, ..., columns], [part[..., stored] for part in parts])
 
-    def moved(self, layer: int, slot: PlacedChunk, *states: Tensor) -> tuple[Tensor, ...]:
+    def moved(self, layer: int, one: PlacedChunk, *states: Tensor) -> tuple[Tensor, ...]:
         """A chunk's stored K and V as they would be written; of a layer with a mixer alone its projections.
 
         Shapes: *states `[kv_heads, tokens, head_dim]`.
         """
         device = states[0].device
-        found = self._gathered(layer, self._placed([slot], device), device)
+        found = self._gathered(layer, self._placed([one], device), device)
         return tuple(one.to(like.dtype) for one, like in zip(found, states, strict=True))
 
     @torch.no_grad()
     def mismatches(
-        self, layer: int, slots: Sequence[PlacedChunk], *computed: Tensor, of_mixer: bool = False
+        self, layer: int, chunks: Sequence[PlacedChunk], *computed: Tensor, of_mixer: bool = False
     ) -> list[float]:
         """How far the stored K and V of some chunks are from those that were computed in this prompt.
 
@@ -262,10 +262,10 @@ class Realigner:
 
         Shapes: *computed `[batch, kv_heads, tokens, head_dim]`.
         """
-        device, count = computed[0].device, len(slots)
-        placed = self._placed(slots, device)
-        lengths = torch.tensor([slot.tokens for slot in slots], device=device)
-        total = sum(slot.tokens for slot in slots)
+        device, count = computed[0].device, len(chunks)
+        placed = self._placed(chunks, device)
+        lengths = torch.tensor([one.tokens for one in chunks], device=device)
+        total = sum(one.tokens for one in chunks)
         number = torch.arange(count, device=device).repeat_interleave(lengths, output_size=total)
         worst = torch.zeros(count, device=device)
         kept = (self._beside(layer, placed, device),) if of_mixer else self._gathered(layer, placed, device)
@@ -279,32 +279,32 @@ class Realigner:
         found: list[float] = worst.tolist()
         return found
 
-    def turned(self, layer: int, slot: PlacedChunk, keys: Tensor, tokens: Tensor) -> Tensor:
+    def rotated(self, layer: int, one: PlacedChunk, keys: Tensor, tokens: Tensor) -> Tensor:
         """Some of a chunk's keys as they would be written.
 
         Shapes: keys `[heads, tokens, head_dim]`.
         """
-        turn = self._turn(layer, self._placed([slot], keys.device), self._styles[layer])
-        if turn is None:
+        rotation = self._rotation(layer, self._placed([one], keys.device), self._styles[layer])
+        if rotation is None:
             return keys
         out = torch.empty_like(keys)
-        self._styles[layer].move(keys, (turn[0][tokens], turn[1][tokens]), out=out)
+        self._styles[layer].move(keys, (rotation[0][tokens], rotation[1][tokens]), out=out)
         return out
 
     def has_beside(self, layer: int) -> bool:
-        """Whether a layer stores something beside K and V."""
+        """Return True if a layer stores something beside K and V."""
         return self._styles[layer].beside is not None
 
     def is_unrotated_beside(self, layer: int) -> bool:
-        """Whether a layer stores something beside K and V that carries no position."""
+        """Return True if a layer stores something beside K and V that carries no position."""
         beside = self._styles[layer].beside
         return beside is not None and not beside.turns
 
-    def turns_keys(self, layer: int) -> bool:
-        """Whether a layer rotates its keys, or nothing; not what is in the place of values."""
+    def rotates_keys(self, layer: int) -> bool:
+        """Return True if a layer rotates its keys, or nothing; not what is in place of values."""
         return self._styles[layer].slot == 0
 
-    def unturned(self, layer: int, keys: Tensor, back: bool = False) -> Tensor:
+    def derotated(self, layer: int, keys: Tensor, back: bool = False) -> Tensor:
         """Keys of all new tokens as they would be at position 0.
 
         Shapes: keys `[batch, kv_heads, tokens, head_dim]`.
@@ -313,64 +313,64 @@ class Realigner:
         if table is None:
             return keys.clone()
         zero = (torch.ones_like(table[0]), torch.zeros_like(table[1]))
-        turn = compose(self._styles[layer], *((zero, table) if back else (table, zero)))
+        rotation = compose(self._styles[layer], *((zero, table) if back else (table, zero)))
         out = torch.empty_like(keys)
-        self._styles[layer].move(keys, (turn[0][:, None], turn[1][:, None]), out=out)
+        self._styles[layer].move(keys, (rotation[0][:, None], rotation[1][:, None]), out=out)
         return out
 
-    def _placed(self, slots: Sequence[PlacedChunk], device: torch.device) -> Placement:
-        place = tuple(map(id, slots))
-        if place not in self._placements:
-            self._placements[place] = Placement.of(slots, device)  # keeps the slots, so their ids are not used again
-        return self._placements[place]
+    def _placed(self, chunks: Sequence[PlacedChunk], device: torch.device) -> Placement:
+        key = tuple(map(id, chunks))
+        if key not in self._placements:
+            self._placements[key] = Placement.of(chunks, device)  # keeps the chunks, so their ids are not used again
+        return self._placements[key]
 
     def _beside(self, layer: int, placed: Placement, device: torch.device) -> Tensor:
         """What is stored beside K and V of all tokens of some chunks, `[1, tokens, width]`, moved if it turns."""
-        parts, turn = placed.parts(range(layer, layer + 1), -1), self._turn_beside(layer, placed)
-        return (_cat(parts, device) if turn is None else _rotated(*turn, parts, device))[0]
+        parts, rotation = placed.parts(range(layer, layer + 1), -1), self._rotation_beside(layer, placed)
+        return (_cat(parts, device) if rotation is None else _rotated(*rotation, parts, device))[0]
 
-    def _turn_beside(self, layer: int, placed: Placement) -> tuple[type[RotaryStyle], KV] | None:
-        """The style and rotation of what is stored beside some chunks' K and V; None where it does not turn."""
+    def _rotation_beside(self, layer: int, placed: Placement) -> tuple[type[RotaryStyle], KV] | None:
+        """The style and rotation of what is stored beside some chunks' K and V; None where it is not rotated."""
         style = self._styles[layer].beside
         if style is None or not style.turns:
             return None
-        turn = self._turn(layer, placed, style)
-        return None if turn is None else (style, turn)
+        rotation = self._rotation(layer, placed, style)
+        return None if rotation is None else (style, rotation)
 
     def _gathered(self, layer: int, placed: Placement, device: torch.device) -> tuple[Tensor, ...]:
         """K and V of all tokens of some chunks, `[heads, tokens, width]` each, rotated for this prompt."""
-        if len(placed.slots[0].chunk.layers[layer]) == 1:
+        if len(placed.chunks[0].chunk.layers[layer]) == 1:
             return (self._beside(layer, placed, device),)
         style, found = self._styles[layer], []
-        turn = self._turn(layer, placed, style)
+        rotation = self._rotation(layer, placed, style)
         for which in (0, 1):
             parts = self._parts(placed, range(layer, layer + 1), which, device)
-            if turn is None or which != style.slot:
+            if rotation is None or which != style.slot:
                 found.append(_cat(parts, device)[0])
             else:
-                found.append(_rotated(style, turn, parts, device)[0])
+                found.append(_rotated(style, rotation, parts, device)[0])
         return found[0], found[1]
 
-    def _turn(self, layer: int, placed: Placement, style: type[RotaryStyle]) -> KV | None:
+    def _rotation(self, layer: int, placed: Placement, style: type[RotaryStyle]) -> KV | None:
         """The rotation of some chunks' keys in a layer, `[tokens, pairs]` each; None where the layer has none."""
-        table, number = self._tables.get(layer), placed.slots[0].chunk.layer_table[layer]
+        table, number = self._tables.get(layer), placed.chunks[0].chunk.layer_table[layer]
         if table is None or number < 0:
             return None
-        place = (id(placed), number, id(table[0]), style)
-        if place not in self._turns:
-            whole = self._placed(self._all, table[0].device) if self._all else placed
+        key = (id(placed), number, id(table[0]), style)
+        if key not in self._rotations:
+            joined = self._placed(self._all, table[0].device) if self._all else placed
             part = self._part(placed)
-            if part is None or whole is placed:
-                self._turns[place] = self._composed(layer, placed, table, style)
+            if part is None or joined is placed:
+                self._rotations[key] = self._composed(layer, placed, table, style)
             else:
-                cos, sin = self._turn(layer, whole, style)  # type: ignore[misc]
-                self._turns[place] = cos[part], sin[part]
-        return self._turns[place]
+                cos, sin = self._rotation(layer, joined, style)  # type: ignore[misc]
+                self._rotations[key] = cos[part], sin[part]
+        return self._rotations[key]
 
     def _part(self, placed: Placement) -> slice | None:
         """Where the tokens of some neighbours among all chunks are, if they are neighbours."""
-        start, count = self._first.get(id(placed.slots[0]), 0), len(placed.slots)
-        if self._all[start : start + count] != placed.slots:
+        start, count = self._first.get(id(placed.chunks[0]), 0), len(placed.chunks)
+        if self._all[start : start + count] != placed.chunks:
             return None
         return slice(self._starts[start], self._starts[start + count])
 
@@ -379,34 +379,34 @@ class Realigner:
         part = self._part(placed) if which >= 0 and self._all else None
         if part is None:
             return placed.parts(layers, which)
-        if (whole := self._whole(which, device)) is not None:
-            return [whole[layers.start : layers.stop, :, part]]
+        if (joined := self._joined(which, device)) is not None:
+            return [joined[layers.start : layers.stop, :, part]]
         brought = self._copies.take((layers.start, layers.stop, which), device)
         return placed.parts(layers, which) if brought is None else [brought[:, :, part]]
 
-    def _whole(self, which: int, device: torch.device) -> Tensor | None:
+    def _joined(self, which: int, device: torch.device) -> Tensor | None:
         """K (0) or V (1) of all layers of all chunks side by side, `[layers, heads, tokens, width]`."""
-        place = (which, device)
-        if place not in self._wholes:
+        key = (which, device)
+        if key not in self._joined_states:
             placed = self._placed(self._all, device) if self._all else None
-            is_many = placed is not None and len(placed.slots) >= MANY  # one more copy takes less than many parts
+            is_many = placed is not None and len(placed.chunks) >= MANY  # one more copy takes less than many parts
             is_small = is_many and placed.is_stacked and placed.nbytes <= GROUP_BYTES  # type: ignore[union-attr]
             parts = placed.parts(range(self.num_layers), which) if placed is not None and is_small else []
-            self._wholes[place] = _cat(parts, parts[0].device).to(device) if parts else None
-        return self._wholes[place]
+            self._joined_states[key] = _cat(parts, parts[0].device).to(device) if parts else None
+        return self._joined_states[key]
 
     def _composed(self, layer: int, placed: Placement, table: Table, style: type[RotaryStyle]) -> KV:
         new = (placed.take(table[0]), placed.take(table[1]))
-        parts = [slot.table(slot.chunk.layer_table[layer]) for slot in placed.slots]
+        parts = [one.table(one.chunk.layer_table[layer]) for one in placed.chunks]
         old = tuple(torch.cat([part[which].to(new[0].device) for part in parts]) for which in (0, 1))
         return compose(style, (old[0], old[1]), new)
 
 
 def _rotated(
-    style: type[RotaryStyle], turn: KV, parts: Sequence[Tensor], device: torch.device, out: Tensor | None = None
+    style: type[RotaryStyle], rotation: KV, parts: Sequence[Tensor], device: torch.device, out: Tensor | None = None
 ) -> Tensor:
     """Rotate states `[layers, heads, tokens of one chunk, width]` side by side."""
-    states, (cos, sin) = _cat(parts, device), turn
+    states, (cos, sin) = _cat(parts, device), rotation
     out = torch.empty_like(states) if out is None else out
     style.move(states, (cos.to(device), sin.to(device)), out=out)
     return out

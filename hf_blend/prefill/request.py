@@ -1,9 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a cache knows of the prompt that is coming, and which part of it a forward brings."""
+"""One forward of the model, read once from its arguments; and the prompts that a cache expects."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from ..errors import PromptError
 from ..model.anatomy import PER_TOKEN
+from ..model.identity.canonical import refuse_arguments
+from ..model.modality import other_inputs
 from ..prompt.pieces import Prompt, PromptBatch, TextPrompt
 from .plan import Plan, Planner, PromptRow
 
@@ -23,120 +26,141 @@ UNSEEN = (
 
 
 @dataclass(frozen=True)
-class NewTokens:
-    """The new tokens of one forward."""
+class Request:
+    """What one forward of the model asks for: all that is read of its arguments, and why it is computed plainly.
 
-    rows: list[list[int]]
-    starts: list[int]
-    seen: list[int]
+    `rows` has the new tokens of each entry without padding, `starts` the column of the first, `before` how many
+    tokens of its prompt are in the cache, `columns` those of tokens that padding separates; all are empty where
+    `fallback_reason` says why no chunk can be reused.
+    """
+
+    arguments: Mapping[str, Any]
     width: int
-    columns: list[tuple[int, ...]]
+    fallback_reason: str = ""
+    ids: Tensor | None = None
+    mask: Tensor | None = None
+    rows: list[list[int]] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    before: list[int] = field(default_factory=list)
+    columns: list[tuple[int, ...]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, ids: Tensor, mask: Tensor | None, before: int, is_built: bool = False) -> "NewTokens | None":
-        """Read the arguments of a forward.
+    def parse(
+        cls, arguments: Mapping[str, Any], config: Any, held: int, pending: "PendingPrompt", masked_before: int = 0
+    ) -> "Request":
+        """Read the arguments of a forward behind `held` tokens.
 
-        Shapes: ids `[batch, tokens]`, mask `[batch, …]`.
+        `masked_before` new tokens had their mask made of rows and columns before the model was called.
         """
-        width = ids.shape[1]
+        refuse_arguments(arguments)
+        ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
+        states = ids if ids is not None else arguments.get("inputs_embeds")
+        width = 0 if states is None else states.shape[1]
+        _refuse_held_tokens(ids, arguments.get("position_ids"), held)
+        arguments = {name: value for name, value in arguments.items() if not hasattr(value, "get_mask_sizes")}
+        if masked_before == width:
+            arguments["attention_mask"] = mask = _column_mask(mask)
+        reason = _why_plain(arguments, config) if width > 1 else ""
+        if reason or width < 2 or ids is None:
+            return cls(arguments, width, reason, ids, mask)
+        before = max(0, held - pending.held)
         if mask is None:
-            all_ids = ids.tolist()
-            return cls(all_ids, [0] * len(all_ids), [before] * len(all_ids), width, [()] * len(all_ids))
+            rows, count = ids.tolist(), ids.shape[0]
+            return cls(arguments, width, "", ids, None, rows, [0] * count, [before] * count, [()] * count)
         both = torch.cat((ids, mask.to(ids.dtype)), dim=1).cpu().numpy()  # the device is asked once
         new, own, past = both[:, :width], both[:, -width:] != 0, both[:, width:-width] != 0
         gaps = (own[:, 1:] < own[:, :-1]).any(axis=1)
-        if gaps.any() and not (is_built and own[:, -1].all()):
-            return None
+        if gaps.any() and not (pending and own[:, -1].all()):
+            return cls(arguments, width, PADDED_INSIDE, ids, mask)
         rows = [row[keep].tolist() for row, keep in zip(new, own, strict=True)]
         columns = [tuple(np.flatnonzero(keep).tolist()) if gap else () for keep, gap in zip(own, gaps, strict=True)]
-        is_seen = past.shape[1] >= before
-        seen = past[:, past.shape[1] - before :].sum(axis=1).tolist() if is_seen else [before] * len(rows)
-        return cls(rows, [width - len(row) for row in rows], [int(count) for count in seen], width, columns)
+        counts = [before] * len(rows)
+        if past.shape[1] >= before:
+            counts = [int(count) for count in past[:, past.shape[1] - before :].sum(axis=1)]
+        return cls(arguments, width, "", ids, mask, rows, [width - len(row) for row in rows], counts, columns)
+
+    @classmethod
+    def unseen(cls, keys: Tensor) -> "Request":
+        """A forward of which only the keys of its first layer are known, `[batch, kv_heads, tokens, head_dim]`."""
+        return cls({}, keys.shape[2], UNSEEN if keys.shape[2] > 1 else "", keys[:, 0, :, 0])
+
+    @cached_property
+    def others(self) -> tuple[str, ...]:
+        """The arguments that bring more than text."""
+        return other_inputs(self.arguments)
+
+    @property
+    def logits_rows(self) -> int:
+        """How many last rows the logits are asked for."""
+        return int(self.arguments["logits_to_keep"])
+
+    def real_tokens(self) -> int:
+        """How many tokens are not padding, all batch entries; may ask the device."""
+        states = self.arguments["inputs_embeds"] if self.ids is None else self.ids
+        if isinstance(self.mask, Tensor) and self.mask.dim() == 2:
+            return int(self.mask[:, -self.width :].sum())
+        return int(states.shape[0]) * self.width
 
 
 class PendingPrompt:
-    """The prompts that `BlendCache.inputs` built, until their last tokens have been brought."""
+    """The prompts that `BlendCache.inputs` built, until their last tokens have come."""
 
     def __init__(self, batch: PromptBatch | None = None, held: int = 0, is_other: bool = False) -> None:
-        """Expect some prompts, or nothing."""
         self.batch, self.held, self.is_other = batch, held, is_other
-        self.is_begun = False  # a part of the prompts has been brought, and more is to come
+        self.is_begun = False  # a part of the prompts has come, and more will
 
     def __bool__(self) -> bool:
-        """Whether anything is expected."""
+        """Return True if a prompt is expected."""
         return self.batch is not None
 
     def is_of(self, input_ids: Tensor) -> bool:
-        """Whether the prompts that are expected are these, `[batch, tokens]`."""
+        """Return True if the prompts that are expected are these, `[batch, tokens]`."""
         return self.batch is not None and torch.equal(self.batch.input_ids, input_ids.cpu())
 
-    def plan(self, planner: Planner, brought: NewTokens, past: int) -> tuple[Plan, "PendingPrompt"]:
-        """Plan a forward."""
-        rows, starts, width = brought.rows, brought.starts, brought.width
-        prompts = None if self.batch is None else self.batch.find(rows, brought.seen)
+    def plan(self, planner: Planner, request: Request, past: int) -> tuple[Plan, "PendingPrompt"]:
+        """Plan a forward; gives what is expected after it, too."""
+        rows, starts, width = request.rows, request.starts, request.width
+        prompts = None if self.batch is None else self.batch.find(rows, request.before)
         if prompts is None:
-            others = [PromptRow(tuple(row), 0, columns) for row, columns in zip(rows, brought.columns, strict=True)]
+            others = [PromptRow(tuple(row), 0, columns) for row, columns in zip(rows, request.columns, strict=True)]
             return planner.plan(rows, starts, width, None, past == 0, others), PendingPrompt(is_other=True)
-        wholes = [
-            PromptRow(prompt.ids, seen, columns, prompt.opening, prompt.is_searched)
-            for prompt, seen, columns in zip(prompts, brought.seen, brought.columns, strict=True)
+        known = [
+            PromptRow(prompt.ids, before, columns, prompt.opening, prompt.is_searched)
+            for prompt, before, columns in zip(prompts, request.before, request.columns, strict=True)
         ]
         beginning = self.held == 0 and not any(prompt.history for prompt in prompts)
-        plan = planner.plan(rows, starts, width, [prompt.spans() for prompt in prompts], beginning, wholes)
-        return plan, self._rest(prompts, brought)
+        plan = planner.plan(rows, starts, width, [prompt.spans() for prompt in prompts], beginning, known)
+        return plan, self._rest(prompts, request)
 
-    def _rest(self, prompts: Sequence[Prompt | TextPrompt], brought: NewTokens) -> "PendingPrompt":
-        missing = (
-            seen + len(row) < len(prompt.ids)
-            for row, seen, prompt in zip(brought.rows, brought.seen, prompts, strict=True)
-        )
-        if not any(missing):
+    def _rest(self, prompts: Sequence[Prompt | TextPrompt], request: Request) -> "PendingPrompt":
+        ends = [before + len(row) for row, before in zip(request.rows, request.before, strict=True)]
+        if all(end >= len(prompt.ids) for end, prompt in zip(ends, prompts, strict=True)):
             return PendingPrompt()
         rest = PendingPrompt(self.batch, self.held)
         rest.is_begun = True
         return rest
 
 
-def new_tokens(arguments: dict[str, Any]) -> int:
-    """How many columns a forward brings."""
-    given = (arguments.get("input_ids"), arguments.get("inputs_embeds"))
-    return next((states.shape[1] for states in given if states is not None), 0)
-
-
-def real_tokens(arguments: dict[str, Any]) -> int:
-    """How many tokens of a forward are not padding, all batch entries."""
-    ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
-    given, tokens = arguments["inputs_embeds"] if ids is None else ids, new_tokens(arguments)
-    if isinstance(mask, Tensor) and mask.dim() == 2:
-        return int(mask[:, -tokens:].sum())
-    return int(given.shape[0]) * tokens
-
-
-def with_plain_mask(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a forward with the mask of its columns, where transformers made one of rows and columns of it.
-
-    Shape: `[batch, columns]`.
-    """
-    mask = arguments.get("attention_mask")
+def _column_mask(mask: Any) -> Any:
+    """The mask of the columns, `[batch, columns]`, where transformers made one of rows and columns of it."""
     if isinstance(mask, Mapping) and len(mask) == 1:
         (mask,) = mask.values()
     if isinstance(mask, Tensor) and mask.dim() == 4:
         mask = mask[:, 0, -1] if mask.dtype == torch.bool else mask[:, 0, -1] == 0
-    return {**arguments, "attention_mask": mask}
+    return mask
 
 
-def why_plain(arguments: dict[str, Any], config: Any) -> str:
-    """Why a forward of several tokens computes all of them."""
+def _why_plain(arguments: Mapping[str, Any], config: Any) -> str:
+    """Say why a forward of several tokens computes all of them; empty if chunks can be reused."""
     mask, keep = arguments.get("attention_mask"), arguments.get("logits_to_keep")
-    if new_tokens(arguments) < 2:
-        return ""
     if arguments.get("input_ids") is None:
         return "the prompt came as inputs_embeds, but chunks are found by their tokens. Pass input_ids."
     if mask is not None and getattr(mask, "dim", int)() != 2:
         return "attention_mask does not have two axes. Pass one of [batch, tokens] with 0 on padding, or none."
     if arguments.get("labels") is not None:
         return "labels were passed, and a loss needs the logits of every token. Pass logits_to_keep=1 and no labels."
-    if any(_asked(name, arguments, config) for name in PER_TOKEN):
+    given = ((name, arguments.get(name)) for name in PER_TOKEN)
+    if any(getattr(config, name, False) if value is None else value for name, value in given):
         return f"outputs of every token were asked for: {', '.join(PER_TOKEN)} must be off for chunks to be reused."
     if not isinstance(keep, int) or keep < 1:
         return (
@@ -146,19 +170,13 @@ def why_plain(arguments: dict[str, Any], config: Any) -> str:
     return ""
 
 
-def _asked(name: str, arguments: dict[str, Any], config: Any) -> bool:
-    given = arguments.get(name)
-    return bool(getattr(config, name, False) if given is None else given)
-
-
-def check_new(arguments: dict[str, Any], past: int) -> None:
-    """Refuse a forward that brings again what is in the cache, as stock assisted decoding does on a filled cache."""
-    ids, places = arguments.get("input_ids"), arguments.get("position_ids")
-    if not past or ids is None or places is None or places.dim() != 2 or ids.shape[0] != 1 or ids.shape[1] <= past:
+def _refuse_held_tokens(ids: Tensor | None, positions: Tensor | None, held: int) -> None:
+    """Refuse a forward that brings what is in the cache again, as stock assisted decoding does on a filled cache."""
+    if not held or ids is None or positions is None or positions.dim() != 2 or ids.shape[0] != 1:
         return
-    if int(places[0, -1]) + 1 == ids.shape[1]:
+    if ids.shape[1] > held and int(positions[0, -1]) + 1 == ids.shape[1]:
         raise PromptError(
-            f"the model was given {ids.shape[1]} tokens from position 0 on, but the {past} first of them are in the "
+            f"the model was given {ids.shape[1]} tokens from position 0 on, but the {held} first of them are in the "
             "cache already: assisted decoding of transformers passes the whole prompt. Call reset() before it, or go "
             "on without an assistant."
         )

@@ -21,7 +21,7 @@ class Layer0(Check):
         prompt = subject.prompts[0]
         wanted = self._wanted(subject)
         realigner = Realigner(subject.styles, BlendReport())
-        realigner.learn(0, subject.prompt_tables([prompt])[0])
+        realigner.set_table(0, subject.prompt_tables([prompt])[0])
         errors = [0.0]
         for number, (start, ids, *_) in enumerate(prompt.spans()):
             slot = PlacedChunk(0, start, subject.chunk(ids), False, number)

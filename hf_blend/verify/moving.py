@@ -37,12 +37,12 @@ def moved(subject: ModelUnderTest, chunk: ChunkKV, start: int) -> ChunkKV:
     realigner, slot = Realigner(subject.styles, BlendReport()), PlacedChunk(0, 0, chunk, False, 0)
     tables, layers = list(chunk.tables), []
     for index, table in enumerate(subject.tables_at(start, chunk.tokens)):
-        realigner.learn(index, table)
+        realigner.set_table(index, table)
         laid = [torch.full_like(states, float("nan"))[None] for states in chunk.layers[index]]
         if len(laid) > 1:
-            realigner.lay(index, [slot], *laid[:2])
+            realigner.write(index, [slot], *laid[:2])
         if len(laid) % 2:
-            realigner.lay_projections(index, [slot], laid[-1])
+            realigner.write_beside(index, [slot], laid[-1])
         layers.append(tuple(states[0] for states in laid))
         if table is not None and chunk.layer_table[index] >= 0:
             tables[chunk.layer_table[index]] = tuple(part[0].float() for part in table)

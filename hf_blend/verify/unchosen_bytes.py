@@ -31,9 +31,9 @@ class UnchosenBytes(Check):
         for index in range(got.cache.config.check_layers[0] + 1, subject.num_layers):
             if not got.layers[index]:
                 continue
-            realigner.learn(index, tables[index])
+            realigner.set_table(index, tables[index])
             laid = tuple(torch.zeros_like(states) for states in got.layers[index])
-            realigner.lay(index, slots, *laid)
+            realigner.write(index, slots, *laid)
             for name, mine, wanted in zip("KV", got.layers[index], laid, strict=True):
                 if not torch.equal(mine.transpose(1, 2)[kept], wanted.transpose(1, 2)[kept]):
                     wrong.append(f"{name} of layer {index}")

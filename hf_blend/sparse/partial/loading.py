@@ -179,7 +179,7 @@ class PartialLoading(PartDecoding):
 
     def begin(self, index: int, rows: Rows | None, plan: Plan) -> None:
         """A layer begins behind the last check layer: find out what of it can be loaded in part."""
-        slots = [slot for slot in plan.slots if slot.start and isinstance(slot.chunk.layers, PartialLayers)]
+        slots = [slot for slot in plan.chunks if slot.start and isinstance(slot.chunk.layers, PartialLayers)]
         self._readers |= {id(slot.chunk.layers): slot.chunk.layers.reader for slot in slots}  # type: ignore[attr-defined]
         self._prompts = max(1, len({slot.row for slot in slots}))
         for slot in slots:
@@ -207,12 +207,12 @@ class PartialLoading(PartDecoding):
         """
         found = []
         for slot in slots:
-            in_blocks = isinstance(slot.chunk.layers, PartialLayers) and slot.is_whole and realigner.turns_keys(0)
+            in_blocks = isinstance(slot.chunk.layers, PartialLayers) and slot.is_whole and realigner.rotates_keys(0)
             if not in_blocks or _layers(slot).is_whole(0):
                 found += realigner.mismatches(0, [slot], *opened)
                 continue
             keys = _layers(slot).part(0, 0, [0], range(_layers(slot).reader.blocks)).to(opened[0].device)
-            turned = realigner.turned(0, slot, keys, torch.arange(slot.tokens, device=keys.device))[0].float()
+            turned = realigner.rotated(0, slot, keys, torch.arange(slot.tokens, device=keys.device))[0].float()
             fresh = opened[0][slot.row, 0, slot.columns].float()
             size = fresh.square().sum(dim=1)
             share = (fresh - turned).square().sum(dim=1) / size.maximum(size.mean()).clamp_min(1e-30)
@@ -223,7 +223,7 @@ class PartialLoading(PartDecoding):
         self, index: int, slots: Sequence[PlacedChunk], realigner: Realigner, opened: KV
     ) -> list[PlacedChunk]:
         """Lay the probe heads' keys of chunks in blocks, and give back the slots of all others."""
-        if not realigner.turns_keys(index):
+        if not realigner.rotates_keys(index):
             self._index = -1
             return list(slots)
         mine = [slot for slot in self._slots if slot in slots]
@@ -370,7 +370,7 @@ class PartialLoading(PartDecoding):
             return
         every = range(_layers(slot).reader.blocks)
         states = _layers(slot).part(index, 0, heads, every).to(keys.device)
-        turned = realigner.turned(index, slot, states, torch.arange(slot.tokens, device=keys.device))
+        turned = realigner.rotated(index, slot, states, torch.arange(slot.tokens, device=keys.device))
         columns = torch.arange(slot.start + past, slot.columns.stop + past)
         kept = slice(None) if fresh is None else (~fresh[columns]).nonzero()[:, 0]
         keys[slot.row, heads.start : heads.stop].index_copy_(1, columns[kept].to(keys.device), turned[:, kept])
@@ -404,7 +404,7 @@ class PartialLoading(PartDecoding):
         others = range(max(first, heads.start), heads.stop)
         if len(others):
             found = layers.part(index, 0, others, blocks).to(device)
-            turned = realigner.turned(index, slot, found, tokens.to(device))
+            turned = realigner.rotated(index, slot, found, tokens.to(device))
             keys[slot.row, others.start : others.stop].index_copy_(1, target, turned[:, kept])
 
 

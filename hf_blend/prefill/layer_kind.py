@@ -1,0 +1,76 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a layer of the cache keeps of each token, as hooks on its part of a prefill.
+
+A cache layer names its kind as the class attribute `prefill_kind`. A room whose layers keep something else than K
+and V subclasses `LayerKind`; the prefill itself knows these hooks only.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from ..model.anatomy import LayerCall
+from ..rotary.tables import Table, rotary_table
+from ..selectors.base import KV
+from .rows import Rows
+
+if TYPE_CHECKING:
+    from .blend import Prefill
+
+
+class LayerKind:
+    """A layer that hands K and V of each token to the cache."""
+
+    has_keys = True  # False: it keeps no K and V of its own
+    has_states = True  # False: it keeps nothing at all
+    attends = True  # False: it has no attention
+    compares_keys = True  # False: at layer 0 it checks what is stored by something else
+
+    def waits_for(self, prefill: "Prefill", index: int) -> set[str]:
+        """The parts that are known when a look into the layer may end, each reported by `Prefill.reach`."""
+        return {"keys"}
+
+    def table(self, prefill: "Prefill", index: int, call: LayerCall) -> Table | None:
+        """The rotary table of the new tokens, `[batch or 1, tokens, width]` each."""
+        return rotary_table(call.arguments, call.layer)
+
+    def enter(self, prefill: "Prefill", index: int, call: LayerCall) -> None:
+        """The layer begins, with the arguments that the model gave it."""
+
+    def take_rows(self, prefill: "Prefill", call: LayerCall, rows: Rows) -> None:
+        """The layer runs for these rows; `call` has their arguments."""
+
+    def computed(self) -> KV | None:
+        """What stands for K and V in a layer without them, of all new tokens, `[batch, 1, tokens, width]` each."""
+        return None
+
+    def snapshot(self, layer: Any) -> Any:
+        """What a look into the layer would change beside K and V."""
+        return None
+
+    def restore(self, layer: Any, snapshot: Any) -> None:
+        """Take back what a look has changed."""
+
+    def pause(self) -> None:
+        """Another forward of the model begins while this layer runs."""
+
+    def resume(self) -> None:
+        """The other forward is over."""
+
+    def leave(self) -> None:
+        """The layer is done, or the forward failed."""
+
+
+class StatelessKind(LayerKind):
+    """A layer that keeps nothing: it has no attention, or looks at the K and V of another layer."""
+
+    has_keys = has_states = False
+
+    def waits_for(self, prefill: "Prefill", index: int) -> set[str]:
+        """Nothing comes."""
+        return set()
+
+
+def kind_of(layer: Any) -> LayerKind:
+    """The hooks of a cache layer for one forward."""
+    kind: type[LayerKind] = getattr(layer, "prefill_kind", StatelessKind)
+    return kind()

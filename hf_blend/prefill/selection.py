@@ -1,0 +1,214 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""The step "select": when tokens are selected, what the selector sees of them, and which it gets."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..errors import PromptError
+from ..model.capture import Capture, capture, capture_forward
+from ..selectors.attention import Attention
+from ..selectors.base import KV, TokenView
+from .rows import Rows, highest
+
+if TYPE_CHECKING:
+    from .blend import PrefillContext
+
+
+@dataclass(frozen=True)
+class Select:
+    """At one layer, which share of the reusable tokens is computed from there on."""
+
+    ratio: float
+    sees_attention: bool = False
+
+
+class Selection:
+    """Asks a selector on behalf of one forward."""
+
+    def __init__(self, context: "PrefillContext") -> None:
+        self._context, self._selector, self._plan = context, context.selector, context.plan
+        self._realigner, self._report = context.realigner, context.report
+        self._table: tuple[int, Tensor] | None = None
+        self._first_scores: Tensor | None = None
+        self._scored_before = False  # those scores are of a selector that has yet to see layer 0
+        self._is_first = True
+        one = context.selector
+        self._sees_layers = one.needs_kv or one.needs_full_prefill or one.needs_attention
+
+    def schedule(self, stateful: Sequence[int], with_keys: Sequence[int]) -> tuple[float | None, dict[int, Select]]:
+        """The ratio by which tokens are selected before the first layer, and what is selected at which layer.
+
+        A selector that needs no K and V selects before the first layer, with the first check layer's ratio, and again
+        at the later check layers; so does one that selects at layer 0, from what it sees there. If nothing is to be
+        selected at all, that is settled before the first layer too. A check layer that keeps nothing to compare is
+        moved to the next one that does: `stateful` are the layers that keep anything, `with_keys` those with K and V.
+        """
+        one, config, layers = self._selector, self._context.config, len(self._context.layers)
+        ratios = config.ratios(layers)
+        if one.at_layer_0:
+            is_open = config.layer_ratios is None and not config.gradual and len(ratios) == 1
+            first = min(ratios)
+            later = {layer: ratio for layer, ratio in ratios.items() if layer > first}
+            own = one.schedule(config.recompute_ratio, layers) if is_open else None
+            ratios = own or {0: ratios[first], **later}
+        if not one.count(max(ratios.values()), self._plan.real.numel()):
+            return 0.0, {}
+        if self._sees_layers:
+            before = one.candidates(ratios[0]) if 0 in ratios else None
+        else:
+            first = min(ratios)
+            before, ratios = ratios[first], {layer: ratio for layer, ratio in ratios.items() if layer > first}
+        keep, found = with_keys if one.needs_attention else stateful, dict[int, Select]()
+        for layer, ratio in sorted(ratios.items()):
+            index = next((index for index in keep if index >= layer), None)
+            if index is not None:
+                sees_attention = one.needs_attention and (layer == 0 or not one.at_layer_0)
+                earlier = found.get(index)
+                found[index] = Select(ratio, earlier.sees_attention if earlier else sees_attention)
+        return before, found
+
+    def counts(self, ratio: float) -> list[int]:
+        """How many tokens are selected in each batch entry; known before anything is computed."""
+        return [self._selector.count(ratio, tokens) for tokens in self._plan.stored_counts]
+
+    def select(
+        self, index: int, rows: Rows, fresh: KV | None, counts: Sequence[int], attention: Attention | None = None
+    ) -> Tensor:
+        """Select the tokens that are computed from a layer on.
+
+        Shapes: fresh `[batch, kv_heads, tokens, head_dim]` → `[batch, rows]`.
+        """
+        started = time.perf_counter()
+        view = self._view(index, rows, fresh if self._first_scores is None or self._scored_before else None)
+        if attention is not None:
+            view = replace(view, attention=lambda: attention)
+        scores = self._scores(view, rows) if any(counts) else torch.zeros_like(view.reusable, dtype=torch.float32)
+        selected = highest(scores.to(view.reusable.device), view.reusable, counts)
+        if self._is_first and not (self._scored_before and fresh is None):  # candidates are not selected yet
+            self._report.chose(rows.columns, selected, self._context.past)
+            self._is_first = False
+        self._report.select_ms += 1e3 * (time.perf_counter() - started)
+        return selected
+
+    def _scores(self, view: TokenView, rows: Rows) -> Tensor:
+        """Scores of the rows; a selector that scores before the check layers keeps to its first scores."""
+        if self._first_scores is not None and not (self._scored_before and view.in_layer):
+            return rows.take(self._first_scores)
+        earlier = None if self._first_scores is None else rows.take(self._first_scores)
+        scores = self._selector.score(replace(view, earlier=earlier))
+        self._scored_before = self._selector.at_layer_0 and not view.in_layer
+        if self._selector.at_layer_0 or not self._sees_layers:
+            grid = scores.new_zeros(self._plan.real.shape)
+            known = scores if rows.is_all else grid.scatter_(1, view.columns.to(scores.device), scores)
+            self._first_scores = known
+        return scores
+
+    def _view(self, index: int, rows: Rows, fresh: KV | None) -> TokenView:
+        table = self._token_table()
+        kinds = table if rows.is_all else table.gather(2, rows.columns.expand(4, *rows.columns.shape))
+        chunk, offset, tokens, image = kinds
+        chunk = chunk if rows.filler is None else chunk.masked_fill(rows.filler, -1)
+        view = TokenView(
+            index,
+            rows.columns,
+            chunk >= 0,
+            chunk,
+            offset,
+            tokens,
+            stored_alone=lambda layer: rows.take_pair(self._alone(self._with_keys[layer])),
+            probe=self._context.probe,
+            num_layers=len(self._with_keys),
+            chunks=table[0],
+            images=image > 0,
+        )
+        if fresh is None:
+            return view
+        stored = self._stored_at(rows, fresh)
+        pair = lambda part: rows.take_pair((fresh[part], self._stored(index, fresh, part)))  # noqa: E731
+        view = replace(
+            view,
+            in_layer=True,
+            pairs=pair,
+            full_prefill=lambda: [rows.take_pair(states) for states in self._full_prefill()],
+            stored_at=stored,
+        )
+        if not self._selector.needs_pairs:
+            return view
+        (fresh_keys, keys), (fresh_values, values) = pair(0), pair(1)
+        return replace(view, fresh=(fresh_keys, fresh_values), stored=(keys, values))
+
+    def _token_table(self) -> Tensor:
+        """`[4, batch, tokens]`: see `Plan.token_table`; made once, and again after a chunk was refused."""
+        known = len(self._plan.chunks)
+        if self._table is None or self._table[0] != known:
+            table = self._plan.token_table().to(self._plan.reusable.device)
+            table[0].masked_fill_(~self._plan.reusable, -1)
+            self._table = known, table
+        return self._table[1]
+
+    @cached_property
+    def _with_keys(self) -> list[int]:
+        """The layers that keep K and V; a selector counts these only."""
+        return [index for index, states in enumerate(self._plan.chunks[0].chunk.layout.layers) if len(states) > 1]
+
+    def _stored_at(self, rows: Rows, fresh: KV) -> Callable[[int], KV]:
+        """Gives the stored K and V of the rows in one of the layers that keep them."""
+
+        def stored(layer: int) -> KV:
+            index = self._with_keys[layer]
+            return rows.take_pair((self._stored(index, fresh, 0), self._stored(index, fresh, 1)))
+
+        return stored
+
+    def _stored(self, index: int, states: KV, part: int) -> Tensor:
+        """A copy of K (0) or V (1) of all new tokens with the stored chunks over it, realigned; or of projections."""
+        chunks = [placed for placed in self._plan.chunks if not placed.exact]
+        if len(self._plan.chunks[0].chunk.layers[index]) == 1:
+            projections = states[part].clone()
+            self._realigner.write_beside(index, chunks, projections)
+            return projections
+        stored, given = self._plan.chunks[0].states(index)[part], states[part]
+        form = (given.shape[0], stored.shape[0], given.shape[2], stored.shape[2])
+        filled = given.clone() if given.shape == form else given.new_zeros(form, dtype=stored.dtype)
+        self._realigner.write_part(index, chunks, part, filled)
+        return filled
+
+    def _alone(self, layer: int) -> KV:
+        """K and V of all new tokens as they are stored, zero elsewhere."""
+        batch, tokens = self._plan.real.shape
+        like = self._plan.chunks[0].states(layer)
+        keys, values = (part.new_zeros(batch, part.shape[0], tokens, part.shape[2]) for part in like)
+        for placed in self._plan.chunks:
+            keys[placed.row, :, placed.columns], values[placed.row, :, placed.columns] = placed.states(layer)
+        return keys.to(self._plan.real.device), values.to(self._plan.real.device)
+
+    def _full_prefill(self) -> list[KV]:
+        """K and V of all new tokens as a full prefill of the model computes them; what the oracle looks at."""
+        self._report.full_prefills += 1
+        truth = full_prefill(self._context)
+        for layer, table in enumerate(truth.tables):
+            self._realigner.set_table(layer, table)
+        pairs, past = [truth.layers[index][:2] for index in self._with_keys], self._context.past
+        return [(keys[:, :, past:], values[:, :, past:]) for keys, values in pairs]
+
+
+def full_prefill(context: "PrefillContext") -> Capture:
+    """K, V and rotary tables of a full prefill, for research; only for a prompt that begins the cache."""
+    if context.past:
+        raise PromptError(
+            f"the selector {context.config.selector!r} runs a full prefill of the whole prompt, but {context.past} "
+            "tokens are in the cache already and their ids are not known. Use it on a fresh cache."
+        )
+    request = context.request
+    if request.others:
+        return capture_forward(context.model, request.arguments)[0]
+    mask = request.mask
+    positions = None if mask is None else (mask.long().cumsum(-1) - 1).clamp_min(0)
+    return capture(context.model, request.ids, positions, mask)
