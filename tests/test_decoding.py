@@ -2,35 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Behind the prefill: conversations, prompts that come in parts, compiled steps, outputs that were asked for."""
 
-import itertools
-
 import pytest
 import torch
-from transformers import DynamicCache
 
-from hf_blend import BlendCache, ChunkStore, observer
+from hf_blend import ChunkStore, observer
 from hf_blend.errors import PromptError
 from hf_blend.model.anatomy import decoder_layers
 from hf_blend.model.fingerprint import fingerprint
 from hf_blend.store.chunk import ChunkKey
 from hf_blend.verify.zoo import tiny_model as zoo_model
+from tests.asking import generated as run
+from tests.asking import prepared
 
-GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
 BATCH = ({"chunks": (17, 23, 31)}, {"chunks": (29,), "seed": 1}, {"chunks": (20, 12), "seed": 2, "question": 5})
-
-
-def prepared(model, tokenizer, requests, kept=None, **settings):
-    cache = BlendCache(model, kept or ChunkStore.open("memory://"), **settings)
-    given = requests[0] if len(requests) == 1 else {name: [one[name] for one in requests] for name in requests[0]}
-    return cache, cache.inputs(tokenizer, **given)
-
-
-def run(model, inputs, cache=None, **changes):
-    return model.generate(**inputs, past_key_values=cache, **{**GREEDY, **changes})
-
-
-def plain(ids):
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def new_pieces(pieces, seed):
@@ -39,23 +23,23 @@ def new_pieces(pieces, seed):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_neox"])
-def test_at_ratio_one_a_conversation_says_what_it_says_without_a_cache(pieces, tokenizer, family):
+def test_history_at_ratio_1_goes_on_as_without_a_cache(pieces, tokenizer, family):
     model = zoo_model(family)
-    cache, inputs = prepared(model, tokenizer, [pieces()], recompute_ratio=1.0)
+    cache, inputs = prepared(model, pieces(), recompute_ratio=1.0)
     output = run(model, inputs, cache)
     for turn in range(3):
         held = cache.get_seq_length()
         inputs = cache.inputs(tokenizer, **new_pieces(pieces, turn + 5), history=output)
         assert torch.equal(inputs["input_ids"][:, : output.shape[1]], output)
-        wanted, output = run(model, inputs), run(model, inputs, cache)
-        assert torch.equal(output, wanted)
+        expected, output = run(model, inputs), run(model, inputs, cache)
+        assert torch.equal(output, expected)
         assert (cache.report.past_tokens, cache.report.reusable_tokens, cache.report.exact_tokens) == (held, 35, 0)
 
 
 @torch.no_grad()
-def test_what_was_said_keeps_its_own_states_and_new_chunks_are_laid_behind_it(shared_model, pieces, tokenizer):
+def test_history_keeps_its_own_states_and_new_chunks_go_behind_it(shared_model, pieces, tokenizer):
     model, store = shared_model(), ChunkStore.open("memory://")
-    cache, inputs = prepared(model, tokenizer, [pieces()], store, recompute_ratio=0.15)
+    cache, inputs = prepared(model, pieces(), store=store, recompute_ratio=0.15)
     output = run(model, inputs, cache)
     held = cache.get_seq_length()
     before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
@@ -75,9 +59,9 @@ def test_what_was_said_keeps_its_own_states_and_new_chunks_are_laid_behind_it(sh
     assert torch.equal(cache.layers[3].values[0][:, left], stored)
 
 
-def test_a_turn_needs_no_chunk_and_text_gets_no_second_bos(shared_model, pieces, tokenizer):
+def test_inputs_of_a_later_turn_need_no_chunk_and_text_gets_no_second_bos(shared_model, pieces, tokenizer):
     model = shared_model()
-    cache, inputs = prepared(model, tokenizer, [pieces()], recompute_ratio=1.0)
+    cache, inputs = prepared(model, pieces(), recompute_ratio=1.0)
     output = run(model, inputs, cache)
     inputs = cache.inputs(tokenizer, prefix="and", chunks=[], question="why", history=output)
     new = tokenizer.encode("and\n\nwhy", add_special_tokens=False)
@@ -89,10 +73,10 @@ def test_a_turn_needs_no_chunk_and_text_gets_no_second_bos(shared_model, pieces,
         cache.inputs(tokenizer, chunks=[], question="why")
 
 
-def test_assisted_decoding_of_a_later_turn_is_refused_until_the_cache_is_reset(shared_model, pieces, tokenizer):
+def test_assisted_decoding_of_a_later_turn_is_refused_until_reset(shared_model, pieces, tokenizer):
     """Stock `generate` passes the whole prompt then, whatever is cached; with a plain cache it garbles the text."""
     model = shared_model()
-    cache, inputs = prepared(model, tokenizer, [pieces()], recompute_ratio=1.0)
+    cache, inputs = prepared(model, pieces(), recompute_ratio=1.0)
     output = run(model, inputs, cache, prompt_lookup_num_tokens=3)
     inputs = cache.inputs(tokenizer, **new_pieces(pieces, 5), history=output)
     held = cache.get_seq_length()
@@ -106,19 +90,16 @@ def test_assisted_decoding_of_a_later_turn_is_refused_until_the_cache_is_reset(s
 
 @pytest.mark.parametrize(
     ("family", "batch", "size"),
-    [
-        pytest.param(*one, marks=[] if one in (("llama", 1, 7), ("gemma3_text", 3, 25)) else pytest.mark.slow)
-        for one in itertools.product(["llama", "gemma3_text"], (1, 3), (7, 25, 64))
-    ],
+    [("llama", 1, 7), ("gemma3_text", 3, 25), pytest.param("llama", 3, 64, marks=pytest.mark.slow)],
 )
-def test_every_part_of_a_prefill_by_parts_blends(pieces, tokenizer, family, batch, size):
+def test_prefill_chunk_size_blends_every_part(pieces, family, batch, size):
     model, store, requests = zoo_model(family), ChunkStore.open("memory://"), [pieces(**one) for one in BATCH[:batch]]
-    cache, inputs = prepared(model, tokenizer, requests, store, recompute_ratio=1.0)
+    cache, inputs = prepared(model, *requests, store=store, recompute_ratio=1.0)
     got = run(model, inputs, cache, prefill_chunk_size=size)
     assert torch.equal(got, run(model, inputs))
-    whole, inputs = prepared(model, tokenizer, requests, store, recompute_ratio=0.15)
+    whole, inputs = prepared(model, *requests, store=store, recompute_ratio=0.15)
     run(model, inputs, whole)
-    parts, inputs = prepared(model, tokenizer, requests, store, recompute_ratio=0.15)
+    parts, inputs = prepared(model, *requests, store=store, recompute_ratio=0.15)
     run(model, inputs, parts, prefill_chunk_size=size)
     number = -(-inputs["input_ids"].shape[1] // size)
     for got in (cache.report, parts.report):
@@ -131,48 +112,19 @@ def test_every_part_of_a_prefill_by_parts_blends(pieces, tokenizer, family, batc
         assert not columns or columns[-1] > size
 
 
-@torch.no_grad()
-def test_parts_that_are_passed_by_hand_blend_too(shared_model, pieces, tokenizer):
-    model, store = shared_model(), ChunkStore.open("memory://")
-    cache, inputs = prepared(model, tokenizer, [pieces()], store, recompute_ratio=1.0)
-    wanted = model(**inputs).logits[:, -1]
-    cache.get_seq_length()
-    for part in inputs["input_ids"].split(20, dim=1):
-        logits = model(part, past_key_values=cache, logits_to_keep=1).logits[:, -1]
-    assert (logits - wanted).abs().max() <= 1e-5
-    assert cache.report.reusable_tokens > 60
-
-
-@torch.no_grad()
-def test_after_a_failure_in_a_later_part_the_request_goes_on_from_there(tiny_model, pieces, tokenizer, monkeypatch):
-    model, store = tiny_model(), ChunkStore.open("memory://")
-    cache, inputs = prepared(model, tokenizer, [pieces()], store, recompute_ratio=1.0)
-    wanted = run(model, inputs)
-    calls, mlp = iter(range(9)), decoder_layers(model)[3].mlp
-    forward = mlp.forward
-    with monkeypatch.context() as patch:
-        patch.setattr(mlp, "forward", lambda x: forward(x) if next(calls) < 1 else 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            run(model, inputs, cache, prefill_chunk_size=30)
-    held = cache.get_seq_length()
-    assert held % 30 == 0
-    assert {layer.get_seq_length() for layer in cache.layers} == {held}
-    assert torch.equal(run(model, inputs, cache), wanted)
-
-
 FIGURES = ("prompt_tokens", "past_tokens", "reusable_tokens", "exact_tokens", "loaded_chunks", "computed_chunks",
            "seam_tokens", "charged_budget", "chosen_columns", "fallback_reason", "nominal_ratio")  # fmt: skip
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("behind", ["a part", "a turn", "a turn and a part"])
-def test_after_a_failure_behind_a_past_as_much_is_reused_as_without_one(
+def test_failed_forward_behind_a_past_can_be_asked_again_and_reuses_as_much(
     tiny_model, pieces, tokenizer, monkeypatch, behind
 ):
     model, store = tiny_model(), ChunkStore.open("memory://")
     found = []
     for fails in (None, False, True):  # the first fills the store
-        cache, inputs = prepared(model, tokenizer, [pieces()], store, recompute_ratio=0.3)
+        cache, inputs = prepared(model, pieces(), store=store, recompute_ratio=0.3)
         if "turn" in behind:
             output = run(model, inputs, cache)
             inputs = cache.inputs(tokenizer, **new_pieces(pieces, 5), history=output)
@@ -192,93 +144,23 @@ def test_after_a_failure_behind_a_past_as_much_is_reused_as_without_one(
         assert cache.get_seq_length() == held  # asked before a call, as generate does
         logits = model(rest, past_key_values=cache, logits_to_keep=1).logits
         found.append(({name: getattr(cache.report, name) for name in FIGURES}, logits))
-    _, (expected, wanted), (got, logits) = found
+    _, (expected, plain), (got, logits) = found
     assert expected["reusable_tokens"] > 20
     assert 0 < expected["charged_budget"] < 1
     assert got == expected
-    assert torch.equal(logits, wanted)
+    assert torch.equal(logits, plain)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("rows", [1, 9, 10, 40, 85, 200])
-def test_the_last_rows_that_were_asked_for_are_the_last_tokens(shared_model, pieces, tokenizer, rows):
-    """Nine are the question; further ones lie in a chunk, and have to be computed for their output."""
-    model = shared_model()
-    cache, inputs = prepared(model, tokenizer, [pieces()], recompute_ratio=0.0)
-    cache.get_seq_length()
-    got = model(**inputs, past_key_values=cache, logits_to_keep=rows).logits
-    assert got.shape[1] == min(rows, 85)
-    if rows >= 85:
-        assert (got - model(**inputs).logits).abs().max() <= 1e-5
-
-
-@torch.no_grad()
-def test_outputs_by_place_and_losses_come_from_a_full_prefill(shared_model, pieces, tokenizer):
-    model, store = shared_model(), ChunkStore.open("memory://")
-    cache, inputs = prepared(model, tokenizer, [pieces()], store, recompute_ratio=0.0)
-    wanted = model(**inputs, labels=inputs["input_ids"])
-    for given in ({"logits_to_keep": torch.tensor([40, 84])}, {"labels": inputs["input_ids"]}):
-        cache, _ = prepared(model, tokenizer, [pieces()], store, recompute_ratio=0.0)
-        cache.get_seq_length()
-        got = model(**inputs, past_key_values=cache, **given)
-        rows = given.get("logits_to_keep", slice(None))
-        assert (got.logits - wanted.logits[:, rows]).abs().max() <= 1e-5
-        assert cache.report.reusable_tokens == 0
-    assert abs(got.loss - wanted.loss) <= 1e-5
-
-
-@torch.no_grad()
-@pytest.mark.slow  # tests/test_compiled_decoding.py compiles the step of a static cache
-def test_a_step_that_was_compiled_gives_the_same_tokens(tiny_model, pieces, tokenizer):
-    """Transformers compiles steps on its own for static caches only; whoever compiles the model may use this one."""
-    model = tiny_model(num_hidden_layers=2)
-    wanted = None
-    for compiled in (False, True):
-        cache, inputs = prepared(model, tokenizer, [pieces()], recompute_ratio=0.15)
-        cache.get_seq_length()
-        token = model(**inputs, past_key_values=cache, logits_to_keep=1).logits[:, -1].argmax(-1, keepdim=True)
-        step = torch.compile(model.forward, backend="eager", dynamic=True) if compiled else model.forward
-        tokens = [token]
-        for _ in range(6):
-            tokens.append(step(tokens[-1], past_key_values=cache).logits[:, -1].argmax(-1, keepdim=True))
-        wanted = torch.cat(tokens) if wanted is None else wanted
-    assert torch.equal(torch.cat(tokens), wanted)
-
-
-def test_a_foreign_hook_behind_ours_hides_no_error(tiny_model, pieces, tokenizer, untouched, monkeypatch):
-    model = tiny_model()
-    with untouched(model):
-        cache, inputs = prepared(model, tokenizer, [pieces()])
-        run(model, inputs, cache)
-        cache.reset()
-        handles = []
-
-        def register(module, args):
-            if not handles:
-                for one in (model, decoder_layers(model)[2]):
-                    handles.append(one.register_forward_hook(observer(lambda *_: None), always_call=True))
-
-        handles_before = [model.model.embed_tokens.register_forward_pre_hook(observer(register))]
-        with monkeypatch.context() as patch:
-            patch.setattr(decoder_layers(model)[2].mlp, "forward", lambda *_: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                run(model, inputs, cache)
-        for handle in handles + handles_before:
-            handle.remove()
-        cache.get_seq_length()  # what could not go in the midst of the walk goes now
-        cache._entry.leave()
-
-
-def test_ratios_of_layers_are_shown_and_kept_by_selectors_that_see_no_states(shared_model, pieces, tokenizer):
+def test_layer_ratios_are_reported_and_kept_by_selectors_that_see_no_states(shared_model, pieces):
     model, request = shared_model(num_hidden_layers=6), pieces()
     settings = {"check_layers": (1, 3), "layer_ratios": (0.5, 0.2)}
-    cache, inputs = prepared(model, tokenizer, [request], selector="random", **settings)
+    cache, inputs = prepared(model, request, selector="random", **settings)
     run(model, inputs, cache)
     assert cache.report.nominal_ratio == pytest.approx((2 * 0.5 + 2 * 0.2) / 4)
     chosen = cache.report.chosen_columns[0]
     assert len(chosen) == 36
     others = ({"recompute_ratio": ratio, "selector": "random"} for ratio in (0.5, 0.0))
-    fresh, stale = (prepared(model, tokenizer, [request], **other) for other in others)
+    fresh, stale = (prepared(model, request, **other) for other in others)
     for other, inputs in (fresh, stale):
         run(model, inputs, other)
     differs = [
@@ -288,9 +170,3 @@ def test_ratios_of_layers_are_shown_and_kept_by_selectors_that_see_no_states(sha
     assert differs[:3] == [36, 36, 36]
     assert differs[3:] == [15, 15]
     assert torch.equal(cache.layers[3].values[:, :, :85], fresh[0].layers[3].values[:, :, :85])
-
-
-def test_a_cache_of_ones_own_is_no_worse_than_a_plain_one_for_a_plain_prompt(shared_model, pieces):
-    model, ids = shared_model(), torch.tensor([pieces(prefix=60)["prefix"]])
-    cache = BlendCache(model, ChunkStore.open("memory://"))
-    assert torch.equal(run(model, plain(ids), cache), run(model, plain(ids), DynamicCache()))

@@ -1,108 +1,199 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Every mode of stock `generate` takes a blend cache, and at ratio one gives what it gives without."""
+"""Every mode of stock `generate` takes a blend cache, for one request or several, or the one keyword `blended`."""
 
-import itertools
+import copy
+import functools
 import threading
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList, dynamic_module_utils
 from transformers.generation.streamers import BaseStreamer
 
-from hf_blend import BlendCache, ChunkStore
-from hf_blend.cache.layers import ROOM_TOKENS
+from hf_blend import BlendCache, ChunkStore, ConfigError, blended, sparse_decoding
+from hf_blend.evaluation.bundled import load_model, quickstart_questions
+from hf_blend.verify.zoo import tiny_model as zoo_model
+from tests.asking import generated, memory, prefill, prepared
+from tests.conftest import random_pieces
 
+FOLDER = str(Path(__file__).resolve().parent.parent / "examples" / "custom_generate")
 MODES = {
-    "greedy": {"do_sample": False},
+    "greedy": {},
     "sampling": {"do_sample": True, "temperature": 1.3, "top_k": 20},
-    "beams": {"do_sample": False, "num_beams": 4},
+    "beams": {"num_beams": 4},
     "beams that sample": {"do_sample": True, "num_beams": 3, "num_return_sequences": 2},
     "several returned": {"do_sample": True, "num_return_sequences": 3},
-    "prompt lookup": {"do_sample": False, "prompt_lookup_num_tokens": 4},
-    "prefill by parts": {"do_sample": False, "prefill_chunk_size": 25},
-    "repetition penalty": {"do_sample": False, "repetition_penalty": 1.3},
+    "prompt lookup": {"prompt_lookup_num_tokens": 4},
+    "prefill by parts": {"prefill_chunk_size": 25},
+    "repetition penalty": {"repetition_penalty": 1.3},
 }
-LENGTH = {"max_new_tokens": 12, "eos_token_id": None}
+REQUESTS = [  # different prefixes, numbers of chunks, lengths
+    random_pieces((17, 23, 31), prefix=4, question=9),
+    random_pieces((29,), prefix=0, question=3, seed=1),
+    random_pieces((8, 12, 5, 9), prefix=11, question=6, seed=2),
+]
 
 
-def store():
-    return ChunkStore.open("memory://")
+@functools.cache
+def model_of(family, attention="sdpa"):
+    model = zoo_model(family)
+    model.set_attn_implementation(attention)
+    return model
 
 
-def run(model, inputs, cache=None, **changes):
+def run(model, inputs, cache=None, **ways):
     torch.manual_seed(11)
-    return model.generate(**inputs, past_key_values=cache, **{**LENGTH, "do_sample": False, **changes})
+    return generated(model, inputs, cache, **{"max_new_tokens": 12, **ways})
 
 
-def prepared(model, tokenizer, request, kept=None, **settings):
-    cache = BlendCache(model, kept or store(), **settings)
-    return cache, cache.inputs(tokenizer, **request)
+def answers(model, inputs, cache=None, **ways):
+    return run(model, inputs, cache, **ways)[:, inputs["input_ids"].shape[1] :]
 
 
-def batch_of(pieces):
-    requests = [pieces((17, 23, 31)), pieces((29,), seed=1), pieces((20, 12), seed=2, question=5)]
-    return {name: [one[name] for one in requests] for name in requests[0]}
+@pytest.mark.parametrize(
+    ("family", "attention", "requests", "mode"),
+    [
+        *(("llama", "sdpa", 1, mode) for mode in MODES),
+        ("llama", "eager", 3, "several returned"),
+        ("gemma3_text", "sdpa", 3, "beams"),
+        ("gpt_neox", "sdpa", 3, "sampling"),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (("mistral", "sdpa", 3, "beams"), ("qwen3_moe", "sdpa", 3, "greedy"))
+        ),
+    ],
+)
+def test_generate_at_ratio_1_gives_the_text_of_a_plain_run(family, attention, requests, mode):
+    model, ways = model_of(family, attention), MODES[mode]
+    cache, inputs = prepared(model, *REQUESTS[:requests], recompute_ratio=1.0)
+    assert (inputs["attention_mask"].min() == 0) == (requests > 1)
+    assert torch.equal(run(model, inputs, cache, **ways), run(model, inputs, **ways))
+    assert cache.report.reusable_tokens > 0
+    if requests == 1 and mode != "prefill by parts":
+        assert cache.report.reusable_tokens == 71 * ways.get("num_beams", ways.get("num_return_sequences", 1))
 
 
-def families_and_modes():
-    """Every mode for a llama; without `slow`, two for the others."""
-    for family, mode in itertools.product(["llama", "mistral", "qwen2", "qwen3"], MODES):
-        is_slow = family != "llama" and mode not in ("greedy", "beams")
-        yield pytest.param(family, mode, marks=[pytest.mark.slow] if is_slow else [])
+@pytest.mark.parametrize("mode", ["beams that sample", "several returned", "prompt lookup"])
+def test_generate_at_any_ratio_continues_the_same_blended_prefill_in_every_mode(mode):
+    model, kept, found = model_of("llama"), memory(), []
+    for ways in (MODES[mode], MODES[mode], {}):
+        cache, inputs = prepared(model, REQUESTS[0], store=kept, recompute_ratio=0.15)
+        found.append((run(model, inputs, cache, **ways), cache.report.chosen_columns[0]))
+    (first, chosen), (again, _), (greedy, chosen_greedily) = found
+    assert torch.equal(first, again)
+    assert chosen == chosen_greedily
+    assert mode != "prompt lookup" or torch.equal(first, greedy)
 
 
-@pytest.mark.parametrize(("family", "mode"), [*families_and_modes()])
-def test_ratio_one_gives_the_text_of_a_plain_run(shared_model, pieces, tokenizer, family, mode):
-    model = shared_model(family)
-    cache, inputs = prepared(model, tokenizer, pieces(), recompute_ratio=1.0)
-    assert torch.equal(run(model, inputs, cache, **MODES[mode]), run(model, inputs, **MODES[mode]))
-    if mode != "prefill by parts":
-        assert cache.report.reusable_tokens == 71 * MODES[mode].get(
-            "num_beams", MODES[mode].get("num_return_sequences", 1)
-        )
-
-
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("mode", ["greedy", "beams", "several returned"])
-def test_ratio_one_gives_the_text_of_a_plain_run_for_a_padded_batch(shared_model, pieces, tokenizer, attention, mode):
-    model = shared_model("llama", attention)
-    cache, inputs = prepared(model, tokenizer, batch_of(pieces), recompute_ratio=1.0)
-    assert inputs["attention_mask"].min() == 0
-    assert torch.equal(run(model, inputs, cache, **MODES[mode]), run(model, inputs, **MODES[mode]))
-
-
-@pytest.mark.parametrize("mode", sorted(set(MODES) - {"prefill by parts"}))
-def test_at_any_ratio_a_mode_continues_the_same_blended_prefill(shared_model, pieces, tokenizer, mode):
-    model, kept = shared_model(), store()
-    cache, inputs = prepared(model, tokenizer, pieces(), kept, recompute_ratio=0.15)
-    first = run(model, inputs, cache, **MODES[mode])
-    again, _ = prepared(model, tokenizer, pieces(), kept, recompute_ratio=0.15)
-    assert torch.equal(first, run(model, inputs, again, **MODES[mode]))
-    greedy, _ = prepared(model, tokenizer, pieces(), kept, recompute_ratio=0.15)
-    run(model, inputs, greedy)
-    assert cache.report.chosen_columns[0] == greedy.report.chosen_columns[0]
-    if mode == "prompt lookup":
-        again, _ = prepared(model, tokenizer, pieces(), kept, recompute_ratio=0.15)
-        assert torch.equal(first, run(model, inputs, again))
-
-
-def test_a_batch_gives_the_text_of_its_single_requests(shared_model, pieces, tokenizer):
-    model, kept, requests = shared_model(), store(), batch_of(pieces)
-    cache, inputs = prepared(model, tokenizer, requests, kept, recompute_ratio=0.15)
-    together = run(model, inputs, cache)[:, inputs["input_ids"].shape[1] :]
-    for row in range(3):
-        single, alone = prepared(model, tokenizer, {name: some[row] for name, some in requests.items()}, kept)
-        assert torch.equal(together[row], run(model, alone, single)[0, alone["input_ids"].shape[1] :])
-
-
-@pytest.mark.parametrize("ratio", [0.15, 1.0])
-def test_an_assistant_speeds_up_and_changes_nothing(shared_model, pieces, tokenizer, ratio):
-    model, draft, kept = shared_model(), shared_model(num_hidden_layers=1), store()
-    cache, inputs = prepared(model, tokenizer, pieces(), kept, recompute_ratio=ratio)
-    plain, _ = prepared(model, tokenizer, pieces(), kept, recompute_ratio=ratio)
-    assert torch.equal(run(model, inputs, cache, assistant_model=draft), run(model, inputs, plain))
+@pytest.mark.parametrize(("mode", "ratio"), [("draft", 1.0), ("draft", 0.15), ("prompt lookup", 0.15)])
+def test_assisted_decoding_changes_nothing(mode, ratio):
+    model, kept = model_of("llama"), memory()
+    ways = {"assistant_model": zoo_model("llama", seed=1)} if mode == "draft" else MODES[mode]
+    (cache, inputs), (plain, _) = (prepared(model, REQUESTS[0], store=kept, recompute_ratio=ratio) for _ in "ab")
+    assert torch.equal(run(model, inputs, cache, **ways), run(model, inputs, None if ratio == 1 else plain))
     assert cache.report.reusable_tokens == 71
+
+
+@pytest.mark.parametrize(
+    ("family", "mode"),
+    [("llama", "greedy"), ("gemma3_text", "beams"), pytest.param("gpt_neox", "beams", marks=pytest.mark.slow)],
+)
+def test_batch_gives_the_text_and_the_logits_of_its_single_requests(family, mode):
+    model, kept = model_of(family), memory()
+    cache, inputs = prepared(model, *REQUESTS, store=kept, recompute_ratio=0.15)
+    together = answers(model, inputs, cache, **MODES[mode])
+    assert 0 < cache.report.charged_budget < 0.8
+    cache, _ = prepared(model, *REQUESTS, store=kept, recompute_ratio=0.15)
+    logits = prefill(model, inputs, cache)
+    for row, request in enumerate(REQUESTS):
+        single, alone = prepared(model, request, store=kept, recompute_ratio=0.15)
+        assert torch.equal(together[row], answers(model, alone, single, **MODES[mode])[0])
+        single, _ = prepared(model, request, store=kept, recompute_ratio=0.15)
+        assert (logits[row] - prefill(model, alone, single)[0]).abs().max() <= 1e-5
+
+
+def test_batch_of_prompts_found_by_content_may_hit_differently_from_row_to_row(shared_model):
+    """All chunks of the first request are stored, one of the third, none of the second."""
+    model, store = shared_model(), memory()
+    store.add(model, None, [*REQUESTS[0]["chunks"], REQUESTS[2]["chunks"][1]])
+    rows = [[*one["prefix"], *sum(one["chunks"], []), *one["question"]] for one in REQUESTS]
+    width = max(map(len, rows))
+    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    cache = BlendCache(model, store, recompute_ratio=0.15)
+    together = answers(model, {"input_ids": ids, "attention_mask": mask}, cache)
+    assert cache.report.reusable_tokens == 71 + 12
+    assert [len(chosen) for chosen in cache.report.chosen_columns] == [11, 0, 2]
+    for row, tokens in enumerate(rows):
+        single = BlendCache(model, store, recompute_ratio=0.15)
+        assert torch.equal(together[row], answers(model, {"input_ids": torch.tensor([tokens])}, single)[0])
+
+
+@pytest.mark.parametrize("expand", [{"num_return_sequences": 3, "do_sample": True}, {"num_beams": 2}])
+def test_chosen_columns_are_alike_in_repeated_rows(shared_model, expand):
+    cache, inputs = prepared(shared_model(), *REQUESTS, recompute_ratio=0.15)
+    run(shared_model(), inputs, cache, **expand)
+    repeats, chosen = next(iter(expand.values())), cache.report.chosen_columns
+    assert len(chosen) == 3 * repeats
+    assert all(chosen[row] == chosen[row - row % repeats] for row in range(len(chosen)))
+
+
+def test_random_selector_chooses_in_a_batch_what_it_chooses_for_single_requests(shared_model):
+    def chosen(*requests):
+        cache, inputs = prepared(shared_model(), *requests, selector="random", recompute_ratio=0.15)
+        run(shared_model(), inputs, cache, max_new_tokens=1)
+        pads = (inputs["attention_mask"] == 0).sum(dim=1).tolist()
+        return [[column - pad for column in row] for row, pad in zip(cache.report.chosen_columns, pads, strict=True)]
+
+    assert any(chosen(*REQUESTS))
+    assert chosen(*REQUESTS) == [chosen(one)[0] for one in REQUESTS]
+
+
+def test_history_of_a_batch_goes_on_for_each_of_its_rows(shared_model):
+    model = shared_model()
+    later = [
+        random_pieces((14, 10), seed=5),
+        random_pieces((25,), seed=6, question=4),
+        random_pieces((6, 7, 8), seed=7),
+    ]
+    cache, inputs = prepared(model, *REQUESTS, recompute_ratio=1.0)
+    output = run(model, inputs, cache)
+    turn = {name: [one[name] for one in later] for name in ("chunks", "question")}
+    inputs = cache.inputs(None, **turn, history=output)
+    got = run(model, inputs, cache)
+    assert cache.report.reusable_tokens == 24 + 25 + 21
+    assert torch.equal(got, run(model, inputs))
+
+
+def test_deepcopy_knows_the_padding_between_the_turns_of_a_batch(shared_model):
+    model, said, output = shared_model(), [[1, 4], [1, 4]], None
+    cache = BlendCache(model, memory(), recompute_ratio=1.0)
+    turns = (
+        {"prefix": [1, 4], "chunks": [[[*range(10, 40)]], [[*range(20, 60)]]], "question": [[5, 6], [7, 8, 9]]},
+        {"chunks": [[], [[*range(50, 70)]]], "question": [[15, 16], [17, 18, 19]]},
+        {"chunks": [[], []], "question": [[25, 26, 33, 34], [27, 28, 29]]},
+    )
+    for number, turn in enumerate(turns):
+        cache = copy.deepcopy(cache) if number == 2 else cache
+        inputs = cache.inputs(None, **turn, history=output)
+        output = run(model, inputs, cache)
+        for row, answer in enumerate(output[:, inputs["input_ids"].shape[1] :]):
+            said[row] += [*sum(turn["chunks"][row], []), *turn["question"][row]]
+            alone = run(model, {"input_ids": torch.tensor([said[row]])})[0, len(said[row]) :]
+            assert torch.equal(answer, alone), f"turn {number}, row {row}"
+            said[row] += answer.tolist()
+
+
+def test_history_masks_what_a_row_was_padded_with_that_ended_earlier(shared_model, tokenizer):
+    model = shared_model()
+    cache, inputs = prepared(model, *REQUESTS[:2], recompute_ratio=1.0)
+    output = run(model, inputs, cache)
+    output[1, -4:] = tokenizer.pad_token_id
+    again = cache.inputs(tokenizer, chunks=[[], []], question=[[5, 6], [7, 8]], history=output)["attention_mask"]
+    assert again[:, -6:].tolist() == [[1] * 6, [0] * 4 + [1] * 2]
+    assert torch.equal(again[:, : inputs["input_ids"].shape[1]], inputs["attention_mask"])
 
 
 class Collector(BaseStreamer):
@@ -116,9 +207,9 @@ class Collector(BaseStreamer):
         self.ended = True
 
 
-def test_tokens_are_streamed_as_they_come_from_another_thread_too(shared_model, pieces, tokenizer):
+def test_streamer_gets_tokens_as_they_come_from_another_thread_too(shared_model):
     model, streamer = shared_model(), Collector()
-    cache, inputs = prepared(model, tokenizer, pieces(), recompute_ratio=1.0)
+    cache, inputs = prepared(model, REQUESTS[0], recompute_ratio=1.0)
     thread = threading.Thread(target=run, args=(model, inputs, cache), kwargs={"streamer": streamer})
     thread.start()
     thread.join()
@@ -126,89 +217,27 @@ def test_tokens_are_streamed_as_they_come_from_another_thread_too(shared_model, 
     assert streamer.tokens == run(model, inputs)[0].tolist()
 
 
-class StopAfter(StoppingCriteria):
-    def __init__(self, length):
-        self.length = length
+def test_decoding_never_copies_the_cache_within_its_room(shared_model):
+    model, addresses = shared_model(), set()
+    cache, inputs = prepared(model, REQUESTS[0])
 
-    def __call__(self, input_ids, scores, **kwargs):
-        return torch.full((input_ids.shape[0],), input_ids.shape[1] >= self.length)
-
-
-def test_a_stopping_criterion_stops(shared_model, pieces, tokenizer):
-    model = shared_model()
-    cache, inputs = prepared(model, tokenizer, pieces())
-    stop = StoppingCriteriaList([StopAfter(inputs["input_ids"].shape[1] + 3)])
-    assert run(model, inputs, cache, stopping_criteria=stop).shape[1] == inputs["input_ids"].shape[1] + 3
-
-
-def test_scores_and_states_are_returned_when_asked_for(shared_model, pieces, tokenizer):
-    model = shared_model("llama", "eager")
-    cache, inputs = prepared(model, tokenizer, pieces(), recompute_ratio=1.0)
-    wish = {
-        "return_dict_in_generate": True,
-        "output_scores": True,
-        "output_logits": True,
-        "output_hidden_states": True,
-    }
-    got, wanted = run(model, inputs, cache, **wish), run(model, inputs, **wish)
-    assert got.past_key_values is cache
-    for one, other in zip(got.logits, wanted.logits, strict=True):
-        assert (one - other).abs().max() <= 1e-5
-    for one, other in zip(got.hidden_states[1:], wanted.hidden_states[1:], strict=True):
-        assert (one[-1] - other[-1]).abs().max() <= 1e-4
-
-
-@pytest.mark.parametrize("mode", ["greedy", "prompt lookup"])
-def test_a_conversation_goes_on_in_the_same_cache(shared_model, pieces, tokenizer, mode):
-    model = shared_model()
-    cache, inputs = prepared(model, tokenizer, pieces(), recompute_ratio=1.0)
-    ids = run(model, inputs, cache)
-    for turn in range(2):
-        words = torch.tensor([pieces(question=7, seed=20 + turn)["question"]])
-        ids = torch.cat((ids, words), 1)
-        asked = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        wanted = run(model, asked, **MODES["greedy"])
-        if mode == "prompt lookup":
-            cache.crop(
-                -cache.get_seq_length()
-            )  # stock generate passes the whole prompt in this mode, whatever is cached
-            cache.reset()
-        ids = run(model, asked, cache, **MODES[mode])
-        assert torch.equal(ids, wanted)
-    assert cache.get_seq_length() == ids.shape[1] - 1
-
-
-def test_decoding_never_copies_the_cache_within_its_room(shared_model, pieces, tokenizer):
-    model, places = shared_model(), set()
-    cache, inputs = prepared(model, tokenizer, pieces())
-
-    class Watch(StopAfter):
+    class Watch(StoppingCriteria):
         def __call__(self, input_ids, scores, **kwargs):
-            places.update(layer.keys.data_ptr() for layer in cache.layers)
-            return super().__call__(input_ids, scores, **kwargs)
+            addresses.update(layer.keys.data_ptr() for layer in cache.layers)
+            return torch.full((input_ids.shape[0],), False)
 
-    run(model, inputs, cache, stopping_criteria=StoppingCriteriaList([Watch(10_000)]), max_new_tokens=40)
-    assert len(places) == len(cache.layers)
+    run(model, inputs, cache, stopping_criteria=StoppingCriteriaList([Watch()]), max_new_tokens=40)
+    assert len(addresses) == len(cache.layers)
     assert cache.get_seq_length() == inputs["input_ids"].shape[1] + 39
 
 
-def test_an_answer_that_outgrows_the_room_is_right(shared_model, pieces, tokenizer):
-    model = shared_model(num_hidden_layers=2)
-    cache, inputs = prepared(model, tokenizer, pieces((20,)), recompute_ratio=1.0)
-    length = {"max_new_tokens": ROOM_TOKENS + 10}
-    assert torch.equal(run(model, inputs, cache, **length), run(model, inputs, **length))
-
-
 @torch.no_grad()
-def test_batch_operations_on_a_filled_cache_are_those_of_a_plain_one(shared_model, pieces, tokenizer):
-    from transformers import DynamicCache
-
-    model = shared_model()
-    cache, inputs = prepared(model, tokenizer, batch_of(pieces), recompute_ratio=1.0)
-    plain = DynamicCache()
-    model(**inputs, past_key_values=cache, logits_to_keep=1)
+def test_batch_operations_on_a_filled_cache_are_those_of_a_dynamic_cache(shared_model):
+    model, plain = shared_model(), DynamicCache()
+    cache, inputs = prepared(model, *REQUESTS, recompute_ratio=1.0)
+    for one in (cache, plain):
+        prefill(model, inputs, one)
     assert cache.report.reusable_tokens > 0
-    model(**inputs, past_key_values=plain)
     for act, argument in [
         ("reorder_cache", torch.tensor([2, 0, 0])),
         ("batch_repeat_interleave", 2),
@@ -221,3 +250,76 @@ def test_batch_operations_on_a_filled_cache_are_those_of_a_plain_one(shared_mode
         for mine, theirs in zip(cache.layers, plain.layers, strict=True):
             start = 60  # before it one of the entries is padding
             torch.testing.assert_close(mine.keys[:, :, start:], theirs.keys[:, :, start:], atol=1e-5, rtol=0)
+
+
+# One keyword is enough: a callable, or a folder as people put them on the Hub.
+
+
+@pytest.fixture(scope="module")
+def bundled():
+    return load_model()
+
+
+@pytest.fixture(scope="module")
+def asked(bundled):
+    """Prompt, store with its chunks, and the question with the answer that is expected."""
+    model, tokenizer = bundled
+    one, store = quickstart_questions()[0], memory()
+    store.add(model, tokenizer, one["chunks"])
+    inputs = BlendCache(model, store).inputs(tokenizer, chunks=one["chunks"], question=one["question"])
+    return inputs, store, one
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 2}, {"do_sample": True, "top_k": 1}])
+def test_blended_gives_what_a_cache_gives(bundled, asked, options):
+    (model, _), (inputs, store, _) = bundled, asked
+    keyword = blended(store, recompute_ratio=0.3)
+    cache = BlendCache(model, store, recompute_ratio=0.3)
+    expected = model.generate(**inputs, past_key_values=cache, max_new_tokens=6, **options)
+    got = model.generate(**inputs, custom_generate=keyword, max_new_tokens=6, **options)
+    assert torch.equal(got, expected)
+    assert keyword.report.loaded_chunks > 0
+    assert 0 < keyword.report.charged_budget < 1
+
+
+def test_blended_refuses_a_cache_that_is_in_use(bundled, asked):
+    (model, _), (inputs, store, _) = bundled, asked
+    used = BlendCache(model, store)
+    model.generate(**inputs, past_key_values=used, max_new_tokens=1)
+    longer = {name: torch.cat([value, value[:, -1:]], dim=1) for name, value in inputs.items()}
+    with pytest.raises(ConfigError, match="Pass a BlendCache as past_key_values"):
+        model.generate(**longer, past_key_values=used, custom_generate=blended(store), max_new_tokens=2)
+
+
+def test_custom_generate_folder_takes_documents_and_a_question(bundled, asked, tmp_path, monkeypatch):
+    (model, tokenizer), (inputs, _, one) = bundled, asked
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    texts = {"chunks": one["chunks"], "question": one["question"], "tokenizer": tokenizer}
+    given = {"custom_generate": FOLDER, "trust_remote_code": True, "store": str(tmp_path / "kv"), "max_new_tokens": 6}
+    output = model.generate(**texts, **given)
+    answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert answer.strip() == one["answer"]
+    assert len(ChunkStore.open(tmp_path / "kv")) > 0
+
+
+def test_blended_decodes_sparsely_as_sparse_decoding_does(bundled, asked, untouched):
+    (model, _), (inputs, store, _) = bundled, asked
+    ways = {"share": 0.25, "block_tokens": 8, "min_tokens": 0}
+    cache = BlendCache(model, store, recompute_ratio=0.3)
+    with sparse_decoding(model, cache, **ways) as session:
+        expected = model.generate(**inputs, past_key_values=cache, max_new_tokens=12)
+    keyword = blended(store, recompute_ratio=0.3, sparse=ways)
+    with untouched(model):
+        got = model.generate(**inputs, custom_generate=keyword, max_new_tokens=12)
+    assert torch.equal(got, expected)
+    assert vars(keyword.sparse_metrics) == vars(session.metrics)
+    assert keyword.sparse_metrics.steps > 0
+    short = {name: value[:, -5:] for name, value in inputs.items()}  # less than a block is looked at whole
+    got = model.generate(**short, custom_generate=blended(store, sparse={"share": 0.5, "min_tokens": 0}))
+    assert torch.equal(got, model.generate(**short))
+    assert blended(store, sparse=0.5).sparse.share == 0.5
+    away = blended(store, sparse="auto", kv_device_map="cpu")
+    assert blended(store, sparse="auto").sparse.min_tokens > away.sparse.min_tokens
+    for wrong, message in (({"shares": 1}, "Did you mean 'share'"), (0, "share is 0"), ("some", 'expected "auto"')):
+        with pytest.raises(ConfigError, match=message):
+            blended(store, sparse=wrong)

@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from hf_blend import BlendCache, ChunkStore, ConfigError, UnsupportedModelError, observer, plugins, sparse_decoding
 from hf_blend.cache.layers import BlendLayer
-from hf_blend.model.identity.structure import configs_inside
 from hf_blend.sparse.blocks import BlockedLayer
 from hf_blend.sparse.config import SparseConfig
+from hf_blend.sparse.layout import Layout
+from hf_blend.sparse.lock import LockMetrics, Selection, SelectionLock
 from hf_blend.verify.zoo import tiny_model
 
 SMALL = {"share": 0.4, "block_tokens": 8, "min_tokens": 0, "recent_blocks": 1}
@@ -51,26 +54,20 @@ def padded() -> dict[str, torch.Tensor]:
     return inputs
 
 
-@pytest.mark.parametrize("make", [prompt, padded])
-def test_all_blocks_give_what_dense_decoding_gives(model, make):
+@pytest.mark.parametrize(
+    ("settings", "make"), [({"share": 0.9999}, prompt), ({"share": 0.9999}, padded), ({"share": 1.0}, prompt),
+                           ({"share": 0.9999, "min_tokens": 10_000}, prompt)]
+)  # fmt: skip
+def test_sparse_decoding_over_all_blocks_gives_what_dense_decoding_gives(model, settings, make):
+    """Switched off, to the bit."""
     ids, logits = generated(model, make(), past_key_values=new_cache(model))
     cache = new_cache(model)
-    with sparse_decoding(model, cache, **{**SMALL, "share": 0.9999}) as sparse:
-        few_ids, few_logits = generated(model, make(), past_key_values=cache)
-    assert sparse.metrics.steps
-    assert torch.equal(ids, few_ids)
-    torch.testing.assert_close(logits, few_logits, rtol=0, atol=2e-6)
-
-
-@pytest.mark.parametrize("settings", [{"share": 1.0}, {"min_tokens": 10_000}])
-def test_switched_off_it_is_dense_to_the_bit(model, settings):
-    ids, logits = generated(model, prompt(), past_key_values=new_cache(model))
-    cache = new_cache(model)
     with sparse_decoding(model, cache, **{**SMALL, **settings}) as sparse:
-        few_ids, few_logits = generated(model, prompt(), past_key_values=cache)
+        few_ids, few_logits = generated(model, make(), past_key_values=cache)
+    is_off = settings["share"] == 1 or "min_tokens" in settings
+    assert bool(sparse.metrics.steps) is not is_off
     assert torch.equal(ids, few_ids)
-    assert torch.equal(logits, few_logits)
-    assert sparse.metrics.steps == 0
+    torch.testing.assert_close(logits, few_logits, rtol=0, atol=0 if is_off else 2e-6)
 
 
 class Masked:
@@ -83,14 +80,14 @@ class Masked:
         def watched(index: int, query: Any, key: Any, value: Any, mask: Any, name: str, scaling: Any) -> Any:
             found = few(index, query, key, value, mask, name, scaling)
             if found is not None:
-                self.calls.append((index, self._wanted(sparse, index, query, key, value, mask, scaling), query))
+                self.calls.append((index, self._expected(sparse, index, query, key, value, mask, scaling), query))
                 keys, values, cut = found
                 self.calls[-1] = (index, self.calls[-1][1], self._attention(query, keys, values, cut, scaling))
             return found
 
         sparse.few = watched
 
-    def _wanted(self, sparse: Any, index: int, query: Any, key: Any, value: Any, mask: Any, scaling: Any) -> Any:
+    def _expected(self, sparse: Any, index: int, query: Any, key: Any, value: Any, mask: Any, scaling: Any) -> Any:
         batch, _, rows, _ = query.shape
         total, size = key.shape[2], sparse.config.block_tokens
         seen = torch.zeros(batch, 1, rows, total, dtype=torch.bool)
@@ -119,53 +116,43 @@ WAYS = [
     ("eager", prompt, {"prompt_lookup_num_tokens": 5}),
 ]
 # each way with one method, each method with one way
-DIAGONAL = {(METHODS[number % len(METHODS)], number % len(WAYS)) for number in range(max(len(METHODS), len(WAYS)))}
+DIAGONAL = [(METHODS[at % len(METHODS)], *WAYS[at % len(WAYS)]) for at in range(max(len(METHODS), len(WAYS)))]
 
 
-@pytest.mark.parametrize(
-    ("method", "model", "make", "settings"),
-    [
-        pytest.param(method, *way, marks=[] if (method, number) in DIAGONAL else pytest.mark.slow)
-        for method in METHODS
-        for number, way in enumerate(WAYS)
-    ],
-    indirect=["model"],
-)
-def test_it_attends_to_the_selected_blocks_and_the_tail_and_nothing_else(model, make, settings, method):
+@pytest.mark.parametrize(("method", "model", "make", "settings"), DIAGONAL, indirect=["model"])
+def test_sparse_decoding_attends_to_the_selected_blocks_and_the_tail_and_nothing_else(model, make, settings, method):
     cache = new_cache(model)
     with sparse_decoding(model, cache, method=method, **SMALL) as sparse:
         watched = Masked(model, sparse)
         generated(model, make(), past_key_values=cache, **settings)
     assert len(watched.calls) > 20
-    for _, wanted, got in watched.calls:
-        seen = ~wanted.isnan()
-        torch.testing.assert_close(got[seen], wanted[seen], rtol=0, atol=2e-6)
+    for _, expected, got in watched.calls:
+        seen = ~expected.isnan()
+        torch.testing.assert_close(got[seen], expected[seen], rtol=0, atol=2e-6)
 
 
-def test_requests_of_a_batch_hold_their_own_selections(model):
+def test_held_selections_are_of_each_request_of_a_batch(model):
     cache = new_cache(model)
     with sparse_decoding(model, cache, **SMALL) as sparse:
         generated(model, prompt(150, 3), past_key_values=cache)
     assert len({one.blocks for one in sparse.held(1)}) > 1
 
 
-def test_the_model_is_left_as_it_was_after_an_exception_too(model):
-    cache, plain = new_cache(model), [dict(module._forward_hooks) for module in model.modules()]
-    names = [config._attn_implementation for config in configs_inside(model.config)]
+def test_sparse_decoding_leaves_the_model_as_it_was_after_an_exception_too(model, untouched):
+    cache = new_cache(model)
 
     def fail(*_: Any) -> None:
-        if len(model.model.layers[1]._forward_pre_hooks) and cache.get_seq_length() > 150:
+        if cache.get_seq_length() > 150:
             raise KeyError("on purpose")
 
-    handle = model.model.layers[1].register_forward_pre_hook(observer(fail))
-    with pytest.raises(KeyError, match="on purpose"), sparse_decoding(model, cache, **SMALL):
-        generated(model, prompt(), past_key_values=cache)
-    handle.remove()
-    assert [config._attn_implementation for config in configs_inside(model.config)] == names
-    assert [dict(module._forward_hooks) for module in model.modules()] == plain
+    with untouched(model):
+        handle = model.model.layers[1].register_forward_pre_hook(observer(fail))
+        with pytest.raises(KeyError, match="on purpose"), sparse_decoding(model, cache, **SMALL):
+            generated(model, prompt(), past_key_values=cache)
+        handle.remove()
 
 
-def test_another_cache_and_another_thread_stay_dense(model):
+def test_sparse_decoding_leaves_another_cache_and_another_thread_dense(model):
     ids, logits = generated(model, prompt(), past_key_values=DynamicCache())
     cache, found = new_cache(model), []
     with sparse_decoding(model, cache, **SMALL):
@@ -180,7 +167,7 @@ def test_another_cache_and_another_thread_stay_dense(model):
         assert torch.equal(got_logits, logits)
 
 
-def test_a_cache_that_was_cut_is_read_anew(model):
+def test_crop_makes_the_blocks_be_read_again(model):
     cache = new_cache(model)
     with sparse_decoding(model, cache, **SMALL) as sparse:
         generated(model, prompt(), past_key_values=cache)
@@ -196,7 +183,7 @@ def test_a_cache_that_was_cut_is_read_anew(model):
         torch.testing.assert_close(got, expected, rtol=0, atol=2e-6)
 
 
-def test_blocks_that_were_cut_while_a_selection_held_are_represented_again():
+def test_blocked_layer_represents_blocks_again_that_were_cut_while_a_selection_held():
     layer, settings = BlendLayer(), SparseConfig(block_tokens=4, recent_blocks=0)
     blocks = BlockedLayer(layer, settings, plugins.load("sparse.methods", "gsa")({}))
 
@@ -222,11 +209,10 @@ def draft_model() -> Any:
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-@pytest.mark.parametrize("share", [0.3, 0.6])
-def test_draft_and_verification_of_a_round_see_the_same_selection(model, share):
+def test_draft_and_verification_of_a_round_see_the_same_selection(model):
     cache, draft = new_cache(model), draft_model()
     draft.set_attn_implementation(model.config._attn_implementation)
-    with sparse_decoding(model, cache, draft=draft, **{**SMALL, "share": share}) as sparse:
+    with sparse_decoding(model, cache, draft=draft, **SMALL) as sparse:
         settings = {"assistant_model": draft, "output_logits": False}
         generated(model, prompt(), past_key_values=cache, **settings)
     metrics = sparse.metrics
@@ -240,7 +226,7 @@ SPEAKS = {"output_logits": False}
 
 
 @pytest.mark.parametrize("settings", [{"share": 1.0}, {"share": 0.9999, "draft_selects": True}, {"share": 0.9999}])
-def test_over_all_blocks_the_text_with_another_models_draft_is_that_of_greedy_search(model, settings):
+def test_draft_over_all_blocks_gives_the_text_of_greedy_search(model, settings):
     expected, _ = generated(model, prompt(), past_key_values=new_cache(model), **SPEAKS)
     cache, draft = new_cache(model), draft_model()
     with sparse_decoding(model, cache, draft=draft, **{**SMALL, **settings}) as sparse:
@@ -288,7 +274,7 @@ class Overheard:
         return {0, blocks - 1, *best.tolist()}
 
 
-def test_what_the_draft_looks_at_is_what_the_verification_looks_at(model):
+def test_draft_selects_is_what_the_verification_looks_at(model):
     """GSA, each round by itself; what the model's own queries would select is often something else."""
     cache, draft = new_cache(model), draft_model()
     with sparse_decoding(model, cache, draft=draft, draft_selects=True, lock=False, **SMALL) as sparse:
@@ -301,7 +287,7 @@ def test_what_the_draft_looks_at_is_what_the_verification_looks_at(model):
         torch.testing.assert_close(got, expected, rtol=0, atol=2e-6)
 
 
-def test_a_draft_that_selects_looks_at_all_itself(model):
+def test_draft_that_selects_looks_at_all_itself(model):
     proposed = []
     for share in (1.0, 0.3):
         cache, draft = new_cache(model), draft_model()
@@ -313,15 +299,20 @@ def test_a_draft_that_selects_looks_at_all_itself(model):
     torch.testing.assert_close(*proposed, rtol=0, atol=0)
 
 
-def test_a_held_selection_of_the_draft_ages_by_what_is_accepted(model):
-    copy = tiny_model("llama")  # everything is accepted
+def constant(draft: Any, tokens: int) -> Any:
+    """A draft that proposes as many tokens each round."""
+    draft.generation_config.num_assistant_tokens = tokens
+    draft.generation_config.num_assistant_tokens_schedule = "constant"
+    draft.generation_config.assistant_confidence_threshold = 0.0
+    return draft
+
+
+def test_held_selection_of_the_draft_ages_by_what_is_accepted(model):
+    copy = constant(tiny_model("llama"), 3)  # everything is accepted
     copy.set_attn_implementation(model.config._attn_implementation)
     cache = new_cache(model)
-    given = {"draft_selects": True, **SMALL, "share": 0.9999, "checkpoint_interval": 8}
-    with sparse_decoding(model, cache, draft=copy, **given) as sparse:
-        copy.generation_config.num_assistant_tokens = 3
-        copy.generation_config.num_assistant_tokens_schedule = "constant"
-        copy.generation_config.assistant_confidence_threshold = 0.0
+    settings = {"draft_selects": True, **SMALL, "share": 0.9999, "checkpoint_interval": 8}
+    with sparse_decoding(model, cache, draft=copy, **settings) as sparse:
         generated(model, prompt(), past_key_values=cache, assistant_model=copy, new_tokens=40, **SPEAKS)
     metrics = sparse.metrics
     assert metrics.full_rounds == metrics.rounds > 6
@@ -329,12 +320,9 @@ def test_a_held_selection_of_the_draft_ages_by_what_is_accepted(model):
     assert metrics.locks == (1 + metrics.unlocks / len(sparse.layers)) * len(sparse.layers)
 
 
-def test_what_the_draft_said_of_a_round_that_sees_everything_is_forgotten_too(model, monkeypatch):
+def test_scores_of_a_draft_are_forgotten_in_a_round_that_sees_everything(model, monkeypatch):
     monkeypatch.setattr("hf_blend.sparse.session.MOST_STEP_TOKENS", 3)
-    cache, draft = new_cache(model), draft_model()
-    draft.generation_config.num_assistant_tokens = 5
-    draft.generation_config.num_assistant_tokens_schedule = "constant"
-    draft.generation_config.assistant_confidence_threshold = 0.0
+    cache, draft = new_cache(model), constant(draft_model(), 5)
     with sparse_decoding(model, cache, draft=draft, draft_selects=True, **SMALL) as sparse:
         begin, heard = sparse.begin_step, []
 
@@ -351,41 +339,19 @@ def test_what_the_draft_said_of_a_round_that_sees_everything_is_forgotten_too(mo
     assert not any(left for _, left in seen_whole)
 
 
-def test_a_draft_that_selects_must_be_given(model):
-    with (
-        pytest.raises(ConfigError, match="draft_selects is True, but draft is None"),
-        sparse_decoding(model, new_cache(model), draft_selects=True),
-    ):
-        pass
-
-
-@pytest.mark.parametrize("selects", [False, True])
-def test_a_draft_with_another_vocabulary_is_refused_by_name(model, selects):
+def test_draft_that_is_missing_or_has_another_vocabulary_is_refused_by_name(model):
     size = model.config.vocab_size
     padded, other = (tiny_model("llama", vocab_size=size + more) for more in (1024, 1025))
-    with sparse_decoding(model, new_cache(model), draft=padded, draft_selects=selects):
+    with sparse_decoding(model, new_cache(model), draft=padded):
         pass
-    with (
-        pytest.raises(ConfigError, match=f"the draft knows {size + 1025} tokens, expected the {size} of the model"),
-        sparse_decoding(model, new_cache(model), draft=other, draft_selects=selects),
-    ):
-        pass
+    with pytest.raises(ConfigError, match="draft_selects is True, but draft is None"):
+        sparse_decoding(model, new_cache(model), draft_selects=True).__enter__()
+    for selects in (False, True):
+        with pytest.raises(ConfigError, match=f"the draft knows {size + 1025} tokens, expected the {size} of the"):
+            sparse_decoding(model, new_cache(model), draft=other, draft_selects=selects).__enter__()
 
 
-def test_the_model_is_left_as_it_was_where_the_draft_is_refused(model, monkeypatch):
-    draft, plain = draft_model(), [dict(module._forward_hooks) for module in model.modules()]
-    monkeypatch.setattr("hf_blend.sparse.decoding.has_indexer", lambda layer: layer in list(draft.model.layers))
-    monkeypatch.setattr("hf_blend.sparse.decoding.stock_layers", lambda config: config.layers)
-    monkeypatch.setattr("hf_blend.sparse.decoding.text_config", lambda one: one.model)
-    with (
-        pytest.raises(UnsupportedModelError, match="indexer"),
-        sparse_decoding(model, new_cache(model), draft=draft, **SMALL),
-    ):
-        pass
-    assert [dict(module._forward_hooks) for module in model.modules()] == plain
-
-
-def test_random_blocks_are_the_same_luck_for_the_same_query_and_uniform():
+def test_random_method_is_the_same_luck_for_the_same_query_and_uniform():
     method = plugins.load("sparse.methods", "random")({})
     generator = torch.Generator().manual_seed(0)
     keys = torch.randn(2, 2, 50, 8, 16, generator=generator)
@@ -400,7 +366,7 @@ def test_random_blocks_are_the_same_luck_for_the_same_query_and_uniform():
     assert abs(float(scores.mean()) - 0.5) < 0.03
 
 
-def test_windows_are_not_selected_from(model):
+def test_sparse_decoding_selects_from_full_layers_alone():
     gemma = tiny_model("gemma3_text")
     cache = new_cache(gemma)
     with sparse_decoding(gemma, cache, **SMALL) as sparse:
@@ -408,28 +374,105 @@ def test_windows_are_not_selected_from(model):
     kinds = gemma.config.layer_types
     assert set(sparse.layers) == {n for n, kind in enumerate(kinds) if kind == "full_attention"}
     mistral = tiny_model("mistral")
-    if mistral.config.sliding_window:
-        with pytest.raises(UnsupportedModelError, match="windows"), sparse_decoding(mistral, new_cache(mistral)):
-            pass
+    with pytest.raises(UnsupportedModelError, match="windows"):
+        sparse_decoding(mistral, new_cache(mistral)).__enter__()
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"share": 0.0}, "share is 0.0"),
-        ({"share": 1.5}, "share is 1.5"),
-        ({"block_tokens": 0}, "block_tokens is 0"),
-        ({"lock_duration": 0}, "lock_duration is 0"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(settings, words):
-    with pytest.raises(ConfigError, match=words):
-        SparseConfig(**settings)
+def test_sparse_config_refuses_what_makes_no_sense():
+    for settings in ({"share": 0.0}, {"share": 1.5}, {"block_tokens": 0}, {"lock_duration": 0}):
+        ((name, value),) = settings.items()
+        with pytest.raises(ConfigError, match=f"{name} is {value}"):
+            SparseConfig(**settings)
 
 
-def test_the_mass_of_all_blocks_is_one(model):
+def test_kept_mass_of_all_blocks_is_one(model):
     for share, least in ((0.9999, 0.9999), (0.3, 0.2)):
         cache = new_cache(model)
         with sparse_decoding(model, cache, watch_mass=True, **{**SMALL, "share": share}) as sparse:
             generated(model, prompt(), past_key_values=cache)
         assert least < sparse.kept_mass < 1.0001
+
+
+# The lock's state machine against a plain model of its description, over random programs.
+
+SIZE = 4
+BLOCKS = st.sets(st.integers(0, 9), min_size=3, max_size=3).map(lambda some: tuple(sorted(some)))
+PROGRAMS = st.lists(st.one_of(st.just("unlock"), st.tuples(BLOCKS, st.integers(1, 5))), max_size=60)
+CONFIGS = st.builds(
+    SparseConfig,
+    block_tokens=st.just(SIZE),
+    lock=st.booleans(),
+    checkpoint_interval=st.integers(1, 9),
+    update_threshold=st.integers(0, 4),
+    lock_duration=st.integers(1, 20),
+)
+
+
+class Described:
+    """What the description says, written down step by step."""
+
+    def __init__(self, config: SparseConfig) -> None:
+        self.config, self.blocks, self.age, self.unchecked = config, None, 0, 0
+        self.counts = dict.fromkeys(("locks", "unlocks", "kept", "changed"), 0)
+
+    def unlock(self) -> None:
+        self.counts["unlocks"] += self.blocks is not None
+        self.blocks = None
+
+    def get(self, new: tuple[int, ...], steps: int) -> tuple[int, ...]:
+        if self.blocks is not None and (not self.config.lock or self.age >= self.config.lock_duration):
+            self.unlock()
+        if self.blocks is None:
+            self.counts["locks"] += 1
+            self.blocks, self.age, self.unchecked = new, 0, 0
+        elif self.unchecked >= self.config.checkpoint_interval:
+            added, removed = set(new) - set(self.blocks), set(self.blocks) - set(new)
+            self.unchecked = 0
+            if len(added) + len(removed) <= self.config.update_threshold:
+                self.counts["kept"] += 1
+            else:
+                self.counts["changed"] += 1
+                self.blocks, self.age = new, 0
+        self.age, self.unchecked = self.age + steps, self.unchecked + steps
+        return self.blocks
+
+
+@given(CONFIGS, PROGRAMS)
+def test_selection_lock_does_what_is_described(config, program):
+    metrics = LockMetrics()
+    lock, plain = SelectionLock(config, metrics), Described(config)
+    for one in program:
+        if one == "unlock":
+            lock.unlock()
+            plain.unlock()
+            assert not lock.is_locked
+            continue
+        asked: list[int] = []
+        due = lock.is_due
+        got = lock.get(lambda one=one, asked=asked: asked.append(1) or Selection(one[0], 40), one[1])
+        assert got.blocks == plain.get(*one)
+        assert bool(asked) == due, "a selection is made only when it is needed"
+    assert {name: getattr(metrics, name) for name in plain.counts} == plain.counts
+    assert 0 <= metrics.update_rate <= 1
+
+
+def test_differences_counts_only_blocks_that_both_selections_could_choose():
+    older, newer = Selection((0, 3, 8, 9), 40), Selection((0, 4, 10, 11), 48)
+    assert older.differences(newer, SIZE) == 4  # 3, 8, 9 and 4: blocks 10 and 11 were in the older one's tail
+    assert newer.differences(older, SIZE) == 4
+
+
+REQUESTS = st.lists(st.tuples(st.sets(st.integers(0, 9)), st.integers(10, 13)), min_size=1, max_size=4)
+
+
+@given(REQUESTS, st.integers(52, 70))
+def test_layout_shows_each_request_its_blocks_and_its_tail_once(requests, total):
+    selections = []
+    for some, tail in requests:
+        selections.append(Selection(tuple(sorted(some | set(range(10, tail)) - {11})), tail * SIZE))
+    layout = Layout(selections, SIZE)
+    columns, seen = layout.columns(total), layout.seen(total)
+    for row, one in enumerate(selections):
+        inside = [block * SIZE + place for block in one.blocks for place in range(SIZE)]
+        shown = columns[row] if seen is None else columns[row][seen[row]]
+        assert sorted(shown.tolist()) == sorted([*inside, *range(one.tail, total)])

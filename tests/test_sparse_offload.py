@@ -55,9 +55,8 @@ def alike(found, expected):
     assert {**vars(metrics), **dict.fromkeys(LOADED, 0)} == vars(metrics_there)
 
 
-@pytest.mark.parametrize("method", ["gsa", "kvstar"])
-@pytest.mark.parametrize("pieces", [PIECES, BATCH], ids=["one", "batch"])
-def test_the_text_is_that_of_blocks_on_the_device(model, untouched, tmp_path, pieces, method):
+@pytest.mark.parametrize(("pieces", "method"), [(PIECES, "kvstar"), (BATCH, "gsa")], ids=["one", "batch"])
+def test_sparse_decoding_from_disk_gives_the_text_of_blocks_on_the_device(model, untouched, tmp_path, pieces, method):
     sparse = {**SMALL, "method": method}
     expected = decoded(model, pieces, sparse=sparse)
     with untouched(model):
@@ -65,6 +64,8 @@ def test_the_text_is_that_of_blocks_on_the_device(model, untouched, tmp_path, pi
     alike(found, expected)
     assert found[1].prefetched_blocks > 0
     assert found[2].report.sparse == vars(found[1])
+    held = sum(layer.nbytes for layer in found[2].layers)
+    assert found[2].kv_memory.resident_bytes == held, "nothing of a session stays on the device"
 
 
 def draft_model():
@@ -86,8 +87,8 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("how", slow_but("beams", "lookup", "blocks of another size", among=WAYS))
-def test_every_way_of_decoding_gives_the_text_of_blocks_on_the_device(model, tmp_path, how):
+@pytest.mark.parametrize("how", slow_but("beams", "lookup", among=WAYS))
+def test_sparse_decoding_from_disk_in_every_way_of_decoding(model, tmp_path, how):
     ways, settings = WAYS[how]
     sparse = {**SMALL, **settings}
     torch.manual_seed(4)
@@ -96,7 +97,7 @@ def test_every_way_of_decoding_gives_the_text_of_blocks_on_the_device(model, tmp
     alike(decoded(model, ways=ways, sparse=sparse, kv_device_map="disk", offload_folder=str(tmp_path)), expected)
 
 
-def test_a_draft_sees_what_its_target_sees(tmp_path):
+def test_draft_sees_what_its_target_sees_from_disk(tmp_path):
     model, draft = zoo_model("llama"), draft_model()
     pieces = {**PIECES, "chunks": [[one % 80 + 5 for one in chunk] for chunk in CHUNKS[:2]]}
     ways = {**GREEDY, "assistant_model": draft}
@@ -105,7 +106,7 @@ def test_a_draft_sees_what_its_target_sees(tmp_path):
     assert expected[1].rounds > 0
 
 
-def test_a_layer_that_stays_is_decoded_beside_one_that_does_not(model, tmp_path):
+def test_kv_device_map_decodes_a_layer_that_stays_beside_one_that_does_not(model, tmp_path):
     expected, places = decoded(model), {1: "disk", 3: "disk"}
     alike(decoded(model, kv_device_map=places, offload_folder=str(tmp_path)), expected)
 
@@ -191,7 +192,7 @@ def test_attention_that_would_see_nothing_of_what_is_away_is_refused(model, tmp_
         decoded(model, kv_device_map="disk", offload_folder=str(tmp_path))
 
 
-def test_one_keyword_decodes_sparsely_from_disk(model, tmp_path):
+def test_blended_keyword_decodes_sparsely_from_disk(model, tmp_path):
     store = ChunkStore.open("memory://")
     inputs = BlendCache(model, store).inputs(None, **PIECES)
     expected = model.generate(**inputs, custom_generate=blended(store, sparse=SMALL), **GREEDY)
@@ -199,12 +200,3 @@ def test_one_keyword_decodes_sparsely_from_disk(model, tmp_path):
     assert torch.equal(model.generate(**inputs, custom_generate=keyword, **GREEDY), expected)
     assert keyword.report.sparse["loaded_blocks"] == keyword.sparse_metrics.loaded_blocks > 0
     assert list(tmp_path.iterdir()) == []
-
-
-def test_nothing_of_a_session_stays_on_the_device(model, tmp_path):
-    cache = BlendCache(model, ChunkStore.open("memory://"), kv_device_map="disk", offload_folder=str(tmp_path))
-    inputs = cache.inputs(None, **PIECES)
-    with sparse_decoding(model, cache, **SMALL):
-        model.generate(**inputs, past_key_values=cache, **GREEDY)
-        during = cache.kv_memory.resident_bytes
-    assert cache.kv_memory.resident_bytes == sum(layer.nbytes for layer in cache.layers) < during
