@@ -27,8 +27,9 @@ def size(model: Model, context: Context = 32768, batch: Batch = 1, dtype: Dtype 
     import psutil
 
     from hf_blend.context.size import cache_size
+    from hf_blend.model_names import load_config
 
-    found = cache_size(_config(model), context_tokens=context, batch=batch, dtype=_dtype(dtype))
+    found = cache_size(load_config(model), context_tokens=context, batch=batch, dtype=_dtype(dtype))
     free_bytes = psutil.virtual_memory().available
     document: dict[str, Any] = {
         "model": model,
@@ -45,17 +46,6 @@ def size(model: Model, context: Context = 32768, batch: Batch = 1, dtype: Dtype 
         "requests_that_fit": free_bytes * batch // found.nbytes,
     }
     show(document, as_json=json, title=f"cache of {model}")
-
-
-def _config(model: str) -> Any:
-    from hf_blend.model_names import locate
-    from hf_blend.verify.zoo import TINY, tiny_model
-
-    if model.startswith(TINY):
-        return tiny_model(model.removeprefix(TINY)).config
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(locate(model))
 
 
 def _dtype(name: str | None) -> Any:

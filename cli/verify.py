@@ -12,14 +12,12 @@ from .output import Json, fail, progress, show
 __all__ = ["verify"]
 
 Model = Annotated[
-    str | None, typer.Argument(help="A path, a hub id, or tiny:TYPE for a small random model of a model type.")
+    str | None, typer.Argument(help="A path, a hub id, or, in a checkout, tiny:TYPE for a small random one.")
 ]
-All = Annotated[
-    bool, typer.Option("--all", help="Every causal model type of the installed transformers, and those with images.")
-]
+All = Annotated[bool, typer.Option("--all", help="In a checkout: every causal type, and those that read images.")]
 Dtype = Annotated[list[str] | None, typer.Option("--dtype", help="float32, bfloat16 or float16; may be repeated.")]
 Attention = Annotated[list[str] | None, typer.Option("--attention", help="eager or sdpa; may be repeated.")]
-Rungs = Annotated[list[str] | None, typer.Option("--rung", help="Climb only this rung; may be repeated.")]
+Rungs = Annotated[list[str] | None, typer.Option("--rung", help="Run only this check; may be repeated.")]
 
 
 def verify(
@@ -31,9 +29,9 @@ def verify(
     device: Device = "auto",
     json: Json = False,
 ) -> None:
-    """Climb the ladder of exactness: small claims, each measured on the model.
+    """Run the checks of exactness: small claims, each measured on the model.
 
-    Exit code 0: every rung holds, or is about something that is refused for the model by name. 1: a rung fails or the
+    Exit code 0: every check holds, or is about something that is refused for the model by name. 1: one fails or the
     model cannot be blended; which and why is said. With --all every type is blended, moved and extended exactly in
     float32, refused with a reason, or not judged, where no tiny model of it can be built; the exit code is 1 if one
     crashed or is wrong without a refusal.
@@ -45,8 +43,8 @@ def verify(
         hf-blend verify HuggingFaceTB/SmolLM2-135M-Instruct  # network
     """
     from hf_blend.evaluation.bundled import choose_device
-    from hf_blend.verify.ladder import ATTENTIONS
-    from hf_blend.verify.ladder import verify as run_checks
+    from hf_blend.verify.runner import ATTENTIONS
+    from hf_blend.verify.runner import verify as run_checks
 
     if (model is None) != every:
         raise typer.BadParameter("Give a model, or --all.")
@@ -57,7 +55,7 @@ def verify(
         model or "",
         dtypes=dtype or ("float32", "bfloat16"),
         attention=attention or ATTENTIONS,
-        rungs=rung,
+        checks=rung,
         device=str(choose_device(device)),
     )
     document = verdict.to_dict()
@@ -67,19 +65,18 @@ def verify(
 
 
 def _verify_all(json: bool) -> None:
-    from hf_blend.verify.everything import broken, judged, verify_types
-    from hf_blend.verify.image_zoo import image_types
-    from hf_blend.verify.images import verify_image_types
-    from hf_blend.verify.zoo import tiny_types
+    from hf_blend.model_names import from_checkout
 
-    rows: list[dict[str, Any]] = list(progress(verify_types(), "model types", total=len(tiny_types())))
-    images = list(progress(verify_image_types(), "types that read images", total=len(image_types())))
+    families = from_checkout("families")
+    types, image_types = families.tiny_types(), families.image_types()
+    rows: list[dict[str, Any]] = list(progress(families.verify_types(), "model types", total=len(types)))
+    images = list(progress(families.verify_image_types(), "types that read images", total=len(image_types)))
     if json:
         show({"models": rows, "images": images}, as_json=True)
     for found, what in () if json else ((rows, "model types"), (images, "types that read images")):
-        exact, unknown = sum(row["supported"] for row in found), sum(not judged(row) for row in found)
+        exact, unknown = sum(row["supported"] for row in found), sum(not families.judged(row) for row in found)
         title = f"{exact} {what} exact, {len(found) - exact - unknown} refused, {unknown} not judged"
         show(found, as_json=False, title=title, header=True)
-    failed = [row["model"] for row in (*rows, *images) if broken(row)]
+    failed = [row["model"] for row in (*rows, *images) if families.broken(row)]
     if failed:
         fail(f"{len(failed)} model types crashed or are wrong without a refusal: {', '.join(failed)}.")

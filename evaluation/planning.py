@@ -12,6 +12,7 @@ from typing import Any
 from hf_blend.context.size import cache_size
 from hf_blend.errors import ConfigError, suggest
 from hf_blend.loading.estimator import GB, Placement, StorageDevice, Workload, choose, place
+from hf_blend.model_names import load_config
 
 MEMORY = "memory"
 
@@ -120,19 +121,7 @@ def _measures(
         raise ConfigError(f"no dtype named {dtype!r}. {suggest(dtype, ('float32', 'bfloat16', 'float16'))}")
     if prefill_s <= 0:
         raise ConfigError(f"prefill_s is {prefill_s}, expected seconds above 0. Leave it out to measure it here.")
-    return cache_size(_config(machine.name), context_tokens=tokens, dtype=kind).bytes_per_token, prefill_s, {}
-
-
-def _config(model: str) -> Any:
-    from hf_blend.verify.zoo import TINY, tiny_model
-
-    if model.startswith(TINY):
-        return tiny_model(model.removeprefix(TINY)).config
-    from transformers import AutoConfig
-
-    from hf_blend.model_names import locate
-
-    return AutoConfig.from_pretrained(locate(model))
+    return cache_size(load_config(machine.name), context_tokens=tokens, dtype=kind).bytes_per_token, prefill_s, {}
 
 
 def _settings(chosen: Placement, places: Mapping[str, str], prices: Mapping[str, float]) -> dict[str, Any]:

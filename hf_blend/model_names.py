@@ -3,19 +3,27 @@
 """Short names of models: those that come with the package, and real ones that an installed package holds.
 
 A real model is looked for in the hub's cache first. A package of PyPI may hold it as a GGUF file; that is converted
-once into an ordinary folder of the user's cache, which loads in a second or two.
+once into an ordinary folder of the user's cache, which loads in a second or two. In a source checkout `tiny:TYPE` is a
+small random model of any causal type of transformers.
 """
 
+import importlib
 import shutil
+import sys
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-from .errors import ConfigError, MissingExtraError
+from .errors import ConfigError, MissingExtraError, UnsupportedModelError
 
-__all__ = ["BUNDLED", "NAMES", "PACKAGED", "Packaged", "locate"]
+__all__ = ["BUNDLED", "NAMES", "PACKAGED", "Packaged", "from_checkout", "load_config", "load_model", "locate"]
+
+TINY = "tiny:"
+CHECKOUT = Path(__file__).resolve().parent.parent / "benchmarks"
 
 BUNDLED = {  # name → folder
     "reference": str(files("hf_blend") / "bundled" / "reference"),  # short notes; binds in its first layers
@@ -78,6 +86,46 @@ NAMES = (*BUNDLED, *PACKAGED)
 def locate(name: str) -> str:
     """Turn a model's name into what `from_pretrained` takes."""
     return PACKAGED[name].locate() if name in PACKAGED else BUNDLED.get(name, name)
+
+
+def from_checkout(program: str) -> ModuleType:
+    """Import a program of benchmarks/, which is in a source checkout and not in the package that is installed."""
+    if not (CHECKOUT / f"{program}.py").is_file():
+        raise ConfigError(
+            f"tiny models of every type are built by benchmarks/{program}.py of a source checkout, which is not at "
+            f"{CHECKOUT}. Clone the repository and `pip install -e .`, or name a folder or a hub id."
+        )
+    if str(CHECKOUT) not in sys.path:
+        sys.path.append(str(CHECKOUT))
+    return importlib.import_module(program)
+
+
+def load_config(name: str) -> Any:
+    """Load the config of a model by its name, a folder, a hub id or `tiny:TYPE`."""
+    if name.startswith(TINY):
+        return from_checkout("tiny_models").tiny_model(name.removeprefix(TINY)).config
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(locate(name))
+
+
+def load_model(name: str, dtype: Any = None, device: str = "cpu") -> Any:
+    """Load a model by its name, a folder or a hub id, or build a tiny one; in float32 if no dtype is given."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    dtype = torch.float32 if dtype is None else dtype
+    if name.startswith(TINY):
+        return from_checkout("tiny_models").tiny_model(name.removeprefix(TINY)).to(dtype=dtype, device=device)
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(locate(name), dtype=dtype)
+    except ValueError as error:
+        line = " ".join(str(error).split())
+        raise UnsupportedModelError(
+            f"{name} does not load as a causal language model: {line[:200] + '…' if len(line) > 200 else line} "
+            "Blending needs a decoder-only model."
+        ) from error
+    return model.to(device).eval()
 
 
 def _convert(source: Path, folder: Path) -> None:

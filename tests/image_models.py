@@ -5,10 +5,10 @@
 import functools
 
 import torch
+from tiny_image_models import END, IMAGE, KINDS, START, VIDEO, image_arguments, picture, tiny_image_model
 from transformers import DynamicCache
 
 from hf_blend import BlendCache, ChunkStore
-from hf_blend.verify.image_zoo import END, IMAGE, KINDS, START, VIDEO, image_arguments, picture, tiny_image_model
 
 __all__ = ["END", "IMAGE", "KINDS", "START", "VIDEO", "picture"]
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
+from tiny_models import tiny_model, tiny_types
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -18,7 +19,6 @@ from hf_blend.model import attention
 from hf_blend.model.anatomy import decoder_layers
 from hf_blend.model.fingerprint import fingerprint
 from hf_blend.model.identity.structure import configs_inside
-from hf_blend.verify.zoo import tiny_model, tiny_types
 from tests.conftest import slow_but
 
 GREEDY = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}

@@ -7,15 +7,15 @@ import logging
 
 import pytest
 import torch
+from tiny_models import tiny_model as zoo_model
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.errors import UnsupportedModelError
 from hf_blend.prefill import row_masks
-from hf_blend.verify.fused_ratio import FusedRatio
-from hf_blend.verify.subject import ModelUnderTest
-from hf_blend.verify.zoo import tiny_model as zoo_model
+from hf_blend.verify.full_recompute import fused_ratio
+from hf_blend.verify.model_under_test import ModelUnderTest
 from tests.conftest import slow_but
 
 GREEDY = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
@@ -131,4 +131,4 @@ def test_flex_attention_is_exact(pieces, tokenizer, uncompiled, family, batch):
 @pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile.*")
 @pytest.mark.parametrize("family", slow_but("llama", among=["llama", "gemma3_text"]))
 def test_with_flex_attention_scattered_rows_are_exact(uncompiled, family):
-    assert FusedRatio().measure(ModelUnderTest(flex_model(family))).error <= 1e-5
+    assert fused_ratio(ModelUnderTest(flex_model(family))).error <= 1e-5

@@ -11,6 +11,8 @@ from functools import cache
 
 import pytest
 import torch
+from tiny_image_models import tiny_image_model
+from tiny_models import tiny_model
 from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
@@ -18,8 +20,6 @@ from hf_blend import BlendCache, ChunkStore, ConfigError, PromptError, StateChec
 from hf_blend.context import checkpoints, handed, stock_form
 from hf_blend.context.stock_form import StockForm
 from hf_blend.model.anatomy import stock_cache
-from hf_blend.verify.image_zoo import tiny_image_model
-from hf_blend.verify.zoo import tiny_model
 
 HYBRIDS = ("lfm2", "qwen3_next", "qwen3_5_text", "bamba", "falcon_h1", "nemotron_h", "granitemoehybrid", "jamba",
            "kimi_linear", "minimax", "zamba", "zamba2")  # fmt: skip
@@ -148,8 +148,8 @@ def test_a_mistake_shows_in_the_logits(tmp_path, monkeypatch, mistake):
 CODE = """
 import sys, torch
 from hf_blend import StateCheckpoints
-from hf_blend.verify.image_zoo import tiny_image_model
-from hf_blend.verify.zoo import tiny_model
+from tiny_image_models import tiny_image_model
+from tiny_models import tiny_model
 ids = torch.randint(3, 100, (1, 44), generator=torch.Generator().manual_seed(0))
 model = tiny_model("lfm2")
 saved = StateCheckpoints(model, sys.argv[1])
@@ -162,7 +162,7 @@ print(saved.stats.resumed_tokens, saved.save(cache, out) > 0, out[0].tolist(), s
 MANY = """
 import sys, torch
 from hf_blend import StateCheckpoints
-from hf_blend.verify.zoo import tiny_model
+from tiny_models import tiny_model
 model = tiny_model("lfm2")
 saved = StateCheckpoints(model, sys.argv[1], max_bytes=60_000)
 draw = torch.Generator().manual_seed(int(sys.argv[2]))

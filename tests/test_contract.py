@@ -11,12 +11,12 @@ from functools import cache as remembered
 
 import pytest
 import torch
+from tiny_models import tiny_model as zoo_model
 from transformers import DynamicCache
 
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.cache.blend_cache import _warn_once
 from hf_blend.errors import ConfigError
-from hf_blend.verify.zoo import tiny_model as zoo_model
 from tests.asking import GREEDY, memory, prepared
 from tests.conftest import random_pieces
 

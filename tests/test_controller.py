@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
+from tiny_models import tiny_model
 
 from hf_blend import BlendCache, plugins
 from hf_blend.errors import ConfigError
@@ -17,7 +18,6 @@ from hf_blend.loading.controller import LoadingController, advise
 from hf_blend.loading.profile import Point, Profile, bytes_per_second, profile_of, tier_rates
 from hf_blend.prefill.advice import Advice
 from hf_blend.store import ChunkStore
-from hf_blend.verify.zoo import tiny_model
 
 
 def cost(tokens: int, ratio: float) -> float:

@@ -4,13 +4,13 @@
 
 import pytest
 import torch
+from tiny_models import tiny_model
 from transformers import DynamicCache
 
 from hf_blend import ChunkStore, ConfigError, PromptError, SequenceCache, UnsupportedModelError
 from hf_blend.context.conversation import Conversation
 from hf_blend.context.reuse import blended, fit
 from hf_blend.evaluation.bundled import load_model
-from hf_blend.verify.zoo import tiny_model
 
 MODEL = tiny_model("llama")
 TOLERANCE = 1e-5

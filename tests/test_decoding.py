@@ -4,13 +4,13 @@
 
 import pytest
 import torch
+from tiny_models import tiny_model as zoo_model
 
 from hf_blend import ChunkStore, observer
 from hf_blend.errors import PromptError
 from hf_blend.model.anatomy import decoder_layers
 from hf_blend.model.fingerprint import fingerprint
 from hf_blend.store.chunk import ChunkKey
-from hf_blend.verify.zoo import tiny_model as zoo_model
 from tests.asking import generated as run
 from tests.asking import prepared
 

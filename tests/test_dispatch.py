@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload, dispatch_model
+from tiny_models import tiny_model
 
 from hf_blend import BlendCache, ChunkStore, UnsupportedModelError
 from hf_blend.model import fingerprint
@@ -15,9 +16,8 @@ from hf_blend.model.anatomy import decoder_layers
 from hf_blend.model.identity import weights
 from hf_blend.model.masks import RowMask
 from hf_blend.model.placement import input_device
-from hf_blend.verify.ladder import measure
-from hf_blend.verify.subject import ModelUnderTest
-from hf_blend.verify.zoo import tiny_model
+from hf_blend.verify.model_under_test import ModelUnderTest
+from hf_blend.verify.runner import measure
 
 CPU = torch.device("cpu")
 EXACT = ("ratio_1", "ratio_1_batch", "all_but_one", "fused_ratio")

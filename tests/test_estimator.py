@@ -5,6 +5,7 @@
 import json
 
 import pytest
+from tiny_models import tiny_model
 
 from hf_blend import ChunkStore, ConfigError
 from hf_blend.cli.main import main
@@ -18,7 +19,6 @@ from hf_blend.loading.estimator import (
     ratio_that_loading_hides,
     recompute_s,
 )
-from hf_blend.verify.zoo import tiny_model
 
 TOKENS = 4096
 LLAMA_7B = 2 * 32 * 128 * 2  # bytes of K and V of a token in a layer, 16 bits

@@ -5,9 +5,9 @@
 import pytest
 from eviction import EvictionPlan, Recorded, Request, _sample
 from eviction_ttft import HeldTier, Served, saved, serve
+from tiny_models import tiny_model as zoo_model
 
 from hf_blend import ChunkStore
-from hf_blend.verify.zoo import tiny_model as zoo_model
 
 CHUNKS = [tuple(range(first, first + 48)) for first in (5, 20, 40, 60)]
 QUESTION = (7, 8, 9, 11)

@@ -8,15 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import broken, judged, verify_image_types, verify_types
+from tiny_models import SHARED, tiny_model, tiny_types
 
 from hf_blend import BlendCache, ChunkStore, SequenceCache, UnsupportedModelError
 from hf_blend.model.calibrate import rotary_styles
 from hf_blend.prefill import images
-from hf_blend.verify.everything import broken, judged, verify_types
-from hf_blend.verify.images import verify_image_types
-from hf_blend.verify.ladder import measure
-from hf_blend.verify.subject import ModelUnderTest
-from hf_blend.verify.zoo import SHARED, tiny_model, tiny_types
+from hf_blend.verify.model_under_test import ModelUnderTest
+from hf_blend.verify.runner import measure
 from tests.conftest import slow_but
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "families.json"

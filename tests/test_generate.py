@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_models import tiny_model as zoo_model
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList, dynamic_module_utils
 from transformers.generation.streamers import BaseStreamer
 
 from hf_blend import BlendCache, ChunkStore, ConfigError, blended, sparse_decoding
 from hf_blend.evaluation.bundled import load_model, quickstart_questions
-from hf_blend.verify.zoo import tiny_model as zoo_model
 from tests.asking import generated, memory, prefill, prepared
 from tests.conftest import random_pieces
 

@@ -12,6 +12,8 @@ from functools import cache
 
 import pytest
 import torch
+from families import CHECKS
+from tiny_models import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
@@ -30,10 +32,8 @@ from hf_blend.prefill.realign import Realigner
 from hf_blend.sparse.partial.blocked import encode_blocks
 from hf_blend.store import stack
 from hf_blend.store.chunk import ChunkKey
-from hf_blend.verify.everything import RUNGS
-from hf_blend.verify.ladder import measure
-from hf_blend.verify.subject import ModelUnderTest
-from hf_blend.verify.zoo import tiny_model
+from hf_blend.verify.model_under_test import ModelUnderTest
+from hf_blend.verify.runner import measure
 from tests.asking import memory, prefill, prepared
 from tests.chat_templates import CHATML, DOCUMENTS, small_tokenizer
 from tests.faults.damage import tensors_of
@@ -110,7 +110,7 @@ def poisoned_memory():
 def test_ladder_of_a_hybrid_holds(name, rungs):
     """Also in a padded batch, and against the dense forward with stale tokens."""
     if rungs is None:
-        rungs = RUNGS if any(subject_of(name).mixers) else (*RUNGS, "prefix_cache", "question_is_fresh")
+        rungs = CHECKS if any(subject_of(name).mixers) else (*CHECKS, "prefix_cache", "question_is_fresh")
     with poisoned_memory():
         assert failing(name, rungs) == []
 

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import tiny_model as build
+from tiny_models import tiny_types
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,8 +31,6 @@ from hf_blend.model import canary
 from hf_blend.model.fingerprint import _known, fingerprint, state_of
 from hf_blend.model.identity import watch, weights
 from hf_blend.model.identity.structure import Structure
-from hf_blend.verify.zoo import tiny_model as build
-from hf_blend.verify.zoo import tiny_types
 
 IDS = torch.arange(3, 35)[None]
 CHUNKS = [list(range(10, 40)), list(range(50, 90))]

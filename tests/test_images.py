@@ -10,7 +10,10 @@ import inspect
 import logging
 
 import pytest
+import tiny_image_models
 import torch
+from families import broken, verify_image_types
+from tiny_image_models import tiny_image_model
 from transformers import AutoConfig, DynamicCache, LlavaForConditionalGeneration
 
 from hf_blend import BlendCache, ChunkStore, PromptError, UnsupportedModelError, plugins
@@ -29,10 +32,6 @@ from hf_blend.prompt.content import content_ids, is_content
 from hf_blend.prompt.pieces import TextPrompt
 from hf_blend.selectors.base import TokenView
 from hf_blend.store.chunk import ChunkKey
-from hf_blend.verify import image_zoo
-from hf_blend.verify.everything import broken
-from hf_blend.verify.image_zoo import tiny_image_model
-from hf_blend.verify.images import verify_image_types
 from tests.conftest import slow_but
 from tests.image_models import (
     CHUNKS,
@@ -233,7 +232,7 @@ def test_batch_of_prompts_with_images_and_padding_equals_stock(kind, chunks):
     width = max(map(len, rows))
     ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
-    inputs = {**image_zoo.image_arguments(kind, ids, (0, 1, 2)), "attention_mask": mask}
+    inputs = {**tiny_image_models.image_arguments(kind, ids, (0, 1, 2)), "attention_mask": mask}
     if kind in ("llava", "gemma3"):
         inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0)
     got, cache = blend(kind, inputs, filled(kind), chunks=chunks, recompute_ratio=1.0)
@@ -305,7 +304,7 @@ def test_stored_keys_of_an_image_are_moved_by_the_difference_of_the_models_posit
 def test_image_that_comes_first_is_exact_at_every_ratio(kind):
     store = ChunkStore.open("memory://")
     ids = torch.tensor([[1, *[IMAGE] * KINDS[kind].tokens, END, *QUESTION]])
-    inputs = image_zoo.image_arguments(kind, ids, (0,))
+    inputs = tiny_image_models.image_arguments(kind, ids, (0,))
     for _ in range(2):
         got, cache = blend(kind, inputs, store, recompute_ratio=0.0, selector="none")
     assert cache.report.exact_tokens == 1 + KINDS[kind].tokens
@@ -501,7 +500,7 @@ def test_placeholder_ids_are_those_of_the_config_and_its_lists_and_may_be_the_fi
     assert placeholder_ids(config) >= {config.image_token_id, *config.visual_indicator_token_ids}
     for token in (0, 3):
         config = {**KINDS["llava"].config, "image_token_index": token}
-        monkeypatch.setitem(image_zoo.KINDS, "llava", KINDS["llava"]._replace(config=config))
+        monkeypatch.setitem(tiny_image_models.KINDS, "llava", KINDS["llava"]._replace(config=config))
         cache = BlendCache(tiny_image_model("llava"), ChunkStore.open("memory://"))  # passes its self-test
         assert cache.model.config.image_token_id == token
 

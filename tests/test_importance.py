@@ -4,11 +4,11 @@
 
 import pytest
 import torch
+from tiny_models import tiny_model as zoo_model
 
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.prefill import noting
 from hf_blend.store.importance import TokenImportance
-from hf_blend.verify.zoo import tiny_model as zoo_model
 
 CHUNKS = [list(range(10, 74)), list(range(40, 90)), list(range(20, 120, 2))]
 PIECES = {"prefix": [5, 6], "chunks": CHUNKS, "question": [7, 8, 9, 11]}

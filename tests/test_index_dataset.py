@@ -13,10 +13,10 @@ from random import Random
 
 import pytest
 import torch
+from tiny_models import tiny_model as zoo_model
 
 from hf_blend import ChunkStore, ConfigError, HfBlendError, StoreError
 from hf_blend.integrations.datasets import index_dataset
-from hf_blend.verify.zoo import tiny_model as zoo_model
 
 datasets = pytest.importorskip("datasets")
 

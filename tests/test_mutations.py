@@ -1,12 +1,14 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""The ladder notices what goes wrong in practice: each mistake is made on purpose, and a rung must fail."""
+"""The checks notice what goes wrong in practice: each mistake is made on purpose, and one must fail."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+import families
 import pytest
 import torch
+from tiny_models import tiny_model
 from torch import nn
 
 from hf_blend.model.anatomy import text_config
@@ -14,15 +16,12 @@ from hf_blend.model.calibrate import rotary_styles
 from hf_blend.model.capture import capture
 from hf_blend.model.masks import RowMask
 from hf_blend.prefill import blend, realign, row_masks
-from hf_blend.verify import everything
-from hf_blend.verify.floor import attentions
-from hf_blend.verify.ladder import measure
-from hf_blend.verify.subject import ModelUnderTest
-from hf_blend.verify.zoo import tiny_model
+from hf_blend.verify.model_under_test import ModelUnderTest, attentions
+from hf_blend.verify.runner import measure
 from tests.conftest import slow_but
 
 FAMILIES = ("llama", "gemma3_text", "deepseek_v3")  # every exact one in the slow suite
-RUNGS = [name for name in everything.RUNGS if name != "untouched"]
+CHECKS = [name for name in families.CHECKS if name != "untouched"]
 
 
 def turned_too_far(monkeypatch, _):
@@ -135,13 +134,13 @@ def mutated(mutation, model):
 
 
 def noticed(model, mutation):
-    """Whether a rung fails under a mutation, by what it measures: an exception may be the mutation's own."""
+    """Whether a check fails under a mutation, by what it measures: an exception may be the mutation's own."""
     implementation = text_config(model)._attn_implementation
     subject = ModelUnderTest(model)
     assert subject.floor  # measured before anything is broken
     with mutated(mutation, model):
-        found = (measure(name, subject, "float32", implementation) for name in RUNGS)
-        return any(not rung.passed and rung.tolerance is not None for rung in found)
+        found = (measure(name, subject, "float32", implementation) for name in CHECKS)
+        return any(not one.passed and one.tolerance is not None for one in found)
 
 
 def tried(name):
@@ -151,7 +150,7 @@ def tried(name):
 
 
 @pytest.mark.parametrize("name", slow_but("llama", among=FAMILIES))
-def test_the_ladder_fails_where_something_is_wrong(name):
+def test_a_check_fails_where_something_is_wrong(name):
     model = tried(name)
     applying = [mutation for mutation, applies in MUTATIONS.items() if applies(model)]
     assert len(applying) >= 4
@@ -165,7 +164,7 @@ def test_the_ladder_fails_where_something_is_wrong(name):
 @pytest.mark.slow
 def test_every_family_that_is_exact_shows_every_mistake():
     missed, counts = [], SimpleNamespace(families=0, mutations=0)
-    for row in everything.verify_types():
+    for row in families.verify_types():
         if row["supported"]:
             model = tried(row["model"])
             counts.families += 1

@@ -11,6 +11,7 @@ import signal
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload
+from tiny_models import tiny_model as zoo_model
 
 from hf_blend import BlendCache, BlendConfig, ChunkStore, ConfigError
 from hf_blend.cache.layers import BlendLayer
@@ -21,7 +22,6 @@ from hf_blend.offload.memory import GROW_TOKENS, KVMemory
 from hf_blend.offload.states import Folder, States
 from hf_blend.sparse.partial.loading import partial_loading
 from hf_blend.sparse.partial.store import PartialStore
-from hf_blend.verify.zoo import tiny_model as zoo_model
 
 LAYERS, ROW = 12, 2 * 2 * 16 * 4  # of the long model; bytes of K and V of a token in a layer
 GREEDY = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}

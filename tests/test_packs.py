@@ -105,7 +105,7 @@ def test_chunks_of_another_rotary_regime_are_not_packed_together(tiny_model):
 )
 def test_chunks_are_computed_alone_where_others_may_be_felt(kind, config, tiny_model, shared_model):
     if kind == "bamba":
-        from hf_blend.verify.zoo import load_model
+        from hf_blend.model_names import load_model
 
         model = load_model("tiny:bamba", torch.float32, "cpu")
     elif config.get("attention"):

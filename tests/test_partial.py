@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_models import tiny_model
 
 from hf_blend import BlendCache, ChunkStore, ConfigError, observer, plugins
 from hf_blend.sparse.partial.blocked import BlockReader, encode_blocks
@@ -16,7 +17,6 @@ from hf_blend.sparse.partial.itf import agreed, importance, probe_count, similar
 from hf_blend.sparse.partial.loading import partial_loading
 from hf_blend.sparse.partial.store import PartialStore
 from hf_blend.store.tiers.base import BytesSource, EntryFault
-from hf_blend.verify.zoo import tiny_model
 from tests.conftest import slow_but
 
 CHUNKS = [list(range(10, 74)), list(range(40, 90)), list(range(20, 120, 2))]

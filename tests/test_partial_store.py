@@ -9,6 +9,7 @@ import struct
 
 import pytest
 import torch
+from tiny_models import tiny_model as zoo_model
 
 from hf_blend import BlendCache, ChunkStore, ConfigError, plugins
 from hf_blend.sparse.partial import seen
@@ -17,7 +18,6 @@ from hf_blend.sparse.partial.loading import partial_loading
 from hf_blend.sparse.partial.store import PartialStore
 from hf_blend.store.seal import seal_size
 from hf_blend.store.tiers.base import EntryFault
-from hf_blend.verify.zoo import tiny_model as zoo_model
 
 CHUNKS = [list(range(10, 74)), list(range(40, 90)), list(range(20, 120, 2))]
 PIECES = {"prefix": [5, 6], "chunks": CHUNKS, "question": [7, 8, 9, 11]}

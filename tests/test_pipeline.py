@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import tiny_model
 
 from hf_blend import BlendCache, ChunkStore, observer, plugins
 from hf_blend.prefill.pipeline import Pipeline
@@ -19,7 +20,6 @@ from hf_blend.store import entry, stack
 from hf_blend.store.stream import StreamedLayers
 from hf_blend.store.tiers.base import EntryFault
 from hf_blend.testing import FaultyTier
-from hf_blend.verify.zoo import tiny_model
 
 CHUNKS = [list(range(10, 42)), list(range(40, 90))]
 PIECES: dict[str, Any] = {"prefix": [5, 6], "chunks": CHUNKS, "question": [7, 8, 9]}

@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import tiny_model
 
 from hf_blend import BlendCache, ChunkStore, plugins
 from hf_blend.errors import UnsupportedModelError
 from hf_blend.model.calibrate import rotary_styles
 from hf_blend.model.fingerprint import fingerprint
 from hf_blend.model.quantised import LOGGER
-from hf_blend.verify.ladder import verify
-from hf_blend.verify.zoo import load_model, tiny_model
+from hf_blend.model_names import load_model
+from hf_blend.verify.runner import verify
 from tests.conftest import slow_but
 
 functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is not installed")
@@ -52,7 +53,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def climbed(folder):
     """Gives the verdict on the checkpoint of a kind; it is climbed once."""
-    return cache(lambda kind: verify(str(folder / kind), dtypes=["float32"], attention=["sdpa"], rungs=RUNGS))
+    return cache(lambda kind: verify(str(folder / kind), dtypes=["float32"], attention=["sdpa"], checks=RUNGS))
 
 
 @pytest.fixture
@@ -150,7 +151,7 @@ def test_a_wrong_style_is_refused_however_noisy_the_products_are(folder, roundin
 def test_the_ladder_holds_within_the_measured_floor(kind, climbed):
     verdict = climbed(kind)
     assert verdict.supported, verdict.reason
-    assert len(verdict.rungs) == len(RUNGS)
+    assert len(verdict.checks) == len(RUNGS)
 
 
 def packed_product(states: Any, weight: Any, *, state: Any, out: None = None) -> torch.Tensor:
@@ -186,7 +187,7 @@ def test_with_avx512_bf16_4_bit_weights_are_packed_at_the_first_forward_and_prod
 @pytest.mark.parametrize("kind", ["4bit", "4bit-bfloat16"])
 def test_the_ladder_holds_in_4_bit_with_avx512_bf16(kind, folder, monkeypatch):
     with_avx512_bf16(monkeypatch)
-    verdict = verify(str(folder / kind), dtypes=["float32"], attention=["sdpa"], rungs=RUNGS)
+    verdict = verify(str(folder / kind), dtypes=["float32"], attention=["sdpa"], checks=RUNGS)
     assert verdict.supported, verdict.reason
 
 
@@ -200,7 +201,7 @@ def test_every_rung_holds(kind, folder):
 @pytest.mark.slow
 def test_without_a_threshold_8_bit_is_exact_and_with_one_its_floor_is_measured(climbed):
     exact, found = climbed("8bit-exact"), climbed("8bit")
-    errors = [rung.max_abs_error for rung in exact.rungs if rung.name == "ratio_1"]
+    errors = [rung.max_abs_error for rung in exact.checks if rung.name == "ratio_1"]
     assert len(errors) == 1
     assert errors[0] < 1e-5
     assert found.floors[0]["logits"] > 5 * exact.floors[0]["logits"], "outliers depend on the rows beside them"

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load, save
+from tiny_models import tiny_model
 from transformers import AutoTokenizer, DynamicCache
 
 from hf_blend import ChunkStore, ConfigError, SequenceCache, ShiftCache, StoreError
@@ -17,7 +18,6 @@ from hf_blend.context.conversation import Conversation
 from hf_blend.context.session import MAGIC, load_session, save_session
 from hf_blend.evaluation.bundled import REFERENCE
 from hf_blend.store.seal import seal
-from hf_blend.verify.zoo import tiny_model
 from tests.conftest import slow_but
 
 MODEL = tiny_model("llama", max_position_embeddings=4096)

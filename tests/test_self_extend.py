@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
+from tiny_models import tiny_model
 
 from hf_blend import ConfigError, UnsupportedModelError, self_extend
-from hf_blend.verify.zoo import tiny_model
 
 WINDOW, GROUP = 8, 4
 TOLERANCE = 2e-5

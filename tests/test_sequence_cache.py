@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_models import tiny_model
 from transformers import DynamicCache, TextIteratorStreamer
 
 from hf_blend.context.context_shift import ShiftCache
@@ -15,7 +16,6 @@ from hf_blend.context.self_extend import self_extend
 from hf_blend.context.sequence_cache import SequenceCache
 from hf_blend.errors import ConfigError, PromptError, UnsupportedModelError
 from hf_blend.model.capture import capture
-from hf_blend.verify.zoo import tiny_model
 
 FAMILIES = ("llama", "gpt_neox", "cohere2", "gemma3_text", "deepseek_v3", "gptj")
 TOLERANCE = 1e-5

@@ -6,12 +6,12 @@ import json
 
 import pytest
 import torch
+from tiny_models import tiny_model
 from transformers import AutoConfig, DynamicCache
 
 from hf_blend.cli.main import main
 from hf_blend.context.size import cache_size
 from hf_blend.errors import ConfigError, UnsupportedModelError
-from hf_blend.verify.zoo import tiny_model
 
 FAMILIES = (
     "llama", "mistral", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt_neox", "cohere2", "falcon", "gpt_oss",

@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import torch
+from tiny_models import tiny_model as zoo_model
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
@@ -14,9 +15,8 @@ from hf_blend.cache.layers import ROOM_TOKENS, BlendLayer
 from hf_blend.cache.sliding_layer import BlendSlidingLayer
 from hf_blend.errors import ConfigError
 from hf_blend.model.anatomy import decoder_layers
-from hf_blend.verify.fused_ratio import FusedRatio
-from hf_blend.verify.subject import ModelUnderTest
-from hf_blend.verify.zoo import tiny_model as zoo_model
+from hf_blend.verify.full_recompute import fused_ratio
+from hf_blend.verify.model_under_test import ModelUnderTest
 from tests.conftest import slow_but
 
 WINDOW = 16  # of every model in the zoo
@@ -77,7 +77,7 @@ def test_a_prompt_of_four_windows_is_exact(pieces, tokenizer, family, attention,
 @families
 @everywhere
 def test_scattered_rows_see_their_windows(family, attention):
-    outcome = FusedRatio().measure(ModelUnderTest(model_of(family, attention)))
+    outcome = fused_ratio(ModelUnderTest(model_of(family, attention)))
     assert outcome.error <= 1e-5
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from hf_blend import BlendCache, ChunkStore, ConfigError, UnsupportedModelError, observer, plugins, sparse_decoding
@@ -18,7 +19,6 @@ from hf_blend.sparse.blocks import BlockedLayer
 from hf_blend.sparse.config import SparseConfig
 from hf_blend.sparse.layout import Layout
 from hf_blend.sparse.lock import LockMetrics, Selection, SelectionLock
-from hf_blend.verify.zoo import tiny_model
 
 SMALL = {"share": 0.4, "block_tokens": 8, "min_tokens": 0, "recent_blocks": 1}
 METHODS = sorted(plugins.describe("sparse.methods"))

@@ -6,6 +6,7 @@ import gc
 
 import pytest
 import torch
+from tiny_models import tiny_model as zoo_model
 from transformers import AutoModelForCausalLM
 
 from hf_blend import BlendCache, ChunkStore, blended, observer, sparse_decoding
@@ -14,7 +15,6 @@ from hf_blend.offload.memory import GROW_TOKENS, KVMemory
 from hf_blend.prefill import copies
 from hf_blend.sparse import decoding
 from hf_blend.sparse.blocks import ROOM_TOKENS
-from hf_blend.verify.zoo import tiny_model as zoo_model
 from tests.conftest import build_tiny_model, slow_but
 from tests.second_device import There, move, second_device
 

@@ -16,12 +16,12 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from tiny_models import tiny_model
 from transformers import Cache, DynamicCache
 
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.context.context_shift import ShiftCache
 from hf_blend.context.sequence_cache import SequenceCache
-from hf_blend.verify.zoo import tiny_model
 
 ROOM = 128  # tokens of the static buffers
 HELD = 100  # tokens of the prompt: some groups of kv_bits are packed

@@ -12,6 +12,7 @@ import copy
 
 import pytest
 import torch
+from tiny_models import tiny_model as zoo_model
 from transformers import AttentionInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_flash_attention_utils import _is_packed_sequence
@@ -21,7 +22,6 @@ from hf_blend.model.anatomy import decoder_layers
 from hf_blend.model.identity.watch import StructureWatch
 from hf_blend.prefill import blend
 from hf_blend.rotary.regime import frequency_regime, stretches
-from hf_blend.verify.zoo import tiny_model as zoo_model
 
 GREEDY = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
 PIECES = {"prefix": [1, 4, 5], "chunks": [list(range(10, 40)), list(range(60, 85))], "question": [5, 6, 7, 8]}

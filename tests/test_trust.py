@@ -4,19 +4,19 @@
 
 import logging
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from tiny_models import tiny_model as build
 
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.cache.blend_cache import trial_cache
 from hf_blend.errors import UnsupportedModelError
-from hf_blend.model import trust
+from hf_blend.model.checks import CHECKS, CheckedModel, ensure_trusted, ratio_1
 from hf_blend.model.quantised import shared_scale
-from hf_blend.model.trust import ensure_trusted
 from hf_blend.prefill import row_masks
-from hf_blend.verify.zoo import tiny_model as build
 
 ROW_MASK = row_masks.row_mask
 
@@ -29,8 +29,8 @@ def looking_ahead(mask: Any, rows: Any, past: int, keys: int, implementation: st
 def forwards(monkeypatch):
     """How often the self-test compared."""
     calls = []
-    compare = trust._compare
-    monkeypatch.setattr(trust, "_compare", lambda *arguments: calls.append(1) or compare(*arguments))
+    instead = replace(CHECKS["ratio_1"], measure=lambda subject: calls.append(1) or ratio_1(subject))
+    monkeypatch.setitem(CHECKS, "ratio_1", instead)
     return calls
 
 
@@ -38,8 +38,8 @@ def forwards(monkeypatch):
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_the_promised_families_pass_with_room(family, dtype, tiny_model):
     model = tiny_model(family).to(dtype)
-    error, allowed = trust._compare(model, trial_cache)
-    assert error < allowed / 2
+    result = ratio_1(CheckedModel(model, trial_cache))
+    assert result.error < result.tolerance / 2
     assert len(ensure_trusted(model, trial_cache)) == model.config.num_hidden_layers
 
 

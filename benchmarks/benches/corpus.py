@@ -26,9 +26,9 @@ import torch
 from hf_blend import ChunkStore, StoreError
 from hf_blend.integrations.datasets import index_dataset
 from hf_blend.model.fingerprint import fingerprint
-from hf_blend.verify.zoo import tiny_model
+from hf_blend.model_names import TINY, load_model
 
-MODEL = "llama"  # of `hf-blend verify tiny:llama`
+MODEL = f"{TINY}llama"
 FEWEST_TOKEN, MOST_TOKEN = 3, 120
 
 
@@ -60,7 +60,7 @@ def measure_corpus(plan: CorpusPlan, progress: Callable[[str], None] | None = No
         shutil.rmtree(root / "kv")
         resumed = _killed(rows, root / "kv", plan.workers[-1])
     return {
-        "model": f"tiny:{MODEL}",
+        "model": MODEL,
         "chunks": len(rows),
         "chunk_tokens": plan.chunk_tokens,
         "cores": len(os.sched_getaffinity(0)),
@@ -71,7 +71,7 @@ def measure_corpus(plan: CorpusPlan, progress: Callable[[str], None] | None = No
 
 
 def _model() -> tuple[Any, None]:
-    return tiny_model(MODEL), None
+    return load_model(MODEL), None
 
 
 def _start(rows: list[tuple[int, ...]], location: Path, workers: int) -> int:

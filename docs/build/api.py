@@ -13,6 +13,7 @@ from typing import Any
 
 import hf_blend
 from hf_blend import plugins
+from hf_blend.verify.runner import check_names
 
 ROOT = Path(__file__).resolve().parents[2]
 INNER = {  # public methods and properties that the page shows, beside the class itself
@@ -35,6 +36,7 @@ def reference() -> str:
     errors = [name for name in names if name.endswith("Error")]
     parts = [HEAD, *(_word(name) for name in names if name not in errors), "## Errors\n", _errors(errors)]
     parts += ["## `cache.report`\n", _report(), "## Methods by name\n", *(_kind(kind) for kind in plugins.kinds())]
+    parts += ["### `verify`\n", *_list(check_names().items()), ""]
     return "\n".join(parts).rstrip() + "\n"
 
 

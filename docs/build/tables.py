@@ -10,8 +10,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from hf_blend.verify.everything import EXACT, judged
+from hf_blend.model_names import from_checkout
 
+families = from_checkout("families")
+EXACT, judged = families.EXACT, families.judged
 ROOT = Path(__file__).resolve().parents[2]
 YES, NO, UNJUDGED = "✓", "\N{EN DASH}", "?"
 # words of a reason, and what it means; the table gives the number

@@ -29,6 +29,7 @@ from .. import plugins
 from ..config import BlendConfig
 from ..errors import ConfigError, PromptError
 from ..model.anatomy import LayerCall, decoder_layers, default_sink, has_indexer, text_config
+from ..model.checks import ensure_trusted
 from ..model.fingerprint import fingerprint, structure_digest
 from ..model.flops import layer_costs
 from ..model.hooks import Entry
@@ -39,7 +40,6 @@ from ..model.modality import has_features, placeholder_ids, refuse_placeholders
 from ..model.own_cache import fitted
 from ..model.placement import input_device
 from ..model.quantised import silence_casts
-from ..model.trust import ensure_trusted
 from ..prefill.advice import Advice
 from ..prefill.blend import Prefill, PrefillContext
 from ..prefill.images import PromptImages, name_images, refuse_beside_images

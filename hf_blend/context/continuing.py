@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
 from ..model.anatomy import other_states, stock_cache, text_config
+from ..model.checks import BOUNDS, COARSE_BOUND, FAILURES, MOST_ALLOWED
 from ..model.fingerprint import PerStructure
 from ..model.identity.canonical import canonical, notes_kept
 from ..model.modality import placeholder_ids
 from ..model.placement import input_device
-from ..model.trust import BOUNDS, COARSE_BOUND, FAILURES, MOST_ALLOWED
 from .stock_form import STATE_KINDS, Parts, StockForm, is_state
 
 __all__ = ["Continuing", "advance", "continuing"]

@@ -26,12 +26,17 @@ from torch.nn.attention.flex_attention import BlockMask, create_mask
 from ..errors import ConfigError, UnsupportedModelError
 from ..model.anatomy import EXTENDED, decoder_layers, is_extended, kv_groups, other_states, text_config, windowed_layer
 from ..model.attention import AttentionFn, Take, attention_modules, hook_attention
+from ..model.checks import CheckedModel, Use, ensure_passed
 from ..rotary.base import RotaryStyle, compose
-from .self_test import ensure_extendable
 from .tables import TableSource
 
 EXTENSION = 4  # times the trained length, where nothing else is asked for
-TRIAL_GROUP_TOKENS = 1 << 20  # one group for all tokens of a self-test
+EXTEND = Use(
+    "extend",
+    "hf_blend.context.checks",
+    "{} cannot be extended",
+    "Use a fresh prefill instead, or pass allow_unverified=True to use it all the same.",
+)
 UNKNOWN_ARGUMENTS = ("sliding_window", "softcap", "s_aux", "position_bias")  # that change attention in some family
 
 
@@ -76,8 +81,7 @@ def self_extend(
             layer is named.
     """
     extension = _extension(model, trained_tokens, max_tokens, window_tokens, group_tokens)
-    trial = Extension(extension.source, window_tokens=1, group_tokens=TRIAL_GROUP_TOKENS)
-    ensure_extendable(model, lambda: _attending(model, trial), trial.asked, allow_unverified)
+    ensure_passed(CheckedModel(model), EXTEND, allow_unverified)
     with _attending(model, extension):
         yield extension
 

@@ -17,7 +17,6 @@ With `SequenceCache(model, kv_bits=8)` the storage has 8 bits, each token quanti
 """
 
 from collections.abc import Sequence
-from functools import partial
 from itertools import count
 from types import TracebackType
 from typing import Any, Self
@@ -31,12 +30,12 @@ from ..config import check_kv_bits
 from ..errors import ConfigError, PromptError, UnsupportedModelError
 from ..model.anatomy import decoder_layers, is_extended, refuse_extended, text_config
 from ..model.attention import STOCK, open_door
+from ..model.checks import CheckedModel, Use, ensure_passed
 from ..model.masks import RowMask
 from ..model.modality import has_features, other_inputs
 from ..model.placement import input_device
 from ..rotary.base import compose
 from .cells import TokenTable
-from .self_test import ensure_movable, ensure_shareable
 from .sequence_layer import QuantisedSequenceLayer, SequenceLayer
 from .steering import SequenceHooks
 from .tables import TableSource, counted_in_tokens, regime_tokens
@@ -44,6 +43,14 @@ from .view import View, grown, mask_of, view_of
 
 UNKNOWN = -1  # id of a token that came as an embedding, or in a forward that no hook saw
 MASKED = ("eager", STOCK)  # attention implementations that take any mask
+CHECKS = "hf_blend.context.checks"
+MOVE = Use(
+    "move",
+    CHECKS,
+    "a sequence that {} computed cannot be moved",
+    "Use a fresh prefill instead, or pass allow_unverified=True to use it all the same.",
+)
+SHARE = Use("share", CHECKS, "several sequences of {} cannot share cells", "Continue one at a time with use().")
 _NOTHING = tuple(torch.empty((0, 0), dtype=dtype) for dtype in (torch.long, torch.long, torch.bool))
 
 
@@ -77,7 +84,7 @@ class SequenceCache(Cache):
         check_kv_bits(kv_bits)
         self.model, self.kv_bits = model, kv_bits
         self._source, self._regime_tokens = TableSource.of(model, below_regime=True), regime_tokens(model)
-        ensure_movable(model, partial(SequenceCache, model), allow_unverified)
+        ensure_passed(CheckedModel(model), MOVE, allow_unverified)
         self._device, self._allow_unverified = input_device(model), allow_unverified
         self._steering = SequenceHooks(self, model)
         self._begin()
@@ -523,7 +530,7 @@ class SequenceCache(Cache):
         """Refuse a model whose attention does not take a mask that hides cells."""
         counts = counted_in_tokens(self.model, self._source)
         if not counts and self._attention in MASKED:
-            ensure_shareable(self.model, partial(SequenceCache, self.model), self._allow_unverified)
+            ensure_passed(CheckedModel(self.model), SHARE, self._allow_unverified)
             return
         why = counts or f"its attention is {self._attention!r}, and one of {', '.join(MASKED)} is expected"
         raise UnsupportedModelError(

@@ -22,9 +22,9 @@ from ..config import BlendConfig
 from ..errors import UnsupportedModelError
 from ..model.anatomy import text_config
 from ..model.capture import Capture, capture_forward
+from ..model.checks import BOUNDS, COARSE_BOUND, FAILURES
 from ..model.identity.canonical import notes_kept
 from ..model.modality import other_inputs
-from ..model.trust import BOUNDS, COARSE_BOUND, FAILURES
 from ..store.chunk import ChunkKV
 from .plan import PlacedChunk, Plan
 

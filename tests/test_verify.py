@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""The ladder holds for the families that are promised, and every rung falls when what it claims is broken."""
+"""The checks hold for the families that are promised, and every one fails when what it claims is broken."""
 
 import itertools
 import json
@@ -10,27 +10,26 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import tiny_model
 from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaAttention, eager_attention_forward
 
-from hf_blend import plugins
 from hf_blend.cache import layers
 from hf_blend.cli.main import main
 from hf_blend.context import self_extend, sequence_cache
 from hf_blend.errors import ConfigError, UnsupportedModelError
-from hf_blend.model import hooks
+from hf_blend.model import checks, hooks
 from hf_blend.model.anatomy import LayerCall
+from hf_blend.model.checks import CHECKS, CheckResult
 from hf_blend.prefill import blend, plan, realign, row_masks, rows, selection
 from hf_blend.selectors.base import Selector
 from hf_blend.store import entry
-from hf_blend.verify.base import Outcome
-from hf_blend.verify.floor import attending, attention_of
-from hf_blend.verify.ladder import DTYPES, Verdict, measure, run_checks, rung_names, verify
-from hf_blend.verify.subject import FLOAT32_LOGITS, ModelUnderTest
-from hf_blend.verify.zoo import tiny_model
+from hf_blend.verify.model_under_test import FLOAT32_LOGITS, ModelUnderTest, attending, attention_of
+from hf_blend.verify.runner import DTYPES, Verdict, check_names, measure, run_checks, verify
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 PER_FAMILY = [
-    *(name for name in rung_names() if name.startswith("ratio_1")),
+    *(name for name in check_names() if name.startswith("ratio_1")),
     "causality", "fused_ratio", "layer_0", "prefix_cache", "question_is_fresh", "unchosen_bytes",
 ]  # fmt: skip
 LADDERS = [("float32", "sdpa"), ("bfloat16", "eager")]  # climbed in full, by a llama
@@ -39,17 +38,17 @@ KEYS = {"name", "dtype", "attention", "passed", "max_abs_error", "tolerance"}
 
 @cache
 def model_of(family: str, dtype: str = "float32") -> PreTrainedModel:
-    """One tiny model of a family; the rungs leave it as it was, which is a rung."""
+    """One tiny model of a family; the checks leave it as it was, which is a check."""
     return tiny_model(family).to(DTYPES[dtype])
 
 
-def tried(name: str, family: str = "llama") -> Outcome:
-    """One rung in float32 with sdpa.
+def tried(name: str, family: str = "llama") -> CheckResult:
+    """One check in float32 with sdpa.
 
-    An exception goes through: `ladder.measure` takes it for a failure, and here it is more likely a stale stub.
+    An exception goes through: `runner.measure` takes it for a failure, and here it is more likely a stale stub.
     """
     with attending(model_of(family), "sdpa"):
-        return plugins.load("verify", name)().measure(ModelUnderTest(model_of(family)))
+        return CHECKS[name].measure(ModelUnderTest(model_of(family)))
 
 
 def climbed(family: str, dtype: str, attention: str, rungs: list[str] | None) -> Verdict:
@@ -64,13 +63,13 @@ def climbed(family: str, dtype: str, attention: str, rungs: list[str] | None) ->
 def test_every_rung_holds_for_a_llama(dtype, attention):
     verdict = climbed("llama", dtype, attention, None)
     assert verdict.supported, verdict.reason
-    assert [rung.name for rung in verdict.rungs] == list(rung_names())
+    assert [one.name for one in verdict.checks] == list(check_names())
     assert verdict.refused == []
 
 
-@pytest.mark.parametrize("rung", ["layer_0", "realign_back", "realign_norm"])
+@pytest.mark.parametrize("rung", [pytest.param("layer_0", marks=pytest.mark.slow), "realign_back", "realign_norm"])
 def test_keys_of_a_real_model_move_within_the_rounding_of_float32(smollm2, rung):
-    outcome = plugins.load("verify", rung)().measure(ModelUnderTest(smollm2[0]))
+    outcome = CHECKS[rung].measure(ModelUnderTest(smollm2[0]))
     assert outcome.passed, outcome
 
 
@@ -79,7 +78,7 @@ def test_every_rung_holds_for_a_real_model_within_its_own_floor(smollm2):
     verdict = Verdict("smollm2")
     run_checks(verdict, smollm2[0], "float32", ["sdpa"], None)
     assert verdict.supported, verdict.reason
-    assert [rung.name for rung in verdict.rungs] == list(rung_names())
+    assert [one.name for one in verdict.checks] == list(check_names())
     assert verdict.refused == []
 
 
@@ -96,10 +95,8 @@ def test_blending_is_exact_for_every_promised_family(family, dtype, attention):
     verdict = climbed(family, dtype, attention, PER_FAMILY)
     assert verdict.supported, verdict.reason
     if dtype == "float32":
-        exact = [rung for rung in verdict.rungs if rung.name in ("ratio_1", "ratio_1_batch", "ratio_1_ignores_store")]
-        assert all(rung.tolerance == FLOAT32_LOGITS for rung in exact), (
-            "the floor of float32 is above what is promised"
-        )
+        exact = [one for one in verdict.checks if one.name in ("ratio_1", "ratio_1_batch", "ratio_1_ignores_store")]
+        assert all(one.tolerance == FLOAT32_LOGITS for one in exact), "the floor of float32 is above what is promised"
 
 
 def hold(*_: Any, **__: Any) -> None:
@@ -163,7 +160,7 @@ class ConstantDigest:
         """Look at nothing."""
 
     def hexdigest(self) -> str:
-        """The digest of everything."""
+        """The digest of families."""
         return "0" * 32
 
 
@@ -216,13 +213,26 @@ def as_the_model_has_put_them(source: Any, layer: int, states: Any, old: Any, ne
     return states
 
 
+def every_cell_seen(seen: Any, real: Any) -> Any:
+    return torch.ones(len(real), 1, real.shape[1], seen.shape[1] + real.numel(), dtype=torch.bool)
+
+
+def attending_unnoticed(*given: Any, **kwargs: Any) -> Any:
+    return eager_attention_forward(*given, **kwargs)
+
+
+def seeing_ahead(self: Any, hidden_states: Any, *given: Any, **kwargs: Any) -> Any:
+    return FORWARD(self, hidden_states + hidden_states.flip(1), *given, **kwargs)
+
+
+FORWARD = LlamaAttention.forward
 COMPOSE, ROW_MASK, HIGHEST = realign.compose, row_masks.row_mask, selection.highest
 WRITE, WRITE_PART = realign.Realigner.write, realign.Realigner.write_part
 COMPUTE_CHUNKS, BEGIN = plan.compute_chunks, blend.Prefill._begin
 TAKE_ROWS, WRITES = LayerCall.take_rows, itertools.count()
 WRITE_STATES, ENDED, LAYER_UPDATE = rows.Rows.write_states, hooks.Entry._ended, layers.BlendLayer.update
 
-BREAKS: list[tuple[str, Any, str, Callable[..., Any]]] = [  # rung, owner, attribute, what is put in its place
+BREAKS: list[tuple[str, Any, str, Callable[..., Any]]] = [  # check, owner, attribute, what is put in its place
     ("realign_identity", realign, "compose", wrong_turn),
     ("realign_back", realign, "compose", turn_by_half),
     ("realign_sum", realign, "compose", one_step_each),
@@ -255,12 +265,16 @@ BREAKS: list[tuple[str, Any, str, Callable[..., Any]]] = [  # rung, owner, attri
     ("self_extend", self_extend, "_moved", as_the_model_has_put_them),
     ("stale_entries", blend.Prefill, "check_stored", hold),
     ("stale_entries", None, "fingerprint", lambda model: "0" * 64),
+    ("shared_cells", sequence_cache, "mask_of", every_cell_seen),
+    ("asks_for_attention", self_extend, "attend", attending_unnoticed),
+    ("own_scales", checks, "shared_scale", lambda _: "a projection quantises a whole call by one scale."),
+    ("causal", LlamaAttention, "forward", seeing_ahead),
 ]  # fmt: skip
 
 
 def break_it(monkeypatch: pytest.MonkeyPatch, owner: Any, attribute: str, instead: Callable[..., Any]) -> None:
     if owner is None:  # a function that several modules imported
-        for name in ("cache.blend_cache", "verify.subject", "model.canary"):
+        for name in ("cache.blend_cache", "verify.model_under_test", "verify.side_effects", "model.canary"):
             monkeypatch.setattr(f"hf_blend.{name}.{attribute}", instead)
         monkeypatch.setattr(plan, "is_of_model", lambda *_: True)  # it would notice too
     else:
@@ -273,7 +287,7 @@ def trusted(family: str) -> PreTrainedModel:
     with attending(model, "sdpa"), self_extend.self_extend(model):
         sequence_cache.SequenceCache(model)
     with attending(model, "sdpa"):
-        sequence_cache.SequenceCache(model)
+        sequence_cache.SequenceCache(model).fork(2)
     return model
 
 
@@ -288,7 +302,7 @@ def breaks() -> Iterator[Any]:
 @pytest.mark.parametrize(
     ("rung", "owner", "attribute", "instead"), [*breaks()], ids=lambda one: getattr(one, "__name__", one)
 )
-def test_a_rung_falls_when_what_it_claims_is_broken(rung, owner, attribute, instead, monkeypatch):
+def test_a_check_fails_when_what_it_claims_is_broken(rung, owner, attribute, instead, monkeypatch):
     model = trusted("llama")
     before = {module: (dict(module._forward_hooks), dict(module._forward_pre_hooks)) for module in model.modules()}
     try:
@@ -316,15 +330,15 @@ def test_a_stub_that_is_stale_fails_the_rung_but_shows_nothing_here(monkeypatch)
         tried("ratio_1")
 
 
-def test_every_rung_is_shown_to_fall():
-    assert set(rung_names()) == {rung for rung, *_ in BREAKS}
+def test_every_check_is_shown_to_fail():
+    assert set(check_names()) == {rung for rung, *_ in BREAKS}
 
 
 def test_the_tiny_models_depend_on_their_context_so_that_a_wrong_blend_shows():
     for family in FAMILIES:
         with attending(model_of(family), "sdpa"):
             blended, prompts = ModelUnderTest(model_of(family)), ModelUnderTest(model_of(family)).prompts[:1]
-            off = (blended.blend(prompts, 0.0).asked - blended.asked(prompts)).abs().amax()
+            off = (blended.blend(prompts, 0.0).logits - blended.plain_logits(prompts)).abs().amax()
         assert off > 1000 * FLOAT32_LOGITS, f"{family} is only off by {off:.2g} without any recompute"
 
 
@@ -369,7 +383,7 @@ def test_a_model_that_cannot_be_blended_is_refused_with_its_layer(family, why):
     verdict = verify(f"tiny:{family}", dtypes=["float32"])
     assert not verdict.supported
     assert verdict.reason.startswith(why)
-    assert verdict.rungs == []
+    assert verdict.checks == []
 
 
 def run(*words: str) -> int:

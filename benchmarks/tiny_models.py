@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Models for the ladder: a path or hub id, or `tiny:TYPE`, a small random model of any causal type of transformers.
+"""Small random models of every causal type of transformers, as `tiny:TYPE` names them.
 
 A tiny model is built from the config class of its type: sizes are made small by the names that configs share, whatever
 else the type sets is kept. So a type needs no code here, and one whose config does not shrink says why.
@@ -13,11 +13,9 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
-from ..errors import ConfigError, UnsupportedModelError, suggest
-from ..model.anatomy import other_states
-from ..model_names import locate
+from hf_blend.errors import ConfigError, UnsupportedModelError, suggest
+from hf_blend.model.anatomy import other_states
 
-TINY = "tiny:"
 LAYERS = 4
 WEIGHT_SCALE = 3.0  # at 1 attention is nearly uniform, and much that is wrong would not show
 SPREAD = 0.1  # of biases and norm weights, which are all 0 or all 1 in a fresh model
@@ -98,21 +96,6 @@ EXTRA: dict[str, dict[str, Any]] = {  # what a type asks for beyond the names th
 }
 WRONG_CONFIG = (ArithmeticError, AttributeError, AssertionError, ImportError, LookupError, RuntimeError,
                 StrictDataclassError, TypeError, ValueError)  # fmt: skip
-
-
-def load_model(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> nn.Module:
-    """Load a model, or build a tiny one."""
-    if name.startswith(TINY):
-        return tiny_model(name.removeprefix(TINY)).to(dtype=dtype, device=device)
-    from transformers import AutoModelForCausalLM
-
-    try:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(locate(name), dtype=dtype)
-    except ValueError as error:
-        raise UnsupportedModelError(
-            f"{name} does not load as a causal language model: {_short(error)} Blending needs a decoder-only model."
-        ) from error
-    return model.to(device).eval()
 
 
 def tiny_types() -> list[str]:

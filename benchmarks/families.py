@@ -1,0 +1,213 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Every model type of the installed transformers: blended, moved and extended exactly, or refused with a reason.
+
+A type of which no tiny model can be built is neither: it is not judged, and counted apart. Run by `hf-blend verify
+--all` in a source checkout; benchmarks/results/families.json is its committed record.
+
+Of a type that reads images, a prompt has texts and two images. With every token recomputed it has the logits of the
+stock model: when nothing of it is stored; when the same texts and images come in another order, and none is encoded or
+stored again; and when one of the images is another behind the same ids.
+"""
+
+import re
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from tiny_image_models import KINDS, Arguments, image_arguments, image_types, picture, tiny_image_model
+from tiny_models import NOT_JUDGED, WRONG_CONFIG, refused_by_config, tiny_types
+from torch import Tensor, nn
+
+from hf_blend import BlendCache, ChunkStore, UnsupportedModelError
+from hf_blend.model.anatomy import full_cache, text_config
+from hf_blend.model.calibrate import rotary_styles
+from hf_blend.model.checks import FAILURES
+from hf_blend.model.images import cannot_encode_ahead
+from hf_blend.model_names import TINY, load_model
+from hf_blend.verify.model_under_test import FLOAT32_LOGITS, attending, distance
+from hf_blend.verify.runner import Verdict, verify
+
+CHECKS = ("layer_0", "moved_chunk", "ratio_1", "ratio_1_batch", "all_but_one", "fused_ratio", "causality", "untouched")
+MOVE = ("whole_shift", "closed_hole")
+EXTEND = ("self_extend",)
+MEASURED = ("ratio_1", "ratio_1_batch", "all_but_one", "fused_ratio")  # checks whose error is one of logits
+DTYPE = "float32"
+EXACT = "exact"
+BROKEN = ("crashed: ", "wrong: ")  # how a verdict begins that is neither exact nor a refusal
+
+PREFIX, QUESTION = (1, 5, 6, 7), (7, 8, 9, 11)
+TEXTS = (tuple(range(10, 26)), tuple(range(30, 50)), tuple(range(52, 70)))
+PICTURE = -1  # an image in the orders below
+ORDERS = ((0, PICTURE, PICTURE, 1, 2), (PICTURE, 0, 1, PICTURE, 2), (PICTURE, 0, 1, PICTURE, 2))
+SEEDS, ENCODED = ((0, 1), (1, 0), (1, 2)), (2, 0, 1)  # of the two images of each prompt; how many of them are new
+
+
+def verify_types(
+    types: Iterable[str] | None = None, attention: tuple[str, ...] = ("sdpa", "eager")
+) -> Iterator[dict[str, Any]]:
+    """Run the checks that tell right from wrong on a tiny random model of each type."""
+    for model_type in tiny_types() if types is None else types:
+        started = time.perf_counter()
+        row = {"model": model_type, **_row(model_type, attention)}
+        yield {**row, "seconds": round(time.perf_counter() - started, 1)}
+
+
+def broken(row: dict[str, Any]) -> bool:
+    """Whether a row says of anything that it crashed or is wrong without a refusal."""
+    return any(str(row.get(name) or "").startswith(BROKEN) for name in ("reason", "move", "extend"))
+
+
+def judged(row: dict[str, Any]) -> bool:
+    """Whether there was a tiny model of a row's type to try, or its config told enough."""
+    return not str(row["reason"] or "").startswith(NOT_JUDGED)
+
+
+def _row(model_type: str, attention: tuple[str, ...]) -> dict[str, Any]:
+    loaded: list[nn.Module] = []
+
+    def load(*how: Any) -> nn.Module:
+        loaded.append(load_model(*how))
+        return loaded[-1]
+
+    checks = (*CHECKS, *MOVE, *EXTEND)
+    try:
+        verdict = verify(TINY + model_type, dtypes=[DTYPE], attention=attention[:1], checks=checks, load=load)
+        if not verdict.checks and verdict.refusal is None:
+            verdict = verify(TINY + model_type, dtypes=[DTYPE], attention=attention[1:], checks=checks, load=load)
+    except (*FAILURES, AssertionError, ImportError, OSError) as error:
+        verdict = Verdict(model_type, refusal=f"crashed: {type(error).__name__}: {error}")
+    blend, move, extend = (_part(verdict, names) for names in (CHECKS, MOVE, EXTEND))
+    styled = blend.supported and loaded
+    return {
+        "supported": blend.supported,
+        "reason": _refusal(blend, loaded),
+        "max_abs_error": _largest(blend, MEASURED),
+        "move": _verdict(move),
+        "move_error": _largest(move, MOVE[:1]),
+        "extend": _verdict(extend),
+        "extend_error": _largest(extend, EXTEND),
+        "rotary": _rotary(loaded[-1]) if styled else "",
+        "window": _window(loaded[-1]) if styled else "",
+    }
+
+
+def _part(verdict: Verdict, names: tuple[str, ...]) -> Verdict:
+    return replace(verdict, checks=[one for one in verdict.checks if one.name in names])
+
+
+def _refusal(blend: Verdict, loaded: list[nn.Module]) -> str | None:
+    """Why a type is not blended: its refusal, or that of its self-test where checks fail."""
+    if not blend.failed or blend.refusal is not None:
+        return blend.reason
+    try:
+        BlendCache(loaded[-1], ChunkStore.open("memory://"))
+    except UnsupportedModelError as error:
+        return str(error)
+    return f"wrong: {blend.reason}"
+
+
+def _verdict(part: Verdict) -> str:
+    """Either "exact", or why not; the self-test has been passed where a check was measured."""
+    if part.refusal is not None:
+        return part.refusal
+    if part.failed:
+        return f"wrong: {part.reason}"
+    return part.refused[0].detail if part.refused else EXACT
+
+
+def _largest(part: Verdict, names: tuple[str, ...]) -> float | None:
+    """The largest error of some checks; None unless all were measured."""
+    errors = [one.max_abs_error for one in part.checks if one.name in names]
+    known = [error for error in errors if error is not None]
+    return max(known) if len(known) == len(names) else None
+
+
+def _rotary(model: nn.Module) -> str:
+    """The rotary styles of the layers, in words: "half", "half + unrotated"."""
+    names = dict.fromkeys(style.__name__ for style in rotary_styles(model))
+    return " + ".join(re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower() for name in names)
+
+
+def _window(model: nn.Module) -> str:
+    """How far the layers see: "full", "sliding", "sliding + full"."""
+    config = text_config(model)
+    kinds = getattr(config, "layer_types", None)
+    if not kinds:
+        uses = getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None)
+        kinds = ["sliding" if uses else "full"]
+    return " + ".join(dict.fromkeys(kind.removesuffix("_attention") for kind in kinds))
+
+
+def verify_image_types(types: Iterable[str] | None = None) -> Iterator[dict[str, Any]]:
+    """Blend a prompt with images in a tiny random model of each type."""
+    for kind in image_types() if types is None else types:
+        started = time.perf_counter()
+        reason, error = _image_verdict(kind)
+        row = {"model": kind, "supported": not reason, "reason": reason or None, "max_abs_error": error}
+        yield {**row, "seconds": round(time.perf_counter() - started, 1)}
+
+
+def _image_verdict(kind: str) -> tuple[str, float | None]:
+    """Why the images of a type are no chunks, "" where they are; and the largest error."""
+    reason = _image_refusal(kind)
+    if reason:
+        return reason, None
+    try:
+        return _measured(kind, tiny_image_model(kind))
+    except UnsupportedModelError as error:
+        return str(error), None
+    except ImportError as error:
+        return f"{NOT_JUDGED}no tiny model of type {kind!r} can be built here: {' '.join(str(error).split())}", None
+    except (*FAILURES, AssertionError, OSError) as error:
+        return f"crashed: {type(error).__name__}: {error}", None
+
+
+def _image_refusal(kind: str) -> str:
+    """What the class and the default config of a type say against its images as chunks, or that it is not judged."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    names = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[kind]
+    name = names if isinstance(names, str) else names[0]
+    try:
+        config = transformers.AutoConfig.for_model(kind)
+        complaint = refused_by_config(kind) or cannot_encode_ahead(getattr(transformers, name), config)
+    except WRONG_CONFIG as error:
+        return f"{NOT_JUDGED}the class of {kind!r} cannot be had: {error}"
+    if complaint or kind in KINDS:
+        return complaint
+    tower = getattr(getattr(config, "vision_config", None), "architecture", None)
+    if isinstance(tower, str):
+        return f"{NOT_JUDGED}the tower of {kind!r} is timm's {tower}, which has no tiny form. Try a checkpoint."
+    return f"{NOT_JUDGED}no tiny model of type {kind!r} with images is known. Try a checkpoint of it instead."
+
+
+@torch.no_grad()
+def _measured(kind: str, model: nn.Module) -> tuple[str, float]:
+    """What is wrong, "" if nothing; and the largest error of the last logits."""
+    store, worst, allowed = ChunkStore.open("memory://"), 0.0, FLOAT32_LOGITS
+    store.add(model, None, TEXTS)
+    for order, seeds, encoded in zip(ORDERS, SEEDS, ENCODED, strict=True):
+        pieces = [picture(kind) if one == PICTURE else TEXTS[one] for one in order]
+        ids = [*PREFIX, *(token for piece in pieces for token in piece), *QUESTION]
+        inputs = image_arguments(kind, torch.tensor([ids]), seeds)
+        expected = _stock(model, inputs)
+        with attending(model, "eager"):
+            allowed = max(allowed, distance(_stock(model, inputs), expected))
+        cache = BlendCache(model, store, recompute_ratio=1.0)
+        given = cache.inputs_with_images(**inputs)
+        got = model(**given, past_key_values=cache, logits_to_keep=1, use_cache=True).logits
+        worst = max(worst, distance(got, expected))
+        found = cache.report.encoded_images, cache.report.computed_chunks, cache.report.loaded_chunks
+        if found != (encoded, encoded, len(pieces) - encoded):
+            return f"wrong: {found} images encoded, chunks stored and loaded, expected {encoded} new ones", worst
+    return ("" if worst <= allowed else f"wrong: logits are off by {worst:.2g}, {allowed:.2g} is allowed"), worst
+
+
+def _stock(model: nn.Module, inputs: Arguments) -> Tensor:
+    """The last logits of the model alone."""
+    logits: Tensor = model(**inputs, past_key_values=full_cache(model), logits_to_keep=1, use_cache=True).logits
+    return logits

@@ -1,0 +1,250 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of moved keys, shared cells and grouped positions, against forwards of the stock model.
+
+Nothing here knows how keys are moved or how far tokens are grouped: the expected side is computed by the model alone.
+All run before a model is first used so; what fails is refused by the name of its layer.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import UnsupportedModelError
+from ..model.anatomy import LayerCall, decoder_layers
+from ..model.calibrate import relative_error
+from ..model.checks import (
+    FAILURES,
+    FLOORS,
+    CheckedModel,
+    CheckResult,
+    Comparison,
+    check,
+    nothing_shown,
+    refused,
+    violations,
+)
+from ..model.placement import input_device
+from .self_extend import self_extend as extended
+from .sequence_cache import SequenceCache
+
+SHIFT = 77  # positions, not a multiple of a head's width
+NEAREST: dict[str, Any] = {"trained_tokens": 64, "window_tokens": 1, "group_tokens": 1000}  # all others at distance 1
+Measure = Callable[[CheckedModel], CheckResult]
+
+
+def _of_sequences(measure: Measure) -> Measure:
+    """A check that neither holds nor fails where a model's sequences cannot be kept."""
+
+    def measured(subject: CheckedModel) -> CheckResult:
+        try:
+            SequenceCache(subject.model)
+        except UnsupportedModelError as error:
+            return refused(error)
+        with torch.no_grad():
+            return measure(subject)
+
+    measured.__name__, measured.__doc__ = measure.__name__, measure.__doc__
+    return measured
+
+
+@check(first_use="move")
+@_of_sequences
+def whole_shift(subject: CheckedModel) -> CheckResult:
+    """A sequence that is shifted as a whole continues as a plain forward at its new positions does."""
+    model, ids = subject.model, _ids(subject)
+    held, cache = 3 * ids.shape[1] // 4, SequenceCache(model)
+    with cache:
+        model(ids[:, :held], past_key_values=cache, use_cache=True)
+        cache.shift(cache.active, 0, None, SHIFT)
+        logits = model(ids[:, held:], past_key_values=cache, use_cache=True).logits
+    expected, plain = _plain(model, ids, SHIFT)
+    compared = [*_by_layer(cache.shown(), plain.layers), Comparison("the logits", logits, expected[:, held:])]
+    return subject.compare(compared, "at the new positions")
+
+
+@check(first_use="move")
+@_of_sequences
+def closed_hole(subject: CheckedModel) -> CheckResult:
+    """After tokens are removed and the rest closes up, layer 0 has the K and V of a direct forward of what is left."""
+    model, ids = subject.model, _ids(subject)
+    start, stop, cache = ids.shape[1] // 4, ids.shape[1] // 2, SequenceCache(model)
+    with cache:
+        model(ids, past_key_values=cache, use_cache=True)
+    cache.remove(cache.active, start, stop)
+    cache.shift(cache.active, stop, None, start - stop)
+    _, plain = _plain(model, torch.cat([ids[:, :start], ids[:, stop:]], dim=1), 0)
+    return subject.compare(_by_layer(cache.shown()[:1], plain.layers[:1]), "of what is left")
+
+
+@check(first_use="share")
+@_of_sequences
+def shared_cells(subject: CheckedModel) -> CheckResult:
+    """A sequence that is forked and whose copies are shortened continues, all at once, as plain forwards of each."""
+    model, ids = subject.model, _ids(subject)
+    held, cache = ids.shape[1] // 2, SequenceCache(model)
+    lengths = (held, held - 3, held)  # that the copies keep
+    new = torch.stack([ids[0, held + number :][:4] for number in range(len(lengths))])
+    with cache:
+        model(ids[:, :held], past_key_values=cache, use_cache=True)
+        try:
+            numbers = cache.fork(len(lengths))
+        except UnsupportedModelError as error:
+            return refused(error)
+        for number, length in zip(numbers, lengths, strict=True):
+            cache.remove(number, length)
+        parts = [model(part, past_key_values=cache, use_cache=True).logits for part in (new[:, :-1], new[:, -1:])]
+    logits, compared = torch.cat(parts, 1), []
+    for row, length in enumerate(lengths):
+        expected, _ = _plain(model, torch.cat([ids[:, :length], new[[row]]], 1), 0)
+        compared.append(Comparison(f"the logits of sequence {row}", logits[[row]], expected[:, length:]))
+    return subject.compare(compared, "of the same tokens alone")
+
+
+@check(first_use="extend", overridable=False)
+def asks_for_attention(subject: CheckedModel) -> CheckResult:
+    """Every layer asks transformers for its attention, so that Self-Extend can change it."""
+    model, asked = subject.model, set[int]()
+    name = type(model).__name__
+    try:
+        with torch.no_grad(), extended(model, **NEAREST) as extension:
+            asked = extension.asked
+            model(_ids(subject), use_cache=False)
+    except UnsupportedModelError as error:
+        return refused(error)
+    except FAILURES as broken:
+        return violations([f"layer {len(asked)} of {name} cannot be extended: {type(broken).__name__}: {broken}"])
+    deaf = [index for index in range(len(decoder_layers(model))) if index not in asked]
+    if not deaf:
+        return violations([])
+    return violations([
+        f"layer {deaf[0]} of {name} computes its attention without asking for it by transformers' "
+        "AttentionInterface, so Self-Extend would change nothing in it. Use a model whose layers all ask, or a "
+        "shorter prompt."
+    ])  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _FarRow:
+    """What a layer adds to the last token, all others being at distance 1: `[1, width]` each."""
+
+    layer: int
+    got: Tensor
+    expected: Tensor
+    plain: Tensor
+    again: Tensor
+
+
+@check(first_use="extend")
+@torch.no_grad()
+def self_extend(subject: CheckedModel) -> CheckResult:
+    """With all other tokens at distance 1, Self-Extend's every layer gives what the stock layer gives at 0, … 0, 1."""
+    try:
+        rows = _far_rows(subject.model, _ids(subject))
+    except UnsupportedModelError as error:
+        return refused(error)
+    noise = max(relative_error(row.again, row.plain) for row in rows)
+    allowed = max(FLOORS * noise, subject.contribution_tolerance(rows[0].expected.dtype))
+    if subject.must_show and max(relative_error(row.plain, row.expected) for row in rows) <= allowed:
+        return nothing_shown("the distances change nothing in any layer, so nothing was shown.")
+    worst = max(rows, key=lambda row: relative_error(row.got, row.expected))
+    largest = relative_error(worst.got, worst.expected)
+    off = f"with all other tokens at distance 1 the output of layer {worst.layer} is off by {largest:.2g} of its size"
+    return CheckResult(largest, allowed, f"{off} from the stock layer's, where {allowed:.2g} is allowed.")
+
+
+def _far_rows(model: nn.Module, ids: Tensor) -> list[_FarRow]:
+    """Run every layer with window 1 and one group for all: the last token has all others at distance 1.
+
+    Each layer is compared by itself: the stock layers receive the inputs that the extended ones received.
+    """
+    tokens = ids.shape[1]
+    with extended(model, **NEAREST):
+        got = _contributions(model, ids, None, None)
+    inputs = [entered for entered, _ in got]
+    near = torch.zeros((1, tokens), dtype=torch.long, device=ids.device)
+    near[:, -1] = 1
+    plain = torch.arange(tokens, device=ids.device)[None]
+    others = (_contributions(model, ids, positions, inputs) for positions in (near, plain, plain + SHIFT))
+    runs = zip(got, *others, strict=True)
+    return [_FarRow(layer, *(added[..., -1, :].reshape(1, -1) for _, added in run)) for layer, run in enumerate(runs)]
+
+
+def _contributions(
+    model: nn.Module, ids: Tensor, positions: Tensor | None, inputs: Sequence[Tensor] | None
+) -> list[tuple[Tensor, Tensor]]:
+    """What each layer received and what it added to that, in a forward of which `inputs` replaces what it receives."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache()
+    given = {} if positions is None else {"position_ids": positions, "attention_mask": torch.ones_like(ids)}
+    with _watched(model, cache, inputs) as contributed:
+        model(ids, past_key_values=cache, use_cache=True, **given)
+    return [contributed[layer] for layer in range(len(decoder_layers(model)))]
+
+
+@contextmanager
+def _watched(
+    model: nn.Module, cache: Any, inputs: Sequence[Tensor] | None
+) -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
+    """Record, and replace, what layers receive in calls with a cache; other threads may run the model meanwhile."""
+    contributed: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def bound(layer: nn.Module, args: Any, kwargs: Any) -> LayerCall | None:
+        call = LayerCall.bind(layer, args, kwargs)
+        return call if any(value is cache for value in call.arguments.values()) else None
+
+    def before(index: int) -> Callable[..., Any]:
+        def hook(layer: nn.Module, args: Any, kwargs: Any) -> Any:
+            call = bound(layer, args, kwargs)
+            if call is None or inputs is None:
+                return None
+            call.arguments[call.hidden_name] = inputs[index]
+            return call.as_hook_result()
+
+        return hook
+
+    def after(index: int) -> Callable[..., None]:
+        def hook(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            call = bound(layer, args, kwargs)
+            if call is not None:
+                left = output[0] if isinstance(output, tuple) else output
+                contributed[index] = call.hidden.clone(), left - call.hidden
+
+        return hook
+
+    handles = []
+    try:
+        for index, layer in enumerate(decoder_layers(model)):
+            handles.append(layer.register_forward_pre_hook(before(index), with_kwargs=True))
+            handles.append(layer.register_forward_hook(after(index), with_kwargs=True))
+        yield contributed
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _ids(subject: CheckedModel) -> Tensor:
+    return torch.tensor([subject.ids(subject.sequence_tokens, seed=8)], device=input_device(subject.model))
+
+
+def _plain(model: nn.Module, ids: Tensor, start: int) -> tuple[Tensor, Any]:
+    """Logits and cache of a stock forward with its first token at position `start`."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache()  # without a config no layer forgets what lies outside its window
+    positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
+    logits = model(ids, position_ids=positions, past_key_values=cache, use_cache=True).logits
+    return logits, cache
+
+
+def _by_layer(got: Sequence[Any], expected: Sequence[Any]) -> list[Comparison]:
+    return [
+        Comparison(f"the {part} of layer {index}", getattr(one, part), getattr(other, part), index)
+        for index, (one, other) in enumerate(zip(got, expected, strict=True))
+        for part in ("keys", "values")
+    ]

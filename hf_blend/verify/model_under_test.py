@@ -1,0 +1,296 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""A model as `hf-blend verify` checks it: with requests, and with its floor.
+
+The floor is how far two full prefills of one model differ that are equal on paper. A blended prefill adds up the same
+numbers in another order, so it can be no nearer to a plain one than plain ones are to each other. Every prompt is run
+whole and alone, and again in each of these ways, none of our code in the model:
+
+    other attention   eager in place of sdpa, or the other way round; alone and side by side
+    other kernel      torch's plain attention kernel in place of its fused one; alone and side by side
+    pieces            in 2, 3 and 7 pieces, each continuing the cache of those before
+    batch             side by side with the other prompts, padded on the left
+
+It is the largest difference over all ways, prompts and rows: more rows than any check looks at.
+"""
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ..cache.blend_cache import BlendCache
+from ..model.anatomy import decoder_layers, full_cache, text_config
+from ..model.calibrate import rotary_styles
+from ..model.capture import capture, capture_chunk, capture_chunks
+from ..model.checks import Blended, CheckedModel, CheckResult, Comparison, States, kv_of, question_rows
+from ..model.fingerprint import fingerprint
+from ..model.mixer_probe import mixers_of
+from ..model.packs import packs
+from ..model.placement import input_device
+from ..model.quantised import silence_casts
+from ..prompt.pieces import Prompt, batch
+from ..rotary.tables import Table
+from ..store import ChunkStore
+from ..store.chunk import ChunkKey, ChunkKV
+
+FLOAT32_LOGITS = 1e-5  # expected of float32 even where the floor is lower
+LENGTHS = (((17, 23, 31), 9), ((29, 12), 14), ((20, 20, 11, 8), 6))  # chunks and question of each request, in tokens
+PREFIX_TOKENS = 4
+PIECES = (2, 3, 7)
+
+
+@dataclass(frozen=True)
+class PrefillLogits:
+    """What one forward gave for one prompt."""
+
+    logits: Tensor
+    layers: tuple[States, ...]
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Largest absolute differences between full prefills."""
+
+    logits: float
+    layer_0: float
+    states: float
+
+
+class ModelUnderTest(CheckedModel):
+    """A model with fixed random requests, its rotary styles and its floor."""
+
+    sequence_tokens, must_show = 46, True
+
+    def __init__(self, model: nn.Module) -> None:
+        """Look at the model; the requests and the floor come with their first use."""
+        super().__init__(model)
+        silence_casts(model, self)
+        self.styles = rotary_styles(model)
+        self.mixers = mixers_of(model)
+        self.num_layers = len(decoder_layers(model))
+        self.vocabulary = text_config(model).vocab_size
+        bos = getattr(text_config(model), "bos_token_id", None)
+        self.chunk_prefix_ids = (bos,) if isinstance(bos, int) else ()
+
+    @cached_property
+    def prompts(self) -> list[Prompt]:
+        """Three requests that differ in prefix, number and length of chunks, and question."""
+        made = []
+        for row, (lengths, question_tokens) in enumerate(LENGTHS):
+            chunks = tuple(self.ids(count, seed=100 * row + number) for number, count in enumerate(lengths))
+            prefix = (*self.chunk_prefix_ids, *self.ids(PREFIX_TOKENS + row, seed=100 * row + 50))
+            made.append(Prompt(prefix, chunks, self.ids(question_tokens, seed=100 * row + 60)))
+        return made
+
+    @cached_property
+    def floor(self) -> Floor:
+        """How far full prefills of these requests differ; measured once."""
+        return measure_floor(self.model, self.prompts)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that K and V have."""
+        return self.model.dtype
+
+    @property
+    def logit_tolerance(self) -> float:
+        """How far logits may be off: the floor; in float32 1e-5 where the floor is lower."""
+        return max(self.floor.logits, FLOAT32_LOGITS) if self.dtype == torch.float32 else self.floor.logits
+
+    def ids(self, count: int, seed: int) -> tuple[int, ...]:
+        """Random tokens, none of the special ones at the beginning of the vocabulary."""
+        drawn = random.Random(seed)
+        return tuple(drawn.randrange(min(8, self.vocabulary - 1), self.vocabulary) for _ in range(count))
+
+    def cache(self, ratio: float, store: ChunkStore | None = None, **settings: Any) -> BlendCache:
+        """A cache for a request, on its own store if none is given; a failed self-test is for the checks to say."""
+        store = ChunkStore.open("memory://") if store is None else store  # an empty store is false
+        return BlendCache(self.model, store, recompute_ratio=ratio, allow_unverified=True, **settings)
+
+    def inputs(self, cache: BlendCache, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+        """Announce prompts to a cache, and give what the model is called with: ids, mask and positions."""
+        return placed(self.model, super().inputs(cache, prompts))
+
+    def forward(self, cache: BlendCache, inputs: dict[str, Tensor], rows: int) -> Tensor:
+        """One forward with a cache; local layers keep what lies outside their windows, for checks that look at it."""
+        cache.activate_past_recording()
+        return super().forward(cache, inputs, rows)
+
+    def plain(self, prompts: Sequence[Prompt]) -> list[PrefillLogits]:
+        """Prefill the same prompts, side by side, with the plain model."""
+        return prefill(self.model, prompts)
+
+    def plain_logits(self, prompts: Sequence[Prompt]) -> Tensor:
+        """Plain logits of the questions' rows, `[batch, rows, vocabulary]`."""
+        return torch.stack([run.logits[-question_rows(prompts) :] for run in self.plain(prompts)])
+
+    def compare_with_plain(self, prompts: Sequence[Prompt], got: Tensor) -> CheckResult:
+        """The largest absolute difference of logits, against the floor."""
+        return CheckResult(distance(got, self.plain_logits(prompts)), self.logit_tolerance)
+
+    def compare(self, compared: Sequence[Comparison], plain: str) -> CheckResult:
+        """The largest absolute difference of logits or, where none are compared, of K and V of layer 0.
+
+        A key is rounded three times where it is computed, there and here, and once more where it is moved.
+        """
+        judged = [one for one in compared if one.layer is None] or compared
+        error = max(distance(one.got, one.expected) for one in judged)
+        if judged[0].layer is None:
+            return CheckResult(error, self.logit_tolerance)
+        largest = max(float(one.expected.abs().amax()) for one in judged)
+        return CheckResult(error, self.floor.layer_0 + largest * rounding(self.dtype, 6, moves=1))
+
+    def contribution_tolerance(self, dtype: torch.dtype) -> float:
+        """Queries and keys are rounded as where they are moved once each."""
+        return rounding(dtype, 12, moves=2)
+
+    def chunk(self, ids: Sequence[int], chunk_prefix_ids: Sequence[int] | None = None) -> ChunkKV:
+        """A chunk computed alone, as a request does it."""
+        prefix = self.chunk_prefix_ids if chunk_prefix_ids is None else chunk_prefix_ids
+        return capture_chunk(self.model, ids, prefix, fingerprint(self.model))
+
+    def chunks(self, all_ids: Sequence[tuple[int, ...]]) -> list[ChunkKV]:
+        """Different chunks as a request computes them that lacks them all, in the same order."""
+        identity = fingerprint(self.model)
+        keys = [ChunkKey(identity, self.chunk_prefix_ids, ids) for ids in all_ids]
+        made = {one.key: one for pack in packs(self.model, keys) for one in capture_chunks(self.model, pack)}
+        return [made[key] for key in keys]
+
+    def tables_at(self, start: int, tokens: int) -> tuple[Table | None, ...]:
+        """The rotary tables that the model hands to its layers for some positions."""
+        ids = torch.tensor([self.ids(tokens, seed=0)], device=input_device(self.model))
+        positions = torch.arange(start, start + tokens, device=ids.device)[None]
+        return capture(self.model, ids, positions).tables
+
+    def prompt_tables(self, prompts: Sequence[Prompt]) -> tuple[Table | None, ...]:
+        """The rotary tables that the model hands to its layers for a batch of prompts."""
+        built = batch(prompts, 0)
+        given = placed(self.model, {"input_ids": built.input_ids, "attention_mask": built.attention_mask})
+        return capture(self.model, given["input_ids"], given["position_ids"], given["attention_mask"]).tables
+
+
+def measure_floor(model: nn.Module, prompts: Sequence[Prompt]) -> Floor:
+    """Run the prompts plainly in several ways and compare."""
+    expected = [prefill(model, [prompt])[0] for prompt in prompts]
+    ways = [prefill(model, prompts), *(in_pieces(model, prompts, count) for count in PIECES)]
+    with sdpa_kernel(SDPBackend.MATH):
+        ways += [[prefill(model, [prompt])[0] for prompt in prompts], prefill(model, prompts)]
+    other = "eager" if attention_of(model) != "eager" else "sdpa"
+    if other in attentions(model):
+        with attending(model, other):
+            ways += [[prefill(model, [prompt])[0] for prompt in prompts], prefill(model, prompts)]
+    pairs = [(one, other) for way in ways for one, other in zip(expected, way, strict=True)]
+    return Floor(
+        max(distance(one.logits, other.logits) for one, other in pairs),
+        max(_apart(one.layers[:1], other.layers[:1]) for one, other in pairs),
+        max(_apart(one.layers, other.layers) for one, other in pairs),
+    )
+
+
+@torch.no_grad()
+def prefill(model: nn.Module, prompts: Sequence[Prompt]) -> list[PrefillLogits]:
+    """Run prompts side by side through the plain model."""
+    built = batch(prompts, 0)
+    cache = full_cache(model)
+    given = placed(model, {"input_ids": built.input_ids, "attention_mask": built.attention_mask})
+    logits = model(**given, past_key_values=cache, use_cache=True).logits.float()
+    return [_cut(logits, cache, row, len(prompt.ids)) for row, prompt in enumerate(prompts)]
+
+
+@torch.no_grad()
+def in_pieces(model: nn.Module, prompts: Sequence[Prompt], count: int) -> list[PrefillLogits]:
+    """Run each prompt alone, in pieces that continue each other's cache."""
+    done = []
+    for prompt in prompts:
+        cache, logits = full_cache(model), []
+        for piece in torch.tensor([prompt.ids], device=input_device(model)).tensor_split(count, dim=1):
+            logits.append(model(piece, past_key_values=cache, use_cache=True).logits.float())
+        done.append(_cut(torch.cat(logits, dim=1), cache, 0, len(prompt.ids)))
+    return done
+
+
+def placed(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Inputs on the model's device, with the positions that `generate` would give to a padded batch.
+
+    Shapes: inputs `[batch, tokens]`.
+    """
+    inputs = {name: value.to(input_device(model)) for name, value in inputs.items()}
+    return {**inputs, "position_ids": (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0)}
+
+
+def attention_of(model: nn.Module) -> str:
+    """The attention implementation that the model uses."""
+    return text_config(model)._attn_implementation or "eager"
+
+
+def attentions(model: nn.Module) -> list[str]:
+    """Those of eager and sdpa that the model can use."""
+    return ["eager", "sdpa"] if getattr(model, "_supports_sdpa", True) else ["eager"]
+
+
+@contextmanager
+def attending(model: nn.Module, implementation: str) -> Iterator[None]:
+    """Let the model use another attention implementation for a while."""
+    before = attention_of(model)
+    model.set_attn_implementation(implementation)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    """Largest absolute difference of two tensors of one shape; NaN counts as infinite."""
+    if one.shape != other.shape:
+        return float("inf")
+    if not one.numel():
+        return 0.0
+    largest = float((one.float() - other.float()).abs().amax())
+    return largest if largest == largest else float("inf")
+
+
+def _apart(one: Sequence[States], other: Sequence[States]) -> float:
+    pairs = (pair for layers in zip(one, other, strict=True) for pair in zip(*layers, strict=True))
+    return max((distance(*pair) for pair in pairs), default=0.0)
+
+
+def _cut(logits: Tensor, cache: Any, row: int, tokens: int) -> PrefillLogits:
+    layers = tuple(tuple(states[row, :, -tokens:] for states in layer) for layer in kv_of(cache))
+    return PrefillLogits(logits[row, -tokens:], layers)
+
+
+def rounding(dtype: torch.dtype, roundings: int, moves: int = 0) -> float:
+    """Bound on what rounding does to keys, as a share of the largest one.
+
+    A pair that turns can be larger than its members by the square root of 2, and one rounding to nearest costs half an
+    eps. A move composes tables and turns in float32, about 16 roundings, and rounds once to the dtype.
+
+    `roundings` says how often a key was rounded to the dtype by the model, besides the moves.
+    """
+    eps, fine = torch.finfo(dtype).eps, torch.finfo(torch.float32).eps
+    return 2**0.5 * ((roundings + moves) * eps + 16 * moves * fine) / 2
+
+
+def reusable(got: Blended) -> Tensor:
+    """`[batch, tokens]`: the columns of the chunks, which may be chosen."""
+    width = max(len(prompt.ids) for prompt in got.prompts)
+    grid = torch.zeros((len(got.prompts), width), dtype=torch.bool)
+    for row, prompt in enumerate(got.prompts):
+        start = width - len(prompt.ids)
+        grid[row, start + len(prompt.prefix) : width - len(prompt.question)] = True
+    return grid
+
+
+def unchosen(got: Blended) -> Tensor:
+    """`[batch, tokens]`: the columns of the chunks that were not chosen."""
+    grid = reusable(got)
+    for row, columns in enumerate(got.cache.report.chosen_columns):
+        grid[row, columns] = False
+    return grid
