@@ -1,22 +1,51 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""A chunk is computed alone behind its sink, in full, and the model does not notice."""
+"""A chunk is computed behind its sink as if alone, in full, often with others; the model does not notice."""
 
 import pytest
 import torch
+from tiny_models import tiny_model as zoo_model
 from transformers import DynamicCache
 
+from hf_blend import BlendCache, ChunkStore, observer
 from hf_blend.errors import PromptError, UnsupportedModelError
-from hf_blend.model import capture as module
-from hf_blend.model.anatomy import decoder_layers
-from hf_blend.model.capture import _recorded_tables, capture, capture_chunk
+from hf_blend.model.anatomy import decoder_layers, decoder_of
+from hf_blend.model.capture import _recorded_tables, capture, capture_chunk, capture_chunks
+from hf_blend.model.packs import PACK_TOKENS, packs
+from hf_blend.store.chunk import ChunkKey
 
 CHUNK = tuple(range(10, 40))
+WINDOWS = {"head_dim": 16, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2}
+KINDS = {  # models whose chunks are packed
+    "llama": {},
+    "mistral": {"sliding_window": 8},
+    "gemma3_text": WINDOWS,
+    "gpt2": {"n_embd": 64, "n_head": 4, "n_layer": 4},
+    "falcon": {"alibi": True, "new_decoder_architecture": False, "multi_query": False},
+}
+
+
+def keys_of(*lengths: int, sink: tuple[int, ...] = (1,)) -> list[ChunkKey]:
+    """Chunks of random tokens."""
+    draw = torch.Generator().manual_seed(0)
+    ids = (torch.randint(3, 128, (length,), generator=draw).tolist() for length in lengths)
+    return [ChunkKey("f" * 64, sink, tuple(one)) for one in ids]
+
+
+@torch.no_grad()
+def alone(model, key: ChunkKey) -> list[tuple[torch.Tensor, ...]]:
+    """K and V of a chunk by nothing but a plain forward."""
+    cache = DynamicCache()
+    model(torch.tensor([[*key.chunk_prefix_ids, *key.token_ids]]), past_key_values=cache)
+    return [
+        (layer.keys[0, :, len(key.chunk_prefix_ids) :], layer.values[0, :, len(key.chunk_prefix_ids) :])
+        for layer in cache.layers
+    ]
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("sink", [(), (1,), (1, 5, 6)])
-def test_a_chunk_has_the_states_of_a_plain_forward_without_the_sink(shared_model, sink):
+def test_capture_chunk_gives_the_states_of_a_plain_forward_without_the_sink(shared_model, sink):
     model, plain = shared_model(), DynamicCache()
     chunk = capture_chunk(model, CHUNK, sink, "f")
     model(torch.tensor([[*sink, *CHUNK]]), past_key_values=plain)
@@ -30,68 +59,51 @@ def test_a_chunk_has_the_states_of_a_plain_forward_without_the_sink(shared_model
     chunk.check()
 
 
-def test_a_window_drops_nothing_from_a_chunk(shared_model):
+def test_capture_chunk_drops_nothing_by_a_window_and_tells_tables_of_layers_apart(shared_model, tiny_model):
     chunk = capture_chunk(shared_model("mistral", sliding_window=8), CHUNK, (1,), "f")
     assert all(keys.shape[1] == len(CHUNK) for keys, _ in chunk.layers)
-
-
-def test_layers_with_tables_of_their_own_are_told_apart(tiny_model):
-    model = tiny_model(
-        "gemma3_text", head_dim=16, sliding_window=16, layer_types=["sliding_attention", "full_attention"] * 2
-    )
-    chunk = capture_chunk(model, CHUNK, (1,), "f")
+    chunk = capture_chunk(tiny_model("gemma3_text", **WINDOWS), CHUNK, (1,), "f")
     assert (len(chunk.tables), chunk.layer_table) == (2, (0, 1, 0, 1))
 
 
-def test_capturing_leaves_the_model_untouched_and_tracks_no_gradient(tiny_model, untouched):
-    model = tiny_model()
+def test_capture_leaves_the_model_untouched_after_an_exception_too(tiny_model, untouched, monkeypatch):
+    model, keys = tiny_model(), keys_of(31, 7)
     with untouched(model):
         chunk = capture_chunk(model, CHUNK, (1,), "f")
+        capture_chunks(model, keys)
     assert not any(tensor.requires_grad for _, tensor in chunk.named_tensors())
-
-
-def test_an_exception_leaves_the_model_untouched(tiny_model, untouched, monkeypatch):
-    model = tiny_model()
 
     def fail(*_, **__):
         raise RuntimeError("boom")
 
     with untouched(model), monkeypatch.context() as patch:
         patch.setattr(decoder_layers(model)[2].mlp, "forward", fail)
-        with pytest.raises(RuntimeError, match="boom"):
-            capture_chunk(model, CHUNK, (1,), "f")
+        for call in (lambda: capture_chunk(model, CHUNK, (1,), "f"), lambda: capture_chunks(model, keys)):
+            with pytest.raises(RuntimeError, match="boom"):
+                call()
 
 
-@pytest.mark.parametrize(
-    ("chunk", "sink", "text"),
-    [((), (1,), "0 tokens"), ((5,) * 512, (1,), r"512 tokens behind a sink of 1.*512 positions.*Split")],
-)
-def test_a_chunk_that_cannot_be_computed_is_refused(shared_model, chunk, sink, text):
-    with pytest.raises(PromptError, match=text):
-        capture_chunk(shared_model(), chunk, sink, "f")
-
-
-def test_a_chunk_may_fill_the_positions_to_the_last(shared_model):
+def test_capture_chunk_refuses_what_cannot_be_computed_and_fills_the_positions_to_the_last(shared_model):
+    for chunk, text in (((), "0 tokens"), ((5,) * 512, r"512 tokens behind a sink of 1.*512 positions.*Split")):
+        with pytest.raises(PromptError, match=text):
+            capture_chunk(shared_model(), chunk, (1,), "f")
     assert capture_chunk(shared_model(), (5,) * 511, (1,), "f").tokens == 511
 
 
-def test_a_layer_that_caches_nothing_is_named(tiny_model, monkeypatch):
-    model = tiny_model()
+def test_capture_names_a_layer_that_caches_nothing_or_something_else(tiny_model, monkeypatch):
+    model, update = tiny_model(), DynamicCache.update
+    cut = lambda self, k, v, i, *a, **n: update(self, k[:, :, : 5 if i == 1 else None], v, i, *a, **n)  # noqa: E731
+    with monkeypatch.context() as patch:
+        patch.setattr(DynamicCache, "update", lambda *args, **kwargs: (cut(*args, **kwargs), args[1:3])[1])
+        with pytest.raises(UnsupportedModelError, match=r"layer 1 of .* left \(1, 2, 5, 16\) in the cache"):
+            capture(model, torch.tensor([CHUNK]))
     monkeypatch.setattr(decoder_layers(model)[3], "forward", lambda hidden_states, **_: hidden_states)
     with pytest.raises(UnsupportedModelError, match="layer 3 of LlamaForCausalLM left NoneType in the cache"):
         capture(model, torch.tensor([CHUNK]))
 
 
-def test_a_layer_that_caches_something_else_is_named_with_what_it_left(tiny_model, monkeypatch):
-    model, update = tiny_model(), DynamicCache.update
-    cut = lambda self, k, v, i, *a, **n: update(self, k[:, :, : 5 if i == 1 else None], v, i, *a, **n)  # noqa: E731
-    monkeypatch.setattr(DynamicCache, "update", lambda *args, **kwargs: (cut(*args, **kwargs), args[1:3])[1])
-    with pytest.raises(UnsupportedModelError, match=r"layer 1 of .* left \(1, 2, 5, 16\) in the cache"):
-        capture(model, torch.tensor([CHUNK]))
-
-
 @torch.no_grad()
-def test_a_capture_that_ends_in_the_middle_of_another_call_does_no_harm(tiny_model):
+def test_capture_that_ends_in_the_middle_of_another_call_does_no_harm(tiny_model):
     model = tiny_model()
     layer, recording = decoder_layers(model)[1], _recorded_tables(decoder_layers(model), DynamicCache())
     ended = []
@@ -104,9 +116,91 @@ def test_a_capture_that_ends_in_the_middle_of_another_call_does_no_harm(tiny_mod
     assert not layer._forward_pre_hooks
 
 
-def test_the_layers_of_transformers_are_made_once_for_a_chunk_not_once_for_each_layer(tiny_model, monkeypatch):
-    model, made = tiny_model(num_hidden_layers=6), []
-    stock = module.stock_layers
-    monkeypatch.setattr(module, "stock_layers", lambda config: made.append(config) or stock(config))
-    capture_chunk(model, CHUNK, (1,), "f")
-    assert len(made) == 1
+@pytest.mark.parametrize("kind", KINDS)
+def test_capture_chunks_gives_each_the_states_and_tables_of_a_plain_forward(tiny_model, kind):
+    model, keys = tiny_model(kind, **KINDS[kind]), keys_of(31, 7, 18)
+    assert packs(model, keys) == [keys]
+    for key, chunk in zip(keys, capture_chunks(model, keys), strict=True):
+        assert chunk.key == key
+        chunk.check()
+        for states, expected in zip(chunk.layers, alone(model, key), strict=True):
+            for got, plain in zip(states, expected, strict=True):
+                assert (got - plain).abs().max() <= 1e-5 * plain.abs().max()
+        (one,) = capture_chunks(model, [key])
+        assert chunk.layer_table == one.layer_table
+        pairs = zip(chunk.tables, one.tables, strict=True)
+        assert all(torch.equal(got, own) for pair in pairs for got, own in zip(*pair, strict=True))
+
+
+def test_capture_chunks_lets_no_bit_depend_on_what_the_others_say(shared_model):
+    model, (first, middle, last, other) = shared_model(), keys_of(31, 18, 7, 18)
+    one, two = (capture_chunks(model, [first, between, last]) for between in (middle, other))
+    for place in (0, 2):
+        pairs = zip(one[place].layers, two[place].layers, strict=True)
+        assert all(torch.equal(got, again) for pair in pairs for got, again in zip(*pair, strict=True))
+
+
+def test_packs_have_a_limit_and_one_rotary_regime(shared_model, tiny_model):
+    half, whole = PACK_TOKENS // 2, PACK_TOKENS
+    keys = keys_of(half - 1, half - 1, 3, whole, 5, 6)
+    found = packs(shared_model(), keys)
+    assert [key for pack in found for key in pack] == keys
+    assert [[len(key.token_ids) for key in pack] for pack in found] == [[half - 1, half - 1], [3], [whole], [5, 6]]
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
+    rope |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "factor": 4.0}
+    model = tiny_model("phi3", original_max_position_embeddings=16, rope_parameters=rope)
+    short, long, also_short = keys = keys_of(9, 30, 11)
+    assert packs(model, keys) == [[short, also_short], [long]]
+
+
+def test_packs_hold_one_chunk_where_others_may_be_felt(tiny_model, shared_model, monkeypatch):
+    scaled = tiny_model()
+    down = decoder_layers(scaled)[1].mlp.down_proj
+    plain = down.forward
+
+    def rounded(states):  # a product that is scaled by all of its rows
+        scale = states.abs().amax() / 127
+        return plain((states / scale).round() * scale)
+
+    monkeypatch.setattr(down, "forward", rounded)
+    experts, mixers = tiny_model("mixtral", num_local_experts=4), zoo_model("bamba")
+    first, second = keys_of(9, 11)
+    for model in (scaled, experts, mixers, shared_model("llama", "eager")):
+        assert packs(model, [first, second]) == [[first], [second]]
+
+
+def test_prompt_with_nothing_stored_runs_its_chunks_in_one_forward(tiny_model, pieces):
+    model, calls = tiny_model(), []
+    BlendCache(model, ChunkStore.open("memory://"))  # looked at once, with its store and its probes
+    store = ChunkStore.open("memory://")
+    cache = BlendCache(model, store)
+    inputs = cache.inputs(None, **pieces())
+    handle = decoder_of(model).register_forward_pre_hook(
+        observer(lambda _, __, given: calls.append(given["input_ids"].shape[1])), with_kwargs=True
+    )
+    with torch.no_grad():
+        model(**inputs, past_key_values=cache, logits_to_keep=1)
+        prefix, chunks = 5, 3 + 17 + 23 + 31  # three chunks behind BOS; the prefix is what a prefix cache holds
+        assert calls == [prefix, chunks, inputs["input_ids"].shape[1]]
+        report = cache.report
+        assert (report.computed_chunks, report.loaded_chunks) == (4, 0)
+        assert min(report.compute_ms, report.store_ms, report.check_ms) > 0
+        calls.clear()
+        again = BlendCache(model, store)
+        model(**again.inputs(None, **pieces()), past_key_values=again, logits_to_keep=1)
+    handle.remove()
+    assert calls == [inputs["input_ids"].shape[1]]
+    assert (again.report.computed_chunks, again.report.compute_ms, again.report.store_ms) == (0, 0, 0)
+
+
+def test_add_packs_missing_chunks_too(tiny_model):
+    model, store, calls = tiny_model(), ChunkStore.open("memory://"), []
+    chunks = [list(key.token_ids) for key in keys_of(9, 11, 5)]
+    store.add(model, None, chunks[:2])
+    handle = decoder_of(model).register_forward_pre_hook(observer(lambda *_: calls.append(1)))
+    keys = store.add(model, None, chunks)
+    assert len(calls) == 1
+    other = keys_of(9, 11, 5)[2].token_ids
+    assert keys[2].token_ids == other
+    assert [store.contains(key) for key in keys] == [True] * 3
+    handle.remove()

@@ -32,44 +32,36 @@ def profile():
     return Profile({}, points, bytes_per_token=50_000)
 
 
-@pytest.mark.parametrize(("tokens", "ratio"), [(512, 0.05), (1000, 0.3), (4096, 1.0)])
-def test_the_fit_goes_through_what_was_measured_and_beyond(profile, tokens, ratio):
-    assert profile.prefill_s(tokens, ratio) == pytest.approx(cost(tokens, ratio), rel=1e-6)
+def test_profile_fits_what_was_measured_and_beyond_once_for_all_ratios(profile, monkeypatch):
+    fits, fit = [], torch.linalg.lstsq
+    monkeypatch.setattr(torch.linalg, "lstsq", lambda *given: fits.append(1) or fit(*given))
+    for tokens, ratio in ((512, 0.05), (1000, 0.3), (4096, 1.0)):
+        assert profile.prefill_s(tokens, ratio) == pytest.approx(cost(tokens, ratio), rel=1e-6)
+    advise(profile, [256] * 8, 1e6, num_layers=30)
+    assert len(fits) == 1
 
 
-def test_a_fast_tier_changes_nothing(profile):
-    advice = advise(profile, [256] * 8, 1e12, least_ratio=0.15, num_layers=30, tiers={"disk": 1e12, "far": 1e5})
-    assert advice.ratio == 0.15
-    assert advice.loaded_chunks == 8
-    assert advice.predicted_ms == pytest.approx(1e3 * cost(2048, 0.15), rel=1e-3)
-    assert advice.hidden_tiers == ("disk",)
-    assert "recompute 15.0%, load 8 chunks" in str(advice)
-
-
-def test_time_that_loading_takes_anyway_is_used_to_recompute(profile):
+def test_advise_recomputes_what_loading_hides_and_computes_what_loads_too_slowly(profile):
+    most = 1e3 * cost(2048, 1.0)
+    given = {"least_ratio": 0.15, "num_layers": 30}
+    fast = advise(profile, [256] * 8, 1e12, **given, tiers={"disk": 1e12, "far": 1e5})
+    assert (fast.ratio, fast.loaded_chunks, fast.hidden_tiers) == (0.15, 8, ("disk",))
+    assert fast.predicted_ms == pytest.approx(1e3 * cost(2048, 0.15), rel=1e-3)
+    assert "recompute 15.0%, load 8 chunks" in str(fast)
     rate = 2048 * profile.bytes_per_token / cost(2048, 0.5)
-    advice = advise(profile, [2048], rate, least_ratio=0.15, num_layers=30)
-    assert 0.4 <= advice.ratio <= 0.5
-    assert advice.compute_ms <= advice.load_ms
-    assert advice.predicted_ms == pytest.approx(advice.load_ms * 31 / 30)
-
-
-def test_of_several_chunks_some_are_rather_computed_than_waited_for(profile):
-    rate = 2048 * profile.bytes_per_token / cost(2048, 0.5)
-    some, one = (advise(profile, chunks, rate, least_ratio=0.15, num_layers=30) for chunks in ([256] * 8, [2048]))
-    assert some.loaded_chunks < 8
+    one, some = (advise(profile, chunks, rate, **given) for chunks in ([2048], [256] * 8))
+    assert 0.4 <= one.ratio <= 0.5
+    assert one.compute_ms <= one.load_ms
+    assert one.predicted_ms == pytest.approx(one.load_ms * 31 / 30)
+    assert some.loaded_chunks < 8, "some are rather computed than waited for"
     assert some.predicted_ms < one.predicted_ms
-
-
-def test_a_tier_that_is_slower_than_computing_is_not_waited_for(profile):
-    rate = 2048 * profile.bytes_per_token / (3 * cost(2048, 1.0))
-    advice = advise(profile, [256] * 8, rate, least_ratio=0.15, num_layers=30)
-    assert 0 < advice.loaded_chunks < 8
-    assert advice.predicted_ms < 1e3 * cost(2048, 1.0)
+    slow = advise(profile, [256] * 8, 2048 * profile.bytes_per_token / (3 * cost(2048, 1.0)), **given)
+    assert 0 < slow.loaded_chunks < 8
+    assert slow.predicted_ms < most
     assert advise(profile, [256] * 8, 1.0, num_layers=30).loaded_chunks == 0
 
 
-def test_a_machine_is_measured_once(tmp_path, monkeypatch):
+def test_profile_of_measures_a_machine_once(tmp_path, monkeypatch):
     model, calls = tiny_model("llama"), []
     measured = profiling._measured
     monkeypatch.setattr(profiling, "_measured", lambda *given: calls.append(1) or measured(*given))
@@ -85,16 +77,18 @@ def test_a_machine_is_measured_once(tmp_path, monkeypatch):
     assert calls == [1, 1]
 
 
-def test_a_throttled_tier_gives_no_more_than_its_rate():
+def test_tier_rates_are_measured_tier_by_tier_and_leave_nothing_behind(tmp_path):
     model, rate = tiny_model("llama"), 4e6
-    tier = plugins.load("store.tiers", "memory")()
-    store = ChunkStore([], [ThrottledTier(tier, rate)])
+    store = ChunkStore([], [ThrottledTier(plugins.load("store.tiers", "memory")(), rate)])
     (key,) = store.add(model, None, [list(range(5, 105))])
     started = time.perf_counter()
     chunk = store.get(key)
     assert time.perf_counter() - started >= chunk.nbytes / rate
     assert bytes_per_second(store, model, tokens=100) < rate
     assert len(store) == 1, "the chunk that was measured with is gone"
+    disk = ChunkStore.open(tmp_path, memory_bytes=1 << 20)
+    ((name, measured),) = tier_rates(disk, model, tokens=20).items()
+    assert (name, measured > 0, len(disk)) == ("disk", True, 0)
 
 
 def request(chunks=(40, 50)):
@@ -116,7 +110,7 @@ def answered(model, store, chunks=(40, 50), **settings):
     return torch.stack(output.logits), cache.report
 
 
-def test_a_controller_has_chunks_computed_where_loading_takes_longer(tmp_path, profile):
+def test_controller_has_chunks_computed_where_loading_takes_longer(tmp_path, profile):
     model = tiny_model("llama")
     store = stored(model, tmp_path)
     store.controller = LoadingController(model, store, profile=profile, rates={"disk": 1.0})
@@ -131,7 +125,7 @@ def test_a_controller_has_chunks_computed_where_loading_takes_longer(tmp_path, p
     torch.testing.assert_close(got, torch.stack(plain.logits), rtol=1e-4, atol=1e-4)
 
 
-def test_a_controller_counts_the_projections_of_a_hybrid_and_says_so_where_loading_them_costs_more(tmp_path, profile):
+def test_controller_counts_the_projections_of_a_hybrid(tmp_path, profile):
     model = tiny_model("lfm2")
     measured = profile_of(model, lengths=(64, 128), folder=tmp_path / "profiles")
     keys_values, projections = 2 * 2 * 16 * 4, 3 * 2 * 64 * 4  # of the attention layer, of three convolutions: 2 of 3
@@ -152,21 +146,21 @@ def test_a_controller_counts_the_projections_of_a_hybrid_and_says_so_where_loadi
     assert report.reusable_tokens == 50  # the first chunk is where it was computed
 
 
-def test_a_controller_recomputes_what_loading_hides_and_never_less_than_asked(tmp_path, profile):
+def test_controller_recomputes_what_loading_hides_and_never_less_than_the_ratio(tmp_path, profile):
     model = tiny_model("llama")
     rate = 90 * profile.bytes_per_token / profile.prefill_s(90, 0.6)
-    for least, wanted in ((0.2, 0.55), (0.9, 0.9)):
+    for least, expected in ((0.2, 0.55), (0.9, 0.9)):
         store = stored(model, tmp_path, (90,))
         store.controller = LoadingController(model, store, profile=profile, rates={"disk": rate})
         _, report = answered(model, store, (90,), recompute_ratio=least)
-        assert report.nominal_ratio >= wanted
+        assert report.nominal_ratio >= expected
         assert report.nominal_ratio <= max(0.65, least)
     fast = stored(model, tmp_path)
     fast.controller = LoadingController(model, fast, profile=profile, rates={"disk": 1e15})
     assert answered(model, fast, recompute_ratio=0.2)[1].nominal_ratio == 0.2
 
 
-def test_a_controller_leaves_alone_what_is_in_memory_and_other_models(tmp_path, profile):
+def test_controller_leaves_alone_what_is_in_memory_and_other_models(tmp_path, profile):
     model, other = tiny_model("llama"), tiny_model("qwen2")
     store = ChunkStore.open("memory://")
     store.controller = LoadingController(model, store, profile=profile, rates={"disk": 1.0})
@@ -178,14 +172,6 @@ def test_a_controller_leaves_alone_what_is_in_memory_and_other_models(tmp_path, 
     assert answered(other, disk)[1].reusable_tokens > 0
 
 
-def test_rates_are_measured_tier_by_tier(tmp_path):
-    model = tiny_model("llama")
-    store = ChunkStore.open(tmp_path, memory_bytes=1 << 20)
-    assert list(tier_rates(store, model, tokens=20)) == ["disk"]
-    assert tier_rates(store, model, tokens=20)["disk"] > 0
-    assert len(store) == 0
-
-
 class FullTier(plugins.load("store.tiers", "memory")):
     """Takes no chunk."""
 
@@ -193,7 +179,7 @@ class FullTier(plugins.load("store.tiers", "memory")):
         return False
 
 
-def test_a_tier_that_takes_no_chunk_has_no_rate_and_its_chunks_are_loaded_as_before(tmp_path, profile):
+def test_tier_rates_leave_out_a_tier_that_takes_no_chunk_and_its_chunks_are_loaded(tmp_path, profile):
     model = tiny_model("llama")
     full = FullTier()
     store = stored(model, tmp_path)
@@ -204,20 +190,13 @@ def test_a_tier_that_takes_no_chunk_has_no_rate_and_its_chunks_are_loaded_as_bef
     assert store.controller.last is None
 
 
-def test_a_profile_is_fitted_once_however_many_ratios_are_asked_for(profile, monkeypatch):
-    fits, fit = [], torch.linalg.lstsq
-    monkeypatch.setattr(torch.linalg, "lstsq", lambda *given: fits.append(1) or fit(*given))
-    advise(profile, [256] * 8, 1e6, num_layers=30)
-    assert len(fits) == 1
-
-
 def slow_store(model, bytes_s):
     store = ChunkStore([], [ThrottledTier(plugins.load("store.tiers", "memory")(), bytes_s)])
     keys = store.add(model, None, request()["chunks"], chunk_prefix_ids=(1,))
     return store, keys, store.tiers()[0].name
 
 
-def test_a_tier_that_became_slow_is_found_out_and_tried_again_later(profile):
+def test_controller_finds_out_a_tier_that_became_slow_and_tries_it_again(profile):
     model = tiny_model("llama")
     store, keys, tier = slow_store(model, 2e6)
     nbytes = store.get(keys[0]).nbytes / 40
@@ -234,7 +213,7 @@ def test_a_tier_that_became_slow_is_found_out_and_tried_again_later(profile):
     assert store.controller.last.loaded_chunks == 2
 
 
-def test_bytes_and_seconds_of_reading_are_those_of_the_tier():
+def test_traffic_counts_bytes_and_seconds_of_reading_of_a_tier():
     model = tiny_model("llama")
     store, keys, tier = slow_store(model, 1e6)
     sizes = [store.get(key).nbytes for key in keys]
@@ -246,34 +225,23 @@ def test_bytes_and_seconds_of_reading_are_those_of_the_tier():
     assert 0.8 * read <= streamed <= read, "layers that come one by one, and no tables"
 
 
-def test_a_machine_that_became_slower_is_believed_to_be(profile):
-    model = tiny_model("llama")
-    controller = LoadingController(model, ChunkStore.open("memory://"), profile=profile, rates={"disk": 1e12})
+def test_observe_moves_the_slowdown_by_little_and_by_nothing_where_loading_was_waited_for(profile):
+    store, keys, tier = slow_store(tiny_model("llama"), 1e9)
+    controller = LoadingController(tiny_model("llama"), store, profile=profile, rates={tier: 1e15})
+    before = controller.decide(keys, 0.15)
+    for predicted, load, seconds, slowdown in (
+        (110.0, 10.0, 60.0, 1.25), (210.0, 200.0, 60.0, 1.25), (110.0, 10.0, 0.06, 1.25 * 0.875)
+    ):  # fmt: skip
+        controller.observe(Advice(0.15, 2, predicted_ms=predicted, load_ms=load, compute_ms=100.0), seconds)
+        assert controller.slowdown == pytest.approx(slowdown)
+    assert controller.decide(keys, 0.15).compute_ms == pytest.approx(slowdown * before.compute_ms)
     for _ in range(40):
         advice = advise(profile.slowed(controller.slowdown), [256] * 8, 1e12, num_layers=30)
         controller.observe(advice, 3 * cost(2048, 0.15))
     assert controller.slowdown == pytest.approx(3, rel=0.01)
 
 
-def test_one_request_moves_the_belief_by_little_and_one_that_waited_for_loading_by_nothing(profile):
-    controller = LoadingController(tiny_model("llama"), ChunkStore.open("memory://"), profile=profile, rates={})
-    controller.observe(Advice(0.15, 2, predicted_ms=110.0, load_ms=10.0, compute_ms=100.0), 60.0)
-    assert controller.slowdown == pytest.approx(1.25)
-    controller.observe(Advice(0.15, 2, predicted_ms=210.0, load_ms=200.0, compute_ms=100.0), 60.0)
-    assert controller.slowdown == pytest.approx(1.25)
-    controller.observe(Advice(0.15, 2, predicted_ms=110.0, load_ms=10.0, compute_ms=100.0), 0.06)
-    assert controller.slowdown == pytest.approx(1.25 * 0.875)
-
-
-def test_what_is_believed_of_prefills_is_what_is_decided_by(profile):
-    store, keys, tier = slow_store(tiny_model("llama"), 1e9)
-    controller = LoadingController(tiny_model("llama"), store, profile=profile, rates={tier: 1e15})
-    before = controller.decide(keys, 0.15)
-    controller.observe(before, 1e9)
-    assert controller.decide(keys, 0.15).compute_ms == pytest.approx(1.25 * before.compute_ms)
-
-
-def test_a_request_is_timed_once_when_its_first_token_is_there(tmp_path, profile, monkeypatch):
+def test_controller_times_a_request_once_when_its_first_token_is_there(tmp_path, profile, monkeypatch):
     model, timed = tiny_model("llama"), []
     store = stored(model, tmp_path)
     store.controller = LoadingController(model, store, profile=profile, rates={"disk": 1e15})
@@ -296,6 +264,6 @@ def tupled(found):
     return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
 
 
-def test_a_store_that_loads_in_part_takes_no_controller(tmp_path, profile):
+def test_controller_refuses_a_store_that_loads_in_part(tmp_path, profile):
     with pytest.raises(ConfigError, match="loads chunks in part"):
         LoadingController(tiny_model("llama"), ChunkStore.open(tmp_path, partial=0.25), profile=profile)

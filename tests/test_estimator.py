@@ -26,22 +26,13 @@ LLAMA_70B = 2 * 8 * 128 * 2
 NVME = 4.2e9  # at which the paper's two layers take what it says; it measured 4.8 GB/s for its disk
 
 
-def test_the_kv_of_llama_7b_at_4096_tokens_is_the_papers():
+def test_estimators_give_the_papers_examples():
     assert LLAMA_7B * 32 * TOKENS == 2_147_483_648
-
-
-@pytest.mark.parametrize(("token_bytes", "stated_ms"), [(LLAMA_7B, 16), (LLAMA_70B, 4)])
-def test_loading_a_layer_takes_what_the_paper_says(token_bytes, stated_ms):
-    assert 1e3 * load_s(token_bytes, TOKENS, NVME) == pytest.approx(stated_ms, rel=0.01)
-    assert 1e3 * load_s(token_bytes, TOKENS, 4.8e9) == pytest.approx(stated_ms, rel=0.15)
-
-
-@pytest.mark.parametrize(("prefill_ms", "stated_ms"), [(20, 3), (46.7, 7)])
-def test_recomputing_15_percent_of_a_layer_takes_what_the_paper_says(prefill_ms, stated_ms):
-    assert recompute_s(prefill_ms, 0.15) == pytest.approx(stated_ms, rel=0.01)
-
-
-def test_llama_7b_recomputes_more_while_the_disk_is_read_and_llama_70b_hides_the_disk():
+    for token_bytes, stated_ms in ((LLAMA_7B, 16), (LLAMA_70B, 4)):
+        assert 1e3 * load_s(token_bytes, TOKENS, NVME) == pytest.approx(stated_ms, rel=0.01)
+        assert 1e3 * load_s(token_bytes, TOKENS, 4.8e9) == pytest.approx(stated_ms, rel=0.15)
+    for prefill_ms, stated_ms in ((20, 3), (46.7, 7)):
+        assert recompute_s(prefill_ms, 0.15) == pytest.approx(stated_ms, rel=0.01)
     assert ratio_that_loading_hides(16, 20, 0.15) == pytest.approx(0.8)
     assert ratio_that_loading_hides(4, 46.7, 0.15) == 0.15
     assert ratio_that_loading_hides(100, 20, 0.15) == 1.0
@@ -55,15 +46,21 @@ def placed(token_bytes, layers, layer_ms, devices=DEVICES, **given):
     return [place(one, WORK, token_bytes * layers, layer_ms * layers / 1e3, **given) for one in devices]
 
 
-def test_the_cheapest_device_that_hides_its_loading_is_chosen():
+def test_choose_takes_the_cheapest_device_that_hides_its_loading_else_counts_the_wait():
     small, large = placed(LLAMA_7B, 32, 20), placed(LLAMA_70B, 80, 46.7)
     assert [one.is_hidden for one in small] == [True, False, False]
     assert [one.is_hidden for one in large] == [True, True, False]
     assert choose(small).device == "memory"
     assert choose(large).device == "nvme"
+    slow = DEVICES[1:]
+    assert choose(placed(LLAMA_7B, 32, 20, slow)).device == "hdd"
+    assert choose(placed(LLAMA_7B, 32, 20, slow, gpu_hour=3.0)).device == "nvme"
+    for wrong in (lambda: StorageDevice("x", 0, 1), lambda: Workload(0, 1, 1, 1), lambda: choose([])):
+        with pytest.raises(ConfigError, match="expected"):
+            wrong()
 
 
-def test_prices_are_bytes_by_month_and_seconds_by_hour():
+def test_place_prices_bytes_by_month_and_seconds_by_hour():
     memory, nvme, _ = placed(LLAMA_7B, 32, 20, gpu_hour=3.0)
     assert memory.stored_bytes == LLAMA_7B * 32 * 512 * 1000
     assert memory.storage_month == pytest.approx(268.435456 * 2.0)
@@ -72,48 +69,26 @@ def test_prices_are_bytes_by_month_and_seconds_by_hour():
     assert nvme.total_month == nvme.storage_month + nvme.gpu_month
 
 
-def test_where_no_device_hides_its_loading_the_gpus_waiting_decides():
-    slow = DEVICES[1:]
-    assert choose(placed(LLAMA_7B, 32, 20, slow)).device == "hdd"
-    assert choose(placed(LLAMA_7B, 32, 20, slow, gpu_hour=3.0)).device == "nvme"
-
-
-def test_a_measured_blended_prefill_takes_the_place_of_a_share_and_the_first_layer_is_waited_for():
+def test_place_hides_a_measured_prefill_behind_all_layers_but_the_first():
     device, token_bytes = StorageDevice("disk", 1e9, 0.1), 80 * LLAMA_70B
     load = load_s(token_bytes, WORK.request_tokens, 1e9)
-    given = (device, WORK, token_bytes, 10 * load)
-    slow, fast = (place(*given, blend_s=one, num_layers=80) for one in (2 * load, load / 2))
-    assert (slow.is_hidden, fast.is_hidden) == (True, False)
+
+    def at(blend, **given):
+        return place(device, WORK, token_bytes, 10 * load, blend_s=blend * load, **given)
+
+    slow, fast = at(2, num_layers=80), at(0.5, num_layers=80)
+    assert (slow.is_hidden, fast.is_hidden, slow.recompute_s) == (True, False, 2 * load)
     assert slow.request_s == pytest.approx(2 * load + load / 80)
     assert fast.request_s == pytest.approx(load)
-    assert slow.recompute_s == 2 * load
-
-
-def test_a_chunk_that_is_read_in_one_piece_hides_behind_nothing():
-    device, token_bytes = StorageDevice("disk", 1e6, 0.1), 1024  # half a megabyte for a chunk
-    load = load_s(token_bytes, WORK.request_tokens, 1e6)
-    found = place(device, WORK, token_bytes, 10 * load, blend_s=2 * load, num_layers=4)
-    assert found.request_s == pytest.approx(3 * load)
-    assert not found.is_hidden
-
-
-def test_what_the_host_does_to_read_is_hidden_behind_nothing_but_loading():
-    token_bytes = 80 * LLAMA_70B
-    load = load_s(token_bytes, WORK.request_tokens, 1e9)
-    short, long, slow = (
-        place(StorageDevice("disk", 1e9, 0.1), WORK, token_bytes, 10 * load, blend_s=blend, read_s=read)
-        for blend, read in ((2 * load, 0.2 * load), (2 * load, 0.6 * load), (load / 2, 0.2 * load))
-    )
-    assert (short.is_hidden, long.is_hidden, slow.is_hidden) == (True, False, False)
-    assert short.request_s == pytest.approx(2.2 * load)
-    assert long.request_s == pytest.approx(2.6 * load)
-    assert slow.request_s == pytest.approx(load), "it waits for the bytes anyway"
-
-
-@pytest.mark.parametrize("wrong", [lambda: StorageDevice("x", 0, 1), lambda: Workload(0, 1, 1, 1), lambda: choose([])])
-def test_what_cannot_be_is_refused(wrong):
-    with pytest.raises(ConfigError, match="expected"):
-        wrong()
+    # what the host does to read is hidden behind nothing but loading
+    found = at(2, read_s=0.2 * load), at(2, read_s=0.6 * load), at(0.5, read_s=0.2 * load)
+    assert [one.is_hidden for one in found] == [True, False, False]
+    assert [one.request_s for one in found] == pytest.approx([2.2 * load, 2.6 * load, load])
+    # a chunk that is read in one piece hides behind nothing: half a megabyte
+    load = load_s(1024, WORK.request_tokens, 1e6)
+    small = place(StorageDevice("disk", 1e6, 0.1), WORK, 1024, 10 * load, blend_s=2 * load, num_layers=4)
+    assert small.request_s == pytest.approx(3 * load)
+    assert not small.is_hidden
 
 
 STATED = (
@@ -128,7 +103,7 @@ def run(capsys, *words):
     return ended.value.code, capsys.readouterr()
 
 
-def test_the_command_prints_a_table_and_writes_what_a_store_is_opened_with(tmp_path, capsys):
+def test_store_plan_writes_what_a_store_is_opened_with(tmp_path, capsys):
     path = tmp_path / "store.json"
     code, shown = run(capsys, "--at", f"disk={tmp_path / 'kv'}", "--output", str(path), "--json")
     assert not code, shown
@@ -146,7 +121,7 @@ def test_the_command_prints_a_table_and_writes_what_a_store_is_opened_with(tmp_p
         assert len(store) == 0
 
 
-def test_a_plan_of_two_devices_is_a_store_of_two_tiers_and_moves_what_is_stored(tmp_path, capsys):
+def test_store_move_follows_a_plan_of_two_devices(tmp_path, capsys):
     near, far, path = tmp_path / "kv", tmp_path / "far", tmp_path / "store.json"
     with ChunkStore.open(near, remote=far.as_uri(), memory_bytes=0) as store:
         store.add(tiny_model("llama"), None, [[5, 6, 7], [8, 9, 10]])
@@ -168,15 +143,15 @@ def test_a_plan_of_two_devices_is_a_store_of_two_tiers_and_moves_what_is_stored(
         "location": str(near), "remote": "s3://bucket/kv", "placement": "remote"}  # fmt: skip
 
 
-@pytest.mark.parametrize("content", ["{", "[1]", '{"location": "kv"}', '{"placement": "disk", "disc_bytes": 1}', None])
-def test_what_is_no_plan_of_two_tiers_is_refused(tmp_path, capsys, content):
+def test_store_move_refuses_what_is_no_plan_of_two_tiers(tmp_path, capsys):
     path = tmp_path / "store.json"
-    if content is not None:
-        path.write_text(content)
-    with pytest.raises(SystemExit) as ended:
-        main(["store", "move", "--plan", str(path)])
-    assert ended.value.code
-    assert "expected the arguments of a store with two tiers" in capsys.readouterr().err
+    for content in (None, "{", "[1]", '{"location": "kv"}', '{"placement": "disk", "disc_bytes": 1}'):
+        if content is not None:
+            path.write_text(content)
+        with pytest.raises(SystemExit) as ended:
+            main(["store", "move", "--plan", str(path)])
+        assert ended.value.code
+        assert "expected the arguments of a store with two tiers" in capsys.readouterr().err, content
 
 
 @pytest.mark.parametrize(
@@ -189,7 +164,7 @@ def test_what_is_no_plan_of_two_tiers_is_refused(tmp_path, capsys, content):
         (None, ("--to", "disk", "--store", "typo"), "no such folder"),
     ],
 )
-def test_a_store_that_a_plan_does_not_mean_is_neither_made_nor_moved(
+def test_store_move_neither_makes_nor_moves_a_store_that_no_plan_means(
     tmp_path, capsys, monkeypatch, settings, words, message
 ):
     monkeypatch.chdir(tmp_path)
@@ -202,22 +177,19 @@ def test_a_store_that_a_plan_does_not_mean_is_neither_made_nor_moved(
     assert [path.name for path in tmp_path.iterdir()] == ["plan"]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+def test_store_plan_refuses_what_it_cannot_read(capsys):
+    for words, message in (
         (["--rate", "tape=1"], "no price"),
         (["--rate", "disk"], "NAME=NUMBER"),
         (["--price", "disk=cheap"], "NAME=NUMBER"),
         (["--at", "attic=/x"], "attic"),
-    ],
-)
-def test_what_the_command_cannot_read_is_refused(capsys, words, message):
-    code, shown = run(capsys, *words)
-    assert code
-    assert message in shown.err
+    ):
+        code, shown = run(capsys, *words)
+        assert code
+        assert message in shown.err
 
 
-def test_what_is_not_stated_is_measured(tmp_path, capsys):
+def test_store_plan_measures_what_is_not_stated(tmp_path, capsys):
     words = "store plan --model reference --chunks 10 --chunk-tokens 32 --per-request 2 --prefill-s 0.1".split()
     with pytest.raises(SystemExit) as ended:
         main([*words, "--price", "memory=2", "--price", "disk=0.05", "--at", f"disk={tmp_path}", "--json"])

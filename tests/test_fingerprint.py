@@ -32,18 +32,16 @@ def model(tiny_model):
     return tiny_model("llama", num_hidden_layers=2)
 
 
-def test_the_same_model_built_again_has_the_same_fingerprint(tiny_model, model):
-    again = tiny_model("llama", num_hidden_layers=2)
-    assert fingerprint(again) == fingerprint(model)
+def test_fingerprint_is_that_of_the_model_built_copied_loaded_or_in_inference_mode(tiny_model, model, tmp_path):
+    model.save_pretrained(tmp_path)
+    with torch.inference_mode():
+        other = tiny_model("llama", num_hidden_layers=2)
+        assert fingerprint(other) == fingerprint(model)
+    loaded = type(model).from_pretrained(tmp_path)
+    for one in (other, tiny_model("llama", num_hidden_layers=2), copy.deepcopy(model), loaded):
+        assert fingerprint(one) == fingerprint(model)
     assert len(fingerprint(model)) == 64
     assert int(fingerprint(model), 16)
-
-
-def test_a_copy_and_a_saved_and_loaded_model_have_the_same_fingerprint(model, tmp_path):
-    model.save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(tmp_path)
-    assert fingerprint(copy.deepcopy(model)) == fingerprint(model)
-    assert fingerprint(loaded) == fingerprint(model)
 
 
 KNOWN = "885cc58d7e1b43795f7d2515e66abea0e9bb87b6cfc463f5bcbb75b803fc7e62"
@@ -64,14 +62,14 @@ found = fingerprint(model)
 """
 
 
-def test_the_fingerprint_never_changes():
+def test_fingerprint_never_changes():
     here = {}
     exec(ANOTHER_PROCESS, here)
     assert here["found"] == KNOWN
 
 
 @pytest.mark.slow
-def test_the_fingerprint_is_the_same_in_every_process():
+def test_fingerprint_is_the_same_in_every_process():
     done = subprocess.run(
         [sys.executable, "-c", f"{ANOTHER_PROCESS}\nprint(found)"],
         cwd=Path(__file__).parents[1],
@@ -83,54 +81,52 @@ def test_the_fingerprint_is_the_same_in_every_process():
     assert done.stdout.strip() == KNOWN
 
 
-def test_any_single_weight_changes_the_fingerprint(model):
+def test_fingerprint_changes_with_any_single_weight(model):
     seen, draw = {fingerprint(model)}, random.Random(0)
     for _, parameter in model.named_parameters():
-        place = draw.randrange(parameter.numel())
+        at = draw.randrange(parameter.numel())
         with torch.no_grad():
-            parameter.view(-1)[place] = torch.nextafter(parameter.view(-1)[place], torch.tensor(9e9))
+            parameter.view(-1)[at] = torch.nextafter(parameter.view(-1)[at], torch.tensor(9e9))
         seen.add(fingerprint(model))
     assert len(seen) == 1 + len(list(model.parameters()))
 
 
-def test_a_weight_that_changed_back_gives_the_old_fingerprint(model):
-    before = fingerprint(model)
-    weight = model.model.layers[0].self_attn.k_proj.weight
+def swapped(model):
+    layers = model.model.layers
+    layers[0].mlp, layers[1].mlp = layers[1].mlp, layers[0].mlp
+
+
+def reassigned(model):
+    projection = model.model.layers[0].self_attn.v_proj
+    projection.weight = nn.Parameter(projection.weight.detach() * 2)
+
+
+CHANGES = {
+    "layers swapped": swapped,
+    "a weight assigned": reassigned,
+    "the data of a weight": lambda model: setattr(model.lm_head.weight, "data", model.lm_head.weight.data * 2),
+    "a state loaded": lambda model: model.load_state_dict({k: one + 1 for k, one in model.state_dict().items()}),
+    "dtype": lambda model: model.to(torch.bfloat16),
+    "rounded there and back": lambda model: model.half().float(),
+    "the config": lambda model: setattr(model.config, "rms_norm_eps", 0.5),
+    "quantisation": lambda model: setattr(model.config, "quantization_config", {"quant_method": "bitsandbytes"}),
+    "class": lambda model: setattr(model, "__class__", type("OtherModel", (type(model),), {})),
+    "frequencies": lambda model: model.model.rotary_emb.inv_freq.mul_(0.5),
+}
+
+
+def test_fingerprint_changes_with_what_changes_on_a_live_model_and_back(model):
+    seen = {fingerprint(model)}
+    for name, change in CHANGES.items():
+        change(model)
+        assert fingerprint(model) not in seen, name
+        seen.add(fingerprint(model))
+    weight, before = model.model.layers[0].self_attn.k_proj.weight, fingerprint(model)
     with torch.no_grad():
         weight.neg_()
         assert fingerprint(model) != before
         weight.neg_()
     assert fingerprint(model) == before
-
-
-def test_swapping_two_layers_changes_the_fingerprint(model):
-    before = fingerprint(model)
-    layers = model.model.layers
-    layers[0].mlp, layers[1].mlp = layers[1].mlp, layers[0].mlp
-    assert fingerprint(model) != before
-
-
-def test_replaced_and_assigned_weights_are_seen(model):
-    seen = {fingerprint(model)}
-    projection = model.model.layers[0].self_attn.v_proj
-    projection.weight.data = projection.weight.data * 2
-    seen.add(fingerprint(model))
-    projection.weight = nn.Parameter(projection.weight.detach() * 2)
-    seen.add(fingerprint(model))
-    model.load_state_dict({name: tensor + 1 for name, tensor in model.state_dict().items()})
-    seen.add(fingerprint(model))
-    assert len(seen) == 4
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_another_dtype_is_another_model(model, dtype):
-    before = fingerprint(model)
-    assert fingerprint(model.to(dtype)) != before
-
-
-def test_rounding_the_weights_there_and_back_is_seen(model):
-    before = fingerprint(model)
-    assert fingerprint(model.half().float()) != before
 
 
 @pytest.mark.parametrize(
@@ -145,37 +141,17 @@ def test_rounding_the_weights_there_and_back_is_seen(model):
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_another_config_is_another_model_even_with_the_same_weights(tiny_model, model, change):
+def test_fingerprint_of_another_config_is_another_even_with_the_same_weights(tiny_model, model, change):
     assert fingerprint(tiny_model("llama", num_hidden_layers=2, **change)) != fingerprint(model)
 
 
-def test_a_config_that_changes_on_a_live_model_is_seen(model):
-    before = fingerprint(model)
-    model.config.rms_norm_eps = 0.5
-    assert fingerprint(model) != before
-
-
-def test_quantisation_settings_are_part_of_it(model):
-    seen = {fingerprint(model)}
-    for settings in ({"quant_method": "bitsandbytes", "load_in_8bit": True}, {"quant_method": "bitsandbytes"}):
-        model.config.quantization_config = settings
-        seen.add(fingerprint(model))
-    assert len(seen) == 3
-
-
-def test_names_and_ways_of_calling_are_no_part_of_it(model):
+def test_fingerprint_ignores_names_and_ways_of_calling(model):
     before = fingerprint(model)
     model.config._name_or_path = "elsewhere"
     model.config.use_cache = False
     model.config.pad_token_id = 5
     model.set_attn_implementation("eager")
     assert fingerprint(model) == before
-
-
-def test_another_class_is_another_model(model):
-    before = fingerprint(model)
-    model.__class__ = type("OtherModel", (type(model),), {})
-    assert fingerprint(model) != before
 
 
 def mutations(value):
@@ -190,7 +166,7 @@ def mutations(value):
 
 
 @pytest.mark.parametrize("config_class", CONFIGS, ids=lambda one: one.__name__)
-def test_every_field_of_a_config_is_in_the_fingerprint_or_on_the_reviewed_list(config_class):
+def test_config_part_holds_every_field_that_is_not_on_the_reviewed_list(config_class):
     fields = config_class().to_dict()
     before = config_part(fields)
     unseen = {name for name, value in fields.items() if config_part({**fields, name: mutations(value)}) == before}
@@ -199,33 +175,27 @@ def test_every_field_of_a_config_is_in_the_fingerprint_or_on_the_reviewed_list(c
     assert hidden <= IGNORED_CONFIG_FIELDS, "fields that to_dict leaves out: does KV depend on them?"
 
 
-def test_the_reviewed_list_holds_at_every_depth_and_nothing_else_is_dropped():
-    nested = {"text_config": {"use_cache": True, "head_dim": 4}, "vision": [{"dtype": "x", "depth": 2}]}
-    assert config_part(nested) == {"text_config": {"head_dim": 4}, "vision": [{"depth": 2}]}
-
-
-def test_config_values_of_all_kinds_have_one_written_form():
+def test_config_part_has_one_written_form_for_values_of_all_kinds_at_every_depth():
     class Colour(enum.Enum):
         RED = "red"
 
+    nested = {"text_config": {"use_cache": True, "head_dim": 4}, "vision": [{"dtype": "x", "depth": 2}]}
+    assert config_part(nested) == {"text_config": {"head_dim": 4}, "vision": [{"depth": 2}]}
     values = {1: {"b", "a"}, "e": Colour.RED, "t": (1, 2), "d": torch.float16, "c": LlamaConfig(head_dim=3)}
     plain = config_part(values)
     assert plain["c"].pop("head_dim") == 3
     assert {name: plain[name] for name in "1etd"} == {"1": ["a", "b"], "e": "red", "t": [1, 2], "d": "torch.float16"}
-
-
-def test_a_config_value_without_a_written_form_is_refused_by_name():
     with pytest.raises(UnsupportedModelError, match=r"<object object at .*\(object\)"):
         config_part({"odd": object()})
 
 
-def test_the_second_look_at_a_model_reads_no_weights(model, monkeypatch):
+def test_second_fingerprint_of_a_model_reads_no_weights(model, monkeypatch):
     before = fingerprint(model)
     monkeypatch.setattr(weights, "checksum", lambda tensor: pytest.fail("a weight was read"))
     assert fingerprint(model) == before
 
 
-def test_a_model_that_is_gone_is_forgotten(tiny_model):
+def test_fingerprint_of_a_model_that_is_gone_is_forgotten(tiny_model):
     gc.collect()
     before = len(module._known)
     model = tiny_model("llama", num_hidden_layers=1)
@@ -236,7 +206,7 @@ def test_a_model_that_is_gone_is_forgotten(tiny_model):
     assert len(module._known) == before
 
 
-def test_the_parts_of_a_fingerprint_can_be_shown(model):
+def test_describe_fingerprint_gives_its_parts(model):
     parts = describe_fingerprint(model)
     assert parts["fingerprint"] == fingerprint(model)
     assert parts["model_class"] == "LlamaForCausalLM"
@@ -245,7 +215,7 @@ def test_the_parts_of_a_fingerprint_can_be_shown(model):
     assert parts["dtypes"]["torch.float32"] >= sum(parameter.nbytes for parameter in model.parameters())
 
 
-def test_adapters_count_and_so_does_switching_them(model):
+def test_fingerprint_changes_with_adapters_and_by_switching_them(model):
     seen = {fingerprint(model)}
     projection = model.model.layers[0].self_attn.q_proj
     for name, value in (
@@ -260,7 +230,7 @@ def test_adapters_count_and_so_does_switching_them(model):
     assert len(seen) == 6
 
 
-def test_frequencies_that_grow_with_the_prompt_do_not_change_it(tiny_model):
+def test_fingerprint_keeps_where_frequencies_grow_with_the_prompt(tiny_model):
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     model = tiny_model("llama", num_hidden_layers=1, rope_parameters=rope, max_position_embeddings=16)
     before = fingerprint(model)
@@ -271,13 +241,7 @@ def test_frequencies_that_grow_with_the_prompt_do_not_change_it(tiny_model):
     assert fingerprint(model) == before
 
 
-def test_frequencies_that_should_stand_still_are_part_of_it(model):
-    before = fingerprint(model)
-    model.model.rotary_emb.inv_freq.mul_(0.5)
-    assert fingerprint(model) != before
-
-
-def test_weights_that_accelerate_put_on_disk_are_read_from_there(model, tmp_path):
+def test_fingerprint_reads_weights_that_accelerate_put_elsewhere(model, tmp_path):
     from accelerate import cpu_offload, disk_offload
 
     before = describe_fingerprint(model)["weights"]
@@ -290,16 +254,9 @@ def test_weights_that_accelerate_put_on_disk_are_read_from_there(model, tmp_path
     assert describe_fingerprint(on_cpu)["weights"] == before
 
 
-def test_a_model_without_weights_is_refused_by_name(model):
+def test_fingerprint_refuses_a_model_without_weights_by_name(model):
     with pytest.raises(UnsupportedModelError, match=r"embed_tokens\.weight is on the meta device"):
         fingerprint(model.to("meta"))
-
-
-def test_models_loaded_in_inference_mode_have_one_too(tiny_model, model):
-    with torch.inference_mode():
-        other = tiny_model("llama", num_hidden_layers=2)
-        assert fingerprint(other) == fingerprint(model)
-    assert fingerprint(other) == fingerprint(model)
 
 
 class Wrapped(torch.Tensor):
@@ -319,7 +276,7 @@ class Wrapped(torch.Tensor):
         raise NotImplementedError(function)
 
 
-def test_wrapped_weights_are_known_by_what_is_inside():
+def test_fingerprint_knows_wrapped_weights_by_what_is_inside():
     def rows(*inside: torch.Tensor) -> list[bytes]:
         return [weights._row(name, part) for name, part in weights._canonical("w", nn.Module(), Wrapped(*inside))]
 
@@ -340,7 +297,7 @@ def quantised(scale=1.0, nested=0.0):
     return layer
 
 
-def test_scales_of_quantised_weights_are_part_of_it(model):
+def test_fingerprint_changes_with_scales_of_quantised_weights(model):
     seen = set()
     for layer in (quantised(), quantised(scale=2.0), quantised(nested=1.0)):
         with torch.no_grad():
@@ -362,50 +319,39 @@ def test_scales_of_quantised_weights_are_part_of_it(model):
     assert len(seen) == 5
 
 
-@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 4096, 4097])
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.bool], ids=str)
-def test_a_checksum_sees_every_place(size, dtype):
-    values = torch.randint(0, 2, (size,), generator=torch.Generator().manual_seed(0)).to(dtype)
-    sums = {checksum(values)}
-    for place in {0, size // 2, size - 1} & set(range(size)):
-        changed = values.clone()
-        changed[place] = 1 - changed[place].float()
-        sums.add(checksum(changed))
-    assert len(sums) == 1 + len({0, size // 2, size - 1} & set(range(size)))
-
-
-def test_a_checksum_sees_exchanged_values_and_exchanged_signs():
+def test_checksum_changes_with_every_value_and_its_place_and_sign():
+    draw = random.Random(0)
+    for size in (0, 1, 7, 8, 9, 4096, 4097):
+        for dtype in (torch.uint8, torch.bfloat16, torch.float32, torch.bool):
+            values = torch.randint(0, 2, (size,), generator=torch.Generator().manual_seed(0)).to(dtype)
+            changed = {at: values.clone() for at in {0, size // 2, size - 1} & set(range(size))}
+            for at, one in changed.items():
+                one[at] = 1 - one[at].float()
+            assert len({checksum(values), *map(checksum, changed.values())}) == 1 + len(changed)
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     sums = {checksum(values)}
-    draw = random.Random(0)
     for _ in range(300):
         one, other = draw.sample(range(1000), 2)
-        exchanged = values.clone()
+        exchanged, negated = values.clone(), values.clone()
         exchanged[[one, other]] = values[[other, one]]
-        negated = values.clone()
         negated[[one, other]] *= -1
         sums |= {checksum(exchanged), checksum(negated)}
     assert len(sums) == 601
 
 
-def test_a_checksum_does_not_depend_on_strides_places_or_blocks(monkeypatch):
+def test_checksum_does_not_depend_on_strides_offsets_or_blocks(monkeypatch):
     values = torch.randn(61, 37, generator=torch.Generator().manual_seed(0))
-    wanted = checksum(values)
-    assert checksum(values.t().contiguous().t()) == wanted
     shifted = torch.cat([torch.zeros(1), values.view(-1)])[1:].view(61, 37)
     assert shifted.storage_offset() == 1
-    assert checksum(shifted) == wanted
-
-
-def test_a_checksum_of_many_rows_is_the_same_however_many_are_summed_at_once(monkeypatch):
+    assert checksum(values) == checksum(values.t().contiguous().t()) == checksum(shifted)
     monkeypatch.setattr(checksum_module, "_ROW_LANES", 16)
     values = torch.randn(2500, generator=torch.Generator().manual_seed(0))
-    wanted = checksum(values)
-    sums = {wanted}
-    for place in range(0, 2500, 50):
+    expected = checksum(values)
+    sums = {expected}
+    for at in range(0, 2500, 50):
         changed = values.clone()
-        changed[place] += 1
+        changed[at] += 1
         sums.add(checksum(changed))
     assert len(sums) == 51
     monkeypatch.setattr(checksum_module, "_rows_at_once", lambda device: 7)
-    assert checksum(values) == wanted
+    assert checksum(values) == expected
