@@ -705,7 +705,8 @@ class BlendCache(MaskedDecode):
             )
         if plan.partial is None:
             plan.partial = self._part = self._part_loader()
-        plan.begin(request.logits_rows)
+        if request.logits_rows > 1:
+            plan.begin(request.logits_rows)
         context = PrefillContext(
             self.model,
             self._own_layers,

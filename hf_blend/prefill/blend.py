@@ -100,7 +100,8 @@ class Prefill:
         self._masks = RowMasks(context.model, layers, context.past, self.tokens)
         self._known_rows = KnownRows()
         self._rows: Rows | None = None  # None: all tokens, as the model passes them
-        self._selected_counts: list[int] | None = None  # of the reusable tokens, those that are computed; None: all
+        self._selected_counts = plan.stored_counts  # of the reusable tokens, those that are computed
+        self._is_narrowed = False  # some reusable tokens are computed no more
         self._kind = LayerKind()  # of the layer that runs
         self._awaited: set[str] | None = None  # what a look into the layer still waits for; None: it runs to its end
         self._uncorrected: dict[int, KV] = {}
@@ -301,11 +302,6 @@ class Prefill:
                 )
                 self._drop(placed)
 
-    @property
-    def _is_narrowed(self) -> bool:
-        """Return True if some reusable tokens are computed no more."""
-        return self._selected_counts is not None and self._selected_counts != self.context.plan.stored_counts
-
     def _begin(self, call: LayerCall) -> None:
         """Leave out what needs no computing at all, and select at once if nothing must be seen for it."""
         context, plan, device = self.context, self.context.plan, call.hidden.device
@@ -319,9 +315,9 @@ class Prefill:
                 return
         counts, nothing, selected = plan.stored_counts, [0] * len(plan.stored_counts), None
         if context.is_probe:
-            counts = self._selected_counts = nothing
+            counts = self._narrowed_to(nothing)
         elif self._first_ratio is not None:
-            counts = self._selected_counts = self._selection.counts(self._first_ratio)
+            counts = self._narrowed_to(self._selection.counts(self._first_ratio))
             selected = self._selection.select(0, Rows.every(plan.reusable), None, counts)
         total = [fresh + stored for fresh, stored in zip(plan.fresh_counts, counts, strict=True)]
         if min(total) == self.tokens:
@@ -426,16 +422,20 @@ class Prefill:
         """Let only the selected of the active rows go on, and those that are fresh in any case."""
         plan = self.context.plan
         rows = self._rows or Rows.every(plan.real)
-        before = plan.stored_counts if self._selected_counts is None else self._selected_counts
-        counts = self._selection.counts(ratio)
+        counts, before = self._selection.counts(ratio), self._selected_counts
         selected = self._selection.select(index, rows, self._computed(index), counts, seen)
-        self._selected_counts = [min(pair) for pair in zip(counts, before, strict=True)]
-        total = [sum(pair) for pair in zip(plan.fresh_counts, self._selected_counts, strict=True)]
+        counts = self._narrowed_to([min(pair) for pair in zip(counts, before, strict=True)])
+        total = [sum(pair) for pair in zip(plan.fresh_counts, counts, strict=True)]
         kept = ~rows.take(plan.reusable) | selected
         if plan.has_padding:
             kept = kept & rows.take(plan.real)
         if self._rows is None or tuple(total) != self._rows.counts:
             self._keep_rows(index, call, model_mask, *rows.keep(*self._aligned(kept, total)))
+
+    def _narrowed_to(self, counts: list[int]) -> list[int]:
+        """Note how many of the reusable tokens of each entry are computed from here on."""
+        self._selected_counts, self._is_narrowed = counts, counts != self.context.plan.stored_counts
+        return counts
 
     def _computed(self, index: int) -> KV | None:
         """What a layer keeps of all new tokens, as far as it is known: K and V, or what stands for them."""

@@ -150,36 +150,27 @@ class Plan:
     def begin(self, logits_rows: int) -> None:
         """Mark the new tokens that have stored KV; those whose logits are asked for are computed in any case."""
         self.end = self.real.shape[1] - min(logits_rows, self.real.shape[1])
-        marks, reusable = self._marked(True), self._marked(False)
-        self.exact_counts = marks.sum(axis=1).tolist()
+        self.has_padding = min(self.counts, default=0) < self.real.shape[1]
+        self._marks = np.zeros((2, *self.real.shape), dtype=bool)  # on the host: exact, reusable
+        exact, reusable = self._marks
+        for placed in self.chunks:
+            (exact if placed.exact else reusable)[placed.row, placed.columns] = True
+        exact[:, self.end :] = reusable[:, self.end :] = False
+        self.exact_counts = exact.sum(axis=1).tolist()
         self.stored_counts = reusable.sum(axis=1).tolist()
         known = zip(self.counts, self.exact_counts, self.stored_counts, strict=True)
-        self.fresh_counts = [count - exact - stored for count, exact, stored in known]
-        self.exact, self.reusable = torch.from_numpy(marks), torch.from_numpy(reusable)
+        self.fresh_counts = [count - sum(stored) for count, *stored in known]
+        self.exact, self.reusable = torch.from_numpy(exact.copy()), torch.from_numpy(reusable.copy())
 
     def to(self, device: torch.device) -> None:
         """Bring the marks to the device that computes."""
         self.real, self.exact = self.real.to(device), self.exact.to(device)
         self.reusable = self.reusable.to(device)
 
-    def _marked(self, exact: bool) -> np.ndarray:
-        """`[batch, tokens]`: True before `end` where a chunk with this exactness is."""
-        mask = np.zeros(tuple(self.real.shape), dtype=bool)
-        for placed in self.chunks:
-            if placed.exact is exact:
-                mask[placed.row, placed.columns] = True
-        mask[:, self.end :] = False
-        return mask
-
     def fresh(self, with_reusable: bool) -> np.ndarray:
         """`[batch, tokens]`: True on columns that are not padding and have no exact KV; known to the host."""
-        stored = self._marked(True) if with_reusable else self._marked(True) | self._marked(False)
-        return np.asarray(self._host_real) & ~stored
-
-    @property
-    def has_padding(self) -> bool:
-        """Return True if an entry has fewer tokens than the forward has columns."""
-        return min(self.counts) < self.real.shape[1]
+        exact, reusable = self._marks
+        return np.asarray(self._host_real) & ~(exact if with_reusable else exact | reusable)
 
     def padding_on(self, device: torch.device) -> Tensor:
         """`[batch, tokens]`, True on padding."""
@@ -200,6 +191,7 @@ class Plan:
     def drop(self, placed: PlacedChunk) -> None:
         """Treat a chunk as if it had not been stored: its tokens are computed like a question's."""
         self.chunks.remove(placed)
+        self._marks[:, placed.row, placed.columns] = False
         self.reusable[placed.row, placed.columns] = self.exact[placed.row, placed.columns] = False
         tokens = max(0, min(placed.columns.stop, self.end) - placed.start)
         self.fresh_counts[placed.row] += tokens
@@ -226,6 +218,7 @@ class Planner:
         self.images: Mapping[tuple[int, ...], Mapping[str, Any]] = {}  # by the names of its tokens, how to compute one
         self._fetched: dict[ChunkKey, ChunkKV] = {}
         self._canaries: set[str] = set()  # those that were found to be the model's
+        self._config, self._known_regimes = text_config(model), dict[int, tuple[int, ...]]()
         self._regimes: set[tuple[int, ...]] = set()  # of the frequencies in the forward that is planned
 
     def plan(
@@ -334,7 +327,9 @@ class Planner:
         return self._regimes == {self._regime(len(key.chunk_prefix_ids) + len(key.token_ids))}
 
     def _regime(self, tokens: int) -> tuple[int, ...]:
-        return frequency_regime(text_config(self._model), tokens)
+        if tokens not in self._known_regimes:
+            self._known_regimes[tokens] = frequency_regime(self._config, tokens)
+        return self._known_regimes[tokens]
 
     def _fetch(self, plan: Plan, keys: Sequence[ChunkKey], first: Set[ChunkKey]) -> None:
         """Bring chunks from the store; those that it lacks are computed, several in one forward, and stored.

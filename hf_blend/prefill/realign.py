@@ -38,7 +38,9 @@ class Placement:
     rows: Tensor | None
     row: int
 
-    @property
+    part: slice | None = None  # where their tokens are among those of all chunks, if they are neighbours there
+
+    @cached_property
     def is_run(self) -> bool:
         """Return True if the chunks are neighbours in one batch entry."""
         return self.rows is None and isinstance(self.columns, slice)
@@ -206,17 +208,20 @@ class Realigner:
     def write(self, layer: int, chunks: Sequence[PlacedChunk], keys: Tensor, values: Tensor) -> None:
         """Write stored chunks to their columns.
 
-        Shapes: keys `[batch, kv_heads, tokens, head_dim]`.
+        Shapes: keys `[batch, kv_heads, tokens, head_dim]`; of several layers `[layers, batch, …]`.
         """
-        for which, states in enumerate((keys, values)):
-            self.write_part(layer, chunks, which, states)
+        if chunks:
+            placed = self._placed(chunks, keys.device)
+            self._write(layer, placed, 0, keys)
+            self._write(layer, placed, 1, values)
 
     def write_part(self, layer: int, chunks: Sequence[PlacedChunk], which: int, states: Tensor) -> None:
         """As `write`, for K (0) or V (1) alone."""
-        if not chunks:
-            return
-        started = time.perf_counter()
-        placed, style = self._placed(chunks, states.device), self._styles[layer]
+        if chunks:
+            self._write(layer, self._placed(chunks, states.device), which, states)
+
+    def _write(self, layer: int, placed: Placement, which: int, states: Tensor) -> None:
+        started, style = time.perf_counter(), self._styles[layer]
         rotation = self._rotation(layer, placed, style) if which == style.slot else None
         states = states if states.dim() == 5 else states[None]
         parts = self._parts(placed, range(layer, layer + states.shape[0]), which, states.device)
@@ -321,7 +326,11 @@ class Realigner:
     def _placed(self, chunks: Sequence[PlacedChunk], device: torch.device) -> Placement:
         key = tuple(map(id, chunks))
         if key not in self._placements:
-            self._placements[key] = Placement.of(chunks, device)  # keeps the chunks, so their ids are not used again
+            placed = Placement.of(chunks, device)  # keeps the chunks, so their ids are not used again
+            start = self._first.get(key[0], 0)
+            if self._all and self._all[start : start + len(chunks)] == placed.chunks:
+                placed.part = slice(self._starts[start], self._starts[start + len(chunks)])
+            self._placements[key] = placed
         return self._placements[key]
 
     def _beside(self, layer: int, placed: Placement, device: torch.device) -> Tensor:
@@ -358,40 +367,34 @@ class Realigner:
             return None
         key = (id(placed), number, id(table[0]), style)
         if key not in self._rotations:
-            joined = self._placed(self._all, table[0].device) if self._all else placed
-            part = self._part(placed)
-            if part is None or joined is placed:
+            if placed.part is None or len(placed.chunks) == len(self._all):
                 self._rotations[key] = self._composed(layer, placed, table, style)
             else:
-                cos, sin = self._rotation(layer, joined, style)  # type: ignore[misc]
-                self._rotations[key] = cos[part], sin[part]
+                cos, sin = self._rotation(layer, self._placed(self._all, table[0].device), style)  # type: ignore[misc]
+                self._rotations[key] = cos[placed.part], sin[placed.part]
         return self._rotations[key]
-
-    def _part(self, placed: Placement) -> slice | None:
-        """Where the tokens of some neighbours among all chunks are, if they are neighbours."""
-        start, count = self._first.get(id(placed.chunks[0]), 0), len(placed.chunks)
-        if self._all[start : start + count] != placed.chunks:
-            return None
-        return slice(self._starts[start], self._starts[start + count])
 
     def _parts(self, placed: Placement, layers: range, which: int, device: torch.device) -> list[Tensor]:
         """`Placement.parts`; of one tensor for all chunks and layers, where that is small."""
-        part = self._part(placed) if which >= 0 and self._all else None
-        if part is None:
-            return placed.parts(layers, which)
-        if (joined := self._joined(which, device)) is not None:
-            return [joined[layers.start : layers.stop, :, part]]
-        brought = self._copies.take((layers.start, layers.stop, which), device)
-        return placed.parts(layers, which) if brought is None else [brought[:, :, part]]
+        if placed.part is not None:
+            if len(self._all) >= MANY and (joined := self._joined(which, device)) is not None:
+                return [joined[layers.start : layers.stop, :, placed.part]]
+            if device.type != "cpu":
+                brought = self._copies.take((layers.start, layers.stop, which), device)
+                if brought is not None:
+                    return [brought[:, :, placed.part]]
+        return placed.parts(layers, which)
 
     def _joined(self, which: int, device: torch.device) -> Tensor | None:
-        """K (0) or V (1) of all layers of all chunks side by side, `[layers, heads, tokens, width]`."""
+        """K (0) or V (1) of all layers of all chunks side by side, `[layers, heads, tokens, width]`, if it is small.
+
+        One more copy takes less than many parts.
+        """
         key = (which, device)
         if key not in self._joined_states:
-            placed = self._placed(self._all, device) if self._all else None
-            is_many = placed is not None and len(placed.chunks) >= MANY  # one more copy takes less than many parts
-            is_small = is_many and placed.is_stacked and placed.nbytes <= GROUP_BYTES  # type: ignore[union-attr]
-            parts = placed.parts(range(self.num_layers), which) if placed is not None and is_small else []
+            placed = self._placed(self._all, device)
+            is_small = placed.is_stacked and placed.nbytes <= GROUP_BYTES
+            parts = placed.parts(range(self.num_layers), which) if is_small else []
             self._joined_states[key] = _cat(parts, parts[0].device).to(device) if parts else None
         return self._joined_states[key]
 

@@ -143,7 +143,11 @@ class ChunkKV:
     @cached_property
     def layout(self) -> Layout:
         """What its tensors look like, for comparing with what a model's look like."""
-        layers = tuple(tuple(map(_form, states)) for states in self.layers)
+        if isinstance(self.layers, StackedLayers):  # all alike
+            states = (self.layers.keys, self.layers.values)
+            layers = (tuple((one.shape[1], one.shape[3], one.dtype) for one in states),) * len(self.layers)
+        else:
+            layers = tuple(tuple(map(_form, states)) for states in self.layers)
         tables = tuple((cos.shape[1], sin.shape[1], cos.dtype) for cos, sin in self.tables)
         return Layout(layers, tables, self.layer_table)
 
