@@ -189,7 +189,7 @@ class Prefill:
                     plan.partial.begin(index, None if sees_all else self._rows, plan)
                 case Trim():
                     self._trim(index, call, model_mask)
-        self._open_capture(call, self._captured(index, call))
+        self._capture_by(self._captured(index, call), call.cache)
         self._note(index, kv_only=self._stops_at(index))
         return call
 
@@ -253,18 +253,15 @@ class Prefill:
     def close_doors(self) -> None:
         """Take the hooks out of the layer that runs and of its attention."""
         self._kind.leave()
-        self._close_capture()
+        self._capture_by(None)
 
-    def _open_capture(self, call: LayerCall, capture: AttentionCapture | None) -> None:
-        self._close_capture()
-        self._capture = capture
-        if capture is not None:
-            capture.open(call.cache)
-
-    def _close_capture(self) -> None:
+    def _capture_by(self, capture: AttentionCapture | None, cache: Any = None) -> None:
+        """Let this, and nothing else, take the attention of the layer that runs."""
         if self._capture is not None:
             self._capture.close()
-        self._capture = None
+        self._capture = capture
+        if capture is not None:
+            capture.open(cache)
 
     def stored_chunks(self) -> list[PlacedChunk]:
         """The chunks of which something stored is used, now: none where all rows are active."""
@@ -404,13 +401,13 @@ class Prefill:
 
         kind, layer = self._kind, self.context.layers[index]
         self._awaited, before = kind.waits_for(self, index), kind.snapshot(layer)
-        self._open_capture(call, self._capturing(index, call, take) if to_attention else None)
+        self._capture_by(self._capturing(index, call, take) if to_attention else None, call.cache)
         try:
             call.run()
         except StopForward:
             return found[0] if found else None
         finally:
-            self._close_capture()
+            self._capture_by(None)
             self._awaited = None
             kind.restore(layer, before)
         raise UnsupportedModelError(

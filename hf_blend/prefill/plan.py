@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -291,7 +291,7 @@ class Planner:
         return [one for one in found[:1] if one.start == one.first == 0]
 
     def _key(self, ids: Sequence[int], chunk_prefix_ids: Sequence[int]) -> ChunkKey:
-        return ChunkKey(self._fingerprint, tuple(chunk_prefix_ids), tuple(ids), self._store.namespace)
+        return _chunk_key(self._fingerprint, tuple(chunk_prefix_ids), tuple(ids), self._store.namespace)
 
     def _place(
         self,
@@ -378,6 +378,12 @@ class Planner:
     @cached_property
     def _layout(self) -> Layout:
         return layout_of(self._model, self._fingerprint)
+
+
+@lru_cache(maxsize=1024)
+def _chunk_key(fingerprint: str, chunk_prefix_ids: tuple[int, ...], ids: tuple[int, ...], namespace: str) -> ChunkKey:
+    """The key of a chunk, whose digest is made once for the requests that use it."""
+    return ChunkKey(fingerprint, chunk_prefix_ids, ids, namespace)
 
 
 def _overlaps(one: Found, spans: Sequence[Span]) -> bool:

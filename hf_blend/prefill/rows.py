@@ -97,17 +97,14 @@ class Rows:
 
     def write_states(self, states: Tensor, rows: Tensor) -> None:
         """Write `[batch, heads, rows, width]` to these rows' columns of `[batch, heads, tokens, width]`."""
-        columns = self._on(states.device)
-        if columns.dim() == 1:
+        columns = self._moved.get(states.device)
+        if columns is None:
+            columns = (self.columns[0] if self.columns.shape[0] == 1 else self.columns).to(states.device)
+            self._moved[states.device] = columns
+        if columns.dim() == 1:  # of a single entry
             states.index_copy_(2, columns, rows)
         else:
             states.scatter_(2, columns[:, None, :, None].expand_as(rows), rows)
-
-    def _on(self, device: torch.device) -> Tensor:
-        """The columns on a device, without the axis of a single batch entry."""
-        if device not in self._moved:
-            self._moved[device] = (self.columns[0] if self.columns.shape[0] == 1 else self.columns).to(device)
-        return self._moved[device]
 
     def behind(self, table: Tensor, tokens: int) -> Tensor:
         """A table of all tokens, and behind these the rows' own part of it: some layers look for theirs at the end.
