@@ -12,7 +12,7 @@ WORKERS ?= logical
 COVERED := cache model prefill rotary selectors store
 
 .DEFAULT_GOAL := help
-.PHONY: bench chain-model check coverage demo docs docs-site eval eval2 faults help install kvstar quickstart space test test-oldest test-slow
+.PHONY: bench check coverage demo docs docs-site faults help install quickstart space test test-oldest test-slow
 
 help: ## say what each target does
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -69,25 +69,12 @@ build/constraints-oldest.txt: constraints-oldest.txt constraints.txt # the first
 	awk -F== '!seen[$$1]++' $^ > $@
 
 # what the documents say: links, numbers, cards, examples; `make check CLAIMS=` leaves them to `make test`
-CLAIMS ?= tests/test_readme.py tests/test_docs.py tests/test_cards.py
+CLAIMS ?= tests/test_readme.py tests/test_docs.py
 
 check: $(STAMP) ## lint, types, and all that the documents claim: links, numbers, cards, examples
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(if $(CLAIMS),$(BIN)/python -P -m pytest -q $(CLAIMS))
-
-CHAIN_RUN ?= build/chains
-
-chain-model: $(STAMP) ## train the second reference model (hours on a CPU, resumes), export it and measure its gates
-	$(BIN)/python benchmarks/reference_model/train.py --folder $(CHAIN_RUN)
-	$(BIN)/python benchmarks/reference_model/export.py --folder $(CHAIN_RUN) --to hf_blend/bundled/chains
-	$(BIN)/python benchmarks/reference_model/gates.py
-
-KVSTAR_RUN ?= build/kvstar
-
-kvstar: $(STAMP) ## train a model that writes and a small draft for it (half an hour, resumes); measure selections that they share
-	$(BIN)/python benchmarks/reference_model/draft.py --folder $(KVSTAR_RUN)
-	$(BIN)/python benchmarks/kvstar.py --folder $(KVSTAR_RUN) --small
 
 bench: $(STAMP) ## measure time to first token and write it to benchmarks/results
 	mkdir -p benchmarks/results
@@ -100,23 +87,3 @@ FAULTS_ARGS ?=
 
 faults: $(STAMP) ## inject FAULTS faults and KILLS kills into stores and models, and write what was found to benchmarks/results
 	$(BIN)/python -m tests.faults --faults $(FAULTS) --kills $(KILLS) --output benchmarks/results/faults.json $(FAULTS_ARGS)
-
-AT := 0.02 0.03 0.05 0.1 0.15 0.3 1.0
-SEVERAL := random dependency query-attention
-ONCE := attention-x-deviation boundary compose inter-attention stored-importance oracle
-EVALUATED := full-prefill prefix-caching full-reuse unaligned-reuse $(AT:%=auto@%) \
-	$(foreach r,0.01 0.05 0.1 0.15 0.3 1.0,kv-deviation@$(r)) $(foreach s,$(SEVERAL),$(foreach r,0.05 0.15 0.5,$(s)@$(r))) \
-	$(ONCE:%=%@0.15) map-reduce map-rerank
-COUNT ?= 500
-
-EVALUATED2 := prefix-caching full-reuse $(foreach r,0.05 0.1 0.15 0.3,kv-deviation@$(r)) $(foreach r,0.05 0.15,auto@$(r)) \
-	$(foreach r,0.05 0.06 0.075 0.1 0.15,value-norm@$(r)) random@0.15 dependency@0.15 query-attention@0.15 boundary@0.15 stored-importance@0.15 oracle@0.15
-COUNT2 ?= 500
-
-eval2: $(STAMP) ## score methods on long prompts, answers and times of the same questions: rows in benchmarks/results
-	$(BIN)/hf-blend eval chain-world --model chains $(EVALUATED2:%=--method %) --limit $(COUNT2) --batch 4 --output-dir build/eval2
-	cp build/eval2/summary.json benchmarks/results/eval2.json
-
-eval: $(STAMP) ## score every method on held-out questions: table, plots and page in build/eval, rows in benchmarks/results
-	$(BIN)/hf-blend eval $(EVALUATED:%=--method %) --limit $(COUNT) --batch 25 --output-dir build/eval --report
-	cp build/eval/summary.json benchmarks/results/eval.json

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 import transformers
 from transformers.cache_utils import DynamicLayer
+from worlds import REFERENCE
+from worlds.world.sampling import Example, sample_examples
 
 from hf_blend import BlendCache, ChunkStore, SequenceCache
 from hf_blend.cache.layers import BlendLayer
@@ -30,7 +32,6 @@ from hf_blend.cache.quantised_layer import QuantisedLayer
 from hf_blend.evaluation.answering import is_right
 from hf_blend.evaluation.bootstrap import interval
 from hf_blend.evaluation.bundled import load_model
-from hf_blend.evaluation.world.sampling import Example, sample_examples
 from hf_blend.prompt.pieces import build
 from hf_blend.version import __version__
 
@@ -79,7 +80,7 @@ def quality(count: int, seed: int, kv_bits: int) -> dict[str, Any]:
     Returns:
         The figures.
     """
-    model, tokenizer = load_model()
+    model, tokenizer = load_model(REFERENCE)
     store, found = ChunkStore.open("memory://"), []
     for example in sample_examples(count, seed):
         plain, packed = (ask(model, tokenizer, store, example, bits) for bits in (None, kv_bits))
@@ -139,7 +140,7 @@ def read_on(model: Any, prompt: Any, kv_bits: int | None, is_moved: bool) -> tup
 
 def sequences(count: int, seed: int, kv_bits: int, is_moved: bool) -> dict[str, Any]:
     """Compare logits behind a `SequenceCache` with those of one in full precision, to which the same was done."""
-    model, tokenizer = load_model()
+    model, tokenizer = load_model(REFERENCE)
     found = []
     for example in sample_examples(count, seed):
         prompt = build(tokenizer, example.prefix, example.chunks, example.question)

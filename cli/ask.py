@@ -13,7 +13,6 @@ from hf_blend.errors import ConfigError, PromptError
 
 from .options import (
     RATIO,
-    REAL,
     SELECTOR,
     Controller,
     Device,
@@ -80,10 +79,10 @@ def ask(
 
     Examples:
         hf-blend ask --compare --rounds 2 --store my-chunks  # slow
-        hf-blend ask --model chains --store my-chunks
-        hf-blend ask --model chains --store my-chunks --compare --json
-        hf-blend ask --model chains --store my-chunks --partial 0.25 --json
-        hf-blend ask --model chains --store my-chunks --controller --json  # slow
+        hf-blend ask --store my-chunks
+        hf-blend ask --store my-chunks --compare --json
+        hf-blend ask --store my-chunks --partial 0.25 --json
+        hf-blend ask --store my-chunks --controller --json  # slow
         hf-blend ask "Who keeps the light?" notes/ --model HuggingFaceTB/SmolLM2-135M-Instruct  # network
     """
     from hf_blend import ChunkStore
@@ -96,7 +95,7 @@ def ask(
     if rounds > 1 and not compare:
         raise ConfigError(f"got --rounds {rounds} without --compare. Methods are timed in turns only with it.")
     given, documents = _given(question, files or [], questions)
-    source = open_model(model or REAL, device, dtype)
+    source = open_model(model, device, dtype)
     shown = _Shown(json, compare, is_listed=questions is not None or not given)
     ways = asking.methods(config, compare)
     asks: list[Asked] = []
@@ -151,10 +150,6 @@ def _asks(
     from hf_blend.evaluation.prompting import request
     from hf_blend.evaluation.retrieving import Retriever
 
-    if not given and source.name in bundled.BUNDLED:
-        names = ("prefix", "chunks", "question")
-        ours = bundled.long_questions() if source.name == "chains" else bundled.quickstart_questions()
-        return [Asked({name: one[name] for name in names}, one["question"], one["answer"]) for one in ours]
     if not given:
         pages = bundled.handbook_questions()
         asked = [(request(source.tokenizer, one["chunks"], one["question"], system), one["question"]) for one in pages]

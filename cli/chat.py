@@ -12,7 +12,6 @@ from hf_blend.errors import PromptError
 
 from .options import (
     RATIO,
-    REAL,
     SELECTOR,
     Device,
     Dtype,
@@ -78,7 +77,7 @@ def chat(
     if "-" in (names := corpus or []):
         raise PromptError(f"the documents are {names}, but standard input brings the questions here. Name files.")
     documents = read(names)
-    source = open_model(model or (REAL if names else None), device, dtype)
+    source = open_model(model, device, dtype)
     with ChunkStore.open(store) as opened:
         ours = bundled_pieces(source.tokenizer)
         pieces = split(documents, source, chunk_tokens, store=opened) if names else list(ours)

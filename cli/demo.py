@@ -14,7 +14,7 @@ from .output import Json, fail, say, show
 __all__ = ["demo"]
 
 Model = Annotated[
-    str, typer.Option(help="Hub id, folder or name to begin with; empty is smollm2 where it is to be had, else a toy.")
+    str, typer.Option(help="Hub id or folder to begin with; the default is smollm2.")
 ]
 Host = Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 for everybody who reaches this machine.")]
 Port = Annotated[int | None, typer.Option(min=1, max=65535, help="The first free one from 7860 on if left out.")]
@@ -46,7 +46,7 @@ def demo(
 
     _refuse_taken(host, port)
     limits: dict[str, Any] = {"most_parameters": int(most_parameters * 1e9), "takes_folders": folders}
-    made = Demo(ModelCache(**limits, device=device, dtype=dtype), model=model or ("reference" if check else ""))
+    made = Demo(ModelCache(**limits, device=device, dtype=dtype), model=model)
     if made.model:
         made.shelf.take(made.model)
     say("Answering the first question, so that the page opens with it.")

@@ -8,14 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
-from .options import SELECTOR, Device, Dtype, Partial
+from .options import REAL, SELECTOR, Device, Dtype, Partial
 from .output import Json, progress, say, show
 
 __all__ = ["eval"]
 
-TASKS_HELP = "Names of tasks; the default is reference-world. Or: compare FOLDER FOLDER, two runs beside each other."
+TASKS_HELP = "Tasks, or Python files with one; the default is needle. Or: compare FOLDER FOLDER, two runs."
 Tasks = Annotated[list[str] | None, typer.Argument(help=TASKS_HELP)]
-Models = Annotated[list[str], typer.Option("--model", help="Hub id, folder, or reference; may be repeated.")]
+Models = Annotated[list[str], typer.Option("--model", help="Hub id or folder; may be repeated. Default: smollm2.")]
 METHODS_HELP = "A method, or a selector, with @RATIO or without; or all; may be repeated."
 Methods = Annotated[list[str], typer.Option("--method", help=METHODS_HELP)]
 Ratios = Annotated[list[float], typer.Option("--ratio", help="For methods that take one; may be repeated.")]
@@ -37,7 +37,7 @@ SHOWN = (
 def eval(
     context: typer.Context,
     tasks: Tasks = None,
-    model: Models = ["reference"],  # noqa: B006
+    model: Models = [REAL],  # noqa: B006
     method: Methods = ["full-prefill", "prefix-caching", "full-reuse", SELECTOR],  # noqa: B006
     ratio: Ratios = [0.02, 0.05, 0.1, 0.15, 0.3],  # noqa: B006
     data: Data = None,
@@ -75,7 +75,7 @@ def eval(
 
     if tasks and tasks[0] == COMPARE:
         return _compare(context, tasks[1:], json)
-    names = tuple(tasks or ["reference-world"])
+    names = tuple(tasks or ["needle"])
     wanted = tuple(name for one in method for name in (method_names() if one == "all" else [one]))
     files = _files(data or [], names)
     trial = EvalConfig(

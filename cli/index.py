@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .options import REAL, ChunkTokens, Device, Dtype, Model, Store
+from .options import ChunkTokens, Device, Dtype, Model, Store
 from .output import Json, SecretFile, duration, fail, humanise, interruptible, progress, read_secret, say, show
 from .reading import read, split
 
@@ -47,7 +47,7 @@ def index(
     dry_run: DryRun = False,
     json: Json = False,
 ) -> None:
-    """Store every chunk of a corpus that is not stored yet; without a corpus, of the bundled documents.
+    """Store every chunk of a corpus that is not stored yet; without a corpus, of the bundled handbook.
 
     It says first how many tokens there are, how many bytes their KV takes and how long that lasts, and what it leaves
     out. Stopped at any time and run again, it continues where it was. Several processes share the work by the digests
@@ -66,7 +66,6 @@ def index(
 
     share, secret = indexing.Shard.find(shard), read_secret(secret_file)
     documents = read(corpus or [])
-    model = model or (REAL if documents else "reference")
     source = open_model(model, device, dtype)
     pieces = _pieces(documents, source, chunk_tokens)
     estimate = indexing.Estimate.of(pieces, source)
@@ -84,7 +83,7 @@ def index(
             show(asdict(estimate), as_json=json)
             return
         if is_first:
-            indexer.name_sources(documents, model, chunk_tokens)
+            indexer.name_sources(documents, source.name, chunk_tokens)
         with interruptible(lambda: _kept(indexer.done, len(indexer.missing))):
             done = indexer.run(lambda keys: progress(keys, "chunks", quiet=not is_first))
         evicted = sum(opened.stats()["evicted"].values())

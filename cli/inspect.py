@@ -9,7 +9,7 @@ import typer
 
 from hf_blend.errors import PromptError
 
-from .options import RATIO, REAL, ChunkTokens, Device, Dtype, Model, TopK
+from .options import RATIO, ChunkTokens, Device, Dtype, Model, TopK
 from .output import Json, say, show
 from .reading import read, split
 
@@ -58,7 +58,7 @@ def inspect(
     for one in selector or ():
         blend_config(one)  # refuses what is no selector
     documents = _documents(question, files or [])
-    source = open_model(model or (REAL if documents else None), device, dtype)
+    source = open_model(model, device, dtype)
     pieces = _pieces(source, question, documents, top_k, chunk_tokens)
     with ChunkStore.open(store) as opened:
         found = Inspector(source.load(), source.tokenizer, opened, pieces).look(selector, ratio)
@@ -86,12 +86,13 @@ def _pieces(
     source: "ModelSource", question: str | None, documents: "list[Document]", top_k: int, chunk_tokens: int
 ) -> dict[str, Any]:
     from hf_blend.evaluation.asking import prepare
-    from hf_blend.evaluation.bundled import quickstart_questions
+    from hf_blend.evaluation.bundled import handbook_questions
+    from hf_blend.evaluation.prompting import request
     from hf_blend.evaluation.retrieving import Retriever
 
     if question is None:
-        first = quickstart_questions()[0]
-        return {name: first[name] for name in ("prefix", "chunks", "question")}
+        first = handbook_questions()[0]
+        return request(source.tokenizer, first["chunks"], first["question"], None)
     retriever = Retriever(split(documents, source, chunk_tokens, [question]), top_k)
     return prepare(source, retriever, question, None, 1).pieces
 

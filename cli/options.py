@@ -16,10 +16,10 @@ __all__ = [
     "Ratio", "Selector", "Store", "TimedDtype", "TimedModel", "TopK", "Unverified", "timed",
 ]  # fmt: skip
 
-REAL = "smollm2"  # what answers questions about documents of one's own
+REAL = "smollm2"  # the model of those who name none
 RATIO, SELECTOR = BlendConfig.recompute_ratio, BlendConfig.selector
 
-Model = Annotated[str | None, typer.Option(help="Hub id, path, or a name: smollm2, a real model; reference, chains.")]
+Model = Annotated[str | None, typer.Option(help="Hub id or path; the default is smollm2.")]
 TimedModel = Annotated[
     str | None, typer.Option("--model", help="Hub id or path of the model to time, in place of a shape.")
 ]

@@ -68,7 +68,7 @@ def split(
     text = "\n".join([*questions, *(document.text[:SAMPLE] for document in documents)])
     if said := unknown_words(source.tokenizer, text[:SAMPLE]):
         say(f"{said} Name another with --model.")
-    indexed = {} if store is None else Sources(store).chunk_tokens(documents, source.name or "reference")
+    indexed = {} if store is None else Sources(store).chunk_tokens(documents, source.name)
     others = sorted({size for size in indexed.values() if chunk_tokens not in (None, size)})
     if others:
         say(

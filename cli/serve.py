@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .options import RATIO, SELECTOR
+from .options import RATIO, REAL, SELECTOR
 from .output import Json, SecretFile, fail, read_secret, say, show
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["serve"]
 
-Model = Annotated[str | None, typer.Option(help="Hub id or path; the default is the bundled reference model.")]
+Model = Annotated[str | None, typer.Option(help="Hub id or path; the default is smollm2.")]
 Store = Annotated[str | None, typer.Option("--store", help="Folder of the chunk store; the default is the library's.")]
 Remote = Annotated[str | None, typer.Option(help="URL of a tier behind it that servers share, such as redis://host.")]
 Host = Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 for all who reach this machine.")]
@@ -102,8 +102,7 @@ def serve(
 
 def _name(model: str | None) -> str:
     """A model's name as clients send it: an id of the hub whole, of a folder the last part."""
-    if model is None:
-        return "hf-blend-reference"
+    model = model or REAL
     return Path(model).resolve().name if Path(model).exists() else model
 
 
@@ -138,9 +137,9 @@ def _ask(url: str, stop: Callable[[], None], model: str, key: str, json: bool, a
     import json as codec
     import urllib.request
 
-    from hf_blend.evaluation.bundled import quickstart_questions
+    from hf_blend.evaluation.bundled import handbook_questions
 
-    asked = quickstart_questions()[0]
+    asked = handbook_questions()[0]
     body = {
         "model": model, "temperature": 0, "max_tokens": 8, "documents": asked["chunks"],
         "messages": [{"role": "user", "content": asked["question"]}],

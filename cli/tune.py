@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["tune"]
 
-PROMPTS_HELP = "JSONL file with chunks and question in each row, and answers if known; default: the bundled task."
+PROMPTS_HELP = "JSONL file with chunks and question in each row, and answers if known; default: the bundled handbook."
 Prompts = Annotated[Path | None, typer.Option(help=PROMPTS_HELP)]
 Leave = Annotated[
     float, typer.Option(min=0.0, max=1.0, help="Share of full reuse's KL divergence that the choice may leave.")
@@ -32,8 +32,8 @@ Ratios = Annotated[
 Correctors = Annotated[
     list[str], typer.Option("--corrector", help="What is done to tokens that are not recomputed; may be repeated.")
 ]
-Limit = Annotated[int, typer.Option(min=0, help="The first prompts; 0 is all of a file, and 24 of the bundled task.")]
-Seed = Annotated[int, typer.Option(help="Of the halves, and of which questions of the bundled task.")]
+Limit = Annotated[int, typer.Option(min=0, help="The first prompts; 0 is all of a file, and 24 over the handbook.")]
+Seed = Annotated[int, typer.Option(help="Of the halves, and of which pages of the handbook.")]
 StorePlace = Annotated[str, typer.Option("--store", help="Where chunks are kept.")]
 
 
@@ -75,7 +75,7 @@ def tune(
     if prompts:
         sample = tuning.read_prompts(prompts, source.tokenizer, limit or None, source.positions)
     else:
-        sample = tuning.bundled_prompts(limit or 24, seed, model)
+        sample = tuning.bundled_prompts(limit or 24, seed, source.tokenizer)
     with ChunkStore.open(store) as opened:
         measure = Measure(source.load(), source.tokenizer, opened)
         got = tuning.tune(

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Models to ask: those that have a short name, or any other by path or hub id.
+"""Models to ask, by short name, path or hub id, and the documents that come with the package.
 
 What can be known without the weights is known first: the folder, the type, the tokenizer, the device. A mistake is
 answered before anything large is read.
@@ -21,11 +21,11 @@ import torch
 from torch import nn
 
 from hf_blend.errors import ConfigError, UnsupportedModelError, suggest
-from hf_blend.model_names import BUNDLED as BUNDLED
 from hf_blend.model_names import locate
 from hf_blend.rotary.regime import stretches
 
-REFERENCE, CHAINS = BUNDLED["reference"], BUNDLED["chains"]
+REAL = "smollm2"  # the model of those who name none
+HANDBOOK = files("hf_blend") / "bundled" / "handbook"
 AUTO = "auto"
 DTYPES = ("float32", "bfloat16", "float16")
 HUB_S = 5.0  # until the hub counts as out of reach
@@ -35,7 +35,7 @@ HUB_S = 5.0  # until the hub counts as out of reach
 class ModelSource:
     """A model whose weights are not read yet."""
 
-    name: str | None
+    name: str
     folder: str
     config: Any
     tokenizer: Any
@@ -66,7 +66,8 @@ class ModelSource:
 def open_model(name: str | None = None, device: str = AUTO, dtype: str = AUTO) -> ModelSource:
     """Find a model and read its config and tokenizer."""
     where, kind = choose_device(device), choose_dtype(dtype)
-    folder = REFERENCE if name is None else os.path.expanduser(locate(name))
+    name = name or REAL
+    folder = os.path.expanduser(locate(name))
     if folder.startswith((".", os.sep)) and not os.path.isdir(folder):
         raise ConfigError(
             f"there is no folder {name!r}. Give a folder that a model was saved in, or the id of one on the hub, such "
@@ -206,23 +207,13 @@ def _first_line(error: BaseException) -> str:
     return f"{lines[0][:300].rstrip(' .:')}."
 
 
-def quickstart_questions() -> list[dict[str, Any]]:
-    """The bundled questions: prefix, chunks, question and answer of each."""
-    text = (files("hf_blend") / "bundled" / "documents" / "questions.json").read_text("utf-8")
-    found: list[dict[str, Any]] = json.loads(text)
-    return found
-
-
 def handbook_questions() -> list[dict[str, Any]]:
     """Three questions over the bundled handbook of a mountain hut, which full prefill of `smollm2` answers."""
-    folder = files("hf_blend") / "bundled" / "handbook"
-    pages = sorted((page for page in folder.iterdir() if page.name.endswith(".md")), key=lambda page: page.name)
-    chunks = [f"{page.read_text('utf-8').strip()}\n\n" for page in pages]
-    questions = json.loads((folder / "questions.json").read_text("utf-8"))
-    return [{"chunks": chunks, **question} for question in questions]
+    questions = json.loads((HANDBOOK / "questions.json").read_text("utf-8"))
+    return [{"chunks": list(handbook_pages().values()), **question} for question in questions]
 
 
-def long_questions() -> list[dict[str, Any]]:
-    """The questions that come with the chain model: prefix, chunks, question and answer of each."""
-    found: list[dict[str, Any]] = json.loads((Path(CHAINS) / "questions.json").read_text("utf-8"))
-    return found
+def handbook_pages() -> dict[str, str]:
+    """Return the pages of the handbook in their order, by name, each as it is in prompts."""
+    pages = sorted((page for page in HANDBOOK.iterdir() if page.name.endswith(".md")), key=lambda page: page.name)
+    return {f"handbook/{page.name}": f"{page.read_text('utf-8').strip()}\n\n" for page in pages}

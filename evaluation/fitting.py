@@ -80,7 +80,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder, hub id, or the name of a bundled model")
-    parser.add_argument("--task", default="reference-world", help="whose prompts")
+    parser.add_argument("--task", default="needle", help="whose prompts")
     parser.add_argument("--data", type=Path, help="JSONL file of the task")
     parser.add_argument("--count", type=int, default=100, help="prompts")
     parser.add_argument("--seed", type=int, default=77, help="which; measure on others")

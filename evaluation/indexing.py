@@ -18,7 +18,7 @@ from hf_blend.model.fingerprint import fingerprint
 from hf_blend.prompt.pieces import tokenize
 from hf_blend.store import ChunkKey
 
-from .bundled import ModelSource, quickstart_questions
+from .bundled import ModelSource, handbook_pages
 from .documents import Document
 from .sources import Source, Sources
 from .splitting import Piece, closed
@@ -136,7 +136,6 @@ def check_room(store: ChunkStore, estimate: Estimate) -> None:
 
 
 def bundled_pieces(tokenizer: Any) -> Iterator[Piece]:
-    """The bundled documents, each a piece as the bundled questions use it."""
-    for one in quickstart_questions():
-        for text in one["chunks"]:
-            yield Piece(f"bundled story {one['story']}", 0, text, tokenize(tokenizer, closed(text)))
+    """Yield the pages of the bundled handbook, each a piece as the bundled questions use it."""
+    for name, text in handbook_pages().items():
+        yield Piece(name, 0, text, tokenize(tokenizer, closed(text)))

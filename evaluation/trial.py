@@ -23,7 +23,7 @@ from hf_blend.config import BlendConfig
 from hf_blend.errors import ConfigError
 
 from .blending import approach, ways
-from .bundled import load_model
+from .bundled import REAL, load_model
 from .folder import RunFolder, place_of
 from .methods.base import EvalMethod, Outcome
 from .scores.base import Score
@@ -34,15 +34,14 @@ FULL = "full-prefill"
 WARM = "full-reuse"
 TIMED = 10  # samples that are answered alone too, where others are answered side by side
 ADDED = {"partial", "read_gb_s", "times_batches"}  # settings that runs without them did not note
-REFERENCE = "reference"  # what the bundled model is called
 
 
 @dataclass(frozen=True)
 class EvalConfig:
     """What is asked of whom."""
 
-    tasks: tuple[str, ...] = ("reference-world",)
-    models: tuple[str, ...] = (REFERENCE,)
+    tasks: tuple[str, ...] = ("needle",)
+    models: tuple[str, ...] = (REAL,)
     methods: tuple[str, ...] = (FULL, "prefix-caching", "full-reuse", BlendConfig.selector)
     ratios: tuple[float, ...] = (0.02, 0.05, 0.1, 0.15, 0.3)
     limit: int | None = 50
@@ -86,7 +85,8 @@ class EvalConfig:
         versions = {"hf_blend": hf_blend.__version__, "torch": torch.__version__}
         asked = {name: value for name, value in asdict(self).items() if name not in ADDED or value}
         known = {**asked, "threads": torch.get_num_threads(), "versions": versions}
-        paths = [name.partition(":")[0] for name, _ in self.ways() if name.partition(":")[0].endswith(plugins.FILE)]
+        named = (*self.tasks, *(name.partition(":")[0] for name, _ in self.ways()))
+        paths = [name for name in named if name.endswith(plugins.FILE)]
         digests = {path: hashlib.sha256(Path(path).expanduser().read_bytes()).hexdigest()[:16] for path in paths}
         return {**known, "files": digests} if digests else known
 
@@ -107,7 +107,7 @@ def run(
             continue
         model, tokenizer = load(name, trial.device, trial.dtype or "auto")
         for task_name in trial.tasks:
-            task = _task(trial, task_name, tokenizer)
+            task = load_task(trial, task_name, tokenizer)
             samples = task.samples(trial.limit, trial.shape())
             bench = _Bench(trial, name, task_name, task, model, tokenizer, folder)
             parts = [samples[first : first + trial.batch] for first in range(0, len(samples), trial.batch)]
@@ -124,7 +124,8 @@ def _is_complete(trial: EvalConfig, model: str, folder: RunFolder) -> bool:
     return all(count >= wanted for count in counts)
 
 
-def _task(trial: EvalConfig, name: str, tokenizer: Any) -> Task:
+def load_task(trial: EvalConfig, name: str, tokenizer: Any) -> Task:
+    """Return a task of a run."""
     data = dict(trial.data).get(name)
     made: Task = plugins.load("evaluation.tasks", name)(tokenizer, Path(data) if data else None, trial.seed)
     return made

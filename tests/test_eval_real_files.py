@@ -20,7 +20,6 @@ FILES = {
     "samsum": "restricted/samsum_longbench_mini_fewshot.jsonl",
     "multi-news": "hotpotqa_natural.jsonl",  # the news may not be given away: any passages, asked for a summary
     "needle": None,
-    "reference-world": None,
 }
 LIMIT = 3
 

@@ -7,16 +7,14 @@ import json
 from functools import partial
 
 import pytest
+from worlds import REFERENCE_TASK
 
 from hf_blend import plugins
 from hf_blend.errors import ConfigError, PromptError
 from hf_blend.evaluation.rows import read_rows
 from hf_blend.evaluation.tasks.base import Sample, Shape, Task, polished
 
-TASKS = (
-    "chain-links", "chain-world", "hotpotqa", "multi-news", "musique", "needle", "reference-world", "samsum",
-    "wikimqa",
-)  # fmt: skip
+TASKS = ("hotpotqa", "multi-news", "musique", "needle", "samsum", "wikimqa")
 INSTRUCTION, END = (733, 16289, 28793), (733, 28748, 16289, 28793)
 FILES = {
     "musique": "musique_cacheblend.jsonl",
@@ -190,7 +188,7 @@ def test_other_tokenizers_get_what_their_template_puts_around_a_users_turn(tmp_p
     assert task("samsum", Chatty(), path).samples()[0].question == task("samsum", data=path).samples()[0].question
 
 
-@pytest.mark.parametrize("name", ["needle", "reference-world"])
+@pytest.mark.parametrize("name", ["needle", REFERENCE_TASK])
 def test_what_is_made_here_depends_on_the_seed_alone_and_never_ends(name):
     first, again, other = (task(name, seed=seed).samples(4) for seed in (3, 3, 4))
     assert first == again != other

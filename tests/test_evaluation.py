@@ -2,60 +2,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reference model is asked in earnest: answers, scores and timings come from real runs of the bundled model."""
 
-import json
 import random
 
 import pytest
-import reference
+from worlds import REFERENCE, reference_questions
 
 from hf_blend import BlendConfig, ChunkStore, ConfigError
 from hf_blend.evaluation import answering, asking
 from hf_blend.evaluation.bench.shapes import random_model
 from hf_blend.evaluation.bench.ttft import TtftPlan, measure_ttft
 from hf_blend.evaluation.bootstrap import interval
-from hf_blend.evaluation.bundled import load_model, quickstart_questions
-from hf_blend.evaluation.world.sampling import sample_examples
+from hf_blend.evaluation.bundled import load_model
 
 EVERYTHING = answering.Method("all", BlendConfig(recompute_ratio=1.0))
 
 
 @pytest.fixture(scope="module")
 def bundled():
-    return load_model()
-
-
-@pytest.fixture(scope="module")
-def examples():
-    return sample_examples(12, seed=11)
-
-
-def test_recomputing_everything_answers_like_full_prefill_and_right(bundled, examples):
-    full, blend = reference.score(*bundled, examples, [answering.FULL_PREFILL, EVERYTHING])
-    assert blend.rights == full.rights
-    assert sum(full.rights) >= 10
-
-
-def test_a_row_pairs_each_question_with_full_prefill(examples):
-    full = reference.Line("full", None, (True, True, False, True), None, (1.0,) * 4)
-    other = reference.Line("other", 0.3, (True, False, False, True), 0.4, (1.0,) * 4)
-    row = other.row(full)
-    assert row["difference_to_full"] == -0.25
-    assert row["difference_interval"][0] <= -0.25 <= row["difference_interval"][1] <= 0
-    assert (row["exact_match"], row["n"], row["charged_budget"]) == (0.5, 4, 0.4)
-
-
-def test_the_scale_has_both_ends_and_the_controls():
-    tried = reference.methods(["kv-deviation"], [0.1, 0.2], [1])
-    assert [method.name for method in tried[:2]] == ["full prefill", "full reuse"]
-    assert {method.name for method in tried[2:]} == {"kv-deviation", "boundary", "random"}
-
-
-def test_the_evaluation_writes_what_it_prints(tmp_path, capsys):
-    path = tmp_path / "deep" / "result.json"
-    reference.main(["--count", "3", "--ratios", "0.3", "--output", str(path)])
-    document = json.loads(path.read_text("utf-8"))
-    assert document == json.loads(capsys.readouterr().out)
-    assert {row["n"] for row in document["rows"]} == {3}
+    return load_model(REFERENCE)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +40,7 @@ def test_an_interval_holds_the_mean_repeats_itself_and_narrows_with_more_example
 
 
 def test_the_answer_is_streamed_as_it_is_returned(bundled):
-    question = quickstart_questions()[0]
+    question = reference_questions()[0]
     pieces = {name: question[name] for name in ("prefix", "chunks", "question")}
     heard: list[str] = []
     got = answering.answer(*bundled, ChunkStore.open("memory://"), EVERYTHING, pieces, heard.append)
@@ -84,7 +48,7 @@ def test_the_answer_is_streamed_as_it_is_returned(bundled):
 
 
 def test_a_reply_marks_the_recomputed_tokens_and_no_others(bundled):
-    question = quickstart_questions()[0]
+    question = reference_questions()[0]
     asked = asking.Asked({name: question[name] for name in ("prefix", "chunks", "question")}, "?", question["answer"])
     blend = answering.Method("blend", BlendConfig(recompute_ratio=0.2))
     reply = asking.ask(*bundled, ChunkStore.open("memory://"), asked, blend, 8)

@@ -13,14 +13,10 @@ from hf_blend import ChunkStore
 from tests.chat_templates import ASKED, CHATML, DOCUMENTS, small_tokenizer
 
 FOLDER = Path(__file__).resolve().parent.parent / "examples"
-SLOW = {"rag.py"}  # a real model reads a thousand tokens
-PROGRAMS = [
-    pytest.param(path, marks=[pytest.mark.slow] if path.name in SLOW else [], id=path.name)
-    for path in sorted(FOLDER.glob("*.py"))
-]
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.usefixtures("small_smollm2")
+@pytest.mark.parametrize("program", sorted(FOLDER.glob("*.py")), ids=lambda path: path.name)
 def test_the_example_runs_and_says_something(program, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [str(program)])

@@ -12,9 +12,10 @@ import torch
 from tiny_models import tiny_model as zoo_model
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList, dynamic_module_utils
 from transformers.generation.streamers import BaseStreamer
+from worlds import REFERENCE, reference_questions
 
 from hf_blend import BlendCache, ChunkStore, ConfigError, blended, sparse_decoding
-from hf_blend.evaluation.bundled import load_model, quickstart_questions
+from hf_blend.evaluation.bundled import load_model
 from tests.asking import generated, memory, prefill, prepared
 from tests.conftest import random_pieces
 
@@ -257,14 +258,14 @@ def test_batch_operations_on_a_filled_cache_are_those_of_a_dynamic_cache(shared_
 
 @pytest.fixture(scope="module")
 def bundled():
-    return load_model()
+    return load_model(REFERENCE)
 
 
 @pytest.fixture(scope="module")
 def asked(bundled):
     """Prompt, store with its chunks, and the question with the answer that is expected."""
     model, tokenizer = bundled
-    one, store = quickstart_questions()[0], memory()
+    one, store = reference_questions()[0], memory()
     store.add(model, tokenizer, one["chunks"])
     inputs = BlendCache(model, store).inputs(tokenizer, chunks=one["chunks"], question=one["question"])
     return inputs, store, one

@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 import pytest
+from worlds import REFERENCE
 
 from hf_blend import ChunkStore
 from hf_blend.cli.main import main
@@ -200,7 +201,7 @@ def test_one_bad_file_of_each_kind_does_not_end_the_index_of_a_folder(tmp_path, 
     bad = {"a.jsonl": JSONL[0], "b.html": HTML[0], "c.html": HTML[7], "d.pdf": PDF[0], "e.pdf": PDF[4]}
     for name, content in {**bad, "good.txt": b"the drum"}.items():
         (folder / name).write_bytes(content)
-    code, out, err = run(capsys, "index", folder, "--model", "reference", "--store", store, "--json")
+    code, out, err = run(capsys, "index", folder, "--model", REFERENCE, "--store", store, "--json")
     assert code == 0, err
     assert json.loads(out)["documents"] == 1
     assert all(f"notes/{name} (" in err for name in bad)
@@ -214,7 +215,7 @@ def test_names_that_are_no_utf8_or_escape_sequences_are_indexed_asked_about_and_
             Path(os.fsdecode(os.fsencode(folder) + b"/" + name)).write_text("the drum")
         except OSError:
             pytest.skip("this file system takes no such names")
-    common = ("--model", "reference", "--store", store)
+    common = ("--model", REFERENCE, "--store", store)
     said = [
         run(capsys, "index", folder, *common),
         run(capsys, "ask", "where is the drum ?", folder, *common),
@@ -323,7 +324,7 @@ def indexed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("poisoned")
     (folder / "good.txt").write_text("the drum")
     with pytest.raises(SystemExit) as ended:
-        main(["index", str(folder), "--model", "reference", "--store", str(folder / "kv")])
+        main(["index", str(folder), "--model", REFERENCE, "--store", str(folder / "kv")])
     assert not ended.value.code
     (path,) = (folder / "kv" / "sources").rglob("*.json")
     return folder, folder / "kv", path.parent
@@ -360,7 +361,7 @@ def test_a_store_with_poisoned_entries_is_listed_asked_and_indexed(indexed, caps
     for number, text in enumerate(POISON.values()):
         (entries / f"poison{number}.json").write_text(text)
     (entries / "red.json").write_text(json.dumps({**GOOD, "name": "\x1b[31mred", "model": "\x1b[2Jmine"}))
-    common = ("--model", "reference", "--store", store)
+    common = ("--model", REFERENCE, "--store", store)
     said = [
         run(capsys, "store", "ls", "--store", store),
         run(capsys, "store", "ls", "--chunks", "--store", store, "--json"),

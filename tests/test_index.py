@@ -12,11 +12,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from worlds import REFERENCE, reference_questions
 
 from hf_blend import ChunkStore
 from hf_blend.cli.main import main
 from hf_blend.errors import ConfigError, StoreError
-from hf_blend.evaluation.bundled import open_model, quickstart_questions
+from hf_blend.evaluation.bundled import open_model
 from hf_blend.evaluation.documents import Document
 from hf_blend.evaluation.indexing import Estimate, Indexer, Shard, check_room
 from hf_blend.evaluation.splitting import Splitter
@@ -27,7 +28,7 @@ WHOLE = Shard()
 
 @pytest.fixture(scope="module")
 def source():
-    return open_model(device="cpu")
+    return open_model(REFERENCE, device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,7 @@ def loaded(source):
 
 @pytest.fixture(scope="module")
 def texts():
-    return [text for one in quickstart_questions() for text in one["chunks"]][:6]
+    return [text for one in reference_questions() for text in one["chunks"]][:6]
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +115,7 @@ def test_what_a_disk_will_not_hold_is_refused_before_anything_is_computed(tmp_pa
         check_room(store, Estimate.of(pieces, source))
 
 
+@pytest.mark.usefixtures("small_smollm2")
 def test_a_dry_run_says_what_it_takes_and_stores_nothing(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["index", "--store", str(tmp_path / "s"), "--dry-run", "--json"])
@@ -137,16 +139,18 @@ def test_the_launcher_says_which_shard(monkeypatch):
     assert Shard.find() == Shard(1, 3)
 
 
+@pytest.mark.usefixtures("small_smollm2")
 def test_what_was_indexed_is_found_when_a_question_is_asked(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["index", "--store", str(tmp_path), "--json"])
     assert json.loads(capsys.readouterr().out)["stored"] > 0
     with pytest.raises(SystemExit):
-        main(["ask", "--model", "reference", "--store", str(tmp_path), "--json"])
+        main(["ask", "--store", str(tmp_path), "--json"])
     chunks = json.loads(capsys.readouterr().out)["chunks"]
     assert chunks["computed"] < chunks["loaded"]
 
 
+@pytest.mark.usefixtures("small_smollm2")
 def test_a_folder_that_was_indexed_at_another_size_is_found_and_a_mismatch_is_named(tmp_path, texts, capsys):
     folder, store = tmp_path / "notes", str(tmp_path / "kv")
     folder.mkdir()

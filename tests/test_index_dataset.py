@@ -14,6 +14,7 @@ from random import Random
 import pytest
 import torch
 from tiny_models import tiny_model as zoo_model
+from worlds import REFERENCE
 
 from hf_blend import ChunkStore, ConfigError, HfBlendError, StoreError
 from hf_blend.integrations.datasets import index_dataset
@@ -129,10 +130,10 @@ def test_datasets_of_other_kinds_are_refused_and_one_without_rows_is_none(tmp_pa
 
 
 def test_texts_are_chunks_as_in_any_other_way_of_indexing(tmp_path):
-    from hf_blend.evaluation.bundled import BUNDLED, load_model
+    from hf_blend.evaluation.bundled import load_model
 
     texts = ["The miller carries flour.\n", "The keeper lights the lamp.\n"]
-    index_dataset(datasets.Dataset.from_dict({"text": texts}), str(BUNDLED["reference"]), tmp_path / "kv")
-    model, tokenizer = load_model("reference")
+    index_dataset(datasets.Dataset.from_dict({"text": texts}), REFERENCE, tmp_path / "kv")
+    model, tokenizer = load_model(REFERENCE)
     with ChunkStore.open(tmp_path / "kv") as store:
         assert all(store.contains(key) for key in store.keys(model, tokenizer, texts))

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""A short name stands for a folder: of the package, of the hub's cache, or of a model that was converted once."""
+"""A short name stands for a folder: of the hub's cache, or of a model that was converted once."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +13,7 @@ import pytest
 from hf_blend import model_names
 from hf_blend.cli.main import main
 from hf_blend.errors import ConfigError, MissingExtraError
-from hf_blend.model_names import BUNDLED, PACKAGED, locate
+from hf_blend.model_names import PACKAGED, locate
 
 SMOLLM2 = PACKAGED["smollm2"]
 needs_package = pytest.mark.skipif(
@@ -44,8 +44,6 @@ def fake_writer(written: list[Path]):
 def test_what_is_no_short_name_is_left_to_from_pretrained():
     assert locate("./smollm2") == "./smollm2"
     assert locate("owner/name") == "owner/name"
-    assert Path(locate("chains"), "config.json").is_file()
-    assert locate("chains") == BUNDLED["chains"]
 
 
 def test_the_cache_of_the_hub_goes_first(empty_caches, tmp_path, monkeypatch):

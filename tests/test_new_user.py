@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 
 import pytest
+from worlds import REFERENCE
 
 from hf_blend import ChunkStore
 from hf_blend.cli.main import main
@@ -142,7 +143,7 @@ def test_a_question_over_forty_files_reads_the_right_one_and_computes_no_documen
 
 def test_questions_of_a_file_are_shown_with_their_answers(here, run):
     (here / "two.txt").write_text("Where is the light?\n\nWho keeps it?\n")
-    words = ("ask", "--questions", "two.txt", "notes/note-00.txt", "notes/note-02.txt", "--model", "reference")
+    words = ("ask", "--questions", "two.txt", "notes/note-00.txt", "notes/note-02.txt", "--model", REFERENCE)
     code, out, err = run(*words, "--max-new-tokens", "1", "--top-k", "2", "--chunk-tokens", "32", "--store", "kv")
     assert code == 0, err
     assert out.index("Where is the light?") < out.index("Sources: ") < out.index("Who keeps it?")
@@ -210,7 +211,7 @@ def mistakes():
     yield ["ask", "Who?", "notes", "--top-k", "-1"], "--top-k"
     yield ["ask", "Who?", "notes", "--chunk-tokens", "4000", "--top-k", "1", "--model", "MODEL", "--max-new-tokens",
            "2040"], "do not fit into the model's 2048 positions"  # fmt: skip
-    yield ["ask", "Who?", "notes", "--model", "reference", "--store", "file"], "file"
+    yield ["ask", "Who?", "notes", "--model", REFERENCE, "--store", "file"], "file"
     yield ["index", "notes/table.csv", "latin.txt"], "not UTF-8"
     yield ["index", "notes", "--shard", "4/4"], "NUMBER/COUNT"
     yield ["chat", "-"], "standard input brings the questions"

@@ -34,6 +34,7 @@ def run(*words):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("small_smollm2")
 def test_the_frontier_is_plotted_and_an_edited_file_is_not_mixed_with_the_old_one(here, capsys):
     words = shlex.split(EVAL)[1:]
     words[words.index("--limit") + 1] = "2"

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 from tiny_models import tiny_model
 from transformers import AutoTokenizer, DynamicCache
+from worlds import REFERENCE
 
 from hf_blend import ChunkStore, ConfigError, SequenceCache, ShiftCache, StoreError
 from hf_blend.context.conversation import Conversation
 from hf_blend.context.session import MAGIC, load_session, save_session
-from hf_blend.evaluation.bundled import REFERENCE
 from hf_blend.store.seal import seal
 from tests.conftest import slow_but
 

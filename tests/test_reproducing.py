@@ -1,21 +1,23 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""`hf-blend reproduce` makes a paper's figures on a model in a folder, and goes on where it was stopped."""
+"""`benchmarks/reproduce.py` makes a paper's figures on a model in a folder, and goes on where it was stopped."""
 
 import json
 from contextlib import contextmanager
 from random import Random
 
 import pytest
+from papers import cacheblend as cacheblend_figures
+from papers import kvstar
+from papers.cacheblend import cacheblend, data_files
+from reproduce import main
+from worlds import REFERENCE, REFERENCE_TASK
 
-from hf_blend.cli.main import main
 from hf_blend.errors import ConfigError
-from hf_blend.evaluation import kvstar, reproducing
 from hf_blend.evaluation.answering import blend_config
 from hf_blend.evaluation.bundled import load_model
 from hf_blend.evaluation.folder import RunFolder
 from hf_blend.evaluation.methods.base import EvalMethod
-from hf_blend.evaluation.reproducing import cacheblend, data_files
 from hf_blend.evaluation.trial import EvalConfig, run
 
 
@@ -62,7 +64,7 @@ def made_by(arguments, capsys):
 
 
 def test_impress_counts_bytes_first_and_heads_against_chance_and_resumes(untied, asked, tmp_path, capsys, monkeypatch):
-    arguments = ["reproduce", "impress", "--model", untied, *asked]
+    arguments = ["impress", "--model", untied, *asked]
     found, figures = made_by(arguments, capsys)
     assert set(figures) == {"share", "alpha", "probe-heads", "block-tokens", "ablation", "cache", "heads"}
     assert all(next(iter(row)) == "loaded_share" for row in figures["share"] + figures["alpha"])
@@ -81,7 +83,7 @@ def test_impress_counts_bytes_first_and_heads_against_chance_and_resumes(untied,
         assert (tmp_path / "run" / f"{name}.csv").read_text("utf-8").startswith(next(iter(figures[name][0])))
         assert (tmp_path / "run" / f"{name}.tex").read_text("utf-8").count("&") > 5
     assert page.count("cannot show") == len(found["cannot_show"]) > 2
-    monkeypatch.setattr("hf_blend.evaluation.impress._InPart", None)  # nothing is answered again
+    monkeypatch.setattr("papers.impress._InPart", None)  # nothing is answered again
     assert made_by(arguments, capsys)[1] == figures
 
 
@@ -99,7 +101,7 @@ def test_kvstar_counts_accepted_tokens_as_the_session_does_and_resumes(
         sessions.append((settings["draft_selects"], session.metrics))
 
     monkeypatch.setattr(kvstar, "sparse_decoding", noted)
-    arguments = ["reproduce", "kvstar", "--model", untied, *asked, "--draft", small_draft]
+    arguments = ["kvstar", "--model", untied, *asked, "--draft", small_draft]
     found, figures = made_by(arguments, capsys)
     dense, sees, apart, selects = figures["speculation"]
     assert dense["same_text"] == 1
@@ -128,7 +130,7 @@ def test_kvstar_counts_accepted_tokens_as_the_session_does_and_resumes(
 
 @pytest.mark.slow
 def test_a_copy_as_draft_is_accepted_whole_and_said_to_be_a_copy(untied, asked, capsys):
-    found, figures = made_by(["reproduce", "kvstar", "--model", untied, *asked], capsys)
+    found, figures = made_by(["kvstar", "--model", untied, *asked], capsys)
     assert figures["speculation"][0]["acceptance"] == 1
     assert any("copy of the model" in one for one in found["cannot_show"])
 
@@ -140,11 +142,9 @@ def test_the_jaccard_index_of_chance_is_that_of_drawn_sets():
     assert kvstar.chance_jaccard(5, 5, 5) == 1
 
 
-def test_a_draft_with_another_vocabulary_is_refused(untied, asked, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["reproduce", "kvstar", "--model", untied, *asked, "--draft", "reference"])
-    assert ended.value.code == 2
-    assert "the draft 'reference' has another vocabulary" in capsys.readouterr().err
+def test_a_draft_with_another_vocabulary_is_refused(untied, asked):
+    with pytest.raises(ConfigError, match="has another vocabulary"):
+        main(["kvstar", "--model", untied, *asked, "--draft", REFERENCE])
 
 
 @pytest.fixture
@@ -167,10 +167,10 @@ def test_the_figures_are_made_on_a_folder_with_a_real_set_and_a_stopped_run_goes
     (tmp_path / "data" / "musique.jsonl").write_text(json.dumps(row) + "\n")
     init = EvalMethod.__init__
     monkeypatch.setattr(EvalMethod, "__init__", lambda self, *given: init(self, *given[:3], 1, *given[4:]))
-    asked = ["reproduce", "cacheblend", "--model", folder, "--data", str(tmp_path / "data"), "--limit", "1", "--small"]
+    asked = ["cacheblend", "--model", folder, "--data", str(tmp_path / "data"), "--limit", "1", "--small"]
     asked += ["--output-dir", str(tmp_path / "run"), "--json", "--device", "cpu"]
     loaded = []
-    monkeypatch.setattr(reproducing, "load_model", lambda *given: loaded.append(given) or load_model(*given))
+    monkeypatch.setattr(cacheblend_figures, "load_model", lambda *given: loaded.append(given) or load_model(*given))
 
     def made():
         with pytest.raises(SystemExit) as ended:
@@ -207,7 +207,8 @@ def test_the_number_of_chunks_varies():
 
 
 def lines_of(tmp_path, **settings):
-    trial = EvalConfig(**{"limit": 4, "batch": 2, "methods": ("full-reuse", "kv-deviation@0.15"), **settings})
+    asked = {"limit": 4, "batch": 2, "methods": ("full-reuse", "kv-deviation@0.15"), **settings}
+    trial = EvalConfig((REFERENCE_TASK,), (REFERENCE,), **asked)
     with RunFolder(tmp_path / "run", trial.settings) as folder:
         run(trial, folder)
         return list(folder.lines.values())

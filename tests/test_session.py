@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load, save
 from tiny_models import tiny_model
 from transformers import AutoTokenizer
+from worlds import REFERENCE
 
 from hf_blend import ConfigError, SequenceCache, StoreError
 from hf_blend.context.session import load_session, save_session
-from hf_blend.evaluation.bundled import REFERENCE
 
 SMALL = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8}
 MODEL = tiny_model("llama")

@@ -211,9 +211,12 @@ def test_a_prompt_that_is_too_long_is_refused_by_name(tmp_path, tokenizer):
         read_prompts(written(tmp_path, ROW), tokenizer, positions=60)
 
 
-def test_a_model_of_ones_own_needs_prompts_of_ones_own():
-    with pytest.raises(ConfigError, match=r"'mine' came without prompts.*--prompts"):
-        tuning.bundled_prompts(2, 1, "mine")
+def test_bundled_prompts_ask_in_turn_over_pages_that_are_drawn(tokenizer):
+    made, again, other = (tuning.bundled_prompts(4, seed, tokenizer) for seed in (1, 1, 2))
+    assert made == again != other
+    assert made[0].given["question"] == made[3].given["question"] != made[1].given["question"]
+    assert made[0].given["chunks"] != made[3].given["chunks"]
+    assert {len(set(one.given["chunks"])) for one in made} == {tuning.BUNDLED_PAGES}
 
 
 def run(*words):

@@ -7,9 +7,8 @@ from random import Random
 
 import torch
 from torch import Tensor
-
-from hf_blend.evaluation.chains.story import Fact, Level, Story, question, tell
-from hf_blend.evaluation.chains.tokens import BOS, EOS, vocabulary
+from worlds.chains.story import Fact, Level, Story, question, tell
+from worlds.chains.tokens import BOS, EOS, vocabulary
 
 ASKED = 6  # tokens of a question with its answer
 _HIDDEN = float("-inf")

@@ -14,10 +14,9 @@ import torch
 from net import EPS, HEAD_DIM, HEADS, WIDTH, Net, rotary, rotate
 from torch import Tensor
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
-
-from hf_blend.evaluation.chains.sampling import Example
-from hf_blend.evaluation.chains.story import question
-from hf_blend.evaluation.chains.tokens import BOS, vocabulary
+from worlds.chains.sampling import Example
+from worlds.chains.story import question
+from worlds.chains.tokens import BOS, vocabulary
 
 
 @dataclass(frozen=True)

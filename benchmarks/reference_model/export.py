@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write the trained model as a stock Llama with its tokenizer the record of its training, and a few prompts.
 
-python benchmarks/reference_model/export.py --folder run --to hf_blend/bundled/chains
+PYTHONPATH=benchmarks python benchmarks/reference_model/export.py --folder run --to benchmarks/worlds/models/chains
 """
 
 import argparse
@@ -17,10 +17,9 @@ from emulate import Emulation, encode, is_right
 from net import HEAD_DIM, HEADS, LAYERS, MLP, READS, THETA, WIDTH, Net
 from train import STAGES
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
-
-from hf_blend.evaluation.chains.sampling import sample_examples
-from hf_blend.evaluation.chains.story import Level
-from hf_blend.evaluation.chains.tokens import BOS, EOS, build_tokenizer, vocabulary
+from worlds.chains.sampling import sample_examples
+from worlds.chains.story import Level
+from worlds.chains.tokens import BOS, EOS, build_tokenizer, vocabulary
 
 MAX_POSITIONS = 4096
 QUESTIONS, QUESTIONS_SEED = 3, 7

@@ -18,12 +18,13 @@ import transformers
 from emulate import Emulation, Prompt, at_random, by_key, by_value, encode, is_right
 from net import LAYERS, Net
 from torch import Tensor, nn
+from worlds import CHAINS
+from worlds.chains.sampling import Example, sample_examples
 
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.config import BlendConfig
 from hf_blend.evaluation.bootstrap import interval
-from hf_blend.evaluation.bundled import CHAINS, load_model
-from hf_blend.evaluation.chains.sampling import Example, sample_examples
+from hf_blend.evaluation.bundled import load_model
 
 RATIOS = (0.01, 0.05, 0.1, 0.15, 0.3)
 OUTPUT = Path(__file__).parents[1] / "results" / "reference2_gates.json"

@@ -26,10 +26,9 @@ from muon import Muon
 from net import HEAD_DIM, LAYERS, LOOKERS, READS, WIDTH, Net, rotary, start_reading
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, rms_norm
-
-from hf_blend.evaluation.chains.story import Level
-from hf_blend.evaluation.chains.tokens import EOS, vocabulary
-from hf_blend.evaluation.chains.words import OWNERS, THINGS
+from worlds.chains.story import Level
+from worlds.chains.tokens import EOS, vocabulary
+from worlds.chains.words import OWNERS, THINGS
 
 logger = logging.getLogger(__name__)
 SAVED_EVERY = 120.0  # seconds

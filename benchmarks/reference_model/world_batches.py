@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from random import Random
 
 import torch
-
-from hf_blend.evaluation.world.sampling import Question, questions
-from hf_blend.evaluation.world.story import Level, Story, tell
-from hf_blend.evaluation.world.tokens import BOS, EOS, encode, vocabulary
+from worlds.world.sampling import Question, questions
+from worlds.world.story import Level, Story, tell
+from worlds.world.tokens import BOS, EOS, encode, vocabulary
 
 NO_LABEL = -100
 _EAGERNESS = {"explicit": 1, "pronoun": 2, "two-hop": 2, "role": 4, "town": 4}  # the rare kinds are asked first

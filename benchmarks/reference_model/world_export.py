@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Write the package data: the trained model with its tokenizer, and a few documents to try it on.
+"""Write the trained model with its tokenizer, and a few documents to try it on.
 
 `python benchmarks/reference_model/world_export.py --checkpoint run/checkpoint.pt`
 """
@@ -20,14 +20,13 @@ from transformers import GenerationConfig, LlamaForCausalLM
 from world_scoring import score_examples
 from world_stages import STAGES
 from world_train import SEED, Progress, read_checkpoint
+from worlds.world.sampling import Example, examples_of, sample_examples
+from worlds.world.story import Level, tell
+from worlds.world.tokens import BOS, EOS, build_tokenizer, vocabulary
 
-import hf_blend
 from hf_blend.errors import StoreError
-from hf_blend.evaluation.world.sampling import Example, examples_of, sample_examples
-from hf_blend.evaluation.world.story import Level, tell
-from hf_blend.evaluation.world.tokens import BOS, EOS, build_tokenizer, vocabulary
 
-BUNDLED = Path(hf_blend.__file__).resolve().parent / "bundled"
+WORLDS = Path(__file__).resolve().parents[1] / "worlds"
 MAX_WEIGHT_BYTES = 16_000_000
 TESTED_EXAMPLES, TESTED_SEED = 1000, 1
 DOCUMENT_SEED = 7
@@ -98,32 +97,25 @@ def pick_documents(model: LlamaForCausalLM) -> list[list[Example]]:
     return kept
 
 
-def export_documents(sets: list[list[Example]], folder: Path) -> None:
-    """Write each chunk to a text file, and all questions with their chunks to `questions.json`."""
-    for number, examples in enumerate(sets, start=1):
-        place = folder / f"story_{number}"
-        place.mkdir(parents=True, exist_ok=True)
-        for old in place.glob("*.txt"):
-            old.unlink()
-        for index, chunk in enumerate(examples[0].chunks, start=1):
-            (place / f"chunk_{index:02d}.txt").write_text(chunk)
+def export_documents(sets: list[list[Example]], path: Path) -> None:
+    """Write all questions with their chunks."""
     records = [
         {"story": number, **asdict(example)} for number, examples in enumerate(sets, start=1) for example in examples
     ]
-    (folder / "questions.json").write_text(json.dumps(records, indent=1) + "\n")
+    path.write_text(json.dumps(records, indent=1) + "\n")
 
 
 def main() -> None:
-    """Read the command line and write the package data."""
+    """Read the command line and write all of it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--checkpoint", type=Path, required=True, help="a file written by the training program")
-    parser.add_argument("--folder", type=Path, default=BUNDLED, help="where reference/ and documents/ go")
+    parser.add_argument("--folder", type=Path, default=WORLDS, help="where models/ and questions.json go")
     parser.add_argument("--remark", default="", help="what training.json should say about this run")
     options = parser.parse_args()
     torch.set_num_threads(1)
     model, progress, _ = read_checkpoint(options.checkpoint)
-    export_model(model, options.folder / "reference", training_record(model, progress, options.remark))
-    export_documents(pick_documents(model), options.folder / "documents")
+    export_model(model, options.folder / "models" / "reference", training_record(model, progress, options.remark))
+    export_documents(pick_documents(model), options.folder / "questions.json")
 
 
 if __name__ == "__main__":

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
-
-from hf_blend.evaluation.world.tokens import BOS, EOS, vocabulary
+from worlds.world.tokens import BOS, EOS, vocabulary
 
 _LAYERS, _WIDTH, _HEADS, _KV_HEADS, _HEAD_DIM, _THETA = 8, 128, 4, 2, 32, 10_000.0
 _CONSTANT = 0.3

@@ -11,10 +11,9 @@ from random import Random
 import torch
 from transformers import LlamaForCausalLM
 from world_batches import Row, attention_mask, collate, pack, story_row
-
-from hf_blend.evaluation.world.sampling import Example, Question
-from hf_blend.evaluation.world.story import Level, Story
-from hf_blend.evaluation.world.tokens import EOS, vocabulary
+from worlds.world.sampling import Example, Question
+from worlds.world.story import Level, Story
+from worlds.world.tokens import EOS, vocabulary
 
 _ROWS_AT_ONCE = 32
 _LONGEST = 1024

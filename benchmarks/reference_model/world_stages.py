@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hf_blend.evaluation.world.story import Level
+from worlds.world.story import Level
 
 PAIRS = Level((3, 4), (1, 1), 0.0, 0.0, 0.0, 0.0, relations=("home", "food"))
 SOME_PRONOUNS = Level((2, 4), (2, 4), 0.5, 0.3, 0.4, 0.1)

@@ -300,7 +300,7 @@ SECTIONS = (
             "all, first token": number("all_ttft_ms", ".0f", " ms"),
             "in part": number("partial_ttft_ms", ".0f", " ms"),
         },
-        "It cannot show a good choice of blocks: tied heads always agree. `hf-blend reproduce impress --model M` "
+        "It cannot show a good choice of blocks: tied heads always agree. `benchmarks/reproduce.py impress --model M` "
         "measures yours.",
         lambda found: found["rows"][:8],
     ),

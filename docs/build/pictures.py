@@ -14,18 +14,18 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from tables import first_task
+from tables import first_task, load_result
 
 from hf_blend.errors import ConfigError, import_extra
 from hf_blend.evaluation.svg import INK, THEMED, Line, line_chart, page
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "pictures"
-RESULTS = ROOT / "benchmarks" / "results"
 STORED, COMPUTED, EXACT, PALE = "#93c5fd", "#fb923c", "#c7d2fe", "#f1f5f9"
 PIECES = (("prefix", 70), ("chunk A", 150), ("chunk B", 150), ("chunk C", 150), ("question", 90))
 LEFT = 130
 TAKEN = {1: (14, 96), 2: (4, 60, 128), 3: (30, 84)}  # by piece, where recomputed tokens stand in it
+CHARTED = ("kv-deviation", "boundary", "query-attention", "random")  # selectors on the page of the demo
 CHROMIUM_FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync")
 
 
@@ -62,7 +62,7 @@ def layers() -> str:
 
 def speed() -> str:
     """How much earlier the first token comes, as a share of the time of a full prefill."""
-    document = _result("ttft")
+    document = load_result("ttft")
     full = document["full"]["ttft_ms"]
     rows = sorted(document["rows"], key=lambda row: row["charged_budget"])
     measured = tuple((row["charged_budget"], row["ttft_ms"] / full) for row in rows)
@@ -74,7 +74,7 @@ def speed() -> str:
 
 def gain() -> str:
     """The first token by full prefill, blending and full reuse, as bars; light and dark as the page around it."""
-    document = _result("real_selectors")
+    document = load_result("real_selectors")
     rows = first_task(document)
     blend, reuse = rows["kv-deviation", 0.15], rows["none", 0.0]
     bars = [("full prefill", 1.0, 0.0)]
@@ -99,6 +99,22 @@ def gain() -> str:
         f"<style>{colours}@media (prefers-color-scheme:dark){{{dark}}}</style>"
         f'<text x="10" y="18" font-weight="bold">{title}</text>{"".join(parts)}</svg>'
     )
+
+
+def quality() -> dict[str, Any]:
+    """Take what the chart of the demo shows out of a result: what selectors leave of full reuse's KL divergence."""
+    lines: dict[str, list[dict[str, float]]] = {}
+    for (name, _), row in sorted(first_task(load_result("real_selectors")).items()):
+        if name in CHARTED:
+            point = {"charged_budget": row["charged"], "kl": row["kl"], "low": row["low"], "high": row["high"]}
+            lines.setdefault(name, []).append(point)
+    points = [point for own in lines.values() for point in own]
+    return {
+        "n": first_task(load_result("real_selectors"))["none", 0.0]["n"],
+        "most_charged": 0.4,
+        "most_kl": max(1.0, *(point["high"] for point in points)),
+        "lines": [{"method": name, "points": lines[name]} for name in CHARTED],
+    }
 
 
 PICTURES: dict[str, Callable[[], str]] = {
@@ -134,13 +150,10 @@ def main() -> None:
     FOLDER.mkdir(parents=True, exist_ok=True)
     for name, draw in PICTURES.items():
         (FOLDER / f"{name}.svg").write_text(f"{draw()}\n", encoding="utf-8")
+    chart = ROOT / "evaluation" / "demo" / "quality.json"
+    chart.write_text(json.dumps(quality(), indent=1) + "\n", encoding="utf-8")
     if parser.parse_args().screenshot:
         screenshot(FOLDER / "demo.png")
-
-
-def _result(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
-    return found
 
 
 def _row(place: int, name: str, colours: list[str], taken: dict[int, tuple[int, ...]]) -> str:

@@ -65,6 +65,12 @@ def _table(name: str, results: Path) -> str:
     return "\n".join([f"<!--table:{name}-->", *lines, "<!--end-->"])
 
 
+def load_result(name: str) -> dict[str, Any]:
+    """Read a committed result."""
+    found: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text("utf-8"))
+    return found
+
+
 def first_task(document: dict[str, Any]) -> dict[tuple[str, float], dict[str, Any]]:
     """Give the rows of the first model and task of a comparison."""
     rows = [row for row in document["rows"] if row["half"] == "both"]

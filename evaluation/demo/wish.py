@@ -12,7 +12,7 @@ from hf_blend.errors import PluginNotFoundError, PromptError, suggest
 
 from ..answering import blend_config
 from ..asking import Asked
-from ..bundled import BUNDLED, handbook_questions, long_questions, quickstart_questions
+from ..bundled import handbook_questions
 from ..documents import Document
 from ..prompting import ids_of, request
 from ..retrieving import TOP_K, Retriever
@@ -20,8 +20,8 @@ from ..splitting import Splitter
 from .shelf import Loaded
 from .visitors import Limits
 
-HANDBOOK, REAL = "Handbook of a mountain hut", "smollm2"  # the story that the page opens with, and its model
-REAL_RATIO = 0.3
+HANDBOOK = "Handbook of a mountain hut"  # what the page opens with
+FIRST_RATIO = 0.3
 RESEARCH = ("explicit", "learned", "oracle", "compose")  # selectors that need what a visitor cannot give, or cheat
 
 
@@ -46,32 +46,17 @@ class DemoRequest:
 
 @cache
 def stories() -> dict[str, dict[str, Any]]:
-    """The bundled documents: name → text, questions with their answers, the model's name, a ratio to begin with."""
+    """The bundled documents: name → text, and questions with their answers."""
     pages = handbook_questions()
     text = "\n\n".join(page.strip().replace("\n\n", "\n") for page in pages[0]["chunks"])
     answers = {one["question"]: one["answer"] for one in pages}
-    found: dict[str, dict[str, Any]] = {
-        HANDBOOK: {"documents": text, "questions": answers, "model": REAL, "ratio": REAL_RATIO}
-    }
-    named = [(f"Long story {number}", "chains", one) for number, one in enumerate(long_questions(), 1)]
-    named += [(f"Story {one['story']}", "reference", one) for one in quickstart_questions()]
-    for name, model, one in named:
-        text = "".join(one["chunks"]).rstrip("\n")
-        ratio = BlendConfig.recompute_ratio
-        story = found.setdefault(name, {"documents": text, "questions": {}, "model": model, "ratio": ratio})
-        story["questions"][one["question"]] = one["answer"]
-    return found
+    return {HANDBOOK: {"documents": text, "questions": answers}}
 
 
-def story_for(model: str) -> str:
-    """The story that a model is shown with: a toy knows only the words of its own."""
-    return next(name for name, story in stories().items() if model not in BUNDLED or story["model"] == model)
-
-
-def first_wish(name: str) -> DemoRequest:
-    """The first question of a story, at the ratio that it begins with."""
-    story = stories()[name]
-    return DemoRequest(story["documents"], next(iter(story["questions"])), story["ratio"])
+def first_wish() -> DemoRequest:
+    """The question that the page opens with."""
+    story = stories()[HANDBOOK]
+    return DemoRequest(story["documents"], next(iter(story["questions"])), FIRST_RATIO)
 
 
 def says(text: str, expected: str) -> bool:

@@ -5,10 +5,16 @@
 from collections.abc import Iterable
 from random import Random
 
-from ..world.words import FILLERS
 from .base import Row, Sample, Task
 
 CHUNKS, SENTENCES = 6, 12
+FILLERS = (
+    "The grass is green and the sky is blue.", "The road follows the river for a while.", "Some shops open late.",
+    "A bridge was painted last year.", "The train leaves from the second platform.", "It rained for most of the week.",
+    "Most houses here have red roofs.", "The library has a reading room.", "A ferry crosses the lake twice a day.",
+    "The bakery sells out before noon.", "Old maps hang in the hall.", "The wind comes from the west in autumn.",
+    "A path leads from the church to the mill.", "The market is held on the square.", "Tickets are sold at the gate.",
+)  # fmt: skip
 CITIES = ("Lisbon", "Oslo", "Lima", "Cairo", "Quito", "Riga", "Perth", "Turin")
 
 

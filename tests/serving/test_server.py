@@ -17,10 +17,11 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from worlds import REFERENCE, reference_questions
 
 from hf_blend import BlendCache, BlendConfig, ChunkStore
 from hf_blend.errors import ConfigError, PromptError
-from hf_blend.evaluation.bundled import load_model, quickstart_questions
+from hf_blend.evaluation.bundled import load_model
 from hf_blend.prompt.detokenizer import Detokenizer
 from hf_blend.serving.doors import Doors
 from hf_blend.serving.guard import Guard, Refused
@@ -38,7 +39,7 @@ TENANTS = [
     Tenant("bert", KEYS["bert"], bytes(range(32, 64)), max_requests=1),
 ]
 LIMITS = Limits(requests=3, body_bytes=40_000, body_s=0.6, request_s=60.0, new_tokens=12, documents=30)
-QUESTION = quickstart_questions()[0]
+QUESTION = reference_questions()[0]
 
 
 def wait_for(happened, what, seconds=30.0):
@@ -50,7 +51,7 @@ def wait_for(happened, what, seconds=30.0):
 
 @pytest.fixture(scope="module")
 def loaded():
-    return load_model()
+    return load_model(REFERENCE)
 
 
 @contextlib.contextmanager

@@ -15,12 +15,12 @@ from contextlib import ExitStack
 
 import psutil
 import pytest
+from worlds import reference_questions
 
-from hf_blend.evaluation.bundled import quickstart_questions
 from tests.serving.processes import metrics, server_process, wait_for
 
 MODEL = "hf-blend-reference"
-QUESTIONS = quickstart_questions()
+QUESTIONS = reference_questions()
 SOAK_S = float(os.environ.get("HF_BLEND_SOAK_S", "6"))  # 1800 for the long run
 RATE_SHARE = 0.8
 

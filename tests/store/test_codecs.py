@@ -8,10 +8,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from worlds import REFERENCE, reference_questions
 
 from hf_blend import BlendCache, ChunkStore, plugins
 from hf_blend.errors import PluginNotFoundError, StoreError
-from hf_blend.evaluation.bundled import load_model, quickstart_questions
+from hf_blend.evaluation.bundled import load_model
 from hf_blend.model.capture import capture_chunk
 from hf_blend.prompt.pieces import tokenize
 from hf_blend.store.entry import EntryReader, encode_entry
@@ -34,8 +35,8 @@ def decoded(content, key, secret=None):
 
 
 def model_chunk(dtype=torch.bfloat16):
-    model, tokenizer = load_model()
-    text = " ".join(text.strip() for one in quickstart_questions() for text in one["chunks"])
+    model, tokenizer = load_model(REFERENCE)
+    text = " ".join(text.strip() for one in reference_questions() for text in one["chunks"])
     ids = list(tokenize(tokenizer, text))[:200]
     return capture_chunk(model, ids, (0,), "ab" * 32).map(lambda tensor: tensor.to(dtype))
 

@@ -1,0 +1,138 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""A paper's figures on one's own model: each figure is a few runs of `trial`, in a folder that resumes where it was.
+
+What the figures of CacheBlend vary are methods, ratios, the check layer, the length and number of chunks, the batch
+and the rate of the storage; deviation and its rank correlation are means over samples. Its request rates are in
+`python benchmarks/bench.py serve`, which measures times: weights do not matter for them.
+
+Source: CacheBlend (arXiv 2405.16444), figures 6, 7, 8, 12, 13, 15, 16, 17.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from hf_blend.errors import ConfigError
+from hf_blend.evaluation.bundled import load_model
+from hf_blend.evaluation.folder import RunFolder
+from hf_blend.evaluation.report import html_table, page, plots
+from hf_blend.evaluation.summary import summarised
+from hf_blend.evaluation.trial import EvalConfig, run
+from papers.deviations import deviations
+from papers.impress import impress
+from papers.kvstar import kvstar
+from papers.paper_page import PAGE, RESULT, as_csv, as_latex, every_column
+
+TASKS = ("musique", "wikimqa", "samsum", "multi-news")
+BASELINES = ("prefix-caching", "full-reuse", "unaligned-reuse", "map-reduce", "map-rerank")
+BLEND = "kv-deviation"
+CUT, CHUNKS = 256, 8  # tokens of a chunk where their number varies; how many chunks where nothing else is said
+Progress = Callable[[str, Iterator[Any], int], Any]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What one figure varies."""
+
+    name: str
+    title: str
+    trials: tuple[tuple[str, EvalConfig], ...]
+
+
+def cacheblend(base: EvalConfig, is_small: bool = False) -> list[Figure]:
+    """The figures of CacheBlend."""
+
+    def few(values: Sequence[Any]) -> Sequence[Any]:
+        return (values[0], values[-1]) if is_small else values
+
+    blends = [f"{BLEND}@{ratio}" for ratio in few((0.05, 0.15, 0.3))]
+    ratios = tuple(f"{BLEND}@{ratio}" for ratio in few((0.0, 0.02, 0.05, 0.1, 0.15, 0.3, 0.5, 1.0)))
+    layers = tuple(f"{BLEND}:check_layers={layer}@0.15" for layer in few((1, 2, 3)))
+    first = replace(base, tasks=base.tasks[:1], data=tuple(pair for pair in base.data if pair[0] == base.tasks[0]))
+    compared = replace(first, methods=("full-reuse", f"{BLEND}@0.15"))
+    return [
+        Figure("methods", "Quality and time to the first token of every method (figures 12, 13)",
+               (("", replace(base, methods=(*BASELINES, *blends))),)),
+        Figure("ratio", "Recompute ratio (figures 6, 16)", (("", replace(first, methods=("full-reuse", *ratios))),)),
+        Figure("check-layer", "The layer at which tokens are chosen", (("", replace(first, methods=layers)),)),
+        Figure("chunk-tokens", "Length of a chunk (figure 15)",
+               tuple((f"{size} tokens", replace(compared, chunk_tokens=size)) for size in few((128, 256, 512)))),
+        Figure("chunks", "Number of chunks (figure 15)",
+               tuple((f"{count} chunks", replace(compared, chunk_tokens=CUT, most_chunks=count))
+                     for count in few((2, 4, CHUNKS, 16)))),
+        Figure("batch", "Prompts answered together: the time is that of the batch (figure 15)",
+               tuple((f"batch of {size}", replace(compared, batch=size, times_batches=True))
+                     for size in few((1, 2, 4)))),
+        Figure("storage", "Rate of the storage that chunks are read from (figure 17)",
+               tuple((f"{rate} GB/s", replace(compared, read_gb_s=rate)) for rate in few((0.5, 1.0, 4.0)))),
+    ]  # fmt: skip
+
+
+def data_files(folder: Path, tasks: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """The file of each task in a folder: a JSONL file whose name has the task's in it, the paper's own first."""
+    files = sorted(folder.rglob("*.jsonl"), key=lambda path: ("cacheblend" not in path.name, str(path)))
+    plain = {path: path.name.replace("_", "-").lower() for path in files}
+    found = [(task, next((str(path) for path in files if task in plain[path]), "")) for task in tasks]
+    if not any(path for _, path in found):
+        raise ConfigError(
+            f"{str(folder)!r} has no JSONL file for any of {', '.join(tasks)}. Name files after tasks, such as "
+            "musique.jsonl; each line has id, chunks, question and answers."
+        )
+    return tuple((task, path) for task, path in found if path)
+
+
+def _cacheblend(
+    base: EvalConfig, folder: Path, progress: Progress | None = None, is_small: bool = False, draft: str | None = None
+) -> dict[str, Any]:
+    first = replace(base, tasks=base.tasks[:1], data=tuple(pair for pair in base.data if pair[0] == base.tasks[0]))
+    load = lru_cache(maxsize=1)(load_model)  # all figures are of one model
+    beside = deviations(first, folder / "deviation", progress, load)
+    return reproduce(cacheblend(base, is_small), folder, progress, beside, load)
+
+
+PAPERS: dict[str, Callable[..., dict[str, Any]]] = {"cacheblend": _cacheblend, "impress": impress, "kvstar": kvstar}
+
+
+def reproduce(
+    figures: Sequence[Figure],
+    folder: Path,
+    progress: Progress | None = None,
+    beside: Sequence[dict[str, Any]] = (),
+    load: Callable[..., tuple[Any, Any]] = load_model,
+) -> dict[str, Any]:
+    """Run what is missing in the folder, and write `result.json`, `index.html`, and each figure as CSV and LaTeX."""
+    made = list(beside)
+    for figure in figures:
+        rows: list[dict[str, Any]] = []
+        for varied, trial in figure.trials:
+            place = folder / figure.name / varied.replace(" ", "-")
+            what = " ".join(one for one in (figure.name, varied) if one)
+            with RunFolder(place, trial.settings) as opened:
+                run(trial, opened, partial(progress, what) if progress else None, load)
+                found = summarised(trial.settings, opened.lines.values())["rows"]
+            rows += [{"varied": varied, **row} for row in found]
+        made.append({"name": figure.name, "title": figure.title, "rows": rows})
+    result = {"settings": figures[0].trials[0][1].settings, "figures": made}
+    for one in made:
+        (folder / f"{one['name']}.csv").write_text(as_csv(one["rows"]), "utf-8")
+        (folder / f"{one['name']}.tex").write_text(as_latex(one["rows"]), "utf-8")
+    (folder / RESULT).write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", "utf-8")
+    (folder / PAGE).write_text(_page(result), "utf-8")
+    return result
+
+
+def _page(result: dict[str, Any]) -> str:
+    parts = []
+    for figure in result["figures"]:
+        if "method" not in figure["rows"][0]:
+            parts.append(f"<h2>{escape(figure['title'])}</h2>{every_column(figure['rows'])}")
+            continue
+        rows = [{**row, "method": f"{row['method']} {row['varied']}".strip()} for row in figure["rows"]]
+        charts = "".join(f"<figure>{chart}</figure>" for chart in plots({"rows": rows}).values())
+        parts.append(f"<h2>{escape(figure['title'])}</h2><div class=charts>{charts}</div>{html_table(rows)}")
+    return page("Reproduction", "".join(parts), result["settings"])

@@ -1,0 +1,340 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""The figures of IMPRESS on one's own model: bytes that are loaded, and what loading a part costs in answers.
+
+Every sample is answered by every way before the next one begins, its chunks computed once. Bytes are those read of the
+chunks' blocks, headers and probe heads included, over what the chunks hold: layers up to the check layer, and layers
+whose probe heads disagree, are read whole.
+
+Source: IMPRESS (Chen et al., FAST 2025), figures 5, 11 to 15.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_blend import BlendCache, BlendConfig, ChunkStore, plugins
+from hf_blend.evaluation.blending import approach
+from hf_blend.evaluation.bootstrap import interval
+from hf_blend.evaluation.bundled import load_model
+from hf_blend.evaluation.folder import RunFolder
+from hf_blend.evaluation.methods.base import Blended, Outcome
+from hf_blend.evaluation.tasks.base import Sample
+from hf_blend.evaluation.trial import FULL, WARM, EvalConfig, load_task
+from hf_blend.model.anatomy import decoder_layers, default_sink, text_config
+from hf_blend.model.fingerprint import fingerprint
+from hf_blend.prompt.tokenizer import front_ids
+from hf_blend.sparse.partial.itf import probe_count, similarity, threshold
+from hf_blend.sparse.partial.loading import LoadReport, partial_loading
+from hf_blend.sparse.partial.store import PartialStore
+from hf_blend.store.chunk import ChunkKey
+from hf_blend.store.limits import Limits
+from papers.paper_page import write_paper
+
+SHARE, ALPHA, BLOCK_TOKENS = 0.25, 0.6, 16
+CACHED_SHARE, TRACE_PER_SAMPLE = 0.25, 4  # memory before the disk, of all bytes; requests of the trace
+CANNOT_SHOW = (
+    "time saved: blocks are read from memory, so times to the first token are those of computing and choosing. Bytes "
+    "are what a slow disk would be asked for; `python benchmarks/bench.py partial-load` measures times.",
+    "other models: how far heads agree is a property of trained weights. Random weights agree no more than chance.",
+    "reordering by a chunk's own past questions: a sample's chunks are reordered by what another sample's question "
+    "found important in them.",
+    "a real trace: the ablation's cache is replayed over samples drawn by Zipf's law.",
+)
+MemoryTier = plugins.load("store.tiers", "memory")
+Progress = Callable[[str, Iterator[Any], int], Any]
+
+
+@dataclass(frozen=True)
+class Way:
+    """How stored KV is loaded."""
+
+    share: float = SHARE
+    alpha: float = ALPHA
+    block_tokens: int = BLOCK_TOKENS
+    probes: int | None = None
+    is_reordered: bool = False
+
+    @property
+    def name(self) -> str:
+        """What tells it from other ways."""
+        probes = "own" if self.probes is None else self.probes
+        order = ", reordered" if self.is_reordered else ""
+        return f"share {self.share:g}, alpha {self.alpha:g}, blocks of {self.block_tokens}, probes {probes}{order}"
+
+
+WHOLE, STATIC = Way(share=1.0), Way(probes=0)
+
+
+def figures_of(kv_heads: int, is_small: bool = False) -> dict[str, list[Way]]:
+    """The ways of each figure."""
+
+    def few(values: Sequence[Any]) -> Sequence[Any]:
+        return (values[0], values[-1]) if is_small else values
+
+    own = probe_count(kv_heads)
+    heads = [None if count == own else count for count in sorted({1, own, max(1, kv_heads // 2), kv_heads})]
+    return {
+        "share": [WHOLE, *(Way(share=share) for share in few((0.5, 0.25, 0.1))), Way(share=0.1, alpha=2.0)],
+        "alpha": [Way(alpha=alpha) for alpha in few((ALPHA, 1.0, 2.0))],
+        "probe-heads": [Way(probes=count) for count in few(heads)],
+        "block-tokens": [Way(block_tokens=size) for size in few((8, BLOCK_TOKENS, 32))],
+        "ablation": [WHOLE, STATIC, Way(), Way(is_reordered=True)],
+    }
+
+
+TITLES = {
+    "share": "Share of the blocks: answers against bytes",
+    "alpha": "The threshold at which probe heads agree",
+    "probe-heads": "How many KV heads are probed",
+    "block-tokens": "Tokens of a block (the paper's chunk)",
+    "ablation": "Ablation: everything, the first blocks, probe heads, reordering",
+    "cache": "Ablation: memory before the disk, by the chunk used last and by importance",
+    "heads": "Jaccard index of the KV heads' important blocks, layer by layer, against chance",
+}
+
+
+def impress(
+    base: EvalConfig, folder: Path, progress: Progress | None = None, is_small: bool = False, draft: str | None = None
+) -> dict[str, Any]:
+    """Measure what the folder does not hold yet, and write the page."""
+    model, tokenizer = load_model(base.models[0], base.device, base.dtype or "auto")
+    kv_heads = int(text_config(model).num_key_value_heads)
+    figures = figures_of(kv_heads, is_small)
+    settings = {**base.settings, "kv_heads": kv_heads, "layers": len(decoder_layers(model)), "is_small": is_small}
+    folder.mkdir(parents=True, exist_ok=True)
+    with RunFolder(folder / "answers", settings) as opened:
+        for name in base.tasks:
+            task = load_task(base, name, tokenizer)
+            samples = task.samples(base.limit, base.shape())
+            bench = _Bench((name, base.models[0]), model, tokenizer, task, opened)
+            ways = list(dict.fromkeys([*(way for found in figures.values() for way in found), Way(probes=kv_heads)]))
+            loop = progress(name, iter(range(len(samples))), len(samples)) if progress else range(len(samples))
+            for number in loop:
+                bench.answer(samples[number], samples[number - 1].question, ways)
+        lines = list(opened.lines.values())
+    made = [
+        {"name": figure, "title": TITLES[figure], "rows": _rows(lines, [way.name for way in ways])}
+        for figure, ways in figures.items()
+    ]
+    made.append({"name": "cache", "title": TITLES["cache"], "rows": _cached(lines)})
+    made.append({"name": "heads", "title": TITLES["heads"], "rows": _heads(lines, Way(probes=kv_heads).name)})
+    result = {"settings": settings, "cannot_show": list(CANNOT_SHOW), "figures": made}
+    write_paper(result, folder, "IMPRESS", ("loaded_share", "bytes loaded, of all"))
+    return result
+
+
+class _InPart(Blended):
+    """Blending that loads in part."""
+
+    def __init__(self, model: nn.Module, tokenizer: Any, store: Any, max_new_tokens: int, way: Way) -> None:
+        super().__init__(model, tokenizer, store, max_new_tokens)
+        self.config, self._way = BlendConfig(), way
+        self.report = LoadReport()
+        self.jaccard: dict[int, tuple[float, float]] = {}
+
+    def answer(self, samples: Sequence[Sample], wanted: Sequence[Sequence[int]] | None = None) -> list[Outcome]:
+        """Answer one sample."""
+        started, way = time.perf_counter(), self._way
+        prompt, cache = self.prompt(samples[0]), BlendCache(self.model, self.store, self.config)
+        settings: dict[str, Any] = {"share": way.share, "alpha": way.alpha, "by_question": way.probes != 0}
+        with partial_loading(self.model, cache, **settings, probes=way.probes or None, watch=self._see) as loading:
+            inputs = cache.inputs(self.tokenizer, prefix=prompt.prefix, chunks=prompt.chunks, question=prompt.question)
+            found = self.generate(inputs, cache, wanted, started)
+        self.report = loading.report
+        return found
+
+    def _see(self, layer: int, scores: Tensor, count: int) -> None:
+        """Note how far the heads agree on the blocks, and how far chance would."""
+        if len(scores) > 1 and count < scores.shape[1]:
+            sets = [set(row.topk(count).indices.tolist()) for row in scores]
+            self.jaccard[layer] = (similarity(sets), threshold(count, scores.shape[1], 1.0))
+
+
+class _Bench:
+    """One task with one model."""
+
+    def __init__(self, names: tuple[str, str], model: nn.Module, tokenizer: Any, task: Any, folder: RunFolder) -> None:
+        self._names, self._model, self._tokenizer, self._task, self._folder = names, model, tokenizer, task, folder
+        self._rule = plugins.load("evaluation.scores", task.score)(tokenizer)
+        self._fingerprint, self._sink = fingerprint(model), default_sink(model)
+
+    @torch.no_grad()
+    def answer(self, sample: Sample, other: tuple[int, ...], ways: Sequence[Way]) -> None:
+        """Answer a sample by full prefill and by every way; nothing if the folder has it."""
+        if all(
+            (*self._names, name, None, sample.id) in self._folder.lines for name in (FULL, *(w.name for w in ways))
+        ):
+            return
+        store, length = ChunkStore.open("memory://"), self._task.max_new_tokens
+        given = (self._model, self._tokenizer, store, length)
+        approach(WARM, None, *given).answer([sample])
+        full = approach(FULL, None, *given).answer([sample])[0]
+        lines = [self._line(FULL, sample, full, {})]
+        stores: dict[tuple[int, bool], PartialStore] = {}
+        for way in ways:
+            where = (way.block_tokens, way.is_reordered)
+            if where not in stores:
+                stores[where] = self._blocks(store, sample, other, way)
+            loader = _InPart(self._model, self._tokenizer, stores[where], length, way)
+            found = loader.answer([sample])[0]
+            lines.append(self._line(way.name, sample, found, {**vars(loader.report), "jaccard": loader.jaccard}))
+        self._folder.add(lines)
+
+    def _blocks(self, store: ChunkStore, sample: Sample, other: tuple[int, ...], way: Way) -> PartialStore:
+        """The sample's chunks as blocks, in the order that another question found important if that is asked."""
+        blocks = PartialStore(Limits().memories()).keep_blocks(MemoryTier(), way.block_tokens)
+        before = (*front_ids(self._tokenizer), *sample.prefix)
+        keys = [ChunkKey(self._fingerprint, self._sink, ids) for ids in sample.chunks]
+        for key in [*keys, *([ChunkKey(self._fingerprint, (), before)] if before else [])]:
+            chunk = store.get(key)
+            if chunk is not None:
+                blocks.put(chunk)
+        if way.is_reordered:
+            asked = Sample(sample.id, sample.prefix, sample.chunks, other, ())
+            _InPart(self._model, self._tokenizer, blocks, 1, way).answer([asked])
+            blocks.reorder()
+        return blocks
+
+    def _line(self, name: str, sample: Sample, found: Outcome, report: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "task": self._names[0],
+            "model": self._names[1],
+            "method": name,
+            "ratio": None,
+            "id": sample.id,
+            "prediction": found.text,
+            "answers": list(sample.answers),
+            "score": self._rule.best(found.text, sample.answers),
+            "ttft_ms": found.ttft_ms,
+            "prompt_tokens": found.prompt_tokens,
+            **report,
+        }
+
+
+def _by_way(lines: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], dict[str, Mapping[str, Any]]]:
+    """(task, way) → sample → line."""
+    groups: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
+    for line in lines:
+        groups.setdefault((line["task"], line["method"]), {})[line["id"]] = line
+    return groups
+
+
+def _rows(lines: Sequence[Mapping[str, Any]], ways: Sequence[str]) -> list[dict[str, Any]]:
+    groups = _by_way(lines)
+    tasks = list(dict.fromkeys(task for task, _ in groups))
+    return [_row(groups, task, way) for task in tasks for way in dict.fromkeys((WHOLE.name, *ways))]
+
+
+def _row(groups: Mapping[tuple[str, str], Mapping[str, Mapping[str, Any]]], task: str, way: str) -> dict[str, Any]:
+    """One way; bytes first."""
+    found = list(groups[task, way].values())
+    full, whole = ([groups[task, name][line["id"]] for line in found] for name in (FULL, WHOLE.name))
+    tried = sum(line["partial_layers"] + line["fallback_layers"] for line in found)
+    scores = [line["score"] for line in found]
+    dense = statistics.fmean(line["score"] for line in whole)
+    return {
+        "loaded_share": sum(line["loaded_bytes"] for line in found) / max(1, sum(line["all_bytes"] for line in found)),
+        "loaded_mb": statistics.fmean(line["loaded_bytes"] for line in found) / 1e6,
+        "all_mb": statistics.fmean(line["all_bytes"] for line in found) / 1e6,
+        "task": task,
+        "way": way,
+        "n": len(found),
+        "score": statistics.fmean(scores),
+        "interval": interval(scores),
+        "of_all_loaded": statistics.fmean(scores) / dense if dense else None,
+        "difference_to_all_loaded": interval(_gaps(found, whole)),
+        "difference_to_full_prefill": interval(_gaps(found, full)),
+        "full_prefill_score": statistics.fmean(line["score"] for line in full),
+        "fallback_share": sum(line["fallback_layers"] for line in found) / tried if tried else 0.0,
+        "whole_layers": statistics.fmean(line["whole_layers"] for line in found),
+        "unseen_share": statistics.fmean(line["unseen_share"] for line in found),
+        "ttft_ms": statistics.median(line["ttft_ms"] for line in found),
+        "full_prefill_ttft_ms": statistics.median(line["ttft_ms"] for line in full),
+    }
+
+
+def _gaps(found: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> list[float]:
+    return [one["score"] - two["score"] for one, two in zip(found, other, strict=True)]
+
+
+def _heads(lines: Sequence[Mapping[str, Any]], way: str) -> list[dict[str, Any]]:
+    """How far all KV heads of a layer agree on the important blocks."""
+    rows = []
+    for (task, name), found in _by_way(lines).items():
+        if name != way:
+            continue
+        seen: dict[int, list[Sequence[float]]] = {}
+        for line in found.values():
+            for layer, pair in line["jaccard"].items():
+                seen.setdefault(int(layer), []).append(pair)
+        for layer, pairs in sorted(seen.items()):
+            own, chance = (statistics.fmean(column) for column in zip(*pairs, strict=True))
+            gaps = interval([one - other for one, other in pairs])
+            rows.append(
+                {
+                    "layer": layer,
+                    "jaccard": own,
+                    "chance": chance,
+                    "difference_to_chance": gaps,
+                    "task": task,
+                    "n": len(pairs),
+                    "agrees_at_alpha_0.6": statistics.fmean(one > other**ALPHA for one, other in pairs),
+                }
+            )
+    return rows
+
+
+def _cached(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Bytes from the disk where a memory before it holds what some requests loaded, replayed by each policy."""
+    import numpy as np
+
+    rows = []
+    for (task, name), found in _by_way(lines).items():
+        if name not in (Way().name, WHOLE.name):
+            continue
+        every = list(found.values())
+        cap = CACHED_SHARE * sum(line["all_bytes"] for line in every)
+        weights = 1.0 / np.arange(1, len(every) + 1)
+        drawn = np.random.default_rng(0).choice(len(every), TRACE_PER_SAMPLE * len(every), p=weights / weights.sum())
+        for policy in ("lru", "importance"):
+            read = _replayed(policy, cap, [every[number] for number in drawn])
+            asked = sum(every[number]["all_bytes"] for number in drawn)
+            rows.append(
+                {
+                    "read_share": read / max(1, asked),
+                    "task": task,
+                    "way": name,
+                    "eviction": policy,
+                    "n": len(every),
+                    "requests": len(drawn),
+                    "memory_share": CACHED_SHARE,
+                }
+            )
+    return rows
+
+
+def _replayed(policy: str, cap: float, requests: Sequence[Mapping[str, Any]]) -> float:
+    """Bytes that are not in memory when they are asked for, the chunks of a sample together."""
+    order, held, read = plugins.load("store.eviction", policy)(), {}, 0.0
+    for number, line in enumerate(requests):
+        name, size = line["id"], line["loaded_bytes"]
+        order.use(name, float(number))
+        order.use(name, float(number), min(1.0, 1.0 - line["unseen_share"]))
+        if name in held:
+            continue
+        read += size
+        held[name] = size
+        for victim in list(order.victims()):
+            if sum(held.values()) <= cap:
+                break
+            if held.pop(victim, None) is not None:
+                order.forget(victim)
+    return math.fsum([read])

@@ -1,0 +1,396 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""The figures of KVStar on one's own model: drafted tokens that are accepted, tokens a second, and answers.
+
+The prompt is prefilled densely; every way then continues it greedily, in turns, sample by sample: to the end of the
+answer where a task's answers are texts, else for as many tokens. How many drafted tokens were accepted is counted from
+what the model is given and what arrives in each round, not by the session that selects blocks.
+
+Source: KVStar (selections of blocks that a draft and its verification share).
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_blend import BlendCache, ChunkStore, plugins, sparse_decoding
+from hf_blend.errors import ConfigError
+from hf_blend.evaluation.bootstrap import interval
+from hf_blend.evaluation.bundled import load_model
+from hf_blend.evaluation.folder import RunFolder
+from hf_blend.evaluation.methods.base import EvalMethod, Outcome
+from hf_blend.evaluation.tasks.base import Sample
+from hf_blend.evaluation.trial import EvalConfig, load_task
+from hf_blend.model.anatomy import decoder_layers
+from hf_blend.sparse.config import SparseConfig
+from hf_blend.sparse.session import SparseSession, block_shares
+from papers.paper_page import write_paper
+
+METHOD, CONTROL, BLOCK_TOKENS, TEXT_TOKENS, DRAFTED_TOKENS = "kvstar", "random", 16, 24, 4
+DENSE, WHOLE = "dense", "answer-match"
+CANNOT_SHOW = (
+    "what batches gain: one request at a time.",
+    "speed on a GPU, or of a model whose decoding is bound by reading K and V: in a small model or a short prompt the "
+    "selection costs more than it saves.",
+    "time to the first token: tokens a second count from the first one on, so the draft's own prefill is not in them.",
+)
+ITSELF = (
+    "what an independent draft would have accepted: the draft is a copy of the model, which proposes what the model "
+    "itself would say. Give a smaller one with --draft."
+)
+Progress = Callable[[str, Iterator[Any], int], Any]
+ALONE, APART, SEES, SELECTS = "", "draft looks at all", "draft sees the selection", "draft selects"
+
+
+@dataclass(frozen=True)
+class Way:
+    """How tokens are made."""
+
+    share: float = 1.0
+    draft: str = ALONE
+    method: str = METHOD
+    lock: bool = True
+
+    @property
+    def name(self) -> str:
+        """What tells it from other ways."""
+        looks = DENSE if self.share == 1 else f"{self.method} {self.share:g}"
+        held = () if self.lock else ("not held",)
+        return ", ".join((looks, *((self.draft,) if self.draft else ()), *held))
+
+    @property
+    def alone(self) -> "Way":
+        """The same without a draft."""
+        return replace(self, draft=ALONE)
+
+
+DRAFTED = Way(draft=APART)
+
+
+def figures_of(is_small: bool = False) -> dict[str, list[Way]]:
+    """The ways of each figure."""
+    shares, locks = ((0.25,), (False,)) if is_small else ((0.5, 0.25, 0.1), (True, False))
+    ways = [(share, how, lock) for share in shares[-2:] for lock in locks for how in (SEES, APART, SELECTS)]
+    return {
+        "decoding": [Way(), *(Way(share, lock=lock) for share in shares for lock in (True, False))],
+        "speculation": [DRAFTED, *(Way(share, how, lock=lock) for share, how, lock in ways)],
+        "control": [Way(0.25, how, CONTROL, False) for how in (ALONE, SELECTS)],
+    }
+
+
+TITLES = {
+    "decoding": "Answers and tokens a second, by the share of blocks that a step looks at",
+    "speculation": "Drafted tokens that are accepted, with and without shared selections",
+    "control": "The same share of blocks, selected at random",
+    "overlap": "Jaccard index of what draft and model select for the same round, layer by layer, against chance",
+}
+
+
+def kvstar(
+    base: EvalConfig, folder: Path, progress: Progress | None = None, is_small: bool = False, draft: str | None = None
+) -> dict[str, Any]:
+    """Measure what the folder does not hold yet, and write the page."""
+    model, tokenizer = load_model(base.models[0], base.device, base.dtype or "auto")
+    assistant, own = load_model(draft or base.models[0], base.device, base.dtype or "auto")
+    if own.get_vocab() != tokenizer.get_vocab():
+        raise ConfigError(f"the draft {draft!r} has another vocabulary, expected that of {base.models[0]!r}.")
+    figures = figures_of(is_small)
+    sizes = {"parameters": _parameters(model), "draft_parameters": _parameters(assistant)}
+    layers = {"layers": len(decoder_layers(model)), "draft_layers": len(decoder_layers(assistant))}
+    about = {"draft": draft, "block_tokens": BLOCK_TOKENS, "text_tokens": TEXT_TOKENS, "drafted": DRAFTED_TOKENS}
+    settings = {**base.settings, **about, **sizes, **layers, "is_small": is_small}
+    folder.mkdir(parents=True, exist_ok=True)
+    ways = list(dict.fromkeys(way for found in figures.values() for way in found))
+    with RunFolder(folder / "answers", settings) as opened:
+        for name in base.tasks:
+            task = load_task(base, name, tokenizer)
+            samples = task.samples(base.limit, base.shape())
+            bench = _Bench((name, base.models[0]), model, assistant, tokenizer, task, opened)
+            for sample in progress(name, iter(samples), len(samples)) if progress else samples:
+                bench.answer(sample, ways)
+        lines = list(opened.lines.values())
+    made = [
+        {"name": figure, "title": TITLES[figure], "rows": _rows(lines, found)} for figure, found in figures.items()
+    ]
+    made.append({"name": "overlap", "title": TITLES["overlap"], "rows": _overlaps(lines)})
+    cannot = [*CANNOT_SHOW, *(() if draft else (ITSELF,))]
+    result = {"settings": settings, "cannot_show": cannot, "figures": made}
+    write_paper(result, folder, "KVStar", ("share", "share of the blocks"))
+    return result
+
+
+@dataclass
+class _Rounds:
+    """A streamer that notes when tokens arrive, and how many at once."""
+
+    cache: Any
+    sizes: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    given: list[int] = field(default_factory=list)
+
+    def put(self, value: Tensor) -> None:
+        """Take new tokens; the first call brings the prompt."""
+        self.sizes.append(value.numel())
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Nothing is buffered."""
+
+    def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A forward of the model begins."""
+        if kwargs.get("past_key_values") is self.cache:
+            self.given.append(kwargs["input_ids"].shape[1])
+
+    @property
+    def tokens_s(self) -> float | None:
+        """Tokens a second behind the first that arrived."""
+        passed = self.times[-1] - self.times[1] if len(self.times) > 2 else 0.0
+        return sum(self.sizes[2:]) / passed if passed else None
+
+    @property
+    def proposed(self) -> int:
+        """Drafted tokens; those that were verified in the prefill, which looks at everything, do not count."""
+        return sum(self.given[1:]) - len(self.given[1:])
+
+    @property
+    def accepted(self) -> int:
+        """Of these, the accepted ones: a round brings them and one token of the model's own."""
+        return sum(self.sizes[2:]) - len(self.sizes[2:])
+
+
+class _Looking:
+    """Notes what share of the keys a session's steps look at and, where asked, what the model itself would select."""
+
+    def __init__(self, session: SparseSession, compares: bool) -> None:
+        self.looked = self.all = 0
+        self.jaccard: dict[int, list[tuple[float, float]]] = {}
+        self._session, self._compares, self._few = session, compares, session.few
+        vars(session)["few"] = self.few  # before the method of the class
+
+    def few(self, index: int, query: Tensor, key: Tensor, *given: Any) -> Any:
+        """In place of `SparseSession.few`."""
+        found = self._few(index, query, key, *given)
+        self.all += key.shape[2]
+        self.looked += (found[0] if found else key).shape[2]
+        if self._compares and found and query.shape[2] > 1:
+            self._compare(index, query, key.shape[2] - query.shape[2])
+        return found
+
+    def _compare(self, index: int, query: Tensor, past: int) -> None:
+        """What its own queries of this round would select, by the same rule, beside what it is looking at."""
+        blocks, config = self._session.layers[index].blocks, self._session.config
+        own = set(blocks.select(block_shares(blocks.scores(query, past)).amax(1)[0], past).blocks)
+        seen = set(self._session.held(index)[0].blocks)
+        complete = blocks.complete(past)
+        free = set(range(config.first_blocks, complete - config.recent_blocks))
+        if seen & free and own & free:
+            pair = jaccard(seen & free, own & free), chance_jaccard(len(free), len(own & free), len(seen & free))
+            self.jaccard.setdefault(index, []).append(pair)
+
+
+class _Stepped(EvalMethod):
+    """Continues a prompt."""
+
+    def __init__(
+        self, model: nn.Module, tokenizer: Any, max_new_tokens: int, assistant: nn.Module, is_long: bool
+    ) -> None:
+        super().__init__(model, tokenizer, ChunkStore.open("memory://"), max_new_tokens)
+        self._assistant, self._is_long, self.rounds = assistant, is_long, _Rounds(None)
+        self.looking: _Looking | None = None
+
+    def answer(self, samples: Sequence[Sample], wanted: Sequence[Sequence[int]] | None = None) -> list[Outcome]:
+        """Not used: a way is given."""
+        return [self.continued(samples[0], Way())]
+
+    @torch.no_grad()
+    def continued(self, sample: Sample, way: Way, compares: bool = False) -> Outcome:
+        """Prefill a sample and continue it one way; `compares` the selections, which takes time."""
+        ids = self.inputs([sample])["input_ids"]
+        cache = BlendCache(self.model, ChunkStore.open("memory://"))
+        rounds = self.rounds = _Rounds(cache)
+        given: dict[str, Any] = {"do_sample": False, "max_new_tokens": self.max_new_tokens}
+        if not self._is_long:
+            given |= {"eos_token_id": None, "max_new_tokens": TEXT_TOKENS}
+        if way.draft:
+            given |= {"assistant_model": self._assistant}
+        door: AbstractContextManager[Any] = nullcontext()
+        if way.share < 1:
+            config = SparseConfig(way.share, BLOCK_TOKENS, way.method, recent_blocks=1, min_tokens=0, lock=way.lock)
+            draft = self._assistant if way.draft in (SEES, SELECTS) else None
+            door = sparse_decoding(self.model, cache, config, draft=draft, draft_selects=way.draft == SELECTS)
+        noting = self.model.register_forward_pre_hook(rounds.note, with_kwargs=True)
+        try:
+            with door as session:
+                self.looking = _Looking(session, compares) if session else None
+                given |= {"past_key_values": cache, "streamer": rounds, "pad_token_id": self._pad}
+                made = self.model.generate(ids, **given)
+        finally:
+            noting.remove()
+        new = made[0, ids.shape[1] :].tolist()
+        own = self._until_end(new)[: self.max_new_tokens]
+        return Outcome(self._text(int(ids[0, -1]), own), tuple(new), None, 1.0, ids.shape[1])
+
+
+class _Bench:
+    """One task with one model and its draft."""
+
+    def __init__(
+        self, names: tuple[str, str], model: nn.Module, assistant: Any, tokenizer: Any, task: Any, folder: RunFolder
+    ) -> None:
+        self._names, self._folder = names, folder
+        settings = assistant.generation_config
+        settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = DRAFTED_TOKENS, "constant"
+        settings.assistant_confidence_threshold = 0.0
+        self._stepped = _Stepped(model, tokenizer, task.max_new_tokens, assistant, task.is_long)
+        self._rule, self._whole = (plugins.load("evaluation.scores", one)(tokenizer) for one in (task.score, WHOLE))
+
+    def answer(self, sample: Sample, ways: Sequence[Way]) -> None:
+        """Answer a sample every way; nothing if the folder has it."""
+        if all((*self._names, way.name, None, sample.id) in self._folder.lines for way in ways):
+            return
+        lines, dense = [], ()
+        for way in ways:
+            found, rounds, looking = self._stepped.continued(sample, way), self._stepped.rounds, self._stepped.looking
+            dense = dense or found.ids
+            lines.append(
+                {
+                    "task": self._names[0],
+                    "model": self._names[1],
+                    "method": way.name,
+                    "ratio": None,
+                    "id": sample.id,
+                    "share": way.share,
+                    "prediction": found.text,
+                    "answers": list(sample.answers),
+                    "score": self._rule.best(found.text, sample.answers),
+                    "whole": self._whole.best(found.text, sample.answers),
+                    "proposed": rounds.proposed,
+                    "accepted": rounds.accepted,
+                    "tokens_s": rounds.tokens_s,
+                    "looked_share": looking.looked / looking.all if looking and looking.all else 1.0,
+                    "prompt_tokens": found.prompt_tokens,
+                    "same_text": found.ids == dense,
+                    "jaccard": self._jaccard(sample, way),
+                }
+            )
+        self._folder.add(lines)
+
+    def _jaccard(self, sample: Sample, way: Way) -> dict[int, tuple[float, float]]:
+        """Layer → means over rounds of the overlap and of chance; in a turn of its own, since comparing takes time."""
+        if way.draft != SELECTS or way.method == CONTROL:
+            return {}
+        self._stepped.continued(sample, way, compares=True)
+        found = self._stepped.looking.jaccard if self._stepped.looking else {}
+        return {
+            layer: (statistics.fmean(own for own, _ in pairs), statistics.fmean(luck for _, luck in pairs))
+            for layer, pairs in found.items()
+        }
+
+
+def jaccard(one: set[int], other: set[int]) -> float:
+    """Blocks in both over blocks in either."""
+    return len(one & other) / len(one | other)
+
+
+def chance_jaccard(count: int, one: int, other: int) -> float:
+    """The mean Jaccard index of two sets of such sizes that are drawn from `count` blocks."""
+    ways = [(both, math.comb(one, both) * math.comb(count - one, other - both)) for both in range(min(one, other) + 1)]
+    return sum(times * both / (one + other - both) for both, times in ways) / math.comb(count, other)
+
+
+Groups = Mapping[tuple[str, str], Mapping[str, Mapping[str, Any]]]  # (task, way) → sample → line
+
+
+def _by_way(lines: Sequence[Mapping[str, Any]]) -> Groups:
+    groups: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
+    for line in lines:
+        groups.setdefault((line["task"], line["method"]), {})[line["id"]] = line
+    return groups
+
+
+def _rows(lines: Sequence[Mapping[str, Any]], ways: Sequence[Way]) -> list[dict[str, Any]]:
+    groups = _by_way(lines)
+    return [_row(groups, task, way) for task in dict.fromkeys(task for task, _ in groups) for way in ways]
+
+
+def _row(groups: Groups, task: str, way: Way) -> dict[str, Any]:
+    found = list(groups[task, way.name].values())
+    scores = [line["score"] for line in found]
+    proposed, accepted = (sum(line[name] for line in found) for name in ("proposed", "accepted"))
+    acceptance = accepted / proposed if proposed else None
+    control = replace(way, method=CONTROL)
+
+    def against(other: Way) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+        return [(line, groups[task, other.name][line["id"]]) for line in found]
+
+    def gap(other: Way) -> Any:
+        return interval([one["score"] - two["score"] for one, two in against(other)])
+
+    def faster(other: Way) -> float | None:
+        pairs = [(one["tokens_s"], two["tokens_s"]) for one, two in against(other)]
+        ratios = [one / two for one, two in pairs if one and two]
+        return statistics.median(ratios) if ratios else None
+
+    speeds = [line["tokens_s"] for line in found if line["tokens_s"]]
+    return {
+        "acceptance": acceptance,
+        "acceptance_interval": None if acceptance is None else _ratio_interval(found, acceptance),
+        "tokens_s": statistics.median(speeds) if speeds else None,
+        "vs_dense": faster(Way()),
+        "vs_dense_draft": faster(DRAFTED),
+        "task": task,
+        "way": way.name,
+        "share": way.share,
+        "looked_share": statistics.fmean(line["looked_share"] for line in found),
+        "n": len(found),
+        "score": statistics.fmean(scores),
+        "interval": interval(scores),
+        "difference_to_dense": gap(Way()),
+        "difference_to_no_draft": gap(way.alone) if way.draft else None,
+        "difference_to_random": gap(control) if control.name != way.name and (task, control.name) in groups else None,
+        "whole_right": statistics.fmean(line["whole"] for line in found),
+        "same_text": statistics.fmean(float(line["same_text"]) for line in found),
+        "proposed": proposed,
+        "prompt_tokens": statistics.fmean(line["prompt_tokens"] for line in found),
+    }
+
+
+def _ratio_interval(lines: Sequence[Mapping[str, Any]], ratio: float) -> tuple[float, float]:
+    """Of accepted over proposed tokens of all samples: each sample's part in the ratio, linearised, is resampled."""
+    mean = statistics.fmean(line["proposed"] for line in lines)
+    return interval([ratio + (line["accepted"] - ratio * line["proposed"]) / mean for line in lines])
+
+
+def _overlaps(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """How far the draft's selections are those that the model's own queries of the same round would make."""
+    rows = []
+    for (task, way), found in _by_way(lines).items():
+        layers: dict[int, list[Sequence[float]]] = {}
+        for line in found.values():
+            for layer, pair in line["jaccard"].items():
+                layers.setdefault(int(layer), []).append(pair)
+        for layer, pairs in sorted(layers.items()):
+            rows.append(
+                {
+                    "layer": layer,
+                    "jaccard": statistics.fmean(own for own, _ in pairs),
+                    "chance": statistics.fmean(luck for _, luck in pairs),
+                    "difference_to_chance": interval([own - luck for own, luck in pairs]),
+                    "task": task,
+                    "way": way,
+                    "n": len(pairs),
+                }
+            )
+    return rows
+
+
+def _parameters(model: nn.Module) -> int:
+    return sum(one.numel() for one in model.parameters())

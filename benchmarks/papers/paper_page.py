@@ -1,0 +1,92 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What is left of a reproduction: one JSON file, one page whose tables have every column of it, CSV and LaTeX."""
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from hf_blend.evaluation.report import page
+from hf_blend.evaluation.svg import Line, line_chart
+
+RESULT, PAGE = "result.json", "index.html"
+Row = Mapping[str, Any]
+
+
+def write_paper(result: Mapping[str, Any], folder: Path, title: str, against: tuple[str, str]) -> None:
+    """Write `result.json`, `index.html`, and each figure as CSV and as a LaTeX table."""
+    parts = [f"<p>This page cannot show: {escape(one)}</p>" for one in result["cannot_show"]]
+    for figure in result["figures"]:
+        rows, name = figure["rows"], figure["name"]
+        parts.append(f"<h2>{escape(figure['title'])}</h2>{_chart(rows, *against)}{every_column(rows)}")
+        (folder / f"{name}.csv").write_text(as_csv(rows), "utf-8")
+        (folder / f"{name}.tex").write_text(as_latex(rows), "utf-8")
+    (folder / RESULT).write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", "utf-8")
+    (folder / PAGE).write_text(page(title, "".join(parts), result["settings"]), "utf-8")
+
+
+def columns_of(rows: Iterable[Row]) -> list[str]:
+    """The names of all columns, in the order in which rows first have them."""
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
+def every_column(rows: Sequence[Row]) -> str:
+    """An HTML table of rows, no column left out."""
+    names = columns_of(rows)
+    head = "".join(f"<th>{escape(name.replace('_', ' '))}</th>" for name in names)
+    lines = ["".join(f"<td>{escape(cell(row.get(name)))}</td>" for name in names) for row in rows]
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def as_csv(rows: Sequence[Row]) -> str:
+    """Rows as CSV, numbers in full."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns_of(rows), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def as_latex(rows: Sequence[Row]) -> str:
+    """Rows as a LaTeX tabular."""
+    names = columns_of(rows)
+    lines = [[name.replace("_", " ") for name in names]] + [[cell(row.get(name)) for name in names] for row in rows]
+    body = " \\\\\n".join(" & ".join(_escaped(one) for one in line) for line in lines)
+    return f"\\begin{{tabular}}{{{'l' * len(names)}}}\n{body} \\\\\n\\end{{tabular}}\n"
+
+
+def cell(value: Any) -> str:
+    """A value as a table shows it."""
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.3f}" if abs(value) < 1000 else f"{value:,.0f}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(cell, value))}]"
+    return str(value)
+
+
+def _escaped(text: str) -> str:
+    return "".join(f"\\{letter}" if letter in "&%$#_{}" else letter for letter in text)
+
+
+def _chart(rows: Sequence[Row], column: str, words: str) -> str:
+    """Quality against a column, where rows have both."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.get(column) is not None and row.get("score") is not None:
+            groups.setdefault(f"{row['task']}, {row['way']}", []).append(row)
+    if not groups:
+        return ""
+    lines = [
+        Line(name, tuple((row[column], row["score"]) for row in found), tuple(tuple(row["interval"]) for row in found))
+        for name, found in groups.items()
+    ]
+    most = max(1.0, *(row[column] for found in groups.values() for row in found))
+    drawn = line_chart(lines, x_label=words, y_label="score", most_x=most, background="#ffffff")
+    return f"<div class=charts><figure>{drawn}</figure></div>"
