@@ -13,20 +13,20 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.model.anatomy import decoder_layers, wants_all_rows
 from hf_blend.model.attention import stock_function
-from hf_blend.model.hooks import Entry
+from hf_blend.model.hooks import ForwardHooks
 
 
-class Guest(DynamicCache):
+class Recorder(DynamicCache):
     """A cache that writes down what it is told."""
 
     def __init__(self):
         super().__init__()
-        self.told, self.entry, self.enters_layers = [], None, True
+        self.told, self.hooks, self.enters_layers = [], None, True
 
     def forward_begins(self, arguments):
         self.told.append(("begins", sorted(arguments)))
         if self.enters_layers:
-            self.entry.enter_layers(tokens=6)
+            self.hooks.enter_layers(tokens=6)
 
     def layer_begins(self, index, call):
         self.told.append(index)
@@ -37,7 +37,7 @@ class Guest(DynamicCache):
 
     def forward_ends(self, failed=False):
         self.told.append("failed" if failed else "ends")
-        self.entry.leave()
+        self.hooks.leave()
 
 
 @pytest.fixture
@@ -48,8 +48,8 @@ def model(tiny_model):
 
 
 def guest_in(model):
-    guest = Guest()
-    guest.entry = Entry(guest, model, decoder_layers(model))
+    guest = Recorder()
+    guest.hooks = ForwardHooks(guest, model, decoder_layers(model))
     return guest
 
 
@@ -66,43 +66,43 @@ def test_a_guest_sees_its_forward_from_beginning_to_end_and_changes_nothing(mode
     wanted = run(model, DynamicCache())
     with untouched(model):
         guest = guest_in(model)
-        guest.entry.watch_model()
+        guest.hooks.watch_model()
         assert torch.equal(run(model, guest, use_cache=True), wanted)
     assert guest.told == [("begins", ["input_ids", "past_key_values", "use_cache"]), 0, 1, "ends"]
 
 
 def test_arguments_given_by_place_have_their_names(model):
     guest = guest_in(model)
-    guest.entry.watch_model()
+    guest.hooks.watch_model()
     run(model, guest, torch.arange(3, 9)[None], torch.ones(1, 6, dtype=torch.long))
     assert guest.told[0] == ("begins", ["attention_mask", "input_ids", "past_key_values"])
 
 
 def test_other_caches_and_plain_calls_pass_through(model):
     guest = guest_in(model)
-    guest.entry.watch_model()
-    guest.entry.enter_layers(tokens=6)
+    guest.hooks.watch_model()
+    guest.hooks.enter_layers(tokens=6)
     run(model, DynamicCache())
     run(model, None, use_cache=False)
     assert guest.told == []
-    guest.entry.leave()
+    guest.hooks.leave()
 
 
 def test_entering_and_watching_twice_is_once(model):
     guest = guest_in(model)
     for _ in range(2):
-        guest.entry.watch_model()
-        guest.entry.enter_layers(tokens=6)
+        guest.hooks.watch_model()
+        guest.hooks.enter_layers(tokens=6)
     assert hooks(model) == 1 + 2
     for _ in range(2):
-        guest.entry.leave()
+        guest.hooks.leave()
         assert hooks(model) == 0
 
 
 @pytest.mark.parametrize("place", [0, 1, "norm"])
 def test_a_failure_is_told_and_every_hook_goes(model, monkeypatch, place):
     guest = guest_in(model)
-    guest.entry.watch_model()
+    guest.hooks.watch_model()
     module = model.model.norm if place == "norm" else decoder_layers(model)[place].mlp
 
     def fail(*_, **__):
@@ -118,7 +118,7 @@ def test_a_failure_is_told_and_every_hook_goes(model, monkeypatch, place):
 def test_a_failure_between_the_layers_is_told_by_the_hook_on_the_model(model):
     guest = guest_in(model)
     guest.enters_layers = False
-    guest.entry.watch_model()
+    guest.hooks.watch_model()
     handle = decoder_layers(model)[1].register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run(model, guest)
@@ -129,9 +129,9 @@ def test_a_failure_between_the_layers_is_told_by_the_hook_on_the_model(model):
 
 def test_a_guest_that_dies_takes_its_hooks_along(model):
     guest = guest_in(model)
-    guest.entry.watch_model()
-    guest.entry.enter_layers(tokens=6)
-    entry = guest.entry
+    guest.hooks.watch_model()
+    guest.hooks.enter_layers(tokens=6)
+    entry = guest.hooks
     del guest
     gc.collect()
     assert hooks(model) == 0
@@ -149,7 +149,7 @@ def test_hooks_of_others_that_are_called_after_a_failure_hide_no_error_and_all_a
 
     if when == "before we watch":
         register()
-    guest.entry.watch_model()
+    guest.hooks.watch_model()
     if when == "before the call":
         register()
     if when == "within the call":
@@ -162,7 +162,7 @@ def test_hooks_of_others_that_are_called_after_a_failure_hide_no_error_and_all_a
     assert guest.told[-1] == "failed"
     assert len(called) == 2
     assert hooks(model) == len(handles) + (when == "within the call"), "one that could not go in the midst of the walk"
-    guest.entry.watch_model()
+    guest.hooks.watch_model()
     run(model, guest)
     assert guest.told[-1] == "ends"
     assert hooks(model) == len(handles), "without a failure all may go"
@@ -174,7 +174,7 @@ def test_hooks_of_others_that_are_called_after_a_failure_hide_no_error_and_all_a
 def test_a_forward_that_was_interrupted_is_ended_when_the_next_begins(model, monkeypatch):
     """Torch calls no hook for what is no `Exception`."""
     guest = guest_in(model)
-    guest.entry.watch_model()
+    guest.hooks.watch_model()
     with monkeypatch.context() as patch:
         patch.setattr(decoder_layers(model)[1].mlp, "forward", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
@@ -203,11 +203,11 @@ def test_a_model_inside_a_wrapper_is_watched_too(model):
         def forward(self, *args, **kwargs):
             return self.inside.forward(*args, **kwargs)
 
-    wrapper, guest = Wrapper(), Guest()
-    guest.entry = Entry(guest, wrapper, decoder_layers(model))
+    wrapper, guest = Wrapper(), Recorder()
+    guest.hooks = ForwardHooks(guest, wrapper, decoder_layers(model))
     for called in (wrapper, model):
         guest.told.clear()
-        guest.entry.watch_model()
+        guest.hooks.watch_model()
         called(input_ids=torch.arange(3, 9)[None], past_key_values=guest)
         assert guest.told == [("begins", ["input_ids", "past_key_values"]), 0, 1, "ends"]
         assert hooks(wrapper) == 0
@@ -219,9 +219,9 @@ def test_hooks_called_without_keyword_arguments_do_nothing(model, place):
     guest, called = guest_in(model), []
     module = model if place.endswith("model") else decoder_layers(model)[1]
     register = module.register_forward_pre_hook if place.startswith("before") else module.register_forward_hook
-    handle = register(lambda *_: called.append(guest.entry.leave()))
-    guest.entry.watch_model()
-    guest.entry.enter_layers(tokens=6)
+    handle = register(lambda *_: called.append(guest.hooks.leave()))
+    guest.hooks.watch_model()
+    guest.hooks.enter_layers(tokens=6)
     run(model, DynamicCache())
     assert called
     assert guest.told == []

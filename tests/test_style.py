@@ -30,7 +30,6 @@ LEFT = {
     "Repair": 1,
     "Hear": 1,
     "sight": 1,
-    "Guest": 1,
     "lay": 9,
     "laid": 6,
     "learn": 2,

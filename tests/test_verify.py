@@ -190,7 +190,7 @@ def by_lot(scores: Any, eligible: Any, counts: Any) -> Any:
 
 
 def anyone(self: Any, args: Any, kwargs: Any) -> Any:
-    return self._guest() if any(hasattr(value, "forward_begins") for value in (*args, *kwargs.values())) else None
+    return self._cache() if any(hasattr(value, "forward_begins") for value in (*args, *kwargs.values())) else None
 
 
 def left_only_on_success(self: Any, module: Any, args: Any, kwargs: Any, output: Any) -> None:
@@ -230,7 +230,7 @@ COMPOSE, ROW_MASK, HIGHEST = realign.compose, row_masks.row_mask, selection.high
 WRITE, WRITE_PART = realign.Realigner.write, realign.Realigner.write_part
 COMPUTE_CHUNKS, BEGIN = plan.compute_chunks, blend.Prefill._begin
 TAKE_ROWS, WRITES = LayerCall.take_rows, itertools.count()
-WRITE_STATES, ENDED, LAYER_UPDATE = rows.Rows.write_states, hooks.Entry._ended, layers.BlendLayer.update
+WRITE_STATES, ENDED, LAYER_UPDATE = rows.Rows.write_states, hooks.ForwardHooks._ended, layers.BlendLayer.update
 
 BREAKS: list[tuple[str, Any, str, Callable[..., Any]]] = [  # check, owner, attribute, what is put in its place
     ("realign_identity", realign, "compose", wrong_turn),
@@ -256,9 +256,9 @@ BREAKS: list[tuple[str, Any, str, Callable[..., Any]]] = [  # check, owner, attr
     ("same_bits", selection, "highest", by_lot),
     ("selection", Selector, "count", one_too_few),
     ("selection", selection, "highest", by_lot),
-    ("untouched", hooks.Entry, "leave", hold),
-    ("untouched_after_error", hooks.Entry, "_ended", left_only_on_success),
-    ("two_caches", hooks.Entry, "_own", anyone),
+    ("untouched", hooks.ForwardHooks, "leave", hold),
+    ("untouched_after_error", hooks.ForwardHooks, "_ended", left_only_on_success),
+    ("two_caches", hooks.ForwardHooks, "_own", anyone),
     ("damaged_entries", entry, "content_hasher", ConstantDigest),
     ("whole_shift", sequence_cache.SequenceCache, "_turns", where_they_were),
     ("closed_hole", sequence_cache.SequenceCache, "_turns", where_they_were),

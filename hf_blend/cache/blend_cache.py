@@ -32,7 +32,7 @@ from ..model.anatomy import LayerCall, decoder_layers, default_sink, has_indexer
 from ..model.checks import ensure_trusted
 from ..model.fingerprint import fingerprint, structure_digest
 from ..model.flops import layer_costs
-from ..model.hooks import Entry
+from ..model.hooks import ForwardHooks
 from ..model.identity.canonical import refuse_request_state, refuse_wrapper
 from ..model.images import PIXELS
 from ..model.mixer_probe import mixers_of
@@ -180,7 +180,7 @@ class BlendCache(MaskedDecode):
         self._styles = ensure_trusted(model, trial_cache, self.config.allow_unverified, digest)
         self._mixers = mixers_of(model, digest)
         self._check_ms = 1e3 * (time.perf_counter() - began_s)  # until a report says it
-        self._entry = Entry(self, model, layers)
+        self._entry = ForwardHooks(self, model, layers)
         self.observer: AttentionObserver | None = None  # is given every layer's attention in a blended forward
         self._prompts = KnownPrompts()
         self._forward: BlendedForward | None = None

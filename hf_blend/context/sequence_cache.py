@@ -31,13 +31,13 @@ from ..errors import ConfigError, PromptError, UnsupportedModelError
 from ..model.anatomy import decoder_layers, is_extended, refuse_extended, text_config
 from ..model.attention import STOCK, open_door
 from ..model.checks import CheckedModel, Use, ensure_passed
+from ..model.hooks import ForwardHooks
 from ..model.masks import RowMask
 from ..model.modality import has_features, other_inputs
 from ..model.placement import input_device
 from ..rotary.base import compose
 from .cells import TokenTable
 from .sequence_layer import QuantisedSequenceLayer, SequenceLayer
-from .steering import SequenceHooks
 from .tables import TableSource, counted_in_tokens, regime_tokens
 from .view import View, grown, mask_of, view_of
 
@@ -86,7 +86,7 @@ class SequenceCache(Cache):
         self._source, self._regime_tokens = TableSource.of(model, below_regime=True), regime_tokens(model)
         ensure_passed(CheckedModel(model), MOVE, allow_unverified)
         self._device, self._allow_unverified = input_device(model), allow_unverified
-        self._steering = SequenceHooks(self, model)
+        self._hooks = ForwardHooks(self, model)
         self._begin()
         Cache.__init__(self, layers=[*self._sequence_layers])
 
@@ -110,20 +110,20 @@ class SequenceCache(Cache):
     @property
     def is_compileable(self) -> bool:
         """False. `generate` asks before each forward: the model is watched from here."""
-        self._steering.watch()
+        self._hooks.watch_model()
         return False
 
     def __enter__(self) -> Self:
         """Hand the model its positions in every call with this cache, until the block ends."""
-        self._steering.watch(stay=True)
+        self._hooks.watch_model(stay=True)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Leave the model as it was."""
-        self._steering.leave()
         self.forward_ends()
+        self._hooks.leave(stop=True)
 
     @property
     def active(self) -> int:
@@ -488,8 +488,9 @@ class SequenceCache(Cache):
         mask = None if self._seen is None else self._made_mask(self._seen, real)
         return {**arguments, "position_ids": positions.to(given.device), "attention_mask": mask}
 
-    def forward_ends(self) -> None:
+    def forward_ends(self, failed: bool = False) -> None:
         """Called by the hook behind the model."""
+        self._hooks.leave()
         self._pending = _NOTHING
 
     def _given(self, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:

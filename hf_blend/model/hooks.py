@@ -25,11 +25,11 @@ from .anatomy import LayerCall, parameter_names, wants_all_rows
 Handles = list[tuple[nn.Module, RemovableHandle]]
 
 
-class Guest(Protocol):
-    """What enters: the cache of a request."""
+class HookedCache(Protocol):
+    """What the hooks serve: the cache of a request. Those of layers are called where layers are entered."""
 
-    def forward_begins(self, arguments: dict[str, Any]) -> None:
-        """The model is called with these keyword arguments."""
+    def forward_begins(self, arguments: dict[str, Any]) -> dict[str, Any] | None:
+        """The model is called with these arguments, by name; gives back those that it shall see, None for the same."""
 
     def layer_begins(self, index: int, call: LayerCall) -> LayerCall:
         """A decoder layer is called; gives back the call that shall run."""
@@ -41,25 +41,26 @@ class Guest(Protocol):
         """The model has returned, or an exception passed through."""
 
 
-class Entry:
-    """The hooks of one guest in one model."""
+class ForwardHooks:
+    """The hooks of one cache in one model. They hold no reference to the cache and go with it."""
 
-    def __init__(self, guest: Guest, model: nn.Module, layers: Sequence[nn.Module]) -> None:
-        self._guest: Callable[[], Guest | None] = weakref.ref(guest)
+    def __init__(self, cache: Any, model: nn.Module, layers: Sequence[nn.Module] = ()) -> None:
+        self._cache: Callable[[], HookedCache | None] = weakref.ref(cache)
         self._model, self._layers = model, layers
         self._before: Handles = []  # on the model
         self._after: Handles = []
         self._inner: Handles = []  # on its layers
-        self._is_raising = self._is_inside = False
-        self._finalizer = weakref.finalize(guest, _remove, self._before, self._after, self._inner)
+        self._is_raising = self._is_inside = self._stays = False
+        self._finalizer = weakref.finalize(cache, _remove, self._before, self._after, self._inner)
         self._finalizer.atexit = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy belongs to a copy of the model, for which there is no guest."""
-        return _entry_of_nobody, ()
+        """A copy belongs to a copy of the model, where no call carries the cache."""
+        return _without_cache, ()
 
-    def watch_model(self) -> None:
-        """See the next call of the model, to learn its arguments."""
+    def watch_model(self, stay: bool = False) -> None:
+        """See the next call of the model, to learn its arguments; with `stay`, every call until `leave(stop=True)`."""
+        self._stays = self._stays or stay
         if not self._before:
             for module in callable_as(self._model):
                 handle = module.register_forward_pre_hook(self._model_begins, with_kwargs=True)
@@ -79,15 +80,16 @@ class Entry:
             ends = self._layers[-1].register_forward_hook(partial(self._fill_rows, tokens), with_kwargs=True)
             self._inner.append((self._layers[-1], ends))
 
-    def leave(self, watching: bool = False) -> None:
-        """Remove every hook."""
+    def leave(self, watching: bool = False, stop: bool = False) -> None:
+        """Remove every hook, but on the model where it is watched still."""
+        self._stays = self._stays and not stop
         _remove(self._inner, self._after, raising=self._is_raising)
-        if not watching:
+        if not (watching or self._stays):
             _remove(self._before)
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Let calls of the model pass that are made in the middle of a forward of the guest; layers are seen still."""
+        """Let calls of the model pass that are made in the middle of a forward with the cache; layers are seen still."""
         self._is_inside = True
         try:
             yield
@@ -112,50 +114,52 @@ class Entry:
             )
         return False
 
-    def _model_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        guest = None if self._is_inside else self._own(args, kwargs)
-        if guest is not None and kwargs is not None:
-            if torch.compiler.is_compiling():
-                _refuse_compiled()
-            if self._after:
-                guest.forward_ends(failed=True)  # the last forward was interrupted in a way that no hook sees
-                self.watch_model()
-            # registered only now, it is the last one: after an exception torch walks along these hooks, and none but
-            # the last may be removed on the way
-            ended = module.register_forward_hook(self._ended, with_kwargs=True, always_call=True)
-            self._after.append((module, ended))
-            names = parameter_names(type(module)) or ("input_ids", "attention_mask")  # type: ignore[arg-type]
-            guest.forward_begins({**dict(zip(names, args, strict=False)), **kwargs})
+    def _model_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+        cache = None if self._is_inside else self._own(args, kwargs)
+        if cache is None or kwargs is None:
+            return None
+        if self._layers and torch.compiler.is_compiling():
+            _refuse_compiled()
+        if self._after:
+            cache.forward_ends(failed=True)  # the last forward was interrupted in a way that no hook sees
+            self.watch_model()
+        # registered only now, it is the last one: after an exception torch walks along these hooks, and none but
+        # the last may be removed on the way
+        ended = module.register_forward_hook(self._ended, with_kwargs=True, always_call=True)
+        self._after.append((module, ended))
+        names = parameter_names(type(module)) or ("input_ids", "attention_mask")  # type: ignore[arg-type]
+        changed = cache.forward_begins({**dict(zip(names, args, strict=False)), **kwargs})
+        return None if changed is None else ((), changed)
 
     def _ended(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
         kwargs, output = rest if len(rest) == 2 else (None, *rest)
-        guest = None if self._is_inside else self._own(args, kwargs)
-        if guest is not None:
+        cache = None if self._is_inside else self._own(args, kwargs)
+        if cache is not None:
             self._is_raising = output is None
-            guest.forward_ends(failed=self._is_raising)
+            cache.forward_ends(failed=self._is_raising)
             self._is_raising = False
 
     def _layer_begins(
         self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> Any:
-        guest = self._own(args, kwargs)
-        if guest is None or kwargs is None:
+        cache = self._own(args, kwargs)
+        if cache is None or kwargs is None:
             return None
-        return guest.layer_begins(index, LayerCall.bind(layer, args, kwargs)).as_hook_result()
+        return cache.layer_begins(index, LayerCall.bind(layer, args, kwargs)).as_hook_result()
 
     def _layer_ends(self, index: int, layer: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
-        guest = self._own(args, rest[0] if len(rest) == 2 else None)
-        return None if guest is None else guest.layer_ends(index, rest[-1])
+        cache = self._own(args, rest[0] if len(rest) == 2 else None)
+        return None if cache is None else cache.layer_ends(index, rest[-1])
 
     def _fill_rows(self, tokens: int, layer: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
         is_own = self._own(args, rest[0] if len(rest) == 2 else None) is not None
         return _behind_zeros(rest[-1], tokens) if is_own else None
 
-    def _own(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Guest | None:
-        """The guest, if it is the cache that this call was given."""
-        guest = self._guest()
+    def _own(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> HookedCache | None:
+        """The cache, if this call carries it."""
+        cache = self._cache()
         given = (*args, *(kwargs or {}).values())
-        return guest if guest is not None and any(value is guest for value in given) else None
+        return cache if cache is not None and any(value is cache for value in given) else None
 
 
 @torch.compiler.disable
@@ -167,14 +171,10 @@ def _refuse_compiled() -> None:
     )
 
 
-def _entry_of_nobody() -> Entry:
-    entry = Entry.__new__(Entry)
-    entry._guest, entry._is_inside = _nobody, False
-    return entry
-
-
-def _nobody() -> None:
-    return None
+def _without_cache() -> ForwardHooks:
+    hooks = ForwardHooks.__new__(ForwardHooks)
+    hooks._cache, hooks._is_inside = lambda: None, False
+    return hooks
 
 
 def callable_as(model: nn.Module) -> list[nn.Module]:

@@ -211,7 +211,7 @@ def _trained_adapter(adapter: _Adapter) -> None:
 
 @contextmanager
 def _hook(model: Any, draw: random.Random) -> Iterator[None]:
-    """SequenceHooks: something is added behind a layer's MLP."""
+    """A hook: something is added behind a layer's MLP."""
     direction = torch.randn(model.config.hidden_size)
     module = draw.choice(model.model.layers[:-1]).mlp
     handle = module.register_forward_hook(lambda module, args, output: output + direction)
