@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_blend import BlendCache, ChunkStore, self_extend, sparse_decoding
 from hf_blend.errors import UnsupportedModelError
 from hf_blend.model import attention
-from hf_blend.model.anatomy import decoder_layers
+from hf_blend.model.anatomy import LayerInfo, decoder_layers
 from hf_blend.model.fingerprint import fingerprint
 from hf_blend.model.identity.structure import configs_inside
 from tests.conftest import slow_but
@@ -116,7 +116,7 @@ def taken_layers(model):
         found.append(module.layer_idx)
         return stock(module, *args, **given)
 
-    modules = [module for layer in decoder_layers(model) for module in attention.attention_modules(layer)]
+    modules = [module for layer in decoder_layers(model) for module in LayerInfo.of(layer).attention]
     handles = attention.hook_attention(modules, lambda _: take)
     with torch.no_grad():
         model(torch.tensor([[3, 4, 5, 6]]))

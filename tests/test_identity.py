@@ -28,7 +28,7 @@ import hf_blend
 from hf_blend import BlendCache, ChunkStore, observer
 from hf_blend.errors import ConfigError, UnsupportedModelError
 from hf_blend.model import canary
-from hf_blend.model.fingerprint import _known, fingerprint, state_of
+from hf_blend.model.fingerprint import _known, fingerprint, state_of, structure_digest
 from hf_blend.model.identity import watch, weights
 from hf_blend.model.identity.structure import Structure
 
@@ -705,3 +705,15 @@ def test_running_a_model_of_any_type_is_no_change(model_type):
     with contextlib.suppress(ValueError):  # some know one attention only
         model.set_attn_implementation("eager")
     assert fingerprint(model) == before
+
+
+def test_what_has_the_address_of_what_it_replaced_is_another(model):
+    layer = model.model.layers[0]
+    layer.change = functools.partial(torch.add, other=1)
+    before, address, others = structure_digest(model), id(layer.change), []
+    del layer.change
+    while id(other := functools.partial(torch.add, other=2)) != address and len(others) < 100_000:
+        others.append(other)
+    assert id(other) == address
+    layer.change = other
+    assert structure_digest(model) != before

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from ..errors import ConfigError, UnsupportedModelError
-from ..model.anatomy import EXTENDED, decoder_layers, is_extended, kv_groups, other_states, text_config, windowed_layer
-from ..model.attention import AttentionFn, Take, attention_modules, hook_attention
+from ..model.anatomy import EXTENDED, LayerInfo, decoder_layers, is_extended, other_states, text_config, windowed_layer
+from ..model.attention import AttentionFn, Take, hook_attention
 from ..model.checks import CheckedModel, Use, ensure_passed
 from ..rotary.base import RotaryStyle, compose
 from .tables import TableSource
@@ -94,7 +94,7 @@ def _attending(model: nn.Module, extension: Extension) -> Iterator[Extension]:
     def choose(_: tuple[Any, ...]) -> Take | None:
         return take if is_extended(model) else None
 
-    modules = [module for layer in decoder_layers(model) for module in attention_modules(layer)]
+    modules = [module for layer in decoder_layers(model) for module in LayerInfo.of(layer).attention]
     handles, token = hook_attention(modules, choose), EXTENDED.set((*EXTENDED.get(), text_config(model)))
     try:
         yield extension
@@ -130,7 +130,7 @@ def attend(
     extension.asked.add(layer)
     far_query = _moved(extension.source, layer, query, rows, rows // group + window - window // group)
     far_key = _moved(extension.source, layer, key, positions, positions // group)
-    groups = kv_groups(module)
+    groups = getattr(module, "num_key_value_groups", 1)
     near = query @ key.repeat_interleave(groups, 1).transpose(2, 3)
     far = far_query @ far_key.repeat_interleave(groups, 1).transpose(2, 3)
     is_near = (rows[:, :, None] - positions[:, None, :] < window)[:, None]

@@ -28,6 +28,7 @@ MIXER_STATES = ("LinearAttention", "LinearAttentionAndFullAttention", "LinearAtt
 BLENDED_STATES = (*TOKEN_STATES, *MIXER_STATES, "Indexed")
 PER_TOKEN = ("output_hidden_states", "output_attentions", "output_router_logits")  # a row for every token of a layer
 _reshaping: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+_infos: WeakKeyDictionary[nn.Module, "LayerInfo"] = WeakKeyDictionary()
 UNREADABLE = (AttributeError, LookupError, TypeError, ValueError)  # a config that transformers' own cache refuses
 
 
@@ -203,36 +204,52 @@ def default_sink(model: nn.Module) -> tuple[int, ...]:
     return (bos,) if isinstance(bos, int) else ()
 
 
-def kv_groups(layer: nn.Module) -> int:
-    """How many query heads share a key head in a layer, where transformers repeats the keys for them; else 1."""
-    return next(
-        (module.num_key_value_groups for module in layer.modules() if hasattr(module, "num_key_value_groups")), 1
-    )
+@dataclass(frozen=True)
+class LayerInfo:
+    """What is known of a decoder layer, found once.
+
+    Attributes:
+        has_attention: whether it attends, by what transformers' attention modules have in common.
+        groups: how many query heads share a key head, where transformers repeats the keys for them; else 1.
+        attention: the modules that look up their attention function by name, and hand it their keywords.
+    """
+
+    has_attention: bool
+    groups: int
+    attention: tuple[nn.Module, ...]
+
+    @classmethod
+    def of(cls, layer: nn.Module) -> "LayerInfo":
+        """What is known of a layer, as long as it lives."""
+        if layer not in _infos:
+            groups = [one.num_key_value_groups for one in layer.modules() if hasattr(one, "num_key_value_groups")]
+            inside = (one for one in layer.modules() if one is not layer and hasattr(one, "layer_idx"))
+            _infos[layer] = cls(bool(groups), groups[0] if groups else 1, tuple(filter(_looks_up, inside)))
+        return _infos[layer]
 
 
-def has_attention(layer: nn.Module) -> bool:
-    """Whether a layer attends, by what transformers' attention modules have in common."""
-    return any(hasattr(module, "num_key_value_groups") for module in layer.modules())
+def _looks_up(module: nn.Module) -> bool:
+    parameters = inspect.signature(type(module).forward).parameters.values()
+    takes_keywords = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
+    return takes_keywords and hasattr(getattr(module, "config", None), "_attn_implementation")
 
 
 @dataclass
 class LayerCall:
-    """The arguments of one call of a decoder layer, by the names of its `forward`."""
+    """The arguments of one call of a decoder layer, by the names of its `forward`; `mask_name` is its attention's."""
 
     layer: nn.Module
     arguments: dict[str, Any]
     hidden_name: str
+    mask_name: str = "attention_mask"
 
     @classmethod
     def bind(cls, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "LayerCall":
         """Give each positional argument its name."""
         names = parameter_names(type(layer))  # type: ignore[arg-type]
-        return cls(layer, {**dict(zip(names, args, strict=False)), **kwargs}, names[0])
-
-    @property
-    def mask_name(self) -> str:
-        """The argument that holds the mask of the layer's attention; a mixer beside it may have one of its own."""
-        return "causal_mask" if "causal_mask" in self.arguments else "attention_mask"
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        # where a mixer beside the attention has a mask of its own, that of the attention is the causal one
+        return cls(layer, given, names[0], "causal_mask" if "causal_mask" in given else "attention_mask")
 
     @property
     def cache(self) -> Any:

@@ -29,6 +29,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..errors import UnsupportedModelError
+from .anatomy import LayerInfo
 from .masks import RowMask
 from .row_attention import attend
 from .row_lines import PackedLines
@@ -133,22 +134,6 @@ def _attend(
     return attend(query, key, value, mask.lines, dropout, scaling).transpose(1, 2).contiguous(), None
 
 
-def attention_modules(layer: nn.Module) -> list[nn.Module]:
-    """The modules of a layer that ask transformers for their attention function, and hand it their keywords."""
-    return [module for module in layer.modules() if hasattr(module, "layer_idx") and _asks(module)]
-
-
-def _asks(module: nn.Module) -> bool:
-    config = getattr(module, "config", None)
-    return getattr(config, "_attn_implementation", None) is not None and _takes_keywords(type(module))  # type: ignore[arg-type]
-
-
-@lru_cache(maxsize=256)
-def _takes_keywords(kind: type[nn.Module]) -> bool:
-    parameters = inspect.signature(kind.forward).parameters.values()
-    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
-
-
 def with_taker(keys: Tensor, take: Take) -> Tensor:
     """Keys that a cache hands to a layer's attention, with the function that takes its call."""
     keys = keys.view_as(keys)  # the cache's own tensor is left as it is
@@ -175,7 +160,7 @@ class AttentionCapture:
     """Gives the next attention call of a layer to a function, in this thread and with one cache."""
 
     def __init__(self, layer: nn.Module, take: Take) -> None:
-        self._modules, self._take = attention_modules(layer), take
+        self._modules, self._take = LayerInfo.of(layer).attention, take
         self._handles: list[RemovableHandle] = []
 
     def open(self, cache: Any = None) -> bool:

@@ -20,11 +20,11 @@ from ..rotary.tables import Table, rotary_table
 from ..store.chunk import ChunkKey, ChunkKV
 from .anatomy import (
     LayerCall,
+    LayerInfo,
     decoder_layers,
     decoder_of,
     full_cache,
     keeps_nothing,
-    kv_groups,
     stock_layers,
     text_config,
 )
@@ -178,7 +178,7 @@ def _separated(model: nn.Module, cache: Any, tokens: int, starts: Sequence[int])
             lines = PackedLines(given, starts, tokens, call.hidden.device)
             masks[id(given)] = RowMask.of(lines), given
         mask = call.arguments[call.mask_name] = masks[id(given)][0]
-        mask.group = kv_groups(call.layer)
+        mask.group = LayerInfo.of(call.layer).groups
         return call.as_hook_result()
 
     with _at_layers(decoder_layers(model), cache, separate):

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from .anatomy import decoder_layers, decoder_of, full_cache, has_attention, layer_configs, text_config
+from .anatomy import LayerInfo, decoder_layers, decoder_of, full_cache, layer_configs, text_config
 from .mixer_probe import mixers_of
 from .placement import input_device
 
@@ -81,7 +81,8 @@ def _measure(model: nn.Module) -> list[LayerCost]:
         always[index] += 0.0 if mixer is None else _scan(mixer.module, cache.layers[index])
     configs = layer_configs(text_config(model), len(layers))
     attending = [
-        index in reached or (mixers[index] is None and has_attention(layer)) for index, layer in enumerate(layers)
+        index in reached or (mixers[index] is None and LayerInfo.of(layer).has_attention)
+        for index, layer in enumerate(layers)
     ]
     per_key = [_per_key(config) if attends else 0.0 for config, attends in zip(configs, attending, strict=True)]
     return [LayerCost(*costs) for costs in zip(before, after, per_key, always, strict=True)]

@@ -89,7 +89,7 @@ class ForwardHooks:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Let calls of the model pass that are made in the middle of a forward with the cache; layers are seen still."""
+        """Let calls of the model pass that are made in the midst of a forward; layers are hooked still."""
         self._is_inside = True
         try:
             yield

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..model.attention import AttentionCapture, AttentionFn, attention_modules, stock_function
+from ..model.anatomy import LayerInfo
+from ..model.attention import AttentionCapture, AttentionFn, stock_function
 from .plan import PlacedChunk, Plan
 
 __all__ = ["IMPORTANT_SHARE", "AttentionNotes", "report_importance"]
@@ -44,7 +45,7 @@ class AttentionNotes:
 
     def hears(self, index: int, layer: nn.Module) -> bool:
         """Whether a layer is listened to; its attention must be one that transformers knows by name."""
-        modules = attention_modules(layer) if index in self._layers else []
+        modules = LayerInfo.of(layer).attention if index in self._layers else ()
         return len(modules) == 1 and stock_function(modules[0].config._attn_implementation) is not None
 
     def glance(self, layer: nn.Module) -> AttentionCapture:

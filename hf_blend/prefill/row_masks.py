@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 
 from ..errors import UnsupportedModelError
-from ..model.anatomy import LayerCall, decoder_layers, kv_groups, text_config
-from ..model.attention import attention_modules, is_flash, open_door
+from ..model.anatomy import LayerCall, LayerInfo, text_config
+from ..model.attention import is_flash, open_door
 from ..model.masks import RowMask, row_lines, row_mask
 from .rows import Rows
 
@@ -34,7 +34,6 @@ class RowMasks:
         self._sizes = [_sizes(layer, past, tokens) for layer in seen]
         self._windows = [getattr(layer, "sliding_window", None) for layer in seen]
         self._past, self._tokens = past, tokens
-        self._groups = [kv_groups(layer) for layer in decoder_layers(model)]
         open_door(self._implementation)
         self._made: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 
@@ -48,8 +47,8 @@ class RowMasks:
         mask = self._made[place][0]
         call.arguments[call.mask_name] = mask
         if isinstance(mask, RowMask):
-            mask.group = self._groups[index]
-        if is_flash(self._implementation) and not attention_modules(call.layer):
+            mask.group = LayerInfo.of(call.layer).groups
+        if is_flash(self._implementation) and not LayerInfo.of(call.layer).attention:
             raise UnsupportedModelError(
                 f"the attention of layer {index}, {type(call.layer).__name__}, was not found, so it cannot go through "
                 f"sdpa instead of {self._implementation}. Load the model with attn_implementation='sdpa'."

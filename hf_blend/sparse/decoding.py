@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from ..cache.blend_cache import BlendCache
 from ..cache.static_layer import refuse_static
 from ..errors import ConfigError, UnsupportedModelError
-from ..model.anatomy import decoder_layers, has_indexer, stock_layers, text_config
-from ..model.attention import AttentionFn, Take, attention_modules, hook_attention
+from ..model.anatomy import LayerInfo, decoder_layers, has_indexer, stock_layers, text_config
+from ..model.attention import AttentionFn, Take, hook_attention
 from .config import SparseConfig
 from .session import SparseSession
 
@@ -116,7 +116,7 @@ class SparseHooks:
             )
         self._session = session
         self._thread: int | None = None  # whose forward is the session's
-        modules = [module for layer in decoder_layers(model) for module in attention_modules(layer)]
+        modules = [module for layer in decoder_layers(model) for module in LayerInfo.of(layer).attention]
         self._handles = [
             model.register_forward_pre_hook(self._begins, with_kwargs=True),
             model.register_forward_hook(self._ended, with_kwargs=True, always_call=True),

@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Has a model changed since it was last looked at? A question that every request asks, so it may cost little.
 
-Structure is compared object by object: every counted attribute, parameter, submodule and config field must be the same
-object, or an equal number, text or container. Weights are compared by identity, address and version, and, because an
+Structure is compared object by object: every counted attribute, parameter, submodule and config field must be the
+same object, or an equal number, text or container. What a module holds is compared by ids first; an id stands for the
+object that had it as long as that lives. Weights are compared by identity, address and version, and, because an
 optimizer or a write through `.data` changes none of these, by a sample of the content of every tensor, gathered with
 one copy and compared bit for bit, with one synchronisation per model on an accelerator.
 
@@ -13,6 +14,7 @@ Nothing here keeps a model alive.
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
 from operator import itemgetter
 from types import ModuleType
 from typing import Any
@@ -36,7 +38,8 @@ from .weights import has_moving_rotary_tables, loaded_values, stored_parts, tens
 WHOLE_BYTES = 4 << 20  # models up to this size are compared whole
 RUNS, RUN_ELEMENTS = 16, 8  # of each tensor: so many places, evenly spread, and so many elements at each
 UNVERSIONED_RUNS = 64  # for tensors whose version does not count: those made in inference mode
-_torch_functions = itemgetter(*TORCH_FUNCTIONS)
+TABLES = ("_parameters", "_buffers", "_modules")  # of a module
+_tables, _torch_functions = itemgetter(*TABLES), itemgetter(*TORCH_FUNCTIONS)
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
 
 
@@ -94,8 +97,8 @@ class StructureWatch:
         self._torch = _torch_functions(vars(torch))
         self._modules = [_noted(module, found) for module in tuple(found)]
         if has_moving_rotary_tables(model):
-            for *_, frozen in self._modules:
-                buffers = frozen[1]  # see `_counted`
+            for note in self._modules:
+                buffers = note.frozen[1]  # see `_counted`
                 buffers.update({name: _Moving() for name in buffers if name.endswith("inv_freq")})
         self._objects, seen = list[_Note](), {id(module) for module in model.modules()}
         found += configs_inside(getattr(model, "config", None))
@@ -109,6 +112,7 @@ class StructureWatch:
         """Whether the model has the structure still; cheap where all of its code is the libraries' own."""
         try:
             same = _are_same(self._modules, hooked) and _are_same(self._objects)
+            same = same and all(one() is not None for note in self._modules for one in note.alive)
             same = same and all(held == vars(space) for space, held in self._spaces)
             same = same and self._torch == _torch_functions(vars(torch))
             same = same and foreign_attention(self._model()).keys() == self._attention
@@ -117,25 +121,60 @@ class StructureWatch:
         return same and (not self._is_foreign or Structure(self._model()).parts == self._parts)
 
 
-_Note = tuple[Callable[[], Any], type, int, Callable[[dict[str, Any]], tuple[Any, ...]], tuple[Any, ...]]
+@dataclass
+class _Note:
+    """What an object (not kept alive) held."""
+
+    owner: Callable[[], Any]
+    kind: type
+    size: int  # of its `__dict__`
+    get: Callable[[dict[str, Any]], tuple[Any, ...]]  # what counts of it
+    frozen: tuple[Any, ...]
+    ids: list[int] | None = None  # of all that a module held; None for what can change in place
+    alive: tuple[Callable[[], Any], ...] = ()  # whose ids these are, as far as it can go away
 
 
 def _noted(owner: Any, found: list[Any]) -> _Note:
-    """An object (not kept alive), how many attributes it has, and those that count; objects inside are added."""
+    """Note an object; objects inside it are added to those found."""
     held, names = vars(owner), _counted(owner)
     if not names:
-        return weakref.ref(owner), type(owner), len(held), lambda _: (), ()
+        return _Note(weakref.ref(owner), type(owner), len(held), lambda _: (), ())
     names = names * 2 if len(names) == 1 else names  # of two names and more, itemgetter makes a tuple
     frozen = tuple(_frozen(held[name], found) for name in names)
-    return weakref.ref(owner), type(owner), len(held), itemgetter(*names), frozen
+    note = _Note(weakref.ref(owner), type(owner), len(held), itemgetter(*names), frozen)
+    if isinstance(owner, nn.Module):
+        objects = [one for table in _tables(held) for one in (*table, *table.values())]
+        objects += note.get(held)[len(TABLES) :]
+        refs = [_reference(one) for one in objects]
+        if None not in refs:
+            note.ids, note.alive = [*map(id, objects)], tuple(refs)  # type: ignore[arg-type]
+    return note
+
+
+def _reference(value: Any) -> Callable[[], Any] | None:
+    """A way to see that an object lives still; None for what can change in place."""
+    if isinstance(value, _ATOMS):
+        return lambda: (value,)
+    if isinstance(value, (dict, list, tuple, set, frozenset)):
+        return None
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return lambda: (value,)
 
 
 def _are_same(notes: list[_Note], hooked: list[nn.Module] | None = None) -> bool:
-    for ref, kind, size, get, frozen in notes:
-        owner = ref()
+    for note in notes:
+        owner = note.owner()
         held = owner.__dict__
+        if type(owner) is not note.kind or len(held) != note.size:
+            return False
+        values, ids = note.get(held), None
+        if note.ids is not None:
+            ids = [id(one) for table in _tables(held) for one in (*table, *table.values())]
+            ids += map(id, values[len(TABLES) :])
         # what was noted is on the left: a tensor there would compare its values
-        if type(owner) is not kind or len(held) != size or frozen != get(held):
+        if (ids is None or note.ids != ids) and note.frozen != values:
             return False
         if hooked is not None and (held["_forward_hooks"] or held["_forward_pre_hooks"]):
             hooked.append(owner)
@@ -250,7 +289,7 @@ def _maps(module: nn.Module | None) -> list[Any]:
 def _counted(owner: Any) -> list[str]:
     """Names of the attributes of an object that count."""
     if isinstance(owner, nn.Module):
-        return ["_parameters", "_buffers", "_modules", *counted_attributes(owner)]
+        return [*TABLES, *counted_attributes(owner)]
     if isinstance(owner, Tensor):
         return [name for name in ("quant_state", "SCB") if name in vars(owner)]
     names = QUANTISER_FIELDS.get(type(owner).__name__)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from ...cache.blend_cache import BlendCache
 from ...errors import ConfigError
-from ...model.anatomy import decoder_layers
-from ...model.attention import STOCK, AttentionFn, attention_modules, open_door, with_taker
+from ...model.anatomy import LayerInfo, decoder_layers
+from ...model.attention import STOCK, AttentionFn, open_door, with_taker
 from ...model.row_attention import attend
 from ...model.row_lines import MadeLines
 from ..looking import is_cut
@@ -27,15 +27,13 @@ class PartDecoding:
     def __init__(self, cache: BlendCache) -> None:
         self._cache = cache
         self._layers: list[Any] = list(cache.layers)
-        self._modules: dict[int, list[nn.Module]] = {}
 
     def begin_layer(self, index: int) -> None:
         """A layer that was loaded in part hands over new K and V: let it, if its attention can be taken."""
-        if index not in self._modules:
-            self._modules[index] = attention_modules(decoder_layers(self._cache.model)[index])
-        for module in self._modules[index]:
+        modules = LayerInfo.of(decoder_layers(self._cache.model)[index]).attention
+        for module in modules:
             open_door(module.config._attn_implementation)
-        self._layers[index].is_guarded = bool(self._modules[index])
+        self._layers[index].is_guarded = bool(modules)
 
     def taken(self, index: int, keys: Tensor) -> Tensor:
         """Keys of a layer whose attention call is then taken, over the columns that are there."""
