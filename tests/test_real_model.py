@@ -27,7 +27,7 @@ def warned(caplog):
     return lambda: [one.message for one in caplog.records if "chat template" in one.message]
 
 
-def test_a_prompt_has_the_ids_of_the_joined_text_where_no_token_is_merged(cache, smollm2):
+def test_inputs_are_the_ids_of_the_joined_text_where_no_token_is_merged(cache, smollm2):
     _, tokenizer = smollm2
     inputs = cache.inputs(tokenizer, chunks=NOTES, question=QUESTION)
     assert inputs["input_ids"].tolist() == [tokenizer("\n\n".join([*NOTES, QUESTION])).input_ids]
@@ -35,21 +35,18 @@ def test_a_prompt_has_the_ids_of_the_joined_text_where_no_token_is_merged(cache,
     assert inputs.to("cpu") is inputs, "what a tokenizer gives can be moved"
 
 
-def test_plain_texts_for_a_chat_model_are_warned_of_once(cache, smollm2, warned):
-    for _ in range(2):
-        cache.inputs(smollm2[1], chunks=NOTES, question=QUESTION)
-    (said,) = warned()
-    assert "inputs_from_messages" in said
-
-
-def test_ids_and_messages_are_not_warned_of(cache, smollm2, warned):
+def test_inputs_warn_once_of_plain_texts_for_a_chat_model(cache, smollm2, warned):
     _, tokenizer = smollm2
     cache.inputs(tokenizer, chunks=[[5, 6]], question=[7])
     cache.inputs_from_messages(tokenizer, [{"role": "user", "content": f"{NOTES[0]} {QUESTION}"}], NOTES[:1])
     assert not warned()
+    for _ in range(2):
+        cache.inputs(tokenizer, chunks=NOTES, question=QUESTION)
+    (said,) = warned()
+    assert "inputs_from_messages" in said
 
 
-def test_a_chunk_that_begins_a_prompt_without_bos_is_exact(smollm2):
+def test_chunk_that_begins_a_prompt_without_bos_is_exact(smollm2):
     model, tokenizer = smollm2
     store = ChunkStore.open("memory://")
     first, second = (tokenizer(one).input_ids for one in NOTES)

@@ -39,8 +39,8 @@ def ask(model, store, prompt, ratio=0.2):
     return cache.report, logits
 
 
-@pytest.mark.parametrize("eviction", ["lru", "lfu", "importance"])
-def test_a_second_request_loads_what_there_is_room_for_and_says_how_much(shared_model, prompt, chunk_bytes, eviction):
+@pytest.mark.parametrize("eviction", ["lru", "importance"])
+def test_notice_says_how_much_of_a_prompt_there_is_room_for(shared_model, prompt, chunk_bytes, eviction):
     model = shared_model(MODEL)
     with ChunkStore.open("memory://") as large:
         expected = ask(model, large, prompt)
@@ -57,14 +57,14 @@ def test_a_second_request_loads_what_there_is_room_for_and_says_how_much(shared_
     assert expected[0].notice == ""
 
 
-def test_where_the_disk_keeps_what_memory_does_not_nothing_is_said(shared_model, prompt, chunk_bytes, tmp_path):
+def test_notice_is_empty_where_the_disk_keeps_what_memory_does_not(shared_model, prompt, chunk_bytes, tmp_path):
     with ChunkStore.open(tmp_path, memory_bytes=int(3.5 * chunk_bytes)) as store:
         assert ask(shared_model(MODEL), store, prompt)[0].notice == ""
         report, _ = ask(shared_model(MODEL), store, prompt)
     assert (report.notice, report.loaded_chunks, report.computed_chunks) == ("", CHUNKS + 1, 0)
 
 
-def test_chunks_may_be_evicted_when_the_request_ended_or_failed(shared_model, prompt, pieces, chunk_bytes):
+def test_chunks_of_a_request_that_ended_or_failed_may_be_evicted(shared_model, prompt, pieces, chunk_bytes):
     model, other = shared_model(MODEL), {**pieces((TOKENS,) * 3, prefix=0, seed=5), "prefix": [1]}
     with ChunkStore.open("memory://", memory_bytes=int(6.5 * chunk_bytes)) as store:
         hook = model.model.layers[1].register_forward_pre_hook(observer(failing))
@@ -84,7 +84,7 @@ def failing(*_):
     raise RuntimeError("fails here")
 
 
-def test_of_two_requests_the_last_to_end_lets_a_chunk_go(chunk_bytes, shared_model, prompt):
+def test_protect_ends_with_the_last_of_two_requests(chunk_bytes, shared_model, prompt):
     class Owner:
         pass
 
