@@ -124,11 +124,6 @@ class BlendConfig:
                 f"max_tokens is {most!r}, but a number of tokens from 1 on, or None, is expected. Give the length of "
                 "the prompt and of the answer together."
             )
-        if most is not None and self.kv_bits is not None:
-            raise ConfigError(
-                f"max_tokens={most} came with kv_bits={self.kv_bits}, but one of them at most is expected: static "
-                "buffers hold the model's dtype. Leave one out."
-            )
 
     def _check_layers(self) -> None:
         layers = self.check_layers

@@ -10,9 +10,11 @@ import torch
 from transformers import CompileConfig
 
 from hf_blend import BlendCache, BlendConfig, ChunkStore
+from hf_blend.cache.quantised_layer import QuantisedLayer, QuantisedStaticLayer
 from hf_blend.cache.static_layer import StaticLayer
 from hf_blend.errors import ConfigError
 from hf_blend.sparse.decoding import sparse_decoding
+from tests.test_quantised_sequences import Plain
 
 GREEDY = {"max_new_tokens": 18, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 LONG = {"max_new_tokens": 80}
@@ -88,6 +90,59 @@ def test_static_buffers_hold_what_a_growing_cache_holds(tiny_model, pieces, comp
     assert compiler.graphs == 1
 
 
+@pytest.mark.parametrize(
+    ("bits", "is_compiled"), [(8, True), (4, False), pytest.param(4, True, marks=pytest.mark.slow)]
+)
+@torch.no_grad()
+def test_static_buffers_in_few_bits_are_a_stock_cache_quantised_by_the_formula(
+    tiny_model, compiler, bits, is_compiled
+):
+    model, ids = tiny_model(num_hidden_layers=2), torch.randint(3, 100, (1, 200), generator=torch.manual_seed(0))
+    cache, plain = BlendCache(model, ChunkStore.open("memory://"), max_tokens=180, kv_bits=bits), Plain(model, bits)
+    step = torch.compile(model, backend=compiler.backend) if is_compiled else model
+    for start, stop in ((0, 90), (90, 91), *((at, at + 1) for at in range(91, 130)), (130, 170), (170, 171)):
+        run = step if stop == start + 1 else model
+        got, expected = run(ids[:, start:stop], past_key_values=cache).logits, plain.forward(ids[:, start:stop])
+        assert float((got - expected).abs().max() / expected.abs().max()) <= 2e-6, start
+    for layer, pair in zip(cache.layers, plain.kv, strict=True):
+        torch.testing.assert_close((layer.keys, layer.values), pair, atol=2e-6, rtol=0)
+        assert layer.packed_tokens == plain.packed == 128
+    assert compiler.graphs <= 1
+    with pytest.raises(ConfigError, match="max_tokens=180"):
+        model(ids[:, :10], past_key_values=cache)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_static_layer_in_few_bits_crops_restores_and_reorders_as_a_growing_one(bits):
+    layer, plain, wide = QuantisedStaticLayer(300, bits), QuantisedLayer(bits), StaticLayer(300)
+    for one in (layer, plain, wide):
+        one.update(*states_of(150))
+    assert layer.nbytes < 0.6 * wide.nbytes
+    held, snapshot = layer.keys, layer.snapshot()
+    layer.update(*states_of(100, 1))
+    layer.restore(snapshot)
+    assert torch.equal(layer.keys, held)
+    for one in (layer, plain):
+        one.crop(-60)
+        one.reorder_cache(torch.tensor([1, 0]))
+    assert torch.equal(layer.values, plain.values)
+    assert layer.keys.shape[2] == int(layer.filled) == 90
+    place = layer._packed["k.bytes"].data_ptr()
+    layer.reset()
+    assert (layer.length, layer.packed_tokens) == (0, 0)
+    for tokens in (40, 1, 70):
+        seen = layer.update(*states_of(tokens, 2))
+        assert torch.equal(seen[0][:, :, layer.length - tokens : layer.length], states_of(tokens, 2)[0])
+    assert place == layer._packed["k.bytes"].data_ptr()
+    layer.batch_repeat_interleave(2)
+    assert torch.equal(layer.keys[0], layer.keys[1])
+
+
+def states_of(tokens, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(2, 2, tokens, width, generator=generator) for width in (8, 6))
+
+
 @pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_padded_batch_a_later_turn_and_beams_are_the_same_from_static_buffers(
     tiny_model, pieces, tokenizer, compiler, is_compiled
@@ -160,8 +215,6 @@ def test_what_has_no_static_buffers_is_refused_by_name(shared_model, tiny_model,
     store = ChunkStore.open("memory://")
     with pytest.raises(ConfigError, match=r"(?s)max_tokens=64.*layer 0 keeps a window"):
         BlendCache(shared_model("mistral"), store, max_tokens=64)
-    with pytest.raises(ConfigError, match="expected: static"):
-        BlendConfig(max_tokens=64, kv_bits=8)
     for most in (0, 1.5, True):
         with pytest.raises(ConfigError, match="from 1 on"):
             BlendConfig(max_tokens=most)

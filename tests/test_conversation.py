@@ -8,10 +8,11 @@ from tiny_models import tiny_model
 from transformers import DynamicCache
 from worlds import REFERENCE
 
-from hf_blend import ChunkStore, ConfigError, PromptError, SequenceCache, UnsupportedModelError
+from hf_blend import ChunkStore, ConfigError, PromptError, SequenceCache, ShiftCache
 from hf_blend.context.conversation import Conversation
-from hf_blend.context.reuse import blended, fit
+from hf_blend.context.reuse import blended, continued, reuse_prefix, take_back
 from hf_blend.evaluation.bundled import load_model
+from hf_blend.store.tiers.base import EntryFault
 
 MODEL = tiny_model("llama")
 TOLERANCE = 1e-5
@@ -41,15 +42,15 @@ def apart(got, wanted):
 def test_a_prompt_that_goes_on_keeps_all_and_is_exact():
     ids = prompt(50)
     cache = filled(ids)
-    assert vars(fit(cache, [*ids, 7, 8])) == {"prefix_tokens": 50, "moved_tokens": 0}
-    again = fit(cache, ids)
+    assert vars(reuse_prefix(cache, [*ids, 7, 8])) == {"prefix_tokens": 50, "moved_tokens": 0}
+    again = reuse_prefix(cache, ids)
     assert (again.prefix_tokens, cache.get_seq_length()) == (49, 49)  # one token is left to compute
 
 
 def test_what_was_cut_out_is_dropped_and_the_rest_moves_up():
     ids = prompt(120)
     cache, wanted = filled(ids), [*ids[:30], *ids[50:100], 5, 6]
-    assert vars(fit(cache, wanted)) == {"prefix_tokens": 30, "moved_tokens": 50}
+    assert vars(reuse_prefix(cache, wanted)) == {"prefix_tokens": 30, "moved_tokens": 50}
     assert cache.tokens() == wanted[:80]
     assert cache.positions() == list(range(80))
     output = MODEL.generate(torch.tensor([wanted]), past_key_values=cache, max_new_tokens=3, do_sample=False)
@@ -59,9 +60,9 @@ def test_what_was_cut_out_is_dropped_and_the_rest_moves_up():
 def test_short_runs_are_not_moved():
     ids = prompt(100)
     cache = filled(ids)
-    assert fit(cache, [*ids[:30], *ids[50:70], 5]).moved_tokens == 0
+    assert reuse_prefix(cache, [*ids[:30], *ids[50:70], 5]).moved_tokens == 0
     cache = filled(ids)
-    assert fit(cache, [*ids[:30], *ids[50:70], 5], min_run_tokens=8).moved_tokens == 20
+    assert reuse_prefix(cache, [*ids[:30], *ids[50:70], 5], min_run_tokens=8).moved_tokens == 20
 
 
 @torch.no_grad()
@@ -152,18 +153,135 @@ def test_a_turn_that_was_shifted_out_is_brought_back(reference):
     assert report.reusable_tokens > 0
     assert "Velden" in tokenizer.decode(chat.cache.tokens())
     assert chat.cache.get_seq_length() <= 96
-    fresh = SequenceCache(model)
-    with torch.no_grad(), fresh:
-        model(torch.tensor([chat.cache.tokens()]), past_key_values=fresh)
-    chat.cache.compact()
-    for one, other in zip(chat.cache.layers, fresh.layers, strict=True):
-        assert apart(one.keys, other.keys) <= 1e-4
+    check_plain(model, chat.cache)
 
 
-def test_a_turn_is_not_put_back_where_layers_forget(reference):
-    chat = Conversation(tiny_model("gemma3_text"), reference[1], archive=ChunkStore.open("memory://"))
-    with pytest.raises(UnsupportedModelError, match="windows"):
-        chat.recall(0)
+def test_a_turn_is_put_back_where_layers_attend_within_windows(reference):
+    model = tiny_model("gemma3_text", vocab_size=512)
+    chat = Conversation(model, reference[1], window_tokens=96, archive=ChunkStore.open("memory://"))
+    for _ in range(6):
+        chat.ask("The market opens at noon.\nAll was quiet until morning.\n", max_new_tokens=2)
+    chat.recall(0, recompute_ratio=1.0)
+    check_plain(model, chat.cache)
+
+
+def check_plain(model, cache):
+    """A cache holds what a stock prefill of its tokens gives."""
+    plain = DynamicCache()
+    with torch.no_grad():
+        model(torch.tensor([cache.tokens()]), past_key_values=plain)
+    for one, other in zip(cache.materialize(), plain.layers, strict=True):
+        assert max(apart(one.keys, other.keys), apart(one.values, other.values)) <= 1e-4
+
+
+def rotated(keys, by):
+    """Llama's rotation by a difference of positions, written out."""
+    half = keys.shape[-1] // 2
+    angles = by * 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+    first, second = keys[..., :half].double(), keys[..., half:].double()
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], -1).float()
+
+
+@pytest.mark.parametrize("kv_bits", [None, 8])
+@torch.no_grad()
+def test_a_chunk_is_blended_behind_a_shift_as_a_stock_cache_that_was_moved_by_hand_goes_on(kv_bits):
+    ids, chunk, store = prompt(40), prompt(20, 3), ChunkStore.open("memory://")
+    cache = ShiftCache(MODEL, window_tokens=60, keep_tokens=4, kv_bits=kv_bits)
+    with cache:
+        MODEL(torch.tensor([ids]), past_key_values=cache)
+    cache.make_room(25)
+    assert cache.shifts == 1
+    dropped = 40 - cache.get_seq_length()
+    by_hand = DynamicCache()
+    MODEL(torch.tensor([ids]), past_key_values=by_hand)
+    for layer in by_hand.layers:
+        moved = rotated(layer.keys[:, :, 4 + dropped :], -dropped)
+        layer.keys = torch.cat([layer.keys[:, :, :4], moved], 2)
+        layer.values = torch.cat([layer.values[:, :, :4], layer.values[:, :, 4 + dropped :]], 2)
+    for ratio in (1.0, 0.0):
+        blend, held = continued(cache, store, recompute_ratio=ratio), cache.get_seq_length()
+        inputs = blend.inputs(None, prefix=[7, 8], chunks=[chunk], question=[5, 6, 9], history=[cache.tokens()])
+        new = inputs["input_ids"][:, held:]
+        got = MODEL(new, past_key_values=blend, attention_mask=inputs["attention_mask"], logits_to_keep=1).logits
+        assert (blend.report.past_tokens, blend.report.reusable_tokens) == (held, 20)
+        if ratio:
+            expected = MODEL(new, past_key_values=by_hand).logits[:, -1:]
+            assert apart(got, expected) <= (TOLERANCE * 10 if kv_bits is None else 0.1)
+    take_back(cache, blend, new[0].tolist())
+    assert cache.positions() == list(range(held + 25))
+    alone, first, at = DynamicCache(), len(blend.chunk_prefix_ids), held + 2
+    MODEL(torch.tensor([[*blend.chunk_prefix_ids, *chunk]]), past_key_values=alone)
+    rounding = TOLERANCE if kv_bits is None else 0.1
+    for layer, past, one in zip(cache.materialize(), by_hand.layers, alone.layers, strict=True):
+        stored = rotated(one.keys[:, :, first:], at - first), one.values[:, :, first:]
+        for got, before, own in zip((layer.keys, layer.values), (past.keys, past.values), stored, strict=True):
+            assert apart(got[:, :, :held], before[:, :, :held]) <= rounding
+            assert apart(got[:, :, at : at + 20], own) <= rounding
+    with cache:
+        MODEL(torch.tensor([prompt(30, 4)]), past_key_values=cache)
+    assert cache.shifts == 2
+
+
+def test_documents_are_blended_into_a_conversation_that_was_shifted(reference):
+    model, tokenizer = reference
+    store = ChunkStore.open("memory://")
+    chat = Conversation(model, tokenizer, window_tokens=96, archive=store)
+    for _ in range(6):
+        chat.ask("The market opens at noon.\nAll was quiet until morning.\nTomas keeps a dog.\n", max_new_tokens=2)
+    shifts, document = chat.cache.shifts, "Mara keeps a goat.\nShe lives in Velden.\n"
+    assert chat.ask("Where does Mara live?", [document], blend={"recompute_ratio": 0.3}, max_new_tokens=2) == "Velden"
+    assert shifts > 0
+    assert chat.report.reusable_tokens == len(tokenizer(document, add_special_tokens=False)["input_ids"])
+    assert document + "Where does Mara live?" in tokenizer.decode(chat.cache.tokens())
+    before = chat.cache.tokens()
+    with pytest.raises(ConfigError, match="recompute_ratio"):
+        chat.ask("Where?", [document], blend={"recompute_ratio": 7})
+    assert chat.cache.tokens() == before
+    fresh = Conversation(tiny_model("gemma3_text", vocab_size=512), tokenizer)
+    fresh.ask("Where does Mara live?", [document], blend={"recompute_ratio": 1.0}, max_new_tokens=2)
+    fresh.ask("\nWho?", [document], blend={"recompute_ratio": 1.0}, max_new_tokens=2)
+    check_plain(fresh.model, fresh.cache)
+
+
+HYBRIDS = ("qwen3_next", "jamba", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lfm2", "falcon_h1")))
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_conversation_of_a_hybrid_is_the_stock_model_on_the_text_that_stays(reference, tmp_path, name, untouched):
+    model, tokenizer = tiny_model(name, vocab_size=512), reference[1]
+    chat = Conversation(model, tokenizer, system="Mara keeps a goat.\n", window_tokens=60)
+    keep, said = chat.cache.keep_tokens, []
+    few = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    with untouched(model):
+        for number in range(5):
+            chat.ask("The market opens at noon. " * (1 + number % 2), **few)
+            said += chat.turns[-1].token_ids
+            held = chat.cache.tokens()
+            assert [*held[keep:], said[-1]] == said[len(said) - len(held) - 1 + keep :]
+            plain = model.generate(torch.tensor([held[:-3]]), attention_mask=torch.ones(1, len(held) - 3), **few)
+            assert plain[0, -4:].tolist() == said[-4:]
+            assert len(held) < 60
+        assert chat.cache.shifts > 0
+        before = chat.cache.tokens()
+        with pytest.raises(ZeroDivisionError):
+            chat.ask("Where?", stopping_criteria=[lambda *_: 1 // 0], **few)
+        assert chat.cache.tokens() == before
+        with pytest.raises(PromptError, match="do not fit a window of 60"):
+            chat.ask("The market opens at noon. " * 9, **few)
+    chat.save(tmp_path / "chat")
+    other = Conversation(model, tokenizer, window_tokens=60)
+    other.load(tmp_path / "chat")
+    assert other.cache.tokens() == [*before, said[-1]]
+    other._messages = [*chat._messages]
+    assert other.ask("Where does Mara live?", **few) == chat.ask("Where does Mara live?", **few)
+    state = other.cache.state()
+    name = next(one for one in state if "recurrent" in one or "conv" in one)
+    for wrong in ({**state, name: state[name][..., :-1]}, {**state, name: state[name] * float("nan")}):
+        with pytest.raises(EntryFault):
+            other.cache.check_state(wrong)
+    with pytest.raises(ConfigError, match=r"kv_bits=8 came with .* Leave kv_bits out"):
+        Conversation(model, tokenizer, kv_bits=8)
 
 
 def test_bad_input_changes_nothing(reference):
@@ -183,4 +301,4 @@ def test_bad_input_changes_nothing(reference):
     assert chat.cache.tokens() == before
     assert chat.ask("\nWhat does Mara keep?", max_new_tokens=2).startswith("goat")
     with pytest.raises(ConfigError, match="min_run_tokens"):
-        fit(SequenceCache(MODEL), [1, 2], min_run_tokens=0)
+        reuse_prefix(SequenceCache(MODEL), [1, 2], min_run_tokens=0)

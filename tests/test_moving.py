@@ -14,7 +14,7 @@ from tiny_models import tiny_model
 from hf_blend import BlendCache, ChunkStore, SequenceCache, ShiftCache, UnsupportedModelError, self_extend
 from hf_blend.context import checks, conversation, sequence_layer, tables
 from hf_blend.context import self_extend as extending
-from hf_blend.context.reuse import blended, fit
+from hf_blend.context.reuse import blended, reuse_prefix
 from hf_blend.context.session import save_session
 from hf_blend.errors import ConfigError, PromptError
 from hf_blend.model.capture import capture
@@ -81,10 +81,10 @@ def test_a_check_of_what_is_refused_neither_holds_nor_fails():
 
 def only_keys(monkeypatch):
     """Keys are rotated, whichever of K and V carries the positions."""
-    lay = sequence_layer.SequenceLayer.arrange
+    arrange = sequence_layer.SequenceLayer.arrange
 
-    def wrong(self, cells, in_order, style, turn):
-        lay(self, cells, in_order, style.__mro__[1] if style.slot else style, turn)
+    def wrong(self, cells, in_order, style, by):
+        arrange(self, cells, in_order, style.__mro__[1] if style.slot else style, by)
 
     monkeypatch.setattr(sequence_layer.SequenceLayer, "arrange", wrong)
 
@@ -120,7 +120,7 @@ def first_dimensions(source, layer, states, old, new):
     """Latent attention rotated where others are."""
     moved, style = torch.empty_like(states), source.styles[layer]
     for row in range(states.shape[0]):
-        style.move(states[row], extending._turn(source, layer, style, old[row], new[row]), out=moved[row])
+        style.move(states[row], source.rotation(layer, old[row], new[row]), out=moved[row])
     return moved
 
 
@@ -210,9 +210,9 @@ def test_sixteen_bits_pass(dtype):
 def test_a_fitted_cache_holds_the_keys_of_the_new_prompt(name):
     model, ids = tiny_model(name), prompt(80)[0].tolist()
     cache, shortened = filled(model, 80), [*ids[:10], *ids[30:]]
-    assert vars(fit(cache, shortened)) == {"prefix_tokens": 10, "moved_tokens": 49}
+    assert vars(reuse_prefix(cache, shortened)) == {"prefix_tokens": 10, "moved_tokens": 49}
     direct = capture(model, torch.tensor([shortened[:-1]])).layers[0]
-    layer = cache.shown()[0]
+    layer = cache.materialize()[0]
     for got, expected in zip((layer.keys, layer.values), direct, strict=True):
         assert float((got - expected).abs().max()) <= TOLERANCE
 
@@ -233,9 +233,9 @@ def test_holes_are_refused_where_attention_falls_off_with_the_distance_in_tokens
     cache = filled(model)
     cache.remove(0, 5, 9)
     with pytest.raises(ConfigError, match=r"measures in tokens, not positions.*shift\(\)"):
-        cache.shown()
+        cache.materialize()
     cache.shift(0, 9, None, -4)
-    assert cache.shown()[0].keys.shape[2] == 36
+    assert cache.materialize()[0].keys.shape[2] == 36
 
 
 def test_holes_are_refused_inside_self_extend_which_counts_tokens():
@@ -243,7 +243,7 @@ def test_holes_are_refused_inside_self_extend_which_counts_tokens():
     cache = filled(model)
     cache.remove(0, 5, 9)
     with self_extend(model), pytest.raises(ConfigError, match="Self-Extend is active"):
-        cache.shown()
+        cache.materialize()
 
 
 def test_nothing_is_stored_or_blended_that_a_model_computes_inside_self_extend(tmp_path):
@@ -273,7 +273,7 @@ def test_a_position_beyond_a_buffer_of_sines_is_refused():
     cache = filled(tiny_model("gptj"))
     cache.shift(0, 0, None, 10_000)
     with pytest.raises(PromptError, match="position 10039, but the model's rotary buffer has 512"):
-        cache.shown()
+        cache.materialize()
 
 
 @pytest.mark.slow

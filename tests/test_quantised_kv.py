@@ -115,6 +115,7 @@ def test_crop_keeps_what_stands_before_and_goes_on(removed, bits):
     assert seen[0].shape[2] == layer.length == 290 - removed
     layer.crop(-layer.length - 1)
     assert layer.get_seq_length() == layer.packed_tokens == 0
+    assert filled(layer, 70, batch=1).keys.shape == (1, 2, 70, 8)
 
 
 @pytest.mark.parametrize("bits", [8, 4])

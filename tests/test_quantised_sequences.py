@@ -251,7 +251,7 @@ def test_keys_after_any_program_are_those_of_the_formula_turned_once(program, bi
         elif operation != "copy" or 1 not in plain.rows:
             getattr(cache, operation)(*arguments)
             getattr(plain, operation)(*arguments)
-    first = cache.shown()[0]  # its K and V do not depend on context, so no rounding falls the other way
+    first = cache.materialize()[0]  # its K and V do not depend on context, so no rounding falls the other way
     for got, expected in zip((first.keys, first.values), plain.shown(0)[0], strict=True):
         assert got.shape == expected.shape
         assert not got.numel() or float((got - expected).abs().max()) <= 1e-5
@@ -332,14 +332,14 @@ def test_a_long_prefix_with_eight_sequences_takes_the_bytes_that_it_should(bits,
                 model(prompt(1, step, 8), past_key_values=cache)
     plain, packed = caches
     assert packed.nbytes <= share * plain.nbytes
-    held = tensors_in([list(packed._sequence_layers)], {})
+    held = tensors_in([list(packed.layers)], {})
     assert sum(held.values()) <= packed.nbytes, "nothing is held that is not counted"
     for cache in caches:
         cache.keep(0)
         cache.shift(0, 2000, None, 7)
         with torch.no_grad(), cache:
             model(prompt(1, 9), past_key_values=cache)
-    assert sum(tensors_in([list(packed._sequence_layers)], {}).values()) <= packed.nbytes
+    assert sum(tensors_in([list(packed.layers)], {}).values()) <= packed.nbytes
     assert packed.nbytes <= share * plain.nbytes
 
 
@@ -429,7 +429,7 @@ def test_one_sequence_is_taken_up_beside_others_with_its_bits(tmp_path):
     held = len(other.state()["ids"])
     assert held < 150 + 250, "the beginning is shared"
     assert other.tokens(4) == cache.tokens(0)
-    for layer, pair in zip(other.shown(), beside.shown(0), strict=True):
+    for layer, pair in zip(other.materialize(), beside.shown(0), strict=True):
         assert float((layer.keys - pair[0]).abs().max()) <= 1e-5
         assert float((layer.values - pair[1]).abs().max()) <= 1e-5
     other.use(4)
@@ -449,7 +449,7 @@ def test_a_sequence_of_other_tokens_is_taken_up_with_scales_of_its_own(tmp_path)
     assert other.state()["layer.0.groups"].tolist() == [cell // GROUP for cell in range(64 + 96)]
     for number, expected in ((1, plain), (0, beside)):
         other.use(number)
-        for layer, pair in zip(other.shown(), expected.shown(0), strict=True):
+        for layer, pair in zip(other.materialize(), expected.shown(0), strict=True):
             assert torch.equal(layer.keys, pair[0])
             assert torch.equal(layer.values, pair[1])
 
@@ -461,7 +461,7 @@ def test_tokens_are_seen_in_the_order_of_their_sequence_though_cells_are_in_anot
     cache.use(1)
     plain.rows[1] = ([*range(70, 150), *range(70)],) * 2
     assert cache.positions(1) == plain.rows[1][1]
-    for layer, pair in zip(cache.shown(), plain.shown(1), strict=True):
+    for layer, pair in zip(cache.materialize(), plain.shown(1), strict=True):
         assert torch.equal(layer.keys, pair[0])
         assert torch.equal(layer.values, pair[1])
     goes_on_alike(cache, plain, steps=3)
@@ -471,7 +471,7 @@ def test_what_is_left_of_two_groups_keeps_the_scales_of_each():
     cache, plain = both(150)
     for one in (cache, plain):
         one.remove(0, 16, 48)  # as many cells as a group has
-    for layer, pair in zip(cache.shown(), plain.shown(0), strict=True):
+    for layer, pair in zip(cache.materialize(), plain.shown(0), strict=True):
         assert torch.equal(layer.keys, pair[0])
         assert torch.equal(layer.values, pair[1])
 

@@ -200,7 +200,7 @@ def test_frequencies_that_depend_on_the_length_stay_those_below_it(kind):
     cache = ShiftCache(model, window_tokens=60)
     model.generate(prompt(20), past_key_values=cache, max_new_tokens=200, min_new_tokens=200)
     assert cache.shifts > 0
-    keys = cache.shown()[0].keys
+    keys = cache.materialize()[0].keys
     with torch.no_grad():
         model(prompt(140), use_cache=False)
     assert apart(keys, direct(model, cache)[0]) <= TOLERANCE

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_blend.context.cells import TokenTable
+from hf_blend.context.token_table import TokenTable
 from hf_blend.errors import ConfigError
 
 SEQUENCES = st.integers(0, 3)
@@ -72,27 +72,34 @@ def inside(position, start, stop):
     return position >= max(0, start) and (stop is None or position < stop)
 
 
+def append(table, sequence, added):
+    """Give a sequence tokens (id, position), whose ids are their names."""
+    ids, positions = torch.tensor(added).T
+    table.write([sequence], positions[None], ids[None], torch.ones(1, len(added), dtype=torch.bool))
+
+
+def filled(tokens):
+    table = TokenTable()
+    append(table, 0, [(token, token) for token in range(tokens)])
+    return table
+
+
 def run(program):
-    """Run a program on both; gives the cells, the plain model and which token each cell holds."""
-    cells, plain, names = TokenTable(), Plain(), []
+    """Run a program on both, and compare what each sequence holds after each step."""
+    table, plain = TokenTable(), Plain()
     for name, *arguments in program:
         if name == "append":
-            names = names[: cells.count] + [token for token, _ in plain.append(*arguments)]
-            cells.append(*arguments)
+            append(table, arguments[0], plain.append(*arguments))
         elif name == "compact":
-            names = [names[cell] for cell in cells.compact().tolist()]
+            table.compact()
+            assert table.count == len(table.held())
         else:
             getattr(plain, name)(*arguments)
-            getattr(cells, name)(*arguments)
-        check(cells, plain, names)
-
-
-def check(cells, plain, names):
-    for sequence in range(4):
-        held, positions = cells.row(sequence)
-        found = list(zip([names[cell] for cell in held.tolist()], positions.tolist(), strict=True))
-        assert found == plain.row(sequence)
-    assert all(cell < cells.count for cell in cells.held().tolist())
+            getattr(table, name)(*arguments)
+        for sequence in range(4):
+            cells, positions = table.row(sequence)
+            assert list(zip(table.ids[cells].tolist(), positions.tolist(), strict=True)) == plain.row(sequence)
+            assert table.next_position(sequence) == max((at for _, at in plain.row(sequence)), default=-1) + 1
 
 
 @given(st.lists(OPERATION, max_size=25))
@@ -108,32 +115,14 @@ def test_ten_thousand_programs_give_what_a_plain_list_gives(program):
 
 
 def test_after_compaction_the_storage_has_no_hole():
-    cells = TokenTable()
-    cells.append(0, 10)
-    cells.copy(0, 1, 6)
-    cells.remove(0, 2, 8)
-    assert cells.compact().tolist() == [0, 1, 6, 7, 8, 9]
-    assert cells.count == 6
-    assert cells.row(1)[0].tolist() == [2, 3, 4, 5]
-
-
-def test_a_new_token_goes_behind_the_highest_position():
-    cells = TokenTable()
-    cells.append(0, 4)
-    cells.shift(0, 2, 3, 7)
-    assert cells.append(0, 2).tolist() == [10, 11]
+    table = filled(10)
+    table.copy(0, 1, 6)
+    table.remove(0, 2, 8)
+    assert table.compact().tolist() == table.ids.tolist() == table.origins.tolist() == [0, 1, 6, 7, 8, 9]
+    assert table.row(1)[0].tolist() == [2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("by", [0, -2])
 def test_positions_are_not_divided_by_less_than_one(by):
     with pytest.raises(ConfigError, match="from 1 on"):
         TokenTable().divide(0, 0, None, by)
-
-
-def test_positions_of_tokens_of_another_sequence_stay():
-    cells = TokenTable()
-    cells.append(0, 3)
-    cells.copy(0, 1)
-    cells.shift(1, 0, None, 5)
-    assert cells.row(0)[1].tolist() == [0, 1, 2]
-    assert torch.equal(cells.row(0)[0], cells.row(1)[0])

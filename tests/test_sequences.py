@@ -146,7 +146,7 @@ def test_samples_of_a_prompt_hold_it_once():
     out = model.generate(ids, past_key_values=cache, num_return_sequences=8, do_sample=True, max_new_tokens=12)
     assert len({tuple(row) for row in out.tolist()}) > 1
     assert cache.nbytes == one.nbytes  # the tails fit the spare room
-    held = torch.cat([cache._cells.row(number)[0] for number in cache.batch]).unique()
+    held = torch.cat([cache._table.row(number)[0] for number in cache.batch]).unique()
     assert len(held) == 300 + 8 * 12
 
 

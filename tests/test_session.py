@@ -209,11 +209,11 @@ def test_one_sequence_is_saved_and_taken_up_beside_others_that_share_its_beginni
         load_session(other, tmp_path / "three", sequence=7)
         assert (other.tokens(7), other.positions(7)) == (cache.tokens(3), cache.positions(3))
         assert other.tokens(0) == prompt(20)[0].tolist()
-        held = set(other._cells.row(0)[0].tolist()) & set(other._cells.row(7)[0].tolist())
+        held = set(other._table.row(0)[0].tolist()) & set(other._table.row(7)[0].tolist())
         other.use(7)
         got = [MODEL(prompt(2, 5), past_key_values=one).logits for one in (cache, other)]
         load_session(cache, tmp_path / "three", sequence=3)
-        cells = cache._cells.row(3)[0].tolist()
+        cells = cache._table.row(3)[0].tolist()
     assert len(held) == 10
     assert torch.allclose(got[0], got[1], atol=1e-5)
     assert len(cells) == 14

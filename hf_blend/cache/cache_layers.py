@@ -16,7 +16,7 @@ from ..model.fingerprint import PerStructure
 from .indexed_layer import IndexedLayer
 from .layers import BlendLayer
 from .mixer_layer import MixerAttentionLayer, MixerLayer, MixerSlidingLayer
-from .quantised_layer import QuantisedLayer
+from .quantised_layer import QuantisedLayer, QuantisedStaticLayer
 from .sliding_layer import BlendSlidingLayer
 from .static_layer import StaticLayer
 
@@ -33,11 +33,11 @@ def cache_layers(model: nn.Module, count: int, config: BlendConfig, digest: str 
     """The layers of a blend cache: full, sliding or of a mixer where transformers' own cache has such a layer."""
     stock, kv_bits = _stock_layers(model, digest), config.kv_bits
     full: Callable[[], BlendLayer] = BlendLayer if kv_bits is None else partial(QuantisedLayer, kv_bits)
-    if config.max_tokens is not None:
-        _check_static(model, stock, config.max_tokens)
-        full = partial(StaticLayer, config.max_tokens)
+    if (most := config.max_tokens) is not None:
+        _check_static(model, stock, most)
+        full = partial(StaticLayer, most) if kv_bits is None else partial(QuantisedStaticLayer, most, kv_bits)
     layers: list[Any] = [_like(stock[index], full) if index < len(stock) else full() for index in range(count)]
-    if kv_bits is not None and not any(isinstance(layer, QuantisedLayer) for layer in layers):
+    if kv_bits is not None and not any(hasattr(layer, "packed_tokens") for layer in layers):
         kinds = sorted({type(layer).__name__ for layer in stock})
         raise ConfigError(
             f"kv_bits={kv_bits} came with a model whose layers are all of the kind {' or '.join(kinds)}, but only "

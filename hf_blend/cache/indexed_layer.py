@@ -103,15 +103,9 @@ class IndexedLayer(BlendLayer):
         super().reset()
         self.indexer_keys = self.indexer_position_ids = None
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every batch entry `repeats` times in a row."""
-        super().batch_repeat_interleave(repeats)
-        self._change(lambda keys: keys.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only some batch entries; `indices` is `[kept]`."""
-        super().batch_select_indices(indices)
-        self._change(lambda keys: keys.index_select(0, indices.to(keys.device)))
+    def _map(self, change: Callable[[Tensor], Tensor]) -> None:
+        super()._map(change)
+        self._change(change)
 
     def _change(self, change: Callable[[Tensor], Tensor]) -> None:
         """Change what is kept, `[batch, tokens, width]`."""

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One layer of a blend cache: K and V in buffers that are allocated once, with room for the answer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -62,7 +62,27 @@ class MadeStates:
         raise NotImplementedError
 
 
-class BlendLayer(CacheLayerMixin):
+class BatchOfRequests:
+    """What generation does to the batch of a layer: its requests are repeated, dropped or put in another order."""
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Give every beam the past of the beam that it continues; `beam_idx` is `[batch]`."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every batch entry `repeats` times in a row."""
+        self._map(lambda states: states.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only some batch entries; `indices` is `[kept]`."""
+        self._map(lambda states: states.index_select(0, indices.to(states.device)))
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Change all that is held along its first axis, the batch."""
+        raise NotImplementedError
+
+
+class BlendLayer(BatchOfRequests, CacheLayerMixin):
     """K and V of one decoder layer, `[batch, kv_heads, tokens, head_dim]`, as views into larger buffers.
 
     `keys` and `values` always show exactly the tokens that the cache holds; K is rotated for its positions.
@@ -197,23 +217,11 @@ class BlendLayer(CacheLayerMixin):
         self.keys = self.values = self._buffers = self.visible = None
         self.length, self.unchanged_tokens, self.is_initialized = 0, 0, False
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Give every beam the past of the beam that it continues; `beam_idx` is `[batch]`."""
-        self.batch_select_indices(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every batch entry `repeats` times in a row."""
+    def _map(self, change: Callable[[Tensor], Tensor]) -> None:
         if self._buffers is not None:
-            self._replace([buffer.repeat_interleave(repeats, dim=0) for buffer in self._buffers])
+            self._replace([change(buffer) for buffer in self._buffers])
             if self.visible is not None and self.visible.dim() == 3:
-                self.visible = self.visible.repeat_interleave(repeats, dim=0)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only some batch entries; `indices` is `[kept]`."""
-        if self._buffers is not None:
-            self._replace([buffer.index_select(0, indices.to(buffer.device)) for buffer in self._buffers])
-            if self.visible is not None and self.visible.dim() == 3:
-                self.visible = self.visible.index_select(0, indices.to(self.visible.device))
+                self.visible = change(self.visible)
 
     def _replace(self, buffers: list[Tensor]) -> None:
         self._buffers, self.unchanged_tokens = (buffers[0], buffers[1]), 0

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers of a blend cache that hold the state of a mixer: last inputs of a convolution, state of a scan, or both."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +14,7 @@ from ..model.mixer import ActiveRows, MixerPass, Spans, whole_arguments
 from ..prefill.layer_kind import LayerKind
 from ..prefill.rows import Rows
 from ..selectors.base import KV
-from .layers import BlendLayer
+from .layers import BatchOfRequests, BlendLayer
 from .sliding_layer import BlendSlidingLayer
 
 STATES = ("conv_states", "recurrent_states")
@@ -99,7 +100,7 @@ class MixerAttentionKind(MixerKind):
         return {"keys", "projections"}
 
 
-class MixerLayer(LinearAttentionLayer):
+class MixerLayer(BatchOfRequests, LinearAttentionLayer):
     """The state of a mixer behind the last token, as transformers keeps it; it can be taken back as a whole."""
 
     is_compileable = False
@@ -155,28 +156,16 @@ class MixerLayer(LinearAttentionLayer):
         """Forget everything."""
         LinearAttentionLayer.__init__(self, number_of_states=self.number_of_states)
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every batch entry `repeats` times in a row."""
-        self._map(lambda state: state.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only some batch entries; `indices` is `[kept]`."""
-        self._map(lambda state: state.index_select(0, indices.to(state.device)))
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Give every beam the state of the beam that it continues; `beam_idx` is `[batch]`."""
-        self.batch_select_indices(beam_idx)
-
     def _has_only_inputs(self) -> bool:
         return any(self.is_conv_states_initialized.values()) and not any(self.is_recurrent_states_initialized.values())
 
-    def _map(self, change: Any) -> None:
+    def _map(self, change: Callable[[Tensor], Tensor]) -> None:
         for name in STATES:
             states = getattr(self, name)
             states.update({at: change(state) for at, state in states.items() if state is not None})
 
 
-class MixerAttentionLayer(MixerLayer, BlendLayer):  # type: ignore[override]
+class MixerAttentionLayer(MixerLayer, BlendLayer):
     """K and V of each token, and the state of a mixer beside them."""
 
     prefill_kind: type[LayerKind] = MixerAttentionKind
@@ -227,18 +216,12 @@ class MixerAttentionLayer(MixerLayer, BlendLayer):  # type: ignore[override]
         self._attention.reset(self)
         MixerLayer.reset(self)
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every batch entry `repeats` times in a row."""
-        self._attention.batch_repeat_interleave(self, repeats)
-        MixerLayer.batch_repeat_interleave(self, repeats)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only some batch entries; `indices` is `[kept]`."""
-        self._attention.batch_select_indices(self, indices)
-        MixerLayer.batch_select_indices(self, indices)
+    def _map(self, change: Callable[[Tensor], Tensor]) -> None:
+        self._attention._map(self, change)
+        MixerLayer._map(self, change)
 
 
-class MixerSlidingLayer(MixerAttentionLayer, BlendSlidingLayer):  # type: ignore[override]
+class MixerSlidingLayer(MixerAttentionLayer, BlendSlidingLayer):
     """K and V within a window, and the state of a mixer beside them."""
 
     is_sliding = True

@@ -220,14 +220,10 @@ class OffloadedLayer(MadeStates, BlendLayer):
         self._away = self._held = 0
         self._memory.remove(self._index)
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every batch entry `repeats` times in a row."""
-        self._change(lambda states: states.repeat_interleave(repeats, dim=0))
-
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only some batch entries; `indices` is `[kept]`."""
+        """Keep only some batch entries; nothing is read where they all stay as they are."""
         if not torch.equal(indices.cpu(), torch.arange(self.batch_size)):
-            self._change(lambda states: states.index_select(0, indices.to(states.device)))
+            super().batch_select_indices(indices)
 
     def _like(self) -> tuple[Tensor, Tensor]:
         """Any K and V of the layer, while it holds some outside of buffers."""
@@ -235,7 +231,7 @@ class OffloadedLayer(MadeStates, BlendLayer):
             return self._memory.like(self._index)
         return _as_states(self._recent[0]), _as_states(self._recent[1])
 
-    def _change(self, change: Any) -> None:
+    def _map(self, change: Callable[[Tensor], Tensor]) -> None:
         """Write the whole layer again, changed along its batch."""
         if not self.length:
             return

@@ -28,7 +28,7 @@ class StaticLayer(MadeStates, BlendLayer):
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
-        self.filled: Tensor | None = None  # [] int64: how many columns hold tokens; on the device of the buffers
+        self.filled: Any = None  # [] int64: how many columns hold tokens; on the device of the buffers
         self._known: int | None = 0  # the same number; None: a compiled step has added to it since
         self._announced = (0, 0)  # tokens before and behind the step for which a mask was made
         self._has_stepped = False  # that step ran
@@ -38,7 +38,7 @@ class StaticLayer(MadeStates, BlendLayer):
     def length(self) -> int:
         """How many tokens the layer holds; asks the device once behind compiled steps."""
         if self._known is None:
-            self._known = int(self.filled)  # type: ignore[arg-type]
+            self._known = int(self.filled)
         return self._known
 
     @length.setter
@@ -72,16 +72,21 @@ class StaticLayer(MadeStates, BlendLayer):
             self._fit(key_states, value_states)
         if self._buffers is None:
             self.lazy_initialization(key_states, value_states)
-            self._move(key_states, value_states, self.max_tokens, slice(0, 0))
-        keys, values = self._buffers  # type: ignore[misc]
-        place = self.filled.view(1)  # type: ignore[union-attr]
-        keys.index_copy_(2, place, key_states)
-        values.index_copy_(2, place, value_states)
-        self.filled.add_(1)  # type: ignore[union-attr]
+            self._move(key_states, value_states, self._capacity(1), slice(0, 0))
+        columns = self._step(key_states, value_states)
+        self.filled.add_(1)
         if is_traced:
             self._known, self._has_stepped = None, True
         else:
             self._known = self.length + 1
+        return columns
+
+    def _step(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Write one token, and show all columns."""
+        keys, values = self._buffers  # type: ignore[misc]
+        position = self.filled.view(1)
+        keys.index_copy_(2, position, key_states)
+        values.index_copy_(2, position, value_states)
         return keys, values
 
     def check_room(self, tokens: int) -> None:

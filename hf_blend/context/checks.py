@@ -63,7 +63,7 @@ def whole_shift(subject: CheckedModel) -> CheckResult:
         cache.shift(cache.active, 0, None, SHIFT)
         logits = model(ids[:, held:], past_key_values=cache, use_cache=True).logits
     expected, plain = _plain(model, ids, SHIFT)
-    compared = [*_by_layer(cache.shown(), plain.layers), Comparison("the logits", logits, expected[:, held:])]
+    compared = [*_by_layer(cache.materialize(), plain.layers), Comparison("the logits", logits, expected[:, held:])]
     return subject.compare(compared, "at the new positions")
 
 
@@ -78,7 +78,7 @@ def closed_hole(subject: CheckedModel) -> CheckResult:
     cache.remove(cache.active, start, stop)
     cache.shift(cache.active, stop, None, start - stop)
     _, plain = _plain(model, torch.cat([ids[:, :start], ids[:, stop:]], dim=1), 0)
-    return subject.compare(_by_layer(cache.shown()[:1], plain.layers[:1]), "of what is left")
+    return subject.compare(_by_layer(cache.materialize()[:1], plain.layers[:1]), "of what is left")
 
 
 @check(first_use="share")

@@ -46,12 +46,12 @@ class ShiftCache(SequenceCache):
             UnsupportedModelError: the model's keys cannot be moved; the layer is named.
         """
         super().__init__(model, kv_bits=kv_bits, allow_unverified=allow_unverified)
-        longest = self._regime_tokens or getattr(text_config(model), "max_position_embeddings", None)
+        longest = self._most_tokens or getattr(text_config(model), "max_position_embeddings", None)
         self.window_tokens = int((longest if window_tokens is None else window_tokens) or 0)
         self.keep_tokens, self.shifts = keep_tokens, 0
-        if self._regime_tokens is not None and self.window_tokens > self._regime_tokens:
+        if self._most_tokens is not None and self.window_tokens > self._most_tokens:
             raise ConfigError(
-                f"window_tokens is {self.window_tokens}, but {self._regime_tokens} at most is expected: the rotary "
+                f"window_tokens is {self.window_tokens}, but {self._most_tokens} at most is expected: the rotary "
                 f"frequencies of {type(model).__name__} change with the length, and keys of both kinds cannot stand "
                 "beside each other. Give a smaller window_tokens, or none."
             )
@@ -79,7 +79,7 @@ class ShiftCache(SequenceCache):
             self._make_room(number, tokens)
 
     def _make_room(self, number: int, tokens: int) -> None:
-        held = self._cells.next_position(number)
+        held = self._table.next_position(number)
         over = held + tokens - self.window_tokens
         if over <= 0:
             return

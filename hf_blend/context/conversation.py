@@ -10,23 +10,27 @@
 A question that fails is forgotten: the conversation is as before, unless its window had to be shifted already.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..cache.blend_cache import BlendCache
-from ..errors import ConfigError, PromptError, UnsupportedModelError
-from ..model.anatomy import has_windows, refuse_extended
+from ..errors import ConfigError, PromptError
+from ..model.anatomy import other_states, refuse_extended, text_config
 from ..model.modality import placeholder_ids
 from ..model.placement import input_device
+from ..prefill.report import BlendReport
 from ..prompt.tokenizer import front_ids
 from ..store import ChunkStore
 from .context_shift import ShiftCache
-from .reuse import chunk_of
+from .reuse import chunk_of, continued, take_back
 from .session import load_session, save_session
+from .state_cache import StateCache
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,11 @@ class Turn:
 
 
 class Conversation:
-    """One conversation with one model. The window bounds its cache; the archive, if there is one, keeps all turns."""
+    """One conversation with one model. The window bounds its cache; the archive, if there is one, keeps all turns.
+
+    The states of a hybrid model are kept behind each turn, and saved with its K and V. They cannot be moved: where its
+    window is full, what stays is prefilled again, documents are computed, and there is no archive.
+    """
 
     def __init__(
         self,
@@ -57,7 +65,8 @@ class Conversation:
         self._messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
         self._begin = self._encode(self._text(False), first=True)
         keep_tokens = max(1, len(self._begin))
-        self.cache = ShiftCache(
+        self._states = self._state_cache(window_tokens, keep_tokens, kv_bits)
+        self.cache: Any = self._states or ShiftCache(
             model,
             window_tokens=window_tokens,
             keep_tokens=keep_tokens,
@@ -66,60 +75,63 @@ class Conversation:
         )
         self._waiting: list[int] = self._begin  # ids that are part of the conversation and not in the cache yet
         self.turns: list[Turn] = []
+        self.report: BlendReport | None = None  # of the last question that came with documents
 
-    def ask(self, question: str, **options: Any) -> str:
-        """Ask, and keep question and answer."""
+    def ask(
+        self, question: str, documents: Sequence[str] = (), *, blend: Mapping[str, Any] | None = None, **options: Any
+    ) -> str:
+        """Ask, and keep question and answer.
+
+        Documents are put before the question as they are, from the archive or computed alone, and blended behind what
+        the conversation holds; `blend` has settings of `BlendConfig`, `report` what it cost.
+        """
         if not question:
             raise PromptError("the question is empty, expected some text. Ask something.")
         if self.archive is not None:
             refuse_extended(self.model)
-        before = self._text(False)
-        self._messages.append({"role": "user", "content": question})
-        asked = self._encode(self._text(True)[len(before) :], first=not before and not self._waiting)
-        ids = [*self.cache.tokens(), *self._waiting, *asked]
-        held, shifts = self.cache.get_seq_length(), self.cache.shifts
+        before, content = self._text(False), "".join((*documents, question))
+        self._messages.append({"role": "user", "content": content})
+        text, first = self._text(True)[len(before) :], not before and not self._waiting
         try:
-            output = self._generate(ids, options)
+            if self._states is not None:
+                question_ids = self._encode(text, first)
+                answer_ids = self._states.generate([*self._waiting, *question_ids], **options)
+            else:
+                question_ids, answer_ids = self._answer(text, first, documents, blend or {}, options)
         except BaseException:
             self._messages.pop()
-            if self.cache.shifts == shifts:
-                self.cache.crop(held - self.cache.get_seq_length())
             raise
-        answer_ids = output[len(ids) :]
         answer = str(self.tokenizer.decode(answer_ids, skip_special_tokens=True)).strip()
         self._messages.append({"role": "assistant", "content": answer})
         self._waiting = answer_ids[-1:]
-        self._remember(Turn(question, answer, (*asked, *answer_ids)))
+        self._remember(Turn(content, answer, (*question_ids, *answer_ids)))
         return answer
 
     def recall(self, turn: int, **settings: Any) -> BlendCache:
         """Bring a turn that was shifted out back into the cache, behind the system prompt.
 
-        Its stored KV is moved into place, and a share of it and of what stands behind it is recomputed.
+        Its stored KV is moved into place, and a share of it and of what is behind it is recomputed.
         """
-        if has_windows(self.model):
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__} attends within windows in some layers, whose KV a blended prefill does "
-                "not keep whole, so a turn cannot be put back. Ask again with the turn's text."
-            )
         if self.archive is None or not 0 <= turn < len(self.turns):
             raise ConfigError(
-                f"turn {turn} of {len(self.turns)} cannot be recalled: an archive and a turn from 0 on are wanted."
+                f"turn {turn} of {len(self.turns)} cannot be recalled: an archive and a turn from 0 on are expected."
             )
-        kept = self.cache.tokens()
+        held = self.cache.tokens()
         keep, recalled = self.cache.keep_tokens, self.turns[turn].token_ids[:-1]
         room = self.cache.window_tokens - keep - len(recalled) - 1
-        rest = kept[max(keep, len(kept) - max(0, room)) :]
+        rest = held[max(keep, len(held) - max(0, room)) :]
         if room < 0:
             raise ConfigError(f"turn {turn} has {len(recalled)} tokens, which do not fit the window. Enlarge it.")
         self._keep_chunk(0, keep)
         if len(rest) > 1:
-            self._keep_chunk(len(kept) - len(rest), len(kept))
-        ids = [*kept[:keep], *recalled, *rest]
+            self._keep_chunk(len(held) - len(rest), len(held))
+        ids = [*held[:keep], *recalled, *rest]
         blend = BlendCache(self.model, self.archive, **{**settings, "chunk_prefix_ids": ()})
+        blend.activate_past_recording()
         with torch.no_grad():
-            self.model.generate(torch.tensor([ids], device=self._device), past_key_values=blend, max_new_tokens=1)
-        self._adopt(blend, ids)
+            self.model(self._on_device(ids), past_key_values=blend, logits_to_keep=1)
+        self.cache.remove(self.cache.active)
+        take_back(self.cache, blend, ids)
         return blend
 
     def save(self, path: str | Path) -> int:
@@ -132,24 +144,50 @@ class Conversation:
         load_session(self.cache, path, self.tokenizer)
         self._waiting = []
 
-    @property
-    def _device(self) -> torch.device:
-        return input_device(self.model)
+    def _on_device(self, ids: Sequence[int]) -> Tensor:
+        return torch.tensor([list(ids)], device=input_device(self.model))
 
-    def _generate(self, ids: list[int], options: dict[str, Any]) -> list[int]:
-        parts = {"prefill_chunk_size": max(1, (self.cache.window_tokens - self.cache.keep_tokens) // 2)}
-        fits = len(ids) - self.cache.get_seq_length() <= parts["prefill_chunk_size"]
-        prompt = torch.tensor([ids], device=self._device)
-        output = self.model.generate(prompt, past_key_values=self.cache, **({} if fits else parts), **options)
-        found: list[int] = output[0].tolist()
-        return found
+    def _state_cache(self, window_tokens: int | None, keep_tokens: int, kv_bits: int | None) -> StateCache | None:
+        """What holds the conversation of a model whose states cannot be moved; None for any other."""
+        if not other_states(text_config(self.model), only_keys=True):
+            return None
+        given = {"archive": self.archive, "kv_bits": kv_bits}
+        for name, value in given.items():
+            if value is not None:
+                raise ConfigError(
+                    f"{name}={value!r:.40} came with {type(self.model).__name__}, whose states hold all tokens before "
+                    f"them, but K and V alone are expected. Leave {name} out."
+                )
+        return StateCache(self.model, window_tokens, keep_tokens)
+
+    def _answer(
+        self, text: str, first: bool, documents: Sequence[str], blend: Mapping[str, Any], options: dict[str, Any]
+    ) -> tuple[list[int], list[int]]:
+        """The ids of the question, and of its answer, both of which the cache holds but for the last token."""
+        held, shifts = self.cache.get_seq_length(), self.cache.shifts
+        try:
+            question_ids = self._blended(text, first, documents, blend) if documents else self._encode(text, first)
+            new = question_ids[-1:] if documents else [*self._waiting, *question_ids]
+            prompt, room = [*self.cache.tokens(), *new], self.cache.window_tokens - self.cache.keep_tokens
+            ids, most = self._on_device(prompt), max(1, room // 2)
+            given = {"attention_mask": torch.ones_like(ids)} | (
+                {"prefill_chunk_size": most} if len(new) > most else {}
+            )
+            output = self.model.generate(ids, past_key_values=self.cache, **{**given, **options})
+        except BaseException:
+            if self.cache.shifts == shifts:
+                self.cache.crop(held - self.cache.get_seq_length())
+            raise
+        return question_ids, output[0, len(prompt) :].tolist()
 
     def _flush(self) -> None:
         """Bring into the cache what is not there yet: the last token of the last answer."""
-        if self._waiting:
+        if self._waiting and self._states is not None:
+            self._states.extend(self._waiting)
+        elif self._waiting:
             with torch.no_grad(), self.cache:
-                self.model(torch.tensor([self._waiting], device=self._device), past_key_values=self.cache)
-            self._waiting = []
+                self.model(self._on_device(self._waiting), past_key_values=self.cache)
+        self._waiting = []
 
     def _remember(self, turn: Turn) -> None:
         self.turns.append(turn)
@@ -163,17 +201,28 @@ class Conversation:
         if self.archive is not None and is_text:
             self.archive.put(chunk_of(self.cache, start, stop))
 
-    def _adopt(self, blend: BlendCache, ids: list[int]) -> None:
-        """Let the conversation's cache hold what a blend cache holds."""
-        tokens = len(ids)
-        state = {"ids": torch.tensor(ids), "origins": torch.arange(tokens), "active": torch.tensor(self.cache.active)}
-        state[f"sequence.{self.cache.active}"] = torch.stack([torch.arange(tokens)] * 2)
-        layers: list[Any] = blend.layers
-        for index, layer in enumerate(layers):
-            state[f"layer.{index}.k"], state[f"layer.{index}.v"] = (
-                part[0, :, :tokens].clone() for part in (layer.keys, layer.values)
+    def _blended(self, text: str, first: bool, documents: Sequence[str], settings: Mapping[str, Any]) -> list[int]:
+        """Compute what is new with its documents blended, but for the last token; gives the ids of `text`."""
+        head, found, tail = text.partition("".join(documents))
+        if not found:
+            raise PromptError(
+                f"{len(documents)} documents are not in what the chat template writes, {text!r:.40}, where they are "
+                "expected as they are. Strip white space from their ends."
             )
-        self.cache.restore(state)
+        pieces = self._encode(head, first), [self._encode(one) for one in documents], self._encode(tail)
+        begin, question_ids = [*self._waiting, *pieces[0]], [*pieces[0], *chain(*pieces[1]), *pieces[2]]
+        self.cache.make_room(len(self._waiting) + len(question_ids))
+        held = self.cache.tokens()
+        store = ChunkStore.open("memory://") if self.archive is None else self.archive
+        cache = continued(self.cache, store, **settings)
+        history = torch.tensor([held]) if held else None
+        inputs = cache.inputs(None, prefix=begin, chunks=pieces[1], question=pieces[2], history=history)
+        new, mask = inputs["input_ids"][:, len(held) :], inputs["attention_mask"]
+        with torch.no_grad():
+            self.model(new, attention_mask=mask, past_key_values=cache, logits_to_keep=1)
+        take_back(self.cache, cache, new[0, :-1].tolist(), more=1)
+        self.report = cache.report
+        return question_ids
 
     def _text(self, asks: bool) -> str:
         """The whole conversation as the template writes it; without a template, the contents one after the other."""
@@ -183,7 +232,7 @@ class Conversation:
             return str(self.tokenizer.apply_chat_template(self._messages, tokenize=False, add_generation_prompt=asks))
         return "".join(message["content"] for message in self._messages)
 
-    def _encode(self, text: str, first: bool) -> list[int]:
+    def _encode(self, text: str, first: bool = False) -> list[int]:
         """Token ids; BOS stands before the first ones, if the tokenizer adds one and the template did not write it."""
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
         front = [*front_ids(self.tokenizer)] if first else []

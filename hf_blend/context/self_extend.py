@@ -27,7 +27,6 @@ from ..errors import ConfigError, UnsupportedModelError
 from ..model.anatomy import EXTENDED, LayerInfo, decoder_layers, is_extended, other_states, text_config, windowed_layer
 from ..model.attention import AttentionFn, Take, hook_attention
 from ..model.checks import CheckedModel, Use, ensure_passed
-from ..rotary.base import RotaryStyle, compose
 from .tables import TableSource
 
 EXTENSION = 4  # times the trained length, where nothing else is asked for
@@ -213,15 +212,8 @@ def _moved(source: TableSource, layer: int, states: Tensor, old: Tensor, new: Te
     """Queries or keys `[batch, heads, tokens, head_dim]` rotated from old to new positions, `[batch, tokens]` each."""
     moved, style = states.clone(), source.styles[layer]
     for row in range(states.shape[0]):
-        turn = _turn(source, layer, style, old[row], new[row])
-        if turn is not None:
-            begin = -2 * turn[0].shape[-1] if style.slot else 0  # latent attention puts what rotates behind the rest
-            style.move(states[row, ..., begin:], turn, out=moved[row, ..., begin:])
+        by = source.rotation(layer, old[row], new[row])
+        if by is not None:
+            begin = -2 * by[0].shape[-1] if style.slot else 0  # latent attention puts what rotates behind the rest
+            style.move(states[row, ..., begin:], by, out=moved[row, ..., begin:])
     return moved
-
-
-def _turn(
-    source: TableSource, layer: int, style: type[RotaryStyle], old: Tensor, new: Tensor
-) -> tuple[Tensor, Tensor] | None:
-    before, after = source.table(layer, old), source.table(layer, new)
-    return None if before is None or after is None else compose(style, before, after)

@@ -6,18 +6,18 @@
     model.generate(**inputs, past_key_values=cache)
     cache.copy(0, 1)                  # a second sequence over the same storage
     cache.remove(1, 100, 200)         # without the tokens at positions 100 … 199
-    cache.shift(1, 200, None, -100)   # the rest closes up; its keys are turned when they are next needed
+    cache.shift(1, 200, None, -100)   # the rest closes up; its keys are rotated when they are next needed
     cache.use(1)                      # the next forward continues sequence 1
     cache.fork(8)                     # the next forward continues eight sequences, a batch over the same storage
 
-A key is stored as it was computed and turned from there each time, so any number of moves costs the precision of one.
+A key is stored as it was computed and rotated from there each time, so any number of moves costs the precision of one.
 The semantics are those of llama.cpp's KV cache, except that a shift moves a shared token for one sequence only. As in
 its unified cache, sequences that are active together look at the storage as it is, and a mask hides what others hold.
 With `SequenceCache(model, kv_bits=8)` the storage has 8 bits, each token quantised once.
 """
 
-from collections.abc import Sequence
-from itertools import count
+from collections.abc import Iterator, Sequence
+from itertools import count, islice
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from ..cache.layers import ROOM_TOKENS, SPARE_SHARE, as_indices, check_negative
+from ..cache.layers import ROOM_TOKENS, SPARE_SHARE, Pair, as_indices, check_negative
 from ..config import check_kv_bits
 from ..errors import ConfigError, PromptError, UnsupportedModelError
 from ..model.anatomy import decoder_layers, is_extended, refuse_extended, text_config
@@ -35,11 +35,9 @@ from ..model.hooks import ForwardHooks
 from ..model.masks import RowMask
 from ..model.modality import has_features, other_inputs
 from ..model.placement import input_device
-from ..rotary.base import compose
-from .cells import TokenTable
 from .sequence_layer import QuantisedSequenceLayer, SequenceLayer
 from .tables import TableSource, counted_in_tokens, regime_tokens
-from .view import View, grown, mask_of, view_of
+from .token_table import TokenTable, grown, mask_of
 
 UNKNOWN = -1  # id of a token that came as an embedding, or in a forward that no hook saw
 MASKED = ("eager", STOCK)  # attention implementations that take any mask
@@ -67,6 +65,8 @@ class SequenceCache(Cache):
         kv_bits: in how many bits K and V are held; None: as they were computed.
     """
 
+    layers: list[SequenceLayer]  # type: ignore[assignment]
+
     def __init__(self, model: nn.Module, *, kv_bits: int | None = None, allow_unverified: bool = False) -> None:
         """Begin empty, with sequence 0 active.
 
@@ -83,29 +83,28 @@ class SequenceCache(Cache):
         """
         check_kv_bits(kv_bits)
         self.model, self.kv_bits = model, kv_bits
-        self._source, self._regime_tokens = TableSource.of(model, below_regime=True), regime_tokens(model)
+        self._source, self._most_tokens = TableSource.of(model, below_regime=True), regime_tokens(model)
         ensure_passed(CheckedModel(model), MOVE, allow_unverified)
         self._device, self._allow_unverified = input_device(model), allow_unverified
         self._hooks = ForwardHooks(self, model)
+        Cache.__init__(self, layers=[*self._empty_layers()])
         self._begin()
-        Cache.__init__(self, layers=[*self._sequence_layers])
 
     def _begin(self) -> None:
         """Hold nothing."""
         self.batch: tuple[int, ...] = (0,)
-        self._cells = TokenTable()
-        self._ids = torch.empty(0, dtype=torch.long)  # by cell
-        self._origins = torch.empty(0, dtype=torch.long)  # by cell: the position that its key is rotated for
-        self._is_laid, self._pending = True, _NOTHING  # of new tokens: positions, ids, and which are no padding
-        self._seen: Tensor | None = None  # see `View`
+        self._table = TokenTable()
+        self._dirty = False  # the columns are not those of the active sequences
+        self._pending = _NOTHING  # positions and ids of new tokens, and which are no padding
+        self._visible: Tensor | None = None  # columns that each active sequence sees; None: all
         self._was_extended = False
-        self._sequence_layers = self._empty_layers()
+        self.layers = self._empty_layers()
 
     @property
     def nbytes(self) -> int:
         """Bytes of K and V that the cache holds, spare room included; with `kv_bits` scales and tables too."""
-        shared = {id(one): one.nbytes for layer in self._sequence_layers for one in layer.view_tensors}
-        return sum(layer.nbytes for layer in self._sequence_layers) + sum(shared.values())
+        shared = {id(one): one.nbytes for layer in self.layers for one in layer.view_tensors}
+        return sum(layer.nbytes for layer in self.layers) + sum(shared.values())
 
     @property
     def is_compileable(self) -> bool:
@@ -133,15 +132,15 @@ class SequenceCache(Cache):
     @property
     def sequences(self) -> list[int]:
         """The sequences that were ever written to and not forgotten, in increasing order."""
-        return list(self._cells)
+        return list(self._table)
 
     def tokens(self, sequence: int | None = None) -> list[int]:
         """The token ids of a sequence in the order in which attention sees them; -1 where they are not known."""
-        return self._ids[self._cells.row(self._number(sequence))[0]].tolist()
+        return self._table.ids[self._table.row(self._number(sequence))[0]].tolist()
 
     def positions(self, sequence: int | None = None) -> list[int]:
         """The positions of a sequence's tokens, in the same order."""
-        return self._cells.row(self._number(sequence))[1].tolist()
+        return self._table.row(self._number(sequence))[1].tolist()
 
     def use(self, *sequences: int) -> None:
         """Let the next forward continue a sequence, or a batch of them with a row for each.
@@ -179,10 +178,9 @@ class SequenceCache(Cache):
                 f"fork({sequences}) was asked with {len(self.batch)} active sequences, but a number from 1 on is "
                 "expected, and one active sequence. Call use() with the sequence to fork."
             )
-        free = (number for number in count() if number not in {*self._cells, self.active})
-        numbers = [self.active, *(next(free) for _ in range(sequences - 1))]
+        numbers = [self.active, *islice(self._free(), sequences - 1)]
         self.use(*numbers)
-        self._cells.take([numbers[0]] * sequences, numbers)
+        self._table.take([numbers[0]] * sequences, numbers)
         self._changed()
         return numbers
 
@@ -198,7 +196,7 @@ class SequenceCache(Cache):
             has any.
         """
         ids = torch.tensor(list(token_ids), dtype=torch.long)
-        found = {number: self._in_common(number, ids) for number in self._cells}
+        found = {number: self._in_common(number, ids) for number in self._table}
         best = max(found, key=lambda number: found[number], default=self.active)
         return (best, found[best]) if found.get(best) else (self.active, 0)
 
@@ -210,22 +208,22 @@ class SequenceCache(Cache):
             start: first position.
             stop: position behind the last; None is the end.
         """
-        self._cells.remove(sequence, start, stop)
+        self._table.remove(sequence, start, stop)
         self._changed()
 
     def copy(self, source: int, target: int, start: int = 0, stop: int | None = None) -> None:
         """Let `target` hold the tokens of `source` at positions `start <= p < stop` too, sharing the storage."""
-        self._cells.copy(self._number(source), self._number(target), start, stop)
+        self._table.copy(self._number(source), self._number(target), start, stop)
         self._changed()
 
     def keep(self, sequence: int) -> None:
         """Forget every sequence but one, and continue that."""
-        self._cells.keep(self._number(sequence))
+        self._table.keep(self._number(sequence))
         self.use(sequence)
 
     def shift(self, sequence: int, start: int, stop: int | None, delta: int) -> None:
         """Move tokens at positions `start <= p < stop` by `delta`; those that would go below 0 are forgotten."""
-        self._cells.shift(self._number(sequence), start, stop, delta)
+        self._table.shift(self._number(sequence), start, stop, delta)
         self._changed()
 
     def divide(self, sequence: int, start: int, stop: int | None, by: int) -> None:
@@ -234,24 +232,38 @@ class SequenceCache(Cache):
         Raises:
             ConfigError: the number is below 1.
         """
-        self._cells.divide(self._number(sequence), start, stop, by)
+        self._table.divide(self._number(sequence), start, stop, by)
         self._changed()
 
     def make_room(self, tokens: int) -> None:
         """Called before `tokens` new ones come; a subclass may drop old ones here."""
 
     def compact(self) -> None:
-        """Close the holes that forgotten tokens leave in the storage, and turn keys that moved. Done by itself."""
+        """Close the holes that forgotten tokens leave in the storage, and rotate keys that moved. Done by itself."""
         self._close_holes()
         self._ready()
 
-    def shown(self) -> list[SequenceLayer]:
+    def materialize(self) -> list[SequenceLayer]:
         """The layers, with `keys` and `values` of the first active sequence alone, in the order of its tokens."""
-        self._refuse_gaps(self._cells.row(self.active)[1])
+        self._refuse_gaps(self._table.row(self.active)[1])
         self._close_holes()
-        self._lay(view_of([self._cells.row(self.active)], self._origins, self._cells.count, may_hide=False))
-        self._is_laid = self._seen is None and len(self.batch) == 1
-        return self._sequence_layers
+        self._arrange([self.active], may_hide=False)
+        self._dirty = self._visible is not None or len(self.batch) > 1
+        return self.layers
+
+    def append(self, token_ids: Sequence[int], layers: Sequence[Pair]) -> None:
+        """Let the active sequence hold new tokens that were computed behind it.
+
+        Shapes: K and V of each layer `[1, kv_heads, tokens, width]`, K rotated for the positions behind the last.
+        """
+        self.make_room(len(token_ids))
+        self._ready()
+        ids = torch.tensor([list(token_ids)])
+        positions = self._table.next_position(self.active) + torch.arange(ids.shape[1])[None]
+        self._refuse_crossing(positions)
+        self._pending = positions, ids, torch.ones(ids.shape, dtype=torch.bool)
+        for index, pair in enumerate(layers):
+            self.update(*pair, index)
 
     def refuse_extended(self) -> None:
         """Refuse to be stored, if the model is inside `self_extend` or was for some of the tokens.
@@ -278,20 +290,21 @@ class SequenceCache(Cache):
         Raises:
             ConfigError: there is no such sequence.
         """
+        table = self._table
         if sequence is None:
             self._close_holes()
-            kept, active = torch.arange(self._cells.count), self.active
-            rows = {number: torch.stack(self._cells.row(number)) for number in self._cells}
+            cells, active = torch.arange(table.count), self.active
+            rows = {number: torch.stack(table.row(number)) for number in table}
         else:
-            cells, positions = self._cells.row(self._existing(sequence))
-            kept, active = cells.sort().values, sequence
-            rows = {sequence: torch.stack([torch.searchsorted(kept, cells), positions])}
-        found = {"ids": self._ids[kept], "origins": self._origins[kept], "active": torch.tensor(active)}
+            own, positions = table.row(self._existing(sequence))
+            cells, active = own.sort().values, sequence
+            rows = {sequence: torch.stack([torch.searchsorted(cells, own), positions])}
+        found = {"ids": table.ids[cells], "origins": table.origins[cells], "active": torch.tensor(active)}
         found |= {f"sequence.{number}": row for number, row in rows.items()}
         found |= {} if self.kv_bits is None else {"kv_bits": torch.tensor(self.kv_bits)}
-        for index, layer in enumerate(self._sequence_layers):
-            if layer.is_initialized and len(kept):
-                found |= {f"layer.{index}.{name}": part for name, part in layer.parts(kept).items()}
+        for index, layer in enumerate(self.layers):
+            if layer.is_initialized and len(cells):
+                found |= {f"layer.{index}.{name}": part for name, part in layer.parts(cells).items()}
         return found
 
     def adopt(self, state: dict[str, Tensor], sequence: int) -> None:
@@ -313,36 +326,33 @@ class SequenceCache(Cache):
         given = self._layers_of(state)
         layers = [layer.stored(cells) for layer in given]
         shared = self._shared(state["ids"][cells], positions, state["origins"][cells], layers)
-        self._cells.hold(number, shared, positions[: len(shared)])
+        self._table.hold(number, shared, positions[: len(shared)])
         new, order = cells[len(shared) :].sort()
         taken = self._take_up(state, given, new)[order.argsort()]
-        self._cells.hold(number, torch.cat([self._cells.row(number)[0], taken]), positions.clone())
+        self._table.hold(number, torch.cat([self._table.row(number)[0], taken]), positions.clone())
         self._changed()
 
-    def _take_up(self, state: dict[str, Tensor], given: list[SequenceLayer], kept: Tensor) -> Tensor:
-        """Store cells of another cache, `[kept]` ascending, and return their numbers here."""
-        if not len(kept):
-            return kept
-        count = self._cells.count
-        here = self._sequence_layers[0].fixed_cells(count)
-        fixed = int(torch.searchsorted(kept, given[0].fixed_cells(len(state["ids"]))))
-        for layer, other in zip(self._sequence_layers, given, strict=True):
-            layer.add(count, other.parts(kept))
-        self._cells.insert(here, fixed)
-        self._ids, self._origins = (
-            torch.cat([held[:here], new[kept[:fixed]], held[here:count], new[kept[fixed:]]])
-            for held, new in ((self._ids, state["ids"]), (self._origins, state["origins"]))
-        )
-        return torch.cat([torch.arange(here, here + fixed), torch.arange(count + fixed, count + len(kept))])
+    def _take_up(self, state: dict[str, Tensor], given: list[SequenceLayer], cells: Tensor) -> Tensor:
+        """Store cells of another cache, which ascend, and give their numbers here."""
+        if not len(cells):
+            return cells
+        table, end = self._table, self._table.count
+        start = self.layers[0].fixed_cells(end)
+        fixed = int(torch.searchsorted(cells, given[0].fixed_cells(len(state["ids"]))))
+        for layer, other in zip(self.layers, given, strict=True):
+            layer.add(end, other.parts(cells))
+        for index, part in ((start, cells[:fixed]), (end + fixed, cells[fixed:])):
+            table.insert(index, state["ids"][part], state["origins"][part])
+        return torch.cat([torch.arange(start, start + fixed), torch.arange(end + fixed, end + len(cells))])
 
     def _shared(self, ids: Tensor, positions: Tensor, origins: Tensor, layers: list[tuple[Tensor, ...]]) -> Tensor:
         """The cells, of some sequence, that hold the first of some tokens with the same bits; as many as there are."""
-        found = torch.empty(0, dtype=torch.long)
-        for number in self._cells:
-            cells, at = (part[: len(ids)] for part in self._cells.row(number))
-            pairs = ((self._ids[cells], ids), (at, positions), (self._origins[cells], origins))
+        table, found = self._table, torch.empty(0, dtype=torch.long)
+        for number in table:
+            cells, at = (part[: len(ids)] for part in table.row(number))
+            pairs = ((table.ids[cells], ids), (at, positions), (table.origins[cells], origins))
             same = torch.stack([one == other[: len(cells)] for one, other in pairs]).all(0)
-            for layer, parts in zip(self._sequence_layers, layers, strict=False):
+            for layer, parts in zip(self.layers, layers, strict=False):
                 for held, part in zip(layer.stored(cells), parts, strict=True):
                     same &= (held == part[:, : len(cells)]).flatten(2).all(2).all(0).cpu()
             length = int(same.long().cumprod(0).sum())
@@ -360,14 +370,11 @@ class SequenceCache(Cache):
             ConfigError: K and V are in other bits than this cache's.
             KeyError: something is missing; the cache is then as it was.
         """
-        rows = {name: tensor for name, tensor in state.items() if name.startswith("sequence.")}
-        cells = TokenTable.of(
-            {int(name.partition(".")[2]): (row[0], row[1]) for name, row in rows.items()}, state["ids"]
-        )
-        layers = self._layers_of(state)
-        active, ids, origins = int(state["active"]), state["ids"].clone(), state["origins"].clone()
-        self.batch, self._cells, self._ids, self._origins = (active,), cells, ids, origins
-        self._sequence_layers, self.layers = layers, [*layers]
+        given = {int(name.partition(".")[2]): row for name, row in state.items() if name.startswith("sequence.")}
+        rows = {number: (cells.clone(), positions.clone()) for number, (cells, positions) in given.items()}
+        table = TokenTable(rows, state["ids"].clone(), state["origins"].clone())
+        layers, active = self._layers_of(state), int(state["active"])
+        self.batch, self._table, self.layers = (active,), table, layers
         self._changed()
 
     def _empty_layers(self) -> list[SequenceLayer]:
@@ -410,16 +417,15 @@ class SequenceCache(Cache):
         if layer_idx == 0:
             self._check(key_states)
             self._was_extended = self._was_extended or is_extended(self.model)
-        shown = self._sequence_layers[layer_idx].write(self._cells.count, key_states, value_states)
-        if layer_idx == len(self._sequence_layers) - 1:
+        columns = self.layers[layer_idx].write(self._table.count, key_states, value_states)
+        if layer_idx == len(self.layers) - 1:
             self._commit()
-        return shown
+        return columns
 
     def reset(self) -> None:
         """Forget every sequence; sequence 0 is active then, as in a new cache."""
         self.forward_ends()  # it was interrupted
         self._begin()
-        self.layers = [*self._sequence_layers]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens of each active sequence.
@@ -433,9 +439,9 @@ class SequenceCache(Cache):
         tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 gives a tensor
         check_negative(tokens_to_remove, self.get_seq_length())
         for number in reversed(self.batch):  # the last has the last cells
-            self._cells.crop(number, -tokens_to_remove)
-        last = self._cells.row(self.active)[0][-1:]
-        if self._seen is not None or bool((last + 1 != self._cells.count).any()):  # or others hold what was cropped
+            self._table.crop(number, -tokens_to_remove)
+        last = self._table.row(self.active)[0][-1:]
+        if self._visible is not None or bool((last + 1 != self._table.count).any()):  # or others hold what was cropped
             self._changed()
         else:
             self._show(self.get_seq_length())
@@ -444,21 +450,21 @@ class SequenceCache(Cache):
         """Let each active sequence hold what another one held, sharing it; called by beam search.
 
         Args:
-            beam_idx: `[sequences]`, places in `batch`.
+            beam_idx: `[sequences]`, indices of `batch`.
         """
         self._take(beam_idx.tolist())
 
     def batch_select_indices(self, indices: Any) -> None:
-        """Continue only some of the active sequences, `[kept]` places in `batch`, and forget the others."""
+        """Continue only some of the active sequences, `[kept]` indices of `batch`, and forget the others."""
         self._take(as_indices(indices).tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Continue each active sequence `repeats` times, side by side, sharing what they hold."""
-        self._take([place for place in range(len(self.batch)) for _ in range(repeats)])
+        self._take([index for index in range(len(self.batch)) for _ in range(repeats)])
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """How many tokens the active sequence has, whatever their positions; of a batch, the longest."""
-        return max(len(self._cells.row(number)[0]) for number in self.batch)
+        return max(len(self._table.row(number)[0]) for number in self.batch)
 
     def activate_past_recording(self) -> None:
         """Called by assisted decoding; the last tokens can always be cropped."""
@@ -481,11 +487,11 @@ class SequenceCache(Cache):
             )
         self.make_room(real.shape[1])
         self._ready()
-        starts = torch.tensor([[self._cells.next_position(number)] for number in self.batch])
+        starts = torch.tensor([[self._table.next_position(number)] for number in self.batch])
         positions = (starts + real.long().cumsum(1) - 1).clamp_min(0)
         self._refuse_crossing(positions)
         self._pending = positions, given.cpu() if given.dim() == 2 else torch.full(real.shape, UNKNOWN), real
-        mask = None if self._seen is None else self._made_mask(self._seen, real)
+        mask = None if self._visible is None else self._made_mask(self._visible, real)
         return {**arguments, "position_ids": positions.to(given.device), "attention_mask": mask}
 
     def forward_ends(self, failed: bool = False) -> None:
@@ -506,7 +512,7 @@ class SequenceCache(Cache):
             return given, torch.ones(given.shape[:2], dtype=torch.bool)
         mask = mask.cpu().bool()
         real = mask[:, -given.shape[1] :]
-        held = torch.tensor([len(self._cells.row(number)[0]) for number in self.batch])
+        held = torch.tensor([len(self._table.row(number)[0]) for number in self.batch])
         if not (rows > 1 or bool(mask.all())) or (rows > 1 and not torch.equal(mask.sum(1) - real.sum(1), held)):
             raise PromptError(
                 f"the attention mask counts {mask.sum(1).tolist()} tokens, but one request without padding is "
@@ -514,9 +520,9 @@ class SequenceCache(Cache):
             )
         return given, real
 
-    def _made_mask(self, seen: Tensor, real: Tensor) -> Tensor:
+    def _made_mask(self, visible: Tensor, real: Tensor) -> Tensor:
         """The mask of a forward in the form that the model's attention takes."""
-        mask = mask_of(seen, real)
+        mask = mask_of(visible, real)
         if self._attention == STOCK:
             open_door(STOCK)
             return RowMask.of(mask)
@@ -548,7 +554,7 @@ class SequenceCache(Cache):
         return True
 
     def _existing(self, sequence: int) -> int:
-        if self._number(sequence) not in list(self._cells):
+        if self._number(sequence) not in list(self._table):
             raise ConfigError(f"there is no sequence {sequence}, expected one of {self.sequences}.")
         return sequence
 
@@ -561,79 +567,68 @@ class SequenceCache(Cache):
 
     def _in_common(self, sequence: int, ids: Tensor) -> int:
         """How many tokens of a prompt a sequence holds as they were computed, from position 0 on."""
-        cells, positions = (part[: len(ids)] for part in self._cells.row(sequence))
-        places = torch.arange(len(cells))
-        same = (self._ids[cells] == ids[: len(cells)]) & (positions == places) & (self._origins[cells] == places)
+        cells, positions = (part[: len(ids)] for part in self._table.row(sequence))
+        order, table = torch.arange(len(cells)), self._table
+        same = (table.ids[cells] == ids[: len(cells)]) & (positions == order) & (table.origins[cells] == order)
         return int(same.long().cumprod(0).sum())
 
-    def _take(self, places: list[int]) -> None:
-        """Let the active sequences be copies of those at some places in the batch."""
-        free = (number for number in count() if number not in {*self._cells, *self.batch})
-        numbers = [*self.batch[: len(places)], *(next(free) for _ in range(len(places) - len(self.batch)))]
-        sources, gone = [self.batch[place] for place in places], self.batch[len(places) :]
+    def _free(self) -> Iterator[int]:
+        """Numbers of no sequence."""
+        return (number for number in count() if number not in {*self._table, *self.batch})
+
+    def _take(self, indices: list[int]) -> None:
+        """Let the active sequences be copies of those at some indices of the batch."""
+        numbers = [*self.batch[: len(indices)], *islice(self._free(), max(0, len(indices) - len(self.batch)))]
+        sources, gone = [self.batch[index] for index in indices], self.batch[len(indices) :]
         self.use(*numbers)
-        self._cells.take(sources, numbers)
-        self._cells.forget(gone)
+        self._table.take(sources, numbers)
+        self._table.forget(gone)
         self._changed()
 
     def _changed(self) -> None:
-        self._is_laid = False
-        for layer in self._sequence_layers:
+        self._dirty = True
+        for layer in self.layers:
             layer.length = self.get_seq_length()
 
     def _show(self, columns: int) -> None:
-        for layer in self._sequence_layers:
+        for layer in self.layers:
             layer.show(columns)
 
     def _close_holes(self, allowed: int = 0) -> None:
         """Let the storage hold only cells that a sequence has, if more than so many are held by none."""
-        if self._cells.count - len(self._cells.held()) <= allowed:
+        if self._table.count - len(self._table.held()) <= allowed:
             return
-        kept = self._cells.compact()
-        self._origins, self._ids = self._origins[kept], self._ids[kept]
-        for layer in self._sequence_layers:
+        cells = self._table.compact()
+        for layer in self.layers:
             if layer.is_initialized:
-                layer.keep(kept)
+                layer.keep(cells)
         self._changed()
 
     def _ready(self) -> None:
         """Bring K and V in the form in which the next forward looks at them."""
-        if self._is_laid:
+        if not self._dirty:
             return
-        rows = [self._cells.row(number) for number in self.batch]
+        rows = [self._table.row(number) for number in self.batch]
         for _, positions in rows:
             self._refuse_gaps(positions)
             self._refuse_crossing(positions)
-        self._close_holes(0 if len(rows) == 1 else max(ROOM_TOKENS, self._cells.count // SPARE_SHARE))
-        rows = [self._cells.row(number) for number in self.batch]
-        whole = len(rows) == 1 and len(rows[0][0]) == self._cells.count
-        self._lay(view_of(rows, self._origins, self._cells.count, may_hide=not whole and self._may_hide()))
-        self._is_laid = True
+        self._close_holes(0 if len(rows) == 1 else max(ROOM_TOKENS, self._table.count // SPARE_SHARE))
+        is_all = len(rows) == 1 and len(rows[0][0]) == self._table.count
+        self._arrange(self.batch, may_hide=not is_all and self._may_hide())
+        self._dirty = False
 
-    def _lay(self, view: View) -> None:
-        turns = self._turns(self._origins[view.cells], view.positions)
-        for layer, style, turn in zip(self._sequence_layers, self._source.styles, turns, strict=True):
-            layer.arrange(view.cells, view.in_order, style, turn)
-        self._seen = None if view.seen is None else view.seen.to(self._device)
+    def _arrange(self, sequences: Sequence[int], may_hide: bool) -> None:
+        """Let the columns be those of some sequences."""
+        view = self._table.view(sequences, may_hide)
+        rotations = self._source.rotations(self._table.origins[view.cells], view.positions)
+        for layer, style, by in zip(self.layers, self._source.styles, rotations, strict=True):
+            layer.arrange(view.cells, view.in_order, style, by)
+        self._visible = None if view.visible is None else view.visible.to(self._device)
         self._show(len(view.cells))
-
-    def _turns(self, old: Tensor, new: Tensor) -> list[tuple[Tensor, Tensor] | None]:
-        """For each layer the turn of its keys from old to new positions, `[tokens]` each; None where none moves."""
-        if bool((old == new).all()):
-            return [None] * len(self._sequence_layers)
-        turns: dict[Any, tuple[Tensor, Tensor]] = {}
-        found: list[tuple[Tensor, Tensor] | None] = []
-        for style, before, after in zip(
-            self._source.styles, self._source.tables(old), self._source.tables(new), strict=True
-        ):
-            if before is not None and after is not None and (style, id(before)) not in turns:
-                turns[style, id(before)] = compose(style, before, after)
-            found.append(turns.get((style, id(before))))
-        return found
 
     def _refuse_crossing(self, positions: Tensor) -> None:
         """Rotary frequencies may change with the length; then keys of both kinds cannot stand beside each other."""
-        most = self._regime_tokens
+        most = self._most_tokens
         if most is not None and positions.numel() and int(positions.max()) >= most:
             raise PromptError(
                 f"position {int(positions.max())} came to a cache of {type(self.model).__name__}, whose rotary "
@@ -658,9 +653,9 @@ class SequenceCache(Cache):
             )
         if self._pending[0].numel() == 0:
             if (
-                not self._is_laid
-                or self._seen is not None
-                or self._cells.next_position(self.active) != self.get_seq_length()
+                self._dirty
+                or self._visible is not None
+                or self._table.next_position(self.active) != self.get_seq_length()
             ):
                 raise ConfigError(
                     "the model was called with positions that are not the cache's: tokens were moved or removed, or "
@@ -673,12 +668,9 @@ class SequenceCache(Cache):
 
     def _commit(self) -> None:
         positions, ids, real = self._pending
-        held = self._cells.count
-        self._cells.bring(self.batch, positions, real)
-        self._origins = torch.cat([self._origins[:held], positions.flatten()])
-        self._ids = torch.cat([self._ids[:held], ids.flatten()])
-        self._seen = None if self._seen is None else grown(self._seen, real)
+        self._table.write(self.batch, positions, ids, real)
+        self._visible = None if self._visible is None else grown(self._visible, real)
         self._pending = _NOTHING
-        for layer in self._sequence_layers:
+        for layer in self.layers:
             layer.commit()
-        self._show(self._sequence_layers[0].length + real.numel())
+        self._show(self.layers[0].length + real.numel())

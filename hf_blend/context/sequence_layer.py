@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from ..cache.layers import Columns, MadeStates, Pair
-from ..cache.quantised_layer import PackedTokens
 from ..rotary.base import RotaryStyle
+from .packed_cells import PackedCells
 
 
 class SequenceLayer(CacheLayerMixin):
@@ -59,13 +59,13 @@ class SequenceLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
         self._first = self._first if self.length else cell
-        seen = []
+        columns = []
         for stored, copied, states in zip(self._stored or (), self._copies, (keys, values), strict=True):
             new = _in_a_row(states)
-            columns = stored.write(cell, new)[:, :, self._first :]
-            seen.append(columns if copied is None else copied.write(self.length, new))
-        self.keys, self.values = seen
-        return seen[0].expand(len(keys), -1, -1, -1), seen[1].expand(len(keys), -1, -1, -1)
+            in_order = stored.write(cell, new)[:, :, self._first :]
+            columns.append(in_order if copied is None else copied.write(self.length, new))
+        self.keys, self.values = columns
+        return columns[0].expand(len(keys), -1, -1, -1), columns[1].expand(len(keys), -1, -1, -1)
 
     def commit(self) -> None:
         """Hold the new tokens: all layers have stored those of a forward."""
@@ -151,7 +151,7 @@ class _Index:
         ascending, order = cells.sort()
         return cls(ascending, ascending.to(device), order.argsort().to(device))
 
-    def read(self, held: PackedTokens, out: Pair) -> None:
+    def read(self, held: PackedCells, out: Pair) -> None:
         """Unpack the first ones to `[1, kv_heads, cells, width]` each, as many as fit."""
         count = out[0].shape[2]
         if self.order is None:
@@ -163,9 +163,9 @@ class _Index:
 
 
 class QuantisedSequenceLayer(MadeStates, SequenceLayer):
-    """A `SequenceLayer` over `PackedTokens`, whose `keys` and `values` are unpacked at every look."""
+    """A `SequenceLayer` over `PackedCells`, whose `keys` and `values` are unpacked at every look."""
 
-    _packed: PackedTokens  # once there are any
+    _packed: PackedCells  # once there are any
 
     def __init__(self, bits: int) -> None:
         """Begin empty; `bits` is 8 or 4."""
@@ -189,21 +189,21 @@ class QuantisedSequenceLayer(MadeStates, SequenceLayer):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """See `SequenceLayer.lazy_initialization`."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        self._packed = PackedTokens(self._bits, key_states[:1], value_states[:1])
+        self._packed = PackedCells(self._bits, key_states[:1], value_states[:1])
         self.is_initialized = True
 
     def write(self, cell: int, keys: Tensor, values: Tensor) -> Pair:
-        """See `SequenceLayer.write`; the new tokens are seen as they are, and count from `commit` on."""
+        """See `SequenceLayer.write`; the new tokens are given as they are, and count from `commit` on."""
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
         if self.length <= self._indexed:
             self._first = cell
         new = _in_a_row(keys), _in_a_row(values)
-        seen = self._unpacked(new[0].shape[2])
-        for states, part in zip(new, seen, strict=True):
+        columns = self._unpacked(new[0].shape[2])
+        for states, part in zip(new, columns, strict=True):
             part[:, :, self.length :] = states
         self._packed.append(cell, *new, sequences=len(keys))
-        return seen[0].expand(len(keys), -1, -1, -1), seen[1].expand(len(keys), -1, -1, -1)
+        return columns[0].expand(len(keys), -1, -1, -1), columns[1].expand(len(keys), -1, -1, -1)
 
     def commit(self) -> None:
         """Hold the new tokens."""
@@ -216,7 +216,7 @@ class QuantisedSequenceLayer(MadeStates, SequenceLayer):
         return out[0][0], out[1][0]
 
     def parts(self, cells: Tensor) -> dict[str, Tensor]:
-        """See `PackedTokens.parts`."""
+        """See `PackedCells.parts`."""
         return self._packed.parts(cells)
 
     def fixed_cells(self, count: int) -> int:
@@ -224,7 +224,7 @@ class QuantisedSequenceLayer(MadeStates, SequenceLayer):
         return min(count, self._packed.held.packed) if self.is_initialized else 0
 
     def add(self, cell: int, parts: Mapping[str, Tensor]) -> None:
-        """See `SequenceLayer.add` and `PackedTokens.extend`."""
+        """See `SequenceLayer.add` and `PackedCells.extend`."""
         if not self.is_initialized:
             self.lazy_initialization(parts["k"][None], parts["v"][None])
         self._packed.extend(cell, parts)

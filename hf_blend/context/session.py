@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cache.quantised_layer import forms, is_grouping
 from ..errors import ConfigError, StoreError
 from ..model.anatomy import text_config
 from ..model.fingerprint import fingerprint
@@ -27,8 +26,10 @@ from ..prefill.layout import layout_of
 from ..store.chunk import Layout, has_usable_values
 from ..store.seal import check_secret
 from ..store.tiers.base import EntryFault, as_fault
+from .packed_cells import forms, is_grouping
 from .sealed import Sealed, read_sealed, sealed, write_sealed
 from .sequence_cache import UNKNOWN, SequenceCache
+from .state_cache import StateCache
 
 MAGIC = b"hf_blend.session/2\n"
 _SEQUENCE = re.compile(r"sequence\.(0|[1-9][0-9]{0,8})")
@@ -36,7 +37,7 @@ _END = 1 << 31  # of ids and positions
 
 
 def save_session(
-    cache: SequenceCache,
+    cache: SequenceCache | StateCache,
     path: str | Path,
     tokenizer: Any = None,
     *,
@@ -54,7 +55,7 @@ def save_session(
 
 
 def load_session(
-    cache: SequenceCache,
+    cache: SequenceCache | StateCache,
     path: str | Path,
     tokenizer: Any = None,
     *,
@@ -82,6 +83,9 @@ def load_session(
     try:
         state = found.tensors()
         with as_fault("its content"):
+            if isinstance(cache, StateCache):
+                cache.check_state(state)
+                return cache.restore(state)
             _check_state(state, layout_of(cache.model, identity["model"]), cache.kv_bits)
         sequences = sum(name.startswith("sequence.") for name in state)
         if sequence is not None and sequences != 1:
@@ -154,7 +158,7 @@ def _compare(path: str | Path, saved: dict[str, str], expected: dict[str, str]) 
             )
 
 
-def _identity(cache: SequenceCache, tokenizer: Any) -> dict[str, str]:
+def _identity(cache: SequenceCache | StateCache, tokenizer: Any) -> dict[str, str]:
     rope = getattr(text_config(cache.model), "rope_parameters", None)
     return {
         "model": fingerprint(cache.model),

@@ -29,7 +29,7 @@ from ..model.anatomy import (
 )
 from ..model.calibrate import rotary_styles
 from ..model.placement import input_device
-from ..rotary.base import RotaryStyle
+from ..rotary.base import RotaryStyle, compose
 from ..rotary.tables import Table, own_table, rotary_table
 
 PROBE_TOKENS = 5  # not the number of axes that some positions have
@@ -80,10 +80,27 @@ class TableSource:
                 made[id(maker)] = _made(maker, positions)
         return [None if maker is None else made[id(maker)] for maker in self._makers]
 
-    def table(self, layer: int, positions: Tensor) -> Table | None:
-        """Make the table of one layer, as `tables` does."""
+    def rotations(self, old: Tensor, new: Tensor) -> list[Table | None]:
+        """For each layer what rotates keys from old to new positions, `[tokens]` each; None where none moves."""
+        found: dict[Any, Table] = {}
+        per_layer: list[Table | None] = [None] * len(self.styles)
+        if bool((old == new).all()):
+            return per_layer
+        for index, (style, before, after) in enumerate(
+            zip(self.styles, self.tables(old), self.tables(new), strict=True)
+        ):
+            if before is not None and after is not None:
+                if (style, id(before)) not in found:
+                    found[style, id(before)] = compose(style, before, after)
+                per_layer[index] = found[style, id(before)]
+        return per_layer
+
+    def rotation(self, layer: int, old: Tensor, new: Tensor) -> Table | None:
+        """What rotates the keys of one layer, as `rotations` gives it; also where none moves."""
         maker = self._makers[layer]
-        return None if maker is None else _made(maker, positions)
+        if maker is None:
+            return None
+        return compose(self.styles[layer], _made(maker, old), _made(maker, new))
 
 
 def counted_in_tokens(model: nn.Module, source: TableSource) -> str:

@@ -1,0 +1,122 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a conversation holds whose model keeps states that cannot be moved or cut: linear attention, state spaces.
+
+The stock cache behind a turn stays as it is while the next turn continues a copy, so that a turn that fails is
+forgotten. Where the window is full, what stays of the text is prefilled again, which is exact.
+"""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ConfigError, PromptError
+from ..model.anatomy import refuse_extended, stock_cache, text_config
+from ..model.fingerprint import fingerprint
+from ..model.placement import input_device
+from ..store.tiers.base import EntryFault
+from .continuing import advance, continuing
+
+END = 1 << 31  # of ids
+
+
+class StateCache:
+    """The tokens of a conversation, and the stock cache that they fill; `shifts` counts how often it was filled again.
+
+    It has what `Conversation` asks of a `ShiftCache`, and is saved in the same kind of file.
+    """
+
+    kv_bits = None
+
+    def __init__(self, model: nn.Module, window_tokens: int | None, keep_tokens: int) -> None:
+        self.model, self._way = model, continuing(model, fingerprint(model))
+        longest = getattr(text_config(model), "max_position_embeddings", None)
+        self.window_tokens, self.keep_tokens, self.shifts = int(window_tokens or longest or END), keep_tokens, 0
+        if not 0 <= keep_tokens < self.window_tokens - 1:
+            raise ConfigError(
+                f"keep_tokens is {keep_tokens} and window_tokens {self.window_tokens}, but at least two tokens must "
+                "fit behind those that are kept. Give a larger window_tokens."
+            )
+        self._ids: list[int] = []
+        self._cache = stock_cache(model)
+
+    def tokens(self) -> list[int]:
+        """The token ids that are held."""
+        return [*self._ids]
+
+    def get_seq_length(self) -> int:
+        """How many tokens are held."""
+        return len(self._ids)
+
+    def generate(self, token_ids: Sequence[int], **options: Any) -> list[int]:
+        """Answer what ends with some tokens behind those held, and hold that and all of the answer but its end."""
+        new = options.get("max_new_tokens") or self.model.generation_config.max_new_tokens or 1
+        ids = self._fitting([*self._ids, *token_ids], new)
+        cache, held = self._begun(ids)
+        if held and not self._way.at_once:
+            self._advance(cache, ids[held:-1])
+        prompt = torch.tensor([ids], device=input_device(self.model))
+        given = {"attention_mask": torch.ones_like(prompt), **options}
+        output: list[int] = self.model.generate(prompt, past_key_values=cache, **given)[0].tolist()
+        self.shifts += len(ids) < len(self._ids) + len(token_ids)
+        self._cache, self._ids = cache, output[: cache.get_seq_length()]
+        return output[len(ids) :]
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Hold some more tokens."""
+        self._advance(self._cache, token_ids)
+        self._ids += token_ids
+
+    def refuse_extended(self) -> None:
+        """Refuse to be stored, if the model is inside `self_extend`."""
+        refuse_extended(self.model)
+
+    def state(self, sequence: int | None = None) -> dict[str, Tensor]:
+        """`ids`, and all that the stock cache holds, by name."""
+        ids = torch.tensor(self._ids, dtype=torch.long)
+        return {"ids": ids, **(self._way.form.take(self._cache, 0, len(ids)) if self._ids else {})}
+
+    def check_state(self, state: dict[str, Tensor]) -> None:
+        """Raise EntryFault for tensors that `state` never gives."""
+        ids, parts = state["ids"], {name: part for name, part in state.items() if name != "ids"}
+        if (
+            ids.dim() != 1
+            or ids.dtype != torch.int64
+            or not len(ids)
+            or not 0 <= int(ids.min()) <= int(ids.max()) < END
+        ):
+            raise EntryFault("values", f"its ids are {tuple(ids.shape)} of {ids.dtype}, or no ids")
+        self._way.form.check(parts, 0, len(ids))
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Hold what `state` gave, and nothing else."""
+        parts = {name: part for name, part in state.items() if name != "ids"}
+        self._ids = state["ids"].tolist()
+        self._cache = self._way.form.fill([parts], len(self._ids)) if self._ids else stock_cache(self.model)
+
+    def _fitting(self, ids: list[int], new: int) -> list[int]:
+        """The ids that stay so that they and an answer fit: if not all, the first and less than half of those held."""
+        over, rest = len(ids) + new - self.window_tokens, max(0, len(self._ids) - self.keep_tokens)
+        if over > rest:
+            raise PromptError(
+                f"{len(ids) - len(self._ids)} new tokens and an answer of {new} do not fit a window of "
+                f"{self.window_tokens}, of which {self.keep_tokens} are kept. Shorten the question, or pass a smaller "
+                "max_new_tokens."
+            )
+        return ids if over <= 0 else [*ids[: self.keep_tokens], *ids[self.keep_tokens + max(over, rest // 2) :]]
+
+    def _begun(self, ids: list[int]) -> tuple[Any, int]:
+        """A cache of its own that holds a beginning of some ids, and how many."""
+        if self._ids and ids[: len(self._ids)] == self._ids:
+            return copy.deepcopy(self._cache), len(self._ids)
+        return stock_cache(self.model), 0
+
+    @torch.no_grad()
+    def _advance(self, cache: Any, token_ids: Sequence[int]) -> None:
+        """Let a cache hold more tokens."""
+        size = len(token_ids) if self._way.at_once or not cache.get_seq_length() else 1
+        for piece in torch.tensor([list(token_ids)]).split(max(1, size), dim=1) if len(token_ids) else ():
+            advance(self.model, cache, piece)

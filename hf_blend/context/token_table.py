@@ -1,0 +1,199 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Which tokens a cache holds, where, and in which sequences; and which of them a forward is given.
+
+A cell is one token's index in the storage, written once: its id, and the position that its key is rotated for. A
+sequence is a list of (cell, position). So a copy costs nothing, and a shift of one sequence leaves every other alone,
+where llama.cpp moves a shared cell for all of them. Ranges are half-open ranges of positions.
+
+What attention is given are the cells as they are, as in llama.cpp's unified cache; a mask hides those of other
+sequences, so that a batch of sequences reads a shared prefix once. Where most of the storage belongs to others, or
+keys have moved, the columns are a copy of the cells that are needed, each once.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError
+
+HIDDEN_SHARE = 0.5  # of the columns that may be hidden from all; where it is more, a copy is faster to look at
+
+Row = tuple[Tensor, Tensor]  # cells and positions, `[tokens]` each, in the order in which attention sees them
+
+
+class TokenTable:
+    """Sequences by number over cells 0, 1, 2 … of some storage; `ids` and `origins` are those of each cell."""
+
+    def __init__(
+        self, rows: Mapping[int, Row] | None = None, ids: Tensor | None = None, origins: Tensor | None = None
+    ) -> None:
+        self._rows = dict(rows or {})
+        self.ids = torch.empty(0, dtype=torch.long) if ids is None else ids
+        self.origins = torch.empty(0, dtype=torch.long) if origins is None else origins
+
+    @property
+    def count(self) -> int:
+        """How many cells the storage has."""
+        return len(self.ids)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(sorted(self._rows))
+
+    def row(self, sequence: int) -> Row:
+        """Cells and positions of a sequence, `[tokens]` each; one that was never written to is empty."""
+        empty = torch.empty(0, dtype=torch.long)
+        return self._rows.get(sequence, (empty, empty))
+
+    def next_position(self, sequence: int) -> int:
+        """The position behind a sequence's highest."""
+        positions = self.row(sequence)[1]
+        return int(positions.max()) + 1 if positions.numel() else 0
+
+    def write(self, sequences: Sequence[int], positions: Tensor, ids: Tensor, real: Tensor) -> None:
+        """Give several sequences new tokens in new cells, those of a sequence together, `[sequences, tokens]` each."""
+        cells = torch.arange(self.count, self.count + real.numel()).view(real.shape)
+        self.insert(self.count, ids.flatten(), positions.flatten())
+        for row, number in enumerate(sequences):
+            self._extend(number, cells[row][real[row]], positions[row][real[row]])
+
+    def take(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Let each target hold just what its source held before, at the same positions; the storage is shared."""
+        self._rows |= dict(zip(targets, [self.row(source) for source in sources], strict=True))
+
+    def hold(self, sequence: int, cells: Tensor, positions: Tensor) -> None:
+        """Let a sequence hold just these, `[tokens]` each."""
+        self._rows[sequence] = cells, positions
+
+    def insert(self, cell: int, ids: Tensor, origins: Tensor) -> None:
+        """Put cells of no sequence, `[cells]`, in front of `cell`, and number it and those behind it again."""
+        self._rows = {number: (held + len(ids) * (held >= cell), at) for number, (held, at) in self._rows.items()}
+        self.ids = torch.cat([self.ids[:cell], ids, self.ids[cell:]])
+        self.origins = torch.cat([self.origins[:cell], origins, self.origins[cell:]])
+
+    def forget(self, sequences: Iterable[int]) -> None:
+        """Forget sequences, as if they had never been written to."""
+        for number in sequences:
+            self._rows.pop(number, None)
+
+    def remove(self, sequence: int | None, start: int = 0, stop: int | None = None) -> None:
+        """Forget the tokens of a sequence, or of all (None), at positions `start <= p < stop` (None: to the end)."""
+        for number in list(self) if sequence is None else [sequence]:
+            self._change(number, start, stop, lambda positions: torch.full_like(positions, -1))
+
+    def copy(self, source: int, target: int, start: int = 0, stop: int | None = None) -> None:
+        """Let a sequence hold the tokens of another too, at the same positions; the storage is shared."""
+        cells, positions = self.row(source)
+        there = _within(positions, start, stop) & ~torch.isin(cells, self.row(target)[0])
+        self._extend(target, cells[there], positions[there])
+
+    def keep(self, sequence: int) -> None:
+        """Forget every other sequence."""
+        self._rows = {sequence: self.row(sequence)}
+
+    def shift(self, sequence: int, start: int, stop: int | None, delta: int) -> None:
+        """Move the tokens at positions `start <= p < stop` by `delta`; those that would go below 0 are forgotten."""
+        self._change(sequence, start, stop, lambda positions: positions + delta)
+
+    def divide(self, sequence: int, start: int, stop: int | None, by: int) -> None:
+        """Divide the positions `start <= p < stop` by a whole number of at least 1, rounding down."""
+        if by < 1:
+            raise ConfigError(f"positions are to be divided by {by}, but a whole number from 1 on is expected.")
+        self._change(sequence, start, stop, lambda positions: positions // by)
+
+    def crop(self, sequence: int, tokens: int) -> None:
+        """Forget the last `tokens` of a sequence, whatever their positions; all where it has fewer."""
+        cells, positions = self.row(sequence)
+        left = max(0, len(cells) - tokens)
+        gone, self._rows[sequence] = cells[left:], (cells[:left], positions[:left])
+        if gone.numel() and int(gone.max()) + 1 == self.count:
+            held = max((int(row.max()) + 1 for row, _ in self._rows.values() if row.numel()), default=0)
+            end = max(held, self.count - len(gone))  # the end of the storage is free again
+            self.ids, self.origins = self.ids[:end], self.origins[:end]
+
+    def held(self) -> Tensor:
+        """The cells that some sequence holds, ascending, each once."""
+        return torch.unique(torch.cat([self.ids[:0], *(cells for cells, _ in self._rows.values())]))
+
+    def compact(self) -> Tensor:
+        """Close the holes that tokens of no sequence leave in the storage; gives the cells that stay, `[cells]`."""
+        held = self.held()
+        self._rows = {number: (torch.searchsorted(held, cells), at) for number, (cells, at) in self._rows.items()}
+        self.ids, self.origins = self.ids[held], self.origins[held]
+        return held
+
+    def view(self, sequences: Sequence[int], may_hide: bool) -> "View":
+        """What attention is given for some sequences."""
+        rows = [self.row(number) for number in sequences]
+        if len(rows) == 1 and torch.equal(rows[0][0], torch.arange(self.count - len(rows[0][0]), self.count)):
+            return View(*rows[0], in_order=True, visible=None)
+        if may_hide and all(torch.equal(self.origins[cells], positions) for cells, positions in rows):
+            first = min((int(cells.min()) for cells, _ in rows if cells.numel()), default=self.count)
+            visible = _marked([cells - first for cells, _ in rows], self.count - first)
+            if int(visible.any(0).sum()) >= (1 - HIDDEN_SHARE) * (self.count - first):
+                return View(torch.arange(first, self.count), self.origins[first:], in_order=True, visible=visible)
+        return View(*rows[0], in_order=False, visible=None) if len(rows) == 1 else _copied(rows)
+
+    def _extend(self, sequence: int, cells: Tensor, positions: Tensor) -> None:
+        old_cells, old_positions = self.row(sequence)
+        self._rows[sequence] = torch.cat([old_cells, cells]), torch.cat([old_positions, positions])
+
+    def _change(self, sequence: int, start: int, stop: int | None, change: Callable[[Tensor], Tensor]) -> None:
+        cells, positions = self.row(sequence)
+        moved = torch.where(_within(positions, start, stop), change(positions), positions)
+        self._rows[sequence] = cells[moved >= 0], moved[moved >= 0]
+
+
+@dataclass(frozen=True)
+class View:
+    """Columns of keys and values: cells and positions, `[columns]`; `visible` to each sequence, None: all to all."""
+
+    cells: Tensor
+    positions: Tensor
+    in_order: bool
+    visible: Tensor | None
+
+
+def mask_of(visible: Tensor, real: Tensor) -> Tensor:
+    """The mask of new tokens, which are behind all columns, those of a sequence side by side.
+
+    Shapes: visible `[sequences, columns]`, real `[sequences, tokens]` → `[sequences, 1, tokens, columns + sequences *
+    tokens]`.
+    """
+    sequences, tokens = real.shape
+    before = torch.ones((tokens, tokens), dtype=torch.bool, device=visible.device).tril()
+    own = before & (real.to(visible.device)[:, None] | torch.eye(tokens, dtype=torch.bool, device=visible.device))
+    new = own.new_zeros((sequences, tokens, sequences, tokens))
+    numbers = torch.arange(sequences, device=visible.device)
+    new[numbers, :, numbers] = own
+    past = visible[:, None].expand(-1, tokens, -1)
+    return torch.cat([past, new.flatten(2)], 2)[:, None]
+
+
+def grown(visible: Tensor, real: Tensor) -> Tensor:
+    """What each sequence sees behind a forward of new tokens, `[sequences, columns + sequences * tokens]`."""
+    new = torch.diag_embed(real.to(visible.device).T).permute(1, 2, 0)  # [sequence, sequence of the token, token]
+    return torch.cat([visible, new.flatten(1)], 1)
+
+
+def _copied(rows: Sequence[Row]) -> View:
+    """Every cell at every position at which a sequence has it, once; ordered by cell."""
+    cells, positions = (torch.cat(parts) for parts in zip(*rows, strict=True))
+    most = int(positions.max()) + 1 if len(positions) else 1
+    pairs, column = torch.unique(cells * most + positions, return_inverse=True)
+    columns = column.split([len(row[0]) for row in rows])
+    return View(pairs // most, pairs % most, in_order=False, visible=_marked(columns, len(pairs)))
+
+
+def _marked(columns: Sequence[Tensor], count: int) -> Tensor:
+    marked = torch.zeros((len(columns), count), dtype=torch.bool)
+    for line, own in zip(marked, columns, strict=True):
+        line[own] = True
+    return marked
+
+
+def _within(positions: Tensor, start: int, stop: int | None) -> Tensor:
+    inside = positions >= max(0, start)
+    return inside if stop is None else inside & (positions < stop)
