@@ -13,9 +13,7 @@ from .output import Json, fail, say, show
 
 __all__ = ["demo"]
 
-Model = Annotated[
-    str, typer.Option(help="Hub id or folder to begin with; the default is smollm2.")
-]
+Model = Annotated[str, typer.Option(help="Hub id or folder to begin with; the default is smollm2.")]
 Host = Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 for everybody who reaches this machine.")]
 Port = Annotated[int | None, typer.Option(min=1, max=65535, help="The first free one from 7860 on if left out.")]
 Folders = Annotated[bool, typer.Option("--folders/--no-folders", help="Whether visitors may name folders as models.")]

@@ -14,26 +14,27 @@ callable: for those make a `BlendCache` and pass it as `past_key_values`.
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
+from . import plugins
 from .cache.blend_cache import BlendCache
 from .config import BlendConfig
-from .errors import ConfigError, suggest
+from .errors import ConfigError
 from .prefill.report import BlendReport
-from .sparse.config import AUTO_AWAY_TOKENS, AUTO_TOKENS, SparseConfig
-from .sparse.decoding import sparse_decoding
-from .sparse.session import SparseMetrics
 from .store import ChunkStore
+
+if TYPE_CHECKING:
+    from .sparse.config import SparseConfig
+    from .sparse.session import SparseMetrics
 
 
 class Blended:
     """What `generate` calls in place of its own decoding."""
 
-    def __init__(self, store: ChunkStore, config: BlendConfig, sparse: SparseConfig | None = None) -> None:
+    def __init__(self, store: ChunkStore, config: BlendConfig, sparse: "SparseConfig | None" = None) -> None:
         self.store, self.config, self.sparse = store, config, sparse
         self.report: BlendReport | None = None
         self.sparse_metrics: SparseMetrics | None = None
@@ -55,7 +56,9 @@ class Blended:
             raise ConfigError(f"{mode.value} is no way of transformers itself. Use sampling, greedy or beam search.")
         cache = BlendCache(model, self.store, self.config)
         kwargs["past_key_values"] = cache
-        decoding: Any = nullcontext() if self.sparse is None else sparse_decoding(model, cache, self.sparse)
+        decoding: Any = nullcontext()
+        if self.sparse is not None:
+            decoding = plugins.room("sparse.decoding").sparse_decoding(model, cache, self.sparse)
         with decoding as session:
             output = method(model, input_ids, generation_config=generation_config, **kwargs)
         self.report, self.sparse_metrics = cache.report, session and session.metrics
@@ -66,7 +69,7 @@ def blended(
     store: ChunkStore,
     config: BlendConfig | None = None,
     *,
-    sparse: float | str | Mapping[str, Any] | SparseConfig | None = None,
+    sparse: "float | str | Mapping[str, Any] | SparseConfig | None" = None,
     **settings: Any,
 ) -> Blended:
     """Make what is given to `generate(custom_generate=...)`; it may be used again and again.
@@ -86,19 +89,7 @@ def blended(
         ConfigError: a setting is refused.
     """
     merged = BlendConfig.from_dict({**(config or BlendConfig()).to_dict(), **settings})
-    return Blended(store, merged, None if sparse is None else _sparse_config(sparse, merged))
-
-
-def _sparse_config(sparse: float | str | Mapping[str, Any] | SparseConfig, config: BlendConfig) -> SparseConfig:
-    if isinstance(sparse, SparseConfig):
-        return sparse
-    if isinstance(sparse, str):
-        if sparse != "auto":
-            raise ConfigError(f'sparse is {sparse!r}, expected "auto", a share such as 0.25, or settings by name.')
-        return SparseConfig(min_tokens=AUTO_TOKENS if config.kv_device_map is None else AUTO_AWAY_TOKENS)
-    given = sparse if isinstance(sparse, Mapping) else {"share": sparse}
-    known = [entry.name for entry in fields(SparseConfig)]
-    for name in given:
-        if name not in known:
-            raise ConfigError(f"sparse has {name!r}, which SparseConfig does not have. {suggest(str(name), known)}")
-    return SparseConfig(**given)
+    chosen = None
+    if sparse is not None:
+        chosen = plugins.room("sparse.config").parsed(sparse, is_away=merged.kv_device_map is not None)
+    return Blended(store, merged, chosen)

@@ -58,6 +58,24 @@ def load(kind: str, name: str) -> type:
     raise PluginNotFoundError(f"hf_blend.{kind} has no plugin named {name!r}. {suggest(wanted, describe(kind))}")
 
 
+def room(name: str) -> ModuleType:
+    """Import a module of a room: a part of the package that the core does without, such as `sparse.decoding`."""
+    try:
+        return importlib.import_module(f"hf_blend.{name}")
+    except ModuleNotFoundError as error:
+        if not f"hf_blend.{name}.".startswith(f"{error.name}."):
+            raise
+        raise ConfigError(
+            f"this needs {error.name}, which is not installed here. Install hf_blend whole, or leave the setting out."
+        ) from error
+
+
+def extensions(name: str) -> list[ModuleType]:
+    """Import what every room adds to a part of the core: its module of this name, such as `checks`."""
+    paths = sorted(path for root in sys.modules["hf_blend"].__path__ for path in Path(root).glob(f"*/{name}.py"))
+    return [importlib.import_module(f"hf_blend.{path.parent.name}.{name}") for path in paths]
+
+
 def _imported(path: Path) -> ModuleType:
     """The module in a file that no package has; once for each state of the file, so that its class is one class."""
     if not path.is_file():

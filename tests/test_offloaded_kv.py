@@ -15,9 +15,9 @@ from tiny_models import tiny_model as zoo_model
 
 from hf_blend import BlendCache, BlendConfig, ChunkStore, ConfigError
 from hf_blend.cache.layers import BlendLayer
-from hf_blend.cache.offloaded_layer import OffloadedLayer
 from hf_blend.errors import OffloadError
 from hf_blend.offload import memory as placing
+from hf_blend.offload.layer import OffloadedLayer
 from hf_blend.offload.memory import GROW_TOKENS, KVMemory
 from hf_blend.offload.states import Folder, States
 from hf_blend.sparse.partial.loading import partial_loading

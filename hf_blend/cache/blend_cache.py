@@ -191,9 +191,7 @@ class BlendCache(MaskedDecode):
         self._own_layers = cache_layers(model, len(self._styles), self.config, digest)
         self.kv_memory: Any = None  # of the K and V that are not all on their devices; None without `kv_device_map`
         if self.config.kv_device_map is not None:
-            from .offloaded_layer import offload  # brings accelerate, which takes a while
-
-            self.kv_memory = offload(self._own_layers, self.config)
+            self.kv_memory = plugins.room("offload.layer").offload(self._own_layers, self.config)
         self._part: Any = None  # loads chunks in part, where the store does
         self._check_store()
         super().__init__(layers=[*self._own_layers])

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cache.offloaded_layer import OffloadedLayer
+from ..offload.layer import OffloadedLayer
 from .blocks import KV, ROOM_TOKENS, BlockedLayer
 from .config import SparseConfig
 from .layout import Layout

@@ -3,11 +3,11 @@
 """The settings of sparse decoding."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..config import Options
-from ..errors import ConfigError
+from ..errors import ConfigError, suggest
 
 MOST_STEP_TOKENS = 64  # a forward with more new tokens is a prefill, and sees everything
 AUTO_TOKENS = 16384  # the shortest context where a quarter of the blocks was clearly faster with every shape measured
@@ -62,3 +62,19 @@ class SparseConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < floor:
                 raise ConfigError(f"{name} is {value!r}, wanted a whole number from {floor} on.")
+
+
+def parsed(sparse: float | str | Mapping[str, Any] | SparseConfig, is_away: bool = False) -> SparseConfig:
+    """Read what `blended(sparse=...)` takes: a share, settings by name, or "auto"; `is_away`: blocks are elsewhere."""
+    if isinstance(sparse, SparseConfig):
+        return sparse
+    if isinstance(sparse, str):
+        if sparse != "auto":
+            raise ConfigError(f'sparse is {sparse!r}, expected "auto", a share such as 0.25, or settings by name.')
+        return SparseConfig(min_tokens=AUTO_AWAY_TOKENS if is_away else AUTO_TOKENS)
+    given = sparse if isinstance(sparse, Mapping) else {"share": sparse}
+    known = [entry.name for entry in fields(SparseConfig)]
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"sparse has {name!r}, which SparseConfig does not have. {suggest(str(name), known)}")
+    return SparseConfig(**given)

@@ -7,12 +7,12 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import entry_points
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import nn
 
+from .. import plugins
 from ..errors import ConfigError, UnsupportedModelError, suggest
 from ..model.checks import CHECKS, FAILURES
 from ..model_names import load_model
@@ -22,7 +22,6 @@ logger = logging.getLogger(__name__)
 
 GROUP = "hf_blend.verify"  # entry points of other distributions: modules that register checks
 MODULES = ("moved_keys", "full_recompute", "partial_reuse", "side_effects", "bad_entries")
-ROOMS = ("context",)  # with a module `checks` of their own; a room may be absent
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ATTENTIONS = ("eager", "sdpa")
 
@@ -88,9 +87,7 @@ def check_names() -> dict[str, str]:
     """Every check that is registered, with its claim."""
     for name in MODULES:
         importlib.import_module(f".{name}", __package__)
-    for room in ROOMS:
-        if find_spec(f"hf_blend.{room}") is not None:
-            importlib.import_module(f"hf_blend.{room}.checks")
+    plugins.extensions("checks")
     for point in entry_points(group=GROUP):
         point.load()
     return {name: CHECKS[name].claim for name in sorted(CHECKS)}

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..cache.layers import BlendLayer, MadeStates
 from ..config import BlendConfig
 from ..errors import ConfigError
-from ..offload.memory import GROW_TOKENS, KVMemory, round_up
-from .layers import BlendLayer, MadeStates
+from .memory import GROW_TOKENS, KVMemory, round_up
 
 
 def offload(layers: list[Any], config: BlendConfig) -> KVMemory | None:

@@ -1,0 +1,133 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""The core does without any room: each is left out of a copy, in which the core is imported and its tests pass."""
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = ("context", "integrations", "loading", "offload", "serving", "sparse", "verify")
+APART = {*ROOMS, "__main__.py", "testing.py"}  # not of the core; `testing` is for tests of others' tiers
+OF_ROOMS = {*ROOMS, "cli", "evaluation", "testing"}  # and the words of `hf_blend` that come from rooms
+OF_ROOMS |= {"StateCheckpoints", "ShiftCache", "self_extend", "SequenceCache", "sparse_decoding"}
+BLEND = "tests/test_blend.py::test_"
+QUICK = (  # a second or two together: the plan, the rows, a store's chunks, and what is refused of them
+    "tests/test_plan.py",
+    f"{BLEND}a_request_changes_no_byte_of_the_store_and_repeats_bit_for_bit",
+    f"{BLEND}states_of_another_chunk_are_refused_and_computed_fresh",
+    f"{BLEND}with_every_chunk_refused_the_request_is_a_full_prefill",
+)  # fmt: skip
+ALONE = """
+import sys
+sys.meta_path[:] = [one for one in sys.meta_path if "Editable" not in str(one)]  # it would find what is absent
+"""
+RUN = """
+import importlib, os, sys
+import fsspec, pytest, safetensors.torch, torch, transformers.generation.utils  # once for all copies
+from transformers import AutoModelForCausalLM, DynamicCache
+
+torch.set_num_threads(1)
+modules, tests = (part.split() for part in sys.stdin.read().split(";"))
+for copy in sys.argv[1:]:
+    if os.fork() == 0:
+        os.chdir(copy)
+        sys.path.insert(0, copy)
+        log = os.open("log", os.O_WRONLY | os.O_CREAT)
+        os.dup2(log, 1), os.dup2(log, 2)
+        code = "failed"
+        try:
+            for name in modules:
+                importlib.import_module(name)
+            code = int(pytest.main(["-q", "-p", "no:cacheprovider", *tests])) if tests else 0
+        finally:
+            open("code", "w").write(str(code))
+            os._exit(0)
+    os.wait()
+"""
+
+
+def copy_without(folder: Path, rooms: tuple[str, ...]) -> Path:
+    """Make a checkout in which some rooms are not there; tests and whatever else they need are links."""
+    copy = folder / "+".join(rooms)
+    (copy / "hf_blend").mkdir(parents=True)
+    for name in ("benchmarks", "docs", "setup.cfg", "tests"):
+        (copy / name).symlink_to(ROOT / name)
+    for path in (ROOT / "hf_blend").iterdir():
+        if path.suffix == ".py":
+            shutil.copy2(path, copy / "hf_blend")
+        elif path.name == "bundled":
+            (copy / "hf_blend" / path.name).symlink_to(path)
+        elif path.is_dir() and path.name not in rooms:
+            shutil.copytree(path, copy / "hf_blend" / path.name)
+    for name in ("cli", "evaluation"):
+        (copy / "hf_blend" / name).symlink_to(ROOT / name)
+    return copy
+
+
+def core_modules() -> list[str]:
+    """Every module of the core."""
+    files = [path.relative_to(ROOT) for path in (ROOT / "hf_blend").rglob("*.py")]
+    core = [path for path in files if path.parts[1] not in APART and "bundled" not in path.parts]
+    return sorted({".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in core})
+
+
+def core_tests() -> list[str]:
+    """The test files that import nothing but the core."""
+    found = []
+    for path in [*(ROOT / "tests").glob("test_*.py"), *(ROOT / "tests" / "store").glob("test_*.py")]:
+        nodes = list(ast.walk(ast.parse(path.read_text("utf-8"))))
+        names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        names |= {f"{node.module}.{alias.name}" for node in nodes if isinstance(node, ast.ImportFrom)
+                  for alias in node.names}  # fmt: skip
+        parts = {name.split(".")[1] for name in names if name.startswith("hf_blend.")}
+        words = {"StateCheckpoints", "ShiftCache", "self_extend", "SequenceCache", "sparse_decoding"} & parts
+        if not words | ({*ROOMS, "cli", "evaluation", "testing"} & parts) and any(
+            "hf_blend" in name for name in names
+        ):
+            found.append(str(path.relative_to(ROOT)))
+    return sorted(found)
+
+
+def outcomes(folder: Path, absent: list[tuple[str, ...]], tests: list[str]) -> dict[str, str]:
+    """Import the core and run tests of it in a copy for each list of absent rooms; what failed, "" where nothing."""
+    copies = [copy_without(folder, rooms) for rooms in absent]
+    given = f"{' '.join(core_modules())};{' '.join(tests)}"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", ALONE + RUN, *map(str, copies)],
+        input=given, cwd=folder, text=True, capture_output=True, check=False,
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = {}
+    for copy in copies:
+        code = (copy / "code").read_text()
+        found[copy.name] = "" if code == "0" else f"exit code {code}: {(copy / 'log').read_text()[-3000:]}"
+    return found
+
+
+def test_the_core_is_imported_without_a_room(tmp_path):
+    assert {name: why for name, why in outcomes(tmp_path, [(room,) for room in ROOMS], []).items() if why} == {}
+
+
+def test_the_core_plans_blends_and_refuses_without_any_room(tmp_path):
+    assert outcomes(tmp_path, [ROOMS], list(QUICK)) == {"+".join(ROOMS): ""}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("room", [*ROOMS, "all of them"])
+def test_the_tests_of_the_core_pass_without_a_room(room, tmp_path):
+    absent = (room,) if room in ROOMS else ROOMS
+    assert outcomes(tmp_path, [absent], core_tests()) == {"+".join(absent): ""}
+
+
+def test_a_setting_of_an_absent_room_is_refused_with_its_name(tmp_path):
+    copy = copy_without(tmp_path, ("offload",))
+    code = f"sys.path.insert(0, {str(copy)!r})\nfrom hf_blend import plugins; plugins.room('offload.layer')"
+    done = subprocess.run([sys.executable, "-P", "-c", ALONE + code], capture_output=True, text=True, check=False)
+    assert "ConfigError: this needs hf_blend.offload, which is not installed here." in done.stderr
