@@ -30,8 +30,8 @@ from hf_blend import BlendCache, ChunkStore, SequenceCache
 from hf_blend.cache.layers import BlendLayer
 from hf_blend.cache.quantised_layer import QuantisedLayer
 from hf_blend.evaluation.answering import is_right
-from hf_blend.evaluation.bootstrap import interval
 from hf_blend.evaluation.bundled import load_model
+from hf_blend.evaluation.summary import interval
 from hf_blend.prompt.pieces import build
 from hf_blend.version import __version__
 

@@ -26,8 +26,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from hf_blend import BlendCache, BlendConfig, ChunkStore
-from hf_blend.evaluation.bootstrap import interval
 from hf_blend.evaluation.bundled import load_model
+from hf_blend.evaluation.summary import interval
 from hf_blend.version import __version__
 
 CODECS = ("raw", "bf16", "int8", "int4")

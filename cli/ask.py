@@ -146,8 +146,8 @@ def _asks(
     max_new_tokens: int,
 ) -> "list[Asked]":
     from hf_blend.evaluation import bundled
+    from hf_blend.evaluation.answering import request
     from hf_blend.evaluation.asking import Asked, prepare
-    from hf_blend.evaluation.prompting import request
     from hf_blend.evaluation.retrieving import Retriever
 
     if not given:

@@ -27,7 +27,7 @@ from .output import Json, say, show
 from .reading import read, say_limits, split
 
 if TYPE_CHECKING:
-    from hf_blend.evaluation.chatting import Chat
+    from hf_blend.evaluation.asking import Chat
 
 __all__ = ["chat"]
 
@@ -68,8 +68,8 @@ def chat(
     """
     from hf_blend import ChunkStore
     from hf_blend.evaluation.answering import blend_config
+    from hf_blend.evaluation.asking import Chat
     from hf_blend.evaluation.bundled import open_model
-    from hf_blend.evaluation.chatting import Chat
     from hf_blend.evaluation.indexing import bundled_pieces
     from hf_blend.evaluation.retrieving import Retriever
 

@@ -75,7 +75,7 @@ def _refuse_taken(host: str, port: int | None) -> None:
 
 def _checked(url: str, made: Any, json: bool) -> None:
     """Ask the question that the page opened with through its own interface."""
-    from hf_blend.evaluation.demo.asked import first_answers
+    from hf_blend.evaluation.demo.wish import first_answers
 
     answers = first_answers(url, made.model)
     show({"url": url, "answers": answers}, as_json=json)

@@ -97,7 +97,7 @@ def eval(
 
 def _compare(context: typer.Context, folders: list[str], as_json: bool) -> None:
     """Two runs beside each other."""
-    from hf_blend.evaluation.comparing import compared
+    from hf_blend.evaluation.summary import compared
 
     sources = {name: context.get_parameter_source(name) for name in context.params if name not in ("tasks", "json")}
     if others := sorted(name for name, source in sources.items() if source and source.name == "COMMANDLINE"):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hf_blend.evaluation.bundled import ModelSource
     from hf_blend.evaluation.documents import Document
     from hf_blend.evaluation.indexing import Indexed
-    from hf_blend.evaluation.splitting import Piece
+    from hf_blend.evaluation.retrieving import Piece
 
 __all__ = ["index"]
 

@@ -52,8 +52,7 @@ def inspect(
     from hf_blend import ChunkStore
     from hf_blend.evaluation.answering import blend_config
     from hf_blend.evaluation.bundled import open_model
-    from hf_blend.evaluation.inspecting import Inspector
-    from hf_blend.evaluation.inspecting_plot import draw
+    from hf_blend.evaluation.inspecting import Inspector, draw
 
     for one in selector or ():
         blend_config(one)  # refuses what is no selector
@@ -85,9 +84,9 @@ def _documents(question: str | None, files: list[str]) -> "list[Document]":
 def _pieces(
     source: "ModelSource", question: str | None, documents: "list[Document]", top_k: int, chunk_tokens: int
 ) -> dict[str, Any]:
+    from hf_blend.evaluation.answering import request
     from hf_blend.evaluation.asking import prepare
     from hf_blend.evaluation.bundled import handbook_questions
-    from hf_blend.evaluation.prompting import request
     from hf_blend.evaluation.retrieving import Retriever
 
     if question is None:

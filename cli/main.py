@@ -35,11 +35,7 @@ COMPLETION = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")  # where shells put the word
 
 
 def commands() -> dict[str, str]:
-    """Find the commands without importing them.
-
-    Returns:
-        Name → first line of the file's docstring, sorted by name.
-    """
+    """Find the commands without importing them."""
     here = Path(__file__).parent
     files = {path.stem: path for path in here.glob("[!_]*.py") if path.stem not in HELPERS}
     files |= {path.parent.name: path for path in here.glob("*/__init__.py")}
@@ -48,14 +44,7 @@ def commands() -> dict[str, str]:
 
 
 def split_examples(docstring: str) -> tuple[str, list[str]]:
-    """Take a docstring apart into its help and its examples.
-
-    Args:
-        docstring: with a block `Examples:` of indented command lines, or without.
-
-    Returns:
-        The text before the next section, and the command lines.
-    """
+    """Take a docstring apart into its help and its examples."""
     text, _, examples = inspect.cleandoc(docstring).partition("\nExamples:\n")
     lines = [line.strip() for line in examples.split("\n\n")[0].splitlines() if line.strip()]
     return text.partition("\nArgs:")[0].strip(), lines
@@ -71,14 +60,7 @@ def functions(module: ModuleType) -> dict[str, Callable[..., Any]]:
 
 
 def build(words: Sequence[str] = ()) -> typer.Typer:
-    """Put the command line together.
-
-    Args:
-        words: what was typed; commands that are not among it stay unimported.
-
-    Returns:
-        The app.
-    """
+    """Put the command line together."""
     app = _group(f"Reuse the KV cache of RAG chunks. Version {__version__}.")
     app.callback()(_root)
     for name, line in commands().items():
@@ -90,15 +72,7 @@ def build(words: Sequence[str] = ()) -> typer.Typer:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Run one command and exit: 0 ok, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C.
-
-    Args:
-        words: the arguments; None is what was typed.
-
-    Raises:
-        SystemExit: always, with the code.
-        Exception: only with --debug; without, its message is printed on stderr.
-    """
+    """Run one command and exit: 0 ok, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C."""
     if words is None and not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers draws bars into pipes too
     typed = list(sys.argv[1:] if words is None else words)

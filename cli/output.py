@@ -36,14 +36,7 @@ SecretFile = Annotated[
 def show(
     document: Row | Sequence[Row], *, as_json: bool = False, title: str | None = None, header: bool = False
 ) -> None:
-    """Print a command's result on stdout.
-
-    Args:
-        document: one record, or rows with the same names.
-        as_json: print it as it is, as one JSON document.
-        title: of the table that people see.
-        header: name the columns in pipes too.
-    """
+    """Print a command's result on stdout."""
     if as_json:
         typer.echo(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
         return
@@ -68,11 +61,7 @@ def say(text: str) -> None:
 
 
 def read_secret(path: Path | None) -> bytes | None:
-    """The secret of a store, from the file that holds it; None where there is none.
-
-    Raises:
-        ConfigError: the file cannot be read, or is empty.
-    """
+    """The secret of a store, from the file that holds it; None where there is none."""
     if path is None:
         return None
     try:
@@ -88,31 +77,14 @@ def read_secret(path: Path | None) -> bytes | None:
 
 
 def fail(text: str) -> NoReturn:
-    """End the command with exit code 1: it ran, and what it checked is not so.
-
-    Args:
-        text: what failed and what to do, for stderr.
-
-    Raises:
-        typer.Exit: always.
-    """
+    """End the command with exit code 1: it ran, and what it checked is not so."""
     say(text)
     raise typer.Exit(1)
 
 
 @contextlib.contextmanager
 def interruptible(what: str | Callable[[], str]) -> Iterator[None]:
-    """Answer Ctrl-C inside with a sentence and exit code 130.
-
-    Args:
-        what: what is kept, and how to continue; asked for when it is needed.
-
-    Yields:
-        Nothing.
-
-    Raises:
-        typer.Exit: Ctrl-C was pressed.
-    """
+    """Answer Ctrl-C inside with a sentence and exit code 130."""
     try:
         yield
     except KeyboardInterrupt:
@@ -121,17 +93,7 @@ def interruptible(what: str | Callable[[], str]) -> Iterator[None]:
 
 
 def progress(items: Iterable[Item], what: str, *, total: int | None = None, quiet: bool = False) -> Iterator[Item]:
-    """Show on stderr how far a loop is: a bar on a terminal, and elsewhere a line every few seconds.
-
-    Args:
-        items: what is looped over.
-        what: what is counted.
-        total: how many there are; None asks `len`.
-        quiet: show nothing; also so where the environment forbids bars.
-
-    Yields:
-        The items.
-    """
+    """Show on stderr how far a loop is: a bar on a terminal, and elsewhere a line every few seconds."""
     forbids_bars = os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS") and sys.stderr.isatty()  # `main` sets it in pipes
     quiet = bool(quiet or forbids_bars or os.environ.get("TQDM_DISABLE"))
     total = len(items) if total is None and isinstance(items, Sized) else total
@@ -164,15 +126,7 @@ def duration(seconds: float) -> str:
 
 
 def humanise(name: str, value: Any) -> str:
-    """Write a value for people, in the unit that its name gives.
-
-    Args:
-        name: for example `read_bytes`.
-        value: in that unit.
-
-    Returns:
-        For example `3.1 MB`.
-    """
+    """Write a value for people, in the unit that its name gives."""
     if isinstance(value, str):
         return value[:12] if name in ("digest", "fingerprint") else value
     if value is None or isinstance(value, bool):

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from hf_blend.evaluation.asking import Asked
     from hf_blend.evaluation.bundled import ModelSource
     from hf_blend.evaluation.documents import Document
-    from hf_blend.evaluation.retrieving import Retriever
-    from hf_blend.evaluation.splitting import Piece
+    from hf_blend.evaluation.retrieving import Piece, Retriever
 
 __all__ = ["read", "say_limits", "split"]
 
@@ -22,17 +21,7 @@ SAMPLE = 20_000  # letters that are looked at for words that a model does not kn
 
 
 def read(names: Sequence[str]) -> "list[Document]":
-    """Read documents, and say what was left out.
-
-    Args:
-        names: files, folders; "-" is standard input.
-
-    Returns:
-        The documents.
-
-    Raises:
-        PromptError: a file that was named cannot be read, or there is none.
-    """
+    """Read documents, and say what was left out."""
     from hf_blend.evaluation.documents import Corpus
 
     corpus = Corpus(names, sys.stdin)
@@ -49,21 +38,10 @@ def split(
     questions: Sequence[str] = (),
     store: "ChunkStore | None" = None,
 ) -> "list[Piece]":
-    """Split documents as they were when they were indexed; say what a model does not know, and what is not found.
-
-    Args:
-        documents: what to split.
-        source: the model.
-        chunk_tokens: most tokens of a piece; None is the size that a document was indexed with, or the usual one.
-        questions: what is asked about them.
-        store: where they may have been indexed.
-
-    Returns:
-        The pieces.
-    """
+    """Split documents as they were when they were indexed; say what a model does not know, and what is not found."""
     from hf_blend.evaluation.documents import unknown_words
+    from hf_blend.evaluation.retrieving import CHUNK_TOKENS, Splitter
     from hf_blend.evaluation.sources import Sources
-    from hf_blend.evaluation.splitting import CHUNK_TOKENS, Splitter
 
     text = "\n".join([*questions, *(document.text[:SAMPLE] for document in documents)])
     if said := unknown_words(source.tokenizer, text[:SAMPLE]):

@@ -5,7 +5,7 @@
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,12 +16,10 @@ from hf_blend.config import BlendConfig
 from hf_blend.errors import PromptError
 from hf_blend.prefill.report import BlendReport
 
-from .answering import FULL_PREFILL, FULL_REUSE, Answer, Method, answer, is_right
+from .answering import FULL_PREFILL, FULL_REUSE, Answer, Method, Turn, answer, documents_end, ids_of, is_right, request
 from .bundled import ModelSource
 from .kl import FORCED_TOKENS, Full, Measure, Prompt
-from .prompting import Turn, documents_end, ids_of, request
-from .retrieving import Retriever
-from .splitting import Piece
+from .retrieving import Piece, Retriever
 
 STUB = "x"  # in the place of documents, where the rest of a prompt is measured
 SEARCHED_TURNS = 1  # earlier questions that the next one may mean with a pronoun
@@ -174,3 +172,39 @@ def prepare(
         )
     made = request(tokenizer, [piece.prompt_text for piece in taken], question, system, history)
     return Asked(made, question, sources=tuple(taken), squeezed_out=len(ranked) - len(taken))
+
+
+@dataclass
+class Chat:
+    """A conversation."""
+
+    model: nn.Module
+    source: ModelSource
+    store: ChunkStore
+    retriever: Retriever
+    config: BlendConfig
+    system: str | None = None
+    max_new_tokens: int = 256
+    is_fixed: bool = False
+    turns: list[Turn] = field(default_factory=list)
+
+    def prepare(self, question: str) -> Asked:
+        """Retrieve for a question, forgetting the oldest turns as far as they leave no room."""
+        while True:
+            try:
+                asked = prepare(self.source, self.retriever, question, self.system, self.max_new_tokens, self.turns)
+                break
+            except PromptError:
+                if not self.turns:
+                    raise
+                del self.turns[0]
+        if self.is_fixed and not self.turns:
+            self.retriever = Retriever(asked.sources)
+        return asked
+
+    def answer(self, asked: Asked, tell: Callable[[str], None] | None = None) -> Answer:
+        """Answer, and remember question and answer."""
+        method = Method("blend", self.config)
+        got = answer(self.model, self.source.tokenizer, self.store, method, asked.pieces, tell, self.max_new_tokens)
+        self.turns.append(Turn(asked.question, got.text))
+        return got

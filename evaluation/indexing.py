@@ -20,8 +20,8 @@ from hf_blend.store import ChunkKey
 
 from .bundled import ModelSource, handbook_pages
 from .documents import Document
+from .retrieving import Piece, closed
 from .sources import Source, Sources
-from .splitting import Piece, closed
 
 __all__ = ["Estimate", "Indexed", "Indexer", "Shard", "bundled_pieces"]
 

@@ -20,8 +20,7 @@ from hf_blend.errors import ConfigError, PromptError
 from hf_blend.model.anatomy import stock_cache
 from hf_blend.model.placement import input_device
 
-from .answering import FULL_REUSE, Method, answer
-from .prompting import ids_of, inputs_of
+from .answering import FULL_REUSE, Method, answer, ids_of, inputs_of
 
 FORCED_TOKENS = 10  # of full prefill's answer
 REUSE = FULL_REUSE.config or BlendConfig(recompute_ratio=0.0, selector="none")

@@ -1,12 +1,42 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""From the answers of a run to its table: means with intervals, everything paired with full prefill."""
+"""From the answers of a run to its table, and from two runs to their differences: means with bootstrap intervals."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from .bootstrap import interval
+import numpy as np
+from numpy.typing import ArrayLike
+
+from hf_blend.errors import ConfigError
+
+from .folder import LINES, whole_lines
+
+RESAMPLES = 2000
+
+
+def interval(scores: ArrayLike, level: float = 0.95, seed: int = 0, *, of_median: bool = False) -> tuple[float, float]:
+    """Percentile bootstrap interval of a mean, or of a median (Efron 1979).
+
+    For a paired comparison give the differences: each example is then resampled with both of its scores.
+    """
+    values = np.asarray(scores, dtype=float)
+    draws = np.random.default_rng(seed).integers(0, len(values), size=(RESAMPLES, len(values)))
+    centres = (np.median if of_median else np.mean)(values[draws], axis=1)
+    low, high = np.quantile(centres, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def share_interval(parts: ArrayLike, wholes: ArrayLike, level: float = 0.95, seed: int = 0) -> tuple[float, float]:
+    """Percentile bootstrap interval of the sum of some figures over that of others, paired by example."""
+    pairs = np.stack([np.asarray(parts, dtype=float), np.asarray(wholes, dtype=float)], axis=1)
+    draws = np.random.default_rng(seed).integers(0, len(pairs), size=(RESAMPLES, len(pairs)))
+    sums = pairs[draws].sum(axis=1)
+    low, high = np.quantile(sums[:, 0] / sums[:, 1], [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
 
 FULL, REUSE = "full-prefill", "full-reuse"
 Line = Mapping[str, Any]
@@ -72,3 +102,62 @@ def _normalised(paired: Sequence[tuple[Line, Line]], reuse: Mapping[str, Line]) 
 def _mean(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if known else None
+
+
+def compared(one: Path, other: Path) -> list[dict[str, Any]]:
+    """Pair the answers of two runs."""
+    found = [_answers(one), _answers(other)]
+    models = [{line["model"] for line in lines} for lines in found]
+    is_apart = models[0] != models[1] and all(len(names) == 1 for names in models)
+    ways = [_by_way(lines, is_apart) for lines in found]
+    rows = []
+    for way in ways[0]:
+        pairs = [(line, ways[1][way][name]) for name, line in ways[0][way].items() if name in ways[1].get(way, {})]
+        rows += [_compared_row(way, pairs)] if pairs else []
+    if not rows:
+        raise ConfigError(
+            f"the runs in {str(one)!r} and {str(other)!r} have no answer in common, expected some of the same task, "
+            "method, ratio and sample. Run both with the same arguments but one."
+        )
+    return rows
+
+
+def _answers(folder: Path) -> Sequence[Line]:
+    path = folder / LINES
+    if not path.is_file():
+        raise ConfigError(f"{str(folder)!r} has no {LINES}, expected the --output-dir of `hf-blend eval`.")
+    lines = whole_lines(path)[0]
+    if any("score" not in line for line in lines):
+        raise ConfigError(f"{str(path)!r} has a damaged line: no score, expected answers of `hf-blend eval`.")
+    return lines
+
+
+def _by_way(lines: Sequence[Line], is_apart: bool) -> dict[tuple[Any, ...], dict[str, Line]]:
+    groups: dict[tuple[Any, ...], dict[str, Line]] = {}
+    for line in lines:
+        way = (line["task"], None if is_apart else line["model"], line["method"], line["ratio"])
+        groups.setdefault(way, {})[line["id"]] = line
+    return groups
+
+
+def _compared_row(way: tuple[Any, ...], pairs: list[tuple[Line, Line]]) -> dict[str, Any]:
+    task, model, method, ratio = way
+    gaps = [two["score"] - one["score"] for one, two in pairs]
+    low, high = interval(gaps)
+    times = [(one.get("ttft_ms"), two.get("ttft_ms")) for one, two in pairs]
+    ratios = [one / two for one, two in times if one and two]
+    return {
+        "task": task,
+        "model": model,
+        "method": method,
+        "ratio": ratio,
+        "n": len(pairs),
+        "first_score": statistics.fmean(one["score"] for one, _ in pairs),
+        "second_score": statistics.fmean(two["score"] for _, two in pairs),
+        "difference": statistics.fmean(gaps),
+        "low": low,
+        "high": high,
+        "first_better": sum(gap < 0 for gap in gaps),
+        "second_better": sum(gap > 0 for gap in gaps),
+        "speedup": statistics.median(ratios) if ratios else None,
+    }

@@ -19,13 +19,12 @@ from hf_blend import plugins
 from hf_blend.config import BlendConfig
 from hf_blend.errors import ConfigError, PromptError
 
-from .answering import blend_config
+from .answering import blend_config, ids_of, request
 from .blending import ways
-from .bootstrap import interval, share_interval
 from .bundled import handbook_questions
 from .kl import FORCED_TOKENS, REUSE, Loss, Measure, Prompt
-from .prompting import ids_of, request
 from .rows import ANSWERS, CHUNKS, QUESTION, read_rows
+from .summary import interval, share_interval
 
 SELECTORS = ("kv-deviation", "query-attention", "boundary", "attention-x-deviation")
 RATIOS = (0.05, 0.15, 0.3)

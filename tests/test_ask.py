@@ -18,8 +18,8 @@ import torch
 from hf_blend import BlendCache, BlendConfig, ChunkStore
 from hf_blend.cli.main import main
 from hf_blend.evaluation import asking
+from hf_blend.evaluation.answering import request
 from hf_blend.evaluation.bundled import handbook_questions
-from hf_blend.evaluation.prompting import request
 from hf_blend.loading.profile import Point, Profile
 
 SHORT = ("--max-new-tokens", "4")

@@ -56,8 +56,6 @@ def test_real_prompts_are_timed_one_by_one(tmp_path, model_folder, capsys):
     assert (found["rows"][0]["ratio"], found["rows"][0]["prompt_tokens"]) == (0.5, letters)
     code, _, err = run(capsys, "ttft", "--shape", "tiny", "--data", tmp_path / "rows.jsonl")
     assert (code, "'tiny' is a shape, which has no tokenizer. Name a model with --model" in err) == (2, True)
-    code, _, err = run(capsys, "ttft", *words, "--tier", "disk")
-    assert (code, "--data are measured in memory" in " ".join(err.split())) == (2, True)
 
 
 def test_a_name_says_whether_it_is_a_shape_and_a_dtype_is_known(model_folder):

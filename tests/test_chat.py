@@ -11,11 +11,10 @@ import torch
 from hf_blend import ChunkStore
 from hf_blend.cli.main import main
 from hf_blend.config import BlendConfig
+from hf_blend.evaluation.answering import Turn
+from hf_blend.evaluation.asking import Chat
 from hf_blend.evaluation.bundled import open_model
-from hf_blend.evaluation.chatting import Chat
-from hf_blend.evaluation.prompting import Turn
-from hf_blend.evaluation.retrieving import Retriever
-from hf_blend.evaluation.splitting import Piece
+from hf_blend.evaluation.retrieving import Piece, Retriever
 
 pytest.importorskip("bm25s", reason="the extra rag is not installed: pip install hf-blend[rag]")
 

@@ -9,7 +9,7 @@ import pytest
 
 from hf_blend.cli.main import main
 from hf_blend.errors import ConfigError
-from hf_blend.evaluation.comparing import compared
+from hf_blend.evaluation.summary import compared
 
 
 def run(folder, scores, model="one", method="auto", ttft_ms=100.0, tail=""):

@@ -9,8 +9,7 @@ import pytest
 
 from hf_blend.errors import MissingExtraError, PromptError
 from hf_blend.evaluation.documents import Corpus, Document
-from hf_blend.evaluation.retrieving import Retriever
-from hf_blend.evaluation.splitting import Piece, Splitter
+from hf_blend.evaluation.retrieving import Piece, Retriever, Splitter
 
 pytest.importorskip("semantic_text_splitter", reason="the extra rag is not installed: pip install hf-blend[rag]")
 pytest.importorskip("bm25s", reason="the extra rag is not installed: pip install hf-blend[rag]")

@@ -11,8 +11,8 @@ from hf_blend import BlendConfig, ChunkStore, ConfigError
 from hf_blend.evaluation import answering, asking
 from hf_blend.evaluation.bench.shapes import random_model
 from hf_blend.evaluation.bench.ttft import TtftPlan, measure_ttft
-from hf_blend.evaluation.bootstrap import interval
 from hf_blend.evaluation.bundled import load_model
+from hf_blend.evaluation.summary import interval
 
 EVERYTHING = answering.Method("all", BlendConfig(recompute_ratio=1.0))
 

@@ -17,8 +17,8 @@ from hf_blend.errors import PromptError
 from hf_blend.evaluation.bundled import open_model
 from hf_blend.evaluation.demo.page import Demo
 from hf_blend.evaluation.documents import Corpus, printable
+from hf_blend.evaluation.retrieving import Splitter
 from hf_blend.evaluation.sources import Sources
-from hf_blend.evaluation.splitting import Splitter
 
 from .test_documents import pdf
 

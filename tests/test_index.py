@@ -20,7 +20,7 @@ from hf_blend.errors import ConfigError, StoreError
 from hf_blend.evaluation.bundled import open_model
 from hf_blend.evaluation.documents import Document
 from hf_blend.evaluation.indexing import Estimate, Indexer, Shard, check_room
-from hf_blend.evaluation.splitting import Splitter
+from hf_blend.evaluation.retrieving import Splitter
 
 CHUNK_TOKENS = 4
 WHOLE = Shard()

@@ -7,8 +7,7 @@ import torch
 
 from hf_blend import ChunkStore
 from hf_blend.errors import PromptError
-from hf_blend.evaluation.inspecting import Inspector, rank_correlation
-from hf_blend.evaluation.inspecting_plot import draw
+from hf_blend.evaluation.inspecting import Inspector, draw, rank_correlation
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,11 @@ import torch
 
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.config import BlendConfig
-from hf_blend.evaluation.answering import FULL_PREFILL
+from hf_blend.evaluation.answering import FULL_PREFILL, INSTRUCTION, Turn, ids_of, inputs_of, request
 from hf_blend.evaluation.asking import Asked, Method, ask
 from hf_blend.evaluation.documents import Document
 from hf_blend.evaluation.indexing import Indexer
-from hf_blend.evaluation.prompting import INSTRUCTION, Turn, ids_of, inputs_of, request
-from hf_blend.evaluation.splitting import Splitter
+from hf_blend.evaluation.retrieving import Splitter
 from tests.chat_templates import CHATML, DOCUMENTS, GEMMA, JOINED, LLAMA3, QUESTION, small_tokenizer
 
 

@@ -12,8 +12,8 @@ from hf_blend import BlendCache, BlendConfig, ChunkStore
 from hf_blend.cli.main import main
 from hf_blend.errors import ConfigError, PluginNotFoundError, PromptError
 from hf_blend.evaluation import tuning
-from hf_blend.evaluation.bootstrap import share_interval
 from hf_blend.evaluation.kl import REUSE, Full, Loss, Measure, Prompt
+from hf_blend.evaluation.summary import share_interval
 from hf_blend.evaluation.tuning import Point, candidates, choose, read_prompts, scored, tune
 
 ROW = {"id": "a", "chunks": ["The mill is old.", "Ann owns it. ", "Bob left."], "question": "Who owns it?"}

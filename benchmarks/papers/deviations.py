@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from hf_blend import ChunkStore
-from hf_blend.evaluation.bootstrap import interval
 from hf_blend.evaluation.bundled import load_model
 from hf_blend.evaluation.folder import RunFolder
 from hf_blend.evaluation.inspecting import Inspector
+from hf_blend.evaluation.summary import interval
 from hf_blend.evaluation.trial import EvalConfig, load_task
 
 RATIOS = (0.0, 0.05, 0.15, 0.3, 1.0)

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from hf_blend import BlendCache, BlendConfig, ChunkStore, plugins
 from hf_blend.evaluation.blending import approach
-from hf_blend.evaluation.bootstrap import interval
 from hf_blend.evaluation.bundled import load_model
 from hf_blend.evaluation.folder import RunFolder
 from hf_blend.evaluation.methods.base import Blended, Outcome
+from hf_blend.evaluation.summary import interval
 from hf_blend.evaluation.tasks.base import Sample
 from hf_blend.evaluation.trial import FULL, WARM, EvalConfig, load_task
 from hf_blend.model.anatomy import decoder_layers, default_sink, text_config

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 from hf_blend import BlendCache, ChunkStore, plugins, sparse_decoding
 from hf_blend.errors import ConfigError
-from hf_blend.evaluation.bootstrap import interval
 from hf_blend.evaluation.bundled import load_model
 from hf_blend.evaluation.folder import RunFolder
 from hf_blend.evaluation.methods.base import EvalMethod, Outcome
+from hf_blend.evaluation.summary import interval
 from hf_blend.evaluation.tasks.base import Sample
 from hf_blend.evaluation.trial import EvalConfig, load_task
 from hf_blend.model.anatomy import decoder_layers

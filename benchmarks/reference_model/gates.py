@@ -23,8 +23,8 @@ from worlds.chains.sampling import Example, sample_examples
 
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.config import BlendConfig
-from hf_blend.evaluation.bootstrap import interval
 from hf_blend.evaluation.bundled import load_model
+from hf_blend.evaluation.summary import interval
 
 RATIOS = (0.01, 0.05, 0.1, 0.15, 0.3)
 OUTPUT = Path(__file__).parents[1] / "results" / "reference2_gates.json"

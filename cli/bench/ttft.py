@@ -21,11 +21,8 @@ QuestionTokens = Annotated[int, typer.Option(min=1, help="Tokens in the question
 Ratios = Annotated[list[float], typer.Option(metavar="RATIO ...", help="Recompute ratios, 0 to 1, as many as wanted.")]
 More = Annotated[list[float] | None, typer.Argument(hidden=True)]  # the ratios behind the first: an option takes one
 Rounds = Annotated[int, typer.Option(min=1, help="How often each is measured; the median counts.")]
-Where = Annotated[str, typer.Option(help="memory or disk: where the chunks are.")]
-Cold = Annotated[bool, typer.Option("--cold", help="Have the files forgotten before each run.")]
 Data = Annotated[Path | None, typer.Option(help="JSONL file with real prompts for --model; else ids are made up.")]
 Limit = Annotated[int, typer.Option(min=0, help="The first prompts of the file; 0 is all.")]
-Throttle = Annotated[list[float], typer.Option(help="Rate of the disk in GB/s, 0 for its own; may be repeated.")]
 
 
 def ttft(
@@ -42,18 +39,13 @@ def ttft(
     rounds: Rounds = 5,
     dtype: TimedDtype = "float32",
     device: Device = "auto",
-    tier: Where = "memory",
-    cold: Cold = False,
-    throttle: Throttle = [0.5, 1.0, 4.0, 0.0],  # noqa: B006
     json: Json = False,
 ) -> None:
-    """Time to the first token: stock full prefill against blending with every chunk in memory, or on disk.
+    """Time to the first token: stock full prefill against blending with every chunk in memory.
 
-    With --model and --data on real prompts, as `hf-blend ask` puts them; medians over them. On disk: loading,
-    computing, one after the other and side by side, at the first of the ratios.
+    With --model and --data on real prompts, as `hf-blend ask` puts them; medians over them.
 
     Examples:
-        hf-blend bench ttft --tier disk --shape tiny --chunks 2 --chunk-tokens 64 --rounds 1 --throttle 1 --ratios 0.1
         hf-blend bench ttft --model smollm2 --data mine.jsonl --ratios 0.15 --rounds 1  # network
         hf-blend bench ttft --shape tiny --chunks 3 --chunk-tokens 64 --question-tokens 8 --rounds 1 --json
         hf-blend bench ttft --shape smollm2-135m --ratios 0.15 0.05  # slow
@@ -65,18 +57,8 @@ def ttft(
         timed(shape, model), chunks, chunk_tokens, question_tokens, (*ratios, *(more or ())), selector, rounds, dtype,
         str(choose_device(device)), data=str(data) if data else None, limit=limit or None,
     )  # fmt: skip
-    if tier not in ("memory", "disk"):
-        raise typer.BadParameter(f"--tier is {tier!r}, wanted memory or disk")
-    if data and tier == "disk":
-        raise typer.BadParameter(f"--tier is {tier!r}, but prompts of --data are measured in memory. Leave one out")
-    if tier == "disk":
-        from hf_blend.evaluation.bench.ttft_disk import DiskPlan, measure_ttft_disk
-
-        found = measure_ttft_disk(DiskPlan(plan, tuple(throttle), cold), progress=say)
-        title = f"{plan.shape}, chunks on disk"
-    else:
-        found = measure_ttft(plan, progress=say)
-        title = f"{plan.shape}, full prefill {found['full']['ttft_ms']:.0f} ms"
+    found = measure_ttft(plan, progress=say)
+    title = f"{plan.shape}, full prefill {found['full']['ttft_ms']:.0f} ms"
     show(found if json else [_readable(row) for row in found["rows"]], as_json=json, title=title, header=True)
 
 

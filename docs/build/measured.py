@@ -332,7 +332,7 @@ SECTIONS = (
         "ttft_disk_spare",
         "Does loading hide behind computing?",
         _hidden,
-        lambda found: f"`hf-blend bench ttft --tier disk --cold`: {_setting(found['machine'])}, one core to spare.",
+        lambda found: f"`benchmarks/bench.py ttft-disk`: {_setting(found['machine'])}, one core to spare.",
         {
             "disk, GB/s": text("rate_gb_s", "its own"),
             "loading": number("load_ms", ".0f", " ms"),

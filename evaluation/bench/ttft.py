@@ -17,8 +17,8 @@ from hf_blend.config import BlendConfig
 from hf_blend.errors import ConfigError
 from hf_blend.version import __version__
 
+from ..answering import ids_of, inputs_of
 from ..bundled import open_model
-from ..prompting import ids_of, inputs_of
 from ..tuning import read_prompts
 from .shapes import OWN, text_config, timed_model
 

@@ -11,11 +11,10 @@ from queue import Empty, SimpleQueue
 from hf_blend import ChunkStore
 from hf_blend.errors import PromptError
 
-from ..answering import FULL_PREFILL, FULL_REUSE, Method
+from ..answering import FULL_PREFILL, FULL_REUSE, Method, chunks_of
 from ..asking import Asked, Reply, ask, warm
 from ..documents import unknown_words
 from ..inspecting import Inspector
-from ..prompting import chunks_of
 from .shelf import Loaded, ModelCache
 from .visitors import Limits
 from .wish import DemoRequest, first_wish, prepare, says

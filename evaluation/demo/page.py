@@ -73,14 +73,7 @@ class Demo:
             return replace(EMPTY, status=f"{error} {'' if self.model else NO_HUB}".strip(), failed=True)
 
     def read(self, paths: Sequence[str]) -> tuple[tuple[Document, ...], str]:
-        """Read files that were uploaded.
-
-        Args:
-            paths: of the files.
-
-        Returns:
-            Their documents, and a sentence that says how many there are and what was left out.
-        """
+        """Read files that were uploaded."""
         found, left = list[Document](), list[str]()
         most = self.visitors.limits.file_bytes
         for path in map(Path, paths):
@@ -95,32 +88,13 @@ class Demo:
         return tuple(found), said + (f" Left out: {'; '.join(left)}." if left else "")
 
     def ask(self, request: Any, model: str, wish: DemoRequest) -> Iterator[DemoState]:
-        """Answer three ways.
-
-        Args:
-            request: of whom; Gradio's.
-            model: its name.
-            wish: what is asked for.
-
-        Yields:
-            Scenes; the last one says what went wrong, if something did.
-        """
+        """Answer three ways."""
         yield from self._guarded(
             EMPTY, request, lambda store: compare(self.shelf.take(model), store, wish, self.visitors.limits)
         )
 
     def move(self, request: Any, model: str, wish: DemoRequest, scene: DemoState) -> Iterator[DemoState]:
-        """Blend once more at another ratio or with another selector, if something was asked before.
-
-        Args:
-            request: of whom; Gradio's.
-            model: its name.
-            wish: what is asked for now.
-            scene: what is shown.
-
-        Yields:
-            Scenes.
-        """
+        """Blend once more at another ratio or with another selector, if something was asked before."""
         if scene.panels[0].state != "done":
             yield scene
             return

@@ -46,24 +46,11 @@ class Limits:
     visitors: int = 16
 
     def most_tokens(self, token_bytes: int) -> int:
-        """How many tokens a prompt may have, so that a visitor's store holds all of it.
-
-        Args:
-            token_bytes: K and V of one token, all layers.
-        """
+        """How many tokens a prompt may have, so that a visitor's store holds all of it."""
         return min(self.prompt_tokens, int(FILLED * self.store_bytes) // token_bytes)
 
     def check_letters(self, documents: str, question: str, are_files: bool = False) -> None:
-        """Refuse what is empty or too long, before anything is computed.
-
-        Args:
-            documents: all of them.
-            question: the question.
-            are_files: whether the documents are files that pieces are retrieved from.
-
-        Raises:
-            PromptError: what is wrong, and what to do.
-        """
+        """Refuse what is empty or too long, before anything is computed."""
         if not documents.strip():
             where = "no file was read. Upload some" if are_files else "the box is empty. Pick a story, or write one"
             raise PromptError(f"there is no document: {where}.")

@@ -5,18 +5,17 @@
 import re
 from dataclasses import dataclass
 from functools import cache
+from html import unescape
 from typing import Any
 
 from hf_blend import BlendConfig, plugins
-from hf_blend.errors import PluginNotFoundError, PromptError, suggest
+from hf_blend.errors import PluginNotFoundError, PromptError, import_extra, suggest
 
-from ..answering import blend_config
+from ..answering import blend_config, ids_of, request
 from ..asking import Asked
 from ..bundled import handbook_questions
 from ..documents import Document
-from ..prompting import ids_of, request
-from ..retrieving import TOP_K, Retriever
-from ..splitting import Splitter
+from ..retrieving import TOP_K, Retriever, Splitter
 from .shelf import Loaded
 from .visitors import Limits
 
@@ -107,3 +106,15 @@ def _known_answer(wish: DemoRequest) -> str | None:
             found: str | None = story["questions"].get(wish.question.strip())
             return found
     return None
+
+
+ANSWER = re.compile(r'data-method="([^"]+)" data-state="done".*?class="hb-answer">(.*?)</p>', re.DOTALL)
+
+
+def first_answers(url: str, model: str) -> dict[str, str]:
+    """Ask the question that the page opened with."""
+    client = import_extra("gradio_client", extra="demo", wanted_by="checking the page").Client(url, verbose=False)
+    wish = first_wish()
+    how = (wish.recompute_ratio, wish.selector)
+    shown = client.predict(model, wish.documents, wish.question, *how, api_name="/ask")
+    return {method: unescape(text) for value in shown for method, text in ANSWER.findall(str(value))}

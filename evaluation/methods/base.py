@@ -24,7 +24,7 @@ from hf_blend.prefill.report import BlendReport
 from hf_blend.prompt.pieces import Prompt, batch
 from hf_blend.prompt.tokenizer import front_ids
 
-from ..answering import AttentionObserver
+from ..answering import AnswerStreamer
 from ..tasks.base import Sample
 
 
@@ -95,7 +95,7 @@ class EvalMethod(ABC):
 
         Shapes: inputs `[batch, tokens]`.
         """
-        width, listener = inputs["input_ids"].shape[1], AttentionObserver(self.tokenizer)
+        width, listener = inputs["input_ids"].shape[1], AnswerStreamer(self.tokenizer)
         if wanted is not None:
             cache.activate_past_recording()  # or windows could not be cropped
         made = self.model.generate(

@@ -5,7 +5,7 @@
 What a token lacks when its chunk is computed alone often shows in the token itself: "that animal" with no animal
 before it, "she" with no name. A probe reads it off the stored values of a few layers, which do not depend on the
 position, and predicts the deviation that `oracle` would see. It is fitted for one model by
-`hf_blend.evaluation.fitting`, from a few prompts, by ridge regression. Unlike `kv-deviation` it needs no layer
+`benchmarks/fitting.py`, from a few prompts, by ridge regression. Unlike `kv-deviation` it needs no layer
 computed in full, and unlike `query-attention` it does not know the question.
 
 Source: ours. The target is CacheBlend's (arXiv 2405.16444), predicted instead of measured.
@@ -41,7 +41,7 @@ class Learned(Selector):
         if not self.options["path"]:
             raise ConfigError(
                 f"Learned has path={self.options['path']!r}, expected the file of a probe. Fit one for the model with "
-                "python -m hf_blend.evaluation.fitting; the rule that needs no probe is the selector value-norm."
+                "python benchmarks/fitting.py; the rule that needs no probe is the selector value-norm."
             )
 
     def score(self, view: TokenView) -> Tensor:
@@ -103,4 +103,4 @@ def _read_probe(path: str, *state: int) -> dict[int, Tensor]:
 
 
 def _unreadable(path: str, error: Exception) -> ConfigError:
-    return ConfigError(f"the probe {path!r} cannot be read: {error}. Expected a file of evaluation.fitting.")
+    return ConfigError(f"the probe {path!r} cannot be read: {error}. Expected a file of benchmarks/fitting.py.")

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fit the probe of the selector `learned` to one model, from prompts that it will not be measured on.
 
-python -m hf_blend.evaluation.fitting --model chains --task chain-world --output probe.safetensors
+python benchmarks/fitting.py --task musique --output probe.safetensors
 
 Every prompt is computed in full, and every chunk of it alone. The target is how far a token's values move, relative to
 their size, summed over all layers, in logarithm; the features are the values of the chunk computed alone, in the first
@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_blend import plugins
+from hf_blend.evaluation.bundled import load_model
+from hf_blend.evaluation.tasks.base import Sample
 from hf_blend.model.anatomy import default_sink
 from hf_blend.model.capture import capture
-
-from .bundled import load_model
-from .tasks.base import Sample
 
 LAYERS = (0, 1, 2, 3)
 _FLOOR = 1e-4  # of a relative squared deviation: below it nothing moved

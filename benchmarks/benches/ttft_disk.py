@@ -18,30 +18,28 @@ from torch import nn
 
 from hf_blend import ChunkStore, plugins
 from hf_blend.config import BlendConfig
+from hf_blend.evaluation.bench.shapes import text_config, timed_model
+from hf_blend.evaluation.bench.store import forget as forget_entries
+from hf_blend.evaluation.bench.ttft import TtftPlan, _pieces, _run, machine
+from hf_blend.evaluation.throttled import ThrottledTier
 from hf_blend.loading.controller import advise
 from hf_blend.loading.profile import bytes_per_second, profile_of
-
-from ..throttled import ThrottledTier
-from .shapes import text_config, timed_model
-from .store import forget as forget_entries
-from .ttft import TtftPlan, _pieces, _run, machine
 
 GB = 1e9
 WAYS = ("load", "compute", "sequential", "pipelined")
 
 
 @dataclass(frozen=True)
-class DiskPlan:
-    """What is measured."""
+class DiskPlan(TtftPlan):
+    """What is measured: the rates in GB/s, 0 for the disk's own; whether files are forgotten before each run."""
 
-    ttft: TtftPlan
     rates: tuple[float, ...] = (0.5, 1.0, 4.0, 0.0)
-    cold: bool = True
+    cold: int = 1
 
 
 def measure_ttft_disk(plan: DiskPlan, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
     """Measure every way at every rate."""
-    given = plan.ttft
+    given = plan
     model = timed_model(given.shape, given.dtype, given.device, given.seed)
     pieces = _pieces(given, text_config(model).vocab_size)
     lengths = (given.chunks * given.chunk_tokens // 2, given.chunks * given.chunk_tokens)
@@ -53,13 +51,13 @@ def measure_ttft_disk(plan: DiskPlan, progress: Callable[[str], None] | None = N
             if progress:
                 progress(f"{rate or 'unthrottled'} GB/s")
             rows.append(_row(model, pieces, plan, rate, Path(folder), profile))
-    return {"machine": {**machine(given), "cold": plan.cold}, "rows": rows}
+    return {"machine": {**machine(given), "cold": bool(plan.cold)}, "rows": rows}
 
 
 def _row(
     model: nn.Module, pieces: dict[str, Any], plan: DiskPlan, rate: float, folder: Path, profile: Any
 ) -> dict[str, Any]:
-    given, ratio = plan.ttft, plan.ttft.ratios[0]
+    given, ratio = plan, plan.ratios[0]
     disk = plugins.load("store.tiers", "disk")(folder / "store", durable=False)
     tier = ThrottledTier(disk, rate * GB) if rate else disk
     memory = ChunkStore.open("memory://", memory_bytes=64 << 30)
