@@ -4,7 +4,7 @@
 
 import lines
 
-MOST = {"hf_blend": 34_000, "wheel": 42_300, "tests": 34_900}
+MOST = {"hf_blend": 34_300, "wheel": 42_600, "tests": 35_300}
 
 
 def test_lines_of_library_package_and_tests_do_not_grow():
