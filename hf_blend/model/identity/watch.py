@@ -99,7 +99,10 @@ class StructureWatch:
         if has_moving_rotary_tables(model):
             for note in self._modules:
                 buffers = note.frozen[1]  # see `_counted`
-                buffers.update({name: _Moving() for name in buffers if name.endswith("inv_freq")})
+                moving = {name: _Moving() for name in buffers if name.endswith("inv_freq")}
+                buffers.update(moving)
+                if moving:  # the tensor goes away when the frequencies change, and the model is the same
+                    note.ids, note.alive = None, ()
         self._objects, seen = list[_Note](), {id(module) for module in model.modules()}
         found += configs_inside(getattr(model, "config", None))
         while found:
