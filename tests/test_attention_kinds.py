@@ -11,19 +11,16 @@ from tiny_models import tiny_model as zoo_model
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from hf_blend import BlendCache, ChunkStore
 from hf_blend.errors import UnsupportedModelError
 from hf_blend.prefill import row_masks
 from hf_blend.verify.full_recompute import fused_ratio
 from hf_blend.verify.model_under_test import ModelUnderTest
+from tests.asking import generated, prefill, prepared
 from tests.conftest import slow_but
 
-GREEDY = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
 BATCH = ({"chunks": (17, 23, 31)}, {"chunks": (29,), "seed": 1})
 FLASH = "flash_attention_2"
-everywhere = pytest.mark.parametrize(
-    ("family", "batch"), [("llama", 1), ("llama", 2), ("mistral", 2), ("gemma3_text", 2)]
-)
+everywhere = pytest.mark.parametrize(("family", "batch"), [("llama", 1), ("mistral", 2), ("gemma3_text", 2)])
 
 
 def flash(module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, **_):
@@ -55,25 +52,15 @@ def flash_model(monkeypatch):
     return build
 
 
-def prepared(model, tokenizer, requests, **settings):
-    cache = BlendCache(model, ChunkStore.open("memory://"), **settings)
-    given = requests[0] if len(requests) == 1 else {name: [one[name] for one in requests] for name in requests[0]}
-    return cache, cache.inputs(tokenizer, **given)
-
-
-def run(model, inputs, cache=None):
-    return model.generate(**inputs, past_key_values=cache, **GREEDY)
-
-
 @everywhere
-def test_flash_attention_goes_through_sdpa_and_says_so_once(
-    flash_model, pieces, tokenizer, untouched, caplog, family, batch
+def test_flash_attention_goes_through_sdpa_for_scattered_rows_and_says_so_once(
+    flash_model, pieces, untouched, caplog, family, batch
 ):
     model, requests = flash_model(family), [pieces(**one) for one in BATCH[:batch]]
     with untouched(model), caplog.at_level(logging.WARNING):
         for _ in range(2):
-            cache, inputs = prepared(model, tokenizer, requests, recompute_ratio=1.0)
-            assert torch.equal(run(model, inputs, cache), run(model, inputs))
+            cache, inputs = prepared(model, *requests, recompute_ratio=1.0)
+            assert torch.equal(generated(model, inputs, cache), generated(model, inputs))
             assert cache.report.reusable_tokens > 0
     told = [record.message for record in caplog.records if "scattered rows" in record.message]
     assert len(told) == 1
@@ -82,22 +69,19 @@ def test_flash_attention_goes_through_sdpa_and_says_so_once(
 
 @torch.no_grad()
 @pytest.mark.parametrize(("family", "batch"), [("llama", 1), ("gemma3_text", 2)])
-def test_with_flash_attention_scattered_rows_are_those_of_sdpa(flash_model, pieces, tokenizer, family, batch):
+def test_with_flash_attention_scattered_rows_are_those_of_sdpa(flash_model, pieces, family, batch):
     results, stock = [], zoo_model(family)
     stock.set_attn_implementation("sdpa")
     for model in (flash_model(family), stock):
-        cache, inputs = prepared(model, tokenizer, [pieces(**one) for one in BATCH[:batch]], recompute_ratio=0.3)
-        cache.get_seq_length()
-        places = (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0)
-        logits = model(**inputs, position_ids=places, past_key_values=cache, logits_to_keep=1).logits
-        results.append((logits, cache.report.chosen_columns))
+        cache, inputs = prepared(model, *(pieces(**one) for one in BATCH[:batch]), recompute_ratio=0.3)
+        results.append((prefill(model, inputs, cache), cache.report.chosen_columns))
     assert (results[0][0] - results[1][0]).abs().max() <= 1e-5
     assert results[0][1] == results[1][1]
 
 
-def test_flash_attention_with_what_sdpa_lacks_is_refused(flash_model, pieces, tokenizer):
+def test_flash_attention_with_what_sdpa_lacks_is_refused(flash_model, pieces):
     with pytest.raises(UnsupportedModelError, match=rf"(?s){FLASH} with softcap.*attn_implementation='eager'"):
-        prepared(flash_model("gemma2"), tokenizer, [pieces()])
+        prepared(flash_model("gemma2"), pieces())
 
 
 @pytest.fixture
@@ -117,14 +101,10 @@ def flex_model(family):
 @pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile.*")
 @everywhere
 @torch.no_grad()
-def test_flex_attention_is_exact(pieces, tokenizer, uncompiled, family, batch):
+def test_flex_attention_is_exact(pieces, uncompiled, family, batch):
     model, requests = flex_model(family), [pieces(**one) for one in BATCH[:batch]]
-    cache, inputs = prepared(model, tokenizer, requests, recompute_ratio=1.0)
-    places = (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0)
-    cache.get_seq_length()
-    got = model(**inputs, position_ids=places, past_key_values=cache, logits_to_keep=1).logits
-    wanted = model(**inputs, position_ids=places, logits_to_keep=1).logits
-    assert (got - wanted).abs().max() <= 1e-5
+    cache, inputs = prepared(model, *requests, recompute_ratio=1.0)
+    assert (prefill(model, inputs, cache) - prefill(model, inputs)).abs().max() <= 1e-5
     assert cache.report.reusable_tokens > 0
 
 

@@ -75,17 +75,21 @@ def climbed(name: str, how: str, folder: Any, rungs: tuple[str, ...] = RUNGS) ->
     assert max(rung.max_abs_error for rung in found if rung.name in EXACT) <= 1e-5
 
 
-def test_the_ladder_holds_where_some_layers_are_offloaded(tmp_path):
-    climbed("llama", "map", tmp_path, TELLING)
+@pytest.mark.parametrize(
+    ("name", "where", "checks"),
+    [
+        ("llama", "map", TELLING),
+        *(
+            pytest.param(name, where, RUNGS, marks=pytest.mark.slow)
+            for name, where in (("llama", "cpu"), ("gemma3_text", "disk"), ("gpt_neox", "map"), ("mixtral", "disk"))
+        ),
+    ],
+)
+def test_checks_hold_wherever_layers_are(name, where, checks, tmp_path):
+    climbed(name, where, tmp_path, checks)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_neox", "mixtral"])
-def test_the_ladder_holds_wherever_layers_are(name, how, tmp_path):
-    climbed(name, how, tmp_path)
-
-
-def test_it_is_the_same_model_with_the_same_chunks_and_the_same_text(how, tmp_path):
+def test_fingerprint_chunks_and_text_of_a_dispatched_model_are_the_same(how, tmp_path):
     whole, store = tiny_model("llama"), ChunkStore.open("memory://")
     model = offloaded(copy.deepcopy(whole), how, tmp_path)
     assert fingerprint.fingerprint(model) == fingerprint.fingerprint(whole)
@@ -100,7 +104,7 @@ def test_it_is_the_same_model_with_the_same_chunks_and_the_same_text(how, tmp_pa
     assert torch.equal(got, whole.generate(cache.inputs(None, **PIECES)["input_ids"], **GREEDY))
 
 
-def test_offloaded_weights_are_read_for_the_fingerprint_once(how, tmp_path, monkeypatch):
+def test_fingerprint_reads_offloaded_weights_once(how, tmp_path, monkeypatch):
     model = dispatched("llama", how, tmp_path)
     asked(model)
     read, checksum = [], weights.checksum
@@ -114,7 +118,7 @@ def test_offloaded_weights_are_read_for_the_fingerprint_once(how, tmp_path, monk
     assert read
 
 
-def test_the_hooks_of_accelerate_stay_and_work_after_an_exception_too(how, tmp_path, monkeypatch):
+def test_hooks_of_accelerate_stay_and_work_after_an_exception_too(how, tmp_path, monkeypatch):
     model = dispatched("llama", how, tmp_path)
     _, wanted = asked(model)
     hooks = {name: (module._hf_hook, module.forward) for name, module in model.named_modules() if _has_hook(module)}
@@ -132,7 +136,7 @@ def test_the_hooks_of_accelerate_stay_and_work_after_an_exception_too(how, tmp_p
     assert torch.equal(asked(model)[1], wanted)
 
 
-def test_a_model_is_loaded_with_a_device_map_that_names_the_disk(tmp_path):
+def test_device_map_that_names_the_disk(tmp_path):
     from transformers import AutoModelForCausalLM
 
     whole = tiny_model("qwen3")
@@ -148,7 +152,7 @@ def test_a_model_is_loaded_with_a_device_map_that_names_the_disk(tmp_path):
     assert fingerprint.fingerprint(model) == fingerprint.fingerprint(whole.eval())
 
 
-def test_a_model_without_weights_is_refused_with_the_remedy():
+def test_input_device_refuses_a_model_without_weights_with_the_remedy():
     model = tiny_model("llama").to("meta")
     with pytest.raises(UnsupportedModelError, match=r"embeddings of LlamaForCausalLM.*meta.*Load the weights"):
         input_device(model)

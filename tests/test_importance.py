@@ -54,7 +54,7 @@ def stock_scores(model, ids, rows, layers, first=None):
 
 
 @pytest.mark.parametrize("rows", [16, 2])
-def test_what_the_store_is_told_is_the_attention_of_the_question(model, monkeypatch, untouched, rows):
+def test_note_gets_the_attention_of_the_question(model, monkeypatch, untouched, rows):
     monkeypatch.setattr(noting, "LAYERS", 100)
     monkeypatch.setattr(noting, "ROWS", rows)
     store = ChunkStore.open("memory://", eviction="importance")
@@ -72,7 +72,7 @@ def test_what_the_store_is_told_is_the_attention_of_the_question(model, monkeypa
         assert told[tuple(chunk)][0][1] == pytest.approx(float(part.mean()), abs=1.01 / len(chunk))
 
 
-def test_in_a_further_turn_the_store_is_told_of_the_attention_to_the_chunks_of_that_turn(model, monkeypatch):
+def test_note_gets_the_attention_to_the_chunks_of_a_further_turn(model, monkeypatch):
     monkeypatch.setattr(noting, "LAYERS", 100)
     store = ChunkStore.open("memory://", eviction="importance")
     first = {"prefix": [5, 6], "chunks": [list(range(90, 60, -1))], "question": [3, 4]}
@@ -89,7 +89,7 @@ def test_in_a_further_turn_the_store_is_told_of_the_attention_to_the_chunks_of_t
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.3])
-def test_gathering_changes_no_token_and_asks_for_no_recompute(model, monkeypatch, ratio):
+def test_note_changes_no_token_and_asks_for_no_recompute(model, monkeypatch, ratio):
     settings = {"recompute_ratio": ratio, **({} if ratio else {"selector": "none"})}
     plain, store = ChunkStore.open("memory://"), ChunkStore.open("memory://", eviction="importance")
     for one in (plain, store):
@@ -104,7 +104,7 @@ def test_gathering_changes_no_token_and_asks_for_no_recompute(model, monkeypatch
     assert not plain.reads_importance
 
 
-def test_every_prompt_of_a_batch_reports_its_own_question(model, monkeypatch):
+def test_note_gets_the_question_of_each_prompt_of_a_batch(model, monkeypatch):
     store = ChunkStore.open("memory://", eviction="importance")
     asked(model, store, recompute_ratio=0.3)
     alone = []
@@ -122,7 +122,7 @@ def test_every_prompt_of_a_batch_reports_its_own_question(model, monkeypatch):
         torch.testing.assert_close(first, alone[0][chunk][0][0], rtol=1e-3, atol=1e-3)
 
 
-def test_importance_outlives_eviction_and_restarts_and_orders_victims(model, tmp_path):
+def test_importance_outlives_eviction_and_restarts(model, tmp_path):
     given = {"eviction": "importance", "memory_bytes": 0}
     with ChunkStore.open(tmp_path, **given) as store:
         asked(model, store, recompute_ratio=0.0, selector="none")
@@ -151,7 +151,7 @@ def key_of(model, store):
     return lambda chunk: ChunkKey(fingerprint(model), (1,), tuple(chunk), store.namespace)
 
 
-def test_averages_are_bounded_forget_the_oldest_and_survive_damage(tmp_path):
+def test_token_importance_is_bounded_forgets_the_oldest_and_survives_damage(tmp_path):
     path = tmp_path / "index" / "a.importance"
     known = TokenImportance(path, cap_tokens=100)
     for number in range(5):

@@ -13,7 +13,7 @@ import torch
 from accelerate import cpu_offload, disk_offload
 from tiny_models import tiny_model as zoo_model
 
-from hf_blend import BlendCache, BlendConfig, ChunkStore, ConfigError
+from hf_blend import BlendCache, BlendConfig, ConfigError
 from hf_blend.cache.layers import BlendLayer
 from hf_blend.errors import OffloadError
 from hf_blend.offload import memory as placing
@@ -22,10 +22,12 @@ from hf_blend.offload.memory import GROW_TOKENS, KVMemory
 from hf_blend.offload.states import Folder, States
 from hf_blend.sparse.partial.loading import partial_loading
 from hf_blend.sparse.partial.store import PartialStore
+from tests.asking import GREEDY, memory
+from tests.asking import LONG as PIECES
+from tests.asking import asked as answered
 
 LAYERS, ROW = 12, 2 * 2 * 16 * 4  # of the long model; bytes of K and V of a token in a layer
-GREEDY = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
-PIECES = {"prefix": [1, 4, 5], "chunks": [list(range(10, 90)), list(range(20, 85))], "question": [5, 6, 7, 8]}
+WAYS = {**GREEDY, "max_new_tokens": 12}
 LONG = {
     "prefix": [1, 4, 5],
     "chunks": [[(7 * place + chunk) % 120 + 3 for place in range(250)] for chunk in range(4)],
@@ -45,9 +47,8 @@ def long_model(tiny_model):
     return tiny_model(num_hidden_layers=LAYERS, max_position_embeddings=2048)
 
 
-def asked(model, store, pieces=PIECES, ways=GREEDY, **settings):
-    cache = BlendCache(model, store, **settings)
-    return cache, model.generate(**cache.inputs(None, **pieces), past_key_values=cache, **ways)
+def asked(model, store, pieces=PIECES, ways=WAYS, **settings):
+    return answered(model, pieces, store=store, ways=ways, **settings)
 
 
 def files(folder):
@@ -75,37 +76,36 @@ class Live:
             self.peak = max(self.peak, sum(found.values()))
 
 
-def test_a_prompt_of_four_times_the_memory_gives_the_same_text_within_the_memory(long_model, untouched, tmp_path):
-    store = ChunkStore.open("memory://")
-    ways = GREEDY
-    _, expected = asked(long_model, store, LONG, ways)
+def test_max_memory_holds_a_prompt_of_four_times_its_size_and_the_text_is_the_same(long_model, untouched, tmp_path):
+    store = memory()
+    _, expected = asked(long_model, store, LONG)
     limit = KV_BYTES // 4
     with untouched(long_model):
         cache = BlendCache(
             long_model, store, kv_device_map="auto", max_memory={"cpu": limit}, offload_folder=str(tmp_path)
         )
-        got = long_model.generate(**cache.inputs(None, **LONG), past_key_values=cache, **ways)
+        got = long_model.generate(**cache.inputs(None, **LONG), past_key_values=cache, **WAYS)
     assert torch.equal(got, expected)
     assert cache.report.reusable_tokens == 1000
-    memory = cache.kv_memory
+    held = cache.kv_memory
     layer = (TOKENS + 12 + 2 * GROW_TOKENS) * ROW
-    assert memory.peak_resident_bytes <= limit + layer, "a layer beyond: the one read ahead"
-    assert list(memory.device_map.values()).count("cpu") == 1
-    assert list(memory.device_map.values()).count("disk") == 11
-    assert memory.loads >= 11 * 11
-    assert memory.prefetched >= memory.loads - 12
-    assert memory.disk_bytes > 10 * TOKENS * ROW
+    assert held.peak_resident_bytes <= limit + layer, "a layer beyond: the one read ahead"
+    assert list(held.device_map.values()).count("cpu") == 1
+    assert list(held.device_map.values()).count("disk") == 11
+    assert held.loads >= 11 * 11
+    assert held.prefetched >= held.loads - 12
+    assert held.disk_bytes > 10 * TOKENS * ROW
     live = Live(long_model, TOKENS)
-    long_model.generate(got, past_key_values=cache, **{**GREEDY, "max_new_tokens": 3})
+    long_model.generate(got, past_key_values=cache, **{**WAYS, "max_new_tokens": 3})
     for handle in live.handles:
         handle.remove()
     assert 2 * TOKENS * ROW <= live.peak <= limit + layer, "the counter is right: the tensors themselves are no more"
-    del cache, memory
+    del cache, held
     assert list(tmp_path.iterdir()) == [], "what was offloaded is deleted with the cache"
 
 
 @pytest.mark.parametrize("place", ["disk", "cpu"])
-def test_a_layer_that_is_away_is_a_layer_whatever_is_done_with_it(tmp_path, monkeypatch, place):
+def test_offloaded_layer_is_a_blend_layer_whatever_is_done_with_it(tmp_path, monkeypatch, place):
     monkeypatch.setattr(placing, "_is_same", lambda *_: False)  # as if a GPU computed, and "cpu" were another place
     torch.manual_seed(0)
 
@@ -162,7 +162,7 @@ def test_a_layer_that_is_away_is_a_layer_whatever_is_done_with_it(tmp_path, monk
     assert files(tmp_path) == []
 
 
-def test_a_step_writes_no_more_than_its_own_tokens(model, tmp_path, monkeypatch):
+def test_decoding_step_writes_no_more_than_its_own_tokens(model, tmp_path, monkeypatch):
     written, write = [], States._write
 
     def noted(self, name, data, offset):
@@ -171,7 +171,7 @@ def test_a_step_writes_no_more_than_its_own_tokens(model, tmp_path, monkeypatch)
 
     monkeypatch.setattr(States, "_write", noted)
     places = dict.fromkeys(range(4), "disk")
-    ways, store = {**GREEDY, "max_new_tokens": 80}, ChunkStore.open("memory://")
+    ways, store = {**WAYS, "max_new_tokens": 80}, memory()
     cache, _ = asked(model, store, ways=ways, kv_device_map=places, offload_folder=tmp_path)
     tokens = sum(written) / (ROW * 4)
     assert tokens == 3 + 80 + 65 + 4 + GROW_TOKENS, "each token once, the last ones not yet"
@@ -179,33 +179,32 @@ def test_a_step_writes_no_more_than_its_own_tokens(model, tmp_path, monkeypatch)
     assert cache.kv_memory.disk_bytes == sum(written)
 
 
-@pytest.mark.parametrize("how", ["greedy", "beams", "assisted", "batch", "sampling", "bfloat16"])
-def test_the_text_is_the_same_in_every_way_of_decoding(model, tiny_model, tmp_path, how):
-    store, ways, pieces = ChunkStore.open("memory://"), dict(GREEDY), PIECES
+@pytest.mark.parametrize("how", ["beams", "assisted", "batch", "sampling in bfloat16"])
+def test_kv_device_map_gives_the_same_text_in_every_way_of_decoding(model, tiny_model, tmp_path, how):
+    store, ways, pieces = memory(), dict(WAYS), PIECES
     if how == "beams":
         ways |= {"num_beams": 3}
     if how == "assisted":
         ways |= {"assistant_model": tiny_model(num_hidden_layers=2)}
-    if how == "sampling":
+    if how == "sampling in bfloat16":
         ways |= {"do_sample": True, "top_k": 20}
-    if how == "bfloat16":
         model = copy.deepcopy(model).to(torch.bfloat16)
     if how == "batch":
         chunks = [PIECES["chunks"], [[9, 8, 7] * 30, [4, 5] * 20]]
-        pieces = {**PIECES, "chunks": chunks, "question": [[5, 6, 7], [8, 9]]}
-    torch.manual_seed(3)
-    _, expected = asked(model, store, pieces, ways)
-    places = {0: "disk", 1: "cpu", 2: "disk", 3: "disk"}
-    torch.manual_seed(3)
-    cache, got = asked(model, store, pieces, ways, kv_device_map=places, offload_folder=tmp_path)
-    assert torch.equal(got, expected)
+        pieces = {**PIECES, "prefix": [[1, 4, 5]] * 2, "chunks": chunks, "question": [[5, 6, 7], [8, 9]]}
+    texts = []
+    for settings in ({}, {"kv_device_map": {0: "disk", 1: "cpu", 2: "disk", 3: "disk"}, "offload_folder": tmp_path}):
+        torch.manual_seed(3)
+        cache, text = asked(model, store, pieces, ways, **settings)
+        texts.append(text)
+    assert torch.equal(*texts)
     assert cache.kv_memory.disk_bytes > 0
 
 
-@pytest.mark.parametrize("selector", ["kv-deviation", "query-attention", "attention-x-deviation"])
-def test_a_conversation_goes_on_in_offloaded_kv(model, tmp_path, selector):
-    store = ChunkStore.open("memory://")
-    ways, texts = {**GREEDY, "max_new_tokens": 10}, []
+@pytest.mark.parametrize("selector", ["kv-deviation", "attention-x-deviation"])
+def test_history_goes_on_in_offloaded_kv(model, tmp_path, selector):
+    store = memory()
+    ways, texts = {**WAYS, "max_new_tokens": 10}, []
     places = dict.fromkeys(range(4), "disk")
     for settings in ({}, {"kv_device_map": places, "offload_folder": str(tmp_path)}):
         cache = BlendCache(model, store, selector=selector, **settings)
@@ -219,8 +218,8 @@ def test_a_conversation_goes_on_in_offloaded_kv(model, tmp_path, selector):
 
 
 @pytest.mark.parametrize("how", ["cpu", "disk"])
-def test_a_model_that_accelerate_offloads_decodes_from_offloaded_kv(tiny_model, tmp_path, how):
-    model, store, ways = tiny_model(), ChunkStore.open("memory://"), GREEDY
+def test_kv_device_map_of_a_model_that_accelerate_offloads(tiny_model, tmp_path, how):
+    model, store, ways = tiny_model(), memory(), WAYS
     _, expected = asked(model, store, ways=ways)
     if how == "cpu":
         cpu_offload(model, torch.device("cpu"))
@@ -234,8 +233,8 @@ def test_a_model_that_accelerate_offloads_decodes_from_offloaded_kv(tiny_model, 
     assert forwards == {name: module.forward for name, module in model.named_modules() if hasattr(module, "_hf_hook")}
 
 
-def test_windows_stay_and_what_grows_goes_away(tmp_path):
-    model, store = zoo_model("gemma3_text"), ChunkStore.open("memory://")
+def test_kv_device_map_leaves_windows_where_they_are(tmp_path):
+    model, store = zoo_model("gemma3_text"), memory()
     _, expected = asked(model, store)
     limits = {"kv_device_map": "auto", "max_memory": {"cpu": 0}, "offload_folder": str(tmp_path)}
     cache, got = asked(model, store, **limits)
@@ -244,67 +243,52 @@ def test_windows_stay_and_what_grows_goes_away(tmp_path):
     assert 0 < len(cache.kv_memory.device_map) < len(cache.layers)
 
 
-def test_a_damaged_file_is_refused_and_the_model_and_the_cache_are_left_usable(model, untouched, tmp_path):
-    store = ChunkStore.open("memory://")
+def test_damaged_file_is_refused_and_the_model_and_the_cache_stay_usable(model, untouched, tmp_path):
+    store = memory()
     _, expected = asked(model, store)
     cache = BlendCache(model, store, kv_device_map={1: "disk", 3: "disk"}, offload_folder=str(tmp_path))
     with untouched(model):
-        text = model.generate(**cache.inputs(None, **PIECES), past_key_values=cache, **{**GREEDY, "max_new_tokens": 2})
+        text = model.generate(**cache.inputs(None, **PIECES), past_key_values=cache, **{**WAYS, "max_new_tokens": 2})
         [path] = tmp_path.rglob("layer.3.values.dat")
         with path.open("r+b") as file:
             file.seek(1234)
             file.write(b"\x55\xaa")
         message = r"tokens 0 to .* of layer\.3\.values.* not what was written.*reset\(\)"
         with pytest.raises(OffloadError, match=message):
-            model.generate(text, past_key_values=cache, **GREEDY)
+            model.generate(text, past_key_values=cache, **WAYS)
     cache.reset()
     assert files(tmp_path) == []
-    got = model.generate(**cache.inputs(None, **PIECES), past_key_values=cache, **GREEDY)
+    got = model.generate(**cache.inputs(None, **PIECES), past_key_values=cache, **WAYS)
     assert torch.equal(got, expected)
 
 
-def test_a_failed_forward_leaves_what_was_there_before(model, untouched, tmp_path, monkeypatch):
-    store = ChunkStore.open("memory://")
-    cache = BlendCache(model, store, kv_device_map=dict.fromkeys(range(4), "disk"), offload_folder=str(tmp_path))
-    ways = {**GREEDY, "max_new_tokens": 4}
-    first = model.generate(**cache.inputs(None, **PIECES), past_key_values=cache, **ways)
-    before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
-    with untouched(model), monkeypatch.context() as patch:
-        more = cache.inputs(None, chunks=[list(range(30, 100))], question=[3, 4], history=first)
-        patch.setattr(model.model.layers[2].mlp, "forward", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            model.generate(**more, past_key_values=cache, **ways)
-    for layer, (keys, values) in zip(cache.layers, before, strict=True):
-        assert torch.equal(layer.keys, keys)
-        assert torch.equal(layer.values, values)
-
-
-@pytest.mark.parametrize("written", [1, 2, 3])
-def test_a_write_that_fails_leaves_what_was_there_before_and_the_turn_can_be_asked_again(model, tmp_path, written):
-    cache = BlendCache(model, ChunkStore.open("memory://"), kv_device_map={1: "disk", 2: "disk"},
-                       offload_folder=str(tmp_path), recompute_ratio=1.0)  # fmt: skip
-    first = model.generate(**cache.inputs(None, **PIECES), past_key_values=cache, **GREEDY)
+@pytest.mark.parametrize("failing", ["a layer", 1, 3])
+def test_forward_or_write_that_fails_leaves_what_was_there_and_can_be_asked_again(model, untouched, tmp_path, failing):
+    places = {"kv_device_map": {1: "disk", 2: "disk"}, "offload_folder": str(tmp_path)}
+    cache, first = asked(model, memory(), recompute_ratio=1.0, **places)
     turn = {"chunks": [list(range(30, 100))], "question": [3, 4]}
     before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
     write, writes = States._write, iter(range(100))
 
     def fill(self, name, data, offset):
-        if next(writes) == written:
+        if next(writes) == failing:
             write(self, name, data[: len(data) // 2], offset)
             raise OffloadError("the disk is full")
         write(self, name, data, offset)
 
-    more = cache.inputs(None, **turn, history=first)
-    with pytest.MonkeyPatch.context() as patch:
+    with untouched(model), pytest.MonkeyPatch.context() as patch:
+        more = cache.inputs(None, **turn, history=first)
         patch.setattr(States, "_write", fill)
-        with pytest.raises(OffloadError, match="full"):
-            model.generate(**more, past_key_values=cache, **GREEDY)
+        if failing == "a layer":
+            patch.setattr(model.model.layers[2].mlp, "forward", lambda *_: 1 / 0)
+        with pytest.raises((OffloadError, ZeroDivisionError)):
+            model.generate(**more, past_key_values=cache, **WAYS)
     for layer, (keys, values) in zip(cache.layers, before, strict=True):
         assert torch.equal(layer.keys, keys)
         assert torch.equal(layer.values, values)
     whole = torch.tensor([[*first[0].tolist(), *turn["chunks"][0], *turn["question"]]])
-    got = model.generate(**cache.inputs(None, **turn, history=first), past_key_values=cache, **GREEDY)
-    assert torch.equal(got, model.generate(whole, **GREEDY))
+    got = model.generate(**cache.inputs(None, **turn, history=first), past_key_values=cache, **WAYS)
+    assert torch.equal(got, model.generate(whole, **WAYS))
 
 
 def test_folders_of_processes_that_were_killed_are_swept_and_those_in_use_stay(tmp_path):
@@ -337,34 +321,30 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("which", REFUSED)
-def test_what_cannot_be_placed_is_refused_at_once(model, which):
-    settings, message = REFUSED[which]
-    with pytest.raises(ConfigError, match=message):
-        BlendCache(model, ChunkStore.open("memory://"), **settings)
+def test_kv_device_map_refuses_at_once_what_cannot_be_placed(model):
+    for settings, message in REFUSED.values():
+        with pytest.raises(ConfigError, match=message):
+            BlendCache(model, memory(), **settings)
+    with pytest.raises(ConfigError, match=r"BlendSlidingLayer.*Leave kv_device_map out"):
+        BlendCache(zoo_model("mistral"), memory(), kv_device_map="auto")
 
 
-def test_what_loads_a_part_of_the_kv_refuses_kv_that_is_brought_whole(model, tmp_path):
+def test_partial_loading_refuses_a_kv_device_map(model, tmp_path):
     store = PartialStore([])
     cache = BlendCache(model, store, kv_device_map={0: "disk"}, offload_folder=str(tmp_path))
     with pytest.raises(ConfigError, match=r"kv_device_map=.*Leave kv_device_map out"), partial_loading(model, cache):
         pass
 
 
-def test_a_model_of_windows_only_has_nothing_to_place():
-    with pytest.raises(ConfigError, match=r"BlendSlidingLayer.*Leave kv_device_map out"):
-        BlendCache(zoo_model("mistral"), ChunkStore.open("memory://"), kv_device_map="auto")
-
-
 @pytest.mark.parametrize(
     ("limits", "message"), [({"cpu": 0}, "offload_folder is None"), ({"cpu": 0, "disk": 10}, "10 there")]
 )
-def test_what_fits_nowhere_is_refused_before_it_is_written(model, limits, message, untouched):
+def test_max_memory_refuses_what_fits_nowhere_before_it_is_written(model, limits, message, untouched):
     with untouched(model), pytest.raises((ConfigError, OffloadError), match=message):
-        asked(model, ChunkStore.open("memory://"), kv_device_map="auto", max_memory=limits)
+        asked(model, memory(), kv_device_map="auto", max_memory=limits)
 
 
-def test_the_settings_survive_json(tmp_path):
+def test_kv_device_map_survives_json(tmp_path):
     config = BlendConfig(kv_device_map={4: "cuda:1", 5: 0, 6: "disk"}, offload_folder=tmp_path)
     again = BlendConfig.from_dict(json.loads(config.to_json()))
     assert again == config

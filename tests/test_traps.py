@@ -17,14 +17,15 @@ from transformers import AttentionInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_flash_attention_utils import _is_packed_sequence
 
-from hf_blend import BlendCache, ChunkStore
+from hf_blend import ChunkStore
 from hf_blend.model.anatomy import decoder_layers
 from hf_blend.model.identity.watch import StructureWatch
 from hf_blend.prefill import blend
 from hf_blend.rotary.regime import frequency_regime, stretches
+from tests.asking import GREEDY, PIECES, prefilled, prepared
+from tests.asking import prefill as logits
 
-GREEDY = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
-PIECES = {"prefix": [1, 4, 5], "chunks": [list(range(10, 40)), list(range(60, 85))], "question": [5, 6, 7, 8]}
+WAYS = {**GREEDY, "max_new_tokens": 12}
 OTHER = {"prefix": [1, 9], "chunks": [list(range(30, 50))], "question": [11, 12, 13]}
 LONGROPE = {
     "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0 + 0.1 * i for i in range(8)],
@@ -33,23 +34,9 @@ LONGROPE = {
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
 
 
-def prepared(model, *requests, store=None, **settings):
-    cache = BlendCache(model, ChunkStore.open("memory://") if store is None else store, **settings)
-    given = requests[0] if len(requests) == 1 else {name: [one[name] for one in requests] for name in requests[0]}
-    return cache, cache.inputs(None, **given)
-
-
-@torch.no_grad()
-def logits(model, inputs, cache):
-    cache.get_seq_length()
-    places = (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0)
-    return model(**inputs, position_ids=places, past_key_values=cache, logits_to_keep=1).logits
-
-
 def error(model, *requests, other=None, **settings):
     """How far a blended prefill with every token recomputed is from a plain one, of `other` if it is given."""
-    cache, inputs = prepared(model, *requests, **{"recompute_ratio": 1.0, **settings})
-    got = logits(model, inputs, cache)
+    cache, got, inputs = prefilled(model, *requests, **{"recompute_ratio": 1.0, **settings})
     assert cache.report.reusable_tokens > 0
     return float((got - logits(other or model, inputs, DynamicCache())).abs().max())
 
@@ -100,7 +87,7 @@ def test_positions_with_gaps_are_never_shown_to_flash_attention(monkeypatch):
     monkeypatch.setattr(StructureWatch, "is_same", lambda *_: True)  # `shown` is part of what foreign code holds
     cache, inputs = prepared(model, PIECES, recompute_ratio=0.3)
     shown.clear()
-    model.generate(**inputs, past_key_values=cache, **GREEDY)
+    model.generate(**inputs, past_key_values=cache, **WAYS)
     assert cache.report.chosen_columns[0]
     assert shown
     assert not [places for _, places in shown if places is not None and _is_packed_sequence(places, 1)]
@@ -114,24 +101,24 @@ def test_a_model_that_drops_a_cache_which_is_true_too_early_keeps_ours():
     assert stock, "the trap: empty and true"
     assert model.prepare_inputs_for_generation(inputs["input_ids"], **given).get("past_key_values") is None
     assert not cache
-    got = model.generate(**inputs, past_key_values=cache, **GREEDY)
+    got = model.generate(**inputs, past_key_values=cache, **WAYS)
     assert cache.get_seq_length() == got.shape[1] - 1
     assert cache.report.reusable_tokens > 0
-    assert torch.equal(got, model.generate(inputs["input_ids"], **GREEDY))
+    assert torch.equal(got, model.generate(inputs["input_ids"], **WAYS))
 
 
 def test_an_answer_that_crosses_into_long_factors_is_that_of_the_plain_model():
     model = phi3()
     short = {**PIECES, "chunks": [PIECES["chunks"][0], list(range(60, 74))]}
     cache, inputs = prepared(model, short, recompute_ratio=1.0)
-    assert inputs["input_ids"].shape[1] < 58 < inputs["input_ids"].shape[1] + GREEDY["max_new_tokens"]
-    got = model.generate(**inputs, past_key_values=cache, **GREEDY)
+    assert inputs["input_ids"].shape[1] < 58 < inputs["input_ids"].shape[1] + WAYS["max_new_tokens"]
+    got = model.generate(**inputs, past_key_values=cache, **WAYS)
     assert cache.report.reusable_tokens > 0
-    assert torch.equal(got, model.generate(inputs["input_ids"], **GREEDY))
+    assert torch.equal(got, model.generate(inputs["input_ids"], **WAYS))
 
 
 @pytest.mark.parametrize("requests", [[PIECES], [PIECES, OTHER]])
-def test_queries_that_are_scaled_by_their_place_are_scaled_by_their_own(requests, monkeypatch):
+def test_queries_that_are_scaled_by_their_position_are_scaled_by_their_own(requests, monkeypatch):
     model = zoo_model("llama4_text", floor_scale=4, attn_scale=0.5)
     for attention in ("eager", "sdpa"):
         model.set_attn_implementation(attention)
@@ -144,7 +131,7 @@ def test_chunked_attention_keeps_one_chunk_and_says_what_it_says_without_a_cache
     model = zoo_model("llama4_text", floor_scale=4, attn_scale=0.5)
     assert error(model, PIECES) <= 1e-5
     cache, inputs = prepared(model, PIECES, recompute_ratio=1.0)
-    long = {**GREEDY, "max_new_tokens": 40}
+    long = {**WAYS, "max_new_tokens": 40}
     got = model.generate(**inputs, past_key_values=cache, **long)
     assert torch.equal(got, model.generate(inputs["input_ids"], use_cache=False, **long))
     held = {"chunked_attention": model.config.attention_chunk_size - 1, "full_attention": got.shape[1] - 1}
