@@ -19,7 +19,7 @@ from typing import Any, Self
 
 from hf_blend import ChunkStore
 from hf_blend.errors import StoreError
-from hf_blend.store.header import hash_namespace
+from hf_blend.store.format import hash_namespace
 
 from .documents import Document, printable
 

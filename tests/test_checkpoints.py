@@ -3,8 +3,8 @@
 """A prompt that continues a saved prefix is what stock transformers makes of the whole, and damage is never used."""
 
 import copy
-import json
 import os
+import shutil
 import subprocess
 import sys
 from functools import cache
@@ -17,9 +17,10 @@ from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
 from hf_blend import BlendCache, ChunkStore, ConfigError, PromptError, StateCheckpoints, UnsupportedModelError
-from hf_blend.context import checkpoints, handed, stock_form
+from hf_blend.context import handed, stock_form
 from hf_blend.context.stock_form import StockForm
 from hf_blend.model.anatomy import stock_cache
+from tests.forging import sealed_header
 
 HYBRIDS = ("lfm2", "qwen3_next", "qwen3_5_text", "bamba", "falcon_h1", "nemotron_h", "granitemoehybrid", "jamba",
            "kimi_linear", "minimax", "zamba", "zamba2")  # fmt: skip
@@ -69,6 +70,11 @@ def test_logits_and_text_behind_a_saved_prefix_are_those_of_the_whole_prompt(tmp
     assert difference(model, resumed, ids) <= ALLOWED
     got = model.generate(ids, past_key_values=resumed, max_new_tokens=4, min_new_tokens=4)
     assert torch.equal(got, stock(model, ids)[1])
+
+
+def entries(folder):
+    """The files of saved prefixes, the shortest first: the end of a name is the number of tokens."""
+    return sorted(folder.rglob("*.safetensors"), key=lambda path: int(path.stem[-8:], 16))
 
 
 def saved_states(folder, model, ids=None):
@@ -186,7 +192,7 @@ def test_processes_that_share_a_bounded_folder_never_see_half_a_file(tmp_path):
     outputs = [process.communicate()[0].strip() for process in running]
     assert [process.returncode for process in running] == [0, 0, 0]
     assert outputs == ["True True 0 0"] * 3
-    assert not list(tmp_path.glob("*.tmp"))
+    assert not list(tmp_path.rglob("*.tmp"))
 
 
 @pytest.mark.slow
@@ -210,9 +216,9 @@ def test_no_damage_is_used_and_what_is_left_still_is(tmp_path):
     first = StateCheckpoints(model, tmp_path)
     cache = first.prefill(ids[:, :20])
     first.prefill(ids[:, :PREFIX])
-    short, long = sorted(tmp_path.iterdir(), key=lambda path: int(path.name.partition(".")[0]))
+    short, long = entries(tmp_path)
     intact = {path: path.read_bytes() for path in (short, long)}
-    contents = [b"", b"hello", b"hf_blend.checkpoint/1\n"]
+    contents = [b"", b"hello", b'{"__metadata__":{"format":"hf_blend.checkpoint/2"']
     content = intact[long]
     contents += [content[: len(content) * part // 7] for part in range(1, 7)] + [content[:-1], content + b"\0"]
     contents += [content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :] for at in range(0, len(content), 1501)]
@@ -247,17 +253,17 @@ HOLES = {
 
 def pretend(path, nbytes, size=None):
     """A file whose header tells of as many bytes as it has, all of them holes."""
-    header = json.dumps({"x": {"dtype": "U8", "shape": [nbytes], "data_offsets": [0, nbytes]}}, separators=(",", ":"))
-    begins = path.read_bytes()[: path.read_bytes().index(b"sha256:") + 71]
-    path.write_bytes(begins + (size or len(header)).to_bytes(8, "little") + header.encode())
-    os.truncate(path, len(begins) + 8 + (size or len(header) + nbytes))
+    row = f'"x":{{"dtype":"U8","shape":[{nbytes}],"data_offsets":[0,{nbytes}]}}}}'
+    content = sealed_header("hf_blend.checkpoint/2", f'","digests":"[\\"{"0" * 32}\\"]"}},{row}'.encode())
+    path.write_bytes(content if size is None else size.to_bytes(8, "little") + content[8:])
+    os.truncate(path, len(content) + nbytes if size is None else 8 + size)
 
 
 @pytest.mark.parametrize("holes", HOLES.values(), ids=HOLES)
 def test_a_file_of_terabytes_of_holes_is_passed_over_and_removed_unread(tmp_path, holes):
     model, ids = model_of("lfm2"), prompt()
     StateCheckpoints(model, tmp_path).prefill(ids, ends=[20, PREFIX])
-    path = next(path for path in tmp_path.iterdir() if path.name.startswith(f"{PREFIX}."))
+    _, path = entries(tmp_path)
     holes(path)
     again = StateCheckpoints(model, tmp_path)
     assert again.resume(ids).get_seq_length() == 20
@@ -268,8 +274,8 @@ def test_a_file_of_terabytes_of_holes_is_passed_over_and_removed_unread(tmp_path
 
 def test_a_file_larger_than_all_may_be_leaves_before_any_other(tmp_path):
     model, ids = model_of("lfm2"), saved_states(tmp_path, model_of("lfm2"))
-    (kept,) = tmp_path.iterdir()
-    long = tmp_path / kept.name.replace(f"{PREFIX}.", "99.")
+    (kept,) = entries(tmp_path)
+    long = kept.with_stem(f"{kept.stem[:-8]}{99:08x}")
     long.write_bytes(b"")
     os.truncate(long, 1 << 43)
     StateCheckpoints(model, tmp_path, max_bytes=100 * kept.stat().st_size).prefill(prompt(12, 5))
@@ -279,15 +285,16 @@ def test_a_file_larger_than_all_may_be_leaves_before_any_other(tmp_path):
 
 def test_files_of_other_tokens_another_model_or_another_secret_are_passed_over(tmp_path):
     model, ids = model_of("lfm2"), saved_states(tmp_path / "a", model_of("lfm2"))
-    (own,) = (tmp_path / "a").iterdir()
+    (own,) = entries(tmp_path / "a")
     others = {"tokens": (model, {}), "model": (tiny_model("lfm2", seed=1), {}), "secret": (model, {"secret": b"x"})}
     for number, (other, options) in enumerate(others.values(), 2):
         folder = tmp_path / str(number)
         seed = number if other is model and not options else 0  # otherwise the same tokens
         StateCheckpoints(other, folder, **options).prefill(prompt(seed=seed)[:, :PREFIX])
-        (path,) = folder.iterdir()
+        (path,) = entries(folder)
         assert path.name != own.name
-        path.rename(folder / own.name)  # as if two prefixes had one name
+        shutil.copytree(tmp_path / "a", folder, dirs_exist_ok=True)
+        path.rename(folder / own.relative_to(tmp_path / "a"))  # as if two prefixes had one name
         again = StateCheckpoints(model, folder)
         assert again.resume(ids).get_seq_length() == 0
         assert again.stats.faults == 1
@@ -605,10 +612,10 @@ def test_a_full_or_closed_folder_costs_only_the_checkpoint(tmp_path, monkeypatch
     model, ids = model_of("lfm2"), prompt()
     saved = StateCheckpoints(model, tmp_path)
 
-    def full(*_):
+    def full(*_, **__):
         raise OSError(28, "no space left on device")
 
-    monkeypatch.setattr(checkpoints, "write_sealed", full)
+    monkeypatch.setattr("hf_blend.store.tiers.disk.write_atomically", full)
     assert saved.prefill(ids).get_seq_length() == ids.shape[1]
     assert saved.stats.rejected == 1
     assert saved.nbytes == 0

@@ -2,10 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ChunkStore.open(partial=0.25)`: what `partial_loading` gives by hand, for every request, after a restart too."""
 
-import json
 import os
 import signal
-import struct
 
 import pytest
 import torch
@@ -13,11 +11,10 @@ from tiny_models import tiny_model as zoo_model
 
 from hf_blend import BlendCache, ChunkStore, ConfigError, plugins
 from hf_blend.sparse.partial import seen
-from hf_blend.sparse.partial.blocked import MAGIC
 from hf_blend.sparse.partial.loading import partial_loading
 from hf_blend.sparse.partial.store import PartialStore
-from hf_blend.store.seal import seal_size
 from hf_blend.store.tiers.base import EntryFault
+from tests.forging import first_block, taken_apart
 
 CHUNKS = [list(range(10, 74)), list(range(40, 90)), list(range(20, 120, 2))]
 PIECES = {"prefix": [5, 6], "chunks": CHUNKS, "question": [7, 8, 9, 11]}
@@ -99,7 +96,7 @@ def test_a_damaged_block_costs_time_and_changes_no_answer(model, tmp_path, ratio
     path = block_files(tmp_path)[-1]
     for part in range(8):
         bad = bytearray(kept[path])
-        first = len(MAGIC) + 16 + seal_size(None) + sum(struct.unpack_from("<QQ", bad, len(MAGIC)))
+        first = first_block(bad)
         for place in range(first + part * (len(bad) - first) // 8, first + (part + 1) * (len(bad) - first) // 8):
             bad[place] ^= 1
         path.write_bytes(bad)
@@ -287,19 +284,16 @@ def test_blocks_are_ordered_beside_requests_by_what_was_looked_at_before_a_resta
                 asked(model, store)
             assert store.reordering.flush(10)
             scores = [store.importance.scores(digest) for digest in store.importance.digests()]
-            found = {tuple(json.loads(header(source))["order"]) for source in orders(store)}
+            found = {tuple(taken_apart(content_of(source))[1]["order"].tolist()) for source in orders(store)}
     expected = {tuple(one.argsort(descending=True, stable=True).tolist()) for one in scores}
     assert len(expected) == len(CHUNKS)
     assert expected & found, "some chunk was written in the order of its averages"
 
 
-def header(source):
-    begin = bytearray(4096 * 64)
-    view = memoryview(begin)[: min(len(begin), source.stat.nbytes)]
-    source.read_into(0, view)
-    text = bytes(view)
-    start = text.index(b'{"block_tokens"')
-    return text[start : text.index(b"}", start) + 1]
+def content_of(source):
+    content = bytearray(source.stat.nbytes)
+    source.read_into(0, memoryview(content))
+    return bytes(content)
 
 
 def test_blocks_have_a_cap_and_leave_by_importance(model, tmp_path):

@@ -3,22 +3,20 @@
 """A sequence cache in 8 or 4 bits: every token is quantised once, as it was computed, whatever is done with it."""
 
 import copy
-import json
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load, save
 from tiny_models import tiny_model
 from transformers import AutoTokenizer, DynamicCache
 from worlds import REFERENCE
 
 from hf_blend import ChunkStore, ConfigError, SequenceCache, ShiftCache, StoreError
 from hf_blend.context.conversation import Conversation
-from hf_blend.context.session import MAGIC, load_session, save_session
-from hf_blend.store.seal import seal
+from hf_blend.context.session import KIND, load_session, save_session
 from tests.conftest import slow_but
+from tests.forging import forged, taken_apart
 
 MODEL = tiny_model("llama", max_position_embeddings=4096)
 GROUP = 32
@@ -408,10 +406,8 @@ def shorter(state):
 def test_a_session_without_its_scales_or_with_wrong_ones_is_refused(tmp_path, change):
     cache = filled()
     save_session(cache, tmp_path / "chat")
-    image = (tmp_path / "chat").read_bytes()[len(MAGIC) + len("sha256:") + 64 :]
-    about = json.loads(image[8 : 8 + int.from_bytes(image[:8], "little")])["__metadata__"]
-    image = save(change(load(image)), about)
-    (tmp_path / "chat").write_bytes(MAGIC + seal(None, MAGIC, image) + image)
+    about, state = taken_apart((tmp_path / "chat").read_bytes())
+    (tmp_path / "chat").write_bytes(forged(KIND, about, change(state)))
     before = bits_of(cache)
     with pytest.raises(StoreError, match="holds what no session of this model holds"):
         load_session(cache, tmp_path / "chat")

@@ -17,11 +17,9 @@ which other processes find and which prove what they are before they are used.
 
 import hashlib
 import logging
-import os
-import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -30,17 +28,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import plugins
 from ..errors import ConfigError, PromptError, StoreError
 from ..model.anatomy import stock_cache
 from ..model.fingerprint import fingerprint
 from ..model.identity.canonical import canonical, notes_kept
 from ..model.modality import other_inputs, refuse_placeholders
+from ..store.catalog import entry_name
+from ..store.format import EntryFile, pack_entry
 from ..store.seal import check_secret, keyed
-from ..store.tiers.base import EntryFault, as_fault
-from ..store.tiers.files import is_abandoned
+from ..store.tiers.base import EntryFault, ObjectStat, Tier, as_fault
 from .continuing import Continuing, advance, continuing
 from .handed import complaint, handed
-from .sealed import read_sealed, sealed, write_sealed
 from .stock_form import Parts
 from .tables import regime_tokens
 
@@ -48,9 +47,10 @@ __all__ = ["CheckpointStats", "StateCheckpoints"]
 
 logger = logging.getLogger(__name__)
 
-MAGIC = b"hf_blend.checkpoint/1\n"
+KIND = "hf_blend.checkpoint/2"
 LEAST_FORK_TOKENS = 64  # a shorter beginning that two prompts share is computed sooner than it is read
-_NAME = re.compile(r"([1-9][0-9]{0,9})\.[0-9a-f]{64}\.checkpoint")  # with the number of tokens in front
+_NAMESPACE = "\0checkpoints"  # of no chunk
+_LENGTH_DIGITS = 8  # in hex, at the end of a name: tokens of the prefix
 
 
 @dataclass
@@ -69,7 +69,7 @@ class CheckpointStats:
 
 @dataclass(frozen=True)
 class _Known:
-    """A checkpoint that this process read or wrote: its ids `[tokens]`, and the files that hold it, shortest first."""
+    """A prefix that this process read or wrote: its ids `[tokens]`, and the entries that hold it, shortest first."""
 
     ids: Tensor
     chain: tuple[str, ...]
@@ -78,8 +78,9 @@ class _Known:
 class StateCheckpoints:
     """Saved prefixes of one model in one folder, which any number of processes and models may share.
 
-    A file holds the states at the end of a prefix, and the K and V of those tokens that the next shorter checkpoint
-    does not hold: K and V are saved once, however many turns follow each other.
+    They are entries of the store's format, in a tier as chunks are. An entry holds the states at the end of a prefix,
+    and the K and V of those tokens that the next shorter checkpoint does not hold: K and V are saved once, however
+    many turns follow each other.
     """
 
     def __init__(
@@ -104,16 +105,15 @@ class StateCheckpoints:
         self.stats = CheckpointStats()
         self._secret, self._known = check_secret(secret), dict[str, _Known]()
         try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for path in filter(is_abandoned, self.folder.glob("*.tmp")):
-                path.unlink(missing_ok=True)
-        except OSError as error:
+            self._tier: Tier = plugins.load("store.tiers", "disk")(self.folder / "states")
+            self._tier.remove_orphans()
+        except (OSError, StoreError) as error:
             raise StoreError(f"{folder} cannot hold checkpoints: {error}. Give one that can be written.") from error
 
     @property
     def nbytes(self) -> int:
         """Bytes of all checkpoints in the folder."""
-        return sum(info.st_size for info in self._files().values())
+        return sum(stat.nbytes for stat in self._entries().values())
 
     def resume(self, input_ids: Any, **inputs: Any) -> Any:
         """Make a cache that holds the longest saved prefix of a prompt.
@@ -197,25 +197,26 @@ class StateCheckpoints:
         self._refuse_crossing(tokens)
         if tokens > len(ids):
             raise ConfigError(f"the cache holds {tokens} tokens, expected at most the {len(ids)} that are given.")
-        ids, files = ids[:tokens], self._files()
+        ids, entries = ids[:tokens], self._entries()
         if why := complaint(cache, ids, self._identity["model"]):
             raise ConfigError(
                 f"a {type(cache).__name__} of {tokens} tokens cannot be saved, because {why}, but the cache of "
                 "resume() or prefill() is expected, filled by this model alone with the tokens that are given. Get it "
                 "from resume()."
             )
-        self._known = {name: known for name, known in self._known.items() if name in files}
-        names = self._names(ids, {*_lengths(files), tokens})
-        if names[tokens] in files:
+        self._known = {name: known for name, known in self._known.items() if name in entries}
+        names = self._names(ids, {*_lengths(entries), tokens})
+        if names[tokens] in entries:
             return 0
-        chain = self._chain(names, files)
+        chain = self._chain(names, entries)
         start = len(self._known[chain[-1]].ids) if chain else 0
         parts = {name: part.detach().cpu() for name, part in form.take(cache, start, tokens).items()}
         try:
             form.check(parts, start, tokens)
         except EntryFault as fault:
             raise ConfigError(f"a cache of {tokens} tokens cannot be saved: {fault}. Prefill it again.") from fault
-        content = sealed(MAGIC, {"ids": ids[start:], **parts}, {**self._identity, "start": str(start)}, self._secret)
+        about = {**self._identity, "start": str(start)}
+        content = pack_entry(KIND, about, {"ids": ids[start:], **parts}.items(), self._secret)
         return self._write(names[tokens], content, ids, chain)
 
     @property
@@ -282,10 +283,10 @@ class StateCheckpoints:
 
     def _longest(self, ids: Tensor, most: int) -> tuple[int, Any]:
         """The longest saved prefix with at most so many tokens: their number, and a cache that holds it."""
-        way, files = self._way, self._files()
-        names = self._names(ids, {length for length in _lengths(files) if length <= most})
+        way, entries = self._way, self._entries()
+        names = self._names(ids, {length for length in _lengths(entries) if length <= most})
         for tokens in sorted(names, reverse=True):
-            segments = self._read_chain(names, ids, tokens) if names[tokens] in files else None
+            segments = self._read_chain(names, ids, tokens) if names[tokens] in entries else None
             if segments is not None:
                 self.stats.hits += 1
                 self.stats.resumed_tokens += tokens
@@ -294,48 +295,52 @@ class StateCheckpoints:
         return 0, self._handed(stock_cache(self.model), ids[:0])
 
     def _read_chain(self, names: Mapping[int, str], ids: Tensor, tokens: int) -> list[Parts] | None:
-        """What the files of a prefix hold, the beginning first; None where one of them cannot be used."""
+        """What the entries of a prefix hold, the beginning first; None where one of them cannot be used."""
         segments: list[Parts] = []
         chain: list[str] = []
         stop, identity = tokens, self._identity
         try:
             while stop:
-                chain.insert(0, names.get(stop, "missing"))
+                chain.insert(0, names.get(stop, ""))
                 stop, parts = self._read(chain[0], identity, ids[:stop])
                 segments.insert(0, parts)
         except FileNotFoundError:  # its beginning had to leave, so that it can be of no use
-            (self.folder / chain[-1]).unlink(missing_ok=True)
+            self._remove(chain[-1])
             return None
         except (OSError, EntryFault) as error:
             self.stats.faults += 1
-            logger.warning("the checkpoint %s is passed over: %s", self.folder / chain[0], error)
+            logger.warning("the checkpoint %s is passed over: %s", chain[0], error)
             for name in {chain[0], chain[-1]} if isinstance(error, EntryFault) else ():
-                (self.folder / name).unlink(missing_ok=True)
+                self._remove(name)
             return None
         self._remember(ids[:tokens], chain)
         return segments
 
     def _read(self, name: str, identity: Mapping[str, str], ids: Tensor) -> tuple[int, Parts]:
-        """What a file holds of a prefix, and from which token on; nothing of it is believed."""
-        most_bytes = self._way.form.nbytes(len(ids)) + ids.nbytes
-        file = read_sealed(self.folder / name, MAGIC, self._secret, most_bytes)
-        for what, expected in identity.items():
-            if file.about.get(what) != expected:
-                raise EntryFault("fingerprint", f"it was saved by another {what}, {file.about.get(what)!r:.40}")
-        parts = file.tensors()
+        """What an entry holds of a prefix, and from which token on; everything in it is checked."""
+        source = self._tier.open(name) if name else None
+        if source is None:
+            raise FileNotFoundError(name)
+        with closing(source):
+            file = EntryFile(source, KIND, self._secret, self._way.form.nbytes(len(ids)) + ids.nbytes)
+            about = file.header.about
+            for what, expected in identity.items():
+                if about.get(what) != expected:
+                    raise EntryFault("fingerprint", f"it was saved by another {what}, {about.get(what)!r:.40}")
+            parts = file.tensors()
         with as_fault("its tokens"):
-            start, found = int(file.about["start"]), parts.pop("ids")
+            start, found = int(about["start"]), parts.pop("ids")
             if not 0 <= start < len(ids) or not torch.equal(found, ids[start:]):
                 raise EntryFault("key", f"it holds {found.numel()} other tokens from {start} on")
         self._way.form.check(parts, start, len(ids))
         return start, parts
 
-    def _write(self, name: str, content: tuple[bytes, ...], ids: Tensor, chain: Sequence[str]) -> int:
-        """Write a file, if there is room; gives its size, or 0."""
+    def _write(self, name: str, content: Sequence[memoryview], ids: Tensor, chain: Sequence[str]) -> int:
+        """Write an entry, if there is room; gives its size, or 0."""
         nbytes = sum(map(len, content))
         try:
             self._make_room(nbytes, chain)
-            write_sealed(self.folder / name, content)
+            self._tier.replace(name, content)
         except OSError as error:
             self.stats.rejected += 1
             logger.warning("a checkpoint of %s tokens, %s bytes, is not saved: %s", len(ids), nbytes, error)
@@ -346,51 +351,55 @@ class StateCheckpoints:
         return nbytes
 
     def _make_room(self, nbytes: int, chain: Sequence[str]) -> None:
-        """Remove the least recently used files until so many bytes fit beside those that the new file continues."""
+        """Remove the least recently used entries until so many bytes fit beside those that the new one continues."""
         if self.max_bytes is None:
             return
-        files = self._files()
-        needed = nbytes + sum(files[name].st_size for name in chain if name in files)
+        entries = self._entries()
+        needed = nbytes + sum(entries[name].nbytes for name in chain if name in entries)
         if needed > self.max_bytes:
             raise OSError(f"with what it continues it takes {needed} of {self.max_bytes} bytes")
-        excess = nbytes + sum(info.st_size for info in files.values()) - self.max_bytes
-        for name in sorted(files.keys() - {*chain}, key=lambda name: self._use(files[name])):
+        excess = nbytes + sum(stat.nbytes for stat in entries.values()) - self.max_bytes
+        for name in sorted(entries.keys() - {*chain}, key=lambda name: self._last_use(entries[name])):
             if excess <= 0:
                 break
-            (self.folder / name).unlink(missing_ok=True)
-            excess -= files[name].st_size
+            self._remove(name)
+            excess -= entries[name].nbytes
             self.stats.evicted += 1
 
-    def _use(self, info: os.stat_result) -> tuple[bool, int]:
-        """When a file was used last; what is larger than all may be together is damaged, and leaves first."""
-        return self.max_bytes is None or info.st_size <= self.max_bytes, info.st_mtime_ns
+    def _last_use(self, stat: ObjectStat) -> tuple[bool, float]:
+        """When an entry was used last; what is larger than all may be together is damaged, and leaves first."""
+        return self.max_bytes is None or stat.nbytes <= self.max_bytes, stat.created
+
+    def _remove(self, name: str) -> None:
+        with suppress(OSError):
+            self._tier.delete(name)
 
     def _remember(self, ids: Tensor, chain: Sequence[str]) -> None:
         """A prefix was used. What it begins with counts as used later, so that it never leaves before it."""
         self._known[chain[-1]] = _Known(ids.clone(), tuple(chain))
-        now = time.time_ns()
+        now_s = time.time()
         for age, name in enumerate(chain):
             with suppress(OSError):
-                os.utime(self.folder / name, ns=(now - age, now - age), follow_symlinks=False)
+                self._tier.touch(name, now_s - 1e-6 * age)
 
-    def _chain(self, names: Mapping[int, str], files: Mapping[str, Any]) -> tuple[str, ...]:
-        """The files of the longest prefix that this process has read or written, and that are still there."""
+    def _chain(self, names: Mapping[int, str], entries: Mapping[str, Any]) -> tuple[str, ...]:
+        """The entries of the longest prefix that this process has read or written, and that are still there."""
         known = (self._known.get(names[tokens]) for tokens in sorted(names, reverse=True))
-        return next((one.chain for one in known if one is not None and files.keys() >= {*one.chain}), ())
+        return next((one.chain for one in known if one is not None and entries.keys() >= {*one.chain}), ())
 
     def _fork(self, ids: Tensor) -> int:
         """How many tokens a prompt has in common with another one that this process has read or written."""
         return max((_in_common(ids, known.ids) for known in self._known.values()), default=0)
 
-    def _files(self) -> dict[str, os.stat_result]:
+    def _entries(self) -> dict[str, ObjectStat]:
         """All checkpoints in the folder, of all models."""
-        found = {}
-        with suppress(OSError), os.scandir(self.folder) as entries:
-            for entry in entries:
-                with suppress(OSError):  # removed by another process
-                    if _NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
-                        found[entry.name] = entry.stat(follow_symlinks=False)
-        return found
+        with suppress(OSError):
+            return {name: stat for name, stat in self._tier.listing() if name.startswith(self._space)}
+        return {}
+
+    @property
+    def _space(self) -> str:
+        return entry_name(self._secret, _NAMESPACE, "")[:3]
 
     def _names(self, ids: Tensor, lengths: Iterable[int]) -> dict[int, str]:
         """The names under which the first tokens of a prompt are saved, by their number."""
@@ -398,12 +407,13 @@ class StateCheckpoints:
         state, content, done, names = hashlib.sha256(root.encode()), ids.numpy().tobytes(), 0, {}
         for length in sorted(length for length in lengths if length <= len(ids)):
             state.update(content[8 * done : 8 * length])
-            names[length], done = f"{length}.{state.hexdigest()}.checkpoint", length
+            called = f"{state.hexdigest()[:-_LENGTH_DIGITS]}{length:0{_LENGTH_DIGITS}x}"
+            names[length], done = f"{self._space}{called[:2]}/{called}", length
         return names
 
 
-def _lengths(files: Iterable[str]) -> set[int]:
-    return {int(name.partition(".")[0]) for name in files}
+def _lengths(names: Iterable[str]) -> set[int]:
+    return {int(name[-_LENGTH_DIGITS:], 16) for name in names}
 
 
 def _in_common(ids: Tensor, other: Tensor) -> int:

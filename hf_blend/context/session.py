@@ -5,14 +5,16 @@
     save_session(cache, "chat.session", tokenizer)
     load_session(cache, "chat.session", tokenizer)       # in another process, for the same model
 
-The texts in a file (see `sealed`) say which model, tokenizer and rotary settings it belongs to. Nothing is believed
-before all of it was read and compared: the seal before anything is parsed, then the texts, then names, shapes, dtypes
-and values with those of the model.
+The texts in the header of a file (see `store.format`) say which model, tokenizer and rotary settings it belongs to.
+Nothing is used before all of it was read and compared: the seal of the header before anything is parsed, then the
+digests, then the texts, then names, shapes, dtypes and values with those of the model.
 """
 
+import contextlib
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +26,15 @@ from ..model.anatomy import text_config
 from ..model.fingerprint import fingerprint
 from ..prefill.layout import layout_of
 from ..store.chunk import Layout, has_usable_values
+from ..store.format import EntryFile, pack_entry
 from ..store.seal import check_secret
 from ..store.tiers.base import EntryFault, as_fault
+from ..store.tiers.files import open_regular, write_atomically
 from .packed_cells import forms, is_grouping
-from .sealed import Sealed, read_sealed, sealed, write_sealed
 from .sequence_cache import UNKNOWN, SequenceCache
 from .state_cache import StateCache
 
-MAGIC = b"hf_blend.session/2\n"
+KIND = "hf_blend.session/3"
 _SEQUENCE = re.compile(r"sequence\.(0|[1-9][0-9]{0,8})")
 _END = 1 << 31  # of ids and positions
 
@@ -47,9 +50,10 @@ def save_session(
     """Write a cache to a file; a file of that name is replaced at once, or stays as it is if writing fails."""
     check_secret(secret)
     cache.refuse_extended()
-    parts = sealed(MAGIC, cache.state(sequence), _identity(cache, tokenizer), secret)
+    parts = pack_entry(KIND, _identity(cache, tokenizer), cache.state(sequence).items(), secret)
     try:
-        return write_sealed(Path(path), parts)
+        write_atomically(Path(path), parts, durable=True)
+        return sum(map(len, parts))
     except OSError as error:
         raise StoreError(f"a session cannot be written to {path}: {error}. Check the folder and its space.") from error
 
@@ -78,10 +82,9 @@ def load_session(
             tokenizer, rotary setting or `kv_bits`, or holds what a session of this model cannot hold.
     """
     check_secret(secret)
-    found, identity = _unsealed(path, secret), _identity(cache, tokenizer)
-    _compare(path, found.about, identity)
+    (about, state), identity = _read(path, secret), _identity(cache, tokenizer)
+    _compare(path, about, identity)
     try:
-        state = found.tensors()
         with as_fault("its content"):
             if isinstance(cache, StateCache):
                 cache.check_state(state)
@@ -104,10 +107,12 @@ def load_session(
         ) from fault
 
 
-def _unsealed(path: str | Path, secret: bytes | None) -> Sealed:
-    """What a file holds; refused unless every byte is what was written."""
+def _read(path: str | Path, secret: bytes | None) -> tuple[Mapping[str, str], dict[str, Tensor]]:
+    """The texts and tensors of a file; refused unless every byte is what was written."""
     try:
-        return read_sealed(Path(path), MAGIC, secret)
+        with contextlib.closing(open_regular(Path(path))) as source:
+            file = EntryFile(source, KIND, secret)
+            return file.header.about, file.tensors()
     except OSError as error:
         raise StoreError(f"the session {path} cannot be read: {error}. Give the path of a saved session.") from error
     except EntryFault as fault:
@@ -149,7 +154,7 @@ def _check_state(state: dict[str, Tensor], layout: Layout, kv_bits: int | None) 
         raise EntryFault("values", f"keys or values of {cells} cells are NaN, infinite or absurd")
 
 
-def _compare(path: str | Path, saved: dict[str, str], expected: dict[str, str]) -> None:
+def _compare(path: str | Path, saved: Mapping[str, str], expected: dict[str, str]) -> None:
     for name in ("rope", "tokenizer", "model", "kv_bits"):  # a rotary setting is part of the model: name it first
         if saved.get(name) != expected.get(name):
             raise StoreError(

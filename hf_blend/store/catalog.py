@@ -10,7 +10,7 @@ from pathlib import Path
 
 from .chunk import ChunkKey
 from .entry import read_key
-from .header import hash_namespace
+from .format import hash_namespace
 from .index import ContentIndex, IndexRecord, pack_tokens
 from .interiors import Run
 from .locks import new_lock

@@ -1,65 +1,160 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""One chunk as bytes and back: every byte is checked before it is handed out.
+"""One chunk as an entry and back: every byte is checked before it is handed out.
 
-The file holds, in this order: token ids, sink ids, the rotary tables, then keys and values of one layer after the
-other, so that a layer is one read. Each tensor has its own digest: layers can be read, checked and used one by one.
+The entry holds, in this order: token ids, the ids of the chunk prefix, the rotary tables, then the states of one layer
+after the other, so that a layer is one read. The header names the codec of the states, and their dtype where it packs
+them into another one: `raw`, or `int8:BF16`.
 """
 
+import contextlib
+import json
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, StoreError
-from .chunk import ChunkKey, ChunkKV, Layout, has_usable_values
-from .header import DTYPES, HEADER_CAP_BYTES, Header, TensorPlan, hash_namespace
-from .packing import Packing, layer_kinds, table_count
-from .seal import content_hasher
+from .. import plugins
+from ..errors import ConfigError, PluginNotFoundError, StoreError
+from .chunk import ChunkKey, ChunkKV, Layout, has_usable_values, kinds_of
+from .codecs.base import Codec
+from .format import DTYPES, NAMES, EntryFile, Header, TensorPlan, compact, hash_namespace, pack_entry, read_raw_header
 from .tiers.base import EntryFault, Source, as_fault
 
-__all__ = ["EntryReader", "encode_entry", "read_key"]
+__all__ = ["EntryReader", "Packing", "encode_entry", "read_key", "stored_as"]
 
+KIND = "hf_blend.chunk/2"
+PROVENANCE = "isolated"  # computed from the chunk alone; KV cut out of a live request has no way into the store
+_TEXTS = ("provenance", "key", "fingerprint", "namespace", "codec", "canary", "layer_table", "digests")
 _MAX_BYTES_PER_TOKEN = 64 << 20  # ten times the KV of the widest models known; more is not a chunk
 _MAX_IDS = 1 << 24
-_BLOCK_BYTES = 1 << 19  # a part of what a processor's second cache holds
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def stored_as(chunk: ChunkKV, codec: str) -> ChunkKV:
+    """Give a chunk as it will be read again."""
+    packing = Packing(codec, plugins.load("store.codecs", codec)(), None)
+    if packing.codec.is_exact:
+        return chunk
+    layers = tuple(
+        tuple(packing.again(kind, one) for kind, one in zip(kinds_of(states), states, strict=True))
+        for states in chunk.layers
+    )
+    return replace(chunk, layers=layers)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """A codec, and the dtype of what it packs."""
+
+    name: str
+    codec: Codec
+    dtype: torch.dtype | None
+
+    @classmethod
+    def of_chunk(cls, chunk: ChunkKV, codec: str) -> "Packing":
+        """The packing of a chunk that is to be stored; raises StoreError if its states are of several dtypes."""
+        dtypes = {states.dtype for layer in chunk.layers for states in layer}
+        packing = cls(codec, plugins.load("store.codecs", codec)(), min(dtypes, key=str, default=None))
+        if len(dtypes) > 1 and not packing.codec.is_exact:
+            raise StoreError(
+                f"the K and V of chunk {chunk.key.digest} are {', '.join(sorted(map(str, dtypes)))}, but the codec "
+                f"{codec} packs one dtype. Open the store with codec='raw'."
+            )
+        return packing
+
+    @classmethod
+    def of_text(cls, text: str) -> "Packing":
+        """The packing that an entry names; raises EntryFault("codec") if there is none of that name."""
+        name, _, dtype = text.partition(":")
+        with contextlib.suppress(PluginNotFoundError, KeyError):
+            packing = cls(name, plugins.load("store.codecs", name)(), DTYPES[dtype] if dtype else None)
+            if packing.text == text:
+                return packing
+        raise EntryFault("codec", f"packed by {text!r:.40}, which this version cannot read", corrupt=False)
+
+    @property
+    def text(self) -> str:
+        """What the header says."""
+        return self.name if self.codec.is_exact else f"{self.name}:{NAMES.get(self.dtype)}"
+
+    def named_tensors(self, chunk: ChunkKV) -> Iterator[tuple[str, Tensor]]:
+        """Walk over the tensors that are stored for a chunk, in stored order."""
+        for name, tensor in chunk.named_tensors():
+            kind = name.rpartition(".")[2]
+            if not name.startswith("layer."):
+                yield name, tensor
+                continue
+            for part, packed in zip(self.codec.parts(kind), self.codec.pack(kind, tensor), strict=True):
+                yield name + part.suffix, packed
+
+    def states(self, take: Callable[[str], Tensor], index: int, kind: str) -> Tensor:
+        """Unpack keys, values or projections of one layer.
+
+        Shape: `[kv_heads, tokens, head_dim]`.
+        """
+        packed = {part.suffix: take(f"layer.{index}.{kind}{part.suffix}") for part in self.codec.parts(kind)}
+        with as_fault(f"layer {index}"):
+            states = self.codec.unpack(kind, packed, self.dtype)
+        if not has_usable_values(states):
+            raise EntryFault("values", f"layer {index} holds NaN, infinity or absurd values in {kind}")
+        return states
+
+    def again(self, kind: str, states: Tensor) -> Tensor:
+        """Pack and unpack states."""
+        packed = zip(self.codec.parts(kind), self.codec.pack(kind, states), strict=True)
+        return self.codec.unpack(kind, {part.suffix: tensor for part, tensor in packed}, states.dtype)
+
+    def unpacked_nbytes(self, tensors: Sequence[TensorPlan]) -> int:
+        """Size of a chunk in memory, from the plans of its tensors, in bytes."""
+        if self.codec.is_exact:
+            return sum(plan.nbytes for plan in tensors)
+        itemsize = DTYPES[self.text.partition(":")[2]].itemsize * self.codec.values_per_item
+        sizes = {plan.name: math.prod(plan.shape) * itemsize for plan in tensors if plan.name.startswith("layer.")}
+        layers = sum(size for name, size in sizes.items() if name.count(".") == 2)
+        return layers + sum(plan.nbytes for plan in tensors if plan.name not in sizes)
 
 
 def encode_entry(chunk: ChunkKV, secret: bytes | None = None, codec: str = "raw") -> list[memoryview]:
     """Write a chunk as an entry; equal chunks give equal bytes."""
     key, packing = chunk.key, Packing.of_chunk(chunk, codec)
+    about = {
+        "provenance": PROVENANCE,
+        "key": key.digest,
+        "fingerprint": key.fingerprint,
+        "namespace": hash_namespace(key.namespace),
+        "codec": packing.text,
+        "canary": chunk.canary,
+        "layer_table": compact(chunk.layer_table),
+        "digests": "",
+        **({"tokenizer": chunk.tokenizer} if chunk.tokenizer else {}),
+    }
     ids = [
         ("token_ids", torch.tensor(key.token_ids)),
         ("chunk_prefix_ids", torch.tensor(key.chunk_prefix_ids, dtype=torch.int64)),
     ]
-    named = [*ids, *packing.named_tensors(chunk)]
-    views = [_bytes_of(tensor) for _, tensor in named]
-    plans = tuple(
-        TensorPlan(name, _dtype_name(name, tensor), tuple(tensor.shape), _digest(view, secret))
-        for (name, tensor), view in zip(named, views, strict=True)
-    )
-    about = (key.digest, key.fingerprint, hash_namespace(key.namespace), packing.text)
-    header = Header(*about, chunk.layer_table, plans, chunk.canary, chunk.tokenizer)
-    return [memoryview(header.encode(secret)), *views]
+    return pack_entry(KIND, about, [*ids, *packing.named_tensors(chunk)], secret)
 
 
 def read_key(source: Source, namespace: str, secret: bytes | None = None) -> ChunkKey:
     """Find out which chunk an entry holds, without reading its KV."""
-    raw = _read_raw_header(source)
-    digest, fingerprint, space, tokens, sinks = Header.peek(raw, secret)
+    raw = read_raw_header(source)
+    rows = Header.peek(raw, KIND, secret)
+    with as_fault("the header"):
+        digest, fingerprint, space = (str(rows["__metadata__"][name]) for name in ("key", "fingerprint", "namespace"))
+        tokens, prefix = (int(rows[name]["shape"][0]) for name in ("token_ids", "chunk_prefix_ids"))
     if space != hash_namespace(namespace):
         raise EntryFault("namespace", f"the entry {digest} belongs to another namespace", corrupt=False)
-    if tokens + sinks > _MAX_IDS:
-        raise EntryFault("format", f"{tokens + sinks} token ids are not a chunk")
-    if len(raw) + 8 * (tokens + sinks) > source.stat.nbytes:
-        raise EntryFault("truncated", f"{source.stat.nbytes} bytes cannot hold {tokens + sinks} token ids")
-    ids = bytearray(8 * (tokens + sinks))
+    if not (tokens >= 0 and prefix >= 0 and tokens + prefix <= _MAX_IDS):
+        raise EntryFault("format", f"{tokens + prefix} token ids are not a chunk")
+    if len(raw) + 8 * (tokens + prefix) > source.stat.nbytes:
+        raise EntryFault("truncated", f"{source.stat.nbytes} bytes cannot hold {tokens + prefix} token ids")
+    ids = bytearray(8 * (tokens + prefix))
     source.read_into(len(raw), memoryview(ids))
     try:
-        values = struct.unpack(f"<{tokens + sinks}q", ids)
+        values = struct.unpack(f"<{tokens + prefix}q", ids)
         key = ChunkKey(fingerprint, values[tokens:], values[:tokens], namespace)
     except (struct.error, ConfigError) as error:
         raise EntryFault("key", f"the entry holds no token ids ({error})") from None
@@ -69,27 +164,17 @@ def read_key(source: Source, namespace: str, secret: bytes | None = None) -> Chu
 
 
 class EntryReader:
-    """An entry whose header was checked against its key; tensors are read and checked when asked for."""
+    """An entry whose header was checked against its key; tensors are read and checked when they are asked for."""
 
     def __init__(
         self, source: Source, key: ChunkKey, secret: bytes | None = None, layout: Layout | None = None
     ) -> None:
-        self._source = source
-        self.key = key
-        self._secret = secret
-        self._expected = layout
-        self.header, data_start = _read_header(source, secret)
+        self._file = EntryFile(source, KIND, secret)
+        self.key, self.header, self._expected = key, self._file.header, layout
         with as_fault("the header"):
-            self._packing = _check_header(self.header, key)
-            self.layout = self._packing.layout(self.header)
+            self._check_header()
         if layout is not None and layout != self.layout:
             raise EntryFault("layout", f"{self.layout!r:.160} is not what the model has: {layout!r:.160}")
-        self._kinds = layer_kinds(self.header)
-        self._places: dict[str, tuple[TensorPlan, int]] = {}
-        for plan in self.header.tensors:
-            self._places[plan.name] = (plan, data_start)
-            data_start += plan.nbytes
-        self._end = data_start
         if self._read_ids() != (key.token_ids, key.chunk_prefix_ids):
             raise EntryFault("key", f"the entry holds other tokens than those of {key.digest}")
 
@@ -101,15 +186,15 @@ class EntryReader:
     @torch.inference_mode(False)  # tensors that count what is written to them: see `Guard`
     def read(self) -> ChunkKV:
         """Read everything into one buffer."""
-        take = self._taker(self._places["token_ids"][1], self.header.nbytes)
+        take = self._file.taker(self._file.start, self.header.nbytes)
         with as_fault("the entry"):
-            layers = tuple(self._states(take, place) for place in range(len(self.header.layer_table)))
+            layers = tuple(self._states(take, index) for index in range(len(self._kinds)))
             return self.chunk(layers, self._checked_tables(take))
 
     def chunk(self, layers: Sequence[tuple[Tensor, ...]], tables: tuple[tuple[Tensor, Tensor], ...]) -> ChunkKV:
         """Make the chunk of tensors that were read."""
-        about = (self.header.layer_table, self.header.canary, self.header.tokenizer)
-        chunk = ChunkKV(self.key, layers, tables, *about)
+        about = self.header.about
+        chunk = ChunkKV(self.key, layers, tables, self.layer_table, about["canary"], about.get("tokenizer", ""))
         chunk.__dict__["layout"] = self.layout  # a cached property
         return chunk
 
@@ -117,138 +202,111 @@ class EntryReader:
     def layers(self, first: int, least_bytes: int = 0) -> list[tuple[Tensor, ...]]:
         """Read the states of one layer or a few, each `[kv_heads, tokens, head_dim]` as in `ChunkKV.layers`."""
         start, stop, last = self._layer_start(first), self._layer_start(first + 1), first + 1
-        while stop - start < least_bytes and last < len(self.header.layer_table):
+        while stop - start < least_bytes and last < len(self._kinds):
             last += 1
             stop = self._layer_start(last)
-        take = self._taker(start, stop - start)
+        take = self._file.taker(start, stop - start)
         with as_fault("the entry"):
-            return [self._states(take, place) for place in range(first, last)]
+            return [self._states(take, index) for index in range(first, last)]
 
     @torch.inference_mode(False)  # tensors that count what is written to them: see `Guard`
     def tables(self) -> tuple[tuple[Tensor, Tensor], ...]:
         """Read the rotary tables, as in `ChunkKV.tables`; raises as `layers` does."""
-        start = self._places["token_ids"][1]
         with as_fault("the entry"):
-            return self._checked_tables(self._taker(start, self._layer_start(0) - start))
+            return self._checked_tables(self._file.taker(self._file.start, self._layer_start(0) - self._file.start))
+
+    def _check_header(self) -> None:
+        """Refuse a header that is not that of the key's chunk, and find out what the entry holds."""
+        about, plans, key = self.header.about, self._file.plans, self.key
+        if about["fingerprint"] != key.fingerprint:
+            raise EntryFault("fingerprint", f"computed by model {about['fingerprint']}, not by {key.fingerprint}")
+        if about["key"] != key.digest or about["namespace"] != hash_namespace(key.namespace):
+            raise EntryFault("key", f"the entry is of chunk {about['key']}")
+        self._packing = Packing.of_text(about["codec"])
+        self.layer_table = tuple(map(int, json.loads(about["layer_table"])))
+        texts = (*_TEXTS, "tokenizer") if about.get("tokenizer") else _TEXTS
+        if tuple(about) != texts or about["provenance"] != PROVENANCE:
+            raise EntryFault("format", f"the header says {', '.join(about)!r:.200}, as no entry of a chunk does")
+        tables = sum(name.startswith("table.") for name in plans) // 2
+        are_there = all(-1 <= table < tables for table in self.layer_table)
+        if not are_there or compact(self.layer_table) != about["layer_table"]:
+            raise EntryFault("format", f"layer_table names a table that is not there: {self.layer_table!r:.80}")
+        self._kinds = tuple(
+            kinds_of(range(2 * (f"layer.{index}.k" in plans) + (f"layer.{index}.p" in plans)))
+            for index in range(len(self.layer_table))
+        )
+        self._tables = tables
+        expected = list(self._forms())
+        if len(expected) != len(plans) or not all(map(_fits, self.header.tensors, expected)):
+            raise EntryFault("format", f"names or shapes are not those of a chunk of {len(key.token_ids)} tokens")
+        self.layout = self._layout()
+        dtypes = {form[2] for forms in (*self.layout.layers, self.layout.tables) for form in forms}
+        odd = [dtype for dtype in dtypes if not dtype.is_floating_point]
+        if odd:
+            raise EntryFault("format", f"K, V or tables are said to be {odd[0]}, expected floats")
+        if self.header.nbytes > (len(key.token_ids) + len(key.chunk_prefix_ids)) * _MAX_BYTES_PER_TOKEN:
+            raise EntryFault("format", f"{self.header.nbytes} bytes are too many for {len(key.token_ids)} tokens")
+
+    def _forms(self) -> Iterator[tuple[str, int, int | None, int]]:
+        """Give name, number of axes, which of them counts tokens, and how many, of what the entry must hold."""
+        tokens = len(self.key.token_ids)
+        yield ("token_ids", 1, 0, tokens)
+        yield ("chunk_prefix_ids", 1, 0, len(self.key.chunk_prefix_ids))
+        for index in range(self._tables):
+            yield from ((f"table.{index}.{part}", 2, 0, tokens) for part in ("cos", "sin"))
+        for index, kinds in enumerate(self._kinds):
+            for kind in kinds:
+                for part in self._packing.codec.parts(kind):
+                    yield (f"layer.{index}.{kind}{part.suffix}", part.axes, part.tokens_axis, tokens)
+
+    def _layout(self) -> Layout:
+        """What the chunk looks like."""
+        packing, plans = self._packing, {plan.name: plan for plan in self.header.tensors}
+
+        def form(index: int, kind: str) -> tuple[int, int, torch.dtype]:
+            plan = plans[f"layer.{index}.{kind}{packing.codec.parts(kind)[0].suffix}"]
+            width = plan.shape[2] * packing.codec.values_per_item
+            return plan.shape[0], width, packing.dtype or DTYPES[plan.dtype]
+
+        def table(index: int) -> tuple[int, int, torch.dtype]:
+            cos, sin = (plans[f"table.{index}.{part}"] for part in ("cos", "sin"))
+            return cos.shape[1], sin.shape[1], DTYPES[cos.dtype]
+
+        layers = tuple(tuple(form(index, kind) for kind in kinds) for index, kinds in enumerate(self._kinds))
+        return Layout(layers, tuple(map(table, range(self._tables))), self.layer_table)
 
     def _checked_tables(self, take: Callable[[str], Tensor]) -> tuple[tuple[Tensor, Tensor], ...]:
-        tables = tuple(_table(take, place) for place in range(table_count(self.header)))
-        usable = all(has_usable_values(part) for pair in tables for part in pair)
-        if not usable or (self._expected is not None and not self._expected.fits_norms(tables)):
-            raise EntryFault("values", f"a table of {len(tables)} holds NaN or infinity, or stretches what it turns")
+        tables = tuple((take(f"table.{index}.cos"), take(f"table.{index}.sin")) for index in range(self._tables))
+        check_tables(tables, self._expected)
         return tables
 
-    def _layer_start(self, place: int) -> int:
+    def _layer_start(self, index: int) -> int:
         """Where the tensors of a layer begin in the file; the end of all for the layer behind the last."""
-        for later, kinds in enumerate(self._kinds[place:], place):
+        for later, kinds in enumerate(self._kinds[index:], index):
             if kinds:
-                first = next(iter(self._packing.codec.parts(kinds[0]))).suffix
-                return self._places[f"layer.{later}.{kinds[0]}{first}"][1]
-        return self._end
-
-    def _taker(self, start: int, nbytes: int) -> Callable[[str], Tensor]:
-        """Reads the tensors of a stretch of the file into one buffer, which is filled as far as they need it."""
-        buffer, fetched = _allocate(-(-nbytes // 64) * 64), 0
-        whole, typed = memoryview(buffer.numpy())[:nbytes], {}
-
-        def take(name: str) -> Tensor:
-            nonlocal fetched
-            plan, place = self._places[name]
-            known, end = place - start, place - start + plan.nbytes
-            digest = content_hasher(self._secret)
-            while known < end:  # by blocks that are checked before they leave the processor's cache
-                while fetched <= known:
-                    block = whole[fetched : fetched + _BLOCK_BYTES]
-                    self._source.read_into(start + fetched, block)
-                    fetched += len(block)
-                digest.update(whole[known : min(fetched, end)])
-                known = min(fetched, end)
-            if digest.hexdigest() != plan.digest:
-                raise EntryFault("digest", f"{plan.name} is not what was stored")
-            dtype, first = DTYPES[plan.dtype], place - start
-            if first % dtype.itemsize:
-                return buffer[first:end].clone().view(dtype).view(plan.shape)
-            if dtype not in typed:
-                typed[dtype] = buffer.view(dtype)
-            return typed[dtype].as_strided(plan.shape, _strides(plan.shape), first // dtype.itemsize)
-
-        return take
+                first = self._packing.codec.parts(kinds[0])[0].suffix
+                return self._file.plans[f"layer.{later}.{kinds[0]}{first}"][1]
+        return self._file.end
 
     def _read_ids(self) -> tuple[tuple[int, ...], ...]:
-        plans = [self._places[name] for name in ("token_ids", "chunk_prefix_ids")]
-        for plan, _ in plans:
+        plans = self.header.tensors[:2]
+        for plan in plans:
             if plan.dtype != "I64":
                 raise EntryFault("format", f"{plan.name} are {plan.dtype}, expected I64")
-        take = self._taker(plans[0][1], sum(plan.nbytes for plan, _ in plans))
-        return tuple(tuple(take(plan.name).tolist()) for plan, _ in plans)
+        take = self._file.taker(self._file.start, sum(plan.nbytes for plan in plans))
+        return tuple(tuple(take(plan.name).tolist()) for plan in plans)
 
-    def _states(self, take: Callable[[str], Tensor], place: int) -> tuple[Tensor, ...]:
-        return tuple(self._packing.states(take, place, kind) for kind in self._kinds[place])
-
-
-def _table(take: Callable[[str], Tensor], place: int) -> tuple[Tensor, Tensor]:
-    return take(f"table.{place}.cos"), take(f"table.{place}.sin")
+    def _states(self, take: Callable[[str], Tensor], index: int) -> tuple[Tensor, ...]:
+        return tuple(self._packing.states(take, index, kind) for kind in self._kinds[index])
 
 
-def _read_header(source: Source, secret: bytes | None) -> tuple[Header, int]:
-    """The header and where the data begins; nothing is allocated before its size is known to be sane."""
-    raw = _read_raw_header(source)
-    header = Header.decode(raw, secret)
-    excess = source.stat.nbytes - len(raw) - header.nbytes
-    if excess:
-        reason = "truncated" if excess < 0 else "format"
-        raise EntryFault(reason, f"{abs(excess)} bytes too {'few' if excess < 0 else 'many'}")
-    return header, len(raw)
+def check_tables(tables: tuple[tuple[Tensor, Tensor], ...], layout: Layout | None) -> None:
+    """Refuse rotary tables that hold absurd values, or stretch what they rotate where the model's do not."""
+    usable = all(has_usable_values(part) for pair in tables for part in pair)
+    if not usable or (layout is not None and not layout.fits_norms(tables)):
+        raise EntryFault("values", f"a table of {len(tables)} holds NaN or infinity, or stretches what it turns")
 
 
-def _read_raw_header(source: Source) -> bytes:
-    length = bytearray(8)
-    source.read_into(0, memoryview(length))
-    size = int.from_bytes(length, "little")
-    if size > HEADER_CAP_BYTES:
-        raise EntryFault("format", f"a header of {size} bytes, at most {HEADER_CAP_BYTES} are read")
-    if 8 + size > source.stat.nbytes:
-        raise EntryFault("truncated", f"{source.stat.nbytes} bytes cannot hold a header of {size}")
-    raw = bytearray(8 + size)
-    source.read_into(0, memoryview(raw))
-    return bytes(raw)
-
-
-def _check_header(header: Header, key: ChunkKey) -> Packing:
-    if header.fingerprint != key.fingerprint:
-        raise EntryFault("fingerprint", f"computed by model {header.fingerprint}, not by {key.fingerprint}")
-    if header.key != key.digest or header.namespace != hash_namespace(key.namespace):
-        raise EntryFault("key", f"the entry is of chunk {header.key}")
-    packing = Packing.of_header(header)
-    packing.check(header, key)
-    if header.nbytes > (len(key.token_ids) + len(key.chunk_prefix_ids)) * _MAX_BYTES_PER_TOKEN:
-        raise EntryFault("format", f"{header.nbytes} bytes are too many for {len(key.token_ids)} tokens")
-    return packing
-
-
-def _allocate(nbytes: int) -> Tensor:
-    try:
-        return torch.empty(nbytes, dtype=torch.uint8)
-    except RuntimeError as error:  # so torch says that memory is short
-        raise MemoryError(str(error)) from error
-
-
-def _dtype_name(name: str, tensor: Tensor) -> str:
-    if tensor.dtype not in _DTYPE_NAMES:
-        raise StoreError(f"{name} is {tensor.dtype}, expected one of {', '.join(DTYPES)}. Convert it before storing.")
-    return _DTYPE_NAMES[tensor.dtype]
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-
-
-def _digest(data: memoryview, secret: bytes | None) -> str:
-    digest = content_hasher(secret)
-    digest.update(data)
-    found: str = digest.hexdigest()
-    return found
+def _fits(plan: TensorPlan, expected: tuple[str, int, int | None, int]) -> bool:
+    name, axes, axis, tokens = expected
+    return plan.name == name and len(plan.shape) == axes and (axis is None or plan.shape[axis] == tokens)

@@ -18,11 +18,10 @@ from torch import Tensor
 from .bounded import BoundedTier
 from .catalog import Catalog
 from .chunk import ChunkKey, ChunkKV, Layout
-from .entry import EntryReader, encode_entry, read_key
+from .entry import EntryReader, encode_entry, read_key, stored_as
 from .guard import Guard
 from .locks import new_lock
 from .memory import MemoryCache
-from .packing import stored_as
 from .slow import ComputeTimes, LateLoads, PendingWrite, RecordedSource, WriteQueue
 from .stats import StoreStats
 from .stream import StreamedLayers
@@ -548,7 +547,7 @@ class StreamingRead:
     def start(self, patience_s: float, budget_s: float) -> ChunkKV:
         """Give the chunk, whose layers are read when they are needed."""
         layers = StreamedLayers(
-            len(self._reader.header.layer_table), self._read, self._replace, self._complete, patience_s, budget_s
+            len(self._reader.layer_table), self._read, self._replace, self._complete, patience_s, budget_s
         )
         finalize(layers, self._source.close).atexit = False  # also after a fault, or where a request ended early
         return self._reader.chunk(layers, self._tables)

@@ -20,7 +20,7 @@ from .. import plugins
 from ..errors import ConfigError, StoreError, suggest
 from .catalog import Catalog, entry_name
 from .chunk import ChunkKey, ChunkKV, Found, Layout
-from .header import hash_namespace
+from .format import hash_namespace
 from .importance import TokenImportance
 from .index import unpack_tokens
 from .limits import Limits

@@ -3,17 +3,15 @@
 """The file of an entry in blocks is damaged, before it is opened or while it is read, whole or in part."""
 
 import gc
-import struct
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hf_blend import BlendCache, plugins
-from hf_blend.sparse.partial.blocked import MAGIC
 from hf_blend.sparse.partial.store import PartialStore
 from hf_blend.store import ChunkKV, ChunkStore
-from hf_blend.store.seal import seal_size
+from tests.forging import first_block
 
 from .damage import clear, damaged
 from .fault import FaultClass, Verdict
@@ -147,7 +145,7 @@ class PartialRequests(FaultClass):
 
     def _in_a_block(self, good: bytes) -> bytes:
         """Other bytes behind the header and the digests."""
-        begin = len(MAGIC) + 16 + seal_size(None) + sum(struct.unpack_from("<QQ", good, len(MAGIC)))
+        begin = first_block(good)
         bad, first = bytearray(good), self.random.randrange(begin, len(good))
         for place in range(first, min(len(good), first + self.random.choice((1, 64, 4096)))):
             bad[place] ^= 1 << self.random.randrange(8)

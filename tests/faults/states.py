@@ -87,7 +87,7 @@ class Checkpoints(StateFiles):
 
     def ask(self, path: Path, secret: bytes | None) -> Verdict:
         """Resume in another process."""
-        got = self._states(StateCheckpoints(self.world.model, path.parent, secret=secret).resume(self._ids))
+        got = self._states(StateCheckpoints(self.world.model, folder_of(path), secret=secret).resume(self._ids))
         held = got[0].shape[1] if got else 0
         if held not in (0, *self.ends):
             return Verdict.WRONG
@@ -135,6 +135,11 @@ class Sessions(StateFiles):
             if not is_right:
                 return Verdict.WRONG  # noqa: B012 (what is wrong is more than what was refused)
         return Verdict.RIGHT
+
+
+def folder_of(path: Path) -> Path:
+    """The folder of checkpoints that holds a file."""
+    return next(one.parent for one in path.parents if one.name == "states")
 
 
 def _are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:

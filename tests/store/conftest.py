@@ -91,9 +91,9 @@ class Forge:
         tag = hmac.new(secret, b"hf_blend.tag\0", "sha256").hexdigest()[:16].encode()
         return b"hmac-sha256:" + tag + b":" + hmac.new(secret, joined, "sha256").hexdigest().encode()
 
-    def header(self, rest: str, secret: bytes | None = None) -> bytes:
-        """Length, format, seal and the JSON behind the seal."""
-        begin, text = b'{"__metadata__":{"format":"hf_blend.chunk/2","seal":"', rest.encode("utf-8", "surrogatepass")
+    def header(self, rest: str, secret: bytes | None = None, kind: str = "hf_blend.chunk/2") -> bytes:
+        """Length, kind, seal and the JSON behind the seal."""
+        begin, text = f'{{"__metadata__":{{"format":"{kind}","seal":"'.encode(), rest.encode("utf-8", "surrogatepass")
         size = len(begin) + len(self.seal(secret)) + len(text)
         text += b" " * (-(8 + size) % 64)
         start = (size + -(8 + size) % 64).to_bytes(8, "little") + begin

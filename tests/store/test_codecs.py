@@ -15,9 +15,8 @@ from hf_blend.errors import PluginNotFoundError, StoreError
 from hf_blend.evaluation.bundled import load_model
 from hf_blend.model.capture import capture_chunk
 from hf_blend.prompt.pieces import tokenize
-from hf_blend.store.entry import EntryReader, encode_entry
-from hf_blend.store.header import Header
-from hf_blend.store.packing import stored_as
+from hf_blend.store.entry import KIND, EntryReader, encode_entry, stored_as
+from hf_blend.store.format import Header
 from hf_blend.store.tiers.base import BytesSource, EntryFault
 from hf_blend.store.tiers.memory import MemoryTier
 
@@ -208,7 +207,7 @@ def test_scales_that_do_not_fit_the_steps_are_a_miss_however_well_they_are_signe
     stored = chunk(range(5))
     content = encoded(stored, codec)
     stop = 8 + int.from_bytes(content[:8], "little")
-    header = Header.decode(content[:stop])
+    header = Header.decode(content[:stop], KIND)
     name = f"layer.0.k.{part}"
     shape = next(plan.shape for plan in header.tensors if plan.name == name)
     for change in ({"shape": shape[::-1]}, {"dtype": "I32" if codec == "int8" else "F16"}):
@@ -221,7 +220,8 @@ def _renamed(chunk, codec):
     """A good entry whose header names another codec, with the manifest to go with it."""
     content = encoded(chunk, "raw")
     stop = 8 + int.from_bytes(content[:8], "little")
-    return replace(Header.decode(content[:stop]), codec=codec).encode() + content[stop:]
+    header = Header.decode(content[:stop], KIND)
+    return replace(header, about={**header.about, "codec": codec}).encode() + content[stop:]
 
 
 def test_a_codec_that_does_not_exist_is_refused(tmp_path):

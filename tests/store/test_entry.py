@@ -15,8 +15,8 @@ from safetensors.torch import load
 
 from hf_blend.errors import ConfigError, StoreError
 from hf_blend.store import ChunkKey
-from hf_blend.store.entry import EntryReader, encode_entry, read_key
-from hf_blend.store.header import HEADER_CAP_BYTES, Header, hash_namespace
+from hf_blend.store.entry import KIND, EntryReader, encode_entry, read_key
+from hf_blend.store.format import HEADER_CAP_BYTES, Header, hash_namespace
 from hf_blend.store.tiers.base import EntryFault
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn]
@@ -103,7 +103,7 @@ def test_an_odd_number_of_small_values_before_a_wide_type_is_no_obstacle(chunk, 
 
 def test_absurd_but_empty_shapes_do_no_harm(chunk, source, content):
     stored = chunk()
-    header = Header.decode(header_of(content(stored)))
+    header = Header.decode(header_of(content(stored)), KIND)
     for shape in ((0, 3, 1 << 39), (1 << 39, 3, 0)):
         empty = replace(header.tensors[-1], shape=shape, digest="99aa06d3014798d86001c324468d497f")
         bad = replace(header, tensors=(*header.tensors[:-1], empty))
@@ -213,7 +213,7 @@ def test_renamed_tensors_are_found_even_with_a_fresh_manifest(chunk, source, con
     good = content(stored)
     renamed = with_header(good, lambda text: text.replace("layer.0.k", "layer.2.k"))
     assert reason_of(source, renamed, stored.key) == "format"
-    header = Header.decode(header_of(good))
+    header = Header.decode(header_of(good), KIND)
     names = [plan.name for plan in header.tensors]
     names[4], names[6] = names[6], names[4]
     plans = tuple(replace(plan, name=name) for plan, name in zip(header.tensors, names, strict=True))
@@ -229,8 +229,7 @@ def test_another_dtype_in_the_header_is_found(chunk, source, content):
 
 def test_a_codec_of_a_later_version_is_a_miss_but_no_damage(chunk, source, content):
     stored = chunk()
-    good = content(stored)
-    later = replace(Header.decode(header_of(good)), codec="int4").encode() + good[len(header_of(good)) :]
+    later = forged(stored, content, codec=lambda header: "int4")
     with pytest.raises(EntryFault) as caught:
         EntryReader(source(later), stored.key)
     assert (caught.value.reason, caught.value.corrupt) == ("codec", False)
@@ -313,16 +312,17 @@ def test_a_header_length_is_not_believed(chunk, source, content):
 def forged(stored, content, **changes):
     """An entry with a valid manifest by someone who knows the format."""
     good = content(stored)
-    header = Header.decode(header_of(good))
-    changes = {name: change(header) for name, change in changes.items()}
-    return replace(header, **changes).encode() + good[len(header_of(good)) :]
+    header = Header.decode(header_of(good), KIND)
+    tensors = changes.pop("tensors", lambda header: header.tensors)(header)
+    about = {**header.about, **{name: change(header) for name, change in changes.items()}}
+    return replace(header, about=about, tensors=tensors).encode() + good[len(header_of(good)) :]
 
 
 def test_a_valid_header_must_still_describe_a_chunk_of_this_length(chunk, source, content):
     stored = chunk()
-    wrong_table = forged(stored, content, layer_table=lambda header: (0, 5))
+    wrong_table = forged(stored, content, layer_table=lambda header: "[0,5]")
     assert reason_of(source, wrong_table, stored.key) == "format"
-    fewer_layers = forged(stored, content, layer_table=lambda header: (0,))
+    fewer_layers = forged(stored, content, layer_table=lambda header: "[0]")
     assert reason_of(source, fewer_layers, stored.key) == "format"
 
     def flat(header):
@@ -341,7 +341,7 @@ def test_a_valid_header_must_still_describe_a_chunk_of_this_length(chunk, source
 def test_a_chunk_that_claims_absurd_amounts_is_refused_before_memory_is_taken(chunk, content):
     stored = chunk((5,))
     good = content(stored)
-    header = Header.decode(header_of(good))
+    header = Header.decode(header_of(good), KIND)
     wide = replace(header.tensors[-1], shape=(1 << 20, 1, 1 << 19))
 
     class Endless:

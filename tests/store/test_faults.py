@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from hf_blend.context import sealed
 from hf_blend.errors import ConfigError
 from hf_blend.sparse.partial.blocked import BlockReader
-from hf_blend.store import ChunkStore
+from hf_blend.store import ChunkStore, format
 from hf_blend.store.entry import EntryReader
-from hf_blend.store.header import Header
+from hf_blend.store.format import EntryFile, Header
 from hf_blend.store.slow import RecordedSource
 from hf_blend.store.tiers.base import EntryFault
 from hf_blend.store.tiers.memory import MemoryTier
@@ -95,8 +94,7 @@ def without_digests(patch: pytest.MonkeyPatch, *methods: tuple[type, str]) -> No
     """Within some methods every digest of what was read is taken for right."""
     inside = threading.local()
     for kind, name in methods:
-        module, method = sys.modules[kind.__module__], getattr(kind, name)
-        hasher = module.content_hasher
+        method, hasher = getattr(kind, name), format.content_hasher
 
         def hashed(*args: Any, hasher: Callable[..., Any] = hasher) -> Any:
             return _Agreeable(hasher(*args)) if getattr(inside, "now", False) else hasher(*args)
@@ -108,7 +106,7 @@ def without_digests(patch: pytest.MonkeyPatch, *methods: tuple[type, str]) -> No
             finally:
                 inside.now = False
 
-        patch.setattr(module, "content_hasher", hashed)
+        patch.setattr(format, "content_hasher", hashed)
         patch.setattr(kind, name, called)
 
 
@@ -128,18 +126,18 @@ def without_signatures(patch: pytest.MonkeyPatch) -> None:
     """An entry that somebody else has signed is taken for one's own."""
     decode = Header.decode
 
-    def decoded(raw: bytes, secret: bytes | None = None) -> Header:
+    def decoded(raw: bytes, kind: str, secret: bytes | None = None) -> Header:
         try:
-            return decode(raw, secret)
+            return decode(raw, kind, secret)
         except EntryFault:
-            return decode(raw, ATTACKER)
+            return decode(raw, kind, ATTACKER)
 
     patch.setattr(Header, "decode", decoded)
 
 
-def without_seals_of_states(patch: pytest.MonkeyPatch) -> None:
-    """Whatever a file of a checkpoint or a session holds is taken for what was saved."""
-    patch.setattr(sealed, "check_seal", lambda *_: None)
+def without_digests_of_states(patch: pytest.MonkeyPatch) -> None:
+    """Whatever a checkpoint or a session holds is taken for what was saved."""
+    without_digests(patch, (EntryFile, "tensors"))
 
 
 def without_one_reading(patch: pytest.MonkeyPatch) -> None:
@@ -170,8 +168,8 @@ TAKEN_OUT: dict[str, tuple[set[str], Callable[[pytest.MonkeyPatch], None]]] = { 
     "the digests of files": ({"files"}, without_file_digests),
     "the digests of streams": ({"files", "changing-files"}, without_streamed_digests),
     "the digests of blocks": ({"partial"}, without_block_digests),
-    "the seals of checkpoints": ({"checkpoints"}, without_seals_of_states),
-    "the seals of sessions": ({"sessions"}, without_seals_of_states),
+    "the digests of checkpoints": ({"checkpoints"}, without_digests_of_states),
+    "the digests of sessions": ({"sessions"}, without_digests_of_states),
     "signatures": ({"signed"}, without_signatures),
     "the one reading of a server": ({"remote"}, without_one_reading),
     "the identity of the model": ({"model-changes"}, without_identity),

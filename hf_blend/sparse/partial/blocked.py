@@ -1,34 +1,40 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""A chunk as blocks that can be read one by one: each has its own digest, so what is loaded is verified, and no more.
-
-    magic | lengths of header and digests | seal | header (JSON) | digests of the blocks | blocks
+"""A chunk as an entry whose blocks can be read one by one: what is loaded is verified, and no more.
 
 A block holds the keys, or the values, of some tokens in one layer and one KV head. Inside a chunk tokens are in the
-order of their importance, so that important ones share blocks; the header says where each came from. The seal covers
-all raw bytes before the blocks, and is compared before the header is parsed.
+order of their importance, so that important ones share blocks; `order` says where each came from. The digests of all
+blocks are a tensor of the entry, whose own digest is in the header; the tensors of the layers have none of their own.
 """
 
-import base64
 import json
-import struct
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...errors import UnsupportedModelError
 from ...store.chunk import ChunkKey, ChunkKV, Layout, has_usable_values, kinds_of
-from ...store.header import DTYPES, hash_namespace
-from ...store.seal import check_seal, content_hasher, seal, seal_size
+from ...store.entry import check_tables
+from ...store.format import (
+    DTYPES,
+    EntryFile,
+    Header,
+    TensorPlan,
+    bytes_of,
+    compact,
+    digest_of,
+    dtype_name,
+    hash_namespace,
+    plan_of,
+)
+from ...store.seal import content_hasher
 from ...store.tiers.base import EntryFault, Source, as_fault
 
-MAGIC = b"hf_blend.blocks/2\n"
-HEADER_CAP_BYTES = 1 << 26
-_LENGTHS = struct.Struct("<QQ")
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+KIND = "hf_blend.blocks/3"
+_KINDS = ("k", "v")
 
 
 def encode_blocks(
@@ -42,46 +48,41 @@ def encode_blocks(
         block_tokens: tokens of a block; the last one may be shorter.
         secret: signs the entry.
 
-    Returns:
-        The bytes in pieces.
-
     Raises:
         UnsupportedModelError: a layer has something else than K and V.
     """
     _check_layers(chunk)
-    index = torch.tensor(list(order))
-    pieces, digests = [], []
-    for keys, values in chunk.layers:
-        for states in (keys, values):
+    index, pieces = torch.tensor(list(order)), list[memoryview]()
+    tensors = [("order", index)]
+    for number, (cos, sin) in enumerate(chunk.tables):
+        tensors += [(f"table.{number}.cos", cos.float()), (f"table.{number}.sin", sin.float())]
+    plans = []
+    for layer, pair in enumerate(chunk.layers):
+        for kind, states in zip(_KINDS, pair, strict=True):
             moved = states.index_select(1, index).contiguous()
-            for head in moved:
-                for part in head.split(block_tokens):
-                    view = memoryview(part.contiguous().view(-1).view(torch.uint8).numpy())
-                    pieces.append(view)
-                    digests.append(_digest(view, secret))
-    keys, values = chunk.layers[0]
-    header = {
+            pieces += [bytes_of(part) for head in moved for part in head.split(block_tokens)]
+            name = f"layer.{layer}.{kind}"
+            plans.append(TensorPlan(name, dtype_name(name, states.dtype), tuple(states.shape), ""))
+    digests = b"".join(digest_of(piece, secret) for piece in pieces)
+    width = content_hasher(secret).digest_size
+    tensors.append(("digests", torch.frombuffer(bytearray(digests), dtype=torch.uint8).view(-1, width)))
+    first = [plan_of(name, tensor, secret) for name, tensor in tensors]
+    about = {
         "key": chunk.key.digest,
         "fingerprint": chunk.key.fingerprint,
         "namespace": hash_namespace(chunk.key.namespace),
-        "dtype": _NAMES[keys.dtype],
-        "shape": [len(chunk.layers), keys.shape[0], chunk.tokens, keys.shape[2], values.shape[2]],
-        "block_tokens": block_tokens,
-        "order": list(order),
-        "layer_table": list(chunk.layer_table),
-        "tables": [[_text(part) for part in pair] for pair in chunk.tables],
+        "layer_table": compact(chunk.layer_table),
+        "block_tokens": str(block_tokens),
     }
-    text = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
-    joined = b"".join(digests)
-    begin = MAGIC + _LENGTHS.pack(len(text), len(joined))
-    return [memoryview(begin + seal(secret, begin, text, joined) + text + joined), *pieces]
+    header = Header(KIND, about, (*(plan for plan, _ in first), *plans))
+    return [memoryview(header.encode(secret)), *(view for _, view in first), *pieces]
 
 
 class BlockReader:
-    """An open entry of blocks whose header was checked; blocks are read and checked when asked for.
+    """An open entry of blocks whose header was checked; blocks are read and checked when they are asked for.
 
     Args:
-        source: an open entry; it stays open, and whoever opened it closes it.
+        source: an open entry; it stays open, and its owner closes it.
         key: which chunk is expected.
         secret: that the entry must be signed with; None accepts only entries that are not signed.
         layout: of the model that will use the chunk; None compares the entry only with itself.
@@ -93,35 +94,60 @@ class BlockReader:
     def __init__(
         self, source: Source, key: ChunkKey, secret: bytes | None = None, layout: Layout | None = None
     ) -> None:
-        self._source, self._secret = source, secret
-        text, self._digests = _unsealed(source, secret)
-        self._data = self.loaded_bytes = len(MAGIC) + seal_size(secret) + _LENGTHS.size + len(text + self._digests)
+        self._source, self._secret, self._file = source, secret, EntryFile(source, KIND, secret)
         with as_fault("the header of the blocks"):
-            self.header = _checked_header(json.loads(text), key)
-            self.layers, self.heads, self.tokens, self.key_width, self.value_width = self.header["shape"]
-            self.dtype = DTYPES[self.header["dtype"]]
-            self.block_tokens = self.header["block_tokens"]
-            self.blocks = -(-self.tokens // self.block_tokens)
-            self.order = torch.tensor(self.header["order"])
-            self.tables = _tables_of(self.header)
-            self._asked: tuple[int, ...] = ()
-            self._places = self.order[:0]
-            self._check_sizes(layout)
+            self._check_header(key)
+            take = self._file.taker(self._file.start, self._data - self._file.start)
+            self.order = take("order")
+            if self.order.dtype != torch.int64 or sorted(self.order.tolist()) != list(range(self.tokens)):
+                raise EntryFault("format", f"the blocks do not hold each of {self.tokens} tokens once")
+            self.tables = tuple((take(f"table.{one}.cos"), take(f"table.{one}.sin")) for one in range(self._tables))
+            self._digests = bytes_of(take("digests"))
+            self._check_layout(layout)
+        self.loaded_bytes = self._data
+        self._asked: tuple[int, ...] = ()
+        self._positions = self.order[:0]
 
-    def _check_sizes(self, layout: Layout | None) -> None:
-        digests = self.layers * 2 * self.heads * self.blocks * _digest_bytes(self._secret)
-        if len(self._digests) != digests or self._data + self.nbytes != self._source.stat.nbytes:
-            raise EntryFault("truncated", f"{self._source.stat.nbytes} bytes are not what the header says")
+    def _check_header(self, key: ChunkKey) -> None:
+        """Compare the header with the key, and everything in it with what an entry of blocks holds."""
+        about, plans = self._file.header.about, self._file.header.tensors
+        if about["fingerprint"] != key.fingerprint:
+            raise EntryFault("fingerprint", "computed by another model")
+        if about["key"] != key.digest or about["namespace"] != hash_namespace(key.namespace):
+            raise EntryFault("key", f"the entry is not of chunk {key.digest}")
+        self.layer_table = tuple(map(int, json.loads(about["layer_table"])))
+        self.layers, self._tables = len(self.layer_table), sum(plan.name.startswith("table.") for plan in plans) // 2
+        keys, values = (self._file.plans[f"layer.0.{kind}"][0] for kind in _KINDS)
+        self.heads, self.tokens, self.key_width = keys.shape
+        self.value_width, self.dtype = values.shape[2], DTYPES[keys.dtype]
+        self.block_tokens = int(about["block_tokens"])
+        self.blocks = -(-self.tokens // self.block_tokens)
+        self._data = self._file.plans["layer.0.k"][1]
+        found = [(plan.name, plan.shape) for plan in plans]
+        is_whole = found == list(self._forms()) and {plan.dtype for plan in plans[-2 * self.layers :]} == {keys.dtype}
+        is_whole = is_whole and self.tokens == len(key.token_ids) and min(*keys.shape, self.value_width) > 0
+        is_whole = is_whole and all(-1 <= table < self._tables for table in self.layer_table)
+        if not is_whole or not self.dtype.is_floating_point:
+            raise EntryFault("format", f"the header is not one of a chunk of {len(key.token_ids)} tokens")
+
+    def _forms(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Give name and shape of what the entry must hold."""
+        yield "order", (self.tokens,)
+        for index in range(self._tables):
+            for part in ("cos", "sin"):
+                yield f"table.{index}.{part}", (self.tokens, self._file.plans[f"table.{index}.{part}"][0].shape[-1])
+        yield "digests", (self.layers * 2 * self.heads * self.blocks, content_hasher(self._secret).digest_size)
+        for index in range(self.layers):
+            yield f"layer.{index}.k", (self.heads, self.tokens, self.key_width)
+            yield f"layer.{index}.v", (self.heads, self.tokens, self.value_width)
+
+    def _check_layout(self, layout: Layout | None) -> None:
         pair = (self.heads, self.key_width, self.dtype), (self.heads, self.value_width, self.dtype)
         tables = tuple((cos.shape[1], sin.shape[1], cos.dtype) for cos, sin in self.tables)
-        found = Layout((pair,) * self.layers, tables, tuple(self.header["layer_table"]))
+        found = Layout((pair,) * self.layers, tables, self.layer_table)
         if layout is not None and layout != found:
             raise EntryFault("layout", f"{found!r:.160} is not what the model has: {layout!r:.160}")
-        usable = all(has_usable_values(part) for pair in self.tables for part in pair)
-        if not usable or (layout is not None and not layout.fits_norms(self.tables)):
-            raise EntryFault(
-                "values", f"a table of {len(self.tables)} holds NaN or infinity, or stretches what it turns"
-            )
+        check_tables(self.tables, layout)
 
     @property
     def nbytes(self) -> int:
@@ -130,16 +156,16 @@ class BlockReader:
 
     def tokens_of(self, blocks: Sequence[int]) -> Tensor:
         """The tokens of the chunk that some blocks hold, in the order in which `read` gives them."""
-        return self.order[self.places_of(blocks)]
+        return self.order[self.positions_of(blocks)]
 
-    def places_of(self, blocks: Sequence[int]) -> Tensor:
-        """Where the tokens of some blocks stand in the order of the blocks."""
+    def positions_of(self, blocks: Sequence[int]) -> Tensor:
+        """Where the tokens of some blocks are in the order of the blocks."""
         asked = tuple(blocks)
         if self._asked != asked:  # keys and values are asked for one behind the other
             starts = torch.tensor(asked, dtype=torch.long) * self.block_tokens
-            places = (starts[:, None] + torch.arange(self.block_tokens)).view(-1)
-            self._asked, self._places = asked, places[places < self.tokens]  # the last block may be shorter
-        return self._places
+            positions = (starts[:, None] + torch.arange(self.block_tokens)).view(-1)
+            self._asked, self._positions = asked, positions[positions < self.tokens]  # the last block may be shorter
+        return self._positions
 
     def empty(self, part: int) -> Tensor:
         """`[kv_heads, tokens, width]` for the keys (0) or values (1) of a layer, contents undefined."""
@@ -175,10 +201,10 @@ class BlockReader:
         runs, sizes = self._runs(part, blocks), self._sizes(part, blocks)
         buffer = torch.empty(len(heads), sum(sizes), dtype=torch.uint8)
         for head, line in zip(heads, buffer, strict=True):
-            base, view, place = self._base(layer, part, head), memoryview(line.numpy()), 0
+            base, view, filled = self._base(layer, part, head), memoryview(line.numpy()), 0
             for start, nbytes in runs:
-                self._source.read_into(base + start, view[place : place + nbytes])
-                place += nbytes
+                self._source.read_into(base + start, view[filled : filled + nbytes])
+                filled += nbytes
             self._check(layer, part, head, blocks, sizes, view)
         self.loaded_bytes += buffer.nbytes
         states = buffer.view(self.dtype).view(len(heads), -1, self._width(part))
@@ -190,21 +216,21 @@ class BlockReader:
         self, layer: int, part: int, head: int, blocks: Sequence[int], sizes: Sequence[int], view: memoryview
     ) -> None:
         """Compare the blocks of one head with their digests."""
-        number, width = ((layer * 2 + part) * self.heads + head) * self.blocks, _digest_bytes(self._secret)
-        place = 0
+        first, width = ((layer * 2 + part) * self.heads + head) * self.blocks, content_hasher(self._secret).digest_size
+        start = 0
         for block, size in zip(blocks, sizes, strict=True):
-            at = (number + block) * width
-            if _digest(view[place : place + size], self._secret) != self._digests[at : at + width]:
+            at = (first + block) * width
+            if digest_of(view[start : start + size], self._secret) != self._digests[at : at + width]:
                 raise EntryFault("digest", f"block {block} of layer {layer}, head {head} is not what was stored")
-            place += size
+            start += size
 
     def _width(self, part: int) -> int:
         return self.value_width if part else self.key_width
 
     def _base(self, layer: int, part: int, head: int) -> int:
         """Where the blocks of a head begin in the file."""
-        per_head = [self.tokens * self._width(one) * self.dtype.itemsize for one in (0, 1)]
-        return self._data + self.heads * (layer * sum(per_head) + part * per_head[0]) + head * per_head[part]
+        plan, offset = self._file.plans[f"layer.{layer}.{_KINDS[part]}"]
+        return offset + head * math.prod(plan.shape[1:]) * self.dtype.itemsize
 
     def _sizes(self, part: int, blocks: Sequence[int]) -> list[int]:
         """Bytes of some blocks of a head."""
@@ -213,7 +239,7 @@ class BlockReader:
 
     def _runs(self, part: int, blocks: Sequence[int]) -> list[tuple[int, int]]:
         """Where each run of neighbours begins behind the base of a head, and its bytes."""
-        cuts = [place for place in range(1, len(blocks)) if blocks[place] != blocks[place - 1] + 1]
+        cuts = [cut for cut in range(1, len(blocks)) if blocks[cut] != blocks[cut - 1] + 1]
         sizes, step = self._sizes(part, blocks), self.block_tokens * self._width(part) * self.dtype.itemsize
         ends = [0, *cuts, len(blocks)] if blocks else []
         return [(blocks[first] * step, sum(sizes[first:last])) for first, last in pairwise(ends)]
@@ -228,68 +254,3 @@ def _check_layers(chunk: ChunkKV) -> None:
                 "mixer or keys of an indexer), but K and V alone are expected in every layer that is loaded in part. "
                 "Use a ChunkStore for this model."
             )
-
-
-def _text(table: Tensor) -> str:
-    return base64.b64encode(table.float().contiguous().numpy().tobytes()).decode()
-
-
-def _tables_of(header: dict[str, Any]) -> tuple[tuple[Tensor, Tensor], ...]:
-    """The rotary tables in a header, as `ChunkKV.tables`."""
-    made = [[_tensor(text).view(header["shape"][2], -1) for text in pair] for pair in header["tables"]]
-    return tuple((cos, sin) for cos, sin in made)
-
-
-def _tensor(text: str) -> Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.float32)
-
-
-def _read(source: Source, start: int, count: int) -> bytes:
-    if start + count > source.stat.nbytes:
-        raise EntryFault("truncated", f"{source.stat.nbytes} bytes, at least {start + count} are expected")
-    found = bytearray(count)
-    source.read_into(start, memoryview(found))
-    return bytes(found)
-
-
-def _unsealed(source: Source, secret: bytes | None) -> tuple[bytes, bytes]:
-    """The text of the header and the digests of the blocks, once the seal was compared."""
-    begin = _read(source, 0, len(MAGIC) + _LENGTHS.size)
-    if not begin.startswith(MAGIC):
-        raise EntryFault("format", f"{begin[: len(MAGIC)]!r} is not how an entry of blocks begins")
-    text_bytes, digest_bytes = _LENGTHS.unpack(begin[len(MAGIC) :])
-    if text_bytes + digest_bytes > HEADER_CAP_BYTES:
-        raise EntryFault("format", f"a header of {text_bytes + digest_bytes} bytes is too long")
-    stop = seal_size(secret)
-    rest = _read(source, len(begin), stop + text_bytes + digest_bytes)
-    check_seal(rest[:stop], secret, begin, rest[stop:])
-    return rest[stop : stop + text_bytes], rest[stop + text_bytes :]
-
-
-def _checked_header(header: dict[str, Any], key: ChunkKey) -> dict[str, Any]:
-    """The header, once it was compared with the key, and every number in it is one that can be."""
-    if header["fingerprint"] != key.fingerprint:
-        raise EntryFault("fingerprint", "computed by another model")
-    if header["key"] != key.digest or header["namespace"] != hash_namespace(key.namespace):
-        raise EntryFault("key", f"the entry is not of chunk {key.digest}")
-    layers, heads, tokens, *widths = header["shape"]
-    tables, layer_table = len(header["tables"]), header["layer_table"]
-    numbers = [layers, heads, tokens, *widths, header["block_tokens"], *layer_table, *header["order"]]
-    is_whole = all(type(number) is int and -1 <= number < 1 << 31 for number in numbers)
-    is_whole = is_whole and min(layers, heads, tokens, *widths, header["block_tokens"]) > 0 and len(widths) == 2
-    is_whole = is_whole and tokens == len(key.token_ids) and sorted(header["order"]) == list(range(tokens))
-    is_whole = is_whole and len(layer_table) == layers and max(layer_table) < tables
-    if not is_whole or not DTYPES[header["dtype"]].is_floating_point:
-        raise EntryFault("format", f"the header is not one of a chunk of {len(key.token_ids)} tokens")
-    return header
-
-
-def _digest(data: memoryview, secret: bytes | None) -> bytes:
-    state = content_hasher(secret)
-    state.update(data)
-    found: bytes = state.digest()
-    return found
-
-
-def _digest_bytes(secret: bytes | None) -> int:
-    return int(content_hasher(secret).digest_size)

@@ -86,7 +86,7 @@ class PartialLayers(Sequence[KV]):
         known = self._known.setdefault((layer, part), [set() for _ in range(self.reader.heads)])
         if self._instead is None:
             try:
-                places = self._back if is_all else self.reader.places_of(blocks)
+                places = self._back if is_all else self.reader.positions_of(blocks)
                 return _heads(self._read(layer, part, heads, blocks), heads).index_select(1, places)
             except FAULTS as fault:
                 self._instead = self._recompute(fault)
@@ -105,7 +105,7 @@ class PartialLayers(Sequence[KV]):
             if lacking := tuple(block for block in blocks if block not in known[head]):
                 missing.setdefault(lacking, []).append(head)
         for lacking, those in missing.items():
-            found, places = self.reader.read(layer, part, those, lacking), self.reader.places_of(lacking)
+            found, places = self.reader.read(layer, part, those, lacking), self.reader.positions_of(lacking)
             if those == list(range(those[0], those[-1] + 1)):
                 held[those[0] : those[-1] + 1].index_copy_(1, places, found)
             else:
@@ -215,7 +215,7 @@ class PartialStore(ChunkStore):
         order = reader.order.tolist()
         layers = PartialLayers(reader, instead)
         finalize(layers, source.close).atexit = False
-        return ChunkKV(key, layers, reader.tables, tuple(reader.header["layer_table"]))
+        return ChunkKV(key, layers, reader.tables, reader.layer_table)
 
     def _write_blocks(self, chunk: ChunkKV, order: list[int] | None = None) -> None:
         """Write a chunk in one step: a reader, or a process that is killed, finds the old blocks or the new ones."""

@@ -124,6 +124,10 @@ class DiskTier(Tier):
         self._spaces[space] = (shards, names)
         return names
 
+    def touch(self, name: str, stamp_s: float) -> None:
+        """Remember that an object was used at a time, in seconds since 1970."""
+        os.utime(self.path(name), (stamp_s, stamp_s), follow_symlinks=False)
+
     def remove_orphans(self) -> int:
         """Remove temporary files whose writers are gone.
 

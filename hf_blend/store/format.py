@@ -1,0 +1,283 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""The one format of stored entries, whatever their kind: named tensors under a sealed header.
+
+An entry is a safetensors file, so any safetensors reader opens it. Its header begins with the kind and a seal, at a
+fixed place, over all other bytes of the header: the seal is compared before anything is parsed. Then the header must
+be, byte for byte, what we would have written for what it says, so that renamed, reordered, repeated or padded content
+cannot pass. It holds a digest of each tensor: tensors can be read, checked and used one by one.
+
+A kind is a text such as "hf_blend.chunk/2"; the room that writes it checks what the header says besides.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import StoreError
+from .seal import check_seal, content_hasher, seal, seal_size
+from .tiers.base import EntryFault, Source, as_fault
+
+__all__ = ["DTYPES", "EntryFile", "Header", "TensorPlan", "digest_of", "hash_namespace", "pack_entry"]
+
+HEADER_CAP_BYTES = 1 << 20
+KNOWN_HEADERS = 256  # parsed ones that are remembered: the same bytes say the same
+_BLOCK_BYTES = 1 << 19  # a part of what a processor's second cache holds
+_OPENING = b'{"__metadata__":{'
+DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "U8": torch.uint8,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """One tensor of an entry: its safetensors dtype, its shape and the digest of its bytes in hex."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    digest: str
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class Header:
+    """What an entry says about itself: texts by name, the digests of the tensors among them, and the tensors."""
+
+    kind: str
+    about: Mapping[str, str]
+    tensors: tuple[TensorPlan, ...]
+
+    def encode(self, secret: bytes | None = None) -> bytes:
+        """The only form of this header: length and JSON, padded so that the data begins at a multiple of 64 bytes."""
+        digests = compact([plan.digest for plan in self.tensors])
+        rows: dict[str, object] = {"__metadata__": {**self.about, "digests": digests}}
+        start = 0
+        for plan in self.tensors:
+            stop = start + plan.nbytes
+            rows[plan.name] = {"dtype": plan.dtype, "shape": plan.shape, "data_offsets": [start, stop]}
+            start = stop
+        begin = _beginning(self.kind)
+        rest = b'",' + compact(rows).encode()[len(_OPENING) :]
+        size = len(begin) + seal_size(secret) + len(rest)
+        rest += b" " * (-(8 + size) % 64)
+        size += -(8 + size) % 64
+        if size > HEADER_CAP_BYTES:
+            raise StoreError(
+                f"the header of {self.about.get('key', 'an entry')} takes {size} bytes, at most {HEADER_CAP_BYTES} "
+                f"are read back: {len(self.tensors)} tensors are too many for one entry."
+            )
+        begin = size.to_bytes(8, "little") + begin
+        return begin + seal(secret, begin, rest) + rest
+
+    @classmethod
+    @lru_cache(maxsize=KNOWN_HEADERS)
+    def decode(cls, raw: bytes, kind: str, secret: bytes | None = None) -> "Header":
+        """Read a header."""
+        _check_sealed(raw, kind, secret)
+        with as_fault("the header"):
+            rows = json.loads(raw[8:])
+            about = {name: checked_text(text) for name, text in rows.pop("__metadata__").items()}
+            del about["format"], about["seal"]
+            plans = zip(rows.items(), json.loads(about["digests"]), strict=True)
+            tensors = tuple(
+                TensorPlan(name, row["dtype"], tuple(map(_checked_size, row["shape"])), checked_text(digest))
+                for (name, row), digest in plans
+            )
+            header = cls(kind, about, tensors)
+            canonical = header.encode(secret)
+        if canonical != raw:
+            raise EntryFault("format", f"the header of {len(raw)} bytes is not what its content says")
+        return header
+
+    @staticmethod
+    def peek(raw: bytes, kind: str, secret: bytes | None = None) -> dict[str, Any]:
+        """Parse a header whose seal fits; what it says is still to be proved."""
+        _check_sealed(raw, kind, secret)
+        with as_fault("the header"):
+            rows: dict[str, Any] = json.loads(raw[8:])
+            return rows
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Size of all tensors in bytes."""
+        return sum(plan.nbytes for plan in self.tensors)
+
+
+def pack_entry(
+    kind: str, about: Mapping[str, str], tensors: Iterable[tuple[str, Tensor]], secret: bytes | None = None
+) -> list[memoryview]:
+    """Write tensors as an entry; equal content gives equal bytes.
+
+    A text of `about` may be named "digests" for its place among the others; those of the tensors take it.
+    """
+    pairs = [plan_of(name, tensor, secret) for name, tensor in tensors]
+    header = Header(kind, about, tuple(plan for plan, _ in pairs))
+    return [memoryview(header.encode(secret)), *(view for _, view in pairs)]
+
+
+def plan_of(name: str, tensor: Tensor, secret: bytes | None) -> tuple[TensorPlan, memoryview]:
+    """Plan a tensor of an entry; gives its bytes, too."""
+    view = bytes_of(tensor)
+    return TensorPlan(name, dtype_name(name, tensor.dtype), tuple(tensor.shape), digest_of(view, secret).hex()), view
+
+
+class EntryFile:
+    """An opened entry of a kind, whose header was checked; tensors are read and checked when they are asked for."""
+
+    def __init__(self, source: Source, kind: str, secret: bytes | None = None, most_bytes: int | None = None) -> None:
+        raw = read_raw_header(source)
+        self.source, self.secret, self.header = source, secret, Header.decode(raw, kind, secret)
+        excess = source.stat.nbytes - len(raw) - self.header.nbytes
+        if excess:
+            reason = "truncated" if excess < 0 else "format"
+            raise EntryFault(reason, f"{abs(excess)} bytes too {'few' if excess < 0 else 'many'}")
+        if most_bytes is not None and self.header.nbytes > most_bytes:
+            raise EntryFault("layout", f"its tensors take {self.header.nbytes} bytes, expected at most {most_bytes}")
+        self.start = self.end = len(raw)
+        self.plans: dict[str, tuple[TensorPlan, int]] = {}  # with the offset in the file
+        for plan in self.header.tensors:
+            self.plans[plan.name] = plan, self.end
+            self.end += plan.nbytes
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Read everything."""
+        try:
+            take = self.taker(self.start, self.header.nbytes)
+        except MemoryError as error:
+            raise EntryFault("format", f"its {self.header.nbytes} bytes are larger than the memory") from error
+        with as_fault("the entry"):
+            return {name: take(name) for name in self.plans}
+
+    def taker(self, start: int, nbytes: int) -> Callable[[str], Tensor]:
+        """Read the tensors of a stretch of the file into one buffer, which is filled as far as they need it."""
+        buffer, fetched = _allocate(-(-nbytes // 64) * 64), 0
+        every, typed = memoryview(buffer.numpy())[:nbytes], {}
+
+        def take(name: str) -> Tensor:
+            nonlocal fetched
+            plan, offset = self.plans[name]
+            first = known = offset - start
+            end = first + plan.nbytes
+            digest = content_hasher(self.secret)
+            while known < end:  # by blocks that are checked before they leave the processor's cache
+                while fetched <= known:
+                    block = every[fetched : fetched + _BLOCK_BYTES]
+                    self.source.read_into(start + fetched, block)
+                    fetched += len(block)
+                digest.update(every[known : min(fetched, end)])
+                known = min(fetched, end)
+            if digest.hexdigest() != plan.digest:
+                raise EntryFault("digest", f"{plan.name} is not what was stored")
+            dtype = DTYPES[plan.dtype]
+            if first % dtype.itemsize:
+                return buffer[first:end].clone().view(dtype).view(plan.shape)
+            if dtype not in typed:
+                typed[dtype] = buffer.view(dtype)
+            return typed[dtype].as_strided(plan.shape, _strides(plan.shape), first // dtype.itemsize)
+
+        return take
+
+
+def read_raw_header(source: Source) -> bytes:
+    """Read length and header; nothing is allocated before its size is known to be sane."""
+    length = bytearray(8)
+    source.read_into(0, memoryview(length))
+    size = int.from_bytes(length, "little")
+    if size > HEADER_CAP_BYTES:
+        raise EntryFault("format", f"a header of {size} bytes, at most {HEADER_CAP_BYTES} are read")
+    if 8 + size > source.stat.nbytes:
+        raise EntryFault("truncated", f"{source.stat.nbytes} bytes cannot hold a header of {size}")
+    raw = bytearray(8 + size)
+    source.read_into(0, memoryview(raw))
+    return bytes(raw)
+
+
+@lru_cache(maxsize=64)
+def hash_namespace(namespace: str) -> str:
+    """Name a namespace without its text."""
+    return hashlib.sha256(b"hf_blend.namespace/1\0" + namespace.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def digest_of(data: memoryview, secret: bytes | None) -> bytes:
+    """Digest some bytes as an entry does."""
+    state = content_hasher(secret)
+    state.update(data)
+    found: bytes = state.digest()
+    return found
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor on the CPU."""
+    return memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
+
+
+def compact(value: object) -> str:
+    """Write JSON without white space."""
+    return json.dumps(value, separators=(",", ":"))
+
+
+def dtype_name(name: str, dtype: torch.dtype) -> str:
+    """What safetensors calls a dtype; raises StoreError if no entry holds it."""
+    if dtype not in NAMES:
+        raise StoreError(f"{name} is {dtype}, expected one of {', '.join(DTYPES)}. Convert it before storing.")
+    return NAMES[dtype]
+
+
+def checked_text(text: object) -> str:
+    """Refuse anything but a text, by ValueError."""
+    if not isinstance(text, str):
+        raise ValueError(text)
+    return text
+
+
+def _beginning(kind: str) -> bytes:
+    return _OPENING + f'"format":"{kind}","seal":"'.encode()
+
+
+def _check_sealed(raw: bytes, kind: str, secret: bytes | None) -> None:
+    """Compare the seal of a header, which is at a fixed place, with all other bytes of the header."""
+    begin = _beginning(kind)
+    start = 8 + len(begin)
+    if raw[8:start] != begin:
+        raise EntryFault("format", f"the entry does not begin as one of {kind}: {raw[8:48]!r}")
+    stop = start + seal_size(secret)
+    check_seal(raw[start:stop], secret, raw[:start], raw[stop:])
+
+
+def _checked_size(size: object) -> int:
+    if type(size) is not int or not 0 <= size < 1 << 40:
+        raise ValueError(size)
+    return size
+
+
+def _allocate(nbytes: int) -> Tensor:
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8)
+    except RuntimeError as error:  # so torch says that memory is short
+        raise MemoryError(str(error)) from error
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
