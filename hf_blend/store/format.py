@@ -98,11 +98,11 @@ class Header:
         _check_sealed(raw, kind, secret)
         with as_fault("the header"):
             rows = json.loads(raw[8:])
-            about = {name: checked_text(text) for name, text in rows.pop("__metadata__").items()}
+            about = {name: _checked_text(text) for name, text in rows.pop("__metadata__").items()}
             del about["format"], about["seal"]
             plans = zip(rows.items(), json.loads(about["digests"]), strict=True)
             tensors = tuple(
-                TensorPlan(name, row["dtype"], tuple(map(_checked_size, row["shape"])), checked_text(digest))
+                TensorPlan(name, row["dtype"], tuple(map(_checked_size, row["shape"])), _checked_text(digest))
                 for (name, row), digest in plans
             )
             header = cls(kind, about, tensors)
@@ -245,7 +245,7 @@ def dtype_name(name: str, dtype: torch.dtype) -> str:
     return NAMES[dtype]
 
 
-def checked_text(text: object) -> str:
+def _checked_text(text: object) -> str:
     """Refuse anything but a text, by ValueError."""
     if not isinstance(text, str):
         raise ValueError(text)
