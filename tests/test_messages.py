@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from hf_blend import BlendCache, ChunkStore, PromptError
+from hf_blend import BlendCache, PromptError
+from tests.asking import memory
 from tests.chat_templates import (
     ASKED,
     CASES,
@@ -50,7 +51,7 @@ def cached(known):
 
     def make(store=None, **settings):
         settings.setdefault("recompute_ratio", 0.2)
-        return BlendCache(model, store or ChunkStore.open("memory://"), **settings)
+        return BlendCache(model, store or memory(), **settings)
 
     return make
 
@@ -74,7 +75,7 @@ def answer(model, cache, inputs, **settings):
     [*(("spaces", case) for case in CASES), ("bytes", "chatml, several turns"), ("bytes", "llama 3")],
     indirect=["known"],
 )
-def test_ids_and_greedy_text_are_those_of_apply_chat_template(known, cached, case):
+def test_inputs_from_messages_are_the_ids_of_apply_chat_template_and_give_its_text(known, cached, case):
     model, tokenizer = known
     template, messages, documents, given = CASES[case]
     given = {"chat_template": template, **given}
@@ -90,13 +91,12 @@ def test_ids_and_greedy_text_are_those_of_apply_chat_template(known, cached, cas
     )
 
 
-@pytest.mark.parametrize("case", list(CASES)[1::3])
-def test_every_document_is_loaded_and_a_prompt_that_was_seen_computes_no_chunk(known, cached, case):
+@pytest.mark.parametrize("case", ["unnamed", *list(CASES)[1::3]])
+def test_documents_in_messages_are_loaded_and_a_prompt_that_was_seen_computes_no_chunk(known, cached, case):
     model, tokenizer = known
-    template, messages, documents, given = CASES[case]
-    store = ChunkStore.open("memory://")
+    template, messages, documents, given = CASES.get(case, (CHATML, [SYSTEM, *TURNS], (), {}))
+    store, reports = memory(), []
     keys = store.add(model, tokenizer, DOCUMENTS)
-    reports = []
     for _ in range(2):
         cache = cached(store)
         inputs = cache.inputs_from_messages(tokenizer, messages, documents, chat_template=template, **given)
@@ -109,19 +109,9 @@ def test_every_document_is_loaded_and_a_prompt_that_was_seen_computes_no_chunk(k
     assert 0 <= reports[1].seam_tokens <= 4 * reports[1].loaded_chunks
 
 
-def test_documents_that_are_not_named_are_found_in_messages_too(known, cached):
+def test_text_before_the_documents_is_exact_from_the_second_request_on(known, cached):
     model, tokenizer = known
-    store = ChunkStore.open("memory://")
-    store.add(model, tokenizer, DOCUMENTS)
-    cache = cached(store)
-    answer(model, cache, cache.inputs_from_messages(tokenizer, [SYSTEM, *TURNS], chat_template=CHATML))
-    assert cache.report.loaded_chunks == 3
-    assert cache.report.seam_tokens <= 12
-
-
-def test_what_is_before_the_documents_is_exact_from_the_second_request_on(known, cached):
-    model, tokenizer = known
-    store, reports = ChunkStore.open("memory://"), []
+    store, reports = memory(), []
     for documents in (DOCUMENTS, DOCUMENTS[::-1]):
         cache, asked = cached(store), {"role": "user", "content": "\n\n".join([*documents, QUESTION])}
         inputs = cache.inputs_from_messages(tokenizer, [SYSTEM, asked], documents, chat_template=LLAMA3)
@@ -132,50 +122,37 @@ def test_what_is_before_the_documents_is_exact_from_the_second_request_on(known,
     assert reports[1].exact_tokens == reports[0].exact_tokens > 10
 
 
-def test_an_answer_before_the_documents_is_not_stored(known, cached):
+def test_answer_before_the_documents_is_not_stored(known, cached):
     model, tokenizer = known
-    store, said = ChunkStore.open("memory://"), [{"role": "user", "content": "Hello."}, TURNS[1], TURNS[2]]
+    store, said = memory(), [{"role": "user", "content": "Hello."}, TURNS[1], TURNS[2]]
     cache = cached(store)
     answer(model, cache, cache.inputs_from_messages(tokenizer, said, DOCUMENTS[1:], chat_template=CHATML))
     assert len(store) == 2
     assert cache.report.computed_chunks == 2
 
 
-def test_a_chat_goes_on_in_the_same_cache_by_all_its_messages(known, cached):
+def test_conversation_goes_on_in_the_same_cache_and_another_begins_where_it_differs(known, cached):
     model, tokenizer = known
-    store = ChunkStore.open("memory://")
-    cache, messages = cached(store, recompute_ratio=1.0), [SYSTEM, ASKED]
-    for turn in ("And who repaired it?", "Why?"):
-        inputs = cache.inputs_from_messages(tokenizer, messages, DOCUMENTS, chat_template=CHATML)
+    cache, messages = cached(recompute_ratio=1.0), [SYSTEM, ASKED]
+
+    def said(messages, documents):
+        inputs = cache.inputs_from_messages(tokenizer, messages, documents, chat_template=CHATML)
         output = answer(model, cache, inputs)
         assert torch.equal(output, model.generate(stock(tokenizer, messages, chat_template=CHATML), **WORDS))
-        said = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :])
-        messages = [*messages, {"role": "assistant", "content": said}, {"role": "user", "content": turn}]
+        return tokenizer.decode(output[0, inputs["input_ids"].shape[1] :])
+
+    for turn in ("And who repaired it?", "Why?"):
+        answered = {"role": "assistant", "content": said(messages, DOCUMENTS)}
+        messages = [*messages, answered, {"role": "user", "content": turn}]
     assert cache.report.past_tokens > 100, "only what is new was computed"
-
-
-def test_another_conversation_in_the_same_cache_begins_where_it_differs(known, cached):
-    model, tokenizer = known
-    cache = cached(recompute_ratio=1.0)
-    first, other = [SYSTEM, ASKED], [{**SYSTEM, "content": "Be brief."}, TURNS[2]]
-    answer(model, cache, cache.inputs_from_messages(tokenizer, first, DOCUMENTS, chat_template=CHATML))
-    inputs = cache.inputs_from_messages(tokenizer, other, DOCUMENTS[1:], chat_template=CHATML)
-    expected = model.generate(stock(tokenizer, other, chat_template=CHATML), **WORDS)
-    assert torch.equal(answer(model, cache, inputs), expected)
+    said([{**SYSTEM, "content": "Be brief."}, TURNS[2]], DOCUMENTS[1:])
     assert cache.report.past_tokens < 20
-
-
-def test_a_cache_that_was_used_for_something_else_begins_again(known, cached):
-    model, tokenizer = known
-    cache = cached(recompute_ratio=1.0)
     cache.inputs_from_messages(tokenizer, [SYSTEM, ASKED], DOCUMENTS, chat_template=CHATML)
     model.generate(tokenizer("Something else.", return_tensors="pt")["input_ids"], past_key_values=cache, **WORDS)
-    inputs = cache.inputs_from_messages(tokenizer, [SYSTEM, ASKED], DOCUMENTS, chat_template=CHATML)
-    expected = model.generate(stock(tokenizer, [SYSTEM, ASKED], chat_template=CHATML), **WORDS)
-    assert torch.equal(answer(model, cache, inputs), expected)
+    said([SYSTEM, ASKED], DOCUMENTS)
 
 
-def test_a_batch_of_conversations_is_padded_on_the_left(known, cached):
+def test_inputs_from_messages_pad_a_batch_on_the_left(known, cached):
     model, tokenizer = known
     both = [[SYSTEM, ASKED], [TURNS[2]]]
     cache = cached(recompute_ratio=1.0)
@@ -205,12 +182,12 @@ def test_a_batch_of_conversations_is_padded_on_the_left(known, cached):
         ([SYSTEM, TURNS[1]], (), {"chat_template": MISTRAL}, "Conversation roles must alternate"),
     ],
 )
-def test_what_makes_no_prompt_is_refused_with_a_way_out(known, cached, messages, documents, given, says):
+def test_inputs_from_messages_refuse_what_makes_no_prompt(known, cached, messages, documents, given, says):
     with pytest.raises(PromptError, match=says):
         cached().inputs_from_messages(known[1], messages, documents, **{"chat_template": CHATML, **given})
 
 
-def test_a_tokenizer_without_a_template_says_what_to_use_instead(known, cached):
+def test_inputs_from_messages_need_a_chat_template(known, cached):
     with pytest.raises(PromptError, match=r"has no chat template.*inputs and inputs_from_text"):
         cached().inputs_from_messages(known[1], [ASKED])
 
@@ -235,7 +212,7 @@ def test_documents_that_a_template_writes_as_json_or_stripped_are_found(known, c
     ("name", "template"),
     [("mistral-7b-v1-spm", MISTRAL), ("gpt2-bpe", CHATML), ("mistral-7b-v1-spm", COMMAND_R)],
 )
-def test_a_published_tokenizer_gives_the_same_ids_and_text(name, template, tiny_model, published):
+def test_inputs_from_messages_of_a_published_tokenizer(name, template, tiny_model, published):
     folder = published / "tokenizers" / name
     if not folder.is_dir():
         pytest.skip(f"no tokenizer at {folder}")
@@ -244,7 +221,7 @@ def test_a_published_tokenizer_gives_the_same_ids_and_text(name, template, tiny_
     model = tiny_model(vocab_size=len(tokenizer), num_hidden_layers=2, max_position_embeddings=2048, **shape)
     documents = TITLED if template is COMMAND_R else DOCUMENTS
     messages = [SYSTEM, {**ASKED, "content": QUESTION} if template is COMMAND_R else ASKED]
-    cache = BlendCache(model, ChunkStore.open("memory://"), recompute_ratio=1.0)
+    cache = BlendCache(model, memory(), recompute_ratio=1.0)
     inputs = cache.inputs_from_messages(tokenizer, messages, documents, chat_template=template)
     expected = stock(tokenizer, messages, documents, chat_template=template)
     assert torch.equal(inputs["input_ids"], expected)

@@ -19,6 +19,7 @@ from hf_blend.prefill.plan import Planner
 from hf_blend.prompt.pieces import tokenize
 from hf_blend.prompt.text import build_text
 from hf_blend.prompt.tokenizer import tokenizer_digest
+from tests.asking import memory
 from tests.chat_templates import DOCUMENTS, JOINED, QUESTION, small_tokenizer
 
 WORDS = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
@@ -61,12 +62,15 @@ def longest_run(prompt, chunk):
     return best
 
 
-@pytest.mark.parametrize("known", ["bytes", "spaces"], indirect=True)
-@pytest.mark.parametrize("join", JOINS)
-def test_ids_are_the_tokenizers_and_of_each_chunk_the_longest_run_is_reused(known, join):
+@pytest.mark.parametrize(
+    ("known", "join"),
+    [*(("spaces", join) for join in JOINS), ("bytes", "nothing"), ("bytes", "tags")],
+    indirect=["known"],
+)
+def test_inputs_from_text_are_the_tokenizers_ids_and_reuse_the_longest_run_of_each_chunk(known, join):
     model, tokenizer = known
     text = f"Answer the question.\n\n{JOINS[join](DOCUMENTS)}\n\n{QUESTION}"
-    cache = BlendCache(model, ChunkStore.open("memory://"), recompute_ratio=1.0)
+    cache = BlendCache(model, memory(), recompute_ratio=1.0)
     inputs = cache.inputs_from_text(tokenizer, text, DOCUMENTS[::-1])
     expected = tokenizer(text, return_tensors="pt")
     assert torch.equal(inputs["input_ids"], expected["input_ids"])
@@ -78,10 +82,10 @@ def test_ids_are_the_tokenizers_and_of_each_chunk_the_longest_run_is_reused(know
     assert cache.report.seam_tokens == sum(lengths) - runs
 
 
-@pytest.mark.parametrize("join", JOINS)
+@pytest.mark.parametrize("join", ["a space", "nothing", "tags"])
 def test_generate_alone_finds_what_is_inside_stored_chunks(known, join):
     model, tokenizer = known
-    store = ChunkStore.open("memory://")
+    store = memory()
     store.add(model, tokenizer, DOCUMENTS)
     inputs = tokenizer(f"Answer the question.\n\n{JOINS[join](DOCUMENTS)}\n\n{QUESTION}", return_tensors="pt")
     keyword = blended(store, recompute_ratio=1.0)
@@ -92,9 +96,9 @@ def test_generate_alone_finds_what_is_inside_stored_chunks(known, join):
     assert (keyword.report.loaded_chunks, keyword.report.computed_chunks) == (3, 0)
 
 
-def test_what_is_reused_are_the_stored_values_of_just_these_tokens(known):
+def test_reused_values_are_the_stored_ones_of_just_these_tokens(known):
     model, tokenizer = known
-    store = ChunkStore.open("memory://")
+    store = memory()
     (key,) = store.add(model, tokenizer, DOCUMENTS[2:])
     cache = BlendCache(model, store, recompute_ratio=0.0, selector="none")
     inputs = cache.inputs_from_text(tokenizer, f"{DOCUMENTS[0]}\n{DOCUMENTS[2]}\n{QUESTION}")
@@ -111,10 +115,10 @@ def test_what_is_reused_are_the_stored_values_of_just_these_tokens(known):
     assert torch.allclose(cache.layers[0].keys, plain.layers[0].keys, atol=1e-4), "at layer 0 K depends on the token"
 
 
-def test_a_batch_of_texts_is_padded_on_the_left(known):
+def test_inputs_from_text_pad_a_batch_on_the_left(known):
     model, tokenizer = known
     texts = [f"{JOINED}\n\n{QUESTION}", f"{DOCUMENTS[1]}\n{QUESTION}"]
-    cache = BlendCache(model, ChunkStore.open("memory://"), recompute_ratio=1.0)
+    cache = BlendCache(model, memory(), recompute_ratio=1.0)
     inputs = cache.inputs_from_text(tokenizer, texts, [DOCUMENTS, DOCUMENTS[1:2]])
     output = model.generate(**inputs, past_key_values=cache, **WORDS)
     for row, text in enumerate(texts):
@@ -122,10 +126,10 @@ def test_a_batch_of_texts_is_padded_on_the_left(known):
         assert torch.equal(output[row, -len(alone) :], alone)
 
 
-def test_a_prompt_in_parts_counts_its_seams_once(known):
+def test_seam_tokens_of_a_prompt_in_parts_are_counted_once(known):
     model, tokenizer = known
     text, counts = f"Answer.\n{JOINED}\n\n{QUESTION}", []
-    store = ChunkStore.open("memory://")
+    store = memory()
     for part in (None, 17):
         cache = BlendCache(model, store, recompute_ratio=1.0)
         inputs = cache.inputs_from_text(tokenizer, text, DOCUMENTS)
@@ -135,7 +139,7 @@ def test_a_prompt_in_parts_counts_its_seams_once(known):
     assert counts[0] == counts[1] > 0
 
 
-def test_a_chunk_of_which_every_token_differs_is_stored_as_the_prompt_has_it(known):
+def test_build_text_stores_a_chunk_of_which_every_token_differs_as_the_prompt_has_it(known):
     tokenizer = known[1]
     text = "Ines: " + "".join(f"{letter}​" for letter in DOCUMENTS[1][:40]) + QUESTION
     chunk = text[6:86]
@@ -169,47 +173,42 @@ class Slow:
         return getattr(self._tokenizer, name)
 
 
-@pytest.mark.parametrize("join", JOINS)
-def test_a_tokenizer_without_offsets_finds_the_same_runs(known, join):
+def test_build_text_finds_the_same_runs_without_offsets(known):
     _, tokenizer = known
-    text = f"Answer.\n{JOINS[join](DOCUMENTS)}\n\n{QUESTION}"
-    fast, slow = (build_text(one, text, DOCUMENTS, special=True) for one in (tokenizer, Slow(tokenizer)))
-    assert fast.ids == slow.ids
-    assert fast.known == slow.known
+    for join in JOINS.values():
+        text = f"Answer.\n{join(DOCUMENTS)}\n\n{QUESTION}"
+        fast, slow = (build_text(one, text, DOCUMENTS, special=True) for one in (tokenizer, Slow(tokenizer)))
+        assert (fast.ids, fast.known) == (slow.ids, slow.known)
 
 
-def test_text_that_begins_with_bos_never_makes_two(known):
+def test_inputs_from_text_that_begins_with_bos_never_make_two(known):
     model, tokenizer = known
-    cache = BlendCache(model, ChunkStore.open("memory://"))
+    cache = BlendCache(model, memory())
     with pytest.raises(PromptError, match=r"begins with '<s>.*one is expected. Pass add_special_tokens=False"):
         cache.inputs_from_text(tokenizer, f"<s>{JOINED}", DOCUMENTS)
     inputs = cache.inputs_from_text(tokenizer, f"<s>{JOINED}", DOCUMENTS, add_special_tokens=False)
     assert inputs["input_ids"][0].tolist().count(1) == 1
-    cache = BlendCache(model, ChunkStore.open("memory://"))
+    cache = BlendCache(model, memory())
     inputs = cache.inputs(tokenizer, prefix="<s>[INST] ", chunks=DOCUMENTS, question=QUESTION)
     assert inputs["input_ids"][0].tolist().count(1) == 1, "pieces, as guides show them"
 
 
-@pytest.mark.parametrize(
-    ("text", "chunks", "says"),
-    [
+def test_inputs_from_text_refuse_what_makes_no_prompt(known):
+    cache = BlendCache(known[0], memory())
+    for text, chunks, says in (
         ("", None, "the text '' has no token"),
         (JOINED, ["Not there."], "is not in the prompt"),
         (JOINED, [""], "has no token"),
         ("caf\ud800", None, "half of a surrogate pair"),
         ([JOINED], DOCUMENTS, "a batch of 1 prompts came with 3 documents"),
-    ],
-)
-def test_text_that_makes_no_prompt_is_refused(known, text, chunks, says):
-    tokenizer = known[1]
-    cache = BlendCache(known[0], ChunkStore.open("memory://"))
-    with pytest.raises(PromptError, match=says):
-        cache.inputs_from_text(tokenizer, text, chunks, add_special_tokens=bool(text))
+    ):
+        with pytest.raises(PromptError, match=says):
+            cache.inputs_from_text(known[1], text, chunks, add_special_tokens=bool(text))
 
 
-def test_a_tokenizer_of_a_larger_model_is_refused_before_any_forward(known, tiny_model, monkeypatch):
+def test_tokenizer_of_a_larger_model_is_refused_before_any_forward(known, tiny_model, monkeypatch):
     model, tokenizer = tiny_model(vocab_size=100, num_hidden_layers=2), known[1]
-    store = ChunkStore.open("memory://")
+    store = memory()
     cache = BlendCache(model, store)
     monkeypatch.setattr(type(model), "forward", None)
     for make in (
@@ -221,9 +220,9 @@ def test_a_tokenizer_of_a_larger_model_is_refused_before_any_forward(known, tiny
             make()
 
 
-def test_a_prompt_in_which_a_store_finds_nothing_says_so_once(known, caplog):
+def test_fallback_reason_says_once_that_a_store_finds_nothing(known, caplog):
     model, tokenizer = known
-    store, asked = ChunkStore.open("memory://"), tokenizer(QUESTION, return_tensors="pt")
+    store, asked = memory(), tokenizer(QUESTION, return_tensors="pt")
 
     def ask():
         cache = BlendCache(model, store)
@@ -239,9 +238,9 @@ def test_a_prompt_in_which_a_store_finds_nothing_says_so_once(known, caplog):
     assert len(caplog.records) == 1
 
 
-def test_a_store_of_another_model_or_sink_is_named(known, tiny_model):
+def test_fallback_reason_names_a_store_of_another_model_or_sink(known, tiny_model):
     model, tokenizer = known
-    store, asked = ChunkStore.open("memory://"), tokenizer(QUESTION, return_tensors="pt")
+    store, asked = memory(), tokenizer(QUESTION, return_tensors="pt")
     store.add(tiny_model(vocab_size=len(tokenizer), num_hidden_layers=2, seed=1), tokenizer, DOCUMENTS)
     for says in ("holds 3 chunks, but none of this model", r"but none behind chunk_prefix_ids=\(1,\)"):
         cache = BlendCache(model, store)
@@ -250,7 +249,7 @@ def test_a_store_of_another_model_or_sink_is_named(known, tiny_model):
         store.add(model, tokenizer, DOCUMENTS, chunk_prefix_ids=(1, 5))
 
 
-def test_a_store_that_was_filled_with_another_tokenizer_is_named(models, tmp_path, caplog):
+def test_fallback_reason_and_notice_name_another_tokenizer(models, tmp_path, caplog):
     (model, tokenizer), (_, other) = models["spaces"], models["bytes"]
     assert tokenizer_digest(tokenizer) == tokenizer_digest(tokenizer) != tokenizer_digest(other) != ""
     with ChunkStore.open(tmp_path) as store:
@@ -269,7 +268,7 @@ def test_a_store_that_was_filled_with_another_tokenizer_is_named(models, tmp_pat
     assert len(caplog.records) == 2
 
 
-def test_padding_and_truncation_are_no_part_of_a_tokenizers_name(known):
+def test_tokenizer_digest_ignores_padding_and_truncation(known):
     tokenizer = small_tokenizer.__wrapped__("spaces")
     before = tokenizer_digest(known[1])
     tokenizer(["a", "b c d"], padding=True, truncation=True, max_length=2)
@@ -280,7 +279,7 @@ def test_padding_and_truncation_are_no_part_of_a_tokenizers_name(known):
 
 
 @pytest.mark.parametrize("name", ["gpt2-bpe", "mistral-7b-v1-spm"])
-def test_of_published_passages_nearly_all_is_reused_however_they_are_joined(name, published, tiny_model):
+def test_plan_reuses_nearly_all_of_published_passages_however_they_are_joined(name, published, tiny_model):
     folder, rows = published / "tokenizers" / name, published / "hotpotqa_natural.jsonl"
     if not (folder.is_dir() and rows.is_file()):
         pytest.skip(f"{folder} or {rows} is not there")
@@ -289,7 +288,7 @@ def test_of_published_passages_nearly_all_is_reused_however_they_are_joined(name
     tokenizer = AutoTokenizer.from_pretrained(folder)
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 1, "num_key_value_heads": 1}
     model = tiny_model(vocab_size=len(tokenizer), num_hidden_layers=1, max_position_embeddings=8192, **shape)
-    store = ChunkStore.open("memory://")
+    store = memory()
     for texts in chunks:
         store.add(model, tokenizer, texts)
     planner = Planner(model, store, fingerprint(model), default_sink(model))
