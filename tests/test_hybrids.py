@@ -22,11 +22,12 @@ from hf_blend.cache.blend_cache import IGNORES_STATES
 from hf_blend.cache.indexed_layer import IndexedKind
 from hf_blend.context.continuing import continuing
 from hf_blend.context.sequence_cache import SequenceCache
-from hf_blend.model import mixer
+from hf_blend.hybrids import mixer
+from hf_blend.hybrids.mixer import ActiveRows, MixerPass
+from hf_blend.hybrids.mixer_probe import mixers_of
+from hf_blend.model import anatomy
 from hf_blend.model.calibrate import rotary_styles
 from hf_blend.model.fingerprint import fingerprint
-from hf_blend.model.mixer import ActiveRows, MixerPass
-from hf_blend.model.mixer_probe import mixers_of
 from hf_blend.prefill import probing
 from hf_blend.prefill.realign import Realigner
 from hf_blend.sparse.partial.blocked import encode_blocks
@@ -459,3 +460,10 @@ def test_what_a_mixer_or_an_indexer_does_not_allow_is_refused_by_name():
         pass
     with pytest.raises(UnsupportedModelError, match=r"layer 0 of chunk .* has k, v, p"):
         encode_blocks(subject.chunk(range(20, 33)), range(13), 8)
+
+
+def test_without_the_room_other_models_are_blended_and_hybrids_are_refused(monkeypatch):
+    monkeypatch.setattr(anatomy, "rooms", list)
+    with pytest.raises(UnsupportedModelError, match="state of another kind"):
+        BlendCache(tiny_model("lfm2"), ChunkStore.open("memory://"))
+    assert subject_of("llama").blend(subject_of("llama").prompts[:1], 0.3).cache.report.reusable_tokens

@@ -25,7 +25,7 @@ from hf_blend import BlendCache, ChunkStore
 from hf_blend.config import BlendConfig
 from hf_blend.errors import ConfigError, suggest
 from hf_blend.evaluation.bench.shapes import text_config, timed_model, wait_for
-from hf_blend.model.mixer_probe import mixers_of
+from hf_blend.hybrids.mixer_probe import mixers_of
 from hf_blend.store.chunk import ChunkKey
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}

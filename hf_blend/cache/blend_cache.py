@@ -28,14 +28,14 @@ from transformers.tokenization_utils_base import BatchEncoding
 from .. import plugins
 from ..config import BlendConfig
 from ..errors import ConfigError, PromptError
-from ..model.anatomy import LayerCall, decoder_layers, default_sink, has_indexer, text_config
+from ..model.anatomy import LayerCall, decoder_layers, default_sink, text_config
 from ..model.checks import ensure_trusted
+from ..model.extras import extras_of
 from ..model.fingerprint import fingerprint, structure_digest
 from ..model.flops import layer_costs
 from ..model.hooks import ForwardHooks
 from ..model.identity.canonical import refuse_request_state, refuse_wrapper
 from ..model.images import PIXELS
-from ..model.mixer_probe import mixers_of
 from ..model.modality import has_features, placeholder_ids, refuse_placeholders
 from ..model.own_cache import fitted
 from ..model.placement import input_device
@@ -70,7 +70,6 @@ from ..store import ChunkStore
 from .cache_layers import cache_layers, check_masked
 from .decode_masks import MaskedDecode
 from .layers import as_indices
-from .mixer_layer import MixerLayer
 from .static_layer import StaticLayer, check_room
 
 logger = logging.getLogger(__name__)
@@ -103,7 +102,6 @@ class BlendedForward:
 
     prefill: Prefill
     snapshots: list[Any]
-    mixer_states: list[Any]
     pending: PendingPrompt
     report: BlendReport
 
@@ -178,7 +176,7 @@ class BlendCache(MaskedDecode):
         self.report = BlendReport(self.config.recompute_ratio)
         silence_casts(model, self, digest)
         self._styles = ensure_trusted(model, trial_cache, self.config.allow_unverified, digest)
-        self._mixers = mixers_of(model, digest)
+        self._extras = extras_of(model, len(layers), digest)
         self._check_ms = 1e3 * (time.perf_counter() - began_s)  # until a report says it
         self._entry = ForwardHooks(self, model, layers)
         self.observer: AttentionObserver | None = None  # is given every layer's attention in a blended forward
@@ -520,8 +518,8 @@ class BlendCache(MaskedDecode):
 
     @property
     def is_linear(self) -> list[bool]:
-        """For each layer whether it keeps a mixer's state and no K and V; models choose by this which mask to make."""
-        return [isinstance(layer, MixerLayer) and not isinstance(layer, CacheLayerMixin) for layer in self.layers]
+        """For each layer whether it keeps a state and no K and V; models choose by this which mask to make."""
+        return [getattr(layer, "has_only_state", False) for layer in self.layers]
 
     @property
     def batch_size(self) -> int:
@@ -717,17 +715,10 @@ class BlendCache(MaskedDecode):
             self._selector,
             self._corrector,
             self._probe,
-            self._mixers,
+            self._extras,
             self.observer,
         )
-        mixers = [layer for layer in layers if isinstance(layer, MixerLayer)]
-        self._forward = BlendedForward(
-            Prefill(context),
-            [layer.snapshot() for layer in layers],
-            [layer.snapshot_mixer() for layer in mixers],
-            pending,
-            report,
-        )
+        self._forward = BlendedForward(Prefill(context), [layer.snapshot() for layer in layers], pending, report)
         self._entry.enter_layers(request.width, between=bool(request.others))
 
     def _plan(self, request: Request) -> Plan:
@@ -787,14 +778,8 @@ class BlendCache(MaskedDecode):
     def _probe(self, hear: Hear, layers: Sequence[int], anchors: Tensor | None) -> None:
         """A pass of the question alone, in the middle of a forward."""
         forward: Any = self._forward
-        request = forward.prefill.context.request
-        mixers = [layer for layer in self._layers() if isinstance(layer, MixerLayer)]
-        states = [layer.snapshot_mixer() for layer in mixers]
-        for layer, state in zip(mixers, forward.mixer_states, strict=True):
-            layer.restore_mixer(state)
-        positions = {layer: layer.indexer_position_ids for layer in self._layers() if has_indexer(layer)}
-        for layer, known in positions.items():  # the model appends those of the prompt again
-            layer.indexer_position_ids = None if known is None else known[..., : self._past]
+        request, own = forward.prefill.context.request, self._layers()
+        suspended = [layer.suspend(known, self._past) for layer, known in zip(own, forward.snapshots, strict=True)]
         probe = forward.prefill.probe(AttentionObserver(hear, layers, anchors), self._spare_layers)
         self._forward = replace(forward, prefill=probe)
         try:
@@ -805,22 +790,20 @@ class BlendCache(MaskedDecode):
         finally:
             self._forward = forward
             forward.prefill.take_over(probe)
-            for layer, state in zip(mixers, states, strict=True):
-                layer.restore_mixer(state)
-            for layer, known in positions.items():
-                layer.indexer_position_ids = known
+            for layer, known in zip(own, suspended, strict=True):
+                layer.resume(known)
 
     def _spare_layers(self) -> list[Any]:
         """Layers that hold what these held before the forward."""
         spare: list[Any] = copy.deepcopy(self._own_layers)
-        held: list[Any] = [layer for layer in spare if isinstance(layer, CacheLayerMixin | MixerLayer)]
+        held: list[Any] = [layer for layer in spare if hasattr(layer, "prefill_kind")]
         for layer, snapshot in zip(held, self._forward.snapshots, strict=True):  # type: ignore[union-attr]
             layer.restore(copy.deepcopy(snapshot))
         return spare
 
     def _layers(self) -> list[Any]:
-        """The layers that keep K and V, or the state of a mixer."""
-        return [layer for layer in self._own_layers if isinstance(layer, CacheLayerMixin | MixerLayer)]
+        """The layers that keep anything of each token."""
+        return [layer for layer in self._own_layers if hasattr(layer, "prefill_kind")]
 
 
 def _for_each(documents: Sequence[Any] | None, count: int) -> Sequence[Any]:

@@ -12,10 +12,10 @@ from transformers import cache_utils
 from ..config import BlendConfig
 from ..errors import ConfigError
 from ..model.anatomy import has_indexer, stock_layers, text_config
+from ..model.extras import rooms
 from ..model.fingerprint import PerStructure
 from .indexed_layer import IndexedLayer
 from .layers import BlendLayer
-from .mixer_layer import MixerAttentionLayer, MixerLayer, MixerSlidingLayer
 from .quantised_layer import QuantisedLayer, QuantisedStaticLayer
 from .sliding_layer import BlendSlidingLayer
 from .static_layer import StaticLayer
@@ -78,14 +78,11 @@ def check_masked(model: nn.Module, max_tokens: int) -> None:
 
 
 def _like(stock: Any, full: Callable[[], BlendLayer]) -> Any:
-    is_sliding, is_mixer = getattr(stock, "is_sliding", False), hasattr(stock, "recurrent_states")
-    if is_sliding and is_mixer:
-        return MixerSlidingLayer(stock.sliding_window, stock.number_of_states)
-    if is_mixer:
-        kind = MixerAttentionLayer if isinstance(stock, cache_utils.CacheLayerMixin) else MixerLayer
-        return kind(stock.number_of_states)
+    added = next((made for room in rooms() if (made := room.make_layer(stock)) is not None), None)
+    if added is not None:
+        return added
     if has_indexer(stock):
         return IndexedLayer()
-    if is_sliding:
+    if getattr(stock, "is_sliding", False):
         return BlendSlidingLayer(stock.sliding_window)
     return stock if isinstance(stock, getattr(cache_utils, "DummyLayer", ())) else full()

@@ -69,6 +69,16 @@ class IndexedLayer(BlendLayer):
         self.indexer_keys: Tensor | None = None
         self.indexer_position_ids: Tensor | None = None
 
+    def suspend(self, snapshot: Any, past: int) -> Any:
+        """The model appends the positions of the prompt again."""
+        known = self.indexer_position_ids
+        self.indexer_position_ids = None if known is None else known[..., :past]
+        return known
+
+    def resume(self, suspended: Any) -> None:
+        """Hold the positions that were known."""
+        self.indexer_position_ids = suspended
+
     def open_indexer(self, tokens: int, keys: Tensor) -> Tensor:
         """Make place for the indexer's keys of new tokens.
 

@@ -188,6 +188,15 @@ class BlendLayer(BatchOfRequests, CacheLayerMixin):
         """How many batch entries there are; 0 in an empty layer."""
         return self._buffers[0].shape[0] if self._buffers is not None else 0
 
+    def suspend(self, snapshot: Any, past: int) -> Any:
+        """Another forward over the same tokens begins: hold beside K and V what was held at a snapshot.
+
+        Gives what `resume` needs.
+        """
+
+    def resume(self, suspended: Any) -> None:
+        """The other forward is over."""
+
     def snapshot(self) -> Any:
         """What `restore` needs to take back every token that comes from now on."""
         return self.length

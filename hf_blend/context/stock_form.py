@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cache.mixer_layer import STATES as STATE_KINDS
 from ..errors import ConfigError, UnsupportedModelError
 from ..store.chunk import has_usable_values
 from ..store.tiers.base import EntryFault
 
 __all__ = ["STATE_KINDS", "Parts", "StockForm", "is_state"]
 
+STATE_KINDS = ("conv_states", "recurrent_states")
 _TOKEN_AXES = {"keys": -2, "values": -2, "indexer_keys": 1, "indexer_position_ids": -1}  # where tokens are counted
 _CONSTANTS = ("_sliding_window_tensor",)
 _FLAGS = ("has_previous_state", "is_initialized", "is_indexer_initialized")

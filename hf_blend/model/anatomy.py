@@ -18,14 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
+from .extras import rooms
 from .identity.canonical import canonical
 from .own_cache import fitted
 from .placement import input_device
 
 EXTENDED: ContextVar[tuple[Any, ...]] = ContextVar("self_extend", default=())  # configs of models that are inside it
 TOKEN_STATES = ("", "SlidingWindow", "Dummy")  # cache layers of transformers, less "Dynamic" and "Layer"
-MIXER_STATES = ("LinearAttention", "LinearAttentionAndFullAttention", "LinearAttentionAndSlidingWindowAttention")
-BLENDED_STATES = (*TOKEN_STATES, *MIXER_STATES, "Indexed")
 PER_TOKEN = ("output_hidden_states", "output_attentions", "output_router_logits")  # a row for every token of a layer
 _reshaping: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 _infos: WeakKeyDictionary[nn.Module, "LayerInfo"] = WeakKeyDictionary()
@@ -86,7 +85,8 @@ def refuse_other_states(model: nn.Module, only_keys: bool = False) -> None:
 
 def other_states(config: Any, only_keys: bool = False) -> str:
     """What a config says against keeping K and V of each token in every layer; empty if nothing."""
-    known = TOKEN_STATES if only_keys else BLENDED_STATES
+    added = () if only_keys else ("Indexed", *(kind for room in rooms() for kind in room.states))
+    known = (*TOKEN_STATES, *added)
     moved = "and only these can be moved. Use a BlendCache, or plain generate."
     blended = "which cannot stand behind other tokens. Use full prefill."
     for index, layer in enumerate(stock_layers(config)):
@@ -105,11 +105,6 @@ def stock_layers(config: Any) -> list[Any]:
         return list(DynamicCache(config=config).layers)
     except UNREADABLE:
         return []  # what it keeps shows when it is run
-
-
-def has_mixers(model: nn.Module) -> bool:
-    """Whether some layers of a model keep a state that every token before has gone into, as transformers sees it."""
-    return any(hasattr(layer, "recurrent_states") for layer in stock_layers(text_config(model)))
 
 
 def full_cache(model: nn.Module) -> Any:

@@ -29,10 +29,9 @@ from .anatomy import (
     text_config,
 )
 from .attention import STOCK, open_door
+from .extras import Recording, extras_of
 from .identity.canonical import canonical, notes_kept
 from .masks import RowMask
-from .mixer import ActiveRows, MixerPass
-from .mixer_probe import mixers_of
 from .modality import refuse_placeholders
 from .placement import input_device
 from .row_lines import PackedLines
@@ -101,7 +100,7 @@ def capture(
     given = {"position_ids": position_ids, "attention_mask": attention_mask}
     given = {name: value.to(device) for name, value in given.items() if value is not None}
     cache, tokens = full_cache(model), input_ids.shape[1]
-    recorded = _recorded_projections(model, cache, tokens)
+    recorded = _recorded_extras(model, cache, tokens)
     separated = _separated(model, cache, tokens, starts) if len(starts) > 1 else nullcontext()
     with recorded as passes, canonical(model), _recorded_tables(layers, cache) as tables, separated:
         decoder_of(model)(input_ids=input_ids.to(device), past_key_values=cache, use_cache=True, **given)
@@ -112,14 +111,14 @@ def capture(
 def capture_forward(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[Capture, Any]:
     """Run the model once as it was called, images and all, through a plain cache of its own."""
     cache, tokens = full_cache(model), arguments["input_ids"].shape[1]
-    recorded = _recorded_projections(model, cache, tokens)
+    recorded = _recorded_extras(model, cache, tokens)
     with recorded as passes, _recorded_tables(decoder_layers(model), cache) as tables:
         output = model(**{**arguments, "past_key_values": cache, "use_cache": True})
     return _captured(model, cache, tokens, tables, passes), output
 
 
 def _captured(
-    model: nn.Module, cache: Any, tokens: int, tables: dict[int, Table | None], passes: dict[int, MixerPass]
+    model: nn.Module, cache: Any, tokens: int, tables: dict[int, Table | None], passes: dict[int, Recording]
 ) -> Capture:
     indices, stock = range(len(decoder_layers(model))), dict(enumerate(stock_layers(text_config(model))))
     kept = tuple(_states(model, cache, index, tokens, passes.get(index), stock.get(index)) for index in indices)
@@ -127,24 +126,23 @@ def _captured(
 
 
 def _states(
-    model: nn.Module, cache: Any, index: int, tokens: int, mixer: MixerPass | None, stock: Any
+    model: nn.Module, cache: Any, index: int, tokens: int, extra: Recording | None, stock: Any
 ) -> tuple[Tensor, ...]:
     """What is kept of a layer, as in `Capture.layers`; `stock` is the cache layer that transformers makes for it."""
     if keeps_nothing(stock):
         return ()
-    has_keys = mixer is None or hasattr(stock, "keys")
+    has_keys = extra is None or hasattr(stock, "keys")
     states = _cached(model, cache, index, tokens) if has_keys else ()
     index_keys = getattr(cache.layers[index], "indexer_keys", None)
-    beside = index_keys if mixer is None else mixer.states
+    beside = index_keys if extra is None else extra.states
     return states if beside is None else (*states, beside[:, None])
 
 
 @contextmanager
-def _recorded_projections(model: nn.Module, cache: Any, tokens: int) -> Iterator[dict[int, MixerPass]]:
-    """What the mixers' projections give in calls with this cache, by layer."""
-    rows = ActiveRows(None, tokens, {})
-    mixers = {index: mixer for index, mixer in enumerate(mixers_of(model)) if mixer is not None}
-    passes = {index: MixerPass(mixer, cache, rows) for index, mixer in mixers.items()}
+def _recorded_extras(model: nn.Module, cache: Any, tokens: int) -> Iterator[dict[int, Recording]]:
+    """What layers keep beside K and V in calls with this cache, by layer."""
+    extras = enumerate(extras_of(model, len(decoder_layers(model))))
+    passes = {index: extra.record(cache, tokens) for index, extra in extras if extra is not None}
     try:
         for one in passes.values():
             one.enter()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .anatomy import LayerInfo, decoder_layers, decoder_of, full_cache, layer_configs, text_config
-from .mixer_probe import mixers_of
+from .extras import extras_of
 from .placement import input_device
 
 CONVOLUTION_AXES = 3  # of the weight of a 1-D convolution
@@ -49,7 +49,8 @@ def layer_costs(model: nn.Module) -> list[LayerCost]:
 
 @torch.no_grad()
 def _measure(model: nn.Module) -> list[LayerCost]:
-    layers, cache, mixers = decoder_layers(model), full_cache(model), mixers_of(model)
+    layers, cache = decoder_layers(model), full_cache(model)
+    extras = extras_of(model, len(layers))
     before, after, always = ([0.0] * len(layers) for _ in range(3))
     reached: set[int] = set()  # the layers that have handed over their K and V
     update = cache.update
@@ -64,12 +65,12 @@ def _measure(model: nn.Module) -> list[LayerCost]:
     def count(index: int, module: nn.Module) -> None:
         if threading.get_ident() != thread:
             return
-        mixer = mixers[index]
+        extra = extras[index]
         side = after if index in reached else before
-        if mixer is not None and any(module is inner for inner in mixer.module.modules()):
-            widths = [one.width for one in mixer.projections if one.module is module]
+        if extra is not None and any(module is inner for inner in extra.module.modules()):
+            widths = [one.width for one in extra.projections if one.module is module]
             side = always if not widths else before if widths[0] else after
-        elif mixer is not None and index not in keyed:
+        elif extra is not None and index not in keyed:
             side = after
         side[index] += 2.0 * module.in_features * module.out_features
 
@@ -77,11 +78,11 @@ def _measure(model: nn.Module) -> list[LayerCost]:
     with _watched(layers, count):
         device = input_device(model)
         decoder_of(model)(input_ids=torch.zeros((1, 4), dtype=torch.long, device=device), past_key_values=cache)
-    for index, mixer in enumerate(mixers):
-        always[index] += 0.0 if mixer is None else _scan(mixer.module, cache.layers[index])
+    for index, extra in enumerate(extras):
+        always[index] += 0.0 if extra is None else _scan(extra.module, cache.layers[index])
     configs = layer_configs(text_config(model), len(layers))
     attending = [
-        index in reached or (mixers[index] is None and LayerInfo.of(layer).has_attention)
+        index in reached or (extras[index] is None and LayerInfo.of(layer).has_attention)
         for index, layer in enumerate(layers)
     ]
     per_key = [_per_key(config) if attends else 0.0 for config, attends in zip(configs, attending, strict=True)]

@@ -27,8 +27,8 @@ from ..correctors.base import Corrector, LayerView
 from ..errors import UnsupportedModelError
 from ..model.anatomy import KnownRows, LayerCall, text_config
 from ..model.attention import AttentionCapture, StopForward
+from ..model.extras import LayerExtra
 from ..model.masks import looks_ahead
-from ..model.mixer import Mixer
 from ..selectors.attention import Attention
 from ..selectors.base import KV, Hear, Selector
 from .buffers import LayerBuffers
@@ -63,7 +63,7 @@ class PrefillContext:
     selector: Selector
     corrector: Corrector
     probe: Callable[[Hear, Sequence[int], Tensor | None], None]
-    mixers: Sequence[Mixer | None] = ()
+    extras: Sequence[LayerExtra | None] = ()
     observer: AttentionObserver | None = None
     is_probe: bool = False  # nothing is selected, and only the question is computed
     shares_layers: bool = False  # with the forward that it is a probe of, to which they stay open

@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from ..model.mixer import Spans
+from ..model.extras import Spans
 from ..rotary.base import RotaryStyle, compose
 from ..rotary.tables import Table
 from ..store.chunk import StackedLayers

@@ -30,8 +30,8 @@ from ..model.anatomy import decoder_layers, full_cache, text_config
 from ..model.calibrate import rotary_styles
 from ..model.capture import capture, capture_chunk, capture_chunks
 from ..model.checks import Blended, CheckedModel, CheckResult, Comparison, States, kv_of, question_rows
+from ..model.extras import extras_of
 from ..model.fingerprint import fingerprint
-from ..model.mixer_probe import mixers_of
 from ..model.packs import packs
 from ..model.placement import input_device
 from ..model.quantised import silence_casts
@@ -73,7 +73,7 @@ class ModelUnderTest(CheckedModel):
         super().__init__(model)
         silence_casts(model, self)
         self.styles = rotary_styles(model)
-        self.mixers = mixers_of(model)
+        self.mixers = extras_of(model, len(decoder_layers(model)))
         self.num_layers = len(decoder_layers(model))
         self.vocabulary = text_config(model).vocab_size
         bos = getattr(text_config(model), "bos_token_id", None)

@@ -20,12 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
-from .anatomy import decoder_layers, decoder_of, full_cache, has_mixers, parameter_names, stock_layers, text_config
-from .fingerprint import PerStructure
-from .hooks import running_modules
-from .identity.canonical import canonical
-from .mixer import ActiveRows, Mixer, MixerPass, Projection, Spans, regular
-from .placement import input_device
+from ..model.anatomy import decoder_layers, decoder_of, full_cache, parameter_names, stock_layers, text_config
+from ..model.extras import Spans
+from ..model.fingerprint import PerStructure
+from ..model.hooks import running_modules
+from ..model.identity.canonical import canonical
+from ..model.placement import input_device
+from .mixer import ActiveRows, Mixer, MixerPass, Projection, regular
 
 __all__ = ["mixers_of"]
 
@@ -74,6 +75,11 @@ class _Found:
 
 
 _CACHE = object()  # stands for the cache among the arguments of a call
+
+
+def has_mixers(model: nn.Module) -> bool:
+    """Return True if some layers keep a state that every token before has gone into, as transformers sees it."""
+    return any(hasattr(layer, "recurrent_states") for layer in stock_layers(text_config(model)))
 
 
 @PerStructure

@@ -8,14 +8,15 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
+from ..cache.layers import BatchOfRequests, BlendLayer
+from ..cache.sliding_layer import BlendSlidingLayer
 from ..errors import ConfigError
 from ..model.anatomy import LayerCall
-from ..model.mixer import ActiveRows, MixerPass, Spans, whole_arguments
+from ..model.extras import Spans
 from ..prefill.layer_kind import LayerKind
 from ..prefill.rows import Rows
 from ..selectors.base import KV
-from .layers import BatchOfRequests, BlendLayer
-from .sliding_layer import BlendSlidingLayer
+from .mixer import ActiveRows, MixerPass, whole_arguments
 
 STATES = ("conv_states", "recurrent_states")
 FLAGS = ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state", "conv_kernel_size")
@@ -48,7 +49,7 @@ class MixerKind(LayerKind):
             prefill.reach("projections")
 
         cache = next(value for value in call.arguments.values() if hasattr(value, "update_conv_state"))
-        mixer, rows = prefill.context.mixers[index], ActiveRows(None, prefill.tokens, {})
+        mixer, rows = prefill.context.extras[index], ActiveRows(None, prefill.tokens, {})
         self._given = dict(call.arguments)
         self._pass = MixerPass(mixer, cache, rows, write_stored, projected, prefill.is_compared(index))
         self._pass.enter()
@@ -104,6 +105,7 @@ class MixerLayer(BatchOfRequests, LinearAttentionLayer):
     """The state of a mixer behind the last token, as transformers keeps it; it can be taken back as a whole."""
 
     is_compileable = False
+    has_only_state = True
     prefill_kind: type[LayerKind] = MixerKind
 
     @property
@@ -127,6 +129,16 @@ class MixerLayer(BatchOfRequests, LinearAttentionLayer):
             setattr(self, name, {at: _copied(one) for at, one in kept.items()})
         for name, flag in zip(FLAGS, flags, strict=True):
             setattr(self, name, dict(flag))
+
+    def suspend(self, snapshot: Any, past: int) -> Any:
+        """Be as at a snapshot while another forward runs; gives what `resume` needs."""
+        states = self.snapshot_mixer()
+        self.restore_mixer(snapshot)
+        return states
+
+    def resume(self, suspended: Any) -> None:
+        """Be as when it was suspended."""
+        self.restore_mixer(suspended)
 
     def snapshot(self) -> Any:
         """What `restore` needs to take back every token that comes from now on."""
@@ -168,6 +180,7 @@ class MixerLayer(BatchOfRequests, LinearAttentionLayer):
 class MixerAttentionLayer(MixerLayer, BlendLayer):
     """K and V of each token, and the state of a mixer beside them."""
 
+    has_only_state = False
     prefill_kind: type[LayerKind] = MixerAttentionKind
     _attention: type[BlendLayer] = BlendLayer
 
@@ -190,6 +203,10 @@ class MixerAttentionLayer(MixerLayer, BlendLayer):
     def get_max_length(self) -> int:
         """See `BlendLayer.get_max_length`."""
         return self._attention.get_max_length(self)
+
+    def suspend(self, snapshot: Any, past: int) -> Any:
+        """Of the mixer."""
+        return MixerLayer.suspend(self, snapshot[0], past)
 
     def snapshot(self) -> Any:
         """Of both."""

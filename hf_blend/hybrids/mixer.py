@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import UnsupportedModelError
-from .anatomy import gather_rows, parameter_names
+from ..model.anatomy import gather_rows, parameter_names
+from ..model.extras import Spans
 
 Reach = Callable[[], None]
-Spans = Sequence[tuple[slice, slice]]  # columns of an output, and where they are among those stored of the mixer
 Lay = Callable[[Tensor, Spans], None]
 
 
@@ -61,8 +61,12 @@ class Mixer:
 
     @property
     def stored(self) -> int:
-        """How many projections have something stored."""
+        """Number of projections of which something is stored."""
         return sum(projection.width > 0 for projection in self.projections)
+
+    def record(self, cache: Any, tokens: int) -> "MixerPass":
+        """Note what is stored of the projections of all tokens in calls with this cache."""
+        return MixerPass(self, cache, ActiveRows(None, tokens, {}))
 
 
 @dataclass

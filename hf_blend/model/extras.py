@@ -1,0 +1,83 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What rooms add to the layers of a model that keep something else than K and V of each token.
+
+A room has a module `extra_layers`, which registers what it adds. The first question imports those that are there; a
+model whose layers need one that is absent is refused.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from .. import plugins
+
+Spans = Sequence[tuple[slice, slice]]  # columns of an output, and where they are among those stored of a layer
+
+
+class Recording(Protocol):
+    """What a layer keeps beside K and V, as the calls with one cache make it."""
+
+    states: Tensor | None  # `[batch, tokens, width]`
+
+    def enter(self) -> None:
+        """Put the hooks in."""
+
+    def leave(self) -> None:
+        """Take the hooks out."""
+
+
+class LayerExtra(Protocol):
+    """A part of a decoder layer that keeps something of each token beside K and V."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The part."""
+
+    @property
+    def projections(self) -> Any:
+        """Each has `module`, the linear module that computes it, and `width`, how much of it is stored."""
+
+    def record(self, cache: Any, tokens: int) -> Recording:
+        """Note what it keeps in calls with this cache, of all tokens."""
+
+
+@dataclass(frozen=True)
+class LayerRoom:
+    """What one room adds.
+
+    Attributes:
+        states: the kinds of transformers' cache layers that it knows, less "Dynamic" and "Layer".
+        find: gives of each decoder layer of a model what keeps something beside K and V, or None.
+        make_layer: gives the layer of a blend cache for one of transformers, None for one that it does not know.
+    """
+
+    states: tuple[str, ...]
+    find: Callable[[nn.Module, str], Sequence[LayerExtra | None]]
+    make_layer: Callable[[Any], Any]
+
+
+_registered: list[LayerRoom] = []
+
+
+def register(room: LayerRoom) -> None:
+    """Add what a room brings; called by its module `extra_layers`."""
+    _registered.append(room)
+
+
+@cache
+def rooms() -> list[LayerRoom]:
+    """The rooms that are there."""
+    plugins.extensions("extra_layers")
+    return _registered
+
+
+def extras_of(model: nn.Module, layers: int, digest: str = "") -> list[LayerExtra | None]:
+    """Of each decoder layer of a model what keeps something beside K and V, None for most."""
+    found: list[LayerExtra | None] = [None] * layers
+    for room in rooms():
+        found = [mine or other for mine, other in zip(found, room.find(model, digest), strict=True)]
+    return found
