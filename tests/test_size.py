@@ -13,10 +13,7 @@ from hf_blend.cli.main import main
 from hf_blend.context.size import cache_size
 from hf_blend.errors import ConfigError, UnsupportedModelError
 
-FAMILIES = (
-    "llama", "mistral", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt_neox", "cohere2", "falcon", "gpt_oss",
-    "deepseek_v3", "stablelm", "gptj",
-)  # fmt: skip
+FAMILIES = ("llama", "mistral", "gemma3_text", "falcon", "deepseek_v3", "gptj")
 TOKENS, BATCH = 40, 2
 
 
