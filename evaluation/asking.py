@@ -83,7 +83,7 @@ def ask(
         "charged_budget": 1.0 if got.report is None else got.report.charged_budget,
         "sources": [{"name": one.name, "start": one.start, "stop": one.stop} for one in asked.sources],
     }
-    if getattr(store, "loads_in_part", False):
+    if store.loads_in_part:
         partial = (got.report and got.report.partial) or {}
         row |= {name: partial.get(name, 0) for name in ("loaded_bytes", "all_bytes")}
     if got.report and got.report.advice:

@@ -197,7 +197,7 @@ class BlendCache(MaskedDecode):
     def _check_store(self) -> None:
         settings = {"kv_device_map": self.config.kv_device_map, "max_tokens": self.config.max_tokens}
         given = [f"{name}={value!r}" for name, value in settings.items() if value is not None]
-        if given and getattr(self.store, "loads_in_part", False):
+        if given and self.store.loads_in_part:
             raise ConfigError(
                 f"{given[0]} came with a store that loads chunks in part, but layers that are away are brought whole, "
                 "and static buffers are seen whole. Leave one of them out."
@@ -772,8 +772,7 @@ class BlendCache(MaskedDecode):
 
     def _part_loader(self) -> Any:
         """What loads chunks in part for this request; None where the store loads all of them."""
-        make = getattr(self.store, "loader", None)
-        return None if make is None else make(self)
+        return self.store.loader(self)
 
     def _probe(self, hear: Hear, layers: Sequence[int], anchors: Tensor | None) -> None:
         """A pass of the question alone, in the middle of a forward."""

@@ -86,7 +86,7 @@ class LoadingController:
         profile: Profile | None = None,
         rates: Mapping[str, float] | None = None,
     ) -> None:
-        if getattr(store, "loads_in_part", False):
+        if store.loads_in_part:
             raise ConfigError(
                 "a loading controller came with a store that loads chunks in part, but what it expects of loading is "
                 "that of whole chunks. Open the store without partial, or leave the controller out."

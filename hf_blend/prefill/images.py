@@ -236,7 +236,7 @@ class _Features:
     def _encoded(self, digest: str, image: Mapping[str, Tensor]) -> Features:
         features, self.encoded = self._encoder.encode(image), self.encoded + 1
         tokens = len(features[0])
-        if tokens < LEAST_TOKENS or getattr(self._store, "loads_in_part", False):
+        if tokens < LEAST_TOKENS or self._store.loads_in_part:
             return features
         key, layers = self._key(digest, tokens), tuple((level[None],) for level in features)
         entry = ChunkKV(key, layers, (), (-1,) * len(layers), canary_of(self._model))

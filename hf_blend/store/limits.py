@@ -64,15 +64,10 @@ class Limits:
         on_fault: Callable[[str], None] | None = None,
         cap_bytes: int | None = None,
     ) -> BoundedTier:
-        """Put a tier under its cap.
+        """Put a tier under its cap: `disk_bytes` where it is on disk, else `cap_bytes`.
 
-        Args:
-            tier: any; only one on disk has a cap, others keep to their own.
-            folder: in whose `index` the order of eviction survives a restart; None where nothing is on disk.
-            owned: says whether an object belongs to the store's namespace.
-            on_evicted: receives the name and the size of what had to leave.
-            on_fault: receives the reason where the file of the order cannot be used.
-            cap_bytes: of a tier that is not on disk.
+        The order of eviction survives a restart in the folder's `index`. `on_evicted` receives name and size of what
+        had to leave, `on_fault` the reason where the file of the order cannot be used.
         """
         on_disk = folder is not None and tier.is_local
         return BoundedTier(

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -33,6 +33,23 @@ EXIT_S = 5.0  # how long a process that ends continues to write
 MOST_LATE = 4  # loads that nobody waits for any more; while there are so many, a slow tier is not asked
 _NEW_SHARE = 0.25  # of the newest time in the average
 Loaded = TypeVar("Loaded")
+Item = TypeVar("Item", bound="Pending")
+
+
+class Pending(Protocol):
+    """What waits in a queue."""
+
+    @property
+    def digest(self) -> str:
+        """Its name; the queue takes each once."""
+
+    @property
+    def nbytes(self) -> int:
+        """What it counts against the cap of the queue."""
+
+    @property
+    def guard(self) -> Guard:
+        """Notices what is written to it while it waits."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +75,10 @@ class PendingWrite:
         return self.chunk.key.digest
 
 
-class WriteQueue:
-    """Entries on their way to one tier, the oldest first. Threads may share it.
+class WriteQueue(Generic[Item]):
+    """What is to be written behind requests, such as entries on their way to one tier, the oldest first.
+
+    Threads may share it.
 
     The thread that writes lives only while something is in the queue. A process that ends goes on writing for
     `EXIT_S` and the call that is under way, and drops the rest. A forked child begins with an empty queue: what was in
@@ -69,13 +88,13 @@ class WriteQueue:
     def __init__(
         self,
         cap_bytes: int,
-        write: Callable[[PendingWrite], object],
-        left: Callable[[str], object],
-        dropped: Callable[[str], object],
+        write: Callable[[Item], object],
+        left: Callable[[str], object] = lambda _: None,
+        dropped: Callable[[str], object] = lambda _: None,
     ) -> None:
         self._cap_bytes, self._write, self._left, self._dropped = cap_bytes, write, left, dropped
-        self._waiting: dict[str, PendingWrite] = {}
-        self._writing: PendingWrite | None = None
+        self._waiting: dict[str, Item] = {}
+        self._writing: Item | None = None
         self._thread: threading.Thread | None = None
         self._exit_by_s: float | None = None
         self._pid = os.getpid()
@@ -87,7 +106,7 @@ class WriteQueue:
         with self._own():
             return self._nbytes()
 
-    def put(self, pending: PendingWrite, wait_s: float | None = 0.0) -> bool:
+    def put(self, pending: Item, wait_s: float | None = 0.0) -> bool:
         """Take an entry, unless it is in the queue already."""
         pending.guard.is_intact()  # from here on what is written to the chunk is noticed
         with self._own():
@@ -102,12 +121,11 @@ class WriteQueue:
         self._dropped("thread" if has_room else "full")
         return False
 
-    def get(self, key: ChunkKey) -> ChunkKV | None:
-        """Find a chunk that is in the queue."""
+    def get(self, digest: str) -> Item | None:
+        """Find what is in the queue, unless it was written to."""
         with self._own():
-            found = self._find(key.digest)
-            is_it = found is not None and found.chunk.key == key and found.guard.is_intact()
-            return found.chunk if found is not None and is_it else None
+            found = self._find(digest)
+            return found if found is not None and found.guard.is_intact() else None
 
     def contains(self, digest: str) -> bool:
         """Say whether a chunk is in the queue."""
@@ -146,7 +164,7 @@ class WriteQueue:
             self._waiting.clear()
         return self._changed
 
-    def _find(self, digest: str) -> PendingWrite | None:
+    def _find(self, digest: str) -> Item | None:
         is_first = self._writing is not None and self._writing.digest == digest
         return self._writing if is_first else self._waiting.get(digest)
 
@@ -184,7 +202,7 @@ class WriteQueue:
                     self._start()
                 self._changed.notify_all()
 
-    def _next(self) -> PendingWrite | None:
+    def _next(self) -> Item | None:
         if self._is_too_late():
             self.clear("exit")
         with self._changed:

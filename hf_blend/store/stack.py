@@ -152,9 +152,11 @@ class TierStack:
         """Return True if a chunk is ready to use."""
         return any(tier.contains(digest) for _, tier in self.at_hand())
 
-    def at_hand(self) -> list[tuple[str, MemoryCache | WriteQueue]]:
+    def at_hand(self) -> list[tuple[str, MemoryCache | WriteQueue[PendingWrite]]]:
         """Give what a chunk is found in without reading, by name, the nearest first."""
-        memories: list[tuple[str, MemoryCache | WriteQueue]] = [(memory.name, memory) for memory in self.memories]
+        memories: list[tuple[str, MemoryCache | WriteQueue[PendingWrite]]] = [
+            (memory.name, memory) for memory in self.memories
+        ]
         return [*memories, *(("queue", queue) for queue in self.queues.values())]
 
     def delete(self, digest: str) -> bool:
@@ -287,10 +289,10 @@ class TierStack:
     def _queued(self, key: ChunkKey, layout: Layout | None) -> ChunkKV | None:
         """Find a chunk on its way to a tier."""
         for queue in self.queues.values():
-            chunk = queue.get(key)
-            if chunk is not None and chunk.fits(layout):
+            pending = queue.get(key.digest)
+            if pending is not None and pending.chunk.key == key and pending.chunk.fits(layout):
                 self.stats.count("hits", "queue")
-                return chunk
+                return pending.chunk
         return None
 
     def _fetch(self, key: ChunkKey, take: Take, budget_s: float) -> ChunkKV | None:
@@ -323,7 +325,7 @@ class TierStack:
         for digest in gone:
             self._catalog.forget_unlisted(digest)
 
-    def _new_queue(self, tier: BoundedTier, queue_bytes: int) -> WriteQueue:
+    def _new_queue(self, tier: BoundedTier, queue_bytes: int) -> WriteQueue[PendingWrite]:
         def write(pending: PendingWrite) -> None:
             if not pending.guard.is_intact():
                 return drop("changed")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hf_blend import plugins
-from hf_blend.sparse.partial.store import PartialStore
+from hf_blend.sparse.partial.store import DueOrder, PartialStore
 from hf_blend.store import ChunkKV, ChunkStore
 
 from .fault import Verdict
@@ -125,7 +125,7 @@ class Reorders(MovingKills):
             keys.append(drawn_chunk(number).key)
             for key in keys[-4:]:
                 store.note(key, torch.rand(len(key.token_ids), generator=bits), 0.5)
-                store.reordering.add(key)
+                store.reordering.put(DueOrder(key))
         while True:
             store.reorder()
             for key in keys:

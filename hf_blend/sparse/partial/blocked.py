@@ -40,17 +40,7 @@ _KINDS = ("k", "v")
 def encode_blocks(
     chunk: ChunkKV, order: Sequence[int], block_tokens: int, secret: bytes | None = None
 ) -> list[memoryview]:
-    """Write a chunk as blocks; equal chunks and orders give equal bytes.
-
-    Args:
-        chunk: on the CPU, all layers of one dtype and shape.
-        order: the tokens, the most important first.
-        block_tokens: tokens of a block; the last one may be shorter.
-        secret: signs the entry.
-
-    Raises:
-        UnsupportedModelError: a layer has something else than K and V.
-    """
+    """Write a chunk as blocks; equal chunks and orders give equal bytes."""
     _check_layers(chunk)
     index, pieces = torch.tensor(list(order)), list[memoryview]()
     tensors = [("order", index)]
@@ -79,17 +69,7 @@ def encode_blocks(
 
 
 class BlockReader:
-    """An open entry of blocks whose header was checked; blocks are read and checked when they are asked for.
-
-    Args:
-        source: an open entry; it stays open, and its owner closes it.
-        key: which chunk is expected.
-        secret: that the entry must be signed with; None accepts only entries that are not signed.
-        layout: of the model that will use the chunk; None compares the entry only with itself.
-
-    Raises:
-        EntryFault: the header is damaged, the entry is of another chunk or of another layout.
-    """
+    """An open entry of blocks whose header was checked; blocks are read and checked when they are asked for."""
 
     def __init__(
         self, source: Source, key: ChunkKey, secret: bytes | None = None, layout: Layout | None = None
@@ -183,20 +163,9 @@ class BlockReader:
                 tell(base + start, nbytes)
 
     def read(self, layer: int, part: int, heads: Sequence[int], blocks: Sequence[int]) -> Tensor:
-        """Read some blocks of some heads.
+        """Read some blocks, increasing, of some heads: `[heads, tokens of the blocks, width]`, keys as stored.
 
-        Args:
-            layer: which layer.
-            part: 0 for keys, 1 for values.
-            heads: which KV heads.
-            blocks: increasing, the same of each head; neighbours are read together.
-
-        Returns:
-            `[heads, tokens of the blocks, width]`, keys rotated for the chunk's own positions.
-
-        Raises:
-            EntryFault: truncated; digest, a block is not what was stored; values, it holds absurd ones.
-            OSError: it cannot be read now.
+        Raises EntryFault: truncated; digest, a block is not what was stored; values, it holds absurd ones.
         """
         runs, sizes = self._runs(part, blocks), self._sizes(part, blocks)
         buffer = torch.empty(len(heads), sum(sizes), dtype=torch.uint8)

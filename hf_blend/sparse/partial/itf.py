@@ -31,13 +31,8 @@ def threshold(count: int, total: int, alpha: float) -> float:
 def importance(queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
     """How much attention the questions' rows give each key, per KV head; the query heads of a group are summed.
 
-    Args:
-        queries: `[heads, rows, head_dim]` of the question, heads those of the probed KV heads, group by group.
-        keys: `[probes, keys, head_dim]`, rotated for the prompt.
-        scaling: of the scores.
-
-    Returns:
-        `[probes, keys]`, column sums of the attention among these keys.
+    Shapes: queries `[heads, rows, head_dim]` of the probed KV heads, group by group; keys `[probes, keys, head_dim]`,
+    rotated for the prompt; result `[probes, keys]`.
     """
     probes, count, width = keys.shape
     grouped = queries.reshape(probes, -1, width).float()
@@ -45,16 +40,9 @@ def importance(queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
 
 
 def agreed(scores: Tensor, count: int, alpha: float) -> list[int] | None:
-    """The blocks on which probe heads agree.
+    """Choose the blocks on which probe heads agree, increasing; None if they agree no better than the threshold asks.
 
-    Args:
-        scores: `[probes, blocks]`.
-        count: how many blocks are wanted.
-        alpha: exponent of the threshold; larger accepts more.
-
-    Returns:
-        The chosen blocks, increasing: those with most votes, of equal ones those with the higher mean; None if the
-        heads agree no better than the threshold asks.
+    Those with most votes are chosen, of equal ones those with the higher mean. Shapes: scores `[probes, blocks]`.
     """
     total = scores.shape[1]
     if count >= total:

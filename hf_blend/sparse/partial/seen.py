@@ -18,11 +18,7 @@ from ..looking import is_cut
 
 
 class PartDecoding:
-    """Attention over what was loaded, while the answer is decoded.
-
-    Args:
-        cache: of the request; a layer that was loaded in part holds the columns that are there in `visible`.
-    """
+    """Attention over what was loaded, while the answer is decoded."""
 
     def __init__(self, cache: BlendCache) -> None:
         self._cache = cache
@@ -116,16 +112,10 @@ def attend_part(
 
 
 def hidden_too(mask: Tensor | None, visible: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """A mask that hides what is not there as well.
+    """A mask that hides what is not there as well, `[batch, heads or 1, rows, keys]`, of the kind of `mask`.
 
-    Args:
-        mask: `[batch or 1, heads or 1, rows, keys]`, boolean or additive; None is the causal one of the last rows.
-        visible: `[batch, kv_heads or 1, keys]`.
-        query: `[batch, heads, rows, head_dim]`.
-        key: `[batch, kv_heads, keys, head_dim]`.
-
-    Returns:
-        `[batch, heads or 1, rows, keys]`, of the kind of `mask`; boolean where that is None.
+    Shapes: mask `[batch or 1, heads or 1, rows, keys]`, boolean or additive, None is the causal one of the last rows;
+    visible `[batch, kv_heads or 1, keys]`; query and key `[batch, heads, rows or keys, head_dim]`.
     """
     heads = query.shape[1] // key.shape[1] if visible.shape[1] > 1 else 1
     lines = visible.to(query.device).repeat_interleave(heads, dim=1)[:, :, None]

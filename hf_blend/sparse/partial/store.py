@@ -5,6 +5,7 @@
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Self, overload
 from weakref import finalize
 
@@ -14,25 +15,38 @@ from torch import Tensor
 from ...store import ChunkStore
 from ...store.bounded import BoundedTier
 from ...store.chunk import ChunkKey, ChunkKV, Layout
+from ...store.guard import Guard
+from ...store.slow import WriteQueue
 from ...store.stack import Recompute
 from ...store.tiers.base import EntryFault, Source, Tier
 from .blocked import BlockReader, encode_blocks
-from .reordering import Reordering, is_due
 
 KV = tuple[Tensor, Tensor]
 FAULTS = (EntryFault, OSError, MemoryError)
 BLOCK_TOKENS = 16
 NOTED_CHUNKS = 4096  # that `reorder` knows of
+CAP_CHUNKS = 1024  # that wait to be written in another order; what comes on top is due again later
+FIRST_REQUESTS = 4  # after which a chunk is ordered first; then after twice as many each time
+
+
+@dataclass(frozen=True)
+class DueOrder:
+    """A chunk that waits to be written in another order."""
+
+    key: ChunkKey
+    nbytes: int = 1
+    guard: Guard = field(default_factory=lambda: Guard(()))
+
+    @property
+    def digest(self) -> str:
+        """The name of the chunk."""
+        return self.key.digest
 
 
 class PartialLayers(Sequence[KV]):
     """The layers of a chunk in blocks: whole where a layer is asked for, in part for the partial loader.
 
     What was read stays until `forget`, so that no byte of it is read twice in a request.
-
-    Args:
-        reader: of the blocks.
-        recompute: gives the whole chunk after a fault, which it receives.
     """
 
     def __init__(self, reader: BlockReader, recompute: Callable[[BaseException], ChunkKV]) -> None:
@@ -71,16 +85,9 @@ class PartialLayers(Sequence[KV]):
             self._held.pop(place, None)
 
     def part(self, layer: int, part: int, heads: Sequence[int], blocks: Sequence[int]) -> Tensor:
-        """Some heads and blocks of a layer's keys (0) or values (1), in the chunk's order if all blocks are asked for.
+        """Some heads and blocks of a layer's keys (0) or values (1), `[heads, tokens of the blocks, width]`.
 
-        Args:
-            layer: which layer.
-            part: 0 or 1.
-            heads: which KV heads.
-            blocks: increasing.
-
-        Returns:
-            `[heads, tokens of the blocks, width]`, tokens as `reader.tokens_of` says; sorted where it is all blocks.
+        Tokens are as `reader.tokens_of` says, but in the chunk's order if all blocks are asked for.
         """
         is_all = len(blocks) == self.reader.blocks
         known = self._known.setdefault((layer, part), [set() for _ in range(self.reader.heads)])
@@ -138,18 +145,10 @@ class PartialStore(ChunkStore):
         make_loader: Callable[[Any], Any] | None = None,
         reorders: bool = False,
     ) -> Self:
-        """Say where blocks are, and how they are written and loaded; gives the store.
-
-        Args:
-            tier: of the blocks alone.
-            block_tokens: tokens of a block.
-            make_loader: makes what loads in part for a request, from its cache. None loads in part only within
-                `partial_loading`.
-            reorders: chunks are written in the order of their importance beside requests; otherwise by `reorder`.
-        """
+        """Say where blocks are, and how they are written and loaded; gives the store."""
         self._tier, self._block_tokens, self._make_loader, self._reorders = tier, block_tokens, make_loader, reorders
         self.loads_in_part = make_loader is not None
-        self.reordering = Reordering(self._reorder)
+        self.reordering = WriteQueue[DueOrder](CAP_CHUNKS, lambda due: self._reorder(due.key))
         self.faults: Counter[str] = Counter()  # by reason; what cannot become good was removed
         self._noted: dict[str, ChunkKey] = {}  # since they were written; the oldest are forgotten first
         tier.remove_orphans()
@@ -157,7 +156,8 @@ class PartialStore(ChunkStore):
 
     def close(self) -> None:
         """As `ChunkStore.close`; the chunk that is being written in a new order is finished."""
-        self.reordering.close()
+        self.reordering.clear("closed")
+        self.reordering.flush(60.0)
         super().close()
         self._tier.close()
 
@@ -247,7 +247,7 @@ class PartialStore(ChunkStore):
         if len(self._noted) > NOTED_CHUNKS:
             del self._noted[next(iter(self._noted))]
         if self._reorders and is_due(self.importance.requests(key.digest)):
-            self.reordering.add(key)
+            self.reordering.put(DueOrder(key))
 
     def record_importance(self, key: ChunkKey, important_ratio: float) -> None:
         """As `ChunkStore.record_importance`, for the blocks too."""
@@ -255,11 +255,7 @@ class PartialStore(ChunkStore):
         self._use(key, important_ratio)
 
     def reorder(self) -> int:
-        """Write every chunk that was reported since it was written in the order of its tokens' importance, now.
-
-        Returns:
-            How many were written.
-        """
+        """Write every chunk that was reported since it was written in the order of its tokens' importance, now."""
         return sum(map(self._reorder, list(self._noted.values())))
 
     def stats(self) -> dict[str, Any]:
@@ -296,6 +292,11 @@ class PartialStore(ChunkStore):
             with contextlib.suppress(OSError):
                 self._tier.delete(self.block_name(key.digest), source)
         return is_damaged
+
+
+def is_due(requests: int) -> bool:
+    """Return True if a chunk should be ordered after so many reports: 4, 8, 16, …, so that it is written seldom."""
+    return requests >= FIRST_REQUESTS and requests & (requests - 1) == 0
 
 
 def _lost(digest: str) -> ChunkKV:

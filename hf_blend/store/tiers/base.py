@@ -49,16 +49,7 @@ class EntryFault(Exception):
 
 @contextlib.contextmanager
 def as_fault(what: str) -> Iterator[None]:
-    """Make reading total: whatever goes wrong with bytes that others wrote is a fault of these bytes.
-
-    Args:
-        what: that is read, for the message.
-
-    Raises:
-        EntryFault: format, in place of any error but those below.
-        OSError: the medium fails.
-        MemoryError: there is no room.
-    """
+    """Make reading total: what goes wrong with bytes that others wrote is their fault; but OSError and MemoryError."""
     try:
         yield
     except (EntryFault, MemoryError):
@@ -96,12 +87,7 @@ class Source(Protocol):
 
 
 class BytesSource:
-    """An opened object that is bytes.
-
-    Args:
-        content: the object.
-        created: when it was stored, seconds since 1970.
-    """
+    """An opened object that is bytes."""
 
     def __init__(self, content: bytes, created: float = 0.0) -> None:
         self.content = content
@@ -284,17 +270,7 @@ class WrappedTier(Tier):
 
 
 def check_name(name: str) -> str:
-    """Refuse a name that is not hex digits, so that no path or key is ever made of a user's text.
-
-    Args:
-        name: `xx/yy/<64 hex digits>`.
-
-    Returns:
-        The name.
-
-    Raises:
-        ConfigError: the name has another form.
-    """
+    """Refuse a name that is not `xx/yy/<64 hex digits>`, so that no path or key is ever made of a user's text."""
     if not is_name(name):
         raise ConfigError(f"object name {name!r:.90} is not of the form xx/yy/<64 hex digits>. Use ChunkKey.digest.")
     return name

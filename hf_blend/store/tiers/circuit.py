@@ -43,11 +43,6 @@ class Circuit:
 
     After a call that failed on the way the circuit is open: every call fails at once, and nobody waits. The server is
     asked again in the background, after pauses that double, and the circuit closes when it answers.
-
-    Args:
-        name: of the tier, for messages.
-        ping: the cheapest question that only a working server answers; raises if it does not.
-        deadline_s: how long a call may take besides its transfer, in seconds.
     """
 
     def __init__(self, name: str, ping: Callable[[], object], deadline_s: float) -> None:
@@ -66,20 +61,7 @@ class Circuit:
         return self._is_open
 
     def call(self, act: Callable[[], Answer], nbytes: int = 0, limit_s: float | None = None) -> Answer:
-        """Do something that needs the server.
-
-        Args:
-            act: what to do; it may go on after the deadline, so it must not write to what the caller owns.
-            nbytes: how much is transferred, which may take its time.
-            limit_s: a deadline of its own, in seconds.
-
-        Returns:
-            What `act` returned.
-
-        Raises:
-            OSError: it failed or took too long, or the circuit is open.
-            EntryFault: as `act` raised it.
-        """
+        """Do something that needs the server."""
         if self._is_open:
             self._refuse()
         try:
@@ -128,15 +110,7 @@ class Circuit:
 
 
 def start(act: Callable[[], Answer], name: str) -> "Future[Answer]":
-    """Do something in a thread of its own, which keeps no process from ending.
-
-    Args:
-        act: what to do.
-        name: of the thread.
-
-    Returns:
-        Where the result, or what was raised, will be.
-    """
+    """Do something in a thread of its own, which keeps no process from ending."""
     future: Future[Answer] = Future()
     threading.Thread(target=_settle, args=(future, act), name=name, daemon=True).start()
     return future

@@ -25,15 +25,7 @@ _RACY_NS = 2_000_000_000  # a directory this young may change again without chan
 
 
 class DiskTier(Tier):
-    """Objects as files below `root`, in directories that only their owner may read.
-
-    Args:
-        root: made if it does not exist.
-        durable: an object that was put survives a power loss.
-
-    Raises:
-        StoreError: nothing can be kept there.
-    """
+    """Objects as files below `root`, in directories that only their owner may read."""
 
     name = "disk"
 
@@ -46,18 +38,7 @@ class DiskTier(Tier):
         _make_root(root, durable)
 
     def open(self, name: str) -> FileSource | None:
-        """Open an object without following links and without blocking.
-
-        Args:
-            name: of the object.
-
-        Returns:
-            The open file, or None if there is none.
-
-        Raises:
-            EntryFault: foreign, something that is not a regular file stands there.
-            OSError: it cannot be opened now.
-        """
+        """Open an object without following links and without blocking."""
         try:
             return open_regular(self.path(name))
         except (FileNotFoundError, NotADirectoryError):
@@ -72,18 +53,7 @@ class DiskTier(Tier):
         return ObjectStat(info.st_size, info.st_mtime) if stat.S_ISREG(info.st_mode) else None
 
     def put_if_absent(self, name: str, parts: Sequence[memoryview]) -> bool:
-        """Write an object unless it is there; two writers at once both succeed and leave one file.
-
-        Args:
-            name: of the object.
-            parts: its bytes, one part after the other.
-
-        Returns:
-            False if it was there already.
-
-        Raises:
-            OSError: it could not be written; nothing is left behind.
-        """
+        """Write an object unless it is there; two writers at once both succeed and leave one file."""
         if self.contains(name):
             return False
         self.replace(name, parts)
@@ -129,11 +99,7 @@ class DiskTier(Tier):
         os.utime(self.path(name), (stamp_s, stamp_s), follow_symlinks=False)
 
     def remove_orphans(self) -> int:
-        """Remove temporary files whose writers are gone.
-
-        Returns:
-            How many were removed.
-        """
+        """Remove temporary files whose writers are gone."""
         spaces = self._subdirectories(self.root / "objects")
         directories = [self.root / "index", *(shard for space in spaces for shard in self._subdirectories(space))]
         temporary = (

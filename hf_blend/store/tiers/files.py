@@ -33,15 +33,7 @@ class FileSource:
         self.identity: object = (info.st_dev, info.st_ino)
 
     def read_into(self, start: int, target: memoryview) -> None:
-        """Fill `target` from the bytes at `start`.
-
-        Args:
-            start: offset in the file, in bytes.
-            target: what to fill; its length says how much is read.
-
-        Raises:
-            EntryFault: truncated, the file ends before that.
-        """
+        """Fill `target` from the bytes at `start`."""
         while target:
             count = os.preadv(self._handle, [target[:_MAX_CALL_BYTES]], start)
             if not count:
@@ -49,12 +41,7 @@ class FileSource:
             start, target = start + count, target[count:]
 
     def expect(self, start: int, nbytes: int) -> None:
-        """Say what will be read soon, so that the device begins; from now on nothing else is read ahead.
-
-        Args:
-            start: offset in the file, in bytes.
-            nbytes: how many.
-        """
+        """Say what will be read soon, so that the device begins; from now on nothing else is read ahead."""
         if hasattr(os, "posix_fadvise"):
             with contextlib.suppress(OSError):
                 if not self._is_scattered:
@@ -73,15 +60,7 @@ class FileSource:
 def open_regular(path: Path) -> FileSource:
     """Open a file for reading without following a link and without waiting for a pipe's other end.
 
-    Args:
-        path: of the file.
-
-    Returns:
-        The open file.
-
-    Raises:
-        EntryFault: foreign, something that is not a regular file stands there.
-        OSError: it cannot be opened.
+    Raises EntryFault("foreign") where something that is not a regular file stands there.
     """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -99,13 +78,8 @@ def open_regular(path: Path) -> FileSource:
 def write_atomically(path: Path, parts: Sequence[memoryview | bytes], *, durable: bool) -> None:
     """Write a file so that no reader, at any moment or after a crash, sees less than all of it.
 
-    Args:
-        path: where it should appear; a file of that name is replaced.
-        parts: its content, one after the other.
-        durable: return only when the content and the name have reached the device.
-
-    Raises:
-        OSError: nothing was changed and nothing is left behind (unless only the directory could not be synced).
+    With `durable` content and name have reached the device when this returns. After an OSError nothing was changed,
+    and nothing is left behind (unless only the directory could not be synced).
     """
     temporary = path.with_name(f"{path.stem}.{_host()}.{os.getpid()}.{_start_ticks(os.getpid())}.{_random()}.tmp")
     try:
@@ -120,11 +94,7 @@ def write_atomically(path: Path, parts: Sequence[memoryview | bytes], *, durable
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable.
-
-    Args:
-        path: the directory.
-    """
+    """Make the names in a directory durable."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(handle)
@@ -133,14 +103,7 @@ def sync_directory(path: Path) -> None:
 
 
 def is_abandoned(path: Path) -> bool:
-    """Say whether a file is a temporary one whose writer is gone.
-
-    Args:
-        path: any file in a directory of the store.
-
-    Returns:
-        True if the writing process ran here and has ended, or ran elsewhere and the file is a day old.
-    """
+    """Return True for a temporary file whose writer ran here and has ended, or ran elsewhere and left it a day ago."""
     match = _TEMPORARY.fullmatch(path.name)
     if not match:
         return False

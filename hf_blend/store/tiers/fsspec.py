@@ -36,15 +36,6 @@ class FsspecTier(RemoteTier, Tier):
 
     Keys and endpoints are found where the file system looks for them, such as `AWS_ENDPOINT_URL`. A shared folder is
     not synced to the device: give its path to `ChunkStore.open` where that matters.
-
-    Args:
-        url: such as `s3://bucket/folder`, `hf://buckets/user/name`, `gs://bucket`, `file:///mnt/shared`.
-        deadline_s: how long a call may take besides its transfer, in seconds; None is 5.
-        **options: for the file system.
-
-    Raises:
-        MissingExtraError: the package for this kind of URL is not installed.
-        ConfigError: the URL cannot be read.
     """
 
     schemes = tuple(name for name in fsspec.available_protocols() if name not in _NO_PLACES)

@@ -29,14 +29,6 @@ class RedisTier(RemoteTier, Tier):
 
     Pieces have names of their own for each generation, so no reader ever sees pieces of two. A server that evicts
     pieces of an object makes it a miss. Eviction, and how much there may be, is the server's (`maxmemory`).
-
-    Args:
-        url: `redis://[user:password@]host:port/database`, `rediss://` with TLS; `valkey://` means the same.
-        deadline_s: how long a call may take besides its transfer, in seconds; None is 1.
-
-    Raises:
-        MissingExtraError: redis is not installed.
-        ConfigError: the URL cannot be read.
     """
 
     schemes = ("redis", "rediss", "valkey", "valkeys")

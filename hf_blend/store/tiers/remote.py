@@ -36,13 +36,7 @@ class Found:
 
 
 class RemoteSource:
-    """An opened object, of which a piece is in memory.
-
-    Args:
-        found: the object.
-        head: its first bytes.
-        fetch: gives the bytes from an offset to another; fewer if there are fewer.
-    """
+    """An opened object, of which a piece is in memory."""
 
     def __init__(self, found: Found, head: bytes, fetch: Callable[[int, int], bytes]) -> None:
         self.stat = found.stat
@@ -82,10 +76,6 @@ class RemoteTier(base.Tier):
     They run in other threads, several at once, and may raise whatever the client raises. An object that is larger than
     the piece that was read with it, and is deleted while it is read, cannot be read to its end; what is read never
     comes from another object.
-
-    Args:
-        name: what counters call the tier.
-        deadline_s: how long a call may take besides its transfer, in seconds.
     """
 
     is_local = False
