@@ -13,7 +13,7 @@ from hf_blend.cli.main import main
 from hf_blend.errors import PluginNotFoundError
 from hf_blend.evaluation.demo.wish import DemoRequest
 
-GUIDE = (Path(__file__).resolve().parent.parent / "docs" / "own_selector.md").read_text("utf-8")
+GUIDE = (Path(__file__).resolve().parent.parent / "docs" / "extending.md").read_text("utf-8")
 (EVAL,) = re.findall(r"^hf-blend eval --method.*$", GUIDE, re.MULTILINE)
 
 

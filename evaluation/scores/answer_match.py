@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""The same answer but for case, spaces around it and a full stop behind it; the bundled model's own rule."""
+"""The same answer but for case, spaces around it and a full stop behind it."""
 
 from ..answering import is_right
 from .base import Score
