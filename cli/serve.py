@@ -14,8 +14,7 @@ from .options import RATIO, REAL, SELECTOR
 from .output import Json, SecretFile, fail, read_secret, say, show
 
 if TYPE_CHECKING:
-    from hf_blend.serving.service import Service
-    from hf_blend.serving.tenants import Tenant
+    from hf_blend.serving.service import Service, Tenant
 
 __all__ = ["serve"]
 
@@ -111,7 +110,7 @@ def _tenants(path: Path | None, secret_file: Path | None) -> "list[Tenant]":
 
     for module in ("fastapi", "uvicorn", "prometheus_client"):
         import_extra(module, extra="serve", wanted_by="hf-blend serve")
-    from hf_blend.serving.tenants import read_tenants
+    from hf_blend.serving.service import read_tenants
 
     if path is not None and secret_file is not None:
         raise typer.BadParameter("each tenant has its own secret: leave --secret-file out")
@@ -119,8 +118,8 @@ def _tenants(path: Path | None, secret_file: Path | None) -> "list[Tenant]":
 
 
 def _service(model: Any, tokenizer: Any, plan: dict[str, Any], limits: dict[str, Any]) -> "Service":
-    from hf_blend.serving.limits import Limits
     from hf_blend.serving.run import ServerPlan, make_service
+    from hf_blend.serving.wire import Limits
 
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
     return make_service(model, tokenizer, ServerPlan(**plan, limits=Limits(**limits)))

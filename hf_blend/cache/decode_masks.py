@@ -4,7 +4,8 @@
 
 Without a mask, the stock sdpa function leaves grouped key heads to torch's `enable_gqa`, which on a CPU takes 1.6
 times as long over 16,000 keys as the same function with a mask, which repeats the heads and runs the fused kernel
-(benchmarks/LOG-archive.md). transformers makes a mask for one token at a time only for a cache that says it can be compiled.
+(benchmarks/LOG-archive.md). transformers makes a mask for one token at a time only for a cache that says it can be
+compiled.
 """
 
 from typing import Any

@@ -21,9 +21,8 @@ from ..prompt.detokenizer import Detokenizer
 from ..prompt.pieces import TextPrompt
 from .guard import Guard
 from .meters import Meters
-from .prompts import chat_prompt, text_prompt
 from .service import Busy, Running, Service, ServiceError
-from .wire import ChatRequest, CompletionRequest, Generation, answer_body, error_body, usage
+from .wire import ChatRequest, CompletionRequest, Generation, answer_body, chat_prompt, error_body, text_prompt, usage
 
 __all__ = ["make_app"]
 

@@ -16,10 +16,9 @@ from ..model.anatomy import text_config
 from ..store import ChunkStore
 from ..store.memory import available_bytes
 from .engine import BlendedBatching
-from .limits import Limits
 from .sampling import add_sampling, sampled
-from .service import Service
-from .tenants import Tenant, Tenants
+from .service import Service, Tenant, Tenants
+from .wire import Limits
 
 __all__ = ["ServerPlan", "make_service", "serve"]
 

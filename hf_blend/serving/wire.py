@@ -4,15 +4,57 @@
 
 import reprlib
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..errors import PromptError
-from .limits import Limits
+from ..prompt.messages import build_messages, plain_messages
+from ..prompt.pieces import Span, TextPrompt, tokenize
+from ..prompt.text import build_text
+from ..prompt.tokenizer import front_ids
 from .prefills import Prefilled
 
-__all__ = ["ChatRequest", "CompletionRequest", "Generation", "Message", "answer_body", "error_body", "usage"]
+
+@dataclass(frozen=True)
+class Limits:
+    """What a server takes. `docs/serving.md` has the same rows.
+
+    Attributes:
+        requests: under way or waiting, of all tenants.
+        connections: of one address that carry no whole request: silent, half sent, or kept alive.
+        header_s: how long a connection may carry none.
+        body_bytes: of a request.
+        body_s: how long its body may take to arrive.
+        request_s: how long it may take altogether.
+        new_tokens: where an answer is cut that names no length.
+        documents: of one request, and places of its prompt where they are.
+        messages: of one request.
+        stops: texts at which its answer ends.
+        stop_chars: of each.
+        stuck_s: after so long without any progress of what is under way the server is not ready.
+    """
+
+    requests: int = 64
+    connections: int = 64
+    header_s: float = 20.0
+    body_bytes: int = 4 << 20
+    body_s: float = 20.0
+    request_s: float = 300.0
+    new_tokens: int = 256
+    documents: int = 256
+    messages: int = 1024
+    stops: int = 4
+    stop_chars: int = 256
+    stuck_s: float = 60.0
+
+    @property
+    def inside(self) -> int:
+        """Requests whose body arrives or whose answer is made; those over the limit of requests are refused."""
+        return 4 * self.requests + 64
+
 
 MOST_TOKENS = (1 << 31) - 1
 MOST_CHARS = 400  # of an error
@@ -175,3 +217,56 @@ def answer_body(kind: str, name: str, model: str, choice: dict[str, Any], costs:
         "id": name, "object": kind, "created": int(time.time()), "model": model,
         "choices": [{"index": 0, "logprobs": None, **choice}], "usage": costs,
     }  # fmt: skip
+
+
+BETWEEN = "\n\n"
+
+
+def chat_prompt(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], documents: Sequence[str], most: int | None = None
+) -> TextPrompt:
+    """Render messages with the tokenizer's chat template."""
+    given = plain_messages(messages)
+    last = next((message for message in reversed(given) if message.get("role") == "user"), None)
+    if last is None:
+        raise PromptError(f"{len(given)} messages came, but none with role 'user' is among them. Send a question.")
+    has_template = getattr(tokenizer, "chat_template", None) is not None
+    contents = [message["content"] for message in given]
+    chunks, added = _added(documents, contents, BETWEEN if has_template else "\n")
+    last["content"] = f"{added}{last['content']}"
+    if has_template:
+        return build_messages(tokenizer, given, chunks, {}, most)
+    return build_text(tokenizer, "".join(message["content"] for message in given), chunks, special=True, most=most)
+
+
+def text_prompt(
+    tokenizer: Any, prompt: str | Sequence[int], documents: Sequence[str], most: int | None = None
+) -> TextPrompt:
+    """A prompt of text or ids, behind documents."""
+    if isinstance(prompt, str):
+        chunks, added = _added(documents, [prompt], "\n")
+        return build_text(tokenizer, f"{added}{prompt}", chunks, special=True, most=most)
+    return _before_ids(tokenizer, _added(documents, [], "\n")[0], tuple(map(int, prompt)))
+
+
+def _before_ids(tokenizer: Any, documents: Sequence[str], ids: tuple[int, ...]) -> TextPrompt:
+    """Documents, each tokenised alone, and ids behind them; a BOS of the ids goes in front of all."""
+    if not (documents or ids):
+        raise PromptError("the prompt has no token, but at least one is expected. Send some text.")
+    before = front_ids(tokenizer) if documents else ()
+    ids = ids[len(before) :] if ids[: len(before)] == before else ids
+    spans, start = list[Span](), len(before)
+    for document in documents:
+        spans.append(Span.whole(start, tokenize(tokenizer, document)))
+        start = spans[-1].stop
+    whole = (*before, *(token for span in spans for token in span.token_ids), *ids)
+    return TextPrompt(whole, tuple(spans), len(before))
+
+
+def _added(documents: Sequence[str], contents: Sequence[str], end: str) -> tuple[list[str], str]:
+    """The documents as they will be in the prompt, and the text of those that are not in it yet."""
+    absent = [text for text in documents if not any(text in content for content in contents)]
+    if end == BETWEEN:  # white space between documents is no part of them
+        return list(documents), "".join(f"{text.rstrip()}{end}" for text in absent)
+    ended = {text: text if text.endswith(end) else f"{text}{end}" for text in absent}
+    return [ended.get(text, text) for text in documents], "".join(ended[text] for text in absent)

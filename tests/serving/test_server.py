@@ -23,12 +23,10 @@ from hf_blend import BlendCache, BlendConfig, ChunkStore
 from hf_blend.errors import ConfigError, PromptError
 from hf_blend.evaluation.bundled import load_model
 from hf_blend.prompt.detokenizer import Detokenizer
-from hf_blend.serving.doors import Doors
-from hf_blend.serving.guard import Guard, Refused
-from hf_blend.serving.limits import Limits
-from hf_blend.serving.prompts import chat_prompt, text_prompt
+from hf_blend.serving.guard import Doors, Guard, Refused
 from hf_blend.serving.run import ServerPlan, make_service, serve
-from hf_blend.serving.tenants import Tenant, read_tenants
+from hf_blend.serving.service import Tenant, read_tenants
+from hf_blend.serving.wire import Limits, chat_prompt, text_prompt
 from tests.chat_templates import CHATML, DOCUMENTS, small_tokenizer
 
 ROOT = Path(__file__).parents[2]
