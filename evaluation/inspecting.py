@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hf_blend import BlendCache, ChunkStore, plugins
 from hf_blend.config import BlendConfig
 from hf_blend.errors import ConfigError, PromptError
-from hf_blend.prefill.probing import AttentionObserver
+from hf_blend.prefill.observing import AttentionObserver
 from hf_blend.selectors.attention import Attention
 
 from .answering import blend_config, inputs_of

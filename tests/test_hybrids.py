@@ -28,7 +28,7 @@ from hf_blend.hybrids.mixer_probe import mixers_of
 from hf_blend.model import anatomy
 from hf_blend.model.calibrate import rotary_styles
 from hf_blend.model.fingerprint import fingerprint
-from hf_blend.prefill import probing
+from hf_blend.prefill import observing
 from hf_blend.prefill.realign import Realigner
 from hf_blend.sparse.partial.blocked import encode_blocks
 from hf_blend.store import stack
@@ -258,13 +258,13 @@ def test_every_selector_chooses_among_the_tokens_of_a_hybrid(name, selector):
 
 def test_selectors_of_attention_see_what_the_indexer_leaves(monkeypatch):
     subject, seen = subject_of("deepseek_v32"), []
-    take = probing.AttentionObserver.take
+    take = observing.AttentionObserver.take
 
     def taking(self, index, attention):
         seen.append((attention.weights(slice(None)) > 0).sum(dim=-1).amax().item())
         return take(self, index, attention)
 
-    monkeypatch.setattr(probing.AttentionObserver, "take", taking)
+    monkeypatch.setattr(observing.AttentionObserver, "take", taking)
     blended, inputs = prepared(subject.model, pieces(), recompute_ratio=0.3, selector="query-attention")
     prefill(subject.model, inputs, blended)
     assert max(seen) == subject.model.config.index_topk < min(len(prompt.ids) for prompt in subject.prompts)

@@ -26,7 +26,7 @@ from hf_blend.model.images import ImageEncoder, digest_of
 from hf_blend.model.modality import has_features, other_inputs, placeholder_ids
 from hf_blend.prefill.images import name_images
 from hf_blend.prefill.input_test import InputTest
-from hf_blend.prefill.probing import AttentionObserver
+from hf_blend.prefill.observing import AttentionObserver
 from hf_blend.prefill.rows import Rows
 from hf_blend.prompt.content import content_ids, is_content
 from hf_blend.prompt.pieces import TextPrompt

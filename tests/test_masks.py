@@ -8,9 +8,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_blend.model import row_attention, row_lines
-from hf_blend.model.masks import RowMask, row_mask
-from hf_blend.model.row_attention import attend
+from hf_blend.model import row_masks
+from hf_blend.model.row_masks import RowMask, attend, row_mask
 
 LOWEST = torch.finfo(torch.float32).min
 
@@ -146,7 +145,6 @@ def test_causal_blocks_found_from_the_columns_alone_are_those_of_the_dense_mask(
     rows = torch.tensor([columns[kept]])
     query, key, value = attention_inputs(1, rows.shape[1], 700)
     mask = row_mask(None, rows, 0, 700, "sdpa")
-    mask.group = group
     wanted = dense_attention(query, key, value, rows)
     repeated = (states.repeat_interleave(group, 1) for states in (key, value))  # as transformers does, for group 2
     got = scaled_dot_product_attention(query, *repeated, attn_mask=mask, scale=0.3, enable_gqa=group == 1)
@@ -165,7 +163,6 @@ def test_heads_that_see_different_keys_are_not_folded(heads):
     rows = scattered(1, 70, 120)
     query, key, value = attention_inputs(1, 70, 120)
     mask = row_mask(additive, rows, 0, 120, "sdpa")
-    mask.group = 2
     dense = additive[:, :, rows[0]]
     wanted = scaled_dot_product_attention(query, key, value, attn_mask=dense, scale=0.3, enable_gqa=True)
     torch.testing.assert_close(attend(query, key, value, mask.lines, scale=0.3), wanted, atol=2e-6, rtol=0)
@@ -202,20 +199,20 @@ def test_any_columns_cut_into_blocks_of_any_size_give_attention_under_the_dense_
     query = torch.randn(batch, 4, len(columns), 8, generator=generator)
     key, value = torch.randn(2, batch, 4 // group, 64, 8, generator=generator)
     wanted = scaled_dot_product_attention(query, key, value, dense, enable_gqa=True)
-    made = [row_lines.MadeLines(dense), row_lines.LocalLines(columns.expand(batch, -1), 64)]
+    made = [row_masks.MadeLines(dense), row_masks.LocalLines(columns.expand(batch, -1), 64)]
     made += [RowMask.causal(columns[None], 64).lines] if batch == 1 else []
     for lines in made:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(row_lines, "BLOCK_ROWS", (step, step))
-            patch.setattr(row_lines, "SPAN_ROWS", (step, step))
-            patch.setattr(row_lines, "RUN_ROWS", run)
-            patch.setattr(row_lines, "SMALL_MASK", 0)
-            patch.setattr(row_lines, "CAUSAL_MASK", (0, 0 if in_two else 1 << 20))
-            patch.setattr(row_lines, "CAUSAL_ROWS", step)
-            patch.setattr(row_lines, "KEPT_BYTES", kept_bytes)
-            patch.setattr(row_attention, "_fused", row_attention._fused if in_two else None)
+            patch.setattr(row_masks, "BLOCK_ROWS", (step, step))
+            patch.setattr(row_masks, "SPAN_ROWS", (step, step))
+            patch.setattr(row_masks, "RUN_ROWS", run)
+            patch.setattr(row_masks, "SMALL_MASK", 0)
+            patch.setattr(row_masks, "CAUSAL_MASK", (0, 0 if in_two else 1 << 20))
+            patch.setattr(row_masks, "CAUSAL_ROWS", step)
+            patch.setattr(row_masks, "KEPT_BYTES", kept_bytes)
+            patch.setattr(row_masks, "_fused", row_masks._fused if in_two else None)
             got = [attend(query, key, value, lines) for _ in range(2)]
-            blocks = lines.spans if in_two and isinstance(lines, row_lines.CausalLines) else lines.blocks
+            blocks = lines.spans if in_two and isinstance(lines, row_masks.CausalLines) else lines.blocks
         assert [number for block in blocks for number in range(64)[block.rows]] == list(range(len(columns)))
         for one in got:
             torch.testing.assert_close(one, wanted, atol=1e-5, rtol=0)
@@ -232,8 +229,8 @@ def test_a_block_of_few_rows_reads_no_key_that_all_its_rows_are_before():
 def test_attention_in_two_steps_makes_no_mask_of_the_keys_that_a_block_shares(monkeypatch):
     rows, made = scattered(1, 700, 4000), []
     query, key, value = attention_inputs(1, 700, 4000)
-    cut = row_lines.LocalLines.cut
-    monkeypatch.setattr(row_lines.LocalLines, "cut", lambda *given: made.append(cut(*given)) or made[-1])
+    cut = row_masks.LocalLines.cut
+    monkeypatch.setattr(row_masks.LocalLines, "cut", lambda *given: made.append(cut(*given)) or made[-1])
     got = attend(query, key, value, row_mask(None, rows, 0, 4000, "sdpa").lines)
     assert sum(mask.numel() for mask in made) < 0.11 * 700 * 4000
     dense = torch.arange(4000) <= rows[0][:, None]

@@ -14,7 +14,7 @@ from torch import nn
 from hf_blend.model.anatomy import text_config
 from hf_blend.model.calibrate import rotary_styles
 from hf_blend.model.capture import capture
-from hf_blend.model.masks import RowMask
+from hf_blend.model.row_masks import RowMask
 from hf_blend.prefill import blend, realign, row_masks
 from hf_blend.verify.model_under_test import ModelUnderTest, attentions
 from hf_blend.verify.runner import measure

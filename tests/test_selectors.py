@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from hf_blend import BlendCache, ChunkStore, plugins
 from hf_blend.errors import ConfigError
-from hf_blend.prefill.probing import AttentionObserver
+from hf_blend.prefill.observing import AttentionObserver
 from hf_blend.prefill.rows import highest
 from hf_blend.selectors.attention import Attention, received
 from hf_blend.selectors.base import TokenView, by_turns, layer_numbers

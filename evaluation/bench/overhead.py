@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.config import BlendConfig
-from hf_blend.model import row_lines
+from hf_blend.model import row_masks
 from hf_blend.model.placement import input_device
 from hf_blend.prefill.report import BlendReport
 
@@ -148,7 +148,7 @@ def _first_token(model: Any, cache: Any, inputs: Mapping[str, Any]) -> None:
 def count(run: Callable[[], Any]) -> KernelCount:
     """Count the calls of a run, with attention as it is on a GPU: a CPU cuts few rows into blocks that see less."""
     counted = KernelCount()
-    with patch.object(row_lines, "CAUSAL_MASK", (row_lines.SMALL_MASK,) * 2), counted.counting():
+    with patch.object(row_masks, "CAUSAL_MASK", (row_masks.SMALL_MASK,) * 2), counted.counting():
         run()
     return counted
 

@@ -45,8 +45,8 @@ from ..prefill.blend import Prefill, PrefillContext
 from ..prefill.images import PromptImages, name_images, refuse_beside_images
 from ..prefill.input_test import InputTest
 from ..prefill.notices import other_tokenizers, too_small, why_nothing_found
+from ..prefill.observing import AttentionObserver, run_probe
 from ..prefill.plan import Plan, Planner
-from ..prefill.probing import AttentionObserver, run_probe
 from ..prefill.realign import Realigner
 from ..prefill.report import BlendReport
 from ..prefill.request import PendingPrompt, Request
@@ -603,7 +603,7 @@ class BlendCache(MaskedDecode):
         if not is_first:
             return
         try:
-            is_own = self._entry.check_caller()
+            is_own = self._is_seen or self._entry.check_caller()
         except ConfigError:
             if self._forward is None:
                 self._entry.leave(watching=bool(self._prompts.pending))

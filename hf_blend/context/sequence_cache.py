@@ -32,9 +32,9 @@ from ..model.anatomy import decoder_layers, is_extended, refuse_extended, text_c
 from ..model.attention import STOCK, open_door
 from ..model.checks import CheckedModel, Use, ensure_passed
 from ..model.hooks import ForwardHooks
-from ..model.masks import RowMask
 from ..model.modality import has_features, other_inputs
 from ..model.placement import input_device
+from ..model.row_masks import RowMask
 from .sequence_layer import QuantisedSequenceLayer, SequenceLayer
 from .tables import TableSource, counted_in_tokens, regime_tokens
 from .token_table import TokenTable, grown, mask_of

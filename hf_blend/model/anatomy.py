@@ -205,21 +205,19 @@ class LayerInfo:
 
     Attributes:
         has_attention: whether it attends, by what transformers' attention modules have in common.
-        groups: how many query heads share a key head, where transformers repeats the keys for them; else 1.
         attention: the modules that look up their attention function by name, and hand it their keywords.
     """
 
     has_attention: bool
-    groups: int
     attention: tuple[nn.Module, ...]
 
     @classmethod
     def of(cls, layer: nn.Module) -> "LayerInfo":
         """What is known of a layer, as long as it lives."""
         if layer not in _infos:
-            groups = [one.num_key_value_groups for one in layer.modules() if hasattr(one, "num_key_value_groups")]
+            attends = any(hasattr(one, "num_key_value_groups") for one in layer.modules())
             inside = (one for one in layer.modules() if one is not layer and hasattr(one, "layer_idx"))
-            _infos[layer] = cls(bool(groups), groups[0] if groups else 1, tuple(filter(_looks_up, inside)))
+            _infos[layer] = cls(attends, tuple(filter(_looks_up, inside)))
         return _infos[layer]
 
 

@@ -30,9 +30,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..errors import UnsupportedModelError
 from .anatomy import LayerInfo
-from .masks import RowMask
-from .row_attention import attend
-from .row_lines import PackedLines
+from .row_masks import PackedLines, RowMask, attend
 
 STOCK, EAGER, TAKER = "sdpa", "eager", "hf_blend_taker"
 AttentionFn = Callable[..., tuple[Tensor, Tensor | None]]  # what an attention function of transformers is

@@ -20,7 +20,6 @@ from ..rotary.tables import Table, rotary_table
 from ..store.chunk import ChunkKey, ChunkKV
 from .anatomy import (
     LayerCall,
-    LayerInfo,
     decoder_layers,
     decoder_of,
     full_cache,
@@ -31,10 +30,9 @@ from .anatomy import (
 from .attention import STOCK, open_door
 from .extras import Recording, extras_of
 from .identity.canonical import canonical, notes_kept
-from .masks import RowMask
 from .modality import refuse_placeholders
 from .placement import input_device
-from .row_lines import PackedLines
+from .row_masks import PackedLines, RowMask
 
 
 @dataclass(frozen=True)
@@ -175,8 +173,7 @@ def _separated(model: nn.Module, cache: Any, tokens: int, starts: Sequence[int])
         if id(given) not in masks:  # the model's is kept alive, or its id would be used again
             lines = PackedLines(given, starts, tokens, call.hidden.device)
             masks[id(given)] = RowMask.of(lines), given
-        mask = call.arguments[call.mask_name] = masks[id(given)][0]
-        mask.group = LayerInfo.of(call.layer).groups
+        call.arguments[call.mask_name] = masks[id(given)][0]
         return call.as_hook_result()
 
     with _at_layers(decoder_layers(model), cache, separate):

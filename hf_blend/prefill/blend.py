@@ -28,14 +28,13 @@ from ..errors import UnsupportedModelError
 from ..model.anatomy import KnownRows, LayerCall, text_config
 from ..model.attention import AttentionCapture, StopForward
 from ..model.extras import LayerExtra
-from ..model.masks import looks_ahead
+from ..model.row_masks import looks_ahead
 from ..selectors.attention import Attention
 from ..selectors.base import KV, Hear, Selector
 from .buffers import LayerBuffers
 from .layer_kind import LayerKind, kind_of
-from .noting import AttentionNotes
+from .observing import AttentionNotes, AttentionObserver, sight
 from .plan import PlacedChunk, Plan
-from .probing import AttentionObserver, sight
 from .realign import Realigner
 from .report import BlendReport, Work
 from .request import Request

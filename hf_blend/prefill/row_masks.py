@@ -16,7 +16,7 @@ from torch import nn
 from ..errors import UnsupportedModelError
 from ..model.anatomy import LayerCall, LayerInfo, text_config
 from ..model.attention import is_flash, open_door
-from ..model.masks import RowMask, row_lines, row_mask
+from ..model.row_masks import RowMask, row_lines, row_mask
 from .rows import Rows
 
 logger = logging.getLogger(__name__)
@@ -44,10 +44,7 @@ class RowMasks:
         if place not in self._made:
             mask = self._lines(model_mask, rows, keys, offset, self._windows[index])
             self._made[place] = (mask, (model_mask, rows))  # kept alive, or the ids would be used again
-        mask = self._made[place][0]
-        call.arguments[call.mask_name] = mask
-        if isinstance(mask, RowMask):
-            mask.group = LayerInfo.of(call.layer).groups
+        call.arguments[call.mask_name] = self._made[place][0]
         if is_flash(self._implementation) and not LayerInfo.of(call.layer).attention:
             raise UnsupportedModelError(
                 f"the attention of layer {index}, {type(call.layer).__name__}, was not found, so it cannot go through "

@@ -24,9 +24,8 @@ from ..cache.blend_cache import BlendCache
 from ..cache.layers import BlendLayer
 from .blocks import BlockedLayer
 from .config import MOST_STEP_TOKENS, SparseConfig
-from .layout import Layout
+from .layout import Layout, cut_mask, is_cut, kept_mass
 from .lock import LockMetrics, Selection, SelectionLock
-from .looking import cut_mask, is_cut, kept_mass
 from .methods.base import BlockMethod
 
 Few = tuple[Tensor, Tensor, Any]  # K, V and mask of what is looked at

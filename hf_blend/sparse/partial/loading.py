@@ -29,7 +29,7 @@ from ...cache.layers import BlendLayer
 from ...cache.static_layer import refuse_static
 from ...errors import ConfigError
 from ...model.attention import AttentionCapture, AttentionFn
-from ...prefill.noting import report_importance
+from ...prefill.observing import report_importance
 from ...prefill.plan import PlacedChunk, Plan
 from ...prefill.realign import Realigner
 from ...prefill.rows import Rows

@@ -12,9 +12,8 @@ from ...cache.blend_cache import BlendCache
 from ...errors import ConfigError
 from ...model.anatomy import LayerInfo, decoder_layers
 from ...model.attention import STOCK, AttentionFn, open_door, with_taker
-from ...model.row_attention import attend
-from ...model.row_lines import MadeLines
-from ..looking import is_cut
+from ...model.row_masks import MadeLines, attend
+from ..layout import is_cut
 
 
 class PartDecoding:

@@ -1,0 +1,546 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Exact masks for scattered rows, and attention that does not pay for what they hide.
+
+When only some tokens flow through a layer, no kernel's built-in causal mask fits: aligned at the bottom right it lets
+a row see tokens behind it. So each row carries its own line of the mask, cut out of the mask that the model made for
+all rows (padding and windows included), or built from the rows' columns where the model left it out.
+
+`RowMask` is such a mask, a tensor to all code. Handed to `scaled_dot_product_attention`, or to a model's attention
+function, it also does the work: sorted rows are taken in blocks, and a block reads keys only where one of its rows may
+look. On a CPU a long block is attended in two steps: without a mask over the keys that all its rows see, then over
+those at which they differ. The fused kernel gives the logarithm of each row's sum of weights, by which the two are put
+together. Nothing of this has rows × keys entries, unless some code asks for a plain tensor.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._pytree import tree_map
+
+BLOCK_ROWS = (128, 1024)  # rows per block on a CPU and on a GPU; fewer look at less in vain, more fill the kernels
+BLOCK_BYTES = 32 << 20  # of the additive mask of one block
+SMALL_MASK = 1 << 18  # rows x keys up to which one block is faster than several
+KEPT_BYTES = 32 << 20  # of additive masks that are kept for all layers; larger ones are made where they are used
+RUN_ROWS = 256  # neighbours from which on a kernel's own causal mask is worth a call
+CAUSAL_MASK, CAUSAL_ROWS = (1 << 16, 1 << 19), 48  # on a CPU: rows x keys from and up to which to cut, and into what
+SPAN_BLOCKS, SPAN_ROWS = 16, (64, 512)  # scattered rows are cut into so many blocks, or of so many rows
+
+
+@dataclass(frozen=True)
+class RowBlock:
+    """Neighbouring rows and the keys that one of them may look at."""
+
+    rows: slice
+    keys: slice
+    shared: int = 0
+    is_run: bool = False
+
+
+class RowLines(ABC):
+    """The lines of a mask `[batch, heads or 1, rows, keys]`."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self.shape, self.dtype, self.device = shape, dtype, device
+        self._biases: dict[tuple[object, ...], Tensor] = {}
+
+    @abstractmethod
+    def cut(self, rows: slice, keys: slice) -> Tensor:
+        """The mask of some rows and keys, `[batch, heads or 1, rows, keys]`, in `dtype`."""
+
+    @abstractmethod
+    def to(self, device: torch.device) -> "RowLines":
+        """The same lines on another device."""
+
+    def plain(self) -> Tensor:
+        """The whole mask."""
+        return self.cut(slice(0, self.shape[2]), slice(0, self.shape[3]))
+
+    @cached_property
+    def blocks(self) -> list[RowBlock]:
+        """Blocks in order; together they hold every row once."""
+        rows, keys = self.shape[2:]
+        if rows * keys <= SMALL_MASK:  # nobody is asked where they are
+            return [RowBlock(slice(0, rows), slice(0, keys))]
+        step = min(BLOCK_ROWS[self.device.type == "cuda"], max(64, BLOCK_BYTES // (4 * keys)))
+        cut = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+        return [RowBlock(rows, slice(*end)) for rows, end in zip(cut, self._ends(cut), strict=True)]
+
+    def bias(self, block: RowBlock, dtype: torch.dtype, repeats: int = 1) -> Tensor:
+        """The additive mask of a block behind the keys that all its rows see.
+
+        Shape: `[batch or 1, heads or 1, repeats * rows, keys]`.
+        """
+        place = (block.rows.start, block.rows.stop, block.shared, dtype, repeats)
+        if place not in self._biases:
+            keys = slice(max(block.keys.start, block.shared), block.keys.stop)
+            made = self._additive(block.rows, keys, dtype)
+            made = made.repeat(1, 1, repeats, 1) if repeats > 1 else made
+            if sum(bias.nbytes for bias in self._biases.values()) + made.nbytes > KEPT_BYTES:
+                return made
+            self._biases[place] = made
+        return self._biases[place]
+
+    def _hidden(self, rows: slice, keys: slice) -> Tensor:
+        """Where a boolean mask hides a key."""
+        return self.cut(rows, keys).logical_not()
+
+    def _additive(self, rows: slice, keys: slice, dtype: torch.dtype) -> Tensor:
+        """A part of the mask as it is added to the scores."""
+        if self.dtype != torch.bool:
+            return self.cut(rows, keys).to(dtype)
+        hidden = self._hidden(rows, keys)
+        width = hidden.shape[3]  # kernels on a GPU read lines that begin at multiples of 16 bytes
+        lines = torch.zeros((*hidden.shape[:3], -(-width // 8) * 8), dtype=dtype, device=hidden.device)[..., :width]
+        return lines.masked_fill_(hidden, float("-inf"))
+
+    def _ends(self, cut: list[slice]) -> list[tuple[int, int]]:
+        """The first and the end of the keys that one of the rows of each block sees; asks the device once."""
+        lines = []
+        for rows in cut:
+            part = self.cut(rows, slice(0, self.shape[3]))
+            visible = part if part.dtype == torch.bool else part > torch.finfo(part.dtype).min / 2
+            lines.append(visible.flatten(0, 2).any(0))
+        seen = torch.stack(lines).to(torch.uint8)
+        first, last = seen.argmax(1), seen.shape[1] - seen.flip(1).argmax(1)
+        found = torch.stack((first, last, seen.amax(1)), dim=1).tolist()
+        return [(start, end) if some else (0, seen.shape[1]) for start, end, some in found]
+
+
+class MadeLines(RowLines):
+    """The lines of a mask that is there."""
+
+    def __init__(self, mask: Tensor) -> None:
+        """Take a mask `[batch, heads or 1, rows, keys]`; no copy."""
+        super().__init__(tuple(mask.shape), mask.dtype, mask.device)
+        self._mask = mask
+
+    def cut(self, rows: slice, keys: slice) -> Tensor:
+        """See `RowLines.cut`; a view."""
+        return self._mask[:, :, rows, keys]
+
+    def to(self, device: torch.device) -> "MadeLines":
+        """See `RowLines.to`."""
+        return MadeLines(self._mask.to(device))
+
+
+class ModelLines(RowLines):
+    """Some rows' lines of the mask that a model made for all of them."""
+
+    def __init__(self, mask: Tensor, rows: Tensor) -> None:
+        """Take a mask `[batch or 1, heads or 1, tokens, keys]`, and the rows `[batch, kept]`."""
+        super().__init__((rows.shape[0], mask.shape[1], rows.shape[1], mask.shape[3]), mask.dtype, mask.device)
+        self._mask, self._rows = mask, rows.to(mask.device)
+
+    def cut(self, rows: slice, keys: slice) -> Tensor:
+        """See `RowLines.cut`."""
+        mask, places = self._mask[..., keys], self._rows[:, rows]
+        if places.shape[0] == 1:
+            return mask.index_select(2, places[0])
+        mask = mask.expand(places.shape[0], *mask.shape[1:])
+        return torch.take_along_dim(mask, places[:, None, :, None], dim=2)
+
+    def to(self, device: torch.device) -> "ModelLines":
+        """See `RowLines.to`."""
+        return ModelLines(self._mask.to(device), self._rows)
+
+
+class LocalLines(RowLines):
+    """Each row sees the keys up to its own column, within a window, where they are no padding."""
+
+    def __init__(self, columns: Tensor, keys: int, window: int | None = None, real: Tensor | None = None) -> None:
+        """Describe the lines.
+
+        Shapes: columns `[batch, rows]`, real `[batch, …]`.
+        """
+        super().__init__((columns.shape[0], 1, columns.shape[1], keys), torch.bool, columns.device)
+        self._columns, self._window, self._real = columns, window, real
+
+    def cut(self, rows: slice, keys: slice) -> Tensor:
+        """See `RowLines.cut`."""
+        places, own = torch.arange(keys.start, keys.stop, device=self.device), self._columns[:, None, rows, None]
+        seen = places <= own
+        if self._window is not None:
+            seen &= places > own - self._window
+        if self._real is not None:
+            real = self._real[:, -self.shape[3] :][:, None, None, keys]
+            seen = seen & real.to(device=seen.device, dtype=torch.bool)
+        return seen
+
+    def to(self, device: torch.device) -> "LocalLines":
+        """See `RowLines.to`."""
+        return LocalLines(self._columns.to(device), self.shape[3], self._window, self._real)
+
+
+class PackedLines(RowLines):
+    """Each row sees nothing but its own chunk of several that are computed in one row of a batch."""
+
+    def __init__(self, mask: Tensor | None, starts: Sequence[int], tokens: int, device: torch.device) -> None:
+        """Describe the lines.
+
+        Shapes: mask `[1, heads or 1, tokens, tokens]`.
+        """
+        columns = torch.arange(tokens, device=device)
+        lines = LocalLines(columns[None], tokens) if mask is None else MadeLines(mask)
+        super().__init__((1, *lines.shape[1:]), lines.dtype, lines.device)
+        self._lines, self._starts, self._is_plain = lines, tuple(starts), mask is None
+        self._chunks = torch.bucketize(columns, torch.tensor(self._starts, device=device), right=True)
+
+    @cached_property
+    def blocks(self) -> list[RowBlock]:
+        """See `RowLines.blocks`; one for each chunk."""
+        ends = (*self._starts[1:], self.shape[2])
+        return [RowBlock(slice(*ends), slice(*ends)) for ends in zip(self._starts, ends, strict=True)]
+
+    @cached_property
+    def masks(self) -> list[Tensor | None]:
+        """The mask of each block as the model makes it for its chunk alone; None where a causal kernel does."""
+        if self._is_plain:
+            return [None] * len(self._starts)
+        cut = [self._lines.cut(block.rows, block.keys) for block in self.blocks]
+        is_causal = (one.dtype == torch.bool and torch.equal(one, torch.ones_like(one).tril()) for one in cut)
+        return [None if plain else one for one, plain in zip(cut, is_causal, strict=True)]
+
+    def cut(self, rows: slice, keys: slice) -> Tensor:
+        """See `RowLines.cut`."""
+        seen, own = self._lines.cut(rows, keys), self._chunks[rows, None] == self._chunks[keys]
+        return seen & own if seen.dtype == torch.bool else seen.masked_fill(~own, torch.finfo(seen.dtype).min)
+
+    def to(self, device: torch.device) -> "PackedLines":
+        """See `RowLines.to`."""
+        moved = copy(self)
+        moved.device, moved._lines, moved._chunks = device, self._lines.to(device), self._chunks.to(device)
+        moved._biases = {}
+        return moved
+
+
+class CausalLines(LocalLines):
+    """Each row of one batch entry sees the keys up to its own column; the host knows which that is."""
+
+    def __init__(self, columns: Tensor, keys: int, ask: Callable[[], list[int]]) -> None:
+        """Describe the lines.
+
+        Shapes: columns `[1, rows]`.
+        """
+        super().__init__(columns, keys)
+        self._ask = ask
+
+    def _hidden(self, rows: slice, keys: slice) -> Tensor:
+        places = torch.arange(keys.start, keys.stop, device=self.device)
+        return places > self._columns[:, None, rows, None]
+
+    @cached_property
+    def _numbers(self) -> list[int]:
+        return self._ask()
+
+    @cached_property
+    def blocks(self) -> list[RowBlock]:
+        """See `RowLines.blocks`; on a CPU, where nobody has to wait for the columns, more of them."""
+        least, most = CAUSAL_MASK
+        if self.device.type != "cpu" or not least < self.shape[2] * self.shape[3] <= most:
+            return super().blocks
+        cut = _steps(0, self.shape[2], CAUSAL_ROWS)
+        return [RowBlock(rows, slice(*end)) for rows, end in zip(cut, self._ends(cut), strict=True)]
+
+    @cached_property
+    def spans(self) -> list[RowBlock]:
+        """Blocks for attention in two steps: first the keys that all rows of a block see, then the rest."""
+        numbers, rows = self._numbers, self.shape[2]
+        if rows * self.shape[3] <= CAUSAL_MASK[1]:
+            return []
+        step, cut, start = max(SPAN_ROWS[0], min(SPAN_ROWS[1], rows // SPAN_BLOCKS)), [], 0
+        for run in _runs(numbers, RUN_ROWS):
+            cut += _steps(start, run.start, step)
+            cut.append(run)
+            start = run.stop
+        cut += _steps(start, rows, step)
+        return [self._span(block) for block in cut]
+
+    def _span(self, rows: slice) -> RowBlock:
+        first, last = self._numbers[rows.start], self._numbers[rows.stop - 1]
+        return RowBlock(rows, slice(0, last + 1), first, last - first == rows.stop - rows.start - 1)
+
+    def _ends(self, cut: list[slice]) -> list[tuple[int, int]]:
+        return [(0, self._numbers[rows.stop - 1] + 1) for rows in cut]
+
+    def to(self, device: torch.device) -> "CausalLines":
+        """See `RowLines.to`."""
+        return CausalLines(self._columns.to(device), self.shape[3], self._ask)
+
+
+def _runs(numbers: list[int], least: int) -> list[slice]:
+    """Where at least so many numbers are neighbours."""
+    gaps = [0, *(place for place in range(1, len(numbers)) if numbers[place] != numbers[place - 1] + 1), len(numbers)]
+    return [slice(start, stop) for start, stop in pairwise(gaps) if stop - start >= least]
+
+
+def _steps(start: int, stop: int, step: int) -> list[slice]:
+    return [slice(one, min(one + step, stop)) for one in range(start, stop, step)]
+
+
+_fused: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, lines: RowLines, dropout: float = 0.0, scale: float | None = None
+) -> Tensor:
+    """Attention of scattered rows.
+
+    Shapes: query `[batch, heads, rows, head_dim]`, key `[batch, kv_heads, keys, head_dim]`, value `[batch, kv_heads,
+    keys, value_dim]` → `[batch, heads, rows, value_dim]`.
+    """
+    if len(lines.blocks) == 1:
+        return _joined(_at_once(query, key, value, lines, lines.blocks[0], dropout, scale)).transpose(1, 2)
+    out = query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[-1]))
+    spans = lines.spans if isinstance(lines, CausalLines) and _gives_sums(query, key, value, dropout) else []
+    for block in spans or lines.blocks:
+        given = query[:, :, block.rows], key, value, lines, block
+        out[:, block.rows] = _joined(_in_two(*given, scale) if spans else _at_once(*given, dropout, scale))
+    return out.transpose(1, 2)
+
+
+def _joined(done: Tensor) -> Tensor:
+    """`[batch, kv_heads, group, rows, value_dim]` as `[batch, rows, heads, value_dim]`."""
+    batch, kv_heads, group, rows, width = done.shape
+    return done.permute(0, 3, 1, 2, 4).reshape(batch, rows, kv_heads * group, width)
+
+
+def _gives_sums(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
+    """Whether the fused kernel can be asked for its sums of weights: not where gradients go through them."""
+    is_plain = query.device.type == "cpu" and not dropout and not query.requires_grad and not key.requires_grad
+    return _fused is not None and is_plain and query.shape[-1] == value.shape[-1]
+
+
+def _at_once(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lines: RowLines,
+    block: RowBlock,
+    dropout: float,
+    scale: float | None,
+) -> Tensor:
+    """Attention of one block, `[batch, kv_heads, group, rows, value_dim]`; keys are not repeated for a group."""
+    if (block.keys.start, block.keys.stop) != (0, key.shape[2]):
+        key, value = key[:, :, block.keys], value[:, :, block.keys]
+    batch, heads, rows, width = query.shape
+    kv_heads = key.shape[1]
+    group = heads // kv_heads
+    if is_shared(key) and is_shared(value) and lines.shape[1] == 1:
+        return _over_one(query, key[:1], value[:1], lines.bias(block, query.dtype, group), dropout, scale)
+    if group == 1 or lines.shape[1] > 1:
+        bias = lines.bias(block, query.dtype)
+        done = scaled_dot_product_attention(query, key, value, bias, dropout, scale=scale, enable_gqa=group > 1)
+        return done.view(batch, kv_heads, group, rows, -1)
+    if batch == 1:  # one entry for each key head; nothing is copied
+        bias = lines.bias(block, query.dtype)
+        return scaled_dot_product_attention(*_by_key_head(query, key, value), bias, dropout, scale=scale)[None]
+    query = query.reshape(batch, kv_heads, group * rows, width)  # the heads of a group one behind the other, as rows
+    bias = lines.bias(block, query.dtype, group)
+    done = scaled_dot_product_attention(query, key, value, bias, dropout, scale=scale)
+    return done.view(batch, kv_heads, group, rows, -1)
+
+
+def is_shared(states: Tensor) -> bool:
+    """Whether the entries of a batch, `[batch, kv_heads, keys, width]`, are the same memory."""
+    return states.shape[0] > 1 and states.stride(0) == 0
+
+
+def _over_one(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, dropout: float, scale: float | None) -> Tensor:
+    """A batch over one entry's keys: all its queries are rows of that entry, so that a key is read once for all.
+
+    Attention over a shared prefix as in Hydragen (https://arxiv.org/abs/2402.05099), section 3.2.
+    Differs: what only one sequence has is among the same keys and hidden from the others, so nothing is put together.
+    """
+    (batch, heads, rows, width), kv_heads = query.shape, key.shape[1]
+    folded = query.reshape(batch, kv_heads, -1, width).transpose(0, 1).reshape(1, kv_heads, -1, width)
+    bias = bias.reshape(1, 1, folded.shape[2], key.shape[2])
+    done = scaled_dot_product_attention(folded, key, value, bias, dropout, scale=scale)
+    return done.view(kv_heads, batch, heads // kv_heads, rows, -1).transpose(0, 1)
+
+
+def _in_two(
+    query: Tensor, key: Tensor, value: Tensor, lines: RowLines, block: RowBlock, scale: float | None
+) -> Tensor:
+    """As `_at_once`, for one batch entry: the keys that all rows see, and the rest, from the first row's column on."""
+    shared, own = slice(0, block.shared), slice(block.shared, block.keys.stop)
+    bias = None if block.is_run else lines.bias(block, query.dtype)
+    given = _by_key_head(query, key[:, :, own], value[:, :, own])
+    done, sums = _fused(*given, 0.0, block.is_run, attn_mask=bias, scale=scale)
+    if block.shared:
+        group, rows = done.shape[1:3]
+        folded = query.reshape(1, key.shape[1], group * rows, query.shape[3])
+        before, sums_before = _fused(folded, key[:, :, shared], value[:, :, shared], scale=scale)
+        share = torch.sigmoid(sums_before.view(-1, group, rows) - sums)[..., None]
+        done = torch.lerp(done.float(), before.view(done.shape).float(), share.float())
+    return done[None]
+
+
+def _by_key_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """One batch entry as one entry for each key head, its queries as heads that share it; views."""
+    heads, (kv_heads, keys) = query.shape[1], key.shape[1:3]
+    query = query.view(kv_heads, heads // kv_heads, *query.shape[2:])
+    spread = (states.transpose(0, 1).expand(-1, heads // kv_heads, keys, -1) for states in (key, value))
+    return (query, *spread)
+
+
+def row_mask(
+    model_mask: Tensor | BlockMask | None,
+    rows: Tensor,
+    past: int,
+    keys: int,
+    implementation: str,
+    numbers: Callable[[], list[int]] | None = None,
+) -> Tensor | BlockMask:
+    """The mask of some rows, for the attention implementation that the model uses.
+
+    Shapes: model_mask `[batch, heads or 1, rows, keys]`, rows `[batch, kept]` → `[batch, heads or 1, kept, keys]`.
+    """
+    if isinstance(model_mask, BlockMask):
+        return _cut_blocks(model_mask, rows, keys)
+    lines = row_lines(model_mask, rows, past, keys, None, numbers)
+    if implementation == "sdpa":
+        return RowMask.of(lines)
+    mask = lines.plain()
+    if implementation == "eager" and model_mask is None:  # a boolean mask that a model made is what it expects
+        return torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, torch.finfo(torch.float32).min)
+    return mask
+
+
+def row_lines(
+    model_mask: Tensor | None,
+    rows: Tensor,
+    past: int,
+    keys: int,
+    window: int | None,
+    numbers: Callable[[], list[int]] | None = None,
+) -> RowLines:
+    """The lines of the mask of some rows.
+
+    Shapes: model_mask `[batch, keys]`, rows `[batch, kept]`.
+    """
+    if model_mask is not None and model_mask.dim() == 4:
+        return ModelLines(model_mask, rows)
+    if model_mask is not None or window is not None or rows.shape[0] > 1:
+        return LocalLines(rows + past, keys, window, model_mask)
+    known = rows[0].tolist if numbers is None else numbers
+    if not past:
+        return CausalLines(rows, keys, known)
+    return CausalLines(rows + past, keys, lambda: [number + past for number in known()])
+
+
+def looks_ahead(model_mask: Any, row: int, columns: slice, tokens: int, inside: bool = False) -> bool:
+    """Whether some of the new tokens see one that stands behind them."""
+    if isinstance(model_mask, BlockMask):
+        return True
+    if not isinstance(model_mask, Tensor) or model_mask.dim() != 4:
+        return False
+    lines = model_mask[row if model_mask.shape[0] > 1 else 0, :, columns, -tokens:]
+    visible = lines if lines.dtype == torch.bool else lines > torch.finfo(lines.dtype).min / 2
+    return bool(visible[..., columns.stop :].any() if inside else visible.triu(columns.start + 1).any())
+
+
+def _cut_blocks(model_mask: BlockMask, rows: Tensor, keys: int) -> BlockMask:
+    """The same mask, asked at the rows' places."""
+    places = rows.to(model_mask.kv_num_blocks.device)
+
+    def at_rows(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        return model_mask.mask_mod(batch, head, places[batch, row], key)
+
+    return create_block_mask(at_rows, rows.shape[0], None, rows.shape[1], keys, device=places.device)
+
+
+class RowMask(Tensor):
+    """A boolean or additive mask `[batch, heads or 1, rows, keys]` that attends by blocks of rows.
+
+    Every operation but `scaled_dot_product_attention` sees a plain tensor, which is made only if one asks for it.
+    """
+
+    lines: RowLines
+
+    @classmethod
+    def of(cls, lines: RowLines | Tensor) -> "RowMask":
+        """Wrap lines, or a mask `[batch, heads or 1, rows, keys]`; no copy."""
+        lines = MadeLines(lines) if isinstance(lines, Tensor) else lines
+        wrapped: RowMask = Tensor._make_wrapper_subclass(cls, lines.shape, dtype=lines.dtype, device=lines.device)
+        wrapped.lines = lines
+        return wrapped
+
+    @classmethod
+    def causal(cls, columns: Tensor, keys: int, numbers: Callable[[], list[int]] | None = None) -> "RowMask":
+        """A mask by which each row sees exactly the keys up to its own column.
+
+        Shapes: columns `[1, rows]` → `[1, 1, rows, keys]`.
+        """
+        return cls.of(CausalLines(columns, keys, numbers or columns[0].tolist))
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether each row sees exactly the keys up to its own column."""
+        return isinstance(self.lines, CausalLines)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Take over attention; hand everything else to plain tensors."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is scaled_dot_product_attention:
+                return _attend(*args, **(kwargs or {}))
+            if func is Tensor.to:
+                return args[0]._to(*args[1:], **(kwargs or {}))
+            if getattr(func, "__name__", "") == "__get__" or func in _ASKING:
+                return func(*args, **(kwargs or {}))
+            return func(*tree_map(_as_plain, args), **tree_map(_as_plain, kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What comes past `__torch_function__`, such as from C++: plain tensors there too."""
+        return func(*tree_map(_as_plain, args), **tree_map(_as_plain, kwargs or {}))
+
+    def plain(self) -> Tensor:
+        """The mask as a tensor of its own."""
+        return self.lines.plain()
+
+    def _to(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The same mask elsewhere: accelerate brings the arguments of a layer to where its weights are."""
+        moved = torch.empty(0, dtype=self.dtype, device=self.device).to(*args, **kwargs)
+        if moved.dtype != self.dtype:
+            return self.plain().to(*args, **kwargs)
+        if moved.device == self.device:
+            return self
+        return RowMask.of(self.lines.to(moved.device))
+
+
+_ASKING = {Tensor.dim, Tensor.size, Tensor.is_floating_point, Tensor.ndimension, Tensor.numel}
+
+
+def _as_plain(value: Any) -> Any:
+    return value.plain() if isinstance(value, RowMask) else value
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: RowMask,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`scaled_dot_product_attention` with a `RowMask`."""
+    lines = attn_mask.lines
+    if lines.shape[2] == 1:  # one line for all queries: transformers has folded the heads of a group into rows
+        plain = lines.plain()
+        return scaled_dot_product_attention(query, key, value, plain, dropout_p, scale=scale, enable_gqa=enable_gqa)
+    return attend(query, key, value, lines, dropout_p, scale)

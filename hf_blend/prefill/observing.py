@@ -1,0 +1,193 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What attention looks at in a forward: seen by selectors and observers, and noted for the store.
+
+A probe is a pass of the question alone over the stored KV, before anything is recomputed. For a store that reads it,
+`AttentionNotes` gathers what each stored token gets as the request runs: in a few layers behind the last check layer
+the queries of the question's last rows meet the keys of the stored chunks, which are in the cache by then; the model's
+own attention follows. Nothing else is computed, and the device is asked once, at the end of the forward.
+"""
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..model.anatomy import LayerInfo
+from ..model.attention import AttentionCapture, AttentionFn, StopForward, stock_function
+from ..selectors.attention import Attention
+from ..selectors.base import Hear
+from .plan import PlacedChunk, Plan
+
+LAYERS = 4  # that are listened to
+ROWS = 16  # of the question
+IMPORTANT_SHARE = 0.25  # of a prompt's stored tokens are called important (IMPRESS)
+
+
+class AttentionObserver:
+    """Stands in the place of each layer's attention: tells what is looked at, and attends."""
+
+    def __init__(self, hear: Hear, layers: Sequence[int] | None = None, anchors: Tensor | None = None) -> None:
+        """Prepare to listen.
+
+        Shapes: anchors `[batch, columns]`.
+        """
+        self._hear, self._layers, self._anchors = hear, layers, anchors
+        self.last = None if layers is None else layers[-1]
+
+    def hears(self, index: int) -> bool:
+        """Whether a layer's attention is taken; the others attend as they do without a listener."""
+        return self._layers is None or self._anchors is not None or index in self._layers
+
+    def take(self, index: int, seen: Attention) -> tuple[Tensor, None]:
+        """Tell of a layer, then give what its attention gives.
+
+        Shape: `[batch, rows, heads, value_dim]`.
+        """
+        is_told = self._layers is None or index in self._layers
+        if is_told:
+            weights = seen.weights(slice(None))
+            self._hear(index, seen, weights)
+        if index == self.last:
+            raise StopForward
+        if self._anchors is not None:
+            weights = seen.weights(slice(None), self._kept(seen))
+        return seen.outputs(weights).to(seen.queries.dtype).transpose(1, 2).contiguous(), None
+
+    def _kept(self, seen: Attention) -> Tensor:
+        """`[batch, 1, keys]`: the anchors, and all that is in the cache or has no place among the columns."""
+        anchors = self._anchors.to(seen.keys.device)  # type: ignore[union-attr]
+        keys = torch.ones(anchors.shape[0], seen.keys.shape[2], dtype=torch.bool, device=anchors.device)
+        keys[:, seen.past : seen.past + anchors.shape[1]] = anchors
+        return keys[:, None]
+
+
+def sight(
+    columns: Tensor, tokens: int, charge: Callable[[Any], None], take: Callable[[Attention], Any]
+) -> Callable[..., Any]:
+    """What takes a layer's attention call, makes an `Attention` of its arguments and passes it on.
+
+    Shapes: columns `[batch, rows]`.
+    """
+
+    def attend(_: Any, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **given: Any) -> Any:
+        is_plain = isinstance(mask, Tensor) and mask.dim() == 4 and not getattr(mask, "is_causal", False)
+        plain = mask if is_plain else None
+        if given.get("indices") is not None:
+            plain = _indexed(mask, given["indices"], key.shape[2])
+        scaling = given.get("scaling") or getattr(module, "scaling", None) or query.shape[-1] ** -0.5
+        past = key.shape[2] - tokens
+        return take(Attention(query, key, value, columns, past, plain, scaling, given.get("softcap"), charge))
+
+    return attend
+
+
+def _indexed(mask: Tensor, indices: Tensor, keys: int) -> Tensor:
+    """A mask, boolean or additive, that hides all but the keys that an indexer chose, `[batch, rows, chosen]`."""
+    chosen = torch.zeros((*indices.shape[:2], keys), dtype=torch.bool, device=indices.device)
+    chosen = chosen.scatter_(-1, indices.long(), True)[:, None]
+    return mask & chosen if mask.dtype == torch.bool else mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
+
+
+@torch.no_grad()
+def run_probe(
+    model: nn.Module, cache: Any, ids: Tensor, mask: Tensor | None, arguments: Mapping[str, Any] | None = None
+) -> None:
+    """Run the decoder over a prompt of which a cache recomputes nothing but the question.
+
+    Shapes: ids `[batch, tokens]`, mask `[batch, columns]`.
+    """
+    given = {}
+    if mask is not None:
+        positions = (mask.long().cumsum(-1) - 1).clamp_min(0)
+        given = {"attention_mask": mask, "position_ids": positions[:, -ids.shape[1] :]}
+    with contextlib.suppress(StopForward):
+        if arguments:
+            model(**{**arguments, "past_key_values": cache, "use_cache": True})
+        else:
+            model.get_decoder()(input_ids=ids, past_key_values=cache, use_cache=True, **given)
+
+
+class AttentionNotes:
+    """The attention of one forward, gathered for the store."""
+
+    def __init__(
+        self, plan: Plan, layers: Sequence[Any], after: int, past: int, charge: Callable[[Any], None]
+    ) -> None:
+        self._plan, self._past, self._charge = plan, past, charge
+        self._sums: dict[int, Tensor] = {}
+        tokens = plan.real.shape[1]
+        by_row = groupby(reported(plan.chunks, past), lambda placed: placed.row)
+        self._chunks = {row: list(chunks) for row, chunks in by_row}
+        stops = [chunks[-1].columns.stop for chunks in self._chunks.values()]
+        self._rows = min([ROWS, *(tokens - stop for stop in stops)])
+        deep = [index for index, layer in enumerate(layers) if index > after and not _is_windowed(layer)]
+        deep = deep[:-1] or deep  # past the K and V of the last layer only the last row is computed
+        step = max(1, len(deep) // LAYERS)
+        self._layers = frozenset(deep[::-1][::step][:LAYERS]) if self._rows > 0 and stops else frozenset()
+
+    def hears(self, index: int, layer: nn.Module) -> bool:
+        """Whether a layer is listened to; its attention must be one that transformers knows by name."""
+        modules = LayerInfo.of(layer).attention if index in self._layers else ()
+        return len(modules) == 1 and stock_function(modules[0].config._attn_implementation) is not None
+
+    def glance(self, layer: nn.Module) -> AttentionCapture:
+        """Takes a layer's attention: notes what it looks at, then attends as the model would."""
+
+        def take(stock: AttentionFn, module: nn.Module, query: Tensor, key: Tensor, *args: Any, **given: Any) -> Any:
+            self._note(query, key, given.get("scaling") or query.shape[-1] ** -0.5)
+            return stock(module, query, key, *args, **given)
+
+        return AttentionCapture(layer, take)
+
+    @torch.no_grad()
+    def _note(self, query: Tensor, key: Tensor, scaling: float) -> None:
+        count = min(self._rows, query.shape[2])
+        for row, chunks in self._chunks.items():
+            columns = torch.cat([torch.arange(one.columns.start, one.columns.stop) for one in chunks]).to(key.device)
+            keys = key[row].index_select(1, columns + self._past)
+            grouped = query[row, :, -count:].reshape(keys.shape[0], -1, query.shape[3])
+            scores = (grouped @ keys.transpose(1, 2)).float().mul_(scaling).softmax(dim=-1).sum(dim=(0, 1))
+            flops = 2.0 * grouped.numel() * keys.shape[1]
+            self._charge(lambda flops=flops: flops)
+            self._sums[row] = self._sums[row] + scores if row in self._sums else scores
+
+    def end(self) -> None:
+        """Report to the store; chunks that were refused meanwhile are left out."""
+        for row, scores in self._sums.items():
+            report_importance(self._plan.store, self._chunks[row], scores.cpu())
+        self._sums.clear()
+
+
+def reported(chunks: Sequence[PlacedChunk], past: int) -> list[PlacedChunk]:
+    """The chunks whose attention says something: not what a prompt begins with, where attention rests in any case."""
+    return [placed for placed in chunks if placed.start or past or not placed.exact]
+
+
+def report_importance(store: Any, chunks: Sequence[PlacedChunk], scores: Tensor) -> None:
+    """Tell a store how much attention the chunks of one prompt got.
+
+    Shapes: scores `[tokens of all of them]`.
+    """
+    important = torch.zeros(len(scores), dtype=torch.bool)
+    important[scores.topk(max(1, round(IMPORTANT_SHARE * len(scores)))).indices] = True
+    scores = scores / scores.mean().clamp_min(1e-20)
+    start = 0
+    for placed in chunks:
+        here = slice(start, start + placed.tokens)
+        start += placed.tokens
+        if not placed.tokens:
+            continue
+        share = float(important[here].float().mean())
+        if placed.is_whole:
+            store.note(placed.chunk.key, scores[here], share)
+        else:
+            store.record_importance(placed.chunk.key, share)
+
+
+def _is_windowed(layer: Any) -> bool:
+    """Whether a layer keeps no K and V, or not of all tokens as they are."""
+    return getattr(layer, "is_sliding", True) or not getattr(layer, "keeps_all", False)
