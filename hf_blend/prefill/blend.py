@@ -188,7 +188,7 @@ class Prefill:
                     plan.partial.begin(index, None if sees_all else self._rows, plan)
                 case Trim():
                     self._trim(index, call, model_mask)
-        self._capture_by(self._captured(index, call), call.cache)
+        self._capture_by(self._captured(index, call), call)
         self._note(index, kv_only=self._stops_at(index))
         return call
 
@@ -254,13 +254,13 @@ class Prefill:
         self._kind.leave()
         self._capture_by(None)
 
-    def _capture_by(self, capture: AttentionCapture | None, cache: Any = None) -> None:
+    def _capture_by(self, capture: AttentionCapture | None, call: LayerCall | None = None) -> None:
         """Let this, and nothing else, take the attention of the layer that runs."""
         if self._capture is not None:
             self._capture.close()
         self._capture = capture
-        if capture is not None:
-            capture.open(cache)
+        if capture is not None and call is not None:
+            capture.open(call.cache)
 
     def stored_chunks(self) -> list[PlacedChunk]:
         """The chunks of which something stored is used, now: none where all rows are active."""
@@ -400,7 +400,7 @@ class Prefill:
 
         kind, layer = self._kind, self.context.layers[index]
         self._awaited, before = kind.waits_for(self, index), kind.snapshot(layer)
-        self._capture_by(self._capturing(index, call, take) if to_attention else None, call.cache)
+        self._capture_by(self._capturing(index, call, take) if to_attention else None, call)
         try:
             call.run()
         except StopForward:

@@ -33,7 +33,7 @@ class RowMasks:
         seen = [layers[source] for source in kv_sources(layers, getattr(text_config(model), "layer_types", None))]
         self._sizes = [_sizes(layer, past, tokens) for layer in seen]
         self._windows = [getattr(layer, "sliding_window", None) for layer in seen]
-        self._past, self._tokens = past, tokens
+        self._past, self._tokens, self._is_flash = past, tokens, is_flash(self._implementation)
         open_door(self._implementation)
         self._made: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 
@@ -45,7 +45,7 @@ class RowMasks:
             mask = self._lines(model_mask, rows, keys, offset, self._windows[index])
             self._made[place] = (mask, (model_mask, rows))  # kept alive, or the ids would be used again
         call.arguments[call.mask_name] = self._made[place][0]
-        if is_flash(self._implementation) and not LayerInfo.of(call.layer).attention:
+        if self._is_flash and not LayerInfo.of(call.layer).attention:
             raise UnsupportedModelError(
                 f"the attention of layer {index}, {type(call.layer).__name__}, was not found, so it cannot go through "
                 f"sdpa instead of {self._implementation}. Load the model with attn_implementation='sdpa'."
@@ -56,7 +56,7 @@ class RowMasks:
         if getattr(model_mask, "ndim", 0) == 4 and model_mask.shape[2] == columns.shape[1] < self._tokens:
             # Gemma 4 has cut it: behind its last K and V it goes on with the rows that are asked for
             return RowMask.of(model_mask) if self._implementation == "sdpa" else model_mask
-        if not is_flash(self._implementation):
+        if not self._is_flash:
             return row_mask(model_mask, columns, past, keys, self._implementation, lambda: rows.numbers[0])
         if self._implementation not in _told:
             _told.add(self._implementation)
