@@ -699,8 +699,7 @@ class BlendCache(MaskedDecode):
                 "attend to all of them. reset() the cache and pass the whole conversation, or open the store without "
                 "partial."
             )
-        if plan.partial is None:
-            plan.partial = self._part = self._part_loader()
+        plan.partial = self._part = self._part_loader()
         if request.logits_rows > 1:
             plan.begin(request.logits_rows)
         context = PrefillContext(

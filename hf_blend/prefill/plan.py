@@ -232,7 +232,6 @@ class Planner:
     ) -> Plan:
         """Decide which columns are reused."""
         plan = Plan([], _real(rows, starts, width, wholes), list(map(len, rows)), store=self._store)
-        plan.partial = getattr(self._store, "partial", None)
         wholes = [PromptRow(tuple(ids)) for ids in rows] if wholes is None else wholes
         longest = max(whole.seen + len(new) for new, whole in zip(rows, wholes, strict=True))
         self._regimes = {self._regime(longest), self._regime(max(whole.seen for whole in wholes) + width)}

@@ -77,9 +77,10 @@ def _sizes(layer: Any, past: int, tokens: int) -> tuple[int, int]:
 
 def kv_sources(layers: Sequence[Any], kinds: Sequence[str] | None) -> list[int]:
     """The layer whose K and V each layer looks at: its own, or the last before it of its kind that has any."""
-    found: list[int] = []
+    found, last = list[int](), dict[str, int]()
     for index, layer in enumerate(layers):
-        like = [other for other in range(index) if kinds is None or kinds[other] == kinds[index]]
-        others = [other for other in like if hasattr(layers[other], "sizes_behind")]
-        found.append(index if hasattr(layer, "sizes_behind") or not others else others[-1])
+        kind = "" if kinds is None else kinds[index]
+        if hasattr(layer, "sizes_behind"):
+            last[kind] = index
+        found.append(last.get(kind, index))
     return found

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 
 from ...cache.blend_cache import BlendCache
-from ...cache.layers import BlendLayer
 from ...cache.static_layer import refuse_static
 from ...errors import ConfigError
 from ...model.attention import AttentionCapture, AttentionFn
@@ -33,7 +32,7 @@ from ...prefill.observing import report_importance
 from ...prefill.plan import PlacedChunk, Plan
 from ...prefill.realign import Realigner
 from ...prefill.rows import Rows
-from ..decoding import SparseHooks, refuse_offloaded
+from ..decoding import refuse_offloaded
 from .itf import agreed, importance, probe_count
 from .seen import PartDecoding, attend_part
 from .store import PartialLayers, PartialStore
@@ -107,15 +106,12 @@ def partial_loading(
     refuse_offloaded(cache)
     refuse_static(cache.config.max_tokens, "partial_loading")
     loading = PartialLoading(cache, share, alpha, by_question, fallback, probes, watch)
-    hooks, before = SparseHooks(model, loading), cache.store.partial
-    cache.store.partial = loading
-    loading.guard(True)
+    before, cache.store.partial = cache.store.partial, loading
     try:
         yield loading
     finally:
         cache.store.partial = before
-        loading.guard(False)
-        hooks.remove()
+        loading.close()
 
 
 class PartialLoading(PartDecoding):
@@ -170,12 +166,6 @@ class PartialLoading(PartDecoding):
     def _probes(self, kv_heads: int) -> int:
         """How many heads of a layer are probed."""
         return probe_count(kv_heads) if self._given_probes is None else min(self._given_probes, kv_heads)
-
-    def guard(self, on: bool) -> None:
-        """Say to the cache's layers whether whoever attends knows what is there."""
-        for layer in self._cache.layers:
-            if isinstance(layer, BlendLayer):
-                layer.is_guarded = on
 
     def begin(self, index: int, rows: Rows | None, plan: Plan) -> None:
         """A layer begins behind the last check layer: find out what of it can be loaded in part."""

@@ -22,13 +22,22 @@ class PartDecoding:
     def __init__(self, cache: BlendCache) -> None:
         self._cache = cache
         self._layers: list[Any] = list(cache.layers)
+        self._is_closed = False
+
+    def is_of(self, cache: BlendCache) -> bool:
+        """Return True for the cache of this request."""
+        return cache is self._cache
+
+    def close(self) -> None:
+        """Take no attention any more: what was loaded in part is refused from here on."""
+        self._is_closed = True
 
     def begin_layer(self, index: int) -> None:
         """A layer that was loaded in part hands over new K and V: let it, if its attention can be taken."""
         modules = LayerInfo.of(decoder_layers(self._cache.model)[index]).attention
         for module in modules:
             open_door(module.config._attn_implementation)
-        self._layers[index].is_guarded = bool(modules)
+        self._layers[index].is_guarded = bool(modules) and not self._is_closed
 
     def taken(self, index: int, keys: Tensor) -> Tensor:
         """Keys of a layer whose attention call is then taken, over the columns that are there."""
@@ -47,18 +56,6 @@ class PartDecoding:
     ) -> Any:
         part = self.few(index, query, key, value, mask, module.config._attn_implementation, given.get("scaling"))
         return stock(module, query, *(part or (key, value, mask)), **given)
-
-    def owns(self, cache: Any) -> bool:
-        """Whether a forward is one of this request."""
-        return cache is self._cache
-
-    def begin_step(self, tokens: int) -> bool:
-        """Whether a forward looks at a part only."""
-        parts = [getattr(one, "visible", None) for one in self._cache.layers]
-        return not self._cache.is_expecting and any(one is not None for one in parts)
-
-    def end(self, failed: bool) -> None:
-        """The forward is over."""
 
     def few(
         self, index: int, query: Tensor, key: Tensor, value: Tensor, mask: Any, name: str, scaling: float | None

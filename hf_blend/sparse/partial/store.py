@@ -162,8 +162,10 @@ class PartialStore(ChunkStore):
         self._tier.close()
 
     def loader(self, cache: Any) -> Any:
-        """What loads in part for the request of a cache; None within `partial_loading`, which does."""
-        return None if self._make_loader is None or self.partial is not None else self._make_loader(cache)
+        """What loads in part for the request of a cache; within `partial_loading` what that has made."""
+        if self.partial is not None:
+            return self.partial if self.partial.is_of(cache) else None
+        return None if self._make_loader is None else self._make_loader(cache)
 
     def stream(
         self, key: ChunkKey, recompute: Recompute, budget_s: float | None = None, layout: Layout | None = None
