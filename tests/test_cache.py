@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 from hf_blend import BlendCache, ChunkStore, observer
 from hf_blend.errors import PromptError
@@ -128,37 +127,6 @@ def test_a_prompt_that_ends_with_a_chunk_has_its_last_chunk_computed(shared_mode
     assert cache.report.reusable_tokens == 17 + 23
 
 
-@pytest.mark.parametrize("padding", ["right", "inside"])
-def test_padding_anywhere_but_on_the_left_is_computed_plainly(shared_model, pieces, padding):
-    model, kept, request = shared_model(), store(), pieces()
-    kept.add(model, None, request["chunks"])
-    ids, mask = ids_of(request), torch.ones_like(ids_of(request))
-    mask[0, -1 if padding == "right" else 20] = 0
-    cache = BlendCache(model, kept, recompute_ratio=0.0)
-    cache.get_seq_length()
-    with torch.no_grad():
-        got = model(ids, attention_mask=mask, past_key_values=cache).logits
-        assert torch.equal(got, model(ids, attention_mask=mask, past_key_values=DynamicCache()).logits)
-    assert hooks(model) == 0
-
-
-@torch.no_grad()
-def test_embeddings_instead_of_ids_and_masks_of_four_axes_are_computed_plainly(shared_model, pieces):
-    model, kept, request = shared_model(), store(), pieces()
-    kept.add(model, None, request["chunks"])
-    ids = ids_of(request)
-    plain = model(ids).logits
-    cache = BlendCache(model, kept, recompute_ratio=0.0)
-    cache.get_seq_length()
-    got = model(inputs_embeds=model.get_input_embeddings()(ids), past_key_values=cache).logits
-    assert torch.equal(got, plain)
-    cache = BlendCache(model, kept, recompute_ratio=0.0)
-    cache.get_seq_length()
-    mask = torch.full((ids.shape[1],) * 2, torch.finfo(torch.float32).min).triu(1)[None, None]
-    torch.testing.assert_close(model(ids, attention_mask=mask, past_key_values=cache).logits, plain)
-    assert hooks(model) == 0
-
-
 class Boom(RuntimeError):
     pass
 
@@ -174,8 +142,7 @@ def fail_in(monkeypatch, module, error, calls_before=0):
     monkeypatch.setitem(module._forward_pre_hooks, -1, observer(fail))
 
 
-@pytest.mark.parametrize("layer", range(4))
-@pytest.mark.parametrize("calls_before", [0, 1])
+@pytest.mark.parametrize(("layer", "calls_before"), [(0, 1), (1, 0), (3, 1)])
 def test_an_exception_in_any_layer_leaves_model_and_cache_as_before(
     tiny_model, pieces, tokenizer, untouched, monkeypatch, layer, calls_before
 ):

@@ -192,29 +192,32 @@ def test_fallback_reason_is_reported_and_logged_once_where_a_prompt_cannot_be_se
     model, store, request = shared_model(), ChunkStore.open("memory://"), pieces()
     store.add(model, None, request["chunks"])
     ids = torch.tensor([[*request["prefix"], *sum(request["chunks"], []), *request["question"]]])
-    right = torch.ones_like(ids)
-    right[0, -3:] = 0
+    right, middle = torch.ones_like(ids), torch.ones_like(ids)
+    right[0, -3:] = middle[0, 20] = 0
     states = model.get_input_embeddings()(ids)
     four = torch.full((ids.shape[1],) * 2, torch.finfo(torch.float32).min).triu(1)[None, None]
     ways = {
         "inputs_embeds.*Pass input_ids": {"inputs_embeds": states},
         r"padding stands behind.*padding_side='left'": {"input_ids": ids, "attention_mask": right},
+        "padding stands": {"input_ids": ids, "attention_mask": middle},
         "does not have two axes": {"input_ids": ids, "attention_mask": four},
         "labels were passed": {"input_ids": ids, "labels": ids},
     }
-    _warn_once.cache_clear()
     for text, given in ways.items():
+        _warn_once.cache_clear()
         caplog.clear()
         with caplog.at_level(logging.WARNING, logger="hf_blend"):
             for _ in range(2):
                 cache = BlendCache(model, store, recompute_ratio=0.0)
                 cache.get_seq_length()
-                model(**given, past_key_values=cache, logits_to_keep=0 if "labels" in given else 1)
+                got = model(**given, past_key_values=cache, logits_to_keep=0 if "labels" in given else 1).logits
                 assert cache.report.reusable_tokens == 0
+        assert apart(got[:, -1], model(**given, past_key_values=DynamicCache()).logits[:, -1]) <= 1e-5
         assert re.search(text, str(cache.report))
         assert len(caplog.records) == 1
         assert cache.report.as_dict()["fallback_reason"] in caplog.text
-        assert cache.report.prompt_tokens == (82 if given.get("attention_mask") is right else 85)
+        mask = given.get("attention_mask", four)
+        assert cache.report.prompt_tokens == (85 if mask is four else int(mask.sum()))
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_models import tiny_model as zoo_model
-from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList, dynamic_module_utils
+from transformers import StoppingCriteria, StoppingCriteriaList, dynamic_module_utils
 from transformers.generation.streamers import BaseStreamer
 from worlds import REFERENCE, reference_questions
 
@@ -230,27 +230,6 @@ def test_decoding_never_copies_the_cache_within_its_room(shared_model):
     run(model, inputs, cache, stopping_criteria=StoppingCriteriaList([Watch()]), max_new_tokens=40)
     assert len(addresses) == len(cache.layers)
     assert cache.get_seq_length() == inputs["input_ids"].shape[1] + 39
-
-
-@torch.no_grad()
-def test_batch_operations_on_a_filled_cache_are_those_of_a_dynamic_cache(shared_model):
-    model, plain = shared_model(), DynamicCache()
-    cache, inputs = prepared(model, *REQUESTS, recompute_ratio=1.0)
-    for one in (cache, plain):
-        prefill(model, inputs, one)
-    assert cache.report.reusable_tokens > 0
-    for act, argument in [
-        ("reorder_cache", torch.tensor([2, 0, 0])),
-        ("batch_repeat_interleave", 2),
-        ("batch_select_indices", torch.tensor([5, 1])),
-        ("crop", -3),
-    ]:
-        for one in (cache, plain):
-            getattr(one, act)(argument)
-        assert cache.get_seq_length() == plain.get_seq_length()
-        for mine, theirs in zip(cache.layers, plain.layers, strict=True):
-            start = 60  # before it one of the entries is padding
-            torch.testing.assert_close(mine.keys[:, :, start:], theirs.keys[:, :, start:], atol=1e-5, rtol=0)
 
 
 # One keyword is enough: a callable, or a folder as people put them on the Hub.

@@ -346,9 +346,9 @@ def test_digest_of_and_content_ids_tell_pixels_their_form_and_their_number_of_to
     image = {"pixel_values": torch.ones(16, 4), "image_grid_thw": torch.tensor([[1, 4, 4]])}
     other = {**image, "image_grid_thw": torch.tensor([[1, 2, 8]])}
     moved = {**image, "pixel_values": torch.ones(16, 4).index_fill(0, torch.tensor([3]), 1 + 1e-7)}
-    half = {**image, "pixel_values": torch.ones(16, 4).half()}
-    names = [content_ids(digest_of(one), 4) for one in (image, other, moved, half)]
-    assert len({*names, content_ids(digest_of(image), 5)[:4]}) == 5
+    half, turned = ({**image, "pixel_values": one} for one in (torch.ones(16, 4).half(), torch.ones(4, 16)))
+    names = [content_ids(digest_of(one), 4) for one in (image, other, moved, half, turned)]
+    assert len({*names, content_ids(digest_of(image), 5)[:4]}) == 6
     assert all(map(is_content, names[0]))
     assert not is_content(262_143)
     assert names[0] == content_ids(digest_of(dict(image)), 4)

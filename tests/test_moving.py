@@ -4,7 +4,6 @@
 
 import contextlib
 import logging
-from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from hf_blend.context.reuse import blended, reuse_prefix
 from hf_blend.context.session import save_session
 from hf_blend.errors import ConfigError, PromptError
 from hf_blend.model.capture import capture
-from hf_blend.model.checks import CHECKS
 from hf_blend.verify.model_under_test import ModelUnderTest
 from hf_blend.verify.runner import verify
 
@@ -61,12 +59,11 @@ def test_every_layer_extended_is_the_stock_layer_at_the_grouped_positions(name):
     assert result.error <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", KEPT)
-def test_what_cannot_be_extended_is_refused_by_its_layer_before_anything_is_computed(name, untouched):
-    model = tiny_model(name)
-    for allowed in (False, True):
-        with untouched(model), pytest.raises(UnsupportedModelError, match=KEPT[name]):
-            self_extend(model, allow_unverified=allowed).__enter__()
+def test_self_extend_refuses_what_cannot_be_extended_by_its_layer_before_anything_is_computed(untouched):
+    for at, (name, why) in enumerate(KEPT.items()):
+        model = tiny_model(name)
+        with untouched(model), pytest.raises(UnsupportedModelError, match=why):
+            self_extend(model, allow_unverified=bool(at % 2)).__enter__()
 
 
 def test_a_check_of_what_is_refused_neither_holds_nor_fails():
@@ -141,21 +138,7 @@ def test_a_layer_whose_table_cannot_be_made_is_refused_by_name(monkeypatch):
         ShiftCache(tiny_model("llama"), allow_unverified=True)
 
 
-# Trust: once per model, in each dtype and with each attention, and the caller may overrule it.
-
-
-def test_a_model_is_tested_once_for_all_its_caches_and_again_in_another_dtype(monkeypatch):
-    tested = []
-    of_stock = checks.whole_shift
-    instead = replace(CHECKS["whole_shift"], measure=lambda subject: tested.append(1) or of_stock(subject))
-    monkeypatch.setitem(CHECKS, "whole_shift", instead)
-    model = tiny_model("llama")
-    for make in (SequenceCache, ShiftCache, SequenceCache):
-        make(model)
-    assert len(tested) == 1
-    model.bfloat16()
-    SequenceCache(model)
-    assert len(tested) == 2
+# Trust: as of blending, in tests/test_trust.py.
 
 
 def test_a_conversation_and_its_window_refuse_what_a_sequence_refuses(monkeypatch, tokenizer, caplog):
@@ -177,9 +160,8 @@ class Ids:
         return [*([1] if add_special_tokens else []), 5]
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
-def test_the_self_tests_leave_the_model_as_it_was_in_training_too(name, untouched):
-    model = tiny_model(name)
+def test_self_tests_of_sequences_leave_the_model_as_it_was_in_training_too(untouched):
+    model = tiny_model("llama")
     model.train()
     with untouched(model):
         SequenceCache(model)
@@ -188,15 +170,8 @@ def test_the_self_tests_leave_the_model_as_it_was_in_training_too(name, untouche
     assert model.training
 
 
-def test_a_self_test_that_breaks_is_a_refusal_and_says_how(monkeypatch):
-    monkeypatch.setattr(sequence_layer.SequenceLayer, "arrange", lambda *_: [][1])
-    with pytest.raises(UnsupportedModelError, match="self-test ended in IndexError"):
-        SequenceCache(tiny_model("llama"))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sixteen_bits_pass(dtype):
-    for name in ("llama", "deepseek_v3"):
+def test_self_tests_of_sequences_pass_in_sixteen_bits():
+    for name, dtype in (("llama", torch.float16), ("deepseek_v3", torch.bfloat16)):
         model = tiny_model(name).to(dtype)
         SequenceCache(model)
         with self_extend(model):
