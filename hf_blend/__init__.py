@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     from .cache.blend_cache import BlendCache
     from .config import BlendConfig
     from .context.checkpoints import StateCheckpoints
-    from .context.context_shift import ShiftCache
     from .context.self_extend import self_extend
-    from .context.sequence_cache import SequenceCache
+    from .context.sequence_cache import SequenceCache, ShiftCache
     from .errors import (
         ConfigError,
         HfBlendError,
@@ -61,7 +60,7 @@ _HOMES = {  # the others live in errors
     "BlendConfig": "config",
     "ChunkStore": "store",
     "SequenceCache": "context.sequence_cache",
-    "ShiftCache": "context.context_shift",
+    "ShiftCache": "context.sequence_cache",
     "StateCheckpoints": "context.checkpoints",
     "blended": "generate",
     "observer": "model.identity.hooks",

@@ -277,17 +277,6 @@ def test_bits_of_a_token_never_change_however_often_it_moves():
         assert torch.equal(last[name][:, : len(kept)], before[name][:, kept])
 
 
-@pytest.mark.parametrize("removed", [1, 60, 100, 149, 150])
-def test_crop_forgets_packed_tokens_too_and_goes_on(removed):
-    cache, plain = both()
-    cache.crop(-removed)
-    plain.crop(-removed)
-    plain.close()
-    goes_on_alike(cache, plain, steps=2, size=70)
-    cache.crop(-1000)
-    assert cache.get_seq_length() == 0
-
-
 def test_scales_of_what_was_cropped_are_given_back():
     cache = filled()
     sizes = []
@@ -361,77 +350,33 @@ def test_a_session_comes_back_bit_for_bit_and_goes_on_the_same(tmp_path, bits):
     assert size < save_session(full, tmp_path / "full")
 
 
-@pytest.mark.parametrize(("saved", "other"), [(8, None), (None, 8), (8, 4)])
-def test_a_session_of_other_bits_is_refused_by_name(tmp_path, saved, other):
-    save_session(filled(bits=saved), tmp_path / "chat")
-    cache = filled(90, bits=other)
-    before = bits_of(cache)
-    with pytest.raises(StoreError, match=r"another kv_bits .*Load it with the kv_bits"):
-        load_session(cache, tmp_path / "chat")
-    assert same(bits_of(cache), before)
+WRONG = {
+    "without scales": lambda state: {name: part for name, part in state.items() if "scale" not in name},
+    "with NaN": lambda state: state["layer.1.k.scale"][0, 0].fill_(float("nan")),
+    "of another group": lambda state: state["layer.0.groups"][-1:].fill_(3),
+    "with too large a group": lambda state: state["layer.0.groups"][:33].fill_(0),
+    "unsorted": lambda state: state["layer.0.groups"].copy_(state["layer.0.groups"].flip(0)),
+    "shorter": lambda state: state.update({"layer.1.v.scale": state["layer.1.v.scale"][:, :-1].contiguous()}),
+}
 
 
-def without_scales(state):
-    return {name: part for name, part in state.items() if "scale" not in name}
-
-
-def with_nan(state):
-    state["layer.1.k.scale"][0, 0, 0] = float("nan")
-    return state
-
-
-def of_another_group(state):
-    state["layer.0.groups"][-1] = 3
-    return state
-
-
-def with_too_large_a_group(state):
-    state["layer.0.groups"][:33] = 0
-    return state
-
-
-def unsorted(state):
-    state["layer.0.groups"] = state["layer.0.groups"].flip(0)
-    return state
-
-
-def shorter(state):
-    state["layer.1.v.scale"] = state["layer.1.v.scale"][:, :-1].contiguous()
-    return state
-
-
-@pytest.mark.parametrize(
-    "change", [without_scales, with_nan, of_another_group, with_too_large_a_group, unsorted, shorter]
-)
-def test_a_session_without_its_scales_or_with_wrong_ones_is_refused(tmp_path, change):
-    cache = filled()
-    save_session(cache, tmp_path / "chat")
-    about, state = taken_apart((tmp_path / "chat").read_bytes())
-    (tmp_path / "chat").write_bytes(forged(KIND, about, change(state)))
-    before = bits_of(cache)
-    with pytest.raises(StoreError, match="holds what no session of this model holds"):
-        load_session(cache, tmp_path / "chat")
-    assert same(bits_of(cache), before)
-
-
-def test_one_sequence_is_taken_up_beside_others_with_its_bits(tmp_path):
-    cache = filled(150)
-    save_session(cache, tmp_path / "one", sequence=0)
-    other, beside = both(150)
-    with torch.no_grad(), other:
-        MODEL(prompt(100, 5), past_key_values=other)
-    beside.forward(prompt(100, 5))
-    load_session(other, tmp_path / "one", sequence=4)
-    held = len(other.state()["ids"])
-    assert held < 150 + 250, "the beginning is shared"
-    assert other.tokens(4) == cache.tokens(0)
-    for layer, pair in zip(other.materialize(), beside.shown(0), strict=True):
-        assert float((layer.keys - pair[0]).abs().max()) <= 1e-5
-        assert float((layer.values - pair[1]).abs().max()) <= 1e-5
-    other.use(4)
-    with torch.no_grad(), other, cache:
-        got, expected = (MODEL(prompt(3, 7), past_key_values=one).logits for one in (other, cache))
-    assert torch.equal(got, expected)
+def test_a_session_with_wrong_scales_or_of_other_bits_is_refused(tmp_path):
+    path, caches = tmp_path / "chat", {bits: filled(bits=bits) for bits in (8, 4, None)}
+    save_session(caches[8], path)
+    content, before = path.read_bytes(), bits_of(caches[8])
+    for name, change in WRONG.items():
+        about, state = taken_apart(content)
+        changed = change(state)
+        path.write_bytes(forged(KIND, about, changed if isinstance(changed, dict) else state))
+        with pytest.raises(StoreError, match="holds what no session of this model holds"):
+            load_session(caches[8], path)
+        assert same(bits_of(caches[8]), before), name
+    for saved, other in ((8, None), (None, 8), (8, 4)):
+        save_session(caches[saved], path)
+        before = bits_of(caches[other])
+        with pytest.raises(StoreError, match=r"another kv_bits .*Load it with the kv_bits"):
+            load_session(caches[other], path)
+        assert same(bits_of(caches[other]), before)
 
 
 def test_a_sequence_of_other_tokens_is_taken_up_with_scales_of_its_own(tmp_path):
@@ -450,26 +395,21 @@ def test_a_sequence_of_other_tokens_is_taken_up_with_scales_of_its_own(tmp_path)
             assert torch.equal(layer.values, pair[1])
 
 
-def test_tokens_are_seen_in_the_order_of_their_sequence_though_cells_are_in_another():
+def test_cells_are_seen_in_the_order_of_the_sequence_and_keep_the_scales_of_their_groups():
     cache, plain = both(150)
     cache.copy(0, 1, 70, 150)
     cache.copy(0, 1, 0, 70)
-    cache.use(1)
     plain.rows[1] = ([*range(70, 150), *range(70)],) * 2
-    assert cache.positions(1) == plain.rows[1][1]
-    for layer, pair in zip(cache.materialize(), plain.shown(1), strict=True):
-        assert torch.equal(layer.keys, pair[0])
-        assert torch.equal(layer.values, pair[1])
-    goes_on_alike(cache, plain, steps=3)
-
-
-def test_what_is_left_of_two_groups_keeps_the_scales_of_each():
-    cache, plain = both(150)
     for one in (cache, plain):
         one.remove(0, 16, 48)  # as many cells as a group has
-    for layer, pair in zip(cache.materialize(), plain.shown(0), strict=True):
-        assert torch.equal(layer.keys, pair[0])
-        assert torch.equal(layer.values, pair[1])
+    for number in (1, 0):
+        cache.use(number)
+        assert cache.positions(number) == plain.rows[number][1]
+        for layer, pair in zip(cache.materialize(), plain.shown(number), strict=True):
+            assert torch.equal(layer.keys, pair[0])
+            assert torch.equal(layer.values, pair[1])
+    cache.use(1)
+    goes_on_alike(cache, plain, steps=3)
 
 
 def test_a_forward_that_fails_leaves_the_bits_as_they_were(monkeypatch, untouched):
@@ -522,13 +462,10 @@ def _reference():
     return AutoModelForCausalLM.from_pretrained(REFERENCE), AutoTokenizer.from_pretrained(REFERENCE)
 
 
-@pytest.mark.parametrize("bits", [2, 16, 8.0, "8", True])
-def test_other_bits_are_refused(bits):
-    with pytest.raises(ConfigError, match=r"kv_bits is .* 8, 4 or None"):
-        SequenceCache(MODEL, kv_bits=bits)
-
-
-def test_what_is_held_in_other_bits_is_not_taken_up():
+def test_other_bits_are_refused_and_what_is_held_in_others_is_not_taken_up():
+    for bits in (2, 16, 8.0, "8", True):
+        with pytest.raises(ConfigError, match=r"kv_bits is .* 8, 4 or None"):
+            SequenceCache(MODEL, kv_bits=bits)
     state = filled(bits=8).state()
     for bits in (4, None):
         with pytest.raises(ConfigError, match=r"8 bits came .*kv_bits=8 is expected"):

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from tiny_models import tiny_model
 from transformers import DynamicCache, TextIteratorStreamer
 
-from hf_blend.context.context_shift import ShiftCache
 from hf_blend.context.self_extend import self_extend
-from hf_blend.context.sequence_cache import SequenceCache
+from hf_blend.context.sequence_cache import SequenceCache, ShiftCache
 from hf_blend.errors import ConfigError, PromptError, UnsupportedModelError
 from hf_blend.model.capture import capture
 
@@ -107,7 +106,7 @@ def test_prompt_lookup_decoding_crops_what_was_guessed_wrong():
     assert torch.equal(got, wanted)
 
 
-def test_cropping_what_a_copy_still_holds_hides_it_from_the_sequence():
+def test_what_is_done_to_a_copy_changes_nothing_for_the_sequence():
     model = MODELS["llama"]
     cache, alone = filled(model), filled(model)
     alone.crop(-4)
@@ -118,10 +117,6 @@ def test_cropping_what_a_copy_still_holds_hides_it_from_the_sequence():
         got, expected = (model(prompt(5, 2), past_key_values=one).logits for one in (cache, alone))
     assert apart(got, expected) <= TOLERANCE
     assert cache.tokens(1) == prompt(24)[0].tolist()
-
-
-def test_a_sequence_goes_on_as_if_nothing_was_done_to_its_copy():
-    model = MODELS["llama"]
     cache, alone = filled(model), filled(model)
     cache.copy(0, 1)
     cache.use(1)
@@ -136,16 +131,6 @@ def test_a_sequence_goes_on_as_if_nothing_was_done_to_its_copy():
     pieces = prompt(24)[0, :4], prompt(24)[0, 9:], prompt(3, seed=1)[0]
     assert cache.tokens(1) == torch.cat(pieces).tolist()
     assert cache.positions(1) == list(range(22))
-
-
-def test_removing_the_end_of_a_sequence_is_as_if_it_had_never_been_there():
-    model = MODELS["gpt_neox"]
-    cache, short = filled(model, 24), filled(model, 18)
-    cache.remove(0, 18)
-    with torch.no_grad(), cache, short:
-        got = model(prompt(5, seed=2), past_key_values=cache).logits
-        wanted = model(prompt(5, seed=2), past_key_values=short).logits
-    assert apart(got, wanted) <= TOLERANCE
 
 
 def test_forgotten_tokens_free_their_storage():

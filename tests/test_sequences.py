@@ -7,8 +7,7 @@ import torch
 from tiny_models import tiny_model
 from transformers import DynamicCache
 
-from hf_blend.context.context_shift import ShiftCache
-from hf_blend.context.sequence_cache import SequenceCache
+from hf_blend.context.sequence_cache import SequenceCache, ShiftCache
 from hf_blend.errors import ConfigError, PromptError, UnsupportedModelError
 
 FAMILIES = [

@@ -98,16 +98,19 @@ def other_tokenizer(tokenizer):
     return other
 
 
-@pytest.mark.parametrize("name", ["model", "rope", "tokenizer"])
-def test_a_session_of_another_model_tokenizer_or_rope_is_refused_by_name(tmp_path, tokenizer, name):
+def test_a_session_of_another_model_tokenizer_or_rope_is_refused_by_name(tmp_path, tokenizer):
     rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
-    model = {"model": lambda: tiny_model("llama", seed=1), "rope": lambda: tiny_model("llama", rope_parameters=rope)}
     save_session(conversation(MODEL), tmp_path / "chat", tokenizer)
-    cache = conversation(model.get(name, lambda: MODEL)())
-    before = states(cache)
-    with pytest.raises(StoreError, match=f"another {name}"):
-        load_session(cache, tmp_path / "chat", other_tokenizer(tokenizer) if name == "tokenizer" else tokenizer)
-    assert same(states(cache), before)
+    for name, model, given in (
+        ("model", tiny_model("llama", seed=1), tokenizer),
+        ("rope", tiny_model("llama", rope_parameters=rope), tokenizer),
+        ("tokenizer", MODEL, other_tokenizer(tokenizer)),
+    ):
+        cache = conversation(model)
+        before = states(cache)
+        with pytest.raises(StoreError, match=f"another {name}"):
+            load_session(cache, tmp_path / "chat", given)
+        assert same(states(cache), before)
 
 
 def test_what_is_no_session_is_refused(tmp_path):
@@ -141,26 +144,22 @@ CRAFTED = {
 }
 
 
-@pytest.mark.parametrize("change", CRAFTED.values(), ids=CRAFTED)
-def test_a_crafted_session_is_refused_and_leaves_the_cache_alone(tmp_path, change):
-    save_session(conversation(MODEL), tmp_path / "chat")
-    content = (tmp_path / "chat").read_bytes()
-    about, state = taken_apart(content)
-    assert forged("hf_blend.session/3", about, state) == content
-    change(state)
-    (tmp_path / "chat").write_bytes(forged("hf_blend.session/3", about, state))
-    cache = conversation(MODEL, 12)
-    before = states(cache)
-    with pytest.raises(StoreError, match="no session of this model"):
-        load_session(cache, tmp_path / "chat")
-    assert same(states(cache), before)
-
-
-@pytest.mark.parametrize("header", [b"{", b"[]", b"5", b"[" * 100_000, b'{"__metadata__":5}', b"\xff", b"{}"])
-def test_a_session_with_a_hostile_header_is_refused(tmp_path, header):
-    (tmp_path / "chat").write_bytes(sealed_header("hf_blend.session/3", b'",' + header))
-    with pytest.raises(StoreError, match="Save it again"):
-        load_session(SequenceCache(MODEL), tmp_path / "chat")
+def test_a_crafted_session_is_refused_and_leaves_the_cache_alone(tmp_path):
+    path, cache, kind = tmp_path / "chat", conversation(MODEL, 12), "hf_blend.session/3"
+    save_session(conversation(MODEL), path)
+    content, before = path.read_bytes(), states(cache)
+    assert forged(kind, *taken_apart(content)) == content
+    for name, change in CRAFTED.items():
+        about, state = taken_apart(content)
+        change(state)
+        path.write_bytes(forged(kind, about, state))
+        with pytest.raises(StoreError, match="no session of this model"):
+            load_session(cache, path)
+        assert same(states(cache), before), name
+    for header in (b"{", b"[]", b"5", b"[" * 100_000, b'{"__metadata__":5}', b"\xff", b"{}"):
+        path.write_bytes(sealed_header(kind, b'",' + header))
+        with pytest.raises(StoreError, match="Save it again"):
+            load_session(cache, path)
 
 
 def test_a_session_of_terabytes_of_holes_is_refused_unread(tmp_path):

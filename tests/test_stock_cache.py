@@ -20,8 +20,7 @@ from tiny_models import tiny_model
 from transformers import Cache, DynamicCache
 
 from hf_blend import BlendCache, ChunkStore
-from hf_blend.context.context_shift import ShiftCache
-from hf_blend.context.sequence_cache import SequenceCache
+from hf_blend.context.sequence_cache import SequenceCache, ShiftCache
 
 ROOM = 128  # tokens of the static buffers
 HELD = 100  # tokens of the prompt: some groups of kv_bits are packed
@@ -32,6 +31,9 @@ KINDS = {
     "BlendCache": lambda model: BlendCache(model, ChunkStore.open("memory://")),
     "BlendCache kv_bits": lambda model: BlendCache(model, ChunkStore.open("memory://"), kv_bits=8),
     "BlendCache max_tokens": lambda model: BlendCache(model, ChunkStore.open("memory://"), max_tokens=ROOM),
+    "BlendCache max_tokens kv_bits": lambda model: BlendCache(
+        model, ChunkStore.open("memory://"), max_tokens=ROOM, kv_bits=8
+    ),
     "BlendCache kv_device_map": lambda model: BlendCache(
         model, ChunkStore.open("memory://"), kv_device_map={1: "cpu", 3: "disk"}, offload_folder=AWAY.name
     ),
@@ -41,7 +43,7 @@ KINDS = {
 }
 NOISE = {kind: 3e-2 if "kv_bits" in kind else 1e-5 for kind in KINDS}  # of logits of size 1; measured 8e-3 and 1e-6
 BLENDS, SEQUENCES = ([kind for kind in KINDS if kind.startswith(name)] for name in ("Blend", "S"))
-STATIC = ["BlendCache max_tokens"]
+STATIC = ["BlendCache max_tokens", "BlendCache max_tokens kv_bits"]
 
 
 def states(seed=0, tokens=5):

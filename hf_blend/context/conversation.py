@@ -27,8 +27,8 @@ from ..model.placement import input_device
 from ..prefill.report import BlendReport
 from ..prompt.tokenizer import front_ids
 from ..store import ChunkStore
-from .context_shift import ShiftCache
 from .reuse import chunk_of, continued, take_back
+from .sequence_cache import ShiftCache
 from .session import load_session, save_session
 from .state_cache import StateCache
 

@@ -143,15 +143,7 @@ class SequenceCache(Cache):
         return self._table.row(self._number(sequence))[1].tolist()
 
     def use(self, *sequences: int) -> None:
-        """Let the next forward continue a sequence, or a batch of them with a row for each.
-
-        Args:
-            *sequences: which, each once; one that nobody wrote to is empty.
-
-        Raises:
-            ConfigError: none is named, or one twice.
-            UnsupportedModelError: several, but the model's attention takes no mask that hides cells.
-        """
+        """Let the next forward continue a sequence, or a batch of several, each once; a new one is empty."""
         numbers = tuple(map(self._number, sequences))
         if not numbers or len(set(numbers)) < len(numbers):
             raise ConfigError(f"use{sequences} names {len(numbers)} sequences, expected one or more, each once.")
@@ -161,17 +153,9 @@ class SequenceCache(Cache):
         self._changed()
 
     def fork(self, sequences: int) -> list[int]:
-        """Let the next forward continue several sequences that begin with all that the active one holds, shared.
+        """Let the next forward continue so many sequences that begin with all that the active one holds, shared.
 
-        Args:
-            sequences: how many, the active one among them.
-
-        Returns:
-            Their numbers: the active one first, then new ones.
-
-        Raises:
-            ConfigError: fewer than one, or several sequences are active.
-            UnsupportedModelError: the model's attention takes no mask that hides cells.
+        Gives their numbers: the active one first, then new ones.
         """
         if sequences < 1 or len(self.batch) > 1:
             raise ConfigError(
@@ -185,16 +169,7 @@ class SequenceCache(Cache):
         return numbers
 
     def closest(self, token_ids: Sequence[int]) -> tuple[int, int]:
-        """Choose the sequence that a prompt continues best.
-
-        Args:
-            token_ids: of the prompt.
-
-        Returns:
-            The sequence with the longest prefix in common, and how many tokens that are: at positions 0, 1, 2 …, with
-            keys that were computed there. The lowest number where several are equal; the active one and 0 where none
-            has any.
-        """
+        """Find the sequence that a prompt continues best; gives how many tokens of it that holds, too."""
         ids = torch.tensor(list(token_ids), dtype=torch.long)
         found = {number: self._in_common(number, ids) for number in self._table}
         best = max(found, key=lambda number: found[number], default=self.active)
@@ -266,11 +241,7 @@ class SequenceCache(Cache):
             self.update(*pair, index)
 
     def refuse_extended(self) -> None:
-        """Refuse to be stored, if the model is inside `self_extend` or was for some of the tokens.
-
-        Raises:
-            UnsupportedModelError: some K and V are not those that the model computes alone.
-        """
+        """Refuse to be stored, if the model is inside `self_extend` or was for some of the tokens."""
         refuse_extended(self.model)
         if self._was_extended:
             raise UnsupportedModelError(
@@ -280,15 +251,10 @@ class SequenceCache(Cache):
             )
 
     def state(self, sequence: int | None = None) -> dict[str, Tensor]:
-        """What the cache holds, by name: `ids` and `origins` by cell, `active`, cells and positions of each sequence,
-        and K (rotated for the origins) and V of each layer, `[kv_heads, cells, width]`; with `kv_bits` as
-        `PackedCells.parts` gives them.
+        """What the cache, or one sequence of it with its cells numbered from 0 on, holds, by name.
 
-        Args:
-            sequence: None is every sequence; else that one alone, with its cells numbered from 0 on.
-
-        Raises:
-            ConfigError: there is no such sequence.
+        `ids` and `origins` by cell, `active`, cells and positions of each sequence, K (rotated for the origins) and V
+        of each layer, `[kv_heads, cells, width]`; with `kv_bits` as `PackedCells.parts` gives them.
         """
         table = self._table
         if sequence is None:
@@ -310,14 +276,7 @@ class SequenceCache(Cache):
     def adopt(self, state: dict[str, Tensor], sequence: int) -> None:
         """Let a sequence hold what `state` gave of one, and leave the others as they are.
 
-        Args:
-            state: of one sequence, of a cache for the same model; its tensors are copied. Tokens from the first on
-                that a sequence of this cache holds with the same bits are shared with that one.
-            sequence: which; what it held is forgotten.
-
-        Raises:
-            ConfigError: it is not of one sequence, or in other bits than this cache's.
-            KeyError: something is missing; the cache is then as it was.
+        Tokens from the first on that a sequence of this cache holds with the same bits are shared with that one.
         """
         rows = [row for name, row in state.items() if name.startswith("sequence.")]
         if len(rows) != 1:
@@ -360,16 +319,7 @@ class SequenceCache(Cache):
         return found
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Hold what `state` gave, and nothing else.
-
-        Args:
-            state: of a cache for the same model; its tensors are copied. With `kv_bits`, K and V as they were computed
-                are quantised here.
-
-        Raises:
-            ConfigError: K and V are in other bits than this cache's.
-            KeyError: something is missing; the cache is then as it was.
-        """
+        """Hold what `state` gave, and nothing else; with `kv_bits`, K and V as computed are quantised here."""
         given = {int(name.partition(".")[2]): row for name, row in state.items() if name.startswith("sequence.")}
         rows = {number: (cells.clone(), positions.clone()) for number, (cells, positions) in given.items()}
         table = TokenTable(rows, state["ids"].clone(), state["origins"].clone())
@@ -399,20 +349,9 @@ class SequenceCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Take a layer's new K and V and give back all that the active sequences look at.
+        """Take a layer's new K and V, and give back all that the active sequences look at.
 
-        Args:
-            key_states: `[sequences, kv_heads, tokens, head_dim]`, rotated for the positions that the model was handed.
-            value_states: likewise.
-            layer_idx: which layer.
-            *args: unused; part of the interface.
-            **kwargs: unused; part of the interface.
-
-        Returns:
-            K and V, `[sequences, kv_heads, all tokens, head_dim]`, of which a batch shares the memory.
-
-        Raises:
-            ConfigError: more requests than active sequences, or positions that nobody handed to the model.
+        Shapes: `[sequences, kv_heads, tokens, head_dim]` → `[sequences, kv_heads, all tokens, head_dim]`.
         """
         if layer_idx == 0:
             self._check(key_states)
@@ -428,14 +367,7 @@ class SequenceCache(Cache):
         self._begin()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens of each active sequence.
-
-        Args:
-            tokens_to_remove: how many, as a negative number; more than a sequence has empties it.
-
-        Raises:
-            ConfigError: the number is positive.
-        """
+        """Forget the last tokens of each active sequence: a negative number; more than a sequence has empties it."""
         tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 gives a tensor
         check_negative(tokens_to_remove, self.get_seq_length())
         for number in reversed(self.batch):  # the last has the last cells
@@ -447,11 +379,7 @@ class SequenceCache(Cache):
             self._show(self.get_seq_length())
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let each active sequence hold what another one held, sharing it; called by beam search.
-
-        Args:
-            beam_idx: `[sequences]`, indices of `batch`.
-        """
+        """Let each active sequence hold what another one held, sharing it; called by beam search."""
         self._take(beam_idx.tolist())
 
     def batch_select_indices(self, indices: Any) -> None:
@@ -474,11 +402,7 @@ class SequenceCache(Cache):
         return self.get_seq_length() > 0
 
     def forward_begins(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Called by the hook on the model: gives it positions and mask of the active sequences.
-
-        Raises:
-            PromptError: another number of rows than of active sequences, padding where it is not expected, or images.
-        """
+        """Called by the hook on the model: gives it positions and mask of the active sequences."""
         given, real = self._given(arguments)
         if has_features(arguments):
             raise PromptError(
@@ -674,3 +598,77 @@ class SequenceCache(Cache):
         for layer in self.layers:
             layer.commit()
         self._show(self.layers[0].length + real.numel())
+
+
+class ShiftCache(SequenceCache):
+    """A `SequenceCache` that never holds more tokens than a window: generation goes on past it, as with llama.cpp.
+
+    When the window is full, the first tokens are kept, the older half of the rest is dropped, and what remains moves
+    up: its keys are rotated to their new positions. What the dropped tokens did to the remaining keys and values stays
+    in them. A prompt longer than the window is read in parts with `generate(..., prefill_chunk_size=…)`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        window_tokens: int | None = None,
+        keep_tokens: int = 4,
+        kv_bits: int | None = None,
+        allow_unverified: bool = False,
+    ) -> None:
+        """Begin empty.
+
+        Args:
+            model: a causal language model whose keys can be moved.
+            window_tokens: most tokens that the cache holds; None is the model's `max_position_embeddings`; where
+                its rotary frequencies change with the length (longrope, dynamic), what is just below that length.
+            keep_tokens: how many of the first tokens are never dropped, such as BOS and a system prompt.
+            kv_bits: as in `SequenceCache`.
+            allow_unverified: use a model that fails the self-test, with one warning.
+
+        Raises:
+            ConfigError: there is no room between what is kept and the window, or `kv_bits` is neither 8 nor 4.
+            UnsupportedModelError: the model's keys cannot be moved; the layer is named.
+        """
+        super().__init__(model, kv_bits=kv_bits, allow_unverified=allow_unverified)
+        longest = self._most_tokens or getattr(text_config(model), "max_position_embeddings", None)
+        self.window_tokens = int((longest if window_tokens is None else window_tokens) or 0)
+        self.keep_tokens, self.shifts = keep_tokens, 0
+        if self._most_tokens is not None and self.window_tokens > self._most_tokens:
+            raise ConfigError(
+                f"window_tokens is {self.window_tokens}, but {self._most_tokens} at most is expected: the rotary "
+                f"frequencies of {type(model).__name__} change with the length, and keys of both kinds cannot stand "
+                "beside each other. Give a smaller window_tokens, or none."
+            )
+        if not 0 <= keep_tokens < self.window_tokens - 1:
+            raise ConfigError(
+                f"keep_tokens is {keep_tokens} and window_tokens {self.window_tokens}, but at least two tokens must "
+                "fit behind those that are kept. Give a larger window_tokens."
+            )
+
+    def reset(self) -> None:
+        """Forget every sequence, and that anything was shifted."""
+        super().reset()
+        self.shifts = 0
+
+    def make_room(self, tokens: int) -> None:
+        """Drop at least half of what each active sequence need not keep, if so many new tokens do not fit."""
+        for number in self.batch:
+            self._make_room(number, tokens)
+
+    def _make_room(self, number: int, tokens: int) -> None:
+        held = self._table.next_position(number)
+        over = held + tokens - self.window_tokens
+        if over <= 0:
+            return
+        rest = held - self.keep_tokens
+        if over > rest:
+            raise PromptError(
+                f"{tokens} new tokens do not fit a window of {self.window_tokens}, of which {self.keep_tokens} are "
+                "kept. Pass prefill_chunk_size to generate(), or shorten the prompt."
+            )
+        dropped = max(over, rest // 2)
+        self.remove(number, self.keep_tokens, self.keep_tokens + dropped)
+        self.shift(number, self.keep_tokens + dropped, None, -dropped)
+        self.shifts += 1
