@@ -105,20 +105,20 @@ class OffloadedLayer(MadeStates, BlendLayer):
         return keys, values
 
     def _append(self, keys: Tensor, values: Tensor) -> None:
-        """Put tokens behind those of a layer that is away, `[new, batch, kv_heads, head_dim]`."""
+        """Put tokens behind those of a layer that is away, `[new, batch, kv_heads, head_dim]`; blocks go away."""
         first, end = self._held - self._away, self._held - self._away + len(keys)
-        if end > GROW_TOKENS:
+        self.length = self._held = self._held + len(keys)
+        if end >= GROW_TOKENS:
             rows = (keys, values)
             if self._recent is not None:
                 rows = tuple(torch.cat([old[:first], new]) for old, new in zip(self._recent, rows, strict=True))
             self._memory.put(self._index, *rows)
-            self._away, self._recent = self._held + len(keys), None
-        else:
+            self._away, self._recent = self._held, None
+        elif len(keys):
             if self._recent is None:
                 self._recent = _room(keys), _room(values)
             for recent, new in zip(self._recent, (keys, values), strict=True):
                 recent[first:end] = new
-        self.length = self._held = self._held + len(keys)
         self._count()
 
     def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
@@ -169,20 +169,10 @@ class OffloadedLayer(MadeStates, BlendLayer):
             self._keep(keys[: self.length], values[: self.length])
 
     def _keep(self, keys: Tensor, values: Tensor) -> None:
-        """Hold all tokens of the layer, `[tokens, batch, kv_heads, head_dim]`: put whole blocks away."""
+        """Hold all tokens of the layer, `[tokens, batch, kv_heads, head_dim]`."""
         if self.observer is not None:
             self.observer(_as_states(keys))
-        if self.length - self._away >= GROW_TOKENS:
-            self._memory.put(self._index, keys[self._away :], values[self._away :])
-            self._away, self._recent = self.length, None
-        elif self.length > self._held:
-            if self._recent is None:
-                self._recent = _room(keys), _room(values)
-            first, behind = max(self._held, self._away) - self._away, self.length - self._away
-            for recent, rows in zip(self._recent, (keys, values), strict=True):
-                recent[first:behind] = rows[self._away + first :]
-        self._held = self.length
-        self._count()
+        self._append(keys[self._held :], values[self._held :])
 
     def snapshot(self) -> Any:
         """What `restore` needs to take back every token that comes from now on."""
