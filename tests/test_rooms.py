@@ -28,7 +28,7 @@ import sys
 sys.meta_path[:] = [one for one in sys.meta_path if "Editable" not in str(one)]  # it would find what is absent
 """
 RUN = """
-import importlib, os, sys
+import importlib, os, sys, traceback
 import fsspec, pytest, safetensors.torch, torch, transformers.generation.utils  # once for all copies
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -45,6 +45,8 @@ for copy in sys.argv[1:]:
             for name in modules:
                 importlib.import_module(name)
             code = int(pytest.main(["-q", "-p", "no:cacheprovider", *tests])) if tests else 0
+        except BaseException:
+            traceback.print_exc()
         finally:
             open("code", "w").write(str(code))
             os._exit(0)

@@ -22,16 +22,7 @@ _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|-?\d+|null|true|false')
 
 
 def damaged(draw: random.Random, good: bytes, other: bytes) -> tuple[str, bytes]:
-    """Damage bytes in a way that is drawn; half of the time one bit.
-
-    Args:
-        draw: what is drawn from.
-        good: the bytes.
-        other: those of another entry.
-
-    Returns:
-        Name of the way, and bytes that differ from the good ones.
-    """
+    """Damage bytes in a way that is drawn; half of the time one bit."""
     while True:
         kind = "bit" if draw.random() < 0.5 else draw.choice(list(BYTES))
         bad = BYTES[kind](draw, good, other)

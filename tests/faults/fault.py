@@ -50,15 +50,7 @@ class Hang(BaseException):
 
 @dataclass
 class Outcome:
-    """Counts of one class.
-
-    Attributes:
-        faults: injected, kills included.
-        kills: processes that were killed.
-        kinds: kind of fault → verdict → how often.
-        paths: by which way, in which store → how many faults.
-        examples: the first of what went wrong, in words.
-    """
+    """Counts of one class."""
 
     faults: int = 0
     kills: int = 0
@@ -87,18 +79,7 @@ class Outcome:
 
 
 class FaultClass(ABC):
-    """One kind of damage, done many times.
-
-    Args:
-        world: the models, the stores and the truth.
-        folder: an empty one, for what the class stores beside the world's.
-
-    Attributes:
-        share: of the faults of a round; 0 for a class that kills.
-        kill_share: of the kills of a round.
-        is_prefill: each fault is one whole blended request.
-        is_available: what it needs is installed.
-    """
+    """One kind of damage, done many times."""
 
     share: ClassVar[float] = 0.0
     kill_share: ClassVar[float] = 0.0
@@ -122,12 +103,7 @@ class FaultClass(ABC):
         """Inject at least so many faults, or kills, and record each."""
 
     def run(self, count: int, seed: str) -> None:
-        """Inject, with an alarm for whatever hangs.
-
-        Args:
-            count: of faults, or of kills.
-            seed: of all that is drawn.
-        """
+        """Inject, with an alarm for whatever hangs."""
         self.random.seed(seed)
         expected = self.done + count
         while self.done < expected:
@@ -145,16 +121,7 @@ class FaultClass(ABC):
         return self.outcome.kills if self.kill_share else self.outcome.faults
 
     def judge(self, kind: str, act: Callable[[], Verdict], *, may_refuse: bool = False) -> Verdict:
-        """Look what becomes of one fault, and record it.
-
-        Args:
-            kind: of fault.
-            act: uses what was damaged.
-            may_refuse: an error of hf_blend is as good as a miss.
-
-        Returns:
-            The verdict.
-        """
+        """Look what becomes of one fault, and record it."""
         note = ""
         try:
             verdict = act()
@@ -167,15 +134,7 @@ class FaultClass(ABC):
         return verdict
 
     def expect(self, store: ChunkStore, chunk: ChunkKV) -> Verdict:
-        """Ask for a chunk, whole or layer by layer; what comes must be exactly it.
-
-        Args:
-            store: to be asked.
-            chunk: as it was stored.
-
-        Returns:
-            Right, a miss, or wrong.
-        """
+        """Ask for a chunk, whole or layer by layer; what comes must be exactly it."""
         computed: list[ChunkKV] = []
 
         def recompute() -> ChunkKV:

@@ -21,12 +21,7 @@ FLOOR = 2e-5  # share of the largest value; two orders of one sum differ by 1e-6
 
 @dataclass(frozen=True)
 class Truth:
-    """The states of one chunk.
-
-    Attributes:
-        layers: `(keys, values)` of each layer, `[kv_heads, tokens, head_dim]` each.
-        table: the rotary table of its positions, `[tokens, width]` each.
-    """
+    """The states of one chunk."""
 
     layers: tuple[KV, ...]
     table: KV
@@ -34,16 +29,7 @@ class Truth:
 
 @torch.no_grad()
 def stock_kv(model: nn.Module, chunk_prefix_ids: Sequence[int], token_ids: Sequence[int]) -> Truth:
-    """Compute a chunk behind its sink, and cut the sink off.
-
-    Args:
-        model: a Llama; left in the mode that it was in.
-        chunk_prefix_ids: the tokens before the chunk.
-        token_ids: the chunk.
-
-    Returns:
-        Its states, as copies.
-    """
+    """Compute a chunk behind its sink, and cut the sink off."""
     ids, start = torch.tensor([[*chunk_prefix_ids, *token_ids]]), len(chunk_prefix_ids)
     training = {module: module.training for module in model.modules()}
     cache: Any = DynamicCache()
@@ -61,16 +47,7 @@ def stock_kv(model: nn.Module, chunk_prefix_ids: Sequence[int], token_ids: Seque
 
 @torch.no_grad()
 def stock_logits(model: nn.Module, input_ids: Tensor, new_ids: Tensor | None = None) -> Tensor:
-    """Logits of the last token of a prompt, and of every token that came after it.
-
-    Args:
-        model: as it is.
-        input_ids: `[1, tokens]`, the prompt.
-        new_ids: `[1, tokens]`, what was generated and fed again.
-
-    Returns:
-        `[tokens + 1, vocabulary]`.
-    """
+    """Logits of the last token of a prompt, and of every token that came after it."""
     new_ids = input_ids[:, :0] if new_ids is None else new_ids
     logits = model(torch.cat([input_ids, new_ids], 1), use_cache=False).logits
     return logits[0, input_ids.shape[1] - 1 :]

@@ -22,32 +22,66 @@ from typing import Any
 import torch
 import transformers
 
+from hf_blend import BlendCache, ChunkStore
 from hf_blend.version import __version__
 
-from .aftermath import Aftermath
-from .call_kills import CallKills
 from .changes import Changes
-from .dead_tier import DeadTier
-from .failing_calls import FailingCalls
+from .entries import Changing, Files, Headers, ImageChunks, IndexDamage, Placed, Planted, Signed
 from .fault import BROKEN, FaultClass, Verdict
-from .faulty_tier import FaultyTierFaults
-from .files import Changing, Files, Headers, Planted
-from .image_chunks import ImageChunks
-from .index_damage import IndexDamage
-from .lost_server import LostServer
-from .moving_kills import Demotions, Placements, Reorders
-from .partial import Partial, PartialRequests
-from .placed import Placed
-from .prefills import Prefills
-from .races import Races
-from .random_kills import RandomKills
-from .remote import Redis, Remote
-from .signed import Signed
+from .kills import CallKills, Demotions, Placements, Races, RandomKills, Reorders, TracedKills
+from .requests import Partial, PartialRequests, Prefills
 from .states import Checkpoints, Sessions
-from .traced_kills import TracedKills
+from .tiers import DeadTier, FailingCalls, FaultyTierFaults, LostServer, Redis, Remote
 from .world import World
 
-__all__ = ["CLASSES", "ROUND", "Run", "added"]
+PREFIX, QUESTION = [1, 3, 4, 5], list(range(80, 89))
+NEW_TOKENS = 4
+RATIO = 0.3
+PATIENCE_S = 5.0  # for threads that still wait for a server
+
+
+class Aftermath:
+    """One request, and what it was answered before anything was injected."""
+
+    def __init__(self, world: World) -> None:
+        self._model, self._chunks = world.model, [list(ids) for ids in world.chunks[1:4]]
+        self._plain = self._generate(None)
+        with ChunkStore.open("memory://") as store:
+            self._blended = self._generate(store)
+        self._before = _held()
+
+    def check(self) -> dict[str, int]:
+        """Generate plainly, and blended from a new store."""
+        generations = [(self._generate(None), self._plain)]
+        with ChunkStore.open("memory://") as store:
+            generations += [(self._generate(store), self._blended) for _ in range(2)]
+        different = sum(not got.equal(expected) for got, expected in generations)
+        return {"checked": len(generations), "different": different, "leaks": self._leaks()}
+
+    def _generate(self, store: ChunkStore | None) -> torch.Tensor:
+        """Logits of every new token: `[tokens, vocabulary]`."""
+        cache = BlendCache(self._model, store or ChunkStore.open("memory://"), recompute_ratio=RATIO)
+        inputs = cache.inputs(None, prefix=PREFIX, chunks=self._chunks, question=QUESTION)
+        settings = {"max_new_tokens": NEW_TOKENS, "eos_token_id": None, "do_sample": False, "output_logits": True}
+        past = {} if store is None else {"past_key_values": cache}
+        output = self._model.generate(**inputs, **past, **settings, return_dict_in_generate=True)
+        return torch.cat(output.logits)
+
+    def _leaks(self) -> int:
+        hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in self._model.modules())
+        deadline_s = time.monotonic() + PATIENCE_S
+        while any(now > before for now, before in zip(_held(), self._before, strict=True)):
+            if time.monotonic() > deadline_s:
+                return hooks + 1
+            time.sleep(0.05)
+        return hooks
+
+
+def _held() -> tuple[int, int]:
+    """Threads and open files of this process."""
+    gc.collect()
+    return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
 
 ROUND = 300
 _ADDED = ("classes", "after", "runs")
@@ -84,13 +118,7 @@ CLASSES: dict[str, type[FaultClass]] = {
 
 
 class Run:
-    """The classes, ready to inject; a context, at whose end the servers that were started are gone.
-
-    Args:
-        seed: of all that is drawn.
-        folder: where the stores are; None is the system's folder for temporary files.
-        only: names of classes; none is all of them.
-    """
+    """The classes, ready to inject; a context, at whose end the servers that were started are gone."""
 
     def __init__(self, seed: int = 0, folder: Path | None = None, only: Sequence[str] = ()) -> None:
         self.seed = seed
@@ -112,13 +140,7 @@ class Run:
         _freeze()
 
     def round(self, number: int, kills: float = 0.0, stop: Callable[[], bool] = lambda: False) -> None:
-        """Inject one round.
-
-        Args:
-            number: of the round, from 0.
-            kills: for each fault.
-            stop: is asked after each class whether that is enough.
-        """
+        """Inject one round."""
         if number % AFTER == 1:
             _freeze()
         shares = sum(one.share for one in self.classes.values()) or 1.0
@@ -144,19 +166,7 @@ class Run:
         resume: bool = False,
         tell: Callable[[str], None] = lambda line: None,
     ) -> dict[str, Any]:
-        """Inject rounds until there are enough, or the time is over.
-
-        Args:
-            faults: in all, with those of the report that is resumed, kills not among them.
-            kills: in all; spread over the faults.
-            seconds: of this run.
-            output: the report, written after every few rounds.
-            resume: go on with the report at `output`; rounds of this seed that it holds are not injected again.
-            tell: is told of the progress.
-
-        Returns:
-            The report.
-        """
+        """Inject rounds until there are enough, or the time is over."""
         earlier = [json.loads(output.read_text("utf-8"))] if resume and output.exists() else []
         known = [run for one in earlier for run in one["runs"] if run["seed"] == self.seed]
         began_s, first = time.monotonic(), max((run["first"] + run["rounds"] for run in known), default=0)
@@ -205,14 +215,7 @@ class Run:
 
 
 def added(*reports: dict[str, Any]) -> dict[str, Any]:
-    """Add up the reports of runs.
-
-    Args:
-        reports: of runs with other seeds, or of other rounds.
-
-    Returns:
-        One report.
-    """
+    """Add up the reports of runs."""
     classes, after, runs = (functools.reduce(_sum, (one[name] for one in reports)) for name in _ADDED)
     counted = {name: sum(row[name] for row in classes.values()) for name in ("faults", "kills", *Verdict)}
     without = [row for name, row in classes.items() if not CLASSES[name].kill_share]

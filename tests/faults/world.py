@@ -56,14 +56,7 @@ DEEP: dict[str, Any] = {"hidden_size": 256, "num_hidden_layers": 12, "num_attent
 
 @dataclass(frozen=True)
 class Entry:
-    """One stored chunk.
-
-    Attributes:
-        computed: as the model computes it.
-        expected: as the store must hand it out; the same, unless a codec rounds.
-        path: of its file.
-        good: what the store wrote there.
-    """
+    """One stored chunk."""
 
     computed: ChunkKV
     expected: ChunkKV
@@ -78,14 +71,7 @@ class Entry:
 
 @dataclass
 class ModelCache:
-    """A store in a folder, all of whose entries are known.
-
-    Attributes:
-        folder: where it is.
-        settings: of `ChunkStore.open`.
-        store: holds nothing in memory, so that every question goes to the file.
-        entries: what it holds.
-    """
+    """A store in a folder, all of whose entries are known."""
 
     folder: Path
     settings: dict[str, Any]
@@ -110,11 +96,7 @@ class ModelCache:
 
 
 class World:
-    """All that is built once.
-
-    Args:
-        folder: an empty one, on the disk that is to be tried.
-    """
+    """All that is built once."""
 
     def __init__(self, folder: Path) -> None:
         torch.set_num_threads(1)
@@ -165,16 +147,7 @@ class World:
         return shelf
 
     def neighbour(self, name: str, place: int, kind: str) -> bytes:
-        """The bytes of an entry that differs from one of a shelf in its model, sink, tenant or tokens.
-
-        Args:
-            name: of the shelf.
-            place: of the entry.
-            kind: one of `NEIGHBOURS`.
-
-        Returns:
-            What the same store would have written for it.
-        """
+        """The bytes of an entry that differs from one of a shelf in its model, sink, tenant or tokens."""
         if (name, place, kind) not in self._neighbours:
             ids = self.chunks[place]
             model = self._other if kind == "of another model" else self.model
@@ -200,17 +173,7 @@ class World:
 
 
 def take(store: ChunkStore, entry: Entry, way: str, draw: random.Random) -> tuple[list[ChunkKV], bool]:
-    """Ask for a chunk as requests do, and use every layer of it.
-
-    Args:
-        store: where it was stored.
-        entry: which one.
-        way: one of `WAYS`; "new process" is another store, and so for the caller to open.
-        draw: the order of the layers is drawn from it.
-
-    Returns:
-        The chunks that were handed out, none for a miss; and whether any was computed again.
-    """
+    """Ask for a chunk as requests do, and use every layer of it."""
     computed: list[int] = []
 
     def recompute() -> ChunkKV:

@@ -21,7 +21,7 @@ from hf_blend.store.tiers.memory import MemoryTier
 from hf_blend.testing import FAULTS, FaultyTier
 from tests.conftest import slow_but
 from tests.faults.run import CLASSES, ROUND, Run, added
-from tests.faults.signed import ATTACKER
+from tests.faults.entries import ATTACKER
 
 
 @pytest.fixture(scope="module")

