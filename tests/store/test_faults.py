@@ -20,8 +20,8 @@ from hf_blend.store.tiers.base import EntryFault
 from hf_blend.store.tiers.memory import MemoryTier
 from hf_blend.testing import FAULTS, FaultyTier
 from tests.conftest import slow_but
-from tests.faults.run import CLASSES, ROUND, Run, added
 from tests.faults.entries import ATTACKER
+from tests.faults.run import CLASSES, ROUND, Run, added
 
 
 @pytest.fixture(scope="module")
