@@ -22,10 +22,10 @@ from tiny_models import NOT_JUDGED, WRONG_CONFIG, refused_by_config, tiny_types
 from torch import Tensor, nn
 
 from hf_blend import BlendCache, ChunkStore, UnsupportedModelError
+from hf_blend.images.encoder import cannot_encode_ahead
 from hf_blend.model.anatomy import full_cache, text_config
 from hf_blend.model.calibrate import rotary_styles
 from hf_blend.model.checks import FAILURES
-from hf_blend.model.images import cannot_encode_ahead
 from hf_blend.model_names import TINY, load_model
 from hf_blend.verify.model_under_test import FLOAT32_LOGITS, attending, distance
 from hf_blend.verify.runner import Verdict, verify

@@ -317,12 +317,12 @@ def test_hooks_that_end_in_the_middle_of_another_call_do_no_harm(tiny_model, pie
     wanted = model(**inputs[0], past_key_values=BlendCache(model, kept), logits_to_keep=1)
     for cache in (runner, ending):
         cache.get_seq_length()
-    ending._entry.enter_layers(tokens=85)
+    ending._hooks.enter_layers(tokens=85)
     layer_begins = runner.layer_begins
 
     def end_the_other(index, call):
         if index == 1:
-            ending._entry.leave()  # as another thread's last layer does
+            ending._hooks.leave()  # as another thread's last layer does
         return layer_begins(index, call)
 
     monkeypatch.setattr(runner, "layer_begins", end_the_other)

@@ -12,8 +12,8 @@ from families import broken, judged, verify_image_types, verify_types
 from tiny_models import SHARED, tiny_model, tiny_types
 
 from hf_blend import BlendCache, ChunkStore, SequenceCache, UnsupportedModelError
+from hf_blend.images import prompts as images
 from hf_blend.model.calibrate import rotary_styles
-from hf_blend.prefill import images
 from hf_blend.verify.model_under_test import ModelUnderTest
 from hf_blend.verify.runner import measure
 from tests.conftest import slow_but

@@ -19,13 +19,13 @@ from transformers import AutoConfig, DynamicCache, LlavaForConditionalGeneration
 from hf_blend import BlendCache, ChunkStore, PromptError, UnsupportedModelError, plugins
 from hf_blend.context.reuse import reuse_prefix
 from hf_blend.context.sequence_cache import SequenceCache
-from hf_blend.model import images
+from hf_blend.images import encoder as images
+from hf_blend.images.encoder import ImageEncoder, digest_of
+from hf_blend.images.input_test import InputTest
+from hf_blend.images.prompts import name_images
 from hf_blend.model.capture import capture_chunk, capture_forward
 from hf_blend.model.fingerprint import fingerprint
-from hf_blend.model.images import ImageEncoder, digest_of
 from hf_blend.model.modality import has_features, other_inputs, placeholder_ids
-from hf_blend.prefill.images import name_images
-from hf_blend.prefill.input_test import InputTest
 from hf_blend.prefill.observing import AttentionObserver
 from hf_blend.prefill.rows import Rows
 from hf_blend.prompt.content import content_ids, is_content
@@ -583,7 +583,7 @@ def test_inputs_with_images_refuses_by_name_what_cannot_be_a_chunk(monkeypatch):
         build(kind)(prompt(kind, CHUNKS[0]), past_key_values=cache, logits_to_keep=1)
     with pytest.raises(PromptError, match=r"images came for a cache that holds .* reset"):
         cache.inputs_with_images(**inputs)
-    monkeypatch.setattr("hf_blend.model.images.ENCODED", "encoded")
+    monkeypatch.setattr("hf_blend.images.encoder.ENCODED", "encoded")
     cache = BlendCache(build(kind), store)
     with pytest.raises(UnsupportedModelError, match=r"Llava.* lacks the argument encoded of its .*5\.18 and newer"):
         cache.inputs_with_images(**inputs)

@@ -41,6 +41,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # its modules; wh
     ),
     "generate": (("generate",), ("prompt", "model", "store", "prefill", "cache")),
     "offload": (("offload",), ("cache",)),
+    "images": (("images",), ("prompt", "model", "store", "prefill", "cache")),
     "hybrids": (("hybrids",), ("selectors", "model", "prefill", "cache")),
     "loading": (("loading",), ("locks", "model", "store", "prefill", "cache")),
     "context": (("context",), ("rotary", "prompt", "model", "store", "tiers", "prefill", "cache")),

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ("context", "hybrids", "integrations", "loading", "offload", "serving", "sparse", "verify")
+ROOMS = ("context", "hybrids", "images", "integrations", "loading", "offload", "serving", "sparse", "verify")
 APART = {*ROOMS, "__main__.py", "testing.py"}  # not of the core; `testing` is for tests of others' tiers
 OF_ROOMS = {*ROOMS, "cli", "evaluation", "testing"}  # and the words of `hf_blend` that come from rooms
 OF_ROOMS |= {"StateCheckpoints", "ShiftCache", "self_extend", "SequenceCache", "sparse_decoding"}

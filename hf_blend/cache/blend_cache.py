@@ -35,28 +35,23 @@ from ..model.fingerprint import fingerprint, structure_digest
 from ..model.flops import layer_costs
 from ..model.hooks import ForwardHooks
 from ..model.identity.canonical import refuse_request_state, refuse_wrapper
-from ..model.images import PIXELS
-from ..model.modality import has_features, placeholder_ids, refuse_placeholders
+from ..model.modality import placeholder_ids, refuse_placeholders
 from ..model.own_cache import fitted
 from ..model.placement import input_device
 from ..model.quantised import silence_casts
 from ..prefill.advice import Advice
 from ..prefill.blend import Prefill, PrefillContext
-from ..prefill.images import PromptImages, name_images, refuse_beside_images
-from ..prefill.input_test import InputTest
 from ..prefill.notices import other_tokenizers, too_small, why_nothing_found
 from ..prefill.observing import AttentionObserver, run_probe
 from ..prefill.plan import Plan, Planner
 from ..prefill.realign import Realigner
 from ..prefill.report import BlendReport
 from ..prefill.request import PendingPrompt, Request
-from ..prompt.content import is_content
 from ..prompt.messages import build_messages
 from ..prompt.pieces import (
     SEPARATOR,
     History,
     Prompt,
-    PromptBatch,
     TextPrompt,
     batch,
     build_all,
@@ -93,7 +88,7 @@ class KnownPrompts:
     history: History = field(default_factory=History)
     beginning: tuple[int, ...] = ()  # ids of the prompt that the cache begins with, where they are known
     tokenizer: str = ""  # digest of the one that made the prompt
-    images: PromptImages | None = None  # of the prompt that is expected, by their names
+    images: Any = None  # of the prompt that is expected, by their names; see `hf_blend.images`
 
 
 @dataclass
@@ -178,7 +173,7 @@ class BlendCache(MaskedDecode):
         self._styles = ensure_trusted(model, trial_cache, self.config.allow_unverified, digest)
         self._extras = extras_of(model, len(layers), digest)
         self._check_ms = 1e3 * (time.perf_counter() - began_s)  # until a report says it
-        self._entry = ForwardHooks(self, model, layers)
+        self._hooks = ForwardHooks(self, model, layers)
         self.observer: AttentionObserver | None = None  # is given every layer's attention in a blended forward
         self._prompts = KnownPrompts()
         self._forward: BlendedForward | None = None
@@ -336,27 +331,8 @@ class BlendCache(MaskedDecode):
             PromptError: the images do not fit the prompt, came with a video, or behind a prompt that is in the cache
                 without `inputs(history=…)`.
         """
-        if inputs.get(PIXELS) is None:
-            return inputs
-        held = super().get_seq_length()
-        refuse_beside_images(inputs)
-        known = self._prompts
-        pending = known.pending if known.pending.is_of(inputs["input_ids"]) else PendingPrompt()
-        if held and not pending:
-            raise PromptError(
-                f"images came for a cache that holds {held} tokens, but a prompt of inputs(history=…) is expected "
-                "there. Call reset() and pass the whole conversation: its images are reused from the store."
-            )
-        images = name_images(self.model, self.store, self.chunk_prefix_ids, inputs, held)
-        prompts = images.prompts(pending.batch)
-        if not pending:
-            check_lengths([TextPrompt(tuple(ids)) for ids in images.given], held, text_config(self.model))
-            self._check_room(held + max(map(len, images.given)), 0)
-            known.history, known.tokenizer = History(inputs["input_ids"].cpu(), images.mask), ""
-        known.pending = PendingPrompt(PromptBatch(prompts, inputs["input_ids"].cpu(), images.mask), pending.held)
-        known.images, known.beginning = images, ()
-        self._entry.watch_model()
-        return {**{name: value for name, value in inputs.items() if not name.startswith("pixel")}, **images.arguments}
+        given: dict[str, Any] = plugins.room("images.prompts").expect_images(self, inputs)
+        return given
 
     def _expect_texts(self, tokenizer: Any, prompts: Sequence[TextPrompt]) -> BatchEncoding:
         """Expect prompts that begin at position 0; what the cache holds of the same beginning stays."""
@@ -401,7 +377,7 @@ class BlendCache(MaskedDecode):
             () if held or len(prompts) > 1 else tuple(prompts[0].ids),
             tokenizer_digest(tokenizer),
         )
-        self._entry.watch_model()
+        self._hooks.watch_model()
         device = input_device(self.model)
         return BatchEncoding(
             {"input_ids": made.input_ids.to(device), "attention_mask": made.attention_mask.to(device)}
@@ -459,7 +435,7 @@ class BlendCache(MaskedDecode):
             return self._forward.prefill.past
         length = super().get_seq_length(layer_idx)
         if length == 0 or self._prompts.pending:
-            self._entry.watch_model()
+            self._hooks.watch_model()
         return length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -488,7 +464,7 @@ class BlendCache(MaskedDecode):
     def activate_past_recording(self) -> None:
         """Called first by assisted decoding: from now on windows wait for `crop` before they forget."""
         super().activate_past_recording()
-        self._entry.watch_model()
+        self._hooks.watch_model()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens, in every layer or in none.
@@ -514,7 +490,7 @@ class BlendCache(MaskedDecode):
         if self._forward is not None:
             self.forward_ends(failed=True)  # it was interrupted
         super().reset()
-        self._entry.leave()
+        self._hooks.leave()
 
     @property
     def is_linear(self) -> list[bool]:
@@ -595,7 +571,7 @@ class BlendCache(MaskedDecode):
                 known.pending, self.report = forward.pending, forward.report
         self._forward, self._is_seen = None, False
         known.images = known.images if known.pending else None
-        self._entry.leave(watching=known.pending.is_begun and not failed)
+        self._hooks.leave(watching=known.pending.is_begun and not failed)
 
     def _check_forward(self, layer_idx: int, keys: Tensor) -> None:
         """At the first layer of a forward: is it one of this model, and was its beginning seen?"""
@@ -603,10 +579,10 @@ class BlendCache(MaskedDecode):
         if not is_first:
             return
         try:
-            is_own = self._is_seen or self._entry.check_caller()
+            is_own = self._is_seen or self._hooks.check_caller()
         except ConfigError:
             if self._forward is None:
-                self._entry.leave(watching=bool(self._prompts.pending))
+                self._hooks.leave(watching=bool(self._prompts.pending))
             raise
         if self._forward is not None:
             return
@@ -618,7 +594,7 @@ class BlendCache(MaskedDecode):
                 self._refuse_ignored_state(keys.shape[2])
                 self._fall_back(Request.unseen(keys))
             self._is_seen = False
-            self._entry.leave(watching=self._prompts.pending.is_begun)  # the model has asked for the length once more
+            self._hooks.leave(watching=self._prompts.pending.is_begun)  # the model has asked for the length once more
 
     def _refuse_ignored_state(self, tokens: int) -> None:
         """Refuse several tokens behind others where the model's own code would compute them as if none were there."""
@@ -649,46 +625,30 @@ class BlendCache(MaskedDecode):
         if is_told or is_begun:
             self.report.planned(prompt_tokens=request.real_tokens())
         known.pending = PendingPrompt()
-        self._entry.leave()
+        self._hooks.leave()
 
     def _begin(self, request: Request, held: int) -> None:
         """Plan a forward, and enter the layers if anything of it is stored."""
         self._past, self._advised, began_s, known = held, None, time.perf_counter(), self._prompts
+        rooms = plugins.extensions("extra_inputs") if request.others else []
+        if request.others and not rooms:
+            reason = (
+                f"{', '.join(request.others)} came with the prompt, but only text is known without hf_blend.images."
+            )
+            self._fall_back(replace(request, fallback_reason=reason))
+            return
         if request.others and known.images is not None:
             request = known.images.name(request)
         before = known.pending, copy.copy(self.report)
-        plan = self._plan(request) if self._can_blend(request) else None
+        plan = self._plan(request) if all(room.can_blend(self, request) for room in rooms) else None
         if plan is None or not plan.chunks:
             known.pending = known.pending if plan is not None else PendingPrompt()
-            self._entry.leave(watching=known.pending.is_begun)
+            self._hooks.leave(watching=known.pending.is_begun)
             return
-        if request.others:
-            self._input_test(request).ensure_passed(plan, {**request.arguments}, self.config.allow_unverified)
+        for room in rooms:
+            room.ensure_tested(self, plan, request)
         self._enter(plan, request, *before)
         self._advised = None if plan.advice is None or plan.computed else (plan.advice, began_s)
-
-    def _can_blend(self, request: Request) -> bool:
-        """Return True if it is known what each token of a forward stands for; if not, all of it is computed."""
-        if not request.others:
-            return True
-        is_named = any(is_content(max(row, default=0)) for row in request.rows)
-        marked = is_named or not all(map(self._placeholders.isdisjoint, request.rows))
-        if not marked and has_features(request.arguments):
-            logger.warning(
-                "nothing is reused: %s came with a prompt in which no token is known to stand for it",
-                ", ".join(request.others),
-            )
-            return False
-        return bool(self._past == 0 or InputTest.is_passed(self.model, request.arguments, is_named))
-
-    def _input_test(self, request: Request) -> InputTest:
-        def enter(plan: Plan, arguments: dict[str, Any]) -> BlendCache:
-            twin = BlendCache(self.model, self.store, InputTest.config(self.chunk_prefix_ids))
-            asked = replace(request, arguments={**arguments, "logits_to_keep": 1})
-            twin._enter(plan, asked, twin._prompts.pending, twin.report)
-            return twin
-
-        return InputTest(self.model, self._placeholders, enter)
 
     def _enter(self, plan: Plan, request: Request, pending: PendingPrompt, report: BlendReport) -> None:
         """Take over the layers for one forward, by a plan that has something stored in it."""
@@ -718,7 +678,7 @@ class BlendCache(MaskedDecode):
             self.observer,
         )
         self._forward = BlendedForward(Prefill(context), [layer.snapshot() for layer in layers], pending, report)
-        self._entry.enter_layers(request.width, between=bool(request.others))
+        self._hooks.enter_layers(request.width, between=bool(request.others))
 
     def _plan(self, request: Request) -> Plan:
         """Which columns have stored KV; the report begins again, or continues where a prompt comes in parts."""
@@ -781,7 +741,7 @@ class BlendCache(MaskedDecode):
         probe = forward.prefill.probe(AttentionObserver(hear, layers, anchors), self._spare_layers)
         self._forward = replace(forward, prefill=probe)
         try:
-            with self._entry.inside():
+            with self._hooks.inside():
                 is_plain = probe.is_plain and not self._past  # no padding, and nothing before it
                 given = request.arguments if request.others else None
                 run_probe(self.model, self, request.ids, None if is_plain else request.mask, given)

@@ -14,16 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..cache.blend_cache import BlendCache
 from ..errors import PromptError, UnsupportedModelError
+from ..model.anatomy import text_config
 from ..model.canary import canary_of, is_of_model
 from ..model.fingerprint import fingerprint
-from ..model.images import ENCODED, PIXELS, Features, ImageEncoder, digest_of
 from ..model.modality import KINDS_OF_TOKENS, TEXT_ARGUMENTS
+from ..prefill.request import PendingPrompt, Request
 from ..prompt.content import LEAST_TOKENS, content_ids
-from ..prompt.pieces import PromptBatch, Span, TextPrompt
+from ..prompt.pieces import History, PromptBatch, Span, TextPrompt, check_lengths
 from ..store import ChunkStore
 from ..store.chunk import ChunkKey, ChunkKV
-from .request import Request
+from .encoder import ENCODED, PIXELS, Features, ImageEncoder, digest_of
 
 __all__ = ["PromptImages", "name_images", "refuse_beside_images"]
 
@@ -84,6 +86,31 @@ class PromptImages:
         pooled = output.pooler_output
         rows = torch.cat([part.flatten(0, -2) for part in ([pooled] if isinstance(pooled, Tensor) else pooled)])
         return torch.equal(rows, torch.cat([self.features[number] for number in numbers]).to(rows.device))
+
+
+def expect_images(cache: BlendCache, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """See `BlendCache.inputs_with_images`."""
+    if inputs.get(PIXELS) is None:
+        return inputs
+    held = super(BlendCache, cache).get_seq_length()
+    refuse_beside_images(inputs)
+    known = cache._prompts
+    pending = known.pending if known.pending.is_of(inputs["input_ids"]) else PendingPrompt()
+    if held and not pending:
+        raise PromptError(
+            f"images came for a cache that holds {held} tokens, but a prompt of inputs(history=…) is expected "
+            "there. Call reset() and pass the whole conversation: its images are reused from the store."
+        )
+    images = name_images(cache.model, cache.store, cache.chunk_prefix_ids, inputs, held)
+    prompts = images.prompts(pending.batch)
+    if not pending:
+        check_lengths([TextPrompt(tuple(ids)) for ids in images.given], held, text_config(cache.model))
+        cache._check_room(held + max(map(len, images.given)), 0)
+        known.history, known.tokenizer = History(inputs["input_ids"].cpu(), images.mask), ""
+    known.pending = PendingPrompt(PromptBatch(prompts, inputs["input_ids"].cpu(), images.mask), pending.held)
+    known.images, known.beginning = images, ()
+    cache._hooks.watch_model()
+    return {**{name: value for name, value in inputs.items() if not name.startswith("pixel")}, **images.arguments}
 
 
 def name_images(

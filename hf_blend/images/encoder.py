@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PromptError, UnsupportedModelError
-from .identity.canonical import canonical, notes_kept
+from ..model.identity.canonical import canonical, notes_kept
 
 __all__ = ["Features", "ImageEncoder", "digest_of"]
 

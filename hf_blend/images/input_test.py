@@ -25,8 +25,8 @@ from ..model.capture import Capture, capture_forward
 from ..model.checks import BOUNDS, COARSE_BOUND, FAILURES
 from ..model.identity.canonical import notes_kept
 from ..model.modality import other_inputs
+from ..prefill.plan import PlacedChunk, Plan
 from ..store.chunk import ChunkKV
-from .plan import PlacedChunk, Plan
 
 logger = logging.getLogger(__name__)
 
