@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -397,14 +397,15 @@ def test_kept_mass_of_all_blocks_is_one(model):
 
 SIZE = 4
 BLOCKS = st.sets(st.integers(0, 9), min_size=3, max_size=3).map(lambda some: tuple(sorted(some)))
-PROGRAMS = st.lists(st.one_of(st.just("unlock"), st.tuples(BLOCKS, st.integers(1, 5))), max_size=60)
+STEPS = st.tuples(BLOCKS, st.integers(1, 5))
+PROGRAMS = st.lists(st.one_of(STEPS, STEPS, STEPS, st.just("unlock")), min_size=10, max_size=60)
 CONFIGS = st.builds(
     SparseConfig,
     block_tokens=st.just(SIZE),
-    lock=st.booleans(),
+    lock=st.sampled_from((True, True, True, False)),
     checkpoint_interval=st.integers(1, 9),
     update_threshold=st.integers(0, 4),
-    lock_duration=st.integers(1, 20),
+    lock_duration=st.integers(1, 12),
 )
 
 
@@ -437,6 +438,10 @@ class Described:
         return self.blocks
 
 
+@example(
+    SparseConfig(block_tokens=SIZE, checkpoint_interval=9, update_threshold=0, lock_duration=3),
+    [((0, 1, 2), 2), ((3, 4, 5), 2), ((6, 7, 8), 1)],
+)
 @given(CONFIGS, PROGRAMS)
 def test_selection_lock_does_what_is_described(config, program):
     metrics = LockMetrics()
