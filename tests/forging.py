@@ -6,38 +6,99 @@ It shares no code with what it is used to check.
 """
 
 import hashlib
+import hmac
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import xxhash
 
+Row = tuple[str, str, list[int], bytes]  # name, dtype, shape and bytes of a tensor
+CHUNK = "hf_blend.chunk/2"
 NAMES = {
     torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.int32: "I32",
     torch.int8: "I8", torch.float64: "F64", torch.uint8: "U8",
 }  # fmt: skip
 
 
+class Forge:
+    """Writes entries, signed ones too, and those of chunks from a chunk and what is to be changed."""
+
+    def seal(self, secret: bytes | None, *content: bytes) -> bytes:
+        """A seal over some content."""
+        joined = b"hf_blend.seal\0" + b"".join(content)
+        if secret is None:
+            return b"sha256:" + hashlib.sha256(joined).hexdigest().encode()
+        tag = hmac.new(secret, b"hf_blend.tag\0", "sha256").hexdigest()[:16].encode()
+        return b"hmac-sha256:" + tag + b":" + hmac.new(secret, joined, "sha256").hexdigest().encode()
+
+    def header(self, rest: str, secret: bytes | None = None, kind: str = CHUNK) -> bytes:
+        """Length, kind, seal and the JSON behind the seal."""
+        begin, text = f'{{"__metadata__":{{"format":"{kind}","seal":"'.encode(), rest.encode("utf-8", "surrogatepass")
+        size = len(begin) + len(self.seal(secret)) + len(text)
+        text += b" " * (-(8 + size) % 64)
+        start = (size + -(8 + size) % 64).to_bytes(8, "little") + begin
+        return start + self.seal(secret, start, text) + text
+
+    def digests(self, rows: Sequence[Row], secret: bytes | None) -> str:
+        """The text of all digests."""
+        each = [xxhash.xxh3_128_hexdigest(data) if secret is None else hashlib.sha256(data).hexdigest()
+                for *_, data in rows]  # fmt: skip
+        return compact(each)
+
+    def entry(self, kind: str, about: Mapping[str, Any], rows: Sequence[Row], secret: bytes | None = None) -> bytes:
+        """An entry of any kind; `about` names the digests."""
+        plans, start = "", 0
+        for name, dtype, shape, data in rows:
+            plan = {"dtype": dtype, "shape": shape, "data_offsets": [start, start + len(data)]}
+            plans += f",{compact(name)}:{compact(plan)}"
+            start += len(data)
+        return self.header('",' + compact(about)[1:] + plans + "}", secret, kind) + b"".join(row[3] for row in rows)
+
+    def tensors(self, chunk: Any) -> list[Row]:
+        """What an entry of a chunk holds, as it was computed."""
+        ids = [
+            ("token_ids", torch.tensor(chunk.key.token_ids)),
+            ("chunk_prefix_ids", torch.tensor(chunk.key.chunk_prefix_ids).long()),
+        ]
+        return [self.row(name, tensor) for name, tensor in [*ids, *chunk.named_tensors()]]
+
+    def row(self, name: str, tensor: torch.Tensor) -> Row:
+        """One tensor."""
+        data = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        return name, NAMES[tensor.dtype], list(tensor.shape), data
+
+    def __call__(self, chunk: Any, secret: bytes | None = None, tensors: Any = None, **changes: Any) -> bytes:
+        """An entry under the key of a chunk, whose tensors and texts may be others, of any type."""
+        rows = self.tensors(chunk) if tensors is None else list(tensors)
+        space = hashlib.sha256(b"hf_blend.namespace/1\0" + chunk.key.namespace.encode()).hexdigest()
+        about = {"provenance": "isolated", "key": chunk.key.digest, "fingerprint": chunk.key.fingerprint}
+        about |= {"namespace": space, "codec": "raw", "canary": chunk.canary}
+        about |= {"layer_table": compact(chunk.layer_table), "digests": self.digests(rows, secret)}
+        return self.entry(CHUNK, {**about, **changes}, rows, secret)
+
+    def padded(self, tensors: Sequence[Row]) -> list[Row]:
+        """Rows whose bytes were cut or filled up to what dtype and shape say."""
+        widths = {"F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I64": 8, "F64": 8}
+        sizes = [math.prod(shape) * widths.get(dtype, 1) for _, dtype, shape, _ in tensors]
+        pairs = zip(tensors, sizes, strict=True)
+        return [(name, dtype, shape, (data + bytes(size))[:size]) for (name, dtype, shape, data), size in pairs]
+
+
 def forged(kind: str, about: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> bytes:
-    """An unsigned entry: a header with the digest of each tensor, and their bytes."""
-    parts = [one.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for one in tensors.values()]
-    texts = {**about, "digests": compact([xxhash.xxh3_128_hexdigest(part) for part in parts])}
-    rows, start = {}, 0
-    for (name, tensor), part in zip(tensors.items(), parts, strict=True):
-        offsets = [start, start + len(part)]
-        rows[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
-        start += len(part)
-    rest = '",' + compact(texts)[1:] + "".join(f",{compact(name)}:{compact(row)}" for name, row in rows.items()) + "}"
-    return sealed_header(kind, rest.encode()) + b"".join(parts)
+    """An unsigned entry of any kind."""
+    forge = Forge()
+    rows = [forge.row(name, tensor) for name, tensor in tensors.items()]
+    return forge.entry(kind, {**about, "digests": forge.digests(rows, None)}, rows)
 
 
 def sealed_header(kind: str, rest: bytes) -> bytes:
     """Length, kind and seal in front of the rest of a header, whatever it is."""
     begin = b'{"__metadata__":{"format":"' + kind.encode() + b'","seal":"'
-    rest += b" " * (-(8 + len(begin) + 71 + len(rest)) % 64)
     start = (len(begin) + 71 + len(rest)).to_bytes(8, "little") + begin
-    return start + b"sha256:" + hashlib.sha256(b"hf_blend.seal\0" + start + rest).hexdigest().encode() + rest
+    return start + Forge().seal(None, start, rest) + rest
 
 
 def taken_apart(content: bytes) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
@@ -45,11 +106,10 @@ def taken_apart(content: bytes) -> tuple[dict[str, str], dict[str, torch.Tensor]
     from safetensors.torch import load
 
     size = int.from_bytes(content[:8], "little")
-    about = json.loads(content[8 : 8 + size])["__metadata__"]
+    rows, found = json.loads(content[8 : 8 + size]), load(content)
+    about = rows.pop("__metadata__")
     del about["format"], about["seal"]
-    order = list(json.loads(content[8 : 8 + size]))[1:]
-    found = load(content)
-    return about, {name: found[name].clone() for name in order}
+    return about, {name: found[name].clone() for name in rows}
 
 
 def first_block(content: bytes) -> int:
@@ -59,4 +119,5 @@ def first_block(content: bytes) -> int:
 
 
 def compact(value: Any) -> str:
+    """JSON without white space."""
     return json.dumps(value, separators=(",", ":"))

@@ -3,10 +3,6 @@
 """Small chunks of made-up KV, ways to look at what a store left on disk, and real servers to keep chunks in."""
 
 import contextlib
-import hashlib
-import hmac
-import json
-import math
 import secrets
 import signal
 import socket
@@ -16,11 +12,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
 
 import pytest
 import torch
-import xxhash
 
 from hf_blend import plugins
 from hf_blend.store import ChunkKey, ChunkKV
@@ -28,6 +22,7 @@ from hf_blend.store.entry import encode_entry
 from hf_blend.store.tiers.base import BytesSource, Tier
 from hf_blend.store.tiers.disk import DiskTier
 from hf_blend.store.tiers.memory import MemoryTier
+from tests.forging import Forge
 
 FINGERPRINT = "ab" * 32
 
@@ -73,86 +68,6 @@ def files_in(root: Path) -> dict[str, bytes]:
     """Path → content of every entry and every other file among them."""
     objects = root / "objects"
     return {str(path.relative_to(objects)): path.read_bytes() for path in objects.rglob("*") if path.is_file()}
-
-
-class Forge:
-    """Writes entries by the description of the format alone: anything at all, sealed and digested as it should be."""
-
-    names: ClassVar[dict[torch.dtype, str]] = {
-        torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.int32: "I32",
-        torch.int8: "I8", torch.float64: "F64",
-    }  # fmt: skip
-
-    def seal(self, secret: bytes | None, *content: bytes) -> bytes:
-        """A seal over some content."""
-        joined = b"hf_blend.seal\0" + b"".join(content)
-        if secret is None:
-            return b"sha256:" + hashlib.sha256(joined).hexdigest().encode()
-        tag = hmac.new(secret, b"hf_blend.tag\0", "sha256").hexdigest()[:16].encode()
-        return b"hmac-sha256:" + tag + b":" + hmac.new(secret, joined, "sha256").hexdigest().encode()
-
-    def header(self, rest: str, secret: bytes | None = None, kind: str = "hf_blend.chunk/2") -> bytes:
-        """Length, kind, seal and the JSON behind the seal."""
-        begin, text = f'{{"__metadata__":{{"format":"{kind}","seal":"'.encode(), rest.encode("utf-8", "surrogatepass")
-        size = len(begin) + len(self.seal(secret)) + len(text)
-        text += b" " * (-(8 + size) % 64)
-        start = (size + -(8 + size) % 64).to_bytes(8, "little") + begin
-        return start + self.seal(secret, start, text) + text
-
-    def digest(self, data: bytes, secret: bytes | None) -> str:
-        """Of one tensor."""
-        return xxhash.xxh3_128_hexdigest(data) if secret is None else hashlib.sha256(data).hexdigest()
-
-    def tensors(self, chunk: ChunkKV) -> list[tuple[str, str, list[int], bytes]]:
-        """Name, dtype, shape and bytes of what an entry of a chunk holds, as it was computed."""
-        ids = [
-            ("token_ids", torch.tensor(chunk.key.token_ids)),
-            ("chunk_prefix_ids", torch.tensor(chunk.key.chunk_prefix_ids).long()),
-        ]
-        return [self.row(name, tensor) for name, tensor in [*ids, *chunk.named_tensors()]]
-
-    def row(self, name: str, tensor: torch.Tensor) -> tuple[str, str, list[int], bytes]:
-        """One tensor."""
-        data = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        return name, self.names[tensor.dtype], list(tensor.shape), data
-
-    def metadata(self, chunk: ChunkKV, secret: bytes | None = None, **changes: Any) -> dict[str, Any]:
-        """What the header says of a chunk besides its tensors."""
-        digests = [self.digest(data, secret) for *_, data in changes.pop("tensors", self.tensors(chunk))]
-        space = hashlib.sha256(b"hf_blend.namespace/1\0" + chunk.key.namespace.encode()).hexdigest()
-        about = {"provenance": "isolated", "key": chunk.key.digest, "fingerprint": chunk.key.fingerprint}
-        about |= {"namespace": space, "codec": "raw", "canary": chunk.canary}
-        about |= {"layer_table": compact(chunk.layer_table), "digests": compact(digests)}
-        return {**about, **changes}
-
-    def __call__(self, chunk: ChunkKV, secret: bytes | None = None, tensors: Any = None, **changes: Any) -> bytes:
-        """An entry under the key of a chunk.
-
-        Args:
-            chunk: whose key, and what is not given.
-            secret: that signs it.
-            tensors: rows as `tensors` gives them; None are those of the chunk.
-            changes: fields of the metadata, of any type.
-        """
-        rows = self.tensors(chunk) if tensors is None else list(tensors)
-        about, start = self.metadata(chunk, secret, tensors=rows, **changes), 0
-        plans: dict[str, Any] = {}
-        for name, dtype, shape, data in rows:
-            plans[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, start + len(data)]}
-            start += len(data)
-        rest = '",' + compact(about)[1:] + "".join(f",{compact(name)}:{compact(plan)}" for name, plan in plans.items())
-        return self.header(rest + "}", secret) + b"".join(data for *_, data in rows)
-
-    def padded(self, tensors: Sequence[tuple[str, str, list[int], bytes]]) -> list[tuple[str, str, list[int], bytes]]:
-        """Rows whose bytes were cut or filled up to what dtype and shape say."""
-        widths = {"F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I64": 8, "F64": 8}
-        sizes = [math.prod(shape) * widths.get(dtype, 1) for _, dtype, shape, _ in tensors]
-        pairs = zip(tensors, sizes, strict=True)
-        return [(name, dtype, shape, (data + bytes(size))[:size]) for (name, dtype, shape, data), size in pairs]
-
-
-def compact(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"))
 
 
 @pytest.fixture(scope="session")

@@ -8,12 +8,11 @@ import socket
 import stat
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
-from hf_blend.errors import ConfigError, StoreError
+from hf_blend.errors import StoreError
 from hf_blend.store.tiers import files as files_module
 from hf_blend.store.tiers.base import EntryFault
 from hf_blend.store.tiers.disk import DiskTier
@@ -59,20 +58,6 @@ def failing(number, *, after=0):
     return patch
 
 
-def test_what_is_put_is_read_back(tier):
-    assert tier.open(NAME) is None
-    assert tier.stat(NAME) is None
-    assert tier.put_if_absent(NAME, PARTS)
-    assert not tier.put_if_absent(NAME, [memoryview(b"other")])
-    assert read(tier) == CONTENT
-    assert tier.contains(NAME)
-    assert tier.stat(NAME).nbytes == len(CONTENT)
-    assert tier.names("ab") == {NAME}
-    assert tier.delete(NAME)
-    assert not tier.delete(NAME)
-    assert tier.names("ab") == frozenset()
-
-
 def test_files_and_directories_are_private(tier):
     old = os.umask(0)
     try:
@@ -83,14 +68,6 @@ def test_files_and_directories_are_private(tier):
     assert modes == {0o600}
     folders = [tier.root, *(path for path in tier.root.rglob("*") if path.is_dir())]
     assert {stat.S_IMODE(path.stat().st_mode) for path in folders} == {0o700}
-
-
-@pytest.mark.parametrize(
-    "name", ["", "../../etc", "ab/cd/xyz", "AB/cd/" + "cd" * 32, NAME + "/x", "ab/cd/" + "c" * 63]
-)
-def test_a_name_is_hex_or_nothing(tier, name):
-    with pytest.raises(ConfigError, match="hex digits"):
-        tier.path(name)
 
 
 def test_a_system_that_writes_a_few_bytes_at_a_time_still_writes_all(tier, monkeypatch):
@@ -223,20 +200,6 @@ def test_what_is_not_a_file_is_refused_without_touching_it_or_waiting(tier, tmp_
     assert (target.exists() and target.read_bytes()) == before
 
 
-def test_an_open_entry_stays_readable_after_it_is_deleted_or_replaced(tier):
-    tier.put_if_absent(NAME, PARTS)
-    source = tier.open(NAME)
-    tier.delete(NAME)
-    tier.put_if_absent(NAME, [memoryview(b"new")])
-    content = bytearray(source.stat.nbytes)
-    source.read_into(0, memoryview(content))
-    assert bytes(content) == CONTENT
-    assert not tier.delete(NAME, source)  # it is not that file any more
-    assert read(tier) == b"new"
-    source.close()
-    source.close()
-
-
 def test_names_follow_other_writers_and_are_the_same_object_while_nothing_changes(tier):
     other = DiskTier(tier.root)
     names = [f"ab/{number:02x}/{number:02x}" + "0" * 62 for number in range(20)]
@@ -361,22 +324,6 @@ def test_an_unusable_place_is_refused_with_a_way_out(tmp_path):
     for root in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(StoreError, match=r"cannot be kept at .*file.*memory://"):
             DiskTier(root)
-
-
-def test_eight_writers_of_one_name_leave_one_whole_file(tier):
-    barrier = threading.Barrier(8)
-
-    def write():
-        barrier.wait()
-        DiskTier(tier.root).put_if_absent(NAME, PARTS)
-
-    threads = [threading.Thread(target=write) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert read(tier) == CONTENT
-    assert len(leftovers(tier)) == 1
 
 
 def test_a_file_is_replaced_in_one_step(tmp_path):

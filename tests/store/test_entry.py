@@ -183,24 +183,6 @@ def test_every_truncation_and_every_addition_is_found(chunk, source, content):
     assert reason_of(source, good + b"\0", stored.key) == "format"
 
 
-def test_zeroed_and_swapped_parts_are_found(chunk, source, content):
-    stored = chunk((5, 6), layers=2)
-    good, start = content(stored), len(header_of(content(stored)))
-    for at in range(start, len(good) - 8, 8):
-        zeroed = good[:at] + bytes(8) + good[at + 8 :]
-        assert zeroed == good or reason_of(source, zeroed, stored.key) in ("digest", "key")
-    swapped = good[:-64] + good[-32:] + good[-64:-32]
-    assert reason_of(source, swapped, stored.key) == "digest"
-
-
-def test_the_body_of_another_entry_is_found(chunk, source, content):
-    one, other = chunk((5, 6, 7), seed=1), chunk((5, 6, 8), seed=2)
-    first, second = content(one), content(other)
-    start = len(header_of(first))
-    assert reason_of(source, first[:start] + second[start:], one.key) in ("digest", "key")
-    assert reason_of(source, second, one.key) == "key"
-
-
 def test_another_models_entry_is_refused_by_name(chunk, source, content):
     stored = chunk()
     other = chunk(fingerprint="cd" * 32)
@@ -219,12 +201,6 @@ def test_renamed_tensors_are_found_even_with_a_fresh_manifest(chunk, source, con
     plans = tuple(replace(plan, name=name) for plan, name in zip(header.tensors, names, strict=True))
     forged = replace(header, tensors=plans).encode() + good[len(header_of(good)) :]
     assert reason_of(source, forged, stored.key) == "format"
-
-
-def test_another_dtype_in_the_header_is_found(chunk, source, content):
-    stored = chunk(dtype=torch.bfloat16)
-    bad = with_header(content(stored), lambda text: re.sub('"BF16"', '"F16"', text))
-    assert reason_of(source, bad, stored.key) == "format"
 
 
 def test_a_codec_of_a_later_version_is_a_miss_but_no_damage(chunk, source, content):
@@ -288,18 +264,15 @@ def test_a_header_that_the_tests_seal_again_is_read(chunk, same, source, content
         EntryReader(source(with_header(content(stored), metadata(canary="x"))), stored.key)
 
 
-@pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE)
-def test_a_hostile_header_is_refused(chunk, source, content, change):
-    stored = chunk()
-    bad = with_header(content(stored), change)
-    assert reason_of(source, bad, stored.key) == "format"
-
-
-@pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE)
-def test_a_hostile_header_gives_no_wrong_key(chunk, source, content, change):
-    stored = chunk()
-    with contextlib.suppress(EntryFault):
-        assert read_key(source(with_header(content(stored), change)), "") == stored.key
+def test_a_hostile_header_is_refused_and_gives_no_wrong_key(chunk, source, content):
+    stored, passed = chunk(), []
+    for name, change in HOSTILE.items():
+        bad = with_header(content(stored), change)
+        if reason_of(source, bad, stored.key) != "format":
+            passed.append(name)
+        with contextlib.suppress(EntryFault):
+            assert read_key(source(bad), "") == stored.key, name
+    assert not passed
 
 
 def test_a_header_length_is_not_believed(chunk, source, content):
