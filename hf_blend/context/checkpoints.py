@@ -138,7 +138,7 @@ class StateCheckpoints:
         return self._ready(cache, ids, held)
 
     def prefill(self, input_ids: Any, ends: Sequence[int] | None = None, **inputs: Any) -> Any:
-        """Compute a prompt up to declared places, and save the states there.
+        """Compute a prompt up to declared ends, and save the states there.
 
         What is saved already is not computed again. Where the prompt parts from one that this object has saved or
         found before, the states are saved too: so the third prompt of many with an equal beginning finds it, also if
@@ -168,8 +168,8 @@ class StateCheckpoints:
         self._refuse_crossing(len(ids))
         held, cache = self._longest(ids, max(ends))
         fork = self._fork(ids[: max(ends)])
-        places = {*ends, fork} if fork - held >= LEAST_FORK_TOKENS else {*ends}
-        for start, end in pairwise([held, *sorted(place for place in places if place > held)]):
+        stops = {*ends, fork} if fork - held >= LEAST_FORK_TOKENS else {*ends}
+        for start, end in pairwise([held, *sorted(stop for stop in stops if stop > held)]):
             self._advance(cache, ids[start:end])
             self.save(cache, ids)
         return self._ready(cache, ids, max(ends))

@@ -105,15 +105,15 @@ class StackedLayers(Sequence[KV]):
         return self.keys.shape[0]
 
     @overload
-    def __getitem__(self, place: int) -> KV: ...
+    def __getitem__(self, index: int) -> KV: ...
     @overload
-    def __getitem__(self, place: slice) -> Sequence[KV]: ...
-    def __getitem__(self, place: int | slice) -> KV | Sequence[KV]:
+    def __getitem__(self, index: slice) -> Sequence[KV]: ...
+    def __getitem__(self, index: int | slice) -> KV | Sequence[KV]:
         """(K, V) of a layer, `[kv_heads, tokens, head_dim]` each, or of several."""
-        if isinstance(place, slice):
-            return StackedLayers(self.keys[place], self.values[place])
-        place = range(len(self))[place]
-        return self.keys[place], self.values[place]
+        if isinstance(index, slice):
+            return StackedLayers(self.keys[index], self.values[index])
+        index = range(len(self))[index]
+        return self.keys[index], self.values[index]
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,12 +162,12 @@ class ChunkKV:
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Walk over the tensors in stored order: tables first, then the states of one layer after the other."""
-        for place, table in enumerate(self.tables):
+        for index, table in enumerate(self.tables):
             cos, sin = table
-            yield from ((f"table.{place}.cos", cos), (f"table.{place}.sin", sin))
-        for place, states in enumerate(self.layers):
+            yield from ((f"table.{index}.cos", cos), (f"table.{index}.sin", sin))
+        for index, states in enumerate(self.layers):
             kinds = kinds_of(states)
-            yield from ((f"layer.{place}.{kind}", tensor) for kind, tensor in zip(kinds, states, strict=True))
+            yield from ((f"layer.{index}.{kind}", tensor) for kind, tensor in zip(kinds, states, strict=True))
 
     def buffers(self) -> Iterator[Tensor]:
         """The tensors whose memory holds everything, in stored order; those of stacked layers are two."""
@@ -209,7 +209,7 @@ class ChunkKV:
         if len(self.layer_table) != len(self.layers) or not set(self.layer_table) <= {-1, *range(len(self.tables))}:
             raise StoreError(
                 f"layer_table is {self.layer_table} for {len(self.layers)} layers and {len(self.tables)} tables: it "
-                "needs one entry per layer, each -1 or a place in tables. Capture the chunk again."
+                "needs one entry per layer, each -1 or an index of tables. Capture the chunk again."
             )
         for name, tensor in self.named_tensors():
             axes, tokens_axis = (3, 1) if name.startswith("layer") else (2, 0)

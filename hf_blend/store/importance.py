@@ -28,7 +28,7 @@ __all__ = ["TokenImportance"]
 logger = logging.getLogger(__name__)
 
 NEW_SHARE = 0.2  # of the newest request in the moving averages
-CAP_TOKENS = 1 << 24  # whose averages are kept, 32 MiB; chunks that were not reported for longest leave first
+CAP_TOKENS = 1 << 24  # whose averages are known, 32 MiB; chunks that were not reported for longest leave first
 SAVE_EVERY = 1024  # reports
 _FORMAT = b"hf_blend.attn/1\0"
 _HEAD = struct.Struct("<16sQ")
@@ -63,18 +63,18 @@ class TokenImportance:
             self._load()
             old = self._known.pop(digest, None)
             if old is None or len(old.scores) != len(new):
-                kept = _Known(new.astype(np.float16), 1, share)
+                known = _Known(new.astype(np.float16), 1, share)
             else:
                 average = old.scores.astype(np.float32)
                 average += NEW_SHARE * (new - average)
                 share = old.share + NEW_SHARE * (share - old.share)
-                kept = _Known(average.astype(np.float16), old.requests + 1, share)
-            self._tokens += len(kept.scores) - (len(old.scores) if old else 0)
-            self._keep(digest, kept)
+                known = _Known(average.astype(np.float16), old.requests + 1, share)
+            self._tokens += len(known.scores) - (len(old.scores) if old else 0)
+            self._keep(digest, known)
             self._unsaved += 1
             if self._unsaved >= SAVE_EVERY:
                 self.save()
-            return kept.requests
+            return known.requests
 
     def scores(self, digest: str) -> Tensor | None:
         """`[tokens]` float32, the average attention of a chunk's tokens; None if no request has reported it."""
@@ -163,14 +163,14 @@ def _parsed(body: memoryview) -> list[tuple[str, _Known]]:
     form, count = _HEAD.unpack_from(body)
     if form != _FORMAT:
         raise EntryFault("format", f"{form!r} is not how a file of importance begins")
-    place, found = _HEAD.size, []
+    offset, found = _HEAD.size, []
     for _ in range(count):
-        digest, tokens, requests, share = _ROW.unpack_from(body, place)
-        scores = np.frombuffer(body, "<f2", tokens, place + _ROW.size).copy()
-        place += _ROW.size + 2 * tokens
+        digest, tokens, requests, share = _ROW.unpack_from(body, offset)
+        scores = np.frombuffer(body, "<f2", tokens, offset + _ROW.size).copy()
+        offset += _ROW.size + 2 * tokens
         if not (np.isfinite(scores).all() and 0 <= share <= 1 and 1 <= requests < 1 << 31):
             raise EntryFault("format", f"chunk {digest.hex()} has numbers that cannot be")
         found.append((digest.hex(), _Known(scores, int(requests), share)))
-    if place != len(body):
-        raise EntryFault("format", f"{len(body)} bytes, {place} are expected")
+    if offset != len(body):
+        raise EntryFault("format", f"{len(body)} bytes, {offset} are expected")
     return found

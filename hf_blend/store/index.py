@@ -63,7 +63,7 @@ class _Group:
     def find(self, ids: np.ndarray) -> list[Run]:
         """Whole chunks from left to right, without overlap: the longest at each place."""
         prompt, stop, found = ids.tobytes(), 0, []
-        for start, width in self._places(ids):
+        for start, width in self._starts(ids):
             head = self._heads[width].get(prompt[start : start + width])
             length = _longest(head, prompt, start) if head and start >= stop else 0
             if length:
@@ -75,11 +75,11 @@ class _Group:
         """Whole chunks and parts of others."""
         return without_overlap(self.find(ids), list(self._interiors.find(ids)))
 
-    def _places(self, ids: np.ndarray) -> list[tuple[int, int]]:
+    def _starts(self, ids: np.ndarray) -> list[tuple[int, int]]:
         """(start, width of the head) in bytes, wherever a chunk may begin; the longest head first at each start."""
         known = [(filter_.positions(ids), width) for width, filter_ in self._filters.items()]
-        places = [(_WIDTH * start, -width) for starts, width in known for start in starts.tolist()]
-        return [(start, -width) for start, width in sorted(places)]
+        found = [(_WIDTH * start, -width) for starts, width in known for start in starts.tolist()]
+        return [(start, -width) for start, width in sorted(found)]
 
 
 def _longest(lengths: dict[int, set[bytes]], prompt: bytes, start: int) -> int:

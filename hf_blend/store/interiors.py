@@ -40,9 +40,9 @@ class Run(NamedTuple):
     @property
     def is_worth_reading(self) -> bool:
         """Whether it is enough of the chunk."""
-        whole = len(self.packed) // _WIDTH
-        is_long = self.tokens >= _LEAST_TOKENS and self.tokens * _LEAST_SHARE >= whole
-        return self.tokens > 0 and (is_long or whole - self.tokens <= min(EDGE_TOKENS, whole // 2))
+        size = len(self.packed) // _WIDTH
+        is_long = self.tokens >= _LEAST_TOKENS and self.tokens * _LEAST_SHARE >= size
+        return self.tokens > 0 and (is_long or size - self.tokens <= min(EDGE_TOKENS, size // 2))
 
     def between(self, start: int, stop: int) -> "Run":
         """The part of it that lies between two places of the prompt."""
@@ -55,62 +55,62 @@ class Interiors:
 
     def __init__(self) -> None:
         self._filter = WindowFilter(WINDOW)
-        self._chunks: dict[int, dict[bytes, list[bytes]]] = {}  # place of the window → window → chunks, sorted
+        self._chunks: dict[int, dict[bytes, list[bytes]]] = {}  # offset of the window → window → chunks, sorted
         self._most_bytes = 0  # of a chunk
 
     def add(self, packed: bytes) -> None:
         """Make a chunk findable, unless its window repeats so few tokens that it would be seen everywhere."""
-        place, window = _window_of(packed)
+        offset, window = _window_of(packed)
         if not _is_telling(window):
             return
-        insort(self._chunks.setdefault(place, {}).setdefault(window, []), packed, key=lambda one: one[place:])
+        insort(self._chunks.setdefault(offset, {}).setdefault(window, []), packed, key=lambda one: one[offset:])
         self._filter.add(window)
         self._most_bytes = max(self._most_bytes, len(packed))
 
     def discard(self, packed: bytes) -> None:
         """Forget a chunk that was added."""
-        place, window = _window_of(packed)
+        offset, window = _window_of(packed)
         if _is_telling(window):
-            self._chunks[place][window].remove(packed)
-            if not self._chunks[place][window]:
-                del self._chunks[place][window]
+            self._chunks[offset][window].remove(packed)
+            if not self._chunks[offset][window]:
+                del self._chunks[offset][window]
 
     def find(self, ids: np.ndarray) -> Iterator[Run]:
         """The longest run at every place where a window is, of those that are long enough.
 
         Shapes: ids `[tokens]`.
         """
-        raw, seen = ids.tobytes(), dict[tuple[int, bytes], int]()
+        raw, done = ids.tobytes(), dict[tuple[int, bytes], int]()
         for at in (_WIDTH * self._filter.positions(ids)).tolist():
             window, rest = raw[at : at + _WIDTH * WINDOW], raw[at : at + self._most_bytes]
-            for place, chunks in self._chunks.items():
-                if window not in chunks or at < seen.get((place, window), 0):
+            for offset, chunks in self._chunks.items():
+                if window not in chunks or at < done.get((offset, window), 0):
                     continue
-                near = bisect_left(chunks[window], rest, key=lambda one: one[place:])
+                near = bisect_left(chunks[window], rest, key=lambda one: one[offset:])
                 like = chunks[window][max(0, near - _NEIGHBOURS) : near + _NEIGHBOURS]
-                run = max((_run(one, raw, at, place) for one in like), key=lambda one: one.tokens)
+                run = max((_run(one, raw, at, offset) for one in like), key=lambda one: one.tokens)
                 if run.is_worth_reading:
-                    seen[place, window] = _WIDTH * run.stop  # a text that repeats itself is looked at once
+                    done[offset, window] = _WIDTH * run.stop  # a text that repeats itself is looked at once
                     yield run
 
 
-def without_overlap(whole: Sequence[Run], runs: Sequence[Run]) -> list[Run]:
+def without_overlap(complete: Sequence[Run], runs: Sequence[Run]) -> list[Run]:
     """Settle which chunk each token of a prompt comes from: the longest first, others have what is left of them."""
     taken: list[Run] = []
-    for run in sorted([*whole, *runs], key=lambda one: (-one.tokens, one.start, one.first)):
-        place = bisect_left(taken, run.start, key=lambda one: one.start)
-        left = taken[place - 1].stop if place else 0
-        right = taken[place].start if place < len(taken) else run.stop
+    for run in sorted([*complete, *runs], key=lambda one: (-one.tokens, one.start, one.first)):
+        offset = bisect_left(taken, run.start, key=lambda one: one.start)
+        left = taken[offset - 1].stop if offset else 0
+        right = taken[offset].start if offset < len(taken) else run.stop
         rest = run.between(left, right)
         if rest == run or rest.is_worth_reading:
-            taken.insert(place, rest)
+            taken.insert(offset, rest)
     return taken
 
 
 def _window_of(packed: bytes) -> tuple[int, bytes]:
     """The window by which a chunk is recognised, and where in the chunk it begins, in bytes."""
-    place = _WIDTH * max(0, min(EDGE_TOKENS, (len(packed) // _WIDTH - WINDOW) // 2))
-    return place, packed[place : place + _WIDTH * WINDOW]
+    offset = _WIDTH * max(0, min(EDGE_TOKENS, (len(packed) // _WIDTH - WINDOW) // 2))
+    return offset, packed[offset : offset + _WIDTH * WINDOW]
 
 
 def _is_telling(window: bytes) -> bool:
@@ -118,11 +118,11 @@ def _is_telling(window: bytes) -> bool:
     return len(tokens) == WINDOW and len({*tokens}) > WINDOW // 4
 
 
-def _run(packed: bytes, raw: bytes, at: int, place: int) -> Run:
-    """The tokens of a chunk and of a prompt that agree around a window; both places in bytes."""
-    behind = _agreement(packed[place:], raw[at : at + len(packed) - place])
-    before = _agreement(packed[:place], raw[max(0, at - place) : at], from_end=True)
-    return Run(at // _WIDTH - before, packed, place // _WIDTH - before, before + behind)
+def _run(packed: bytes, raw: bytes, at: int, offset: int) -> Run:
+    """The tokens of a chunk and of a prompt that agree around a window; both in bytes."""
+    behind = _agreement(packed[offset:], raw[at : at + len(packed) - offset])
+    before = _agreement(packed[:offset], raw[max(0, at - offset) : at], from_end=True)
+    return Run(at // _WIDTH - before, packed, offset // _WIDTH - before, before + behind)
 
 
 def _agreement(one: bytes, other: bytes, from_end: bool = False) -> int:

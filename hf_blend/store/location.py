@@ -41,9 +41,9 @@ def open_remote(url: str, deadline_s: float | None = None) -> Tier:
         if match and match[1].lower() in kind.schemes:
             return kind.from_url(url, deadline_s)
         schemes |= set(kind.schemes)
-    asked = match[1] if match else "without a scheme"
+    scheme = match[1] if match else "without a scheme"
     raise ConfigError(
-        f"no remote tier of the kind {asked} exists (what follows it is not shown: it may hold a password). Give a "
+        f"no remote tier of the kind {scheme} exists (what follows it is not shown: it may hold a password). Give a "
         f"URL of one of these kinds: {', '.join(sorted(schemes))}."
     )
 

@@ -44,7 +44,7 @@ OnFault = Callable[[str], None]
 
 def save_snapshot(path: Path, records: Sequence[tuple[str, IndexRecord]], secret: bytes | None = None) -> None:
     """Write the records; a failure is logged and costs only the next opening some time."""
-    groups = {group: place for place, group in enumerate(dict.fromkeys(map(_group, records)))}
+    groups = {group: number for number, group in enumerate(dict.fromkeys(map(_group, records)))}
     content = {
         "digests": np.frombuffer(bytes.fromhex("".join(digest for digest, _ in records)), np.uint8),
         "groups": np.array([groups[_group(row)] for row in records]),
@@ -132,19 +132,19 @@ def _parse(body: bytes) -> dict[str, IndexRecord]:
     groups = [_checked_group(*row) for row in rows]
     digests, packed = columns["digests"].tobytes().hex(), columns["packed"].tobytes()
     names = ("groups", "lengths", "nbytes", "created")
-    places, lengths, sizes, created = (columns[name].tolist() for name in names)
+    numbers, lengths, sizes, created = (columns[name].tolist() for name in names)
     stops = np.cumsum(columns["lengths"]).tolist()
-    whole = len(digests) == 64 * len(stops) and sum(lengths) == len(packed)
-    if not whole or any(size <= 0 or size % 4 for size in lengths) or not _are_sizes(places, sizes):
+    fits = len(digests) == 64 * len(stops) and sum(lengths) == len(packed)
+    if not fits or any(size <= 0 or size % 4 for size in lengths) or not _are_sizes(numbers, sizes):
         raise EntryFault("format", f"the columns of {len(stops)} records do not fit together")
     if not np.isfinite(columns["created"]).all() or (np.frombuffer(packed, "<i4") < 0).any():
         raise EntryFault("format", f"{len(stops)} records with a time or a token that cannot be")
-    records = zip([0, *stops], stops, places, sizes, created, strict=False)
+    records = zip([0, *stops], stops, numbers, sizes, created, strict=False)
     return {
         digests[64 * row : 64 * row + 64]: IndexRecord(
-            groups[place][0], groups[place][1], packed[start:stop], nbytes, stamp
+            groups[number][0], groups[number][1], packed[start:stop], nbytes, stamp
         )
-        for row, (start, stop, place, nbytes, stamp) in enumerate(records)
+        for row, (start, stop, number, nbytes, stamp) in enumerate(records)
     }
 
 
@@ -169,7 +169,7 @@ def _parse_order(body: bytes) -> dict[str, tuple[float, ...]]:
         raise EntryFault("format", f"{len(body)} bytes are not what {form!r} says")
     names = body[_ORDER.size : _ORDER.size + _NAME_BYTES * count].hex()
     states = np.frombuffer(body, "<f8", count * width, _ORDER.size + _NAME_BYTES * count).reshape(count, width)
-    rows = (names[68 * place : 68 * place + 68] for place in range(count))
+    rows = (names[68 * number : 68 * number + 68] for number in range(count))
     return {
         f"{row[:2]}/{row[2:4]}/{row[4:]}": tuple(state)
         for row, state, good in zip(rows, states.tolist(), np.isfinite(states).all(axis=1), strict=True)

@@ -47,26 +47,26 @@ class StreamedLayers(Sequence[KV]):
         return len(self._layers)
 
     @overload
-    def __getitem__(self, place: int) -> KV: ...
+    def __getitem__(self, index: int) -> KV: ...
     @overload
-    def __getitem__(self, place: slice) -> Sequence[KV]: ...
-    def __getitem__(self, place: int | slice) -> KV | Sequence[KV]:
+    def __getitem__(self, index: slice) -> Sequence[KV]: ...
+    def __getitem__(self, index: int | slice) -> KV | Sequence[KV]:
         """Wait for a layer, or for several."""
-        if isinstance(place, slice):
-            return [self[one] for one in range(*place.indices(len(self)))]
-        place = range(len(self))[place]
+        if isinstance(index, slice):
+            return [self[one] for one in range(*index.indices(len(self)))]
+        index = range(len(self))[index]
         for driver in self.drivers:
-            driver.synchronize(place)
-        found = self._layers[place]
-        return self._awaited(place) if found is None else found
+            driver.synchronize(index)
+        found = self._layers[index]
+        return self._awaited(index) if found is None else found
 
-    def peek(self, place: int) -> KV | None:
+    def peek(self, index: int) -> KV | None:
         """Wait for a layer that another thread reads; None if nobody does, or it was not read in time."""
         with self._changed:
             until_s = time.monotonic() + min(self._patience_s, self._budget_s)
-            while self._layers[place] is None and self._is_coming and time.monotonic() < until_s:
+            while self._layers[index] is None and self._is_coming and time.monotonic() < until_s:
                 self._changed.wait(POLL_S)  # a driver that ends says nothing
-            return self._layers[place]
+            return self._layers[index]
 
     @property
     def _is_coming(self) -> bool:
@@ -74,54 +74,54 @@ class StreamedLayers(Sequence[KV]):
         is_sound = self._fault is None and self._instead is None
         return is_sound and any(driver.is_running for driver in self.drivers)
 
-    def fetch_kv(self, place: int, wait_s: float = -1) -> None:
+    def fetch_kv(self, index: int, wait_s: float = -1) -> None:
         """Read a layer, unless it is there; a fault is kept for whoever needs the layer."""
         if not self._reading.acquire(timeout=wait_s):
             return
         try:
-            if self._layers[place] is None and self._fault is None and self._instead is None:
-                self._take(place)
+            if self._layers[index] is None and self._fault is None and self._instead is None:
+                self._take(index)
         finally:
             self._reading.release()
 
-    def _take(self, place: int) -> None:
+    def _take(self, index: int) -> None:
         found: Sequence[KV] = ()
         try:
-            found, fault = self._read(place), None
+            found, fault = self._read(index), None
         except FAULTS as error:
             fault = error
         with self._changed:
-            self._layers[place : place + len(found)], self._fault = found, fault
+            self._layers[index : index + len(found)], self._fault = found, fault
             self._changed.notify_all()
         known = [layer for layer in self._layers if layer is not None]
         if len(known) == len(self._layers):
             self._complete(tuple(known))
 
-    def _awaited(self, place: int) -> KV:
+    def _awaited(self, index: int) -> KV:
         patience_s, reason = min((self._patience_s, "late"), (max(0.0, self._budget_s), "slow"))
         if not any(driver.is_running for driver in self.drivers):
-            self._fetch_here(place)
+            self._fetch_here(index)
         began_s = time.monotonic()
         with self._changed:
-            while self._layers[place] is None and self._fault is None and self._instead is None:
+            while self._layers[index] is None and self._fault is None and self._instead is None:
                 left_s = began_s + patience_s - time.monotonic()
                 if left_s <= 0 or not self._changed.wait(left_s):
-                    detail = f"layer {place} did not come in {patience_s:.3g} s"
+                    detail = f"layer {index} did not come in {patience_s:.3g} s"
                     self._fault = EntryFault(reason, detail, corrupt=False)
             self._budget_s -= time.monotonic() - began_s
-            found = self._layers[place]
+            found = self._layers[index]
             if found is not None:
                 return found
             if self._instead is None and self._fault is not None:
                 self._instead = self._recompute(self._fault)
             if self._instead is None:
-                raise EntryFault("late", f"layer {place} is not there", corrupt=False)
-            self._layers[place] = self._instead.layers[place]
-            return self._instead.layers[place]
+                raise EntryFault("late", f"layer {index} is not there", corrupt=False)
+            self._layers[index] = self._instead.layers[index]
+            return self._instead.layers[index]
 
-    def _fetch_here(self, place: int) -> None:
+    def _fetch_here(self, index: int) -> None:
         """Read a layer where nobody reads ahead: in a thread that can be left if there is a budget."""
         if math.isinf(self._budget_s):
-            self.fetch_kv(place, self._patience_s)
+            self.fetch_kv(index, self._patience_s)
         else:
-            threading.Thread(target=self.fetch_kv, args=(place,), name="hf_blend-load", daemon=True).start()
+            threading.Thread(target=self.fetch_kv, args=(index,), name="hf_blend-load", daemon=True).start()

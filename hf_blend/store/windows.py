@@ -7,7 +7,7 @@ import numpy as np
 __all__ = ["WINDOW", "WindowFilter"]
 
 WINDOW = 8  # tokens; stored chunks are recognised by windows of so many
-_LEAST_BITS, _LOAD = 12, 8  # the table has at least 2**12 places, and 8 for each window
+_LEAST_BITS, _LOAD = 12, 8  # the table has at least 2**12 entries, and 8 for each window
 _FACTORS = np.random.default_rng(0).integers(1, 1 << 62, WINDOW, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 
@@ -37,7 +37,7 @@ class WindowFilter:
         self._take_up()
         if len(ids) < self.width or not len(self._hashes):
             return np.empty(0, np.int64)
-        return np.flatnonzero(self._table[self._places(self._hashed(ids))])
+        return np.flatnonzero(self._table[self._slots_of(self._hashed(ids))])
 
     def _take_up(self) -> None:
         if not self._new:
@@ -48,16 +48,16 @@ class WindowFilter:
         bits = max(_LEAST_BITS, (_LOAD * len(self._hashes) - 1).bit_length())
         if bits != self._bits:
             self._bits, self._table, hashes = bits, np.zeros(1 << bits, bool), self._hashes
-        self._table[self._places(hashes)] = True
+        self._table[self._slots_of(hashes)] = True
 
     def _hashed(self, ids: np.ndarray) -> np.ndarray:
         """`[tokens - width + 1]`: the hash of the window at each position."""
         values, count = ids.astype(np.uint64), len(ids) - self.width + 1
         hashes = np.zeros(count, np.uint64)
-        for place, factor in enumerate(_FACTORS[: self.width]):
-            hashes += values[place : place + count] * factor
+        for number, factor in enumerate(_FACTORS[: self.width]):
+            hashes += values[number : number + count] * factor
         return hashes
 
-    def _places(self, hashes: np.ndarray) -> np.ndarray:
+    def _slots_of(self, hashes: np.ndarray) -> np.ndarray:
         mixed: np.ndarray = (hashes ^ (hashes >> np.uint64(29))) * _SPREAD >> np.uint64(64 - self._bits)
         return mixed

@@ -60,18 +60,18 @@ class PartialLayers(Sequence[KV]):
         return self.reader.layers
 
     @overload
-    def __getitem__(self, place: int) -> KV: ...
+    def __getitem__(self, index: int) -> KV: ...
     @overload
-    def __getitem__(self, place: slice) -> Sequence[KV]: ...
-    def __getitem__(self, place: int | slice) -> KV | Sequence[KV]:
+    def __getitem__(self, index: slice) -> Sequence[KV]: ...
+    def __getitem__(self, index: int | slice) -> KV | Sequence[KV]:
         """(K, V) of a layer, `[kv_heads, tokens, head_dim]` each."""
-        if isinstance(place, slice):
-            return [self[one] for one in range(*place.indices(len(self)))]
-        place, every, heads = range(len(self))[place], range(self.reader.blocks), range(self.reader.heads)
-        if not self.is_whole(place):
+        if isinstance(index, slice):
+            return [self[one] for one in range(*index.indices(len(self)))]
+        index, every, heads = range(len(self))[index], range(self.reader.blocks), range(self.reader.heads)
+        if not self.is_whole(index):
             for part in (0, 1):
-                self.reader.expect(place, part, heads, every)
-        return self.part(place, 0, heads, every), self.part(place, 1, heads, every)
+                self.reader.expect(index, part, heads, every)
+        return self.part(index, 0, heads, every), self.part(index, 1, heads, every)
 
     def is_whole(self, layer: int) -> bool:
         """Return True if all of a layer was read, from the blocks or behind a fault, and is in memory."""
@@ -80,9 +80,9 @@ class PartialLayers(Sequence[KV]):
 
     def forget(self, before: int) -> None:
         """Let go of what was read of the layers before one."""
-        for place in [place for place in self._known if place[0] < before]:
-            del self._known[place]
-            self._held.pop(place, None)
+        for index in [index for index in self._known if index[0] < before]:
+            del self._known[index]
+            self._held.pop(index, None)
 
     def part(self, layer: int, part: int, heads: Sequence[int], blocks: Sequence[int]) -> Tensor:
         """Some heads and blocks of a layer's keys (0) or values (1), `[heads, tokens of the blocks, width]`.
@@ -93,8 +93,8 @@ class PartialLayers(Sequence[KV]):
         known = self._known.setdefault((layer, part), [set() for _ in range(self.reader.heads)])
         if self._instead is None:
             try:
-                places = self._back if is_all else self.reader.positions_of(blocks)
-                return _heads(self._read(layer, part, heads, blocks), heads).index_select(1, places)
+                positions = self._back if is_all else self.reader.positions_of(blocks)
+                return _heads(self._read(layer, part, heads, blocks), heads).index_select(1, positions)
             except FAULTS as fault:
                 self._instead = self._recompute(fault)
         for head in heads:
@@ -112,11 +112,11 @@ class PartialLayers(Sequence[KV]):
             if lacking := tuple(block for block in blocks if block not in known[head]):
                 missing.setdefault(lacking, []).append(head)
         for lacking, those in missing.items():
-            found, places = self.reader.read(layer, part, those, lacking), self.reader.positions_of(lacking)
+            found, positions = self.reader.read(layer, part, those, lacking), self.reader.positions_of(lacking)
             if those == list(range(those[0], those[-1] + 1)):
-                held[those[0] : those[-1] + 1].index_copy_(1, places, found)
+                held[those[0] : those[-1] + 1].index_copy_(1, positions, found)
             else:
-                held[torch.tensor(those)[:, None], places] = found
+                held[torch.tensor(those)[:, None], positions] = found
             for head in those:
                 known[head].update(lacking)
         return held

@@ -71,9 +71,9 @@ class RedisTier(RemoteTier, Tier):
     def ask_bytes(self, name: str, found: Found, start: int, stop: int) -> bytes:
         """Read parts of pieces."""
         parts = []
-        for place in range(start // PIECE_BYTES, -(-stop // PIECE_BYTES)):
-            at = place * PIECE_BYTES
-            key = _piece(name, found.identity, place)
+        for number in range(start // PIECE_BYTES, -(-stop // PIECE_BYTES)):
+            at = number * PIECE_BYTES
+            key = _piece(name, found.identity, number)
             with self._translated():
                 parts.append(self._client.getrange(key, max(start - at, 0), min(stop - at, PIECE_BYTES) - 1))
         return b"".join(parts)
@@ -81,16 +81,16 @@ class RedisTier(RemoteTier, Tier):
     def ask_put(self, name: str, content: bytes) -> bool:
         """Write the pieces, then their names, and only then let the pieces stay."""
         value = b"%s %d %.6f %s" % (_FORMAT, len(content), time.time(), secrets.token_hex(8).encode())
-        keys = [_piece(name, value, place) for place in range(-(-len(content) // PIECE_BYTES))]
+        keys = [_piece(name, value, number) for number in range(-(-len(content) // PIECE_BYTES))]
         with self._translated():
-            for place, key in enumerate(keys):
-                piece = memoryview(content)[place * PIECE_BYTES : (place + 1) * PIECE_BYTES]
+            for number, key in enumerate(keys):
+                piece = memoryview(content)[number * PIECE_BYTES : (number + 1) * PIECE_BYTES]
                 self._client.set(key, piece, ex=_UNFINISHED_S)
             if not self._client.set(_PREFIX + name, value, nx=True):
                 self._unlink(keys)
                 return False
-            kept = [self._client.persist(key) for key in keys]
-        if not all(kept):
+            persisted = [self._client.persist(key) for key in keys]
+        if not all(persisted):
             self.ask_delete(name, value)
             raise RefusedError(errno.ENOSPC, "the server dropped pieces of an object while it was written")
         return True
@@ -104,7 +104,7 @@ class RedisTier(RemoteTier, Tier):
             removed = bool(self._client.eval(_DELETE_IF_SAME, 1, _PREFIX + name, value))
             with contextlib.suppress(EntryFault):
                 nbytes = _parse(value).stat.nbytes if removed else 0
-                self._unlink([_piece(name, value, place) for place in range(-(-nbytes // PIECE_BYTES))])
+                self._unlink([_piece(name, value, number) for number in range(-(-nbytes // PIECE_BYTES))])
         return removed
 
     def ask_names(self, space: str) -> Sequence[str]:
@@ -119,10 +119,10 @@ class RedisTier(RemoteTier, Tier):
             names = list(self._scan(""))
             for start in range(0, len(names), _PAGE):
                 page = names[start : start + _PAGE]
-                with self._client.pipeline(transaction=False) as asked:
+                with self._client.pipeline(transaction=False) as pipeline:
                     for name in page:
-                        asked.get(_PREFIX + name)
-                    for name, value in zip(page, asked.execute(), strict=True):
+                        pipeline.get(_PREFIX + name)
+                    for name, value in zip(page, pipeline.execute(), strict=True):
                         with contextlib.suppress(EntryFault):
                             found[name] = _parse(value or b"").stat
         return found
@@ -164,7 +164,7 @@ def _parse(value: bytes) -> Found:
     return Found(stat, value)
 
 
-def _piece(name: str, value: object, place: int) -> str:
+def _piece(name: str, value: object, number: int) -> str:
     """The key of a piece: the random end of the value keeps generations apart."""
     generation = value.rsplit(b" ", 1)[-1].decode("ascii", "replace") if isinstance(value, bytes) else ""
-    return f"{_PREFIX}{name}:{generation}:{place}"
+    return f"{_PREFIX}{name}:{generation}:{number}"
