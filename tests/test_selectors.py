@@ -324,7 +324,7 @@ def test_dependency_computes_kv_of_its_candidates_at_layer_0_and_nothing_else(
 ):
     settings = {"selector": "dependency", "selector_options": options, "recompute_ratio": 0.2}
     cache, _, _ = blended(shared_model(), tokenizer, pieces(), **settings)
-    work = [(one.layer, one.kv_only, int((one.flowing & one.reusable).sum())) for one in cache.report._work]
+    work = [(one.layer, one.kv_only, int((one.active_columns & one.reusable).sum())) for one in cache.report._work]
     assert work[:2] == [(0, True, looked_at), (0, False, 15)]
     assert len(cache.report.chosen_columns[0]) == 15
 

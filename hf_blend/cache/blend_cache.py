@@ -235,10 +235,10 @@ class BlendCache(MaskedDecode):
         pad_id = getattr(tokenizer, "pad_token_id", None)
         known = self._prompts.history.extended(history, pad_id, self.model.generation_config.eos_token_id)
         prompts = build_all(tokenizer, prefix, chunks, question, known.rows(), separator)
-        asked = question if isinstance(question, str) else next(iter(question), None)
-        if isinstance(asked, str) and not known and getattr(tokenizer, "chat_template", None):
+        question_text = question if isinstance(question, str) else next(iter(question), None)
+        if isinstance(question_text, str) and not known and getattr(tokenizer, "chat_template", None):
             _warn_once(NOT_A_CHAT, "")
-        return self._expect(tokenizer, prompts, 0 if known else super().get_seq_length(), known)
+        return self._await_prompts(tokenizer, prompts, 0 if known else super().get_seq_length(), known)
 
     def inputs_from_messages(
         self,
@@ -340,9 +340,9 @@ class BlendCache(MaskedDecode):
         self._check_room(max(len(prompt.ids) for prompt in prompts), 0)
         held = self._keep_beginning(prompts)
         if not held:
-            return self._expect(tokenizer, prompts)
+            return self._await_prompts(tokenizer, prompts)
         ids = torch.tensor([prompts[0].ids[:held]])
-        return self._expect(tokenizer, [prompts[0].behind(held)], history=History(ids, torch.ones_like(ids)))
+        return self._await_prompts(tokenizer, [prompts[0].behind(held)], history=History(ids, torch.ones_like(ids)))
 
     def _keep_beginning(self, prompts: Sequence[TextPrompt]) -> int:
         """Forget what the cache holds behind what a prompt begins with; gives how many tokens it still holds."""
@@ -363,7 +363,7 @@ class BlendCache(MaskedDecode):
             self.reset()
         return common
 
-    def _expect(
+    def _await_prompts(
         self, tokenizer: Any, prompts: Sequence[Prompt | TextPrompt], held: int = 0, history: History | None = None
     ) -> BatchEncoding:
         """Put prompts side by side and wait for them."""

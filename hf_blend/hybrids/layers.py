@@ -16,7 +16,7 @@ from ..model.extras import Spans
 from ..prefill.layer_kind import LayerKind
 from ..prefill.rows import Rows
 from ..selectors.base import KV
-from .mixer import ActiveRows, MixerPass, whole_arguments
+from .mixer import ActiveRows, MixerPass, full_arguments
 
 STATES = ("conv_states", "recurrent_states")
 FLAGS = ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state", "conv_kernel_size")
@@ -58,7 +58,7 @@ class MixerKind(LayerKind):
         """The mixer runs for these rows."""
         if self._pass is not None:
             self._rows_given.append(dict(call.arguments))  # kept alive: they are told by their ids
-            plan, given = prefill.context.plan, whole_arguments(call.arguments, self._given)
+            plan, given = prefill.context.plan, full_arguments(call.arguments, self._given)
             padding = plan.padding_on(rows.columns.device) if plan.has_padding else None
             self._pass.rows = ActiveRows(rows.columns, prefill.tokens, given, padding)
 
@@ -125,8 +125,8 @@ class MixerLayer(BatchOfRequests, LinearAttentionLayer):
     def restore_mixer(self, snapshot: Any) -> None:
         """Be as at a snapshot, which may be used again."""
         states, flags, (self.dtype, self.device) = snapshot
-        for name, kept in zip(STATES, states, strict=True):
-            setattr(self, name, {at: _copied(one) for at, one in kept.items()})
+        for name, snapshot_states in zip(STATES, states, strict=True):
+            setattr(self, name, {at: _copied(one) for at, one in snapshot_states.items()})
         for name, flag in zip(FLAGS, flags, strict=True):
             setattr(self, name, dict(flag))
 

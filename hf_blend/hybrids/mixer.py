@@ -24,7 +24,7 @@ from ..model.anatomy import gather_rows, parameter_names
 from ..model.extras import Spans
 
 Reach = Callable[[], None]
-Lay = Callable[[Tensor, Spans], None]
+WriteStored = Callable[[Tensor, Spans], None]
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class ActiveRows:
 
     columns: Tensor | None
     tokens: int
-    whole: Mapping[int, Any]
+    full: Mapping[int, Any]
     padding: Tensor | None = None
 
     def take(self, states: Tensor) -> Tensor:
@@ -86,26 +86,26 @@ class ActiveRows:
             index = torch.cat((index, padding), dim=1)
         return gather_rows(states, index)
 
-    def write(self, whole: Tensor, rows: Tensor) -> None:
+    def write(self, full: Tensor, rows: Tensor) -> None:
         """Write what `take` gave, after a projection, to its columns of `[batch, tokens, width]`."""
         if self.padding is not None:
-            padding = self.padding.to(whole.device)[..., None]
-            whole.copy_(torch.where(padding, rows[:, -1:], whole))
+            padding = self.padding.to(full.device)[..., None]
+            full.copy_(torch.where(padding, rows[:, -1:], full))
             rows = rows[:, :-1]
-        self._write(whole, rows)
+        self._write(full, rows)
 
     def spread(self, rows: Tensor) -> Tensor:
         """`[batch, rows, width]` at their columns of `[batch, tokens, width]`, 0 elsewhere."""
-        whole = rows.new_zeros(rows.shape[0], self.tokens, rows.shape[-1])
-        self._write(whole, rows)
-        return whole
+        full = rows.new_zeros(rows.shape[0], self.tokens, rows.shape[-1])
+        self._write(full, rows)
+        return full
 
-    def _write(self, whole: Tensor, rows: Tensor) -> None:
-        columns = self._columns_on(whole.device)
+    def _write(self, full: Tensor, rows: Tensor) -> None:
+        columns = self._columns_on(full.device)
         if columns.shape[0] == 1:
-            whole.index_copy_(1, columns[0], rows)
+            full.index_copy_(1, columns[0], rows)
         else:
-            whole.scatter_(1, columns[..., None].expand_as(rows), rows)
+            full.scatter_(1, columns[..., None].expand_as(rows), rows)
 
     def _columns_on(self, device: torch.device) -> Tensor:
         return self.columns.to(device)  # type: ignore[union-attr]
@@ -119,14 +119,14 @@ class MixerPass:
         mixer: Mixer,
         cache: Any,
         rows: ActiveRows,
-        lay: Lay | None = None,
+        write_stored: WriteStored | None = None,
         reached: Reach | None = None,
         keeps: bool = True,
     ) -> None:
         """Prepare; nothing is entered before `enter`."""
         self._mixer, self._cache, self.rows = mixer, cache, rows
         self.states: Tensor | None = None
-        self._lay, self._reached, self._missing, self._keeps = lay, reached, mixer.stored, keeps
+        self._write_stored, self._reached, self._missing, self._keeps = write_stored, reached, mixer.stored, keeps
         self._thread, self._is_inside, self._is_taken = threading.get_ident(), False, False
         self._hidden: tuple[Tensor, Tensor] | None = None  # the active rows, and what the mixer has in their place
         self._result: Tensor | None = None  # what the mixer will return, of the active rows already
@@ -156,9 +156,9 @@ class MixerPass:
             return None
         names = parameter_names(type(module))  # type: ignore[arg-type]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        whole = {name: self._whole(value) for name, value in given.items()}
-        whole[names[0]] = self._in_place_of(given[names[0]], whole)
-        return (), whole
+        full = {name: self._full(value) for name, value in given.items()}
+        full[names[0]] = self._in_place_of(given[names[0]], full)
+        return (), full
 
     def _in_place_of(self, hidden: Tensor, given: Mapping[str, Any]) -> Tensor:
         """Hidden states of all tokens, with the active rows at their columns, or without where nobody reads them."""
@@ -169,11 +169,11 @@ class MixerPass:
         self._hidden = hidden, blank
         return blank
 
-    def _whole(self, value: Any) -> Any:
-        if id(value) in self.rows.whole:
-            return self.rows.whole[id(value)]
+    def _full(self, value: Any) -> Any:
+        if id(value) in self.rows.full:
+            return self.rows.full[id(value)]
         if isinstance(value, tuple | list):
-            return type(value)(self._whole(item) for item in value)
+            return type(value)(self._full(item) for item in value)
         return value
 
     def _take(self, projection: Projection, _: nn.Module, args: tuple[Any, ...]) -> Any:
@@ -217,17 +217,17 @@ class MixerPass:
         finally:
             self._is_inside, self._is_taken, self._missing, self._hidden, self._result = before
 
-    def _lay_stored(self, states: Tensor, spans: Spans) -> None:
+    def _write_apart(self, states: Tensor, spans: Spans) -> None:
         with self._kept_apart():
-            self._lay(states, spans)  # type: ignore[misc]
+            self._write_stored(states, spans)  # type: ignore[misc]
 
     def _keep(self, projection: Projection, output: Tensor) -> None:
         """Write what is stored of the rows' output to the states."""
         if self.states is None:
             self.states = output.new_empty(output.shape[0], self.rows.tokens, self._mixer.width)
-            if self.rows.columns is not None and self._lay is not None:
+            if self.rows.columns is not None and self._write_stored is not None:
                 every = slice(0, self._mixer.width)
-                self._lay_stored(self.states, ((every, every),))
+                self._write_apart(self.states, ((every, every),))
         for columns, stored in projection.spans:
             if self.rows.columns is None:
                 self.states[..., stored] = output[..., columns]
@@ -236,16 +236,16 @@ class MixerPass:
 
     def _spread(self, projection: Projection, output: Tensor) -> Tensor:
         """A projection's output for all tokens; columns that no other token feels are 0 at those not computed."""
-        whole = output.new_empty(output.shape[0], self.rows.tokens, projection.features)
+        full = output.new_empty(output.shape[0], self.rows.tokens, projection.features)
         for gap in projection.gaps:
-            whole[..., gap] = 0
+            full[..., gap] = 0
         if self.states is not None:
             for columns, stored in projection.spans:
-                whole[..., columns] = self.states[..., stored]
-        elif self._lay is not None and projection.spans:
-            self._lay_stored(whole, projection.spans)
-        self.rows.write(whole, output)
-        return whole
+                full[..., columns] = self.states[..., stored]
+        elif self._write_stored is not None and projection.spans:
+            self._write_apart(full, projection.spans)
+        self.rows.write(full, output)
+        return full
 
     def _ends(self, _: nn.Module, __: Any, output: Any) -> Any:
         """Take the active rows of the mixer's output."""
@@ -280,12 +280,12 @@ def regular(columns: Sequence[int]) -> list[slice]:
     return parts
 
 
-def whole_arguments(cut: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[int, Any]:
+def full_arguments(cut: Mapping[str, Any], full: Mapping[str, Any]) -> dict[int, Any]:
     """By the `id` of what a layer is given for its active rows, what it would be given for all tokens."""
     found: dict[int, Any] = {}
     for name, value in cut.items():
-        if value is not whole.get(name):
-            found[id(value)] = whole.get(name)
-            if isinstance(value, tuple | list) and isinstance(whole.get(name), Sequence):
-                found.update({id(item): other for item, other in zip(value, whole[name], strict=False)})
+        if value is not full.get(name):
+            found[id(value)] = full.get(name)
+            if isinstance(value, tuple | list) and isinstance(full.get(name), Sequence):
+                found.update({id(item): other for item, other in zip(value, full[name], strict=False)})
     return found

@@ -113,7 +113,7 @@ def _modules(model: nn.Module, layers: Sequence[nn.Module]) -> dict[int, nn.Modu
 
     def note() -> None:
         running = list(dict.fromkeys(running_modules()))
-        index = next((place for place, layer in enumerate(layers) if layer in running), None)
+        index = next((number for number, layer in enumerate(layers) if layer in running), None)
         if index is not None:
             owners.setdefault(index, []).append(running[: running.index(layers[index])][::-1])
 
@@ -122,8 +122,8 @@ def _modules(model: nn.Module, layers: Sequence[nn.Module]) -> dict[int, nn.Modu
         return update(*args, **given)
 
     for name in ("update_conv_state", "update_recurrent_state"):
-        kept = getattr(cache, name)
-        setattr(cache, name, partial(noted, kept))
+        held = getattr(cache, name)
+        setattr(cache, name, partial(noted, held))
     try:
         _run(model, cache)
     except FAILURES as error:
@@ -227,7 +227,7 @@ def _input_projections(model: nn.Module, call: _Call, hidden: Tensor, names: lis
     alone: set[str] = set(names)
     before = _outputs(model, call, hidden, names)
     for token in SEEN_FROM:
-        other = _rubbish(hidden, seed=token)
+        other = _garbage(hidden, seed=token)
         other[:, token] = hidden[:, token]
         after = _outputs(model, call, other, names)
         moved = {name for name in names if _far(after[name][:, token], before[name][:, token])}
@@ -254,16 +254,16 @@ def _felt(
 
 def _gradients(model: nn.Module, call: _Call, hidden: Tensor, names: list[str], inputs: set[str]) -> dict[str, Tensor]:
     """How the output at the other tokens depends on each linear module's output, `[points, tokens, features]`."""
-    kept: dict[str, Tensor] = {}
+    held: dict[str, Tensor] = {}
 
     def keep(name: str, output: Tensor) -> Tensor:
         if output.shape[1] != TOKENS:
             return output
         if name in inputs:  # what is stored stands between it and whatever made its input
-            kept[name] = _points(output.detach()).requires_grad_()
-            return kept[name]
+            held[name] = _points(output.detach()).requires_grad_()
+            return held[name]
         if output.requires_grad:
-            kept[name] = output
+            held[name] = output
             output.retain_grad()
         return output
 
@@ -274,8 +274,8 @@ def _gradients(model: nn.Module, call: _Call, hidden: Tensor, names: list[str], 
         output = call.run(model, hidden.repeat(len(OFFSETS), 1, 1))
         weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
         weights[:, list(SEEN_FROM)] = 0
-        (output * weights).sum().backward(inputs=list(kept.values()))
-    return {name: torch.zeros_like(one) if one.grad is None else one.grad for name, one in kept.items()}
+        (output * weights).sum().backward(inputs=list(held.values()))
+    return {name: torch.zeros_like(one) if one.grad is None else one.grad for name, one in held.items()}
 
 
 def _points(output: Tensor) -> Tensor:
@@ -316,13 +316,13 @@ def _complaint(model: nn.Module, call: _Call, mixer: Mixer, hidden: Tensor, expe
     columns = torch.tensor([ACTIVE], device=hidden.device)
     rows = ActiveRows(columns, TOKENS, {})
     cache, given = full_cache(model), states.clone()
-    given[:, columns[0]] = _rubbish(given, seed=1)[:, columns[0]]  # to be computed
+    given[:, columns[0]] = _garbage(given, seed=1)[:, columns[0]]  # to be computed
 
-    def lay(into: Tensor, spans: Spans) -> None:
+    def write(into: Tensor, spans: Spans) -> None:
         for where, stored in spans:
             into[..., where] = given[..., stored]
 
-    run = MixerPass(mixer, cache, rows, lay)
+    run = MixerPass(mixer, cache, rows, write)
     got = _passed(model, call, run, hidden[:, columns[0]], cache)
     if got.shape[:2] != columns.shape:
         return f"its output has the shape {tuple(got.shape)} for {len(ACTIVE)} rows"
@@ -373,7 +373,7 @@ def _features(linear: nn.Module) -> int:
     return int(linear.out_features)
 
 
-def _rubbish(like: Tensor, seed: int) -> Tensor:
+def _garbage(like: Tensor, seed: int) -> Tensor:
     noise = torch.randn(like.shape, generator=torch.Generator().manual_seed(seed)).to(like)
     return noise * like.float().std().clamp_min(1e-6).to(like)
 

@@ -114,11 +114,11 @@ class InputTest:
                 pair = (
                     (layer.keys, layer.values) if hasattr(layer, "keys") else ()
                 )  # a mixer's projections are not kept
-                for kept, whole in zip(pair, states, strict=False):
-                    count = kept.shape[2]  # a window of the last tokens, or all
-                    rows = fresh[:, -count:].to(kept.device)
-                    got, wanted = (states[:, :, -count:].transpose(1, 2)[rows] for states in (kept, whole))
-                    errors.append(_share(got, wanted, by_median=not is_fine))
+                for held, full in zip(pair, states, strict=False):
+                    count = held.shape[2]  # a window of the last tokens, or all
+                    rows = fresh[:, -count:].to(held.device)
+                    got, expected = (states[:, :, -count:].transpose(1, 2)[rows] for states in (held, full))
+                    errors.append(_share(got, expected, by_median=not is_fine))
         return max(errors) / bound
 
     def _fresh(self, plan: Plan, ids: Tensor) -> list[Tensor]:
@@ -135,10 +135,10 @@ def _kind(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def _with_true_kv(plan: Plan, true: Capture) -> Plan:
     """The same plan, with K and V of a full prefill in every chunk."""
-    kept: dict[int, int] = {}
-    tables = [table for table in true.tables if table is not None and kept.setdefault(id(table[0]), len(kept)) >= 0]
+    held: dict[int, int] = {}
+    tables = [table for table in true.tables if table is not None and held.setdefault(id(table[0]), len(held)) >= 0]
     distinct = list({id(table[0]): table for table in tables}.values())
-    numbers = tuple(-1 if table is None else kept[id(table[0])] for table in true.tables)
+    numbers = tuple(-1 if table is None else held[id(table[0])] for table in true.tables)
 
     def filled(placed: PlacedChunk) -> PlacedChunk:
         row, columns = placed.row, placed.columns

@@ -125,13 +125,13 @@ def name_images(
     ids = inputs["input_ids"].cpu()
     mask = inputs.get("attention_mask")
     real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.cpu().bool()
-    places = ((ids == encoder.token_id) & real).nonzero()
-    places = places[places[:, 1] >= held].tolist()
+    positions = ((ids == encoder.token_id) & real).nonzero()
+    positions = positions[positions[:, 1] >= held].tolist()
     images = encoder.split(inputs)
     source = _Features(model, store, encoder)
-    digests, counts = [digest_of(image) for image in images], _expected(images, places)
+    digests, counts = [digest_of(image) for image in images], _expected(images, positions)
     found = [source.of(*one) for one in zip(images, digests, counts, strict=True)]
-    _check_count(found, len(places))
+    _check_count(found, len(positions))
     try:
         encoder.judge(source.identity, inputs, found)
     except UnsupportedModelError:
@@ -142,7 +142,7 @@ def name_images(
     naming = _Naming(encoder, tuple(chunk_prefix_ids), ids, real, inputs)
     at = 0
     for image, digest, features in zip(images, digests, found, strict=True):
-        naming.add(image, digest, features, places[at : at + len(features[0])])
+        naming.add(image, digest, features, positions[at : at + len(features[0])])
         at += len(features[0])
     return naming.result(found, source.encoded)
 
@@ -178,11 +178,11 @@ class _Naming:
         self._alone: dict[tuple[int, ...], dict[str, Any]] = {}
 
     def add(
-        self, image: Mapping[str, Tensor], digest: str, features: Features, places: Sequence[Sequence[int]]
+        self, image: Mapping[str, Tensor], digest: str, features: Features, positions: Sequence[Sequence[int]]
     ) -> None:
         """The next image, at these rows and columns: a chunk from its first token to its last, breaks of rows too."""
-        tokens, (row, first) = len(places), places[0]
-        if any(one != row for one, _ in places):
+        tokens, (row, first) = len(positions), positions[0]
+        if any(one != row for one, _ in positions):
             raise PromptError(
                 f"the placeholders of prompt {row} end within an image of {tokens} tokens, expected all of them in "
                 "one prompt. Pass the images in the order of the prompts, as the processor made both."
@@ -190,10 +190,10 @@ class _Naming:
         self._features[row].append(features[0])
         if tokens < LEAST_TOKENS:
             return
-        columns = slice(first, places[-1][1] + 1)
+        columns = slice(first, positions[-1][1] + 1)
         marks = {name: value[row, columns].tolist() for name, value in self._marks.items()}  # who sees whom, and where
         names = content_ids(f"{digest} {sorted(marks.items())}", tokens)
-        self._named[row, [column for _, column in places]] = torch.tensor(names)
+        self._named[row, [column for _, column in positions]] = torch.tensor(names)
         chunk = tuple(self._named[row, columns].tolist())
         self._spans[row].append(Span.whole(int(self._order[row, first]), chunk))
         if chunk not in self._alone:
@@ -245,13 +245,13 @@ class _Features:
 
     def _stored(self, digest: str, tokens: int) -> Features | None:
         key = self._key(digest, tokens) if tokens >= LEAST_TOKENS else None
-        if key is None or not self._store.contains(key) or (kept := self._store.get(key)) is None:
+        if key is None or not self._store.contains(key) or (stored := self._store.get(key)) is None:
             return None
-        if not is_of_model(self._model, kept.canary):
+        if not is_of_model(self._model, stored.canary):
             self._store.reject(key, "canary")
             return None
         self.loaded[digest] = key
-        return tuple(level[0][0] for level in kept.layers)
+        return tuple(level[0][0] for level in stored.layers)
 
     def again(self, image: Mapping[str, Tensor], digest: str) -> Features:
         """Of one image, not from the store: what was stored is not what the tower makes."""
@@ -267,8 +267,8 @@ class _Features:
             return features
         key, layers = self._key(digest, tokens), tuple((level[None],) for level in features)
         entry = ChunkKV(key, layers, (), (-1,) * len(layers), canary_of(self._model))
-        kept = self._store.put(entry)
-        if not all(torch.equal(one[0].cpu(), two[0].cpu()) for one, two in zip(kept.layers, layers, strict=True)):
+        stored = self._store.put(entry)
+        if not all(torch.equal(one[0].cpu(), two[0].cpu()) for one, two in zip(stored.layers, layers, strict=True)):
             self._store.delete(key)  # a codec rounds them
         return features
 
@@ -286,18 +286,18 @@ def _check_known(inputs: Mapping[str, Any], of_images: Sequence[str]) -> None:
             )
 
 
-def _expected(images: Sequence[Mapping[str, Tensor]], places: Sequence[Sequence[int]]) -> list[int]:
+def _expected(images: Sequence[Mapping[str, Tensor]], positions: Sequence[Sequence[int]]) -> list[int]:
     """How many tokens each image takes, as far as the placeholders tell; 0 where they do not."""
     runs: list[int] = []
     before: Sequence[int] = (-1, -1)
-    for row, column in places:
+    for row, column in positions:
         if [row, column - 1] != list(before):
             runs.append(0)
         runs[-1] += 1
         before = (row, column)
     if len(runs) == len(images):
         return runs
-    each, rest = divmod(len(places), max(1, len(images)))
+    each, rest = divmod(len(positions), max(1, len(images)))
     is_alike = len({tuple(image[PIXELS].shape) for image in images}) == 1
     return [0 if rest or not is_alike else each] * len(images)
 

@@ -33,7 +33,7 @@ from ..selectors.attention import Attention
 from ..selectors.base import KV, Hear, Selector
 from .buffers import LayerBuffers
 from .layer_kind import LayerKind, kind_of
-from .observing import AttentionNotes, AttentionObserver, sight
+from .observing import AttentionNotes, AttentionObserver, attention_of
 from .plan import PlacedChunk, Plan
 from .realign import Realigner
 from .report import BlendReport, Work
@@ -182,8 +182,8 @@ class Prefill:
         for step in self._schedule[index]:
             match step:
                 case Select(ratio, sees_attention) if any(plan.stored_counts):
-                    seen = self._look(index, call, sees_attention)
-                    self._select(index, call, model_mask, ratio, seen)
+                    attended = self._look(index, call, sees_attention)
+                    self._select(index, call, model_mask, ratio, attended)
                 case LoadInPart(sees_all):
                     plan.partial.begin(index, None if sees_all else self._rows, plan)
                 case Trim():
@@ -383,9 +383,9 @@ class Prefill:
         if self._kind.attends:
             self._masks.give(index, call, model_mask, rows)
 
-    def _keep_rows(self, index: int, call: LayerCall, model_mask: Any, rows: Rows, kept: Tensor) -> None:
+    def _keep_rows(self, index: int, call: LayerCall, model_mask: Any, rows: Rows, remaining: Tensor) -> None:
         """Go on with rows at these indices among the active ones, `[batch, kept]`."""
-        call.take_rows(kept, self.tokens if self._rows is None else self._rows.columns.shape[1])
+        call.take_rows(remaining, self.tokens if self._rows is None else self._rows.columns.shape[1])
         self._rows = rows
         self._take_rows(index, call, model_mask, rows)
 
@@ -394,8 +394,8 @@ class Prefill:
         self._note(index, kv_only=True)
         found: list[Attention] = []
 
-        def take(_: int, seen: Attention) -> None:
-            found.append(seen)
+        def take(_: int, attended: Attention) -> None:
+            found.append(attended)
             raise StopForward
 
         kind, layer = self._kind, self.context.layers[index]
@@ -414,19 +414,19 @@ class Prefill:
             "cache, but blending waits for them there. Use full prefill for this model."
         )
 
-    def _select(self, index: int, call: LayerCall, model_mask: Any, ratio: float, seen: Attention | None) -> None:
+    def _select(self, index: int, call: LayerCall, model_mask: Any, ratio: float, attended: Attention | None) -> None:
         """Let only the selected of the active rows go on, and those that are fresh in any case."""
         plan = self.context.plan
         rows = self._rows or Rows.every(plan.real)
         counts, before = self._selection.counts(ratio), self._selected_counts
-        selected = self._selection.select(index, rows, self._computed(index), counts, seen)
+        selected = self._selection.select(index, rows, self._computed(index), counts, attended)
         counts = self._narrowed_to([min(pair) for pair in zip(counts, before, strict=True)])
         total = [sum(pair) for pair in zip(plan.fresh_counts, counts, strict=True)]
-        kept = ~rows.take(plan.reusable) | selected
+        remaining = ~rows.take(plan.reusable) | selected
         if plan.has_padding:
-            kept = kept & rows.take(plan.real)
+            remaining = remaining & rows.take(plan.real)
         if self._rows is None or tuple(total) != self._rows.counts:
-            self._keep_rows(index, call, model_mask, *rows.keep(*self._aligned(kept, total)))
+            self._keep_rows(index, call, model_mask, *rows.keep(*self._aligned(remaining, total)))
 
     def _narrowed_to(self, counts: list[int]) -> list[int]:
         """Note how many of the reusable tokens of each entry are computed from here on."""
@@ -458,15 +458,17 @@ class Prefill:
             )
             return found
         if self._notes is not None and self._notes.hears(index, call.layer):
-            return self._notes.glance(call.layer)
+            return self._notes.capture(call.layer)
         return None
 
     def _capturing(self, index: int, call: LayerCall, take: Callable[[int, Attention], Any]) -> AttentionCapture:
         """Hand what the active rows look at in a layer to `take`, in place of its attention."""
         rows = self._rows or Rows.every(self.context.plan.real)
         number = self._with_keys.index(index)  # selectors count the layers that attend
-        seen = sight(rows.columns, self.tokens, self.context.report.charge, lambda seen: take(number, seen))
-        return AttentionCapture(call.layer, seen)
+        attended = attention_of(
+            rows.columns, self.tokens, self.context.report.charge, lambda attended: take(number, attended)
+        )
+        return AttentionCapture(call.layer, attended)
 
     def _stops_at(self, index: int) -> bool:
         """Return True if nothing runs behind the attention of a layer, because the observer has seen its last."""

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 Parts = Callable[[], Sequence[Tensor] | None]
 Moved = tuple[Tensor, Any, Sequence[Tensor]]  # what was moved, the event behind it, the parts in order
-Place = tuple[int, int, int]  # first layer, the one behind the last, K (0) or V (1)
+CopyKey = tuple[int, int, int]  # first layer, the one behind the last, K (0) or V (1)
 
 
 class CopyStream:
@@ -31,7 +31,7 @@ class CopyStream:
         self._device, self._stream = device, torch.cuda.Stream(device)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hf_blend-copy")
 
-    def submit(self, place: Place, work: Callable[[], Any]) -> "Future[Any]":
+    def submit(self, key: CopyKey, work: Callable[[], Any]) -> "Future[Any]":
         """Bring something on the thread, one after the other."""
         return self._thread.submit(work)
 
@@ -66,8 +66,8 @@ class Copies:
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, CopyStream | None] = {}
-        self._pending: dict[tuple[Place, torch.device], Future[Moved | None]] = {}
-        self._there: dict[tuple[Place, torch.device], Tensor | None] = {}
+        self._pending: dict[tuple[CopyKey, torch.device], Future[Moved | None]] = {}
+        self._there: dict[tuple[CopyKey, torch.device], Tensor | None] = {}
 
     def stream(self, device: torch.device) -> CopyStream | None:
         """The stream of a device, opened once."""
@@ -75,22 +75,22 @@ class Copies:
             self._streams[device] = open_stream(device)
         return self._streams[device]
 
-    def ahead(self, place: Place, device: torch.device, parts: Parts) -> None:
+    def ahead(self, key: CopyKey, device: torch.device, parts: Parts) -> None:
         """Begin to bring states to a device, unless they come already; those of layers long past are let go of.
 
         Shapes: parts `[layers, heads, tokens, width]`.
         """
         stream = self.stream(device)
-        if stream is None or (place, device) in self._pending or (place, device) in self._there:
+        if stream is None or (key, device) in self._pending or (key, device) in self._there:
             return
         for held in (self._pending, self._there):
-            for known in [one for one in held if one[0][1] < place[0]]:
+            for known in [one for one in held if one[0][1] < key[0]]:
                 del held[known]
-        self._pending[place, device] = stream.submit(place, lambda: _bring(stream, parts))
+        self._pending[key, device] = stream.submit(key, lambda: _bring(stream, parts))
 
-    def take(self, place: Place, device: torch.device) -> Tensor | None:
+    def take(self, key: CopyKey, device: torch.device) -> Tensor | None:
         """What was brought: all chunks side by side, `[layers, heads, tokens, width]`; None: nothing."""
-        known = (place, device)
+        known = (key, device)
         if known in self._pending:
             found, stream = self._pending.pop(known).result(), self._streams[device]
             self._there[known] = None
@@ -129,5 +129,5 @@ def _in_order(moved: Tensor, found: Sequence[Tensor]) -> Tensor:
     if all(part.device.type == "cpu" for part in found):
         return moved
     sizes = [part.shape[2] for part in found if part.device.type == "cpu"]
-    brought = iter(moved.split(sizes, dim=2))
-    return torch.cat([next(brought) if part.device.type == "cpu" else part for part in found], dim=2)
+    moved_parts = iter(moved.split(sizes, dim=2))
+    return torch.cat([next(moved_parts) if part.device.type == "cpu" else part for part in found], dim=2)

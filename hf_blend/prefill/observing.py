@@ -42,30 +42,30 @@ class AttentionObserver:
         """Whether a layer's attention is taken; the others attend as they do without a listener."""
         return self._layers is None or self._anchors is not None or index in self._layers
 
-    def take(self, index: int, seen: Attention) -> tuple[Tensor, None]:
+    def take(self, index: int, attended: Attention) -> tuple[Tensor, None]:
         """Tell of a layer, then give what its attention gives.
 
         Shape: `[batch, rows, heads, value_dim]`.
         """
         is_told = self._layers is None or index in self._layers
         if is_told:
-            weights = seen.weights(slice(None))
-            self._hear(index, seen, weights)
+            weights = attended.weights(slice(None))
+            self._hear(index, attended, weights)
         if index == self.last:
             raise StopForward
         if self._anchors is not None:
-            weights = seen.weights(slice(None), self._kept(seen))
-        return seen.outputs(weights).to(seen.queries.dtype).transpose(1, 2).contiguous(), None
+            weights = attended.weights(slice(None), self._visible(attended))
+        return attended.outputs(weights).to(attended.queries.dtype).transpose(1, 2).contiguous(), None
 
-    def _kept(self, seen: Attention) -> Tensor:
+    def _visible(self, attended: Attention) -> Tensor:
         """`[batch, 1, keys]`: the anchors, and all that is in the cache or has no place among the columns."""
-        anchors = self._anchors.to(seen.keys.device)  # type: ignore[union-attr]
-        keys = torch.ones(anchors.shape[0], seen.keys.shape[2], dtype=torch.bool, device=anchors.device)
-        keys[:, seen.past : seen.past + anchors.shape[1]] = anchors
+        anchors = self._anchors.to(attended.keys.device)  # type: ignore[union-attr]
+        keys = torch.ones(anchors.shape[0], attended.keys.shape[2], dtype=torch.bool, device=anchors.device)
+        keys[:, attended.past : attended.past + anchors.shape[1]] = anchors
         return keys[:, None]
 
 
-def sight(
+def attention_of(
     columns: Tensor, tokens: int, charge: Callable[[Any], None], take: Callable[[Attention], Any]
 ) -> Callable[..., Any]:
     """What takes a layer's attention call, makes an `Attention` of its arguments and passes it on.
@@ -134,7 +134,7 @@ class AttentionNotes:
         modules = LayerInfo.of(layer).attention if index in self._layers else ()
         return len(modules) == 1 and stock_function(modules[0].config._attn_implementation) is not None
 
-    def glance(self, layer: nn.Module) -> AttentionCapture:
+    def capture(self, layer: nn.Module) -> AttentionCapture:
         """Takes a layer's attention: notes what it looks at, then attends as the model would."""
 
         def take(stock: AttentionFn, module: nn.Module, query: Tensor, key: Tensor, *args: Any, **given: Any) -> Any:

@@ -75,12 +75,12 @@ class PromptRow:
     """The prompt that a row of new tokens belongs to."""
 
     ids: tuple[int, ...]
-    seen: int = 0
+    before: int = 0
     columns: tuple[int, ...] = ()
     prefix: int | None = None
     is_searched: bool = False
 
-    def place(self, start: int, first: int, count: int) -> int | None:
+    def column_of(self, start: int, first: int, count: int) -> int | None:
         """The column of the row's token `first`, if `count` tokens stand there side by side; else None."""
         if not self.columns:
             return start + first
@@ -214,12 +214,17 @@ class Planner:
         self._tokenizer = tokenizer  # digest of the one that made the prompt's ids; stored with what is computed
         self._placeholders = placeholder_ids(model.config)  # no chunk that holds one is looked up, or computed alone
         self._least_ratio = least_ratio  # what a controller may raise
-        self._model, self._store, self._fingerprint, self._sink_ids = model, store, fingerprint, chunk_prefix_ids
+        self._model, self._store, self._fingerprint, self._chunk_prefix_ids = (
+            model,
+            store,
+            fingerprint,
+            chunk_prefix_ids,
+        )
         self.images: Mapping[tuple[int, ...], Mapping[str, Any]] = {}  # by the names of its tokens, how to compute one
         self._fetched: dict[ChunkKey, ChunkKV] = {}
         self._canaries: set[str] = set()  # those that were found to be the model's
-        self._config, self._known_regimes = text_config(model), dict[int, tuple[int, ...]]()
-        self._regimes: set[tuple[int, ...]] = set()  # of the frequencies in the forward that is planned
+        self._config, self._known_frequencies = text_config(model), dict[int, tuple[int, ...]]()
+        self._all_frequencies: set[tuple[int, ...]] = set()  # of the frequencies in the forward that is planned
 
     def plan(
         self,
@@ -228,24 +233,29 @@ class Planner:
         width: int,
         known: Sequence[Sequence[Span]] | None,
         at_beginning: bool,
-        wholes: Sequence[PromptRow] | None = None,
+        prompt_rows: Sequence[PromptRow] | None = None,
     ) -> Plan:
         """Decide which columns are reused."""
-        plan = Plan([], _real(rows, starts, width, wholes), list(map(len, rows)), store=self._store)
-        wholes = [PromptRow(tuple(ids)) for ids in rows] if wholes is None else wholes
-        longest = max(whole.seen + len(new) for new, whole in zip(rows, wholes, strict=True))
-        self._regimes = {self._regime(longest), self._regime(max(whole.seen for whole in wholes) + width)}
-        given = [None] * len(wholes) if known is None else known
-        found = [self._spans(spans, whole, at_beginning) for spans, whole in zip(given, wholes, strict=True)]
+        plan = Plan([], _real(rows, starts, width, prompt_rows), list(map(len, rows)), store=self._store)
+        prompt_rows = [PromptRow(tuple(ids)) for ids in rows] if prompt_rows is None else prompt_rows
+        longest = max(prompt_row.before + len(new) for new, prompt_row in zip(rows, prompt_rows, strict=True))
+        self._all_frequencies = {
+            self._frequencies(longest),
+            self._frequencies(max(prompt_row.before for prompt_row in prompt_rows) + width),
+        }
+        given = [None] * len(prompt_rows) if known is None else known
+        found = [
+            self._spans(spans, prompt_row, at_beginning) for spans, prompt_row in zip(given, prompt_rows, strict=True)
+        ]
         unloaded = self._advised(plan, [span.key for spans in found for span in spans])
         plan.protect({span.key for spans in found for span in spans} - unloaded)
         placed = list[tuple[ChunkKey, Callable[[ChunkKV], PlacedChunk]]]()
-        for row, (new, start, whole) in enumerate(zip(rows, starts, wholes, strict=True)):
+        for row, (new, start, prompt_row) in enumerate(zip(rows, starts, prompt_rows, strict=True)):
             spans = [span for span in found[row] if span.key not in unloaded]
-            placed += self._place(plan, row, start, len(new), whole, spans, at_beginning)
+            placed += self._placed_chunks(plan, row, start, len(new), prompt_row, spans, at_beginning)
         first = {spans[0].key for spans in found if spans and spans[0].start == 0}
         self._fetch(plan, [key for key, _ in placed], first)
-        plan.chunks += [place(self._fetched[key]) for key, place in placed]
+        plan.chunks += [make(self._fetched[key]) for key, make in placed]
         plan.begin(1)
         plan.read_ahead(self._store.pipeline_depth)
         plan.kept_ratio = self._kept_ratio() if plan.computed else 1.0
@@ -260,21 +270,25 @@ class Planner:
         """The chunks that the store's controller would rather have computed where they stand."""
         if self._store.controller is None:
             return set()
-        chunks = [key for key in dict.fromkeys(keys) if key.chunk_prefix_ids == self._sink_ids]  # not the prefix
+        chunks = [
+            key for key in dict.fromkeys(keys) if key.chunk_prefix_ids == self._chunk_prefix_ids
+        ]  # not the prefix
         plan.advice = self._store.controller.decide(chunks, self._least_ratio) if chunks else None
-        return set() if plan.advice is None else {*chunks} - {chunks[place] for place in plan.advice.loaded}
+        return set() if plan.advice is None else {*chunks} - {chunks[number] for number in plan.advice.loaded}
 
-    def _spans(self, known: Sequence[Span] | None, whole: PromptRow, at_beginning: bool) -> list[Found]:
+    def _spans(self, known: Sequence[Span] | None, prompt_row: PromptRow, at_beginning: bool) -> list[Found]:
         """The chunks of one prompt, from left to right."""
         given = list(known or ())
-        spans = [Found(one.start, self._key(one.token_ids, self._sink_ids), one.first, one.tokens) for one in given]
-        if known is None or whole.is_searched:
-            found = self._store.find(self._fingerprint, self._sink_ids, whole.ids)
+        spans = [
+            Found(one.start, self._key(one.token_ids, self._chunk_prefix_ids), one.first, one.tokens) for one in given
+        ]
+        if known is None or prompt_row.is_searched:
+            found = self._store.find(self._fingerprint, self._chunk_prefix_ids, prompt_row.ids)
             spans = sorted(spans + [one for one in found if not _overlaps(one, given)], key=lambda one: one.start)
         if at_beginning and given and given[0].start == given[0].first == 0:  # nothing is before it, so it is exact
             spans[0] = spans[0]._replace(key=self._key(given[0].token_ids, ()))
-        first = whole.ids[: spans[0].start] if spans and at_beginning else ()
-        prefix = first if known is not None and whole.prefix is None else first[: whole.prefix or 0]
+        first = prompt_row.ids[: spans[0].start] if spans and at_beginning else ()
+        prefix = first if known is not None and prompt_row.prefix is None else first[: prompt_row.prefix or 0]
         spans = (self._prefix(prefix) or self._stored_prefix(first)) + spans
         return [span for span in spans if self._placeholders.isdisjoint(span.key.token_ids)]
 
@@ -284,7 +298,7 @@ class Planner:
 
     def _stored_prefix(self, ids: Sequence[int]) -> list[Found]:
         """As much of what is before the first chunk as one entry has, computed behind nothing."""
-        if ids == self._sink_ids:
+        if ids == self._chunk_prefix_ids:
             return self._prefix(ids)
         found = self._store.find(self._fingerprint, (), ids) if ids else []
         return [one for one in found[:1] if one.start == one.first == 0]
@@ -292,43 +306,42 @@ class Planner:
     def _key(self, ids: Sequence[int], chunk_prefix_ids: Sequence[int]) -> ChunkKey:
         return _chunk_key(self._fingerprint, tuple(chunk_prefix_ids), tuple(ids), self._store.namespace)
 
-    def _place(
+    def _placed_chunks(
         self,
         plan: Plan,
         row: int,
         start: int,
         new: int,
-        whole: PromptRow,
+        prompt_row: PromptRow,
         spans: list[Found],
         beginning: bool,
     ) -> Iterator[tuple[ChunkKey, Callable[[ChunkKV], PlacedChunk]]]:
-        """The chunks of one row that are needed, and what makes the slot of each."""
+        """The chunks of one row that are needed, and what makes the placed chunk of each."""
         exact_until = 0 if beginning else -1
-        for number, (offset, key, inside, count) in enumerate(spans):
-            end = offset + count
-            if end >= max(len(whole.ids), whole.seen + new):
-                continue  # the last token is always computed: its output is wanted
-            alone = (
-                inside == 0 and whole.ids[:offset] == key.chunk_prefix_ids
-            )  # what is before it here is what was then
-            exact = offset == exact_until and alone and self._is_turned_alike(key)
+        for number, (offset, key, inside, tokens) in enumerate(spans):
+            end = offset + tokens
+            if end >= max(len(prompt_row.ids), prompt_row.before + new):
+                continue  # the last token is always computed: its output is expected
+            is_behind_same = inside == 0 and prompt_row.ids[:offset] == key.chunk_prefix_ids
+            exact = offset == exact_until and is_behind_same and self._has_same_frequencies(key)
             exact_until = end if exact else exact_until
-            first, last = max(offset, whole.seen), min(end, whole.seen + new - 1)  # a part's last token flows too
-            place = whole.place(start, first - whole.seen, last - first) if first < last else None
-            if place is not None:
+            first = max(offset, prompt_row.before)
+            count = min(end, prompt_row.before + new - 1) - first  # the last token of a part is computed, too
+            column = prompt_row.column_of(start, first - prompt_row.before, count) if count > 0 else None
+            if column is not None:
                 here = inside + first - offset
-                yield key, partial(PlacedChunk, row, place, exact=exact, number=number, first=here, count=last - first)
-                if first == offset and key.chunk_prefix_ids == self._sink_ids:
-                    plan.seam_tokens += len(key.token_ids) - count
+                yield key, partial(PlacedChunk, row, column, exact=exact, number=number, first=here, count=count)
+                if first == offset and key.chunk_prefix_ids == self._chunk_prefix_ids:
+                    plan.seam_tokens += len(key.token_ids) - tokens
 
-    def _is_turned_alike(self, key: ChunkKey) -> bool:
+    def _has_same_frequencies(self, key: ChunkKey) -> bool:
         """Whether a chunk is computed by the frequencies of this forward."""
-        return self._regimes == {self._regime(len(key.chunk_prefix_ids) + len(key.token_ids))}
+        return self._all_frequencies == {self._frequencies(len(key.chunk_prefix_ids) + len(key.token_ids))}
 
-    def _regime(self, tokens: int) -> tuple[int, ...]:
-        if tokens not in self._known_regimes:
-            self._known_regimes[tokens] = frequency_regime(self._config, tokens)
-        return self._known_regimes[tokens]
+    def _frequencies(self, tokens: int) -> tuple[int, ...]:
+        if tokens not in self._known_frequencies:
+            self._known_frequencies[tokens] = frequency_regime(self._config, tokens)
+        return self._known_frequencies[tokens]
 
     def _fetch(self, plan: Plan, keys: Sequence[ChunkKey], first: Set[ChunkKey]) -> None:
         """Bring chunks from the store; those that it lacks are computed, several in one forward, and stored.
@@ -390,12 +403,12 @@ def _overlaps(one: Found, spans: Sequence[Span]) -> bool:
 
 
 def _real(
-    rows: Sequence[Sequence[int]], starts: Sequence[int], width: int, wholes: Sequence[PromptRow] | None
+    rows: Sequence[Sequence[int]], starts: Sequence[int], width: int, prompt_rows: Sequence[PromptRow] | None
 ) -> Tensor:
     """`[batch, width]`: where the tokens of each entry are."""
     real = np.zeros((len(rows), width), dtype=bool)
     for row, (new, start) in enumerate(zip(rows, starts, strict=True)):
-        columns = wholes[row].columns if wholes is not None else ()
+        columns = prompt_rows[row].columns if prompt_rows is not None else ()
         real[row, list(columns) or slice(start, start + len(new))] = True
     return torch.from_numpy(real)
 

@@ -136,7 +136,7 @@ class Realigner:
         self._rotations: dict[tuple[object, ...], KV] = {}
         self._tables: dict[int, Table | None] = {}
         self._alike: dict[int, Table] = {}  # id of a table → the same one, made earlier
-        self._kept: list[Table] = []
+        self._alive: list[Table] = []
         self._copies = Copies()
 
     @property
@@ -156,7 +156,7 @@ class Realigner:
         known = self._tables.get(layer)
         if table is not None and known is not None:
             self._alike[id(table[0])] = known
-            self._kept.append(table)
+            self._alive.append(table)
 
     def group(self, layer: int, chunks: Sequence[PlacedChunk], last: int, device: torch.device) -> range:
         """This layer, and those behind it that can be written with it."""
@@ -273,8 +273,8 @@ class Realigner:
         total = sum(one.tokens for one in chunks)
         number = torch.arange(count, device=device).repeat_interleave(lengths, output_size=total)
         worst = torch.zeros(count, device=device)
-        kept = (self._beside(layer, placed, device),) if of_mixer else self._gathered(layer, placed, device)
-        for states, stored in zip(computed, kept, strict=True):
+        expected = (self._beside(layer, placed, device),) if of_mixer else self._gathered(layer, placed, device)
+        for states, stored in zip(computed, expected, strict=True):
             fresh = placed.read(states).float()
             error = torch.linalg.vector_norm(fresh - stored, dim=(0, 2), dtype=torch.float32)
             size = torch.linalg.vector_norm(fresh, dim=(0, 2)).square_()
@@ -380,9 +380,9 @@ class Realigner:
             if len(self._all) >= MANY and (joined := self._joined(which, device)) is not None:
                 return [joined[layers.start : layers.stop, :, placed.part]]
             if device.type != "cpu":
-                brought = self._copies.take((layers.start, layers.stop, which), device)
-                if brought is not None:
-                    return [brought[:, :, placed.part]]
+                copied = self._copies.take((layers.start, layers.stop, which), device)
+                if copied is not None:
+                    return [copied[:, :, placed.part]]
         return placed.parts(layers, which)
 
     def _joined(self, which: int, device: torch.device) -> Tensor | None:

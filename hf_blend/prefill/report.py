@@ -35,7 +35,7 @@ class Work:
     past: int = 0
 
     @property
-    def flowing(self) -> Tensor:
+    def active_columns(self) -> Tensor:
         """`[batch, tokens]`: the columns that the layer ran for."""
         if self.columns is None:
             return torch.ones_like(self.real)
@@ -127,15 +127,15 @@ class BlendReport:
         """FLOPs spent to choose and to correct beside the layers' own work: attention scores, probes, shifts."""
         return sum(float(flops() if callable(flops) else flops) for flops in self._charges)
 
-    def chose(self, columns: Tensor, picked: Tensor, past: int) -> None:
+    def chose(self, columns: Tensor, selected: Tensor, past: int) -> None:
         """Note the first choice of a part of the prompt.
 
         Args:
             columns: `[batch, rows]`, where the rows are among the new tokens.
-            picked: `[batch, rows]`, True for those that were chosen.
+            selected: `[batch, rows]`, True for those that were chosen.
             past: tokens in the cache before the new ones.
         """
-        self._chosen.append((columns, picked, past))
+        self._chosen.append((columns, selected, past))
 
     @property
     def chosen_columns(self) -> list[list[int]]:
@@ -143,8 +143,8 @@ class BlendReport:
         parts = []
         for number, part in enumerate(self._chosen):
             if isinstance(part, tuple):
-                columns, picked, past = part
-                part = [row[keep].tolist() for row, keep in zip((columns + past).cpu(), picked.cpu(), strict=True)]
+                columns, selected, past = part
+                part = [row[keep].tolist() for row, keep in zip((columns + past).cpu(), selected.cpu(), strict=True)]
                 self._chosen[number] = part
             parts.append(part)
         return [[column for row in rows for column in row] for rows in zip(*parts, strict=True)]
@@ -176,7 +176,7 @@ class BlendReport:
         """Of what a full prefill spends on products of weights and tokens, and on attention, the shares spent here."""
         full, spent = [0.0, 0.0], [0.0, 0.0]
         for work in self._work:
-            cost, active = self._costs[work.layer], work.real & work.flowing
+            cost, active = self._costs[work.layer], work.real & work.active_columns
             if work.kv_only:
                 spent[0] += cost.before_kv * int(active.sum())
                 continue
@@ -184,7 +184,7 @@ class BlendReport:
                 keys = float((self._columns(work, tokens) + 1).sum())
                 into[0] += (cost.before_kv + cost.after_kv) * int(tokens.sum())
                 into[1] += cost.per_key * keys
-        shares = (one / whole if whole else 0.0 for one, whole in zip(spent, full, strict=True))
+        shares = (one / total if total else 0.0 for one, total in zip(spent, full, strict=True))
         return dict(zip(("products", "attention"), shares, strict=True))
 
     def _layers(self) -> list[Work]:
@@ -193,7 +193,7 @@ class BlendReport:
 
     def _spent(self, work: Work, tokens: Tensor) -> float:
         """FLOPs spent on some tokens: on those of them that the layer ran for, and in its mixer on all."""
-        cost, active = self._costs[work.layer], work.flowing & tokens
+        cost, active = self._costs[work.layer], work.active_columns & tokens
         if work.kv_only:
             return cost.before_kv * int(active.sum())
         every = cost.always * int(tokens.sum()) if cost.always else 0.0
@@ -206,9 +206,9 @@ class BlendReport:
 
     def as_dict(self) -> dict[str, Any]:
         """All figures as JSON values."""
-        shown = {entry.name: getattr(self, entry.name) for entry in fields(self) if not entry.name.startswith("_")}
-        asked = {"scoring_flops": self.scoring_flops, "chosen_columns": self.chosen_columns}
-        return {**shown, **asked, "charged_budget": self.charged_budget, "flop_bound": self.flop_bound}
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self) if not entry.name.startswith("_")}
+        figures = {"scoring_flops": self.scoring_flops, "chosen_columns": self.chosen_columns}
+        return {**values, **figures, "charged_budget": self.charged_budget, "flop_bound": self.flop_bound}
 
     def _decided(self) -> str:
         found = self.advice

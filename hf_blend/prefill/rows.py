@@ -68,20 +68,20 @@ class Rows:
 
         Shapes: selected `[batch, rows]` → `[batch, kept]`.
         """
-        kept, index = Rows.of(selected if self.filler is None else selected & ~self.filler, counts)
+        rest, index = Rows.of(selected if self.filler is None else selected & ~self.filler, counts)
         if self.is_all:
-            return kept, index
-        return Rows(self.columns.gather(1, index), kept.filler, kept.counts), index
+            return rest, index
+        return Rows(self.columns.gather(1, index), rest.filler, rest.counts), index
 
     def last(self, count: int) -> tuple["Rows", Tensor]:
         """Keep the last `count` rows, none of which is a repetition; otherwise as `keep`."""
         width = self.columns.shape[1]
         index = torch.arange(width - count, width, device=self.columns.device).expand(self.columns.shape[0], -1)
         filler = None if self.filler is None else self.filler[:, -count:]
-        kept = Rows(self.columns[:, -count:], filler, (count,) * self.columns.shape[0])
+        rest = Rows(self.columns[:, -count:], filler, (count,) * self.columns.shape[0])
         if "numbers" in vars(self):
-            kept.numbers = [numbers[-count:] for numbers in self.numbers]
-        return kept, index
+            rest.numbers = [numbers[-count:] for numbers in self.numbers]
+        return rest, index
 
     def take(self, grid: Tensor) -> Tensor:
         """The entries of a `[batch, tokens]` grid at these rows: `[batch, rows]`."""
@@ -116,8 +116,8 @@ class Rows:
 
     def spread(self, rows: Tensor, tokens: int) -> Tensor:
         """The rows `[…, batch, rows, width]` at their columns among `tokens`, 0 elsewhere."""
-        whole = rows.new_zeros((*rows.shape[:-2], tokens, rows.shape[-1]))
-        return whole.scatter_(-2, self.columns.to(rows.device)[..., None].expand_as(rows), rows)
+        spread_rows = rows.new_zeros((*rows.shape[:-2], tokens, rows.shape[-1]))
+        return spread_rows.scatter_(-2, self.columns.to(rows.device)[..., None].expand_as(rows), rows)
 
 
 def highest(scores: Tensor, eligible: Tensor, counts: Sequence[int]) -> Tensor:

@@ -109,7 +109,7 @@ class PromptBatch:
     input_ids: Tensor
     attention_mask: Tensor
 
-    def find(self, rows: Sequence[Sequence[int]], seen: Sequence[int]) -> list[Prompt | TextPrompt] | None:
+    def find(self, rows: Sequence[Sequence[int]], past: Sequence[int]) -> list[Prompt | TextPrompt] | None:
         """Which prompt each row of token ids goes on with.
 
         A beam search repeats prompts; assisted decoding puts its candidates behind them; a prefill by parts passes
@@ -118,7 +118,7 @@ class PromptBatch:
         repeats, odd = divmod(len(rows), len(self.prompts))
         longest_first = sorted(self.prompts, key=lambda prompt: -len(prompt.ids))
         found = []
-        for number, (row, start) in enumerate(zip(rows, seen, strict=True)):
+        for number, (row, start) in enumerate(zip(rows, past, strict=True)):
             own = [] if odd else [self.prompts[number // repeats]]
             whole = [one for one in longest_first if start == 0 and len(one.ids) <= len(row)]
             prompt = next((one for one in (*own, *whole) if _goes_on(one.ids, tuple(row), start)), None)
@@ -179,8 +179,8 @@ def build(
     for number, ids in enumerate(pieces):
         if not ids:
             raise PromptError(f"chunk {number} is {chunks[number]!r} and has no token. Leave empty chunks out.")
-    asked = tokenize(tokenizer, question)
-    if not asked:
+    question_ids = tokenize(tokenizer, question)
+    if not question_ids:
         raise PromptError(f"question is {question!r} and has no token. Ask something; the model answers after it.")
     bare = len(history) or (prefix is not None and not isinstance(prefix, str))
     begin, front = tokenize(tokenizer, prefix or ()), () if bare else front_ids(tokenizer)
@@ -188,8 +188,8 @@ def build(
         begin = (*front, *begin)
     before, *between = _separators(tokenizer, separator, [prefix or (), *chunks, question])
     if between:
-        asked = (*between.pop(), *asked)
-    return Prompt((*begin, *before), tuple(pieces), asked, tuple(history), tuple(between))
+        question_ids = (*between.pop(), *question_ids)
+    return Prompt((*begin, *before), tuple(pieces), question_ids, tuple(history), tuple(between))
 
 
 def _separators(tokenizer: Any, separator: str, pieces: Sequence[Piece]) -> list[tuple[int, ...]]:

@@ -31,13 +31,15 @@ def build_text(
     tokenizer: Any, text: str, chunks: Sequence[str], *, special: bool, opening: bool = True, most: int | None = None
 ) -> TextPrompt:
     """Tokenise a prompt and find chunks in it."""
-    places = _located(text, chunks)
-    if most is not None and len(places) > most:
-        raise PromptError(f"documents are at {len(places)} places of the prompt, expected at most {most}. Send fewer.")
+    located = _located(text, chunks)
+    if most is not None and len(located) > most:
+        raise PromptError(
+            f"documents are at {len(located)} places of the prompt, expected at most {most}. Send fewer."
+        )
     ids, offsets = _tokenized(tokenizer, text, special)
     packed, spans = array("i", ids).tobytes(), list[Span]()
     first, ids_of, size = len(ids), _remembering(tokenizer), _size(tokenizer)
-    for start, stop, chunk in places:
+    for start, stop, chunk in located:
         begin, end = _columns(offsets, start, stop) if offsets is not None else (0, len(ids))
         least = spans[-1].stop if spans else 0
         begin = max(begin, least)
