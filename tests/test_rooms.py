@@ -3,6 +3,7 @@
 """The core does without any room: each is left out of a copy, in which the core is imported and its tests pass."""
 
 import ast
+import functools
 import os
 import shutil
 import subprocess
@@ -23,6 +24,7 @@ QUICK = (  # a second or two together: the plan, the rows, a store's chunks, and
     f"{BLEND}states_of_another_chunk_are_refused_and_computed_fresh",
     f"{BLEND}with_every_chunk_refused_the_request_is_a_full_prefill",
 )  # fmt: skip
+OF_THE_REPOSITORY = {"benchmarks", "examples", "eval_scores", "release", "imports", "plugins", "real_model", "style"}
 ALONE = """
 import sys
 sys.meta_path[:] = [one for one in sys.meta_path if "Editable" not in str(one)]  # it would find what is absent
@@ -79,19 +81,26 @@ def core_modules() -> list[str]:
     return sorted({".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in core})
 
 
+@functools.cache
+def parts_imported(path: Path) -> frozenset[str]:
+    """The parts of the package, and words of it, that a file of tests imports, by itself or by a helper."""
+    nodes = list(ast.walk(ast.parse(path.read_text("utf-8"))))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    froms = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    names |= {f"{node.module}.{alias.name}" for node in froms for alias in node.names}
+    parts = {name.split(".")[1] for name in names if name.startswith("hf_blend.")}
+    others = {node.module or "" for node in froms}
+    helpers = {ROOT / f"{name.replace('.', '/')}.py" for name in others if name.startswith("tests.")}
+    parts |= {part for one in helpers if one.stem != "conftest" and one.exists() for part in parts_imported(one)}
+    return frozenset(parts | ({"verify"} if "families" in others else set()))
+
+
 def core_tests() -> list[str]:
     """The test files that import nothing but the core."""
     found = []
     for path in [*(ROOT / "tests").glob("test_*.py"), *(ROOT / "tests" / "store").glob("test_*.py")]:
-        nodes = list(ast.walk(ast.parse(path.read_text("utf-8"))))
-        names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-        names |= {f"{node.module}.{alias.name}" for node in nodes if isinstance(node, ast.ImportFrom)
-                  for alias in node.names}  # fmt: skip
-        parts = {name.split(".")[1] for name in names if name.startswith("hf_blend.")}
-        words = {"StateCheckpoints", "ShiftCache", "self_extend", "SequenceCache", "sparse_decoding"} & parts
-        if not words | ({*ROOMS, "cli", "evaluation", "testing"} & parts) and any(
-            "hf_blend" in name for name in names
-        ):
+        parts = parts_imported(path)
+        if parts and not parts & OF_ROOMS and path.stem.removeprefix("test_") not in OF_THE_REPOSITORY:
             found.append(str(path.relative_to(ROOT)))
     return sorted(found)
 

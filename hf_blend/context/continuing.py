@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
 from ..model.anatomy import other_states, stock_cache, text_config
-from ..model.checks import BOUNDS, COARSE_BOUND, FAILURES, MOST_ALLOWED
+from ..model.checks import BOUNDS, COARSE_BOUND, FAILURES, MOST_ALLOWED, norm_error
 from ..model.fingerprint import PerStructure
 from ..model.identity.canonical import canonical, notes_kept
 from ..model.modality import placeholder_ids
@@ -104,8 +104,8 @@ def _error(model: nn.Module, form: StockForm, pieces: tuple[int, ...]) -> float:
     starts = torch.tensor((HELD_TOKENS, *pieces)).cumsum(0).tolist()[:-1]
     rows = {row for start in starts for row in range(start, min(start + COMPARED_TOKENS, ids.shape[1]))}
     expected, found = (form.take(one, 0, ids.shape[1]) for one in (cache, other))
-    errors = [_share(logits[0, row], whole[0, row]) for row in sorted(rows)]
-    states = [_share(found[name], expected[name]) for name in expected if is_state(name)]
+    errors = [norm_error(logits[0, row], whole[0, row]) for row in sorted(rows)]
+    states = [norm_error(found[name], expected[name]) for name in expected if is_state(name)]
     bound = BOUNDS.get(model.dtype, COARSE_BOUND)
     allowed = ((errors, bound), (states, min(MOST_ALLOWED, STATE_FACTOR * bound)))
     if model.dtype in BOUNDS:
@@ -170,10 +170,3 @@ def _ids(model: nn.Module, tokens: int) -> Tensor:
 def _longest_chunk(model: nn.Module) -> int:
     named = (getattr(text_config(model), name, None) for name in CHUNK_FIELDS)
     return max(LEAST_CHUNK, *(size for size in named if isinstance(size, int)), 0)
-
-
-def _share(got: Tensor, expected: Tensor) -> float:
-    """Size of a difference over the size of what is expected; NaN is infinite."""
-    size = torch.linalg.vector_norm(expected.float()).clamp_min(torch.finfo(torch.float32).tiny)
-    share = float(torch.linalg.vector_norm(got.float() - expected.float()) / size)
-    return share if share == share else float("inf")

@@ -343,5 +343,6 @@ def norm_error(got: Tensor, expected: Tensor) -> float:
     """Norm of a difference over that of what is expected (Frobenius); NaN and other shapes are infinite."""
     if got.shape != expected.shape:
         return float("inf")
-    share = float(torch.linalg.vector_norm((got - expected).float()) / torch.linalg.vector_norm(expected.float()))
+    size = torch.linalg.vector_norm(expected.float()).clamp_min(torch.finfo(torch.float32).tiny)
+    share = float(torch.linalg.vector_norm(got.float() - expected.float()) / size)
     return share if share == share else float("inf")
