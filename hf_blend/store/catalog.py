@@ -11,8 +11,7 @@ from pathlib import Path
 from .chunk import ChunkKey
 from .entry import read_key
 from .format import hash_namespace
-from .index import ContentIndex, IndexRecord, pack_tokens
-from .interiors import Run
+from .index import ContentIndex, IndexRecord, Run, pack_tokens
 from .locks import new_lock
 from .seal import keyed
 from .snapshot import load_snapshot, save_snapshot

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_blend.store.index import ContentIndex, IndexRecord, pack_tokens, unpack_tokens
-from hf_blend.store.windows import WindowFilter
+from hf_blend.store.index import ContentIndex, IndexRecord, WindowFilter, pack_tokens, unpack_tokens
 
 
 def index_of(*chunks):
