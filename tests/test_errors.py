@@ -32,6 +32,7 @@ def test_suggest_names_a_near_name_and_lists_all():
     for wrong in ("kv_devation", "KV-Deviation", "kvdeviation", "kv-deviaton"):
         said = errors.suggest(wrong, ["none", "kv-deviation"])
         assert said.startswith("Did you mean 'kv-deviation'? Available: ")
+    assert errors.suggest("x_y_z_w", ["x-y-z-w"]).startswith("Did you mean 'x-y-z-w'? ")
     assert errors.suggest("zzz", ["b", "a"]) == "Available: a, b."
     assert errors.suggest("zzz", []) == "Available: none."
     assert errors.suggest("zzz", ["a-b", "a_b"]) == "Available: a-b, a_b."

@@ -66,6 +66,8 @@ def test_sparse_decoding_from_disk_gives_the_text_of_blocks_on_the_device(model,
     assert found[2].report.sparse == vars(found[1])
     held = sum(layer.nbytes for layer in found[2].layers)
     assert found[2].kv_memory.resident_bytes == held, "nothing of a session stays on the device"
+    whole = sum(layer.keys.nbytes + layer.values.nbytes for layer in expected[2].layers)
+    assert pieces is BATCH or found[2].kv_memory.peak_resident_bytes < whole
 
 
 def draft_model():
@@ -147,6 +149,7 @@ class LiveThere:
             self.peak = max(self.peak, self.bytes() - self.before)
 
 
+@pytest.mark.slow
 def test_the_device_holds_the_share_and_the_tail_and_the_rest_is_in_host_memory(monkeypatch):
     pieces = {"prefix": [1, 4, 5], "chunks": [[(7 * place) % 120 + 3 for place in range(1200)]], "question": [5, 6]}
     ways = {**GREEDY, "max_new_tokens": 4}
