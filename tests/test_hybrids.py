@@ -389,12 +389,12 @@ def test_mixer_pass_writes_what_is_stored_once_and_makes_nothing_else_for_all_to
 
     expected, states, stock = run(hidden, None)
 
-    def lay(into, spans):
+    def write_stored(into, spans):
         for columns, stored in spans:
             into[..., columns] = states[..., stored]
 
     with poisoned_memory():
-        got, kept, blended = run(hidden[:, rows[0]], rows, lay=lay, keeps=False)
+        got, kept, blended = run(hidden[:, rows[0]], rows, write_stored=write_stored, keeps=False)
     assert kept is None
     assert torch.allclose(got, expected[:, rows[0]], atol=1e-6)
     out = next(projection.features for projection in one.projections if projection.is_result)
