@@ -225,14 +225,14 @@ def test_several_new_tokens_at_once_see_what_they_see_one_after_another(model):
 def test_an_exception_while_decoding_leaves_the_model_untouched(model, untouched, monkeypatch):
     store = ChunkStore.open("memory://", partial=ANYHOW)
     asked(model, store)
-    calls, few = [], seen.PartDecoding.few
+    calls, select_kv = [], seen.PartDecoding.select_kv
 
     def fails_in_the_second_step(*given):
         calls.append(1)
-        return 1 / 0 if len(calls) > len(model.model.layers) + 1 else few(*given)
+        return 1 / 0 if len(calls) > len(model.model.layers) + 1 else select_kv(*given)
 
     with untouched(model), monkeypatch.context() as patch:
-        patch.setattr(seen.PartDecoding, "few", fails_in_the_second_step)
+        patch.setattr(seen.PartDecoding, "select_kv", fails_in_the_second_step)
         with pytest.raises(ZeroDivisionError):
             asked(model, store)
 

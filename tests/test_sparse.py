@@ -75,17 +75,17 @@ class Masked:
 
     def __init__(self, model: Any, sparse: Any) -> None:
         self.calls: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-        few = sparse.few
+        select_kv = sparse.select_kv
 
         def watched(index: int, query: Any, key: Any, value: Any, mask: Any, name: str, scaling: Any) -> Any:
-            found = few(index, query, key, value, mask, name, scaling)
+            found = select_kv(index, query, key, value, mask, name, scaling)
             if found is not None:
                 self.calls.append((index, self._expected(sparse, index, query, key, value, mask, scaling), query))
                 keys, values, cut = found
                 self.calls[-1] = (index, self.calls[-1][1], self._attention(query, keys, values, cut, scaling))
             return found
 
-        sparse.few = watched
+        sparse.select_kv = watched
 
     def _expected(self, sparse: Any, index: int, query: Any, key: Any, value: Any, mask: Any, scaling: Any) -> Any:
         batch, _, rows, _ = query.shape
@@ -242,8 +242,8 @@ class Overheard:
         self.queries: dict[int, list[torch.Tensor]] = {}
         self.keys: dict[int, torch.Tensor] = {}
         self.checked = self.differing = 0
-        self.sparse, self.drafted, self.verified = sparse, sparse._selecting.few, sparse.few
-        sparse._selecting.few, sparse.few = self.draft, self.target
+        self.sparse, self.drafted, self.verified = sparse, sparse._selecting.select_kv, sparse.select_kv
+        sparse._selecting.select_kv, sparse.select_kv = self.draft, self.target
 
     def draft(self, index: int, query: Any, key: Any, *given: Any) -> Any:
         self.queries.setdefault(index, []).append(query)

@@ -27,7 +27,6 @@ COINED = (
 ).split()
 LEFT = {
     "Hear": 1,
-    "sight": 1,
     "lay": 4,
     "learn": 1,
     "turned": 3,
@@ -41,10 +40,10 @@ LEFT = {
     "reclaim": 1,
     "expect": 6,
     "rubbish": 1,
-    "few": 7,
+    "few": 3,
     "fit": 1,
     "shown": 14,
-    "asked": 52,
+    "asked": 51,
     "place": 69,
     "places": 30,
     "regime": 3,
@@ -55,7 +54,6 @@ LEFT = {
     "wholes": 5,
     "brought": 9,
     "coming": 1,
-    "glance": 2,
     "rung": 1,
     "wish": 11,
     "shelf": 2,

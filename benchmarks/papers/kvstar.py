@@ -172,12 +172,12 @@ class _Looking:
     def __init__(self, session: SparseSession, compares: bool) -> None:
         self.looked = self.all = 0
         self.jaccard: dict[int, list[tuple[float, float]]] = {}
-        self._session, self._compares, self._few = session, compares, session.few
-        vars(session)["few"] = self.few  # before the method of the class
+        self._session, self._compares, self._select_kv = session, compares, session.select_kv
+        vars(session)["select_kv"] = self.select_kv  # before the method of the class
 
-    def few(self, index: int, query: Tensor, key: Tensor, *given: Any) -> Any:
-        """In place of `SparseSession.few`."""
-        found = self._few(index, query, key, *given)
+    def select_kv(self, index: int, query: Tensor, key: Tensor, *given: Any) -> Any:
+        """In place of `SparseSession.select_kv`."""
+        found = self._select_kv(index, query, key, *given)
         self.all += key.shape[2]
         self.looked += (found[0] if found else key).shape[2]
         if self._compares and found and query.shape[2] > 1:

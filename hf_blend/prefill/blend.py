@@ -450,14 +450,14 @@ class Prefill:
         """Who takes the attention of a layer, if anybody does."""
         context, partial = self.context, self.context.plan.partial
         if context.observer is not None:
-            if index in self._with_keys and context.observer.hears(self._with_keys.index(index)):
+            if index in self._with_keys and context.observer.takes(self._with_keys.index(index)):
                 return self._capturing(index, call, context.observer.take)
         elif partial is not None:
-            found: AttentionCapture | None = partial.glance(
+            found: AttentionCapture | None = partial.capture(
                 index, call.layer, self._rows, context.realigner, context.past
             )
             return found
-        if self._notes is not None and self._notes.hears(index, call.layer):
+        if self._notes is not None and self._notes.takes(index, call.layer):
             return self._notes.capture(call.layer)
         return None
 

@@ -38,7 +38,7 @@ class AttentionObserver:
         self._hear, self._layers, self._anchors = hear, layers, anchors
         self.last = None if layers is None else layers[-1]
 
-    def hears(self, index: int) -> bool:
+    def takes(self, index: int) -> bool:
         """Whether a layer's attention is taken; the others attend as they do without a listener."""
         return self._layers is None or self._anchors is not None or index in self._layers
 
@@ -129,7 +129,7 @@ class AttentionNotes:
         step = max(1, len(deep) // LAYERS)
         self._layers = frozenset(deep[::-1][::step][:LAYERS]) if self._rows > 0 and stops else frozenset()
 
-    def hears(self, index: int, layer: nn.Module) -> bool:
+    def takes(self, index: int, layer: nn.Module) -> bool:
         """Whether a layer is listened to; its attention must be one that transformers knows by name."""
         modules = LayerInfo.of(layer).attention if index in self._layers else ()
         return len(modules) == 1 and stock_function(modules[0].config._attn_implementation) is not None

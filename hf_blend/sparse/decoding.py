@@ -163,7 +163,7 @@ class SparseHooks:
         index, selected = int(module.layer_idx), None
         if all(given.get(special) is None for special in ("position_bias", "sliding_window")):
             name = module.config._attn_implementation
-            selected = self._session.few(index, query, key, value, mask, name, scaling)
+            selected = self._session.select_kv(index, query, key, value, mask, name, scaling)
         if selected is None and key.shape[2] > 1 and key.stride(2) == 0:
             raise UnsupportedModelError(
                 f"layer {index} of this model attends with a bias or to the K and V of another layer, expected plain "

@@ -28,7 +28,7 @@ from .layout import Layout, cut_mask, is_cut, kept_mass
 from .lock import LockMetrics, Selection, SelectionLock
 from .methods.base import BlockMethod
 
-Few = tuple[Tensor, Tensor, Any]  # K, V and mask of what is looked at
+SelectedKV = tuple[Tensor, Tensor, Any]  # K, V and mask of what is looked at
 
 
 @dataclass
@@ -171,9 +171,9 @@ class SparseSession:
         known = [one for one in found if one is not None]
         return tuple(known) if len(known) == len(found) else ()
 
-    def few(
+    def select_kv(
         self, index: int, query: Tensor, key: Tensor, value: Tensor, mask: Any, name: str, scaling: float | None
-    ) -> Few | None:
+    ) -> SelectedKV | None:
         """What a layer's attention is given instead of its whole context; None to leave it as it is.
 
         Shapes: query `[batch, heads, rows, head_dim]`, key `[batch, kv_heads, keys, head_dim]`, value `[batch,
@@ -187,7 +187,7 @@ class SparseSession:
 
     def _cut(
         self, index: int, layer: _Layer, query: Tensor, key: Tensor, value: Tensor, mask: Any, name: str, scaling: Any
-    ) -> Few | None:
+    ) -> SelectedKV | None:
         selections = self._selections(index, layer, query, key.shape[2] - query.shape[2])
         self._seen[index] = tuple(selections)
         if not selections:
@@ -267,10 +267,10 @@ class Draft:
     def end(self, failed: bool) -> None:
         """The forward is over."""
 
-    def few(
+    def select_kv(
         self, index: int, query: Tensor, key: Tensor, value: Tensor, mask: Any, name: str, scaling: float | None
-    ) -> Few | None:
-        """See `SparseSession.few`; nothing is selected here."""
+    ) -> SelectedKV | None:
+        """See `SparseSession.select_kv`; nothing is selected here."""
         target = self._target[index]
         selections = self._session.held(target)
         is_early = bool(selections) and key.shape[2] - query.shape[2] < max(one.tail for one in selections)
@@ -314,10 +314,10 @@ class SelectingDraft(Draft):
         is_long = session.length >= max(1, session.config.min_tokens - 1)
         return super().begin_step(tokens) and is_long and session.is_due
 
-    def few(
+    def select_kv(
         self, index: int, query: Tensor, key: Tensor, value: Tensor, mask: Any, name: str, scaling: float | None
-    ) -> Few | None:
-        """See `SparseSession.few`; notes what the queries look at, and leaves the draft's attention as it is."""
+    ) -> SelectedKV | None:
+        """See `SparseSession.select_kv`; notes what the queries look at, and leaves the draft's attention as it is."""
         past = self._session.length
         if key.shape[2] <= past:  # a window
             return None

@@ -225,7 +225,7 @@ class PartialLoading(PartDecoding):
                 self._lay_keys(index, slot, range(self._probes(opened[0].shape[1])), realigner, opened[0])
         return [slot for slot in slots if slot not in mine]
 
-    def glance(
+    def capture(
         self, index: int, module: nn.Module, rows: Rows | None, realigner: Realigner, past: int
     ) -> AttentionCapture | None:
         """Takes a layer's attention: chooses, loads, lays, attends. None where the layer is not loaded in part."""

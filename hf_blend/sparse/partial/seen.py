@@ -54,10 +54,10 @@ class PartDecoding:
         mask: Any,
         **given: Any,
     ) -> Any:
-        part = self.few(index, query, key, value, mask, module.config._attn_implementation, given.get("scaling"))
+        part = self.select_kv(index, query, key, value, mask, module.config._attn_implementation, given.get("scaling"))
         return stock(module, query, *(part or (key, value, mask)), **given)
 
-    def few(
+    def select_kv(
         self, index: int, query: Tensor, key: Tensor, value: Tensor, mask: Any, name: str, scaling: float | None
     ) -> Any:
         """K, V and mask of the columns that are there, and of all behind the prompt."""
