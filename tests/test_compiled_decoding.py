@@ -91,16 +91,20 @@ def test_static_buffers_hold_what_a_growing_cache_holds(tiny_model, pieces, comp
 
 
 @pytest.mark.parametrize(
-    ("bits", "is_compiled"), [(8, True), (4, False), pytest.param(4, True, marks=pytest.mark.slow)]
+    ("bits", "is_compiled"),
+    [(8, False), (4, False), *(pytest.param(bits, True, marks=pytest.mark.slow) for bits in (8, 4))],
 )
 @torch.no_grad()
 def test_static_buffers_in_few_bits_are_a_stock_cache_quantised_by_the_formula(
     tiny_model, compiler, bits, is_compiled
 ):
-    model, ids = tiny_model(num_hidden_layers=2), torch.randint(3, 100, (1, 200), generator=torch.manual_seed(0))
+    model, ids = (
+        tiny_model(num_hidden_layers=2),
+        torch.randint(3, 100, (1, 200), generator=torch.manual_seed(0)),
+    )
     cache, plain = BlendCache(model, ChunkStore.open("memory://"), max_tokens=180, kv_bits=bits), Plain(model, bits)
     step = torch.compile(model, backend=compiler.backend) if is_compiled else model
-    for start, stop in ((0, 90), (90, 91), *((at, at + 1) for at in range(91, 130)), (130, 170), (170, 171)):
+    for start, stop in ((0, 60), *((at, at + 1) for at in range(60, 100)), (100, 170), (170, 171)):
         run = step if stop == start + 1 else model
         got, expected = run(ids[:, start:stop], past_key_values=cache).logits, plain.forward(ids[:, start:stop])
         assert float((got - expected).abs().max() / expected.abs().max()) <= 2e-6, start
@@ -136,6 +140,18 @@ def test_a_static_layer_in_few_bits_crops_restores_and_reorders_as_a_growing_one
     assert place == layer._packed["k.bytes"].data_ptr()
     layer.batch_repeat_interleave(2)
     assert torch.equal(layer.keys[0], layer.keys[1])
+
+
+def test_a_compiled_step_of_a_layer_in_few_bits_is_an_eager_one(compiler):
+    eager, compiled = QuantisedStaticLayer(100, 8), QuantisedStaticLayer(100, 8)
+    for layer in (eager, compiled):
+        layer.update(*states_of(60))
+    step = torch.compile(compiled.update, backend=compiler.backend)
+    for seed in range(10):
+        new = states_of(1, seed)
+        assert all(torch.equal(*pair) for pair in zip(eager.update(*new), step(*new), strict=True))
+    assert torch.equal(eager.keys, compiled.keys)
+    assert (eager.packed_tokens, compiler.graphs) == (32, 1)
 
 
 def states_of(tokens, seed=0):
