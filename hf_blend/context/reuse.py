@@ -13,10 +13,10 @@ from difflib import SequenceMatcher
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..cache.blend_cache import BlendCache
 from ..errors import ConfigError
+from ..model.capture import distinct_tables
 from ..model.fingerprint import fingerprint
 from ..model.modality import refuse_placeholders
 from ..store import ChunkStore
@@ -117,22 +117,10 @@ def chunk_of(cache: SequenceCache, start: int, stop: int) -> ChunkKV:
     """A part of the active sequence as a chunk. It saw what stood before it: never put it into a shared store."""
     cache.refuse_extended()
     ids, positions = tuple(cache.tokens()[start:stop]), torch.tensor(cache.positions()[start:stop])
-    tables, layer_table = _distinct(TableSource.of(cache.model, below_regime=True), positions)
+    tables, layer_table = distinct_tables(TableSource.of(cache.model, below_regime=True).tables(positions))
     pairs = [(layer.keys[0], layer.values[0]) for layer in cache.materialize()]  # type: ignore[index]
     layers = tuple((keys[:, start:stop].clone(), values[:, start:stop].clone()) for keys, values in pairs)
     return ChunkKV(ChunkKey(fingerprint(cache.model), (), ids), layers, tables, layer_table)
-
-
-def _distinct(source: TableSource, positions: Tensor) -> tuple[tuple[tuple[Tensor, Tensor], ...], tuple[int, ...]]:
-    """The different tables among the layers', in float32, and which layer has which (-1: none)."""
-    found: dict[int, int] = {}
-    tables: list[tuple[Tensor, Tensor]] = []
-    per_layer = source.tables(positions)
-    for table in per_layer:
-        if table is not None and id(table) not in found:
-            found[id(table)] = len(tables)
-            tables.append((table[0].float(), table[1].float()))
-    return tuple(tables), tuple(-1 if table is None else found[id(table)] for table in per_layer)
 
 
 def _close_up(cache: SequenceCache, end: int, start: int) -> None:

@@ -641,11 +641,7 @@ class ShiftCache(SequenceCache):
                 f"frequencies of {type(model).__name__} change with the length, and keys of both kinds cannot stand "
                 "beside each other. Give a smaller window_tokens, or none."
             )
-        if not 0 <= keep_tokens < self.window_tokens - 1:
-            raise ConfigError(
-                f"keep_tokens is {keep_tokens} and window_tokens {self.window_tokens}, but at least two tokens must "
-                "fit behind those that are kept. Give a larger window_tokens."
-            )
+        check_window(self.window_tokens, keep_tokens)
 
     def reset(self) -> None:
         """Forget every sequence, and that anything was shifted."""
@@ -672,3 +668,12 @@ class ShiftCache(SequenceCache):
         self.remove(number, self.keep_tokens, self.keep_tokens + dropped)
         self.shift(number, self.keep_tokens + dropped, None, -dropped)
         self.shifts += 1
+
+
+def check_window(window_tokens: int, keep_tokens: int) -> None:
+    """Refuse a window without room behind what it keeps."""
+    if not 0 <= keep_tokens < window_tokens - 1:
+        raise ConfigError(
+            f"keep_tokens is {keep_tokens} and window_tokens {window_tokens}, but at least two tokens must fit behind "
+            "those that are kept. Give a larger window_tokens."
+        )

@@ -56,33 +56,27 @@ class CacheSize:
     @property
     def nbytes(self) -> int:
         """What the whole cache takes."""
-        return self._sum(lambda layer: layer.token_width * layer.tokens(self.context_tokens) * self.dtype.itemsize)
+        return self._sum(lambda layer: layer.token_width * layer.tokens(self.context_tokens), self.dtype)
 
     @property
     def without_windows_nbytes(self) -> int:
         """What it would take if every layer kept every token."""
-        return self._sum(lambda layer: layer.token_width * self.context_tokens * self.dtype.itemsize)
+        return self._sum(lambda layer: layer.token_width * self.context_tokens, self.dtype)
 
     @property
     def without_groups_nbytes(self) -> int:
         """What it would take if every query head had keys and values of its own."""
         return self._sum(
-            lambda layer: (
-                layer.token_width
-                // layer.kv_heads
-                * layer.query_heads
-                * layer.tokens(self.context_tokens)
-                * self.dtype.itemsize
-            )
+            lambda one: one.token_width // one.kv_heads * one.query_heads * one.tokens(self.context_tokens), self.dtype
         )
 
     @property
     def int8_nbytes(self) -> int:
         """What it takes in int8, with scales per channel of K in blocks of 64 tokens and per token of V."""
-        return self._sum(lambda layer: _int8_bytes(layer, layer.tokens(self.context_tokens)))
+        return self._sum(lambda layer: _int8_bytes(layer, layer.tokens(self.context_tokens)), torch.int8)
 
-    def _sum(self, count: Any) -> int:
-        return self.batch * sum(count(layer) for layer in self.layers)
+    def _sum(self, count: Any, dtype: torch.dtype) -> int:
+        return self.batch * dtype.itemsize * sum(count(layer) for layer in self.layers)
 
 
 def cache_size(config: Any, *, context_tokens: int, batch: int = 1, dtype: torch.dtype | None = None) -> CacheSize:

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigError, PromptError
+from ..errors import PromptError
 from ..model.anatomy import refuse_extended, stock_cache, text_config
 from ..model.fingerprint import fingerprint
 from ..model.placement import input_device
 from ..store.tiers.base import EntryFault
 from .continuing import advance, continuing
+from .sequence_cache import check_window
 
 END = 1 << 31  # of ids
 
@@ -35,11 +36,7 @@ class StateCache:
         self.model, self._way = model, continuing(model, fingerprint(model))
         longest = getattr(text_config(model), "max_position_embeddings", None)
         self.window_tokens, self.keep_tokens, self.shifts = int(window_tokens or longest or END), keep_tokens, 0
-        if not 0 <= keep_tokens < self.window_tokens - 1:
-            raise ConfigError(
-                f"keep_tokens is {keep_tokens} and window_tokens {self.window_tokens}, but at least two tokens must "
-                "fit behind those that are kept. Give a larger window_tokens."
-            )
+        check_window(self.window_tokens, keep_tokens)
         self._ids: list[int] = []
         self._cache = stock_cache(model)
 

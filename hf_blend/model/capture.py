@@ -75,7 +75,7 @@ def capture_image(model: nn.Module, key: ChunkKey, arguments: Mapping[str, Any])
 def _behind_sink(captured: Capture, key: ChunkKey, start: int = 0, end: int | None = None) -> ChunkKV:
     """The chunk in the columns from `start` to `end`, without its sink."""
     own = slice(start + len(key.chunk_prefix_ids), end)
-    tables, layer_table = _distinct(captured.tables, own)
+    tables, layer_table = distinct_tables(captured.tables, own)
     layers = tuple(tuple(one[0, :, own].clone() for one in states) for states in captured.layers)
     return ChunkKV(key, layers, tables, layer_table)
 
@@ -212,14 +212,16 @@ def _cached(model: nn.Module, cache: Any, index: int, tokens: int) -> tuple[Tens
     return keys, values
 
 
-def _distinct(per_layer: tuple[Table | None, ...], own: slice) -> tuple[tuple[Table, ...], tuple[int, ...]]:
+def distinct_tables(
+    per_layer: Sequence[Table | None], own: slice = slice(None)
+) -> tuple[tuple[Table, ...], tuple[int, ...]]:
     """The different tables among the layers' in some columns, and which layer has which (-1: none)."""
     seen: dict[int, int] = {}
     tables: list[Table] = []
     for table in per_layer:
         if table is not None and id(table[0]) not in seen:
             seen[id(table[0])] = len(tables)
-            cos, sin = (part[0, own].float().clone() for part in table)
+            cos, sin = (part.reshape(-1, part.shape[-1])[own].float().clone() for part in table)
             tables.append((cos, sin))
     return tuple(tables), tuple(-1 if table is None else seen[id(table[0])] for table in per_layer)
 
