@@ -15,6 +15,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+from huggingface_hub import constants
 from hypothesis import HealthCheck, settings
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -31,6 +32,7 @@ TINY = {
     "pad_token_id": 0,
 }
 ROOT = Path(__file__).resolve().parent.parent
+HUB_CACHE = constants.HF_HUB_CACHE
 PUBLISHED = Path(os.environ.get("HF_BLEND_DATA") or ROOT.parent / "shared" / "data")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks")
 
@@ -261,10 +263,13 @@ def smollm2() -> tuple[Any, Any]:
     from hf_blend.errors import MissingExtraError
     from hf_blend.evaluation.bundled import load_model
 
-    try:
-        return load_model("smollm2")
-    except MissingExtraError as error:
-        pytest.skip(str(error))
+    with pytest.MonkeyPatch.context() as patched:  # small_smollm2 may be in use
+        patched.setattr("huggingface_hub.constants.HF_HUB_CACHE", HUB_CACHE)
+        patched.setenv("HF_HUB_CACHE", HUB_CACHE)
+        try:
+            return load_model("smollm2")
+        except MissingExtraError as error:
+            pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")

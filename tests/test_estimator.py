@@ -189,8 +189,8 @@ def test_store_plan_refuses_what_it_cannot_read(capsys):
         assert message in shown.err
 
 
-def test_store_plan_measures_what_is_not_stated(tmp_path, capsys):
-    words = "store plan --model reference --chunks 10 --chunk-tokens 32 --per-request 2 --prefill-s 0.1".split()
+def test_store_plan_measures_what_is_not_stated(model_folder, tmp_path, capsys):
+    words = f"store plan --model {model_folder} --chunks 10 --chunk-tokens 32 --per-request 2 --prefill-s 0.1".split()
     with pytest.raises(SystemExit) as ended:
         main([*words, "--price", "memory=2", "--price", "disk=0.05", "--at", f"disk={tmp_path}", "--json"])
     found = json.loads(capsys.readouterr().out)

@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, eager_atten
 
 from hf_blend.cache import layers
 from hf_blend.cli.main import main
-from hf_blend.context import self_extend, sequence_cache
+from hf_blend.context import self_extend, sequence_cache, tables
 from hf_blend.errors import ConfigError, UnsupportedModelError
 from hf_blend.model import checks, hooks
 from hf_blend.model.anatomy import LayerCall
@@ -203,7 +203,7 @@ def answer_spoilt(self: Any, keys: Any, values: Any, *args: Any, **kwargs: Any) 
 
 
 def where_they_were(self: Any, old: Any, new: Any) -> list[None]:
-    return [None] * len(self.layers)
+    return [None] * len(self.styles)
 
 
 def as_the_model_has_put_them(source: Any, layer: int, states: Any, old: Any, new: Any) -> Any:
@@ -257,8 +257,8 @@ BREAKS: list[tuple[str, Any, str, Callable[..., Any]]] = [  # check, owner, attr
     ("untouched_after_error", hooks.ForwardHooks, "_ended", left_only_on_success),
     ("two_caches", hooks.ForwardHooks, "_own", anyone),
     ("damaged_entries", format, "content_hasher", ConstantDigest),
-    ("whole_shift", sequence_cache.SequenceCache, "_turns", where_they_were),
-    ("closed_hole", sequence_cache.SequenceCache, "_turns", where_they_were),
+    ("whole_shift", tables.TableSource, "rotations", where_they_were),
+    ("closed_hole", tables.TableSource, "rotations", where_they_were),
     ("self_extend", self_extend, "_moved", as_the_model_has_put_them),
     ("stale_entries", blend.Prefill, "check_stored", hold),
     ("stale_entries", None, "fingerprint", lambda model: "0" * 64),
