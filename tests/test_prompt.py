@@ -101,7 +101,8 @@ def test_find_knows_rows_by_their_parts_repeated_in_any_order_and_with_candidate
     assert found([[1, 5, 6, 7], [1, 5, 9]]) is None
     assert found([[1, 5, 70, 7]]) is None
     assert found([[6, 70]], [2]) is None
-    assert found([[70]], [4]) is None, "what comes behind a prompt is no part of it"
+    assert found([[70], [8, 9]], [4, 4]) is None, "what comes behind a prompt is no part of it"
+    assert found([[], []], [9, 9]) is None, "nor is nothing"
 
 
 def test_build_all_takes_one_prefix_or_one_for_each_request():

@@ -10,11 +10,12 @@ from tiny_models import tiny_model as zoo_model
 
 from hf_blend import BlendCache, ChunkStore, ConfigError
 from hf_blend.cache.layers import BlendLayer
-from hf_blend.cache.quantised_layer import GROUP_TOKENS, LARGEST, QuantisedLayer, pack, unpack
+from hf_blend.cache.quantised_layer import GROUP_TOKENS, QuantisedLayer, pack, unpack
 from hf_blend.cache.sliding_layer import BlendSlidingLayer
 from tests.conftest import slow_but
 
 GREEDY = {"max_new_tokens": 80, "do_sample": False, "eos_token_id": None}
+LARGEST = 127  # of eight bits with a sign
 PIECES = {"prefix": [1, 4, 5], "chunks": [list(range(10, 90)), list(range(20, 85))], "question": [5, 6, 7, 8]}
 
 
