@@ -158,9 +158,9 @@ class BlendLayer(BatchOfRequests, CacheLayerMixin):
         keys, values = self.open(key_states.shape[2], key_states, value_states)
         keys.copy_(key_states)
         values.copy_(value_states)
-        seen = self.keys, self.values
+        columns = self.keys, self.values
         self.settle()
-        return seen
+        return columns
 
     def sizes_behind(self, past: int, tokens: int) -> tuple[int, int]:
         """Length and offset of the keys that `tokens` new tokens see behind `past` others."""

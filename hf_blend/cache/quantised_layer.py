@@ -209,7 +209,7 @@ class QuantisedStaticLayer(QuantisedLayer, StaticLayer):
     def open(self, tokens: int, key_states: Tensor, value_states: Tensor) -> Pair:
         """See `QuantisedLayer.open`."""
         self.check_room(tokens)
-        self._fit(key_states, value_states)
+        self._drop_unlike(key_states, value_states)
         return super().open(tokens, key_states, value_states)
 
     def reset(self) -> None:

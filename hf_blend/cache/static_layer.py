@@ -54,7 +54,7 @@ class StaticLayer(MadeStates, BlendLayer):
     def open(self, tokens: int, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """See `BlendLayer.open`."""
         self.check_room(tokens)
-        self._fit(key_states, value_states)
+        self._drop_unlike(key_states, value_states)
         return super().open(tokens, key_states, value_states)
 
     def update(
@@ -69,7 +69,7 @@ class StaticLayer(MadeStates, BlendLayer):
         is_traced = torch.compiler.is_compiling()
         if not is_traced:
             self.check_room(1)
-            self._fit(key_states, value_states)
+            self._drop_unlike(key_states, value_states)
         if self._buffers is None:
             self.lazy_initialization(key_states, value_states)
             self._move(key_states, value_states, self._capacity(1), slice(0, 0))
@@ -151,8 +151,8 @@ class StaticLayer(MadeStates, BlendLayer):
             for tensor in (*buffers, self.filled):
                 torch._dynamo.mark_static_address(tensor)
 
-    def _fit(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Let go of empty buffers of another form than some states: the next prompt has another batch size."""
+    def _drop_unlike(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Drop empty buffers of another form than some states: the next prompt has another batch size."""
         if self._buffers is None or self.length:
             return
         pairs = zip(self._buffers, (key_states, value_states), strict=True)

@@ -21,7 +21,7 @@ from ..errors import ConfigError
 from ..prompt.pieces import tokenize
 from ..store import ChunkStore
 
-Retriever = Callable[[str, Sequence[str]], Sequence[int]]  # question and chunk texts → places of the chunks to read
+Retriever = Callable[[str, Sequence[str]], Sequence[int]]  # question and chunk texts → indices of the chunks to read
 Progress = Callable[[Iterable[Any]], Iterable[Any]]  # such as tqdm
 
 
@@ -55,11 +55,11 @@ class Document:
 
     def ask(self, question: str, *, retrieve: Retriever | None = None, **options: Any) -> str:
         """Answer from the chunks that a retriever picks, in the order in which it gives them."""
-        picked = range(len(self.chunks)) if retrieve is None else retrieve(question, self._texts)
-        places = [int(place) for place in picked]
-        if not places or not all(0 <= place < len(self.chunks) for place in places):
-            raise ConfigError(f"the retriever picked {places}, wanted places from 0 to {len(self.chunks) - 1}.")
-        return self._answer(question, [self.chunks[place] for place in places], options)
+        chosen = range(len(self.chunks)) if retrieve is None else retrieve(question, self._texts)
+        indices = [int(index) for index in chosen]
+        if not indices or not all(0 <= index < len(self.chunks) for index in indices):
+            raise ConfigError(f"the retriever picked {indices}, expected indices from 0 to {len(self.chunks) - 1}.")
+        return self._answer(question, [self.chunks[index] for index in indices], options)
 
     def ask_windows(
         self, question: str, *, window_chunks: int = 8, step_chunks: int | None = None, **options: Any

@@ -65,8 +65,8 @@ def complaint(filled: Any, ids: Tensor, identity: str) -> str:
         return ""
     if len(held) < len(ids):
         return f"only {len(held)} of its tokens came in calls of the model that were seen"
-    place = next(place for place, (own, given) in enumerate(zip(held, ids.tolist(), strict=True)) if own != given)
-    return f"its token {place} is {held[place]}, and {int(ids[place])} was given"
+    at = next(index for index, (own, given) in enumerate(zip(held, ids.tolist(), strict=True)) if own != given)
+    return f"its token {at} is {held[at]}, and {int(ids[at])} was given"
 
 
 @cache

@@ -93,9 +93,9 @@ class SequenceLayer(CacheLayerMixin):
 
     def keep(self, cells: Tensor) -> None:
         """Let the storage hold only some of its cells, as cells 0, 1, 2 …; `cells` ascend, each once."""
-        kept = self.parts(cells)
+        held = self.parts(cells)
         self.is_initialized = False
-        self.add(0, kept)
+        self.add(0, held)
 
     def arrange(self, cells: Tensor, in_order: bool, style: type[RotaryStyle], by: Pair | None) -> None:
         """Say which cells the columns are, `[columns]`, and by what their keys are rotated, `[columns, pairs]`."""
