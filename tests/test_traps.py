@@ -127,6 +127,18 @@ def test_queries_that_are_scaled_by_their_position_are_scaled_by_their_own(reque
     assert error(model, *requests) > 1e-3, "the trap: they count from the number of past tokens on"
 
 
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_batch_whose_layers_count_positions_recomputes_the_same_columns_in_every_entry(attention):
+    model, found = zoo_model("llama4_text", floor_scale=4, attn_scale=0.5), []
+    model.set_attn_implementation(attention)
+    for requests in ([PIECES], [PIECES, PIECES], [PIECES, OTHER]):
+        cache, inputs = prepared(model, *requests, recompute_ratio=0.3)
+        found.append((logits(model, inputs, cache)[:1], cache.report.charged_budget))
+    assert float((found[0][0] - found[1][0]).abs().max()) <= 1e-5
+    assert found[0][1] == pytest.approx(found[1][1])
+    assert found[2][1] > found[1][1], "more is recomputed where entries differ"
+
+
 def test_chunked_attention_keeps_one_chunk_and_says_what_it_says_without_a_cache():
     model = zoo_model("llama4_text", floor_scale=4, attn_scale=0.5)
     assert error(model, PIECES) <= 1e-5
