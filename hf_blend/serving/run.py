@@ -33,7 +33,7 @@ PROMPTS_AT_ONCE = 32  # of the model's full length, for which there is room unle
 class ServerPlan:
     """How a server is set up."""
 
-    name: str = "hf-blend-reference"
+    name: str = "smollm2"
     location: str | None = None
     remote: str | None = None
     secret: bytes | None = None

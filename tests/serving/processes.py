@@ -11,6 +11,8 @@ import time
 import urllib.request
 from contextlib import contextmanager
 
+from worlds import REFERENCE
+
 COMMAND = [sys.executable, "-P", "-m", "hf_blend", "serve"]
 
 
@@ -27,6 +29,7 @@ def server_process(folder, *words):
     folder.mkdir(parents=True, exist_ok=True)
     log = (folder / "log").open("wb")
     command = [*COMMAND, "--store", str(folder / "store"), "--port", "0", "--json", "--cache-tokens", "8192", *words]
+    command += [] if "--model" in words else ["--model", REFERENCE]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, env=environment)
     try:

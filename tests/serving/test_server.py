@@ -30,7 +30,7 @@ from hf_blend.serving.wire import Limits, chat_prompt, text_prompt
 from tests.chat_templates import CHATML, DOCUMENTS, small_tokenizer
 
 ROOT = Path(__file__).parents[2]
-MODEL = "hf-blend-reference"
+MODEL = "smollm2"
 KEYS = {"anna": "key-of-anna-0123456789", "bert": "key-of-bert-0123456789"}
 TENANTS = [
     Tenant("anna", KEYS["anna"], bytes(range(32))),

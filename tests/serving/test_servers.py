@@ -12,14 +12,15 @@ import time
 import urllib.error
 import urllib.request
 from contextlib import ExitStack
+from pathlib import Path
 
 import psutil
 import pytest
-from worlds import reference_questions
+from worlds import REFERENCE, reference_questions
 
 from tests.serving.processes import metrics, server_process, wait_for
 
-MODEL = "hf-blend-reference"
+MODEL = Path(REFERENCE).name
 QUESTIONS = reference_questions()
 SOAK_S = float(os.environ.get("HF_BLEND_SOAK_S", "6"))  # 1800 for the long run
 RATE_SHARE = 0.8

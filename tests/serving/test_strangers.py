@@ -7,10 +7,10 @@ import json
 import shutil
 import socket
 import threading
-from importlib.resources import files
 
 import httpx
 import pytest
+from worlds import REFERENCE
 
 from tests.serving.processes import metrics, server_process, wait_for
 
@@ -45,7 +45,7 @@ def server(tmp_path_factory):
     """(URL, its log); the model's answers do not end before they are as long as was asked for."""
     folder = tmp_path_factory.mktemp("strangers")
     model = folder / MODEL
-    shutil.copytree(str(files("hf_blend") / "bundled" / "reference"), model)
+    shutil.copytree(REFERENCE, model)
     for name in ("config.json", "generation_config.json"):
         settings = json.loads((model / name).read_text())
         (model / name).write_text(json.dumps({**settings, "eos_token_id": 2}))  # which it does not write
