@@ -136,7 +136,7 @@ class _FarRow:
     got: Tensor
     expected: Tensor
     plain: Tensor
-    again: Tensor
+    again: tuple[Tensor, ...]  # as `plain`, computed in other ways: what they differ by is noise
 
 
 @check(first_use="extend")
@@ -147,7 +147,7 @@ def self_extend(subject: CheckedModel) -> CheckResult:
         rows = _far_rows(subject.model, _ids(subject))
     except UnsupportedModelError as error:
         return refused(error)
-    noise = max(relative_error(row.again, row.plain) for row in rows)
+    noise = max(relative_error(again, row.plain) for row in rows for again in row.again)
     allowed = max(FLOORS * noise, subject.contribution_tolerance(rows[0].expected.dtype))
     if subject.must_show and max(relative_error(row.plain, row.expected) for row in rows) <= allowed:
         return nothing_shown("the distances change nothing in any layer, so nothing was shown.")
@@ -169,21 +169,32 @@ def _far_rows(model: nn.Module, ids: Tensor) -> list[_FarRow]:
     near = torch.zeros((1, tokens), dtype=torch.long, device=ids.device)
     near[:, -1] = 1
     plain = torch.arange(tokens, device=ids.device)[None]
-    others = (_contributions(model, ids, positions, inputs) for positions in (near, plain, plain + SHIFT))
-    runs = zip(got, *others, strict=True)
-    return [_FarRow(layer, *(added[..., -1, :].reshape(1, -1) for _, added in run)) for layer, run in enumerate(runs)]
+    others = [_contributions(model, ids, positions, inputs) for positions in (near, plain, plain + SHIFT)]
+    alone = _contributions(model, ids, plain, inputs, tokens - 1)  # 8-bit products may depend on the rows beside them
+    rows = []
+    for layer, run in enumerate(zip(got, *others, alone, strict=True)):
+        extended_row, expected, at_once, *again = (added[..., -1, :].reshape(1, -1) for _, added in run)
+        rows.append(_FarRow(layer, extended_row, expected, at_once, tuple(again)))
+    return rows
 
 
 def _contributions(
-    model: nn.Module, ids: Tensor, positions: Tensor | None, inputs: Sequence[Tensor] | None
+    model: nn.Module, ids: Tensor, positions: Tensor | None, inputs: Sequence[Tensor] | None, before: int = 0
 ) -> list[tuple[Tensor, Tensor]]:
-    """What each layer received and what it added to that, in a forward of which `inputs` replaces what it receives."""
+    """What each layer received and what it added to that, in a forward of which `inputs` replaces what it receives.
+
+    `before` tokens have a forward of their own, of which nothing is given back.
+    """
     from transformers import DynamicCache
 
     cache = DynamicCache()
-    given = {} if positions is None else {"position_ids": positions, "attention_mask": torch.ones_like(ids)}
     with _watched(model, cache, inputs) as contributed:
-        model(ids, past_key_values=cache, use_cache=True, **given)
+        for start, end in ((0, before), (before, ids.shape[1])):
+            given: dict[str, Tensor] = {}
+            if positions is not None:
+                given = {"position_ids": positions[:, start:end], "attention_mask": torch.ones_like(ids[:, :end])}
+            if end > start:
+                model(ids[:, start:end], past_key_values=cache, use_cache=True, **given)
     return [contributed[layer] for layer in range(len(decoder_layers(model)))]
 
 
@@ -203,7 +214,8 @@ def _watched(
             call = bound(layer, args, kwargs)
             if call is None or inputs is None:
                 return None
-            call.arguments[call.hidden_name] = inputs[index]
+            rows, whole = call.hidden.shape[1], inputs[index]
+            call.arguments[call.hidden_name] = whole[:, -1:] if rows == 1 else whole[:, :rows]
             return call.as_hook_result()
 
         return hook
