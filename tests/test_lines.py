@@ -4,7 +4,7 @@
 
 import lines
 
-MOST = {"hf_blend": 34_300, "wheel": 42_600, "tests": 35_300}
+MOST = {"hf_blend": 33_500, "wheel": 41_850, "tests": 34_200}
 
 
 def test_lines_of_library_package_and_tests_do_not_grow():

@@ -46,7 +46,7 @@ LEFT = {
     "seen": 29,
     "slot": 37,
     "slots": 20,
-    "whole": 23,
+    "whole": 24,
     "wholes": 2,
     "brought": 7,
     "coming": 1,
