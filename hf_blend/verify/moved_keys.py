@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..model.capture import capture
-from ..model.checks import CheckResult, States, check, violations
+from ..model.checks import FLOORS, CheckResult, States, check, violations
 from ..model.placement import input_device
 from ..prefill.plan import PlacedChunk
 from ..prefill.realign import Realigner
@@ -84,7 +84,7 @@ def moved_chunk(subject: ModelUnderTest) -> CheckResult:
     got = _moved(subject, _probe_chunk(subject), FAR).layers
     errors = [distance(*pair) for one, other in zip(got, there, strict=True) for pair in zip(one, other, strict=True)]
     largest = max(float(states.abs().amax()) for layer in there for states in layer)
-    return CheckResult(max(errors), 2 * subject.floor.states + largest * rounding(subject.dtype, 6, moves=1))
+    return CheckResult(max(errors), FLOORS * subject.floor.states + largest * rounding(subject.dtype, 6, moves=1))
 
 
 @check()
