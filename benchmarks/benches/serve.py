@@ -144,7 +144,6 @@ def _engine(model: nn.Module, store: ChunkStore, plan: ServePlan, way: str) -> A
         max_batch_tokens=plan.batch_tokens,
         max_requests_per_batch=plan.batch_requests,
         allow_block_sharing=way != FULL,
-        auto_switch_to_flash=False,
     )
     greedy = GenerationConfig(max_new_tokens=plan.new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
     if way != BLEND:

@@ -21,12 +21,14 @@ from typing import Any, Self
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from ..cache.blend_cache import BlendCache
 from ..config import BlendConfig
 from ..errors import ConfigError, HfBlendError, PromptError, UnsupportedModelError
 from ..model.anatomy import text_config
+from ..model.attention import STOCK, is_flash
 from ..model.canary import canary_of
 from ..model.fingerprint import fingerprint
 from ..prefill.layout import layout_of
@@ -40,6 +42,7 @@ check_names()
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager  # noqa: E402
 from transformers.generation.continuous_batching.requests import RequestState  # noqa: E402
 
+from .attention import walk_requests  # noqa: E402
 from .paged import BlendedPagedCache  # noqa: E402
 from .prefills import BlendedPrefills, Prefilled, Reuse  # noqa: E402
 from .sampling import NotNumbers, Watch  # noqa: E402
@@ -85,9 +88,9 @@ class BlendedBatching(ContinuousBatchingManager):
         canary_of(model)
         self.store, self.stall_s = store, stall_s
         self._failures, self._begun = 0, time.monotonic()
+        self._hooks: list[RemovableHandle] = []
         self._lock = threading.Lock()
-        batching.auto_switch_to_flash, batching.use_async_batching = False, False
-        batching.use_cuda_graph, batching.max_blocks_per_request = False, 0
+        batching.use_async_batching, batching.use_cuda_graph, batching.max_blocks_per_request = False, False, 0
         check_names()
         super().__init__(model, generation_config, batching)
         self._watch = Watch()
@@ -178,6 +181,7 @@ class BlendedBatching(ContinuousBatchingManager):
                     "num_blocks=None came, with which transformers fits the cache into the memory that is left, but "
                     f"it found no number of blocks that does: {type(error).__name__}: {error} Pass num_blocks."
                 ) from error
+        self._hooks = self._hooks or walk_requests(self.model)
         super().start()
 
     def stop(self, *args: Any, **settings: Any) -> None:
@@ -186,6 +190,8 @@ class BlendedBatching(ContinuousBatchingManager):
         if not self.is_running():
             self.prefills.clear()
             self.prefills.turns.close()
+            while self._hooks:
+                self._hooks.pop().remove()
 
     def __enter__(self) -> Self:
         self.start()
@@ -324,10 +330,10 @@ class _Here:
 def _check_model(model: nn.Module) -> None:
     name, attention = type(model).__name__, getattr(model.config, "_attn_implementation", None)
     config = text_config(model)
-    if attention != "sdpa":
+    if attention != STOCK and not is_flash(str(attention)):
         raise UnsupportedModelError(
-            f"{name} attends by {attention!r}, but blended prefills and the engine share sdpa. Load it with "
-            "attn_implementation='sdpa'."
+            f"{name} attends by {attention!r}, but blended prefills and the engine share sdpa or flash attention. "
+            "Load it with attn_implementation='sdpa'."
         )
     kinds = set(getattr(config, "layer_types", None) or ())
     window = getattr(config, "sliding_window", None)
