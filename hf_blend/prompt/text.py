@@ -18,7 +18,7 @@ import numpy as np
 from ..errors import PromptError
 from .pieces import Span, TextPrompt, check_text, tokenize
 
-__all__ = ["build_text"]
+__all__ = ["aligned", "build_text"]
 
 _SEAM_TOKENS = 8  # so many tokens at either end of a chunk may differ in a prompt
 _WIDTH = 4  # bytes of a packed token
@@ -43,7 +43,7 @@ def build_text(
         begin, end = _columns(offsets, start, stop) if offsets is not None else (0, len(ids))
         least = spans[-1].stop if spans else 0
         begin = max(begin, least)
-        span = _aligned(packed, begin, end, least, ids_of(chunk, size))
+        span = aligned(packed, begin, end, least, ids_of(chunk, size))
         if span is None and offsets is not None:
             span = Span.whole(begin, ids[begin:end])  # its tokens are others throughout: these are a chunk too
         if span is not None and span.tokens:
@@ -115,7 +115,7 @@ def _forms(chunk: str) -> tuple[str, ...]:
     return chunk, chunk.strip(), json.dumps(chunk, ensure_ascii=False)[1:-1], json.dumps(chunk)[1:-1]
 
 
-def _aligned(packed: bytes, begin: int, end: int, least: int, chunk: tuple[int, ...]) -> Span | None:
+def aligned(packed: bytes, begin: int, end: int, least: int, chunk: tuple[int, ...]) -> Span | None:
     """The run of tokens that a chunk and a prompt share; None if even what is inside the chunk differs."""
     count = len(chunk)
     cut = min(_SEAM_TOKENS, count // 4)

@@ -1,0 +1,114 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a request says of its documents, and the salt that keeps its blocks from requests with others.
+
+vLLM shares a block by a hash of all tokens up to its last and of the request's `cache_salt`. The K and V of a blended
+block depend on more: which documents the prompt has, also behind the block, and how much of them is recomputed. The
+salt names these things. It is made with the tenant's secret, so that nobody else can make it.
+"""
+
+import hashlib
+import json
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from ...config import BlendConfig
+from ...errors import PromptError
+from ...prompt.pieces import Span, TextPrompt, tokenize
+from ...prompt.text import aligned
+
+__all__ = ["NamedPrompt", "Reuse", "plan_salt", "read_params"]
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """The documents of a prompt, from left to right, and whose they are."""
+
+    spans: tuple[Span, ...]
+    tenant: str = ""
+
+
+class NamedPrompt(TextPrompt):
+    """A prompt in which no other chunk is looked for than those that are named."""
+
+    is_searched = False
+
+
+def plan_salt(
+    token_ids: Sequence[int],
+    documents: Sequence[Sequence[Any]],
+    config: BlendConfig,
+    *,
+    tenant: str = "",
+    secret: bytes | None = None,
+) -> str:
+    """The `cache_salt` that a request with documents needs while vLLM caches prefixes.
+
+    Args:
+        token_ids: of the whole prompt.
+        documents: as in `kv_transfer_params`, without texts.
+        config: how the connector blends.
+        tenant: whose request it is.
+        secret: the tenant's.
+
+    Returns:
+        64 hex digits.
+    """
+    spans = _spans(documents, token_ids, None)
+    about = {
+        "tenant": tenant,
+        "config": config.to_dict(),
+        "documents": [[one.start, one.first, one.tokens, list(one.token_ids)] for one in spans],
+        "token_ids": list(map(int, token_ids)),  # a selector may look at the question
+    }
+    text = json.dumps(about, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=32, key=(secret or b"")[:64]).hexdigest()
+
+
+def read_params(
+    params: Mapping[str, Any] | None, token_ids: Sequence[int], tokenizer: Callable[[], Any] | None
+) -> Reuse:
+    """What a request says in its `kv_transfer_params`; without spans if it names no documents."""
+    given = params or {}
+    documents, tenant = given.get("documents") or (), given.get("tenant") or ""
+    if not isinstance(tenant, str):
+        raise PromptError(f"tenant is {tenant!r:.60}, expected a name. Leave it out where there are no tenants.")
+    if isinstance(documents, str) or not isinstance(documents, Sequence):
+        raise PromptError(f"documents is {documents!r:.60}, expected a list of texts or of [start, stop].")
+    return Reuse(tuple(_spans(documents, token_ids, tokenizer)), tenant)
+
+
+def _spans(documents: Sequence[Any], token_ids: Sequence[int], tokenizer: Callable[[], Any] | None) -> list[Span]:
+    spans = sorted((_span(one, token_ids, tokenizer) for one in documents), key=lambda one: one.start)
+    for left, right in pairwise(spans):
+        if left.overlaps(right):
+            raise PromptError(
+                f"documents at {left.start} and {right.start} of the prompt overlap. Name each token once."
+            )
+    return spans
+
+
+def _span(given: Any, token_ids: Sequence[int], tokenizer: Callable[[], Any] | None) -> Span:
+    """A document: its text; [start, stop]; or the fields of a `Span`, for one of which the prompt has a part."""
+    size = len(token_ids)
+    match given:
+        case str() if tokenizer is not None:
+            ids = tokenize(tokenizer(), given)
+            span = aligned(array("i", token_ids).tobytes(), 0, size, 0, ids) if ids else None
+        case [int(start), int(stop)] if 0 <= start < stop <= size:
+            span = Span.whole(start, tuple(map(int, token_ids[start:stop])))
+        case [int(start), [*ids], int(first), int(tokens)] if min(start, first) >= 0 < tokens:
+            span = Span(start, tuple(ids), first, tokens)
+            here = tuple(token_ids[start : start + tokens])
+            span = span if here == span.token_ids[first : first + tokens] and len(here) == tokens else None
+        case _:
+            span = None
+    if span is None or not span.tokens:
+        raise PromptError(
+            f"the document {given!r:.60} is not in the prompt of {size} tokens. Give [start, stop], or its text as it "
+            "is in the prompt."
+        )
+    return span

@@ -1,0 +1,88 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a request says to the connector, and the salt of its plan. Nothing here needs vLLM."""
+
+import sys
+
+import pytest
+
+import hf_blend.integrations.vllm as connector
+from hf_blend import BlendConfig
+from hf_blend.errors import MissingExtraError, PromptError
+from hf_blend.integrations.vllm.plan import NamedPrompt, plan_salt, read_params
+from hf_blend.prompt.pieces import Span
+
+IDS = [1, *range(10, 40), *range(50, 80), 7, 8, 9]
+DOCUMENTS = [[1, 31], [31, 61]]
+
+
+class Letters:
+    """A tokenizer: a token a character."""
+
+    def encode(self, text, add_special_tokens=True):
+        return list(map(ord, text))
+
+
+def test_the_salt_names_all_that_blended_blocks_depend_on():
+    base = {"token_ids": IDS, "documents": DOCUMENTS, "config": BlendConfig(), "tenant": "a", "secret": b"s" * 32}
+    others = [
+        {"token_ids": [*IDS[:-1], 5]},
+        {"documents": DOCUMENTS[:1]},
+        {"documents": [[1, 30], [31, 61]]},
+        {"config": BlendConfig(recompute_ratio=0.2)},
+        {"config": BlendConfig(selector="boundary")},
+        {"tenant": "b"},
+        {"secret": b"t" * 32},
+        {"secret": None},
+    ]
+    salts = [plan_salt(**{**base, **other}) for other in [{}, *others]]
+    assert len(set(salts)) == len(salts)
+    assert all(len(one) == 64 and int(one, 16) >= 0 for one in salts)
+    assert plan_salt(**{**base, "documents": [*reversed(DOCUMENTS)]}) == salts[0], "named in another order"
+    spans = read_params({"documents": DOCUMENTS}, IDS, None).spans
+    assert plan_salt(**{**base, "documents": spans}) == salts[0], "as spans"
+
+
+def test_documents_are_given_as_places_as_spans_or_as_texts():
+    text = "Two boats lie at the pier. The red one leaks. Nobody minds."
+    ids = [*map(ord, "Read. "), *map(ord, text), *map(ord, " Which?")]
+    (span,) = read_params({"documents": [text]}, ids, Letters).spans
+    assert span == Span(6, tuple(map(ord, text)), 0, len(text))
+    cut = [*ids[:6], *ids[8:]]
+    (span,) = read_params({"documents": [text]}, cut, Letters).spans
+    assert span == Span(6, tuple(map(ord, text)), 2, len(text) - 2)
+    given = [span.start, list(span.token_ids), span.first, span.tokens]
+    assert read_params({"documents": [given]}, cut, None).spans == (span,)
+    assert read_params({"documents": [[31, 61], [1, 31]]}, IDS, None).spans[0].start == 1
+    assert read_params(None, IDS, None).spans == ()
+    assert read_params({"tenant": "a", "do_remote_decode": False}, IDS, None).tenant == "a"
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"documents": "a text"}, {"documents": [[3, 2]]}, {"documents": [[0, 99]]}, {"documents": [[1, 20], [19, 30]]},
+        {"documents": [["1", 2]]}, {"documents": ["no such text"]}, {"documents": [[1, [9, 9, 9], 0, 3]]},
+        {"documents": [[1, [10, 11], 0, 0]]}, {"documents": [[1, [10, 11], 0, 3]]}, {"documents": [True]},
+        {"documents": [[1, 2]], "tenant": 5},
+    ],
+)  # fmt: skip
+def test_what_is_not_in_the_prompt_is_refused(params):
+    with pytest.raises(PromptError):
+        read_params(params, IDS, Letters)
+
+
+def test_in_a_named_prompt_no_other_chunk_is_looked_for():
+    spans = read_params({"documents": DOCUMENTS}, IDS, None).spans
+    prompt = NamedPrompt(tuple(IDS), spans)
+    assert not prompt.is_searched
+    assert prompt.spans() == list(spans)
+
+
+def test_the_connector_without_vllm_names_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    monkeypatch.delitem(sys.modules, "hf_blend.integrations.vllm.connector", raising=False)
+    with pytest.raises(MissingExtraError, match=r'pip install "hf-blend\[vllm\]"'):
+        _ = connector.BlendConnector
+    with pytest.raises(AttributeError, match="BlendConector"):
+        _ = connector.BlendConector
