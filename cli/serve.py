@@ -35,7 +35,7 @@ CacheTokens = Annotated[
     int | None, typer.Option(min=64, help="Tokens in the engine's cache; by default what a quarter of memory holds.")
 ]
 BatchTokens = Annotated[int, typer.Option(min=1, help="Tokens of one step of the engine.")]
-StallMs = Annotated[float, typer.Option(min=0, help="How long a blended prefill may hold up those that decode.")]
+StallMs = Annotated[float | None, typer.Option(min=0, help="How long a blend may hold a step up; else as steps take.")]
 Unverified = Annotated[bool, typer.Option("--allow-unverified", help="Use a model that was not found to be exact.")]
 ByTenant = Annotated[
     bool, typer.Option("--metrics-by-tenant", help="Say in /metrics, which asks for no key, what each tenant stores.")
@@ -58,7 +58,7 @@ def serve(
     max_body_bytes: MaxBody = 4 << 20,
     cache_tokens: CacheTokens = None,
     batch_tokens: BatchTokens = 512,
-    stall_ms: StallMs = 50.0,
+    stall_ms: StallMs = None,
     metrics_by_tenant: ByTenant = False,
     allow_unverified: Unverified = False,
     check: Check = False,
@@ -78,7 +78,7 @@ def serve(
     plan = {
         "name": _name(model), "location": store, "remote": remote,
         "secret": read_secret(secret_file), "tenants": rows, "blend": config, "cache_tokens": cache_tokens,
-        "batch_tokens": batch_tokens, "stall_s": stall_ms / 1e3, "metrics_by_tenant": metrics_by_tenant,
+        "batch_tokens": batch_tokens, "stall_s": stall_ms and stall_ms / 1e3, "metrics_by_tenant": metrics_by_tenant,
     }  # fmt: skip
     limits = {"requests": max_requests, "new_tokens": max_new_tokens, "body_bytes": max_body_bytes}
     loaded, tokenizer = load_model(model)

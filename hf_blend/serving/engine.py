@@ -7,7 +7,8 @@
         output = engine.get_result(timeout=60)
         print(output.generated_tokens, engine.outcome(request))
 
-The engine's steps are stock. Between two of them a blended prefill runs for at most `stall_s` and one layer.
+The engine's steps are stock, but that each request attends to its own keys alone. Between two of them a blended
+prefill runs for `stall_s` and up to a layer, or over time for as long as the steps of those that decode take.
 """
 
 import copy
@@ -71,7 +72,7 @@ class BlendedBatching(ContinuousBatchingManager):
         *,
         generation_config: GenerationConfig | None = None,
         batching: ContinuousBatchingConfig | None = None,
-        stall_s: float = 0.05,
+        stall_s: float | None = None,
         **settings: Any,
     ) -> None:
         """Prepare an engine; `start`, or a `with` block, begins it."""
@@ -87,6 +88,7 @@ class BlendedBatching(ContinuousBatchingManager):
         layout_of(model, fingerprint(model))
         canary_of(model)
         self.store, self.stall_s = store, stall_s
+        self._due_s = 0.0  # what a prefill may take of the time between two steps
         self._failures, self._begun = 0, time.monotonic()
         self._hooks: list[RemovableHandle] = []
         self._lock = threading.Lock()
@@ -251,16 +253,30 @@ class BlendedBatching(ContinuousBatchingManager):
         scheduler.in_step = []
         try:
             is_decoding = bool(scheduler.active_requests)
-            self.prefills.advance(self.stall_s if is_decoding else IDLE_TURN_S)
+            self._advance(is_decoding)
+            stepped = time.monotonic()
             goes_on = super()._generation_loop_body(batch_processor, bootstrapping)
+            self._due_s = time.monotonic() - stepped + min(0.0, self._due_s) if is_decoding else 0.0
         except Exception as error:
             self._recover(batch_processor, error)
             return True
         scheduler.passed()
         if scheduler.in_step:
             self._failures = 0
-            self.output_router.result_handlers.pop(PROBE, None)
+            if any(one.state.request_id == PROBE for one in scheduler.in_step):
+                self.output_router.result_handlers.pop(PROBE, None)
         return bool(goes_on)
+
+    def _advance(self, is_decoding: bool) -> None:
+        """Give a turn to the prefill that is under way.
+
+        While others decode it has as long as their last step took, less what it took too long before: a layer of a
+        long prompt may take longer than a step. So tokens come at half the speed at worst.
+        """
+        seconds = self._due_s if self.stall_s is None else self.stall_s
+        begun = time.monotonic()
+        self.prefills.advance(seconds if is_decoding else IDLE_TURN_S)
+        self._due_s -= time.monotonic() - begun
 
     def _generation_step(self) -> None:
         super()._generation_step()
@@ -357,7 +373,7 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _check_settings(
-    config: BlendConfig, batching: ContinuousBatchingConfig, generation: GenerationConfig, stall_s: float
+    config: BlendConfig, batching: ContinuousBatchingConfig, generation: GenerationConfig, stall_s: float | None
 ) -> None:
     refused = (
         (config.kv_bits is not None, f"kv_bits={config.kv_bits}", "the engine's blocks hold the model's dtype"),
@@ -374,7 +390,7 @@ def _check_settings(
          "the decode fast path writes K and V by itself"),
         ((generation.num_return_sequences or 1) != 1, f"num_return_sequences={generation.num_return_sequences}",
          "a fork begins before the last prompt token"),
-        (not stall_s >= 0, f"stall_s={stall_s}", "seconds from 0 on are expected"),
+        (stall_s is not None and not stall_s >= 0, f"stall_s={stall_s}", "seconds from 0 on are expected"),
     )  # fmt: skip
     for is_so, given, reason in refused:
         if is_so:

@@ -11,7 +11,7 @@ learns from a first token's time what another has asked.
 
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,40 +23,28 @@ __all__ = ["BlendedPagedCache", "salted"]
 SALT_WORDS = 8
 
 
-class Guide(Protocol):
-    """What the cache asks about a request."""
-
-    def take_ready(self, request_id: str) -> int:
-        """How many tokens of its prompt are in its blocks already; 0 for a request that the engine computes."""
-
-    def note_prefix(self, request_id: str, tokens: int) -> None:
-        """So many of its first tokens were found as an exact prefix."""
-
-    def salt_of(self, request_id: str) -> Sequence[int]:
-        """What its tokens are salted with before they are hashed; empty: nothing."""
-
-
 def salted(token_ids: Sequence[int], salt: Sequence[int]) -> list[int]:
     """Token ids of which the first are changed by a salt."""
     return [*(token ^ word for token, word in zip(token_ids, salt, strict=False)), *token_ids[len(salt) :]]
 
 
 class BlendedPagedCache(PagedAttentionCache):
-    """A stock paged cache of full attention layers, which a `Guide` tells what was blended.
+    """A stock paged cache of full attention layers, which a guide tells what was blended.
 
     transformers names the class that its engine makes, and gives no place to name another: an existing cache becomes
     one of this class by `adopt`.
     """
 
-    guide: Guide
-    blended: dict[str, int]  # request → the root of the hashes of its blended blocks
+    guide: Any  # `BlendedPrefills`
+    blended: dict[str, int]  # request → its first block with blended K and V
+    tails: dict[int, tuple[str, int]]  # what is in a block up to the end of the last chunk, hashed → request, block
 
     @classmethod
-    def adopt(cls, cache: PagedAttentionCache, guide: Guide) -> "BlendedPagedCache":
+    def adopt(cls, cache: PagedAttentionCache, guide: Any) -> "BlendedPagedCache":
         """Turn the cache that the engine made into one of this class."""
         cache.__class__ = cls
         adopted: BlendedPagedCache = cache  # type: ignore[assignment]
-        adopted.guide, adopted.blended = guide, {}
+        adopted.guide, adopted.blended, adopted.tails = guide, {}, {}
         return adopted
 
     @property
@@ -67,7 +55,7 @@ class BlendedPagedCache(PagedAttentionCache):
     @property
     def capacity(self) -> int:
         """How many tokens fit, of all requests together."""
-        return int(self.allocator.num_blocks * self.allocator.tokens_per_page)
+        return int(self.allocator.num_blocks) * self.page
 
     @property
     def blocks_in_use(self) -> int:
@@ -88,8 +76,9 @@ class BlendedPagedCache(PagedAttentionCache):
     def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
         """Register the hashes of the blocks that a step has filled."""
         table = self.allocator.block_table.get(state.request_id)
-        if not table or (state.request_id in self.blended and table[0] not in self.allocator.ledger.block_to_hash):
-            return  # its first block is blended and was not full when it was: no hash leads from it to others
+        first = self.blended.get(state.request_id, -1)
+        if not table or (first >= 0 and table[first] not in self.allocator.ledger.block_to_hash):
+            return  # this block was not full when it was blended: no hash leads from it to others
         tokens = salted([*state.initial_tokens, *state.generated_tokens], self.guide.salt_of(state.request_id))
         stand_in: Any = SimpleNamespace(
             request_id=state.request_id, status=state.status, initial_tokens=tokens, generated_tokens=[]
@@ -99,16 +88,18 @@ class BlendedPagedCache(PagedAttentionCache):
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         """Let go of a request's blocks."""
         self.blended.pop(request_id, None)
+        self.tails = {tail: found for tail, found in self.tails.items() if found[0] != request_id}
         super().free_blocks(request_id, no_cache)
 
     def free_all_requests(self, clear_ledgers: bool = False) -> None:
         """Let go of the blocks of all requests."""
         self.blended.clear()
+        self.tails.clear()
         super().free_all_requests(clear_ledgers)
 
     def count_exact(self, token_ids: Sequence[int]) -> int:
         """How many first tokens are in blocks that hold what a full prefill computes."""
-        return len(self.allocator.match_prefix_blocks(list(token_ids))) * int(self.allocator.tokens_per_page)
+        return len(self.allocator.match_prefix_blocks(list(token_ids))) * self.page
 
     def reserve(self, state: Any, tokens: int) -> bool:
         """Take blocks for the first tokens of a prompt that waits; False where there are none now."""
@@ -131,39 +122,64 @@ class BlendedPagedCache(PagedAttentionCache):
         """
         self.allocator.update(keys.transpose(0, 1), values.transpose(0, 1), layer, rows[:0], rows)
 
-    def register(self, request_id: str, token_ids: Sequence[int], exact: int, root: int) -> None:
+    def register(self, request_id: str, token_ids: Sequence[int], exact: int, root: int, least: int) -> None:
         """Give a blended request's full blocks their hashes; one that is there already takes the place of its twin."""
-        self.blended[request_id] = root
+        self.blended[request_id] = exact // self.page
         ledger, table = self.allocator.ledger, self.allocator.block_table[request_id]
-        for place, block_hash in enumerate(self._hashes(token_ids, exact, root)):
-            twin = ledger.register_new_hash(table[place], block_hash)
+        for index, block_hash in enumerate(self._hashes(token_ids, exact, root)[: len(token_ids) // self.page]):
+            twin = ledger.register_new_hash(table[index], block_hash)
             if twin is not None:
                 ledger.acquire(twin)
-                block, table[place] = table[place], twin
+                block, table[index] = table[index], twin
                 if ledger.release(block):
                     self.pool.free_blocks(self.allocator.index, [block])
+        if token_ids:
+            self.tails[self._hashes(token_ids[:least], exact, root)[-1]] = request_id, (least - 1) // self.page
 
-    def share_blended(self, request_id: str, token_ids: Sequence[int], exact: int, root: int, least: int) -> int:
-        """Use the blended blocks of an earlier request with the same chunks, if they reach far enough."""
-        allocator = self.allocator
-        blocks: list[int] = []
-        for block_hash in self._hashes(token_ids, exact, root):
+    def share_blended(self, state: Any, token_ids: Sequence[int], exact: int, root: int, least: int) -> int:
+        """Use the blended blocks of an earlier request with the same chunks, if they reach far enough.
+
+        The block in which the last chunk ends is another's as a rule: questions differ. It is copied while the request
+        that has it is there.
+        """
+        allocator, blocks = self.allocator, list[int]()
+        for block_hash in self._hashes(token_ids, exact, root)[: len(token_ids) // self.page]:
             block = allocator.ledger.hash_to_block.get(block_hash)
             if block is None:
                 break
             blocks.append(block)
-        tokens = len(blocks) * int(allocator.tokens_per_page)
-        if not blocks or tokens < least:
+        full, tokens, tail = (
+            least // self.page,
+            len(blocks) * self.page,
+            self._hashes(token_ids[:least], exact, root)[-1],
+        )
+        if tokens >= least:
+            allocator.acquire_prefix_blocks(state.request_id, tokens, blocks)
+        elif len(blocks) == full and tail in self.tails:
+            allocator.acquire_prefix_blocks(state.request_id, tokens, blocks)
+            if not self.reserve(state, least):
+                super().free_blocks(state.request_id)
+                return 0
+            owner, index = self.tails[tail]
+            allocator.copy_blocks(
+                [allocator.block_table[owner][index]], allocator.block_table[state.request_id][full:]
+            )
+            self.tails[tail], tokens = (state.request_id, full), least
+        else:
             return 0
-        allocator.acquire_prefix_blocks(request_id, tokens, blocks)
-        self.blended[request_id] = root
+        self.blended[state.request_id] = exact // self.page
         return tokens
 
+    @property
+    def page(self) -> int:
+        """How many tokens a block has."""
+        return int(self.allocator.tokens_per_page)
+
     def _hashes(self, token_ids: Sequence[int], exact: int, root: int) -> list[int]:
-        """The hash of each full block: a chain as the engine's, which restarts at the root where blending begins."""
-        size, parent, hashes = int(self.allocator.tokens_per_page), None, list[int]()
-        for start in range(0, len(token_ids) // size * size, size):
-            begins_blended = start <= exact < start + size
-            parent = compute_block_hash(root if begins_blended else parent, list(token_ids[start : start + size]))
+        """The hash of each block: a chain as the engine's, which restarts at the root where blending begins."""
+        parent, hashes = None, list[int]()
+        for start in range(0, len(token_ids), self.page):
+            begins_blended = start <= exact < start + self.page
+            parent = compute_block_hash(root if begins_blended else parent, list(token_ids[start : start + self.page]))
             hashes.append(parent)
         return hashes

@@ -2,6 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blended prefills of requests that wait, one at a time and in turns with the engine.
 
+A thread of its own looks up what is stored of a prompt; a request of which nothing is goes to the engine at once.
+Of the others the tenants' are prefilled in turn, each tenant's in the order in which they came.
+
 Why not inside `PagedAttentionCache.search_prefix_match`, where the engine asks what is there of a prompt: an answer is
 due at once, and 0 means "compute it", so every request that waits would be blended within one step, and nobody's next
 token would come before all of them were done. Here a request is held back from the engine until its blocks are filled;
@@ -14,6 +17,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,6 +77,7 @@ class _Held:
     reuse: Reuse
     outcome: Prefilled
     since: float = field(default_factory=time.monotonic)
+    is_found: Future[bool] | None = None  # whether there is something to blend
 
 
 class BlendedPrefills:
@@ -91,6 +96,8 @@ class BlendedPrefills:
         self._held: OrderedDict[str, _Held] = OrderedDict()
         self._ready: dict[str, int] = {}
         self._running: _Held | None = None  # whose blocks the thread fills
+        self._finder: ThreadPoolExecutor | None = None
+        self._served: dict[str, int] = {}  # tenant → when one of its requests was last begun with, by count
         self.failures = 0  # prefills that ended in an exception
         self.outcomes: OrderedDict[str, Prefilled] = OrderedDict()
 
@@ -148,43 +155,85 @@ class BlendedPrefills:
         for request_id in [*self._held, *self._reuse, *self._ready]:
             self.drop(request_id)
         self._finished = None
+        if self._finder is not None:
+            self._finder.shutdown(cancel_futures=True)
+            self._finder = None
 
     def take_ready(self, request_id: str) -> int:
-        """See `Guide`."""
+        """How many tokens of a prompt are in its blocks already; 0 for one that the engine computes."""
         return self._ready.pop(request_id, 0)
 
     def note_prefix(self, request_id: str, tokens: int) -> None:
-        """See `Guide`."""
+        """So many first tokens of a prompt were found as an exact prefix."""
         if request_id in self.outcomes:
             self.outcomes[request_id].prefix_tokens = tokens
 
     def salt_of(self, request_id: str) -> Sequence[int]:
-        """See `Guide`."""
+        """What the tokens of a prompt are salted with before they are hashed; empty: nothing."""
         reuse = self._reuse.get(request_id)
         return () if reuse is None else reuse.salt
 
     def advance(self, seconds: float) -> None:
-        """Between two steps of the engine: begin with the next request, and let the one under way go on."""
+        """Between two steps of the engine: begin with the next request, and let the one under way go on.
+
+        For less than no seconds it does not go on.
+        """
         self._take_over()
-        if self._running is None and self._held:
-            held = self._running = next(iter(self._held.values()))
+        self._look_up()
+        if self._running is None and (held := self._next()) is not None:
+            self._running = held
+            self._served[held.reuse.store.namespace] = max(self._served.values(), default=0) + 1
             try:
                 self.turns.start(lambda: self._run(held))
             except Exception as error:  # no thread can be made
                 self.turns.error = error
-        self.turns.give(seconds)
+        if seconds >= 0:
+            self.turns.give(seconds)
         self._take_over()
 
+    def _look_up(self) -> None:
+        """Have looked up what is stored of each new request, and release those of which nothing is."""
+        for held in list(self._held.values()):
+            if held.is_found is None:
+                held.is_found = self._find(held.reuse)
+            if held is self._running or not held.is_found.done():
+                continue
+            error = held.is_found.exception()
+            if error is not None or not held.is_found.result():
+                del self._held[held.state.request_id]
+                self._release(held, error)
+
+    def _find(self, reuse: Reuse) -> Future[bool]:
+        """Look up whether there is something to blend, beside the engine; named documents always are."""
+        found: Future[bool] = Future()
+        if reuse.prompt.known:
+            found.set_result(True)
+            return found
+        identity = fingerprint(self._model)
+        if self._finder is None:
+            self._finder = ThreadPoolExecutor(1, "hf_blend-find")
+        found = self._finder.submit(lambda: bool(self._spans(reuse, identity, reuse.prompt.ids)))
+        found.add_done_callback(lambda _: self.turns.wake())
+        return found
+
+    def _next(self) -> _Held | None:
+        """The first request of the tenant that was begun with the longest ago."""
+        ready = [held for held in self._held.values() if held.is_found is not None and held.is_found.done()]
+        return min(ready, key=lambda held: self._served.get(held.reuse.store.namespace, 0), default=None)
+
     def _take_over(self) -> None:
-        """Let the engine see the request whose prefill is over, whatever became of that: if it failed, without it."""
+        """Let the engine see the request whose prefill is over, whatever became of that."""
         held = self._running
         if held is None or self.turns.is_busy:
             return
-        error, request_id, outcome = self.turns.error, held.state.request_id, held.outcome
         self._running = None
-        if self._held.get(request_id) is not held:
-            return  # it was cancelled
-        del self._held[request_id]
+        if self._held.get(held.state.request_id) is held:  # else it was cancelled
+            del self._held[held.state.request_id]
+            self._release(held, self.turns.error)
+
+    def _release(self, held: _Held, error: BaseException | None) -> None:
+        """Let the engine see a request; if its prefill failed, without what that has done."""
+        outcome, request_id = held.outcome, held.state.request_id
         if error is not None:
             self.failures += 1
             logger.warning("request %s is computed in full: %s: %s", request_id, type(error).__name__, error)
@@ -224,7 +273,7 @@ class BlendedPrefills:
         if paged.count_exact(ids) >= least:
             held.outcome.reason = "all chunks lie in an exact prefix that is in the engine's cache"
             return 0
-        shared = paged.share_blended(state.request_id, ids[:tokens], exact, root, least)
+        shared = paged.share_blended(state, ids[:tokens], exact, root, least)
         if shared:
             held.outcome.how = "shared"
             return shared
@@ -233,7 +282,7 @@ class BlendedPrefills:
         self._blend(held, tokens)
         del fetched
         is_planned = self._spans(reuse, spans[0].key.fingerprint, state.initial_tokens) == spans
-        paged.register(state.request_id, ids[:tokens] if is_planned else (), exact, root)
+        paged.register(state.request_id, ids[:tokens] if is_planned else (), exact, root, least)
         return tokens
 
     def _reserve(self, state: Any, tokens: int) -> bool:

@@ -45,7 +45,7 @@ class ServerPlan:
     batch_tokens: int = 512
     batch_requests: int = 32
     page_tokens: int = 32
-    stall_s: float = 0.05
+    stall_s: float | None = None
 
 
 def make_service(model: nn.Module, tokenizer: Any, plan: ServerPlan) -> Service:

@@ -33,7 +33,7 @@ class Turns:
     """One worker thread and the turns that the engine gives it."""
 
     def __init__(self, wake: Callable[[], Any], settle: Callable[[], Any] = lambda: None) -> None:
-        self._wake, self._settle = wake, settle
+        self.wake, self._settle = wake, settle
         self._moved = threading.Condition()
         self._task: Callable[[], None] | None = None
         self._thread: threading.Thread | None = None
@@ -93,7 +93,7 @@ class Turns:
         with self._moved:
             if not self._holds and not self._is_cancelled:
                 self._asks = True
-                self._wake()
+                self.wake()
                 self._moved.wait_for(lambda: self._holds or self._is_cancelled)
                 self._asks = False
             if self._is_cancelled:
@@ -143,4 +143,4 @@ class Turns:
                 self._task, self._holds, self._asks = None, False, False
                 self.error, self.moved = found, time.monotonic()
                 self._moved.notify_all()
-            self._wake()
+            self.wake()

@@ -7,6 +7,7 @@ import random
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -15,6 +16,7 @@ from transformers import GenerationConfig
 
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.errors import ConfigError, PromptError, StoreError, UnsupportedModelError
+from hf_blend.serving import engine as batching
 from hf_blend.serving import prefills, sampling, upstream
 from hf_blend.serving.turns import Turns
 
@@ -94,9 +96,10 @@ def test_a_block_that_holds_blended_kv_is_never_an_exact_prefix(model, bench, st
     long = generation = bench.generation(max_new_tokens=24, eos_token_id=None)
     ask = bench.Ask([1, *bench.draw(4, 7), *chunks[0], *chunks[1], *bench.draw(9, 3)])
     short = bench.Ask([1, 5, *chunks[2], 9, 9])  # ends within its first page, so that decoding fills it
+    later = bench.Ask([1, *bench.draw(17, 11), *chunks[2], 9, 9])  # within its second, behind one that is exact
     with bench.engine(model, store, recompute_ratio=0.0, generation_config=long) as engine:
-        blended = bench.answers(engine, [ask, short])
-        follows = [ask, bench.Ask([*short.ids, *blended[1]])]  # begins with what is in the blocks of both
+        blended = bench.answers(engine, [ask, short, later])
+        follows = [ask, *(bench.Ask([*one.ids, *blended[n]]) for n, one in ((1, short), (2, later)))]  # begin with it
         plain = bench.answers(engine, follows, blend=False)
         name = engine.add_request(ask.ids)
         assert bench.collect(engine, [name])[name].generated_tokens == plain[0]
@@ -216,6 +219,97 @@ def test_chunks_that_several_waiting_requests_bring_are_computed_once(model, ben
     assert len(computed) == len(set(computed)) == 3, "two chunks and what stands before them"
     for ask, answer in zip(asks, answers, strict=True):
         assert answer == bench.lone_answer(model, store, ask.ids, recompute_ratio=RATIO)
+
+
+def release_first(engine, monkeypatch, happened):
+    """Let each blend wait, without the model, until something has happened."""
+    blend = engine.prefills._blend
+
+    def waiting(*given):
+        engine.prefills.turns.release()
+        wait_for(happened, "what the blends wait for")
+        engine.prefills.turns.checkpoint()
+        blend(*given)
+
+    monkeypatch.setattr(engine.prefills, "_blend", waiting)
+
+
+def test_a_request_with_nothing_to_blend_is_answered_before_blends_that_came_earlier(model, bench, store, monkeypatch):
+    store.add(model, None, bench.workload.library)
+    long = [1, *bench.workload.library[0], *bench.workload.library[1]]
+    with bench.engine(model, store, recompute_ratio=RATIO) as engine:
+        release_first(engine, monkeypatch, lambda: engine.outcome("short") and engine.outcome("short").how == "plain")
+        names = [engine.add_request([*long, *bench.draw(5, n)]) for n in range(3)]
+        bench.collect(engine, [engine.add_request([1, *bench.draw(9, 3)], "short")])
+        found = bench.collect(engine, names)
+        assert engine.prefills.failures == 0
+    assert len(found) == 3
+
+
+def test_tenants_are_blended_in_turn(model, bench, store, monkeypatch):
+    begun, names = [], ["a1", "a2", "a3", "b1", "b2"]
+    with (
+        ChunkStore.open("memory://", namespace="b") as other,
+        bench.engine(model, store, recompute_ratio=RATIO) as engine,
+    ):
+        release_first(engine, monkeypatch, lambda: len(engine.prefills.outcomes) == len(names))
+        run = engine.prefills._run
+        monkeypatch.setattr(engine.prefills, "_run", lambda held: (begun.append(held.state.request_id), run(held))[1])
+        for number, name in enumerate(names):
+            chunks = [bench.draw(20, 50 + number)]
+            ask = bench.Ask([1, 7, *chunks[0], 9, 9], chunks)
+            engine.add_request(ask.prompt, name, store=store if name[0] == "a" else other)
+        bench.collect(engine, names)
+    assert begun == ["a1", "b1", "a2", "b2", "a3"]
+
+
+def test_requests_with_the_same_chunks_are_blended_once_while_the_first_is_there(model, bench, store, monkeypatch):
+    store.add(model, None, bench.workload.library)
+    start = [1, *bench.draw(4, 7), *bench.workload.library[0], *bench.workload.library[3]]
+    assert len(start) % 16, "the last chunk ends within a page"
+    asks = [[*start, *bench.draw(5 + n, 70 + n)] for n in range(4)]
+    long = bench.generation(max_new_tokens=60)
+    with bench.engine(model, store, recompute_ratio=RATIO, generation_config=long) as engine:
+        release_first(engine, monkeypatch, lambda: len(engine.prefills) == len(asks))
+        names = [engine.add_request(ids) for ids in asks]
+        found = bench.collect(engine, names)
+        outcomes = [engine.outcome(name) for name in names]
+        check_all_returned(engine)
+        assert not engine.paged.tails
+    assert [outcome.how for outcome in outcomes] == ["blended", "shared", "shared", "shared"]
+    assert [outcome.tokens for outcome in outcomes[1:]] == [len(start)] * 3
+    for ids, name in zip(asks, names, strict=True):
+        answer = bench.lone_answer(model, store, ids, new=60, recompute_ratio=RATIO)
+        assert found[name].generated_tokens == answer
+
+
+@pytest.mark.parametrize(
+    ("layer_s", "stall_s", "turns"), [(2.5, None, 40), (0.25, None, 100), (2.5, 0.05, 100)],
+    ids=["a layer is longer than a step", "layers are shorter", "as long as is said"],
+)  # fmt: skip
+def test_a_blend_takes_as_long_as_the_steps_of_those_that_decode(
+    layer_s, stall_s, turns, model, bench, store, monkeypatch
+):
+    clock, given = [0.0], []
+    run = bench.engine(model, store, stall_s=stall_s)
+    step = SimpleNamespace(active_requests={"reader": None}, in_step=[], passed=lambda: None)
+
+    def advance(seconds):
+        if seconds >= 0:
+            given.append(seconds)
+            clock[0] += layer_s * max(1, seconds // layer_s)
+
+    def stepped(*given):
+        clock[0] += 1.0
+        return True
+
+    monkeypatch.setattr(batching, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(run.prefills, "advance", advance)
+    monkeypatch.setattr(batching.ContinuousBatchingManager, "_generation_loop_body", stepped)
+    for _ in range(100):
+        run._generation_loop_body(SimpleNamespace(scheduler=step), False)
+    assert len(given) == turns
+    assert stall_s is not None or clock[0] <= 200 + layer_s, "no more than the steps took"
 
 
 def test_the_model_is_looked_at_in_a_turn_alone(model, bench, store, monkeypatch):
