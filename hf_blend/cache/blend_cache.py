@@ -406,7 +406,7 @@ class BlendCache(MaskedDecode):
         if self._forward is not None:
             return self._forward.prefill.update(layer_idx, key_states, value_states)
         if getattr(self._own_layers[layer_idx], "visible", None) is not None:
-            self._part = self._part or self._part_loader()
+            self._part = self._part or self.store.loader(self)
             if self._part is not None:
                 self._part.begin_layer(layer_idx)
                 keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -659,7 +659,7 @@ class BlendCache(MaskedDecode):
                 "attend to all of them. reset() the cache and pass the whole conversation, or open the store without "
                 "partial."
             )
-        plan.partial = self._part = self._part_loader()
+        self._part = self.store.loader(self)
         if request.logits_rows > 1:
             plan.begin(request.logits_rows)
         context = PrefillContext(
@@ -676,6 +676,7 @@ class BlendCache(MaskedDecode):
             self._probe,
             self._extras,
             self.observer,
+            self._part,
         )
         self._forward = BlendedForward(Prefill(context), [layer.snapshot() for layer in layers], pending, report)
         self._hooks.enter_layers(request.width, between=bool(request.others))
@@ -729,10 +730,6 @@ class BlendCache(MaskedDecode):
             if reason:
                 _warn_once(reason)
 
-    def _part_loader(self) -> Any:
-        """What loads chunks in part for this request; None where the store loads all of them."""
-        return self.store.loader(self)
-
     def _probe(self, hear: Hear, layers: Sequence[int], anchors: Tensor | None) -> None:
         """A pass of the question alone, in the middle of a forward."""
         forward: Any = self._forward
@@ -742,7 +739,8 @@ class BlendCache(MaskedDecode):
         self._forward = replace(forward, prefill=probe)
         try:
             with self._hooks.inside():
-                is_plain = probe.is_plain and not self._past  # no padding, and nothing before it
+                plan = probe.context.plan
+                is_plain = len(plan.counts) == 1 and not plan.has_padding and not self._past
                 given = request.arguments if request.others else None
                 run_probe(self.model, self, request.ids, None if is_plain else request.mask, given)
         finally:

@@ -15,6 +15,7 @@ from ..model.anatomy import LayerCall
 from ..model.extras import Spans
 from ..prefill.layer_kind import LayerKind
 from ..prefill.rows import Rows
+from ..rotary.tables import Table
 from ..selectors.base import KV
 from .mixer import ActiveRows, MixerPass, full_arguments
 
@@ -35,7 +36,7 @@ class MixerKind(LayerKind):
         """The mixer's projections."""
         return {"projections"}
 
-    def enter(self, prefill: Any, index: int, call: LayerCall) -> None:
+    def enter(self, prefill: Any, index: int, call: LayerCall) -> Table | None:
         """Put the hooks in; the mixer runs for all rows until others are given."""
         realigner = prefill.context.realigner
 
@@ -53,6 +54,7 @@ class MixerKind(LayerKind):
         self._given = dict(call.arguments)
         self._pass = MixerPass(mixer, cache, rows, write_stored, projected, prefill.is_compared(index))
         self._pass.enter()
+        return super().enter(prefill, index, call)
 
     def take_rows(self, prefill: Any, call: LayerCall, rows: Rows) -> None:
         """The mixer runs for these rows."""

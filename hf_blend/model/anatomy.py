@@ -256,19 +256,29 @@ class LayerCall:
         """The hidden states, `[batch, rows, width]`."""
         return self.arguments[self.hidden_name]
 
-    def take_rows(self, index: Tensor, total: int, with_hidden: bool = True, known: "KnownRows | None" = None) -> None:
+    def take_rows(
+        self,
+        index: Tensor,
+        total: int,
+        with_hidden: bool = True,
+        taken: dict[tuple[int, int], tuple[Any, ...]] | None = None,
+    ) -> None:
         """Keep some rows of every per-token argument.
 
         A tensor is per token where its second axis has `total` entries, or the third of four; rotary tables may come
-        as a tuple.
+        as a tuple. What a model passes to several layers is taken once, where they share `taken`.
 
         Shapes: index `[batch, kept]`.
         """
+        known = {} if taken is None else taken
         for name, value in self.arguments.items():
             if name == self.hidden_name:
                 self.arguments[name] = _rows(value, index, total, True) if with_hidden else value
             elif name != self.mask_name and isinstance(value, (Tensor, tuple, list)):
-                self.arguments[name] = _rows(value, index, total) if known is None else known.take(value, index, total)
+                place = (id(value), id(index))
+                if place not in known:  # both are kept alive, or their ids would be used again
+                    known[place] = (_rows(value, index, total), value, index)
+                self.arguments[name] = known[place][0]
 
     def run(self, **changes: Any) -> Any:
         """Call the layer's own forward, past its hooks."""
@@ -280,20 +290,6 @@ class LayerCall:
         """The arguments in the form that a forward pre-hook returns."""
         arguments = dict(self.arguments)
         return (arguments.pop(self.hidden_name),), arguments
-
-
-class KnownRows:
-    """Rows that were taken of arguments which a model passes to several layers, by argument and index."""
-
-    def __init__(self) -> None:
-        self._taken: dict[tuple[int, int], tuple[Any, Any, Any]] = {}
-
-    def take(self, value: Any, index: Tensor, total: int) -> Any:
-        """Some of the `total` rows of a value, taken once; both are kept alive, or their ids would be used again."""
-        place = (id(value), id(index))
-        if place not in self._taken:
-            self._taken[place] = (_rows(value, index, total), value, index)
-        return self._taken[place][0]
 
 
 @lru_cache(maxsize=256)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ..config import BlendConfig
 from ..correctors.base import Corrector, LayerView
 from ..errors import UnsupportedModelError
-from ..model.anatomy import KnownRows, LayerCall, text_config
+from ..model.anatomy import LayerCall, text_config
 from ..model.attention import AttentionCapture, StopForward
 from ..model.extras import LayerExtra
 from ..model.row_masks import looks_ahead
@@ -33,7 +33,7 @@ from ..selectors.attention import Attention
 from ..selectors.base import KV, Hear, Selector
 from .buffers import LayerBuffers
 from .layer_kind import LayerKind, kind_of
-from .observing import AttentionNotes, AttentionObserver, attention_of
+from .observing import AttentionObserver, WholeChunks, attention_of
 from .plan import PlacedChunk, Plan
 from .realign import Realigner
 from .report import BlendReport, Work
@@ -64,6 +64,7 @@ class PrefillContext:
     probe: Callable[[Hear, Sequence[int], Tensor | None], None]
     extras: Sequence[LayerExtra | None] = ()
     observer: AttentionObserver | None = None
+    loader: Any = None  # loads chunks in part; None: as `WholeChunks` does
     is_probe: bool = False  # nothing is selected, and only the question is computed
     shares_layers: bool = False  # with the forward that it is a probe of, to which they stay open
 
@@ -94,18 +95,22 @@ class Prefill:
         self._last = max((index for index, kind in enumerate(self._kinds) if kind.has_states), default=-1)
         self._selection = Selection(context)
         self._first_ratio, self._schedule, self._checks = self._scheduled()
-        self._buffers = LayerBuffers(context, self._last)
+        self._loader = context.loader
+        if self._loader is None or context.observer is not None:
+            self._loader = WholeChunks(context, max(self._checks, default=-1))
+        self._buffers = LayerBuffers(context, self._last, self._loader)
         self._counts_positions = bool(getattr(text_config(context.model), "attn_temperature_tuning", False))
+        self._needs_same_columns = self._counts_positions and len(plan.counts) > 1  # a layer counts for all entries
         self._masks = RowMasks(context.model, layers, context.past, self.tokens)
-        self._known_rows = KnownRows()
+        self._taken: dict[tuple[int, int], tuple[Any, ...]] = {}  # rows of arguments that several layers are given
         self._rows: Rows | None = None  # None: all tokens, as the model passes them
         self._selected_counts = plan.stored_counts  # of the reusable tokens, those that are computed
         self._is_narrowed = False  # some reusable tokens are computed no more
         self._kind = LayerKind()  # of the layer that runs
+        self._model_mask: Any = None  # of all tokens, as that layer was given it
         self._awaited: set[str] | None = None  # what a look into the layer still waits for; None: it runs to its end
         self._uncorrected: dict[int, KV] = {}
-        self._capture: AttentionCapture | None = None
-        self._notes = self._new_notes()
+        self._capture: AttentionCapture | None = None  # of the layer that runs
 
     def _scheduled(self) -> tuple[float | None, list[list[Step]], list[int]]:
         """The ratio selected by before layer 0 (None: all are computed there), the steps of each layer, the checks."""
@@ -117,7 +122,7 @@ class Prefill:
             first_ratio, selects = self._selection.schedule(stateful, self._with_keys)
         for index, select in selects.items():
             steps[index].append(select)
-        if context.plan.partial is not None and context.observer is None:
+        if context.loader is not None and context.observer is None:
             last, tokens = max(selects, default=-1), context.plan.real.numel()
             ratio = selects[last].ratio if selects else first_ratio or 0.0
             sees_all = context.selector.count(ratio, tokens) == tokens
@@ -131,7 +136,7 @@ class Prefill:
         """A forward over the same plan that recomputes nothing but the question, inside this one."""
         context = self.context
         keep_all = all(getattr(layer, "keeps_all", False) for layer in context.layers)
-        shares = keep_all and not self._buffers.used and context.plan.partial is None
+        shares = keep_all and not self._buffers.used and context.loader is None
         layers, report = context.layers if shares else spare_layers(), BlendReport(_costs=context.report._costs)
         self._kind.pause()  # its layer may be the one that this forward is in
         made = replace(context, layers=layers, report=report, observer=observer, is_probe=True, shares_layers=shares)
@@ -144,11 +149,6 @@ class Prefill:
         report = probe.context.report
         self.context.report.charge(lambda: report.flops)
         self._buffers.take_over(probe._buffers)
-
-    @property
-    def is_plain(self) -> bool:
-        """Return True if the new tokens are those of one prompt, without padding."""
-        return len(self.context.plan.counts) == 1 and not self.context.plan.has_padding
 
     @property
     def past(self) -> int | Tensor:
@@ -165,31 +165,27 @@ class Prefill:
         """Make a layer's arguments ready: only the active rows, with their own lines of the mask."""
         context, plan = self.context, self.context.plan
         self._buffers.settle(index)
-        self._kind.leave()
-        self._kind = kind = self._kinds[index]
-        table = kind.table(self, index, call)
-        if context.is_probe:  # the forward knows the tables of the layers that it has reached
-            context.realigner.alias_table(index, table)
-        context.realigner.set_table(index, table)
-        model_mask = call.arguments.get(call.mask_name)
-        kind.enter(self, index, call)
+        self.close_doors()
+        self._kind, self._model_mask = self._kinds[index], call.arguments.get(call.mask_name)
+        context.realigner.set_table(index, self._kind.enter(self, index, call), context.is_probe)
         if index == 0:
             self._begin(call)
         if self._rows is not None:
             hidden_too = index == 0 or bool(context.request.others)
-            call.take_rows(self._rows.columns, self.tokens, hidden_too, self._known_rows)
-            self._take_rows(index, call, model_mask, self._rows)
+            call.take_rows(self._rows.columns, self.tokens, hidden_too, self._taken)
+            self._enter_rows(index, call, self._rows)
         for step in self._schedule[index]:
             match step:
                 case Select(ratio, sees_attention) if any(plan.stored_counts):
-                    attended = self._look(index, call, sees_attention)
-                    self._select(index, call, model_mask, ratio, attended)
+                    self._select(index, call, ratio, self._look(index, call, sees_attention))
                 case LoadInPart(sees_all):
-                    plan.partial.begin(index, None if sees_all else self._rows, plan)
+                    self._loader.begin(index, None if sees_all else self._rows, plan)
                 case Trim():
-                    self._trim(index, call, model_mask)
-        self._capture_by(self._captured(index, call), call)
-        self._note(index, kv_only=self._stops_at(index))
+                    self._trim(index, call)
+        self._capture, ends = self._captured(index, call)
+        if self._capture is not None:
+            self._capture.open(call.cache)
+        self._note(index, kv_only=ends)
         return call
 
     def leave(self, output: Any) -> Any:
@@ -241,10 +237,7 @@ class Prefill:
         self.close_doors()
         self.context.realigner.close()
         self._buffers.settle(len(self._kinds))
-        if self._notes is not None:
-            self._notes.end()
-        if plan.partial is not None:
-            plan.partial.finish()
+        self._loader.finish()
         replaced = len(plan.replaced)
         self.context.report.planned(computed_chunks=replaced, loaded_chunks=-replaced)
         plan.close()
@@ -252,15 +245,9 @@ class Prefill:
     def close_doors(self) -> None:
         """Take the hooks out of the layer that runs and of its attention."""
         self._kind.leave()
-        self._capture_by(None)
-
-    def _capture_by(self, capture: AttentionCapture | None, call: LayerCall | None = None) -> None:
-        """Let this, and nothing else, take the attention of the layer that runs."""
         if self._capture is not None:
             self._capture.close()
-        self._capture = capture
-        if capture is not None and call is not None:
-            capture.open(call.cache)
+            self._capture = None
 
     def stored_chunks(self) -> list[PlacedChunk]:
         """The chunks of which something stored is used, now: none where all rows are active."""
@@ -281,14 +268,10 @@ class Prefill:
 
     def check_stored(self, computed: Sequence[Tensor]) -> None:
         """Refuse chunks whose stored states at layer 0 are not what this model computes for these tokens here."""
-        plan, realigner = self.context.plan, self.context.realigner
-        chunks = [placed for placed in plan.chunks if self._rows is None or not placed.exact]
+        chunks = [placed for placed in self.context.plan.chunks if self._rows is None or not placed.exact]
         if self._is_narrowed or not chunks:
             return
-        if plan.partial is not None and self.context.observer is None and len(computed) > 1:
-            errors = plan.partial.mismatches(chunks, realigner, computed)
-        else:
-            errors = realigner.mismatches(0, chunks, *computed, of_mixer=len(computed) == 1)
+        errors = self._loader.mismatches(chunks, self.context.realigner, computed)
         for placed, error in zip(chunks, errors, strict=True):
             if error > MISMATCH_LIMIT:
                 logger.warning(
@@ -302,10 +285,11 @@ class Prefill:
         """Leave out what needs no computing at all, and select at once if nothing must be seen for it."""
         context, plan, device = self.context, self.context.plan, call.hidden.device
         plan.to(device)
-        if plan.partial is None:
-            context.realigner.prefetch(range(1), device)
+        context.realigner.prefetch(range(1), device)
         if context.request.others:
-            self._drop_looking_ahead(call.arguments.get(call.mask_name))
+            for placed in list(plan.chunks):  # in which a token sees others behind it than where it was computed
+                if looks_ahead(self._model_mask, placed.row, placed.columns, self.tokens, inside=placed.is_image):
+                    self._drop(placed)
             self._look(0, call)
             if not plan.chunks:
                 return
@@ -326,22 +310,11 @@ class Prefill:
             active = torch.from_numpy(known).to(device)
             self._rows = Rows.of(*self._aligned(active if selected is None else active | selected, total))[0]
 
-    @property
-    def _needs_same_columns(self) -> bool:
-        """Return True if the rows of all entries must be at the same columns: a layer counts positions for all."""
-        return self._counts_positions and len(self.context.plan.counts) > 1
-
     def _aligned(self, active: Tensor, counts: list[int]) -> tuple[Tensor, list[int] | None]:
         """Active rows `[batch, rows]` and how many there are in each entry; None where the device has to be asked."""
         if not self._needs_same_columns:
             return active, counts
         return active.any(dim=0, keepdim=True).repeat(len(counts), 1), None
-
-    def _drop_looking_ahead(self, model_mask: Any) -> None:
-        """Compute chunks in which a token sees others behind it than where the chunk was computed."""
-        for placed in list(self.context.plan.chunks):
-            if looks_ahead(model_mask, placed.row, placed.columns, self.tokens, inside=placed.is_image):
-                self._drop(placed)
 
     def _drop(self, placed: PlacedChunk) -> None:
         self.context.plan.drop(placed)
@@ -349,19 +322,15 @@ class Prefill:
 
     def _open(self, index: int, keys: Tensor, values: Tensor) -> None:
         """Open the new tokens' columns in a layer's buffers and write what is stored."""
-        context, partial = self.context, self.context.plan.partial
+        context = self.context
         checks = () if self._is_narrowed else self._checks
         blank = self._rows is not None and context.plan.has_padding
-        left = self._buffers.use(index, keys, values, self.stored_chunks(), checks, blank)
-        states = self._buffers.open[index]
-        if left and partial is not None and partial.is_open(index):
-            left = partial.lay_probes(index, left, context.realigner, states)
-        if left:
-            context.realigner.write(index, left, *states)
+        self._buffers.use(index, keys, values, self.stored_chunks(), checks, blank)
         if keys.device.type != "cpu":
             checks = () if index in self._checks else checks
             self._buffers.prefetch([one for one in self._with_keys if one > index], checks, keys.device)
         if self._rows is not None and context.corrector.is_active:  # before anything fresh is written over it
+            states = self._buffers.open[index]
             self._uncorrected[index] = (states[0].clone(), states[1].clone())
 
     def _correct(self, index: int, states: KV) -> None:
@@ -377,17 +346,17 @@ class Prefill:
         stored, charge = self._uncorrected.pop(index), context.report.charge
         context.corrector.correct(LayerView(index, chunk, fresh, stored, states, derotated, charge))
 
-    def _take_rows(self, index: int, call: LayerCall, model_mask: Any, rows: Rows) -> None:
-        """Give the kind of a layer and its attention what they need to know of the rows."""
+    def _enter_rows(self, index: int, call: LayerCall, rows: Rows) -> None:
+        """Let a layer run for these rows, of which it has the arguments: its kind, and its attention's mask."""
+        self._rows = rows
         self._kind.take_rows(self, call, rows)
         if self._kind.attends:
-            self._masks.give(index, call, model_mask, rows)
+            self._masks.give(index, call, self._model_mask, rows)
 
-    def _keep_rows(self, index: int, call: LayerCall, model_mask: Any, rows: Rows, remaining: Tensor) -> None:
+    def _keep_rows(self, index: int, call: LayerCall, rows: Rows, remaining: Tensor) -> None:
         """Go on with rows at these indices among the active ones, `[batch, kept]`."""
         call.take_rows(remaining, self.tokens if self._rows is None else self._rows.columns.shape[1])
-        self._rows = rows
-        self._take_rows(index, call, model_mask, rows)
+        self._enter_rows(index, call, rows)
 
     def _look(self, index: int, call: LayerCall, to_attention: bool = False) -> Attention | None:
         """Run a layer until what it keeps is known for the active rows, or further until its attention begins."""
@@ -400,88 +369,68 @@ class Prefill:
 
         kind, layer = self._kind, self.context.layers[index]
         self._awaited, before = kind.waits_for(self, index), kind.snapshot(layer)
-        self._capture_by(self._capturing(index, call, take) if to_attention else None, call)
+        if to_attention:
+            self._capture = self._capturing(index, call, take)
+            self._capture.open(call.cache)
         try:
             call.run()
         except StopForward:
             return found[0] if found else None
         finally:
-            self._capture_by(None)
-            self._awaited = None
+            if self._capture is not None:
+                self._capture.close()
+            self._capture = self._awaited = None
             kind.restore(layer, before)
         raise UnsupportedModelError(
             f"layer {index} of {type(self.context.model).__name__} ran to its end without handing K and V to the "
             "cache, but blending waits for them there. Use full prefill for this model."
         )
 
-    def _select(self, index: int, call: LayerCall, model_mask: Any, ratio: float, attended: Attention | None) -> None:
+    def _select(self, index: int, call: LayerCall, ratio: float, attended: Attention | None) -> None:
         """Let only the selected of the active rows go on, and those that are fresh in any case."""
         plan = self.context.plan
         rows = self._rows or Rows.every(plan.real)
         counts, before = self._selection.counts(ratio), self._selected_counts
-        selected = self._selection.select(index, rows, self._computed(index), counts, attended)
+        computed = self._buffers.open.get(index) or self._kind.computed()
+        selected = self._selection.select(index, rows, computed, counts, attended)
         counts = self._narrowed_to([min(pair) for pair in zip(counts, before, strict=True)])
         total = [sum(pair) for pair in zip(plan.fresh_counts, counts, strict=True)]
         remaining = ~rows.take(plan.reusable) | selected
         if plan.has_padding:
             remaining = remaining & rows.take(plan.real)
         if self._rows is None or tuple(total) != self._rows.counts:
-            self._keep_rows(index, call, model_mask, *rows.keep(*self._aligned(remaining, total)))
+            self._keep_rows(index, call, *rows.keep(*self._aligned(remaining, total)))
 
     def _narrowed_to(self, counts: list[int]) -> list[int]:
         """Note how many of the reusable tokens of each entry are computed from here on."""
         self._selected_counts, self._is_narrowed = counts, counts != self.context.plan.stored_counts
         return counts
 
-    def _computed(self, index: int) -> KV | None:
-        """What a layer keeps of all new tokens, as far as it is known: K and V, or what stands for them."""
-        return self._buffers.open.get(index) or self._kind.computed()
-
-    def _trim(self, index: int, call: LayerCall, model_mask: Any) -> None:
+    def _trim(self, index: int, call: LayerCall) -> None:
         """Go on past K and V with the rows only whose output is expected."""
-        active, expected = self.tokens if self._rows is None else self._rows.columns.shape[1], self.tokens
-        expected -= self.context.plan.end
-        if expected < active and self.context.plan.chunks:
+        plan, rows = self.context.plan, self._rows or Rows.every(self.context.plan.real)
+        expected = self.tokens - plan.end
+        if expected < rows.columns.shape[1] and plan.chunks:
             self._look(index, call)
-            rows = self._rows or Rows.every(self.context.plan.real)
-            self._keep_rows(index, call, model_mask, *rows.last(expected))
+            self._keep_rows(index, call, *rows.last(expected))
 
-    def _captured(self, index: int, call: LayerCall) -> AttentionCapture | None:
-        """Who takes the attention of a layer, if anybody does."""
-        context, partial = self.context, self.context.plan.partial
-        if context.observer is not None:
-            if index in self._with_keys and context.observer.takes(self._with_keys.index(index)):
-                return self._capturing(index, call, context.observer.take)
-        elif partial is not None:
-            found: AttentionCapture | None = partial.capture(
-                index, call.layer, self._rows, context.realigner, context.past
-            )
-            return found
-        if self._notes is not None and self._notes.takes(index, call.layer):
-            return self._notes.capture(call.layer)
-        return None
+    def _captured(self, index: int, call: LayerCall) -> tuple[AttentionCapture | None, bool]:
+        """What takes the attention of a layer, if anything; and True if nothing runs behind it."""
+        context, observer = self.context, self.context.observer
+        if observer is not None and index in self._with_keys:
+            number = self._with_keys.index(index)  # selectors count the layers that attend
+            if observer.takes(number):
+                return self._capturing(index, call, observer.take), number == observer.last
+        return self._loader.capture(index, call.layer, self._rows, context.realigner, context.past), False
 
     def _capturing(self, index: int, call: LayerCall, take: Callable[[int, Attention], Any]) -> AttentionCapture:
         """Hand what the active rows look at in a layer to `take`, in place of its attention."""
         rows = self._rows or Rows.every(self.context.plan.real)
-        number = self._with_keys.index(index)  # selectors count the layers that attend
+        number = self._with_keys.index(index)
         attended = attention_of(
             rows.columns, self.tokens, self.context.report.charge, lambda attended: take(number, attended)
         )
         return AttentionCapture(call.layer, attended)
-
-    def _stops_at(self, index: int) -> bool:
-        """Return True if nothing runs behind the attention of a layer, because the observer has seen its last."""
-        last = None if self.context.observer is None else self.context.observer.last
-        return last is not None and index in self._with_keys and self._with_keys.index(index) == last
-
-    def _new_notes(self) -> AttentionNotes | None:
-        """What gathers the question's attention; None where no tier reads it, or it is gathered elsewhere."""
-        context, plan = self.context, self.context.plan
-        if context.is_probe or plan.store is None or plan.partial is not None or not plan.store.reads_importance:
-            return None
-        after = max(self._checks, default=-1)
-        return AttentionNotes(plan, context.layers, after, context.past, context.report.charge)
 
     def _note(self, index: int, kv_only: bool) -> None:
         """Tell the report what a layer is about to compute."""

@@ -22,22 +22,23 @@ if TYPE_CHECKING:
 class LayerBuffers:
     """What is open of the layers of one forward."""
 
-    def __init__(self, context: "PrefillContext", last: int) -> None:
-        self._layers, self._plan, self._realigner = context.layers, context.plan, context.realigner
+    def __init__(self, context: "PrefillContext", last: int, loader: Any) -> None:
+        self._loader, self._layers = loader, context.layers
+        self._plan, self._realigner = context.plan, context.realigner
         self._tokens, self._last, self._is_shared = context.plan.real.shape[1], last, context.shares_layers
         self.open: dict[int, KV] = {}
         self.used: set[int] = set()  # the layers that handed over K and V; others may be opened with them
         self._first: dict[int, int] = {}  # layer → the first of those that were written with it
         self._settled = 0  # the layers before this one are done
         devices = {*getattr(context.model, "hf_device_map", {}).values()}
-        self._opens_several = len(devices) < 2 and context.plan.partial is None
+        self._opens_several = len(devices) < 2
 
     def use(
         self, index: int, keys: Tensor, values: Tensor, chunks: list[PlacedChunk], checks: Sequence[int], blank: bool
-    ) -> list[PlacedChunk]:
+    ) -> None:
         """Open a layer's columns and write what is stored of chunks, unless it was done with an earlier layer.
 
-        Layers up to the next one of `checks` may be written with it. Gives the chunks that are left to the caller.
+        Layers up to the next one of `checks` may be written with it: behind a check layer more is stored.
 
         Shapes: keys `[batch, kv_heads, rows, head_dim]`.
         """
@@ -51,37 +52,37 @@ class LayerBuffers:
                 self._layers[index].reset()
             self._opens_several = self._opens_several and is_ready
             if is_ready:
-                return []
-            if index in self.open:  # written as another layer's table says
-                return chunks
-        if self._opens_several and not keys.requires_grad:
-            group = self._realigner.group(index, chunks, self._until(index, checks), keys.device)
-            first, *others = (self._layers[one] for one in group)
-            states = first.open_with(others, self._tokens, keys, values)
-            if states is not None:
-                self._blank(states, blank)
-                self._realigner.write(index, chunks, *states)
-                for number, one in enumerate(group):
-                    self.open[one] = (states[0][number], states[1][number])
-                    self._first[one] = index
-                return []
-        self.open[index] = self._layers[index].open(self._tokens, keys, values)
-        self._first[index] = index
-        self._blank(self.open[index], blank)
-        return chunks
-
-    def _until(self, index: int, checks: Sequence[int]) -> int:
-        """The last layer that may be written with one: behind a check layer more is stored."""
-        return min((one for one in checks if one >= index), default=self._last)
+                return
+        if index not in self.open:  # else it was written as another layer's table says
+            group, several = range(index, index + 1), None
+            if self._opens_several and not keys.requires_grad:
+                until = min((one for one in checks if one >= index), default=self._last)
+                group = self._realigner.group(index, chunks, until, keys.device)
+                first, *others = (self._layers[one] for one in group)
+                several = first.open_with(others, self._tokens, keys, values)
+            if several is None:
+                group = range(index, index + 1)
+                self.open[index] = self._layers[index].open(self._tokens, keys, values)
+            else:
+                self.open |= {one: (several[0][number], several[1][number]) for number, one in enumerate(group)}
+            self._first |= dict.fromkeys(group, index)
+            if blank:  # NaN would pass a mask
+                for states in several or self.open[index]:
+                    states.masked_fill_(self._plan.padding_on(states.device)[:, None, :, None], 0)
+            if several is not None and len(group) > 1:
+                self._realigner.write(index, chunks, *several)
+                return
+        self._loader.write(index, chunks, self._realigner, self.open[index])
 
     def prefetch(self, following: Sequence[int], checks: Sequence[int], device: torch.device) -> None:
         """Bring what is stored of the next layers to the device, while the ones that are open compute."""
         first = next((one for one in following if one not in self.open), None)
-        if first is None or self._plan.partial is not None:
+        if first is None:
             return
         group = range(first, first + 1)
         if first not in checks and self._opens_several:
-            group = self._realigner.group(first, self._plan.chunks, self._until(first, checks), device)
+            until = min((one for one in checks if one >= first), default=self._last)
+            group = self._realigner.group(first, self._plan.chunks, until, device)
         self._realigner.prefetch(group, device)
 
     def settle(self, index: int) -> None:
@@ -98,9 +99,3 @@ class LayerBuffers:
         if other._is_shared:
             self.open.update(other.open)
             self._first.update(other._first)
-
-    def _blank(self, states: Any, blank: bool) -> None:
-        """Zeros on padding: NaN would pass a mask."""
-        if blank:
-            for one in states:
-                one.masked_fill_(self._plan.padding_on(one.device)[:, None, :, None], 0)

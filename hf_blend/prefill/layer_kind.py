@@ -29,12 +29,12 @@ class LayerKind:
         """The parts that are known when a look into the layer may end, each reported by `Prefill.reach`."""
         return {"keys"}
 
-    def table(self, prefill: "Prefill", index: int, call: LayerCall) -> Table | None:
-        """The rotary table of the new tokens, `[batch or 1, tokens, width]` each."""
-        return rotary_table(call.arguments, call.layer)
+    def enter(self, prefill: "Prefill", index: int, call: LayerCall) -> Table | None:
+        """Begin a layer with the arguments that the model gave it.
 
-    def enter(self, prefill: "Prefill", index: int, call: LayerCall) -> None:
-        """The layer begins, with the arguments that the model gave it."""
+        Returns the rotary table of the new tokens, `[batch or 1, tokens, width]` each; None where there is none.
+        """
+        return rotary_table(call.arguments, call.layer)
 
     def take_rows(self, prefill: "Prefill", call: LayerCall, rows: Rows) -> None:
         """The layer runs for these rows; `call` has their arguments."""

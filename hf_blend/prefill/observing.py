@@ -3,7 +3,7 @@
 """What attention looks at in a forward: seen by selectors and observers, and noted for the store.
 
 A probe is a pass of the question alone over the stored KV, before anything is recomputed. For a store that reads it,
-`AttentionNotes` gathers what each stored token gets as the request runs: in a few layers behind the last check layer
+`WholeChunks` gathers what each stored token gets as the request runs: in a few layers behind the last check layer
 the queries of the question's last rows meet the keys of the stored chunks, which are in the cache by then; the model's
 own attention follows. Nothing else is computed, and the device is asked once, at the end of the forward.
 """
@@ -11,7 +11,7 @@ own attention follows. Nothing else is computed, and the device is asked once, a
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,11 @@ from ..model.anatomy import LayerInfo
 from ..model.attention import AttentionCapture, AttentionFn, StopForward, stock_function
 from ..selectors.attention import Attention
 from ..selectors.base import Hear
-from .plan import PlacedChunk, Plan
+from .plan import PlacedChunk
+from .realign import KV, Realigner
+
+if TYPE_CHECKING:
+    from .blend import PrefillContext
 
 LAYERS = 4  # that are listened to
 ROWS = 16  # of the question
@@ -111,31 +115,44 @@ def run_probe(
             model.get_decoder()(input_ids=ids, past_key_values=cache, use_cache=True, **given)
 
 
-class AttentionNotes:
-    """The attention of one forward, gathered for the store."""
+class WholeChunks:
+    """Stored chunks that are written whole, and what attention says of them, gathered for a store that reads it.
 
-    def __init__(
-        self, plan: Plan, layers: Sequence[Any], after: int, past: int, charge: Callable[[Any], None]
-    ) -> None:
-        self._plan, self._past, self._charge = plan, past, charge
+    What loads chunks in part (`PrefillContext.loader`) has the same methods, and `begin` of a layer.
+    """
+
+    def __init__(self, context: "PrefillContext", after: int) -> None:
+        """Prepare to listen behind a layer; nowhere in a probe."""
+        plan = self._plan = context.plan
+        self._past, self._charge = context.past, context.report.charge
         self._sums: dict[int, Tensor] = {}
-        tokens = plan.real.shape[1]
-        by_row = groupby(reported(plan.chunks, past), lambda placed: placed.row)
+        self._layers: frozenset[int] = frozenset()
+        if context.is_probe or context.loader is not None or plan.store is None or not plan.store.reads_importance:
+            return
+        by_row = groupby(reported(plan.chunks, context.past), lambda placed: placed.row)
         self._chunks = {row: list(chunks) for row, chunks in by_row}
         stops = [chunks[-1].columns.stop for chunks in self._chunks.values()]
-        self._rows = min([ROWS, *(tokens - stop for stop in stops)])
-        deep = [index for index, layer in enumerate(layers) if index > after and not _is_windowed(layer)]
+        self._rows = min([ROWS, *(plan.real.shape[1] - stop for stop in stops)])
+        deep = [index for index, layer in enumerate(context.layers) if index > after and not _is_windowed(layer)]
         deep = deep[:-1] or deep  # past the K and V of the last layer only the last row is computed
-        step = max(1, len(deep) // LAYERS)
-        self._layers = frozenset(deep[::-1][::step][:LAYERS]) if self._rows > 0 and stops else frozenset()
+        if self._rows > 0 and stops:
+            self._layers = frozenset(deep[::-1][:: max(1, len(deep) // LAYERS)][:LAYERS])
 
-    def takes(self, index: int, layer: nn.Module) -> bool:
-        """Whether a layer is listened to; its attention must be one that transformers knows by name."""
+    def write(self, index: int, chunks: Sequence[PlacedChunk], realigner: Realigner, states: KV) -> None:
+        """Write a layer of stored chunks to its opened columns, `[batch, kv_heads, tokens, head_dim]`."""
+        realigner.write(index, chunks, *states)
+
+    def mismatches(
+        self, chunks: Sequence[PlacedChunk], realigner: Realigner, computed: Sequence[Tensor]
+    ) -> list[float]:
+        """How far each chunk's stored states at layer 0 are from those computed; see `Realigner.mismatches`."""
+        return realigner.mismatches(0, chunks, *computed)
+
+    def capture(self, index: int, layer: nn.Module, *_: Any) -> AttentionCapture | None:
+        """Take a layer's attention: note what it looks at, then attend as the model would; None where not listened."""
         modules = LayerInfo.of(layer).attention if index in self._layers else ()
-        return len(modules) == 1 and stock_function(modules[0].config._attn_implementation) is not None
-
-    def capture(self, layer: nn.Module) -> AttentionCapture:
-        """Takes a layer's attention: notes what it looks at, then attends as the model would."""
+        if len(modules) != 1 or stock_function(modules[0].config._attn_implementation) is None:
+            return None
 
         def take(stock: AttentionFn, module: nn.Module, query: Tensor, key: Tensor, *args: Any, **given: Any) -> Any:
             self._note(query, key, given.get("scaling") or query.shape[-1] ** -0.5)
@@ -151,11 +168,10 @@ class AttentionNotes:
             keys = key[row].index_select(1, columns + self._past)
             grouped = query[row, :, -count:].reshape(keys.shape[0], -1, query.shape[3])
             scores = (grouped @ keys.transpose(1, 2)).float().mul_(scaling).softmax(dim=-1).sum(dim=(0, 1))
-            flops = 2.0 * grouped.numel() * keys.shape[1]
-            self._charge(lambda flops=flops: flops)
+            self._charge(2.0 * grouped.numel() * keys.shape[1])
             self._sums[row] = self._sums[row] + scores if row in self._sums else scores
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """Report to the store; chunks that were refused meanwhile are left out."""
         for row, scores in self._sums.items():
             report_importance(self._plan.store, self._chunks[row], scores.cpu())

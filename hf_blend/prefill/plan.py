@@ -102,7 +102,6 @@ class Plan:
     replaced: list[ChunkKey] = field(default_factory=list)
     pipeline: Pipeline | None = None
     store: ChunkStore | None = None
-    partial: Any = None
     advice: Advice | None = None
     kept_ratio: float = 1.0
     compute_ms: float = 0.0

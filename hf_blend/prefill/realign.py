@@ -144,19 +144,18 @@ class Realigner:
         """Number of layers of the model."""
         return len(self._styles)
 
-    def set_table(self, layer: int, table: Table | None) -> None:
+    def set_table(self, layer: int, table: Table | None, is_again: bool = False) -> None:
         """Remember the rotary table that the model hands to a layer for the new tokens; the first is kept.
+
+        A table that is made again is that of a layer whose table is known: rotations stay the same.
 
         Shapes: table `[batch or 1, tokens, width]`.
         """
-        self._tables.setdefault(layer, table if table is None else self._alike.get(id(table[0]), table))
-
-    def alias_table(self, layer: int, table: Table | None) -> None:
-        """Record that a table which the model built again is a known layer's: rotations stay the same."""
         known = self._tables.get(layer)
-        if table is not None and known is not None:
+        if is_again and table is not None and known is not None:
             self._alike[id(table[0])] = known
             self._alive.append(table)
+        self._tables.setdefault(layer, table if table is None else self._alike.get(id(table[0]), table))
 
     def group(self, layer: int, chunks: Sequence[PlacedChunk], last: int, device: torch.device) -> range:
         """This layer, and those behind it that can be written with it."""
@@ -258,10 +257,8 @@ class Realigner:
         return tuple(one.to(like.dtype) for one, like in zip(found, states, strict=True))
 
     @torch.no_grad()
-    def mismatches(
-        self, layer: int, chunks: Sequence[PlacedChunk], *computed: Tensor, of_mixer: bool = False
-    ) -> list[float]:
-        """How far the stored K and V of some chunks are from those that were computed in this prompt.
+    def mismatches(self, layer: int, chunks: Sequence[PlacedChunk], *computed: Tensor) -> list[float]:
+        """How far the stored K and V of some chunks are from those computed in this prompt; one tensor: a mixer's.
 
         One token that stands for an image is seen among hundreds of text.
 
@@ -273,7 +270,8 @@ class Realigner:
         total = sum(one.tokens for one in chunks)
         number = torch.arange(count, device=device).repeat_interleave(lengths, output_size=total)
         worst = torch.zeros(count, device=device)
-        expected = (self._beside(layer, placed, device),) if of_mixer else self._gathered(layer, placed, device)
+        is_mixer = len(computed) == 1
+        expected = (self._beside(layer, placed, device),) if is_mixer else self._gathered(layer, placed, device)
         for states, stored in zip(computed, expected, strict=True):
             fresh = placed.read(states).float()
             error = torch.linalg.vector_norm(fresh - stored, dim=(0, 2), dtype=torch.float32)

@@ -180,21 +180,13 @@ class PartialLoading(PartDecoding):
         self._index, self._slots = (index, few) if can and few else (-1, [])
         self._fresh = None if rows is None else rows.columns  # the last layer has fewer rows, but these are fresh
 
-    def is_open(self, index: int) -> bool:
-        """Whether a layer is being loaded in part."""
-        return index == self._index
-
-    def mismatches(self, slots: Sequence[PlacedChunk], realigner: Realigner, opened: KV) -> list[float]:
+    def mismatches(self, slots: Sequence[PlacedChunk], realigner: Realigner, opened: Sequence[Tensor]) -> list[float]:
         """As `Realigner.mismatches` of layer 0, by one head's keys where a chunk is in blocks: they tell tokens apart.
 
-        Args:
-            slots: the chunks, at least one.
-            realigner: of the forward.
-            opened: K and V that were computed, `[batch, kv_heads, tokens, head_dim]`.
-
-        Returns:
-            For each chunk the largest difference at a token, as a share of the token's size.
+        Shapes: opened `[batch, kv_heads, tokens, head_dim]`.
         """
+        if len(opened) == 1:  # of a mixer
+            return realigner.mismatches(0, slots, *opened)
         found = []
         for slot in slots:
             in_blocks = isinstance(slot.chunk.layers, PartialLayers) and slot.is_whole and realigner.rotates_keys(0)
@@ -209,27 +201,24 @@ class PartialLoading(PartDecoding):
             found.append(float(share.sqrt().nan_to_num(nan=float("inf")).max()))
         return found
 
-    def lay_probes(
-        self, index: int, slots: Sequence[PlacedChunk], realigner: Realigner, opened: KV
-    ) -> list[PlacedChunk]:
-        """Lay the probe heads' keys of chunks in blocks, and give back the slots of all others."""
-        if not realigner.rotates_keys(index):
-            self._index = -1
-            return list(slots)
-        mine = [slot for slot in self._slots if slot in slots]
-        self._slots = mine
-        for slot in mine:
-            for states in opened:
-                states[slot.row, :, slot.columns] = 0
-            if self._by_question:
-                self._lay_keys(index, slot, range(self._probes(opened[0].shape[1])), realigner, opened[0])
-        return [slot for slot in slots if slot not in mine]
+    def write(self, index: int, slots: Sequence[PlacedChunk], realigner: Realigner, opened: KV) -> None:
+        """Write a layer of stored chunks; where it is loaded in part, probe heads of those in blocks only."""
+        if slots and index == self._index:
+            self._slots = [slot for slot in self._slots if slot in slots] if realigner.rotates_keys(index) else []
+            self._index = index if realigner.rotates_keys(index) else -1
+            for slot in self._slots:
+                for states in opened:
+                    states[slot.row, :, slot.columns] = 0
+                if self._by_question:
+                    self._lay_keys(index, slot, range(self._probes(opened[0].shape[1])), realigner, opened[0])
+            slots = [slot for slot in slots if slot not in self._slots]
+        realigner.write(index, slots, *opened)
 
     def capture(
         self, index: int, module: nn.Module, rows: Rows | None, realigner: Realigner, past: int
     ) -> AttentionCapture | None:
         """Takes a layer's attention: chooses, loads, lays, attends. None where the layer is not loaded in part."""
-        if rows is None or not self.is_open(index):
+        if rows is None or index != self._index:
             return None
         layer, slots = self._layers[index], self._slots
 
