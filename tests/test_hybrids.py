@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 from hf_blend import BlendCache, ChunkStore, ConfigError, UnsupportedModelError, observer, plugins, sparse_decoding
-from hf_blend.cache.blend_cache import IGNORES_STATES
 from hf_blend.cache.indexed_layer import IndexedKind
 from hf_blend.context.continuing import continuing
 from hf_blend.context.sequence_cache import SequenceCache
@@ -28,6 +27,7 @@ from hf_blend.hybrids.mixer_probe import mixers_of
 from hf_blend.model import anatomy
 from hf_blend.model.calibrate import rotary_styles
 from hf_blend.model.fingerprint import fingerprint
+from hf_blend.model.held_states import ignores_states
 from hf_blend.prefill import observing
 from hf_blend.prefill.realign import Realigner
 from hf_blend.sparse.partial.blocked import encode_blocks
@@ -271,9 +271,10 @@ def test_selectors_of_attention_see_what_the_indexer_leaves(monkeypatch):
 
 
 @pytest.mark.parametrize("name", [*FAST, "jamba", *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW)])
-def test_ignores_states_names_the_types_of_which_running_shows_it(name):
+def test_ignores_states_finds_code_that_computes_several_tokens_as_if_none_were_before_them(name):
     model = tiny_model(name)
-    assert continuing(model, fingerprint(model)).at_once == (name not in IGNORES_STATES)
+    assert ignores_states(model) == (name in ("jamba", "zamba"))
+    assert continuing(model, fingerprint(model)).at_once != ignores_states(model)
 
 
 @pytest.mark.parametrize("name", ["jamba", pytest.param("zamba", marks=pytest.mark.slow)])

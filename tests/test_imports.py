@@ -57,7 +57,6 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # its modules; wh
     "serving": (("serving",), ("prompt", "model", "store", "tiers", "prefill", "cache")),
     "integrations": (("integrations",), ("prompt", "store", "cache")),
     "vllm": (("integrations.vllm",), ("prompt", "model", "store", "cache", "serving")),
-    "testing": (("testing",), ("store", "tiers")),
     "evaluation": (("evaluation",), ("*",)),
     "cli": (("cli", "__main__"), ("*", "evaluation")),
 }

@@ -19,7 +19,7 @@ from hf_blend.prefill.pipeline import Pipeline
 from hf_blend.store import entry, stack
 from hf_blend.store.stream import StreamedLayers
 from hf_blend.store.tiers.base import EntryFault
-from hf_blend.testing import FaultyTier
+from tests.faults.faulty_tier import FaultyTier
 
 CHUNKS = [list(range(10, 42)), list(range(40, 90))]
 PIECES: dict[str, Any] = {"prefix": [5, 6], "chunks": CHUNKS, "question": [7, 8, 9]}

@@ -14,8 +14,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("context", "hybrids", "images", "integrations", "loading", "offload", "serving", "sparse", "verify")
-APART = {*ROOMS, "__main__.py", "testing.py"}  # not of the core; `testing` is for tests of others' tiers
-OF_ROOMS = {*ROOMS, "cli", "evaluation", "testing"}  # and the words of `hf_blend` that come from rooms
+APART = {*ROOMS, "__main__.py"}  # not of the core
+OF_ROOMS = {*ROOMS, "cli", "evaluation"}  # and the words of `hf_blend` that come from rooms
 OF_ROOMS |= {"StateCheckpoints", "ShiftCache", "self_extend", "SequenceCache", "sparse_decoding"}
 BLEND = "tests/test_blend.py::test_"
 QUICK = (  # a second or two together: the plan, the rows, a store's chunks, and what is refused of them

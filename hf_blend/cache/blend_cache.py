@@ -33,6 +33,7 @@ from ..model.checks import ensure_trusted
 from ..model.extras import extras_of
 from ..model.fingerprint import fingerprint, structure_digest
 from ..model.flops import layer_costs
+from ..model.held_states import ignores_states
 from ..model.hooks import ForwardHooks
 from ..model.identity.canonical import refuse_request_state, refuse_wrapper
 from ..model.modality import placeholder_ids, refuse_placeholders
@@ -72,7 +73,6 @@ NOT_A_CHAT = (
     "the tokenizer has a chat template, but inputs() joins plain texts, to which a chat model may answer nothing. "
     "BlendCache.inputs_from_messages(tokenizer, messages, documents) writes the prompt that the model was trained on."
 )
-IGNORES_STATES = ("jamba", "zamba")  # in transformers 5.17 to 5.23; `StateCheckpoints` finds such code by running it
 
 
 @cache
@@ -171,7 +171,7 @@ class BlendCache(MaskedDecode):
         self.report = BlendReport(self.config.recompute_ratio)
         silence_casts(model, self, digest)
         self._styles = ensure_trusted(model, trial_cache, self.config.allow_unverified, digest)
-        self._extras = extras_of(model, len(layers), digest)
+        self._extras, self._ignores_states = extras_of(model, len(layers), digest), ignores_states(model, digest)
         self._check_ms = 1e3 * (time.perf_counter() - began_s)  # until a report says it
         self._hooks = ForwardHooks(self, model, layers)
         self.observer: AttentionObserver | None = None  # is given every layer's attention in a blended forward
@@ -598,11 +598,12 @@ class BlendCache(MaskedDecode):
 
     def _refuse_ignored_state(self, tokens: int) -> None:
         """Refuse several tokens behind others where the model's own code would compute them as if none were there."""
-        if tokens > 1 and super().get_seq_length() and (kind := text_config(self.model).model_type) in IGNORES_STATES:
+        if self._ignores_states and tokens > 1 and super().get_seq_length():
             raise ConfigError(
                 f"{tokens} tokens came behind the {super().get_seq_length()} that the cache holds, but the code of "
-                f"{kind} models takes the states of tokens before into account only where one token comes at a time. "
-                "reset() the cache and pass the whole conversation in one prompt, without prefill_chunk_size."
+                f"{text_config(self.model).model_type} models takes the states of tokens before into account only "
+                "where one token comes at a time. reset() the cache and pass the whole conversation in one prompt, "
+                "without prefill_chunk_size."
             )
 
     def _check_room(self, tokens: int, held: int | None = None) -> None:

@@ -2,11 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a model's own code continues a filled cache: found out by running it, never taken from a list of types.
 
-Some code takes a state into account only where one token comes at a time, and computes several as if nothing were
-before them (Jamba and Zamba in transformers 5.23); some keeps a state in its modules, which no cache brings back
-(RecurrentGemma). So a prefix is saved, continued in pieces after another prompt, and compared with one forward: logits
-behind each border, and every state at the end. One of the pieces is longer than what a chunked scan takes at once. And
-states are blanked: one that several tokens do not feel and a single one does is ignored, which 16 bits could hide.
+Some code ignores a state before several tokens (`ignores_states`; 16 bits could hide it here); some keeps a state in
+its modules, which no cache brings back (RecurrentGemma). So a prefix is saved, continued in pieces after another
+prompt, and compared with one forward: logits behind each border, and every state at the end. One of the pieces is
+longer than what a chunked scan takes at once.
 """
 
 from dataclasses import dataclass
@@ -20,14 +19,15 @@ from ..errors import UnsupportedModelError
 from ..model.anatomy import other_states, stock_cache, text_config
 from ..model.checks import BOUNDS, COARSE_BOUND, FAILURES, MOST_ALLOWED, norm_error
 from ..model.fingerprint import PerStructure
+from ..model.held_states import HELD_TOKENS, ignores_states
 from ..model.identity.canonical import canonical, notes_kept
-from ..model.modality import placeholder_ids
+from ..model.modality import text_ids
 from ..model.placement import input_device
-from .stock_form import STATE_KINDS, Parts, StockForm, is_state
+from .stock_form import Parts, StockForm, is_state
 
 __all__ = ["Continuing", "advance", "continuing"]
 
-HELD_TOKENS, COMPARED_TOKENS = 9, 4
+COMPARED_TOKENS = 4
 STATE_FACTOR = (
     10.0  # of what logits may be off: code for one token may clamp a step that a scan does not (1e-3, zamba2)
 )
@@ -55,10 +55,9 @@ def _found(model: nn.Module) -> Continuing:
     long = _longest_chunk(model) + 2
     try:
         with torch.inference_mode(False), canonical(model), notes_kept(model):
-            form = StockForm(_whole(model, _ids(model, HELD_TOKENS))[1])
+            form = StockForm(_whole(model, text_ids(model, HELD_TOKENS)[None])[1])
             one_by_one = _error(model, form, (1,) * COMPARED_TOKENS)
             several = _error(model, form, (COMPARED_TOKENS, long, COMPARED_TOKENS - 1))
-            ignored = _felt(model, form, 1) - _felt(model, form, COMPARED_TOKENS)
     except UnsupportedModelError:
         raise
     except FAILURES as broken:
@@ -71,7 +70,7 @@ def _found(model: nn.Module) -> Continuing:
             f"{type(model).__name__} cannot be continued from a saved prefix: tokens that come one by one differ from "
             f"one forward by {one_by_one:.2g} times what is allowed. Prefill its prompts as a whole."
         )
-    return Continuing(form, several <= 1 and not ignored)
+    return Continuing(form, several <= 1 and not ignores_states(model))
 
 
 _ways = PerStructure(_found)
@@ -93,7 +92,7 @@ def _error(model: nn.Module, form: StockForm, pieces: tuple[int, ...]) -> float:
     Logits behind each border and every state at the end are compared. In 16 bits the median counts: there a token may
     be sent to another expert for a rounding error.
     """
-    ids = _ids(model, HELD_TOKENS + sum(pieces))
+    ids = text_ids(model, HELD_TOKENS + sum(pieces))[None]
     whole, cache = _whole(model, ids)
     other = form.fill([_saved(model, form, ids)], HELD_TOKENS)
     with torch.no_grad():
@@ -111,25 +110,6 @@ def _error(model: nn.Module, form: StockForm, pieces: tuple[int, ...]) -> float:
     if model.dtype in BOUNDS:
         return max(max(shares) / most for shares, most in allowed if shares)
     return max(float(torch.tensor(shares).median()) / most for shares, most in allowed if shares)
-
-
-@torch.no_grad()
-def _felt(model: nn.Module, form: StockForm, tokens: int) -> set[str]:
-    """The kinds of states whose values reach anything that a forward of so many tokens leaves behind."""
-    ids = _ids(model, HELD_TOKENS + tokens)
-    held = _saved(model, form, ids)
-
-    def after(parts: Parts) -> list[Tensor]:
-        cache = form.fill([{name: tensor.clone() for name, tensor in parts.items()}], HELD_TOKENS)
-        logits = advance(model, cache, ids[:, HELD_TOKENS:]).logits
-        return [logits, *form.take(cache, 0, HELD_TOKENS + tokens).values()]
-
-    plain, felt = after(held), set()
-    for kind in STATE_KINDS:
-        blank = {name: torch.zeros_like(one) if is_state(name, kind) else one for name, one in held.items()}
-        if not all(map(torch.equal, plain, after(blank))):
-            felt.add(kind)
-    return felt
 
 
 @torch.no_grad()
@@ -157,14 +137,6 @@ def advance(model: nn.Module, cache: Any, ids: Tensor, logits: int = 1) -> Any:
     given = {"position_ids": positions, "logits_to_keep": logits}
     few = {name: value for name, value in given.items() if name in taken}
     return model(input_ids=ids, past_key_values=cache, use_cache=True, **few)
-
-
-def _ids(model: nn.Module, tokens: int) -> Tensor:
-    """Random text, the same for each length; `[1, tokens]`."""
-    others, vocabulary = placeholder_ids(model.config), text_config(model).vocab_size
-    text = torch.tensor([token for token in range(vocabulary) if token not in others])
-    drawn = torch.randint(len(text), (tokens,), generator=torch.Generator().manual_seed(0))
-    return text[drawn][None]
 
 
 def _longest_chunk(model: nn.Module) -> int:

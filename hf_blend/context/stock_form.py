@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, UnsupportedModelError
+from ..model.held_states import STATE_KINDS
 from ..store.chunk import has_usable_values
 from ..store.tiers.base import EntryFault
 
-__all__ = ["STATE_KINDS", "Parts", "StockForm", "is_state"]
+__all__ = ["Parts", "StockForm", "is_state"]
 
-STATE_KINDS = ("conv_states", "recurrent_states")
 _TOKEN_AXES = {"keys": -2, "values": -2, "indexer_keys": 1, "indexer_position_ids": -1}  # where tokens are counted
 _CONSTANTS = ("_sliding_window_tensor",)
 _FLAGS = ("has_previous_state", "is_initialized", "is_indexer_initialized")
@@ -127,9 +127,9 @@ class StockForm:
         return ""
 
 
-def is_state(name: str, kind: str = "") -> bool:
-    """Whether a name of `StockForm.take` is that of a state, of one of `STATE_KINDS` or of any."""
-    return name.split(".")[2] in ((kind,) if kind else STATE_KINDS)
+def is_state(name: str) -> bool:
+    """Return True for a name of `StockForm.take` that is a state's."""
+    return name.split(".")[2] in STATE_KINDS
 
 
 _NAMES = {*_TOKEN_AXES, *STATE_KINDS, *_CONSTANTS, "layers"}

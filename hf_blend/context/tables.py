@@ -20,12 +20,12 @@ from ..model.anatomy import (
     LayerCall,
     decoder_layers,
     decoder_of,
-    has_windows,
     is_extended,
     keeps_nothing,
     refuse_other_states,
     stock_layers,
     text_config,
+    windowed_layer,
 )
 from ..model.calibrate import rotary_styles
 from ..model.placement import input_device
@@ -105,7 +105,7 @@ class TableSource:
 
 def counted_in_tokens(model: nn.Module, source: TableSource) -> str:
     """What in a model measures distances in tokens, not in positions; empty if nothing does."""
-    if has_windows(model):
+    if windowed_layer(model) is not None:
         return "this model attends within windows, which transformers measures in tokens"
     if not source.rotates:
         return "this model's attention falls off with the distance, which it measures in tokens"

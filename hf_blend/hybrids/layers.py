@@ -15,7 +15,6 @@ from ..model.anatomy import LayerCall
 from ..model.extras import Spans
 from ..prefill.layer_kind import LayerKind
 from ..prefill.rows import Rows
-from ..rotary.tables import Table
 from ..selectors.base import KV
 from .mixer import ActiveRows, MixerPass, full_arguments
 
@@ -36,7 +35,7 @@ class MixerKind(LayerKind):
         """The mixer's projections."""
         return {"projections"}
 
-    def enter(self, prefill: Any, index: int, call: LayerCall) -> Table | None:
+    def enter(self, prefill: Any, index: int, call: LayerCall) -> Any:
         """Put the hooks in; the mixer runs for all rows until others are given."""
         realigner = prefill.context.realigner
 

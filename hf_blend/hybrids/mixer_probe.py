@@ -23,7 +23,7 @@ from ..errors import UnsupportedModelError
 from ..model.anatomy import decoder_layers, decoder_of, full_cache, parameter_names, stock_layers, text_config
 from ..model.extras import Spans
 from ..model.fingerprint import PerStructure
-from ..model.hooks import running_modules
+from ..model.hooks import running_calls
 from ..model.identity.canonical import canonical
 from ..model.placement import input_device
 from .mixer import ActiveRows, Mixer, MixerPass, Projection, regular
@@ -37,11 +37,6 @@ ACTIVE = (0, 2, 3, 7, 8, 13, 20, 23)  # the rows of the trial
 CHANGE = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative; what depends on another token moves by about 1
 COARSE_CHANGE = 0.05
 FAILURES = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-
-
-def mixers_of(model: nn.Module, digest: str = "") -> tuple[Mixer | None, ...]:
-    """The mixer of each decoder layer, found by a short probe at first use; None where a layer has none."""
-    return _mixers(model, digest)
 
 
 @dataclass
@@ -83,7 +78,8 @@ def has_mixers(model: nn.Module) -> bool:
 
 
 @PerStructure
-def _mixers(model: nn.Module) -> tuple[Mixer | None, ...]:
+def mixers_of(model: nn.Module) -> tuple[Mixer | None, ...]:
+    """The mixer of each decoder layer, found by a short probe at first use; None where a layer has none."""
     layers = decoder_layers(model)
     if not has_mixers(model):
         return (None,) * len(layers)
@@ -112,7 +108,7 @@ def _modules(model: nn.Module, layers: Sequence[nn.Module]) -> dict[int, nn.Modu
     cache = full_cache(model)
 
     def note() -> None:
-        running = list(dict.fromkeys(running_modules()))
+        running = list(dict.fromkeys(module for module, _ in running_calls()))
         index = next((number for number, layer in enumerate(layers) if layer in running), None)
         if index is not None:
             owners.setdefault(index, []).append(running[: running.index(layers[index])][::-1])

@@ -53,13 +53,10 @@ def decoder_of(model: nn.Module) -> nn.Module:
 
 
 def wants_all_rows(model: nn.Module) -> bool:
-    """Whether a decoder reshapes what leaves its last layer to the length of the prompt, as GPT-J and CodeGen do."""
-    if model not in _reshaping:
-        _reshaping[model] = _breaks_on_fewer_rows(model)
-    return _reshaping[model]
+    """Return True if a decoder reshapes what leaves its last layer to the length of the prompt, as GPT-J does."""
+    if model in _reshaping:
+        return _reshaping[model]
 
-
-def _breaks_on_fewer_rows(model: nn.Module) -> bool:
     def drop(layer: nn.Module, args: Any, output: Any) -> Any:
         return (output[0][:, 1:], *output[1:]) if isinstance(output, tuple) else output[..., 1:, :]
 
@@ -68,11 +65,12 @@ def _breaks_on_fewer_rows(model: nn.Module) -> bool:
         device = input_device(model)
         with canonical(model):
             decoder_of(model)(input_ids=torch.zeros((1, 4), dtype=torch.long, device=device), use_cache=False)
+        _reshaping[model] = False
     except RuntimeError:
-        return True
+        _reshaping[model] = True
     finally:
         handle.remove()
-    return False
+    return _reshaping[model]
 
 
 def refuse_other_states(model: nn.Module, only_keys: bool = False) -> None:
@@ -152,11 +150,6 @@ def text_config(model: nn.Module) -> Any:
     """The config that describes the text decoder; for a text-only model, the config itself."""
     config = model.config
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-
-
-def has_windows(model: nn.Module) -> bool:
-    """Whether some layer of a model attends within a window or a chunk only."""
-    return windowed_layer(model) is not None
 
 
 def windowed_layer(model: nn.Module) -> int | None:

@@ -32,7 +32,7 @@ from ..errors import UnsupportedModelError
 from .anatomy import LayerInfo
 from .row_masks import PackedLines, RowMask, attend
 
-STOCK, EAGER, TAKER = "sdpa", "eager", "hf_blend_taker"
+STOCK, TAKER = "sdpa", "hf_blend_taker"
 AttentionFn = Callable[..., tuple[Tensor, Tensor | None]]  # what an attention function of transformers is
 Take = Callable[..., Any]  # the same, with the function whose place it takes before all other arguments
 

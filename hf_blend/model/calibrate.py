@@ -8,6 +8,7 @@ come twice in the prompt: that shows positions which a model counts itself, what
 """
 
 import threading
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,11 +35,6 @@ NUDGE = 1e-4  # of hidden states: a change by so little shows how far a model ma
 FLOORS = 4.0  # one nudge is a small sample of the noise, so this many of it are allowed
 MOST_TOLERANCE = 0.2  # of a measured floor: beyond it a wrong style could pass
 BESIDE = "what is kept beside the K/V (an indexer's keys, a mixer's projections)"
-
-
-def rotary_styles(model: nn.Module, digest: str = "") -> tuple[type[RotaryStyle], ...]:
-    """The rotary style of each layer, probed at first use and remembered while the model has the same structure."""
-    return _styles(model, digest)
 
 
 @dataclass
@@ -86,46 +82,42 @@ class _Probe:
 
 
 @PerStructure
-def _styles(model: nn.Module) -> tuple[type[RotaryStyle], ...]:
-    with canonical(model):
-        return _calibrate(model)
-
-
-def _calibrate(model: nn.Module) -> tuple[type[RotaryStyle], ...]:
+def rotary_styles(model: nn.Module) -> tuple[type[RotaryStyle], ...]:
+    """The rotary style of each layer, probed at first use and remembered while the model has the same structure."""
     refuse_other_states(model)
+    styles = [plugins.load("rotary", name) for name in plugins.describe("rotary")]
     try:
-        return _found(_Probe.of(model))
+        with canonical(model):
+            probe = _Probe.of(model)
+            found = tuple(_style_of(probe, index, styles) for index in range(len(probe.here.layers)))
+            if first := probe.here.layers[0]:
+                values = first[1 - found[0].slot if len(first) > 1 else -1]
+                why = "It adds positions to the embeddings that it counts itself."
+                _refuse_moved(probe, 0, values.chunk(2, dim=-2), f"its values at two places of a prompt. {why}")
+            return found
     except UnsupportedModelError as error:
         if cause := shared_scale(model):
             raise UnsupportedModelError(f"{type(model).__name__} cannot be moved: {cause}") from error
         raise
 
 
-def _found(probe: _Probe) -> tuple[type[RotaryStyle], ...]:
-    styles = [plugins.load("rotary", name) for name in plugins.describe("rotary")]
-    found = tuple(_style_of(probe, index, styles) for index in range(len(probe.here.layers)))
-    first = probe.here.layers[0]
-    if first:
-        _refuse_counted_positions(probe, 1 - found[0].slot if len(first) > 1 else -1)
-    return found
-
-
-def _refuse_counted_positions(probe: _Probe, slot: int) -> None:
-    """Refuse a model whose first layer has other values for the same token at another place of a prompt."""
-    error = relative_error(*probe.here.layers[0][slot].chunk(2, dim=-2))
-    tolerance = probe.tolerance(0, error)
+def _refuse_moved(probe: _Probe, index: int, pair: Sequence[Tensor], what: str) -> None:
+    """Refuse a model in one of whose layers something differs for the same tokens."""
+    error = relative_error(*pair)
+    tolerance = probe.tolerance(index, error)
     if error > tolerance:
         raise UnsupportedModelError(
-            f"layer 0 of {type(probe.model).__name__} cannot be moved: its values for the same tokens at two places "
-            f"of a prompt differ by {error:.2g} of their size, where {tolerance:g} is allowed. It adds positions to "
-            "the embeddings that it counts itself. Use full prefill for this model."
+            f"layer {index} of {type(probe.model).__name__} cannot be moved: for the same tokens a difference of "
+            f"{error:.2g} of the size was found, where {tolerance:g} is allowed, in {what} Use full prefill for this "
+            "model."
         )
 
 
 def _style_of(probe: _Probe, index: int, styles: list[type[RotaryStyle]]) -> type[RotaryStyle]:
     states = probe.here.layers[index]
     if len(states) == 1:
-        _refuse_moving_projections(probe, index)
+        pair = states[-1], probe.there.layers[index][-1]
+        _refuse_moved(probe, index, pair, "what its mixer projects at two positions.")
     if len(states) < 2:
         return plugins.load("rotary", "unrotated")
     own = _nearest(probe, index, slice(0, 2), [*styles, *map(in_values, styles)])
@@ -150,21 +142,6 @@ def _nearest(probe: _Probe, index: int, part: slice, candidates: list[type[Rotar
             f"({best.__name__}), where {tolerance:g} is allowed. Use full prefill for this model."
         )
     return best
-
-
-def _refuse_moving_projections(probe: _Probe, index: int) -> None:
-    """Refuse a mixer whose projections of the same tokens differ from place to place."""
-    states, there = probe.here.layers[index], probe.there.layers[index]
-    if not states:
-        return
-    error = relative_error(states[-1], there[-1])
-    tolerance = probe.tolerance(index, error)
-    if error > tolerance:
-        raise UnsupportedModelError(
-            f"layer {index} of {type(probe.model).__name__} cannot be moved: what its mixer projects of the same "
-            f"tokens at two places differs by {error:.2g} of its size, where {tolerance:g} is allowed. Use full "
-            "prefill for this model."
-        )
 
 
 def _cause(probe: _Probe, index: int) -> str:

@@ -30,7 +30,7 @@ from .anatomy import PER_TOKEN, full_cache, is_extended, text_config
 from .calibrate import COARSE_TOLERANCE, TOLERANCE, relative_error, rotary_styles
 from .fingerprint import structure_digest
 from .identity.canonical import canonical
-from .modality import placeholder_ids
+from .modality import text_ids
 from .placement import input_device
 from .quantised import shared_scale
 
@@ -163,10 +163,7 @@ class CheckedModel:
 
     def ids(self, count: int, seed: int) -> tuple[int, ...]:
         """Random tokens of text."""
-        others, vocabulary = placeholder_ids(self.model.config), text_config(self.model).vocab_size
-        text = [token for token in range(vocabulary) if token not in others] if others else range(vocabulary)
-        drawn = torch.randint(len(text), (count,), generator=torch.Generator().manual_seed(seed)).tolist()
-        return tuple(text[index] for index in drawn)
+        return tuple(text_ids(self.model, count, seed).tolist())
 
     def cache(self, ratio: float, store: Any = None, **settings: Any) -> Any:
         """A cache for a request."""

@@ -102,7 +102,7 @@ class ForwardHooks:
         The layers of this thread's calls are found on the stack, because no hook stays on the model while it decodes.
         """
         callers = []
-        for module in running_modules():
+        for module, _ in running_calls():
             if any(module is layer or module in layer.children() for layer in self._layers):
                 return True
             callers.append(module)
@@ -183,13 +183,8 @@ def callable_as(model: nn.Module) -> list[nn.Module]:
     return [model] if inside is model else [model, inside]
 
 
-def running_modules() -> Iterator[nn.Module]:
-    """The modules whose `forward` runs in this thread, the innermost first, each once for every frame of it."""
-    return (module for module, _ in running_calls())
-
-
 def running_calls() -> Iterator[tuple[nn.Module, dict[str, Any]]]:
-    """The same, each with the variables of its `forward` by name."""
+    """The modules whose `forward` runs in this thread, the innermost first, each with its variables by name."""
     frame = sys._getframe(1)
     while frame is not None:
         if "forward" in frame.f_code.co_name and frame.f_code.co_varnames[:1] == ("self",):  # dynamo adds to the name

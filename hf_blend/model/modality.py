@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..errors import PromptError
@@ -72,6 +73,14 @@ def _placeholders(config: Any) -> Iterator[int]:
 
 def _is_modal(stem: str, token: str | None) -> bool:
     return stem not in TEXT_TOKENS if token else not MODAL_WORDS.isdisjoint(stem.split("_"))
+
+
+def text_ids(model: nn.Module, tokens: int, seed: int = 0) -> Tensor:
+    """Random tokens of text, the same for each number of them and seed; `[tokens]`."""
+    others, config = torch.tensor(sorted(placeholder_ids(model.config))), model.config
+    text = torch.arange(getattr(config, "get_text_config", lambda **_: config)(decoder=True).vocab_size)
+    text = text[~torch.isin(text, others)]
+    return text[torch.randint(len(text), (tokens,), generator=torch.Generator().manual_seed(seed))]
 
 
 def refuse_placeholders(model: nn.Module, token_ids: Iterable[int], what: str) -> None:

@@ -19,7 +19,7 @@ from .attention import STOCK
 from .calibrate import COARSE_TOLERANCE, TOLERANCE, relative_error
 from .capture import capture
 from .fingerprint import PerStructure
-from .modality import placeholder_ids
+from .modality import text_ids
 
 __all__ = ["PACK_TOKENS", "packs"]
 
@@ -59,10 +59,7 @@ def _keeps_apart(model: nn.Module) -> bool:
     config = text_config(model)
     if any(type(layer).__name__ not in _OF_TOKENS_ALONE for layer in stock_layers(config)):
         return False
-    others = placeholder_ids(model.config)
-    text = torch.tensor([token for token in range(config.vocab_size) if token not in others])
-    draw = torch.Generator().manual_seed(0)
-    own, one, other = text[torch.randint(len(text), (3, PROBE_TOKENS), generator=draw)]
+    own, one, other = text_ids(model, 3 * PROBE_TOKENS).split(PROBE_TOKENS)
     places = torch.arange(PROBE_TOKENS).repeat(3)[None]
     starts = [0, PROBE_TOKENS, 2 * PROBE_TOKENS]
     first, second = (

@@ -475,14 +475,6 @@ class RowMask(Tensor):
         wrapped.lines = lines
         return wrapped
 
-    @classmethod
-    def causal(cls, columns: Tensor, keys: int, numbers: Callable[[], list[int]] | None = None) -> "RowMask":
-        """A mask by which each row sees exactly the keys up to its own column.
-
-        Shapes: columns `[1, rows]` → `[1, 1, rows, keys]`.
-        """
-        return cls.of(CausalLines(columns, keys, numbers or columns[0].tolist))
-
     @property
     def is_causal(self) -> bool:
         """Whether each row sees exactly the keys up to its own column."""

@@ -6,15 +6,14 @@ Stored chunks are compared with it before they are used. It is read off a forwar
 what a layer keeps is its own affair (latent attention, sixteen bits, keys of another width than values).
 """
 
-from itertools import islice
-from weakref import WeakKeyDictionary
+from dataclasses import replace
 
 import torch
 from torch import nn
 
-from ..model.anatomy import text_config
 from ..model.capture import capture_chunk
-from ..model.modality import placeholder_ids
+from ..model.fingerprint import PerStructure
+from ..model.modality import text_ids
 from ..store.chunk import Layout, norm_span
 
 __all__ = ["layout_of"]
@@ -22,21 +21,12 @@ __all__ = ["layout_of"]
 PROBE_TOKENS = 4
 SAME_NORM = 1.1  # largest over smallest cos² + sin²; tables of bfloat16 reach 1.02
 
-_known: WeakKeyDictionary[nn.Module, tuple[str, Layout]] = WeakKeyDictionary()
 
-
-def layout_of(model: nn.Module, fingerprint: str) -> Layout:
+@PerStructure
+def layout_of(model: nn.Module) -> Layout:
     """The layout of a model's KV, found by one short forward and remembered until the fingerprint changes."""
-    known = _known.get(model)
-    if known is None or known[0] != fingerprint:
-        others = placeholder_ids(model.config)
-        text = (token for token in range(text_config(model).vocab_size) if token not in others)
-        chunk = capture_chunk(model, [*islice(text, PROBE_TOKENS)], (), fingerprint)
-        layout = chunk.layout
-        norms = tuple(_norm(*table) for table in chunk.tables)
-        known = fingerprint, Layout(layout.layers, layout.tables, layout.layer_table, norms)
-        _known[model] = known
-    return known[1]
+    chunk = capture_chunk(model, text_ids(model, PROBE_TOKENS).tolist(), (), "")
+    return replace(chunk.layout, norms=tuple(_norm(*table) for table in chunk.tables))
 
 
 def _norm(cos: torch.Tensor, sin: torch.Tensor) -> float | None:

@@ -13,11 +13,11 @@ import torch
 from hf_blend import BlendCache, plugins
 from hf_blend.sparse.partial.store import PartialStore
 from hf_blend.store import ChunkKV, ChunkStore
-from hf_blend.testing import FaultyTier
 from tests.forging import first_block
 
 from .damage import NODES, clear, damaged, edited_header
 from .fault import FaultClass, Verdict
+from .faulty_tier import FaultyTier
 from .oracle import is_equal, is_near, stock_logits
 from .world import SECRET, SINK, Entry
 

@@ -18,11 +18,11 @@ from hf_blend.errors import StoreError
 from hf_blend.store import ChunkKV, ChunkStore
 from hf_blend.store.tiers.base import ObjectStat
 from hf_blend.store.tiers.remote import Found, RemoteTier
-from hf_blend.testing import FAULTS, FaultyTier
 
 from .damage import clear, damaged
 from .entries import asked
 from .fault import FaultClass, Verdict
+from .faulty_tier import FAULTS, FaultyTier
 from .world import SECRET, Entry, ModelCache, drawn_chunk
 
 DURING = ("one bit of an answer", "zeros", "another object", "a short answer", "an error", "nothing in time")

@@ -22,7 +22,7 @@ from hf_blend.store.slow import ComputeTimes, PendingWrite, WriteQueue
 from hf_blend.store.tiers.base import ObjectStat, WrappedTier
 from hf_blend.store.tiers.memory import MemoryTier
 from hf_blend.store.tiers.remote import HEAD_BYTES, Found, RemoteTier
-from hf_blend.testing import FaultyTier
+from tests.faults.faulty_tier import FaultyTier
 
 WAIT_S = 60.0  # for what must happen; nothing here waits so long unless it fails
 

@@ -18,9 +18,9 @@ from hf_blend.store.format import EntryFile, Header
 from hf_blend.store.slow import RecordedSource
 from hf_blend.store.tiers.base import EntryFault
 from hf_blend.store.tiers.memory import MemoryTier
-from hf_blend.testing import FAULTS, FaultyTier
 from tests.conftest import slow_but
 from tests.faults.entries import ATTACKER
+from tests.faults.faulty_tier import FAULTS, FaultyTier
 from tests.faults.run import CLASSES, ROUND, Run, added
 
 

@@ -10,7 +10,7 @@ from hf_blend import ChunkStore
 from hf_blend.errors import MissingExtraError
 from hf_blend.store.metrics import StoreMetrics
 from hf_blend.store.tiers.memory import MemoryTier
-from hf_blend.testing import FaultyTier
+from tests.faults.faulty_tier import FaultyTier
 
 
 def test_what_stats_counts_is_collected_under_stable_names(tmp_path, chunk):

@@ -20,7 +20,7 @@ from hf_blend.errors import ConfigError, MissingExtraError
 from hf_blend.store.tiers.base import EntryFault
 from hf_blend.store.tiers.memory import MemoryTier
 from hf_blend.store.tiers.remote import HEAD_BYTES, PIECE_BYTES
-from hf_blend.testing import FAULTS, FaultyTier
+from tests.faults.faulty_tier import FAULTS, FaultyTier
 
 KINDS = ("redis", pytest.param("s3", marks=pytest.mark.slow))  # S3 keeps the promises of a tier in test_tiers.py too
 NAME = "ab/cd/" + "e" * 64

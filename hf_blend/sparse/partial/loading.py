@@ -201,18 +201,18 @@ class PartialLoading(PartDecoding):
             found.append(float(share.sqrt().nan_to_num(nan=float("inf")).max()))
         return found
 
-    def write(self, index: int, slots: Sequence[PlacedChunk], realigner: Realigner, opened: KV) -> None:
+    def write(self, index: int, chunks: Sequence[PlacedChunk], realigner: Realigner, opened: KV) -> None:
         """Write a layer of stored chunks; where it is loaded in part, probe heads of those in blocks only."""
-        if slots and index == self._index:
-            self._slots = [slot for slot in self._slots if slot in slots] if realigner.rotates_keys(index) else []
+        if chunks and index == self._index:
+            self._slots = [slot for slot in self._slots if slot in chunks] if realigner.rotates_keys(index) else []
             self._index = index if realigner.rotates_keys(index) else -1
             for slot in self._slots:
                 for states in opened:
                     states[slot.row, :, slot.columns] = 0
                 if self._by_question:
                     self._lay_keys(index, slot, range(self._probes(opened[0].shape[1])), realigner, opened[0])
-            slots = [slot for slot in slots if slot not in self._slots]
-        realigner.write(index, slots, *opened)
+            chunks = [one for one in chunks if one not in self._slots]
+        realigner.write(index, chunks, *opened)
 
     def capture(
         self, index: int, module: nn.Module, rows: Rows | None, realigner: Realigner, past: int

@@ -14,8 +14,8 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from .errors import ConfigError, suggest
-from .store.tiers.base import EntryFault, ObjectStat, Source, Tier, WrappedTier
+from hf_blend.errors import ConfigError, suggest
+from hf_blend.store.tiers.base import EntryFault, ObjectStat, Source, Tier, WrappedTier
 
 __all__ = ["FAULTS", "FaultyTier"]
 
