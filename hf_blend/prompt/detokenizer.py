@@ -18,8 +18,8 @@ class Detokenizer:
     is cut off to itself, and there is none for a tokenizer in Python.
     """
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
-        self._tokenizer, self._stops = tokenizer, stops
+    def __init__(self, tokenizer: Any, stops: Sequence[str], *, skips_special: bool = True) -> None:
+        self._tokenizer, self._stops, self._skips_special = tokenizer, stops, skips_special
         self._start = self._read = 0  # tokens: the first of the piece before, the first that is no text yet
         self._held = ""  # text that may begin a stop
         self.text = ""  # given out so far
@@ -47,7 +47,7 @@ class Detokenizer:
         return new
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=self._skips_special))
 
 
 def _begins(text: str, stop: str) -> int:

@@ -4,6 +4,7 @@
 
 import asyncio
 import json
+import secrets
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, TypeAlias
@@ -102,6 +103,7 @@ class Guard:
 
     async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = scope.setdefault("state", {})
+        state["id"] = secrets.token_hex(12)
 
         async def noted(message: Any) -> None:
             if message["type"] == "http.response.start":

@@ -38,8 +38,10 @@ class Meters:
         """Count a response."""
         self.requests.labels(str(status)).inc()
 
-    def answered(self, run: Running, costs: dict[str, Any]) -> None:
-        """Count an answer."""
+    def answered(self, run: Running | None, costs: dict[str, Any], is_whole: bool) -> None:
+        """Count an answer, or what there was of it."""
+        if run is None or not is_whole:
+            return
         own = costs["hf_blend"]
         self.prefills.labels(own["prefill"]).inc()
         self.tokens.labels("prompt").inc(costs["prompt_tokens"])

@@ -16,7 +16,7 @@ from ..model.anatomy import text_config
 from ..store import ChunkStore
 from ..store.memory import available_bytes
 from .engine import BlendedBatching
-from .sampling import add_sampling, sampled
+from .sampling import add_sampling, greedy
 from .service import Service, Tenant, Tenants
 from .wire import Limits
 
@@ -68,7 +68,7 @@ def make_service(model: nn.Module, tokenizer: Any, plan: ServerPlan) -> Service:
             model,
             next(iter(tenants.stores.values())),
             plan.blend,
-            generation_config=sampled(model, plan.limits.new_tokens),
+            generation_config=greedy(model, plan.limits.new_tokens),
             batching=_batching(tokens, plan),
             stall_s=plan.stall_s,
         )

@@ -1,22 +1,49 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Temperature and top-p of each request, inside the engine's steps; temperature 0 is greedy search.
+"""Draw the tokens of each request as it asks, inside the engine's steps.
 
-transformers has such processors, but they divide by the temperature, which 0 breaks, and sort the vocabulary for every
-token of every request, whether anybody asked for top-p or not.
+transformers' own processors per request are those of temperature, top-k and top-p alone, and what is drawn depends on
+what stands beside. Here each row goes through the processors of `generate`, made for its request, and is drawn with a
+number of its own, so that an equal seed gives an equal text. Rows that are greedy and ask for nothing cost one argmax.
 """
 
+import random
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 from transformers.generation.continuous_batching.cb_logits_processors import (
     ContinuousBatchingLogitsProcessor,
     ContinuousBatchingLogitsProcessorList,
 )
 
-__all__ = ["NotNumbers", "Watch", "add_sampling", "sampled"]
+from .structured import Follows
+from .wire import Generation
+
+__all__ = ["DEFAULTS", "NotNumbers", "Sampling", "TokenLogprob", "Watch", "add_sampling", "greedy", "make_sampling"]
+
+DEFAULTS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+)  # that a model's generation_config may have
+LEAST_TEMPERATURE = 1e-5  # below it the likeliest token is drawn, and a division would not be finite
 
 
 class NotNumbers(ArithmeticError):
@@ -48,66 +75,137 @@ class Watch:
             raise NotNumbers(rows)
 
 
-class _PerRequest(ContinuousBatchingLogitsProcessor):
-    """A number of each request, float32 in the int32 storage of the engine's inputs."""
+@dataclass(frozen=True)
+class TokenLogprob:
+    """The log probability of a token, before any processor, and the likeliest tokens in its place."""
 
-    name = ""
-    default = 1.0
-    ignored_kwargs: tuple[str, ...] = ()
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass
+class Sampling:
+    """How the tokens of one request are drawn.
+
+    It has no state of its own: the number that draws a token follows from the seed and the token's index. So a step
+    that fails and is computed again draws the same.
+    """
+
+    prompt_tokens: int
+    processors: LogitsProcessorList
+    is_greedy: bool
+    seed: str
+    top_logprobs: int | None = None
+    grammar: Follows | None = None
+    logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by the token's index in the answer
+
+    def __deepcopy__(self, memo: Any) -> "Sampling":
+        return self  # the engine copies a request that it computes again
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the likeliest token is all that is asked for."""
+        return self.is_greedy and not self.processors and self.top_logprobs is None
+
+    @property
+    def error(self) -> str:
+        """Why the grammar could not be followed to the end; empty if it was."""
+        return self.grammar.error if self.grammar else ""
+
+    def draw(self, ids: Sequence[int], logits: Tensor) -> Tensor:
+        """`[1, vocabulary]` logits behind the ids of prompt and answer give `[1]`, the next token."""
+        index, scores = len(ids) - self.prompt_tokens, logits
+        if self.processors:
+            scores = self.processors(torch.tensor([ids], device=logits.device), logits.clone())
+        if self.is_greedy:
+            chosen = scores.argmax(dim=1)
+        else:
+            sums = scores.double().softmax(dim=1).cumsum(dim=1)
+            drawn = random.Random(f"{self.seed}/{index}").random() * (1 - 1e-12)
+            chosen = torch.searchsorted(sums, sums[:, -1:] * drawn, right=True)[:, 0].clamp_max(sums.shape[1] - 1)
+        if self.top_logprobs is not None:
+            own = logits.log_softmax(dim=1)[0]
+            values, tokens = own.topk(min(self.top_logprobs, len(own)))
+            top = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
+            self.logprobs[index] = TokenLogprob(float(own[chosen]), top)
+        return chosen
+
+
+def make_sampling(
+    asked: Generation, defaults: Mapping[str, Any], prompt_tokens: int, number: int, grammar: Follows | None
+) -> Sampling:
+    """How an answer of a request is drawn; `defaults` are for what the request leaves out."""
+
+    def given(name: str, neutral: float) -> Any:
+        own = getattr(asked, name)
+        return defaults.get(name, neutral) if own is None else own
+
+    found: list[LogitsProcessor] = []
+    if (penalty := given("repetition_penalty", 1.0)) != 1.0:
+        found.append(RepetitionPenaltyLogitsProcessor(float(penalty)))
+    if asked.presence_penalty or asked.frequency_penalty:
+        found.append(Repeats(prompt_tokens, asked.presence_penalty, asked.frequency_penalty))
+    if asked.logit_bias:
+        found.append(SequenceBiasLogitsProcessor([[[token], float(bias)] for token, bias in asked.logit_bias.items()]))
+    found += [grammar] if grammar else []
+    temperature = float(given("temperature", 1.0))
+    is_greedy = temperature < LEAST_TEMPERATURE
+    if not is_greedy:
+        top_k, top_p, min_p = given("top_k", 0), float(given("top_p", 1.0)), float(given("min_p", 0.0))
+        found += [TemperatureLogitsWarper(temperature)] if temperature != 1.0 else []
+        found += [TopKLogitsWarper(top_k)] if top_k > 0 else []
+        found += [TopPLogitsWarper(top_p)] if top_p < 1.0 else []
+        found += [MinPLogitsWarper(min_p)] if min_p > 0 else []
+    seed = secrets.randbits(64) if asked.seed is None else asked.seed
+    return Sampling(
+        prompt_tokens, LogitsProcessorList(found), is_greedy, f"{seed}/{number}", asked.alternatives, grammar
+    )
+
+
+class Repeats(LogitsProcessor):
+    """Lower the logits of tokens that the answer has, by a number, and by another for each time."""
+
+    def __init__(self, prompt_tokens: int, presence: float, frequency: float) -> None:
+        self._prompt_tokens, self._presence, self._frequency = prompt_tokens, presence, frequency
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """`[1, tokens]` ids of prompt and answer, `[1, vocabulary]` logits."""
+        counts = torch.bincount(input_ids[0, self._prompt_tokens :], minlength=scores.shape[1])
+        return scores - self._presence * (counts > 0) - self._frequency * counts
+
+
+class _Draws(ContinuousBatchingLogitsProcessor):
+    """Gives the engine, which takes the largest, a 1 for the token that was drawn for each request."""
 
     def __init__(self) -> None:
-        self.supported_kwargs = {self.name: float}
+        self.supported_kwargs, self.ignored_kwargs = {"sampling": Sampling}, ()
+        self._rows: list[Any] = []
 
     def fill_defaults(self, int32_tensor: Tensor) -> None:
-        """Write the number of a request that names none."""
-        values = torch.full_like(int32_tensor, self.default, dtype=torch.float32)
-        int32_tensor.copy_(values.view(torch.int32))
+        """Nothing is in the engine's tensor of arguments."""
+        int32_tensor.zero_()
 
     def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> Tensor:
-        """The numbers of the requests of a step."""
-        given = [one.state.logit_processor_kwargs.get(self.name, self.default) for one in requests_with_new_token]
-        return torch.tensor(given, dtype=torch.float32).view(torch.int32)
-
-
-class Temperature(_PerRequest):
-    """Divide the logits by a temperature; where it is 0 leave the highest alone."""
-
-    name, default = "temperature", 0.0
+        """Note the requests of a step, in the order of its rows."""
+        self._rows = [one.state for one in requests_with_new_token]
+        return torch.zeros(len(self._rows), dtype=torch.int32)
 
     def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
-        """`[tokens, vocabulary]` logits, changed."""
-        values = tensor_arg[: scores.shape[0]].view(torch.float32)[:, None]
-        best = torch.full_like(scores, -torch.inf).scatter_(1, scores.argmax(dim=1, keepdim=True), 0.0)
-        return torch.where(values > 0, scores / values.clamp_min(1e-6), best)
+        """`[tokens, vocabulary]` logits."""
+        chosen = scores.argmax(dim=1)
+        for row, state in enumerate(self._rows):
+            sampling = state.logit_processor_kwargs.get("sampling")
+            if sampling is not None and not sampling.is_plain:
+                ids = [*state.initial_tokens, *state.generated_tokens]
+                chosen[row : row + 1] = sampling.draw(ids, scores[row : row + 1])
+        return torch.zeros_like(scores).scatter_(1, chosen[:, None], 1.0)
 
 
-class TopP(_PerRequest):
-    """Leave the likeliest tokens that together have a probability of p."""
-
-    name, default = "top_p", 1.0
-
-    def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
-        """`[tokens, vocabulary]` logits, changed."""
-        p = tensor_arg[: scores.shape[0]].view(torch.float32)[:, None]
-        rows = (p[:, 0] < 1).nonzero()[:, 0]
-        if not len(rows):
-            return scores
-        ordered, places = scores[rows].sort(dim=1, descending=True)
-        before = ordered.softmax(dim=1).cumsum(dim=1) - ordered.softmax(dim=1)
-        beyond = before >= p[rows]
-        beyond[:, 0] = False  # p may be 0 in float32
-        ordered = ordered.masked_fill(beyond, -torch.inf)
-        return scores.index_copy(0, rows, torch.empty_like(ordered).scatter_(1, places, ordered))
-
-
-def sampled(model: Any, max_new_tokens: int) -> GenerationConfig:
-    """How an engine decodes whose requests each name their temperature."""
+def greedy(model: Any, max_new_tokens: int) -> GenerationConfig:
+    """How an engine decodes that takes the largest of what `add_sampling` gives."""
     own = model.generation_config
     return GenerationConfig(
-        do_sample=True,
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
+        do_sample=False,
         max_new_tokens=max_new_tokens,
         eos_token_id=own.eos_token_id,
         bos_token_id=own.bos_token_id,
@@ -116,9 +214,8 @@ def sampled(model: Any, max_new_tokens: int) -> GenerationConfig:
 
 
 def add_sampling(processors: ContinuousBatchingLogitsProcessorList) -> None:
-    """Let requests name `temperature` and `top_p`."""
-    for processor in (Temperature(), TopP()):
-        processors.logits_processor.append(processor)
-        processors.tensors_required += 1
+    """Let requests bring a `Sampling`, as `sampling`."""
+    processors.logits_processor.append(_Draws())
+    processors.tensors_required += 1
     processors._retrieve_processors_kwargs()
     processors.do_processing = True

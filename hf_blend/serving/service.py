@@ -18,10 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError, HfBlendError
+from ..errors import ConfigError, HfBlendError, PromptError
+from ..model.anatomy import text_config
 from ..prompt.pieces import TextPrompt
 from ..store import ChunkStore
 from .engine import BlendedBatching
+from .sampling import DEFAULTS, Sampling
+from .structured import Grammars
 from .wire import Generation, Limits
 
 LEAST_KEY = 16  # characters of an API key
@@ -147,6 +150,11 @@ class Service:
         self.memory, self.metrics_by_tenant = memory, metrics_by_tenant
         self.running: Counter[str] = Counter()  # requests under way, by tenant
         self.is_draining = False
+        own, config = engine.model.generation_config, text_config(engine.model)
+        given = {one: getattr(own, one, None) for one in DEFAULTS}
+        self.sampling_defaults = {one: value for one, value in given.items() if value is not None}
+        self.vocabulary = int(config.vocab_size)
+        self.grammars = Grammars(tokenizer, self.vocabulary, sorted(engine.end_tokens))
         self._numbers = itertools.count()
         self._prefix = secrets.token_hex(4)
 
@@ -157,19 +165,25 @@ class Service:
         return self.engine.is_running() and is_moving and not self.is_draining
 
     @asynccontextmanager
-    async def admitted(self, tenant: Tenant) -> AsyncIterator[None]:
-        """Count a request while it is under way."""
+    async def admitted(self, tenant: Tenant, answers: int = 1) -> AsyncIterator[None]:
+        """Count the answers of a request while it is under way."""
         own, all_of_them = self.running[tenant.name], self.running.total()
         limit = self.limits.requests if tenant.max_requests is None else tenant.max_requests
-        if all_of_them >= self.limits.requests or own >= limit:
-            raise Busy(f"{own if own >= limit else all_of_them} requests are under way. Try again in a moment.")
-        self.running[tenant.name] += 1
+        if answers > 1 and answers > min(limit, self.limits.requests):
+            raise PromptError(f"{answers} answers were asked for, expected at most {limit}. Ask for fewer at once.")
+        if all_of_them + answers > self.limits.requests or own + answers > limit:
+            raise Busy(
+                f"{own if own + answers > limit else all_of_them} requests are under way. Try again in a moment."
+            )
+        self.running[tenant.name] += answers
         try:
             yield
         finally:
-            self.running[tenant.name] -= 1
+            self.running[tenant.name] -= answers
 
-    async def generate(self, tenant: Tenant, asked: Generation, prompt: TextPrompt) -> AsyncGenerator[Running, None]:
+    async def generate(
+        self, tenant: Tenant, asked: Generation, prompt: TextPrompt, sampling: Sampling
+    ) -> AsyncGenerator[Running, None]:
         """Have the engine answer; gives the request after each token. Whoever stops listening cancels it."""
         run = Running(f"{self._prefix}-{next(self._numbers)}", prompt)
         outputs: asyncio.Queue[Any] = asyncio.Queue()
@@ -177,7 +191,7 @@ class Service:
         is_over = False
         try:
             async with asyncio.timeout(self.limits.request_s):
-                self._add(tenant, asked, run)
+                self._add(tenant, asked, run, sampling)
                 while not is_over:
                     output = await outputs.get()
                     is_over = output.is_finished()
@@ -192,7 +206,7 @@ class Service:
                 self.engine.cancel_request(run.name)
                 self.engine.forget_handler(run.name)
 
-    def _add(self, tenant: Tenant, asked: Generation, run: Running) -> None:
+    def _add(self, tenant: Tenant, asked: Generation, run: Running, sampling: Sampling) -> None:
         self.engine.add_request(
             run.prompt,
             run.name,
@@ -200,8 +214,8 @@ class Service:
             store=self.tenants.stores[tenant.name],
             salt=tenant.salt,
             streaming=True,
-            temperature=float(asked.temperature),
-            top_p=float(asked.top_p),
+            sampling=sampling,
+            eos_token_id=-1 if asked.ignore_eos else None,
         )
 
     def close(self, patience_s: float = 30.0) -> None:

@@ -1,20 +1,20 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""What travels between clients and the server: OpenAI's requests and answers, with `documents` and what was reused."""
+"""What travels between clients and the server: OpenAI's requests and answers, with `documents` and what was reused.
 
+The models say what is taken, and within which bounds. A field that is not in them is refused by its name.
+"""
+
+import json
+import re
 import reprlib
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, Json, model_validator
 
 from ..errors import PromptError
-from ..prompt.messages import build_messages, plain_messages
-from ..prompt.pieces import Span, TextPrompt, tokenize
-from ..prompt.text import build_text
-from ..prompt.tokenizer import front_ids
 from .prefills import Prefilled
 
 
@@ -23,7 +23,7 @@ class Limits:
     """What a server takes. `docs/serving.md` has the same rows.
 
     Attributes:
-        requests: under way or waiting, of all tenants.
+        requests: under way or waiting, of all tenants; each answer of a request counts.
         connections: of one address that carry no whole request: silent, half sent, or kept alive.
         header_s: how long a connection may carry none.
         body_bytes: of a request.
@@ -32,6 +32,9 @@ class Limits:
         new_tokens: where an answer is cut that names no length.
         documents: of one request, and places of its prompt where they are.
         messages: of one request.
+        choices: answers to one request, `n` to each of its prompts.
+        tools: of one request.
+        schema_chars: of a JSON schema, or of those of all tools.
         stops: texts at which its answer ends.
         stop_chars: of each.
         stuck_s: after so long without any progress of what is under way the server is not ready.
@@ -46,6 +49,9 @@ class Limits:
     new_tokens: int = 256
     documents: int = 256
     messages: int = 1024
+    choices: int = 32
+    tools: int = 128
+    schema_chars: int = 1 << 16
     stops: int = 4
     stop_chars: int = 256
     stuck_s: float = 60.0
@@ -57,54 +63,28 @@ class Limits:
 
 
 MOST_TOKENS = (1 << 31) - 1
+MOST_SEED = 1 << 64
+MOST_LOGPROBS = 20
+MOST_BIASES = 1024
 MOST_CHARS = 400  # of an error
-IGNORED = ("user", "store", "metadata", "parallel_tool_calls", "service_tier", "seed")  # change no answer here
-NEUTRAL = {  # what is not served, and the values that ask for nothing
-    "best_of": (None, 1), "echo": (None, False), "frequency_penalty": (None, 0), "functions": (None, []),
-    "logit_bias": (None, {}), "logprobs": (None, False), "n": (None, 1), "presence_penalty": (None, 0),
-    "response_format": (None, {"type": "text"}), "suffix": (None, ""), "tool_choice": (None, "none"),
-    "tools": (None, []), "top_logprobs": (None, 0),
-}  # fmt: skip
+TEMPLATE_KEYS = frozenset(  # of a chat template, which are the server's
+    "add_generation_prompt chat_template continue_final_message documents messages tools".split()
+)
+
+TYPE = re.compile(r"(str|int|json|dict|list|literal|constrained-\w+|function-\w+|[A-Z]\w+)(\[.*\])?", re.DOTALL)
 
 Text = Annotated[str, Field(min_length=1)]
+Count = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+TokenId = Annotated[int, Field(strict=True, ge=0, le=MOST_TOKENS)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Empty: TypeAlias = Annotated[list[Any], Field(max_length=0)]  # of what is not served, the value that asks for nothing
 
 
-class Message(BaseModel):
-    """A message of a conversation."""
+class _Given(BaseModel):
+    """A part of a request."""
 
-    model_config = ConfigDict(extra="allow")
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[dict[str, Any]] | None = None
-
-    def check(self, number: int) -> None:
-        """Refuse what would not be in the prompt."""
-        for name, value in (self.model_extra or {}).items():
-            if value not in (None, "", [], {}):
-                raise PromptError(f"messages.{number}.{name:.60}={reprlib.repr(value)} is not served. Leave it out.")
-        if self.content is None:
-            raise PromptError(f"messages.{number} has content={self.content}, expected text. Leave the message out.")
-
-
-class StreamOptions(BaseModel):
-    """How an answer is streamed."""
-
-    model_config = ConfigDict(extra="ignore")
-    include_usage: bool = False
-
-
-class Generation(BaseModel):
-    """What both kinds of requests say."""
-
-    model_config = ConfigDict(extra="allow")
-    model: str = ""
-    documents: list[Text] = []
-    max_tokens: int | None = Field(None, ge=1, le=MOST_TOKENS)
-    max_completion_tokens: int | None = Field(None, ge=1, le=MOST_TOKENS)
-    temperature: float = Field(1.0, ge=0, le=2)
-    top_p: float = Field(1.0, gt=0, le=1)
-    stop: str | list[str] | None = None
-    stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -114,55 +94,316 @@ class Generation(BaseModel):
             return given
         return {name: value for name, value in given.items() if value is not None}
 
+
+class FunctionCall(_Given):
+    """What a tool was called with."""
+
+    name: Text
+    arguments: dict[str, Any] | Json[dict[str, Any]]
+
+
+class ToolCall(_Given):
+    """A call in an earlier answer."""
+
+    id: str = ""
+    type: Literal["function"]
+    index: Any = None
+    function: FunctionCall
+
+
+class Message(_Given):
+    """A message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[dict[str, Any]] | None = None
+    name: str = ""
+    tool_calls: list[ToolCall] = []
+    tool_call_id: str = ""
+    refusal: Literal[""] = ""
+    annotations: Empty = []
+    audio: Literal[""] = ""
+    function_call: Literal[""] = ""
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates read it: what was left out is not there."""
+        calls = [{"id": call.id, "type": call.type, "function": dict(call.function)} for call in self.tool_calls]
+        given = {"name": self.name, "tool_calls": calls, "tool_call_id": self.tool_call_id}
+        return {"role": self.role, "content": self.content, **{name: one for name, one in given.items() if one}}
+
+
+class StreamOptions(_Given):
+    """How an answer is streamed."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False  # pads what is sent; nothing does here
+
+
+class Function(_Given):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    description: str = ""
+    parameters: dict[str, Any] = {}
+    strict: bool = False
+
+
+class Tool(_Given):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(_Given):
+    """A function that is to be called."""
+
+    name: Text
+
+
+class NamedTool(_Given):
+    """A tool that is to be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class JsonSchema(_Given):
+    """A schema that an answer follows."""
+
+    name: str = ""
+    description: str = ""
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool = False
+
+
+class ResponseFormat(_Given):
+    """The form of an answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> "ResponseFormat":
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            raise ValueError("a json_schema with type 'json_schema', and none with others")
+        return self
+
+
+class Generation(_Given):
+    """What both kinds of requests say."""
+
+    model: str = ""
+    documents: list[Text] = []
+    max_tokens: Count | None = None
+    n: Annotated[int, Field(ge=1)] = 1
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MOST_TOKENS)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    logit_bias: Annotated[dict[Annotated[int, Field(ge=0)], Bias], Field(max_length=MOST_BIASES)] = {}
+    seed: Annotated[int, Field(ge=-MOST_SEED, le=MOST_SEED)] | None = None
+    ignore_eos: bool = False
+    stop: str | list[str] = []
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    response_format: ResponseFormat = ResponseFormat(type="text")
+
+    user: Any = None  # from here on: changes no answer
+    metadata: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    safety_identifier: Any = None
+    service_tier: Any = None
+    store: Any = None
+
     def check(self, limits: Limits) -> None:
-        """Refuse what would be ignored although it changes the answer, and more than is taken."""
-        for name, value in (self.model_extra or {}).items():
-            if name not in NEUTRAL and name not in IGNORED:
-                raise PromptError(f"{name:.60} is no field of this request. Leave it out.")
-            if name in NEUTRAL and not any(_is_same(value, one) for one in NEUTRAL[name]):
-                raise PromptError(f"{name}={reprlib.repr(value)} is not served. Leave it out.")
+        """Refuse more than this server takes."""
         if len(self.stops) > limits.stops or not all(self.stops):
             raise PromptError(f"stop has {len(self.stops)} texts, expected at most {limits.stops}, none empty.")
         longest = max(map(len, self.stops), default=0)
         if longest > limits.stop_chars:
             raise PromptError(f"stop has a text of {longest} characters, expected at most {limits.stop_chars}.")
         check_count("documents", len(self.documents), limits.documents)
+        check_count("answers", self.choices, limits.choices)
+        if self.json_form is not None:
+            _check_chars("response_format", self.json_form, limits)
+            if self.ignore_eos:
+                raise PromptError("ignore_eos came with an answer that ends with its JSON. Leave one of both out.")
+
+    @property
+    def choices(self) -> int:
+        """How many answers are asked for."""
+        return self.n
+
+    @property
+    def json_form(self) -> dict[str, Any] | None:
+        """The schema of an answer that is JSON."""
+        form = self.response_format
+        if form.json_schema is not None:
+            return form.json_schema.schema_
+        return {"type": "object"} if form.type == "json_object" else None
 
     @property
     def stops(self) -> list[str]:
         """Where an answer ends."""
-        return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def new_tokens(self) -> int | None:
+        """Where an answer is cut."""
+        return self.max_tokens
+
+    @property
+    def alternatives(self) -> int | None:
+        """How many tokens are named beside each; None where not even its own log probability is asked for."""
+        return None
+
+
+class ChatRequest(Generation):
+    """`/v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] = 0
+    tools: list[Tool] = []
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    chat_template_kwargs: dict[str, Any] = {}
+    modalities: list[Literal["text"]] = ["text"]
+
+    parallel_tool_calls: Any = None  # from here on: changes no answer
+    verbosity: Any = None
+
+    functions: Empty = []  # from here on: not served
+    function_call: Literal["none", "auto"] = "none"
+    audio: Literal[False] = False
+    prediction: Literal[False] = False
+    web_search_options: Literal[False] = False
+
+    def check(self, limits: Limits) -> None:
+        """As above, and messages and tools."""
+        super().check(limits)
+        check_count("messages", len(self.messages), limits.messages)
+        check_count("tools", len(self.tools), limits.tools)
+        for number, message in enumerate(self.messages):
+            if message.content is None and not message.tool_calls:
+                raise PromptError(f"messages.{number}.content is missing, expected text. Leave the message out.")
+        names = [tool.function.name for tool in self.tools]
+        chosen = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        if (chosen and chosen not in names) or (self.tool_choice == "required" and not names):
+            raise PromptError(f"tool_choice is {chosen or 'required'!r:.60}, expected one of tools: {names!r:.80}.")
+        _check_chars("tools", [tool.function.parameters for tool in self.tools], limits)
+        if self.top_logprobs and not self.logprobs:
+            raise PromptError(f"top_logprobs is {self.top_logprobs}, expected 0 without logprobs. Add logprobs: true.")
+        if super().json_form is not None and self.callable:
+            raise PromptError("response_format came with tools, expected one of both. Add tool_choice: 'none'.")
+        reserved = TEMPLATE_KEYS & set(self.chat_template_kwargs)
+        if reserved:
+            raise PromptError(f"chat_template_kwargs has {min(reserved)!r}, which the server sets. Leave it out.")
+
+    @property
+    def callable(self) -> list[Tool]:
+        """Tools that the model is told of."""
+        return [] if self.tool_choice == "none" else self.tools
+
+    @property
+    def json_form(self) -> dict[str, Any] | None:
+        """As above; and the schema of a call, where there has to be one."""
+        if self.tool_choice in ("none", "auto"):
+            return super().json_form
+        name = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        rows = [tool.function for tool in self.tools if name in (None, tool.function.name)]
+        calls = [
+            {
+                "type": "object",
+                "properties": {"name": {"const": one.name}, "arguments": one.parameters or {"type": "object"}},
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+            for one in rows
+        ]
+        return calls[0] if len(calls) == 1 else {"anyOf": calls}
 
     @property
     def new_tokens(self) -> int | None:
         """Where an answer is cut."""
         return self.max_completion_tokens or self.max_tokens
 
+    @property
+    def alternatives(self) -> int | None:
+        """As above."""
+        return self.top_logprobs if self.logprobs else None
 
-class ChatRequest(Generation):
-    """`/v1/chat/completions`."""
 
-    messages: list[Message] = Field(min_length=1)
-
-    def check(self, limits: Limits) -> None:
-        """As above, and the messages."""
-        super().check(limits)
-        check_count("messages", len(self.messages), limits.messages)
-        for number, message in enumerate(self.messages):
-            message.check(number)
+Ids = list[TokenId]
 
 
 class CompletionRequest(Generation):
     """`/v1/completions`."""
 
-    prompt: str | list[int]
+    prompt: str | Ids | list[str] | list[Ids]
     chunk_separator: str = ""
+    logprobs: Annotated[int, Field(strict=True, ge=0, le=MOST_LOGPROBS)] | None = None
+
+    best_of: Literal[1] = 1  # from here on: not served
+    echo: Literal[False] = False
+    suffix: Literal[""] = ""
 
     def check(self, limits: Limits) -> None:
-        """As above, and the chunks that the prompt is cut into."""
+        """As above, and the chunks that prompts are cut into."""
+        if not self.prompts:
+            raise PromptError("prompt has no text, expected at least one. Send some.")
         super().check(limits)
-        cuts = self.prompt.count(self.chunk_separator) if self.chunk_separator and isinstance(self.prompt, str) else 0
+        texts = [one for one in self.prompts if isinstance(one, str) and self.chunk_separator]
+        cuts = max((one.count(self.chunk_separator) for one in texts), default=0)
         check_count("documents", len(self.documents) + max(0, cuts - 1), limits.documents)
+
+    @property
+    def prompts(self) -> list[str | Ids]:
+        """Each prompt."""
+        given = self.prompt
+        is_one = isinstance(given, str) or (given and isinstance(given[0], int))
+        return [given] if is_one else [*given]  # type: ignore[list-item]
+
+    @property
+    def choices(self) -> int:
+        """As above."""
+        return self.n * len(self.prompts)
+
+    @property
+    def alternatives(self) -> int | None:
+        """As above."""
+        return self.logprobs
+
+
+def described(errors: Sequence[Mapping[str, Any]]) -> tuple[str | None, str]:
+    """The field of the first error, and what came there, what was expected, and what to do, in a sentence."""
+    first, param = errors[0], _field(errors[0])
+    if first["type"] == "extra_forbidden":
+        return param, f"{param} is no field of this request. Leave it out."
+    if first["type"] == "missing":
+        return param, f"{param or 'the body'} is missing, expected a value. Send it."
+    if first["type"] == "json_invalid":
+        return param, f"the body is no JSON: {first['msg']}. Correct it."
+    texts = [
+        one["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+        for one in errors
+        if _field(one) == param
+    ]
+    expected = " or ".join(dict.fromkeys(texts))
+    return (
+        param,
+        f"{param or 'the body'} is {reprlib.repr(first['input'])}, expected {expected}. Correct it, or leave it out.",
+    )
+
+
+def _field(error: Mapping[str, Any]) -> str | None:
+    """Where an error is, without the types that were tried there."""
+    path = [str(part) for part in error["loc"][1:] if isinstance(part, int) or not TYPE.fullmatch(part)]
+    return ".".join(path) or None
 
 
 def check_count(what: str, count: int, most: int) -> None:
@@ -171,9 +412,10 @@ def check_count(what: str, count: int, most: int) -> None:
         raise PromptError(f"{count} {what} came, at most {most} are taken. Send fewer.")
 
 
-def _is_same(value: Any, neutral: Any) -> bool:
-    """Whether two values are equal, and no number stands for a truth value."""
-    return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
+def _check_chars(what: str, given: Any, limits: Limits) -> None:
+    chars = len(json.dumps(given))
+    if chars > limits.schema_chars:
+        raise PromptError(f"{what} has {chars} characters of JSON, expected at most {limits.schema_chars}. Send less.")
 
 
 def usage(prompt_tokens: int, completion_tokens: int, prefilled: Prefilled | None) -> dict[str, Any]:
@@ -199,6 +441,20 @@ def usage(prompt_tokens: int, completion_tokens: int, prefilled: Prefilled | Non
     }
 
 
+def summed(rows: Sequence[dict[str, Any]], each: int) -> dict[str, Any]:
+    """What several answers cost; each prompt, of so many answers, counts once."""
+    first, *others = rows[::each]
+    total: dict[str, Any] = {**first, "hf_blend": {**first["hf_blend"]}}
+    total["prompt_tokens"] = sum(row["prompt_tokens"] for row in (first, *others))
+    total["completion_tokens"] = sum(row["completion_tokens"] for row in rows)
+    total["total_tokens"] = total["prompt_tokens"] + total["completion_tokens"]
+    cached = sum(row["prompt_tokens_details"]["cached_tokens"] for row in (first, *others))
+    total["prompt_tokens_details"] = {"cached_tokens": cached}
+    for name in ("reused_tokens", "recomputed_tokens", "prefix_tokens", "computed_chunks"):
+        total["hf_blend"][name] = sum(row["hf_blend"][name] for row in (first, *others))
+    return total
+
+
 def error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
     """An error as OpenAI's clients read it."""
     given = {"message": _printable(message), "type": kind, "code": code, "param": param and _printable(param)}
@@ -209,64 +465,3 @@ def _printable(text: str) -> str:
     """Short enough, and without halves of surrogate pairs, which no body can hold."""
     short = text if len(text) <= MOST_CHARS else f"{text[: MOST_CHARS - 1]}…"
     return short.encode("utf-8", "backslashreplace").decode()
-
-
-def answer_body(kind: str, name: str, model: str, choice: dict[str, Any], costs: dict[str, Any]) -> dict[str, Any]:
-    """A whole answer."""
-    return {
-        "id": name, "object": kind, "created": int(time.time()), "model": model,
-        "choices": [{"index": 0, "logprobs": None, **choice}], "usage": costs,
-    }  # fmt: skip
-
-
-BETWEEN = "\n\n"
-
-
-def chat_prompt(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], documents: Sequence[str], most: int | None = None
-) -> TextPrompt:
-    """Render messages with the tokenizer's chat template."""
-    given = plain_messages(messages)
-    last = next((message for message in reversed(given) if message.get("role") == "user"), None)
-    if last is None:
-        raise PromptError(f"{len(given)} messages came, but none with role 'user' is among them. Send a question.")
-    has_template = getattr(tokenizer, "chat_template", None) is not None
-    contents = [message["content"] for message in given]
-    chunks, added = _added(documents, contents, BETWEEN if has_template else "\n")
-    last["content"] = f"{added}{last['content']}"
-    if has_template:
-        return build_messages(tokenizer, given, chunks, {}, most)
-    return build_text(tokenizer, "".join(message["content"] for message in given), chunks, special=True, most=most)
-
-
-def text_prompt(
-    tokenizer: Any, prompt: str | Sequence[int], documents: Sequence[str], most: int | None = None
-) -> TextPrompt:
-    """A prompt of text or ids, behind documents."""
-    if isinstance(prompt, str):
-        chunks, added = _added(documents, [prompt], "\n")
-        return build_text(tokenizer, f"{added}{prompt}", chunks, special=True, most=most)
-    return _before_ids(tokenizer, _added(documents, [], "\n")[0], tuple(map(int, prompt)))
-
-
-def _before_ids(tokenizer: Any, documents: Sequence[str], ids: tuple[int, ...]) -> TextPrompt:
-    """Documents, each tokenised alone, and ids behind them; a BOS of the ids goes in front of all."""
-    if not (documents or ids):
-        raise PromptError("the prompt has no token, but at least one is expected. Send some text.")
-    before = front_ids(tokenizer) if documents else ()
-    ids = ids[len(before) :] if ids[: len(before)] == before else ids
-    spans, start = list[Span](), len(before)
-    for document in documents:
-        spans.append(Span.whole(start, tokenize(tokenizer, document)))
-        start = spans[-1].stop
-    whole = (*before, *(token for span in spans for token in span.token_ids), *ids)
-    return TextPrompt(whole, tuple(spans), len(before))
-
-
-def _added(documents: Sequence[str], contents: Sequence[str], end: str) -> tuple[list[str], str]:
-    """The documents as they will be in the prompt, and the text of those that are not in it yet."""
-    absent = [text for text in documents if not any(text in content for content in contents)]
-    if end == BETWEEN:  # white space between documents is no part of them
-        return list(documents), "".join(f"{text.rstrip()}{end}" for text in absent)
-    ended = {text: text if text.endswith(end) else f"{text}{end}" for text in absent}
-    return [ended.get(text, text) for text in documents], "".join(ended[text] for text in absent)

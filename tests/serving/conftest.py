@@ -110,6 +110,16 @@ def without_collection() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session")
+def loaded() -> tuple[Any, Any]:
+    """The small model that stands for the real one, and its tokenizer."""
+    from worlds import REFERENCE
+
+    from hf_blend.evaluation.bundled import load_model
+
+    return load_model(REFERENCE)
+
+
 class Bench:
     """What a test of the engine needs: requests, engines, and the answers of a lone cache."""
 

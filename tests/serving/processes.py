@@ -1,12 +1,13 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Servers in processes of their own."""
+"""Servers in processes of their own, and in threads of the tests'."""
 
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from contextlib import contextmanager
@@ -47,6 +48,32 @@ def server_process(folder, *words):
             process.kill()
             process.stdout.close()
             log.close()
+
+
+@contextmanager
+def running(loaded, folder, patience_s=20, **settings):
+    """A server in a thread, and its service."""
+    from hf_blend.serving.run import ServerPlan, make_service, serve
+
+    model, tokenizer = loaded
+    given = {"location": str(folder), "cache_tokens": 8192, "page_tokens": 16, **settings}
+    service = make_service(model, tokenizer, ServerPlan(**given))
+    up, ends = threading.Event(), []
+
+    def started(url, stop):
+        service.url = url
+        ends.append(stop)
+        up.set()
+
+    thread = threading.Thread(target=serve, args=(service, "127.0.0.1", 0, patience_s, started))
+    thread.start()
+    assert up.wait(30)
+    try:
+        yield service
+    finally:
+        ends[0]()
+        thread.join(30)
+        assert not thread.is_alive()
 
 
 def metrics(url):

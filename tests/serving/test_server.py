@@ -17,17 +17,18 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from worlds import REFERENCE, reference_questions
+from worlds import reference_questions
 
 from hf_blend import BlendCache, BlendConfig, ChunkStore
 from hf_blend.errors import ConfigError, PromptError
-from hf_blend.evaluation.bundled import load_model
 from hf_blend.prompt.detokenizer import Detokenizer
 from hf_blend.serving.guard import Doors, Guard, Refused
+from hf_blend.serving.prompts import chat_prompt, text_prompt
 from hf_blend.serving.run import ServerPlan, make_service, serve
 from hf_blend.serving.service import Tenant, read_tenants
-from hf_blend.serving.wire import Limits, chat_prompt, text_prompt
+from hf_blend.serving.wire import Limits
 from tests.chat_templates import CHATML, DOCUMENTS, small_tokenizer
+from tests.serving.processes import running
 
 ROOT = Path(__file__).parents[2]
 MODEL = "smollm2"
@@ -48,37 +49,8 @@ def wait_for(happened, what, seconds=30.0):
 
 
 @pytest.fixture(scope="module")
-def loaded():
-    return load_model(REFERENCE)
-
-
-@contextlib.contextmanager
-def running(loaded, folder, **settings):
-    """A server in a thread, and its service."""
-    model, tokenizer = loaded
-    given = {"location": str(folder), "limits": LIMITS, "cache_tokens": 8192, "page_tokens": 16, **settings}
-    service = make_service(model, tokenizer, ServerPlan(**given))
-    up, ends = threading.Event(), []
-
-    def started(url, stop):
-        service.url = url
-        ends.append(stop)
-        up.set()
-
-    thread = threading.Thread(target=serve, args=(service, "127.0.0.1", 0, 20, started))
-    thread.start()
-    assert up.wait(30)
-    try:
-        yield service
-    finally:
-        ends[0]()
-        thread.join(30)
-        assert not thread.is_alive()
-
-
-@pytest.fixture(scope="module")
 def server(loaded, tmp_path_factory):
-    with running(loaded, tmp_path_factory.mktemp("store"), tenants=TENANTS) as service:
+    with running(loaded, tmp_path_factory.mktemp("store"), tenants=TENANTS, limits=LIMITS) as service:
         yield service
 
 
@@ -100,17 +72,14 @@ def messages(question=None):
 
 def endless(**more):
     """The body of a request whose answer is as long as the server allows."""
-    return {"model": MODEL, "prompt": "the the the", "max_tokens": 700, "temperature": 2.0, **more}
+    return {"model": MODEL, "prompt": "the the the", "max_tokens": 700, "ignore_eos": True, **more}
 
 
 @pytest.fixture
 def no_end(server, monkeypatch):
-    """From now on no token ends an answer of the engine, and its steps take their time."""
+    """From now on the steps of the engine take their time."""
     step = server.engine._generation_step
     monkeypatch.setattr(server.engine, "_generation_step", lambda: (time.sleep(0.005), step()))
-    add = server.engine.add_request
-    monkeypatch.setattr(server.engine, "add_request", lambda *a, **k: add(*a, **k, eos_token_id=-1))
-    monkeypatch.setattr(type(server.engine), "end_tokens", frozenset())
 
 
 def check_idle(server):
@@ -321,8 +290,8 @@ BAD = {
     "wrong temperature": ({"prompt": "a", "temperature": 9}, {}, 400, None),
     "wrong length": ({"prompt": "a", "max_tokens": 0}, {}, 400, None),
     "unknown field": ({"prompt": "a", "tempreature": 1}, {}, 400, "bad_request"),
-    "unserved field": ({"prompt": "a", "n": 3}, {}, 400, "bad_request"),
-    "logprobs": ({"prompt": "a", "logprobs": 5}, {}, 400, "bad_request"),
+    "unserved field": ({"prompt": "a", "best_of": 3}, {}, 400, "bad_request"),
+    "logprobs": ({"prompt": "a", "logprobs": True}, {}, 400, "bad_request"),
     "too many stops": ({"prompt": "a", "stop": list("abcde")}, {}, 400, "bad_request"),
     "empty document": ({"prompt": "a", "documents": [""]}, {}, 400, None),
     "too many documents": ({"prompt": "a", "documents": [f"no {n}." for n in range(40)]}, {}, 400, "bad_request"),
@@ -570,7 +539,7 @@ def test_an_answer_that_takes_too_long_is_given_up(server, client, monkeypatch, 
 
 def test_a_server_that_is_told_to_stop_answers_what_is_under_way(loaded, tmp_path):
     found = []
-    with running(loaded, tmp_path) as service:
+    with running(loaded, tmp_path, limits=LIMITS) as service:
         asked = openai.OpenAI(base_url=f"{service.url}/v1", api_key="none is needed", max_retries=0)
         stream = asked.completions.create(model=MODEL, prompt="the the", max_tokens=12, temperature=2, stream=True)
         found.append(next(iter(stream)))

@@ -215,10 +215,10 @@ def test_half_sent_headers_hold_nobody_up(server):
             assert answer.status_code == 200
 
 
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
 REFUSED = {
-    "tool_calls": {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "type": "function"}]},
-    "tool_calls without content": {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
-    "tool_call_id": {"role": "tool", "content": "4", "tool_call_id": "1"},
+    "tool_calls": {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    "tool_calls without content": {"role": "assistant", "content": None, "tool_calls": [CALL]},
     "name": {"role": "user", "content": "hi", "name": "anna"},
 }
 
@@ -228,16 +228,9 @@ def test_history_that_would_be_dropped_is_refused_by_name(what, bob):
     body = {"model": MODEL, "messages": [*message(), REFUSED[what], *message()], "max_tokens": 2}
     answer = bob.post(CHAT, json=body)
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"].startswith(f"messages.1.{what.split()[0]}=")
+    assert answer.json()["error"]["message"].startswith(f"messages.1.{what.split()[0]} came")
     echoed = {"role": "assistant", "content": "hi", "tool_calls": None, "refusal": None, "annotations": []}
     assert bob.post(CHAT, json={**body, "messages": [*message(), echoed, *message()]}).status_code == 200
-
-
-@pytest.mark.parametrize("value", [0, 0.0, 3, True])
-def test_logprobs_that_are_asked_for_are_refused_by_name(value, bob):
-    answer = bob.post(TEXT, json={"model": MODEL, "prompt": "the", "max_tokens": 2, "logprobs": value})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["message"] == f"logprobs={value} is not served. Leave it out."
 
 
 def test_a_model_that_is_not_served_is_404_with_the_one_that_is(bob):

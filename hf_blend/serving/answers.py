@@ -1,0 +1,273 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""The answers to one request: tokens of the engine become text, log probabilities and calls, whole or as events."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from ..errors import PromptError
+from ..prompt.detokenizer import Detokenizer
+from ..prompt.pieces import TextPrompt
+from .meters import Meters
+from .sampling import Sampling
+from .service import Running, Service, Tenant
+from .tools import Parts
+from .wire import ChatRequest, Generation, summed, usage
+
+__all__ = ["Answering", "Asked", "sse"]
+
+CLIENT_GONE = 499  # as nginx counts it; nobody reads it
+
+Put = Callable[["Step | Exception"], None]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request whose prompts are made.
+
+    Attributes:
+        prompts: of which each gets `fields.n` answers.
+        samplings: one for each answer.
+        tools: as the model was told of them.
+    """
+
+    fields: Generation
+    prompts: list[TextPrompt]
+    samplings: list[Sampling]
+    tools: list[dict[str, Any]]
+
+
+class Step(NamedTuple):
+    """What a token, or several, added to an answer: parts of a message, and why it ends if it does."""
+
+    answer: "Answer"
+    parts: list[dict[str, Any]]
+    tokens: int
+    reason: str | None
+
+
+class Answer:
+    """One answer, as it grows."""
+
+    def __init__(self, number: int, service: Service, asked: Asked) -> None:
+        fields = asked.fields
+        self.number, self._service, self._fields = number, service, fields
+        self.prompt, self._sampling = asked.prompts[number // fields.n], asked.samplings[number]
+        self._text = Detokenizer(service.tokenizer, fields.stops, skips_special=not asked.tools)
+        self._ends = frozenset[int]() if fields.ignore_eos else service.engine.end_tokens
+        is_forced = bool(asked.tools) and fields.json_form is not None
+        before = service.tokenizer.decode(self.prompt.ids) if asked.tools and not is_forced else ""
+        self._parts = Parts(service.tokenizer, before, asked.tools, is_forced)
+        self.run: Running | None = None
+        self.reason: str | None = None
+        self._tokens: list[int] = []  # those of the text
+        self._told = self._offset = 0  # of how many of them, and of the text, the log probabilities were given
+
+    async def write(self, tenant: Tenant, put: Put) -> None:
+        """Have the engine write it; every step gives the parts of a message that are new, or an error at last."""
+        most = self._fields.new_tokens or self._service.limits.new_tokens
+        try:
+            runs = self._service.generate(tenant, self._fields, self.prompt, self._sampling)
+            async with aclosing(runs):
+                async for self.run in runs:
+                    tokens = self.run.tokens
+                    is_end = bool(tokens) and tokens[-1] in self._ends
+                    self._tokens = tokens[:-1] if is_end else tokens
+                    is_last = is_end or len(tokens) >= most
+                    text = self._text.feed(self._tokens, is_last)
+                    if self._sampling.error:
+                        raise PromptError(f"the JSON schema became too complex: {self._sampling.error}. Simplify it.")
+                    is_over = is_last or self._text.is_stopped
+                    parts = self._parts.feed(text, is_over)
+                    if is_over:
+                        is_stopped = is_end or self._text.is_stopped
+                        self.reason = "tool_calls" if self._parts.has_calls else "stop" if is_stopped else "length"
+                    put(Step(self, parts, len(self._tokens), self.reason))
+                    if is_over:
+                        break
+        except Exception as error:
+            put(error)
+
+    def costs(self) -> dict[str, Any]:
+        """What it cost so far."""
+        name, tokens = (self.run.name, len(self.run.tokens)) if self.run else ("", 0)
+        return usage(len(self.prompt.ids), tokens, self._service.engine.outcome(name))
+
+    def logprobs(self, end: int | None = None) -> dict[str, Any] | None:
+        """Log probabilities of the tokens since they were last given."""
+        if self._fields.alternatives is None:
+            return None
+        rows = range(self._told, len(self._tokens) if end is None else end)
+        self._told = rows.stop
+        given = [self._logprob(index) for index in rows]
+        if isinstance(self._fields, ChatRequest):
+            return {"content": [{**one, "top_logprobs": top} for one, top in given], "refusal": None}
+        offsets = []
+        for one, _ in given:
+            offsets.append(self._offset)
+            self._offset += len(one["token"])
+        return {
+            "tokens": [one["token"] for one, _ in given],
+            "token_logprobs": [one["logprob"] for one, _ in given],
+            "top_logprobs": [{row["token"]: row["logprob"] for row in top} for _, top in given],
+            "text_offset": offsets,
+        }
+
+    def _logprob(self, index: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        noted = self._sampling.logprobs[index]
+        top = [self._row(index, token, logprob) for token, logprob in noted.top]
+        return self._row(index, self._tokens[index], noted.logprob), top
+
+    def _row(self, index: int, token: int, logprob: float) -> dict[str, Any]:
+        """A token's text is what it adds behind the one before it."""
+        before = self._tokens[index - 1 : index] if index else []
+        decode = self._service.tokenizer.decode
+        front, decoded = decode(before), decode([*before, token])
+        text = decoded[len(front) :] if decoded.startswith(front) else decode([token])
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+
+class Answering:
+    """One request on its way from the engine to the client."""
+
+    def __init__(
+        self, service: Service, meters: Meters, request: Request, fields: Generation, build: Callable[[], Any]
+    ) -> None:
+        """`build` is awaited for what was `Asked`, when the request is admitted."""
+        self._service, self._meters, self._request, self._fields = service, meters, request, fields
+        self._build, self._answers = build, list[Answer]()
+
+    async def steps(self) -> AsyncGenerator[Step, None]:
+        """What comes of all answers; closing this cancels the request."""
+        tenant = self._request.state.tenant
+        async with self._service.admitted(tenant, self._fields.choices):
+            asked: Asked = await self._build()
+            self._answers = [Answer(number, self._service, asked) for number in range(self._fields.choices)]
+            come: asyncio.Queue[Step | Exception] = asyncio.Queue()
+            tasks = [asyncio.ensure_future(one.write(tenant, come.put_nowait)) for one in self._answers]
+            try:
+                while not all(one.reason for one in self._answers) or not come.empty():
+                    step = await come.get()
+                    if isinstance(step, Exception):
+                        raise step
+                    yield step
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                for one in self._answers:
+                    self._meters.answered(one.run, one.costs(), is_whole=one.reason is not None)
+
+    async def whole(self) -> Response:
+        """Answer at once; a client that goes away is noticed."""
+        task = asyncio.ensure_future(self._collect())
+        gone = asyncio.ensure_future(_gone(self._request))
+        try:
+            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                return Response(status_code=CLIENT_GONE)
+            messages = task.result()
+        finally:
+            for one in (task, gone):
+                one.cancel()
+            await asyncio.gather(task, gone, return_exceptions=True)
+        rows = [
+            {
+                "index": answer.number,
+                "logprobs": answer.logprobs(),
+                "finish_reason": answer.reason,
+                **self._form(message),
+            }
+            for answer, message in zip(self._answers, messages, strict=True)
+        ]
+        kind = "chat.completion" if self._is_chat else "text_completion"
+        return JSONResponse({**self._head(kind), "choices": rows, "usage": self._usage()})
+
+    async def stream(self, failed: Callable[[Exception], tuple[int, dict[str, Any]]]) -> Response:
+        """Answer token by token. What is refused is refused before the stream begins."""
+        steps = self.steps()
+        first = await anext(steps)
+        return StreamingResponse(self._events(first, steps, failed), media_type="text/event-stream")
+
+    async def _collect(self) -> list[dict[str, Any]]:
+        rows = [{"role": "assistant", "content": ""} for _ in range(self._fields.choices)]
+        async for step in self.steps():
+            row: dict[str, Any] = rows[step.answer.number]
+            for name, value in (pair for part in step.parts for pair in part.items()):
+                row[name] = row[name] + value if name in row else value
+        return [{**row, "content": row["content"] or None} if "tool_calls" in row else row for row in rows]
+
+    async def _events(
+        self, first: Step, steps: AsyncGenerator[Step, None], failed: Callable[[Exception], Any]
+    ) -> AsyncIterator[bytes]:
+        status = CLIENT_GONE
+        try:
+            if self._is_chat:
+                for answer in self._answers:
+                    yield self._event(answer, {"role": "assistant", "content": ""})
+            for event in self._events_of(first):
+                yield event
+            async for step in steps:
+                for event in self._events_of(step):
+                    yield event
+            if self._fields.stream_options.include_usage:
+                yield sse({**self._head(self._kind), "choices": [], "usage": self._usage()})
+            status = 200
+            yield b"data: [DONE]\n\n"
+        except Exception as error:
+            status, body = failed(error)
+            yield sse(body)
+        finally:
+            self._request.state.status = status
+            await steps.aclose()
+
+    def _events_of(self, step: Step) -> list[bytes]:
+        """A last event says why the answer ends, and has the log probabilities that are left."""
+        answer, end = step.answer, step.tokens
+        found = [self._event(answer, part, logprobs=answer.logprobs(end)) for part in step.parts]
+        if step.reason:
+            found.append(self._event(answer, {}, step.reason, answer.logprobs(end)))
+        return found
+
+    def _event(
+        self, answer: Answer, part: dict[str, Any], reason: str | None = None, logprobs: dict[str, Any] | None = None
+    ) -> bytes:
+        row = {"index": answer.number, "logprobs": logprobs, "finish_reason": reason, **self._form(part, "delta")}
+        return sse({**self._head(self._kind), "choices": [row]})
+
+    def _form(self, part: dict[str, Any], name: str = "message") -> dict[str, Any]:
+        return {name: part} if self._is_chat else {"text": part.get("content", "")}
+
+    def _usage(self) -> dict[str, Any]:
+        return summed([one.costs() for one in self._answers], self._fields.n)
+
+    @property
+    def _is_chat(self) -> bool:
+        return isinstance(self._fields, ChatRequest)
+
+    @property
+    def _kind(self) -> str:
+        return "chat.completion.chunk" if self._is_chat else "text_completion"
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        name = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{self._request.state.id}"
+        return {"id": name, "object": kind, "created": int(time.time()), "model": self._service.name}
+
+
+async def _gone(request: Request) -> None:
+    """Return when the client went away."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def sse(body: dict[str, Any]) -> bytes:
+    """An event of a stream."""
+    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n".encode()

@@ -1,0 +1,75 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts of requests: messages through the model's chat template, or text, with documents that are found in them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..errors import PromptError
+from ..prompt.messages import build_messages, plain_messages
+from ..prompt.pieces import Span, TextPrompt, tokenize
+from ..prompt.text import build_text
+from ..prompt.tokenizer import front_ids
+from .tools import check_rendered
+
+__all__ = ["chat_prompt", "text_prompt"]
+
+BETWEEN = "\n\n"
+
+
+def chat_prompt(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    documents: Sequence[str],
+    most: int | None = None,
+    template: Mapping[str, Any] | None = None,
+) -> TextPrompt:
+    """Render messages with the tokenizer's chat template; a last message of the assistant is continued."""
+    given = plain_messages(messages)
+    last = next((message for message in reversed(given) if message.get("role") == "user"), None)
+    if last is None:
+        raise PromptError(f"{len(given)} messages came, but none with role 'user' is among them. Send a question.")
+    has_template = getattr(tokenizer, "chat_template", None) is not None
+    contents = [message["content"] for message in given]
+    chunks, added = _added(documents, contents, BETWEEN if has_template else "\n")
+    last["content"] = f"{added}{last['content']}"
+    arguments = dict(template or {})
+    if given[-1]["role"] == "assistant":
+        arguments["continue_final_message"] = True
+    check_rendered(tokenizer, given, arguments)
+    if has_template:
+        return build_messages(tokenizer, given, chunks, arguments, most)
+    return build_text(tokenizer, "".join(message["content"] for message in given), chunks, special=True, most=most)
+
+
+def text_prompt(
+    tokenizer: Any, prompt: str | Sequence[int], documents: Sequence[str], most: int | None = None
+) -> TextPrompt:
+    """A prompt of text or ids, behind documents."""
+    if isinstance(prompt, str):
+        chunks, added = _added(documents, [prompt], "\n")
+        return build_text(tokenizer, f"{added}{prompt}", chunks, special=True, most=most)
+    return _before_ids(tokenizer, _added(documents, [], "\n")[0], tuple(map(int, prompt)))
+
+
+def _before_ids(tokenizer: Any, documents: Sequence[str], ids: tuple[int, ...]) -> TextPrompt:
+    """Documents, each tokenised alone, and ids behind them; a BOS of the ids goes in front of all."""
+    if not (documents or ids):
+        raise PromptError("the prompt has no token, but at least one is expected. Send some text.")
+    before = front_ids(tokenizer) if documents else ()
+    ids = ids[len(before) :] if ids[: len(before)] == before else ids
+    spans, start = list[Span](), len(before)
+    for document in documents:
+        spans.append(Span.whole(start, tokenize(tokenizer, document)))
+        start = spans[-1].stop
+    whole = (*before, *(token for span in spans for token in span.token_ids), *ids)
+    return TextPrompt(whole, tuple(spans), len(before))
+
+
+def _added(documents: Sequence[str], contents: Sequence[str], end: str) -> tuple[list[str], str]:
+    """The documents as they will be in the prompt, and the text of those that are not in it yet."""
+    absent = [text for text in documents if not any(text in content for content in contents)]
+    if end == BETWEEN:  # white space between documents is no part of them
+        return list(documents), "".join(f"{text.rstrip()}{end}" for text in absent)
+    ended = {text: text if text.endswith(end) else f"{text}{end}" for text in absent}
+    return [ended.get(text, text) for text in documents], "".join(ended[text] for text in absent)

@@ -1,0 +1,82 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Answers that follow a JSON schema, by llguidance.
+
+Of the libraries that install from the package index it is the one whose work is bounded for any schema: an enum of
+20,000 words or a text of up to 10^9 characters takes others seconds of a thread that cannot be stopped.
+"""
+
+import json
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+
+from ..errors import PromptError, import_extra
+
+__all__ = ["Follows", "Grammars"]
+
+WHITE_SPACE = r"[ \n]{0,8}"  # a small model may else write nothing but spaces for ever
+
+
+class Grammars:
+    """What schemas allow of one tokenizer's tokens."""
+
+    def __init__(self, tokenizer: Any, vocabulary: int, end_tokens: Sequence[int]) -> None:
+        self._tokenizer, self._vocabulary, self._end_tokens = tokenizer, vocabulary, list(end_tokens)
+        self._table: Any = None
+        self._making = threading.Lock()
+
+    def compiled(self, schema: dict[str, Any]) -> Any:
+        """What is allowed, from the first token on; takes seconds where it is called first."""
+        guidance = import_extra(
+            "llguidance", extra="structured", wanted_by="response_format, or a tool that is to be called,"
+        )
+        with self._making:
+            if self._table is None:
+                self._table = self._tokens()
+        try:
+            grammar = guidance.LLMatcher.grammar_from_json_schema(
+                json.dumps(schema), overrides={"whitespace_pattern": WHITE_SPACE}
+            )
+            matcher = guidance.LLMatcher(self._table, grammar, log_level=0)
+        except ValueError as error:
+            raise PromptError(f"the JSON schema cannot be followed: {error}. Send a simpler one.") from error
+        if matcher.get_error():
+            raise PromptError(f"the JSON schema cannot be followed: {matcher.get_error()}. Send a simpler one.")
+        return matcher
+
+    def _tokens(self) -> Any:
+        from llguidance.hf import from_tokenizer
+
+        try:
+            return from_tokenizer(self._tokenizer, n_vocab=self._vocabulary, eos_token=self._end_tokens)
+        except ValueError as error:
+            raise PromptError(
+                f"{type(self._tokenizer).__name__} cannot follow a JSON schema ({error}), but a tokenizer of the "
+                "tokenizers library can. Leave response_format out, or serve the model with one."
+            ) from error
+
+
+class Follows(LogitsProcessor):
+    """Leaves the tokens that a grammar allows behind what an answer has."""
+
+    def __init__(self, matcher: Any, prompt_tokens: int, end_tokens: Sequence[int]) -> None:
+        self._matcher, self._read, self._end_tokens = matcher.deep_copy(), prompt_tokens, list(end_tokens)
+        self.error = ""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """`[1, tokens]` ids of prompt and answer, `[1, vocabulary]` logits."""
+        new = input_ids[0, self._read :].tolist()
+        self._read += len(new)
+        self._matcher.consume_tokens(new)
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        allowed = torch.from_numpy(np.unpackbits(bits, bitorder="little", count=scores.shape[1]).astype(bool))
+        self.error = self._matcher.get_error()
+        if self.error or not allowed.any():  # too complex from here on: the answer ends
+            allowed[self._end_tokens] = True
+        return scores.masked_fill(~allowed.to(scores.device), -torch.inf)
