@@ -40,6 +40,10 @@ Unverified = Annotated[bool, typer.Option("--allow-unverified", help="Use a mode
 ByTenant = Annotated[
     bool, typer.Option("--metrics-by-tenant", help="Say in /metrics, which asks for no key, what each tenant stores.")
 ]
+Upstream = Annotated[
+    str | None,
+    typer.Option(help="Address of a vLLM with BlendConnector; it computes, and this adds documents and salts."),
+]
 Check = Annotated[bool, typer.Option("--check", help="Start, answer one question over HTTP, and end.")]
 
 
@@ -61,6 +65,7 @@ def serve(
     stall_ms: StallMs = None,
     metrics_by_tenant: ByTenant = False,
     allow_unverified: Unverified = False,
+    upstream: Upstream = None,
     check: Check = False,
     json: Json = False,
 ) -> None:
@@ -75,6 +80,9 @@ def serve(
 
     rows = _tenants(tenants, secret_file)
     config = blend_config(selector, recompute_ratio=ratio, allow_unverified=allow_unverified)
+    if upstream is not None:
+        _stand_before(upstream, model, config, rows, host, port)
+        return
     plan = {
         "name": _name(model), "location": store, "remote": remote,
         "secret": read_secret(secret_file), "tenants": rows, "blend": config, "cache_tokens": cache_tokens,
@@ -97,6 +105,20 @@ def serve(
     _run(service, host, port, started)
     if check and not (answers and answers[0].get("choices")):
         fail(f"the server gave {answers}, expected an answer. Run it with --traceback.")
+
+
+def _stand_before(upstream: str, model: str | None, config: Any, rows: "list[Tenant]", host: str, port: int) -> None:
+    """Serve as a proxy in front of vLLM."""
+    import uvicorn
+    from transformers import AutoTokenizer
+
+    from hf_blend.integrations.vllm.proxy import Proxy, make_proxy
+
+    if model is None:
+        raise typer.BadParameter("--upstream needs --model, as vLLM has it: its tokenizer is used")
+    proxy = Proxy(AutoTokenizer.from_pretrained(model), config, rows)
+    say(f"Serving http://{host}:{port} in front of {upstream}. Press Ctrl-C to end it.")
+    uvicorn.run(make_proxy(upstream, proxy), host=host, port=port, log_level="warning", server_header=False)
 
 
 def _name(model: str | None) -> str:
