@@ -23,7 +23,7 @@ import statistics
 import subprocess
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +56,19 @@ class Method:
     """One way to blend, as it is written on the command line.
 
     Args:
-        text: `selector[:option=value…][+corrector][@context]=charge`.
+        text: `selector[:option=value…][+corrector][@context]=charge`; in the place of a corrector, the name of a
+            correction with which the chunks are stored.
+        corrections: their names.
     """
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, corrections: Container[str] = ()) -> None:
         self.text = text
         body, _, charge = text.rpartition("=")
         self.charge = float(charge)
         body, _, self.context = body.partition("@")
-        body, _, self.corrector = body.partition("+")
+        body, _, corrector = body.partition("+")
+        self.corrector, self.correction = ("", corrector) if corrector in corrections else (corrector, "")
+        self.storing = self.context, self.correction  # what is stored of a chunk depends on these
         self.selector, *options = body.split(":")
         self.options = {name: _value(value) for name, value in (option.split("=") for option in options)}
         self.name = text.rpartition("=")[0]
@@ -92,16 +96,18 @@ class Bench:
     Args:
         model: name or folder.
         contexts: name → text that each chunk is captured behind, instead of the default.
+        corrections: name → file of `hf-blend fit`.
     """
 
-    def __init__(self, model: str, contexts: dict[str, str]) -> None:
+    def __init__(self, model: str, contexts: dict[str, str], corrections: dict[str, str]) -> None:
         torch.set_num_threads(1)
         torch.set_grad_enabled(False)
         self.name = Path(model).name
         self.model, self.tokenizer = load_model(model)
         self.is_chat = bool(self.tokenizer.chat_template)
         self.contexts = {"": None, **{name: self._context(text) for name, text in contexts.items()}}
-        self._stores: dict[tuple[str, str], ChunkStore] = {}  # of the prompts that ratios are looked for on
+        self.corrections: dict[str, str | None] = {"": None, **corrections}
+        self._stores: dict[tuple[str, str, str], ChunkStore] = {}  # of the prompts that ratios are looked for on
 
     def _context(self, text: str) -> tuple[int, ...]:
         if self.is_chat:
@@ -167,21 +173,27 @@ class Bench:
         if method.charge == 0:
             return 0.0
         found = [
-            statistics.fmean(self._charge(row, method.context, method.settings(ratio)) for row in rows)
+            statistics.fmean(self._charge(row, method, method.settings(ratio)) for row in rows)
             for ratio in TRIED_RATIOS
         ]
         slope = (found[1] - found[0]) / (TRIED_RATIOS[1] - TRIED_RATIOS[0])
         ratio = TRIED_RATIOS[0] + (method.charge - found[0]) / slope
         return round(ratio, 4) if 0.005 <= ratio <= 1 else None
 
-    def _charge(self, row: dict[str, Any], context: str, settings: dict[str, Any]) -> float:
-        store = self._stores.setdefault((row["id"], context), ChunkStore.open("memory://"))
-        return float(self.blended(row, torch.zeros(1, dtype=torch.long), store, context, settings)[2].charged_budget)
+    def store(self, correction: str) -> ChunkStore:
+        """Open an empty store."""
+        return ChunkStore.open("memory://", correction=self.corrections[correction])
+
+    def _charge(self, row: dict[str, Any], method: Method, settings: dict[str, Any]) -> float:
+        store = self._stores.setdefault((row["id"], *method.storing), self.store(method.correction))
+        found = self.blended(row, torch.zeros(1, dtype=torch.long), store, method.context, settings)
+        return float(found[2].charged_budget)
 
 
 def run(asked: argparse.Namespace) -> None:
     """Measure what is not yet in the file."""
-    bench = Bench(asked.model, {name: Path(file).read_text("utf-8") for name, file in asked.context})
+    contexts = {name: Path(file).read_text("utf-8") for name, file in asked.context}
+    bench = Bench(asked.model, contexts, dict(asked.correction))
     path = asked.rows / f"{bench.name}-{asked.task}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     done = set()
@@ -189,7 +201,7 @@ def run(asked: argparse.Namespace) -> None:
         done = {(line["id"], line["method"]) for line in map(json.loads, path.read_text("utf-8").splitlines())}
     fitting = (row for row in read_prompts(asked.data) if is_fitting(bench, row))
     apart, rows = list(itertools.islice(fitting, 2)), list(itertools.islice(fitting, asked.limit))
-    methods = [Method(text) for text in asked.methods]
+    methods = [Method(text, bench.corrections) for text in asked.methods]
     methods = [method for method in methods if any((row["id"], method.text) not in done for row in rows)]
     ratios = {method.text: bench.ratio(method, apart) for method in methods}
     print(ratios, flush=True)
@@ -214,15 +226,15 @@ def measured(
     """Measure methods on one prompt, and full prefill beside them."""
     if not methods:
         return
-    stores = {method.context: ChunkStore.open("memory://") for method in methods}
+    stores = {method.storing: bench.store(method.correction) for method in methods}
     ids = bench.inputs(BlendCache(bench.model, ChunkStore.open("memory://")), row)["input_ids"]
     answer, full, full_ms = bench.full(ids)
-    for context, store in stores.items():  # fill the stores
+    for (context, _), store in stores.items():  # fill the stores
         bench.blended(row, answer, store, context, {"recompute_ratio": 0.0})
     for method in random.Random(row["id"]).sample(methods, len(methods)):
         ratio = ratios[method.text]
         found, spent, report = bench.blended(
-            row, answer, stores[method.context], method.context, method.settings(ratio)
+            row, answer, stores[method.storing], method.context, method.settings(ratio)
         )
         kl = (full.exp() * (full - found)).sum(-1)
         yield {
@@ -322,6 +334,7 @@ def main() -> None:
     measure.add_argument("--data", type=Path, required=True)
     measure.add_argument("--methods", nargs="+", required=True)
     measure.add_argument("--context", nargs=2, action="append", default=[], metavar=("NAME", "FILE"))
+    measure.add_argument("--correction", nargs=2, action="append", default=[], metavar=("NAME", "FILE"))
     measure.add_argument("--limit", type=int, default=40)
     measure.set_defaults(do=run)
     write = commands.add_parser("table")

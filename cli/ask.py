@@ -15,6 +15,7 @@ from .options import (
     RATIO,
     SELECTOR,
     Controller,
+    Correction,
     Device,
     Dtype,
     IndexedTokens,
@@ -66,6 +67,7 @@ def ask(
     chunk_tokens: IndexedTokens = None,
     system: System = None,
     max_new_tokens: MaxNewTokens = 256,
+    correction: Correction = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     allow_unverified: Unverified = False,
@@ -99,7 +101,10 @@ def ask(
     shown = _Shown(json, compare, is_listed=questions is not None or not given)
     ways = asking.methods(config, compare)
     asks: list[Asked] = []
-    with ChunkStore.open(store, partial=partial) as opened, interruptible(lambda: shown.kept(len(asks))):
+    with (
+        ChunkStore.open(store, partial=partial, correction=correction) as opened,
+        interruptible(lambda: shown.kept(len(asks))),
+    ):
         asks = _asks(given, documents, source, opened, top_k, chunk_tokens, system, max_new_tokens)
         loaded = source.load()
         opened.controller = LoadingController(loaded, opened, config) if controller else None

@@ -13,6 +13,7 @@ from hf_blend.errors import PromptError
 from .options import (
     RATIO,
     SELECTOR,
+    Correction,
     Device,
     Dtype,
     IndexedTokens,
@@ -51,6 +52,7 @@ def chat(
     chunk_tokens: IndexedTokens = None,
     system: System = None,
     max_new_tokens: MaxNewTokens = 256,
+    correction: Correction = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     allow_unverified: Unverified = False,
@@ -78,7 +80,7 @@ def chat(
         raise PromptError(f"the documents are {names}, but standard input brings the questions here. Name files.")
     documents = read(names)
     source = open_model(model, device, dtype)
-    with ChunkStore.open(store) as opened:
+    with ChunkStore.open(store, correction=correction) as opened:
         ours = bundled_pieces(source.tokenizer)
         pieces = split(documents, source, chunk_tokens, store=opened) if names else list(ours)
         retriever = Retriever(pieces, top_k)

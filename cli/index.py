@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .options import ChunkTokens, Device, Dtype, Model, Store
+from .options import ChunkTokens, Correction, Device, Dtype, Model, Store
 from .output import Json, SecretFile, duration, fail, humanise, interruptible, progress, read_secret, say, show
 from .reading import read, split
 
@@ -42,6 +42,7 @@ def index(
     secret_file: SecretFile = None,
     chunk_tokens: ChunkTokens = 512,
     shard: ShardOption = None,
+    correction: Correction = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     dry_run: DryRun = False,
@@ -73,7 +74,12 @@ def index(
     if is_first:
         size = f"{estimate.tokens:,} tokens, {humanise('nbytes', estimate.nbytes)} of KV"
         say(f"{len({piece.name for piece in pieces}):,} documents in {estimate.pieces:,} chunks: {size}.")
-    place: dict[str, Any] = {"remote": remote, "remote_deadline_s": PATIENCE_S, "namespace": namespace}
+    place: dict[str, Any] = {
+        "remote": remote,
+        "remote_deadline_s": PATIENCE_S,
+        "namespace": namespace,
+        "correction": correction,
+    }
     with ChunkStore.open("memory://" if dry_run else store, memory_bytes=0, **place, secret=secret) as opened:
         indexing.check_room(opened, estimate)
         indexer = indexing.Indexer(source.load(), source.tokenizer, opened, pieces, share)

@@ -5,6 +5,7 @@
 The selector and the ratio that are used where nothing is said are those of `BlendConfig`, here as in the library.
 """
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,8 +13,8 @@ import typer
 from hf_blend.config import BlendConfig
 
 __all__ = [
-    "RATIO", "REAL", "SELECTOR", "ChunkTokens", "Controller", "Device", "Dtype", "IndexedTokens", "Model", "Partial",
-    "Ratio", "Selector", "Store", "TimedDtype", "TimedModel", "TopK", "Unverified", "timed",
+    "RATIO", "REAL", "SELECTOR", "ChunkTokens", "Controller", "Correction", "Device", "Dtype", "IndexedTokens",
+    "Model", "Partial", "Ratio", "Selector", "Store", "TimedDtype", "TimedModel", "TopK", "Unverified", "timed",
 ]  # fmt: skip
 
 REAL = "smollm2"  # the model of those who name none
@@ -25,6 +26,9 @@ TimedModel = Annotated[
 ]
 TimedDtype = Annotated[str, typer.Option("--dtype", help="Of weights and KV; auto is as a model was saved.")]
 Store = Annotated[str | None, typer.Option("--store", help="Folder of the chunk store; the default is the library's.")]
+Correction = Annotated[
+    Path | None, typer.Option("--correction", help="File of hf-blend fit: chunks are stored with it, or found.")
+]
 Device = Annotated[str, typer.Option(help="Where the model runs, such as cuda:1; auto is a GPU if there is one.")]
 Dtype = Annotated[str, typer.Option(help="Of the weights: float32, bfloat16 or float16; auto is as they were saved.")]
 Ratio = Annotated[float, typer.Option(help="Share of the reusable tokens that is recomputed, 0 to 1.")]

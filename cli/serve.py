@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .options import RATIO, REAL, SELECTOR
+from .options import RATIO, REAL, SELECTOR, Correction
 from .output import Json, SecretFile, fail, read_secret, say, show
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ def serve(
     model: Model = None,
     store: Store = None,
     remote: Remote = None,
+    correction: Correction = None,
     host: Host = "127.0.0.1",
     port: Port = 8000,
     ratio: Ratio = RATIO,
@@ -84,7 +85,7 @@ def serve(
         _stand_before(upstream, model, config, rows, host, port)
         return
     plan = {
-        "name": _name(model), "location": store, "remote": remote,
+        "name": _name(model), "location": store, "remote": remote, "correction": correction,
         "secret": read_secret(secret_file), "tenants": rows, "blend": config, "cache_tokens": cache_tokens,
         "batch_tokens": batch_tokens, "stall_s": stall_ms and stall_ms / 1e3, "metrics_by_tenant": metrics_by_tenant,
     }  # fmt: skip

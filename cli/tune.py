@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .options import Device, Dtype, Model, Unverified
+from .options import Correction, Device, Dtype, Model, Unverified
 from .output import Json, fail, progress, say, show
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ def tune(
     limit: Limit = 0,
     seed: Seed = 2,
     store: StorePlace = "memory://",
+    correction: Correction = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     allow_unverified: Unverified = False,
@@ -76,7 +77,7 @@ def tune(
         sample = tuning.read_prompts(prompts, source.tokenizer, limit or None, source.positions)
     else:
         sample = tuning.bundled_prompts(limit or 24, seed, source.tokenizer)
-    with ChunkStore.open(store) as opened:
+    with ChunkStore.open(store, correction=correction) as opened:
         measure = Measure(source.load(), source.tokenizer, opened)
         got = tuning.tune(
             measure, sample, found, leave, seed=seed, watch=lambda items, what: progress(items, what, quiet=json)

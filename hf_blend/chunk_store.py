@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from torch import nn
 
@@ -18,6 +18,9 @@ from .store.location import open_tiers
 from .store.seal import check_secret
 from .store.store import BaseStore
 
+if TYPE_CHECKING:
+    from .model.correction import ContextCorrection
+
 __all__ = ["ChunkStore"]
 
 ADD_S = 3600.0  # `add` waits for tiers as long as they take; each call to one has a deadline of its own
@@ -28,6 +31,7 @@ Kind = TypeVar("Kind", bound="ChunkStore")
 class ChunkStore(BaseStore):
     """KV of chunks by what they were computed from. Open one with `ChunkStore.open`; threads may share it."""
 
+    correction: "ContextCorrection | None" = None
     _prefetcher: ThreadPoolExecutor | None = None
 
     @classmethod
@@ -51,6 +55,7 @@ class ChunkStore(BaseStore):
         codec: str = "raw",
         partial: float | Mapping[str, float] | None = None,
         placement: str | None = None,
+        correction: str | Path | None = None,
     ) -> Self:
         """Open a store, making it if it does not exist.
 
@@ -92,6 +97,9 @@ class ChunkStore(BaseStore):
                 held in memory is a copy for this process. A chunk that moves to this machine's disk leaves the
                 others', and a full disk waits for the remote tier. What a remote tier refuses, as where it is full,
                 is kept on the disk; `rebalance` moves it later. None keeps a copy in every tier.
+            correction: file of `hf-blend fit`: chunks are stored with what text before them is expected to add to K
+                and V, for the one model that it was fitted for. It is part of their keys, so chunks with and without
+                it never meet. None stores chunks as they are when computed alone.
 
         Returns:
             The store.
@@ -110,6 +118,7 @@ class ChunkStore(BaseStore):
         plugins.load("store.codecs", codec)
         root, tiers = open_tiers(location, remote, durable=durability == "full", deadline_s=remote_deadline_s)
         blocks = root / "blocks" if root else None
+        fitted = _read_correction(correction)
 
         def make(kind: type[Kind]) -> Kind:
             return kind(
@@ -125,7 +134,7 @@ class ChunkStore(BaseStore):
 
         if partial is None:
             opened = make(cls)
-            opened._blocks = blocks
+            opened._blocks, opened.correction = blocks, fitted
             return opened
         if root is None and any(not tier.is_local for tier in tiers):
             raise ConfigError(
@@ -134,7 +143,22 @@ class ChunkStore(BaseStore):
             )
         settings = dict(partial) if isinstance(partial, Mapping) else {"share": partial}
         in_part: Self = plugins.load("sparse.partial", "impress")().open(make, blocks, limits, **settings)
+        in_part.correction = fitted
         return in_part
+
+    def identity(self, fingerprint: str) -> str:
+        """Name what computes the chunks of this store with a model: the model, and the correction if there is one.
+
+        Args:
+            fingerprint: of the model.
+
+        Returns:
+            The `fingerprint` of the chunks' keys.
+
+        Raises:
+            ConfigError: the correction was fitted for another model.
+        """
+        return self.correction.identity(fingerprint) if self.correction else fingerprint
 
     def add(
         self,
@@ -174,7 +198,7 @@ class ChunkStore(BaseStore):
         missing = [key for key in dict.fromkeys(keys) if not self.contains(key)]
         for pack in packs(model, missing):
             pack = [key for key in pack if not self.contains(key)]  # another process may have been faster
-            for chunk in compute_chunks(model, pack) if pack else ():
+            for chunk in compute_chunks(model, pack, correction=self.correction) if pack else ():
                 known = tokenizer_digest(tokenizer) if chunk.key in texts else ""
                 self._put(replace(chunk, tokenizer=known), wait_s=ADD_S)
         self.flush(ADD_S)
@@ -242,7 +266,7 @@ class ChunkStore(BaseStore):
 
         if isinstance(chunks, str):
             raise PromptError(f"chunks is the text {chunks!r:.60}, expected a list of chunks. Write [text].")
-        identity = fingerprint(model)
+        identity = self.identity(fingerprint(model))
         sink = default_sink(model) if chunk_prefix_ids is None else tuple(chunk_prefix_ids)
         return [ChunkKey(identity, sink, tokenize(tokenizer, chunk), self.namespace) for chunk in chunks]
 
@@ -252,3 +276,11 @@ class ChunkStore(BaseStore):
             self._prefetcher.shutdown(cancel_futures=True)
             self._prefetcher = None
         super().close()
+
+
+def _read_correction(path: str | Path | None) -> "ContextCorrection | None":
+    if path is None:
+        return None
+    from .model.correction import ContextCorrection
+
+    return ContextCorrection.load(path)

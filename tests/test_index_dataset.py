@@ -38,8 +38,8 @@ class Counted:
         if canary.compute_chunks.__name__ != "counting":
             compute = canary.compute_chunks
 
-            def counting(model, keys, *given):
-                chunks = compute(model, keys, *given)
+            def counting(model, keys, *given, **more):
+                chunks = compute(model, keys, *given, **more)
                 with open(self.path, "a") as file:
                     file.writelines(f"{os.getpid()} {key.digest}\n" for key in keys)
                 return chunks

@@ -21,7 +21,7 @@ FOREIGN_ERRORS = {"Exception", "ValueError", "KeyError", "RuntimeError", "Import
 COINED = (
     "Fusor Chooser Repair Slot Whole Brought Coming Detour Glance Reached Taker Hear Listener sight Guest Pilot "
     "Steering Door lay laid learn turned unturned sink_ids flows flowing wanted kept picked HeldChunks Upkeep "
-    "Tally Finding weigh examine reclaim expect Rung Subject climb ladder zoo rubbish few Cells fit shown is_laid "
+    "Tally Finding weigh examine reclaim expect Rung Subject climb ladder zoo rubbish few Cells shown is_laid "
     "know_outcome Wish Shelf Scene Approach Trial asked place places regime looking seen slot slots whole wholes "
     "brought coming glance detour rung rungs tally wish shelf scene approach trial "
 ).split()

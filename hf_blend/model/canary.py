@@ -25,6 +25,7 @@ from .packs import packs
 
 if TYPE_CHECKING:
     from ..store.chunk import ChunkKey, ChunkKV
+    from .correction import ContextCorrection
 
 __all__ = ["canary_of", "compute_chunk", "compute_chunks", "is_of_model", "packs"]
 
@@ -37,23 +38,35 @@ _known: WeakKeyDictionary[nn.Module, tuple[int, str]] = WeakKeyDictionary()
 
 
 def compute_chunk(
-    model: nn.Module, key: "ChunkKey", tokenizer: str = "", image: Mapping[str, Any] | None = None
+    model: nn.Module,
+    key: "ChunkKey",
+    tokenizer: str = "",
+    image: Mapping[str, Any] | None = None,
+    correction: "ContextCorrection | None" = None,
 ) -> "ChunkKV":
     """Compute the chunk of a key, to be stored under it."""
     if image is None:
-        return compute_chunks(model, [key], tokenizer)[0]
+        return compute_chunks(model, [key], tokenizer, correction)[0]
     return _signed(model, [capture_image(model, key, image)], tokenizer)[0]
 
 
-def compute_chunks(model: nn.Module, keys: "Sequence[ChunkKey]", tokenizer: str = "") -> "list[ChunkKV]":
-    """Compute the chunks of some keys in one forward, to be stored under them."""
-    return _signed(model, capture_chunks(model, keys), tokenizer)
+def compute_chunks(
+    model: nn.Module, keys: "Sequence[ChunkKey]", tokenizer: str = "", correction: "ContextCorrection | None" = None
+) -> "list[ChunkKV]":
+    """Compute the chunks of some keys in one forward, to be stored under them; correct those whose keys say so."""
+    now = fingerprint(model)
+    corrected = correction.identity(now) if correction else now
+    chunks = [
+        correction.corrected(model, chunk) if correction and chunk.key.fingerprint == corrected else chunk
+        for chunk in capture_chunks(model, keys)
+    ]
+    return _signed(model, chunks, tokenizer, corrected)
 
 
-def _signed(model: nn.Module, chunks: "list[ChunkKV]", tokenizer: str) -> "list[ChunkKV]":
+def _signed(model: nn.Module, chunks: "list[ChunkKV]", tokenizer: str, corrected: str = "") -> "list[ChunkKV]":
     """Chunks with what the model says of itself; refuse them if it is no longer the one that was asked."""
     now, expected = fingerprint(model), chunks[0].key.fingerprint
-    if now != expected:
+    if expected not in (now, corrected):
         raise UnsupportedModelError(
             f"{type(model).__name__} changed while a chunk was computed: its fingerprint is {now:.12}…, expected "
             f"{expected:.12}…. Nothing is stored. Do not train or patch a model while it is used."

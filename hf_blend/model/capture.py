@@ -59,21 +59,21 @@ def capture_chunks(model: nn.Module, keys: Sequence[ChunkKey]) -> list[ChunkKV]:
     *starts, tokens = accumulate(map(len, rows), initial=0)
     ids = torch.tensor([[token for row in rows for token in row]])
     if len(keys) == 1:
-        return [_behind_sink(capture(model, ids), keys[0])]
+        return [cut_chunk(capture(model, ids), keys[0])]
     places = torch.cat([torch.arange(len(row)) for row in rows])[None]
     captured = capture(model, ids, places, starts=starts)
     ends = zip(keys, starts, [*starts[1:], tokens], strict=True)
-    return [_behind_sink(captured, key, start, end) for key, start, end in ends]
+    return [cut_chunk(captured, key, start, end) for key, start, end in ends]
 
 
 def capture_image(model: nn.Module, key: ChunkKey, arguments: Mapping[str, Any]) -> ChunkKV:
     """Compute an image's KV behind a sink, and cut the sink off."""
     with canonical(model), notes_kept(model):
-        return _behind_sink(capture_forward(model, arguments)[0], key)
+        return cut_chunk(capture_forward(model, arguments)[0], key)
 
 
-def _behind_sink(captured: Capture, key: ChunkKey, start: int = 0, end: int | None = None) -> ChunkKV:
-    """The chunk in the columns from `start` to `end`, without its sink."""
+def cut_chunk(captured: Capture, key: ChunkKey, start: int = 0, end: int | None = None) -> ChunkKV:
+    """Cut a chunk out of the columns from `start` to `end`, without the tokens that it was computed behind."""
     own = slice(start + len(key.chunk_prefix_ids), end)
     tables, layer_table = distinct_tables(captured.tables, own)
     layers = tuple(tuple(one[0, :, own].clone() for one in states) for states in captured.layers)

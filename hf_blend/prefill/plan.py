@@ -219,6 +219,7 @@ class Planner:
             fingerprint,
             chunk_prefix_ids,
         )
+        self._identity = store.identity(fingerprint)  # of chunks; what a prompt begins with is never corrected
         self.images: Mapping[tuple[int, ...], Mapping[str, Any]] = {}  # by the names of its tokens, how to compute one
         self._fetched: dict[ChunkKey, ChunkKV] = {}
         self._canaries: set[str] = set()  # those that were found to be the model's
@@ -278,14 +279,12 @@ class Planner:
     def _spans(self, known: Sequence[Span] | None, prompt_row: PromptRow, at_beginning: bool) -> list[Found]:
         """The chunks of one prompt, from left to right."""
         given = list(known or ())
-        spans = [
-            Found(one.start, self._key(one.token_ids, self._chunk_prefix_ids), one.first, one.tokens) for one in given
-        ]
+        spans = [Found(one.start, self._chunk_key(one.token_ids), one.first, one.tokens) for one in given]
         if known is None or prompt_row.is_searched:
-            found = self._store.find(self._fingerprint, self._chunk_prefix_ids, prompt_row.ids)
+            found = self._store.find(self._identity, self._chunk_prefix_ids, prompt_row.ids)
             spans = sorted(spans + [one for one in found if not _overlaps(one, given)], key=lambda one: one.start)
         if at_beginning and given and given[0].start == given[0].first == 0:  # nothing is before it, so it is exact
-            spans[0] = spans[0]._replace(key=self._key(given[0].token_ids, ()))
+            spans[0] = spans[0]._replace(key=self._exact_key(given[0].token_ids))
         first = prompt_row.ids[: spans[0].start] if spans and at_beginning else ()
         prefix = first if known is not None and prompt_row.prefix is None else first[: prompt_row.prefix or 0]
         spans = (self._prefix(prefix) or self._stored_prefix(first)) + spans
@@ -293,7 +292,7 @@ class Planner:
 
     def _prefix(self, ids: Sequence[int]) -> list[Found]:
         """What is before the first chunk, as an entry of its own, computed behind nothing."""
-        return [Found(0, self._key(ids, ()), 0, len(ids))] if ids else []
+        return [Found(0, self._exact_key(ids), 0, len(ids))] if ids else []
 
     def _stored_prefix(self, ids: Sequence[int]) -> list[Found]:
         """As much of what is before the first chunk as one entry has, computed behind nothing."""
@@ -302,8 +301,12 @@ class Planner:
         found = self._store.find(self._fingerprint, (), ids) if ids else []
         return [one for one in found[:1] if one.start == one.first == 0]
 
-    def _key(self, ids: Sequence[int], chunk_prefix_ids: Sequence[int]) -> ChunkKey:
-        return _chunk_key(self._fingerprint, tuple(chunk_prefix_ids), tuple(ids), self._store.namespace)
+    def _exact_key(self, ids: Sequence[int]) -> ChunkKey:
+        return _known_key(self._fingerprint, (), tuple(ids), self._store.namespace)
+
+    def _chunk_key(self, ids: tuple[int, ...]) -> ChunkKey:
+        identity = self._fingerprint if ids in self.images else self._identity
+        return _known_key(identity, tuple(self._chunk_prefix_ids), ids, self._store.namespace)
 
     def _placed_chunks(
         self,
@@ -322,7 +325,8 @@ class Planner:
             if end >= max(len(prompt_row.ids), prompt_row.before + new):
                 continue  # the last token is always computed: its output is expected
             is_behind_same = inside == 0 and prompt_row.ids[:offset] == key.chunk_prefix_ids
-            exact = offset == exact_until and is_behind_same and self._has_same_frequencies(key)
+            is_plain = key.fingerprint == self._fingerprint  # not corrected
+            exact = offset == exact_until and is_behind_same and is_plain and self._has_same_frequencies(key)
             exact_until = end if exact else exact_until
             first = max(offset, prompt_row.before)
             count = min(end, prompt_row.before + new - 1) - first  # the last token of a part is computed, too
@@ -384,7 +388,7 @@ class Planner:
         image = self.images.get(keys[0].token_ids)
         if image is not None:
             return [compute_chunk(self._model, keys[0], self._tokenizer, image)]
-        return compute_chunks(self._model, keys, self._tokenizer)
+        return compute_chunks(self._model, keys, self._tokenizer, self._store.correction)
 
     @cached_property
     def _layout(self) -> Layout:
@@ -392,7 +396,7 @@ class Planner:
 
 
 @lru_cache(maxsize=1024)
-def _chunk_key(fingerprint: str, chunk_prefix_ids: tuple[int, ...], ids: tuple[int, ...], namespace: str) -> ChunkKey:
+def _known_key(fingerprint: str, chunk_prefix_ids: tuple[int, ...], ids: tuple[int, ...], namespace: str) -> ChunkKey:
     """The key of a chunk, whose digest is made once for the requests that use it."""
     return ChunkKey(fingerprint, chunk_prefix_ids, ids, namespace)
 

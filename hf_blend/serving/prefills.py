@@ -209,7 +209,7 @@ class BlendedPrefills:
         if reuse.prompt.known:
             found.set_result(True)
             return found
-        identity = fingerprint(self._model)
+        identity = reuse.store.identity(fingerprint(self._model))
         if self._finder is None:
             self._finder = ThreadPoolExecutor(1, "hf_blend-find")
         found = self._finder.submit(lambda: bool(self._spans(reuse, identity, reuse.prompt.ids)))
@@ -297,11 +297,11 @@ class BlendedPrefills:
         for key in self._missing(reuse, identity):
             with reuse.store.timed(key):
                 self.turns.checkpoint()
-                chunk = compute_chunk(self._model, key)
+                chunk = compute_chunk(self._model, key, correction=reuse.store.correction)
                 self.turns.release()
             reuse.store.put(chunk)
             held.outcome.computed_chunks += 1
-        return self._spans(reuse, identity, token_ids)
+        return self._spans(reuse, reuse.store.identity(identity), token_ids)
 
     def _spans(self, reuse: Reuse, identity: str, token_ids: Sequence[int]) -> Spans:
         """The chunks of a prompt that are stored now; one may be evicted, or come from another server, at any time."""
@@ -311,7 +311,8 @@ class BlendedPrefills:
     def _missing(self, reuse: Reuse, identity: str) -> list[ChunkKey]:
         """Chunks of a request, and what comes before the first of them, that are not stored."""
         sink, namespace = tuple(self._sink), reuse.store.namespace
-        keys = [ChunkKey(identity, sink, span.token_ids, namespace) for span in reuse.prompt.spans()]
+        chunks = reuse.store.identity(identity)
+        keys = [ChunkKey(chunks, sink, span.token_ids, namespace) for span in reuse.prompt.spans()]
         opening = reuse.prompt.ids[: reuse.prompt.opening]
         if len(opening) > len(self._sink):
             keys.append(ChunkKey(identity, (), opening, namespace))

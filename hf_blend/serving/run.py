@@ -5,6 +5,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -35,6 +36,7 @@ class ServerPlan:
 
     name: str = "smollm2"
     location: str | None = None
+    correction: Path | None = None
     remote: str | None = None
     secret: bytes | None = None
     tenants: Sequence[Tenant] = ()
@@ -60,7 +62,9 @@ def make_service(model: nn.Module, tokenizer: Any, plan: ServerPlan) -> Service:
         secret = tenant.secret if tenant.name else plan.secret
         given: dict[str, Any] = {"namespace": tenant.name, "secret": secret, "memory_bytes": share}
         quota = disk_share if tenant.quota_bytes is None else tenant.quota_bytes
-        return ChunkStore.open(plan.location, remote=plan.remote, quota_bytes=quota, **given)
+        return ChunkStore.open(
+            plan.location, remote=plan.remote, quota_bytes=quota, correction=plan.correction, **given
+        )
 
     tenants = Tenants(rows, open_store)
     try:

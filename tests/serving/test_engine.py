@@ -73,6 +73,16 @@ def test_each_answer_is_that_of_a_lone_request_with_the_same_plan(family, count,
         assert answer == bench.lone_answer(model, store, ask.ids, recompute_ratio=RATIO)
 
 
+def test_served_answers_over_corrected_chunks_are_those_of_lone_requests(model, bench, fitted_correction):
+    with ChunkStore.open("memory://", correction=fitted_correction) as store:
+        store.add(model, None, bench.workload.library[:2])  # others are computed by the engine
+        asks = bench.workload.asks(6)
+        answers, outcomes = serve_at_random(bench, model, store, asks, 6, recompute_ratio=RATIO, stall_s=0.0)
+        assert {outcome.how for outcome in outcomes} >= {"blended"}
+        for ask, answer in zip(asks, answers, strict=True):
+            assert answer == bench.lone_answer(model, store, ask.ids, recompute_ratio=RATIO)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_with_every_token_recomputed_the_answers_are_those_of_stock_batching(family, shared_model, bench, store):
     model = shared_model(family, **bench.FAMILIES[family])
@@ -207,7 +217,9 @@ def test_a_prefill_is_cut_into_turns_and_those_that_decode_go_on_between_them(ti
 def test_chunks_that_several_waiting_requests_bring_are_computed_once(model, bench, store, monkeypatch):
     computed = []
     compute = prefills.compute_chunk
-    monkeypatch.setattr(prefills, "compute_chunk", lambda *given: (computed.append(given[1]), compute(*given))[1])
+    monkeypatch.setattr(
+        prefills, "compute_chunk", lambda *args, **more: (computed.append(args[1]), compute(*args, **more))[1]
+    )
     chunks = [bench.draw(20, 1), bench.draw(30, 2)]
     asks = [
         bench.Ask([1, 7, 8, *chunks[number % 2], *chunks[1 - number % 2], *bench.draw(6, number)], chunks)
@@ -317,7 +329,7 @@ def test_the_model_is_looked_at_in_a_turn_alone(model, bench, store, monkeypatch
     in_turn = []
 
     def watched(what):
-        return lambda *given: (in_turn.append(engine.prefills.turns._holds), what(*given))[1]
+        return lambda *given, **more: (in_turn.append(engine.prefills.turns._holds), what(*given, **more))[1]
 
     for name in ("fingerprint", "compute_chunk"):
         monkeypatch.setattr(prefills, name, watched(getattr(prefills, name)))
