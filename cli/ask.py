@@ -185,7 +185,7 @@ class _Shown:
 
     def end(self, asked: "Asked", replies: "list[Reply]") -> None:
         """When a question was answered."""
-        from hf_blend.prefill.advice import Advice
+        from hf_blend.prefill.report import Advice
 
         self._replies += replies
         self.reports += [reply.answer.report for reply in replies if reply.answer.report and not self._compare]

@@ -16,7 +16,7 @@ from hf_blend.evaluation.throttled import ThrottledTier
 from hf_blend.loading import profile as profiling
 from hf_blend.loading.controller import LoadingController, advise
 from hf_blend.loading.profile import Point, Profile, bytes_per_second, profile_of, tier_rates
-from hf_blend.prefill.advice import Advice
+from hf_blend.prefill.report import Advice
 from hf_blend.store import ChunkStore
 
 

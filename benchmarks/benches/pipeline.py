@@ -32,7 +32,7 @@ from hf_blend.evaluation.throttled import ThrottledTier
 from hf_blend.loading.controller import LoadingController
 from hf_blend.loading.profile import Profile, profile_of, tier_rates
 from hf_blend.model.anatomy import decoder_layers
-from hf_blend.prefill.advice import Advice
+from hf_blend.prefill.report import Advice
 from hf_blend.store.chunk import ChunkKey
 from hf_blend.store.tiers.base import Tier
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.tokenization_utils_base import BatchEncoding
 
 from .. import plugins
@@ -40,13 +40,12 @@ from ..model.modality import placeholder_ids, refuse_placeholders
 from ..model.own_cache import fitted
 from ..model.placement import input_device
 from ..model.quantised import silence_casts
-from ..prefill.advice import Advice
 from ..prefill.blend import Prefill, PrefillContext
 from ..prefill.notices import other_tokenizers, too_small, why_nothing_found
 from ..prefill.observing import AttentionObserver, run_probe
 from ..prefill.plan import Plan, Planner
 from ..prefill.realign import Realigner
-from ..prefill.report import BlendReport
+from ..prefill.report import Advice, BlendReport
 from ..prefill.request import PendingPrompt, Request
 from ..prompt.messages import build_messages
 from ..prompt.pieces import (
@@ -64,7 +63,6 @@ from ..prompt.text import build_text
 from ..selectors.base import Hear
 from ..store import ChunkStore
 from .cache_layers import cache_layers, check_masked
-from .decode_masks import MaskedDecode
 from .layers import as_indices
 from .static_layer import StaticLayer, check_room
 
@@ -106,7 +104,7 @@ def trial_cache(model: nn.Module, **settings: Any) -> "BlendCache":
     return BlendCache(model, ChunkStore.open("memory://"), **settings)
 
 
-class BlendCache(MaskedDecode):
+class BlendCache(Cache):
     """A `transformers.Cache` that brings stored KV into the prefill and has the model recompute a share of it.
 
     Works with greedy search, sampling, beam search, assisted decoding and streaming, because `generate` sees a dynamic
@@ -402,7 +400,9 @@ class BlendCache(MaskedDecode):
             ConfigError: another model object computed them than the one that this cache was made for.
         """
         if not torch.compiler.is_compiling():
-            self._check_forward(layer_idx, key_states)
+            is_first, self._layer = layer_idx <= self._layer, layer_idx
+            if is_first:
+                self._check_forward(key_states)
         if self._forward is not None:
             return self._forward.prefill.update(layer_idx, key_states, value_states)
         if getattr(self._own_layers[layer_idx], "visible", None) is not None:
@@ -493,6 +493,20 @@ class BlendCache(MaskedDecode):
         self._hooks.leave()
 
     @property
+    def is_compileable(self) -> bool:
+        """True with static buffers; otherwise while decoding grouped heads on a CPU, where nothing is compiled.
+
+        transformers makes a mask for one token at a time only for such a cache. Without a mask the stock sdpa function
+        leaves grouped heads to torch's `enable_gqa`, which on a CPU takes 1.6 times as long over 16,000 keys
+        (benchmarks/LOG-archive.md).
+        """
+        config = text_config(self.model)
+        heads, chunks = getattr(config, "num_attention_heads", None), getattr(config, "attention_chunk_size", None)
+        is_decoding = self.model.device.type == "cpu" and not self.is_expecting and bool(self)
+        is_grouped = heads != getattr(config, "num_key_value_heads", heads)
+        return super().is_compileable or (is_decoding and is_grouped and chunks is None)  # 5.17 makes none of chunks
+
+    @property
     def is_linear(self) -> list[bool]:
         """For each layer whether it keeps a state and no K and V; models choose by this which mask to make."""
         return [getattr(layer, "has_only_state", False) for layer in self.layers]
@@ -573,11 +587,8 @@ class BlendCache(MaskedDecode):
         known.images = known.images if known.pending else None
         self._hooks.leave(watching=known.pending.is_begun and not failed)
 
-    def _check_forward(self, layer_idx: int, keys: Tensor) -> None:
+    def _check_forward(self, keys: Tensor) -> None:
         """At the first layer of a forward: is it one of this model, and was its beginning seen?"""
-        is_first, self._layer = layer_idx <= self._layer, layer_idx
-        if not is_first:
-            return
         try:
             is_own = self._is_seen or self._hooks.check_caller()
         except ConfigError:

@@ -17,7 +17,7 @@ from ..config import BlendConfig
 from ..errors import ConfigError
 from ..model.anatomy import decoder_layers
 from ..model.fingerprint import fingerprint
-from ..prefill.advice import Advice
+from ..prefill.report import Advice
 from ..store import ChunkStore
 from ..store.chunk import ChunkKey
 from ..store.locks import new_lock

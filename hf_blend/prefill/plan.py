@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -24,9 +24,9 @@ from ..rotary.regime import frequency_regime
 from ..store import ChunkStore
 from ..store.chunk import ChunkKey, ChunkKV, Found, Layout
 from ..store.stream import StreamedLayers
-from .advice import Advice
 from .layout import layout_of
 from .pipeline import Pipeline
+from .report import Advice
 
 
 @dataclass(frozen=True)
@@ -180,11 +180,16 @@ class Plan:
     def token_table(self) -> Tensor:
         """`[4, batch, tokens]`: number of the chunk, place in it, its length, 1 for an image; -1: cannot be chosen."""
         table = np.full((4, *self.real.shape), -1, dtype=np.int64)
-        for placed in self.chunks:
-            if not placed.exact:
-                here = table[:, placed.row, placed.columns]
-                here[0], here[2], here[3] = placed.number, placed.chunk.tokens, placed.is_image
-                here[1] = np.arange(placed.inside.start, placed.inside.stop)
+        known = [
+            (one.tokens, one.row, one.start, one.number, one.first, one.chunk.tokens, one.is_image)
+            for one in self.chunks
+            if not one.exact
+        ]
+        if known:
+            counts, *parts = np.array(known, dtype=np.int64).T
+            row, start, number, first, tokens, image = (np.repeat(part, counts) for part in parts)
+            offset = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+            table[:, row, start + offset] = number, first + offset, tokens, image
         return torch.from_numpy(table)
 
     def drop(self, placed: PlacedChunk) -> None:
@@ -223,8 +228,8 @@ class Planner:
         self.images: Mapping[tuple[int, ...], Mapping[str, Any]] = {}  # by the names of its tokens, how to compute one
         self._fetched: dict[ChunkKey, ChunkKV] = {}
         self._canaries: set[str] = set()  # those that were found to be the model's
-        self._config, self._known_frequencies = text_config(model), dict[int, tuple[int, ...]]()
-        self._all_frequencies: set[tuple[int, ...]] = set()  # of the frequencies in the forward that is planned
+        self._config = text_config(model)
+        self._frequencies: set[tuple[int, ...]] = set()  # those of the forward that is planned
 
     def plan(
         self,
@@ -239,10 +244,8 @@ class Planner:
         plan = Plan([], _real(rows, starts, width, prompt_rows), list(map(len, rows)), store=self._store)
         prompt_rows = [PromptRow(tuple(ids)) for ids in rows] if prompt_rows is None else prompt_rows
         longest = max(prompt_row.before + len(new) for new, prompt_row in zip(rows, prompt_rows, strict=True))
-        self._all_frequencies = {
-            self._frequencies(longest),
-            self._frequencies(max(prompt_row.before for prompt_row in prompt_rows) + width),
-        }
+        ends = {longest, max(prompt_row.before for prompt_row in prompt_rows) + width}
+        self._frequencies = {frequency_regime(self._config, end) for end in ends}
         given = [None] * len(prompt_rows) if known is None else known
         found = [
             self._spans(spans, prompt_row, at_beginning) for spans, prompt_row in zip(given, prompt_rows, strict=True)
@@ -258,13 +261,12 @@ class Planner:
         plan.chunks += [make(self._fetched[key]) for key, make in placed]
         plan.begin(1)
         plan.read_ahead(self._store.pipeline_depth)
-        plan.kept_ratio = self._kept_ratio() if plan.computed else 1.0
+        if plan.computed:
+            tokens = {key: len(key.token_ids) for key in self._fetched}
+            kept = sum(count for key, count in tokens.items() if self._store.contains(key))
+            plan.kept_ratio = kept / sum(tokens.values())
         self._fetched.clear()
         return plan
-
-    def _kept_ratio(self) -> float:
-        tokens = {key: len(key.token_ids) for key in self._fetched}
-        return sum(count for key, count in tokens.items() if self._store.contains(key)) / sum(tokens.values())
 
     def _advised(self, plan: Plan, keys: Sequence[ChunkKey]) -> set[ChunkKey]:
         """The chunks that the store's controller would rather have computed where they stand."""
@@ -287,19 +289,14 @@ class Planner:
             spans[0] = spans[0]._replace(key=self._exact_key(given[0].token_ids))
         first = prompt_row.ids[: spans[0].start] if spans and at_beginning else ()
         prefix = first if known is not None and prompt_row.prefix is None else first[: prompt_row.prefix or 0]
-        spans = (self._prefix(prefix) or self._stored_prefix(first)) + spans
+        if not prefix and first == self._chunk_prefix_ids:
+            prefix = first
+        if prefix:  # an entry of its own, computed behind nothing
+            spans = [Found(0, self._exact_key(prefix), 0, len(prefix)), *spans]
+        elif first:  # as much of it as one entry has
+            found = self._store.find(self._fingerprint, (), first)[:1]
+            spans = [one for one in found if one.start == one.first == 0] + spans
         return [span for span in spans if self._placeholders.isdisjoint(span.key.token_ids)]
-
-    def _prefix(self, ids: Sequence[int]) -> list[Found]:
-        """What is before the first chunk, as an entry of its own, computed behind nothing."""
-        return [Found(0, self._exact_key(ids), 0, len(ids))] if ids else []
-
-    def _stored_prefix(self, ids: Sequence[int]) -> list[Found]:
-        """As much of what is before the first chunk as one entry has, computed behind nothing."""
-        if ids == self._chunk_prefix_ids:
-            return self._prefix(ids)
-        found = self._store.find(self._fingerprint, (), ids) if ids else []
-        return [one for one in found[:1] if one.start == one.first == 0]
 
     def _exact_key(self, ids: Sequence[int]) -> ChunkKey:
         return _known_key(self._fingerprint, (), tuple(ids), self._store.namespace)
@@ -326,7 +323,10 @@ class Planner:
                 continue  # the last token is always computed: its output is expected
             is_behind_same = inside == 0 and prompt_row.ids[:offset] == key.chunk_prefix_ids
             is_plain = key.fingerprint == self._fingerprint  # not corrected
-            exact = offset == exact_until and is_behind_same and is_plain and self._has_same_frequencies(key)
+            exact = offset == exact_until and is_behind_same and is_plain
+            if exact:  # if it is computed by the frequencies of this forward
+                stored = len(key.chunk_prefix_ids) + len(key.token_ids)
+                exact = self._frequencies == {frequency_regime(self._config, stored)}
             exact_until = end if exact else exact_until
             first = max(offset, prompt_row.before)
             count = min(end, prompt_row.before + new - 1) - first  # the last token of a part is computed, too
@@ -337,15 +337,6 @@ class Planner:
                 if first == offset and key.chunk_prefix_ids == self._chunk_prefix_ids:
                     plan.seam_tokens += len(key.token_ids) - tokens
 
-    def _has_same_frequencies(self, key: ChunkKey) -> bool:
-        """Whether a chunk is computed by the frequencies of this forward."""
-        return self._all_frequencies == {self._frequencies(len(key.chunk_prefix_ids) + len(key.token_ids))}
-
-    def _frequencies(self, tokens: int) -> tuple[int, ...]:
-        if tokens not in self._known_frequencies:
-            self._known_frequencies[tokens] = frequency_regime(self._config, tokens)
-        return self._known_frequencies[tokens]
-
     def _fetch(self, plan: Plan, keys: Sequence[ChunkKey], first: Set[ChunkKey]) -> None:
         """Bring chunks from the store; those that it lacks are computed, several in one forward, and stored.
 
@@ -354,7 +345,7 @@ class Planner:
         if not keys:
             return
         with plan.timed("check_ms"):
-            layout = self._layout
+            layout = layout_of(self._model, self._fingerprint)
         missing = [key for key in dict.fromkeys(keys) if not self._load(plan, key, layout)]
         alone = [key for key in missing if key in first or key.token_ids in self.images]
         with plan.timed("check_ms"):
@@ -389,10 +380,6 @@ class Planner:
         if image is not None:
             return [compute_chunk(self._model, keys[0], self._tokenizer, image)]
         return compute_chunks(self._model, keys, self._tokenizer, self._store.correction)
-
-    @cached_property
-    def _layout(self) -> Layout:
-        return layout_of(self._model, self._fingerprint)
 
 
 @lru_cache(maxsize=1024)

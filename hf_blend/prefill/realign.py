@@ -63,13 +63,11 @@ class Placement:
 
     def parts(self, layers: range, which: int) -> list[Tensor]:
         """K (0), V (1) or projections (-1) of some layers as stored, `[layers, heads, tokens, width]` by chunk."""
-        first, stop = layers.start, layers.stop
-        found = []
+        first, stop, found = layers.start, layers.stop, []
         for one in self.chunks:
             held = one.chunk.layers
             if type(held) is StackedLayers:  # an instance check of a Sequence takes longer
-                states = held.values if which else held.keys
-                states = states if stop - first == len(held) else states.narrow(0, first, stop - first)
+                states = (held.values if which else held.keys)[first:stop]
             else:
                 states = held[first][which][None]
             found.append(states if one.is_whole else states[:, :, one.inside])
@@ -138,11 +136,6 @@ class Realigner:
         self._alike: dict[int, Table] = {}  # id of a table → the same one, made earlier
         self._alive: list[Table] = []
         self._copies = Copies()
-
-    @property
-    def num_layers(self) -> int:
-        """Number of layers of the model."""
-        return len(self._styles)
 
     def set_table(self, layer: int, table: Table | None, is_again: bool = False) -> None:
         """Remember the rotary table that the model hands to a layer for the new tokens; the first is kept.
@@ -392,7 +385,7 @@ class Realigner:
         if key not in self._joined_states:
             placed = self._placed(self._all, device)
             is_small = placed.is_stacked and placed.nbytes <= GROUP_BYTES
-            parts = placed.parts(range(self.num_layers), which) if is_small else []
+            parts = placed.parts(range(len(self._styles)), which) if is_small else []
             self._joined_states[key] = _cat(parts, parts[0].device).to(device) if parts else None
         return self._joined_states[key]
 

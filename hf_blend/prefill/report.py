@@ -42,6 +42,27 @@ class Work:
         return torch.zeros_like(self.real).scatter_(1, self.columns, True)
 
 
+@dataclass(frozen=True)
+class Advice:
+    """What to do with a request, and what is expected of it."""
+
+    ratio: float
+    loaded_chunks: int
+    predicted_ms: float
+    load_ms: float
+    compute_ms: float
+    hidden_tiers: tuple[str, ...] = ()
+    loaded: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        """One line for people."""
+        hidden = f"; hidden: {', '.join(self.hidden_tiers)}" if self.hidden_tiers else ""
+        return (
+            f"recompute {self.ratio:.1%}, load {self.loaded_chunks} chunks: {self.predicted_ms:.0f} ms expected "
+            f"(loading {self.load_ms:.0f} ms, computing {self.compute_ms:.0f} ms){hidden}"
+        )
+
+
 @dataclass
 class BlendReport:
     """Tokens, charged budget and time of one prefill.

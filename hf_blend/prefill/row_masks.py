@@ -31,7 +31,10 @@ class RowMasks:
         """Prepare for one forward."""
         self._implementation = text_config(model)._attn_implementation or "eager"
         seen = [layers[source] for source in kv_sources(layers, getattr(text_config(model), "layer_types", None))]
-        self._sizes = [_sizes(layer, past, tokens) for layer in seen]
+        self._sizes = [  # keys that new tokens see, and how many before these they do not; a place holder has all
+            layer.sizes_behind(past, tokens) if hasattr(layer, "sizes_behind") else (past + tokens, 0)
+            for layer in seen
+        ]
         self._windows = [getattr(layer, "sliding_window", None) for layer in seen]
         self._past, self._tokens, self._is_flash = past, tokens, is_flash(self._implementation)
         open_door(self._implementation)
@@ -67,12 +70,6 @@ class RowMasks:
                 self._implementation,
             )
         return RowMask.of(row_lines(model_mask, columns, past, keys, window, lambda: rows.numbers[0]))
-
-
-def _sizes(layer: Any, past: int, tokens: int) -> tuple[int, int]:
-    """Keys that new tokens see in a cache layer, and how many before them they do not; a place holder has all."""
-    sizes: tuple[int, int] = layer.sizes_behind(past, tokens) if hasattr(layer, "sizes_behind") else (past + tokens, 0)
-    return sizes
 
 
 def kv_sources(layers: Sequence[Any], kinds: Sequence[str] | None) -> list[int]:
