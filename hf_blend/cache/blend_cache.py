@@ -672,8 +672,8 @@ class BlendCache(Cache):
                 "partial."
             )
         self._part = self.store.loader(self)
-        if request.logits_rows > 1:
-            plan.begin(request.logits_rows)
+        if (logits_rows := int(request.arguments["logits_to_keep"])) > 1:
+            plan.begin(logits_rows)
         context = PrefillContext(
             self.model,
             self._own_layers,

@@ -34,7 +34,13 @@ def cache_layers(model: nn.Module, count: int, config: BlendConfig, digest: str 
     stock, kv_bits = _stock_layers(model, digest), config.kv_bits
     full: Callable[[], BlendLayer] = BlendLayer if kv_bits is None else partial(QuantisedLayer, kv_bits)
     if (most := config.max_tokens) is not None:
-        _check_static(model, stock, most)
+        for index, one in enumerate(stock):
+            if kept := _kept(one):
+                raise ConfigError(
+                    f"max_tokens={most} came with {type(model).__name__}, whose layer {index} keeps {kept}, but "
+                    "layers that keep K and V of all tokens are expected: only these have static buffers. Leave "
+                    "max_tokens out."
+                )
         full = partial(StaticLayer, most) if kv_bits is None else partial(QuantisedStaticLayer, most, kv_bits)
     layers: list[Any] = [_like(stock[index], full) if index < len(stock) else full() for index in range(count)]
     if kv_bits is not None and not any(hasattr(layer, "packed_tokens") for layer in layers):
@@ -45,16 +51,6 @@ def cache_layers(model: nn.Module, count: int, config: BlendConfig, digest: str 
             "Leave kv_bits out."
         )
     return layers
-
-
-def _check_static(model: nn.Module, stock: list[Any], max_tokens: int) -> None:
-    kinds = [_kept(one) for one in stock]
-    if any(kinds):
-        other, kind = next((index, kind) for index, kind in enumerate(kinds) if kind)
-        raise ConfigError(
-            f"max_tokens={max_tokens} came with {type(model).__name__}, whose layer {other} keeps {kind}, but layers "
-            "that keep K and V of all tokens are expected: only these have static buffers. Leave max_tokens out."
-        )
 
 
 def _kept(stock: Any) -> str:

@@ -43,12 +43,9 @@ class Continuing:
     at_once: bool
 
 
-def continuing(model: nn.Module, fingerprint: str) -> Continuing:
-    """Find out how a model's stock cache is continued; remembered until the fingerprint changes."""
-    return _ways(model, fingerprint)
-
-
-def _found(model: nn.Module) -> Continuing:
+@PerStructure
+def continuing(model: nn.Module) -> Continuing:
+    """Find out how a model's stock cache is continued; remembered until the fingerprint that is given changes."""
     complaint = other_states(text_config(model)) or _notes(model)
     if complaint:
         raise UnsupportedModelError(f"{type(model).__name__} cannot be continued from a saved prefix: {complaint}")
@@ -71,9 +68,6 @@ def _found(model: nn.Module) -> Continuing:
             f"one forward by {one_by_one:.2g} times what is allowed. Prefill its prompts as a whole."
         )
     return Continuing(form, several <= 1 and not ignores_states(model))
-
-
-_ways = PerStructure(_found)
 
 
 def _notes(model: nn.Module) -> str:

@@ -129,7 +129,9 @@ class WholeChunks:
         self._layers: frozenset[int] = frozenset()
         if context.is_probe or context.loader is not None or plan.store is None or not plan.store.reads_importance:
             return
-        by_row = groupby(reported(plan.chunks, context.past), lambda placed: placed.row)
+        # not what a prompt begins with, where attention rests in any case
+        said = [placed for placed in plan.chunks if placed.start or context.past or not placed.exact]
+        by_row = groupby(said, lambda placed: placed.row)
         self._chunks = {row: list(chunks) for row, chunks in by_row}
         stops = [chunks[-1].columns.stop for chunks in self._chunks.values()]
         self._rows = min([ROWS, *(plan.real.shape[1] - stop for stop in stops)])
@@ -176,11 +178,6 @@ class WholeChunks:
         for row, scores in self._sums.items():
             report_importance(self._plan.store, self._chunks[row], scores.cpu())
         self._sums.clear()
-
-
-def reported(chunks: Sequence[PlacedChunk], past: int) -> list[PlacedChunk]:
-    """The chunks whose attention says something: not what a prompt begins with, where attention rests in any case."""
-    return [placed for placed in chunks if placed.start or past or not placed.exact]
 
 
 def report_importance(store: Any, chunks: Sequence[PlacedChunk], scores: Tensor) -> None:

@@ -231,25 +231,19 @@ class BlendReport:
         figures = {"scoring_flops": self.scoring_flops, "chosen_columns": self.chosen_columns}
         return {**values, **figures, "charged_budget": self.charged_budget, "flop_bound": self.flop_bound}
 
-    def _decided(self) -> str:
-        found = self.advice
-        return f"{found['loaded_chunks']} worth loading by the controller; " if found else ""
-
-    def _loaded_in_part(self) -> str:
-        found = self.partial
-        return f"{found['loaded_bytes']:,} of {found['all_bytes']:,} bytes loaded in part; " if found else ""
-
     def __str__(self) -> str:
         """One line for people."""
         if self.fallback_reason:
             return f"{self.prompt_tokens} tokens, all computed: {self.fallback_reason}"
+        part, advice = self.partial, self.advice
+        loaded = f"{part['loaded_bytes']:,} of {part['all_bytes']:,} bytes loaded in part; " if part else ""
+        loaded += f"{advice['loaded_chunks']} worth loading by the controller; " if advice else ""
+        loaded += f"compute {self.compute_ms:.1f} ms, store {self.store_ms:.1f} ms, " if self.computed_chunks else ""
         return (
             f"{self.prompt_tokens} tokens: {self.exact_tokens} exact, {self.reusable_tokens} reusable, of which "
             f"{sum(map(len, self.chosen_columns))} recomputed (nominal {self.nominal_ratio:.0%}, charged "
             f"{self.charged_budget:.1%}); {self.loaded_chunks} chunks loaded, {self.computed_chunks} computed; "
             f"{f'{self.seam_tokens} of their tokens differ at seams; ' if self.seam_tokens else ''}"
-            f"{self._loaded_in_part()}{self._decided()}"
-            f"{f'compute {self.compute_ms:.1f} ms, store {self.store_ms:.1f} ms, ' if self.computed_chunks else ''}"
-            f"check {self.check_ms:.1f} ms, "
+            f"{loaded}check {self.check_ms:.1f} ms, "
             f"realign {self.realign_ms:.1f} ms, select {self.select_ms:.1f} ms{self.notice and f'; {self.notice}'}"
         )

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One forward of the model, read once from its arguments; and the prompts that a cache expects."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -15,7 +15,7 @@ from ..errors import PromptError
 from ..model.anatomy import PER_TOKEN
 from ..model.identity.canonical import refuse_arguments
 from ..model.modality import other_inputs
-from ..prompt.pieces import Prompt, PromptBatch, TextPrompt
+from ..prompt.pieces import PromptBatch
 from .plan import Plan, Planner, PromptRow
 
 PADDED_INSIDE = "padding stands behind or between the tokens of a prompt. Pad on the left: padding_side='left'."
@@ -89,11 +89,6 @@ class Request:
         """The arguments that bring more than text."""
         return other_inputs(self.arguments)
 
-    @property
-    def logits_rows(self) -> int:
-        """How many last rows the logits are asked for."""
-        return int(self.arguments["logits_to_keep"])
-
     def real_tokens(self) -> int:
         """How many tokens are not padding, all batch entries; may ask the device."""
         states = self.arguments["inputs_embeds"] if self.ids is None else self.ids
@@ -130,15 +125,12 @@ class PendingPrompt:
         ]
         beginning = self.held == 0 and not any(prompt.history for prompt in prompts)
         plan = planner.plan(rows, starts, width, [prompt.spans() for prompt in prompts], beginning, known)
-        return plan, self._rest(prompts, request)
-
-    def _rest(self, prompts: Sequence[Prompt | TextPrompt], request: Request) -> "PendingPrompt":
-        ends = [before + len(row) for row, before in zip(request.rows, request.before, strict=True)]
+        ends = [before + len(row) for row, before in zip(rows, request.before, strict=True)]
         if all(end >= len(prompt.ids) for end, prompt in zip(ends, prompts, strict=True)):
-            return PendingPrompt()
+            return plan, PendingPrompt()
         rest = PendingPrompt(self.batch, self.held)
         rest.is_begun = True
-        return rest
+        return plan, rest
 
 
 def _column_mask(mask: Any) -> Any:

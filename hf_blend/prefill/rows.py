@@ -77,8 +77,7 @@ class Rows:
         """Keep the last `count` rows, none of which is a repetition; otherwise as `keep`."""
         width = self.columns.shape[1]
         index = torch.arange(width - count, width, device=self.columns.device).expand(self.columns.shape[0], -1)
-        filler = None if self.filler is None else self.filler[:, -count:]
-        rest = Rows(self.columns[:, -count:], filler, (count,) * self.columns.shape[0])
+        rest = Rows(self.columns[:, -count:], None, (count,) * self.columns.shape[0])
         if "numbers" in vars(self):
             rest.numbers = [numbers[-count:] for numbers in self.numbers]
         return rest, index
