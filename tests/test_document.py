@@ -71,18 +71,6 @@ def test_a_retriever_that_picks_nothing_that_exists_is_refused(document, picked)
         document.ask("Where?", retrieve=lambda *_: picked)
 
 
-def test_windows_cover_the_document_in_order(document):
-    answers = list(document.ask_windows("Where does Mara live?", window_chunks=2, step_chunks=1, max_new_tokens=2))
-    assert [start for start, _ in answers] == list(range(len(document.chunks) - 1))
-    assert answers[0][1] == "Velden"
-
-
-@pytest.mark.parametrize("wrong", [{"window_chunks": 0}, {"step_chunks": 0}])
-def test_windows_without_length_are_refused(document, wrong):
-    with pytest.raises(ConfigError, match="1 or more"):
-        next(document.ask_windows("Where?", **wrong))
-
-
 def test_an_empty_document_is_refused(reference):
     with pytest.raises(ConfigError, match="above 0"):
         Document(*reference, ChunkStore.open("memory://"), "")

@@ -1,12 +1,11 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Long documents: computed once in chunks, then asked over a window of chunks, or over those that a retriever picks.
+"""Long documents: computed once in chunks, then asked over all of them, or over those that a retriever picks.
 
     document = Document(model, tokenizer, store, text)
     document.precompute(progress=tqdm)
     document.ask("Who signed it?", retrieve=retriever, max_new_tokens=32)
-    for start, answer in document.ask_windows("Who signed it?", window_chunks=8):
-        print(start, answer)
+    document.ask("Who signed it?", retrieve=lambda *_: range(8, 16))
 
 Later questions find the chunks in the store, whatever else stands in their prompts.
 """
@@ -59,23 +58,8 @@ class Document:
         indices = [int(index) for index in chosen]
         if not indices or not all(0 <= index < len(self.chunks) for index in indices):
             raise ConfigError(f"the retriever picked {indices}, expected indices from 0 to {len(self.chunks) - 1}.")
-        return self._answer(question, [self.chunks[index] for index in indices], options)
-
-    def ask_windows(
-        self, question: str, *, window_chunks: int = 8, step_chunks: int | None = None, **options: Any
-    ) -> Iterator[tuple[int, str]]:
-        """Answer from one window of neighbouring chunks after the other."""
-        step = window_chunks if step_chunks is None else step_chunks
-        if window_chunks < 1 or step < 1:
-            raise ConfigError(f"windows of {window_chunks} chunks at a step of {step}: both must be 1 or more.")
-        for start in range(0, len(self.chunks), step):
-            yield start, self._answer(question, self.chunks[start : start + window_chunks], options)
-            if start + window_chunks >= len(self.chunks):
-                return
-
-    def _answer(self, question: str, chunks: Sequence[Sequence[int]], options: dict[str, Any]) -> str:
-        cache = BlendCache(self.model, self.store, **self._settings)
-        inputs = cache.inputs(self.tokenizer, prefix=self.prefix, chunks=list(chunks), question=question)
+        cache, chunks = BlendCache(self.model, self.store, **self._settings), [self.chunks[index] for index in indices]
+        inputs = cache.inputs(self.tokenizer, prefix=self.prefix, chunks=chunks, question=question)
         output = self.model.generate(**inputs, past_key_values=cache, **options)
         return str(self.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)).strip()
 
