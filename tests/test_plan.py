@@ -8,6 +8,7 @@ import torch
 from hf_blend import ChunkStore
 from hf_blend.model.fingerprint import fingerprint
 from hf_blend.prefill.plan import Planner, PromptRow
+from hf_blend.prefill.request import PendingPrompt, Request
 from hf_blend.prompt.pieces import Span
 
 BOS = (1,)
@@ -107,6 +108,13 @@ def test_numbers_count_the_chunks_of_each_row(planner):
     made = plan(planner(A, B), (*BOS, 5, *A, *B, *Q), (*BOS, 5, *B, *A, *Q))
     assert [slot.number for slot in made.chunks] == [0, 1, 0, 1]
     assert torch.equal(made.real, torch.ones(2, 17, dtype=torch.bool))
+
+
+def test_parse_counts_what_came_of_a_prompt_and_not_what_was_held_before_it(shared_model):
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 0, 1, 1, 1, 1]])  # 4 held, 3 of the prompt, 2 new
+    arguments = {"input_ids": torch.tensor([[8, 9], [8, 9]]), "attention_mask": mask, "logits_to_keep": 1}
+    request = Request.parse(arguments, shared_model().config, 7, PendingPrompt(held=4))
+    assert (request.rows, request.before, request.starts) == ([[8, 9]] * 2, [3, 2], [0, 0])
 
 
 LONG = tuple(range(20, 60))

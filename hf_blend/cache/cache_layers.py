@@ -35,9 +35,9 @@ def cache_layers(model: nn.Module, count: int, config: BlendConfig, digest: str 
     full: Callable[[], BlendLayer] = BlendLayer if kv_bits is None else partial(QuantisedLayer, kv_bits)
     if (most := config.max_tokens) is not None:
         for index, one in enumerate(stock):
-            if kept := _kept(one):
+            if what := _kept(one):
                 raise ConfigError(
-                    f"max_tokens={most} came with {type(model).__name__}, whose layer {index} keeps {kept}, but "
+                    f"max_tokens={most} came with {type(model).__name__}, whose layer {index} keeps {what}, but "
                     "layers that keep K and V of all tokens are expected: only these have static buffers. Leave "
                     "max_tokens out."
                 )

@@ -263,8 +263,8 @@ class Planner:
         plan.read_ahead(self._store.pipeline_depth)
         if plan.computed:
             tokens = {key: len(key.token_ids) for key in self._fetched}
-            kept = sum(count for key, count in tokens.items() if self._store.contains(key))
-            plan.kept_ratio = kept / sum(tokens.values())
+            stored = sum(count for key, count in tokens.items() if self._store.contains(key))
+            plan.kept_ratio = stored / sum(tokens.values())
         self._fetched.clear()
         return plan
 
