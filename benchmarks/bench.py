@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 BENCHES = Path(__file__).resolve().parent / "benches"
-NAMES = sorted(path.stem.replace("_", "-") for path in BENCHES.glob("*.py") if path.stem not in ("__init__", "replay"))
+NAMES = sorted(path.stem.replace("_", "-") for path in BENCHES.glob("*.py") if path.stem != "__init__")
 
 
 def load(name: str) -> tuple[type, Any]:

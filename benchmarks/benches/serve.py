@@ -1,272 +1,383 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""A server under load: full prefill, sharing of prefixes alone, and blending, on the same requests in one run.
+"""Requests with documents, answered one by one and by servers: requests per CPU second, and times to the first token.
 
-Requests arrive at random (Poisson); their chunks are drawn from a library in which a few are asked for often (Zipf).
-First each way answers all requests at once: that is its capacity. Then they come at shares of the capacity of full
-prefill, the same for all ways. All ways run transformers' continuous batching with the same settings. Beside it, some
-requests are answered one after the other: from these service times `replay` says what other machines would do, and how
-far off it is on this one.
+python benchmarks/bench.py serve --data FILE.jsonl --out benchmarks/results/serve.json
+
+The documents of a request are drawn from a library by a Zipf law, their chunks are stored before, and each answer has
+the same number of tokens. First rounds of some requests at once, the ways in turn within each round. Then requests
+come at random (Poisson), at shares of what `generate` can answer one by one.
+
+The clock is the CPU time of this process, in one thread, and skips the time in which nobody waits: what else the
+machine does is not in the figures, nor is what a second core would add. Wall seconds stand beside. What is measured
+already is read from `out`, and a run adds to it: with more rounds or loads it goes on.
 """
 
+import json
 import math
+import os
 import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
-from hf_blend import ChunkStore
+from hf_blend import BlendCache, ChunkStore
 from hf_blend.errors import ConfigError
-from hf_blend.evaluation.bench.shapes import text_config, timed_model
+from hf_blend.evaluation.bench.shapes import OWN, text_config, timed_model
 from hf_blend.evaluation.bench.ttft import TtftPlan, machine
+from hf_blend.evaluation.bundled import open_model
+from hf_blend.evaluation.rows import CHUNKS, QUESTION, read_rows
+from hf_blend.prompt.pieces import Span, TextPrompt
+from hf_blend.serving.attention import walk_requests
+from hf_blend.serving.engine import BlendedBatching, ContinuousBatchingManager
+from hf_blend.serving.prompts import chat_prompt
 
-from .replay import Replayed, Service, replay
-
-FULL, PREFIX, BLEND = "full", "prefix", "blend"
-WAYS = (FULL, PREFIX, BLEND)
-PATIENCE_S = 3600.0
-LONE = 3  # requests that are answered one after the other
+GENERATE, CACHE = "generate", "generate+BlendCache"
+STOCK, WALK, PREFIX, BLEND = "stock", "stock, by requests", "prefixes, by requests", "blending"
+LONE = (GENERATE, CACHE)
+WAYS = (*LONE, BLEND, WALK, PREFIX, STOCK)
+GROWS = ("rounds", "loads", "out")  # fields of a plan that may differ from those of what was measured
+DRAWS = 2000
 
 
 @dataclass(frozen=True)
 class ServePlan:
     """What is measured."""
 
-    shape: str = "smollm2-135m"
-    chunks: int = 8
-    chunk_tokens: int = 512
-    question_tokens: int = 64
-    library: int = 40
+    model: str = "smollm2"
+    shape: str | None = None
+    data: str | None = None
+    documents: int = 40
     zipf: float = 1.1
-    requests: int = 24
-    new_tokens: int = 16
-    rates: tuple[float, ...] = (0.5, 0.8, 2.5)
+    chunks: int = 8
+    least_tokens: int = 150
+    most_tokens: int = 250
+    new_tokens: int = 32
     recompute_ratio: float = 0.15
+    at_once: int = 6
+    rounds: int = 4
+    requests: int = 24
+    loads: tuple[float, ...] = ()
     batch_tokens: int = 512
-    batch_requests: int = 8
-    page_tokens: int = 64
-    cache_tokens: int | None = None
-    stall_ms: float = 50.0
-    machines: tuple[tuple[int, float, float], ...] = ((1, 1.0, 1.0), (4, 1.0, 1.0), (1, 100.0, 20.0))
+    page_tokens: int = 32
     dtype: str = "float32"
-    device: str = "cpu"
     seed: int = 0
+    out: str | None = None
 
-    @property
-    def prompt_tokens(self) -> int:
-        """Of each prompt, BOS included."""
-        return 1 + self.chunks * self.chunk_tokens + self.question_tokens
+
+class Clock:
+    """CPU seconds of this process, and what was skipped."""
+
+    def __init__(self) -> None:
+        self.skipped = -time.process_time()
+
+    def __call__(self) -> float:
+        """Tell the time."""
+        return time.process_time() + self.skipped
+
+    def skip_to(self, seconds: float) -> None:
+        """Go on at a later time; an earlier one is over."""
+        self.skipped += max(0.0, seconds - self())
 
 
 def measure_serve(plan: ServePlan, progress: Callable[[str], Any] | None = None) -> dict[str, Any]:
-    """Measure every way at once, and at every rate."""
-    if plan.library < plan.chunks or plan.requests < 2:
+    """Measure every way in rounds, and at every load."""
+    if plan.documents < plan.chunks or plan.requests < 2:
         raise ConfigError(
-            f"there are {plan.library} chunks for {plan.chunks} in a prompt, and {plan.requests} requests; expected "
-            "are at least as many chunks, and 2 requests. Raise --library or --requests."
+            f"there are {plan.documents} documents for {plan.chunks} in a prompt, and {plan.requests} requests; "
+            "expected are at least as many documents, and 2 requests. Raise --documents or --requests."
         )
-    model = timed_model(plan.shape, plan.dtype, plan.device, plan.seed)
-    library, prompts = _prompts(plan, text_config(model).vocab_size)
-    with ChunkStore.open("memory://", memory_bytes=64 << 30) as store:
-        started = time.perf_counter()
-        store.add(model, None, library)
-        filled_s = time.perf_counter() - started
-        say = progress or (lambda text: None)
-        rows, services = list[dict[str, Any]](), dict[str, Service]()
-        crowded_s = _crowded_s(model, store, plan, prompts[0])
+    torch.set_num_threads(1)
+    bench = _Bench(plan, progress or (lambda text: None))
+    for number in range(plan.rounds):
         for way in WAYS:
-            say(f"{way}: {LONE} requests one after the other")
-            services[way] = _service(model, store, plan, way, prompts, crowded_s)
+            bench.once(f"round {number}", way, bench.of_round(number), None)
+    lone_s = statistics.fmean(one["cpu_s"] for one in bench.runs if one["way"] == GENERATE) / plan.at_once
+    prompts = bench.prompts[: plan.requests]
+    for load in plan.loads:
         for way in WAYS:
-            say(f"{way}: {plan.requests} requests at once")
-            row = _measured(model, store, plan, way, prompts, [0.0] * plan.requests)
-            rows.append(_compared(plan, services[way], {"way": way, "share": None, "rate": None, **row}))
-        most = rows[0]["requests_s"]
-        for share in plan.rates:
-            arrivals = _arrivals(plan, share * most)
-            for way in WAYS:
-                say(f"{way}: {share:g} of the capacity of full prefill")
-                row = _measured(model, store, plan, way, prompts, arrivals)
-                row = {"way": way, "share": share, "rate": share * most, **row}
-                rows.append(_compared(plan, services[way], row))
-    return {
-        "machine": _machine(plan), "plan": asdict(plan), "precompute_s": filled_s, "rows": rows,
-        "services": [{"way": way, **asdict(service)} for way, service in services.items()],
-        "predicted": _predicted(plan, services),
-    }  # fmt: skip
+            arrivals = [at * lone_s / load for at in _pattern(plan)]
+            bench.once(f"load {load:g}", way, prompts, bench.arrivals.setdefault(f"load {load:g}", arrivals))
+    return bench.found()
 
 
-def _machine(plan: ServePlan) -> dict[str, Any]:
-    found = machine(TtftPlan(plan.shape, dtype=plan.dtype, device=plan.device))
-    return {name: value for name, value in found.items() if name not in ("rounds", "selector")}
+class _Bench:
+    """The model, the requests, and what is measured of them."""
+
+    def __init__(self, plan: ServePlan, say: Callable[[str], Any]) -> None:
+        self.plan, self.say = plan, say
+        name = f"{OWN}{plan.model}" if plan.shape is None else plan.shape
+        self.about = {**machine(TtftPlan(name, dtype=plan.dtype)), "cpus": os.cpu_count()}
+        self.path = Path(plan.out) if plan.out else None
+        self.runs, self.arrivals = list[dict[str, Any]](), dict[str, list[float]]()
+        if self.path is not None and self.path.exists():
+            self._read(json.loads(self.path.read_text("utf-8")))
+        self.model = timed_model(name, plan.dtype, "cpu", plan.seed)
+        self.prompts = _prompts(plan, self.model)
+        self.store = ChunkStore.open("memory://", memory_bytes=64 << 30)
+        started = time.process_time()
+        chunks = {span.token_ids for prompt in self.prompts for span in prompt.known}
+        self.store.add(self.model, None, [list(ids) for ids in sorted(chunks)])
+        self.stored_s = time.process_time() - started
+        self.shared = self._engine(PREFIX)  # it keeps its blocks from one run to the next
+        self.shared.start()
+
+    def of_round(self, number: int) -> Sequence[TextPrompt]:
+        """The requests of a round: behind those that come at random."""
+        return self.prompts[self.plan.requests + number * self.plan.at_once :][: self.plan.at_once]
+
+    def _read(self, found: dict[str, Any]) -> None:
+        asked = json.loads(json.dumps(asdict(self.plan)))
+        other = [name for name in asked if name not in GROWS and found["plan"].get(name) != asked[name]]
+        if other:
+            raise ConfigError(f"{str(self.path)!r} was measured with another {', '.join(other)}. Give another --out.")
+        self.runs, self.arrivals = found["runs"], found["arrivals"]
+
+    def once(self, name: str, way: str, prompts: Sequence[TextPrompt], arrivals: list[float] | None) -> None:
+        """Measure a run, if it is not measured yet."""
+        if any(one["run"] == name and one["way"] == way for one in self.runs):
+            return
+        self.say(f"{name}: {way}, {len(prompts)} requests")
+        answer = self._alone if way in LONE else self._served
+        self.runs.append({"run": name, "way": way, **answer(way, prompts, arrivals or [0.0] * len(prompts))})
+        if self.path is not None:
+            self.path.write_text(json.dumps(self.found(), indent=1) + "\n", "utf-8")
+
+    def _alone(self, way: str, prompts: Sequence[TextPrompt], arrivals: Sequence[float]) -> dict[str, Any]:
+        """One after the other, in the order in which they come."""
+        spent, clock, first, answers = _Spent(), Clock(), [], []
+        new = self.plan.new_tokens
+        for prompt, at in zip(prompts, arrivals, strict=True):
+            clock.skip_to(at)
+            ids, seen, cache = torch.tensor([prompt.ids]), _Seen(clock), None
+            if way == CACHE:
+                cache = BlendCache(self.model, self.store, recompute_ratio=self.plan.recompute_ratio)
+            output: Any = self.model.generate(  # type: ignore[operator]
+                ids, attention_mask=torch.ones_like(ids),  # generate would take the end of a turn for padding
+                past_key_values=cache, streamer=seen, do_sample=False, eos_token_id=None, min_new_tokens=new,
+                max_new_tokens=new,
+            )  # fmt: skip
+            first.append(seen.at[1] - at)
+            answers.append(output[0, len(prompt.ids) :].tolist())
+            if cache is not None and cache.report.fallback_reason:
+                raise ConfigError(f"nothing was reused: {cache.report.fallback_reason}. Correct the bench.")
+        return {**spent.found(), "first_token_s": first, "answers": answers}
+
+    def _served(self, way: str, prompts: Sequence[TextPrompt], arrivals: Sequence[float]) -> dict[str, Any]:
+        """By an engine, each when it comes."""
+        engine = self.shared if way == PREFIX else self._engine(way)
+        hooks = walk_requests(self.model) if way in (WALK, PREFIX) else []
+        try:
+            if way != PREFIX:
+                engine.start()
+            _finished(engine, [engine.add_request([1, 5, 6, 7], max_new_tokens=2)])
+            spent = _Spent()
+            due, first, answers = _answered(engine, prompts, arrivals, way == BLEND)
+            found = {**spent.found(), "first_token_s": [first[name] - at for name, at in due.items()]}
+            found["answers"] = [answers[name] for name in due]
+            if way == BLEND:
+                found["prefills"] = [engine.outcome(name).how for name in due]
+            return found
+        finally:
+            while hooks:
+                hooks.pop().remove()
+            if way != PREFIX:
+                engine.stop(block=True)
+                engine.destroy()
+
+    def _engine(self, way: str) -> Any:
+        from transformers import ContinuousBatchingConfig, GenerationConfig
+
+        plan = self.plan
+        room = (plan.at_once + 6) * (max(len(prompt.ids) for prompt in self.prompts) + plan.new_tokens)
+        batching = ContinuousBatchingConfig(
+            page_size=plan.page_tokens, num_blocks=-(-room // plan.page_tokens), max_batch_tokens=plan.batch_tokens,
+            max_requests_per_batch=plan.at_once, allow_block_sharing=way in (PREFIX, BLEND),
+        )  # fmt: skip
+        greedy = GenerationConfig(max_new_tokens=plan.new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        if way != BLEND:
+            return ContinuousBatchingManager(self.model, greedy, batching)
+        settings = {"generation_config": greedy, "batching": batching, "recompute_ratio": plan.recompute_ratio}
+        return BlendedBatching(self.model, self.store, **settings)
+
+    def found(self) -> dict[str, Any]:
+        """All that is measured, and a row for each way at once and at each load."""
+        tokens = [len(prompt.ids) for prompt in self.prompts]
+        return {
+            "machine": self.about, "plan": asdict(self.plan), "stored_cpu_s": self.stored_s,
+            "prompt_tokens": [min(tokens), statistics.fmean(tokens), max(tokens)],
+            "rows": summary(self.runs), "arrivals": self.arrivals, "runs": self.runs,
+        }  # fmt: skip
 
 
-def _prompts(plan: ServePlan, vocabulary: int) -> tuple[list[list[int]], list[list[int]]]:
-    """The library, and the prompt of each request."""
-    draw = random.Random(plan.seed)
-    tokens = lambda count: [draw.randrange(3, vocabulary) for _ in range(count)]  # noqa: E731
-    library = [tokens(plan.chunk_tokens) for _ in range(plan.library)]
-    weights = [1 / (rank + 1) ** plan.zipf for rank in range(plan.library)]
+class _Spent:
+    """CPU and wall seconds from now on."""
+
+    def __init__(self) -> None:
+        self.cpu, self.wall = time.process_time(), time.perf_counter()
+
+    def found(self) -> dict[str, float]:
+        return {"cpu_s": time.process_time() - self.cpu, "wall_s": time.perf_counter() - self.wall}
+
+
+class _Seen:
+    """A streamer that notes when tokens come; the prompt is the first."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.at = clock, list[float]()
+
+    def put(self, value: Any) -> None:
+        self.at.append(self.clock())
+
+    def end(self) -> None:
+        pass
+
+
+def _answered(
+    engine: Any, prompts: Sequence[TextPrompt], arrivals: Sequence[float], is_blended: bool
+) -> tuple[dict[str, float], dict[str, float], dict[str, list[int]]]:
+    """When each request was due, and had its first token, on a clock that stands while nobody waits; the answers."""
+    clock, coming = Clock(), list(zip(prompts, arrivals, strict=True))
+    due, first, answers = dict[str, float](), dict[str, float](), dict[str, list[int]]()
+    while coming or len(answers) < len(due):
+        if len(answers) == len(due):
+            clock.skip_to(coming[0][1])
+        while coming and coming[0][1] <= clock():
+            prompt, at = coming.pop(0)
+            due[engine.add_request(prompt if is_blended else list(prompt.ids), streaming=True)] = at
+        output = engine.get_result(timeout=0.005)
+        if output is None:
+            continue
+        if output.error:
+            raise ConfigError(f"the engine ended with {output.error!r}, expected answers. Ask less.")
+        first.setdefault(output.request_id, clock())
+        if output.is_finished():
+            answers[output.request_id] = list(output.generated_tokens)
+    return due, first, answers
+
+
+def _finished(engine: Any, names: Sequence[str]) -> None:
+    left = set(names)
+    while left:
+        output = engine.get_result(timeout=600)
+        left -= {output.request_id} if output is not None and output.is_finished() else set()
+
+
+def _prompts(plan: ServePlan, model: nn.Module) -> list[TextPrompt]:
+    """Draw the prompts of those that come at random, and behind them those of the rounds."""
+    weights = [1 / (rank + 1) ** plan.zipf for rank in range(plan.documents)]
+    vocabulary = text_config(model).vocab_size
+    tokenizer, rows, library = None, list[Any](), list[Any]()
+    if plan.data is None:
+        lengths = plan.least_tokens, plan.most_tokens
+        library = [_drawn(f"{plan.seed} {one}", vocabulary, *lengths) for one in range(plan.documents)]
+    else:
+        tokenizer = open_model(plan.model, "cpu", plan.dtype).tokenizer
+        rows = read_rows(Path(plan.data), (CHUNKS, QUESTION))
+        library = _library(plan, tokenizer, rows)
     prompts = []
-    for _ in range(plan.requests):
-        picked: list[int] = []
+    for number in range(plan.requests + plan.rounds * plan.at_once):
+        draw, picked = random.Random(f"{plan.seed} prompt {number}"), dict[int, None]()
         while len(picked) < plan.chunks:
-            one = draw.choices(range(plan.library), weights)[0]
-            picked += [one] if one not in picked else []
-        chunks = [token for number in picked for token in library[number]]
-        prompts.append([1, *chunks, *tokens(plan.question_tokens)])
-    return library, prompts
+            picked[draw.choices(range(plan.documents), weights)[0]] = None
+        chunks = [library[one] for one in picked]
+        if plan.data is None:
+            prompts.append(_joined(chunks, _drawn(f"{plan.seed} question {number}", vocabulary, 8, 24)))
+        else:
+            asked = [{"role": "user", "content": rows[number % len(rows)][QUESTION]}]
+            prompts.append(chat_prompt(tokenizer, asked, chunks))
+    return prompts
 
 
-def _arrivals(plan: ServePlan, rate: float) -> list[float]:
-    """When each request comes, in seconds: the same pattern at every rate."""
-    draw, at, found = random.Random(plan.seed + 1), 0.0, []
-    for _ in range(plan.requests):
-        found.append(at)
-        at += draw.expovariate(1.0) / rate
-    return found
+def _drawn(seed: str, vocabulary: int, least: int, most: int) -> tuple[int, ...]:
+    draw = random.Random(seed)
+    return tuple(draw.randrange(3, vocabulary) for _ in range(draw.randint(least, most)))
 
 
-def _engine(model: nn.Module, store: ChunkStore, plan: ServePlan, way: str) -> Any:
-    from transformers import ContinuousBatchingConfig, GenerationConfig
-
-    from hf_blend.serving.engine import BlendedBatching, ContinuousBatchingManager
-
-    room = plan.cache_tokens or (plan.batch_requests + 4) * (plan.prompt_tokens + plan.new_tokens)
-    batching = ContinuousBatchingConfig(
-        page_size=plan.page_tokens,
-        num_blocks=-(-room // plan.page_tokens) + 2 * plan.batch_requests,
-        max_batch_tokens=plan.batch_tokens,
-        max_requests_per_batch=plan.batch_requests,
-        allow_block_sharing=way != FULL,
+def _library(plan: ServePlan, tokenizer: Any, rows: Sequence[Any]) -> list[str]:
+    """The first passages of the right length."""
+    found = dict[str, None]()
+    for text in (text for row in rows for text in row[CHUNKS]):
+        if plan.least_tokens <= len(tokenizer.encode(text, add_special_tokens=False)) <= plan.most_tokens:
+            found[text] = None
+        if len(found) == plan.documents:
+            return list(found)
+    raise ConfigError(
+        f"{plan.data!r} has {len(found)} documents of {plan.least_tokens} to {plan.most_tokens} tokens, expected are "
+        f"{plan.documents}. Lower --documents."
     )
-    greedy = GenerationConfig(max_new_tokens=plan.new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    if way != BLEND:
-        return ContinuousBatchingManager(model, greedy, batching)
-    return BlendedBatching(
-        model, store, generation_config=greedy, batching=batching, stall_s=plan.stall_ms / 1e3,
-        recompute_ratio=plan.recompute_ratio,
-    )  # fmt: skip
 
 
-def _measured(
-    model: nn.Module, store: ChunkStore, plan: ServePlan, way: str, prompts: Sequence[list[int]], at: Sequence[float]
-) -> dict[str, Any]:
-    """Answer all requests, each when it comes."""
-    engine = _engine(model, store, plan, way)
-    engine.start()
-    try:
-        _finished(engine, [engine.add_request([1, 5, 6, 7], "warm-up", max_new_tokens=2)])
-        begin, due = time.perf_counter(), {}
-        for number, (prompt, seconds) in enumerate(zip(prompts, at, strict=True)):
-            time.sleep(max(0.0, begin + seconds - time.perf_counter()))
-            due[engine.add_request(prompt, str(number), record_timestamps=True)] = begin + seconds
-        found = _finished(engine, list(due))
-        reports = [engine.outcome(name).report for name in due] if way == BLEND else []
-    finally:
-        engine.stop(block=True)
-        engine.destroy()
-    return _row(due, found, [report for report in reports if report is not None])
+def _joined(chunks: Sequence[tuple[int, ...]], question: tuple[int, ...]) -> TextPrompt:
+    ids, spans = [1], []
+    for chunk in chunks:
+        spans.append(Span.whole(len(ids), chunk))
+        ids += chunk
+    return TextPrompt((*ids, *question), tuple(spans), 1)
 
 
-def _crowded_s(model: nn.Module, store: ChunkStore, plan: ServePlan, prompt: list[int]) -> float:
-    """Of a step in which as many requests decode as may: their prompts are one, whose blocks are shared."""
-    engine = _engine(model, store, plan, PREFIX)
-    engine.start()
-    try:
-        _finished(engine, [engine.add_request(prompt, "first", max_new_tokens=2)])
-        names = [
-            engine.add_request(prompt, str(number), record_timestamps=True) for number in range(plan.batch_requests)
-        ]
-        found = _finished(engine, names)
-    finally:
-        engine.stop(block=True)
-        engine.destroy()
-    return statistics.median(after - before for one in found.values() for before, after in pairwise(one.timestamps))
+def _pattern(plan: ServePlan) -> list[float]:
+    """When each request comes, in mean times between two: the same pattern at every load."""
+    draw, at = random.Random(plan.seed + 1), 0.0
+    return [at := at + draw.expovariate(1.0) for _ in range(plan.requests)]
 
 
-def _service(
-    model: nn.Module, store: ChunkStore, plan: ServePlan, way: str, prompts: Sequence[list[int]], crowded_s: float
-) -> Service:
-    """Of requests that are answered one after the other."""
-    engine, first, steps = _engine(model, store, plan, way), list[float](), list[float]()
-    engine.start()
-    try:
-        _finished(engine, [engine.add_request([1, 5, 6, 7], "warm-up", max_new_tokens=2)])
-        for number, prompt in enumerate(prompts[:LONE]):
-            began = time.perf_counter()
-            name = engine.add_request(prompt, str(number), record_timestamps=True)
-            times = _finished(engine, [name])[name].timestamps
-            first.append(times[0] - began)
-            steps += [after - before for before, after in pairwise(times)]
-    finally:
-        engine.stop(block=True)
-        engine.destroy()
-    token_s = statistics.median(steps)
-    prefill_s = max(0.0, statistics.median(first) - token_s)
-    slice_s = plan.stall_ms / 1e3 if way == BLEND else prefill_s * plan.batch_tokens / plan.prompt_tokens
-    return Service((prefill_s,) * plan.requests, slice_s, token_s, crowded_s, plan.batch_requests)
-
-
-def _compared(plan: ServePlan, service: Service, row: dict[str, Any]) -> dict[str, Any]:
-    """A measured row with how far off its replay is, as a share of what was measured."""
-    found = _row_of(replay(service, _arrivals(plan, row["rate"] or math.inf), plan.new_tokens))
-    names = ("requests_s", "first_token_p50_s", "first_token_p95_s", "next_token_p50_s")
-    return row | {f"replayed_{name}": found[name] / row[name] - 1 for name in names}
-
-
-def _predicted(plan: ServePlan, services: dict[str, Service]) -> list[dict[str, Any]]:
-    """The rows on other machines, at shares of their own capacity of full prefill."""
+def summary(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each way at once and at each load; intervals of 95 % by drawing rounds, or requests, again."""
     rows = []
-    for servers, prefill, decode in plan.machines:
-        faster = {way: service.faster(prefill, decode) for way, service in services.items()}
-        most = _row_of(replay(faster[FULL], [0.0] * plan.requests, plan.new_tokens, servers))["requests_s"]
-        for share in plan.rates:
-            for way in WAYS:
-                found = replay(faster[way], _arrivals(plan, share * most), plan.new_tokens, servers)
-                about = {"servers": servers, "prefill": prefill, "decode": decode, "way": way, "share": share}
-                rows.append({**about, "rate": share * most, **_row_of(found)})
+    for name in dict.fromkeys("at once" if one["run"].startswith("round") else one["run"] for one in runs):
+        for way in WAYS:
+            mine = [
+                one for one in runs if one["way"] == way and one["run"].startswith(name.replace("at once", "round"))
+            ]
+            if not mine:
+                continue
+            first = [[second] for one in mine for second in one["first_token_s"]] if len(mine) == 1 else [
+                one["first_token_s"] for one in mine
+            ]  # fmt: skip
+            count, spent = sum(len(one["answers"]) for one in mine), sum(one["cpu_s"] for one in mine)
+            row = {"run": name, "way": way, "n": count, "cpu_s": spent, "wall_s": sum(one["wall_s"] for one in mine)}
+            row["requests_per_cpu_s"] = _interval([[one] for one in mine], _rate)
+            for share in (50, 95, 99):
+                row[f"first_token_p{share}_s"] = _interval(first, lambda drawn, share=share: _percentile(drawn, share))
+            rows.append(row)
+    for row in rows:
+        row["same_answers"] = _same(runs, row["run"].replace("at once", "round"), row["way"])
     return rows
 
 
-def _row_of(found: Replayed) -> dict[str, Any]:
-    row = {"requests_s": len(found.first_token_s) / found.took_s, "took_s": found.took_s}
-    row |= {f"first_token_{name}_s": value for name, value in _percentiles(found.first_token_s).items()}
-    return row | {f"next_token_{name}_s": value for name, value in _percentiles(found.next_token_s).items()}
+def _same(runs: Sequence[dict[str, Any]], name: str, way: str) -> list[int]:
+    """How many answers are those of the lone way with the same plan, of how many."""
+    by = {(one["run"], one["way"]): one["answers"] for one in runs if one["run"].startswith(name)}
+    lone = CACHE if way in (CACHE, BLEND) else GENERATE
+    pairs = [
+        pair for (run, one), found in by.items() if one == way and (run, lone) in by
+        for pair in zip(found, by[run, lone], strict=True)
+    ]  # fmt: skip
+    return [sum(one == other for one, other in pairs), len(pairs)]
 
 
-def _finished(engine: Any, names: Sequence[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    while len(found) < len(names):
-        output = engine.get_result(timeout=PATIENCE_S)
-        if output is None or output.error:
-            raise ConfigError(f"the engine ended with {getattr(output, 'error', None)!r}, expected answers. Ask less.")
-        if output.is_finished():
-            found[output.request_id] = output
-    return found
+def _rate(runs: Sequence[dict[str, Any]]) -> float:
+    return sum(len(one["answers"]) for one in runs) / sum(one["cpu_s"] for one in runs)
 
 
-def _row(due: dict[str, float], found: dict[str, Any], reports: Sequence[Any]) -> dict[str, Any]:
-    times = {name: found[name].timestamps for name in due}
-    first = [times[name][0] - at for name, at in due.items()]
-    between = [after - before for row in times.values() for before, after in pairwise(row)]
-    took = max(row[-1] for row in times.values()) - min(due.values())
-    answered = sum(len(row) for row in times.values())
-    row = {"requests_s": len(due) / took, "tokens_s": answered / took, "took_s": took}
-    row |= {f"first_token_{name}_s": value for name, value in _percentiles(first).items()}
-    row |= {f"next_token_{name}_s": value for name, value in _percentiles(between).items()}
-    if reports:
-        row["charged_budget"] = statistics.fmean(report.charged_budget for report in reports)
-        row["blended_requests"] = len(reports)
-    return row
-
-
-def _percentiles(values: Sequence[float]) -> dict[str, float]:
+def _percentile(values: Sequence[float], share: int) -> float:
     """The smallest value that so many of a hundred do not exceed."""
     ordered = sorted(values)
-    return {f"p{share}": ordered[-(-share * len(ordered) // 100) - 1] for share in (50, 95, 99)}
+    return float(ordered[max(0, math.ceil(share * len(ordered) / 100) - 1)])
+
+
+def _interval(groups: Sequence[Sequence[Any]], figure: Callable[[Sequence[Any]], float]) -> list[float]:
+    """A figure, and between which two values 95 % of those lie that come of groups drawn again."""
+    draw = random.Random(0)
+    joined = lambda drawn: [one for group in drawn for one in group]  # noqa: E731
+    again = (
+        sorted(figure(joined(draw.choices(groups, k=len(groups)))) for _ in range(DRAWS)) if len(groups) > 1 else []
+    )
+    return [figure(joined(groups)), *((again[DRAWS // 40], again[-DRAWS // 40 - 1]) if again else ())]

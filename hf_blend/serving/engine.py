@@ -8,7 +8,7 @@
         print(output.generated_tokens, engine.outcome(request))
 
 The engine's steps are stock, but that each request attends to its own keys alone. Between two of them a blended
-prefill runs for `stall_s` and up to a layer, or over time for as long as the steps of those that decode take.
+prefill runs for `stall_s` and up to a layer, or in proportion to what the steps of those that decode take.
 """
 
 import copy
@@ -53,6 +53,7 @@ __all__ = ["BlendedBatching"]
 
 MOST_FAILURES = 3  # of the engine's own request, one after the other, before it gives up
 PROBE = "hf_blend: does the engine still compute?"  # the name of that request
+TURN_STEPS = 4.0  # of those that decode, for as long as which a prefill runs between two: then more decode together
 IDLE_TURN_S = 0.1  # of a prefill while nobody decodes; new requests are looked for behind it
 
 
@@ -256,7 +257,8 @@ class BlendedBatching(ContinuousBatchingManager):
             self._advance(is_decoding)
             stepped = time.monotonic()
             goes_on = super()._generation_loop_body(batch_processor, bootstrapping)
-            self._due_s = time.monotonic() - stepped + min(0.0, self._due_s) if is_decoding else 0.0
+            took = time.monotonic() - stepped
+            self._due_s = TURN_STEPS * took + min(0.0, self._due_s) if is_decoding else 0.0
         except Exception as error:
             self._recover(batch_processor, error)
             return True
@@ -270,8 +272,8 @@ class BlendedBatching(ContinuousBatchingManager):
     def _advance(self, is_decoding: bool) -> None:
         """Give a turn to the prefill that is under way.
 
-        While others decode it has as long as their last step took, less what it took too long before: a layer of a
-        long prompt may take longer than a step. So tokens come at half the speed at worst.
+        While others decode it has four times as long as their last step took, less what it took too long before: a
+        layer of a long prompt may take longer than that. So tokens come at a fifth of the speed at worst.
         """
         seconds = self._due_s if self.stall_s is None else self.stall_s
         begun = time.monotonic()

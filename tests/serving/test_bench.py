@@ -2,70 +2,73 @@
 # SPDX-License-Identifier: Apache-2.0
 """The measurement of a server under load, in small."""
 
+from dataclasses import replace
+
 import pytest
-from benches.replay import Service, replay
-from benches.serve import WAYS, ServePlan, _arrivals, _percentiles, _prompts, measure_serve
+from benches.serve import BLEND, WAYS, Clock, ServePlan, _interval, _percentile, _prompts, measure_serve, summary
 
 from hf_blend.errors import ConfigError
 
-PLAN = ServePlan("tiny", 2, 40, 6, library=5, requests=3, new_tokens=3, rates=(2.0,))
+PLAN = ServePlan(
+    shape="tiny", documents=4, chunks=2, least_tokens=18, most_tokens=24, new_tokens=3, at_once=2, rounds=1,
+    requests=2, loads=(0.5,),
+)  # fmt: skip
 
 
-def test_every_way_answers_the_same_requests_at_every_rate():
-    said = []
-    found = measure_serve(PLAN, said.append)
-    at_once, rated = found["rows"][: len(WAYS)], found["rows"][len(WAYS) :]
-    assert [row["way"] for row in at_once] == [row["way"] for row in rated] == list(WAYS)
-    assert at_once[-1]["blended_requests"] == PLAN.requests
-    assert rated[0]["rate"] == pytest.approx(2.0 * at_once[0]["requests_s"])
-    assert len(said) == 3 * len(WAYS)
-    assert len(found["predicted"]) == len(WAYS) * len(PLAN.machines)
+def test_every_way_answers_the_same_requests_and_a_second_run_goes_on(tmp_path):
+    plan, said = replace(PLAN, out=str(tmp_path / "serve.json")), []
+    measure_serve(replace(plan, loads=()), said.append)
+    assert len(said) == len(WAYS)
+    found = measure_serve(plan, said.append)
+    assert len(said) == 2 * len(WAYS), "the round is not run again"
+    assert [(row["run"], row["way"]) for row in found["rows"]] == [
+        (run, way) for run in ("at once", "load 0.5") for way in WAYS
+    ]
     for row in found["rows"]:
-        assert 0 < row["first_token_p50_s"] <= row["first_token_p95_s"] <= row["first_token_p99_s"] <= row["took_s"]
-        assert row["tokens_s"] == pytest.approx(row["requests_s"] * PLAN.new_tokens)
+        assert row["n"] == row["same_answers"][0] == row["same_answers"][1] == 2
+        assert 0 < row["first_token_p50_s"][0] <= row["first_token_p95_s"][0] <= row["first_token_p99_s"][0]
+        assert row["requests_per_cpu_s"][0] == pytest.approx(row["n"] / row["cpu_s"])
+    assert [run["prefills"] for run in found["runs"] if run["way"] == BLEND] == [["blended"] * 2] * 2
+    with pytest.raises(ConfigError, match="measured with another new_tokens"):
+        measure_serve(replace(plan, new_tokens=4))
 
 
-def test_arrivals_keep_their_pattern_and_chunks_their_law():
-    slow, fast = _arrivals(PLAN, 1.0), _arrivals(PLAN, 4.0)
-    assert slow == pytest.approx([4 * at for at in fast])
-    plan = ServePlan("tiny", chunks=1, chunk_tokens=4, question_tokens=1, library=30, requests=2000, zipf=1.0)
-    library, prompts = _prompts(plan, 500)
-    drawn = [library.index(prompt[1:5]) for prompt in prompts]
-    assert drawn.count(0) == pytest.approx(2 * drawn.count(1), rel=0.2)
-    assert drawn.count(0) == pytest.approx(4 * drawn.count(3), rel=0.3)
+def test_documents_keep_their_law_and_prompts_do_not_depend_on_how_many_there_are(shared_model):
+    plan = ServePlan(documents=30, chunks=1, least_tokens=4, most_tokens=4, requests=2000, rounds=0, zipf=1.0)
+    prompts = _prompts(plan, shared_model("llama"))
+    assert _prompts(replace(plan, requests=40), shared_model("llama")) == prompts[:40]
+    drawn = sorted(([prompt.known[0].token_ids for prompt in prompts].count(one) for one in
+                    {prompt.known[0].token_ids for prompt in prompts}), reverse=True)  # fmt: skip
+    assert drawn[0] == pytest.approx(2 * drawn[1], rel=0.2)
+    assert drawn[0] == pytest.approx(4 * drawn[3], rel=0.3)
 
 
-def test_a_percentile_is_a_value_that_was_measured():
-    assert _percentiles([3.0, 1.0, 2.0]) == {"p50": 2.0, "p95": 3.0, "p99": 3.0}
-    assert _percentiles(list(map(float, range(1, 201)))) == {"p50": 100.0, "p95": 190.0, "p99": 198.0}
+def test_a_clock_stands_while_nobody_waits():
+    clock = Clock()
+    clock.skip_to(100.0)
+    clock.skip_to(50.0)
+    assert 100.0 <= clock() < 110.0
+
+
+def test_a_percentile_is_a_value_that_was_measured_and_an_interval_holds_it():
+    assert [_percentile([3.0, 1.0, 2.0], share) for share in (50, 95, 99)] == [2.0, 3.0, 3.0]
+    assert [_percentile(range(1, 201), share) for share in (50, 95, 99)] == [100, 190, 198]
+    middle, least, most = _interval([[one] for one in range(101)], lambda drawn: _percentile(drawn, 50))
+    assert 30 < least < middle == 50 < most < 70
+    assert _interval([[1.0, 2.0]], max) == [2.0], "one round says nothing of others"
+
+
+def test_rounds_are_drawn_again_as_a_whole():
+    runs = [
+        {"run": f"round {number}", "way": BLEND, "cpu_s": cpu_s, "wall_s": 9.0, "first_token_s": [1.0, 2.0],
+         "answers": [[1], [2]]}
+        for number, cpu_s in enumerate((1.0, 2.0, 4.0))
+    ]  # fmt: skip
+    row = summary(runs)[0]
+    assert (row["n"], row["cpu_s"], row["wall_s"], row["same_answers"]) == (6, 7.0, 27.0, [0, 0])
+    assert row["requests_per_cpu_s"] == pytest.approx([6 / 7, 0.5, 2.0])
 
 
 def test_a_library_that_is_too_small_is_refused():
-    with pytest.raises(ConfigError, match="1 chunks for 8 in a prompt"):
-        measure_serve(ServePlan(library=1))
-
-
-SERVICE = Service((1.0,) * 3, slice_s=0.25, token_s=0.1, crowded_s=0.4, crowd=4)
-
-
-def test_a_replay_serves_in_order_and_gives_tokens_between_slices():
-    alone = replay(SERVICE, [0.0, 10.0, 20.0], 3)
-    assert alone.first_token_s == pytest.approx((1.1,) * 3)
-    assert alone.next_token_s == pytest.approx((0.1,) * 6)
-    together = replay(SERVICE, [0.0] * 3, 3)
-    first = 1.0 + 0.1  # then two slices with a token of the first request behind each, and two without
-    assert together.first_token_s == pytest.approx((first, first + 1.0 + 2 * 0.1 + 0.1, first + 2 * 1.3))
-    assert max(together.next_token_s) == pytest.approx(0.25 + 0.1)
-
-
-def test_more_servers_share_requests_and_faster_ones_scale_their_times():
-    assert replay(SERVICE, [0.0] * 3, 3, servers=3).first_token_s == pytest.approx((1.1,) * 3)
-    faster = replay(SERVICE.faster(10.0, 10.0), [0.0] * 3, 3)
-    assert faster.first_token_s[0] == pytest.approx(0.11)
-    assert SERVICE.step_s(2) == pytest.approx(0.2)
-    assert SERVICE.step_s(0) == 0.0
-
-
-def test_no_more_requests_decode_than_a_step_has():
-    service = Service((0.1,) * 4, slice_s=1.0, token_s=0.1, crowded_s=0.1, crowd=1)
-    assert replay(service, [0.0] * 4, 5).first_token_s == pytest.approx((0.2, 0.8, 1.4, 2.0), abs=0.21)
+    with pytest.raises(ConfigError, match="4 documents for 8 in a prompt"):
+        measure_serve(replace(PLAN, chunks=8))

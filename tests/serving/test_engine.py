@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.errors import ConfigError, PromptError, StoreError, UnsupportedModelError
 from hf_blend.serving import engine as batching
-from hf_blend.serving import prefills, sampling, upstream
+from hf_blend.serving import prefills, upstream
 from hf_blend.serving.turns import Turns
 
 RATIO = 0.3
@@ -296,10 +296,10 @@ def test_requests_with_the_same_chunks_are_blended_once_while_the_first_is_there
 
 
 @pytest.mark.parametrize(
-    ("layer_s", "stall_s", "turns"), [(2.5, None, 40), (0.25, None, 100), (2.5, 0.05, 100)],
-    ids=["a layer is longer than a step", "layers are shorter", "as long as is said"],
+    ("layer_s", "stall_s", "turns"), [(10.0, None, 40), (0.25, None, 100), (10.0, 0.05, 100)],
+    ids=["a layer is longer than a turn", "layers are shorter", "as long as is said"],
 )  # fmt: skip
-def test_a_blend_takes_as_long_as_the_steps_of_those_that_decode(
+def test_a_blend_takes_no_more_than_its_share_of_the_time_of_those_that_decode(
     layer_s, stall_s, turns, model, bench, store, monkeypatch
 ):
     clock, given = [0.0], []
@@ -321,7 +321,7 @@ def test_a_blend_takes_as_long_as_the_steps_of_those_that_decode(
     for _ in range(100):
         run._generation_loop_body(SimpleNamespace(scheduler=step), False)
     assert len(given) == turns
-    assert stall_s is not None or clock[0] <= 200 + layer_s, "no more than the steps took"
+    assert stall_s is not None or clock[0] <= 100 * (1 + batching.TURN_STEPS) + layer_s
 
 
 def test_the_model_is_looked_at_in_a_turn_alone(model, bench, store, monkeypatch):
@@ -554,14 +554,6 @@ def test_a_request_whose_logits_are_no_numbers_fails_alone(step, tiny_model, ben
         assert found[bad].error == "the model's logits are not finite"
         assert [found[name].generated_tokens for name in good] == [one.generated_tokens for one in stock.values()]
         check_all_returned(engine)
-
-
-def test_the_likeliest_token_is_left_however_small_p_is():
-    scores = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
-    p = torch.tensor([1e-300, 0.0, 1e-6], dtype=torch.float32)
-    left = sampling.TopP()(scores.clone(), p.view(torch.int32))
-    assert left.isfinite().sum(dim=1).tolist() == [1, 1, 1]
-    assert left.argmax(dim=1).tolist() == scores.argmax(dim=1).tolist()
 
 
 class Odd(Exception):
