@@ -79,7 +79,7 @@ def main(words: Sequence[str] | None = None) -> None:
     asked = [word for word in typed if word not in DEBUG]
     try:
         build([*asked, *(word for name in COMPLETION for word in os.environ.get(name, "").split())])(
-            asked, prog_name="hf-blend"
+            asked, prog_name="hf-blend", auto_envvar_prefix="HF_BLEND"
         )
     except Exception as error:
         if len(asked) < len(typed):

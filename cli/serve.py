@@ -10,13 +10,45 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .options import RATIO, REAL, SELECTOR, Correction
+from .options import RATIO, REAL, SELECTOR, Correction, Device, Dtype
 from .output import Json, SecretFile, fail, read_secret, say, show
 
 if TYPE_CHECKING:
     from hf_blend.serving.service import Service, Tenant
 
 __all__ = ["serve"]
+
+
+def _configured(context: typer.Context, path: Path | None) -> Path | None:
+    """Let a file say what the command line and the environment leave out."""
+    import json
+    import tomllib
+
+    if path is None:
+        return None
+    try:
+        text = path.read_text("utf-8")
+        given = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"{str(path)!r} cannot be read ({error}); TOML or JSON is expected") from error
+    found = {name.replace("-", "_"): value for name, value in given.items()} if isinstance(given, dict) else {}
+    known = {one.name for one in context.command.params} - {"config", "help"}
+    odd = sorted(found.keys() - known)
+    if odd or not isinstance(given, dict):
+        raise typer.BadParameter(f"{str(path)!r} has {odd or type(given).__name__}, expected options of this command")
+    context.default_map = found
+    return path
+
+
+Config = Annotated[
+    Path | None,
+    typer.Option(callback=_configured, is_eager=True, help="TOML or JSON file of options, for those not given here."),
+]
+ServedName = Annotated[str | None, typer.Option(help="Name of the model in requests; else that of --model.")]
+ApiKey = Annotated[
+    str | None, typer.Option(help="Key that requests bear; better as HF_BLEND_SERVE_API_KEY, which ps does not show.")
+]
+AccessLog = Annotated[bool, typer.Option(help="Say a line of each request, with its x-request-id, on stderr.")]
 
 Model = Annotated[str | None, typer.Option(help="Hub id or path; the default is smollm2.")]
 Store = Annotated[str | None, typer.Option("--store", help="Folder of the chunk store; the default is the library's.")]
@@ -49,6 +81,9 @@ Check = Annotated[bool, typer.Option("--check", help="Start, answer one question
 
 def serve(
     model: Model = None,
+    served_model_name: ServedName = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
     store: Store = None,
     remote: Remote = None,
     correction: Correction = None,
@@ -57,6 +92,7 @@ def serve(
     ratio: Ratio = RATIO,
     selector: Selector = SELECTOR,
     tenants: TenantsFile = None,
+    api_key: ApiKey = None,
     secret_file: SecretFile = None,
     max_requests: MaxRequests = 64,
     max_new_tokens: MaxNewTokens = 256,
@@ -66,11 +102,15 @@ def serve(
     stall_ms: StallMs = None,
     metrics_by_tenant: ByTenant = False,
     allow_unverified: Unverified = False,
+    access_log: AccessLog = True,
+    config: Config = None,
     upstream: Upstream = None,
     check: Check = False,
     json: Json = False,
 ) -> None:
     """Serve /v1/chat/completions and /v1/completions; needs the extra serve. Ctrl-C or SIGTERM ends it.
+
+    Each option may also come from the environment, --max-requests as HF_BLEND_SERVE_MAX_REQUESTS, or from --config.
 
     Examples:
         hf-blend serve --check --port 0 --store my-chunks --json  # slow
@@ -79,18 +119,18 @@ def serve(
     from hf_blend.evaluation.answering import blend_config
     from hf_blend.evaluation.bundled import load_model
 
-    rows = _tenants(tenants, secret_file)
-    config = blend_config(selector, recompute_ratio=ratio, allow_unverified=allow_unverified)
+    rows = _tenants(tenants, secret_file, api_key)
+    blend = blend_config(selector, recompute_ratio=ratio, allow_unverified=allow_unverified)
     if upstream is not None:
-        _stand_before(upstream, model, config, rows, host, port)
+        _stand_before(upstream, model, blend, rows, host, port)
         return
     plan = {
-        "name": _name(model), "location": store, "remote": remote, "correction": correction,
-        "secret": read_secret(secret_file), "tenants": rows, "blend": config, "cache_tokens": cache_tokens,
+        "name": served_model_name or _name(model), "location": store, "remote": remote, "correction": correction,
+        "secret": read_secret(secret_file), "tenants": rows, "blend": blend, "cache_tokens": cache_tokens,
         "batch_tokens": batch_tokens, "stall_s": stall_ms and stall_ms / 1e3, "metrics_by_tenant": metrics_by_tenant,
     }  # fmt: skip
     limits = {"requests": max_requests, "new_tokens": max_new_tokens, "body_bytes": max_body_bytes}
-    loaded, tokenizer = load_model(model)
+    loaded, tokenizer = load_model(model, device, dtype)
     service = _service(loaded, tokenizer, plan, limits)
     say(f"Serving {service.name} in {service.memory}.")
     answers: list[dict[str, Any]] = []
@@ -103,6 +143,8 @@ def serve(
         show({"url": url, "model": service.name}, as_json=json)
         say("Press Ctrl-C to end it.")
 
+    if access_log and not check:
+        _log_requests()
     _run(service, host, port, started)
     if check and not (answers and answers[0].get("choices")):
         fail(f"the server gave {answers}, expected an answer. Run it with --traceback.")
@@ -128,13 +170,25 @@ def _name(model: str | None) -> str:
     return Path(model).resolve().name if Path(model).exists() else model
 
 
-def _tenants(path: Path | None, secret_file: Path | None) -> "list[Tenant]":
+def _log_requests() -> None:
+    logger, handler = logging.getLogger("hf_blend.serving.access"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+
+def _tenants(path: Path | None, secret_file: Path | None, api_key: str | None) -> "list[Tenant]":
     from hf_blend.errors import import_extra
 
     for module in ("fastapi", "uvicorn", "prometheus_client"):
         import_extra(module, extra="serve", wanted_by="hf-blend serve")
-    from hf_blend.serving.service import read_tenants
+    from hf_blend.serving.service import Tenant, check_key, read_tenants
 
+    if api_key is not None:
+        if path is not None:
+            raise typer.BadParameter("each tenant has its own key: leave --api-key out")
+        return [Tenant(api_key=check_key(api_key, "--api-key"))]
     if path is not None and secret_file is not None:
         raise typer.BadParameter("each tenant has its own secret: leave --secret-file out")
     return read_tenants(path) if path is not None else []

@@ -79,7 +79,9 @@ class Answer:
             async with aclosing(runs):
                 async for self.run in runs:
                     tokens = self.run.tokens
-                    is_end = bool(tokens) and tokens[-1] in self._ends
+                    if not tokens:
+                        continue
+                    is_end = tokens[-1] in self._ends
                     self._tokens = tokens[:-1] if is_end else tokens
                     is_last = is_end or len(tokens) >= most
                     text = self._text.feed(self._tokens, is_last)
@@ -162,9 +164,11 @@ class Answering:
             finally:
                 for task in tasks:
                     task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-                for one in self._answers:
+                for one in self._answers:  # before the next await, which a client that is gone may end
+                    if one.run is not None:
+                        self._service.note_begin(one.run)
                     self._meters.answered(one.run, one.costs(), is_whole=one.reason is not None)
+                await asyncio.gather(*tasks, return_exceptions=True)
 
     async def whole(self) -> Response:
         """Answer at once; a client that goes away is noticed."""

@@ -21,7 +21,7 @@ from .guard import Guard
 from .meters import Meters
 from .prompts import chat_prompt, text_prompt
 from .sampling import make_sampling
-from .service import Busy, Service, ServiceError
+from .service import Busy, Service, ServiceError, Stopping
 from .structured import Follows
 from .wire import ChatRequest, CompletionRequest, Generation, described, error_body
 
@@ -37,6 +37,7 @@ class UnknownModelError(PromptError):
 STATUS: dict[type[BaseException], tuple[int, str, str]] = {
     Busy: (429, "rate_limit_error", "too_many_requests"),
     UnknownModelError: (404, "invalid_request_error", "model_not_found"),
+    Stopping: (503, "server_error", "stopping"),
     ServiceError: (500, "server_error", "engine_failed"),
     TimeoutError: (504, "server_error", "timeout"),
     RecursionError: (400, "invalid_request_error", "bad_request"),
@@ -66,7 +67,9 @@ class Server:
             return await self._beside(lambda: self._asked(fields, build()))
 
         answering = Answering(self.service, self.meters, request, fields, asked)
-        return await (answering.stream(_failed) if fields.stream else answering.whole())
+        if fields.stream:
+            return await answering.stream(lambda error: _failed(error, request.state.id))
+        return await answering.whole()
 
     def check_model(self, name: str) -> None:
         """Refuse a model that is not served."""
@@ -178,28 +181,28 @@ def _add_errors(app: FastAPI) -> None:
         return _error(error.status_code, text, "invalid_request_error")
 
     async def ours(request: Request, error: Exception) -> Response:
-        status, body = _failed(error)
+        status, body = _failed(error, request.state.id)
         return _respond(status, body)
 
     for kind in STATUS:
         app.add_exception_handler(kind, ours)  # type: ignore[arg-type]
 
 
-def _failed(error: BaseException) -> tuple[int, dict[str, Any]]:
+def _failed(error: BaseException, request_id: str) -> tuple[int, dict[str, Any]]:
     """The status and the body that say what went wrong."""
     status, kind, code = next(row for sort, row in STATUS.items() if isinstance(error, sort))
-    return status, error_body(_message(error), kind, code)
+    return status, error_body(_message(error, request_id), kind, code)
 
 
-def _message(error: BaseException) -> str:
+def _message(error: BaseException, request_id: str) -> str:
     if isinstance(error, TimeoutError):
         return "the request took longer than the server allows. Ask for fewer tokens."
     if isinstance(error, RecursionError):
         return "the request is nested too deeply. Send lists and objects of fewer levels."
     if isinstance(error, HfBlendError):
         return str(error)
-    logger.error("a request failed", exc_info=error)
-    return "the server failed to answer; its log says why. Send the request again."
+    logger.error("request %s failed", request_id, exc_info=error)
+    return f"the server failed to answer; its log says why, of request {request_id}. Send it again."
 
 
 def _error(status: int, message: str, kind: str, code: str | None = None, param: str | None = None) -> JSONResponse:

@@ -88,6 +88,7 @@ class BlendedBatching(ContinuousBatchingManager):
         BlendCache(model, store, self.blend_config)  # calibrates and tests the model, or refuses it
         layout_of(model, fingerprint(model))
         canary_of(model)
+        self.on_stall: Callable[[float], Any] = lambda seconds: None  # told how long those that decode waited
         self.store, self.stall_s = store, stall_s
         self._due_s = 0.0  # what a prefill may take of the time between two steps
         self._failures, self._begun = 0, time.monotonic()
@@ -279,6 +280,8 @@ class BlendedBatching(ContinuousBatchingManager):
         begun = time.monotonic()
         self.prefills.advance(seconds if is_decoding else IDLE_TURN_S)
         self._due_s -= time.monotonic() - begun
+        if is_decoding:
+            self.on_stall(time.monotonic() - begun)
 
     def _generation_step(self) -> None:
         super()._generation_step()

@@ -4,7 +4,10 @@
 
 import asyncio
 import json
+import logging
+import re
 import secrets
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, TypeAlias
@@ -69,6 +72,11 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
 
+access = logging.getLogger("hf_blend.serving.access")
+
+PLAIN = re.compile(r"[!-~]{1,128}")  # a client's name for its request, which goes into logs
+MOST_PATH = 200
+CUT = 499  # as a client that went away
 MOST_DIGITS = 18  # of a length; Python refuses to read thousands
 OPEN = ("/health", "/metrics")  # asked by machines that have no key
 
@@ -103,26 +111,37 @@ class Guard:
 
     async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = scope.setdefault("state", {})
-        state["id"] = secrets.token_hex(12)
+        headers = {name.decode("latin1").lower(): value.decode("latin1") for name, value in scope["headers"]}
+        given, started = headers.get("x-request-id", ""), time.monotonic()
+        state["id"] = given if PLAIN.fullmatch(given) else secrets.token_hex(12)
 
         async def noted(message: Any) -> None:
             if message["type"] == "http.response.start":
                 state.setdefault("status", message["status"])
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", state["id"].encode())]
             await send(message)
 
         self._inside += 1
         try:
-            await self._passed(scope, receive, noted)
+            async with asyncio.timeout(2 * self._limits.request_s):  # also of one who does not read
+                await self._passed(scope, receive, noted, headers)
+        except (TimeoutError, asyncio.CancelledError):  # the server cuts the connection
+            state["status"] = CUT
         finally:
             self._inside -= 1
             if "status" in state:
                 self._responded(state["status"])
+            tenant, path = state.get("tenant"), ascii(scope["path"][:MOST_PATH])[1:-1]
+            access.info(
+                "%s %s %s %s %.3f s request=%s tenant=%s",
+                scope.get("client", ("-",))[0], scope["method"], path, state.get("status", "-"),
+                time.monotonic() - started, state["id"], tenant.name or "-" if tenant else "-",
+            )  # fmt: skip
 
-    async def _passed(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _passed(self, scope: Scope, receive: Receive, send: Send, headers: dict[str, str]) -> None:
         try:
             if self._inside > self._limits.inside:
                 raise Refused(503, f"{self._inside} requests are here already. Try again in a moment.", "busy")
-            headers = {name.decode("latin1").lower(): value.decode("latin1") for name, value in scope["headers"]}
             tenant = self._tenants.find(headers.get("authorization"))
             if tenant is None:
                 text = "the API key is missing or wrong. Send 'Authorization: Bearer KEY'."

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a server counts, for Prometheus."""
 
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -14,7 +15,8 @@ from .service import Running, Service
 
 __all__ = ["Meters"]
 
-SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+UNTIL = "or until it was given up."
 
 
 class Meters:
@@ -27,8 +29,17 @@ class Meters:
         self.requests = Counter("requests", "Requests, by HTTP status.", ["status"], **given)
         self.prefills = Counter("prefills", "Prefills, by how they were done.", ["how"], **given)
         self.tokens = Counter("tokens", "Tokens: of prompts, reused, recomputed, and of answers.", ["kind"], **given)
-        self.first = Histogram("first_token_seconds", "Time to the first token.", buckets=SECONDS, **given)
-        self.next = Histogram("next_token_seconds", "Time between tokens.", buckets=SECONDS, **given)
+        self.given_up = Counter("given_up", "Answers without an end, by how far they came.", ["during"], **given)
+
+        def histogram(name: str, text: str) -> Histogram:
+            return Histogram(f"{name}_seconds", text, buckets=SECONDS, **given)
+
+        self.waiting = histogram("waiting", f"Time until the prefill of a request began, {UNTIL}")
+        self.prefill = histogram("prefill", f"Time from there to the first token, {UNTIL}")
+        self.first = histogram("first_token", f"Time to the first token, {UNTIL}")
+        self.next = histogram("next_token", "Time between tokens.")
+        self.stall = histogram("stall", "How long those that decode waited for a turn of a blended prefill.")
+        service.engine.on_stall = self.stall.observe
         self.registry.register(self)
         for tenant, store in service.tenants.stores.items():
             if service.metrics_by_tenant or not tenant:
@@ -40,17 +51,25 @@ class Meters:
 
     def answered(self, run: Running | None, costs: dict[str, Any], is_whole: bool) -> None:
         """Count an answer, or what there was of it."""
-        if run is None or not is_whole:
+        if run is None:
             return
+        now, first = time.perf_counter(), run.arrived[0] if run.arrived else None
+        begun = run.begun or first
+        self.waiting.observe((begun or now) - run.started)
+        if begun:
+            self.prefill.observe((first or now) - begun)
+        self.first.observe((first or now) - run.started)
+        for before, after in pairwise(run.arrived):
+            self.next.observe(after - before)
+        if not is_whole:
+            self.given_up.labels("waiting" if not begun else "decoding" if first else "prefill").inc()
         own = costs["hf_blend"]
-        self.prefills.labels(own["prefill"]).inc()
-        self.tokens.labels("prompt").inc(costs["prompt_tokens"])
         self.tokens.labels("answer").inc(costs["completion_tokens"])
-        for kind in ("reused", "recomputed", "prefix"):
-            self.tokens.labels(kind).inc(own[f"{kind}_tokens"])
-        times = [run.started, *run.arrived]
-        for number, (before, after) in enumerate(pairwise(times)):
-            (self.next if number else self.first).observe(after - before)
+        if begun:
+            self.prefills.labels(own["prefill"]).inc()
+            self.tokens.labels("prompt").inc(costs["prompt_tokens"])
+            for kind in ("reused", "recomputed", "prefix"):
+                self.tokens.labels(kind).inc(own[f"{kind}_tokens"])
 
     def describe(self) -> list[Any]:
         """Nothing is collected when this is registered."""

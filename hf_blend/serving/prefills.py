@@ -67,6 +67,7 @@ class Prefilled:
     computed_chunks: int = 0
     report: BlendReport | None = None
     reason: str = ""
+    begun: float | None = None  # by time.perf_counter
 
 
 @dataclass
@@ -252,6 +253,7 @@ class BlendedPrefills:
     def _run(self, held: _Held) -> None:
         """In the thread: fill the blocks of one request."""
         with torch.no_grad(), self._on_stream(), self.turns.at_layers(decoder_layers(self._model)):
+            held.outcome.begun = time.perf_counter()
             held.outcome.tokens = self._filled(held)
             self.turns.checkpoint()  # from here to the end the engine waits
 

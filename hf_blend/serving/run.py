@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Put a server together and run it until it is asked to stop."""
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 OnStart: TypeAlias = Callable[[str, Callable[[], None]], None]
 
+LAST_S = 3  # for errors to reach their clients, when a server ends
 PROMPTS_AT_ONCE = 32  # of the model's full length, for which there is room unless memory is scarce
 
 
@@ -101,14 +103,14 @@ def serve(service: Service, host: str, port: int, patience_s: int = 30, on_start
     app = make_app(service)
     config = uvicorn.Config(
         app, host=host, port=port, log_level="warning", access_log=False, server_header=False, proxy_headers=False,
-        timeout_graceful_shutdown=patience_s, timeout_keep_alive=30, http=app.doors.guarded(AutoHTTPProtocol),
+        timeout_graceful_shutdown=patience_s + LAST_S, timeout_keep_alive=30, http=app.doors.guarded(AutoHTTPProtocol),
     )  # fmt: skip
     try:
         listener = config.bind_socket()
     except SystemExit as error:
         service.close(0.0)
         raise ConfigError(f"port {port} of {host} cannot be listened at. Choose another with --port.") from error
-    server = uvicorn.Server(config)
+    server = _draining(uvicorn.Server)(config, service, patience_s)
 
     def stop() -> None:
         server.should_exit = True
@@ -119,6 +121,27 @@ def serve(service: Service, host: str, port: int, patience_s: int = 30, on_start
         if on_start is not None:
             on_start(f"http://{f'[{host}]' if ':' in host else host}:{number}", stop)
         server.run(sockets=[listener])
+
+
+def _draining(base: Any) -> Any:
+    """A server that, when it is told to stop, answers what is under way, and after a time says that it ends."""
+
+    class Draining(base):
+        """See above."""
+
+        def __init__(self, config: Any, service: Service, patience_s: int) -> None:
+            super().__init__(config)
+            self._service, self._patience_s = service, patience_s
+
+        async def shutdown(self, sockets: Any = None) -> None:
+            self._service.drain()
+            ending = asyncio.get_running_loop().call_later(self._patience_s, self._service.give_up)
+            try:
+                await super().shutdown(sockets)
+            finally:
+                ending.cancel()
+
+    return Draining
 
 
 def _batching(tokens: int, plan: ServerPlan) -> ContinuousBatchingConfig:

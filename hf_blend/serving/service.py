@@ -91,6 +91,13 @@ def read_tenants(path: Path) -> list[Tenant]:
     return found
 
 
+def check_key(key: Any, what: str) -> str:
+    """Refuse a key that headers cannot hold, or that is soon guessed."""
+    if not isinstance(key, str) or len(key) < LEAST_KEY or not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError(f"{what} has no api_key of {LEAST_KEY} or more printable characters. Draw one at random.")
+    return key
+
+
 def _tenant(row: Any, what: str) -> Tenant:
     if not isinstance(row, dict) or not set(row) <= set(FIELDS):
         given = sorted(row) if isinstance(row, dict) else type(row).__name__
@@ -98,8 +105,7 @@ def _tenant(row: Any, what: str) -> Tenant:
     name, key, secret, *numbers = (row.get(field) for field in FIELDS)
     if not isinstance(name, str) or not name:
         raise ConfigError(f"{what} has no name. Give it one: it is the namespace of its chunks.")
-    if not isinstance(key, str) or len(key) < LEAST_KEY or not key.isascii() or not key.isprintable() or " " in key:
-        raise ConfigError(f"{what} has no api_key of {LEAST_KEY} or more printable characters. Draw one at random.")
+    key = check_key(key, what)
     for number, most in zip(FIELDS[3:], numbers, strict=True):
         if most is not None and (type(most) is not int or most < 1):
             raise ConfigError(f"{what} has {number}={most!r}, expected a number from 1 on, or none.")
@@ -124,6 +130,10 @@ class ServiceError(HfBlendError, RuntimeError):
     """The engine could not answer a request; it serves on."""
 
 
+class Stopping(HfBlendError):
+    """The server ends, and waits no longer for what is under way."""
+
+
 class Busy(HfBlendError):
     """More requests are under way than are taken."""
 
@@ -135,6 +145,7 @@ class Running:
     name: str
     prompt: TextPrompt
     started: float = field(default_factory=time.perf_counter)
+    begun: float | None = None  # when its prefill began
     tokens: list[int] = field(default_factory=list)
     arrived: list[float] = field(default_factory=list)
 
@@ -150,6 +161,7 @@ class Service:
         self.memory, self.metrics_by_tenant = memory, metrics_by_tenant
         self.running: Counter[str] = Counter()  # requests under way, by tenant
         self.is_draining = False
+        self._come = set[asyncio.Queue[Any]]()  # what the engine sends to each request under way
         own, config = engine.model.generation_config, text_config(engine.model)
         given = {one: getattr(own, one, None) for one in DEFAULTS}
         self.sampling_defaults = {one: value for one, value in given.items() if value is not None}
@@ -186,7 +198,9 @@ class Service:
     ) -> AsyncGenerator[Running, None]:
         """Have the engine answer; gives the request after each token. Whoever stops listening cancels it."""
         run = Running(f"{self._prefix}-{next(self._numbers)}", prompt)
+        yield run
         outputs: asyncio.Queue[Any] = asyncio.Queue()
+        self._come.add(outputs)
         self.engine.register_result_handler(run.name, outputs.put_nowait)
         is_over = False
         try:
@@ -194,14 +208,18 @@ class Service:
                 self._add(tenant, asked, run, sampling)
                 while not is_over:
                     output = await outputs.get()
+                    if output is None:
+                        raise Stopping("the server ends, and this request took too long for it. Ask another server.")
                     is_over = output.is_finished()
                     if output.error:
                         logger.error("request %s failed: %s", run.name, output.error)
                         raise ServiceError(f"request {run.name} failed in the engine; the server's log says why.")
+                    run.begun = output.lifespan[0] if output.lifespan[0] > 0 else run.begun
                     run.tokens = output.generated_tokens
                     run.arrived.append(time.perf_counter())
                     yield run
         finally:
+            self._come.discard(outputs)
             if not is_over:
                 self.engine.cancel_request(run.name)
                 self.engine.forget_handler(run.name)
@@ -218,9 +236,23 @@ class Service:
             eos_token_id=-1 if asked.ignore_eos else None,
         )
 
+    def note_begin(self, run: Running) -> None:
+        """Note when its prefill began, if that was a blended one; else the engine has said it."""
+        outcome = self.engine.outcome(run.name)
+        run.begun = (outcome.begun if outcome else None) or run.begun
+
+    def drain(self) -> None:
+        """Take no more requests."""
+        self.is_draining = True
+
+    def give_up(self) -> None:
+        """End what is under way, with an error that says so. Called in the event loop."""
+        for outputs in self._come:
+            outputs.put_nowait(None)
+
     def close(self, patience_s: float = 30.0) -> None:
         """Let what is under way come to its end, stop the engine, and close the stores."""
-        self.is_draining = True
+        self.drain()
         self.engine.stop(timeout=patience_s)
         if self.engine.is_running():
             self.engine.stop(hard_stop=True)

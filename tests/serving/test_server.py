@@ -551,6 +551,46 @@ def test_a_server_that_is_told_to_stop_answers_what_is_under_way(loaded, tmp_pat
     assert service.engine.prefills.turns._thread is None
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_takes_too_long_for_a_server_that_stops_is_told_so(stream, loaded, tmp_path, capfd, caplog):
+    with running(loaded, tmp_path, patience_s=0, limits=Limits(new_tokens=12)) as service:
+        step = service.engine._generation_step
+        service.engine._generation_step = lambda: (time.sleep(0.05), step())
+        found, body = [], {**endless(), "stream": stream}
+        asking = threading.Thread(
+            target=lambda: found.append(httpx.post(f"{service.url}/v1/completions", json=body, timeout=60))
+        )
+        asking.start()
+        active = service.engine.batch_processor.scheduler.active_requests
+        wait_for(lambda: any(len(state.generated_tokens) > 3 for state in list(active.values())), "some tokens")
+    asking.join(30)
+    (answer,) = found
+    assert answer.status_code == (200 if stream else 503)
+    assert "the server ends, and this request took too long for it" in answer.text
+    assert "[DONE]" not in answer.text
+    assert "Traceback" not in capfd.readouterr().err + caplog.text
+
+
+def test_histograms_count_who_was_given_up_too(server, http, no_end, monkeypatch):
+    names = [f"hf_blend_{name}_seconds_count" for name in ("waiting", "prefill", "first_token")]
+    names += [f'hf_blend_given_up_total{{during="{name}"}}' for name in ("waiting", "decoding")]
+
+    def counts():
+        lines = (line.rsplit(" ", 1) for line in http.get("/metrics").text.splitlines())
+        found = {name: float(value) for name, value in lines if name in names}
+        return [found.get(name, 0.0) for name in names]
+
+    before = counts()
+    with http.stream("POST", "/v1/completions", json=endless(stream=True)) as answer:
+        next(answer.iter_lines())
+    check_idle(server)
+    assert [new - old for new, old in zip(counts(), before, strict=True)] == [1, 1, 1, 0, 1]
+    monkeypatch.setattr(server, "limits", Limits(request_s=0.2))
+    monkeypatch.setattr(server.engine, "add_request", lambda *given, **settings: None)
+    assert http.post("/v1/completions", json=endless()).status_code == 504
+    assert [new - old for new, old in zip(counts(), before, strict=True)] == [2, 1, 2, 1, 1]
+
+
 def test_documents_are_chunks_wherever_they_are_in_a_prompt(loaded):
     tokenizer = loaded[1]
     one, two = "Rolf bought a satchel too.\n", "He lives in Kestrel.\n"

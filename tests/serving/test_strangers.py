@@ -58,6 +58,21 @@ def server(tmp_path_factory):
         yield url, folder / "log"
 
 
+def test_a_request_is_found_again_in_the_log_by_its_name(server, bob):
+    body = {"model": MODEL, "prompt": "the", "max_tokens": 2}
+    answer = bob.post(TEXT, json=body, headers={"x-request-id": "named-by-bob"})
+    assert answer.headers["x-request-id"] == "named-by-bob"
+    assert answer.json()["id"] == "cmpl-named-by-bob"
+    forged = bob.post(TEXT + "%0aforged", json=body, headers={"x-request-id": "two words"})
+    assert forged.headers["x-request-id"] not in ("two words", "")
+    lines = server[1].read_text().splitlines()
+    (line,) = [line for line in lines if "request=named-by-bob" in line]
+    assert "POST /v1/completions 200" in line
+    assert "tenant=bob" in line
+    assert not [line for line in lines if line.startswith("forged")]
+    assert not [line for line in lines if KEYS["bob"] in line]
+
+
 def client(url, name):
     return httpx.Client(base_url=url, headers={"authorization": f"Bearer {KEYS[name]}"}, timeout=60)
 

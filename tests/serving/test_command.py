@@ -1,0 +1,109 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""`hf-blend serve`: where its options come from, and what reaches the model, the service and the log."""
+
+import logging
+
+import pytest
+
+from hf_blend.cli.main import main
+from hf_blend.errors import ConfigError
+from hf_blend.evaluation import bundled
+from hf_blend.serving import run
+from hf_blend.serving.service import Tenant, Tenants
+
+KEY = "key-of-all-0123456789"
+
+
+class Reached(Exception):
+    """What a command was about to do."""
+
+
+@pytest.fixture
+def reached(monkeypatch):
+    """Run the command until it would start an engine; gives its plan, and how the model was loaded."""
+    found = {}
+
+    def load(name, device, dtype):
+        found.update(model=name, device=device, dtype=dtype)
+        return None, None
+
+    def make(model, tokenizer, plan):
+        found["plan"] = plan
+        raise Reached
+
+    monkeypatch.setattr(bundled, "load_model", load)
+    monkeypatch.setattr(run, "make_service", make)
+
+    def start(*words):
+        found.clear()
+        with pytest.raises((Reached, SystemExit, ConfigError)):
+            main(["serve", "--debug", *words])
+        return found
+
+    return start
+
+
+def test_a_server_uses_the_device_and_the_dtype_of_other_commands(reached):
+    assert (reached()["device"], reached()["dtype"]) == ("auto", "auto")
+    found = reached("--device", "cuda:1", "--dtype", "bfloat16", "--model", "here")
+    assert (found["device"], found["dtype"], found["model"]) == ("cuda:1", "bfloat16", "here")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.toml", 'max-requests = 7\nport = 1\nserved-model-name = "of the file"\n'),
+        ("a.json", '{"max_requests": 7, "port": 1, "served_model_name": "of the file"}'),
+    ],
+)
+def test_options_come_from_the_line_then_the_environment_then_a_file(name, text, reached, monkeypatch, tmp_path):
+    (tmp_path / name).write_text(text)
+    monkeypatch.setenv("HF_BLEND_SERVE_MAX_BODY_BYTES", "5000")
+    monkeypatch.setenv("HF_BLEND_SERVE_SERVED_MODEL_NAME", "of the environment")
+    plan = reached("--config", str(tmp_path / name))["plan"]
+    assert (plan.limits.requests, plan.limits.body_bytes, plan.name) == (7, 5000, "of the environment")
+    plan = reached("--config", str(tmp_path / name), "--max-requests", "9", "--served-model-name", "x")["plan"]
+    assert (plan.limits.requests, plan.name) == (9, "x")
+
+
+@pytest.mark.parametrize("text", ["prot = 1", "port = ", "max-requests = 'many'"])
+def test_a_file_of_options_that_makes_no_sense_is_refused(text, reached, tmp_path, capsys):
+    (tmp_path / "a.toml").write_text(text)
+    assert "plan" not in reached("--config", str(tmp_path / "a.toml"))
+    assert "Invalid value for '--" in capsys.readouterr().err
+
+
+def test_one_key_for_all_is_asked_for(reached, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_BLEND_SERVE_API_KEY", KEY)
+    (tenant,) = reached()["plan"].tenants
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tenants, "close", lambda self: None)
+        tenants = Tenants([tenant], lambda one: None)
+    assert tenants.find(f"Bearer {KEY}") == tenant == Tenant(api_key=KEY)
+    assert tenants.find("Bearer other") is tenants.find(None) is None
+    assert not tenant.salt
+    assert "plan" not in reached("--api-key", "short")
+    (tmp_path / "tenants.json").write_text("{}")
+    assert "plan" not in reached("--tenants", str(tmp_path / "tenants.json"))
+
+
+@pytest.fixture
+def access():
+    """Leave the logger of requests as it was."""
+    logger = logging.getLogger("hf_blend.serving.access")
+    kept = (logger.handlers[:], logger.level, logger.propagate)
+    yield logger
+    logger.handlers[:], logger.level, logger.propagate = kept
+
+
+def test_requests_are_logged_by_default(reached, access, monkeypatch):
+    from hf_blend.cli import serve as module
+
+    monkeypatch.setattr(module, "_service", lambda *given: type("Service", (), {"name": "x", "memory": "y"}))
+    monkeypatch.setattr(module, "_run", lambda *given: (_ for _ in ()).throw(Reached))
+    reached("--no-access-log")
+    assert not access.isEnabledFor(logging.INFO)
+    reached()
+    assert access.isEnabledFor(logging.INFO)
+    assert not access.propagate
