@@ -500,11 +500,15 @@ class BlendCache(Cache):
         leaves grouped heads to torch's `enable_gqa`, which on a CPU takes 1.6 times as long over 16,000 keys
         (benchmarks/LOG-archive.md).
         """
+        if super().is_compileable:  # first: in compiled code a length is a tensor
+            return True
+        if self.model.device.type != "cpu" or self.is_expecting or not self:
+            return False
         config = text_config(self.model)
-        heads, chunks = getattr(config, "num_attention_heads", None), getattr(config, "attention_chunk_size", None)
-        is_decoding = self.model.device.type == "cpu" and not self.is_expecting and bool(self)
-        is_grouped = heads != getattr(config, "num_key_value_heads", heads)
-        return super().is_compileable or (is_decoding and is_grouped and chunks is None)  # 5.17 makes none of chunks
+        if getattr(config, "attention_chunk_size", None) is not None:
+            return False  # transformers 5.17 fails to make masks of chunks
+        heads = getattr(config, "num_attention_heads", None)
+        return heads != getattr(config, "num_key_value_heads", heads)
 
     @property
     def is_linear(self) -> list[bool]:
