@@ -226,8 +226,3 @@ def is_right(text: str, wanted: str) -> bool:
 
 def _plain(text: str) -> str:
     return " ".join(text.lower().strip(" .\n").split())
-
-
-def share_right(rights: Sequence[bool]) -> float:
-    """Share of right answers, 0–1."""
-    return sum(rights) / len(rights) if rights else 0.0

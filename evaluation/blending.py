@@ -15,7 +15,6 @@ from .answering import blend_config
 from .methods.base import Blended, EvalMethod
 
 WITHOUT_RATIO = ("none", "full", "explicit")  # selectors that are no methods of their own
-NEEDS_OPTION = ("learned",)  # selectors that are methods only with an option behind their name
 
 
 class Blending(Blended):
@@ -35,8 +34,7 @@ def method_names() -> dict[str, str]:
     """Every method that its name alone makes, and what it does; the ends of the scale first, as in tables."""
     fixed = plugins.describe("evaluation.methods")
     first = ("full-prefill", "prefix-caching", "full-reuse")
-    left_out = {*WITHOUT_RATIO, *NEEDS_OPTION}
-    selectors = {name: line for name, line in plugins.describe("selectors").items() if name not in left_out}
+    selectors = {name: line for name, line in plugins.describe("selectors").items() if name not in WITHOUT_RATIO}
     rest = {name: line for name, line in fixed.items() if name not in first}
     ends = {name: fixed[name] for name in first}
     return {**ends, **selectors, **rest}
@@ -48,7 +46,7 @@ def takes_ratio(name: str) -> bool:
     plain = name.partition(":")[0].replace("_", "-")
     if plain.endswith(plugins.FILE):
         return bool(plugins.load("selectors", name.partition(":")[0]))
-    if plain not in (*method_names(), *NEEDS_OPTION):
+    if plain not in method_names():
         raise PluginNotFoundError(f"there is no method {name!r}. {suggest(plain, method_names())}")
     return plain in plugins.describe("selectors")
 

@@ -22,7 +22,6 @@ from hf_blend.prefill.observing import AttentionObserver
 from hf_blend.selectors.attention import Attention
 
 from .answering import blend_config, inputs_of
-from .blending import NEEDS_OPTION
 
 RATIOS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0)
 MASS = 0.9  # of attention, that a token's keys together have to hold
@@ -78,7 +77,7 @@ class Inspector:
 
     def look(self, selectors: Sequence[str] | None, ratio: float, ratios: Sequence[float] = RATIOS) -> Inspection:
         """Measure."""
-        left_out = {"full", "none", *NEEDS_OPTION}
+        left_out = {"full", "none"}
         names = list(selectors or (name for name in plugins.describe("selectors") if name not in left_out))
         chosen = {name: set(self._run(blend_config(name, recompute_ratio=ratio)).chosen) for name in names}
         first = names[0] if selectors else BlendConfig.selector

@@ -56,7 +56,7 @@ from tests.image_models import (
 )
 
 TEXT_TOKENS = sum(map(len, CHUNKS))
-SELECTORS = sorted({*plugins.describe("selectors")} - {"explicit", "learned", "compose"})
+SELECTORS = sorted({*plugins.describe("selectors")} - {"explicit", "compose"})
 SLOW = pytest.mark.slow
 needs_encoding = pytest.mark.skipif(
     "mm_encoder_outputs" not in inspect.signature(LlavaForConditionalGeneration.forward).parameters,

@@ -4,12 +4,10 @@
 
 import copy
 import math
-import os
 from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from hf_blend import BlendCache, ChunkStore, plugins
 from hf_blend.errors import ConfigError
@@ -18,7 +16,7 @@ from hf_blend.prefill.rows import highest
 from hf_blend.selectors.attention import Attention, received
 from hf_blend.selectors.base import TokenView, by_turns, layer_numbers
 
-SELECTORS = [name for name in plugins.describe("selectors") if name != "learned"]  # which needs a probe, see below
+SELECTORS = plugins.describe("selectors")
 CHUNKS, QUESTION, LAYERS, CHECK = (7, 12, 5), 4, 4, 1
 each = pytest.mark.parametrize("name", SELECTORS)
 
@@ -208,44 +206,10 @@ def test_oracle_compares_the_layers_from_the_check_layer_on_and_lets_none_drown_
     torch.testing.assert_close(loud, selector("oracle").score(seen), rtol=1e-4, atol=1e-6)
 
 
-def test_learned_follows_its_probe_and_refuses_one_of_another_model(tmp_path):
-    seen = view()
-    weight = torch.randn(2, 6, generator=torch.Generator().manual_seed(3))
-    save_file({"values.1": weight}, tmp_path / "probe.safetensors")
-    got = selector("learned", path=str(tmp_path / "probe.safetensors")).score(seen)
-    values = seen.stored_alone(1)[1]
-    assert torch.allclose(got, (values * weight[:, None]).sum(dim=(1, 3)), atol=1e-5)
-    for name, tensors, said in (
-        ("layer", {"values.9": weight}, "reads layer 9, expected at most 3"),
-        ("shape", {"values.0": weight[:1]}, "expected \\(2, 6\\)"),
-        ("empty", {"other": weight}, "expected weights named"),
-        ("no number", {"values.x": weight}, "expected weights named"),
-        ("before the first", {"values.-1": weight}, "expected weights named"),
-        ("NaN", {"values.0": weight * float("nan")}, "holds NaN or infinity"),
-    ):
-        save_file(tensors, tmp_path / name)
-        with pytest.raises(ConfigError, match=said):
-            selector("learned", path=str(tmp_path / name)).score(seen)
-    with pytest.raises(ConfigError, match="cannot be read"):
-        selector("learned", path=str(tmp_path / "nothing")).score(seen)
-
-
-def test_learned_needs_its_probe_and_names_the_rule_that_needs_none():
-    for options in ({}, {"path": ""}):
-        with pytest.raises(ConfigError, match=r"path='', expected the file of a probe.*fitting.*selector value-norm"):
-            selector("learned", **options)
+def test_value_norm_is_the_length_of_the_last_layer_s_values():
     seen = view()
     values = seen.stored_alone(LAYERS - 1)[1]
     assert torch.allclose(selector("value-norm").score(seen), torch.linalg.vector_norm(values, dim=(1, 3)))
-
-
-def test_learned_reads_a_probe_again_that_was_fitted_again(tmp_path):
-    seen, scores = view(), []
-    for sign in (1.0, -1.0):
-        save_file({"values.1": torch.full((2, 6), sign)}, tmp_path / "probe")
-        os.utime(tmp_path / "probe", (2, 2 + sign))  # clocks of file systems are coarse
-        scores.append(selector("learned", path=str(tmp_path / "probe")).score(seen))
-    assert torch.equal(scores[0], -scores[1])
 
 
 def test_random_with_free_layers_waits_for_the_check_layer():

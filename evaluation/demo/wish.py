@@ -21,7 +21,7 @@ from .visitors import Limits
 
 HANDBOOK = "Handbook of a mountain hut"  # what the page opens with
 FIRST_RATIO = 0.3
-RESEARCH = ("explicit", "learned", "oracle", "compose")  # selectors that need what a visitor cannot give, or cheat
+RESEARCH = ("explicit", "oracle", "compose")  # selectors that need what a visitor cannot give, or cheat
 
 
 @dataclass(frozen=True)
