@@ -15,7 +15,7 @@ MOST = {
     "correctors": 190,
     "hybrids": 970,
     "images": 720,
-    "integrations": 1_640,
+    "integrations": 1_670,
     "loading": 470,
     "model": 4_340,
     "offload": 1_000,

@@ -40,7 +40,7 @@ from ...model.fingerprint import fingerprint
 from ...prompt.pieces import Span
 from ...store import ChunkStore
 from .plan import NamedPrompt, Reuse, plan_salt, read_params
-from .weights import load_copy, model_over
+from .weights import FastLinear, load_copy, model_over, speed_up
 
 __all__ = ["BlendConnector"]
 
@@ -327,6 +327,7 @@ class Worker:
 
     def prepare(self, vllm_model: nn.Module, kv_caches: Mapping[str, Tensor]) -> None:
         """Make the model that computes."""
+        speed_up(vllm_model)
         layers = self._vllm_config.compilation_config.static_forward_context
         self._layers = [layers[name] for name in kv_caches]
         try:
@@ -361,7 +362,8 @@ class Worker:
         """K and V of each layer, `[tokens, kv_heads, head_dim]` each, and the report."""
         cache = BlendCache(self.model, store, self._config)
         inputs = cache._await_prompts(None, [NamedPrompt(ids, spans)])
-        self.model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        with FastLinear():
+            self.model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
         if cache.report.fallback_reason:
             raise HfBlendError(cache.report.fallback_reason)
         layers: list[Any] = cache.layers

@@ -13,12 +13,37 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from ...errors import UnsupportedModelError
 
-__all__ = ["load_copy", "model_over"]
+__all__ = ["FastLinear", "load_copy", "model_over", "speed_up"]
+
+
+def fast_linear(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A linear layer by oneDNN in float32 on a CPU: what torch takes there, MKL, is slow on some of them."""
+    if states.device.type != "cpu" or states.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
+        return torch.nn.functional.linear(states, weight, bias)
+    done: Tensor = torch.ops.mkldnn._linear_pointwise(states, weight, bias, "none", [], "")
+    return done
+
+
+class FastLinear(TorchFunctionMode):
+    """Computes linear layers as vLLM does: by oneDNN on a CPU."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.nn.functional.linear:
+            return fast_linear(*args, **(kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+
+def speed_up(vllm_model: nn.Module) -> None:
+    """Let vLLM's layers that keep their weights for this connector use the kernel that they would have packed for."""
+    for module in vllm_model.modules():
+        if getattr(module, "cpu_linear", None) is torch.nn.functional.linear:
+            module.cpu_linear = fast_linear
 
 
 def model_over(vllm_model: nn.Module, model_config: Any) -> nn.Module:
