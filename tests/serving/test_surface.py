@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What clients send beside a prompt: several answers, how they are drawn, log probabilities, tools, and their form."""
 
+import functools
 import json
 
 import httpx
@@ -309,6 +310,38 @@ def test_a_schema_that_makes_no_sense_is_refused(schema, guidance):
     other = small_tokenizer("spaces")
     with pytest.raises(PromptError, match="serve the model with one"):
         Grammars(other, len(other), [2]).compiled({"type": "object"})
+
+
+DEEP = functools.reduce(lambda inner, _: {"type": "object", "properties": {"a": inner}}, range(200), {"type": "null"})
+FANS = {f"d{one}": {"properties": {name: {"$ref": f"#/$defs/d{one + 1}"} for name in "abcd"}} for one in range(30)}
+BOMBS = {
+    "deep": DEEP,
+    "references": {"$defs": {**FANS, "d30": {}}, "$ref": "#/$defs/d0"},
+    "a long text": {"type": "string", "maxLength": 10**9},
+    "a text that is too short": {"type": "string", "minLength": 10**6},
+    "many items": {"type": "array", "items": {"type": "integer"}, "minItems": 10**7},
+    "a pattern": {"type": "string", "pattern": "^((a{1,1000}){1,1000}){1,1000}$"},
+    "words": {"enum": [f"v{one}" for one in range(5000)]},
+    "names": {"type": "object", "properties": {f"p{one}": {"type": "string"} for one in range(500)}},
+    "all of any": {"allOf": [{"anyOf": [{"required": [f"{a}{b}"]} for b in range(4)]} for a in range(12)]},
+    "itself": {"$ref": "#"},
+}
+
+
+@pytest.mark.parametrize("what", BOMBS)
+def test_a_schema_made_to_cost_much_is_refused_or_followed(what, guidance):
+    tokenizer = small_tokenizer("bytes")
+    try:
+        matcher = Grammars(tokenizer, len(tokenizer), [2]).compiled(BOMBS[what])
+    except PromptError:
+        return
+    grammar, ids = Follows(matcher, 0, [2]), list[int]()
+    for _ in range(10):
+        allowed = grammar(torch.tensor([ids], dtype=torch.long).reshape(1, -1), torch.zeros(1, len(tokenizer)))
+        assert allowed.isfinite().any()
+        ids.append(int(allowed[0].argmax()))
+        if ids[-1] == 2:
+            return
 
 
 def test_a_grammar_that_becomes_too_complex_ends_the_answer_and_says_so(guidance):
