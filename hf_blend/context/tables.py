@@ -6,6 +6,7 @@ Which module makes the table of which layer is found by watching one forward of 
 receives is the very object that some module returned. A layer that receives none may make its own inside.
 """
 
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -173,14 +174,17 @@ def _find_makers(model: nn.Module) -> tuple[Maker | None, ...]:
     makers: dict[int, Maker] = {}
     results: list[Any] = []  # kept alive, or their ids would be used again
     received: dict[int, dict[str, Any]] = {}
+    thread = threading.get_ident()  # others may run the model meanwhile
 
     def made(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        results.append(result)
-        makers[id(result)] = _maker(module, args, kwargs)
+        if threading.get_ident() == thread:
+            results.append(result)
+            makers[id(result)] = _maker(module, args, kwargs)
 
     def given(index: int) -> Callable[..., None]:
         def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            received[index] = LayerCall.bind(layer, args, kwargs).arguments
+            if threading.get_ident() == thread:
+                received[index] = LayerCall.bind(layer, args, kwargs).arguments
 
         return hook
 

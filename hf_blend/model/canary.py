@@ -54,19 +54,19 @@ def compute_chunks(
     model: nn.Module, keys: "Sequence[ChunkKey]", tokenizer: str = "", correction: "ContextCorrection | None" = None
 ) -> "list[ChunkKV]":
     """Compute the chunks of some keys in one forward, to be stored under them; correct those whose keys say so."""
-    now = fingerprint(model)
-    corrected = correction.identity(now) if correction else now
-    chunks = [
-        correction.corrected(model, chunk) if correction and chunk.key.fingerprint == corrected else chunk
-        for chunk in capture_chunks(model, keys)
-    ]
-    return _signed(model, chunks, tokenizer, corrected)
+    chunks = capture_chunks(model, keys)
+    if correction:
+        identity = correction.identity(fingerprint(model))
+        chunks = [correction.corrected(model, one) if one.key.fingerprint == identity else one for one in chunks]
+    return _signed(model, chunks, tokenizer, correction)
 
 
-def _signed(model: nn.Module, chunks: "list[ChunkKV]", tokenizer: str, corrected: str = "") -> "list[ChunkKV]":
+def _signed(
+    model: nn.Module, chunks: "list[ChunkKV]", tokenizer: str, correction: "ContextCorrection | None" = None
+) -> "list[ChunkKV]":
     """Chunks with what the model says of itself; refuse them if it is no longer the one that was asked."""
     now, expected = fingerprint(model), chunks[0].key.fingerprint
-    if expected not in (now, corrected):
+    if expected != now and not (correction and expected == correction.identity(now)):
         raise UnsupportedModelError(
             f"{type(model).__name__} changed while a chunk was computed: its fingerprint is {now:.12}…, expected "
             f"{expected:.12}…. Nothing is stored. Do not train or patch a model while it is used."

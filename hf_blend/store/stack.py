@@ -131,6 +131,8 @@ class TierStack:
         if known or self.is_held(digest):
             where = [name for name, stat in stats.items() if stat]
             self._catalog.add(chunk.key, known or ObjectStat(mine.nbytes, time.time()), where)
+            if not known:  # a queue may have given it up meanwhile
+                self._catalog.forget_unlisted(digest)
         return chunk if stored is mine else stored
 
     def contains(self, digest: str) -> bool:
