@@ -7,16 +7,12 @@ from typing import Annotated
 
 import typer
 
-from .options import ChunkTokens, Device, Dtype, Model
+from .options import ChunkTokens, Corpus, Device, Dtype, Model
 from .output import Json, duration, fail, progress, say, show
 from .reading import read, split
 
 __all__ = ["fit"]
 
-Names = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="CORPUS ...", help="Files or folders: text, Markdown, HTML, PDF, JSONL; - is stdin."),
-]
 Output = Annotated[Path, typer.Option("--output", "-o", help="File to write, of less than 20 MB.")]
 Prompts = Annotated[int, typer.Option(min=1, help="How many prompts are put together from the corpus.")]
 Rank = Annotated[int, typer.Option(min=0, help="Of the map of each layer; 0 is 64, or less for a large model.")]
@@ -24,7 +20,7 @@ Seed = Annotated[int, typer.Option(help="Of the order in which texts are put tog
 
 
 def fit(
-    corpus: Names = None,
+    corpus: Corpus = None,
     model: Model = None,
     output: Output = Path("correction.safetensors"),
     prompts: Prompts = 24,

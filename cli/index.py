@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .options import ChunkTokens, Correction, Device, Dtype, Model, Store
+from .options import ChunkTokens, Corpus, Correction, Device, Dtype, Model, Store
 from .output import Json, SecretFile, duration, fail, humanise, interruptible, progress, read_secret, say, show
 from .reading import read, split
 
@@ -21,10 +21,6 @@ __all__ = ["index"]
 
 PATIENCE_S = 60.0  # nobody waits for an answer here
 
-Names = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="CORPUS ...", help="Files or folders: text, Markdown, HTML, PDF, JSONL; - is stdin."),
-]
 Remote = Annotated[str | None, typer.Option(help="URL of a tier behind it: s3://…, hf://…, redis://…, file://….")]
 Namespace = Annotated[str, typer.Option(help="Store the chunks in this namespace.")]
 ShardOption = Annotated[
@@ -34,7 +30,7 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what it takes, and 
 
 
 def index(
-    corpus: Names = None,
+    corpus: Corpus = None,
     model: Model = None,
     store: Store = None,
     remote: Remote = None,

@@ -13,8 +13,9 @@ import typer
 from hf_blend.config import BlendConfig
 
 __all__ = [
-    "RATIO", "REAL", "SELECTOR", "ChunkTokens", "Controller", "Correction", "Device", "Dtype", "IndexedTokens",
-    "Model", "Partial", "Ratio", "Selector", "Store", "TimedDtype", "TimedModel", "TopK", "Unverified", "timed",
+    "RATIO", "REAL", "SELECTOR", "ChunkTokens", "Controller", "Corpus", "Correction", "Device", "Dtype",
+    "IndexedTokens", "Model", "Partial", "Ratio", "Selector", "Store", "TimedDtype", "TimedModel", "TopK",
+    "Unverified", "timed",
 ]  # fmt: skip
 
 REAL = "smollm2"  # the model of those who name none
@@ -26,6 +27,10 @@ TimedModel = Annotated[
 ]
 TimedDtype = Annotated[str, typer.Option("--dtype", help="Of weights and KV; auto is as a model was saved.")]
 Store = Annotated[str | None, typer.Option("--store", help="Folder of the chunk store; the default is the library's.")]
+Corpus = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="CORPUS ...", help="Files or folders: text, Markdown, HTML, PDF, JSONL; - is stdin."),
+]
 Correction = Annotated[
     Path | None, typer.Option("--correction", help="File of hf-blend fit: chunks are stored with it, or found.")
 ]

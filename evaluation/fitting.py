@@ -6,8 +6,8 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hf_blend.model.correction import Placed
 from hf_blend.prompt.messages import build_messages
+from hf_blend.prompt.pieces import Span
 from hf_blend.prompt.text import build_text
 
 PROMPTS = 24
@@ -17,7 +17,7 @@ QUESTION = "What do these documents say?"
 
 def prompts_of(
     tokenizer: Any, texts: Sequence[str], prompts: int = PROMPTS, seed: int = 0
-) -> Iterator[tuple[tuple[int, ...], list[Placed]]]:
+) -> Iterator[tuple[tuple[int, ...], list[Span]]]:
     """Put texts together at random, as a prompt has them: ids, and where each text is in them.
 
     No text is in a prompt twice; all are used before one is used again.
@@ -39,4 +39,4 @@ def prompts_of(
             prompt = build_messages(tokenizer, messages, own, {})
         else:
             prompt = build_text(tokenizer, f"{text}\n\n{QUESTION}", own, special=True)
-        yield prompt.ids, [(span.start, span.token_ids, span.first, span.tokens) for span in prompt.spans()]
+        yield prompt.ids, prompt.spans()

@@ -83,9 +83,8 @@ class Indexer:
         self, model: nn.Module, tokenizer: Any, store: ChunkStore, pieces: Sequence[Piece], shard: Shard = Shard()
     ) -> None:
         self.model, self.tokenizer, self.store = model, tokenizer, store
-        self.fingerprint, sink = fingerprint(model), default_sink(model)
-        identity = store.identity(self.fingerprint)
-        self._names = [(piece.name, ChunkKey(identity, sink, piece.ids, store.namespace)) for piece in pieces]
+        self.fingerprint, sink = store.identity(fingerprint(model)), default_sink(model)
+        self._names = [(piece.name, ChunkKey(self.fingerprint, sink, piece.ids, store.namespace)) for piece in pieces]
         self._texts = {key: piece.prompt_text for (_, key), piece in zip(self._names, pieces, strict=True)}
         self.keys = list(self._texts)
         own = [key for key in self.keys if shard.owns(key)]

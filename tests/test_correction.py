@@ -12,6 +12,8 @@ from transformers.models.llama.modeling_llama import rotate_half
 
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.errors import ConfigError
+from hf_blend.evaluation.indexing import Indexer
+from hf_blend.evaluation.retrieving import Piece
 from hf_blend.model.anatomy import default_sink
 from hf_blend.model.correction import DECAYS, ContextCorrection
 from hf_blend.model.fingerprint import fingerprint
@@ -59,7 +61,7 @@ def test_constant_correction_of_k_is_turned_to_each_token_s_position(shared_mode
     assert not values.any()
 
 
-def test_fitted_map_is_the_least_squares_solution_and_brings_chunks_nearer_to_the_prompt_s(shared_model, fitted):
+def test_fitted_map_brings_chunks_that_it_has_not_seen_nearer_to_the_prompt_s(shared_model, fitted):
     model, errors = shared_model("llama"), {}
     for ids, placed in list(chunk_prompts(8))[6:]:  # not fitted
         whole = DynamicCache(config=model.config)
@@ -148,9 +150,19 @@ def test_file_has_the_digest_of_what_was_saved_and_any_change_is_another_key(sha
     assert replace(loaded, maps=maps).identity(fingerprint(model)) != loaded.identity(fingerprint(model))
 
 
-def test_rank_bounds_the_file_and_the_full_rank_leaves_least(shared_model):
-    model, sizes = shared_model("llama"), []
-    for rank in (1, 4):
-        found = ContextCorrection.fit(model, chunk_prompts(3), rank=rank)
-        sizes.append({down.shape[1] for down, _ in found.maps.values()})
-    assert sizes == [{1}, {4}]
+@pytest.mark.parametrize("rank", [1, 4])
+def test_rank_is_that_of_every_layer_s_map(shared_model, rank):
+    found = ContextCorrection.fit(shared_model("llama"), chunk_prompts(3), rank=rank)
+    assert {down.shape[1] for down, _ in found.maps.values()} == {rank}
+
+
+def test_documents_indexed_with_and_without_a_correction_are_listed_beside_each_other(
+    shared_model, fitted_correction, tmp_path
+):
+    pieces, found = [Piece("notes", 0, "", tuple(random_ids(9, 1)))], []
+    for options in ({}, {"correction": fitted_correction}):
+        with ChunkStore.open(tmp_path / "store", **options) as store:
+            indexer = Indexer(shared_model("llama"), None, store, pieces)
+            assert indexer.keys[0].fingerprint == indexer.fingerprint, "by which a document and its chunks are removed"
+            found.append(indexer.fingerprint)
+    assert found[0] != found[1]

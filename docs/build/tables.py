@@ -51,14 +51,14 @@ ENDS = {  # rows of the short table: selector and the charge that was asked for
     "blend, `query-attention`, 30 %": ("query-attention", 0.3),
     "as many tokens at random": ("random", 0.15),
 }
-FRONTIER = {  # rows of the table of corrected chunks: selector and the charge that was asked for
-    "full reuse, corrected": ("none+context", 0.0),
-    "`boundary`": ("boundary", 0.05),
-    "`boundary`, corrected": ("boundary+context", 0.05),
-    "`boundary` ": ("boundary", 0.1),
-    "`boundary`, corrected ": ("boundary+context", 0.1),
-    "`kv-deviation`": ("kv-deviation", 0.15),
-}
+FRONTIER = (  # rows of the table of corrected chunks: name, selector, the charge that was asked for
+    ("full reuse, corrected", "none+context", 0.0),
+    ("`boundary`", "boundary", 0.05),
+    ("`boundary`, corrected", "boundary+context", 0.05),
+    ("`boundary`", "boundary", 0.1),
+    ("`boundary`, corrected", "boundary+context", 0.1),
+    ("`kv-deviation`", "kv-deviation", 0.15),
+)
 PLACE = re.compile(r"<!--table:(?P<name>\w+)-->\n.*?<!--end-->", re.DOTALL)
 
 
@@ -116,13 +116,13 @@ def _frontier(document: dict[str, Any]) -> list[str]:
     rows = {(row["task"], row["selector"], row["target"]): row for row in document["rows"] if row["half"] == "both"}
     tasks = list(dict.fromkeys(task for task, _, _ in rows))
     lines = [f"| chunks, selector | charged | {' | '.join(tasks)} | first token |", "|---" * (3 + len(tasks)) + "|"]
-    for name, key in FRONTIER.items():
+    for name, *key in FRONTIER:
         own = [rows.get((task, *key)) for task in tasks]
         cells = [
             f"{row['kl']:.2f} [{row['low']:.2f}, {row['high']:.2f}], n = {row['n']}" if row else "" for row in own
         ]
         first = [f"{row['kl_first']:.2f}" for row in own if row]
-        lines.append(f"| {name.strip()} | {100 * key[1]:.0f} % | {' | '.join(cells)} | {', '.join(first)} |")
+        lines.append(f"| {name} | {100 * key[1]:.0f} % | {' | '.join(cells)} | {', '.join(first)} |")
     return lines
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, UnsupportedModelError
+from ..prompt.pieces import Span
 from ..rotary.base import RotaryStyle, compose
 from ..store.chunk import ChunkKey, ChunkKV
 from .anatomy import default_sink
@@ -28,16 +29,15 @@ from .capture import capture, capture_chunks, cut_chunk
 from .fingerprint import fingerprint
 from .packs import packs
 
-__all__ = ["ContextCorrection", "Placed"]
+__all__ = ["ContextCorrection"]
 
 FORMAT = "hf_blend.correction/1"
-DECAYS = (2.0, 8.0, 32.0)  # tokens over which the beginning of a chunk is told from the rest
+DECAYS = (2.0, 8.0, 32.0)  # tokens over which the beginning of a chunk is known from the rest
 RIDGE = 0.01  # of the mean square of each input
 RANK = 64  # of a map; 16 leaves as much on SmolLM2
 MAX_BYTES = 19_000_000
 PARTS = ("down", "up")  # of a layer, in the file
 KV = tuple[Tensor, Tensor]
-Placed = tuple[int, tuple[int, ...], int, int]  # start in the prompt, token ids, first of them that is there, how many
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,7 +157,7 @@ class ContextCorrection:
     def fit(
         cls,
         model: nn.Module,
-        prompts: Iterable[tuple[Sequence[int], Sequence[Placed]]],
+        prompts: Iterable[tuple[Sequence[int], Sequence[Span]]],
         *,
         chunk_prefix_ids: Sequence[int] | None = None,
         rank: int | None = None,
@@ -166,8 +166,7 @@ class ContextCorrection:
 
         Args:
             model: the model, as it will be used.
-            prompts: the ids of each prompt, and its chunks: where each starts, its token ids, the first of these that
-                is in the prompt, and how many are. Some 30,000 tokens of text of any kind.
+            prompts: the ids of each prompt, and where its chunks are. Some 30,000 tokens of text of any kind.
             chunk_prefix_ids: as in `ChunkStore.add`.
             rank: of each map; None is 64, or what keeps the file below 20 MB.
 
@@ -180,11 +179,11 @@ class ContextCorrection:
         """
         sink = default_sink(model) if chunk_prefix_ids is None else tuple(chunk_prefix_ids)
         identity, styles, sums = fingerprint(model), rotary_styles(model), dict[int, _Sums]()
-        for ids, placed in prompts:
+        for ids, spans in prompts:
             captured = capture(model, torch.tensor([[*ids]]))
-            keys = [ChunkKey(identity, sink, tokens) for _, tokens, _, _ in placed]
+            keys = [ChunkKey(identity, sink, tokens) for _, tokens, _, _ in spans]
             alone = {one.key: one for pack in packs(model, dict.fromkeys(keys)) for one in capture_chunks(model, pack)}
-            for key, (start, tokens, first, count) in zip(keys, placed, strict=True):
+            for key, (start, tokens, first, count) in zip(keys, spans, strict=True):
                 there = cut_chunk(
                     captured, ChunkKey(identity, (), tokens[first : first + count]), start, start + count
                 )

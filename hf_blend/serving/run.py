@@ -124,7 +124,7 @@ def serve(service: Service, host: str, port: int, patience_s: int = 30, on_start
 
 
 def _draining(base: Any) -> Any:
-    """A server that, when it is told to stop, answers what is under way, and after a time says that it ends."""
+    """A server that, when it has to stop, answers what is under way, and after a time says that it ends."""
 
     class Draining(base):
         """See above."""

@@ -3,8 +3,8 @@
 """Draw the tokens of each request as it asks, inside the engine's steps.
 
 transformers' own processors per request are those of temperature, top-k and top-p alone, and what is drawn depends on
-what stands beside. Here each row goes through the processors of `generate`, made for its request, and is drawn with a
-number of its own, so that an equal seed gives an equal text. Rows that are greedy and ask for nothing cost one argmax.
+the other rows of a step. Here each row goes through the processors of `generate`, made for its request, and is drawn
+with a number of its own, so that an equal seed gives an equal text. Greedy rows that ask for nothing cost one argmax.
 """
 
 import random

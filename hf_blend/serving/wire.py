@@ -306,7 +306,7 @@ class ChatRequest(Generation):
 
     @property
     def callable(self) -> list[Tool]:
-        """Tools that the model is told of."""
+        """Tools that the model may call."""
         return [] if self.tool_choice == "none" else self.tools
 
     @property

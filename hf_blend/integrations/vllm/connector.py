@@ -6,7 +6,7 @@ vLLM makes one connector in its scheduler and one in its worker. The scheduler's
 answers that all of its prompt but the last token comes from here, later. vLLM gives the request blocks and holds it
 back. The worker's half runs the blended prefill, as a lone `BlendCache` does, and writes K and V into these blocks by
 the attention layers' own method. Then vLLM runs the last token and decodes. Whatever fails ends in blocks that vLLM
-is told to compute.
+computes itself.
 
 Nothing is blended before a prompt that vLLM has computed was computed by transformers, too, with the same K and V.
 """
@@ -153,7 +153,7 @@ class BlendConnector(KVConnectorBase_V1):
         """Nothing: no request runs before all of its blocks are filled."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing: chunks are computed apart from what stands before them."""
+        """Nothing: chunks are computed apart from what is before them."""
 
     def wait_for_save(self) -> None:
         """Compare, after the forward, what it has computed."""
@@ -389,7 +389,7 @@ class Worker:
     def _distance(self, own: Any, layer: Any, blocks: list[int]) -> float:
         """How far a layer's K and V are from those in its blocks, as a share of their norm.
 
-        How a backend lays them out in a block is its affair: they are written into a copy of the blocks.
+        The order of numbers in a block is the backend's affair: they are written into a copy of the blocks.
         """
         keys, values = layer.keys[0].transpose(0, 1), layer.values[0].transpose(0, 1)
         count = -(-len(keys) // self._block_size)

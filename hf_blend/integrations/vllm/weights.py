@@ -103,6 +103,6 @@ def _refuse(model: nn.Module, name: str, shape: torch.Size, found: Tensor | None
     got = "none" if found is None else f"{found.dtype} of {tuple(found.shape)}"
     raise UnsupportedModelError(
         f"vLLM holds {got} for {name} of {type(model).__name__}, expected {model.dtype} of {tuple(shape)}: it is "
-        "quantised, packed or laid out in its own way. Set allow_copy in kv_connector_extra_config to load the model "
+        "quantised, packed or of another form. Set allow_copy in kv_connector_extra_config to load the model "
         "a second time; on a CPU see that the plugin hf_blend is not left out of VLLM_PLUGINS."
     )
