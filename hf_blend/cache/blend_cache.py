@@ -160,7 +160,7 @@ class BlendCache(Cache):
             self.config.selector_options, seed=self.config.seed
         )
         self._corrector = plugins.load("correctors", self.config.corrector)(self.config.corrector_options)
-        self.model, self.store = model, store
+        self.model, self.store, self._decoder_layers = model, store, layers
         self.chunk_prefix_ids = (
             default_sink(model) if self.config.chunk_prefix_ids is None else self.config.chunk_prefix_ids
         )
@@ -700,7 +700,7 @@ class BlendCache(Cache):
     def _plan(self, request: Request) -> Plan:
         """Which columns have stored KV; the report begins again, or continues where a prompt comes in parts."""
         began_s, known = time.perf_counter(), self._prompts
-        refuse_request_state(self.model, decoder_layers(self.model))
+        refuse_request_state(self.model, self._decoder_layers)
         identity = fingerprint(self.model)
         self._check_ms += 1e3 * (time.perf_counter() - began_s)
         is_begun = known.pending.is_begun

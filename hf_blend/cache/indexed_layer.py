@@ -26,9 +26,9 @@ class IndexedKind(LayerKind):
         """K and V, and the indexer's keys where it has any."""
         return {"keys", "indexer"} if prefill.context.realigner.has_beside(index) else {"keys"}
 
-    def enter(self, prefill: Any, index: int, call: LayerCall) -> Table | None:
+    def enter(self, prefill: Any, index: int, call: LayerCall, table: Table | None) -> Table | None:
         """Return the new tokens' part of the table; a layer that rotates stored keys has those before them too."""
-        table, self._table = super().enter(prefill, index, call), None
+        self._table = None
         if table is None or not prefill.context.realigner.is_unrotated_beside(index):
             return table
         self._table = table

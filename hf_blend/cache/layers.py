@@ -133,7 +133,8 @@ class BlendLayer(BatchOfRequests, CacheLayerMixin):
         is_alike = self.keeps_all and all(type(layer) is type(self) and layer._buffers is None for layer in layers)
         if not is_alike:
             return None
-        pair = [_buffer(one, self._capacity(tokens), None, len(layers)) for one in (key_states, value_states)]
+        capacity = self._capacity(tokens)
+        pair = [_buffer(one, capacity, None, len(layers)) for one in (key_states, value_states)]
         for number, layer in enumerate(layers):
             layer.lazy_initialization(key_states, value_states)
             layer._hold((pair[0][number], pair[1][number]))
@@ -239,7 +240,7 @@ class BlendLayer(BatchOfRequests, CacheLayerMixin):
     def _show(self, length: int) -> None:
         self.length = length
         if self._buffers is not None:
-            self.keys, self.values = self._columns(slice(0, length))
+            self.keys, self.values = (buffer[:, :, :length] for buffer in self._buffers)
 
     def _columns(self, columns: slice) -> tuple[Tensor, Tensor]:
         """Views of some columns of both buffers."""

@@ -35,7 +35,7 @@ class MixerKind(LayerKind):
         """The mixer's projections."""
         return {"projections"}
 
-    def enter(self, prefill: Any, index: int, call: LayerCall) -> Any:
+    def enter(self, prefill: Any, index: int, call: LayerCall, table: Any) -> Any:
         """Put the hooks in; the mixer runs for all rows until others are given."""
         realigner = prefill.context.realigner
 
@@ -53,7 +53,7 @@ class MixerKind(LayerKind):
         self._given = dict(call.arguments)
         self._pass = MixerPass(mixer, cache, rows, write_stored, projected, prefill.is_compared(index))
         self._pass.enter()
-        return super().enter(prefill, index, call)
+        return table
 
     def take_rows(self, prefill: Any, call: LayerCall, rows: Rows) -> None:
         """The mixer runs for these rows."""

@@ -29,6 +29,7 @@ from ..model.anatomy import LayerCall, text_config
 from ..model.attention import AttentionCapture, StopForward
 from ..model.extras import LayerExtra
 from ..model.row_masks import looks_ahead
+from ..rotary.tables import Table, rotary_table
 from ..selectors.attention import Attention
 from ..selectors.base import KV, Hear, Selector
 from .buffers import LayerBuffers
@@ -103,6 +104,7 @@ class Prefill:
         self._needs_same_columns = self._counts_positions and len(plan.counts) > 1  # a layer counts for all entries
         self._masks = RowMasks(context.model, layers, context.past, self.tokens)
         self._taken: dict[tuple[int, int], tuple[Any, ...]] = {}  # rows of arguments that several layers are given
+        self._tables: dict[int, tuple[Any, Table | None]] = {}  # by the id of what several layers are given
         self._rows: Rows | None = None  # None: all tokens, as the model passes them
         self._selected_counts = plan.stored_counts  # of the reusable tokens, those that are computed
         self._is_narrowed = False  # some reusable tokens are computed no more
@@ -165,9 +167,16 @@ class Prefill:
         """Make a layer's arguments ready: only the active rows, with their own lines of the mask."""
         context, plan = self.context, self.context.plan
         self._buffers.settle(index)
-        self.close_doors()
+        self._kind.leave()
+        if self._capture is not None:
+            self._capture.close()
+        self._capture = None
         self._kind, self._model_mask = self._kinds[index], call.arguments.get(call.mask_name)
-        context.realigner.set_table(index, self._kind.enter(self, index, call), context.is_probe)
+        given = call.arguments.get("position_embeddings")
+        if given is None or id(given) not in self._tables:
+            self._tables[id(given)] = given, rotary_table(call.arguments, call.layer)
+        table = self._kind.enter(self, index, call, self._tables[id(given)][1])
+        context.realigner.set_table(index, table, context.is_probe)
         if index == 0:
             self._begin(call)
         if self._rows is not None:
@@ -182,9 +191,7 @@ class Prefill:
                     self._loader.begin(index, None if sees_all else self._rows, plan)
                 case Trim():
                     self._trim(index, call)
-        self._capture, ends = self._captured(index, call)
-        if self._capture is not None:
-            self._capture.open(call.cache)
+        ends = self._capture_attention(index, call) if context.observer is not None or self._loader.listens else False
         self._note(index, kv_only=ends)
         return call
 
@@ -217,7 +224,7 @@ class Prefill:
             self._correct(index, states)
         if index == 0 and self._kind.compares_keys:
             self.check_stored(states)
-        if self._capture is None:
+        if self._awaited is not None and self._capture is None:
             self.reach("keys")
         layer = self.context.layers[index]
         return layer.keys, layer.values
@@ -325,7 +332,7 @@ class Prefill:
         context = self.context
         checks = () if self._is_narrowed else self._checks
         blank = self._rows is not None and context.plan.has_padding
-        self._buffers.use(index, keys, values, self.stored_chunks(), checks, blank)
+        self._buffers.use(index, keys, values, self.stored_chunks, checks, blank)
         if keys.device.type != "cpu":
             checks = () if index in self._checks else checks
             self._buffers.prefetch([one for one in self._with_keys if one > index], checks, keys.device)
@@ -414,14 +421,17 @@ class Prefill:
             self._look(index, call)
             self._keep_rows(index, call, *rows.last(expected))
 
-    def _captured(self, index: int, call: LayerCall) -> tuple[AttentionCapture | None, bool]:
-        """What takes the attention of a layer, if anything; and True if nothing runs behind it."""
-        context, observer = self.context, self.context.observer
-        if observer is not None and index in self._with_keys:
-            number = self._with_keys.index(index)  # selectors count the layers that attend
-            if observer.takes(number):
-                return self._capturing(index, call, observer.take), number == observer.last
-        return self._loader.capture(index, call.layer, self._rows, context.realigner, context.past), False
+    def _capture_attention(self, index: int, call: LayerCall) -> bool:
+        """Take the attention of a layer where somebody looks at it; gives True if nothing runs behind it."""
+        context, observer, ends = self.context, self.context.observer, False
+        number = self._with_keys.index(index) if index in self._with_keys else None  # selectors count these
+        if observer is not None and number is not None and observer.takes(number):
+            self._capture, ends = self._capturing(index, call, observer.take), number == observer.last
+        else:
+            self._capture = self._loader.capture(index, call.layer, self._rows, context.realigner, context.past)
+        if self._capture is not None:
+            self._capture.open(call.cache)
+        return ends
 
     def _capturing(self, index: int, call: LayerCall, take: Callable[[int, Attention], Any]) -> AttentionCapture:
         """Hand what the active rows look at in a layer to `take`, in place of its attention."""
@@ -435,4 +445,4 @@ class Prefill:
     def _note(self, index: int, kv_only: bool) -> None:
         """Tell the report what a layer is about to compute."""
         plan, columns = self.context.plan, None if self._rows is None else self._rows.columns
-        self.context.report.computed(Work(index, kv_only, columns, plan.reusable, plan.real, self.context.past))
+        self.context.report._work.append(Work(index, kv_only, columns, plan.reusable, plan.real, self.context.past))

@@ -6,7 +6,7 @@ Where stored chunks are in memory, layers that look alike are opened and written
 to be unlike its neighbours, by its device, dtype or rotary table, is written again, and from then on each alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +34,13 @@ class LayerBuffers:
         self._opens_several = len(devices) < 2
 
     def use(
-        self, index: int, keys: Tensor, values: Tensor, chunks: list[PlacedChunk], checks: Sequence[int], blank: bool
+        self,
+        index: int,
+        keys: Tensor,
+        values: Tensor,
+        stored: Callable[[], list[PlacedChunk]],
+        checks: Sequence[int],
+        blank: bool,
     ) -> None:
         """Open a layer's columns and write what is stored of chunks, unless it was done with an earlier layer.
 
@@ -53,6 +59,7 @@ class LayerBuffers:
             self._opens_several = self._opens_several and is_ready
             if is_ready:
                 return
+        chunks = stored()
         if index not in self.open:  # else it was written as another layer's table says
             group, several = range(index, index + 1), None
             if self._opens_several and not keys.requires_grad:
@@ -90,7 +97,7 @@ class LayerBuffers:
         if self._is_shared:
             return
         for done in range(self._settled, index):
-            if self.open.pop(done, None) is not None:
+            if self.open.pop(done, None) is not None and not self._layers[done].keeps_all:
                 self._layers[done].settle()
         self._settled = max(self._settled, index)
 

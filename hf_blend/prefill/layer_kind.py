@@ -9,7 +9,7 @@ and V subclasses `LayerKind`; the prefill itself knows these hooks only.
 from typing import TYPE_CHECKING, Any
 
 from ..model.anatomy import LayerCall
-from ..rotary.tables import Table, rotary_table
+from ..rotary.tables import Table
 from ..selectors.base import KV
 from .rows import Rows
 
@@ -29,12 +29,12 @@ class LayerKind:
         """The parts that are known when a look into the layer may end, each reported by `Prefill.reach`."""
         return {"keys"}
 
-    def enter(self, prefill: "Prefill", index: int, call: LayerCall) -> Table | None:
-        """Begin a layer with the arguments that the model gave it.
+    def enter(self, prefill: "Prefill", index: int, call: LayerCall, table: Table | None) -> Table | None:
+        """Begin a layer with the arguments that the model gave it, and the rotary table among them.
 
-        Returns the rotary table of the new tokens, `[batch or 1, tokens, width]` each; None where there is none.
+        Returns that of the new tokens, `[batch or 1, tokens, width]` each; None where there is none.
         """
-        return rotary_table(call.arguments, call.layer)
+        return table
 
     def take_rows(self, prefill: "Prefill", call: LayerCall, rows: Rows) -> None:
         """The layer runs for these rows; `call` has their arguments."""

@@ -127,6 +127,7 @@ class WholeChunks:
         self._past, self._charge = context.past, context.report.charge
         self._sums: dict[int, Tensor] = {}
         self._layers: frozenset[int] = frozenset()
+        self.listens = False  # takes the attention of some layers
         if context.is_probe or context.loader is not None or plan.store is None or not plan.store.reads_importance:
             return
         # not what a prompt begins with, where attention rests in any case
@@ -139,6 +140,7 @@ class WholeChunks:
         deep = deep[:-1] or deep  # past the K and V of the last layer only the last row is computed
         if self._rows > 0 and stops:
             self._layers = frozenset(deep[::-1][:: max(1, len(deep) // LAYERS)][:LAYERS])
+            self.listens = bool(self._layers)
 
     def write(self, index: int, chunks: Sequence[PlacedChunk], realigner: Realigner, states: KV) -> None:
         """Write a layer of stored chunks to its opened columns, `[batch, kv_heads, tokens, head_dim]`."""

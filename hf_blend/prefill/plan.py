@@ -80,10 +80,8 @@ class PromptRow:
     prefix: int | None = None
     is_searched: bool = False
 
-    def column_of(self, start: int, first: int, count: int) -> int | None:
+    def column_of(self, first: int, count: int) -> int | None:
         """The column of the row's token `first`, if `count` tokens stand there side by side; else None."""
-        if not self.columns:
-            return start + first
         columns = self.columns[first : first + count]
         return columns[0] if columns[-1] - columns[0] == count - 1 else None
 
@@ -314,9 +312,9 @@ class Planner:
         prompt_row: PromptRow,
         spans: list[Found],
         beginning: bool,
-    ) -> Iterator[tuple[ChunkKey, Callable[[ChunkKV], PlacedChunk]]]:
+    ) -> list[tuple[ChunkKey, Callable[[ChunkKV], PlacedChunk]]]:
         """The chunks of one row that are needed, and what makes the placed chunk of each."""
-        exact_until = 0 if beginning else -1
+        exact_until, found = 0 if beginning else -1, list[tuple[ChunkKey, Callable[[ChunkKV], PlacedChunk]]]()
         for number, (offset, key, inside, tokens) in enumerate(spans):
             end = offset + tokens
             if end >= max(len(prompt_row.ids), prompt_row.before + new):
@@ -330,12 +328,16 @@ class Planner:
             exact_until = end if exact else exact_until
             first = max(offset, prompt_row.before)
             count = min(end, prompt_row.before + new - 1) - first  # the last token of a part is computed, too
-            column = prompt_row.column_of(start, first - prompt_row.before, count) if count > 0 else None
-            if column is not None:
+            column: int | None = start + first - prompt_row.before
+            if prompt_row.columns:
+                column = prompt_row.column_of(first - prompt_row.before, count) if count > 0 else None
+            if count > 0 and column is not None:
                 here = inside + first - offset
-                yield key, partial(PlacedChunk, row, column, exact=exact, number=number, first=here, count=count)
+                made = partial(PlacedChunk, row, column, exact=exact, number=number, first=here, count=count)
+                found.append((key, made))
                 if first == offset and key.chunk_prefix_ids == self._chunk_prefix_ids:
                     plan.seam_tokens += len(key.token_ids) - tokens
+        return found
 
     def _fetch(self, plan: Plan, keys: Sequence[ChunkKey], first: Set[ChunkKey]) -> None:
         """Bring chunks from the store; those that it lacks are computed, several in one forward, and stored.

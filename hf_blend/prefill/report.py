@@ -135,10 +135,6 @@ class BlendReport:
         for name, count in counts.items():
             setattr(self, name, getattr(self, name) + count)
 
-    def computed(self, work: Work) -> None:
-        """Note that a layer ran, or ran as far as its K and V."""
-        self._work.append(work)
-
     def charge(self, flops: Charge) -> None:
         """Note work of choosing and correcting that is no layer's own; a tensor is read when a figure is asked for."""
         self._charges.append(flops)

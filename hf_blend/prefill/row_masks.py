@@ -29,23 +29,19 @@ class RowMasks:
 
     def __init__(self, model: nn.Module, layers: Sequence[Any], past: int, tokens: int) -> None:
         """Prepare for one forward."""
-        self._implementation = text_config(model)._attn_implementation or "eager"
-        seen = [layers[source] for source in kv_sources(layers, getattr(text_config(model), "layer_types", None))]
-        self._sizes = [  # keys that new tokens see, and how many before these they do not; a place holder has all
-            layer.sizes_behind(past, tokens) if hasattr(layer, "sizes_behind") else (past + tokens, 0)
-            for layer in seen
-        ]
-        self._windows = [getattr(layer, "sliding_window", None) for layer in seen]
+        config = text_config(model)
+        self._implementation = config._attn_implementation or "eager"
+        self._seen = [layers[index] for index in kv_sources(layers, getattr(config, "layer_types", None))]
         self._past, self._tokens, self._is_flash = past, tokens, is_flash(self._implementation)
         open_door(self._implementation)
         self._made: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 
     def give(self, index: int, call: LayerCall, model_mask: Any, rows: Rows) -> None:
         """Put its rows' lines of the mask into a call."""
-        keys, offset = self._sizes[index]
-        place = (id(model_mask), id(rows), offset, self._windows[index])
+        window = getattr(self._seen[index], "sliding_window", None)  # says how many keys a row of a mask has
+        place = (id(model_mask), id(rows), window)
         if place not in self._made:
-            mask = self._lines(model_mask, rows, keys, offset, self._windows[index])
+            mask = self._lines(model_mask, rows, self._seen[index], window)
             self._made[place] = (mask, (model_mask, rows))  # kept alive, or the ids would be used again
         call.arguments[call.mask_name] = self._made[place][0]
         if self._is_flash and not LayerInfo.of(call.layer).attention:
@@ -54,7 +50,10 @@ class RowMasks:
                 f"sdpa instead of {self._implementation}. Load the model with attn_implementation='sdpa'."
             )
 
-    def _lines(self, model_mask: Any, rows: Rows, keys: int, offset: int, window: int | None) -> Any:
+    def _lines(self, model_mask: Any, rows: Rows, layer: Any, window: int | None) -> Any:
+        keys, offset = self._past + self._tokens, 0  # of a place holder: all
+        if hasattr(layer, "sizes_behind"):
+            keys, offset = layer.sizes_behind(self._past, self._tokens)
         past, columns = self._past - offset, rows.columns
         if getattr(model_mask, "ndim", 0) == 4 and model_mask.shape[2] == columns.shape[1] < self._tokens:
             # Gemma 4 has cut it: behind its last K and V it goes on with the rows that are asked for

@@ -128,6 +128,8 @@ class PartialLoading(PartDecoding):
         watch: as in `partial_loading`.
     """
 
+    listens = True  # see `WholeChunks`
+
     def __init__(
         self,
         cache: BlendCache,
