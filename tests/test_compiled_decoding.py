@@ -131,13 +131,13 @@ def test_a_static_layer_in_few_bits_crops_restores_and_reorders_as_a_growing_one
         one.reorder_cache(torch.tensor([1, 0]))
     assert torch.equal(layer.values, plain.values)
     assert layer.keys.shape[2] == int(layer.filled) == 90
-    place = layer._packed["k.bytes"].data_ptr()
+    place = layer._cells.columns["k.bytes"].buffer.data_ptr()
     layer.reset()
     assert (layer.length, layer.packed_tokens) == (0, 0)
     for tokens in (40, 1, 70):
         seen = layer.update(*states_of(tokens, 2))
         assert torch.equal(seen[0][:, :, layer.length - tokens : layer.length], states_of(tokens, 2)[0])
-    assert place == layer._packed["k.bytes"].data_ptr()
+    assert place == layer._cells.columns["k.bytes"].buffer.data_ptr()
     layer.batch_repeat_interleave(2)
     assert torch.equal(layer.keys[0], layer.keys[1])
 

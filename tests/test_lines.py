@@ -10,8 +10,8 @@ import pytest
 
 MOST = {
     "top": 1_260,
-    "cache": 1_870,
-    "context": 3_830,
+    "cache": 2_050,
+    "context": 3_655,
     "correctors": 190,
     "hybrids": 970,
     "images": 720,
@@ -19,7 +19,7 @@ MOST = {
     "loading": 470,
     "model": 4_340,
     "offload": 1_000,
-    "prefill": 2_800,
+    "prefill": 2_790,
     "prompt": 700,
     "rotary": 420,
     "selectors": 1_170,

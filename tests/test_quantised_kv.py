@@ -9,9 +9,8 @@ import torch
 from tiny_models import tiny_model as zoo_model
 
 from hf_blend import BlendCache, ChunkStore, ConfigError
-from hf_blend.cache.layers import BlendLayer
+from hf_blend.cache.layers import BlendLayer, BlendSlidingLayer
 from hf_blend.cache.quantised_layer import GROUP_TOKENS, QuantisedLayer, pack, unpack
-from hf_blend.cache.sliding_layer import BlendSlidingLayer
 from tests.conftest import slow_but
 
 GREEDY = {"max_new_tokens": 80, "do_sample": False, "eos_token_id": None}

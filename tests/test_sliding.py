@@ -11,8 +11,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from hf_blend import BlendCache, ChunkStore
-from hf_blend.cache.layers import ROOM_TOKENS, BlendLayer
-from hf_blend.cache.sliding_layer import BlendSlidingLayer
+from hf_blend.cache.layers import ROOM_TOKENS, BlendLayer, BlendSlidingLayer
 from hf_blend.errors import ConfigError
 from hf_blend.model.anatomy import decoder_layers
 from hf_blend.verify.full_recompute import fused_ratio

@@ -384,20 +384,10 @@ class BlendCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Take a layer's new K and V and give back all of its K and V.
+        """Take a layer's new K and V and give back all of its K and V; refuse those of another model object.
 
-        Args:
-            key_states: `[batch, kv_heads, rows, head_dim]`, rotated for the rows' positions.
-            value_states: `[batch, kv_heads, rows, head_dim]`.
-            layer_idx: which layer.
-            *args: passed on to the layer.
-            **kwargs: passed on to the layer.
-
-        Returns:
-            K and V of all tokens, `[batch, kv_heads, tokens, head_dim]`.
-
-        Raises:
-            ConfigError: another model object computed them than the one that this cache was made for.
+        Shapes: both `[batch, kv_heads, rows, head_dim]`, K rotated for the rows' positions → `[batch, kv_heads,
+        tokens, head_dim]`.
         """
         if not torch.compiler.is_compiling():
             is_first, self._layer = layer_idx <= self._layer, layer_idx
@@ -414,14 +404,9 @@ class BlendCache(Cache):
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
-        """Take a layer's new indexer keys and give back all of them.
+        """Take a layer's new indexer keys, rotated for their positions, and give back those of all tokens.
 
-        Args:
-            indexer_key_states: `[batch, rows, width]`, rotated for the rows' positions.
-            layer_idx: which layer.
-
-        Returns:
-            Those of all tokens, `[batch, tokens, width]`.
+        Shapes: `[batch, rows, width]` → `[batch, tokens, width]`.
         """
         if self._forward is not None:
             return self._forward.prefill.update_indexer(layer_idx, indexer_key_states)
@@ -439,15 +424,7 @@ class BlendCache(Cache):
         return length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Length and offset of the keys that new tokens will see. Models ask this before their first layer.
-
-        Args:
-            query_length: number of new tokens.
-            layer_idx: which layer.
-
-        Returns:
-            (keys, offset).
-        """
+        """Length and offset of the keys that new tokens will see. Models ask this before their first layer."""
         if self._forward is not None and isinstance(self._own_layers[layer_idx], CacheLayerMixin):
             return self._own_layers[layer_idx].sizes_behind(self._past, query_length)
         if not torch.compiler.is_compiling():

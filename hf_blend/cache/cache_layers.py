@@ -15,9 +15,8 @@ from ..model.anatomy import has_indexer, stock_layers, text_config
 from ..model.extras import rooms
 from ..model.fingerprint import PerStructure
 from .indexed_layer import IndexedLayer
-from .layers import BlendLayer
+from .layers import BlendLayer, BlendSlidingLayer
 from .quantised_layer import QuantisedLayer, QuantisedStaticLayer
-from .sliding_layer import BlendSlidingLayer
 from .static_layer import StaticLayer
 
 MASKED = ("sdpa", "eager")  # attention that hides what a step's mask hides; flash kernels go by lengths

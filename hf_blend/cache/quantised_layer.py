@@ -7,9 +7,13 @@ groups of tokens; values have none and are scaled by token; the last tokens stay
 Differs: 8 bits, symmetric, so that no entry is off by more than 1/254 of the largest of its group, and half a rounding
 of the dtype; or 4 bits with a least value for each group, as with the codec int4. Every forward sees its own tokens as
 they are.
+
+A cell is quantised once, with others that came just before or behind it, and its bits never change, whatever is
+removed, shared or moved. Where some of a group are removed, the others keep its scales.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,13 +21,15 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..store import nibbles
-from .layers import SPARE_SHARE, BlendLayer, MadeStates, Pair
+from .layers import BlendLayer, Columns, MadeStates, Pair
 from .static_layer import StaticLayer
 
 GROUP_TOKENS = 32  # share a scale per channel of K
 RING_TOKENS = 2 * GROUP_TOKENS
 LARGEST = 127
 PARTS = ("bytes", "scale", "least")  # of K and of V; the last one in 4 bits only
+GROUPS = "groups"  # of packed cells: by cell, which scales its key has
+Form = tuple[tuple[int, ...], torch.dtype]
 
 
 def pack(bits: int, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
@@ -72,11 +78,164 @@ def _steps(states: Tensor, axis: int) -> tuple[Tensor, ...]:
     return (states.float() / scales).round_().clamp_(-LARGEST, LARGEST).to(torch.int8), scales
 
 
+@dataclass(frozen=True)
+class Held:
+    """How many tokens are packed, how many groups they have, and the tokens behind them as they were computed."""
+
+    packed: int
+    groups: int
+    recent: Pair
+
+
+class PackedCells:
+    """K and V of tokens 0, 1, 2 …, `[batch, kv_heads, tokens, width]`; what `append` adds counts from `commit` on."""
+
+    def __init__(self, bits: int, keys: Tensor, values: Tensor) -> None:
+        """Take batch, heads, widths, dtype and device from K and V; hold nothing."""
+        self._bits = bits
+        zeros = (one.new_zeros((*one.shape[:2], GROUP_TOKENS, one.shape[3])) for one in (keys, values))
+        self.columns = {
+            name: Columns(part, 1 if is_by_group(name) else GROUP_TOKENS) for name, part in pack(bits, *zeros).items()
+        }
+        self.columns[GROUPS] = Columns(torch.empty((1, 1, 0), dtype=torch.int32, device=keys.device))
+        self.held = self._next = Held(0, 0, (keys[:, :, :0].clone(), values[:, :, :0].clone()))
+
+    @property
+    def length(self) -> int:
+        """How many tokens are held."""
+        return self.held.packed + self.held.recent[0].shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of every buffer, spare room included."""
+        return sum(one.nbytes for one in (*(part.buffer for part in self.columns.values()), *self.held.recent))
+
+    def like(self, tokens: int) -> Pair:
+        """K and V for so many tokens, contents undefined."""
+        keys, values = (part.new_empty((*part.shape[:2], tokens, part.shape[3])) for part in self.held.recent)
+        return keys, values
+
+    def append(self, start: int, keys: Tensor, values: Tensor, sequences: int = 1) -> None:
+        """Put new tokens behind the first `start` ones, and pack all whole groups but one for each sequence."""
+        held = self._first(start)
+        recent = [torch.cat(pair, 2) for pair in zip(held.recent, (keys, values), strict=True)]
+        groups = max(0, recent[0].shape[2] // GROUP_TOKENS - sequences)
+        tokens = groups * GROUP_TOKENS
+        if groups:
+            of = torch.arange(groups, dtype=torch.int32, device=keys.device).repeat_interleave(GROUP_TOKENS)
+            packed = pack(self._bits, *(part[:, :, :tokens] for part in recent))
+            self._write(held, {**packed, GROUPS: of[None, None]})
+            recent = [part[:, :, tokens:].clone() for part in recent]
+        self._next = Held(held.packed + tokens, held.groups + groups, (recent[0], recent[1]))
+
+    def commit(self) -> None:
+        """Hold what was appended last."""
+        self.held = self._next
+
+    def restore(self, held: Held) -> None:
+        """Hold what was held before, since when tokens were only appended."""
+        self.held = self._next = held
+
+    def crop(self, tokens: int) -> None:
+        """Hold the first tokens only."""
+        self.restore(self._first(tokens))
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Change all that is held along its first axis, in place where its shape stays."""
+        for name, part in self.columns.items():
+            if name != GROUPS:
+                changed = change(part.buffer)
+                same = changed.shape == part.buffer.shape
+                part.buffer = part.buffer.copy_(changed) if same else changed
+        keys, values = map(change, self.held.recent)
+        self.restore(Held(self.held.packed, self.held.groups, (keys, values)))
+
+    def reserve(self, tokens: int) -> None:
+        """Have room for so many packed tokens, so that no buffer moves; what it holds of none is 0."""
+        for name, part in self.columns.items():
+            buffer = part.buffer
+            part.buffer = buffer.new_zeros((*buffer.shape[:2], _column(name, tokens), *buffer.shape[3:]))
+        self.columns[GROUPS].buffer.copy_(torch.arange(tokens) // GROUP_TOKENS)  # whichever are packed
+
+    def read(self, start: int, stop: int, out: Sequence[Tensor]) -> None:
+        """Write the tokens `start <= token < stop` to K and V of so many, in the dtype of these."""
+        held = self.held
+        end = min(max(held.packed, start), stop)
+        if end > start:
+            self._unpack(slice(start, end), [part[:, :, : end - start] for part in out])
+        for part, recent in zip(out, held.recent, strict=True):
+            part[:, :, end - start :] = recent[:, :, end - held.packed : stop - held.packed]
+
+    def gather(self, tokens: Tensor, at: Tensor, out: Sequence[Tensor]) -> None:
+        """Write some tokens to K and V of so many; `tokens` ascend, on the CPU, and are `at` on the device."""
+        held = self.held
+        count = int(torch.searchsorted(tokens, held.packed))
+        if count:
+            self._unpack(at[:count], [part[:, :, :count] for part in out])
+        for part, recent in zip(out, held.recent, strict=True):
+            part[:, :, count:] = recent.index_select(2, at[count:] - held.packed)
+
+    def parts(self, tokens: Tensor) -> dict[str, Tensor]:
+        """All that is held of some tokens of the first batch entry, by name, `[kv_heads, tokens or groups, width]`."""
+        held, at = self.held, tokens.to(self.held.recent[0].device)
+        count = int(torch.searchsorted(tokens, held.packed))
+        chosen = {name: part.buffer[0] for name, part in self.columns.items()}
+        used, groups = chosen.pop(GROUPS)[0].index_select(0, at[:count]).unique(return_inverse=True)
+        found = {
+            name: part.index_select(1, used if is_by_group(name) else at[:count]) for name, part in chosen.items()
+        }
+        recent = (part[0].index_select(1, at[count:] - held.packed) for part in held.recent)
+        return {**found, GROUPS: groups.int(), **dict(zip("kv", recent, strict=True))}
+
+    def extend(self, start: int, parts: Mapping[str, Tensor]) -> None:
+        """Hold what `parts` gave: packed tokens behind those that are, recent ones at the end."""
+        device = self.held.recent[0].device
+        keys, values = (parts[name][None].to(device) for name in "kv")
+        if GROUPS not in parts:
+            self.append(start, keys, values)
+            return self.commit()
+        held, packed, groups = self._first(start), len(parts[GROUPS]), parts["k.scale"].shape[1]
+        new = {name: parts[name][None].to(device) for name in self.columns}
+        self._write(held, {**new, GROUPS: new[GROUPS][None]})
+        recent = torch.cat([held.recent[0], keys], 2), torch.cat([held.recent[1], values], 2)
+        self.restore(Held(held.packed + packed, held.groups + groups, recent))
+
+    def _first(self, tokens: int) -> Held:
+        """What is held of the first tokens."""
+        held, recent = self.held, max(0, tokens - self.held.packed)
+        keys, values = (part[:, :, :recent] for part in held.recent)
+        if tokens >= held.packed:
+            return Held(held.packed, held.groups, (keys, values))
+        last = self.columns[GROUPS].buffer[0, 0, tokens - 1 : tokens]
+        return Held(tokens, int(last) + 1 if tokens else 0, (keys, values))
+
+    def _write(self, held: Held, parts: Mapping[str, Tensor]) -> None:
+        """Put parts behind what is held; their groups are counted from 0."""
+        for name, part in parts.items():
+            start = held.groups if is_by_group(name) else held.packed
+            self.columns[name].write(start, part + held.groups if name == GROUPS else part)
+
+    def _unpack(self, tokens: slice | Tensor, out: Sequence[Tensor]) -> None:
+        """Unpack whole groups that follow each other with their scales, other tokens each with its own."""
+        buffers = {name: part.buffer for name, part in self.columns.items()}
+        groups = _columns(buffers.pop(GROUPS), tokens)[0, 0]
+        scales = self._whole_groups(tokens) or groups
+        chosen = {name: _columns(part, scales if is_by_group(name) else tokens) for name, part in buffers.items()}
+        unpack(chosen, out[0], out[1])
+
+    def _whole_groups(self, tokens: slice | Tensor) -> slice | None:
+        """The groups that some tokens are, where all groups have all of their tokens; None where that is not sure."""
+        held = self.held
+        if not isinstance(tokens, slice) or held.packed != held.groups * GROUP_TOKENS:
+            return None
+        is_whole = tokens.start % GROUP_TOKENS == tokens.stop % GROUP_TOKENS == 0
+        return slice(tokens.start // GROUP_TOKENS, tokens.stop // GROUP_TOKENS) if is_whole else None
+
+
 class QuantisedLayer(MadeStates, BlendLayer):
     """K and V of one decoder layer in 8 or 4 bits, but for the last 32 to 63 tokens.
 
-    These are in a ring, token `t` in column `t % 64`. `keys` and `values` are unpacked at every look, except while a
-    forward has opened them.
+    `keys` and `values` are unpacked at every look, except while a forward has opened them.
     """
 
     keeps_all = False
@@ -84,160 +243,190 @@ class QuantisedLayer(MadeStates, BlendLayer):
     def __init__(self, bits: int = 8, *given: Any) -> None:
         """Begin empty; `bits` is 8 or 4."""
         self._bits = bits
-        self._packed: dict[str, Tensor] = {}
+        self._cells: PackedCells | None = None
         self._opened: Pair | None = None
-        self._settled = 0  # tokens behind which the opened ones begin
         super().__init__(*given)
 
     @property
     def packed_tokens(self) -> int:
         """How many of the tokens are held in few bits."""
-        return max(0, self.length // GROUP_TOKENS - 1) * GROUP_TOKENS
+        return 0 if self._cells is None else self._cells.held.packed
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return super().nbytes + sum(one.nbytes for one in (*self._packed.values(), *(self._opened or ())))
+        held = 0 if self._cells is None else self._cells.nbytes
+        return super().nbytes + held + sum(one.nbytes for one in self._opened or ())
+
+    @property
+    def batch_size(self) -> int:
+        """How many batch entries there are; 0 in an empty layer."""
+        return 0 if self._cells is None else self._cells.held.recent[0].shape[0]
 
     def open(self, tokens: int, key_states: Tensor, value_states: Tensor) -> Pair:
         """See `BlendLayer.open`; everything is unpacked until `settle`."""
-        if self._buffers is None or (not self.length and self._buffers[0].shape[:2] != key_states.shape[:2]):
-            self._buffers, self._packed = None, {}
+        if self._cells is None or (not self.length and self.batch_size != key_states.shape[0]):
             self.lazy_initialization(key_states, value_states)
-            self._move(key_states, value_states, RING_TOKENS, slice(0, 0))
-        self._settled, self._opened = self.length, self._unpacked(tokens)
+            self._begin(key_states, value_states)
+        self._opened = self._unpacked(tokens)
         self.length += tokens
         return self._opened[0][:, :, -tokens:], self._opened[1][:, :, -tokens:]
 
     def settle(self) -> None:
         """Pack whole groups, but for the last tokens."""
-        if self._opened is None:
+        if self._opened is None or self._cells is None:
             return
-        opened, end, self._opened = self._opened, self.length, None
-        self.length = self._settled
-        start, self.length = self.packed_tokens, end
-        if (packed := self.packed_tokens) > start:
-            self.unchanged_tokens = min(self.unchanged_tokens, start)
-            self._reserve(packed)
-            for name, part in pack(self._bits, *(states[:, :, start:packed] for states in opened)).items():
-                first = _column(name, start)
-                self._packed[name][:, :, first : first + part.shape[2]] = part
-        self._fill_ring(opened)
+        (keys, values), self._opened, held, packed = self._opened, None, self._cells.length, self._cells.held.packed
+        self._cells.append(held, keys[:, :, held:], values[:, :, held:])
+        self._cells.commit()
+        if self._cells.held.packed > packed:
+            self.unchanged_tokens = min(self.unchanged_tokens, packed)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens; those in front of them in a packed group are unpacked for good."""
+        """Forget the last tokens."""
         removed = self.check_crop(tokens_to_remove)
-        if self._buffers is not None and removed:
-            held = self._unpacked(0)
-            self._shorten(self.length + removed)
-            self._fill_ring(held)
+        if self._cells is not None and removed:
+            self.length += removed
+            self.unchanged_tokens = min(self.unchanged_tokens, self.length)
+            self._cells.crop(self.length)
 
     def snapshot(self) -> Any:
         """What `restore` needs to take back every token that comes from now on."""
-        return self.length, tuple(ring.clone() for ring in self._buffers or ())
+        return self.length, None if self._cells is None else self._cells.held
 
     def restore(self, snapshot: Any) -> None:
         """Forget the tokens that came since a snapshot."""
-        length, rings = snapshot
+        length, held = snapshot
         self._opened = None
-        if not rings:
+        if held is None or self._cells is None:
             return self.reset()
-        self._shorten(length)
-        for ring, states in zip(self._buffers or (), rings, strict=True):
-            ring.copy_(states)
+        self._cells.restore(held)
+        self.length, self.unchanged_tokens = length, min(self.unchanged_tokens, length)
 
     def reset(self) -> None:
         """Forget everything."""
         super().reset()
-        self._packed, self._opened = {}, None
+        self._cells = self._opened = None
+
+    def _begin(self, key_states: Tensor, value_states: Tensor) -> None:
+        self._cells = PackedCells(self._bits, key_states, value_states)
 
     def _look(self, index: int) -> Tensor | None:
-        if self._buffers is None:
-            return None
-        return (self._opened or self._unpacked(0))[index]
+        return None if self._cells is None else (self._opened or self._unpacked(0))[index]
 
     def _unpacked(self, room: int) -> Pair:
         """All tokens unpacked, and room for some more behind them."""
-        packed, length, rings = self.packed_tokens, self.length, self._buffers or ()
-        keys, values = (one.new_empty((*one.shape[:2], length + room, one.shape[3])) for one in rings)
-        if packed:
-            parts = {name: part[:, :, : _column(name, packed)] for name, part in self._packed.items()}
-            unpack(parts, keys[:, :, :packed], values[:, :, :packed])
-        columns = torch.arange(packed, length, device=keys.device) % RING_TOKENS
-        for states, ring in zip((keys, values), rings, strict=True):
-            states[:, :, packed:length] = ring.index_select(2, columns)
+        cells: Any = self._cells
+        keys, values = cells.like(self.length + room)
+        cells.read(0, self.length, (keys[:, :, : self.length], values[:, :, : self.length]))
         return keys, values
 
-    def _fill_ring(self, states: Pair) -> None:
-        """Put the tokens that are not packed into the ring, and nothing else: what a mask hides must be finite."""
-        tokens = torch.arange(self.packed_tokens, self.length, device=states[0].device)
-        for ring, part in zip(self._buffers or (), states, strict=True):
-            ring.zero_().index_copy_(2, tokens % RING_TOKENS, part.index_select(2, tokens))
-
-    def _shorten(self, length: int) -> None:
-        self.length, self.unchanged_tokens = length, min(self.unchanged_tokens, length)
-        for name, part in self._packed.items():
-            part[:, :, _column(name, self.packed_tokens) :] = 0
-
-    def _reserve(self, tokens: int) -> None:
-        """Have room for so many packed tokens."""
-        group = [one.new_zeros((*one.shape[:2], GROUP_TOKENS, one.shape[3])) for one in self._buffers or ()]
-        for name, like in pack(self._bits, group[0], group[1]).items():
-            held, columns = self._packed.get(name, like[:, :, :0]), _column(name, tokens)
-            if held.shape[2] < columns:
-                spare = held.shape[2] // SPARE_SHARE
-                room = like.new_zeros((*like.shape[:2], columns + spare - held.shape[2], *like.shape[3:]))
-                self._packed[name] = torch.cat([held, room], 2)
-
     def _map(self, change: Callable[[Tensor], Tensor]) -> None:
-        for name, part in self._packed.items():
-            changed = change(part)
-            self._packed[name] = part.copy_(changed) if changed.shape == part.shape else changed
+        self.unchanged_tokens = 0
+        if self._cells is not None:
+            self._cells.map(change)
         super()._map(change)
 
 
 class QuantisedStaticLayer(QuantisedLayer, StaticLayer):
     """K and V in 8 or 4 bits, in buffers for `max_tokens` that never move.
 
-    A step of one token unpacks all columns, and packs the last group but one where the last is full: it asks a tensor
-    how many tokens there are, as compiled code must.
+    The last tokens are in a ring, token `t` in column `t % 64`. A step of one token unpacks all columns, and packs the
+    last group but one where the last is full: it asks a tensor how many tokens there are, as compiled code must.
     """
 
     def __init__(self, max_tokens: int, bits: int) -> None:
         super().__init__(bits, max_tokens)
 
+    @property
+    def packed_tokens(self) -> int:
+        """How many of the tokens are held in few bits; steps may have packed some."""
+        return max(0, self.length // GROUP_TOKENS - 1) * GROUP_TOKENS
+
     def open(self, tokens: int, key_states: Tensor, value_states: Tensor) -> Pair:
         """See `QuantisedLayer.open`."""
         self.check_room(tokens)
         self._drop_unlike(key_states, value_states)
+        self._cells = None if self._buffers is None else self._cells
         return super().open(tokens, key_states, value_states)
+
+    def settle(self) -> None:
+        """See `QuantisedLayer.settle`."""
+        super().settle()
+        self._fill_ring()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens; those in front of them in a packed group are unpacked for good."""
+        self._read_ring()
+        super().crop(tokens_to_remove)
+        self._fill_ring()
+
+    def snapshot(self) -> Any:
+        """What `restore` needs to take back every token that comes from now on."""
+        self._read_ring()
+        return super().snapshot()
+
+    def restore(self, snapshot: Any) -> None:
+        """Forget the tokens that came since a snapshot."""
+        super().restore(snapshot)
+        self._fill_ring()
 
     def reset(self) -> None:
         """Forget everything, and keep the buffers."""
         self._opened, self.visible, self.unchanged_tokens, self.length = None, None, 0, 0
-        for held in (*self._packed.values(), *(self._buffers or ())):
-            held.zero_()
+        if self._cells is not None:
+            self._cells.crop(0)
+            for ring in self._buffers or ():
+                ring.zero_()
+
+    def _begin(self, key_states: Tensor, value_states: Tensor) -> None:
+        self._buffers = None
+        self._move(key_states, value_states, RING_TOKENS, slice(0, 0))
+
+    def _unpacked(self, room: int) -> Pair:
+        self._read_ring()
+        return super()._unpacked(room)
+
+    def _read_ring(self) -> None:
+        """Let the cells hold the last tokens, too, which steps have written to the ring."""
+        if self._cells is not None and self._buffers is not None:
+            packed = self.packed_tokens
+            columns = torch.arange(packed, self.length, device=self._buffers[0].device) % RING_TOKENS
+            keys, values = (ring.index_select(2, columns) for ring in self._buffers)
+            self._cells.restore(Held(packed, packed // GROUP_TOKENS, (keys, values)))
+
+    def _fill_ring(self) -> None:
+        """Put the tokens that are not packed into the ring, and nothing else: what a mask hides must be finite."""
+        if self._cells is None or self._buffers is None:
+            return
+        packed, recent = self.packed_tokens, self._cells.like(self.length - self.packed_tokens)
+        self._cells.read(packed, self.length, recent)
+        columns = torch.arange(packed, self.length, device=recent[0].device) % RING_TOKENS
+        for ring, part in zip(self._buffers, recent, strict=True):
+            ring.zero_().index_copy_(2, columns, part)
+        self._cells.crop(packed)
 
     def _step(self, key_states: Tensor, value_states: Tensor) -> Pair:
         """Write one token, and show all columns; see `StaticLayer._step`."""
-        held, rings = self.filled, self._buffers or ()
+        held, rings, parts = self.filled, self._buffers or (), self._cells.columns  # type: ignore[union-attr]
         for ring, states in zip(rings, (key_states, value_states), strict=True):
             ring.index_copy_(2, (held % RING_TOKENS).view(1), states)
         columns = self._all_columns()
         group = ((held + 1) // GROUP_TOKENS - 2).clamp_min(0)
         is_full = ((held + 1) % GROUP_TOKENS == 0) & (held + 1 >= RING_TOKENS)
         tokens = group * GROUP_TOKENS + torch.arange(GROUP_TOKENS, device=held.device)
-        parts = pack(self._bits, *(ring.index_select(2, tokens % RING_TOKENS) for ring in rings))
-        for name, part in parts.items():
-            at, packed = group.view(1) if is_by_group(name) else tokens, self._packed[name]
+        for name, part in pack(self._bits, *(ring.index_select(2, tokens % RING_TOKENS) for ring in rings)).items():
+            at, packed = group.view(1) if is_by_group(name) else tokens, parts[name].buffer
             packed.index_copy_(2, at, torch.where(is_full, part, packed.index_select(2, at)))
         return columns
 
     def _all_columns(self) -> Pair:
         """All columns unpacked, also those that hold nothing yet."""
-        rings, tokens = self._buffers or (), self._packed["v.bytes"].shape[2]
+        rings, parts = self._buffers or (), self._cells.columns  # type: ignore[union-attr]
+        tokens = parts["v.bytes"].buffer.shape[2]
         keys, values = (one.new_empty((*one.shape[:2], tokens + RING_TOKENS, one.shape[3])) for one in rings)
-        unpack(self._packed, keys[:, :, :tokens], values[:, :, :tokens])
+        packed = {name: part.buffer for name, part in parts.items() if name != GROUPS}
+        unpack(packed, keys[:, :, :tokens], values[:, :, :tokens])
         start = (self.filled // GROUP_TOKENS - 1).clamp_min(0) * GROUP_TOKENS
         at = start + torch.arange(RING_TOKENS, device=keys.device)
         for states, ring in zip((keys, values), rings, strict=True):
@@ -248,15 +437,15 @@ class QuantisedStaticLayer(QuantisedLayer, StaticLayer):
         return RING_TOKENS
 
     def _hold(self, buffers: Pair) -> None:
-        self._buffers, self._packed = buffers, {}
-        self._reserve(-(-self.max_tokens // GROUP_TOKENS) * GROUP_TOKENS)
+        self._cells = PackedCells(self._bits, *buffers)
+        self._cells.reserve(-(-self.max_tokens // GROUP_TOKENS) * GROUP_TOKENS)
         super()._hold(buffers)
 
     def _pin(self, buffers: Pair) -> None:
         super()._pin(buffers)
-        if not torch.compiler.is_compiling():
-            for tensor in self._packed.values():
-                torch._dynamo.mark_static_address(tensor)
+        if self._cells is not None and not torch.compiler.is_compiling():
+            for part in self._cells.columns.values():
+                torch._dynamo.mark_static_address(part.buffer)
 
 
 def is_by_group(name: str) -> bool:
@@ -267,3 +456,29 @@ def is_by_group(name: str) -> bool:
 def _column(name: str, tokens: int) -> int:
     """The column of a part behind so many tokens, which are whole groups."""
     return tokens // GROUP_TOKENS if is_by_group(name) else tokens
+
+
+def forms(
+    bits: int | None, layer: Sequence[tuple[int, int, torch.dtype]], counts: tuple[int, int, int]
+) -> dict[str, Form]:
+    """Shape and dtype of what a layer's `parts` gives, for so many packed tokens, groups and recent tokens."""
+    packed, groups, recent = counts
+    found: dict[str, Form] = {
+        name: ((heads, recent, width), dtype) for name, (heads, width, dtype) in zip("kv", layer, strict=True)
+    }
+    if bits is None:
+        return found
+    like = (torch.empty((1, heads, GROUP_TOKENS, width), dtype=dtype, device="meta") for heads, width, dtype in layer)
+    for name, part in pack(bits, *like).items():
+        found[name] = (part.shape[1], groups if is_by_group(name) else packed, *part.shape[3:]), part.dtype
+    return {**found, GROUPS: ((packed,), torch.int32)}
+
+
+def is_grouping(groups: Tensor, count: int) -> bool:
+    """Return True if tokens can be of so many groups: in their order, and no more in one than share scales."""
+    in_order = bool((groups.diff() >= 0).all() and (groups >= 0).all() and (groups < count).all())
+    return in_order and bool((groups.bincount(minlength=count) <= GROUP_TOKENS).all())
+
+
+def _columns(part: Tensor, columns: slice | Tensor) -> Tensor:
+    return part[:, :, columns] if isinstance(columns, slice) else part.index_select(2, columns)

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from ..cache.layers import Columns, MadeStates, Pair
+from ..cache.quantised_layer import PackedCells
 from ..rotary.base import RotaryStyle
-from .packed_cells import PackedCells
 
 
 class SequenceLayer(CacheLayerMixin):

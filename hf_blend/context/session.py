@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..cache.quantised_layer import forms, is_grouping
 from ..errors import ConfigError, StoreError
 from ..model.anatomy import text_config
 from ..model.fingerprint import fingerprint
@@ -30,7 +31,6 @@ from ..store.format import EntryFile, pack_entry
 from ..store.seal import check_secret
 from ..store.tiers.base import EntryFault, as_fault
 from ..store.tiers.files import open_regular, write_atomically
-from .packed_cells import forms, is_grouping
 from .sequence_cache import UNKNOWN, SequenceCache
 from .state_cache import StateCache
 

@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
-from ..cache.layers import BatchOfRequests, BlendLayer
-from ..cache.sliding_layer import BlendSlidingLayer
+from ..cache.layers import BatchOfRequests, BlendLayer, BlendSlidingLayer
 from ..errors import ConfigError
 from ..model.anatomy import LayerCall
 from ..model.extras import Spans

@@ -42,11 +42,9 @@ class LayerBuffers:
         checks: Sequence[int],
         blank: bool,
     ) -> None:
-        """Open a layer's columns and write what is stored of chunks, unless it was done with an earlier layer.
+        """Open a layer's columns and write what is stored, unless it was done with an earlier layer.
 
-        Layers up to the next one of `checks` may be written with it: behind a check layer more is stored.
-
-        Shapes: keys `[batch, kv_heads, rows, head_dim]`.
+        Layers up to the next one of `checks` may be written with it. Shapes: keys `[batch, kv_heads, rows, head_dim]`.
         """
         self.used.add(index)
         if index in self.open:

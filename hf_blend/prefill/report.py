@@ -16,23 +16,14 @@ Charge: TypeAlias = float | Tensor | Callable[[], float]
 
 @dataclass(frozen=True)
 class Work:
-    """What one layer computed. Nothing is counted before somebody asks for a figure.
-
-    Attributes:
-        layer: which layer.
-        kv_only: it ran only until its K and V were known.
-        columns: `[batch, rows]`, the columns among the new tokens that it ran for; None for all.
-        reusable: `[batch, tokens]`, the columns with stored KV that is not exact: the budget is about these.
-        real: `[batch, tokens]`, the columns that are not padding.
-        past: tokens that were in the cache before these columns.
-    """
+    """What one layer computed. Nothing is counted before somebody asks for a figure."""
 
     layer: int
-    kv_only: bool
-    columns: Tensor | None
-    reusable: Tensor
-    real: Tensor
-    past: int = 0
+    kv_only: bool  # it ran only until its K and V were known
+    columns: Tensor | None  # `[batch, rows]`, those among the new tokens that it ran for; None for all
+    reusable: Tensor  # `[batch, tokens]`, True where stored KV is not exact: the budget is about these
+    real: Tensor  # `[batch, tokens]`, True where there is no padding
+    past: int = 0  # tokens in the cache before these
 
     @property
     def active_columns(self) -> Tensor:
@@ -145,13 +136,7 @@ class BlendReport:
         return sum(float(flops() if callable(flops) else flops) for flops in self._charges)
 
     def chose(self, columns: Tensor, selected: Tensor, past: int) -> None:
-        """Note the first choice of a part of the prompt.
-
-        Args:
-            columns: `[batch, rows]`, where the rows are among the new tokens.
-            selected: `[batch, rows]`, True for those that were chosen.
-            past: tokens in the cache before the new ones.
-        """
+        """Note the first choice among rows at some columns, `[batch, rows]` each, behind `past` tokens."""
         self._chosen.append((columns, selected, past))
 
     @property
