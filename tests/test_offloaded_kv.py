@@ -20,8 +20,6 @@ from hf_blend.offload import memory as placing
 from hf_blend.offload.layer import OffloadedLayer
 from hf_blend.offload.memory import GROW_TOKENS, KVMemory
 from hf_blend.offload.states import Folder, States
-from hf_blend.sparse.partial.loading import partial_loading
-from hf_blend.sparse.partial.store import PartialStore
 from tests.asking import GREEDY, memory
 from tests.asking import LONG as PIECES
 from tests.asking import asked as answered
@@ -327,13 +325,6 @@ def test_kv_device_map_refuses_at_once_what_cannot_be_placed(model):
             BlendCache(model, memory(), **settings)
     with pytest.raises(ConfigError, match=r"BlendSlidingLayer.*Leave kv_device_map out"):
         BlendCache(zoo_model("mistral"), memory(), kv_device_map="auto")
-
-
-def test_partial_loading_refuses_a_kv_device_map(model, tmp_path):
-    store = PartialStore([])
-    cache = BlendCache(model, store, kv_device_map={0: "disk"}, offload_folder=str(tmp_path))
-    with pytest.raises(ConfigError, match=r"kv_device_map=.*Leave kv_device_map out"), partial_loading(model, cache):
-        pass
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,13 @@
 
 import os
 import signal
+from contextlib import nullcontext
 
 import pytest
 import torch
 from tiny_models import tiny_model as zoo_model
 
-from hf_blend import BlendCache, ChunkStore, ConfigError, plugins
+from hf_blend import BlendCache, ChunkStore, ConfigError, plugins, sparse_decoding
 from hf_blend.sparse.partial import seen
 from hf_blend.sparse.partial.loading import partial_loading
 from hf_blend.sparse.partial.store import PartialStore
@@ -355,7 +356,39 @@ def test_what_makes_no_sense_is_refused(which):
         ChunkStore.open("memory://", partial=partial)
 
 
-@pytest.mark.parametrize("settings", [{"kv_device_map": {0: "cpu"}}, {"max_tokens": 500}])
-def test_layers_that_are_away_or_static_are_seen_whole(model, settings):
-    with pytest.raises(ConfigError, match="in part, but layers that are away are brought whole, and static"):
-        BlendCache(model, ChunkStore.open("memory://", partial=0.5), **settings)
+def test_static_buffers_are_seen_whole(model):
+    with pytest.raises(ConfigError, match="in part, but static buffers are seen whole"):
+        BlendCache(model, ChunkStore.open("memory://", partial=0.5), max_tokens=500)
+
+
+SPARSE = {"share": 0.5, "block_tokens": 8, "min_tokens": 0}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("sparse", [None, SPARSE], ids=["dense", "sparse"])
+def test_what_is_not_loaded_is_seen_by_no_step_and_may_be_away(model, tmp_path, sparse):
+    store = ChunkStore.open("memory://", partial=ANYHOW)
+    logits_of(model, store)
+    found = {}
+    for how, settings in {
+        "plain": {},
+        "noise": {},
+        "away": {"kv_device_map": {0: "disk", 1: "cpu", 3: "disk"}, "offload_folder": str(tmp_path)},
+    }.items():
+        first, cache = logits_of(model, store, **settings)
+        hidden = [layer.visible is not None for layer in cache.layers]
+        assert hidden.count(True) > 1
+        for layer in cache.layers if how == "noise" else ():
+            absent = torch.ones(layer.length, dtype=torch.bool)
+            absent[layer.visible if layer.visible is not None else slice(None)] = False
+            layer.keys[:, :, absent] = layer.values[:, :, absent] = 100.0
+        found[how] = [first]
+        with nullcontext() if sparse is None else sparse_decoding(model, cache, **sparse):
+            for token in range(5, 15):
+                if token == 12:
+                    cache.crop(-60)  # some columns of the prompt are gone
+                step = model(torch.tensor([[token]]), past_key_values=cache).logits[0, -1]
+                found[how].append(step)
+        assert [layer.visible is not None for layer in cache.layers] == hidden
+    for got in (found["noise"], found["away"]):
+        torch.testing.assert_close(torch.stack(got), torch.stack(found["plain"]), rtol=0, atol=5e-6)

@@ -188,12 +188,10 @@ class BlendCache(Cache):
         super().__init__(layers=[*self._own_layers])
 
     def _check_store(self) -> None:
-        settings = {"kv_device_map": self.config.kv_device_map, "max_tokens": self.config.max_tokens}
-        given = [f"{name}={value!r}" for name, value in settings.items() if value is not None]
-        if given and self.store.loads_in_part:
+        if self.config.max_tokens is not None and self.store.loads_in_part:
             raise ConfigError(
-                f"{given[0]} came with a store that loads chunks in part, but layers that are away are brought whole, "
-                "and static buffers are seen whole. Leave one of them out."
+                f"max_tokens={self.config.max_tokens} came with a store that loads chunks in part, but static buffers "
+                "are seen whole. Leave one of them out."
             )
 
     def inputs(

@@ -216,11 +216,20 @@ class BlendLayer(BatchOfRequests, CacheLayerMixin):
         removed = self.check_crop(tokens_to_remove)
         if self.is_initialized:
             self._show(self.length + removed)
-            if self.visible is not None:
-                is_mask = self.visible.dim() == 3
-                kept = self.visible[..., : self.length] if is_mask else self.visible[self.visible < self.length]
-                self.visible = kept if kept.numel() else None
-            self.unchanged_tokens = min(self.unchanged_tokens, self.length)
+            self._shortened()
+
+    def _shortened(self) -> None:
+        """Keep of what is noted of the tokens that of the first ones only."""
+        if self.visible is not None and self.visible.dim() == 1:
+            left = self.visible[self.visible < self.length]
+            if not self.length or (left.numel() and int(left[-1]) + 1 == self.length):
+                self.visible = left
+            else:  # what comes next stands behind columns that are not there
+                self.visible = torch.zeros((1, 1, self.length), dtype=torch.bool, device=left.device)
+                self.visible[..., left] = True
+        if self.visible is not None:
+            self.visible = self.visible[..., : self.length] if self.length else None
+        self.unchanged_tokens = min(self.unchanged_tokens, self.length)
 
     def reset(self) -> None:
         """Forget everything."""

@@ -287,7 +287,7 @@ class QuantisedLayer(MadeStates, BlendLayer):
         removed = self.check_crop(tokens_to_remove)
         if self._cells is not None and removed:
             self.length += removed
-            self.unchanged_tokens = min(self.unchanged_tokens, self.length)
+            self._shortened()
             self._cells.crop(self.length)
 
     def snapshot(self) -> Any:
@@ -301,7 +301,8 @@ class QuantisedLayer(MadeStates, BlendLayer):
         if held is None or self._cells is None:
             return self.reset()
         self._cells.restore(held)
-        self.length, self.unchanged_tokens = length, min(self.unchanged_tokens, length)
+        self.length = length
+        self._shortened()
 
     def reset(self) -> None:
         """Forget everything."""

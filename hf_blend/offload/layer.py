@@ -195,7 +195,8 @@ class OffloadedLayer(MadeStates, BlendLayer):
         if length == 0 and self._buffers is None:
             self.reset()
             return
-        self.length, self.unchanged_tokens = length, min(self.unchanged_tokens, length)
+        self.length = length
+        self._shortened()
         if self._buffers is None:
             self._held = length
             if length < self._away:
@@ -226,8 +227,9 @@ class OffloadedLayer(MadeStates, BlendLayer):
         if not self.length:
             return
         keys, values = (change(states) for states in self._shown_or_brought())
-        length = self.length
+        length, visible = self.length, self.visible
         self.reset()
+        self.visible = change(visible) if visible is not None and visible.dim() == 3 else visible
         opened = self.open(length, keys, values)
         for new, states in zip(opened, (keys, values), strict=True):
             new.copy_(states)
@@ -272,7 +274,7 @@ class OffloadedLayer(MadeStates, BlendLayer):
             for new, states in zip(twin.open(length, keys, values), (keys, values), strict=True):
                 new.copy_(states)
             twin.settle()
-        twin.unchanged_tokens = self.unchanged_tokens
+        twin.unchanged_tokens, twin.visible = self.unchanged_tokens, copy.deepcopy(self.visible, memo)
         return twin
 
 

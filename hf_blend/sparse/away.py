@@ -48,7 +48,7 @@ class AwayBlocks(BlockedLayer):
         """A step that looks at blocks begins."""
         super().begin()
         self._layer.release()
-        self._layer.sees_blocks = self._has_stepped = True
+        self._layer.sees_blocks, self._has_stepped = self._layer.visible is None, True
 
     def settle(self) -> None:
         """A step is over."""

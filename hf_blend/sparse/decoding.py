@@ -21,7 +21,7 @@ from ..cache.blend_cache import BlendCache
 from ..cache.static_layer import refuse_static
 from ..errors import ConfigError, UnsupportedModelError
 from ..model.anatomy import LayerInfo, decoder_layers, has_indexer, stock_layers, text_config
-from ..model.attention import AttentionFn, Take, hook_attention
+from ..model.attention import TAKER, AttentionFn, Take, hook_attention
 from .config import SparseConfig
 from .session import SparseSession
 
@@ -96,15 +96,6 @@ def _check_draft(model: nn.Module, draft: nn.Module | None, selects: bool) -> No
         )
 
 
-def refuse_offloaded(cache: BlendCache) -> None:
-    """Refuse a cache whose layers are brought whole: looking at a part of them would bring them twice."""
-    if cache.kv_memory is not None:
-        raise ConfigError(
-            f"the cache has kv_device_map={cache.config.kv_device_map!r}, which brings whole layers, expected a cache "
-            "whose K and V are all on their devices. Leave kv_device_map out."
-        )
-
-
 class SparseHooks:
     """The hooks on one model: its attention goes through a session, or a draft of it, in the forwards that are its."""
 
@@ -164,6 +155,8 @@ class SparseHooks:
         if all(given.get(special) is None for special in ("position_bias", "sliding_window")):
             name = module.config._attn_implementation
             selected = self._session.select_kv(index, query, key, value, mask, name, scaling)
+        if selected is None and (take := getattr(key, TAKER, None)) is not None:  # a layer that was loaded in part
+            return take(stock, module, query, key, value, mask, scaling=scaling, **given)
         if selected is None and key.shape[2] > 1 and key.stride(2) == 0:
             raise UnsupportedModelError(
                 f"layer {index} of this model attends with a bias or to the K and V of another layer, expected plain "

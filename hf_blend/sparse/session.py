@@ -180,7 +180,7 @@ class SparseSession:
         kv_heads, keys, value_dim]`.
         """
         layer = self.layers.get(index)
-        if layer is None or key.shape[2] != layer.held.length:
+        if layer is None or key.shape[2] != layer.held.length or layer.held.visible is not None:
             return None
         cut = self._cut(index, layer, query, key, value, mask, name, scaling) if is_cut(mask, name) else None
         return cut or ((*layer.blocks.whole(), mask) if layer.blocks.is_away else None)

@@ -32,7 +32,6 @@ from ...prefill.observing import report_importance
 from ...prefill.plan import PlacedChunk, Plan
 from ...prefill.realign import Realigner
 from ...prefill.rows import Rows
-from ..decoding import refuse_offloaded
 from .itf import agreed, importance, probe_count
 from .seen import PartDecoding, attend_part
 from .store import PartialLayers, PartialStore
@@ -103,7 +102,6 @@ def partial_loading(
         raise ConfigError(f"share is {share} and alpha {alpha}, wanted above 0 and up to 1, and 0 or more.")
     if probes is not None and (type(probes) is not int or probes < 1):
         raise ConfigError(f"probes is {probes!r}, expected a whole number from 1 on. Try 2.")
-    refuse_offloaded(cache)
     refuse_static(cache.config.max_tokens, "partial_loading")
     loading = PartialLoading(cache, share, alpha, by_question, fallback, probes, watch)
     before, cache.store.partial = cache.store.partial, loading
