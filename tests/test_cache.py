@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from hf_blend import BlendCache, ChunkStore, observer
-from hf_blend.errors import PromptError
 from hf_blend.model.anatomy import decoder_layers
 from hf_blend.model.fingerprint import fingerprint
 from hf_blend.store.chunk import ChunkKey
@@ -54,14 +53,6 @@ def test_a_cache_that_is_dropped_before_its_forward_takes_its_hooks_along(shared
     del cache
     gc.collect()
     assert hooks(model) == 0
-
-
-def test_generate_leaves_the_model_untouched(tiny_model, pieces, tokenizer, untouched):
-    model = tiny_model()
-    with untouched(model):
-        cache = BlendCache(model, store())
-        generate(model, cache, cache.inputs(tokenizer, **pieces()))
-        assert cache.report.reusable_tokens == 71
 
 
 def test_a_missing_chunk_is_computed_stored_and_used_and_loaded_the_next_time(shared_model, pieces, tokenizer):
@@ -119,14 +110,6 @@ def test_a_prompt_without_stored_chunks_is_a_plain_request(shared_model, pieces,
     assert (cache.report.reusable_tokens, cache.report.prompt_tokens) == (0, ids.shape[1])
 
 
-def test_a_prompt_that_ends_with_a_chunk_has_its_last_chunk_computed(shared_model, pieces):
-    model, kept, request = shared_model(), store(), {**pieces(), "question": []}
-    kept.add(model, None, request["chunks"])
-    cache = BlendCache(model, kept, recompute_ratio=0.0)
-    generate(model, cache, ids_of(request))
-    assert cache.report.reusable_tokens == 17 + 23
-
-
 class Boom(RuntimeError):
     pass
 
@@ -174,24 +157,6 @@ def test_an_exception_outside_the_layers_leaves_no_hook(tiny_model, pieces, toke
             with pytest.raises(Boom):
                 generate(model, cache, inputs)
         assert hooks(model) == 0
-
-
-def test_an_exception_between_layers_leaves_model_and_cache_as_before(tiny_model, pieces, tokenizer, untouched):
-    model, kept, request = tiny_model(), store(), pieces()
-
-    def interfere(*_):
-        raise Boom
-
-    with untouched(model):
-        cache = BlendCache(model, kept, recompute_ratio=0.3)
-        inputs = cache.inputs(tokenizer, **request)
-        kept.add(model, None, request["chunks"])
-        generate(model, BlendCache(model, kept), inputs)
-        handle = decoder_layers(model)[2].register_forward_pre_hook(observer(interfere))
-        with pytest.raises(Boom):
-            generate(model, cache, inputs)
-        handle.remove()
-    assert [one.get_seq_length() for one in cache.layers] == [0] * 4
 
 
 @pytest.mark.parametrize("layer", [0, 2])
@@ -373,44 +338,3 @@ def test_a_sink_of_ones_own_stands_before_each_chunk(shared_model, pieces, token
     generate(model, cache, cache.inputs(tokenizer, **request))
     assert (cache.report.exact_tokens, cache.report.reusable_tokens) == (5 + 17, 23 + 31)
     assert kept.contains(ChunkKey(fingerprint(model), request["prefix"], request["chunks"][1]))
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ({"chunks": []}, r"chunks is \[\].*at least one chunk.*without a BlendCache"),
-        ({"chunks": "text"}, "chunks is 'text'"),
-        ({"chunks": [[5, 6], []]}, r"chunk 1 is \[\].*Leave empty chunks out"),
-        ({"chunks": [[5, 6], ""]}, "chunk 1 is ''"),
-        ({"question": ""}, "question is ''.*Ask something"),
-        ({"question": []}, r"question is \[\]"),
-        ({"chunks": [[5] * 600]}, "the prompt has 614 tokens.*512 positions.*shorten"),
-        ({"question": [[4, 5], [6, 7]]}, "2 questions came with 3 lists of chunks and 2 prefixes"),
-    ],
-)
-def test_pieces_that_make_no_prompt_are_refused_with_the_remedy(shared_model, pieces, tokenizer, change, text):
-    cache = BlendCache(shared_model(), store())
-    with pytest.raises(PromptError, match=rf"(?s){text}"):
-        cache.inputs(tokenizer, **{**pieces(), **change})
-
-
-def test_a_batch_is_a_list_of_questions_padded_on_the_left(shared_model, pieces, tokenizer):
-    cache, first, second = BlendCache(shared_model(), store()), pieces((20, 12)), pieces((9,), seed=1)
-    inputs = cache.inputs(
-        tokenizer,
-        prefix=first["prefix"],
-        chunks=[first["chunks"], second["chunks"]],
-        question=[first["question"], second["question"]],
-    )
-    second["prefix"] = first["prefix"]
-    assert inputs["input_ids"][0].tolist() == ids_of(first)[0].tolist()
-    assert inputs["input_ids"][1].tolist() == [0] * 23 + ids_of(second)[0].tolist()
-    assert inputs["attention_mask"].sum(1).tolist() == [46, 23]
-
-
-def test_text_is_tokenised_piece_by_piece_with_bos_in_front(shared_model, tokenizer):
-    cache = BlendCache(shared_model(), store())
-    ids = cache.inputs(tokenizer, prefix="ab", chunks=["cd", "e"], question="f")["input_ids"]
-    assert ids.tolist() == [tokenizer.encode("ab\n\ncd\n\ne\n\nf")]
-    ids = cache.inputs(tokenizer, chunks=["cd"], question="f", separator="")["input_ids"]
-    assert ids.tolist() == [tokenizer.encode("cdf")]

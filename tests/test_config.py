@@ -2,12 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A config is frozen, refuses what makes no sense, round-trips through JSON, and spends exactly its ratio."""
 
-import ast
 import copy
 import json
 import pickle
 from dataclasses import FrozenInstanceError, fields
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -46,26 +44,6 @@ REFUSED = [
     ({"seed": True}, "True", "int"),
     ({"allow_unverified": "yes"}, "'yes'", "bool"),
 ]
-ROOT = Path(__file__).resolve().parent.parent
-
-
-def selectors_written_out(tree):
-    """What fields and arguments called `selector` are by default, where that is a name in quotes."""
-    nodes = list(ast.walk(tree))
-    fields_ = [one for one in nodes if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)]
-    pairs = [(one.target.id, one.value) for one in fields_]
-    for args in (one.args for one in nodes if isinstance(one, ast.FunctionDef)):
-        pairs += [(arg.arg, value) for arg, value in zip(args.args[::-1], args.defaults[::-1], strict=False)]
-        pairs += [(arg.arg, value) for arg, value in zip(args.kwonlyargs, args.kw_defaults, strict=True)]
-    return [one.value for name, one in pairs if name == "selector" and isinstance(one, ast.Constant) and one.value]
-
-
-def test_the_default_selector_is_written_in_one_place():
-    rooms = ("hf_blend", "cli", "evaluation", "app", "examples")
-    texts = {path: path.read_text("utf-8") for room in rooms for path in (ROOT / room).rglob("*.py")}
-    found = {path.relative_to(ROOT).as_posix(): selectors_written_out(ast.parse(text)) for path, text in texts.items()}
-    assert {path: names for path, names in found.items() if names} == {"hf_blend/config.py": [BlendConfig().selector]}
-    assert selectors_written_out(ast.parse('def ask(ratio=1, selector="a"): ...')) == ["a"]
 
 
 def test_refusal_names_the_field_the_value_and_the_remedy():

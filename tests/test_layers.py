@@ -29,14 +29,6 @@ def assert_equal(layer, reference):
     assert torch.equal(layer.values, reference.values)
 
 
-def test_blend_layer_holds_what_a_dynamic_layer_holds():
-    layer, reference = filled(5, 1, 1, 3)
-    assert_equal(layer, reference)
-    assert layer.get_mask_sizes(4) == reference.get_mask_sizes(4) == (14, 0)
-    assert layer.get_max_length() == -1
-    assert (layer.dtype, layer.device.type, layer.is_initialized) == (torch.float32, "cpu", True)
-
-
 def test_update_copies_nothing_until_the_room_is_used_up_and_then_rarely():
     layer, reference = filled(40)
     addresses = [layer.keys.data_ptr()]
@@ -57,25 +49,6 @@ def test_open_gives_views_behind_what_is_there():
     values.copy_(new[1])
     reference.update(*new)
     assert_equal(layer, reference)
-
-
-@pytest.mark.parametrize("removed", [0, 1, 4, 6, 7])
-def test_crop_forgets_the_last_tokens_and_updates_go_behind_the_rest(removed):
-    layer, reference = filled(5, 1)
-    layer.crop(-removed)
-    left = max(0, 6 - removed)
-    reference.keys, reference.values = (whole[:, :, :left] for whole in (reference.keys, reference.values))
-    assert_equal(layer, reference)
-    layer.update(*states(2, 7))
-    reference.update(*states(2, 7))
-    assert_equal(layer, reference)
-
-
-def test_crop_refuses_a_number_of_tokens_to_keep():
-    layer, _ = filled(6)
-    with pytest.raises(ValueError, match=r"crop\(2\) was asked of a cache of 6 tokens.*negative.*crop\(-4\)"):
-        layer.crop(2)
-    assert layer.get_seq_length() == 6
 
 
 @pytest.mark.parametrize(

@@ -94,14 +94,6 @@ def test_new_tokens_are_seen_as_they_are_and_all_but_the_last_are_packed_behind_
     assert torch.equal(layer.keys, layer.keys)
 
 
-def test_packed_bits_never_change_while_more_comes():
-    layer = filled(QuantisedLayer())
-    before = layer.keys[:, :, : layer.packed_tokens].clone()
-    for seed in range(2 * GROUP_TOKENS):
-        layer.update(*states(1, seed))
-    assert torch.equal(layer.keys[:, :, : before.shape[2]], before)
-
-
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("removed", [1, GROUP_TOKENS, 100, 199, 200])
 def test_crop_keeps_what_stands_before_and_goes_on(removed, bits):

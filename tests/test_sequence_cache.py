@@ -80,17 +80,6 @@ def test_a_hundred_shifts_of_one_are_one_shift_of_a_hundred(name):
         assert torch.equal(one.values, other.values)
 
 
-def test_the_factor_of_yarn_is_applied_once_however_often_keys_move():
-    model = tiny_model("llama", rope_parameters=YARN)
-    cache = filled(model)
-    size = float(cache.layers[0].keys.norm())
-    for _ in range(20):
-        cache.shift(0, 0, None, 3)
-        cache.compact()
-    assert float(cache.layers[0].keys.norm()) == pytest.approx(size, rel=1e-5)
-    assert apart(cache.layers[0].keys, direct(model, cache)[0]) <= TOLERANCE
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_generate_without_operations_is_plain_generate(name):
     model, ids = MODELS[name], prompt(20)

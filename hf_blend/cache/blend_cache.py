@@ -442,14 +442,9 @@ class BlendCache(Cache):
         self._hooks.watch_model()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens, in every layer or in none.
+        """Forget the last tokens, in every layer or in none: a negative number; more than the cache holds empties it.
 
-        Args:
-            tokens_to_remove: how many, as a negative number; 0 removes only what no later token can see, and more than
-                the cache holds empties it.
-
-        Raises:
-            ConfigError: the number is positive, or a window or a state has forgotten what stood before them.
+        Refuses, by a ConfigError, what a window or a state that has forgotten what stood before cannot do.
         """
         tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 gives a tensor
         for layer in self._layers():

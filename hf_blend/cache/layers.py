@@ -222,9 +222,8 @@ class BlendLayer(BatchOfRequests, CacheLayerMixin):
         """Keep of what is noted of the tokens that of the first ones only."""
         if self.visible is not None and self.visible.dim() == 1:
             left = self.visible[self.visible < self.length]
-            if not self.length or (left.numel() and int(left[-1]) + 1 == self.length):
-                self.visible = left
-            else:  # what comes next stands behind columns that are not there
+            self.visible = left
+            if self.length and (not left.numel() or int(left[-1]) + 1 < self.length):  # the last columns are not there
                 self.visible = torch.zeros((1, 1, self.length), dtype=torch.bool, device=left.device)
                 self.visible[..., left] = True
         if self.visible is not None:

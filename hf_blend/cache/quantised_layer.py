@@ -241,7 +241,6 @@ class QuantisedLayer(MadeStates, BlendLayer):
     keeps_all = False
 
     def __init__(self, bits: int = 8, *given: Any) -> None:
-        """Begin empty; `bits` is 8 or 4."""
         self._bits = bits
         self._cells: PackedCells | None = None
         self._opened: Pair | None = None
