@@ -5,12 +5,12 @@
 python benchmarks/bench.py serve --data FILE.jsonl --out benchmarks/results/serve.json
 
 The documents of a request are drawn from a library by a Zipf law, their chunks are stored before, and each answer has
-the same number of tokens. First rounds of some requests at once, the ways in turn within each round. Then requests
-come at random (Poisson), at shares of what `generate` can answer one by one.
+the same number of tokens. A round has some requests at once, and then, for each of the loads, requests that come at
+random (Poisson), at that share of what the best way without reuse answers at once. The ways take turns within a round.
 
 The clock is the CPU time of this process, in one thread, and skips the time in which nobody waits: what else the
 machine does is not in the figures, nor is what a second core would add. Wall seconds stand beside. What is measured
-already is read from `out`, and a run adds to it: with more rounds or loads it goes on.
+already is read from `out`, and a run adds to it: with more rounds, ways or loads it goes on.
 """
 
 import json
@@ -42,7 +42,8 @@ GENERATE, CACHE = "generate", "generate+BlendCache"
 STOCK, WALK, PREFIX, BLEND = "stock", "stock, by requests", "prefixes, by requests", "blending"
 LONE = (GENERATE, CACHE)
 WAYS = (*LONE, BLEND, WALK, PREFIX, STOCK)
-GROWS = ("rounds", "loads", "out")  # fields of a plan that may differ from those of what was measured
+WITHOUT = (GENERATE, STOCK, WALK, PREFIX)  # ways without reuse of chunks
+GROWS = ("rounds", "ways", "loads", "out")  # fields of a plan that may differ from those of what was measured
 DRAWS = 2000
 
 
@@ -63,6 +64,7 @@ class ServePlan:
     at_once: int = 6
     rounds: int = 4
     requests: int = 24
+    ways: tuple[str, ...] = WAYS
     loads: tuple[float, ...] = ()
     batch_tokens: int = 512
     page_tokens: int = 32
@@ -93,17 +95,19 @@ def measure_serve(plan: ServePlan, progress: Callable[[str], Any] | None = None)
             f"there are {plan.documents} documents for {plan.chunks} in a prompt, and {plan.requests} requests; "
             "expected are at least as many documents, and 2 requests. Raise --documents or --requests."
         )
+    if not set(plan.ways) <= set(WAYS):
+        raise ConfigError(f"the ways are {plan.ways}, expected some of {WAYS}. Correct --ways.")
     torch.set_num_threads(1)
     bench = _Bench(plan, progress or (lambda text: None))
     for number in range(plan.rounds):
-        for way in WAYS:
+        for way in plan.ways:
             bench.once(f"round {number}", way, bench.of_round(number), None)
-    lone_s = statistics.fmean(one["cpu_s"] for one in bench.runs if one["way"] == GENERATE) / plan.at_once
-    prompts = bench.prompts[: plan.requests]
-    for load in plan.loads:
-        for way in WAYS:
-            arrivals = [at * lone_s / load for at in _pattern(plan)]
-            bench.once(f"load {load:g}", way, prompts, bench.arrivals.setdefault(f"load {load:g}", arrivals))
+        for load in plan.loads:
+            name = f"load {load:g} round {number}"
+            if name not in bench.arrivals:
+                bench.arrivals[name] = [at / load / bench.capacity() for at in _pattern(plan, number)]
+            for way in plan.ways:
+                bench.once(name, way, bench.at_random(number), bench.arrivals[name])
     return bench.found()
 
 
@@ -122,15 +126,24 @@ class _Bench:
         self.prompts = _prompts(plan, self.model)
         self.store = ChunkStore.open("memory://", memory_bytes=64 << 30)
         started = time.process_time()
-        chunks = {span.token_ids for prompt in self.prompts for span in prompt.known}
+        chunks = {span.token_ids for prompt in self.prompts.values() for span in prompt.known}
         self.store.add(self.model, None, [list(ids) for ids in sorted(chunks)])
         self.stored_s = time.process_time() - started
         self.shared = self._engine(PREFIX)  # it keeps its blocks from one run to the next
         self.shared.start()
 
     def of_round(self, number: int) -> Sequence[TextPrompt]:
-        """The requests of a round: behind those that come at random."""
-        return self.prompts[self.plan.requests + number * self.plan.at_once :][: self.plan.at_once]
+        """The requests at once of a round."""
+        return [self.prompts[one] for one in _at_once(self.plan, number)]
+
+    def at_random(self, number: int) -> Sequence[TextPrompt]:
+        """The requests of a round that come at random."""
+        return [self.prompts[one] for one in _at_random(self.plan, number)]
+
+    def capacity(self) -> float:
+        """How many requests per CPU second the best way without reuse has answered at once."""
+        rows = [row for row in summary(self.runs) if row["run"] == "at once" and row["way"] in WITHOUT]
+        return float(max(row["requests_per_cpu_s"][0] for row in rows))
 
     def _read(self, found: dict[str, Any]) -> None:
         asked = json.loads(json.dumps(asdict(self.plan)))
@@ -195,7 +208,7 @@ class _Bench:
         from transformers import ContinuousBatchingConfig, GenerationConfig
 
         plan = self.plan
-        room = (plan.at_once + 6) * (max(len(prompt.ids) for prompt in self.prompts) + plan.new_tokens)
+        room = (plan.at_once + 6) * (max(len(prompt.ids) for prompt in self.prompts.values()) + plan.new_tokens)
         batching = ContinuousBatchingConfig(
             page_size=plan.page_tokens, num_blocks=-(-room // plan.page_tokens), max_batch_tokens=plan.batch_tokens,
             max_requests_per_batch=plan.at_once, allow_block_sharing=way in (PREFIX, BLEND),
@@ -208,7 +221,7 @@ class _Bench:
 
     def found(self) -> dict[str, Any]:
         """All that is measured, and a row for each way at once and at each load."""
-        tokens = [len(prompt.ids) for prompt in self.prompts]
+        tokens = [len(prompt.ids) for prompt in self.prompts.values()]
         return {
             "machine": self.about, "plan": asdict(self.plan), "stored_cpu_s": self.stored_s,
             "prompt_tokens": [min(tokens), statistics.fmean(tokens), max(tokens)],
@@ -269,8 +282,18 @@ def _finished(engine: Any, names: Sequence[str]) -> None:
         left -= {output.request_id} if output is not None and output.is_finished() else set()
 
 
-def _prompts(plan: ServePlan, model: nn.Module) -> list[TextPrompt]:
-    """Draw the prompts of those that come at random, and behind them those of the rounds."""
+def _at_once(plan: ServePlan, number: int) -> range:
+    """Which prompts a round asks at once: numbers go up from here, and down for those at random."""
+    start = plan.requests + number * plan.at_once
+    return range(start, start + plan.at_once)
+
+
+def _at_random(plan: ServePlan, number: int) -> range:
+    return range(-number * plan.requests, (1 - number) * plan.requests)
+
+
+def _prompts(plan: ServePlan, model: nn.Module) -> dict[int, TextPrompt]:
+    """Draw the prompts of all rounds; each depends on its number alone."""
     weights = [1 / (rank + 1) ** plan.zipf for rank in range(plan.documents)]
     vocabulary = text_config(model).vocab_size
     tokenizer, rows, library = None, list[Any](), list[Any]()
@@ -281,17 +304,17 @@ def _prompts(plan: ServePlan, model: nn.Module) -> list[TextPrompt]:
         tokenizer = open_model(plan.model, "cpu", plan.dtype).tokenizer
         rows = read_rows(Path(plan.data), (CHUNKS, QUESTION))
         library = _library(plan, tokenizer, rows)
-    prompts = []
-    for number in range(plan.requests + plan.rounds * plan.at_once):
+    prompts = {}
+    for number in range(-max(0, plan.rounds - 1) * plan.requests, plan.requests + plan.rounds * plan.at_once):
         draw, picked = random.Random(f"{plan.seed} prompt {number}"), dict[int, None]()
         while len(picked) < plan.chunks:
             picked[draw.choices(range(plan.documents), weights)[0]] = None
         chunks = [library[one] for one in picked]
         if plan.data is None:
-            prompts.append(_joined(chunks, _drawn(f"{plan.seed} question {number}", vocabulary, 8, 24)))
+            prompts[number] = _joined(chunks, _drawn(f"{plan.seed} question {number}", vocabulary, 8, 24))
         else:
             asked = [{"role": "user", "content": rows[number % len(rows)][QUESTION]}]
-            prompts.append(chat_prompt(tokenizer, asked, chunks))
+            prompts[number] = chat_prompt(tokenizer, asked, chunks)
     return prompts
 
 
@@ -322,20 +345,18 @@ def _joined(chunks: Sequence[tuple[int, ...]], question: tuple[int, ...]) -> Tex
     return TextPrompt((*ids, *question), tuple(spans), 1)
 
 
-def _pattern(plan: ServePlan) -> list[float]:
-    """When each request comes, in mean times between two: the same pattern at every load."""
-    draw, at = random.Random(plan.seed + 1), 0.0
+def _pattern(plan: ServePlan, number: int) -> list[float]:
+    """When each request of a round comes, in mean times between two: the same pattern at every load."""
+    draw, at = random.Random(plan.seed + 1 + number), 0.0
     return [at := at + draw.expovariate(1.0) for _ in range(plan.requests)]
 
 
 def summary(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """A row for each way at once and at each load; intervals of 95 % by drawing rounds, or requests, again."""
     rows = []
-    for name in dict.fromkeys("at once" if one["run"].startswith("round") else one["run"] for one in runs):
+    for name in dict.fromkeys(_row_of(one) for one in runs):
         for way in WAYS:
-            mine = [
-                one for one in runs if one["way"] == way and one["run"].startswith(name.replace("at once", "round"))
-            ]
+            mine = [one for one in runs if one["way"] == way and _row_of(one) == name]
             if not mine:
                 continue
             first = [[second] for one in mine for second in one["first_token_s"]] if len(mine) == 1 else [
@@ -348,13 +369,18 @@ def summary(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 row[f"first_token_p{share}_s"] = _interval(first, lambda drawn, share=share: _percentile(drawn, share))
             rows.append(row)
     for row in rows:
-        row["same_answers"] = _same(runs, row["run"].replace("at once", "round"), row["way"])
+        row["same_answers"] = _same([one for one in runs if _row_of(one) == row["run"]], row["way"])
     return rows
 
 
-def _same(runs: Sequence[dict[str, Any]], name: str, way: str) -> list[int]:
+def _row_of(run: dict[str, Any]) -> str:
+    """Which row a run belongs to: all rounds at once, or all at one load."""
+    return str(run["run"]).rpartition("round ")[0].strip() or "at once"
+
+
+def _same(runs: Sequence[dict[str, Any]], way: str) -> list[int]:
     """How many answers are those of the lone way with the same plan, of how many."""
-    by = {(one["run"], one["way"]): one["answers"] for one in runs if one["run"].startswith(name)}
+    by = {(one["run"], one["way"]): one["answers"] for one in runs}
     lone = CACHE if way in (CACHE, BLEND) else GENERATE
     pairs = [
         pair for (run, one), found in by.items() if one == way and (run, lone) in by

@@ -1,32 +1,32 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""OpenAI's own client against the real model: what it sends is taken, and what it reads is there."""
+"""Clients that others wrote against the real model: what they send is taken, and what they read is there."""
 
 import json
+import os
+import subprocess
+from pathlib import Path
 
 import jsonschema
 import openai
 import pytest
 
 from hf_blend.evaluation.bundled import load_model
-from tests.chat_templates import QWEN3
+from tests.serving.asked import QUESTION, SCHEMA, TOOL
 from tests.serving.processes import running
 
 pytestmark = pytest.mark.slow
 
+ROOT = Path(__file__).parents[2]
+PYTHON = Path(os.environ.get("HF_BLEND_CLIENTS", ROOT / ".venv-clients/bin/python"))
 DOCUMENTS = ["The harbour of Lund has 214 berths.", "Its master is Ines Okafor."]
-QUESTION = "Who is the master of the harbour?"
-SCHEMA = {
-    "title": "person",
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 20},
-        "age": {"type": "integer", "minimum": 0, "maximum": 99},
-    },
-    "required": ["name", "age"],
-    "additionalProperties": False,
-}
-TOOL = {"type": "function", "function": {"name": "note", "description": "Note a person.", "parameters": SCHEMA}}
+WITH_TOOLS = """{% if tools %}<|im_start|>system
+Call a tool as <tool_call>{"name": …, "arguments": …}</tool_call>. Tools: {{ tools | tojson }}<|im_end|>
+{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content or '' }}{% for call in message.tool_calls or [] %}\
+<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def guidance():
 @pytest.fixture
 def with_tools(real, monkeypatch):
     """A chat template that has tools, which the model's own has not."""
-    monkeypatch.setattr(real[1], "chat_template", QWEN3)
+    monkeypatch.setattr(real[1], "chat_template", WITH_TOOLS)
 
 
 def asked(**more):
@@ -86,3 +86,15 @@ def test_openai_tools(client, guidance, with_tools):
     (call,) = choice.message.tool_calls
     jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
     assert client.chat.completions.create(**asked(tools=[TOOL], temperature=0)).choices[0].finish_reason
+
+
+@pytest.mark.parametrize("name", ["langchain", "llama_index", "litellm", "lm_eval", "locust"])
+def test_client_of_another_project(server, guidance, with_tools, tmp_path, name):
+    """Each in the environment of clients, whose versions are not those of the tests."""
+    if not PYTHON.exists():
+        pytest.skip(f"{PYTHON} is missing: `make test-clients` makes it, HF_BLEND_CLIENTS names another")
+    command = [str(PYTHON), "-P", str(Path(__file__).with_name("clients.py")), name, server.url, str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+    found = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=900)
+    assert found.returncode == 0, f"{found.stdout[-1500:]}{found.stderr[-3000:]}"
+    assert not server.running.total()
