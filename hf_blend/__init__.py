@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from .generate import blended
-    from .model.identity.hooks import observer
+    from .model.identity.canonical import observer
     from .sparse.decoding import sparse_decoding
     from .store import ChunkStore
 
@@ -63,7 +63,7 @@ _HOMES = {  # the others live in errors
     "ShiftCache": "context.sequence_cache",
     "StateCheckpoints": "context.checkpoints",
     "blended": "generate",
-    "observer": "model.identity.hooks",
+    "observer": "model.identity.canonical",
     "self_extend": "context.self_extend",
     "sparse_decoding": "sparse.decoding",
 }

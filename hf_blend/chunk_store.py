@@ -187,8 +187,8 @@ class ChunkStore(BaseStore):
             StoreError: a chunk's KV holds NaN or infinity.
             UnsupportedModelError: the model has hooks of others, is wrapped, or changes while it is used.
         """
-        from .model.canary import compute_chunks, packs
-        from .model.capture import check_chunk
+        from .model.canary import compute_chunks
+        from .model.capture import check_chunk, packs
         from .prompt.pieces import tokenizer_digest
 
         keys = self.keys(model, tokenizer, chunks, chunk_prefix_ids=chunk_prefix_ids)

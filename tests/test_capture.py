@@ -10,8 +10,7 @@ from transformers import DynamicCache
 from hf_blend import BlendCache, ChunkStore, observer
 from hf_blend.errors import PromptError, UnsupportedModelError
 from hf_blend.model.anatomy import decoder_layers, decoder_of
-from hf_blend.model.capture import _recorded_tables, capture, capture_chunk, capture_chunks
-from hf_blend.model.packs import PACK_TOKENS, packs
+from hf_blend.model.capture import PACK_TOKENS, _recorded_tables, capture, capture_chunk, capture_chunks, packs
 from hf_blend.store.chunk import ChunkKey
 
 CHUNK = tuple(range(10, 40))

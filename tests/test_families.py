@@ -143,19 +143,6 @@ def test_the_committed_table_has_every_type_and_at_least_forty_exact_ones():
     assert {row["model"] for row in rows} >= set(tiny_types()) & {"llama", "mistral", "gemma3_text", "qwen3", "phi3"}
 
 
-def test_no_row_of_the_page_contradicts_itself():
-    """What is exact is not said to be unable to be blended, neither in its row nor in a reason that it names."""
-    page = (RESULTS.parents[2] / "docs" / "models.md").read_text("utf-8")
-    reasons = dict(re.findall(r"^\* (\d+): (.*)$", page, re.MULTILINE))
-    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("|")]
-    exact = [row for row in rows if len(row) == 6 and row[1].startswith("✓")]
-    cells = {row[0]: [*row, *(reasons.get(cell[2:], "") for cell in row)] for row in exact}
-    assert len(cells) > 100
-    assert not [name for name, row in cells.items() if "blended" in " ".join(row)]
-    known = json.loads(RESULTS.read_text("utf-8"))["models"]
-    assert not [row["model"] for row in known if row["supported"] and "be blended" in row["move"] + row["extend"]]
-
-
 @pytest.mark.parametrize("name", ["bamba", "qwen3_next"])
 def test_what_is_refused_is_moving_where_blending_is_exact(name):
     row = next(row for row in json.loads(RESULTS.read_text("utf-8"))["models"] if row["model"] == name)

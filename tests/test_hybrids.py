@@ -25,9 +25,8 @@ from hf_blend.hybrids import mixer
 from hf_blend.hybrids.mixer import ActiveRows, MixerPass
 from hf_blend.hybrids.mixer_probe import mixers_of
 from hf_blend.model import anatomy
-from hf_blend.model.calibrate import rotary_styles
+from hf_blend.model.calibrate import ignores_states, rotary_styles
 from hf_blend.model.fingerprint import fingerprint
-from hf_blend.model.held_states import ignores_states
 from hf_blend.prefill import observing
 from hf_blend.prefill.realign import Realigner
 from hf_blend.sparse.partial.blocked import encode_blocks

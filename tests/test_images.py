@@ -21,7 +21,7 @@ from hf_blend.context.reuse import reuse_prefix
 from hf_blend.context.sequence_cache import SequenceCache
 from hf_blend.images import encoder as images
 from hf_blend.images.encoder import ImageEncoder, digest_of
-from hf_blend.images.input_test import InputTest
+from hf_blend.images.input_test import FirstForward
 from hf_blend.images.prompts import name_images
 from hf_blend.model.capture import capture_chunk, capture_forward
 from hf_blend.model.fingerprint import fingerprint
@@ -625,8 +625,8 @@ def test_image_path_that_is_not_exact_is_refused_and_leaves_the_model_alone(
 
 
 def test_each_kind_of_forward_is_tested_once(monkeypatch, fresh_models):
-    tests, error, kind = [], InputTest._error, "qwen2_5_vl"
-    monkeypatch.setattr(InputTest, "_error", lambda *given: tests.append(1) or error(*given))
+    tests, run, kind = [], FirstForward.run, "qwen2_5_vl"
+    monkeypatch.setattr(FirstForward, "run", lambda *given: tests.append(1) or run(*given))
     store, text = filled(kind), prompt(kind, *CHUNKS)
     for seed in (0, 1):
         blend(kind, arguments(kind, picture(kind), *CHUNKS, seeds=(seed,)), store, chunks=False)

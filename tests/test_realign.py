@@ -7,8 +7,9 @@ import torch
 from transformers import DynamicCache
 
 from hf_blend.evaluation.bench.overhead import KernelCount
-from hf_blend.model.calibrate import relative_error, rotary_styles
+from hf_blend.model.calibrate import rotary_styles
 from hf_blend.model.capture import capture, capture_chunk
+from hf_blend.model.checks import relative_error
 from hf_blend.prefill.plan import PlacedChunk
 from hf_blend.prefill.realign import Realigner
 from hf_blend.prefill.report import BlendReport

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hf_blend import observer
 from hf_blend.errors import UnsupportedModelError
 from hf_blend.model.anatomy import decoder_layers
-from hf_blend.model.calibrate import relative_error, rotary_styles
+from hf_blend.model.calibrate import rotary_styles
+from hf_blend.model.checks import relative_error
 from hf_blend.rotary.base import compose
 from hf_blend.rotary.half import Half
 from hf_blend.rotary.interleaved import Interleaved

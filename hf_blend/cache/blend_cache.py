@@ -29,11 +29,10 @@ from .. import plugins
 from ..config import BlendConfig
 from ..errors import ConfigError, PromptError
 from ..model.anatomy import LayerCall, decoder_layers, default_sink, text_config
-from ..model.checks import ensure_trusted
+from ..model.calibrate import ensure_trusted, ignores_states
 from ..model.extras import extras_of
 from ..model.fingerprint import fingerprint, structure_digest
 from ..model.flops import layer_costs
-from ..model.held_states import ignores_states
 from ..model.hooks import ForwardHooks
 from ..model.identity.canonical import refuse_request_state, refuse_wrapper
 from ..model.modality import placeholder_ids, refuse_placeholders

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
 from ..model.anatomy import LayerCall, decoder_layers
-from ..model.calibrate import relative_error
 from ..model.checks import (
     FAILURES,
     FLOORS,
@@ -26,6 +25,7 @@ from ..model.checks import (
     check,
     nothing_shown,
     refused,
+    relative_error,
     violations,
 )
 from ..model.placement import input_device

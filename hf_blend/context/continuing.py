@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
 from ..model.anatomy import other_states, stock_cache, text_config
-from ..model.checks import BOUNDS, COARSE_BOUND, FAILURES, MOST_ALLOWED, norm_error
+from ..model.calibrate import HELD_TOKENS, ignores_states
+from ..model.checks import FAILURES, FINE, LOGITS, MOST_ALLOWED, allowed_of, norm_error
 from ..model.fingerprint import PerStructure
-from ..model.held_states import HELD_TOKENS, ignores_states
 from ..model.identity.canonical import canonical, notes_kept
 from ..model.modality import text_ids
 from ..model.placement import input_device
@@ -99,9 +99,9 @@ def _error(model: nn.Module, form: StockForm, pieces: tuple[int, ...]) -> float:
     expected, found = (form.take(one, 0, ids.shape[1]) for one in (cache, other))
     errors = [norm_error(logits[0, row], whole[0, row]) for row in sorted(rows)]
     states = [norm_error(found[name], expected[name]) for name in expected if is_state(name)]
-    bound = BOUNDS.get(model.dtype, COARSE_BOUND)
+    bound = allowed_of(LOGITS, model.dtype)
     allowed = ((errors, bound), (states, min(MOST_ALLOWED, STATE_FACTOR * bound)))
-    if model.dtype in BOUNDS:
+    if model.dtype in FINE:
         return max(max(shares) / most for shares, most in allowed if shares)
     return max(float(torch.tensor(shares).median()) / most for shares, most in allowed if shares)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, UnsupportedModelError
-from ..model.held_states import STATE_KINDS
+from ..model.calibrate import STATE_KINDS
 from ..store.chunk import has_usable_values
 from ..store.tiers.base import EntryFault
 

@@ -10,7 +10,6 @@ and nothing in the place of all else, the active rows must come out as in a plai
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -20,10 +19,18 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
-from ..model.anatomy import decoder_layers, decoder_of, full_cache, parameter_names, stock_layers, text_config
+from ..model.anatomy import (
+    decoder_layers,
+    decoder_of,
+    full_cache,
+    is_linear,
+    parameter_names,
+    stock_layers,
+    text_config,
+)
+from ..model.checks import FAILURES, CheckResult, allowed_of, finding
 from ..model.extras import Spans
-from ..model.fingerprint import PerStructure
-from ..model.hooks import running_calls
+from ..model.hooks import hooked, running_calls
 from ..model.identity.canonical import canonical
 from ..model.placement import input_device
 from .mixer import ActiveRows, Mixer, MixerPass, Projection, regular
@@ -34,9 +41,7 @@ TOKENS, PADDING = 24, 3
 SEEN_FROM = (5, 11)  # the tokens whose columns are looked at from the others
 OFFSETS = (0.0, 0.0, -4.0, 4.0)  # the first stands for the outputs as they are
 ACTIVE = (0, 2, 3, 7, 8, 13, 20, 23)  # the rows of the trial
-CHANGE = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative; what depends on another token moves by about 1
-COARSE_CHANGE = 0.05
-FAILURES = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+CHANGE = (1e-9, 1e-4, 0.05)  # relative, by dtype; what depends on another token moves by about 1
 
 
 @dataclass
@@ -67,6 +72,7 @@ class _Found:
     readers: set[str]
     results: set[str]
     direct: frozenset[str] | None
+    error: float = 0.0  # of its rows in the trial
 
 
 _CACHE = object()  # stands for the cache among the arguments of a call
@@ -77,12 +83,12 @@ def has_mixers(model: nn.Module) -> bool:
     return any(hasattr(layer, "recurrent_states") for layer in stock_layers(text_config(model)))
 
 
-@PerStructure
-def mixers_of(model: nn.Module) -> tuple[Mixer | None, ...]:
-    """The mixer of each decoder layer, found by a short probe at first use; None where a layer has none."""
+@finding
+def mixers_of(model: nn.Module) -> CheckResult:
+    """The rows of every mixer that are computed among stored ones are those of a plain forward."""
     layers = decoder_layers(model)
     if not has_mixers(model):
-        return (None,) * len(layers)
+        return CheckResult(0.0, 0.0, found=(None,) * len(layers))
     with canonical(model):
         calls = _calls(model, _modules(model, layers))
         known: dict[Any, _Found] = {}
@@ -92,7 +98,9 @@ def mixers_of(model: nn.Module) -> tuple[Mixer | None, ...]:
             if kind not in known:  # layers of one kind differ in nothing but their weights
                 known[kind] = _examined(model, index, call)
             mixers[index] = _mixer(call.module, known[kind])
-    return tuple(mixers.get(index) for index in range(len(layers)))
+    worst = max((found.error for found in known.values()), default=0.0)
+    of_layers = tuple(mixers.get(index) for index in range(len(layers)))
+    return CheckResult(worst, allowed_of(CHANGE, model.dtype), found=of_layers)
 
 
 def _run(model: nn.Module, cache: Any, mask: Tensor | None = None) -> None:
@@ -152,10 +160,7 @@ def _calls(model: nn.Module, modules: Mapping[int, nn.Module]) -> dict[int, _Cal
             raise _refusal(model, index, "its mixer is called twice, or without hidden states")
         calls[index] = _Call(module, given, names[0])
 
-    with _hooked() as handles:
-        for index, module in modules.items():
-            hook = lambda one, args, kwargs, index=index: note(index, one, args, kwargs)  # noqa: E731
-            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+    with hooked(modules.items(), note):
         _run(model, cache)
     return calls
 
@@ -174,7 +179,7 @@ def _examined(model: nn.Module, index: int, call: _Call) -> _Found:
         complaint = ""
         for columns, direct in product((felt, every), (given, None)):
             found = _Found(columns, inputs, *wires, direct)
-            complaint = _complaint(model, call, _mixer(call.module, found), hidden, expected)
+            complaint, found.error = _tried(model, call, _mixer(call.module, found), hidden, expected)
             if not complaint:
                 return found
     except FAILURES as error:
@@ -186,13 +191,10 @@ def _linear_names(model: nn.Module, call: _Call, hidden: Tensor) -> list[str]:
     """The linear modules that see every token once, by name, in the order of their calls."""
     found: list[str] = []
 
-    def note(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        found.extend([name] if output.dim() == 3 and output.shape[:2] == hidden.shape[:2] else [])
+    def note(name: str, *given: Any) -> None:
+        found.extend([name] if given[-1].dim() == 3 and given[-1].shape[:2] == hidden.shape[:2] else [])
 
-    with _hooked() as handles:
-        for name, module in _linears(call.module):
-            hook = lambda one, args, output, name=name: note(name, one, args, output)  # noqa: E731
-            handles.append(module.register_forward_hook(hook))
+    with hooked(_linears(call.module), note, behind=True):
         call.run(model, hidden)
     return [name for name in found if found.count(name) == 1]
 
@@ -203,17 +205,14 @@ def _wires(model: nn.Module, call: _Call, hidden: Tensor, names: list[str]) -> t
     outputs: dict[str, Tensor] = {}
     returned: list[Any] = []
 
-    def note(name: str, args: tuple[Any, ...], output: Tensor) -> None:
+    def note(name: str, _: nn.Module, args: tuple[Any, ...], __: object, output: Tensor) -> None:
         outputs[name] = output
         readers.update([name] if args[0] is hidden else [])
 
-    with _hooked() as handles:
-        for name, module in _linears(call.module):
-            if name in names:
-                hook = lambda _, args, output, name=name: note(name, args, output)  # noqa: E731
-                handles.append(module.register_forward_hook(hook))
-        ends = lambda _, __, output: returned.extend(output if isinstance(output, tuple) else [output])  # noqa: E731
-        handles.append(call.module.register_forward_hook(ends))
+    def ends(*given: Any) -> None:
+        returned.extend(given[-1] if isinstance(given[-1], tuple) else given[-1:])
+
+    with hooked(_linears(call.module, names), note, behind=True), hooked([("", call.module)], ends, behind=True):
         call.run(model, hidden)
     return readers, {name for name, output in outputs.items() if any(output is one for one in returned)}
 
@@ -226,8 +225,8 @@ def _input_projections(model: nn.Module, call: _Call, hidden: Tensor, names: lis
         other = _garbage(hidden, seed=token)
         other[:, token] = hidden[:, token]
         after = _outputs(model, call, other, names)
-        moved = {name for name in names if _far(after[name][:, token], before[name][:, token])}
-        alone -= moved
+        pairs = {name: (after[name][:, token], before[name][:, token]) for name in names}
+        alone -= {name for name, pair in pairs.items() if not _change(*pair) <= allowed_of(CHANGE, hidden.dtype)}
     return alone
 
 
@@ -252,7 +251,8 @@ def _gradients(model: nn.Module, call: _Call, hidden: Tensor, names: list[str], 
     """How the output at the other tokens depends on each linear module's output, `[points, tokens, features]`."""
     held: dict[str, Tensor] = {}
 
-    def keep(name: str, output: Tensor) -> Tensor:
+    def keep(name: str, *given: Any) -> Tensor:
+        output: Tensor = given[-1]
         if output.shape[1] != TOKENS:
             return output
         if name in inputs:  # what is stored stands between it and whatever made its input
@@ -263,10 +263,7 @@ def _gradients(model: nn.Module, call: _Call, hidden: Tensor, names: list[str], 
             output.retain_grad()
         return output
 
-    with torch.enable_grad(), _hooked() as handles:
-        for name, module in _linears(call.module):
-            if name in names:
-                handles.append(module.register_forward_hook(lambda _, __, out, name=name: keep(name, out)))
+    with torch.enable_grad(), hooked(_linears(call.module, names), keep, behind=True):
         output = call.run(model, hidden.repeat(len(OFFSETS), 1, 1))
         weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
         weights[:, list(SEEN_FROM)] = 0
@@ -303,10 +300,10 @@ def _spans(columns: Tensor | None, features: int, start: int) -> tuple[tuple[sli
     return tuple(spans)
 
 
-def _complaint(model: nn.Module, call: _Call, mixer: Mixer, hidden: Tensor, expected: Tensor) -> str:
-    """What speaks against a mixer: the active rows among rubbish against those of a plain forward; "" if nothing."""
+def _tried(model: nn.Module, call: _Call, mixer: Mixer, hidden: Tensor, expected: Tensor) -> tuple[str, float]:
+    """What speaks against a mixer, "" if nothing: the active rows among rubbish against those of a plain forward."""
     if not mixer.width:
-        return "no projection of it is felt by another token"
+        return "no projection of it is felt by another token", 0.0
     cache, rows = full_cache(model), ActiveRows(None, TOKENS, {})
     states = _recorded(model, call, mixer, cache, rows, hidden)
     columns = torch.tensor([ACTIVE], device=hidden.device)
@@ -321,12 +318,13 @@ def _complaint(model: nn.Module, call: _Call, mixer: Mixer, hidden: Tensor, expe
     run = MixerPass(mixer, cache, rows, write)
     got = _passed(model, call, run, hidden[:, columns[0]], cache)
     if got.shape[:2] != columns.shape:
-        return f"its output has the shape {tuple(got.shape)} for {len(ACTIVE)} rows"
-    if _far(got, expected[:, columns[0]]):
-        return "with stored projections its rows are not those of a plain forward"
-    if _far(run.states, states):
-        return "its projections of some rows are not those of a plain forward"
-    return ""
+        return f"its output has the shape {tuple(got.shape)} for {len(ACTIVE)} rows", float("inf")
+    error = _change(got, expected[:, columns[0]])
+    if not error <= allowed_of(CHANGE, expected.dtype):
+        return "with stored projections its rows are not those of a plain forward", error
+    if not _change(run.states, states) <= allowed_of(CHANGE, states.dtype):
+        return "its projections of some rows are not those of a plain forward", error
+    return "", error
 
 
 def _recorded(model: nn.Module, call: _Call, mixer: Mixer, cache: Any, rows: ActiveRows, hidden: Tensor) -> Tensor:
@@ -347,21 +345,18 @@ def _passed(model: nn.Module, call: _Call, run: MixerPass, hidden: Tensor, cache
 def _outputs(model: nn.Module, call: _Call, hidden: Tensor, names: list[str]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
 
-    def keep(name: str, output: Tensor) -> None:
-        if output.shape[1] == TOKENS:
-            found[name] = output.detach()
+    def keep(name: str, *given: Any) -> None:
+        if given[-1].shape[1] == TOKENS:
+            found[name] = given[-1].detach()
 
-    with _hooked() as handles:
-        for name, module in _linears(call.module):
-            if name in names:
-                handles.append(module.register_forward_hook(lambda _, __, output, name=name: keep(name, output)))
+    with hooked(_linears(call.module, names), keep, behind=True):
         call.run(model, hidden)
     return found
 
 
-def _linears(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _linears(module: nn.Module, names: Sequence[str] | None = None) -> Iterator[tuple[str, nn.Module]]:
     for name, inner in module.named_modules():
-        if hasattr(inner, "in_features") and hasattr(inner, "out_features"):
+        if is_linear(inner) and (names is None or name in names):
             yield name, inner
 
 
@@ -374,20 +369,9 @@ def _garbage(like: Tensor, seed: int) -> Tensor:
     return noise * like.float().std().clamp_min(1e-6).to(like)
 
 
-def _far(got: Tensor, expected: Tensor) -> bool:
+def _change(got: Tensor, expected: Tensor) -> float:
     size = expected.float().abs().amax().clamp_min(1e-30)
-    error = (got.float() - expected.float()).abs().amax() / size
-    return not bool(error <= CHANGE.get(expected.dtype, COARSE_CHANGE))
-
-
-@contextmanager
-def _hooked() -> Iterator[list[Any]]:
-    handles: list[Any] = []
-    try:
-        yield handles
-    finally:
-        for handle in handles:
-            handle.remove()
+    return float((got.float() - expected.float()).abs().amax() / size)
 
 
 def _refusal(model: nn.Module, index: int, what: str) -> UnsupportedModelError:

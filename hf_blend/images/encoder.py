@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PromptError, UnsupportedModelError
+from ..model.checks import LOGITS, allowed_of, norm_error
 from ..model.identity.canonical import canonical, notes_kept
 
 __all__ = ["Features", "ImageEncoder", "digest_of"]
@@ -26,8 +27,6 @@ __all__ = ["Features", "ImageEncoder", "digest_of"]
 PIXELS = "pixel_values"
 GRID = "image_grid_thw"  # rows of `pixel_values` are patches then, and not images
 ENCODED = "mm_encoder_outputs"
-BOUNDS = {torch.float64: 1e-6, torch.float32: 1e-3}  # share of the features' size
-COARSE_BOUND = 0.05
 
 Features = tuple[Tensor, ...]  # `[tokens, width]`: what goes to the embeddings, then what is added behind each layer
 
@@ -172,8 +171,7 @@ def _is_alike(whole: Features, images: Sequence[Features]) -> bool:
         return False
     for true, *parts in zip(whole, *images, strict=True):
         got = torch.cat([part.to(true.device) for part in parts])
-        bound = BOUNDS.get(true.dtype, COARSE_BOUND)
-        if got.shape != true.shape or not float((got - true).norm()) <= bound * float(true.norm()):
+        if not norm_error(got, true) <= allowed_of(LOGITS, true.dtype):
             return False
     return True
 

@@ -3,15 +3,14 @@
 """What this room adds to the core: forwards that bring more than text."""
 
 import logging
-from dataclasses import replace
-from typing import Any
 
 from ..cache.blend_cache import BlendCache
+from ..model.checks import ensure_passed, has_passed
 from ..model.modality import has_features
 from ..prefill.plan import Plan
 from ..prefill.request import Request
 from ..prompt.content import is_content
-from .input_test import InputTest
+from .input_test import OTHER_INPUTS, FirstForward
 
 logger = logging.getLogger(__name__)
 
@@ -26,17 +25,13 @@ def can_blend(cache: BlendCache, request: Request) -> bool:
             ", ".join(request.others),
         )
         return False
-    return cache._past == 0 or InputTest.is_passed(cache.model, request.arguments, is_named)
+    if cache._past == 0:
+        return True
+    return has_passed(FirstForward(cache, request.arguments, is_named), OTHER_INPUTS)
 
 
 def ensure_tested(cache: BlendCache, plan: Plan, request: Request) -> None:
     """Test the first forward of its kind beside itself."""
-
-    def enter(plan: Plan, arguments: dict[str, Any]) -> BlendCache:
-        twin = BlendCache(cache.model, cache.store, InputTest.config(cache.chunk_prefix_ids))
-        tested = replace(request, arguments={**arguments, "logits_to_keep": 1})
-        twin._enter(plan, tested, twin._prompts.pending, twin.report)
-        return twin
-
-    test = InputTest(cache.model, cache._placeholders, enter)
-    test.ensure_passed(plan, {**request.arguments}, cache.config.allow_unverified)
+    of_images = any(is_content(placed.chunk.key.token_ids[0]) for placed in plan.chunks)
+    tested = FirstForward(cache, request.arguments, of_images).plan(plan, request)
+    ensure_passed(tested, OTHER_INPUTS, cache.config.allow_unverified)

@@ -132,6 +132,11 @@ def _without_window(layer: Any) -> Any:
     return LinearAttentionAndFullAttentionLayer(states) if states else DynamicLayer()
 
 
+def is_linear(module: nn.Module) -> bool:
+    """Return True for a product with a weight, quantised or not."""
+    return hasattr(module, "in_features") and hasattr(module, "out_features")
+
+
 def has_indexer(layer: Any) -> bool:
     """Whether a cache layer, of transformers or of a blend cache, can hold the keys of an indexer."""
     return hasattr(layer, "update_indexer")

@@ -1,15 +1,18 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Find out, by a short probe of the model itself, how the keys of each layer turn.
+"""The checks before a model is first blended, each a short probe of the model itself, never a list of types.
 
-The same tokens are run at two places. A layer whose values agree and whose keys map from one place to the other by
-some style can be moved; a model with a layer that does neither cannot be blended, and the layer is named. The tokens
-come twice in the prompt: that shows positions which a model counts itself, whatever it is told.
+How keys turn: the same tokens are run at two positions. A layer whose values agree and whose keys map from one to the
+other by some style can be moved; a model with a layer that does neither cannot be blended, and the layer is named. The
+tokens come twice in the prompt: that shows positions which a model counts itself, whatever it is told.
+
+States that are ignored: some code takes a state into account only where one token comes at a time, and computes
+several as if nothing were before them (Jamba and Zamba in transformers 5.23). So states are blanked: one that several
+tokens do not feel and a single one does is ignored.
 """
 
 import threading
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,19 +24,45 @@ from .. import plugins
 from ..errors import UnsupportedModelError
 from ..rotary.base import RotaryStyle, at_the_end, compose, in_values, with_style_beside
 from ..rotary.tables import Table
-from .anatomy import decoder_layers, refuse_other_states, text_config
+from .anatomy import decoder_layers, decoder_of, refuse_other_states, stock_cache, stock_layers, text_config
 from .capture import Capture, capture
-from .fingerprint import PerStructure
-from .identity.canonical import canonical
+from .checks import (
+    FLOORS,
+    KV,
+    LOGITS,
+    PROBING,
+    CheckedModel,
+    CheckResult,
+    States,
+    Use,
+    allowed_of,
+    check,
+    ensure_passed,
+    finding,
+    norm_error,
+    nothing_shown,
+    relative_error,
+    violations,
+)
+from .fingerprint import structure_digest
+from .hooks import hooked
+from .identity.canonical import canonical, notes_kept
+from .modality import text_ids
+from .placement import input_device
 from .quantised import shared_scale
 
 PROBE_TOKENS = 20
 PROBE_SHIFT = 37  # not a multiple of a head's width, so that no frequency comes back to where it was
-TOLERANCE = {torch.float32: 2e-3, torch.float64: 1e-6}  # relative; a wrong style is off by about 1
-COARSE_TOLERANCE = 0.1  # bfloat16 and float16
 NUDGE = 1e-4  # of hidden states: a change by so little shows how far a model magnifies what is no difference
-FLOORS = 4.0  # one nudge is a small sample of the noise, so this many of it are allowed
 MOST_TOLERANCE = 0.2  # of a measured floor: beyond it a wrong style could pass
+STATE_KINDS = ("conv_states", "recurrent_states")
+HELD_TOKENS, SEVERAL = 9, 4
+BLEND = Use(
+    "blend",
+    __name__,
+    "{} cannot be blended",
+    "Use full prefill for this model, or pass allow_unverified=True to blend it all the same; run hf-blend verify.",
+)
 BESIDE = "what is kept beside the K/V (an indexer's keys, a mixer's projections)"
 
 
@@ -45,6 +74,7 @@ class _Probe:
     ids: Tensor
     here: Capture
     there: Capture
+    worst: tuple[float, float] = (0.0, 1.0)  # of what was found right so far: the error and what is allowed
 
     @classmethod
     def of(cls, model: nn.Module) -> "_Probe":
@@ -55,10 +85,11 @@ class _Probe:
 
     def tolerance(self, index: int, error: float) -> float:
         """What an error in a layer may be: by the dtype or, where that does not do, by the model's own noise."""
-        allowed = TOLERANCE.get(self.here.layers[index][-1].dtype, COARSE_TOLERANCE)
-        if error <= allowed or allowed == COARSE_TOLERANCE:
-            return allowed
-        return max(allowed, min(MOST_TOLERANCE, FLOORS * self.floors[index]))
+        allowed = allowed_of(KV, self.here.layers[index][-1].dtype)
+        if error > allowed != KV[-1]:
+            allowed = max(allowed, min(MOST_TOLERANCE, FLOORS * self.floors[index]))
+        self.worst = max(self.worst, (error, allowed), key=lambda pair: pair[0] / pair[1])
+        return allowed
 
     @cached_property
     def floors(self) -> list[float]:
@@ -68,22 +99,21 @@ class _Probe:
         """
         draw = torch.Generator().manual_seed(0)
 
-        def nudge(_: nn.Module, __: object, output: Any) -> Any:
+        def nudge(_: int, __: nn.Module, ___: object, ____: object, output: Any) -> Any:
             states = output[0] if isinstance(output, tuple) else output
             nudged = states * (1 + NUDGE * (2 * torch.rand(states.shape, generator=draw).to(states) - 1))
             return (nudged, *output[1:]) if isinstance(output, tuple) else nudged
 
-        with ExitStack() as stack:
-            for module in (self.model.get_input_embeddings(), *decoder_layers(self.model)):
-                stack.callback(module.register_forward_hook(nudge).remove)
+        modules = (self.model.get_input_embeddings(), *decoder_layers(self.model))
+        with hooked(enumerate(modules), nudge, behind=True):
             nudged = capture(self.model, self.ids, torch.arange(PROBE_TOKENS)[None])
         pairs = zip(nudged.layers, self.here.layers, strict=True)
         return [max(map(relative_error, got, expected), default=0.0) for got, expected in pairs]
 
 
-@PerStructure
-def rotary_styles(model: nn.Module) -> tuple[type[RotaryStyle], ...]:
-    """The rotary style of each layer, probed at first use and remembered while the model has the same structure."""
+@finding
+def rotary_styles(model: nn.Module) -> CheckResult:
+    """At another position each layer keeps the K and V that it had, but for what a known rotary style turns."""
     refuse_other_states(model)
     styles = [plugins.load("rotary", name) for name in plugins.describe("rotary")]
     try:
@@ -94,7 +124,7 @@ def rotary_styles(model: nn.Module) -> tuple[type[RotaryStyle], ...]:
                 values = first[1 - found[0].slot if len(first) > 1 else -1]
                 why = "It adds positions to the embeddings that it counts itself."
                 _refuse_moved(probe, 0, values.chunk(2, dim=-2), f"its values at two places of a prompt. {why}")
-            return found
+            return CheckResult(*probe.worst, found=found)
     except UnsupportedModelError as error:
         if cause := shared_scale(model):
             raise UnsupportedModelError(f"{type(model).__name__} cannot be moved: {cause}") from error
@@ -161,27 +191,18 @@ def _norm_behind(probe: _Probe, index: int) -> str:
     layer, names = decoder_layers(probe.model)[index], list[str]()
     keys, thread = probe.here.layers[index][0], threading.get_ident()
 
-    def look(name: str, output: Any) -> None:
+    def look(name: str, _: nn.Module, __: object, ___: object, output: Any) -> None:
         forms = (output, output.transpose(1, 2)) if isinstance(output, Tensor) and output.dim() == 4 else ()
         if threading.get_ident() == thread and any(torch.equal(form, keys) for form in forms):
             names.append(name)
 
-    with ExitStack() as stack:
-        for name, module in layer.named_modules():
-            if getattr(getattr(module, "weight", None), "ndim", 0) == 1:
-                hook = lambda _, __, output, name=name: look(name, output)  # noqa: E731
-                stack.callback(module.register_forward_hook(hook).remove)
+    norms = (pair for pair in layer.named_modules() if getattr(getattr(pair[1], "weight", None), "ndim", 0) == 1)
+    with hooked(norms, look, behind=True):
         capture(probe.model, probe.ids, torch.arange(PROBE_TOKENS)[None])
     return names[0] if names else ""
 
 
-def _error(
-    style: type[RotaryStyle],
-    states: tuple[Tensor, ...],
-    wanted: tuple[Tensor, ...],
-    old: Table | None,
-    new: Table | None,
-) -> float:
+def _error(style: type[RotaryStyle], states: States, there: States, old: Table | None, new: Table | None) -> float:
     """How far a style is from taking the states of one place to those of another; the worse of several tensors."""
     turning, moved = style.slot, [part.clone() for part in states]
     if old is not None and new is not None:
@@ -190,15 +211,87 @@ def _error(
         if 2 * cos.shape[-1] > states[turning].shape[-1]:
             return float("inf")
         style.move(states[turning], (cos[:, None], sin[:, None]), out=moved[turning])
-    return max(relative_error(got, there) for got, there in zip(moved, wanted, strict=True))
+    return max(relative_error(got, expected) for got, expected in zip(moved, there, strict=True))
 
 
-def relative_error(got: Tensor, wanted: Tensor) -> float:
-    """Largest difference of two tensors `[…, tokens, width]`, over the largest size of the second.
+@finding
+def ignores_states(model: nn.Module) -> CheckResult:
+    """Several tokens behind others feel every state of these that a cache holds, as one token does."""
+    if not any(hasattr(layer, kind) for layer in stock_layers(text_config(model)) for kind in STATE_KINDS):
+        return CheckResult(0.0, 0.0, found=False)
+    with torch.inference_mode(False), canonical(model), notes_kept(model):
+        ignored = bool(_felt(model, 1) - _felt(model, SEVERAL))
+    why = f"the code of {type(model).__name__} ignores states before several tokens; they are refused."
+    return CheckResult(float(ignored), 0.0, why, refused=ignored, found=ignored)
 
-    In 16 bits the median over the tokens: there a token may be sent to another expert for a rounding error, while a
-    wrong style shows at every token.
+
+def _felt(model: nn.Module, tokens: int) -> set[str]:
+    """The kinds of states whose values reach anything that a forward of so many tokens leaves behind."""
+    ids = text_ids(model, HELD_TOKENS + tokens)[None].to(input_device(model))
+
+    def after(blank: str = "") -> list[Tensor]:
+        cache, decoder = stock_cache(model), decoder_of(model)
+        decoder(input_ids=ids[:, :HELD_TOKENS], past_key_values=cache, use_cache=True)
+        for layer in cache.layers:
+            for state in getattr(layer, blank, {}).values() if blank else ():
+                if state is not None:
+                    state.zero_()
+        output = decoder(input_ids=ids[:, HELD_TOKENS:], past_key_values=cache, use_cache=True)
+        held = (getattr(layer, kind, {}).values() for layer in cache.layers for kind in STATE_KINDS)
+        return [output.last_hidden_state, *(state for states in held for state in states if state is not None)]
+
+    plain = after()
+    return {kind for kind in STATE_KINDS if not all(map(torch.equal, plain, after(kind)))}
+
+
+def ensure_trusted(
+    model: nn.Module, make_cache: Callable[..., Any], allow_unverified: bool = False, digest: str = ""
+) -> tuple[type[RotaryStyle], ...]:
+    """Find out whether a model can be blended exactly, once for each dtype, attention and structure that it has."""
+    digest = digest or structure_digest(model)
+    with PROBING:
+        styles = rotary_styles(model, digest)
+        ensure_passed(CheckedModel(model, make_cache), BLEND, allow_unverified, digest)
+    return styles
+
+
+@check(first_use="blend")
+def own_scales(subject: CheckedModel) -> CheckResult:
+    """No projection quantises a whole call by one scale, so a token is computed alike whatever runs beside it."""
+    cause = shared_scale(subject.model)
+    return violations([cause] if cause else [])
+
+
+@check(first_use="blend")
+@torch.no_grad()
+def causal(subject: CheckedModel) -> CheckResult:
+    """No token sees those behind it: another last token moves no logits before it.
+
+    Logits that are no numbers are for the other checks.
     """
-    scale = wanted.abs().amax().clamp_min(torch.finfo(torch.float32).tiny)
-    by_token = (got.float() - wanted.float()).abs().movedim(-2, 0).flatten(1).amax(dim=1) / scale
-    return float(by_token.amax() if wanted.dtype in TOLERANCE else by_token.median())
+    ids = torch.tensor([subject.prompts[0].ids], device=input_device(subject.model))
+    pair = ids, torch.cat((ids[:, :-1], ids[:, :1]), dim=1)
+    before, after = (subject.model(one, use_cache=False).logits[:, :-1] for one in pair)
+    ahead, bound = norm_error(after, before), allowed_of(LOGITS, subject.model.dtype)
+    detail = (
+        "its tokens see those behind them. Another last token moves the logits of the others by "
+        f"{ahead:.2g} of their size, where at most {bound:.2g} is expected."
+    )
+    return CheckResult(ahead, bound, detail) if bound < ahead < float("inf") else CheckResult(0.0, bound)
+
+
+@check(first_use="blend")
+def ratio_1(subject: CheckedModel) -> CheckResult:
+    """Ratio 1.0 through the sparse path gives the logits of a full prefill, for each request alone.
+
+    The prefix is reused, every chunk token is recomputed as a chosen one.
+    """
+    results = []
+    for prompt in subject.prompts:
+        got = subject.blend([prompt], 1.0)
+        report = got.cache.report
+        if not report.reusable_tokens or report.reusable_tokens != sum(map(len, report.chosen_columns)):
+            return nothing_shown(f"the sparse path was not taken: {report.fallback_reason or report}")
+        results.append(subject.compare_with_plain([prompt], got.logits))
+    worst = max(results, key=lambda one: (not one.passed, one.error))
+    return CheckResult(worst.error, worst.tolerance, worst.detail and f"with every token recomputed {worst.detail}")

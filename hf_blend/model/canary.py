@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from ..errors import UnsupportedModelError
 from .anatomy import text_config
 from .capture import capture, capture_chunks, capture_image
+from .checks import token_errors
 from .fingerprint import fingerprint, state_of
-from .packs import packs
 
 if TYPE_CHECKING:
     from ..store.chunk import ChunkKey, ChunkKV
     from .correction import ContextCorrection
 
-__all__ = ["canary_of", "compute_chunk", "compute_chunks", "is_of_model", "packs"]
+__all__ = ["canary_of", "compute_chunk", "compute_chunks", "is_of_model"]
 
 TOKENS = 8
 NUMBERS = 8  # of each token: four of its keys and four of its values, each a sum with random signs
@@ -90,7 +90,7 @@ def is_of_model(model: nn.Module, canary: str) -> bool:
     stored, expected = _decoded(canary), _decoded(own)
     if stored is None or expected is None or stored.shape != expected.shape:
         return False
-    error = (stored - expected).norm(dim=1) / expected.norm(dim=1).mean().clamp_min(1e-30)
+    error = token_errors(stored, expected)
     is_coarse = model.dtype not in TOLERANCE or getattr(model.config, "quantization_config", None) is not None
     # in 16 bits the median over the tokens: there one may be sent to another expert for a rounding error
     worst = float(error.median() if is_coarse else error.max())

@@ -3,10 +3,15 @@
 """Compute the KV of chunks, each alone: behind a fixed sink, with nothing else before it, the sink cut off.
 
 KV is never cut out of a live request: what another prompt put before a chunk would travel with it, unseen.
+
+Products of weights and tokens cost less per token, the more tokens there are. So a model's chunks are computed in one
+row of a batch, each at positions of its own, kept apart by masks, but only where a probe shows that what is stored of
+one does not depend on the others: the same tokens, packed with others that differ, keep the same bits, and behind
+others they have the K and V that they have first.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -16,23 +21,22 @@ from torch import Tensor, nn
 
 from ..errors import PromptError, UnsupportedModelError
 from ..prompt.pieces import check_ids
+from ..rotary.regime import frequency_regime
 from ..rotary.tables import Table, rotary_table
 from ..store.chunk import ChunkKey, ChunkKV
-from .anatomy import (
-    LayerCall,
-    decoder_layers,
-    decoder_of,
-    full_cache,
-    keeps_nothing,
-    stock_layers,
-    text_config,
-)
+from .anatomy import LayerCall, decoder_layers, decoder_of, full_cache, keeps_nothing, stock_layers, text_config
 from .attention import STOCK, open_door
+from .checks import KV, CheckResult, allowed_of, finding, relative_error
 from .extras import Recording, extras_of
+from .hooks import hooked
 from .identity.canonical import canonical, notes_kept
-from .modality import refuse_placeholders
+from .modality import refuse_placeholders, text_ids
 from .placement import input_device
 from .row_masks import PackedLines, RowMask
+
+PACK_TOKENS = 2048  # more tokens are no faster
+PROBE_TOKENS = 8
+_OF_TOKENS_ALONE = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")  # cache layers without another state
 
 
 @dataclass(frozen=True)
@@ -180,23 +184,16 @@ def _separated(model: nn.Module, cache: Any, tokens: int, starts: Sequence[int])
         yield
 
 
-@contextmanager
-def _at_layers(layers: Sequence[nn.Module], cache: object, look: Callable[[int, LayerCall], Any]) -> Iterator[None]:
+def _at_layers(
+    layers: Sequence[nn.Module], cache: object, look: Callable[[int, LayerCall], Any]
+) -> AbstractContextManager[None]:
     """Call a function before each layer of calls with this cache; other threads may run the model meanwhile."""
 
-    def begins(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        call = LayerCall.bind(layer, args, kwargs or {})  # None: as in `hf_blend.model.hooks`
+    def begins(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = LayerCall.bind(layer, args, kwargs)
         return look(index, call) if any(value is cache for value in call.arguments.values()) else None
 
-    handles = []
-    try:
-        for index, layer in enumerate(layers):
-            hook = lambda module, args, kwargs=None, index=index: begins(index, module, args, kwargs)  # noqa: E731
-            handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    return hooked(enumerate(layers), begins)
 
 
 def _cached(model: nn.Module, cache: Any, index: int, tokens: int) -> tuple[Tensor, Tensor]:
@@ -242,3 +239,47 @@ def check_chunk(
             f"{name} of {len(token_ids)} tokens behind a sink of {len(chunk_prefix_ids)} does not fit the model's "
             f"{longest} positions. Split it into shorter chunks."
         )
+
+
+def packs(model: nn.Module, keys: Iterable[ChunkKey]) -> list[list[ChunkKey]]:
+    """Share chunks out among forwards."""
+    listed, config = list(keys), text_config(model)
+    if len(listed) < 2 or not (_may_pack(model) and packed_chunks(model)):
+        return [[key] for key in listed]
+    most = min(PACK_TOKENS, getattr(config, "attention_chunk_size", None) or PACK_TOKENS)
+    found: list[list[ChunkKey]] = []
+    last: dict[tuple[int, ...], tuple[int, list[ChunkKey]]] = {}  # by regime, the pack that is filled, and its tokens
+    for key in listed:
+        tokens = len(key.chunk_prefix_ids) + len(key.token_ids)
+        regime = frequency_regime(config, tokens)
+        before, pack = last.get(regime, (most, []))
+        if before + tokens > most:
+            before, pack = 0, []
+            found.append(pack)
+        pack.append(key)
+        last[regime] = before + tokens, pack
+    return found
+
+
+def _may_pack(model: nn.Module) -> bool:
+    return getattr(text_config(model), "_attn_implementation", None) == STOCK
+
+
+@finding
+def packed_chunks(model: nn.Module) -> CheckResult:
+    """What a model keeps of a chunk does not depend on the chunks that are packed into one forward with it."""
+    others = [type(layer).__name__ for layer in stock_layers(text_config(model))]
+    alone = CheckResult(float("inf"), 0.0, "its chunks are computed one by one.", refused=True, found=False)
+    if not _may_pack(model) or not {*others} <= {*_OF_TOKENS_ALONE}:
+        return alone
+    own, one, other = text_ids(model, 3 * PROBE_TOKENS).split(PROBE_TOKENS)
+    places = torch.arange(PROBE_TOKENS).repeat(3)[None]
+    starts = [0, PROBE_TOKENS, 2 * PROBE_TOKENS]
+    first, second = (
+        capture(model, torch.cat((own, between, own))[None], places, starts=starts).layers for between in (one, other)
+    )
+    parts = slice(0, PROBE_TOKENS), slice(2 * PROBE_TOKENS, None)
+    ends, again = ([one[..., part, :] for layer in run for one in layer for part in parts] for run in (first, second))
+    errors = [relative_error(last, start) for start, last in zip(ends[::2], ends[1::2], strict=True)]
+    result = CheckResult(max(errors), allowed_of(KV, ends[0].dtype), found=True)
+    return result if result.passed and all(map(torch.equal, ends, again)) else alone

@@ -6,9 +6,10 @@ A check is a function that measures an error and says what is allowed, and where
 about bits, else a measured floor or a count of roundings. It must be able to fail: where a claim could hold because
 nothing happened, it checks that something did.
 
-A check with a `first_use` is run once, on one short prompt, before a model is used so. What is wrong (a mask, a
-position or a cache that a family treats in its own way) shows there as a large error; noise stays below the bound of
-the dtype, or near what the model does to itself when it is run in two pieces.
+A check with a `first_use` is run once, on one short prompt or on the caller's own forward, before a model is used so.
+What is wrong (a mask, a position or a cache that a family treats in its own way) shows there as a large error; noise
+stays below the bound of the dtype, or near what the model does to itself when it is run in two pieces. A `finding` is
+a check that finds something out on the way, such as the rotary style of each layer: it is run where that is needed.
 """
 
 import importlib
@@ -25,20 +26,18 @@ from torch import Tensor, nn
 
 from ..errors import HfBlendError, UnsupportedModelError
 from ..prompt.pieces import Prompt
-from ..rotary.base import RotaryStyle
 from .anatomy import PER_TOKEN, full_cache, is_extended, text_config
-from .calibrate import COARSE_TOLERANCE, TOLERANCE, relative_error, rotary_styles
-from .fingerprint import structure_digest
-from .identity.canonical import canonical
+from .fingerprint import PerStructure, structure_digest
+from .identity.canonical import canonical, notes_kept
 from .modality import text_ids
 from .placement import input_device
-from .quantised import shared_scale
 
 logger = logging.getLogger(__name__)
 
 LENGTHS = (2, 8, 8, 6)  # tokens of the prefix, the chunks and the question of the prompt at first use
-BOUNDS = {torch.float64: 1e-6, torch.float32: 1e-3}  # share of the logits' size; what is wrong is off by about 0.3
-COARSE_BOUND = 0.05  # bfloat16 and float16, and models whose matrix products are quantised
+FINE = (torch.float64, torch.float32)
+LOGITS = (1e-6, 1e-3, 0.05)  # share of their size: float64, float32, coarser; what is wrong is off by about 0.3
+KV = (1e-6, 2e-3, 0.1)  # of K and V; a wrong style is off by about 1
 FLOORS = 4.0  # one comparison of two plain forwards is a small sample of the noise, so this many of it are allowed
 MOST_ALLOWED = 0.2  # a plain model that is further from itself in two pieces says nothing about noise
 FAILURES = (ArithmeticError, AttributeError, HfBlendError, LookupError, RuntimeError, TypeError, ValueError)
@@ -53,6 +52,7 @@ class CheckResult:
     tolerance: float
     detail: str = ""
     refused: bool = False
+    found: Any = None
 
     @property
     def passed(self) -> bool | None:
@@ -62,13 +62,14 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class Check:
-    """A claim about a model, and the function that measures it."""
+    """A claim about a model, and the function that measures it on a subject that `needs` says, or one derived."""
 
     name: str
     claim: str
     measure: Callable[[Any], CheckResult]
     first_use: str = ""
     overridable: bool = True
+    needs: type = object
 
 
 @dataclass(frozen=True)
@@ -81,28 +82,41 @@ class Use:
     do: str
 
 
-BLEND = Use(
-    "blend",
-    __name__,
-    "{} cannot be blended",
-    "Use full prefill for this model, or pass allow_unverified=True to blend it all the same; run hf-blend verify.",
-)
 CHECKS: dict[str, Check] = {}
 _complaints: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], tuple[str, bool]]] = WeakKeyDictionary()  # "": none
 _warned: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 _testing: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
-_lock = threading.RLock()
+PROBING = threading.RLock()
 
 
-def check(first_use: str = "", overridable: bool = True) -> Callable[[Callable[[Any], CheckResult]], Any]:
+def check(
+    first_use: str = "", overridable: bool = True, needs: type = object
+) -> Callable[[Callable[[Any], CheckResult]], Any]:
     """Register a function as a check under its own name; the first line of its docstring is the claim."""
 
     def register(measure: Callable[[Any], CheckResult]) -> Callable[[Any], CheckResult]:
         name, claim = measure.__name__, (measure.__doc__ or "").partition("\n")[0]
-        CHECKS[name] = Check(name, claim, measure, first_use, overridable)
+        CHECKS[name] = Check(name, claim, measure, first_use, overridable, needs)
         return measure
 
     return register
+
+
+def finding(find: Callable[[nn.Module], CheckResult]) -> PerStructure[Any]:
+    """Register a function of a model as a check; called, it gives what is found, remembered per structure.
+
+    It raises where the model is refused.
+    """
+
+    def measure(subject: Any) -> CheckResult:
+        try:
+            return find(subject.model)
+        except UnsupportedModelError as error:
+            return violations([str(error)])
+
+    measure.__name__, measure.__doc__ = find.__name__, find.__doc__
+    check()(measure)
+    return PerStructure(lambda model: find(model).found)
 
 
 def violations(found: list[str]) -> CheckResult:
@@ -149,10 +163,11 @@ class CheckedModel:
 
     sequence_tokens = 18  # of a sequence that is moved
     must_show = False  # whether a claim that nothing could have broken fails; one short prompt shows little
+    kind: Any = ()  # of what is tried, where a model is used in several ways that are tried one by one
 
     def __init__(self, model: nn.Module, make_cache: Callable[..., Any] | None = None) -> None:
         """Prepare; `make_cache(model, **settings)` gives a cache on an empty store."""
-        self.model = model
+        self.model, self.name = model, type(model).__name__
         self._make_cache: Any = make_cache
 
     @cached_property
@@ -201,7 +216,7 @@ class CheckedModel:
 
     def compare_with_plain(self, prompts: Sequence[Prompt], got: Tensor) -> CheckResult:
         """Compare logits of the questions' rows with the plain model's."""
-        expected, bound = self.plain_logits(prompts), BOUNDS.get(self.model.dtype, COARSE_BOUND)
+        expected, bound = self.plain_logits(prompts), allowed_of(LOGITS, self.model.dtype)
         error, allowed = norm_error(got, expected), bound
         if error > bound:
             allowed = max(bound, min(MOST_ALLOWED, FLOORS * self._floor(prompts, expected)))
@@ -211,7 +226,7 @@ class CheckedModel:
     def compare(self, compared: Sequence[Comparison], plain: str) -> CheckResult:
         """Compare tensors with those of a plain forward, `plain` says which: all in the dtype of K and V."""
         dtype = self.model.dtype if compared[0].layer is None else compared[0].expected.dtype
-        allowed, worst = TOLERANCE.get(dtype, COARSE_TOLERANCE), 0.0
+        allowed, worst = allowed_of(KV, dtype), 0.0
         for one in compared:
             is_shaped = one.got.shape == one.expected.shape
             error = relative_error(one.got.to(dtype), one.expected.to(dtype)) if is_shaped else float("inf")
@@ -234,33 +249,23 @@ class CheckedModel:
         return norm_error(logits[:, -expected.shape[1] :].float(), expected)
 
 
-def ensure_trusted(
-    model: nn.Module, make_cache: Callable[..., Any], allow_unverified: bool = False, digest: str = ""
-) -> tuple[type[RotaryStyle], ...]:
-    """Find out whether a model can be blended exactly, once for each dtype, attention and structure that it has."""
-    with _lock:
-        digest = digest or structure_digest(model)
-        styles = rotary_styles(model, digest)
-        ensure_passed(CheckedModel(model, make_cache), BLEND, allow_unverified, digest)
-    return styles
-
-
 def ensure_passed(subject: CheckedModel, use: Use, allow_unverified: bool = False, digest: str = "") -> None:
     """Run the checks of a use once for each dtype and attention that a model has."""
     model = subject.model
-    with _lock:
+    with PROBING:
         if use.name in _testing.get(model, ()):
             return
-        attention = getattr(text_config(model), "_attn_implementation", None)
-        known = _complaints.setdefault(model, {})
-        state = (use.name, model.dtype, attention, is_extended(model), digest or structure_digest(model))
+        known, state = _complaints.setdefault(model, {}), _state(subject, use, digest)
         if state not in known:
             _testing.setdefault(model, set()).add(use.name)
             try:
-                with canonical(model):
-                    known[state] = _complaint(subject, use)
+                with canonical(model), notes_kept(model):
+                    found = _complaint(subject, use)
             finally:
                 _testing[model].discard(use.name)
+            if found is None:
+                return
+            known[state] = found
         complaint, overridable = known[state]
         if complaint and not (allow_unverified and overridable):
             raise UnsupportedModelError(complaint)
@@ -269,60 +274,36 @@ def ensure_passed(subject: CheckedModel, use: Use, allow_unverified: bool = Fals
             logger.warning("the model is used without being verified (allow_unverified): %s", complaint)
 
 
-def _complaint(subject: CheckedModel, use: Use) -> tuple[str, bool]:
-    """What speaks against a use of a model, and whether the caller may use it all the same; "" if nothing does."""
+def has_passed(subject: CheckedModel, use: Use) -> bool:
+    """Return True if the checks of a use were run on a model in this state, and nothing failed."""
+    return _complaints.get(subject.model, {}).get(_state(subject, use), ("?", True))[0] == ""
+
+
+def _state(subject: CheckedModel, use: Use, digest: str = "") -> tuple[Any, ...]:
+    model = subject.model
+    attention = getattr(text_config(model), "_attn_implementation", None)
+    return use.name, subject.kind, model.dtype, attention, is_extended(model), digest or structure_digest(model)
+
+
+def _complaint(subject: CheckedModel, use: Use) -> tuple[str, bool] | None:
+    """What speaks against a use of a model, "" if nothing does, and whether the caller may use it all the same.
+
+    None: nothing could be tried.
+    """
     importlib.import_module(use.module)  # a room registers its checks when it is imported
-    what = use.refusal.format(type(subject.model).__name__)
+    what = use.refusal.format(subject.name)
     for one in [check for check in CHECKS.values() if check.first_use == use.name]:
         try:
             result = one.measure(subject)
+        except torch.OutOfMemoryError:
+            raise
         except FAILURES as broken:
             return f"{what}: the self-test ended in {type(broken).__name__}: {broken} {use.do}", one.overridable
+        if result is None:
+            return None
         if not result.passed:
             return f"{what}: {result.detail} {use.do}" if one.overridable else result.detail, one.overridable
     return "", True
-
-
-@check(first_use="blend")
-def own_scales(subject: CheckedModel) -> CheckResult:
-    """No projection quantises a whole call by one scale, so a token is computed alike whatever runs beside it."""
-    cause = shared_scale(subject.model)
-    return violations([cause] if cause else [])
-
-
-@check(first_use="blend")
-@torch.no_grad()
-def causal(subject: CheckedModel) -> CheckResult:
-    """No token sees those behind it: another last token moves no logits before it.
-
-    Logits that are no numbers are for the other checks.
-    """
-    ids = torch.tensor([subject.prompts[0].ids], device=input_device(subject.model))
-    pair = ids, torch.cat((ids[:, :-1], ids[:, :1]), dim=1)
-    before, after = (subject.model(one, use_cache=False).logits[:, :-1] for one in pair)
-    ahead, bound = norm_error(after, before), BOUNDS.get(subject.model.dtype, COARSE_BOUND)
-    detail = (
-        "its tokens see those behind them. Another last token moves the logits of the others by "
-        f"{ahead:.2g} of their size, where at most {bound:.2g} is expected."
-    )
-    return CheckResult(ahead, bound, detail) if bound < ahead < float("inf") else CheckResult(0.0, bound)
-
-
-@check(first_use="blend")
-def ratio_1(subject: CheckedModel) -> CheckResult:
-    """Ratio 1.0 through the sparse path gives the logits of a full prefill, for each request alone.
-
-    The prefix is reused, every chunk token is recomputed as a chosen one.
-    """
-    results = []
-    for prompt in subject.prompts:
-        got = subject.blend([prompt], 1.0)
-        report = got.cache.report
-        if not report.reusable_tokens or report.reusable_tokens != sum(map(len, report.chosen_columns)):
-            return nothing_shown(f"the sparse path was not taken: {report.fallback_reason or report}")
-        results.append(subject.compare_with_plain([prompt], got.logits))
-    worst = max(results, key=lambda one: (not one.passed, one.error))
-    return CheckResult(worst.error, worst.tolerance, worst.detail and f"with every token recomputed {worst.detail}")
 
 
 def question_rows(prompts: Sequence[Prompt]) -> int:
@@ -336,6 +317,11 @@ def kv_of(cache: Any) -> list[States]:
     return [() if one is None else (one, layer.values) for one, layer in zip(keys, cache.layers, strict=True)]
 
 
+def allowed_of(bounds: tuple[float, float, float], dtype: torch.dtype) -> float:
+    """What an error may be in a dtype: of float64, float32, or coarser ones and quantised products."""
+    return bounds[FINE.index(dtype) if dtype in FINE else -1]
+
+
 def norm_error(got: Tensor, expected: Tensor) -> float:
     """Norm of a difference over that of what is expected (Frobenius); NaN and other shapes are infinite."""
     if got.shape != expected.shape:
@@ -343,3 +329,21 @@ def norm_error(got: Tensor, expected: Tensor) -> float:
     size = torch.linalg.vector_norm(expected.float()).clamp_min(torch.finfo(torch.float32).tiny)
     share = float(torch.linalg.vector_norm(got.float() - expected.float()) / size)
     return share if share == share else float("inf")
+
+
+def token_errors(got: Tensor, expected: Tensor) -> Tensor:
+    """Norm of each token's difference `[tokens, width]` over the usual norm of a token; NaN is infinite."""
+    errors, sizes = (torch.linalg.vector_norm(part.float(), dim=1) for part in (got - expected, expected))
+    scale = sizes.square().mean().sqrt().clamp_min(torch.finfo(torch.float32).tiny)
+    return (errors / scale).nan_to_num(float("inf"), float("inf"))
+
+
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    """Largest difference of two tensors `[…, tokens, width]`, over the largest size of the second.
+
+    In 16 bits the median over the tokens: there a token may be sent to another expert for a rounding error, while a
+    wrong style shows at every token.
+    """
+    scale = expected.abs().amax().clamp_min(torch.finfo(torch.float32).tiny)
+    by_token = (got.float() - expected.float()).abs().movedim(-2, 0).flatten(1).amax(dim=1) / scale
+    return float(by_token.amax() if expected.dtype in FINE else by_token.median())

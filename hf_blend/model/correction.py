@@ -25,9 +25,8 @@ from ..rotary.base import RotaryStyle, compose
 from ..store.chunk import ChunkKey, ChunkKV
 from .anatomy import default_sink
 from .calibrate import rotary_styles
-from .capture import capture, capture_chunks, cut_chunk
+from .capture import capture, capture_chunks, cut_chunk, packs
 from .fingerprint import fingerprint
-from .packs import packs
 
 __all__ = ["ContextCorrection"]
 

@@ -27,8 +27,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from .anatomy import refuse_extended
-from .identity.canonical import refuse_wrapper
-from .identity.hooks import refuse_foreign_hooks
+from .identity.canonical import refuse_foreign_hooks, refuse_wrapper
 from .identity.structure import IGNORED_ATTRIBUTES, IGNORED_CONFIG_FIELDS, Structure, config_part
 from .identity.watch import StructureWatch, WeightWatch
 from .identity.weights import weight_digest

@@ -3,8 +3,6 @@
 """What a token costs in a layer, counted by watching the model run: no table of architectures."""
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -12,8 +10,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from .anatomy import LayerInfo, decoder_layers, decoder_of, full_cache, layer_configs, text_config
+from .anatomy import LayerInfo, decoder_layers, decoder_of, full_cache, is_linear, layer_configs, text_config
 from .extras import extras_of
+from .hooks import hooked
 from .placement import input_device
 
 CONVOLUTION_AXES = 3  # of the weight of a 1-D convolution
@@ -62,7 +61,7 @@ def _measure(model: nn.Module) -> list[LayerCost]:
     cache.update = noted
     thread = threading.get_ident()  # others may run the model meanwhile
 
-    def count(index: int, module: nn.Module) -> None:
+    def count(index: int, module: Any, *_: Any) -> None:
         if threading.get_ident() != thread:
             return
         extra = extras[index]
@@ -75,7 +74,8 @@ def _measure(model: nn.Module) -> list[LayerCost]:
         side[index] += 2.0 * module.in_features * module.out_features
 
     keyed = {index for index, layer in enumerate(cache.layers) if hasattr(layer, "keys")} if cache.layers else set()
-    with _watched(layers, count):
+    linears = ((index, one) for index, layer in enumerate(layers) for one in layer.modules() if is_linear(one))
+    with hooked(linears, count):
         device = input_device(model)
         decoder_of(model)(input_ids=torch.zeros((1, 4), dtype=torch.long, device=device), past_key_values=cache)
     for index, extra in enumerate(extras):
@@ -99,18 +99,3 @@ def _scan(mixer: nn.Module, states: Any) -> float:
 def _per_key(config: Any) -> float:
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 4.0 * config.num_attention_heads * width
-
-
-@contextmanager
-def _watched(layers: list[nn.Module], count: Any) -> Iterator[None]:
-    handles = []
-    try:
-        for index, layer in enumerate(layers):
-            for module in layer.modules():
-                if hasattr(module, "in_features") and hasattr(module, "out_features"):
-                    hook = lambda module, args, index=index: count(index, module)  # noqa: E731
-                    handles.append(module.register_forward_pre_hook(hook))
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from ..config import BlendConfig
 from ..model.anatomy import text_config
 from ..model.canary import canary_of, compute_chunk, compute_chunks, is_of_model
+from ..model.capture import packs
 from ..model.modality import placeholder_ids
-from ..model.packs import packs
 from ..prompt.content import is_content
 from ..prompt.pieces import Span
 from ..rotary.regime import frequency_regime

@@ -9,8 +9,8 @@ of the mixer in it, those which came there when the chunk was run alone behind i
 token for others to look at is then what it made of it there; only its position is the prompt's.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from transformers import DynamicCache
 
 from ..model.anatomy import LayerCall, decoder_layers, full_cache
 from ..model.checks import Blended, CheckResult, check, nothing_shown
+from ..model.hooks import hooked
 from ..model.placement import input_device
 from ..prompt.pieces import Prompt
 from ..selectors.base import KV
@@ -211,8 +212,7 @@ def _by_token(hidden: Tensor, tokens: int) -> Tensor:
     return hidden.flatten(2) if hidden.dim() == 4 and hidden.shape[1] == tokens else hidden
 
 
-@contextmanager
-def _inputs(subject: ModelUnderTest, change: Callable[[int, Tensor], Tensor]) -> Iterator[None]:
+def _inputs(subject: ModelUnderTest, change: Callable[[int, Tensor], Tensor]) -> AbstractContextManager[None]:
     """Change the hidden states that each decoder layer receives, and its mixer, which counts behind all layers."""
 
     def enter(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -220,15 +220,6 @@ def _inputs(subject: ModelUnderTest, change: Callable[[int, Tensor], Tensor]) ->
         call.arguments[call.hidden_name] = change(index, call.hidden)
         return call.as_hook_result()
 
-    handles = []
     mixers = [None if mixer is None else mixer.module for mixer in subject.mixers]
-    try:
-        for index, layer in enumerate([*decoder_layers(subject.model), *mixers]):
-            if layer is None:
-                continue
-            hook = lambda one, args, kwargs, index=index: enter(index, one, args, kwargs)  # noqa: E731
-            handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    entered = enumerate([*decoder_layers(subject.model), *mixers])
+    return hooked([(index, one) for index, one in entered if one is not None], enter)

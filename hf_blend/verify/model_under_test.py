@@ -28,11 +28,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..cache.blend_cache import BlendCache
 from ..model.anatomy import decoder_layers, full_cache, text_config
 from ..model.calibrate import rotary_styles
-from ..model.capture import capture, capture_chunk, capture_chunks
+from ..model.capture import capture, capture_chunk, capture_chunks, packs
 from ..model.checks import Blended, CheckedModel, CheckResult, Comparison, States, kv_of, question_rows
 from ..model.extras import extras_of
 from ..model.fingerprint import fingerprint
-from ..model.packs import packs
 from ..model.placement import input_device
 from ..model.quantised import silence_casts
 from ..prompt.pieces import Prompt, batch

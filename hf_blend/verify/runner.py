@@ -15,6 +15,7 @@ from torch import nn
 from .. import plugins
 from ..errors import ConfigError, UnsupportedModelError, suggest
 from ..model.checks import CHECKS, FAILURES
+from ..model.extras import rooms
 from ..model_names import load_model
 from .model_under_test import ModelUnderTest, attending, attentions
 
@@ -88,9 +89,10 @@ def check_names() -> dict[str, str]:
     for name in MODULES:
         importlib.import_module(f".{name}", __package__)
     plugins.extensions("checks")
+    rooms()
     for point in entry_points(group=GROUP):
         point.load()
-    return {name: CHECKS[name].claim for name in sorted(CHECKS)}
+    return {name: one.claim for name, one in sorted(CHECKS.items()) if issubclass(ModelUnderTest, one.needs)}
 
 
 def verify(

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import UnsupportedModelError
-from ..checksum import checksum
 from .code import (
     BUILTINS,
     CALLABLES,
+    checksum,
     code_digest,
     global_names,
     is_installed,

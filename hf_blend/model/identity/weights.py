@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import UnsupportedModelError
-from ..checksum import checksum
 from ..placement import offload_hooks
+from .code import checksum
 from .structure import config_part, counted_attributes
 
 QUANTISED_BY_ITS_STATE = ("absmax", "code", "offset")
