@@ -617,9 +617,8 @@ class BlendCache(Cache):
         self._past, self._advised, began_s, known = held, None, time.perf_counter(), self._prompts
         rooms = plugins.extensions("extra_inputs") if request.others else []
         if request.others and not rooms:
-            reason = (
-                f"{', '.join(request.others)} came with the prompt, but only text is known without hf_blend.images."
-            )
+            names = ", ".join(request.others)
+            reason = f"{names} came with the prompt, but only text is known without hf_blend.images."
             self._fall_back(replace(request, fallback_reason=reason))
             return
         if request.others and known.images is not None:

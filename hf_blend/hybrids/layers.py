@@ -108,12 +108,6 @@ class MixerLayer(BatchOfRequests, LinearAttentionLayer):
     has_only_state = True
     prefill_kind: type[LayerKind] = MixerKind
 
-    @property
-    def mixer_nbytes(self) -> int:
-        """Bytes of the states."""
-        held = (state for name in STATES for state in getattr(self, name).values())
-        return sum(state.nbytes for state in held if state is not None)
-
     def settle(self) -> None:
         """The state is its own; nothing to forget."""
 

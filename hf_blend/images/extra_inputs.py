@@ -32,6 +32,6 @@ def can_blend(cache: BlendCache, request: Request) -> bool:
 
 def ensure_tested(cache: BlendCache, plan: Plan, request: Request) -> None:
     """Test the first forward of its kind beside itself."""
-    of_images = any(is_content(placed.chunk.key.token_ids[0]) for placed in plan.chunks)
+    of_images = any(placed.is_image for placed in plan.chunks)
     tested = FirstForward(cache, request.arguments, of_images).plan(plan, request)
     ensure_passed(tested, OTHER_INPUTS, cache.config.allow_unverified)

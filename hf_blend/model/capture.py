@@ -5,9 +5,8 @@
 KV is never cut out of a live request: what another prompt put before a chunk would travel with it, unseen.
 
 Products of weights and tokens cost less per token, the more tokens there are. So a model's chunks are computed in one
-row of a batch, each at positions of its own, kept apart by masks, but only where a probe shows that what is stored of
-one does not depend on the others: the same tokens, packed with others that differ, keep the same bits, and behind
-others they have the K and V that they have first.
+row of a batch, each at positions of its own, kept apart by masks, where a probe shows that none depends on the others:
+packed with tokens that differ it keeps the same bits, and behind them it has the K and V that it has first.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -184,9 +183,7 @@ def _separated(model: nn.Module, cache: Any, tokens: int, starts: Sequence[int])
         yield
 
 
-def _at_layers(
-    layers: Sequence[nn.Module], cache: object, look: Callable[[int, LayerCall], Any]
-) -> AbstractContextManager[None]:
+def _at_layers(layers: list[nn.Module], cache: object, look: Callable[..., Any]) -> AbstractContextManager[None]:
     """Call a function before each layer of calls with this cache; other threads may run the model meanwhile."""
 
     def begins(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -41,6 +41,7 @@ KV = (1e-6, 2e-3, 0.1)  # of K and V; a wrong style is off by about 1
 FLOORS = 4.0  # one comparison of two plain forwards is a small sample of the noise, so this many of it are allowed
 MOST_ALLOWED = 0.2  # a plain model that is further from itself in two pieces says nothing about noise
 FAILURES = (ArithmeticError, AttributeError, HfBlendError, LookupError, RuntimeError, TypeError, ValueError)
+Measure = Callable[[Any], Any]  # of a subject, a `CheckResult`; None: nothing could be tried
 States = tuple[Tensor, ...]  # (K, V) of a layer, or () where it keeps none
 
 
@@ -66,7 +67,7 @@ class Check:
 
     name: str
     claim: str
-    measure: Callable[[Any], CheckResult]
+    measure: Measure
     first_use: str = ""
     overridable: bool = True
     needs: type = object
@@ -89,12 +90,10 @@ _testing: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 PROBING = threading.RLock()
 
 
-def check(
-    first_use: str = "", overridable: bool = True, needs: type = object
-) -> Callable[[Callable[[Any], CheckResult]], Any]:
+def check(first_use: str = "", overridable: bool = True, needs: type = object) -> Callable[[Measure], Measure]:
     """Register a function as a check under its own name; the first line of its docstring is the claim."""
 
-    def register(measure: Callable[[Any], CheckResult]) -> Callable[[Any], CheckResult]:
+    def register(measure: Measure) -> Measure:
         name, claim = measure.__name__, (measure.__doc__ or "").partition("\n")[0]
         CHECKS[name] = Check(name, claim, measure, first_use, overridable, needs)
         return measure
@@ -103,10 +102,7 @@ def check(
 
 
 def finding(find: Callable[[nn.Module], CheckResult]) -> PerStructure[Any]:
-    """Register a function of a model as a check; called, it gives what is found, remembered per structure.
-
-    It raises where the model is refused.
-    """
+    """Register a function of a model as a check; called, it gives what is found, or refuses the model by its error."""
 
     def measure(subject: Any) -> CheckResult:
         try:

@@ -53,10 +53,6 @@ class _Known:
     state: int = 0  # counts the changes that were noticed
     digest: str = ""  # of `structure`
 
-    def is_read(self) -> bool:
-        """Whether the weights were read, and a sample of them is as it was."""
-        return self.weight_watch is not None and self.weight_watch.is_same()
-
 
 _known: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
 _lock = threading.RLock()
@@ -74,7 +70,7 @@ def describe_fingerprint(model: nn.Module, *, reread: bool = False) -> dict[str,
     refuse_extended(model)
     with _lock:
         known = _structure_of(model)
-        if reread or not known.is_read():
+        if reread or known.weight_watch is None or not known.weight_watch.is_same():
             known.parts, known.weight_watch = None, WeightWatch(model)  # first the sample: a change meanwhile shows
             known.weights = weight_digest(model)
             known.state += 1

@@ -18,7 +18,6 @@ from ..model.anatomy import text_config
 from ..model.canary import canary_of, compute_chunk, compute_chunks, is_of_model
 from ..model.capture import packs
 from ..model.modality import placeholder_ids
-from ..prompt.content import is_content
 from ..prompt.pieces import Span
 from ..rotary.regime import frequency_regime
 from ..store import ChunkStore
@@ -40,6 +39,7 @@ class PlacedChunk:
     number: int
     first: int = 0
     count: int | None = None
+    is_image: bool = False  # as the room of images says
 
     tokens: int = field(init=False, compare=False)
     is_whole: bool = field(init=False, compare=False)
@@ -51,11 +51,6 @@ class PlacedChunk:
         tokens = held - self.first if self.count is None else self.count
         columns, inside = slice(self.start, self.start + tokens), slice(self.first, self.first + tokens)
         vars(self).update(tokens=tokens, is_whole=tokens == held, columns=columns, inside=inside)
-
-    @property
-    def is_image(self) -> bool:
-        """Whether its tokens are those of an image."""
-        return is_content(self.chunk.key.token_ids[0])
 
     def states(self, layer: int) -> tuple[Tensor, Tensor]:
         """Stored (K, V) of a layer, `[kv_heads, tokens, head_dim]` each, K rotated for the chunk's own positions."""
@@ -333,7 +328,8 @@ class Planner:
                 column = prompt_row.column_of(first - prompt_row.before, count) if count > 0 else None
             if count > 0 and column is not None:
                 here = inside + first - offset
-                made = partial(PlacedChunk, row, column, exact=exact, number=number, first=here, count=count)
+                kind = partial(PlacedChunk, is_image=key.token_ids in self.images)
+                made = partial(kind, row, column, exact=exact, number=number, first=here, count=count)
                 found.append((key, made))
                 if first == offset and key.chunk_prefix_ids == self._chunk_prefix_ids:
                     plan.seam_tokens += len(key.token_ids) - tokens

@@ -8,6 +8,7 @@ by its bytecode, with the constants, defaults, closures and globals that it uses
 refused by name.
 """
 
+import contextlib
 import functools
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -230,7 +231,10 @@ class Structure:
         self._codes[id(function)] = function.__qualname__  # if it calls itself
         code = function.__code__
         cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
-        filled = {name: cell.cell_contents for name, cell in cells if _is_filled(cell)}
+        filled = {}
+        for name, cell in cells:
+            with contextlib.suppress(ValueError):  # it is empty
+                filled[name] = cell.cell_contents
         reached = {name: function.__globals__[name] for name in global_names(code) if name in function.__globals__}
         found = [
             code_digest(code),
@@ -356,11 +360,3 @@ def _refuse_compiled(model: nn.Module) -> None:
 
 def _is_standard(function: FunctionType) -> bool:
     return (function.__module__ or "").partition(".")[0] in sys.stdlib_module_names and is_installed(function)
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True

@@ -156,13 +156,11 @@ def _noted(owner: Any, found: list[Any]) -> _Note:
 
 def _reference(value: Any) -> Callable[[], Any] | None:
     """A way to see that an object lives still; None for what can change in place."""
-    if isinstance(value, _ATOMS):
-        return lambda: (value,)
     if isinstance(value, (dict, list, tuple, set, frozenset)):
         return None
     try:
         return weakref.ref(value)
-    except TypeError:
+    except TypeError:  # it is held: a number, a text
         return lambda: (value,)
 
 
