@@ -122,7 +122,7 @@ def test_a_static_layer_in_few_bits_crops_restores_and_reorders_as_a_growing_one
     for one in (layer, plain, wide):
         one.update(*states_of(150))
     assert layer.nbytes < 0.6 * wide.nbytes
-    held, snapshot = layer.keys, layer.snapshot()
+    snapshot, held = layer.snapshot(), layer.keys
     layer.update(*states_of(100, 1))
     layer.restore(snapshot)
     assert torch.equal(layer.keys, held)
@@ -140,6 +140,12 @@ def test_a_static_layer_in_few_bits_crops_restores_and_reorders_as_a_growing_one
     assert place == layer._cells.columns["k.bytes"].buffer.data_ptr()
     layer.batch_repeat_interleave(2)
     assert torch.equal(layer.keys[0], layer.keys[1])
+    for one in (layer, plain):
+        one.reset()
+        for seed in range(100):  # groups that steps have packed
+            one.update(*states_of(1, seed))
+        one.crop(-60)
+    assert torch.equal(layer.keys, plain.keys)
 
 
 def test_a_compiled_step_of_a_layer_in_few_bits_is_an_eager_one(compiler):

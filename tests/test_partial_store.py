@@ -197,10 +197,14 @@ def as_mask(visible, tokens):
     return visible if visible.dim() == 3 else torch.zeros(1, 1, tokens, dtype=torch.bool).index_fill_(2, visible, True)
 
 
-def test_beams_look_at_the_part_of_their_prompt(model):
+def test_beams_look_at_the_part_of_their_prompt(model, tmp_path):
     store = ChunkStore.open("memory://", partial={**ANYHOW, "reorder": False})
     asked(model, store)
-    cache, _ = asked(model, store, num_beams=3)
+    cache, text = asked(model, store, num_beams=3)
+    away = BlendCache(model, store, **REUSE, kv_device_map="disk", offload_folder=str(tmp_path))
+    ways = {**GREEDY, "num_beams": 3}
+    assert torch.equal(model.generate(**away.inputs(None, **PIECES), past_key_values=away, **ways), text)
+    assert torch.equal(away.layers[1].visible, cache.layers[1].visible)
     one, _ = asked(model, store)
     assert cache.report.partial["loaded_bytes"] == one.report.partial["loaded_bytes"], "read once for all beams"
     assert cache.layers[1].visible.shape[0] == 3

@@ -28,7 +28,7 @@ class AttentionXDeviation(Selector):
         reduce = self.choice("reduce", ("mean", "l2", "max", "last"))
         distance = sum(squared_distance(*view.pair(part)) for part in parts) ** 0.5
         seen = view.attention()
-        wanted = view.is_question(seen.columns)
-        rows = slice(int(wanted.any(dim=0).to(int).argmax()), None)
-        looked = received(seen, seen.weights(rows), wanted[:, rows], reduce)
+        asking = view.is_question(seen.columns)
+        rows = slice(int(asking.any(dim=0).to(int).argmax()), None)
+        looked = received(seen, seen.weights(rows), asking[:, rows], reduce)
         return view.take(looked) * distance

@@ -44,8 +44,8 @@ class QueryAttention(Selector):
         found: list[Tensor] = []
 
         def hear(layer: int, seen: Attention, weights: Tensor) -> None:
-            wanted = view.is_question(seen.columns)
-            found.append(received(seen, weights, wanted, reduce, self.options["by_value"]))
+            asking = view.is_question(seen.columns)
+            found.append(received(seen, weights, asking, reduce, self.options["by_value"]))
 
         view.probe(hear, layers, anchors)
         return view.take(torch.stack(found).mean(dim=0))
