@@ -4,14 +4,12 @@
 
 import copy
 import functools
-import threading
 from pathlib import Path
 
 import pytest
 import torch
 from tiny_models import tiny_model as zoo_model
 from transformers import StoppingCriteria, StoppingCriteriaList, dynamic_module_utils
-from transformers.generation.streamers import BaseStreamer
 from worlds import REFERENCE, reference_questions
 
 from hf_blend import BlendCache, ChunkStore, ConfigError, blended, sparse_decoding
@@ -195,27 +193,6 @@ def test_history_masks_what_a_row_was_padded_with_that_ended_earlier(shared_mode
     again = cache.inputs(tokenizer, chunks=[[], []], question=[[5, 6], [7, 8]], history=output)["attention_mask"]
     assert again[:, -6:].tolist() == [[1] * 6, [0] * 4 + [1] * 2]
     assert torch.equal(again[:, : inputs["input_ids"].shape[1]], inputs["attention_mask"])
-
-
-class Collector(BaseStreamer):
-    def __init__(self):
-        self.tokens, self.ended = [], False
-
-    def put(self, value):
-        self.tokens += value.flatten().tolist()
-
-    def end(self):
-        self.ended = True
-
-
-def test_streamer_gets_tokens_as_they_come_from_another_thread_too(shared_model):
-    model, streamer = shared_model(), Collector()
-    cache, inputs = prepared(model, REQUESTS[0], recompute_ratio=1.0)
-    thread = threading.Thread(target=run, args=(model, inputs, cache), kwargs={"streamer": streamer})
-    thread.start()
-    thread.join()
-    assert streamer.ended
-    assert streamer.tokens == run(model, inputs)[0].tolist()
 
 
 def test_decoding_never_copies_the_cache_within_its_room(shared_model):
