@@ -20,7 +20,8 @@ from tests.conftest import slow_but
 
 BATCH = ({"chunks": (17, 23, 31)}, {"chunks": (29,), "seed": 1})
 FLASH = "flash_attention_2"
-everywhere = pytest.mark.parametrize(("family", "batch"), [("llama", 1), ("mistral", 2), ("gemma3_text", 2)])
+MIXED = {"gemma3_text": {"layer_types": ["full_attention", "sliding_attention"] * 2}}
+everywhere = pytest.mark.parametrize(("family", "batch"), [("gemma3_text", 1), ("mistral", 2), ("llama", 2)])
 
 
 def flash(module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, **_):
@@ -43,7 +44,7 @@ def flash_model(monkeypatch):
     monkeypatch.setattr(row_masks, "_told", set())
 
     def build(family):
-        model = zoo_model(family)
+        model = zoo_model(family, **MIXED.get(family, {}))
         for module in model.modules():
             if hasattr(module, "config"):
                 module.config._attn_implementation_internal = FLASH
@@ -70,7 +71,7 @@ def test_flash_attention_goes_through_sdpa_for_scattered_rows_and_says_so_once(
 @torch.no_grad()
 @pytest.mark.parametrize(("family", "batch"), [("llama", 1), ("gemma3_text", 2)])
 def test_with_flash_attention_scattered_rows_are_those_of_sdpa(flash_model, pieces, family, batch):
-    results, stock = [], zoo_model(family)
+    results, stock = [], zoo_model(family, **MIXED.get(family, {}))
     stock.set_attn_implementation("sdpa")
     for model in (flash_model(family), stock):
         cache, inputs = prepared(model, *(pieces(**one) for one in BATCH[:batch]), recompute_ratio=0.3)
