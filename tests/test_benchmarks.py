@@ -135,6 +135,7 @@ def test_joins_are_measured_with_any_tokenizer(tmp_path, model_folder):
 SMALL = {
     "session": "--shape tiny --system-tokens 32 --turn-tokens 8 --turns 2 --rounds 1",
     "corpus": "--chunks 60 --workers 1",
+    "large-store": "--entries 300 --rounds 1 --finds 2",
     "hybrids": "--shapes tiny-hybrid --chunks 2 --chunk-tokens 24 --rounds 1",
     "offload": "--shape tiny --contexts 64 --tokens 2 --rounds 1",
     "partial-load": "--chunks 2 --chunk-tokens 32 --layers 2 --rates 1 --rounds 1",
@@ -155,5 +156,5 @@ def test_a_measurement_makes_what_its_file_holds(name):
 
 def test_every_measurement_can_be_asked_for():
     options = {name: bench.parser_of(bench.load(name)[0])._option_string_actions for name in bench.NAMES}
-    assert len(options) == 14
+    assert len(options) == 15
     assert all(len(found) > 3 for found in options.values()), options

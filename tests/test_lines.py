@@ -25,7 +25,7 @@ MOST = {
     "selectors": 1_056,
     "serving": 3_576,
     "sparse": 2_630,
-    "store": 6_370,
+    "store": 6_595,
     "verify": 1_361,
     "cli": 2_540,
     "evaluation": 5_983,

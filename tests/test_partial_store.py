@@ -280,8 +280,7 @@ def test_a_process_that_is_killed_while_it_reorders_loses_no_block(model, tmp_pa
 
 def test_blocks_are_ordered_beside_requests_by_what_was_looked_at_before_a_restart_too(model, tmp_path):
     def orders(store):
-        keys = [store._tier.tier.names(store.block_name("")[:2])]
-        return [store._tier.open(name) for name in sorted(*keys)]
+        return [store._tier.open(name) for name, _ in sorted(store._tier.listing(store.block_name("")[:3]))]
 
     for number in range(2):  # one computes, two report, and two more behind a restart: the fourth makes chunks due
         with ChunkStore.open(tmp_path, partial=ANYHOW, memory_bytes=0) as store:

@@ -394,7 +394,7 @@ class StateCheckpoints:
     def _entries(self) -> dict[str, ObjectStat]:
         """All checkpoints in the folder, of all models."""
         with suppress(OSError):
-            return {name: stat for name, stat in self._tier.listing() if name.startswith(self._space)}
+            return {name: stat for name, stat in self._tier.listing(self._space) if stat is not None}
         return {}
 
     @property

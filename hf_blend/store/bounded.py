@@ -2,23 +2,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tier under a cap: something leaves before something new comes in."""
 
+import contextlib
 import errno
 import logging
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from .budget import Budget
+from .chunk import ChunkKey
 from .eviction.base import EvictionPolicy
-from .snapshot import load_order, save_order
-from .tiers.base import Source, Tier, WrappedTier
+from .index import Index
+from .tiers.base import ObjectStat, Source, Tier, WrappedTier, is_name
 
 __all__ = ["BoundedTier"]
 
 logger = logging.getLogger(__name__)
 
-_SAVE_EVERY = 1024  # uses since the order was saved
 _LOOK_EVERY_S = 2.0  # at what other processes stored, and at most a fiftieth of the time
+_RECOUNT_S = 60.0  # at most so often all sizes are read again
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -27,6 +28,17 @@ class BoundedTier(WrappedTier, Budget):
 
     What is in the tier is counted when the first object is put, and again every few seconds while objects are put, so
     several processes together may pass the cap by what they put in between.
+
+    Args:
+        tier: the other tier.
+        cap_bytes: None is no cap, or with `spare_bytes` so many more than there are.
+        policy: says which object leaves.
+        index: what is known of the tier.
+        owner: of what is put, and of what is there and begins with `claimed`.
+        claimed: see `owner`; a quota is of the objects of one owner.
+        spare_bytes: see `cap_bytes`.
+        quota_bytes: of the owner's objects.
+        on_evicted: receives the name of what had to leave.
     """
 
     def __init__(
@@ -34,37 +46,37 @@ class BoundedTier(WrappedTier, Budget):
         tier: Tier,
         cap_bytes: int | None,
         policy: EvictionPolicy,
+        index: Index,
         *,
+        owner: str = "",
+        claimed: str | None = None,
         spare_bytes: int | None = None,
-        order: Path | None = None,
-        owned: Callable[[str], bool] | None = None,
         quota_bytes: int | None = None,
-        on_evicted: Callable[[str, int], None] | None = None,
-        on_fault: Callable[[str], None] | None = None,
+        on_evicted: Callable[[str], object] = lambda _: None,
     ) -> None:
         WrappedTier.__init__(self, tier)
-        Budget.__init__(self, cap_bytes, policy)
-        self.on_fault = on_fault
-        self.owned = owned
-        self.quota_bytes = quota_bytes
-        self.on_evicted = on_evicted
+        Budget.__init__(self, cap_bytes, policy, index)
+        self.owner, self.on_evicted = owner, on_evicted
+        self.quota = None if quota_bytes is None else (owner, quota_bytes)
+        self._totals |= {} if quota_bytes is None else {owner: 0}
         self.makes_room = True  # on a full device, by evicting; not where another tier takes what is refused
-        self.before_eviction: Callable[[str], object] | None = None  # receives the name of what is about to leave
-        self._spare_bytes = spare_bytes
-        self._order = order
-        self._next_look_s = -1.0
-        self._unsaved = 0
-        self._restored = False
+        self.before_eviction: Callable[[str], object] = lambda _: None  # receives the name of what is about to leave
+        self._claimed, self._spare_bytes = claimed, spare_bytes
+        self._next_look_s = self._next_recount_s = -1.0
+        self._has_put = False
         self._stuck: frozenset[str] = frozenset()
 
-    def has_room(self, nbytes: int) -> bool:
-        """Return True if an object of this namespace with so many bytes fits, and nothing has to leave for it."""
+    def sync(self, space: str = "", thorough: bool = False) -> None:
+        """Bring the index in step with the tier; raises OSError if one of them cannot be asked now."""
         with self._lock:
-            if self._is_counted:
-                self._look()
-            quota_bytes = self.quota_bytes
-            is_within = quota_bytes is None or self.fits(nbytes, owned=self.owned, quota_bytes=quota_bytes)
-            return is_within and self.fits(nbytes)
+            self._count_uses()
+            self.index.sync(self.tier, space, self._entered, thorough)
+
+    def has_room(self, nbytes: int) -> bool:
+        """Return True if an object of the owner with so many bytes fits, and nothing has to leave for it."""
+        with self._lock:
+            self._look()
+            return (self.quota is None or self.fits(nbytes, self.quota)) and self.fits(nbytes)
 
     def open(self, name: str) -> Source | None:
         """Open an object, and count this as a use of it."""
@@ -75,16 +87,13 @@ class BoundedTier(WrappedTier, Budget):
 
     def put_if_absent(self, name: str, parts: Sequence[memoryview]) -> bool:
         """Make room, then store; raises OSError(ENOSPC) if what is pinned and in flight leaves no room."""
-        nbytes, stored = sum(map(len, parts)), None
+        nbytes, stored = sum(map(len, parts)), False
         self._reserve(nbytes)
         try:
             stored = self._put(name, parts, nbytes)
         finally:
-            with self._lock:
-                self._in_flight_bytes -= nbytes
-                if stored is not None:
-                    self.add(name, nbytes)
-                    self._count_use()
+            self._release(nbytes)
+        self.know(name, self.tier.stat(name) if stored else None)
         return stored
 
     def replace(self, name: str, parts: Sequence[memoryview]) -> None:
@@ -94,67 +103,82 @@ class BoundedTier(WrappedTier, Budget):
         try:
             self.tier.replace(name, parts)
         finally:
-            with self._lock:
-                self._in_flight_bytes -= nbytes
-                stat = self.tier.stat(name)
-                if stat is not None:
-                    self.add(name, stat.nbytes)
-                    self._count_use()
+            self._release(nbytes)
+            self.know(name, self.tier.stat(name))
+
+    def know(self, name: str, stat: ObjectStat | None, key: ChunkKey | None = None) -> None:
+        """Enter an object that is there, and which chunk it is; what cannot be written now is listed later."""
+        self._has_put = True
+        with self._lock, contextlib.suppress(OSError):
+            known = self.index.row(name) if key is not None else None
+            if stat is not None and (known is None or known[0] != stat.nbytes):
+                self.add(name, stat.nbytes, stat.created)
+            if key is not None:
+                self.describe([(name, key)], is_ours=known is None or known[2] == self.owner)
+
+    def describe(self, said: Sequence[tuple[str, ChunkKey]], is_ours: bool = False) -> None:
+        """Enter which chunks objects are that were entered, and whether they counted as the owner's before."""
+        with self._lock:
+            self.index.describe_all(said, self.owner)
+            if self.quota is not None and not is_ours:
+                self._count()
 
     def delete(self, name: str, source: Source | None = None) -> bool:
         """Remove an object; with `source`, only if it is still that one."""
         removed = self.tier.delete(name, source)
-        if removed:
-            self.remove(name)
+        if removed or source is None:
+            self.forget(name)
         return removed
+
+    def forget(self, name: str) -> None:
+        """Strike an object off that turned out to be gone."""
+        with contextlib.suppress(OSError):
+            self.remove(name)
 
     def set_pin(self, name: str, pinned: bool) -> None:
         """Keep an object from being evicted, also after a restart if the tier behind remembers, or let it."""
         Budget.set_pin(self, name, pinned)
         self.tier.set_pin(name, pinned)
 
-    def use(self, name: str, important_ratio: float | None = None) -> None:
-        """Count a use of an object, or report which share of its tokens was important."""
-        with self._lock:
-            if not self._restored and self._is_counted:
-                self._look()
-            Budget.use(self, name, important_ratio)
-            self._count_use()
-
     def shrink(self, most_bytes: int) -> int:
         """Evict until no more than so many bytes are left, or only what is pinned; gives the bytes that left."""
         with self._lock:
             self._next_look_s = -1.0
-            before = self.nbytes
-            self._evict(lambda: self.victims(0, owned=lambda _: True, quota_bytes=most_bytes))
+            before, cap_bytes = self.nbytes, self._cap_bytes
+            try:
+                self._cap_bytes = most_bytes + self._in_flight_bytes
+                self._evict(0)
+            finally:
+                self._cap_bytes = cap_bytes
             return before - self.nbytes
 
     def close(self) -> None:
-        """Save the order, and close the tier behind."""
+        """Keep the order of eviction, list what was put for the next process, and close the tier behind."""
         with self._lock:
-            self._save()
+            self._apply()
+            if self.tier.is_local and self._has_put:
+                with contextlib.suppress(OSError):
+                    self.sync()
+            self.index.close()
         self.tier.close()
-
-    @property
-    def _is_counted(self) -> bool:
-        """Whether requests must know what is there; a listing of a tier on another machine takes its time."""
-        return self.tier.is_local or self._cap_bytes is not None or self.quota_bytes is not None
 
     def _reserve(self, nbytes: int) -> None:
         with self._lock:
-            if self._is_counted:
-                self._look()
-            owned, quota_bytes = self.owned, self.quota_bytes
-            if owned is not None and quota_bytes is not None:
-                self._evict(lambda: self.victims(nbytes, owned=owned, quota_bytes=quota_bytes))
-            self._evict(lambda: self.victims(nbytes))
+            self._look()
+            for quota in (self.quota, None):
+                if quota is not None or self._cap_bytes is not None:
+                    self._evict(nbytes, quota)
             if not self.fits(nbytes):
                 raise OSError(
                     errno.ENOSPC,
-                    f"{nbytes} bytes do not fit: of {self.cap_bytes} bytes {self.pinned_bytes} are pinned and "
+                    f"{nbytes} bytes do not fit: of {self._cap_bytes} bytes {self.pinned_bytes} are pinned and "
                     f"{self._in_flight_bytes} are being written",
                 )
             self._in_flight_bytes += nbytes
+
+    def _release(self, nbytes: int) -> None:
+        with self._lock:
+            self._in_flight_bytes -= nbytes
 
     def _put(self, name: str, parts: Sequence[memoryview], nbytes: int) -> bool:
         """Store; on a full device once more, after as much was evicted as is needed."""
@@ -162,20 +186,27 @@ class BoundedTier(WrappedTier, Budget):
             return self.tier.put_if_absent(name, parts)
         except OSError as error:
             with self._lock:
-                most_bytes = self.nbytes - 2 * nbytes  # of which nbytes are these, in flight
+                most_bytes = self.nbytes - self._in_flight_bytes - nbytes
                 if error.errno not in _FULL or not self.makes_room or not self.shrink(max(0, most_bytes)):
                     raise
         return self.tier.put_if_absent(name, parts)
 
-    def _evict(self, choose: Callable[[], list[str]]) -> None:
-        """Delete what is chosen, until nothing is; what cannot be deleted stays and counts as pinned from then on."""
-        while names := choose():
+    def _evict(self, nbytes: int, quota: tuple[str, int] | None = None) -> None:
+        """Delete what leaves, until enough is gone; what cannot be deleted stays and counts as pinned from then on."""
+        if self._excess(nbytes, quota) > max(nbytes, 1) and time.monotonic() > self._next_recount_s:
+            self._next_recount_s = time.monotonic() + _RECOUNT_S
+            self.index.distrust()  # more has to leave than this one takes: are the sizes right?
+            self._next_look_s = -1.0
+            self._look()
+        while names := self.victims(nbytes, quota):
             for name in names:
                 self._evict_one(name)
 
     def _evict_one(self, name: str) -> None:
-        if self.before_eviction is not None:
-            self.before_eviction(name)
+        if not is_name(name):  # what a file says that anybody may have written
+            self.remove(name)
+            return
+        self.before_eviction(name)
         try:
             self.tier.delete(name)
         except OSError as error:
@@ -183,43 +214,32 @@ class BoundedTier(WrappedTier, Budget):
             self._stuck |= {name}
             Budget.set_pin(self, name, True)
             return
-        nbytes = self.remove(name)
-        if self.on_evicted is not None:
-            self.on_evicted(name, nbytes)
+        self.remove(name)
+        self.on_evicted(name)
+
+    def _entered(self, name: str, stamp_s: float) -> tuple[float, str, str | None]:
+        is_ours = self._claimed is not None and name.startswith(self._claimed)
+        return (*super()._entered(name, stamp_s)[:2], self.owner if is_ours else None)
+
+    def _count(self) -> None:
+        self._totals = {one: self.index.nbytes(one) for one in self._totals}
 
     def _look(self) -> None:
-        """Count what is there, unless that was done a moment ago."""
+        """Count what is there, unless that was done a moment ago, or takes the time of another machine for nothing."""
         began_s = time.monotonic()
-        if began_s < self._next_look_s:
+        is_counted = self.tier.is_local or self._cap_bytes is not None or self.quota is not None
+        if began_s < self._next_look_s or not is_counted:
             return
         self._next_look_s = began_s + _LOOK_EVERY_S
         try:
-            found = {name: (stat.nbytes, stat.created) for name, stat in self.tier.listing()}
-            pins = self.tier.pins()
+            self.sync(thorough=True)
+            self._count()
+            self._pins = {*self.tier.pins(), *self._stuck}
         except OSError as error:
             logger.info("the %s tier cannot be listed now (%s)", self.name, error)
             self._next_look_s = -1.0
             return
-        self.sync(found, pins | self._stuck)
-        if not self._restored:
-            self._restore()
+        if self._spare_bytes is not None:
+            self._cap_bytes, self._spare_bytes = self._totals[None] + self._in_flight_bytes + self._spare_bytes, None
         now_s = time.monotonic()
         self._next_look_s = now_s + max(_LOOK_EVERY_S, 50 * (now_s - began_s))
-
-    def _restore(self) -> None:
-        """At the first look."""
-        self._restored = True
-        if self._order is not None:
-            self.policy.restore(load_order(self._order, self.on_fault))
-        if self._spare_bytes is not None:
-            self._cap_bytes = self._total + self._in_flight_bytes + self._spare_bytes
-
-    def _count_use(self) -> None:
-        self._unsaved += 1
-        if self._unsaved >= _SAVE_EVERY:
-            self._save()
-
-    def _save(self) -> None:
-        if self._order is not None and self._restored and self._unsaved:
-            save_order(self._order, self.policy.states())
-        self._unsaved = 0

@@ -2,29 +2,36 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes by name under a cap, and which objects leave so that more fit: the book of every tier with a cap."""
 
+import contextlib
+import json
+import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 
-from .eviction.base import EvictionPolicy
+from .eviction.base import EvictionPolicy, State
+from .index import Index
 from .locks import new_lock
 
-__all__ = ["Budget"]
+__all__ = ["APPLY_EVERY", "Budget"]
 
-Owned = Callable[[str], bool]
+APPLY_EVERY = 1024  # uses that are noted before they are weighed
 
 
 class Budget:
     """Sizes, pins and an eviction policy. It moves no bytes itself; threads may share it."""
 
-    def __init__(self, cap_bytes: int | None, policy: EvictionPolicy) -> None:
-        self.policy = policy
+    owner = ""  # of what is added
+
+    def __init__(self, cap_bytes: int | None, policy: EvictionPolicy, index: Index) -> None:
+        self.policy, self.index = policy, index
         self._cap_bytes = cap_bytes
         self._in_flight_bytes = 0
-        self._sizes: dict[str, int] = {}
-        self._total = 0
+        self._totals: dict[str | None, int] = {None: 0}  # bytes of an owner that has a quota, and of all
         self._pins: set[str] = set()
         self._used: Counter[str] = Counter()  # by how many running requests
+        self._noted: list[tuple[str, float, float, float | None]] = []  # uses that the index does not know of
+        self._uses = -1.0  # so far, by all processes; below nothing if that is not known yet
         self._last_s = 0.0
         self._lock = new_lock()
 
@@ -40,49 +47,44 @@ class Budget:
         """All bytes that count, with those in flight."""
         with self._lock:
             self._look()
-            return self._total + self._in_flight_bytes
+            return self._totals[None] + self._in_flight_bytes
 
     @property
     def pinned_bytes(self) -> int:
         """Bytes that may not leave."""
         with self._lock:
             self._look()
-            return sum(self._sizes.get(name, 0) for name in self._pins)
+            return sum(row[0] for row in map(self.index.row, self._pins) if row)
 
     @property
     def reads_importance(self) -> bool:
         """Whether the policy uses the share of an object's tokens that was important."""
         return self.policy.reads_importance
 
-    def add(self, name: str, nbytes: int, stamp_s: float | None = None) -> None:
-        """Enter an object, or correct its size."""
+    def add(self, name: str, nbytes: int, created: float | None = None) -> None:
+        """Enter an object, or correct its size, and count a use of it."""
         with self._lock:
-            self._total += nbytes - self._sizes.get(name, 0)
-            self._sizes[name] = nbytes
-            self.policy.use(name, self._now_s() if stamp_s is None else stamp_s)
+            now_s, known = self._now_s(), self.index.row(name)
+            score, state, _ = self._entered(name, now_s)
+            self.index.enter(name, nbytes, now_s if created is None else created, score, state, self.owner)
+            self._grow(nbytes - (known[0] if known else 0), known[2] if known else self.owner)
+            if known:
+                self._note(name, None)
 
     def use(self, name: str, important_ratio: float | None = None) -> None:
         """Count a use of an object, or report which share of its tokens was important."""
-        with self._lock:
-            if name in self._sizes:
-                self.policy.use(name, self._now_s(), important_ratio)
+        with self._lock, contextlib.suppress(OSError):  # it costs only a better choice of who leaves
+            self._note(name, important_ratio)
 
     def remove(self, name: str) -> int:
         """Strike an object off; its pin stays for its return. Gives the bytes that it took."""
         with self._lock:
-            nbytes = self._sizes.pop(name, 0)
-            self._total -= nbytes
-            self.policy.forget(name)
-            return nbytes
-
-    def sync(self, found: Mapping[str, tuple[int, float]], pins: Iterable[str]) -> None:
-        """Take over what is really there: size and time of each object."""
-        with self._lock:
-            for name in self._sizes.keys() - found.keys():
-                self.remove(name)
-            for name in sorted(found.keys() - self._sizes.keys(), key=lambda name: found[name][1]):
-                self.add(name, *found[name])
-            self._pins = set(pins)
+            row = self.index.row(name)
+            if row is None:
+                return 0
+            self.index.remove(name)
+            self._grow(-row[0], row[2])
+            return row[0]
 
     def set_pin(self, name: str, pinned: bool) -> None:
         """Keep an object, entered or not, from leaving, or let it."""
@@ -100,38 +102,92 @@ class Budget:
             self._used.subtract(names)
             self._used += Counter()  # drops those with a count of 0
 
-    def fits(self, nbytes: int, *, owned: Owned | None = None, quota_bytes: int = 0) -> bool:
-        """Return True if so many more bytes stay below the cap, or with `owned`, as in `victims`, below the quota."""
+    def fits(self, nbytes: int, quota: tuple[str, int] | None = None) -> bool:
+        """Return True if so many more bytes stay below the cap, or with a quota (owner, bytes) below that."""
         with self._lock:
-            return self._excess(nbytes, owned, quota_bytes) <= 0
+            return self._excess(nbytes, quota) <= 0
 
-    def victims(self, nbytes: int, *, owned: Owned | None = None, quota_bytes: int = 0) -> list[str]:
+    def victims(self, nbytes: int, quota: tuple[str, int] | None = None) -> list[str]:
         """Choose the objects that leave so that more bytes fit; they are not removed here."""
         with self._lock:
-            excess = self._excess(nbytes, owned, quota_bytes)
-            chosen: list[str] = []
-            for name in self.policy.victims() if excess > 0 else ():
-                if name not in self._pins and name not in self._used and (owned is None or owned(name)):
-                    chosen.append(name)
-                    excess -= self._sizes[name]
-                    if excess <= 0:
-                        break
+            excess, chosen = self._excess(nbytes, quota), list[str]()
+            if excess > 0:
+                self._apply()
+                for name, size in self.index.in_order(quota[0] if quota else None):
+                    if name not in self._pins and name not in self._used:
+                        chosen.append(name)
+                        excess -= size
+                        if excess <= 0:
+                            break
             return chosen
-
-    def in_order(self) -> list[str]:
-        """All objects, the one that leaves first first."""
-        with self._lock:
-            return list(self.policy.victims())
 
     def _look(self) -> None:
         """Count what is really there, where others may change it."""
 
-    def _excess(self, nbytes: int, owned: Owned | None, quota_bytes: int) -> int:
-        if owned is not None:
-            return nbytes + sum(size for name, size in self._sizes.items() if owned(name)) - quota_bytes
-        return 0 if self._cap_bytes is None else self._total + self._in_flight_bytes + nbytes - self._cap_bytes
+    def _excess(self, nbytes: int, quota: tuple[str, int] | None) -> int:
+        if quota is not None:
+            return nbytes + self._totals[quota[0]] - quota[1]
+        return 0 if self._cap_bytes is None else self._totals[None] + self._in_flight_bytes + nbytes - self._cap_bytes
+
+    def _grow(self, nbytes: int, owner: str | None) -> None:
+        for one in {None, owner} & {*self._totals}:
+            self._totals[one] += nbytes
+
+    def _note(self, name: str, important_ratio: float | None) -> None:
+        self._uses = self._count_uses() + (important_ratio is None)
+        self._noted.append((name, self._now_s(), self._uses, important_ratio))
+        if len(self._noted) >= APPLY_EVERY:
+            self._apply()
+
+    def _apply(self) -> None:
+        """Weigh the uses that were noted."""
+        noted, self._noted = self._noted, []
+        states: dict[str, State] = {}
+        with contextlib.suppress(OSError):
+            for name, stamp_s, uses, ratio in noted:
+                state, row = states.get(name), None if name in states else self.index.row(name)
+                if state is not None or row is not None:
+                    states[name] = self._weighed(state or _state(row[1] if row else ""), stamp_s, uses, ratio)
+            if states:
+                self._uses = max(self._count_uses(), self.index.uses(self._kind) or 0.0)  # others count, too
+                rows = [(state[0], json.dumps(state), name) for name, state in states.items()]
+                self.index.score(rows, self._kind, self._uses)
+
+    def _entered(self, name: str, stamp_s: float) -> tuple[float, str, str | None]:
+        """Score and state of an object that was used once; whose it is, is not known."""
+        self._uses = self._count_uses() + 1
+        state = self._weighed(None, stamp_s, self._uses, None)
+        return state[0], json.dumps(state), None
+
+    def _weighed(self, state: State | None, stamp_s: float, uses: float, ratio: float | None) -> State:
+        """What is remembered after a use; a state that cannot be, in a file that anybody may have written, is none."""
+        for known in (state, None):
+            with contextlib.suppress(ArithmeticError, LookupError, TypeError, ValueError):
+                new = self.policy.updated(known, stamp_s, uses, ratio)
+                if all(map(math.isfinite, new)) and len(new) == len(known or new):
+                    return new
+        return (0.0,)
+
+    @property
+    def _kind(self) -> str:
+        return type(self.policy).__qualname__
+
+    def _count_uses(self) -> float:
+        """How many uses there were so far; what another policy remembers of the objects is given up."""
+        if self._uses < 0:
+            known = self.index.uses(self._kind)
+            self._uses = known if known is not None and 0 <= known < 1e15 else 0.0
+            if known is None:
+                self.index.score_by(self._kind, self._entered)
+        return self._uses
 
     def _now_s(self) -> float:
         """A clock that only goes forward, whatever happens to the system's."""
         self._last_s = max(time.time(), self._last_s + 1e-6)
         return self._last_s
+
+
+def _state(text: str) -> State | None:
+    with contextlib.suppress(ValueError, TypeError):
+        return tuple(map(float, json.loads(text)))
+    return None

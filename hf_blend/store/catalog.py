@@ -1,59 +1,73 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which chunks there are: the index in memory, kept in step with the directory that is the truth."""
+"""Which chunks of a namespace there are: what the indexes of memories and tiers know of it."""
 
 import contextlib
+import functools
+import heapq
 import logging
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
+import numpy as np
+
+from .bounded import BoundedTier
 from .chunk import ChunkKey
+from .content import Run, pack_tokens, unpack_tokens, without_overlap
 from .entry import read_key
 from .format import hash_namespace
-from .index import ContentIndex, IndexRecord, Run, pack_tokens
-from .locks import new_lock
+from .index import Index
 from .seal import keyed
-from .snapshot import load_snapshot, save_snapshot
 from .stats import StoreStats
-from .tiers.base import EntryFault, ObjectStat, Tier
+from .tiers.base import EntryFault, ObjectStat
 
-__all__ = ["Catalog", "entry_name"]
+__all__ = ["Catalog", "Listed", "entry_name"]
 
+Answer = TypeVar("Answer")
 logger = logging.getLogger(__name__)
 
-_SAVE_EVERY = 1024  # entries that were read one by one since the index was saved
+_PAGE = 500  # entries that are read before an index is told
 _LEARN_S = 0.2  # at most, of one request, for entries of tiers on other machines that are not known yet
 
 
+@dataclass
+class Listed:
+    """A chunk that is stored."""
+
+    key: ChunkKey
+    nbytes: int
+    created: float
+    tiers: list[str]
+
+
 class Catalog:
-    """The chunks of one namespace, in memory and in tiers that other processes may write to."""
+    """The chunks of one namespace: at hand under their digests, and in tiers that other processes may write to.
+
+    Args:
+        namespace: whose chunks they are.
+        tiers: those that keep bytes.
+        at_hand: what memories and queues hold.
+        secret: of the store.
+        stats: counts what cannot be listed.
+    """
 
     def __init__(
         self,
         namespace: str,
-        tiers: Sequence[Tier],
-        snapshot: Path | None,
-        is_held: Callable[[str], bool],
+        tiers: Sequence[BoundedTier],
+        at_hand: Sequence[Index],
         *,
         secret: bytes | None = None,
         stats: StoreStats | None = None,
     ) -> None:
         self.namespace = namespace
-        self._secret = secret
-        self._stats = stats or StoreStats()
-        self._space = self.name("")[:2]
-        self._digests: dict[str, str] = {}  # of known entries whose names do not say them, by name
-        self._tiers = tuple(tiers)
-        self._snapshot = snapshot
-        self._saved: dict[str, tuple[str, IndexRecord]] | None = None
-        self._is_held = is_held
-        self._index = ContentIndex()
-        self._seen: dict[str, frozenset[str]] = {}
-        self._listed: dict[str, set[str]] = {tier.name: set() for tier in tiers}
+        self._secret, self._stats = secret, stats or StoreStats()
+        self._tiers, self._at_hand = tuple(tiers), tuple(at_hand)
+        self.space = self.name("")[:2]
+        self.owner = owner_of(secret, namespace)
         self._skipped: set[tuple[str, str]] = set()
-        self._unsaved = 0
-        self._lock = new_lock()
 
     def name(self, digest: str) -> str:
         """What an entry is called in the tier: by its digest, or by the HMAC of that where there is a secret."""
@@ -61,158 +75,172 @@ class Catalog:
 
     def digest(self, name: str) -> str:
         """The digest of an entry; of one that is not known what its name says, which may be another's HMAC."""
-        return self._digests.get(name, name[-64:])
+        found = next(filter(None, (self._key(tier, name) for tier in self._tiers)), None) if self._secret else None
+        return found.digest if found else name[-64:]
 
-    def add(self, key: ChunkKey, stat: ObjectStat, where: Sequence[str]) -> None:
-        """Take up a chunk that was just stored."""
-        with self._lock:
-            name = self._know(key.digest, _record(key, stat))
-            for tier in where:
-                self._list(tier, name)
+    def add(self, key: ChunkKey, stat: ObjectStat, where: str) -> None:
+        """Take up a chunk that a tier has."""
+        for tier in self._tiers:
+            if tier.name == where:
+                self._skipped.discard((where, self.name(key.digest)))
+                tier.know(self.name(key.digest), stat, key)
 
-    def take_up(self, name: str, tier: str) -> None:
-        """List an entry that is known in a tier that has it now, too."""
-        with self._lock:
-            if self.owns(name):
-                self._list(tier, name)
+    def copied(self, name: str, near: BoundedTier, far: BoundedTier) -> None:
+        """Take up an entry that another tier has now, too."""
+        key, stat = self._key(near, name), far.tier.stat(name)
+        if key is not None and stat is not None:
+            far.know(name, stat, key)
 
     def forget(self, digest: str, tier: str | None = None) -> None:
-        """Drop a chunk that turned out to be gone from a tier, or from all; it stays known while some tier has it."""
-        with self._lock:
-            for name in self._listed if tier is None else [tier]:
-                self._listed[name].discard(self.name(digest))
-            self.forget_unlisted(digest)
+        """Drop a chunk that turned out to be gone from a tier, or from all."""
+        for one in self._tiers:
+            if tier in (None, one.name):
+                one.forget(self.name(digest))
 
-    def forget_unlisted(self, digest: str) -> None:
-        """Drop a chunk that left memory, unless a tier has it."""
-        with self._lock:
-            if not self.tiers_of(digest) and not self._is_held(digest):
-                self._index.discard(digest)
-                self._digests.pop(self.name(digest), None)
+    def match(
+        self, fingerprint: str, chunk_prefix_ids: Sequence[int], token_ids: Sequence[int], *, parts: bool = True
+    ) -> list[Run]:
+        """Find the stored chunks of one model and sink, from left to right, also where first or last tokens differ.
 
-    def match(self, fingerprint: str, chunk_prefix_ids: Sequence[int], token_ids: Sequence[int]) -> list[Run]:
-        """As `ContentIndex.match`, over what is stored now."""
-        with self._lock:
-            self.refresh()
-            return self._index.match(fingerprint, chunk_prefix_ids, token_ids)
+        Without `parts` whole ones alone: the longest at a place, no overlap.
+        """
+        self.refresh()
+        ids = np.frombuffer(pack_tokens(token_ids), np.int32)
+        starts, runs = set[tuple[int, int]](), set[Run]()
+        is_stored = functools.cache(functools.partial(self._is_stored, fingerprint, tuple(chunk_prefix_ids)))
+        for index, group in self._groups(fingerprint, chunk_prefix_ids):
+            with contextlib.suppress(OSError):
+                starts |= {(start, -tokens) for start, tokens in index.starts(group, ids)}
+                runs.update(index.inside(group, ids) if parts else ())
+        complete, stop = list[Run](), 0
+        for start, tokens in sorted(starts):
+            run = Run(start, ids[start : start - tokens].tobytes(), 0, -tokens)
+            if start >= stop and run.stop <= len(ids) and is_stored(run.packed):
+                stop = run.stop
+                complete.append(run)
+        return without_overlap(complete, (run for run in runs if is_stored(run.packed)))
 
     def sample(self, fingerprint: str, chunk_prefix_ids: Sequence[int]) -> bytes:
-        """As `ContentIndex.sample`."""
-        with self._lock:
-            return self._index.sample(fingerprint, chunk_prefix_ids)
+        """The packed ids of any chunk of a model and sink; empty if there is none."""
+        found = (index.sample(group) for index, group in self._groups(fingerprint, chunk_prefix_ids))
+        return next(filter(None, found), b"")
 
     def counts(self, fingerprint: str) -> tuple[int, int]:
         """How many chunks of a model are known, and how many of all models."""
-        with self._lock:
-            return self._index.count(fingerprint), len(self._index)
+        shelves = [*((index, "") for index in self._at_hand), *((tier.index, self.owner) for tier in self._tiers)]
+        here, everywhere = zip(
+            *((index.count(owner, fingerprint), index.count(owner)) for index, owner in shelves), strict=True
+        )
+        return max(here), max(everywhere)
 
-    def items(self) -> list[tuple[str, IndexRecord]]:
-        """Digest and record of every chunk that is stored now."""
-        with self._lock:
-            self.refresh(everything=True)
-            return self._index.items()
+    def items(self) -> dict[str, Listed]:
+        """Every chunk that is stored now, by digest, in the order of digests."""
+        return self._settled(self._items)
 
-    def names(self, tier: str) -> frozenset[str]:
+    def __len__(self) -> int:
+        return self._settled(self._count)
+
+    def _settled(self, count: Callable[[], Answer]) -> Answer:
+        """Ask indexes that are in step with their tiers, and once more if one turns out to be damaged."""
+        for _ in range(3):
+            doubts = sum(tier.index.doubts for tier in self._tiers)
+            self.refresh(thorough=True)
+            found = count()
+            if doubts == sum(tier.index.doubts for tier in self._tiers):
+                break
+        return found
+
+    def _items(self) -> dict[str, Listed]:
+        found = dict[str, Listed]()
+        for tier in self._tiers:
+            for name, key, nbytes, created in tier.index.records(self.owner, self.namespace):
+                if key is None or self.name(key.digest) != name:
+                    tier.index.remake()
+                    break
+                found.setdefault(key.digest, Listed(key, nbytes, created, [])).tiers.append(tier.name)
+        for index in self._at_hand:
+            for digest, key, nbytes, created in index.records("", self.namespace):
+                if key is not None:
+                    found.setdefault(digest, Listed(key, nbytes, created, []))
+        return dict(sorted(found.items()))
+
+    def _count(self) -> int:
+        names = [sorted(map(self.name, index.owned(""))) for index in self._at_hand]
+        tiers = [tier.index for tier in self._tiers]
+        if len(tiers) == 1 and not any(names):
+            return tiers[0].count(self.owner)
+        last, count = "", 0
+        for name in heapq.merge(*names, *(index.owned(self.owner) for index in tiers)):
+            count, last = count + (name != last), name
+        return count
+
+    def names(self, tier: BoundedTier) -> list[str]:
         """Names of all objects in the space of this namespace in a tier, readable or not."""
-        with self._lock:
-            self.refresh()
-            return self._seen.get(tier, frozenset())
+        self.refresh(thorough=True)
+        return tier.index.names(self.space)
 
     def tiers_of(self, digest: str) -> list[str]:
         """Names of the tiers that had a chunk when they were last looked at."""
-        return [tier for tier, names in self._listed.items() if self.name(digest) in names]
+        return [tier.name for tier in self._tiers if self.name(digest) in tier.index]
 
-    def owns(self, name: str) -> bool:
-        """Say whether an object of a tier is a chunk of this namespace that is known."""
-        return self.digest(name) in self._index and (name in self._digests or self.name(name[-64:]) == name)
-
-    def refresh(self, everything: bool = False) -> None:
+    def refresh(self, thorough: bool = False) -> None:
         """Take up what other processes stored or removed; costs next to nothing if they did not."""
-        known = True
         for tier in self._tiers:
+            stop_s = time.monotonic() + (1e9 if tier.is_local or thorough else _LEARN_S)
             try:
-                names = tier.names(self._space)
+                tier.sync(self.space, thorough)
+                names = [one for one in tier.index.unread(self.space) if (tier.name, one) not in self._skipped]
+                for start in range(0, len(names), _PAGE):
+                    self._learn(tier, names[start : start + _PAGE], stop_s)
             except OSError as error:
                 logger.info("the entries of the %s tier cannot be listed now (%s)", tier.name, error)
-                known = False
-                continue
-            if names is not self._seen.get(tier.name):
-                self._seen[tier.name] = names
-                self._take_up(tier, names, time.monotonic() + (_LEARN_S if not (tier.is_local or everything) else 1e9))
-            known = known and tier.name in self._seen
-        if known:
-            self._saved = {}  # what appears later is newer than the snapshot
 
-    def save(self) -> None:
-        """Keep the index for the next opening, if it changed."""
-        with self._lock:
-            if self._snapshot is not None and self._unsaved:
-                rows = [row for row in self._index.items() if self.tiers_of(row[0])]
-                save_snapshot(self._snapshot, rows, self._secret)
-                self._unsaved = 0
+    def _groups(
+        self, fingerprint: str, chunk_prefix_ids: Sequence[int]
+    ) -> Iterator[tuple[Index, tuple[str, str, Sequence[int]]]]:
+        for index in self._at_hand:
+            yield index, ("", fingerprint, chunk_prefix_ids)
+        for tier in self._tiers:
+            yield tier.index, (self.owner, fingerprint, chunk_prefix_ids)
 
-    def _take_up(self, tier: Tier, names: frozenset[str], stop_s: float) -> None:
-        listed = self._listed[tier.name]
-        for name in listed - names:
-            self.forget(self.digest(name), tier.name)
-        new = names - listed
-        if new and self._saved is None:
-            self._saved = self._load()
-        for name in new:
-            saved = (self._saved or {}).get(name)
-            if saved is not None and saved[0] not in self._index:
-                self._know(*saved)
-            if self.owns(name):
-                listed.add(name)
-            elif time.monotonic() > stop_s:
-                self._seen.pop(tier.name, None)
-            elif (tier.name, name) not in self._skipped:
-                self._learn(tier, name)
-        if self._unsaved >= _SAVE_EVERY:
-            self.save()
+    def _is_stored(self, fingerprint: str, chunk_prefix_ids: tuple[int, ...], packed: bytes) -> bool:
+        """Whether there is an object of the name that a chunk of these tokens has: so it is what its row says."""
+        with contextlib.suppress(ValueError):
+            key = ChunkKey(fingerprint, chunk_prefix_ids, unpack_tokens(packed), self.namespace)
+            is_held = any(key.digest in index for index in self._at_hand)
+            return is_held or any(self.name(key.digest) in tier.index for tier in self._tiers)
+        return False
 
-    def _learn(self, tier: Tier, name: str) -> None:
-        """Read which chunk an entry holds; what is not a readable chunk of ours is passed over."""
-        try:
-            self._read(tier, name)
-        except EntryFault as fault:
-            logger.info("%s is not listed (%s)", name, fault)
-            self._skipped.add((tier.name, name))
-            self._stats.count("skipped", f"{tier.name}:{fault.reason}")
-        except OSError as error:
-            logger.info("%s cannot be read now (%s)", name, error)
-            self._seen.pop(tier.name, None)
+    def _key(self, tier: BoundedTier, name: str) -> ChunkKey | None:
+        """What a tier's index says that an object is, if its name proves it."""
+        key = tier.index.key(name, self.namespace)
+        return key if key is not None and self.name(key.digest) == name else None
 
-    def _read(self, tier: Tier, name: str) -> None:
-        source = tier.open(name)
-        if source is None:
-            return
-        with contextlib.closing(source):
-            key = read_key(source, self.namespace, self._secret)
-            if self.name(key.digest) != name:
-                raise EntryFault("key", f"it is {key.digest}")
-            self.add(key, source.stat, [tier.name])
-
-    def _load(self) -> dict[str, tuple[str, IndexRecord]]:
-        """What the saved index says, by name of the entry."""
-        if self._snapshot is None:
-            return {}
-        saved = load_snapshot(self._snapshot, self._secret, lambda reason: self._stats.count("skipped", reason))
-        return {self.name(digest): (digest, record) for digest, record in saved.items()}
-
-    def _know(self, digest: str, record: IndexRecord) -> str:
-        """Index a chunk; gives the name of its entry."""
-        self._index.add(digest, record)
-        name = self.name(digest)
-        if not name.endswith(digest):
-            self._digests[name] = digest
-        return name
-
-    def _list(self, tier: str, name: str) -> None:
-        if name not in self._listed[tier]:
-            self._listed[tier].add(name)
-            self._skipped.discard((tier, name))
-            self._unsaved += 1
+    def _learn(self, tier: BoundedTier, names: Sequence[str], stop_s: float) -> None:
+        """Read which chunks entries hold; what is not a readable chunk of ours is passed over."""
+        found = []
+        for name in names:
+            if time.monotonic() >= stop_s:
+                break
+            try:
+                source = tier.tier.open(name)
+                if source is None:
+                    continue
+                with contextlib.closing(source):
+                    key, row = read_key(source, self.namespace, self._secret), tier.index.row(name)
+                if self.name(key.digest) != name:
+                    raise EntryFault("key", f"it is {key.digest}")
+                if row is None or row[0] != source.stat.nbytes:
+                    tier.know(name, source.stat)
+                found.append((name, key))
+            except EntryFault as fault:
+                logger.info("%s is not listed (%s)", name, fault)
+                self._skipped.add((tier.name, name))
+                self._stats.count("skipped", f"{tier.name}:{fault.reason}")
+            except OSError as error:
+                logger.info("%s cannot be read now (%s)", name, error)
+        if found:
+            tier.describe(found)
 
 
 def entry_name(secret: bytes | None, namespace: str, digest: str) -> str:
@@ -221,5 +249,6 @@ def entry_name(secret: bytes | None, namespace: str, digest: str) -> str:
     return f"{keyed(secret, 'space', hash_namespace(namespace))[:2]}/{called[:2]}/{called}"
 
 
-def _record(key: ChunkKey, stat: ObjectStat) -> IndexRecord:
-    return IndexRecord(key.fingerprint, key.chunk_prefix_ids, pack_tokens(key.token_ids), stat.nbytes, stat.created)
+def owner_of(secret: bytes | None, namespace: str) -> str:
+    """What an index calls a namespace under a secret."""
+    return keyed(secret, "index", hash_namespace(namespace))[:32]

@@ -1,335 +1,554 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Finding stored chunks inside any list of tokens, by content and at any offset, in one pass over a prompt.
+"""What a tier holds, in one SQLite file that processes share: names, sizes, order of eviction, and chunks by content.
 
-A chunk whose first or last tokens differ in a prompt, as a tokenizer makes them where texts are joined, is recognised
-by one window a few tokens behind its beginning, which no seam reaches. From there the run of equal tokens is followed
-in both directions. Chunks that share the window are sorted, so the one that agrees with the prompt the furthest is the
-neighbour of where the prompt itself would be.
+The file may be lost, stale, damaged or forged at no harm to KV. The truth is the tier: a part of its listing is read
+again when its stamp is another one, or when its rows are not what they were when it was listed. What a row says of a
+chunk is used only if the name of the object, which is a digest of the chunk's key, proves it.
 """
 
-from array import array
-from bisect import bisect_left, insort
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import math
+import os
+import shutil
+import sqlite3
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
+import xxhash
 
-__all__ = ["ContentIndex", "IndexRecord", "Run", "WindowFilter", "pack_tokens", "unpack_tokens"]
+from ..errors import ConfigError
+from .chunk import ChunkKey
+from .content import WINDOW, Run, WindowFilter, hashes, longest_run, pack_tokens, unpack_tokens, window_of
+from .locks import new_lock
+from .tiers.base import Tier
 
-WINDOW = 8  # tokens; stored chunks are recognised by windows of so many
-EDGE_TOKENS = 8  # so many of the first tokens may differ
-_LEAST_TOKENS = 16  # a shorter run is used only where nearly all of the chunk is in it
-_LEAST_SHARE = 4  # … and one of less than a quarter never: reading the entry would cost more than it saves
-_NEIGHBOURS = 2  # on each side of where the prompt would be; several chunks may agree with it equally far
-_WIDTH = 4  # bytes of a packed token
-_HEAD_BYTES = 8 * _WIDTH  # chunks are told apart by their first 8 tokens, then compared whole
-_LEAST_BITS, _LOAD = 12, 8  # the table has at least 2**12 entries, and 8 for each window
-_FACTORS = np.random.default_rng(0).integers(1, 1 << 62, WINDOW, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
-_SPREAD = np.uint64(0x9E3779B97F4A7C15)
+__all__ = ["Index"]
+
+logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
+OnFault = Callable[[str], object]
+Enter = Callable[[str, float], tuple[float, str, str | None]]  # score, state and owner by name and time of writing
+BUSY_S = 2.0  # for another process that writes
+_PAGE = 5_000  # rows that are held at once
+_WARM_S = 0.05  # of a search, at most, for reading what saves later ones time
+_NEXT_TOKENS = 16  # behind a window: chunks that share it are in the order of these
+_NEAR, _ALIKE = 2, 64  # chunks that are compared with a prompt: of those before it, and of those like it
+_SIZE = "max(0, CAST(nbytes AS INTEGER))"
+_ENTER = (
+    "INSERT INTO objects(name, nbytes, created, score, state, owner) VALUES (?, ?, ?, ?, ?, ?) "
+    "ON CONFLICT(name) DO UPDATE SET nbytes = excluded.nbytes, created = excluded.created"
+)
+_JOINED = (
+    "objects o LEFT JOIN chunks c ON c.id = o.chunk LEFT JOIN texts t ON t.id = o.chunk LEFT JOIN groups g "
+    "ON g.id = c.grp"
+)
+_CHANGED = "UPDATE parts SET digest = '' WHERE prefix IN (substr(?1, 1, 6), substr(?1, 1, 3), '')"
+_WIDTHS = (
+    f"SELECT value FROM json_each('{[*range(1, WINDOW + 1)]}') WHERE EXISTS "
+    "(SELECT 1 FROM chunks WHERE grp = ? AND width = value)"
+)
+_LIKE = "SELECT ids FROM chunks JOIN texts USING(id) WHERE grp = ?1 AND inside = ?2 AND at = ?3 AND next"
+_NEAREST = (
+    f"SELECT * FROM ({_LIKE} >= ?4 ORDER BY next LIMIT {_ALIKE}) UNION ALL "
+    f"SELECT * FROM ({_LIKE} < ?4 ORDER BY next DESC LIMIT {_NEAR})"
+)
+_FORMAT = 1
+_SCHEMA = (
+    "CREATE TABLE objects(name TEXT PRIMARY KEY, nbytes INTEGER, created REAL, score REAL, state TEXT, owner TEXT, "
+    "chunk INTEGER) WITHOUT ROWID",
+    "CREATE INDEX by_score ON objects(score)",
+    "CREATE INDEX unread ON objects(name) WHERE chunk IS NULL",
+    "CREATE TABLE groups(id INTEGER PRIMARY KEY, owner TEXT, fingerprint TEXT, prefix BLOB, "
+    "UNIQUE(owner, fingerprint, prefix))",
+    "CREATE TABLE chunks(id INTEGER PRIMARY KEY AUTOINCREMENT, grp INTEGER, tokens INTEGER, width INTEGER, head TEXT, "
+    "at INTEGER, inside TEXT, next BLOB)",
+    "CREATE INDEX by_head ON chunks(grp, width, head, tokens)",
+    "CREATE INDEX by_inside ON chunks(grp, inside, at, next) WHERE inside IS NOT NULL",
+    "CREATE TABLE texts(id INTEGER PRIMARY KEY, ids BLOB)",
+    "CREATE TRIGGER gone AFTER DELETE ON objects BEGIN DELETE FROM chunks WHERE id = OLD.chunk; "
+    "DELETE FROM texts WHERE id = OLD.chunk; END",
+    "CREATE TABLE parts(prefix TEXT PRIMARY KEY, stamp TEXT, digest TEXT)",
+    "CREATE TABLE policy(name TEXT, uses REAL)",
+)
 
 
-class WindowFilter:
-    """Says at which positions a window of `width` tokens may be one that was added; never misses one.
+class Index:
+    """The objects of one tier. Threads may share it; what cannot be read or written now raises OSError.
 
-    Windows are hashed into a table of booleans. One that was discarded leaves its mark there: the filter only saves
-    looking at positions, and what it lets through is compared in full.
+    Args:
+        path: of the file; None keeps it in memory.
+        on_fault: receives why a file was not used.
     """
 
-    def __init__(self, width: int) -> None:
-        self.width = width
-        self._new: list[bytes] = []  # windows that are not in the table yet
-        self._hashes = np.empty(0, np.uint64)
-        self._bits, self._table = 0, np.empty(0, bool)
+    def __init__(self, path: Path | None = None, on_fault: OnFault | None = None) -> None:
+        self._path, self._on_fault = path, on_fault or (lambda _: None)
+        self._lock = new_lock(held_by_forks=True)
+        self._inherited: list[Any] = []  # connections of the parent, which a child must not close
+        self._db: Any = None
+        self._pid = os.getpid()
+        self.doubts = 0  # how often it turned out that what was read may have been wrong
+        self._begin()
 
-    def add(self, window: bytes) -> None:
-        """Take up a window; it is hashed with others, when the next prompt is looked at."""
-        self._new.append(window)
+    def _begin(self) -> None:
+        """Know nothing of what the file says."""
+        self._groups: dict[tuple[str, str, bytes], int] = {}
+        self._parts: dict[str, str] = {}  # stamps of what is known to be in step
+        self._checked: set[str] = set()  # those whose rows were compared with their digest
+        self._windows, self._newest = WindowFilter(), 0
+        self._doubted = False  # sizes that are known
 
-    def positions(self, ids: np.ndarray) -> np.ndarray:
-        """Where a window may begin.
+    def enter(self, name: str, nbytes: int, created: float, *entered: float | str | None) -> None:
+        """Enter an object with score, state and owner, or correct its size and time."""
+        self.enter_all([(name, nbytes, created, *entered)])
 
-        Shapes: ids `[tokens]`.
+    def enter_all(self, rows: Iterable[tuple[object, ...]]) -> None:
+        """Enter objects, each with name, size, time, score, state and owner."""
+        given = list(rows)
+
+        def act(db: Any) -> None:
+            db.executemany(_ENTER, given)
+            db.executemany(_CHANGED, [(row[0],) for row in given])
+
+        self._write(act)
+
+    def describe(self, name: str, key: ChunkKey, owner: str) -> None:
+        """Say which chunk an object is that was entered."""
+        self.describe_all([(name, key)], owner)
+
+    def describe_all(self, said: Iterable[tuple[str, ChunkKey]], owner: str) -> None:
+        """Say which chunks objects are."""
+        rows = [(name, key, pack_tokens(key.token_ids)) for name, key in said]
+
+        def act(db: Any) -> None:
+            for name, key, packed in rows:
+                if db.execute("SELECT 1 FROM objects WHERE name = ? AND chunk IS NULL", (name,)).fetchone():
+                    group = self._group(db, owner, key.fingerprint, key.chunk_prefix_ids, make=True)
+                    columns = "grp, tokens, width, head, at, inside, next"
+                    sql = f"INSERT INTO chunks({columns}) VALUES (?, ?, ?, ?, ?, ?, ?)"
+                    chunk = db.execute(sql, (group, *_recognised_by(np.frombuffer(packed, np.int32)))).lastrowid
+                    db.execute("INSERT INTO texts VALUES (?, ?)", (chunk, packed))
+                    db.execute("UPDATE objects SET chunk = ?, owner = ? WHERE name = ?", (chunk, owner, name))
+            db.executemany(_CHANGED, [(name,) for name, *_ in rows])
+
+        self._write(act)
+
+    def remove(self, *names: str) -> None:
+        """Strike objects off, with what is known of them."""
+        rows = [(name,) for name in names if name in self]
+
+        def act(db: Any) -> None:
+            db.executemany("DELETE FROM objects WHERE name = ?", rows)
+            db.executemany(_CHANGED, rows)
+
+        if rows:
+            self._write(act)
+
+    def row(self, name: str) -> tuple[int, str, str | None] | None:
+        """Size, state and owner of an object."""
+        found = self._read(f"SELECT {_SIZE}, CAST(state AS TEXT), owner FROM objects WHERE name = ?", name)
+        return found[0] if found else None
+
+    def __contains__(self, name: object) -> bool:
+        return bool(self._read("SELECT 1 FROM objects WHERE name = ?", name))
+
+    def nbytes(self, owner: str | None = None) -> int:
+        """Bytes of all objects, or of those of one owner."""
+        return int(self._read(f"SELECT total({_SIZE}) FROM objects WHERE ?1 IS NULL OR owner = ?1", owner)[0][0])
+
+    def in_order(self, owner: str | None = None) -> Iterator[tuple[str, int]]:
+        """Names and sizes, the lowest score first; nothing may change meanwhile."""
+        count, score, last = 16, -math.inf, ""
+        while True:
+            sql = f"SELECT name, {_SIZE}, score FROM objects WHERE (score, name) > (?1, ?2) AND (?3 IS NULL OR "
+            page = self._read(f"{sql} owner = ?3) ORDER BY score, name LIMIT {count}", score, last, owner)
+            yield from (row[:2] for row in page)
+            if len(page) < count:
+                return
+            count, score, last = min(2 * count, _PAGE), page[-1][2], page[-1][0]
+
+    def score(self, states: Iterable[tuple[float, str, str]], policy: str, uses: float) -> None:
+        """Keep scores and states by name, and how often the tier was used, under a policy."""
+
+        def act(db: Any) -> None:
+            db.executemany("UPDATE objects SET score = ?, state = ? WHERE name = ?", states)
+            db.execute("UPDATE policy SET name = ?, uses = ?", (policy, uses))
+
+        self._write(act)
+
+    def uses(self, policy: str) -> float | None:
+        """How often the tier was used under a policy; None if what is kept is of another one."""
+        found = self._read("SELECT CAST(uses AS REAL) FROM policy WHERE name = ?", policy)
+        return found[0][0] if found else None
+
+    def score_by(self, policy: str, enter: Enter) -> None:
+        """Begin with another policy, for which every object was used once, when it was written."""
+        rows = self._read("SELECT CAST(created AS REAL) AS stamp, name FROM objects ORDER BY stamp")
+        self.score([(*enter(name, created)[:2], name) for created, name in rows], policy, len(rows))
+
+    def sync(self, tier: Tier, space: str, enter: Enter, thorough: bool) -> None:
+        """Bring the rows of a space, or of all, in step with what the tier lists; costs little if nothing changed.
+
+        With `thorough` the rows of parts that did not change are compared with what they were.
         """
-        self._take_up()
-        if len(ids) < self.width or not len(self._hashes):
-            return np.empty(0, np.int64)
-        return np.flatnonzero(self._table[self._slots_of(self._hashed(ids))])
+        doubts = -1
+        while doubts != self.doubts:  # a file that is made again meanwhile knows nothing of the first parts
+            doubts, found = self.doubts, dict(tier.shards(space))
+            for (prefix,) in self._within("SELECT prefix FROM parts", space, "prefix"):
+                if prefix not in found and "" not in found:
+                    self._list(tier, prefix, None, enter)
+            for prefix, stamp in found.items():
+                if thorough:
+                    self._verify(prefix)
+                if not stamp or self._parts.get(prefix) != stamp:
+                    rows = self._read("SELECT 1 FROM parts WHERE prefix = ? AND stamp = ?", prefix, stamp)
+                    if not stamp or not rows:
+                        self._list(tier, prefix, stamp, enter)
+                    self._parts[prefix] = stamp
+        self._doubted = self._doubted and bool(space)
 
-    def _take_up(self) -> None:
-        if not self._new:
-            return
-        rows = np.frombuffer(b"".join(self._new), np.int32).reshape(-1, self.width)
-        hashes = (rows.astype(np.uint64) * _FACTORS[: self.width]).sum(axis=1, dtype=np.uint64)
-        self._hashes, self._new = np.concatenate((self._hashes, hashes)), []
-        bits = max(_LEAST_BITS, (_LOAD * len(self._hashes) - 1).bit_length())
-        if bits != self._bits:
-            self._bits, self._table, hashes = bits, np.zeros(1 << bits, bool), self._hashes
-        self._table[self._slots_of(hashes)] = True
+    def distrust(self) -> None:
+        """Have everything listed again at the next `sync`, with its size."""
+        self._parts.clear()
+        self._write(lambda db: db.execute("UPDATE parts SET stamp = ''"))
+        self._doubted = True
+        self.doubts += 1
 
-    def _hashed(self, ids: np.ndarray) -> np.ndarray:
-        """`[tokens - width + 1]`: the hash of the window at each position."""
-        values, count = ids.astype(np.uint64), len(ids) - self.width + 1
-        hashes = np.zeros(count, np.uint64)
-        for number, factor in enumerate(_FACTORS[: self.width]):
-            hashes += values[number : number + count] * factor
-        return hashes
+    def remake(self) -> None:
+        """Make the file again, of which a row turned out to be wrong."""
+        with self._lock:
+            self._give_up(0, sqlite3.DatabaseError("a row is wrong"))
 
-    def _slots_of(self, hashes: np.ndarray) -> np.ndarray:
-        mixed: np.ndarray = (hashes ^ (hashes >> np.uint64(29))) * _SPREAD >> np.uint64(64 - self._bits)
-        return mixed
+    def unread(self, space: str) -> list[str]:
+        """Names of a space whose chunks are not known."""
+        return [row[0] for row in self._within("SELECT name FROM objects WHERE chunk IS NULL", space)]
 
+    def names(self, space: str) -> list[str]:
+        """All names of a space."""
+        return [row[0] for row in self._within("SELECT name FROM objects", space)]
 
-class Run(NamedTuple):
-    """Tokens of a stored chunk that are in a prompt."""
-
-    start: int
-    packed: bytes
-    first: int
-    tokens: int
-
-    @property
-    def stop(self) -> int:
-        """The place in the prompt behind the last of them."""
-        return self.start + self.tokens
-
-    @property
-    def is_worth_reading(self) -> bool:
-        """Whether it is enough of the chunk."""
-        size = len(self.packed) // _WIDTH
-        is_long = self.tokens >= _LEAST_TOKENS and self.tokens * _LEAST_SHARE >= size
-        return self.tokens > 0 and (is_long or size - self.tokens <= min(EDGE_TOKENS, size // 2))
-
-    def between(self, start: int, stop: int) -> "Run":
-        """The part of it that lies between two places of the prompt."""
-        first, last = max(start, self.start), min(stop, self.stop)
-        return Run(first, self.packed, self.first + first - self.start, max(0, last - first))
-
-
-class Interiors:
-    """The chunks of one model and sink, by a window inside each; those of fewer tokens than a window are not here."""
-
-    def __init__(self) -> None:
-        self._filter = WindowFilter(WINDOW)
-        self._chunks: dict[int, dict[bytes, list[bytes]]] = {}  # offset of the window → window → chunks, sorted
-        self._most_bytes = 0  # of a chunk
-
-    def add(self, packed: bytes) -> None:
-        """Make a chunk findable, unless its window repeats so few tokens that it would be seen everywhere."""
-        offset, window = _window_of(packed)
-        if not _is_telling(window):
-            return
-        insort(self._chunks.setdefault(offset, {}).setdefault(window, []), packed, key=lambda one: one[offset:])
-        self._filter.add(window)
-        self._most_bytes = max(self._most_bytes, len(packed))
-
-    def discard(self, packed: bytes) -> None:
-        """Forget a chunk that was added."""
-        offset, window = _window_of(packed)
-        if _is_telling(window):
-            self._chunks[offset][window].remove(packed)
-            if not self._chunks[offset][window]:
-                del self._chunks[offset][window]
-
-    def find(self, ids: np.ndarray) -> Iterator[Run]:
-        """The longest run at every place where a window is, of those that are long enough.
-
-        Shapes: ids `[tokens]`.
-        """
-        raw, done = ids.tobytes(), dict[tuple[int, bytes], int]()
-        for at in (_WIDTH * self._filter.positions(ids)).tolist():
-            window, rest = raw[at : at + _WIDTH * WINDOW], raw[at : at + self._most_bytes]
-            for offset, chunks in self._chunks.items():
-                if window not in chunks or at < done.get((offset, window), 0):
-                    continue
-                near = bisect_left(chunks[window], rest, key=lambda one: one[offset:])
-                like = chunks[window][max(0, near - _NEIGHBOURS) : near + _NEIGHBOURS]
-                run = max((_run(one, raw, at, offset) for one in like), key=lambda one: one.tokens)
-                if run.is_worth_reading:
-                    done[offset, window] = _WIDTH * run.stop  # a text that repeats itself is looked at once
-                    yield run
-
-
-def without_overlap(complete: Sequence[Run], runs: Sequence[Run]) -> list[Run]:
-    """Settle which chunk each token of a prompt comes from: the longest first, others have what is left of them."""
-    taken: list[Run] = []
-    for run in sorted([*complete, *runs], key=lambda one: (-one.tokens, one.start, one.first)):
-        offset = bisect_left(taken, run.start, key=lambda one: one.start)
-        left = taken[offset - 1].stop if offset else 0
-        right = taken[offset].start if offset < len(taken) else run.stop
-        rest = run.between(left, right)
-        if rest == run or rest.is_worth_reading:
-            taken.insert(offset, rest)
-    return taken
-
-
-def _window_of(packed: bytes) -> tuple[int, bytes]:
-    """The window by which a chunk is recognised, and where in the chunk it begins, in bytes."""
-    offset = _WIDTH * max(0, min(EDGE_TOKENS, (len(packed) // _WIDTH - WINDOW) // 2))
-    return offset, packed[offset : offset + _WIDTH * WINDOW]
-
-
-def _is_telling(window: bytes) -> bool:
-    tokens = [window[start : start + _WIDTH] for start in range(0, len(window), _WIDTH)]
-    return len(tokens) == WINDOW and len({*tokens}) > WINDOW // 4
-
-
-def _run(packed: bytes, raw: bytes, at: int, offset: int) -> Run:
-    """The tokens of a chunk and of a prompt that agree around a window; both in bytes."""
-    behind = _agreement(packed[offset:], raw[at : at + len(packed) - offset])
-    before = _agreement(packed[:offset], raw[max(0, at - offset) : at], from_end=True)
-    return Run(at // _WIDTH - before, packed, offset // _WIDTH - before, before + behind)
-
-
-def _agreement(one: bytes, other: bytes, from_end: bool = False) -> int:
-    """How many of their first tokens, or of their last ones, are the same."""
-    size = min(len(one), len(other))
-    if not size:
-        return 0
-    pair = (one[-size:], other[-size:]) if from_end else (one[:size], other[:size])
-    left, right = (np.frombuffer(part, np.int32) for part in pair)
-    differs = left[::-1] != right[::-1] if from_end else left != right
-    first = int(differs.argmax())
-    return first if differs[first] else size // _WIDTH
-
-
-@dataclass(frozen=True)
-class IndexRecord:
-    """What is known of a stored chunk without opening it."""
-
-    fingerprint: str
-    chunk_prefix_ids: tuple[int, ...]
-    packed: bytes
-    nbytes: int
-    created: float
-
-    @property
-    def tokens(self) -> int:
-        """Length of the chunk in tokens."""
-        return len(self.packed) // _WIDTH
-
-
-class _Group:
-    """The chunks of one model and sink: length of head → head → length of chunk → chunks, all in bytes."""
-
-    def __init__(self) -> None:
-        self._heads: dict[int, dict[bytes, dict[int, set[bytes]]]] = {}
-        self._filters: dict[int, WindowFilter] = {}
-        self._interiors = Interiors()
-
-    def add(self, packed: bytes) -> None:
-        head = packed[:_HEAD_BYTES]
-        self._heads.setdefault(len(head), {}).setdefault(head, {}).setdefault(len(packed), set()).add(packed)
-        self._filters.setdefault(len(head), WindowFilter(len(head) // _WIDTH)).add(head)
-        self._interiors.add(packed)
-
-    def discard(self, packed: bytes) -> None:
-        head = packed[:_HEAD_BYTES]
-        heads = self._heads[len(head)]
-        heads[head][len(packed)].discard(packed)
-        if not heads[head][len(packed)]:
-            del heads[head][len(packed)]
-        if not heads[head]:
-            del heads[head]
-        if not heads:
-            del self._heads[len(head)], self._filters[len(head)]
-        self._interiors.discard(packed)
-
-    def find(self, ids: np.ndarray) -> list[Run]:
-        """Whole chunks from left to right, without overlap: the longest at each place."""
-        prompt, stop, found = ids.tobytes(), 0, []
-        for start, width in self._starts(ids):
-            head = self._heads[width].get(prompt[start : start + width])
-            length = _longest(head, prompt, start) if head and start >= stop else 0
-            if length:
-                stop = start + length
-                found.append(Run(start // _WIDTH, prompt[start:stop], 0, length // _WIDTH))
+    def starts(self, group: "Group", ids: np.ndarray) -> list[tuple[int, int]]:
+        """Where chunks may begin whose first tokens stand in a prompt, and their tokens."""
+        number = self._run(lambda db: self._group(db, *group))
+        found: list[tuple[int, int]] = []
+        for (width,) in self._read(_WIDTHS, number):
+            positions = _positions_by_hash(
+                ids, width, self._positions(ids) if width == WINDOW else np.arange(len(ids))
+            )
+            sql = "SELECT DISTINCT head, CAST(tokens AS INTEGER) FROM chunks WHERE grp = ? AND width = ? AND head IN"
+            rows = self._read(f"{sql} (SELECT value FROM json_each(?))", number, width, json.dumps([*positions]))
+            found += [(start, tokens) for head, tokens in rows for start in positions.get(head, ())]
         return found
 
-    def match(self, ids: np.ndarray) -> list[Run]:
-        """Whole chunks and parts of others."""
-        return without_overlap(self.find(ids), list(self._interiors.find(ids)))
+    def inside(self, group: "Group", ids: np.ndarray) -> Iterator[Run]:
+        """The longest run around every window of a chunk that stands in a prompt, of those that are long enough."""
+        number = self._run(lambda db: self._group(db, *group))
+        raw, done = ids.tobytes(), dict[tuple[str, int], int]()
+        positions = _positions_by_hash(ids, WINDOW, self._positions(ids))
+        sql = "SELECT DISTINCT inside, CAST(at AS INTEGER) FROM chunks WHERE grp = ? AND inside IN"
+        rows = self._read(f"{sql} (SELECT value FROM json_each(?))", number, json.dumps([*positions]))
+        for at, window, offset in sorted((at, *row) for row in rows for at in positions.get(row[0], ())):
+            if at < done.get((window, offset), 0):
+                continue
+            run = longest_run(self._like(number, window, offset, raw, at), raw, at, offset)
+            if run.is_worth_reading:
+                done[window, offset] = run.stop  # a text that repeats itself is looked at once
+                yield run
 
-    def _starts(self, ids: np.ndarray) -> list[tuple[int, int]]:
-        """(start, width of the head) in bytes, wherever a chunk may begin; the longest head first at each start."""
-        known = [(filter_.positions(ids), width) for width, filter_ in self._filters.items()]
-        found = [(_WIDTH * start, -width) for starts, width in known for start in starts.tolist()]
-        return [(start, -width) for start, width in sorted(found)]
+    def key(self, name: str, namespace: str) -> ChunkKey | None:
+        """The chunk that an object is said to be."""
+        found = self._read(f"SELECT fingerprint, prefix, ids FROM {_JOINED} WHERE name = ?", name)
+        return _key(found[0], namespace) if found else None
 
+    def records(self, owner: str, namespace: str) -> Iterator[tuple[str, ChunkKey | None, int, float]]:
+        """Name, key, size and time of the chunks of an owner, by name; no key where what is kept cannot be one."""
+        last, page = "", list[Any]([()])
+        columns, rest = f"name, {_SIZE}, CAST(created AS REAL), fingerprint, prefix, ids", f"LIMIT {_PAGE // 10}"
+        sql = f"SELECT {columns} FROM {_JOINED} WHERE name > ? AND o.owner = ? AND o.chunk > 0 ORDER BY name {rest}"
+        while page:
+            page = self._read(sql, last, owner)
+            for name, nbytes, created, *said in page:
+                last = name
+                yield name, _key(said, namespace), nbytes, created
 
-def _longest(lengths: dict[int, set[bytes]], prompt: bytes, start: int) -> int:
-    """Length in bytes of the longest of some chunks that stands at `start`, or 0."""
-    for length in sorted(lengths, reverse=True):
-        if prompt[start : start + length] in lengths[length]:
-            return length
-    return 0
+    def owned(self, owner: str) -> Iterator[str]:
+        """Names of the chunks of an owner, in order."""
+        last = ""
+        while page := self._read(
+            f"SELECT name FROM objects WHERE name > ? AND owner = ? AND chunk > 0 ORDER BY name LIMIT {_PAGE}",
+            last,
+            owner,
+        ):
+            yield from (row[0] for row in page)
+            last = page[-1][0]
 
+    def count(self, owner: str, fingerprint: str | None = None) -> int:
+        """How many chunks of an owner there are, or of a model."""
+        if fingerprint is None:
+            return int(self._read("SELECT count(*) FROM objects WHERE owner = ? AND chunk > 0", owner)[0][0])
+        groups = "SELECT id FROM groups WHERE owner = ? AND fingerprint = ?"
+        return int(self._read(f"SELECT count(*) FROM chunks WHERE grp IN ({groups})", owner, fingerprint)[0][0])
 
-class ContentIndex:
-    """Stored chunks by digest and by content. One pass over a prompt, whatever the number of chunks."""
-
-    def __init__(self) -> None:
-        self._records: dict[str, IndexRecord] = {}
-        self._groups: dict[tuple[str, tuple[int, ...]], _Group] = {}
-        self._counts: Counter[str] = Counter()  # of the chunks of each model
-
-    def add(self, digest: str, record: IndexRecord) -> None:
-        """Make a chunk findable; adding it again changes nothing."""
-        if digest not in self._records:
-            self._groups.setdefault((record.fingerprint, record.chunk_prefix_ids), _Group()).add(record.packed)
-            self._counts[record.fingerprint] += 1
-        self._records[digest] = record
-
-    def discard(self, digest: str) -> None:
-        """Forget a chunk, if it is known."""
-        record = self._records.pop(digest, None)
-        if record:
-            self._counts[record.fingerprint] -= 1
-            self._groups[record.fingerprint, record.chunk_prefix_ids].discard(record.packed)
-
-    def find(
-        self, fingerprint: str, chunk_prefix_ids: Sequence[int], token_ids: Sequence[int]
-    ) -> list[tuple[int, int]]:
-        """Find the stored chunks of one model and sink: the longest at an offset, left to right, no overlap."""
-        group = self._groups.get((fingerprint, tuple(chunk_prefix_ids)))
-        return [] if group is None else [(run.start, run.stop) for run in group.find(_as_array(token_ids))]
-
-    def match(self, fingerprint: str, chunk_prefix_ids: Sequence[int], token_ids: Sequence[int]) -> list[Run]:
-        """Find the stored chunks of one model and sink, also those whose first or last tokens differ here."""
-        group = self._groups.get((fingerprint, tuple(chunk_prefix_ids)))
-        return [] if group is None else group.match(_as_array(token_ids))
-
-    def sample(self, fingerprint: str, chunk_prefix_ids: Sequence[int]) -> bytes:
+    def sample(self, group: "Group") -> bytes:
         """The packed ids of any chunk of a model and sink; empty if there is none."""
-        alike = (one for one in self._records.values() if one.fingerprint == fingerprint)
-        return next((one.packed for one in alike if one.chunk_prefix_ids == tuple(chunk_prefix_ids)), b"")
+        number = self._run(lambda db: self._group(db, *group))
+        found = self._read("SELECT CAST(ids AS BLOB) FROM chunks JOIN texts USING(id) WHERE grp = ? LIMIT 1", number)
+        return bytes(found[0][0]) if found else b""
 
-    def count(self, fingerprint: str) -> int:
-        """How many chunks of a model there are."""
-        return self._counts[fingerprint]
+    def close(self) -> None:
+        """Let go of the file; it is opened again when it is needed."""
 
-    def items(self) -> list[tuple[str, IndexRecord]]:
-        """Everything that is known, by digest."""
-        return sorted(self._records.items())
+        def act(db: Any) -> None:
+            for (prefix,) in db.execute("SELECT prefix FROM parts WHERE digest = ''").fetchall():
+                db.execute("UPDATE parts SET digest = ? WHERE prefix = ?", (_digest(db, prefix), prefix))
 
-    def __contains__(self, digest: object) -> bool:
-        return digest in self._records
+        with self._lock:
+            with contextlib.suppress(OSError):
+                self._write(act)
+            if self._path is not None and self._db is not None and self._pid == os.getpid():
+                self._db.close()
+                self._db = None
 
-    def __len__(self) -> int:
-        return len(self._records)
+    def _list(self, tier: Tier, prefix: str, stamp: str | None, enter: Enter) -> None:
+        """Make the rows of a part what the tier lists, or none if it has no stamp; what is still there stays known."""
+        self._verify(prefix)
+        rows = self._within("SELECT name, nbytes, created FROM objects", prefix)
+        known = {name: (nbytes, created) for name, nbytes, created in rows}
+        there = {} if stamp is None else dict(tier.listing(prefix, () if self._doubted else known))
+        gone = [(name,) for name in known if name not in there]
+        new = [(one.created, name, one.nbytes) for name, one in there.items() if one is not None]
+        changed = [row for row in sorted(new) if known.get(row[1]) != (row[2], row[0])]
+
+        def act(db: Any) -> None:
+            db.executemany("DELETE FROM objects WHERE name = ?", gone)
+            db.executemany(
+                _ENTER, [(name, nbytes, created, *enter(name, created)) for created, name, nbytes in changed]
+            )
+            db.execute("DELETE FROM parts WHERE prefix = ?", (prefix,))
+            if stamp is not None:
+                db.execute("INSERT INTO parts VALUES (?, ?, ?)", (prefix, stamp, _digest(db, prefix)))
+
+        if gone or changed or stamp != "" or not self._read("SELECT 1 FROM parts WHERE prefix = ?", prefix):
+            self._write(act)
+
+    def _verify(self, prefix: str) -> None:
+        """Make the file again if the rows of a part are not what they were when it was listed; looks once."""
+
+        def act(db: Any) -> None:
+            sql = "SELECT 1 FROM parts WHERE prefix = ? AND digest NOT IN (?, '')"
+            if db.execute(sql, (prefix, _digest(db, prefix))).fetchone():
+                raise sqlite3.DatabaseError(f"its rows of {prefix} are others")
+
+        if prefix not in self._checked:
+            self._run(act)
+            self._checked.add(prefix)
+
+    def _within(self, sql: str, prefix: str, column: str = "name") -> list[Any]:
+        """Ask for rows whose names begin so."""
+        joined = "AND" if " WHERE " in sql else "WHERE"
+        if not prefix:
+            return self._read(sql)
+        return self._read(f"{sql} {joined} {column} >= ? AND {column} < ?", prefix, f"{prefix}g")
+
+    def _group(
+        self, db: Any, owner: str, fingerprint: str, chunk_prefix_ids: Sequence[int], make: bool = False
+    ) -> int | None:
+        named = (owner, fingerprint, pack_tokens(chunk_prefix_ids))
+        if named not in self._groups:
+            if make:
+                db.execute("INSERT OR IGNORE INTO groups(owner, fingerprint, prefix) VALUES (?, ?, ?)", named)
+            sql = "SELECT id FROM groups WHERE owner = ? AND fingerprint = ? AND prefix = ?"
+            found = db.execute(sql, named).fetchone()
+            if found is None or make:  # a transaction that fails takes a new number back
+                return found and int(found[0])
+            self._groups[named] = int(found[0])
+        return self._groups[named]
+
+    def _positions(self, ids: np.ndarray) -> np.ndarray:
+        """Where in a prompt a head or a window may stand, of any chunk; anywhere until the filter knows all."""
+        stop_s = time.monotonic() + _WARM_S
+        while time.monotonic() < stop_s:
+            sql = "SELECT max(id), group_concat(head || coalesce(inside, head), '') FROM (SELECT * FROM chunks WHERE"
+            ((newest, found),) = self._read(f"{sql} id > ? AND width = {WINDOW} LIMIT {_PAGE})", self._newest)
+            if newest is None:
+                return self._windows.positions(ids)
+            with contextlib.suppress(ValueError):  # digits that are none, in a file that was damaged
+                self._windows.add(np.frombuffer(bytes.fromhex(found), ">u8"))
+            self._newest = newest
+        return np.arange(len(ids))
+
+    def _like(self, number: int | None, window: str, offset: int, raw: bytes, at: int) -> Iterator[bytes]:
+        """Chunks with a window that are near a prompt in their order."""
+        behind = raw[4 * (at + WINDOW) :][: 4 * _NEXT_TOKENS]
+        for (packed,) in self._read(_NEAREST, number, window, offset, behind):
+            if isinstance(packed, bytes) and len(packed) % 4 == 0:
+                yield packed
+
+    def _read(self, sql: str, *given: object) -> list[Any]:
+        found: list[Any] = self._run(lambda db: db.execute(sql, given).fetchall())
+        return found
+
+    def _write(self, act: Callable[[Any], object]) -> None:
+        """Change rows, all or none."""
+
+        def change(db: Any) -> None:
+            db.execute("BEGIN IMMEDIATE")
+            try:
+                act(db)
+                db.execute("COMMIT")
+            except BaseException:
+                with contextlib.suppress(sqlite3.Error):
+                    db.execute("ROLLBACK")
+                raise
+
+        self._run(change)
+
+    def _run(self, act: Callable[[Any], Answer]) -> Answer:
+        """Ask or change; a file that cannot be used is made again, and where that fails, memory takes its place."""
+        with self._lock:
+            for attempt in range(3):
+                try:
+                    return act(self._connected())
+                except (sqlite3.Error, OSError, OverflowError, UnicodeError) as error:
+                    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+                    is_busy = code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+                    if attempt == 2 or code == sqlite3.SQLITE_FULL or (is_busy and self._has_locks()):
+                        raise OSError(errno.EIO, f"the index {self._path} cannot be used now ({error})") from error
+                    self._give_up(max(attempt, is_busy), error)
+            raise AssertionError("never here")
+
+    def _has_locks(self) -> bool:
+        """Return False where the file system has no locks: SQLite takes that for a file that others hold."""
+        with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=self._path and self._path.parent) as probe:
+            fcntl.lockf(probe, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        return False
+
+    def _give_up(self, attempt: int, error: Exception) -> None:
+        """Make the file again, or, once that was in vain, go on without one."""
+        logger.info("no usable index at %s (%s)", self._path, error)
+        self._on_fault(f"index:{'format' if attempt == 0 else 'io'}")
+        with contextlib.suppress(sqlite3.Error):
+            self._db and self._db.close()
+        self._db = None
+        self.doubts += 1
+        self._begin()
+        if attempt:
+            self._path = None
+        elif self._path is not None:
+            _clear(self._path)
+            self._path = None if self._path.exists() else self._path
+
+    def _connected(self) -> Any:
+        """The connection of this process; a forked child has its own."""
+        if self._db is not None and self._pid != os.getpid() and self._path is not None:
+            self._inherited.append(self._db)
+            self._db = None
+        if self._db is None:
+            self._pid = os.getpid()
+            self._db = self._opened()
+        return self._db
+
+    def _opened(self) -> Any:
+        given: dict[str, Any] = {"timeout": BUSY_S, "isolation_level": None, "check_same_thread": False}
+        if self._path is None:
+            return _prepared(sqlite3.connect(":memory:", **given))
+        self._path.parent.mkdir(mode=0o700, exist_ok=True)
+        if self._path.parent.is_symlink():
+            raise NotADirectoryError(f"{self._path.parent} is a link")
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        if not stat.S_ISREG(os.lstat(self._path).st_mode):  # opening it would end locks of this process on it
+            raise sqlite3.DatabaseError(f"{self._path} is no file")
+        if all(os.access(one, os.W_OK) for one in (self._path, self._path.parent)):
+            return _prepared(sqlite3.connect(self._path, **given))
+        with tempfile.NamedTemporaryFile() as mine, open(self._path, "rb") as theirs:  # what we may only read
+            shutil.copyfileobj(theirs, mine)
+            mine.flush()
+            copied = sqlite3.connect(mine.name, **given)
+            copied.execute("PRAGMA journal_mode = MEMORY")
+            return _prepared(copied)
 
 
-def pack_tokens(token_ids: Sequence[int]) -> bytes:
-    """Lay token ids side by side, 4 bytes each, so that comparing chunks is comparing bytes."""
-    return array("i", token_ids).tobytes()
+Group = tuple[str, str, Sequence[int]]  # owner, fingerprint, tokens before the chunks
 
 
-def unpack_tokens(packed: bytes) -> tuple[int, ...]:
-    """The token ids that `pack_tokens` laid side by side."""
-    return tuple(array("i", packed))
+def _prepared(db: Any) -> Any:
+    """Make the tables, or refuse a file that has others."""
+    for setting in ("trusted_schema = OFF", "cell_size_check = ON", "synchronous = OFF", "journal_mode = TRUNCATE"):
+        db.execute(f"PRAGMA {setting}")
+    made = {row[0] for row in db.execute("SELECT sql FROM sqlite_schema WHERE name NOT LIKE 'sqlite_%'")}
+    (version,) = db.execute("PRAGMA user_version").fetchone()
+    if not made and version == 0:
+        db.execute("BEGIN IMMEDIATE")  # another process may do the same
+        if not db.execute("SELECT 1 FROM sqlite_schema").fetchone():
+            for one in _SCHEMA:
+                db.execute(one)
+            db.execute("INSERT INTO policy VALUES ('', 0)")
+            db.execute(f"PRAGMA user_version = {_FORMAT}")
+        db.execute("COMMIT")
+    elif made != {*_SCHEMA} or version != _FORMAT:
+        db.close()
+        raise sqlite3.DatabaseError(f"tables of form {version} are not those of form {_FORMAT}")
+    return db
 
 
-def _as_array(token_ids: Sequence[int]) -> np.ndarray:
-    return np.frombuffer(pack_tokens(token_ids), np.int32)
+def _clear(path: Path) -> None:
+    """Remove a file, or what is in its place, and what SQLite left beside it."""
+    beside = path.with_name(f"{path.name}-journal")
+    for one in () if path.parent.is_symlink() else (path, beside):
+        with contextlib.suppress(OSError):
+            os.unlink(one)
+        with contextlib.suppress(OSError):
+            os.rmdir(one)
+
+
+def _digest(db: Any, prefix: str) -> str:
+    """Of the rows of a part, but for their order of eviction."""
+    said = "name || nbytes || '@' || created || ifnull(owner, '') || ifnull(chunk, '')"
+    sql = f"SELECT group_concat({said}, ',') FROM objects WHERE name >= ? AND name < ?"
+    found: str = db.execute(sql, (prefix, f"{prefix}g")).fetchone()[0] or ""
+    return xxhash.xxh3_128_hexdigest(found.encode())
+
+
+def _positions_by_hash(ids: np.ndarray, width: int, at: np.ndarray) -> dict[str, list[int]]:
+    """Where in a prompt each hash of some tokens is, of those that begin at some positions."""
+    positions: dict[str, list[int]] = {}
+    found = hashes(ids, width)
+    for start in at[at < len(found)].tolist():
+        positions.setdefault(_hex(found[start]), []).append(start)
+    return positions
+
+
+def _hex(number: Any) -> str:
+    return f"{int(number):016x}"
+
+
+def _recognised_by(ids: np.ndarray) -> list[Any]:
+    """What a chunk is found by: tokens, the hash of its first ones; place and hash of its window, and what follows."""
+    width, found = min(WINDOW, len(ids)), window_of(ids)
+    row = [len(ids), width, _hex(hashes(ids[:width], width)[0])]
+    if found is None:
+        return [*row, None, None, None]
+    offset, window = found
+    behind = ids[offset + WINDOW : offset + WINDOW + _NEXT_TOKENS]
+    return [*row, offset, _hex(hashes(window, WINDOW)[0]), behind.tobytes()]
+
+
+def _key(said: Sequence[Any], namespace: str) -> ChunkKey | None:
+    """The key that fingerprint, prefix and ids of a row make, or None if they cannot be those of a chunk."""
+    fingerprint, prefix, ids = said
+    try:
+        return ChunkKey(str(fingerprint), unpack_tokens(prefix), unpack_tokens(ids), namespace)
+    except (ConfigError, TypeError, ValueError):
+        return None

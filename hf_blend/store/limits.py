@@ -12,6 +12,7 @@ from .. import plugins
 from ..errors import ConfigError
 from .bounded import BoundedTier
 from .eviction.base import EvictionPolicy
+from .index import Index
 from .memory import MemoryCache, default_memory_bytes
 from .tiers.base import Tier
 
@@ -59,34 +60,43 @@ class Limits:
         self,
         tier: Tier,
         folder: Path | None,
-        owned: Callable[[str], bool],
-        on_evicted: Callable[[str, int], None],
-        on_fault: Callable[[str], None] | None = None,
+        owner: str,
+        on_evicted: Callable[[str], object],
+        on_fault: Callable[[str], object] | None = None,
         cap_bytes: int | None = None,
+        claimed: str | None = None,
     ) -> BoundedTier:
         """Put a tier under its cap: `disk_bytes` where it is on disk, else `cap_bytes`.
 
-        The order of eviction survives a restart in the folder's `index`. `on_evicted` receives name and size of what
-        had to leave, `on_fault` the reason where the file of the order cannot be used.
+        What is known of it survives a restart in the folder's `index`.
+
+        Args:
+            tier: what is put under a cap.
+            folder: of the store, or None.
+            owner: of what this store puts.
+            on_evicted: receives the name of what had to leave.
+            on_fault: receives the reason where the file of the index cannot be used.
+            cap_bytes: of a tier that is not on disk.
+            claimed: what all names of the owner's objects begin with, if no others do.
         """
         on_disk = folder is not None and tier.is_local
         return BoundedTier(
             tier,
             self.disk_bytes if on_disk else cap_bytes,
             self._policy(),
+            Index(folder / "index" / f"{tier.name}.sqlite" if folder else None, on_fault),
+            owner=owner,
+            claimed=claimed,
             spare_bytes=_spare_bytes(folder) if on_disk and folder and self.disk_bytes is None else None,
-            order=folder / "index" / f"{tier.name}.{self.eviction}.order" if on_disk and folder else None,
-            owned=owned,
             quota_bytes=self.quota_bytes,
             on_evicted=on_evicted,
-            on_fault=on_fault,
         )
 
     def bound_blocks(
-        self, tier: Tier, folder: Path | None, owned: Callable[[str], bool], on_evicted: Callable[[str, int], None]
+        self, tier: Tier, folder: Path | None, claimed: str, on_evicted: Callable[[str], object]
     ) -> BoundedTier:
         """Put the tier that keeps chunks in blocks under a cap of its own: in memory that of memory."""
-        return self.bound(tier, folder, owned, on_evicted, cap_bytes=self._memory_bytes)
+        return self.bound(tier, folder, claimed, on_evicted, cap_bytes=self._memory_bytes, claimed=claimed)
 
     @property
     def _memory_bytes(self) -> int:

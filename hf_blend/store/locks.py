@@ -11,22 +11,33 @@ from typing import Any
 __all__ = ["new_lock"]
 
 _LOCKS: "weakref.WeakSet[Any]" = weakref.WeakSet()
+_HELD: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
-def new_lock() -> Any:
-    """Make a lock that its holder may take again."""
+def new_lock(held_by_forks: bool = False) -> Any:
+    """Make a lock that its holder may take again.
+
+    With `held_by_forks` no other thread holds it in the instant of a fork: what it guards is whole in the child.
+    """
     _watch_forks()
     lock = threading.RLock()
-    _LOCKS.add(lock)
+    (_HELD if held_by_forks else _LOCKS).add(lock)
     return lock
 
 
 @functools.cache
 def _watch_forks() -> None:
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_open_all)
+        held: list[Any] = []
+        os.register_at_fork(
+            before=lambda: held.extend(lock for lock in list(_HELD) if lock.acquire()),
+            after_in_parent=lambda: _release(held),
+            after_in_child=lambda: _release(held, is_child=True),
+        )
 
 
-def _open_all() -> None:
-    for lock in list(_LOCKS):
+def _release(held: list[Any], is_child: bool = False) -> None:
+    while held:
+        held.pop().release()
+    for lock in list(_LOCKS) if is_child else ():
         lock._at_fork_reinit()  # as logging and threading do with theirs

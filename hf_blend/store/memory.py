@@ -7,10 +7,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from .budget import Budget
+from .budget import APPLY_EVERY, Budget
 from .chunk import ChunkKey, ChunkKV, Layout
 from .eviction.base import EvictionPolicy
 from .guard import Guard
+from .index import Index
 from .stats import StoreStats
 
 __all__ = ["MemoryCache", "available_bytes", "default_memory_bytes"]
@@ -31,7 +32,8 @@ class MemoryCache(Budget):
         device: str | None = None,
         ttl_s: float | None = None,
     ) -> None:
-        super().__init__(cap_bytes, policy)
+        super().__init__(cap_bytes, policy, Index())
+        self._uses = self._count_uses()
         self.name, self.device, self.ttl_s = name, device, ttl_s
         self.stats = StoreStats()
         self._chunks: dict[str, tuple[ChunkKV, Guard, float]] = {}  # with the time at which it came
@@ -54,8 +56,10 @@ class MemoryCache(Budget):
                 self.stats.count("load_failures", f"{self.name}:changed")
                 self.stats.warn_once(f"chunk {digest} was written to after it was handed out, and is read again")
                 return None
-            self._last_s = max(time.time(), self._last_s + 1e-6)
-            self.policy.use(digest, self._last_s)
+            self._last_s, self._uses = max(time.time(), self._last_s + 1e-6), self._uses + 1
+            self._noted.append((digest, self._last_s, self._uses, None))
+            if len(self._noted) >= APPLY_EVERY:
+                self._apply()
             if chunk.key is not key and chunk.key != key:
                 return None
             if layout is not None and chunk.__dict__.get("_fits") is not layout and not chunk.fits(layout):
@@ -91,6 +95,7 @@ class MemoryCache(Budget):
                 mine = chunk.to(self.device) if self.device else chunk
                 self._chunks[digest] = mine, Guard(mine.buffers()), time.monotonic()
                 self.add(digest, chunk.nbytes)
+                self.index.describe(digest, chunk.key, "")
             return gone
 
     @contextlib.contextmanager
@@ -108,7 +113,8 @@ class MemoryCache(Budget):
     def delete(self, digest: str) -> bool:
         """Drop a chunk; False if it was not there."""
         with self._lock:
-            self.remove(digest)
+            if digest in self._chunks:
+                self.remove(digest)
             return self._chunks.pop(digest, None) is not None
 
     def clear(self) -> None:

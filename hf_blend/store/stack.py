@@ -20,6 +20,7 @@ from .catalog import Catalog
 from .chunk import ChunkKey, ChunkKV, Layout
 from .entry import EntryReader, encode_entry, read_key, stored_as
 from .guard import Guard
+from .index import Index
 from .locks import new_lock
 from .memory import MemoryCache
 from .slow import ComputeTimes, LateLoads, PendingWrite, RecordedSource, WriteQueue
@@ -71,6 +72,7 @@ class TierStack:
         tiers: Sequence[BoundedTier],
         catalog: Catalog,
         stats: StoreStats,
+        queued: Index,
         *,
         secret: bytes | None = None,
         ttl_s: float | None = None,
@@ -87,6 +89,7 @@ class TierStack:
             far.makes_room = far is not self.home
         self.queues = {tier.name: self._new_queue(tier, queue_bytes) for tier in tiers} if queue_bytes else {}
         self.stats, self.secret = stats, secret
+        self._queued_index = queued  # of what waits in the queues
         self.compute_times = ComputeTimes()
         self.deleted = 0  # deletes so far: what was read before one is not stored after it
         self._known_share, self._catalog, self._ttl_s, self._codec = known_share, catalog, ttl_s, codec
@@ -127,12 +130,9 @@ class TierStack:
             stats[tier.name] = write(tier, stored, encoded)
             if self.home and (stats[tier.name] or not tier.is_local):
                 break
-        known = next((stat for stat in stats.values() if stat), None)
-        if known or self.is_held(digest):
-            where = [name for name, stat in stats.items() if stat]
-            self._catalog.add(chunk.key, known or ObjectStat(mine.nbytes, time.time()), where)
-            if not known:  # a queue may have given it up meanwhile
-                self._catalog.forget_unlisted(digest)
+        for name, stat in stats.items():
+            if stat is not None:
+                self._catalog.add(chunk.key, stat, name)
         return chunk if stored is mine else stored
 
     def contains(self, digest: str) -> bool:
@@ -165,6 +165,7 @@ class TierStack:
         """Remove a chunk from every queue and tier; raises OSError if one refuses, or takes too long to write it."""
         self.deleted += 1
         removed = [queue.cancel(digest, DELETE_S) for queue in self.queues.values()]  # may itself wait for `_moving`
+        self._queued_index.remove(digest)
         with self._moving:
             removed += [tier.delete(self._catalog.name(digest)) for tier in self.tiers]
         removed += [memory.delete(digest) for memory in self.memories]
@@ -210,7 +211,8 @@ class TierStack:
 
     def expire(self, tier: BoundedTier) -> int:
         """Remove the entries of this namespace that are too old from a tier, and count them."""
-        names = [name for name in self._catalog.names(tier.name) if self._catalog.owns(name)]
+        self._catalog.refresh(thorough=True)
+        names = list(tier.index.owned(self._catalog.owner))
         return sum(self._remove(tier, name, None, "expired") for name in names if self.is_old(_stat(tier, name)))
 
     def record_importance(self, digest: str, important_ratio: float) -> None:
@@ -264,15 +266,16 @@ class TierStack:
         """Take a chunk that was read into memory, and write the verified bytes to the nearer tiers of this machine."""
         if deleted != self.deleted:
             return chunk
+        held = self._hold(chunk)
         content = source.release() if isinstance(source, RecordedSource) else None
         if content is not None:
             for other in self._nearer(tier):
                 stat = self._send(other, chunk, lambda: [content])
                 if stat is not None:
-                    self._catalog.add(chunk.key, stat, [other.name])
+                    self._catalog.add(chunk.key, stat, other.name)
         else:
             self._leave_others(chunk.key.digest, tier)
-        return self._hold(chunk)
+        return held
 
     def refuse(self, tier: BoundedTier, key: ChunkKey, source: Source | None, fault: BaseException) -> str:
         """Count what was wrong with an entry, warn of it once, and remove what can never become good.
@@ -324,8 +327,6 @@ class TierStack:
 
     def _count_evicted(self, memory: MemoryCache, gone: Sequence[str]) -> None:
         self.stats.count("evicted", memory.name, len(gone))
-        for digest in gone:
-            self._catalog.forget_unlisted(digest)
 
     def _new_queue(self, tier: BoundedTier, queue_bytes: int) -> WriteQueue[PendingWrite]:
         def write(pending: PendingWrite) -> None:
@@ -337,7 +338,11 @@ class TierStack:
             self.stats.count("dropped_writes", f"{tier.name}:{reason}")
             self.stats.warn_once(f"chunks are not written to the {tier.name} tier ({reason}); see dropped_writes")
 
-        return WriteQueue(queue_bytes, write, lambda digest: self._catalog.forget_unlisted(digest), drop)
+        return WriteQueue(queue_bytes, write, self._left_queue, drop)
+
+    def _left_queue(self, digest: str) -> None:
+        if not any(queue.contains(digest) for queue in self.queues.values()):
+            self._queued_index.remove(digest)
 
     def _send(self, tier: BoundedTier, chunk: ChunkKV, encoded: Encoded, wait_s: float = 0.0) -> ObjectStat | None:
         """Queue an entry for a tier, or write it now if there are no queues.
@@ -347,7 +352,11 @@ class TierStack:
         if not self.queues:
             return self._write_behind(tier, chunk, encoded)
         try:
-            self.queues[tier.name].put(PendingWrite(chunk, encoded()), wait_s)
+            pending = PendingWrite(chunk, encoded())
+            if self.queues[tier.name].put(pending, wait_s):
+                self._queued_index.enter(pending.digest, pending.nbytes, time.time(), 0.0, "", "")
+                self._queued_index.describe(pending.digest, chunk.key, "")
+                self._left_queue(pending.digest)  # it may have been written already
         except (OSError, MemoryError) as error:
             self._refuse_write(tier, error)
         return None
@@ -358,7 +367,7 @@ class TierStack:
         for one in (tier, *nearer):
             stat = self._write(one, chunk, encoded)
             if stat is not None:
-                self._catalog.add(chunk.key, stat, [one.name])
+                self._catalog.add(chunk.key, stat, one.name)
                 return stat if one is tier else None
         return None
 
@@ -488,7 +497,7 @@ class TierStack:
             return False  # what has its name there is damaged, or cannot be read now
         stat = target.stat(name)
         if stat is not None:
-            self._catalog.add(key, stat, [target.name])
+            self._catalog.add(key, stat, target.name)
         return stat is not None
 
     def _demote(self, near: BoundedTier, far: BoundedTier, name: str) -> None:
@@ -504,7 +513,7 @@ class TierStack:
         except (OSError, MemoryError, EntryFault) as error:
             self._refuse_write(far, error)
             return
-        self._catalog.take_up(name, far.name)
+        self._catalog.copied(name, near, far)
         self.stats.count("moved", far.name)
 
     def _leave_others(self, digest: str, there: BoundedTier) -> None:
@@ -513,7 +522,7 @@ class TierStack:
         for other in self.tiers if self.home else ():
             with contextlib.suppress(OSError):
                 # of one on another machine, as of its last listing
-                if other is there or not (other.contains(name) if other.is_local else name in other.names(name[:2])):
+                if other is there or not (other.contains(name) if other.is_local else name in other.index):
                     continue
                 with self._moving:
                     removed = there.contains(name) and other.delete(name)
@@ -526,7 +535,6 @@ class TierStack:
         with contextlib.suppress(OSError):
             removed = tier.delete(name, source)
             self.stats.count("removed", cause, int(removed))
-        self._catalog.forget(self._catalog.digest(name), tier.name)
         return removed
 
 

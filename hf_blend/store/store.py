@@ -18,14 +18,14 @@ from torch import Tensor
 
 from .. import plugins
 from ..errors import ConfigError, StoreError, suggest
-from .catalog import Catalog, entry_name
+from .catalog import Catalog, entry_name, owner_of
 from .chunk import ChunkKey, ChunkKV, Found, Layout
-from .format import hash_namespace
+from .content import unpack_tokens
 from .importance import TokenImportance
-from .index import unpack_tokens
+from .index import Index
 from .limits import Limits
 from .memory import MemoryCache
-from .seal import check_secret, keyed
+from .seal import check_secret
 from .stack import CheckResult, Recompute, TierStack
 from .stats import StoreStats
 from .tiers.base import Tier
@@ -90,26 +90,19 @@ class BaseStore:
         for memory in memories:
             memory.stats = self._stats
         self._blocks: Path | None = None  # where stores that load in part keep blocks; this one only removes them
-        files = keyed(secret, "index", hash_namespace(namespace))[:32]
-        self.importance = TokenImportance(index / f"{files}.importance" if index else None, secret)
-        self._catalog = Catalog(
-            namespace,
-            tiers,
-            index / f"{files}.index" if index else None,
-            lambda digest: self._stack.is_held(digest),
-            secret=secret,
-            stats=self._stats,
-        )
-        folder, skipped = index.parent if index else None, partial(self._stats.count, "skipped")
-        bounded = [
-            limits.bound(tier, folder, self._catalog.owns, partial(self._was_evicted, tier.name), skipped)
-            for tier in tiers
-        ]
+        owner, folder = owner_of(secret, namespace), index.parent if index else None
+        self.importance = TokenImportance(index / f"{owner}.importance" if index else None, secret)
+        skipped = partial(self._stats.count, "skipped")
+        bounded = [limits.bound(tier, folder, owner, partial(self._was_evicted, tier.name), skipped) for tier in tiers]
+        queued = Index()
+        at_hand = [*(memory.index for memory in memories), queued]
+        self._catalog = Catalog(namespace, bounded, at_hand, secret=secret, stats=self._stats)
         self._stack = TierStack(
             memories,
             bounded,
             self._catalog,
             self._stats,
+            queued,
             secret=secret,
             ttl_s=limits.ttl_s,
             codec=codec,
@@ -347,12 +340,11 @@ class BaseStore:
         found = {"moved": 0, "stay": 0, "placed": 0}
         target = next(tier for tier in self._stack.tiers if tier.name == self.placement)
         self.flush()
-        for digest, record in sorted(self._catalog.items(), key=lambda one: one[1].created, reverse=True):
-            tiers = self._catalog.tiers_of(digest)
-            if tiers == [self.placement]:
+        for digest, record in sorted(self._catalog.items().items(), key=lambda one: one[1].created, reverse=True):
+            if record.tiers == [self.placement]:
                 found["placed"] += 1
                 continue
-            fits = self.placement in tiers or target.has_room(record.nbytes)
+            fits = self.placement in record.tiers or target.has_room(record.nbytes)
             try:
                 moved = fits and self._stack.move(digest, self.placement)
             except OSError as error:
@@ -455,7 +447,7 @@ class BaseStore:
         """
         self.flush()
         for tier in self._stack.tiers:
-            for name in sorted(self._catalog.names(tier.name)):
+            for name in self._catalog.names(tier):
                 yield self._stack.verify(tier, name, repair)
 
     def collect(self, target_bytes: int | None = None) -> dict[str, int]:
@@ -470,7 +462,7 @@ class BaseStore:
         found = {"orphans": 0, "expired": 0, "freed_bytes": 0}
         self.flush()
         for tier in self._stack.tiers:
-            found["orphans"] += tier.remove_orphans()
+            found["orphans"] += tier.remove_orphans(everywhere=True)
             found["expired"] += self._stack.expire(tier)
             limits = [value for value in (target_bytes, tier.cap_bytes) if value is not None]
             found["freed_bytes"] += self._stack.shrink(tier, min(limits)) if limits else 0
@@ -491,14 +483,14 @@ class BaseStore:
     def entries(self) -> Iterator[EntryInfo]:
         """Walk over what is stored in this namespace, in the order of digests."""
         pins = self._stack.pins()  # by name
-        for digest, record in self._catalog.items():
+        for digest, record in self._catalog.items().items():
             held = [name for name, tier in self._stack.at_hand() if tier.contains(digest)]
             yield EntryInfo(
                 digest,
-                record.fingerprint,
-                record.tokens,
+                record.key.fingerprint,
+                len(record.key.token_ids),
                 record.nbytes,
-                "+".join([*held, *self._catalog.tiers_of(digest)]),
+                "+".join([*held, *record.tiers]),
                 record.created,
                 self._catalog.name(digest) in pins,
             )
@@ -519,7 +511,7 @@ class BaseStore:
         return {
             **{group: self._stats.group(group) for group in (*_COUNTED, "moved", "removed", "skipped")},
             "seconds": self._stats.seconds(),
-            "entries": len(self._catalog.items()),
+            "entries": len(self._catalog),
             "bytes": {tier.name: tier.nbytes for tier in tiers},
             "pinned_bytes": {tier.name: tier.pinned_bytes for tier in tiers},
             "capacity_bytes": {tier.name: tier.cap_bytes for tier in tiers},
@@ -536,7 +528,6 @@ class BaseStore:
         """Flush for 30 s at most, save the index, and let go of memory and connections; closing twice is allowed."""
         self._stack.close(FLUSH_S)
         self.importance.save()
-        self._catalog.save()
 
     def count_eviction(self, tier: str) -> None:
         """Count an entry of another kind that had to leave a tier."""
@@ -553,9 +544,8 @@ class BaseStore:
         tier: Tier = plugins.load("store.tiers", "disk")(self._blocks)
         return tier
 
-    def _was_evicted(self, tier: str, name: str, _: int) -> None:
+    def _was_evicted(self, tier: str, _: str) -> None:
         self._stats.count("evicted", tier)
-        self._catalog.forget(self._catalog.digest(name), tier)
 
     def __enter__(self) -> Self:
         return self
@@ -567,7 +557,7 @@ class BaseStore:
         return True  # an empty store is a store: `store or other` must not drop it
 
     def __len__(self) -> int:
-        return len(self._catalog.items())
+        return len(self._catalog)
 
 
 def _check_placement(placement: str | None, tiers: Sequence[Tier], limits: Limits) -> str | None:

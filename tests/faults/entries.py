@@ -2,10 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The file of an entry, or of the index, is damaged, replaced, forged or gone, and what was stored is asked for."""
 
+import contextlib
 import gc
 import hashlib
 import os
 import random
+import sqlite3
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
@@ -17,7 +19,6 @@ import torch
 from hf_blend import BlendCache
 from hf_blend.prompt.content import is_content
 from hf_blend.store import ChunkKV, ChunkStore
-from hf_blend.store.seal import seal, seal_size
 
 from ..image_models import CHUNKS, FLOOR, arguments, build, gap, picture, stock
 from .damage import NODES, body_of, clear, damaged, edited_header, header_of, tensors_of
@@ -372,7 +373,9 @@ class IndexDamage(FaultClass):
         with self._opened() as store:
             for chunk in self._chunks:
                 store.get(chunk.key)
-        self._good = {path: path.read_bytes() for path in sorted((self.folder / "index").iterdir())}
+        self._good = {
+            path: path.read_bytes() for path in sorted((self.folder / "index").iterdir()) if path.stat().st_size
+        }
 
     def inject(self, count: int) -> None:
         """Damage, reopen, ask for everything."""
@@ -383,11 +386,9 @@ class IndexDamage(FaultClass):
             if drawn < 0.1:
                 kind = "gone"
                 path.unlink()
-            elif drawn < 0.5:
-                kind, change = self.random.choice((("header", edited_header), ("bytes", self._damaged)))
-                kind = f"edited {kind}, with a seal that fits"
-                body = change(self.random, good[seal_size(None) :])
-                path.write_bytes(seal(None, body) + body)
+            elif drawn < 0.5 and path.suffix == ".sqlite":
+                kind = "another value in a row"
+                self._edit(path)
             else:
                 kind, bad = damaged(self.random, good, self.random.randbytes(len(good)))
                 path.write_bytes(bad)
@@ -395,9 +396,14 @@ class IndexDamage(FaultClass):
             for one, content in self._good.items():
                 one.write_bytes(content)
 
-    @staticmethod
-    def _damaged(draw: random.Random, body: bytes) -> bytes:
-        return damaged(draw, body, body[::-1])[1]
+    def _edit(self, path: Path) -> None:
+        with contextlib.closing(sqlite3.connect(path)) as db, db:
+            tables = [name for (name,) in db.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")]
+            table = self.random.choice([name for name in tables if not name.startswith("sqlite_")])
+            column = self.random.choice([row[1] for row in db.execute(f"PRAGMA table_info({table})")])
+            value = self.random.choice([None, -1, 1 << 62, 2.5, "x", b"\xff", self.random.randbytes(32)])
+            with contextlib.suppress(sqlite3.IntegrityError):
+                db.execute(f"UPDATE {table} SET {column} = ? WHERE random() % 2", (value,))
 
     def _look(self) -> Verdict:
         with self._opened() as store:

@@ -12,7 +12,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 
 from hf_blend.errors import ConfigError, suggest
 from hf_blend.store.tiers.base import EntryFault, ObjectStat, Source, Tier, WrappedTier
@@ -127,7 +127,7 @@ class FaultyTier(WrappedTier):
         if fault == "absent":
             return None
         if fault == "other":
-            others = sorted(self.tier.names(name[:2]) - {name})
+            others = sorted(other for other, _ in self.tier.listing(f"{name[:2]}/") if other != name)
             name = others[self.below(len(others))] if others else name
         source = self.tier.open(name)
         return _FaultySource(source, self) if source is not None else None
@@ -155,10 +155,10 @@ class FaultyTier(WrappedTier):
         self._may_fail("delete")
         return self.tier.delete(name, source)
 
-    def names(self, space: str) -> frozenset[str]:
+    def listing(self, prefix: str = "", known: Container[str] = ()) -> Iterator[tuple[str, ObjectStat | None]]:
         """List, or fail."""
         self._may_fail("names")
-        return self.tier.names(space)
+        return self.tier.listing(prefix, known)
 
     def stat(self, name: str) -> ObjectStat | None:
         """Look, or fail."""

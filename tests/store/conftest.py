@@ -18,7 +18,9 @@ import torch
 
 from hf_blend import plugins
 from hf_blend.store import ChunkKey, ChunkKV
+from hf_blend.store.catalog import Catalog
 from hf_blend.store.entry import encode_entry
+from hf_blend.store.index import Index
 from hf_blend.store.tiers.base import BytesSource, Tier
 from hf_blend.store.tiers.disk import DiskTier
 from hf_blend.store.tiers.memory import MemoryTier
@@ -58,6 +60,15 @@ def assert_same_chunk(got: ChunkKV | None, wanted: ChunkKV) -> None:
     for (name, tensor), (wanted_name, wanted_tensor) in pairs:
         assert (name, tensor.dtype, tensor.shape) == (wanted_name, wanted_tensor.dtype, wanted_tensor.shape)
         assert tensor.contiguous().view(-1).view(torch.uint8).equal(wanted_tensor.reshape(-1).view(torch.uint8))
+
+
+def catalog_of(*chunks: Sequence[int]) -> Catalog:
+    """A catalog of chunks of the model "f" behind the sink 1, in memory."""
+    index = Index()
+    for key in (ChunkKey("f", (1,), tuple(chunk)) for chunk in chunks):
+        index.enter(key.digest, 1, 0.0, 0.0, "", "")
+        index.describe(key.digest, key, "")
+    return Catalog("", [], [index])
 
 
 def content_of(chunk: ChunkKV) -> bytes:

@@ -151,7 +151,7 @@ def test_a_directory_removed_while_running_is_made_again(tier):
     tier.put_if_absent(NAME, PARTS)
     shutil.rmtree(tier.root / "objects" / "ab")
     assert tier.open(NAME) is None
-    assert tier.names("ab") == frozenset()
+    assert names(tier, "ab") == set()
     assert tier.put_if_absent(NAME, PARTS)
     assert read(tier) == CONTENT
 
@@ -200,44 +200,31 @@ def test_what_is_not_a_file_is_refused_without_touching_it_or_waiting(tier, tmp_
     assert (target.exists() and target.read_bytes()) == before
 
 
-def test_names_follow_other_writers_and_are_the_same_object_while_nothing_changes(tier):
+def names(tier, space=""):
+    return {name for prefix in tier.shards(space) for name, _ in tier.listing(prefix)}
+
+
+def test_parts_of_the_listing_have_a_stamp_that_tells_of_other_writers(tier):
     other = DiskTier(tier.root)
-    names = [f"ab/{number:02x}/{number:02x}" + "0" * 62 for number in range(20)]
-    for name in names[:10]:
+    stored = [f"ab/{number:02x}/{number:02x}" + "0" * 62 for number in range(20)]
+    for name in stored:
         other.put_if_absent(name, PARTS)
-    first = tier.names("ab")
-    assert first == set(names[:10])
-    assert tier.names("ab") is first
-    for name in names[10:]:
-        other.put_if_absent(name, PARTS)
-    other.delete(names[0])
-    assert tier.names("ab") == set(names[1:])
-    assert tier.names("00") == frozenset()
+    for prefix in tier.shards():
+        os.utime(tier.root / "objects" / prefix, (1, 1))
+    before = tier.shards("ab")
+    assert before == tier.shards() == other.shards("ab")
+    assert len(before) == 20
+    other.delete(stored[0])
+    assert {prefix for prefix, stamp in tier.shards("ab").items() if stamp != before[prefix]} == {"ab/00/"}
+    assert names(tier, "ab") == names(tier) == set(stored[1:])
+    assert tier.shards("00") == {}
+    assert dict(tier.listing("ab/01/", {stored[1]})) == {stored[1]: None}, "what is known is not looked at"
 
 
-def test_an_old_directory_is_not_read_again_until_it_changes(tier, monkeypatch):
-    tier.put_if_absent(NAME, PARTS)
-    shard = tier.path(NAME).parent
-    os.utime(shard, (1, 1))
-    tier.names("ab")
-    scanned = []
-    original = os.scandir
-    monkeypatch.setattr(os, "scandir", lambda path: (scanned.append(Path(path).name), original(path))[1])
-    tier.names("ab")
-    assert shard.name not in scanned
-    tier.put_if_absent("ab/cd/" + "cd" * 31 + "00", PARTS)
-    assert len(tier.names("ab")) == 2
-
-
-def test_a_young_directory_is_read_again_though_its_time_stands_still(tier):
+def test_a_young_directory_has_no_stamp(tier):
     """Two writes within one tick of the file system's clock leave the same time."""
-    shard = "ab/cd/" + "cd" * 31
-    tier.put_if_absent(shard + "00", PARTS)
-    moment = tier.path(shard + "00").parent.stat().st_mtime_ns
-    assert len(tier.names("ab")) == 1
-    tier.put_if_absent(shard + "01", PARTS)
-    os.utime(tier.path(shard + "00").parent, ns=(moment, moment))
-    assert len(tier.names("ab")) == 2
+    tier.put_if_absent("ab/cd/" + "cd" * 32, PARTS)
+    assert tier.shards("ab") == {"ab/cd/": ""}
 
 
 def test_other_files_are_not_entries(tier):
@@ -246,23 +233,24 @@ def test_other_files_are_not_entries(tier):
     for name in ("notes.txt", "ff" * 32 + ".safetensors", "cd" * 32, "cd.safetensors"):
         (shard / name).write_bytes(b"x")
     (tier.root / "objects" / "file").write_bytes(b"x")
-    assert tier.names("ab") == {NAME}
-    tier.remove_orphans()
+    assert names(tier, "ab") == {NAME}
+    tier.remove_orphans(everywhere=True)
     assert len(leftovers(tier)) == 6
 
 
-def orphan(tier, *, writer=None):
+def orphan(tier, folder):
     """A temporary file as a process leaves it when it is killed before the rename."""
     code = (
         "import os, sys, pathlib\n"
         "from hf_blend.store.tiers import files\n"
         "files.os.rename = lambda *paths: (print(flush=True), sys.stdin.read(), os._exit(9))\n"
-        "files.write_atomically(pathlib.Path(sys.argv[1]), [b'part'], durable=False)\n"
+        "path = pathlib.Path(sys.argv[1])\n"
+        "files.write_atomically(path, [b'part'], durable=False, folder=path.parents[3] / sys.argv[2])\n"
     )
     path = tier.path(NAME)
     path.parent.mkdir(parents=True, exist_ok=True)
     process = subprocess.Popen(
-        [sys.executable, "-c", code, str(path)],
+        [sys.executable, "-c", code, str(path), folder],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         cwd=Path(__file__).parents[2],
@@ -271,15 +259,17 @@ def orphan(tier, *, writer=None):
     return process
 
 
-def test_a_temporary_file_goes_when_its_writer_is_gone_and_not_before(tier):
-    with orphan(tier) as process:
-        assert len(leftovers(tier)) == 1
-        assert DiskTier(tier.root).remove_orphans() == 0
-        assert len(leftovers(tier)) == 1
+@pytest.mark.parametrize("folder", ["incoming", "objects/ab/cd"], ids=["now", "by an earlier version"])
+def test_a_temporary_file_goes_when_its_writer_is_gone_and_not_before(tier, folder):
+    tier.put_if_absent(NAME, PARTS)
+    everywhere, left = folder != "incoming", tier.root / folder
+    with orphan(tier, folder) as process:
+        assert DiskTier(tier.root).remove_orphans(everywhere) == 0
+        assert len(list(left.glob("*.tmp"))) == 1
         process.kill()
         process.wait()
-    assert DiskTier(tier.root).remove_orphans() == 1
-    assert leftovers(tier) == []
+    assert DiskTier(tier.root).remove_orphans(everywhere) == 1
+    assert list(left.glob("*.tmp")) == []
 
 
 def temporary(tmp_path, host, pid, start):

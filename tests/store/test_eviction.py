@@ -8,44 +8,50 @@ import pytest
 
 from hf_blend import plugins
 from hf_blend.store import ChunkStore
+from hf_blend.store.budget import Budget
+from hf_blend.store.index import Index
 
 POLICIES = plugins.describe("store.eviction")
 
 
-def used(policy, uses):
-    for stamp, (name, share) in enumerate(uses):
-        policy.use(name, float(stamp))
+def used(policy, uses, index=None):
+    budget = Budget(None, plugins.load("store.eviction", policy)(), index or Index())
+    for name, share in uses:
+        budget.use(name) if name in budget.index else budget.add(name, 1)
         if share is not None:
-            policy.use(name, float(stamp), share)
-    return policy
+            budget.use(name, share)
+    return budget
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_victims_come_once_each_by_score_and_again_the_same(name):
+def order(budget):
+    budget._apply()
+    return [name for name, _ in budget.index.in_order()]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_objects_leave_once_each_by_score_in_the_same_order_after_a_restart(tmp_path, policy):
     draw = random.Random(0)
-    uses = [(f"n{draw.randrange(20)}", draw.choice([None, draw.random()])) for _ in range(500)]
-    policy = used(plugins.load("store.eviction", name)(), uses)
-    order = list(policy.victims())
-    assert len(order) == len(set(order)) == len({name for name, _ in uses})
-    assert order == sorted(order, key=lambda name: policy.states()[name][0])
-    assert list(policy.victims()) == order
-    policy.forget(order[0])
-    assert list(policy.victims()) == order[1:]
+    uses = [(f"n{draw.randrange(40)}", draw.choice([None, draw.random()])) for _ in range(300)]
+    whole, path = used(policy, uses), tmp_path / "index" / "t.sqlite"
+    used(policy, uses[:150], Index(path))._apply()
+    first = order(whole)
+    assert order(used(policy, uses[150:], Index(path))) == first
+    assert sorted(first) == sorted({name for name, _ in uses})
+    assert whole.victims(0) == []
+    whole._cap_bytes = 30
+    whole.set_pin(first[0], True)
+    assert whole.victims(0) == first[1:11]
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_a_policy_goes_on_where_another_stopped(name):
-    make = plugins.load("store.eviction", name)
-    before = used(make(), [("a", 0.2), ("b", 0.9), ("c", None), ("a", None), ("b", None)])
-    after = used(make(), [("c", None), ("b", None), ("a", None)])
-    after.restore(before.states())
-    assert list(after.victims()) == list(before.victims())
+def test_another_policy_begins_with_the_times_of_writing(tmp_path):
+    path = tmp_path / "index" / "t.sqlite"
+    used("importance", [("a", 0.9), ("b", 0.1), ("c", 0.5)], Index(path))._apply()
+    assert order(used("lru", [("a", None)], Index(path))) == ["b", "c", "a"]
 
 
 def test_importance_keeps_what_is_asked_for_often_and_matters():
-    policy = plugins.load("store.eviction", "importance")()
-    used(policy, [("often", 0.5)] * 5 + [("rare", 0.5), ("idle", 0.01), ("idle", 0.01), ("idle", 0.01)])
-    assert list(policy.victims()) == ["idle", "rare", "often"]
+    uses = [("often", 0.5)] * 5 + [("rare", 0.5), ("idle", 0.01), ("idle", 0.01), ("idle", 0.01)]
+    assert order(used("importance", uses)) == ["idle", "rare", "often"]
 
 
 @pytest.fixture

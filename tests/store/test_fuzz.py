@@ -10,27 +10,22 @@ import json
 import logging
 import math
 import os
-import struct
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.numpy import load, save
 
 from hf_blend import SequenceCache, StoreError
 from hf_blend.context.session import load_session, save_session
 from hf_blend.sparse.partial.store import PartialStore
 from hf_blend.store import ChunkKV, ChunkStore
-from hf_blend.store.bounded import BoundedTier
-from hf_blend.store.eviction.importance import Importance
-from hf_blend.store.eviction.lru import Lru
-from hf_blend.store.index import ContentIndex
-from hf_blend.store.snapshot import load_order, load_snapshot, save_order, save_snapshot
 from hf_blend.store.tiers.base import BytesSource
 from hf_blend.store.tiers.memory import MemoryTier
 from tests.forging import forged, taken_apart
+
+from .conftest import FINGERPRINT
 
 SECRET = b"a secret"
 FAST = 25
@@ -137,7 +132,7 @@ class Planted:
         )
         for call in calls[self.turn % 3 :: 3]:
             self.tier.objects[self.name] = BytesSource(content)
-            self.tier._names.clear()
+            self.tier._changes += 1
             chunk = call()
             if isinstance(chunk, ChunkKV) and chunk is not self.chunk:
                 got.append(chunk)
@@ -217,77 +212,26 @@ def floats_of(value, nbytes):
         return np.full(nbytes // 4 + 1, value).astype("<f4").tobytes()
 
 
-# The saved index and the saved order of eviction.
+# The index.
 
 
 @many
-@pytest.mark.parametrize("secret", [None, SECRET], ids=["plain", "signed"])
-def test_indexes(tmp_path, chunk, forge, cases, secret):
-    index, path = ContentIndex(), tmp_path / "one.index"
-    records = [(chunk((5, number)).key.digest, record_of(chunk((5, number)))) for number in range(3)]
-    save_snapshot(path, records, secret)
+def test_indexes(tmp_path, chunk, same, cases):
+    stored, given = [chunk((5, number)) for number in range(3)], {"memory_bytes": 0, "durability": "none"}
+    with ChunkStore.open(tmp_path, **given) as store:
+        for one in stored:
+            store.put(one)
+    (path,) = (tmp_path / "index").glob("*.sqlite")
     good = path.read_bytes()
-    body = good[len(forge.seal(secret)) :]
 
-    columns = load(body)
+    def check(drawn):
+        path.write_bytes(damaged(good, drawn))
+        with ChunkStore.open(tmp_path, **given) as store:
+            assert {found.key for found in store.find(FINGERPRINT, (1,), [5, 0, 9])} <= {stored[0].key}
+            assert len(list(store.entries())) == len(store) == 3
+            same(store.get(stored[1].key), stored[1])
 
-    def check(drawn, arrays, about, is_sealed):
-        content = damaged(body, drawn) if drawn else b""
-        if not drawn:
-            other = {name: np.array(rows, dtype) for name, (rows, dtype) in arrays.items()}
-            text = changed(json.loads(columns["about"].tobytes()), about) if about else columns["about"].tobytes()
-            text = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
-            content = save({**columns, **other, "about": np.frombuffer(text, np.uint8)})
-        path.write_bytes((forge.seal(secret, content) if is_sealed else good[: len(forge.seal(secret))]) + content)
-        found = load_snapshot(path, secret)
-        assert is_sealed or not found or content == body
-        for digest, record in found.items():
-            index.add(digest, record)
-            assert index.find(record.fingerprint, record.chunk_prefix_ids, [5, 0]) is not None
-            assert (len(digest), record.tokens > 0, record.nbytes >= 0, math.isfinite(record.created)) == (64, 1, 1, 1)
-            index.discard(digest)
-
-    dtypes = st.sampled_from(["u1", "i4", "i8", "f8"])
-    rows = st.lists(st.integers(0, 9), max_size=4) | st.lists(
-        st.sampled_from([0, 8, 12, 32, 96]), min_size=3, max_size=3
-    )
-    names = st.sampled_from("digests groups lengths nbytes created packed".split())
-    arrays = st.dictionaries(names, st.tuples(rows, dtypes), max_size=3)
-    sealed, unchanged = st.just(True), st.just({})
-    tried(cases // 2, check, drawn=edits, arrays=unchanged, about=st.just([]), is_sealed=st.booleans())
-    tried(cases - cases // 2, check, drawn=st.just([]), arrays=arrays, about=st.just([]) | changes, is_sealed=sealed)
-
-
-def record_of(chunk):
-    from hf_blend.store.index import IndexRecord, pack_tokens
-
-    return IndexRecord(chunk.key.fingerprint, chunk.key.chunk_prefix_ids, pack_tokens(chunk.key.token_ids), 100, 1.5)
-
-
-@many
-def test_orders(tmp_path, forge, cases):
-    names = [f"ab/{number:02x}/{number:02x}{'0' * 62}" for number in range(4)]
-    path = tmp_path / "an.order"
-    save_order(path, {name: (float(number), 0.5, 0.5, 3.0) for number, name in enumerate(names)})
-    body = path.read_bytes()[len(forge.seal(None)) :]
-
-    def check(drawn, states, width):
-        content = damaged(body, drawn) if drawn else b""
-        if not drawn:
-            rows = np.resize(np.array(states), (len(names), width)).astype("<f8")
-            head = struct.pack("<16sQQ", b"hf_blend.order/2", len(names), width)
-            content = head + bytes.fromhex("".join(names).replace("/", "")) + rows.tobytes()
-        path.write_bytes(forge.seal(None, content) + content)
-        load_order(path)
-        for policy in (Lru(), Importance()):
-            tier = BoundedTier(MemoryTier(), 3 * 8, policy, order=path)
-            for name in names:
-                tier.put_if_absent(name, [memoryview(bytes(8))])
-                tier.use(name, 0.3)
-            assert tier.nbytes == 24
-
-    given_states = st.lists(floats | st.floats(), min_size=1, max_size=6)
-    tried(cases, check, drawn=st.just([]) | edits, states=given_states, width=st.integers(0, 6))
+    tried(cases, check, drawn=edits)
 
 
 # Entries in blocks, and sessions.

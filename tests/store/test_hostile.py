@@ -2,13 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files that somebody crafted who knows the format, with valid digests and seals: a miss, a counter, and gone."""
 
+import contextlib
 import json
-import struct
+import sqlite3
 
-import numpy as np
 import pytest
 import torch
-from safetensors.numpy import save
 
 from hf_blend import BlendCache
 from hf_blend.model.capture import capture_chunk
@@ -16,7 +15,6 @@ from hf_blend.model.fingerprint import fingerprint
 from hf_blend.prefill.layout import layout_of
 from hf_blend.store import ChunkStore
 from hf_blend.store.entry import encode_entry
-from hf_blend.store.index import ContentIndex
 
 SECRET = b"of this store"
 CHUNK = list(range(20, 44))
@@ -189,7 +187,7 @@ def test_without_the_secret_nothing_crafted_is_even_parsed(tmp_path, forge, stor
         for content in contents:
             path.write_bytes(content)
             fresh = ChunkStore.open(tmp_path, memory_bytes=0, secret=SECRET)
-            assert fresh.find(stored.key.fingerprint, (1,), CHUNK) == []
+            fresh.find(stored.key.fingerprint, (1,), CHUNK)
             assert fresh.get(stored.key) is None
             assert fresh.stats()["misses"] == {expected: 1}
             assert not path.exists()  # the name is ours: nobody else's entry can be there
@@ -205,137 +203,68 @@ def test_a_chunk_of_another_layout_in_memory_is_dropped(model, stored, chunk):
     assert store.get(stored.key, layout=layout) is not None
 
 
-def columns(**changes):
-    """A saved index of one record."""
-    good = {
-        "digests": np.zeros(32, np.uint8), "groups": np.zeros(1, np.int32), "lengths": np.array([8], np.int64),
-        "nbytes": np.array([100], np.int64), "created": np.array([1.0]), "packed": np.zeros(8, np.uint8),
-        "about": about(["hf_blend.index/2", [["ab" * 32, [1]]]]),
-    }  # fmt: skip
-    return save({name: array for name, array in {**good, **changes}.items() if array is not None})
-
-
-def about(value):
-    text = value if isinstance(value, bytes) else json.dumps(value).encode()
-    return np.frombuffer(text, np.uint8)
-
-
-INDEXES = {
-    "no tensors": b"",
-    "garbage": b"x" * 100,
-    "a huge header": (1 << 60).to_bytes(8, "little") + b"{}",
-    "a column less": columns(packed=None),
-    "no JSON": columns(about=about(b"\xff{")),
-    "deep nesting": columns(about=about(b"[" * 200_000)),
-    "a number instead of a list": columns(about=about(7)),
-    "one field": columns(about=about(["hf_blend.index/2"])),
-    "groups that are numbers": columns(about=about(["hf_blend.index/2", 5])),
-    "a group of three": columns(about=about(["hf_blend.index/2", [["a", [1], 2]]])),
-    "a fingerprint that is a list": columns(about=about(["hf_blend.index/2", [[["a"], [1]]]])),
-    "a fingerprint that is a number": columns(about=about(["hf_blend.index/2", [[5, [1]]]])),
-    "a sink that is a text": columns(about=about(["hf_blend.index/2", [["a", "b"]]])),
-    "a sink of lists": columns(about=about(["hf_blend.index/2", [["a", [[]]]]])),
-    "a sink below nothing": columns(about=about(["hf_blend.index/2", [["a", [-1]]]])),
-    "a sink beyond all ids": columns(about=about(b'["hf_blend.index/2",[["a",[1e999]]]]')),
-    "a group that is not there": columns(groups=np.array([7], np.int32)),
-    "a group below nothing": columns(groups=np.array([-1], np.int32)),
-    "fractional groups": columns(groups=np.array([0.5])),
-    "groups of two axes": columns(groups=np.zeros((1, 1), np.int32)),
-    "a length too long": columns(lengths=np.array([1 << 40])),
-    "a length below nothing": columns(lengths=np.array([-8])),
-    "a length of nothing": columns(lengths=np.array([0]), packed=np.zeros(0, np.uint8)),
-    "an odd length": columns(lengths=np.array([7]), packed=np.zeros(7, np.uint8)),
-    "lengths that overflow": columns(lengths=np.array([1 << 62, 1 << 62, 1 << 62, 1 << 62, 8])),
-    "tokens below nothing": columns(packed=np.full(8, 255, np.uint8)),
-    "a size below nothing": columns(nbytes=np.array([-5])),
-    "a time that is none": columns(created=np.array([float("nan")])),
-    "an endless time": columns(created=np.array([float("inf")])),
-    "digests too short": columns(digests=np.zeros(31, np.uint8)),
-    "one record too many": columns(lengths=np.array([4, 4])),
+CRAFTED_INDEXES = {
+    "nothing": lambda db: None,
+    "other tables": lambda db: db.execute("CREATE TABLE objects(name)"),
+    "a table that computes for ever": lambda db: db.execute(
+        "CREATE VIEW objects AS WITH RECURSIVE n(name) AS (SELECT '' UNION ALL SELECT name FROM n) SELECT name FROM n"
+    ),
+    "a later form": lambda db: db.execute("PRAGMA user_version = 9"),
+}
+CRAFTED_ROWS = {
+    "sizes below nothing": "UPDATE objects SET nbytes = -5",
+    "sizes beyond all disks": f"UPDATE objects SET nbytes = {1 << 62}",
+    "sizes that are texts": "UPDATE objects SET nbytes = 'many', created = 'never'",
+    "another owner": "UPDATE objects SET owner = 'me'",
+    "a chunk that is not there": "UPDATE objects SET chunk = 7",
+    "another chunk": "UPDATE objects SET chunk = chunk % 3 + 1",
+    "ids below nothing": "UPDATE texts SET ids = x'ffffffff'",
+    "ids of half a token": "UPDATE texts SET ids = x'0102'",
+    "ids that are text": "UPDATE texts SET ids = 'abcd'",
+    "other ids": "UPDATE texts SET ids = x'0500000009000000'",
+    "another model": "UPDATE groups SET fingerprint = 5, prefix = 'x'",
+    "hashes that are none": "UPDATE chunks SET head = 'zz', inside = 'é', width = 8",
+    "more tokens than a prompt has": f"UPDATE chunks SET tokens = {1 << 62}",
+    "states that are none": "UPDATE objects SET state = '[1e999, {}]', score = 'x'",
+    "uses without end": "UPDATE policy SET uses = 9e999",
+    "a part that is not there": "INSERT INTO parts VALUES ('zz/', 'x', 'x')",
+    "names that are none": "INSERT INTO objects(name, nbytes, score) VALUES ('ab', 5, 0), ('zz/', 5, 0)",
+    "no rows": "DELETE FROM objects",
 }
 
 
 @pytest.mark.parametrize(
-    ("body", "secret"),
-    [*((body, SECRET if number % 2 else None) for number, body in enumerate(INDEXES.values()))],
-    ids=INDEXES,
+    ("craft", "eviction", "secret"),
+    [
+        (craft, ("lru", "lfu", "importance")[number % 3], SECRET if number % 2 else None)
+        for number, craft in enumerate([*CRAFTED_INDEXES.values(), *CRAFTED_ROWS.values()])
+    ],
+    ids=[*CRAFTED_INDEXES, *CRAFTED_ROWS],
 )
-def test_a_crafted_index_is_passed_over_counted_and_made_again(tmp_path, chunk, forge, body, secret):
-    given = {"memory_bytes": 0, "secret": secret, "durability": "none"}
-    with ChunkStore.open(tmp_path, **given) as store:
-        store.put(chunk())
-        wanted = list(store.entries())
-    (path,) = (tmp_path / "index").glob("*.index")
-    good = path.read_bytes()
-    path.write_bytes(forge.seal(secret, body) + body)
-    with ChunkStore.open(tmp_path, **given) as store:
-        assert store.find(chunk().key.fingerprint, (1,), [5, 6, 7]) == [(0, chunk().key, 0, 3)]
-        assert list(store.entries()) == wanted
-        assert store.stats()["skipped"] == {"index:format": 1}
-    assert path.read_bytes() == good
-
-
-def test_an_index_of_another_secret_is_not_parsed(tmp_path, chunk, forge, monkeypatch):
-    with ChunkStore.open(tmp_path, memory_bytes=0, secret=SECRET) as store:
-        store.put(chunk())
-    (path,) = (tmp_path / "index").glob("*.index")
-    body = columns()
-    for seal, reason in ((forge.seal(None, body), "secret"), (forge.seal(b"other", body), "secret"), (b"", "format")):
-        path.write_bytes(seal + body)
-        monkeypatch.setattr("hf_blend.store.snapshot.load", None)
-        with ChunkStore.open(tmp_path, memory_bytes=0, secret=SECRET) as store:
-            assert len(list(store.entries())) == 1
-            assert store.stats()["skipped"] == {f"index:{reason}": 1}
-        monkeypatch.undo()
-
-
-def order(names, states, form=b"hf_blend.order/2", count=None, width=None):
-    states = np.array(states, "<f8").reshape(len(names), -1)
-    head = struct.pack(
-        "<16sQQ", form, len(names) if count is None else count, states.shape[1] if width is None else width
-    )
-    return head + bytes.fromhex("".join(names)) + states.tobytes()
-
-
-NAME = "ab" * 34
-ORDERS = {
-    "nothing": b"",
-    "garbage": b"x" * 60,
-    "another format": order([NAME], [[1.0]], form=b"hf_blend.order/9"),
-    "more rows than there are": order([NAME], [[1.0]], count=1 << 62),
-    "wider rows than there are": order([NAME], [[1.0]], width=1 << 62),
-    "rows of nothing": order([NAME], [[]]),
-}
-STATES = {
-    "a number too many": [1.0, 2.0, 3.0, 4.0, 5.0],
-    "a number too few": [],
-    "not a number": [float("nan")] * 4,
-    "an endless number": [float("inf")] * 4,
-    "numbers without end": [1e308, 1e308, 1e308, 1e308],
-    "numbers below all": [-1e308, -1e308, -1e308, -1e308],
-    "uses below nothing": [0.0, 0.0, 0.5, -1e300],
-}
-
-
-@pytest.mark.parametrize("eviction", ["lru", "importance"])
-@pytest.mark.parametrize("body", [*ORDERS.values(), *STATES.values()], ids=[*ORDERS, *STATES])
-def test_a_crafted_order_changes_at_most_who_leaves(tmp_path, chunk, forge, eviction, body):
+def test_a_crafted_index_changes_at_most_what_is_listed_and_who_leaves(tmp_path, chunk, same, craft, eviction, secret):
     stored = [chunk((5, number)) for number in range(3)]
-    given = {"memory_bytes": 0, "durability": "none", "eviction": eviction}
+    given = {"memory_bytes": 0, "durability": "none", "eviction": eviction, "secret": secret}
     with ChunkStore.open(tmp_path, **given) as store:
         for one in stored:
             store.put(one)
-        entry_bytes = store.stats()["bytes"]["disk"] // 3
-    (path,) = (tmp_path / "index").glob("*.order")
-    if isinstance(body, list):
-        names = [str(one.relative_to(tmp_path / "objects"))[:-12] for one in tmp_path.rglob("*.safetensors")]
-        body = order([name.replace("/", "") for name in names], [body] * 3)
-    path.write_bytes(forge.seal(None, body) + body)
+        expected, entry_bytes = list(store.entries()), store.stats()["bytes"]["disk"] // 3
+    (path,) = (tmp_path / "index").glob("*.sqlite")
+    if callable(craft):
+        path.unlink()
+    with contextlib.closing(sqlite3.connect(path)) as db, db:
+        craft(db) if callable(craft) else db.executescript(craft)
+    with ChunkStore.open(tmp_path, **given) as store:
+        for key in (found.key for found in store.find(stored[0].key.fingerprint, (1,), [5, 9, 5, 0])):
+            assert key in [one.key for one in stored]
+        assert [entry.digest for entry in store.entries()] == [entry.digest for entry in expected]
+        assert len(store) == 3
+        for one in stored:
+            same(store.get(one.key), one)
     with ChunkStore.open(tmp_path, **given, disk_bytes=3 * entry_bytes) as store:
         for number in range(3, 6):
             store.put(chunk((5, number)))
             store.record_importance(chunk((5, number)).key, 0.5)
-            assert store.get(chunk((5, number)).key) is not None
+            same(store.get(chunk((5, number)).key), chunk((5, number)))
         assert store.stats()["evicted"] == {"disk": 3}
 
 
@@ -387,12 +316,3 @@ def test_an_index_folder_that_is_a_link_is_not_written_behind(tmp_path, chunk):
     with ChunkStore.open(tmp_path / "s", memory_bytes=0) as store:
         store.put(chunk())
     assert list((tmp_path / "elsewhere").iterdir()) == []
-
-
-def test_a_content_index_takes_whatever_a_saved_one_may_hold(forge):
-    from hf_blend.store.snapshot import _parse
-
-    index = ContentIndex()
-    for digest, record in _parse(columns()).items():
-        index.add(digest, record)
-    assert index.find("ab" * 32, (1,), [3, 0, 0, 4]) == [(1, 3)]

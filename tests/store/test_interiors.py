@@ -9,18 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_blend.store.index import ContentIndex, IndexRecord, WindowFilter, pack_tokens, unpack_tokens
+from hf_blend.store.content import WindowFilter, hashes, unpack_tokens
+
+from .conftest import catalog_of
 
 
-def index_of(*chunks):
-    index = ContentIndex()
-    for chunk in chunks:
-        index.add(str(chunk), IndexRecord("f", (1,), pack_tokens(chunk), 0, 0.0))
-    return index
-
-
-def matches(index, prompt):
-    found = index.match("f", (1,), prompt)
+def matches(catalog, prompt):
+    found = catalog.match("f", (1,), prompt)
     return [(one.start, list(unpack_tokens(one.packed)), one.first, one.tokens) for one in found]
 
 
@@ -33,7 +28,7 @@ def test_a_chunk_is_found_up_to_eight_other_tokens_at_either_end(length, head, t
     chunk = drawn(seed, length)
     inside = chunk[head : length - tail]
     prompt = [*[1] * before, *[2] * bool(head), *inside, *[3] * bool(tail), 4]
-    found = matches(index_of(chunk, drawn(seed + 1, 40)), prompt)
+    found = matches(catalog_of(chunk, drawn(seed + 1, 40)), prompt)
     assert found == [(before + bool(head), chunk, head, length - head - tail)]
 
 
@@ -42,7 +37,7 @@ def test_what_is_found_is_in_the_prompt_without_overlap_and_cannot_be_longer(sha
     source = random.Random(seed)
     chunks = [[source.randrange(10, 16) for _ in range(length)] for length, _ in shapes]
     prompt = [token for chunk, (_, cut) in zip(chunks, shapes, strict=True) for token in [1, *chunk[cut:], 2]]
-    found, stop = matches(index_of(*chunks), prompt), 0
+    found, stop = matches(catalog_of(*chunks), prompt), 0
     for start, chunk, first, tokens in found:
         assert start >= stop, "from left to right, without overlap"
         assert tokens > 0
@@ -59,58 +54,49 @@ def test_of_chunks_with_one_beginning_the_one_that_agrees_the_furthest_is_found(
     head = drawn(0, 30)
     chunks = [[*head, *drawn(number, 20)] for number in range(1, 500)]
     prompt = [1, 2, *chunks[77][3:-1], 5]
-    assert matches(index_of(*chunks), prompt) == [(2, chunks[77], 3, 46)]
+    assert matches(catalog_of(*chunks), prompt) == [(2, chunks[77], 3, 46)]
 
 
 def test_chunks_that_overlap_are_both_found_and_the_second_begins_where_the_first_ends():
     text = drawn(0, 150)
     first, second = text[:100], text[60:]
-    assert matches(index_of(first, second), [1, *text, 2]) == [(1, first, 0, 100), (101, second, 40, 50)]
+    assert matches(catalog_of(first, second), [1, *text, 2]) == [(1, first, 0, 100), (101, second, 40, 50)]
 
 
 def test_the_beginning_of_a_chunk_that_is_cut_off_is_found_from_a_quarter_on():
     chunk = drawn(0, 100)
-    assert matches(index_of(chunk), [1, *chunk[:25], 2]) == [(1, chunk, 0, 25)]
-    assert matches(index_of(chunk), [1, *chunk[:24], 2]) == []
-    assert matches(index_of(chunk), [1, *chunk[40:], 2]) == [], "what was before these tokens is not there"
+    assert matches(catalog_of(chunk), [1, *chunk[:25], 2]) == [(1, chunk, 0, 25)]
+    assert matches(catalog_of(chunk), [1, *chunk[:24], 2]) == []
+    assert matches(catalog_of(chunk), [1, *chunk[40:], 2]) == [], "what was before these tokens is not there"
 
 
 def test_a_longer_run_goes_before_chunks_that_are_whole():
     chunk = drawn(0, 60)
-    assert matches(index_of(chunk, chunk[10:13]), [1, *chunk[1:], 2]) == [(1, chunk, 1, 59)]
+    assert matches(catalog_of(chunk, chunk[10:13]), [1, *chunk[1:], 2]) == [(1, chunk, 1, 59)]
 
 
 @pytest.mark.parametrize("text", [[7] * 4000, [7, 8] * 2000, list(range(7, 12)) * 800])
 def test_text_that_repeats_itself_is_matched_without_end(text):
-    assert sum(tokens for *_, tokens in matches(index_of(text[:64], [*text[:50], 3]), [1, *text, 2])) > 3900
+    assert sum(tokens for *_, tokens in matches(catalog_of(text[:64], [*text[:50], 3]), [1, *text, 2])) > 3900
 
 
-def test_a_chunk_that_was_discarded_is_not_found():
-    chunk = drawn(0, 50)
-    index = index_of(chunk)
-    assert (index.count("f"), index.count("g")) == (1, 0)
-    index.discard(str(chunk))
-    assert matches(index, [1, *chunk[1:], 2]) == []
-    assert index.count("f") == 0
-
-
-@given(st.integers(1, 8), st.lists(st.integers(0, 2**31 - 1), max_size=60), st.data())
-def test_the_filter_misses_no_window(width, prompt, data):
-    windows, ids = WindowFilter(width), np.array(prompt, np.int32)
-    places = data.draw(st.sets(st.integers(0, max(0, len(prompt) - width)))) if len(prompt) >= width else set()
+@given(st.lists(st.integers(0, 2**31 - 1), min_size=8, max_size=60), st.data())
+def test_the_filter_misses_no_window(prompt, data):
+    windows, ids = WindowFilter(), np.array(prompt, np.int32)
+    places = data.draw(st.sets(st.integers(0, len(prompt) - 8)))
     for place in places:
-        windows.add(ids[place : place + width].tobytes())
+        windows.add(hashes(ids[place : place + 8], 8))
     assert places <= set(windows.positions(ids).tolist())
 
 
 def test_the_filter_lets_few_positions_through():
-    windows, source = WindowFilter(8), np.random.default_rng(0)
+    windows, source = WindowFilter(), np.random.default_rng(0)
     for row in source.integers(0, 32000, (5000, 8)):
-        windows.add(row.astype(np.int32).tobytes())
+        windows.add(hashes(row.astype(np.int32), 8))
     assert len(windows.positions(source.integers(0, 32000, 20000).astype(np.int32))) < 20000 / 7
 
 
 def test_a_few_tokens_that_an_overlap_leaves_are_not_worth_reading_a_chunk_for():
     text = drawn(0, 150)
     first, second = text[:100], text[10:105]
-    assert matches(index_of(first, second), [1, *text, 2]) == [(1, first, 0, 100)]
+    assert matches(catalog_of(first, second), [1, *text, 2]) == [(1, first, 0, 100)]

@@ -86,20 +86,19 @@ def test_an_object_is_deleted_by_its_source(tier):
     assert tier.open(NAMES[0]) is None
 
 
-def test_names_are_listed_by_space_and_the_list_is_the_same_while_nothing_changes(tier):
-    for name in NAMES:
-        put(tier, name, b"x")
-    assert tier.names("01") == {NAMES[1]}
-    assert tier.names("01") is tier.names("01")
-    tier.delete(NAMES[1])
-    assert tier.names("01") == frozenset()
-    assert tier.names("77") == frozenset()
-
-
-def test_everything_is_listed_with_its_size(tier):
+def test_objects_are_listed_by_space_with_their_sizes_under_stamps_that_change(tier):
     for number, name in enumerate(NAMES):
         put(tier, name, bytes(number + 1))
-    assert {name: stat.nbytes for name, stat in tier.listing()} == dict(zip(NAMES, (1, 2, 3), strict=True))
+    sizes = dict(zip(NAMES, (1, 2, 3), strict=True))
+    assert {name: stat.nbytes for name, stat in tier.listing()} == sizes
+    assert {name for prefix in tier.shards("01") for name, _ in tier.listing(prefix)} == {NAMES[1]}
+    assert {name for prefix in tier.shards("77") for name, _ in tier.listing(prefix)} == set()
+    before = tier.shards("01")
+    assert tier.shards("01") == before
+    if tier.is_local:  # others are asked again after some time
+        tier.delete(NAMES[1])
+        assert tier.shards("01") != before or set(before.values()) == {""}
+        assert {name for prefix in tier.shards("01") for name, _ in tier.listing(prefix)} == set()
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "", "aa/bb/" + "g" * 64, "AA/bb/" + "0" * 64, NAMES[0] + "\n"])

@@ -8,7 +8,6 @@ order; chunks whose tokens were never weighed count as important throughout.
 """
 
 import math
-from collections.abc import Mapping
 
 from .base import EvictionPolicy, State
 
@@ -21,27 +20,16 @@ _UNKNOWN = -1.0  # share of a chunk that was never weighed
 class Importance(EvictionPolicy):
     """The score is log(frequency × share), moved to a time before the first use, when all decays are alike."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._uses = 0
-
-    def updated(self, state: State | None, stamp_s: float, important_ratio: float | None) -> State:
-        """Score, log of the aged frequency, share of important tokens, number of the use."""
-        if state is not None and important_ratio is not None:  # tells of a use that was counted already
-            known = state[2] if state[2] >= 0 else important_ratio
-            share = known + _NEW_SHARE * (important_ratio - known)
-            return (_score(state[1], share), state[1], share, state[3])
-        self._uses += 1
-        now = _DECAY * self._uses
+    def updated(self, state: State | None, stamp_s: float, uses: float, important_ratio: float | None) -> State:
+        """Score, log of the aged frequency, share of important tokens."""
         frequency, share = (state[1], state[2]) if state else (-math.inf, _UNKNOWN)
-        high, low = max(frequency, now), min(frequency, now)
-        frequency = high + math.log1p(math.exp(low - high))
-        return (_score(frequency, share), frequency, share, float(self._uses))
-
-    def restore(self, states: Mapping[str, State]) -> None:
-        """As in `EvictionPolicy`; uses are counted on from the last one remembered."""
-        super().restore(states)
-        self._uses = max([self._uses, *(int(state[3]) for state in self._states.values())])
+        if important_ratio is not None:
+            known = share if share >= 0 else important_ratio
+            share = known + _NEW_SHARE * (important_ratio - known)
+        if important_ratio is None or state is None:
+            high, low = max(frequency, _DECAY * uses), min(frequency, _DECAY * uses)
+            frequency = high + math.log1p(math.exp(low - high))
+        return (_score(frequency, share), frequency, share)
 
 
 def _score(frequency: float, share: float) -> float:

@@ -10,6 +10,6 @@ class Lru(EvictionPolicy):
 
     reads_importance = False
 
-    def updated(self, state: State | None, stamp_s: float, important_ratio: float | None) -> State:
+    def updated(self, state: State | None, stamp_s: float, uses: float, important_ratio: float | None) -> State:
         """When the object was last used."""
         return (stamp_s,)

@@ -9,7 +9,7 @@ bytes never change under their name, so every reader sees one generation, and tw
 import contextlib
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Protocol
@@ -161,9 +161,20 @@ class Tier(ABC):
     def delete(self, name: str, source: Source | None = None) -> bool:
         """Remove an object; with `source`, only if it is still that one. False if there was nothing to remove."""
 
+    def shards(self, space: str = "") -> Mapping[str, str]:
+        """Beginnings of names by which the objects of a space, or of all, can be listed in parts.
+
+        Args:
+            space: the first two digits of names.
+
+        Returns:
+            A stamp for each. Equal stamps, also in other processes, mean that nothing changed; "" that it may have.
+        """
+        return {f"{space}/" if space else "": ""}
+
     @abstractmethod
-    def names(self, space: str) -> frozenset[str]:
-        """All names that begin with `space/`; the same frozenset as last time if nothing changed."""
+    def listing(self, prefix: str = "", known: Container[str] = ()) -> Iterator[tuple[str, ObjectStat | None]]:
+        """Walk over every object whose name begins so, with its size and age, or None for one that is `known`."""
 
     @abstractmethod
     def stat(self, name: str) -> ObjectStat | None:
@@ -177,14 +188,6 @@ class Tier(ABC):
         """Say whether the object is there, without reading it."""
         return self.stat(name) is not None
 
-    def listing(self) -> Iterator[tuple[str, ObjectStat]]:
-        """Walk over every object of every space, with its size and age."""
-        for number in range(256):
-            for name in sorted(self.names(f"{number:02x}")):
-                found = self.stat(name)
-                if found:
-                    yield name, found
-
     def set_pin(self, name: str, pinned: bool) -> None:  # noqa: B027 (may do nothing)
         """Remember that an object must not be evicted, or that it may; tiers that cannot remember do nothing."""
 
@@ -195,8 +198,11 @@ class Tier(ABC):
     def touch(self, name: str, stamp_s: float) -> None:  # noqa: B027 (may do nothing)
         """Remember that an object was used at a time, as if it was written then; tiers that cannot do nothing."""
 
-    def remove_orphans(self) -> int:
+    def remove_orphans(self, everywhere: bool = False) -> int:
         """Remove what writers that are gone left half-written.
+
+        Args:
+            everywhere: look also where it takes long.
 
         Returns:
             How many were removed.
@@ -236,9 +242,9 @@ class WrappedTier(Tier):
         """As the tier behind."""
         return self.tier.delete(name, source)
 
-    def names(self, space: str) -> frozenset[str]:
+    def shards(self, space: str = "") -> Mapping[str, str]:
         """As the tier behind."""
-        return self.tier.names(space)
+        return self.tier.shards(space)
 
     def stat(self, name: str) -> ObjectStat | None:
         """As the tier behind."""
@@ -248,9 +254,9 @@ class WrappedTier(Tier):
         """As the tier behind."""
         return self.tier.contains(name)
 
-    def listing(self) -> Iterator[tuple[str, ObjectStat]]:
+    def listing(self, prefix: str = "", known: Container[str] = ()) -> Iterator[tuple[str, ObjectStat | None]]:
         """As the tier behind."""
-        return self.tier.listing()
+        return self.tier.listing(prefix, known)
 
     def set_pin(self, name: str, pinned: bool) -> None:
         """As the tier behind."""
@@ -260,9 +266,9 @@ class WrappedTier(Tier):
         """As the tier behind."""
         return self.tier.pins()
 
-    def remove_orphans(self) -> int:
+    def remove_orphans(self, everywhere: bool = False) -> int:
         """As the tier behind."""
-        return self.tier.remove_orphans()
+        return self.tier.remove_orphans(everywhere)
 
     def close(self) -> None:
         """As the tier behind."""

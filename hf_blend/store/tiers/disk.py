@@ -9,9 +9,10 @@ that was there already is left to the process that put it, which syncs before it
 import contextlib
 import errno
 import os
+import re
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ...errors import StoreError
@@ -21,6 +22,7 @@ from .files import FileSource, is_abandoned, open_regular, sync_directory, write
 __all__ = ["DiskTier"]
 
 _SUFFIX = ".safetensors"
+_PART = re.compile("[0-9a-f]{2}")
 _RACY_NS = 2_000_000_000  # a directory this young may change again without changing its time
 
 
@@ -33,8 +35,6 @@ class DiskTier(Tier):
         self.root = root
         self._durable = durable
         self._ready: set[Path] = set()
-        self._shards: dict[Path, tuple[int, frozenset[str]]] = {}
-        self._spaces: dict[str, tuple[tuple[frozenset[str], ...], frozenset[str]]] = {}
         _make_root(root, durable)
 
     def open(self, name: str) -> FileSource | None:
@@ -63,12 +63,10 @@ class DiskTier(Tier):
         """Write an object whether it is there or not, by one rename: readers see the old file or the new one."""
         path = self.path(name)
         try:
-            self._make_ready(path.parent)
-            write_atomically(path, parts, durable=self._durable)
-        except FileNotFoundError:  # someone removed the directory since it was made ready
+            self._write(path, parts)
+        except FileNotFoundError:  # someone removed a directory since it was made ready
             self._ready.clear()
-            self._make_ready(path.parent)
-            write_atomically(path, parts, durable=self._durable)
+            self._write(path, parts)
 
     def delete(self, name: str, source: Source | None = None) -> bool:
         """Remove an object, so that it does not come back; with `source` only if the name still leads to that file."""
@@ -84,32 +82,35 @@ class DiskTier(Tier):
             return False
         return True
 
-    def names(self, space: str) -> frozenset[str]:
-        """All objects of a space. Only directories that changed are read again, so asking often is cheap."""
-        shards = tuple(self._shard_names(shard) for shard in self._subdirectories(self.root / "objects" / space))
-        known, names = self._spaces.get(space, ((), frozenset[str]()))
-        if len(known) == len(shards) and all(old is new for old, new in zip(known, shards, strict=True)):
-            return names
-        names = frozenset(filter(is_name, (f"{space}/{name[:2]}/{name}" for shard in shards for name in shard)))
-        self._spaces[space] = (shards, names)
-        return names
+    def shards(self, space: str = "") -> Mapping[str, str]:
+        """The directories, with the time of their last change; none that is so young that it may change again."""
+        objects, now_ns = self.root / "objects", time.time_ns()
+        found = {}
+        for directory in [objects / space] if space else self._subdirectories(objects):
+            if not _PART.fullmatch(directory.name):
+                continue
+            for entry in _entries(directory):
+                if _PART.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+                    info = entry.stat(follow_symlinks=False)
+                    is_old = now_ns - info.st_mtime_ns > _RACY_NS
+                    found[f"{directory.name}/{entry.name}/"] = f"{info.st_ino}.{info.st_mtime_ns}" if is_old else ""
+        return found
 
     def touch(self, name: str, stamp_s: float) -> None:
         """Remember that an object was used at a time, in seconds since 1970."""
         os.utime(self.path(name), (stamp_s, stamp_s), follow_symlinks=False)
 
-    def remove_orphans(self) -> int:
-        """Remove temporary files whose writers are gone."""
-        spaces = self._subdirectories(self.root / "objects")
-        directories = [self.root / "index", *(shard for space in spaces for shard in self._subdirectories(space))]
-        temporary = (
-            Path(entry.path) for where in directories for entry in _entries(where) if entry.name.endswith(".tmp")
-        )
+    def remove_orphans(self, everywhere: bool = False) -> int:
+        """Remove temporary files whose writers are gone, `everywhere` also where earlier versions wrote them."""
+        objects = self.root / "objects"
+        folders = [shard for space in self._subdirectories(objects) for shard in self._subdirectories(space)]
         removed = 0
-        for path in filter(is_abandoned, temporary):
-            with contextlib.suppress(OSError):
-                path.unlink()
-                removed += 1
+        for folder in [self.root / "incoming", *(folders if everywhere else ())]:
+            for entry in _entries(folder):
+                if is_abandoned(Path(entry.path)):
+                    with contextlib.suppress(OSError):
+                        os.unlink(entry.path)
+                        removed += 1
         return removed
 
     def path(self, name: str) -> Path:
@@ -120,15 +121,16 @@ class DiskTier(Tier):
         """The file that holds an object."""
         return self.path(name)
 
-    def listing(self) -> Iterator[tuple[str, ObjectStat]]:
-        """Walk over every object of every space, with its size and age."""
-        for space in self._subdirectories(self.root / "objects"):
-            for shard in self._subdirectories(space):
-                for entry in _entries(shard):
-                    name = f"{space.name}/{shard.name}/{entry.name.removesuffix(_SUFFIX)}"
-                    if entry.name.endswith(_SUFFIX) and is_name(name) and entry.is_file(follow_symlinks=False):
-                        info = entry.stat(follow_symlinks=False)
-                        yield name, ObjectStat(info.st_size, info.st_mtime)
+    def listing(self, prefix: str = "", known: Container[str] = ()) -> Iterator[tuple[str, ObjectStat | None]]:
+        """Walk over every object whose name begins so, with its size and age, or None for one that is known."""
+        for shard in [prefix] if prefix.count("/") == 2 else sorted(self.shards(prefix[:2])):
+            for entry in _entries(self.root / "objects" / shard):
+                name = f"{shard}{entry.name.removesuffix(_SUFFIX)}"
+                if name in known:
+                    yield name, None
+                elif entry.name.endswith(_SUFFIX) and _is_in_place(name) and entry.is_file(follow_symlinks=False):
+                    info = entry.stat(follow_symlinks=False)
+                    yield name, ObjectStat(info.st_size, info.st_mtime)
 
     def set_pin(self, name: str, pinned: bool) -> None:
         """Remember that an object must not be evicted, or that it may: an empty file beside the entries."""
@@ -146,39 +148,30 @@ class DiskTier(Tier):
         names = (f"{shard.parent.name}/{shard.name}/{entry.name}" for shard in shards for entry in _entries(shard))
         return frozenset(filter(is_name, names))
 
+    def _write(self, path: Path, parts: Sequence[memoryview]) -> None:
+        self._make_ready(path.parent)
+        write_atomically(path, parts, durable=self._durable, folder=self.root / "incoming")
+
     def _make_ready(self, shard: Path) -> None:
         """Make the directories down to `shard`, readable by their owner only, and their names durable."""
-        for directory in (shard.parent.parent, shard.parent, shard):
+        incoming = self.root / "incoming"
+        for directory in (incoming, shard.parent.parent, shard.parent, shard):
             if shard not in self._ready:
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(directory, 0o700)
-                if self._durable:
+                if self._durable and directory is not incoming:
                     sync_directory(directory.parent)
             if stat.S_ISLNK(os.lstat(directory).st_mode):
                 raise NotADirectoryError(errno.ENOTDIR, f"{directory} is a link, and nothing is written behind it")
         self._ready.add(shard)
-
-    def _shard_names(self, shard: Path) -> frozenset[str]:
-        now = time.time_ns()
-        changed = os.stat(shard).st_mtime_ns
-        seen, names = self._shards.get(shard, (-1, frozenset[str]()))
-        if seen == changed:
-            return names
-        found = frozenset(_stems(shard))
-        names = names if found == names else found
-        self._shards[shard] = (changed if now - changed > _RACY_NS else -1, names)
-        return names
 
     def _subdirectories(self, directory: Path) -> list[Path]:
         paths = sorted(entry.path for entry in _entries(directory) if entry.is_dir(follow_symlinks=False))
         return list(map(Path, paths))
 
 
-def _stems(shard: Path) -> Iterator[str]:
-    for entry in _entries(shard):
-        stem = entry.name.removesuffix(_SUFFIX)
-        if len(stem) == 64 and stem != entry.name and stem.startswith(shard.name):
-            yield stem
+def _is_in_place(name: str) -> bool:
+    return is_name(name) and name[3:5] == name[6:8]
 
 
 def _entries(directory: Path) -> list[os.DirEntry[str]]:

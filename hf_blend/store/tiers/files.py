@@ -75,13 +75,18 @@ def open_regular(path: Path) -> FileSource:
     return FileSource(handle, info)
 
 
-def write_atomically(path: Path, parts: Sequence[memoryview | bytes], *, durable: bool) -> None:
+def write_atomically(
+    path: Path, parts: Sequence[memoryview | bytes], *, durable: bool, folder: Path | None = None
+) -> None:
     """Write a file so that no reader, at any moment or after a crash, sees less than all of it.
+
+    It is written in another folder of the same device, or beside its place, until it is whole.
 
     With `durable` content and name have reached the device when this returns. After an OSError nothing was changed,
     and nothing is left behind (unless only the directory could not be synced).
     """
-    temporary = path.with_name(f"{path.stem}.{_host()}.{os.getpid()}.{_start_ticks(os.getpid())}.{_random()}.tmp")
+    writer = f"{_host()}.{os.getpid()}.{_start_ticks(os.getpid())}.{_random()}"
+    temporary = (folder or path.parent) / f"{path.stem}.{writer}.tmp"
     try:
         _write_new(temporary, parts, durable)
         os.rename(temporary, path)

@@ -6,7 +6,7 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import datetime
 from functools import partial
 from typing import Any
@@ -121,15 +121,12 @@ class FsspecTier(RemoteTier, Tier):
         self._files.rm_file(self._path(name))
         return True
 
-    def ask_names(self, space: str) -> Sequence[str]:
-        """List the files of a space."""
-        return list(self._found(f"{self._root}/objects/{space}"))
+    def ask_all(self, space: str) -> Mapping[str, ObjectStat]:
+        """List the files of a space, or all."""
+        folder = f"{self._root}/objects/{space}".rstrip("/")
+        return {name: _stat(info) for name, info in self._found(folder).items()}
 
-    def ask_all(self) -> Mapping[str, ObjectStat]:
-        """List all files."""
-        return {name: _stat(info) for name, info in self._found(f"{self._root}/objects").items()}
-
-    def remove_orphans(self) -> int:
+    def remove_orphans(self, everywhere: bool = False) -> int:
         """Remove what writers left unfinished more than a day ago, where files are moved to their place."""
         if self._puts_whole:
             return 0

@@ -4,7 +4,7 @@
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 
 from .base import BytesSource, ObjectStat, Source, Tier, check_name
 
@@ -18,7 +18,7 @@ class MemoryTier(Tier):
 
     def __init__(self) -> None:
         self.objects: dict[str, BytesSource] = {}
-        self._names: dict[str, frozenset[str]] = {}
+        self._changes = 0
         self._pins: frozenset[str] = frozenset()
         self._lock = threading.Lock()
 
@@ -33,7 +33,7 @@ class MemoryTier(Tier):
             if name in self.objects:
                 return False
             self.objects[check_name(name)] = source
-            self._names.pop(name[:2], None)
+            self._changes += 1
         return True
 
     def replace(self, name: str, parts: Sequence[memoryview]) -> None:
@@ -41,7 +41,7 @@ class MemoryTier(Tier):
         source = BytesSource(b"".join(parts), time.time())
         with self._lock:
             self.objects[check_name(name)] = source
-            self._names.pop(name[:2], None)
+            self._changes += 1
 
     def delete(self, name: str, source: Source | None = None) -> bool:
         """Remove an object; with `source`, only if it is still that one."""
@@ -50,25 +50,23 @@ class MemoryTier(Tier):
             if found is None or (source is not None and source.identity != found.identity):
                 return False
             del self.objects[name]
-            self._names.pop(name[:2], None)
+            self._changes += 1
         return True
 
-    def names(self, space: str) -> frozenset[str]:
-        """All names of a space; the same frozenset as last time if nothing changed."""
-        with self._lock:
-            if space not in self._names:
-                self._names[space] = frozenset(name for name in self.objects if name[:2] == space)
-            return self._names[space]
+    def shards(self, space: str = "") -> Mapping[str, str]:
+        """The space itself, as it is in this process."""
+        return {f"{space}/" if space else "": f"{id(self)}.{self._changes}"}
 
     def stat(self, name: str) -> ObjectStat | None:
         """Size and age of an object, or None if there is none."""
         found = self.objects.get(check_name(name))
         return found.stat if found else None
 
-    def listing(self) -> Iterator[tuple[str, ObjectStat]]:
-        """Walk over every object, with its size and age."""
-        for name, found in sorted(self.objects.items()):
-            yield name, found.stat
+    def listing(self, prefix: str = "", known: Container[str] = ()) -> Iterator[tuple[str, ObjectStat | None]]:
+        """Walk over the objects whose names begin so, with size and age."""
+        with self._lock:
+            objects = sorted(self.objects.items())
+        yield from ((name, found.stat) for name, found in objects if name.startswith(prefix))
 
     def set_pin(self, name: str, pinned: bool) -> None:
         """Remember, as long as the process lives, that an object must not be evicted, or that it may."""

@@ -107,16 +107,11 @@ class RedisTier(RemoteTier, Tier):
                 self._unlink([_piece(name, value, number) for number in range(-(-nbytes // PIECE_BYTES))])
         return removed
 
-    def ask_names(self, space: str) -> Sequence[str]:
-        """Walk over the keys of a space."""
-        with self._translated():
-            return list(self._scan(f"{space}/"))
-
-    def ask_all(self) -> Mapping[str, ObjectStat]:
-        """Walk over all keys."""
+    def ask_all(self, space: str) -> Mapping[str, ObjectStat]:
+        """Walk over the keys of a space, or over all."""
         found = {}
         with self._translated():
-            names = list(self._scan(""))
+            names = list(self._scan(space))
             for start in range(0, len(names), _PAGE):
                 page = names[start : start + _PAGE]
                 with self._client.pipeline(transaction=False) as pipeline:

@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What tiers on other machines have in common: deadlines, an open circuit, few requests."""
 
+import secrets
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from ..locks import new_lock
 from . import base
@@ -15,7 +15,6 @@ from .circuit import Circuit
 
 __all__ = ["PIECE_BYTES", "Found", "RemoteTier"]
 
-Listed = TypeVar("Listed")
 PIECE_BYTES = 4 << 20  # read at once from a large object, so that a stall is noticed soon
 HEAD_BYTES = 256 << 10  # read with the first request
 _LIST_EVERY_S = 10.0  # at most, and at most a twentieth of the time
@@ -83,7 +82,7 @@ class RemoteTier(base.Tier):
     def __init__(self, name: str, deadline_s: float) -> None:
         self.name = name
         self.circuit = Circuit(name, self.ask_ping, deadline_s)
-        self._listed: dict[str, tuple[float, frozenset[str]]] = {}
+        self._listed: dict[str, tuple[float, str]] = {}  # until when it is new, and its stamp
         self._lock = new_lock()
 
     @property
@@ -100,31 +99,22 @@ class RemoteTier(base.Tier):
         """Store the parts one after the other; False if the object was there already."""
         check_name(name)
         content = b"".join(parts)
-        stored = self.circuit.call(lambda: self.ask_put(name, content), len(content))
-        self._note(name, True)
-        return stored
+        return self.circuit.call(lambda: self.ask_put(name, content), len(content))
 
     def delete(self, name: str, source: Source | None = None) -> bool:
         """Remove an object; with `source`, only if it is still that one. False if there was nothing to remove."""
         check_name(name)
         identity = None if source is None else source.identity
-        removed = self.circuit.call(lambda: self.ask_delete(name, identity))
-        if removed or source is None:
-            self._note(name, False)
-        return removed
+        return self.circuit.call(lambda: self.ask_delete(name, identity))
 
-    def names(self, space: str) -> frozenset[str]:
-        """All names of a space, as of some seconds ago, or as far as this process changed them since."""
+    def shards(self, space: str = "") -> Mapping[str, str]:
+        """The space itself; it may have changed when some seconds have passed since it was listed."""
+        prefix = f"{space}/" if space else ""
         with self._lock:
-            listed_s, known = self._listed.get(space, (float("-inf"), frozenset[str]()))
-        began_s = time.monotonic()
-        if began_s < listed_s:
-            return known
-        found = frozenset(self._listing(lambda: self.ask_names(space)))
-        with self._lock:
-            pause_s = max(_LIST_EVERY_S, 20 * (time.monotonic() - began_s))
-            self._listed[space] = (time.monotonic() + pause_s, known if found == known else found)
-            return self._listed[space][1]
+            until_s, _ = self._listed.get(prefix, (0.0, ""))
+            if time.monotonic() >= until_s:
+                self._listed[prefix] = (0.0, secrets.token_hex(8))
+            return {prefix: self._listed[prefix][1]}
 
     def stat(self, name: str) -> ObjectStat | None:
         """Size and age of an object, or None if there is none that could be read."""
@@ -135,9 +125,17 @@ class RemoteTier(base.Tier):
             return None
         return found.stat if found else None
 
-    def listing(self) -> Iterator[tuple[str, ObjectStat]]:
-        """Walk over every object of every space, with its size and age."""
-        yield from sorted(self._listing(self.ask_all).items())
+    def listing(self, prefix: str = "", known: Container[str] = ()) -> Iterator[tuple[str, ObjectStat | None]]:
+        """Walk over every object whose name begins so, with its size and age, once a short question was answered."""
+        began_s = time.monotonic()
+        self.circuit.call(self.ask_ping)
+        found = self.circuit.call(
+            lambda: self.ask_all(prefix[:2]), limit_s=_LISTING_DEADLINES * self.circuit.deadline_s
+        )
+        with self._lock:
+            took_s, stamp = time.monotonic() - began_s, self._listed.get(prefix, (0.0, ""))[1]
+            self._listed[prefix] = (time.monotonic() + max(_LIST_EVERY_S, 20 * took_s), stamp)
+        yield from sorted(found.items())
 
     @abstractmethod
     def ask_ping(self) -> object:
@@ -160,12 +158,8 @@ class RemoteTier(base.Tier):
         """Remove an object, with `identity` only if it is still that one; False if there was nothing to remove."""
 
     @abstractmethod
-    def ask_names(self, space: str) -> Sequence[str]:
-        """All names of a space."""
-
-    @abstractmethod
-    def ask_all(self) -> Mapping[str, ObjectStat]:
-        """Size and age of every object by its name."""
+    def ask_all(self, space: str) -> Mapping[str, ObjectStat]:
+        """Size and age of every object of a space, or of all, by its name."""
 
     def _opened(self, name: str) -> RemoteSource | None:
         found = self.ask_stat(name)
@@ -177,15 +171,3 @@ class RemoteTier(base.Tier):
             return self.circuit.call(lambda: self.ask_bytes(name, found, start, stop), stop - start)
 
         return RemoteSource(found, head, fetch)
-
-    def _listing(self, ask: Callable[[], Listed]) -> Listed:
-        """Ask for many names, once a short question was answered."""
-        self.circuit.call(self.ask_ping)
-        return self.circuit.call(ask, limit_s=_LISTING_DEADLINES * self.circuit.deadline_s)
-
-    def _note(self, name: str, present: bool) -> None:
-        """Keep what is known of a space in step with what this process does."""
-        with self._lock:
-            until_s, known = self._listed.get(name[:2], (float("-inf"), frozenset[str]()))
-            if (name in known) != present:
-                self._listed[name[:2]] = (until_s, known | {name} if present else known - {name})

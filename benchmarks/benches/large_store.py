@@ -1,0 +1,171 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a store of very many entries costs a process: time of its first lookup, memory, and what follows.
+
+The entries are made up, but for the few that are looked up: files without content under names that chunks of drawn
+tokens have, and the rows that an index has of them. Each figure is of a process of its own, which opens the store,
+finds chunks in a prompt, reads them, finds them again until that gets no faster, counts all, and puts one more under a
+cap. The system has the files in its cache.
+"""
+
+import contextlib
+import json
+import os
+import resource
+import shutil
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_blend import ChunkStore, HfBlendError
+from hf_blend.store import ChunkKey, ChunkKV
+from hf_blend.store.catalog import entry_name, owner_of
+from hf_blend.version import __version__
+
+MODEL, SINK, REAL, PAGE = "0" * 64, (1,), 4, 5000
+STATUS = Path("/proc/self/status")
+
+
+@dataclass(frozen=True)
+class LargeStorePlan:
+    """What is measured."""
+
+    entries: tuple[int, ...] = (1_000, 10_000, 100_000, 1_000_000)
+    chunk_tokens: int = 128
+    prompt_tokens: int = 4096
+    rounds: int = 3
+    seed: int = 0
+    finds: int = 60  # in a row
+    folder: str = ""  # of a store that was made before, with the one number of entries that is given
+
+
+def measure_large_store(plan: LargeStorePlan, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
+    """Make a store of each size, and look things up in processes of their own."""
+    rows = []
+    for entries in plan.entries:
+        folder = Path(plan.folder or tempfile.mkdtemp(prefix="large-store-", dir=os.environ.get("TMPDIR")))
+        try:
+            if not plan.folder:
+                make_store(folder, entries, plan)
+                time.sleep(3)  # directories that changed a moment ago are listed again
+            runs = [_asked(folder, plan) for _ in range(plan.rounds + 1)][1:]  # the first one lists what was made
+        finally:
+            if not plan.folder:
+                shutil.rmtree(folder, ignore_errors=True)
+        middle = {name: sorted(run[name] for run in runs)[len(runs) // 2] for name in runs[0]}
+        rows.append({"entries": entries, **middle})
+        if progress:
+            progress(json.dumps(rows[-1]))
+    about = {name: value for name, value in asdict(plan).items() if name not in ("entries", "folder")}
+    return {"torch": torch.__version__, "hf_blend": __version__, "cpus": os.cpu_count(), **about, "rows": rows}
+
+
+def make_store(folder: Path, entries: int, plan: LargeStorePlan) -> None:
+    """Fill a folder with names and rows, and store a few real chunks among them."""
+    random, space, owner = np.random.default_rng(plan.seed), entry_name(None, "", "")[:2], owner_of(None, "")
+    for number in range(256):
+        (folder / "objects" / space / f"{number:02x}").mkdir(parents=True, exist_ok=True)
+    digests = sorted(random.bytes(32).hex() for _ in range(entries - REAL))
+    names = [f"{space}/{digest[:2]}/{digest}" for digest in digests]
+    for name in names:
+        os.close(os.open(f"{folder}/objects/{name}.safetensors", os.O_CREAT | os.O_WRONLY, 0o600))
+    with ChunkStore.open(folder, durability="none", memory_bytes=0) as store:
+        for number in range(REAL):
+            store.put(drawn(number, plan))
+    _fill(folder / "index" / "disk.sqlite", names, owner, plan)
+
+
+def _fill(path: Path, names: list[str], owner: str, plan: LargeStorePlan) -> None:
+    """Write rows as the store would, all at once: one by one they take an hour."""
+    random, first, tokens = np.random.default_rng(plan.seed), 100, plan.chunk_tokens
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as db:
+        rest = db.execute("SELECT name, sql FROM sqlite_schema WHERE type = 'index' AND sql NOT NULL").fetchall()
+        for statement in ("PRAGMA synchronous = OFF", "BEGIN", *(f"DROP INDEX {name}" for name, _ in rest)):
+            db.execute(statement)
+        ((group,),) = db.execute("SELECT id FROM groups").fetchall()
+        for start in range(0, len(names), PAGE):
+            page = list(enumerate(names[start : start + PAGE], first + start))
+            objects = (
+                (name, 0, number - first + 1.0, number - first + 1.0, "[1.0]", owner, number) for number, name in page
+            )
+            db.executemany("INSERT OR REPLACE INTO objects VALUES (?, ?, ?, ?, ?, ?, ?)", objects)
+            hashes = (
+                (number, group, tokens, 8, random.bytes(8).hex(), 8, random.bytes(8).hex(), random.bytes(64))
+                for number, _ in page
+            )
+            db.executemany("INSERT INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?)", hashes)
+            db.executemany(
+                "INSERT INTO texts VALUES (?, ?)", ((number, random.bytes(4 * tokens)) for number, _ in page)
+            )
+        for _, statement in rest:
+            db.execute(statement)
+        db.execute("DELETE FROM parts")
+        db.execute("COMMIT")
+
+
+def drawn(number: int, plan: LargeStorePlan) -> ChunkKV:
+    """A chunk of drawn tokens with one small layer."""
+    ids = np.random.default_rng((plan.seed, number)).integers(3, 32_000, plan.chunk_tokens).tolist()
+    states = (torch.full((1, plan.chunk_tokens, 2), float(number)),) * 2 if number <= REAL else ()
+    return ChunkKV(ChunkKey(MODEL, SINK, tuple(ids)), (states,), (), (-1,))
+
+
+def look_up(folder: Path, plan: LargeStorePlan) -> dict[str, Any]:
+    """Do once what processes do, and say what it took."""
+    prompt = np.random.default_rng(1).integers(3, 32_000, plan.prompt_tokens).tolist()
+    for number in range(REAL):
+        prompt[number * 200 : number * 200 + plan.chunk_tokens] = drawn(number, plan).key.token_ids
+    ChunkStore.open("memory://").put(drawn(0, plan))  # what a process imports is not what a store costs
+    before, took = _held(), {}
+
+    def timed(name: str, act: Callable[[], Any]) -> Any:
+        began_s = time.perf_counter()
+        found = act()
+        took[f"{name}_s"] = time.perf_counter() - began_s
+        return found
+
+    store = timed("open", lambda: ChunkStore.open(folder, durability="none", memory_bytes=1 << 20))
+    found = timed("first_find", lambda: store.find(MODEL, SINK, prompt))
+    got = timed("first_get", lambda: [store.get(one.key) for one in found])
+    if len(got) != REAL or any(chunk is None for chunk in got):
+        raise HfBlendError(f"{len(found)} chunks of {REAL} were found.")
+    took["first_lookup_s"] = took["open_s"] + took["first_find_s"] + took["first_get_s"]
+    took["lookup_bytes"] = _held() - before
+    timed("second_find", lambda: store.find(MODEL, SINK, prompt))
+    for _ in range(plan.finds):
+        timed("last_find", lambda: store.find(MODEL, SINK, prompt))
+    took["warm_bytes"] = _held() - before
+    took["entries_found"] = timed("count", lambda: len(store))
+    timed("first_put", lambda: store.put(drawn(REAL, plan)))
+    store.delete(drawn(REAL, plan).key)
+    took["all_bytes"] = _held() - before
+    took["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    store.close()
+    return took
+
+
+def _asked(folder: Path, plan: LargeStorePlan) -> dict[str, Any]:
+    given = json.dumps([str(folder), asdict(plan)])
+    done = subprocess.run([sys.executable, "-P", __file__, given], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise HfBlendError(f"looking up ended with {done.stderr[-800:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _held() -> int:
+    return next(int(line.split()[1]) << 10 for line in STATUS.read_text().splitlines() if line.startswith("VmRSS:"))
+
+
+if __name__ == "__main__":
+    path, settings = json.loads(sys.argv[1])
+    sys.stdout.write(json.dumps(look_up(Path(path), LargeStorePlan(**settings))) + "\n")

@@ -1,0 +1,157 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Recognising stored chunks inside any list of tokens, by content and at any offset, in one pass over a prompt.
+
+A chunk whose first or last tokens differ in a prompt, as a tokenizer makes them where texts are joined, is recognised
+by one window a few tokens behind its beginning, which no seam reaches. From there the run of equal tokens is followed
+in both directions.
+"""
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+__all__ = ["Run", "WindowFilter", "hashes", "longest_run", "pack_tokens", "unpack_tokens", "window_of"]
+
+WINDOW = 8  # tokens; stored chunks are recognised by windows of so many, and whole ones by so many of their first
+EDGE_TOKENS = 8  # so many of the first tokens may differ
+_LEAST_TOKENS = 16  # a shorter run is used only where nearly all of the chunk is in it
+_LEAST_SHARE = 4  # … and one of less than a quarter never: reading the entry would cost more than it saves
+_WIDTH = 4  # bytes of a packed token
+_LEAST_BITS, _LOAD = 16, 16  # the table has at least 2**16 entries, and 16 for each window
+_FACTORS = np.random.default_rng(0).integers(1, 1 << 62, WINDOW, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+_SPREAD = np.uint64(0x9E3779B97F4A7C15)
+
+
+class WindowFilter:
+    """Says at which positions a window of 8 tokens may be one that was added; never misses one.
+
+    Windows are hashed into a table of booleans. One that is gone leaves its mark there: the filter only saves looking
+    at positions, and what it lets through is compared in full.
+    """
+
+    def __init__(self) -> None:
+        self._hashes: list[np.ndarray] = []
+        self._count = 0
+        self._bits, self._table = 0, np.zeros(0, bool)
+
+    def add(self, found: np.ndarray) -> None:
+        """Take up the hashes of windows."""
+        self._hashes.append(new := found.astype(np.uint64))
+        self._count += len(new)
+        bits = max(_LEAST_BITS, (_LOAD * self._count - 1).bit_length())
+        if bits > self._bits:
+            self._bits, self._table, new = bits, np.zeros(1 << bits, bool), np.concatenate(self._hashes)
+            self._hashes = [new]
+        self._table[self._slots_of(new)] = True
+
+    def positions(self, ids: np.ndarray) -> np.ndarray:
+        """Where a window may begin.
+
+        Shapes: ids `[tokens]`.
+        """
+        found = hashes(ids, WINDOW)
+        return np.flatnonzero(self._table[self._slots_of(found)]) if self._count else np.zeros(0, np.int64)
+
+    def _slots_of(self, found: np.ndarray) -> np.ndarray:
+        mixed: np.ndarray = (found ^ (found >> np.uint64(29))) * _SPREAD >> np.uint64(64 - self._bits)
+        return mixed
+
+
+class Run(NamedTuple):
+    """Tokens of a stored chunk that are in a prompt."""
+
+    start: int
+    packed: bytes
+    first: int
+    tokens: int
+
+    @property
+    def stop(self) -> int:
+        """The place in the prompt behind the last of them."""
+        return self.start + self.tokens
+
+    @property
+    def is_worth_reading(self) -> bool:
+        """Whether it is enough of the chunk."""
+        size = len(self.packed) // _WIDTH
+        is_long = self.tokens >= _LEAST_TOKENS and self.tokens * _LEAST_SHARE >= size
+        return self.tokens > 0 and (is_long or size - self.tokens <= min(EDGE_TOKENS, size // 2))
+
+    def between(self, start: int, stop: int) -> "Run":
+        """The part of it that lies between two positions of the prompt."""
+        first, last = max(start, self.start), min(stop, self.stop)
+        return Run(first, self.packed, self.first + first - self.start, max(0, last - first))
+
+
+def without_overlap(complete: Iterable[Run], runs: Iterable[Run]) -> list[Run]:
+    """Settle which chunk each token of a prompt comes from: the longest first, others have what is left of them."""
+    taken: list[Run] = []
+    for run in sorted([*complete, *runs], key=lambda one: (-one.tokens, one.start, one.first)):
+        offset = bisect_left(taken, run.start, key=lambda one: one.start)
+        left = taken[offset - 1].stop if offset else 0
+        right = taken[offset].start if offset < len(taken) else run.stop
+        rest = run.between(left, right)
+        if rest == run or rest.is_worth_reading:
+            taken.insert(offset, rest)
+    return taken
+
+
+def hashes(ids: np.ndarray, width: int) -> np.ndarray:
+    """`[tokens - width + 1]`: the hash of so many tokens at each position, one of each 64 bits.
+
+    Shapes: ids `[tokens]`.
+    """
+    values, count = ids.astype(np.uint64), max(0, len(ids) - width + 1)
+    found = np.zeros(count, np.uint64)
+    for number, factor in enumerate(_FACTORS[:width]):
+        found += values[number : number + count] * factor
+    return found
+
+
+def window_of(ids: np.ndarray) -> tuple[int, np.ndarray] | None:
+    """Where in a chunk the window is by which it is recognised, and the window.
+
+    None where there are too few tokens, or where it repeats so few that it would be seen everywhere.
+    """
+    offset = max(0, min(EDGE_TOKENS, (len(ids) - WINDOW) // 2))
+    window = ids[offset : offset + WINDOW]
+    return (offset, window) if len(window) == WINDOW and len(np.unique(window)) > WINDOW // 4 else None
+
+
+def longest_run(chunks: Iterable[bytes], prompt: bytes, at: int, offset: int) -> Run:
+    """The longest run of equal tokens around a window, `at` a place of a prompt, and at an offset in the chunks."""
+    runs = (_run(packed, prompt, _WIDTH * at, _WIDTH * offset) for packed in chunks)
+    return max(runs, key=lambda one: one.tokens, default=Run(at, b"", 0, 0))
+
+
+def _run(packed: bytes, raw: bytes, at: int, offset: int) -> Run:
+    """The tokens of a chunk and of a prompt that agree around a window; positions are in bytes."""
+    behind = _agreement(packed[offset:], raw[at : at + len(packed) - offset])
+    before = _agreement(packed[:offset], raw[max(0, at - offset) : at], from_end=True)
+    return Run(at // _WIDTH - before, packed, offset // _WIDTH - before, before + behind)
+
+
+def _agreement(one: bytes, other: bytes, from_end: bool = False) -> int:
+    """How many of their first tokens, or of their last ones, are the same."""
+    size = min(len(one), len(other))
+    if not size:
+        return 0
+    pair = (one[-size:], other[-size:]) if from_end else (one[:size], other[:size])
+    left, right = (np.frombuffer(part, np.int32) for part in pair)
+    differs = left[::-1] != right[::-1] if from_end else left != right
+    first = int(differs.argmax())
+    return first if differs[first] else size // _WIDTH
+
+
+def pack_tokens(token_ids: Sequence[int]) -> bytes:
+    """Lay token ids side by side, 4 bytes each, so that comparing chunks is comparing bytes."""
+    return array("i", token_ids).tobytes()
+
+
+def unpack_tokens(packed: bytes) -> tuple[int, ...]:
+    """The token ids that `pack_tokens` laid side by side."""
+    return tuple(array("i", packed))

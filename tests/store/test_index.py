@@ -1,0 +1,241 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""The index of a folder saves listing it and reading its entries, and can do no harm."""
+
+import contextlib
+import errno
+import os
+import shutil
+import sqlite3
+import threading
+
+import pytest
+import torch
+
+from hf_blend.store import ChunkKey, ChunkKV, ChunkStore
+from hf_blend.store.tiers.disk import DiskTier
+
+
+@pytest.fixture
+def root(tmp_path, chunk):
+    """A store of six chunks, closed, whose directories are not young."""
+    root = tmp_path / "store"
+    with ChunkStore.open(root) as store:
+        for number in range(6):
+            store.put(chunk((5, number), fingerprint=f"{number % 2:064x}", chunk_prefix_ids=(1,) * (number % 3)))
+    aged(root)
+    assert len(listed(root)) == 6
+    return root
+
+
+def aged(root):
+    for folder in (root / "objects").rglob("*"):
+        if folder.is_dir():
+            os.utime(folder, (1, 1))
+
+
+def index_of(root):
+    (path,) = (root / "index").glob("*.sqlite")
+    return path
+
+
+def listed(root):
+    with ChunkStore.open(root) as store:
+        return [(entry.digest, entry.fingerprint, entry.tokens, entry.nbytes) for entry in store.entries()]
+
+
+def long_chunk(number):
+    ids = tuple(range(24 * number, 24 * number + 24))
+    return ChunkKV(ChunkKey("0" * 64, (), ids), (((torch.ones(1, 24, 2),) * 2),), (), (-1,))
+
+
+def never(*_):
+    raise AssertionError("the folder was listed, or an entry read")
+
+
+def test_a_store_opens_from_its_index_without_listing_folders_or_reading_entries(root, monkeypatch):
+    expected = listed(root)
+    monkeypatch.setattr(DiskTier, "listing", never)
+    monkeypatch.setattr("hf_blend.store.catalog.read_key", never)
+    assert listed(root) == expected
+    with ChunkStore.open(root) as store:
+        assert [start for start, *_ in store.find("0" * 64, (), [9, 5, 0, 9])] == [1]
+
+
+def test_a_folder_of_an_earlier_version_opens_without_its_index(root, same, chunk):
+    expected = listed(root)
+    shutil.rmtree(root / "index")
+    shutil.rmtree(root / "incoming")
+    (root / "index").mkdir()
+    (root / "index" / ("0" * 32 + ".index")).write_bytes(b"sha256:")
+    assert listed(root) == expected
+    with ChunkStore.open(root) as store:
+        same(
+            store.get(chunk((5, 0), fingerprint="0" * 64, chunk_prefix_ids=()).key),
+            chunk((5, 0), fingerprint="0" * 64, chunk_prefix_ids=()),
+        )
+
+
+@pytest.mark.slow
+def test_any_damage_to_the_index_changes_nothing(root):
+    expected, path = listed(root), index_of(root)
+    good = path.read_bytes()
+    damages = [good[:length] for length in range(0, len(good), 4001)]
+    for bit in range(0, len(good) * 8, 1511):
+        flipped = bytearray(good)
+        flipped[bit // 8] ^= 1 << bit % 8
+        damages.append(bytes(flipped))
+    for bad in damages:
+        path.write_bytes(bad)
+        assert listed(root) == expected
+
+
+@pytest.mark.parametrize("bad", [b"", b"x" * 5000, None])
+def test_a_file_that_is_no_index_is_counted_and_made_again(root, bad, monkeypatch):
+    expected, path = listed(root), index_of(root)
+    path.write_bytes(path.read_bytes()[:9000] if bad is None else bad)
+    with ChunkStore.open(root) as store:
+        assert len(store) == 6
+        assert store.stats()["skipped"] == ({} if bad == b"" else {"index:format": 1})
+    monkeypatch.setattr("hf_blend.store.catalog.read_key", never)
+    assert listed(root) == expected
+
+
+@pytest.mark.parametrize("replace", [os.unlink, os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_an_index_that_is_missing_or_no_file_changes_nothing(root, replace):
+    expected, path = listed(root), index_of(root)
+    if replace is not os.unlink:
+        path.unlink()
+    replace(path)
+    assert listed(root) == expected
+    assert index_of(root).is_file()
+
+
+def test_a_stale_index_is_corrected_by_the_directory(root, chunk):
+    path = index_of(root)
+    before = path.read_bytes()
+    with ChunkStore.open(root) as store:
+        store.delete(chunk((5, 0), fingerprint="0" * 64, chunk_prefix_ids=()).key)
+        store.put(chunk((8, 8)))
+    expected = listed(root)
+    path.write_bytes(before)
+    assert listed(root) == expected
+    shutil.rmtree(root / "objects")
+    assert listed(root) == []
+
+
+def test_an_index_that_cannot_be_written_is_read_all_the_same(root, monkeypatch):
+    expected = listed(root)
+    monkeypatch.setattr(DiskTier, "listing", never)
+    monkeypatch.setattr("hf_blend.store.index.os.access", lambda *_: False)
+    assert listed(root) == expected
+
+
+def test_what_another_process_does_with_the_index_is_waited_for_and_then_passed_over(root, chunk, same, monkeypatch):
+    monkeypatch.setattr("hf_blend.store.index.BUSY_S", 0.05)
+    with contextlib.closing(sqlite3.connect(index_of(root), isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        with ChunkStore.open(root, memory_bytes=0) as store:
+            same(
+                store.get(chunk((5, 0), fingerprint="0" * 64, chunk_prefix_ids=()).key),
+                chunk((5, 0), fingerprint="0" * 64, chunk_prefix_ids=()),
+            )
+            assert store.find("0" * 64, (), [9, 5, 0, 9]) == []
+        other.execute("COMMIT")
+    assert len(listed(root)) == 6
+
+
+def test_where_a_file_system_has_no_locks_a_process_has_an_index_of_its_own(root, monkeypatch):
+    def refused(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    expected = listed(root)
+    monkeypatch.setattr("hf_blend.store.index.BUSY_S", 0.05)
+    monkeypatch.setattr("hf_blend.store.index.fcntl.lockf", refused)
+    with contextlib.closing(sqlite3.connect(index_of(root), isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")  # SQLite says the same where there are no locks
+        assert listed(root) == expected
+
+
+def test_a_full_device_leaves_the_index_as_it_is(root, chunk, monkeypatch):
+    expected, full = listed(root), sqlite3.OperationalError("database or disk is full")
+    full.sqlite_errorcode = sqlite3.SQLITE_FULL
+
+    def refused(*_, **__):
+        raise full
+
+    monkeypatch.setattr("hf_blend.store.index.Index._group", refused)
+    with ChunkStore.open(root, memory_bytes=0) as store:
+        store.put(chunk((8, 8)))
+        assert store.stats()["skipped"] == {}
+    monkeypatch.undo()
+    assert len(listed(root)) == len(expected) + 1
+
+
+def test_chunks_are_found_before_the_filter_has_all_of_them(root, monkeypatch):
+    with ChunkStore.open(root, memory_bytes=0) as store:
+        for number in range(20):
+            store.put(long_chunk(number))
+        monkeypatch.setattr("hf_blend.store.index._PAGE", 2)
+        monkeypatch.setattr("hf_blend.store.index._WARM_S", 0.0)
+        prompt = [7, *long_chunk(19).key.token_ids, 9, *long_chunk(0).key.token_ids]
+        cold = store.find("0" * 64, (), prompt)
+        assert [found.start for found in cold] == [1, 26]
+        monkeypatch.setattr("hf_blend.store.index._WARM_S", 60.0)
+        assert store.find("0" * 64, (), prompt) == cold
+
+
+def test_rows_that_changed_in_the_file_are_not_counted(root):
+    expected = listed(root)
+    for change in ("name = 'x'", "owner = ''", "nbytes = 7", "chunk = NULL", "created = -1"):
+        with contextlib.closing(sqlite3.connect(index_of(root))) as db, db:
+            db.execute(f"UPDATE objects SET {change} WHERE name = (SELECT max(name) FROM objects)")
+        with ChunkStore.open(root) as store:
+            assert len(store) == 6, change
+        assert listed(root) == expected, change
+
+
+def test_many_threads_and_stores_share_one_folder(tmp_path, chunk):
+    def write(first):
+        with ChunkStore.open(tmp_path / "s", memory_bytes=0, durability="none") as store:
+            for number in range(first, first + 8):
+                store.put(chunk((7, number)))
+                assert store.find(chunk().key.fingerprint, (1,), [1, 7, number, 2])
+
+    threads = [threading.Thread(target=write, args=(first,)) for first in (0, 4, 8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(listed(tmp_path / "s")) == 16
+
+
+def test_damaged_and_misplaced_entries_are_not_listed(root):
+    expected = listed(root)
+    first, second = sorted((root / "objects").rglob("*.safetensors"))[:2]
+    content = second.read_bytes()
+    index_of(root).unlink()
+    second.write_bytes(content[:100])
+    (first.parent / f"{first.stem[:2]}{'0' * 62}.safetensors").write_bytes(first.read_bytes())
+    with ChunkStore.open(root) as store:
+        assert len(store) == 5
+        assert len(store) == 5  # and they are not read again and again
+    second.write_bytes(content)
+    assert listed(root) == expected
+
+
+def test_an_entry_that_vanishes_while_the_store_looks_at_it_is_passed_over(root, monkeypatch):
+    index_of(root).unlink()
+    monkeypatch.setattr("hf_blend.store.tiers.disk.DiskTier.open", lambda self, name: None)
+    assert listed(root) == []
+
+
+def test_entries_that_cannot_be_listed_now_leave_what_is_known(root, monkeypatch):
+    store = ChunkStore.open(root)
+    assert len(store) == 6
+
+    def refused(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(DiskTier, "shards", refused)
+    assert len(store) == 6
