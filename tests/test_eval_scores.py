@@ -200,32 +200,6 @@ def test_words_are_counted_as_transformers_counts_them_for_squad():
         assert scored("exact-match", prediction, answer) == squad.compute_exact(answer, prediction)
 
 
-def module_of_evaluate(name):
-    evaluate = pytest.importorskip("evaluate")
-    try:
-        return evaluate.load(name)
-    except (OSError, ImportError, ValueError) as error:
-        pytest.skip(f"the module {name} of evaluate is not here: {str(error)[:80]}")
-
-
-@pytest.mark.parametrize(("rule", "key"), [("word-f1", "f1"), ("exact-match", "exact_match")])
-def test_words_are_counted_as_the_squad_module_of_evaluate_counts_them(rule, key):
-    squad = module_of_evaluate("squad")
-    for prediction, answer in PAIRS:
-        found = squad.compute(
-            predictions=[{"id": "1", "prediction_text": prediction}],
-            references=[{"id": "1", "answers": {"text": [answer], "answer_start": [0]}}],
-        )
-        assert scored(rule, prediction, answer) == pytest.approx(found[key] / 100, abs=1e-9)
-
-
-def test_subsequences_are_counted_as_the_rouge_module_of_evaluate_counts_them():
-    rouge = module_of_evaluate("rouge")
-    for prediction, answer in PAIRS:
-        found = rouge.compute(predictions=[prediction], references=[answer], use_stemmer=True)["rougeL"]
-        assert scored("rouge-l", prediction, answer) == pytest.approx(found, abs=1e-9)
-
-
 def recorded(folder, name):
     """The answers of a published log and the mean that stands at its end."""
     path = folder / "recorded" / f"{name}.txt"

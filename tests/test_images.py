@@ -637,6 +637,22 @@ def test_each_kind_of_forward_is_tested_once(monkeypatch, fresh_models):
     assert cache.report.loaded_chunks == len(CHUNKS)
 
 
+@needs_encoding
+@torch.no_grad()
+def test_prompt_with_an_image_behind_others_is_computed_until_such_a_forward_was_tested(fresh_models):
+    kind, store = "llava", filled("llava")
+    inputs, model = arguments(kind, picture(kind), *CHUNKS), build(kind)
+    blend(kind, inputs, store)  # a forward of another kind: its image is a chunk
+    for is_tested in (False, True):
+        cache = BlendCache(model, store, recompute_ratio=0.15)
+        cache._hooks.watch_model(stay=True)
+        model(torch.tensor([[1, 5, 6]]), past_key_values=cache, logits_to_keep=1)
+        behind = {**inputs, "attention_mask": torch.ones(1, 3 + inputs["input_ids"].shape[1], dtype=torch.long)}
+        model(**behind, past_key_values=cache, logits_to_keep=1)
+        assert bool(cache.report.reusable_tokens) is is_tested
+        blend(kind, inputs, store, chunks=False)
+
+
 def test_model_whose_text_sees_ahead_is_refused_or_computes_its_chunks():
     kind = "paligemma"
     with pytest.raises(UnsupportedModelError, match=r"PaliGemma.* cannot be blended: its tokens see those behind"):

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""The way of a new user: own documents, an own model of thirty layers, a real tokenizer, the README, and mistakes.
+"""The way of a new user: own documents, an own model of thirty layers, a real tokenizer, and mistakes.
 
 The documents are paragraphs of HotpotQA and the tokenizer is GPT-2's where these files lie beside the project; else
 generated prose, and a tokenizer of bytes.
@@ -12,7 +12,6 @@ import json
 import os
 import random
 import re
-import shlex
 import shutil
 import signal
 import socket
@@ -26,14 +25,12 @@ from worlds import REFERENCE
 
 from hf_blend import ChunkStore
 from hf_blend.cli.main import main
-from tests.chat_templates import CHATML
 
 pytest.importorskip("semantic_text_splitter", reason="the extra rag is not installed: pip install hf-blend[rag]")
 pytest.importorskip("bm25s", reason="the extra rag is not installed: pip install hf-blend[rag]")
 
 ROOT = Path(__file__).resolve().parent.parent
 PUBLISHED = Path(os.environ.get("HF_BLEND_DATA") or ROOT.parent / "shared" / "data")
-README = (ROOT / "README.md").read_text("utf-8")
 FILES = 40
 WORDS = "harbour light boat river mill keeper winter north cliff storm rope barrel market letter wheel".split()
 
@@ -252,40 +249,3 @@ def test_mistake_is_a_sentence_with_exit_code_2_before_any_weight_is_read(here, 
             if (code, out) != (2, "") or says not in err or "Traceback" in err:
                 wrong.append((words, code, out, err))
     assert not wrong
-
-
-def section(title: str) -> str:
-    return README.partition(f"## {title}\n")[2].partition("\n## ")[0]
-
-
-@pytest.mark.slow
-def test_the_six_lines_of_the_readme_run_with_an_own_model(here, own_model, capsys):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    (code,) = re.findall(r"```python\n(.*?)```", section("With your own model"), re.DOTALL)
-    names = {
-        "model": AutoModelForCausalLM.from_pretrained(own_model).eval(),
-        "tokenizer": AutoTokenizer.from_pretrained(own_model),
-        "documents": [path.read_text() for path in sorted((here / "notes").glob("*.txt"))[:3]],
-        "question": "Who keeps the light?",
-    }
-    names["tokenizer"].chat_template = names["tokenizer"].chat_template or CHATML
-    exec(compile(code, "README", "exec"), names)
-    exec(compile(code, "README", "exec"), names)
-    first, second = (line for line in capsys.readouterr().out.splitlines() if "chunks loaded" in line)
-    assert "0 chunks loaded" in first
-    assert second.endswith(first[first.index("realign") :]) or "0 computed" in second
-
-
-@pytest.mark.slow
-def test_the_commands_of_the_readme_run_with_an_own_model_and_own_documents(here, run, own_model, monkeypatch):
-    (block,) = re.findall(r"```bash\n(.*?)```", section("With your own documents"), re.DOTALL)
-    lines = [line for line in block.splitlines() if line.startswith("hf-blend ")]
-    assert [line.split()[1] for line in lines] == ["index", "ask", "chat"]
-    for line in lines:
-        monkeypatch.setattr("sys.stdin", io.StringIO("Who keeps the light?\n/quit\n"))
-        words = shlex.split(line, comments=True)[1:]
-        words += ["--model", own_model]  # the last one counts
-        code, out, err = run(*words, *(["--max-new-tokens", "2"] if words[0] != "index" else []))
-        assert code == 0, err
-        assert words[0] == "index" or "Sources: notes/" in out

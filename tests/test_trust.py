@@ -15,7 +15,7 @@ from hf_blend import BlendCache, ChunkStore
 from hf_blend.cache.blend_cache import trial_cache
 from hf_blend.errors import UnsupportedModelError
 from hf_blend.model.calibrate import ensure_trusted, ratio_1
-from hf_blend.model.checks import CHECKS, CheckedModel
+from hf_blend.model.checks import CHECKS, CheckedModel, token_errors
 from hf_blend.model.quantised import shared_scale
 from hf_blend.prefill import row_masks
 
@@ -113,3 +113,11 @@ def test_projections_that_quantise_a_whole_call_by_one_scale_are_named(seed):
 def test_projections_of_each_token_alone_are_not_taken_for_such(tiny_model):
     for dtype in (torch.float32, torch.bfloat16):
         assert not shared_scale(tiny_model("llama").to(dtype))
+
+
+def test_token_errors_of_what_is_no_number_are_infinite_and_of_no_other_token():
+    expected = torch.ones(3, 4)
+    got = expected.clone()
+    got[1, 2] = float("nan")
+    assert token_errors(got, expected).tolist() == [0.0, float("inf"), 0.0]
+    assert token_errors(2 * expected, expected).tolist() == [1.0] * 3
