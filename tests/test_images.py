@@ -226,7 +226,7 @@ def test_prefill_chunk_size_computes_a_prompt_with_images_as_stock_does():
 @pytest.mark.parametrize(
     ("kind", "chunks"), [("llava", False), ("gemma3", False), pytest.param("qwen3_vl", True, marks=needs_encoding)]
 )
-def test_batch_of_prompts_with_images_and_padding_equals_stock(kind, chunks):
+def test_batch_of_prompts_with_images_and_padding_equals_stock(kind, chunks, fresh_models):
     rows = [[*CHUNKS[0], *picture(kind)], [*picture(kind), *picture(kind), *CHUNKS[1], *CHUNKS[2]]]
     rows = [[*PREFIX, *row, *QUESTION] for row in rows]
     width = max(map(len, rows))
