@@ -19,6 +19,7 @@ import argparse
 import itertools
 import json
 import random
+import re
 import statistics
 import subprocess
 import time
@@ -69,7 +70,7 @@ class Method:
         body, _, corrector = body.partition("+")
         self.corrector, self.correction = ("", corrector) if corrector in corrections else (corrector, "")
         self.storing = self.context, self.correction  # what is stored of a chunk depends on these
-        self.selector, *options = body.split(":")
+        self.selector, *options = re.split(":(?=[a-z_]+=)", body)
         self.options = {name: _value(value) for name, value in (option.split("=") for option in options)}
         self.name = text.rpartition("=")[0]
 

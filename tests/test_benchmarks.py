@@ -38,7 +38,7 @@ def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path):
     for row in found["rows"]:
         assert row["ttft_ratio"] == pytest.approx(row["ttft_ms"] / row["full_ttft_ms"])
         assert row["bound_share"] == pytest.approx(1 / row["ttft_ratio"] / row["flop_bound"])
-        assert row["ratio"] < row["charged_budget"] < 1 < row["flop_bound"]
+        assert 0 < row["charged_budget"] < 1 < row["flop_bound"]
         assert row["peak_bytes"] is None, "nobody counts it on a CPU"
     assert found["machine"]["torch"] == torch.__version__
     assert {"device", "dtype", "transformers", "hf_blend", "cuda", "chunk_tokens"} <= set(found["machine"])

@@ -30,7 +30,7 @@ def blend(tokenizer):
     """Run one prefill: `blend(model, store, *requests, recompute_ratio=0.3)` gives the last logits and the cache."""
 
     def run(model, store, *requests, keep=1, **settings):
-        cache = BlendCache(model, store, **settings)
+        cache = BlendCache(model, store, **{"selector": "kv-deviation", **settings})
         given = requests[0] if len(requests) == 1 else {name: [one[name] for one in requests] for name in requests[0]}
         inputs = cache.inputs(tokenizer, **given)
         cache.get_seq_length()  # as generate does, so that the model is watched
@@ -517,7 +517,7 @@ def test_a_layer_that_hands_nothing_to_the_cache_is_named(tiny_model, pieces, bl
         ({"recompute_ratio": 1.5}, ConfigError, r"1\.5.*0 … 1"),
         ({"recompute_ratio": -0.1}, ConfigError, r"-0\.1.*0 … 1"),
         ({"selector": "kv_devation"}, LookupError, "kv-deviation"),
-        ({"selector_options": {"onn": "k"}}, ConfigError, "'onn'.*on"),
+        ({"selector": "kv-deviation", "selector_options": {"onn": "k"}}, ConfigError, "'onn'.*on"),
         ({"check_layers": (4,)}, ConfigError, r"\(4,\).*4 layers"),
         ({"ratio": 0.1}, ConfigError, "recompute_ratio"),
     ],

@@ -251,7 +251,7 @@ def test_blended_refuses_a_cache_that_is_in_use(bundled, asked):
 def test_custom_generate_folder_takes_documents_and_a_question(bundled, asked, tmp_path, monkeypatch):
     (model, tokenizer), (inputs, _, one) = bundled, asked
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    texts = {"chunks": one["chunks"], "question": one["question"], "tokenizer": tokenizer}
+    texts = {"chunks": one["chunks"], "question": one["question"], "tokenizer": tokenizer, "selector": "kv-deviation"}
     given = {"custom_generate": FOLDER, "trust_remote_code": True, "store": str(tmp_path / "kv"), "max_new_tokens": 6}
     output = model.generate(**texts, **given)
     answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)

@@ -36,7 +36,7 @@ def listened(monkeypatch, store):
 
 
 def asked(model, store, pieces=PIECES, **settings):
-    cache = BlendCache(model, store, **settings)
+    cache = BlendCache(model, store, **{"selector": "kv-deviation", **settings})
     return cache, model.generate(**cache.inputs(None, **pieces), past_key_values=cache, **GREEDY)
 
 

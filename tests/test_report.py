@@ -27,7 +27,7 @@ def report(shared_model, pieces, tokenizer):
 
     def run(request=None, **settings):
         model = shared_model(**settings.pop("config", {}))
-        cache = BlendCache(model, ChunkStore.open("memory://"), **settings)
+        cache = BlendCache(model, ChunkStore.open("memory://"), **{"selector": "kv-deviation", **settings})
         inputs = cache.inputs(tokenizer, **(request or pieces()))
         model.generate(**inputs, past_key_values=cache, max_new_tokens=2, do_sample=False, eos_token_id=None)
         return cache.report
@@ -69,7 +69,7 @@ def test_the_shares_of_products_and_attention_make_up_what_was_spent(report):
 
 def test_behind_a_history_every_token_is_charged_for_the_keys_of_the_history_too(shared_model, pieces, tokenizer):
     model = shared_model()
-    cache = BlendCache(model, ChunkStore.open("memory://"), recompute_ratio=0.3)
+    cache = BlendCache(model, ChunkStore.open("memory://"), recompute_ratio=0.3, selector="kv-deviation")
     given = {"past_key_values": cache, "max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
     output = model.generate(**cache.inputs(tokenizer, **pieces()), **given)
     held, turn = cache.get_seq_length(), pieces((14, 21), seed=5)

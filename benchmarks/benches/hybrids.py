@@ -41,7 +41,7 @@ class HybridsPlan:
     chunk_tokens: int = 512
     question_tokens: int = 32
     ratio: float = BlendConfig.recompute_ratio
-    selector: str = BlendConfig.selector
+    selector: str = "kv-deviation"
     rounds: int = 5
     dtype: str = "float32"
     device: str = "cpu"

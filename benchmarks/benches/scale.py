@@ -41,7 +41,7 @@ class ScalePlan:
     chunk_tokens: int = 512
     question_tokens: int = 64
     ratio: float = BlendConfig.recompute_ratio
-    selector: str = BlendConfig.selector
+    selector: str = "kv-deviation"
     rounds: int = 3
     threads: int = 2
     dtype: str = "float32"

@@ -9,7 +9,6 @@ whose probe heads disagree, are read whole.
 Source: IMPRESS (Chen et al., FAST 2025), figures 5, 11 to 15.
 """
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -136,7 +135,7 @@ class _InPart(Blended):
 
     def __init__(self, model: nn.Module, tokenizer: Any, store: Any, max_new_tokens: int, way: Way) -> None:
         super().__init__(model, tokenizer, store, max_new_tokens)
-        self.config, self._way = BlendConfig(), way
+        self.config, self._way = BlendConfig(selector="kv-deviation"), way
         self.report = LoadReport()
         self.jaccard: dict[int, tuple[float, float]] = {}
 
@@ -323,18 +322,16 @@ def _cached(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _replayed(policy: str, cap: float, requests: Sequence[Mapping[str, Any]]) -> float:
     """Bytes that are not in memory when they are asked for, the chunks of a sample together."""
-    order, held, read = plugins.load("store.eviction", policy)(), {}, 0.0
+    order, states, sizes, read = plugins.load("store.eviction", policy)(), {}, {}, 0.0
     for number, line in enumerate(requests):
-        name, size = line["id"], line["loaded_bytes"]
-        order.use(name, float(number))
-        order.use(name, float(number), min(1.0, 1.0 - line["unseen_share"]))
-        if name in held:
+        name, important = line["id"], min(1.0, 1.0 - line["unseen_share"])
+        for ratio in (None, important):  # a use, and what was seen in it
+            states[name] = order.updated(states.get(name), float(number), number + 1, ratio)
+        if name in sizes:
             continue
-        read += size
-        held[name] = size
-        for victim in list(order.victims()):
-            if sum(held.values()) <= cap:
-                break
-            if held.pop(victim, None) is not None:
-                order.forget(victim)
-    return math.fsum([read])
+        sizes[name] = line["loaded_bytes"]
+        read += sizes[name]
+        while sum(sizes.values()) > cap:
+            victim = min(sizes, key=lambda one: states[one][0])
+            del sizes[victim], states[victim]
+    return read

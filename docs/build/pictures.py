@@ -9,13 +9,16 @@ python docs/build/pictures.py --screenshot    # and the page of the demo, with t
 import argparse
 import json
 import shutil
+import statistics
 from collections.abc import Callable
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from tables import first_task, load_result
 
+from hf_blend.config import BlendConfig
 from hf_blend.errors import ConfigError, import_extra
 from hf_blend.evaluation.svg import INK, THEMED, Line, line_chart, page
 
@@ -26,6 +29,7 @@ PIECES = (("prefix", 70), ("chunk A", 150), ("chunk B", 150), ("chunk C", 150), 
 LEFT = 130
 TAKEN = {1: (14, 96), 2: (4, 60, 128), 3: (30, 84)}  # by piece, where recomputed tokens stand in it
 CHARTED = ("kv-deviation", "boundary", "query-attention", "random")  # selectors on the page of the demo
+FRONTIER, MOST_CHARGED = ("boundary", "kv-deviation", "query-attention"), 0.3  # selectors, and the dearest of them
 CHROMIUM_FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync")
 
 
@@ -76,7 +80,7 @@ def gain() -> str:
     """The first token by full prefill, blending and full reuse, as bars; light and dark as the page around it."""
     document = load_result("real_selectors")
     rows = first_task(document)
-    blend, reuse = rows["kv-deviation", 0.15], rows["none", 0.0]
+    blend, reuse = rows[BlendConfig.selector, 0.15], rows["none", 0.0]
     bars = [("full prefill", 1.0, 0.0)]
     bars += [(name, row["speedup"], row["kl_nats"]) for name, row in (("blending", blend), ("full reuse", reuse))]
     parts = []
@@ -101,6 +105,26 @@ def gain() -> str:
     )
 
 
+def frontier(model: str) -> str:
+    """What is left of full reuse's KL divergence against the charge: means of two tasks."""
+    rows = [row for row in load_result("frontier")["rows"] if row["half"] == "both" and row["model"] == model]
+    tasks, lines = {row["task"] for row in rows}, []
+    for name in (*FRONTIER, *(f"{name}+context" for name in FRONTIER)):
+        kinds = (name, "none+context" if "+" in name else "none")
+        own = [row for row in rows if row["selector"] in kinds and row["target"] <= MOST_CHARGED]
+        points = []
+        for target in sorted({row["target"] for row in own}):
+            same = [row for row in own if row["target"] == target]
+            if {row["task"] for row in same} == tasks:
+                points.append(
+                    (statistics.fmean(row["charged"] for row in same), statistics.fmean(row["kl"] for row in same))
+                )
+        lines.append(Line(name.replace("+context", ", corrected"), tuple(points)))
+    return line_chart(
+        lines, x_label=f"charged ({model})", y_label="KL divergence, of full reuse's", most_x=0.32, background=THEMED
+    )
+
+
 def quality() -> dict[str, Any]:
     """Take what the chart of the demo shows out of a result: what selectors leave of full reuse's KL divergence."""
     lines: dict[str, list[dict[str, float]]] = {}
@@ -119,6 +143,7 @@ def quality() -> dict[str, Any]:
 
 PICTURES: dict[str, Callable[[], str]] = {
     "prompt": prompt, "layers": layers, "speed": speed, "gain": gain,
+    "frontier-smollm2": partial(frontier, "smollm2"), "frontier-gemma3": partial(frontier, "gemma3"),
 }  # fmt: skip
 
 

@@ -46,9 +46,9 @@ CHARGES = (0.0, 0.05, 0.15, 0.3)  # at which selectors are compared on the page;
 ENDS = {  # rows of the short table: selector and the charge that was asked for
     "full reuse": ("none", 0.0),
     "blend, `boundary`": ("boundary", 0.05),
-    "blend, the default": ("kv-deviation", 0.15),
-    "blend, 30 %": ("kv-deviation", 0.3),
-    "blend, `query-attention`, 30 %": ("query-attention", 0.3),
+    "blend, the default": ("boundary", 0.15),
+    "blend, `kv-deviation`": ("kv-deviation", 0.15),
+    "blend, 30 %": ("boundary", 0.3),
     "as many tokens at random": ("random", 0.15),
 }
 FRONTIER = (  # rows of the table of corrected chunks: name, selector, the charge that was asked for
@@ -57,7 +57,13 @@ FRONTIER = (  # rows of the table of corrected chunks: name, selector, the charg
     ("`boundary`, corrected", "boundary+context", 0.05),
     ("`boundary`", "boundary", 0.1),
     ("`boundary`, corrected", "boundary+context", 0.1),
+    ("the same, fitted on another kind of text", "boundary+pydoc", 0.1),
+    ("`boundary`", "boundary", 0.15),
     ("`kv-deviation`", "kv-deviation", 0.15),
+    ("`query-attention`", "query-attention", 0.15),
+    ("`boundary`, corrected", "boundary+context", 0.15),
+    ("`kv-deviation`, corrected", "kv-deviation+context", 0.15),
+    ("`query-attention`, corrected", "query-attention+context", 0.15),
 )
 PLACE = re.compile(r"<!--table:(?P<name>\w+)-->\n.*?<!--end-->", re.DOTALL)
 
@@ -113,16 +119,21 @@ def _left(row: dict[str, Any]) -> str:
 
 def _frontier(document: dict[str, Any]) -> list[str]:
     """What is left of full reuse's KL divergence where chunks are corrected when they are stored, and where not."""
-    rows = {(row["task"], row["selector"], row["target"]): row for row in document["rows"] if row["half"] == "both"}
-    tasks = list(dict.fromkeys(task for task, _, _ in rows))
-    lines = [f"| chunks, selector | charged | {' | '.join(tasks)} | first token |", "|---" * (3 + len(tasks)) + "|"]
+    found = {
+        (row["model"], row["task"], row["selector"], row["target"]): row
+        for row in document["rows"]
+        if row["half"] == "both"
+    }
+    asked = list(dict.fromkeys((model, task) for model, task, _, _ in found))
+    header = " | ".join(f"{model}, {task}" for model, task in asked)
+    lines = [f"| chunks, selector | charged | {header} |", "|---" * (2 + len(asked)) + "|"]
     for name, *key in FRONTIER:
-        own = [rows.get((task, *key)) for task in tasks]
+        own = [found.get((*one, *key)) for one in asked]
         cells = [
-            f"{row['kl']:.2f} [{row['low']:.2f}, {row['high']:.2f}], n = {row['n']}" if row else "" for row in own
+            f"{row['kl']:.2f} [{row['low']:.2f}, {row['high']:.2f}], first {row['kl_first']:.2f}" if row else ""
+            for row in own
         ]
-        first = [f"{row['kl_first']:.2f}" for row in own if row]
-        lines.append(f"| {name} | {100 * key[1]:.0f} % | {' | '.join(cells)} | {', '.join(first)} |")
+        lines.append(f"| {name} | {100 * key[1]:.0f} % | {' | '.join(cells)} |")
     return lines
 
 

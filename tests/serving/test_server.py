@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+import torch
 from worlds import reference_questions
 
 from hf_blend import BlendCache, BlendConfig, ChunkStore
@@ -107,9 +108,7 @@ def test_the_openai_client_gets_the_answer_of_a_lone_request_and_what_it_cost(cl
     store = ChunkStore.open("memory://")
     prompt = chat_prompt(tokenizer, messages(), QUESTION["chunks"][::-1])
     store.add(model, None, [span.token_ids for span in prompt.spans()])
-    cache = BlendCache(model, store)
-    import torch
-
+    cache = BlendCache(model, store, selector="kv-deviation")
     output = model.generate(torch.tensor([prompt.ids]), past_key_values=cache, max_new_tokens=8, do_sample=False)
     text = tokenizer.decode(output[0, len(prompt.ids) :], skip_special_tokens=True)
     assert again.choices[0].message.content == text

@@ -30,7 +30,7 @@ def test_the_salt_names_all_that_blended_blocks_depend_on():
         {"documents": DOCUMENTS[:1]},
         {"documents": [[1, 30], [31, 61]]},
         {"config": BlendConfig(recompute_ratio=0.2)},
-        {"config": BlendConfig(selector="boundary")},
+        {"config": BlendConfig(selector="kv-deviation")},
         {"tenant": "b"},
         {"secret": b"t" * 32},
         {"secret": None},
