@@ -21,7 +21,8 @@ from hf_blend import BlendCache, ChunkStore, ConfigError, UnsupportedModelError,
 from hf_blend.cache.indexed_layer import IndexedKind
 from hf_blend.context.continuing import continuing
 from hf_blend.context.sequence_cache import SequenceCache
-from hf_blend.hybrids import mixer
+from hf_blend.hybrids import mixer, mixer_probe
+from hf_blend.hybrids.layers import MixerLayer
 from hf_blend.hybrids.mixer import ActiveRows, MixerPass
 from hf_blend.hybrids.mixer_probe import mixers_of
 from hf_blend.model import anatomy
@@ -465,3 +466,28 @@ def test_without_the_room_other_models_are_blended_and_hybrids_are_refused(monke
     with pytest.raises(UnsupportedModelError, match="state of another kind"):
         BlendCache(tiny_model("lfm2"), ChunkStore.open("memory://"))
     assert subject_of("llama").blend(subject_of("llama").prompts[:1], 0.3).cache.report.reusable_tokens
+
+
+def test_mixers_of_refuses_a_mixer_that_keeps_other_projections_of_some_rows(monkeypatch):
+    run_rows, model = mixer_probe._passed, tiny_model("lfm2")
+
+    def spoilt(model, call, run, hidden, cache):
+        output = run_rows(model, call, run, hidden, cache)
+        if hidden.shape[1] < mixer_probe.TOKENS:
+            run.states += 1
+        return output
+
+    monkeypatch.setattr(mixer_probe, "_passed", spoilt)
+    with pytest.raises(UnsupportedModelError, match="its projections of some rows are not those of a plain forward"):
+        mixers_of(model)
+
+
+def test_restore_of_a_mixers_snapshot_may_be_done_again():
+    one, layer = torch.ones(1, 2, 3, 3), MixerLayer()
+    layer.update_recurrent_state(one.clone())
+    snapshot = layer.snapshot()
+    for times in (2, 3):
+        layer.update_recurrent_state(times * one)
+        layer.restore(snapshot)
+        assert torch.equal(layer.recurrent_states[0], one)
+        layer.recurrent_states[0].zero_()  # as a kernel writes it

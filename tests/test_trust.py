@@ -15,7 +15,7 @@ from hf_blend import BlendCache, ChunkStore
 from hf_blend.cache.blend_cache import trial_cache
 from hf_blend.errors import UnsupportedModelError
 from hf_blend.model.calibrate import ensure_trusted, ratio_1
-from hf_blend.model.checks import CHECKS, CheckedModel, token_errors
+from hf_blend.model.checks import CHECKS, CheckedModel, allowed_of, token_errors
 from hf_blend.model.quantised import shared_scale
 from hf_blend.prefill import row_masks
 
@@ -121,3 +121,8 @@ def test_token_errors_of_what_is_no_number_are_infinite_and_of_no_other_token():
     got[1, 2] = float("nan")
     assert token_errors(got, expected).tolist() == [0.0, float("inf"), 0.0]
     assert token_errors(2 * expected, expected).tolist() == [1.0] * 3
+
+
+def test_allowed_of_has_a_bound_for_each_fine_dtype_and_one_for_all_others():
+    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    assert [allowed_of((1.0, 2.0, 3.0), dtype) for dtype in dtypes] == [1.0, 2.0, 3.0, 3.0]
