@@ -88,18 +88,6 @@ def test_answers_from_8_bits_are_measured_and_as_committed(tmp_path, monkeypatch
     assert found["reference, 4 bits"].keys() == kept["reference, 4 bits"].keys()
 
 
-def test_images_are_measured_and_as_committed(tmp_path):
-    output = tmp_path / "images.json"
-    program("images").main(["--size", "tiny", "--images", "2", "--rounds", "1", "--output", str(output)])
-    found = json.loads(output.read_text("utf-8"))
-    kept = json.loads((BENCHMARKS / "results" / "images.json").read_text("utf-8"))
-    named = [[(row["family"], row["method"], sorted(row)) for row in one["rows"]] for one in (found, kept)]
-    assert named[0] == named[1]
-    assert found["shape"].keys() == kept["shape"].keys()
-    assert (kept["shape"]["images"], kept["shape"]["rounds"]) == (6, 5)
-    assert all(0 < row["charged_budget"] < 1 for row in found["rows"])
-
-
 def test_joins_are_measured_with_any_tokenizer(tmp_path, model_folder):
     rows = measure_joins(JoinsPlan((model_folder,)))["rows"]
     assert [row["join"] for row in rows] == list(JOINS)
