@@ -1,16 +1,20 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""A dataset is indexed by several processes, each chunk once, also after all of them were killed.
+"""A dataset is indexed by several processes or actors of Ray, each chunk once, also after some or all were killed.
 
 What was computed is counted by a line in a file that `compute_chunks` itself leaves, whatever the store says.
 """
 
 import os
+import pickle
 import signal
+import threading
 import time
 from collections import Counter
 from random import Random
 
+import numpy as np
+import pandas
 import pytest
 import torch
 from tiny_models import tiny_model as zoo_model
@@ -18,6 +22,7 @@ from worlds import REFERENCE
 
 from hf_blend import ChunkStore, ConfigError, HfBlendError, StoreError
 from hf_blend.integrations.datasets import index_dataset
+from hf_blend.integrations.ray import IndexChunks, index_ray_dataset
 
 datasets = pytest.importorskip("datasets")
 
@@ -137,3 +142,67 @@ def test_texts_are_chunks_as_in_any_other_way_of_indexing(tmp_path):
     model, tokenizer = load_model(REFERENCE)
     with ChunkStore.open(tmp_path / "kv") as store:
         assert all(store.contains(key) for key in store.keys(model, tokenizer, texts))
+
+
+@pytest.mark.parametrize(
+    "column", [np.array([[5, 6, 7], [8, 9, 10], [5, 6, 7]]), pandas.DataFrame({"ids": [[5, 6, 7], np.array([8, 9, 10]),
+     [5, 6, 7]]})["ids"], [[5, 6, 7], (8, 9, 10), [5, 6, 7]]], ids=["numpy", "pandas", "lists"],
+)  # fmt: skip
+def test_a_batch_of_any_kind_is_stored_each_chunk_once(tmp_path, column):
+    worker = pickle.loads(pickle.dumps(IndexChunks(Counted(tmp_path / "counted"), tmp_path / "kv", "ids")))
+    found = worker({"ids": column})
+    assert found["state"] == ["computed", "computed", "present"]
+    assert set(worker({"ids": column})["state"]) == {"present"}
+    worker.close()
+    with ChunkStore.open(tmp_path / "kv", memory_bytes=0) as store:
+        assert [one.digest for one in store.entries()] == sorted({*found["digest"]})
+
+
+def test_what_the_store_does_not_keep_is_refused(tmp_path):
+    worker = IndexChunks(Counted(tmp_path / "counted"), {"location": tmp_path / "small", "disk_bytes": 10}, "ids")
+    assert worker({"ids": [[5, 6, 7]]})["state"] == ["refused"]
+
+
+@pytest.fixture(scope="module")
+def ray():
+    ray = pytest.importorskip("ray", reason='Ray is not installed: pip install "hf-blend[ray]"')
+    pytest.importorskip("ray.data")
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    yield ray
+    ray.shutdown()
+
+
+@pytest.mark.slow
+def test_each_chunk_is_computed_once_by_two_actors_of_which_one_is_killed(tmp_path, ray):
+    counter, location = tmp_path / "counted", tmp_path / "kv"
+
+    def kill():
+        while len(lines(counter)) < 30:
+            time.sleep(0.05)
+        os.kill(int(lines(counter)[-1][0]), signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    rows = ray.data.from_items([{"ids": ids} for ids in IDS])
+    settings = {"location": str(location), "durability": "none"}
+    found = index_ray_dataset(rows, Counted(counter), settings, column="ids", actors=2, batch_rows=8)
+    killer.join()
+    computed = Counter(digest for _, digest in lines(counter))
+    assert len(found) == len(IDS)
+    assert len(computed) == UNLIKE
+    assert len({process for process, _ in lines(counter)}) >= 2
+    assert sum(times - 1 for times in computed.values()) <= 1  # what the one that was killed was computing
+    with ChunkStore.open(location, memory_bytes=0) as store:
+        assert {one.digest for one in store.entries()} == set(computed)
+        assert not [found for found in store.check() if found.reason]
+
+
+@pytest.mark.slow
+def test_a_store_that_is_too_small_and_a_dataset_of_another_kind_are_errors(tmp_path, ray):
+    rows = ray.data.from_items([{"ids": [5, 6, 7]}])
+    with pytest.raises(StoreError, match="did not keep 1 of 1 chunks"):
+        index_ray_dataset(
+            rows, Counted(tmp_path / "counted"), {"location": str(tmp_path / "small"), "disk_bytes": 10}, column="ids"
+        )
+    with pytest.raises(ConfigError, match=r"expected a ray\.data\.Dataset"):
+        index_ray_dataset([{"ids": [5, 6, 7]}], Counted(tmp_path / "counted"), tmp_path / "kv", column="ids")

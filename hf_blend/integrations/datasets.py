@@ -2,33 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hugging Face datasets: compute and store the chunk of every row, in as many processes as `Dataset.map` starts.
 
-    rows = index_dataset(dataset, "HuggingFaceTB/SmolLM2-135M-Instruct", "kv-store", num_proc=4)
-
-A chunk that is stored costs a look at the store, so a run that was stopped, or killed, is simply started again. Before
-a process computes a chunk it takes a lock in the store's folder, which the system releases when the process ends: no
-two processes compute the same chunk, on one machine or on several that share the folder.
+rows = index_dataset(dataset, "HuggingFaceTB/SmolLM2-135M-Instruct", "kv-store", num_proc=4)
 """
 
-import contextlib
 import secrets
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from os import PathLike
-from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
-from ..errors import ConfigError, StoreError, import_extra, suggest
-from ..model_names import locate
-from ..store import ChunkKey, ChunkStore
+from ..errors import ConfigError, import_extra, suggest
+from .indexing import BATCH_ROWS, IndexChunks, Model, Store, refuse_loss
 
 __all__ = ["index_dataset"]
-
-STRIPES = 3  # hex digits of a digest that share a lock: 4096 locks
-BATCH_ROWS = 64
-Model = str | Callable[[], tuple[Any, Any]]
-Store = str | PathLike[str] | Mapping[str, Any]
 
 
 def index_dataset(
@@ -68,7 +51,7 @@ def index_dataset(
     _check(dataset, column, num_proc=num_proc, batch_rows=batch_rows, threads=threads)
     if not len(dataset):  # datasets would not ask for a row, and give no columns
         return type(dataset).from_dict({"digest": [], "state": []})
-    worker = _Worker(model, store, column, threads if num_proc and num_proc > 1 else None)
+    worker = IndexChunks(model, store, column, threads if num_proc and num_proc > 1 else None)
     rows = dataset.map(
         worker,
         batched=True,
@@ -79,11 +62,7 @@ def index_dataset(
         new_fingerprint=secrets.token_hex(16),
     )
     worker.close()
-    states = Counter(rows["state"])
-    if states["refused"]:
-        raise StoreError(
-            f"the store did not keep {states['refused']} of {len(rows)} chunks. Make room for them, and run it again."
-        )
+    refuse_loss(rows["state"])
     return rows
 
 
@@ -101,68 +80,3 @@ def _check(dataset: Any, column: str, **counts: int | None) -> None:
         least = 0 if name == "num_proc" else 1
         if count is not None and (type(count) is not int or count < least):
             raise ConfigError(f"{name} is {count!r}, expected a whole number from {least} on. Leave it out.")
-
-
-class _Worker:
-    """What a process does with a batch of rows; it is pickled before anything is opened."""
-
-    def __init__(self, model: Model, store: Store, column: str, threads: int | None) -> None:
-        self._given, self._column, self._threads = (model, store), column, threads
-        self._opened: tuple[Any, Any, ChunkStore, Path | None] | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": None}
-
-    def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[str]]:
-        """Store the chunks of a batch; gives their digests and what was done."""
-        model, tokenizer, store, locks = self._open()
-        keys = store.keys(model, tokenizer, batch[self._column])
-        chunks = zip(keys, batch[self._column], strict=True)
-        states = [_store_one(model, tokenizer, store, locks, key, chunk) for key, chunk in chunks]
-        return {"digest": [key.digest for key in keys], "state": states}
-
-    def close(self) -> None:
-        """Close the store, if this process opened it."""
-        if self._opened is not None:
-            self._opened[2].close()
-
-    def _open(self) -> tuple[Any, Any, ChunkStore, Path | None]:
-        if self._opened is None:
-            if self._threads is not None:
-                import torch
-
-                torch.set_num_threads(self._threads)
-            source, place = self._given
-            model, tokenizer = _loaded(source) if isinstance(source, str) else source()
-            settings = dict(place) if isinstance(place, Mapping) else {"location": place}
-            store = ChunkStore.open(**{**settings, "memory_bytes": 0})
-            roots = [Path(tier.root) for tier in store.tiers() if hasattr(tier, "root") and tier.is_local]
-            self._opened = model, tokenizer, store, roots[0] / "claims" if roots else None
-        return self._opened
-
-
-def _loaded(source: str) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    folder = locate(source)
-    return AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
-
-
-def _store_one(
-    model: Any, tokenizer: Any, store: ChunkStore, locks: Path | None, key: ChunkKey, chunk: str | Sequence[int]
-) -> str:
-    if store.contains(key):
-        return "present"
-    with _claim(locks, key.digest):
-        if store.contains(key):
-            return "present"
-        store.add(model, tokenizer, [chunk])
-        return "computed" if store.contains(key) else "refused"
-
-
-def _claim(locks: Path | None, digest: str) -> contextlib.AbstractContextManager[Any]:
-    """The right to compute a chunk; a store without a folder on this machine has no place to ask for it."""
-    if locks is None:
-        return contextlib.nullcontext()
-    locks.mkdir(mode=0o700, exist_ok=True)
-    return FileLock(locks / f"{digest[:STRIPES]}.lock")

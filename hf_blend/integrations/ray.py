@@ -1,0 +1,67 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Ray Data: compute and store the chunk of every row, by actors that load the model once each.
+
+    rows = index_ray_dataset(ray.data.read_parquet("corpus"), "HuggingFaceTB/SmolLM2-135M-Instruct", "kv", actors=4)
+
+An actor that dies is started again by Ray, which gives the batch that it had to one that lives; what of it is stored
+already is "present" then. On several machines the store is a folder that all of them share, or has a remote tier.
+"""
+
+from typing import Any
+
+from ..errors import ConfigError, import_extra
+from .indexing import BATCH_ROWS, IndexChunks, Model, Store, refuse_loss
+
+__all__ = ["IndexChunks", "index_ray_dataset"]
+
+
+def index_ray_dataset(
+    dataset: Any,
+    model: Model,
+    store: Store,
+    *,
+    column: str = "text",
+    actors: int = 1,
+    batch_rows: int = BATCH_ROWS,
+    threads: int | None = 1,
+    **resources: Any,
+) -> list[dict[str, str]]:
+    """Compute and store the chunk of every row of a Ray dataset that is not stored yet.
+
+    For a result that stays in Ray, give `IndexChunks` itself to `Dataset.map_batches`.
+
+    Args:
+        dataset: a `ray.data.Dataset`.
+        model: as in `IndexChunks`.
+        store: as in `IndexChunks`.
+        column: as in `IndexChunks`.
+        actors: how many processes there are.
+        batch_rows: rows that an actor is given at a time.
+        threads: of torch in each actor.
+        **resources: of each actor, as `map_batches` takes them, such as `num_gpus=1`.
+
+    Returns:
+        A row for each: `digest`, and `state`: "computed", or "present" where it was stored already.
+
+    Raises:
+        MissingExtraError: ray is not installed.
+        ConfigError: it is no dataset of Ray.
+        StoreError: the store did not keep every chunk: make room, and start again.
+    """
+    data = import_extra("ray.data", extra="ray", wanted_by="index_ray_dataset")
+    if not isinstance(dataset, data.Dataset):
+        raise ConfigError(
+            f"dataset is of the class {type(dataset).__name__}, expected a ray.data.Dataset. Make one by "
+            "ray.data.from_items or ray.data.read_parquet."
+        )
+    found = dataset.map_batches(
+        IndexChunks,
+        fn_constructor_args=(model, store, column, threads),
+        batch_size=batch_rows,
+        compute=data.ActorPoolStrategy(size=actors),
+        **{"num_cpus": 1, **resources},
+    )
+    rows: list[dict[str, str]] = found.take_all()
+    refuse_loss([row["state"] for row in rows])
+    return rows
