@@ -100,7 +100,7 @@ class BlendedBatching(ContinuousBatchingManager):
         self._watch = Watch()
         self.logit_processor.logits_processor.insert(0, self._watch)
         self.logit_processor.do_processing = True
-        self.prefills = BlendedPrefills(model, self.blend_config, Turns(self._wake_up_loop.set, self._settle))
+        self.prefills = BlendedPrefills(model, self.blend_config, lambda: Turns(self._wake_up_loop.set, self._settle))
 
     def add_request(  # type: ignore[override]
         self,
@@ -193,7 +193,7 @@ class BlendedBatching(ContinuousBatchingManager):
         super().stop(*args, **settings)
         if not self.is_running():
             self.prefills.clear()
-            self.prefills.turns.close()
+            self.prefills.close()
             while self._hooks:
                 self._hooks.pop().remove()
 

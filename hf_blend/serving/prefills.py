@@ -1,9 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Blended prefills of requests that wait, one at a time and in turns with the engine.
+"""Blended prefills of requests that wait, in turns with the engine.
 
 A thread of its own looks up what is stored of a prompt; a request of which nothing is goes to the engine at once.
-Of the others the tenants' are prefilled in turn, each tenant's in the order in which they came.
+The others of a tenant are prefilled one by one, in the order in which they came. The tenant that has had least of the
+model of late goes first, also before a prefill of another that is under way.
 
 Why not inside `PagedAttentionCache.search_prefix_match`, where the engine asks what is there of a prompt: an answer is
 due at once, and 0 means "compute it", so every request that waits would be blended within one step, and nobody's next
@@ -14,6 +15,7 @@ then that method answers "all but the last token".
 import hashlib
 import json
 import logging
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -35,6 +37,7 @@ from ..prompt.pieces import TextPrompt
 from ..store import ChunkStore
 from ..store.chunk import ChunkKey, Found
 from .paged import BlendedPagedCache, salted
+from .shares import Shares
 from .turns import Turns
 
 __all__ = ["BlendedPrefills", "Prefilled", "Reuse"]
@@ -42,6 +45,7 @@ __all__ = ["BlendedPrefills", "Prefilled", "Reuse"]
 logger = logging.getLogger(__name__)
 
 KEPT_REPORTS = 4096
+LANES = 4  # prefills under way, each of another tenant
 FETCH_S = 2.0  # how long a chunk on another machine is waited for; a later one is computed
 
 Spans = Sequence[Found]
@@ -70,7 +74,7 @@ class Prefilled:
     begun: float | None = None  # by time.perf_counter
 
 
-@dataclass
+@dataclass(eq=False)
 class _Held:
     """A request that the engine does not see yet."""
 
@@ -80,12 +84,20 @@ class _Held:
     since: float = field(default_factory=time.monotonic)
     is_found: Future[bool] | None = None  # whether there is something to blend
 
+    @property
+    def tenant(self) -> str:
+        """Whose it is."""
+        return self.reuse.store.namespace
+
 
 class BlendedPrefills:
-    """The requests that are held back, and the thread that fills their blocks."""
+    """The requests that are held back, and the threads that fill their blocks."""
 
-    def __init__(self, model: nn.Module, config: BlendConfig, turns: Turns) -> None:
-        self._model, self._config, self.turns = model, config, turns
+    def __init__(self, model: nn.Module, config: BlendConfig, make_turns: Callable[[], Turns]) -> None:
+        self._model, self._config, self._make_turns = model, config, make_turns
+        self._lanes = [make_turns()]
+        self._running: dict[Turns, _Held] = {}  # whose blocks each lane fills
+        self.shares = Shares()
         selector = plugins.load("selectors", config.selector)(config.selector_options, seed=config.seed)
         self._sees_question = bool(selector.needs_attention or selector.needs_full_prefill)
         self._sink = default_sink(model) if config.chunk_prefix_ids is None else config.chunk_prefix_ids
@@ -96,11 +108,24 @@ class BlendedPrefills:
         self._finished: tuple[str, Reuse] | None = None  # the last one that ended; the engine may put it back
         self._held: OrderedDict[str, _Held] = OrderedDict()
         self._ready: dict[str, int] = {}
-        self._running: _Held | None = None  # whose blocks the thread fills
         self._finder: ThreadPoolExecutor | None = None
-        self._served: dict[str, int] = {}  # tenant → when one of its requests was last begun with, by count
         self.failures = 0  # prefills that ended in an exception
         self.outcomes: OrderedDict[str, Prefilled] = OrderedDict()
+
+    @property
+    def turns(self) -> Turns:
+        """Those of the thread that asks; in other threads those of the first lane."""
+        return next((lane for lane in self._lanes if lane.is_mine), self._lanes[0])
+
+    def close(self) -> None:
+        """End the threads."""
+        for lane in self._lanes:
+            lane.close()
+
+    def tenant_of(self, request_id: str) -> str:
+        """Whose request it is, by the namespace of the store."""
+        reuse = self._reuse.get(request_id)
+        return "" if reuse is None else reuse.store.namespace
 
     def attach(self, paged: BlendedPagedCache, compute_stream: Any, may_grow: Callable[[], bool]) -> None:
         """Work for an engine."""
@@ -135,7 +160,7 @@ class BlendedPrefills:
     def stuck_s(self) -> float:
         """For how many seconds the first request that is held has not moved; 0 where none is."""
         first = next(iter(list(self._held.values())), None)  # asked from other threads
-        return 0.0 if first is None else time.monotonic() - max(first.since, self.turns.moved)
+        return 0.0 if first is None else time.monotonic() - max(first.since, *(lane.moved for lane in self._lanes))
 
     def finish(self, request_id: str) -> None:
         """A request has its answer, or has failed; or the engine takes its blocks, and offers it again."""
@@ -148,8 +173,9 @@ class BlendedPrefills:
         self._reuse.pop(request_id, None)
         self._ready.pop(request_id, None)
         self._held.pop(request_id, None)
-        if self._running is not None and self._running.state.request_id == request_id:
-            self.turns.cancel()
+        for lane, held in self._running.items():
+            if held.state.request_id == request_id:
+                lane.cancel()
 
     def clear(self) -> None:
         """All requests are over."""
@@ -175,29 +201,40 @@ class BlendedPrefills:
         return () if reuse is None else reuse.salt
 
     def advance(self, seconds: float) -> None:
-        """Between two steps of the engine: begin with the next request, and let the one under way go on.
+        """Between two steps of the engine: begin with the next requests, and let one under way go on.
 
-        For less than no seconds it does not go on.
+        For less than no seconds none goes on.
         """
         self._take_over()
         self._look_up()
-        if self._running is None and (held := self._next()) is not None:
-            self._running = held
-            self._served[held.reuse.store.namespace] = max(self._served.values(), default=0) + 1
-            try:
-                self.turns.start(lambda: self._run(held))
-            except Exception as error:  # no thread can be made
-                self.turns.error = error
-        if seconds >= 0:
-            self.turns.give(seconds)
+        while (held := self._next()) is not None:
+            self._begin(held)
+        due = min((lane for lane in self._running if lane.is_asking), key=self._had, default=None)
+        if seconds >= 0 and due is not None:
+            due.give(seconds)
         self._take_over()
+
+    def _had(self, lane: Turns) -> float:
+        return self.shares.of(self._running[lane].tenant)
+
+    def _begin(self, held: _Held) -> None:
+        """Begin with a request in a lane that is free."""
+        if all(lane in self._running for lane in self._lanes):
+            self._lanes.append(self._make_turns())
+        lane = next(lane for lane in self._lanes if lane not in self._running)
+        self._running[lane] = held
+        self.shares.add(held.tenant, math.ceil(self._config.recompute_ratio * len(held.state.initial_tokens)))
+        try:
+            lane.start(lambda: self._run(held))
+        except Exception as error:  # no thread can be made
+            lane.error = error
 
     def _look_up(self) -> None:
         """Have looked up what is stored of each new request, and release those of which nothing is."""
         for held in list(self._held.values()):
             if held.is_found is None:
                 held.is_found = self._find(held.reuse)
-            if held is self._running or not held.is_found.done():
+            if held in self._running.values() or not held.is_found.done():
                 continue
             error = held.is_found.exception()
             if error is not None or not held.is_found.result():
@@ -218,19 +255,26 @@ class BlendedPrefills:
         return found
 
     def _next(self) -> _Held | None:
-        """The first request of the tenant that was begun with the longest ago."""
+        """The request to begin with: of the tenant that had least, if those under way are of tenants with more."""
+        busy = {held.tenant: self._had(lane) for lane, held in self._running.items()}
         ready = [held for held in self._held.values() if held.is_found is not None and held.is_found.done()]
-        return min(ready, key=lambda held: self._served.get(held.reuse.store.namespace, 0), default=None)
+        first = min(
+            (held for held in ready if held not in self._running.values() and held.tenant not in busy),
+            key=lambda held: self.shares.of(held.tenant),
+            default=None,
+        )
+        is_behind = first is not None and self.shares.of(first.tenant) >= min(busy.values(), default=float("inf"))
+        return None if is_behind or len(busy) == LANES else first
 
     def _take_over(self) -> None:
-        """Let the engine see the request whose prefill is over, whatever became of that."""
-        held = self._running
-        if held is None or self.turns.is_busy:
-            return
-        self._running = None
-        if self._held.get(held.state.request_id) is held:  # else it was cancelled
-            del self._held[held.state.request_id]
-            self._release(held, self.turns.error)
+        """Let the engine see the requests whose prefill is over, whatever became of that."""
+        for lane, held in list(self._running.items()):
+            if lane.is_busy:
+                continue
+            del self._running[lane]
+            if self._held.get(held.state.request_id) is held:  # else it was cancelled
+                del self._held[held.state.request_id]
+                self._release(held, lane.error)
 
     def _release(self, held: _Held, error: BaseException | None) -> None:
         """Let the engine see a request; if its prefill failed, without what that has done."""
@@ -303,6 +347,7 @@ class BlendedPrefills:
                 self.turns.release()
             reuse.store.put(chunk)
             held.outcome.computed_chunks += 1
+            self.shares.add(held.tenant, len(key.token_ids))
         return self._spans(reuse, reuse.store.identity(identity), token_ids)
 
     def _spans(self, reuse: Reuse, identity: str, token_ids: Sequence[int]) -> Spans:

@@ -4,16 +4,21 @@
 
 from typing import Any
 
-from transformers.generation.continuous_batching.requests import FutureRequestState
+from transformers.generation.continuous_batching.requests import FutureRequestState, RequestStatus
 from transformers.generation.continuous_batching.scheduler import FIFOScheduler
 
 from .prefills import BlendedPrefills
 
 __all__ = ["BlendedScheduler"]
 
+SHARED_STEP = 128  # tokens of a step while several tenants ask: how long one waits for a step of another
+
 
 class BlendedScheduler(FIFOScheduler):
-    """First come, first served, but for requests whose blocks are being filled.
+    """First come, first served, but for requests whose blocks are being filled, and among tenants.
+
+    The tenant that has had least of the model of late goes first. Those of others that decode stay in its steps, as
+    long as there is room for its own requests.
 
     As `BlendedPagedCache` it is made of the engine's own, because the engine knows its schedulers by name.
     """
@@ -81,8 +86,12 @@ class BlendedScheduler(FIFOScheduler):
         """
         if not self.active_requests:
             self.block_new_requests = False
-        found = super().schedule_batch(token_budget, cache_budget)
+        shares = self.prefills.shares
+        budget = min(token_budget, SHARED_STEP) if shares.are_several else token_budget
+        found = super().schedule_batch(budget, cache_budget)
         self.in_step = found[0] or []
+        for one in self.in_step:
+            shares.add(self.prefills.tenant_of(one.state.request_id), one.query_length)
         return found
 
     def may_grow(self) -> bool:
@@ -92,10 +101,27 @@ class BlendedScheduler(FIFOScheduler):
     def _process_candidates(self, candidates: list[Any], *budgets: Any) -> Any:
         """Choose among the requests as the base class does, but one suspect alone, if it has room."""
         suspect = [state for state in candidates if state.request_id in self.suspects][:1]
-        others = [state for state in candidates if state.request_id not in self.suspects]
+        others = [state for state in self._in_turn(candidates) if state.request_id not in self.suspects]
         self.in_step = [FutureRequestState(state, False, {}, 0) for state in suspect or others]
         found = super()._process_candidates(suspect or others, *budgets)
         return found if found[0] or not (suspect and others) else super()._process_candidates(others, *budgets)
 
+    def _in_turn(self, states: list[Any]) -> list[Any]:
+        """Order requests by tenants: those that decode, then the prompts, of who has had least first."""
+        had = {
+            state.request_id: self.prefills.shares.of(self.prefills.tenant_of(state.request_id)) for state in states
+        }
+        least = min(had.values(), default=0.0)
+        first = [state for state in states if had[state.request_id] == least]
+        others = [state for state in states if had[state.request_id] != least and _decodes(state)]
+        room = max(0, self.max_requests_per_batch - len(first))
+        staying = {state.request_id for state in (*first, *others[:room])}
+        turn = lambda state: (state.request_id not in staying, not _decodes(state), had[state.request_id])  # noqa: E731
+        return sorted(states, key=turn)
+
     def _get_waiting_candidates(self) -> list[Any]:
         return [state for state in super()._get_waiting_candidates() if not self.prefills.holds(state.request_id)]
+
+
+def _decodes(state: Any) -> bool:
+    return bool(state.status == RequestStatus.DECODING)

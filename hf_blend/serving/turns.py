@@ -48,6 +48,16 @@ class Turns:
         """Whether a task is under way."""
         return self._task is not None
 
+    @property
+    def is_asking(self) -> bool:
+        """Whether the task waits for a turn."""
+        return self._asks
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether the thread that asks is the worker."""
+        return self._thread is threading.current_thread()
+
     def start(self, task: Callable[[], None]) -> None:
         """Begin a task in the worker thread. Called by the engine while no other is under way."""
         with self._moved:

@@ -34,7 +34,7 @@ def langchain(url, folder, seconds):
     done = {"role": "tool", "content": "noted", "tool_call_id": bound.tool_calls[0]["id"]}
     assert chat.invoke([("user", QUESTION), bound, done]).text
     assert chat.bind(extra_body={"documents": ["Its master is Ines Okafor."]}).invoke(QUESTION).text
-    text = langchain_openai.OpenAI(**{**given, "temperature": 1}, max_tokens=4, n=2, best_of=2)
+    text = langchain_openai.OpenAI(**{**given, "temperature": 1}, max_tokens=4, n=2)
     rows = text.generate([QUESTION, "Lund is"]).generations
     assert [len(row) for row in rows] == [2, 2]
     assert len(list(text.stream("Lund is"))) > 0
@@ -46,7 +46,7 @@ def llama_index(url, folder, seconds):
     from llama_index.llms.openai_like import OpenAILike
 
     given = {"model": MODEL, "api_base": f"{url}/v1", "api_key": KEY, "temperature": 0.0, "max_retries": 0}
-    given |= {"max_tokens": 40, "context_window": 4096}
+    given |= {"max_tokens": 40, "context_window": 4096, "timeout": 600.0}
     for is_chat in (True, False):
         model = OpenAILike(**given, is_chat_model=is_chat)
         whole = model.complete("The harbour of Lund is").text
@@ -69,7 +69,7 @@ def litellm(url, folder, seconds):
     os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it asks the network for prices
     import litellm
 
-    given = {"api_base": f"{url}/v1", "api_key": KEY, "temperature": 0, "max_tokens": 40}
+    given = {"api_base": f"{url}/v1", "api_key": KEY, "temperature": 0, "max_tokens": 40, "timeout": 600}
     asked = {"model": f"openai/{MODEL}", "messages": [{"role": "user", "content": QUESTION}]}
     whole = litellm.completion(**given, **asked).choices[0].message.content
     parts = litellm.completion(**given, **asked, stream=True, stream_options={"include_usage": True})

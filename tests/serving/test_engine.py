@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from hf_blend import BlendCache, ChunkStore
+from hf_blend import BlendCache, ChunkStore, observer
 from hf_blend.errors import ConfigError, PromptError, StoreError, UnsupportedModelError
 from hf_blend.serving import engine as batching
 from hf_blend.serving import prefills, upstream
@@ -272,7 +272,62 @@ def test_tenants_are_blended_in_turn(model, bench, store, monkeypatch):
             ask = bench.Ask([1, 7, *chunks[0], 9, 9], chunks)
             engine.add_request(ask.prompt, name, store=store if name[0] == "a" else other)
         bench.collect(engine, names)
-    assert begun == ["a1", "b1", "a2", "b2", "a3"]
+    assert {*begun[:2]} == {"a1", "b1"}, "who has had nothing goes first"
+    assert [name for name in begun if name[0] == "a"] == names[:3]
+
+
+def test_a_tenant_that_had_nothing_is_blended_while_a_long_blend_of_another_stands(model, bench, store):
+    chunks = [bench.draw(40, 60 + number) for number in range(3)]
+    store.add(model, None, chunks)
+    asks = [[1, 7, *chunks[0], *chunks[1], 9, 9], [1, 8, *chunks[2], 3, 4, 5]]
+    found, stood = {}, []
+    with (
+        ChunkStore.open("memory://", namespace="b") as other,
+        bench.engine(model, store, recompute_ratio=RATIO) as engine,
+    ):
+        other.add(model, None, chunks)
+
+        def stand(layer, args):
+            lane = engine.prefills.turns
+            if lane.is_mine and lane is engine.prefills._lanes[0] and not stood:
+                stood.append(engine.add_request(asks[1], "b", store=other))
+                lane.release()
+                wait_for(lambda: "b" in found, "the answer of the other tenant")
+                lane.checkpoint()
+
+        hook = model.model.layers[1].register_forward_pre_hook(observer(stand))
+        try:
+            engine.add_request(asks[0], "a")
+            for name in ("b", "a"):
+                output = bench.collect(engine, [name])[name]
+                found[name] = output.generated_tokens
+        finally:
+            hook.remove()
+        assert engine.prefills.failures == 0
+        assert [engine.outcome(name).how for name in "ab"] == ["blended"] * 2
+    assert stood == ["b"]
+    for name, ids in zip("ab", asks, strict=True):
+        assert found[name] == bench.lone_answer(model, store, ids, recompute_ratio=RATIO)
+
+
+def test_plain_prompts_of_a_tenant_that_had_least_go_before_those_that_came_earlier(model, bench, store, monkeypatch):
+    are_all_here, first = threading.Event(), []
+    names = [*(f"a{number}" for number in range(4)), "b"]
+    with (
+        ChunkStore.open("memory://", namespace="b") as other,
+        bench.engine(model, store, {"max_batch_tokens": 32}) as engine,
+    ):
+        advance = engine.prefills.advance
+        monkeypatch.setattr(engine.prefills, "advance", lambda seconds: (are_all_here.wait(30), advance(seconds)))
+        for number, name in enumerate(names):
+            of = {"store": other if name == "b" else store, "streaming": True}
+            engine.add_request([1, *bench.draw(60, number)], name, blend=False, **of)
+        are_all_here.set()
+        while len(first) < len(names):
+            name = engine.get_result(timeout=30).request_id
+            first += [name] if name not in first else []
+    assert first.index("b") <= 1
+    assert [name for name in first if name != "b"] == names[:4]
 
 
 def test_requests_with_the_same_chunks_are_blended_once_while_the_first_is_there(model, bench, store, monkeypatch):

@@ -1,0 +1,197 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""First tokens of one tenant, alone and while another sends the worst that it may.
+
+python benchmarks/bench.py fairness > benchmarks/results/fairness.json
+
+A server of its own process, with two tenants, on 127.0.0.1. One asks about documents that are stored, reads the first
+token, and asks again. Blocks of these requests take turns: alone, and beside the other tenant, whose requests are long
+prompts, prompts of many new documents, streams that are abandoned, streams that are read slowly, hostile schemas, and
+eight answers with all log probabilities. The clock is the CPU time of the server, what it did until the first token;
+wall seconds stand beside.
+"""
+
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from .serve import _interval, _percentile
+
+KEYS = {"worst": "0123456789-worst", "other": "0123456789-other"}
+WORDS = "harbour clock ferry master slate bees garden pilot crane lamp rope tide anchor winter letter keeper".split()
+
+
+@dataclass(frozen=True)
+class FairnessPlan:
+    """What is measured."""
+
+    model: str = "smollm2"
+    blocks: int = 2
+    requests: int = 10
+    attackers: int = 6
+    library: int = 12
+    documents: int = 4
+    words: int = 60
+    long_words: int = 1200
+    cache_tokens: int = 32768
+    seed: int = 0
+
+
+def measure_fairness(plan: FairnessPlan, progress: Callable[[str], Any] | None = None) -> dict[str, Any]:
+    """Measure first tokens alone and beside the worst of another tenant, in turn."""
+    say = progress or (lambda text: None)
+    rows: dict[str, list[list[dict[str, float]]]] = {"alone": [], "attacked": []}
+    sent: Counter[str] = Counter()
+    with _server(plan) as (url, process):
+        for number in range(-2 * plan.library, 0):  # documents are stored, and what is made once is made
+            _first_token(plan, url, process, number)
+        for block in range(plan.blocks):
+            for name, found in rows.items():
+                say(f"block {block}: {name}")
+                with _attack(plan, url, sent, plan.attackers if name == "attacked" else 0):
+                    number = (2 * block + (name == "attacked")) * plan.requests
+                    found.append([_first_token(plan, url, process, number + one) for one in range(plan.requests)])
+                say(str([round(one["cpu_s"], 2) for one in found[-1]]))
+    table = []
+    for name, blocks in rows.items():
+        row: dict[str, Any] = {"run": name, "n": sum(map(len, blocks))}
+        row["answered"] = int(sum(one["answered"] for block in blocks for one in block))
+        for clock in ("cpu_s", "wall_s"):
+            times = [[one[clock]] for block in blocks for one in block]
+            row |= {f"{clock}_p{share}": _interval(times, lambda drawn, share=share: _percentile(drawn, share))
+                    for share in (50, 95)}  # fmt: skip
+        table.append(row)
+    return {"plan": asdict(plan), "rows": table, "sent": dict(sent), "first_tokens": rows}
+
+
+@contextmanager
+def _server(plan: FairnessPlan) -> Iterator[tuple[str, psutil.Process]]:
+    with tempfile.TemporaryDirectory() as folder:
+        tenants = Path(folder) / "tenants.json"
+        tenants.write_text(json.dumps({"tenants": [{"name": name, "api_key": key} for name, key in KEYS.items()]}))
+        words = ["--tenants", str(tenants), "--store", str(Path(folder) / "store"), "--port", "0", "--json"]
+        words += ["--model", plan.model, "--cache-tokens", str(plan.cache_tokens), "--no-access-log"]
+        command = [sys.executable, "-P", "-m", "hf_blend", "serve", *words]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            try:
+                said = ""
+                while "}" not in said:
+                    line = process.stdout.readline()  # type: ignore[union-attr]
+                    if not line:
+                        raise RuntimeError(f"the server ended: {said}")
+                    said += line
+                yield json.loads(said)["url"], psutil.Process(process.pid)
+            finally:
+                process.terminate()
+
+
+def _first_token(plan: FairnessPlan, url: str, process: psutil.Process, number: int) -> dict[str, float]:
+    """Ask about stored documents; seconds to the first token, by the server's CPU and on the wall."""
+    draw = random.Random(f"{plan.seed} {number}")
+    picked = draw.sample(range(plan.library), plan.documents)
+    documents = [_text(f"{plan.seed} document {one}", plan.words) for one in picked]
+    asked = {**_asked(f"What of the {draw.choice(WORDS)} {number}?", 2), "stream": True, "documents": documents}
+    cpu, wall = _cpu(process), time.perf_counter()
+    is_answered = False
+    with suppress(OSError), _open(url, "other", asked) as response:
+        line = response.readline()
+        while line and (b'"content": "' not in line or b'"content": ""' in line):
+            line = response.readline()
+        is_answered = b'"content": "' in line
+        found = {"cpu_s": _cpu(process) - cpu, "wall_s": time.perf_counter() - wall, "answered": 1.0}
+        response.read()
+    if not is_answered:  # it waited so long at least
+        found = {"cpu_s": _cpu(process) - cpu, "wall_s": time.perf_counter() - wall, "answered": 0.0}
+    return found
+
+
+@contextmanager
+def _attack(plan: FairnessPlan, url: str, sent: Counter[str], count: int) -> Iterator[None]:
+    """So many threads that send all kinds of requests in turn, until the block ends and each has its answer."""
+    is_over = threading.Event()
+
+    def send(first: int) -> None:
+        for number in range(first, 1 << 30):
+            if is_over.is_set():
+                return
+            kind = list(KINDS)[number % len(KINDS)]
+            asked = KINDS[kind](plan, f"{plan.seed} {first} {number}")
+            with suppress(OSError, ValueError):  # refused, cut: what became of these is not the question
+                sent[kind] += 1
+                _read(kind, _open(url, "worst", asked), is_over)
+
+    threads = [threading.Thread(target=send, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    if threads:
+        time.sleep(5)
+    try:
+        yield
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
+
+
+def _read(kind: str, response: Any, is_over: threading.Event) -> None:
+    with response:
+        if kind == "abandoned":
+            response.readline()
+        elif kind == "slow":
+            while response.read(16) and not is_over.wait(0.2):
+                pass
+        else:
+            response.read()
+
+
+def _open(url: str, tenant: str, asked: dict[str, Any]) -> Any:
+    headers = {"content-type": "application/json", "authorization": f"Bearer {KEYS[tenant]}"}
+    request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(asked).encode(), headers)
+    return urllib.request.urlopen(request, timeout=600)
+
+
+def _asked(text: str, new_tokens: int) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], "max_tokens": new_tokens, "ignore_eos": True}
+
+
+def _text(seed: str, words: int) -> str:
+    return " ".join(random.Random(seed).choices(WORDS, k=words)).capitalize() + ".\n"
+
+
+def _schema(plan: FairnessPlan, seed: str) -> dict[str, Any]:
+    names = [f"{word}{number}" for number in range(40) for word in WORDS]
+    one = {"type": "object", "properties": {name: {"enum": names[:20]} for name in names[:60]}, "required": names[:60]}
+    schema = {"type": "array", "minItems": 50, "items": {"anyOf": [one, {"type": "string", "minLength": 1000}]}}
+    form = {"type": "json_schema", "json_schema": {"name": "worst", "schema": schema}}
+    return {**_asked(_text(seed, 20), 64), "response_format": form, "ignore_eos": False}
+
+
+KINDS: dict[str, Callable[[FairnessPlan, str], dict[str, Any]]] = {
+    "long": lambda plan, seed: _asked(_text(seed, plan.long_words), 1),
+    "chunks": lambda plan, seed: {
+        **_asked(seed, 4),
+        "documents": [_text(f"{seed} {one}", 20) for one in range(plan.long_words // 20)],
+    },
+    "abandoned": lambda plan, seed: {**_asked(_text(seed, 100), 200), "stream": True},
+    "slow": lambda plan, seed: {**_asked(_text(seed, 20), 200), "stream": True},
+    "schema": _schema,
+    "answers": lambda plan, seed: {**_asked(_text(seed, 50), 64), "n": 8, "logprobs": True, "top_logprobs": 20},
+}
+
+
+def _cpu(process: psutil.Process) -> float:
+    spent = process.cpu_times()
+    return float(spent.user + spent.system)
