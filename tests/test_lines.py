@@ -25,7 +25,7 @@ MOST = {
     "selectors": 1_056,
     "serving": 3_694,
     "sparse": 2_627,
-    "store": 6_595,
+    "store": 6_599,
     "verify": 1_361,
     "cli": 2_540,
     "evaluation": 5_983,

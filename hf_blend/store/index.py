@@ -44,7 +44,8 @@ _PAGE = 5_000  # rows that are held at once
 _WARM_S = 0.05  # of a search, at most, for reading what saves later ones time
 _NEXT_TOKENS = 16  # behind a window: chunks that share it are in the order of these
 _NEAR, _ALIKE = 2, 64  # chunks that are compared with a prompt: of those before it, and of those like it
-_SIZE = "max(0, CAST(nbytes AS INTEGER))"
+_SIZE = "max(0, ifnull(CAST(nbytes AS INTEGER), 0))"  # so that no damaged row gives another type
+_TOKENS, _CREATED = "ifnull(CAST(tokens AS INTEGER), 0)", "ifnull(CAST(created AS REAL), 0)"
 _ENTER = (
     "INSERT INTO objects(name, nbytes, created, score, state, owner) VALUES (?, ?, ?, ?, ?, ?) "
     "ON CONFLICT(name) DO UPDATE SET nbytes = excluded.nbytes, created = excluded.created"
@@ -188,12 +189,12 @@ class Index:
 
     def uses(self, policy: str) -> float | None:
         """How often the tier was used under a policy; None if what is kept is of another one."""
-        found = self._read("SELECT CAST(uses AS REAL) FROM policy WHERE name = ?", policy)
+        found = self._read("SELECT ifnull(CAST(uses AS REAL), 0) FROM policy WHERE name = ?", policy)
         return found[0][0] if found else None
 
     def score_by(self, policy: str, enter: Enter) -> None:
         """Begin with another policy, for which every object was used once, when it was written."""
-        rows = self._read("SELECT CAST(created AS REAL) AS stamp, name FROM objects ORDER BY stamp")
+        rows = self._read(f"SELECT {_CREATED} AS stamp, name FROM objects ORDER BY stamp")
         self.score([(*enter(name, created)[:2], name) for created, name in rows], policy, len(rows))
 
     def sync(self, tier: Tier, space: str, enter: Enter, thorough: bool) -> None:
@@ -245,7 +246,7 @@ class Index:
             positions = _positions_by_hash(
                 ids, width, self._positions(ids) if width == WINDOW else np.arange(len(ids))
             )
-            sql = "SELECT DISTINCT head, CAST(tokens AS INTEGER) FROM chunks WHERE grp = ? AND width = ? AND head IN"
+            sql = f"SELECT DISTINCT head, {_TOKENS} FROM chunks WHERE grp = ? AND width = ? AND head IN"
             rows = self._read(f"{sql} (SELECT value FROM json_each(?))", number, width, json.dumps([*positions]))
             found += [(start, tokens) for head, tokens in rows for start in positions.get(head, ())]
         return found
@@ -255,7 +256,7 @@ class Index:
         number = self._run(lambda db: self._group(db, *group))
         raw, done = ids.tobytes(), dict[tuple[str, int], int]()
         positions = _positions_by_hash(ids, WINDOW, self._positions(ids))
-        sql = "SELECT DISTINCT inside, CAST(at AS INTEGER) FROM chunks WHERE grp = ? AND inside IN"
+        sql = "SELECT DISTINCT inside, ifnull(CAST(at AS INTEGER), 0) FROM chunks WHERE grp = ? AND inside IN"
         rows = self._read(f"{sql} (SELECT value FROM json_each(?))", number, json.dumps([*positions]))
         for at, window, offset in sorted((at, *row) for row in rows for at in positions.get(row[0], ())):
             if at < done.get((window, offset), 0):
@@ -273,7 +274,10 @@ class Index:
     def records(self, owner: str, namespace: str) -> Iterator[tuple[str, ChunkKey | None, int, float]]:
         """Name, key, size and time of the chunks of an owner, by name; no key where what is kept cannot be one."""
         last, page = "", list[Any]([()])
-        columns, rest = f"name, {_SIZE}, CAST(created AS REAL), fingerprint, prefix, ids", f"LIMIT {_PAGE // 10}"
+        columns, rest = (
+            f"name, {_SIZE}, ifnull(CAST(created AS REAL), 0), fingerprint, prefix, ids",
+            f"LIMIT {_PAGE // 10}",
+        )
         sql = f"SELECT {columns} FROM {_JOINED} WHERE name > ? AND o.owner = ? AND o.chunk > 0 ORDER BY name {rest}"
         while page:
             page = self._read(sql, last, owner)
