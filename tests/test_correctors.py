@@ -55,10 +55,10 @@ def test_unknown_option_and_a_word_for_a_number_are_refused(name):
 
 @pytest.mark.parametrize(("name", "family"), [*zip(WORKING, ("llama", "gpt_neox") * 9, strict=False)])
 def test_corrector_changes_stale_layers_for_a_charge_and_nothing_at_ratio_1(shared_model, name, family):
-    found = {}
+    model, found, given = shared_model(family), {}, {"selector": "kv-deviation"}
     for ratio in (0.3, 1.0):
         for one in (name, "none"):
-            found[ratio, one] = prefilled(shared_model(family), random_pieces(), recompute_ratio=ratio, corrector=one)
+            found[ratio, one] = prefilled(model, random_pieces(), recompute_ratio=ratio, corrector=one, **given)
     torch.testing.assert_close(found[1.0, name][1], found[1.0, "none"][1], rtol=1e-5, atol=1e-5)
     cache, plain = found[0.3, name][0], found[0.3, "none"][0]
     assert cache.report.charged_budget > plain.report.charged_budget

@@ -29,7 +29,7 @@ MOST = {
     "verify": 1_361,
     "cli": 2_540,
     "evaluation": 5_983,
-    "tests": 35_900,
+    "tests": 35_901,
 }
 
 
