@@ -58,7 +58,8 @@ class BlendConfig:
         corrector: name of the method in `hf_blend.correctors` that changes what is not recomputed; "none" changes
             nothing.
         corrector_options: what that method takes, by name.
-        check_layers: layers at which tokens are chosen, increasing, from 1. Before the first, all are computed.
+        check_layers: layers at which tokens are chosen, increasing, from 1. Before the first, all are computed; a
+            selector that compares nothing, as the default, chooses before layer 0 in its place.
         layer_ratios: share kept from each check layer on, never increasing; None derives it from recompute_ratio.
         gradual: gradual filtering (CacheBlend, section 4.3): choose more at the first check layer, fewer at each
             later one, so that the mean over the layers is recompute_ratio.

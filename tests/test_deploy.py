@@ -49,8 +49,8 @@ def test_the_container_has_extras_that_exist_a_user_and_a_check_that_is_python(c
 
     setup = ConfigParser()
     setup.read(ROOT / "setup.cfg")
-    (wanted,) = re.findall(r'"(\.\[.*?\])"', "\n".join(container))
-    assert Requirement(f"hf-blend{wanted[1:]}").extras <= set(setup["options.extras_require"])
+    (extras,) = re.findall(r'"(\.\[.*?\])"', "\n".join(container))
+    assert Requirement(f"hf-blend{extras[1:]}").extras <= set(setup["options.extras_require"])
     assert [line for line in container if line.startswith("USER ")] == ["USER 10001"]
     check = next(line for line in container if line.startswith("HEALTHCHECK"))
     assert "--start-period=" in check

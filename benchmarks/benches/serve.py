@@ -10,7 +10,7 @@ random (Poisson), at that share of what the best way without reuse answers at on
 
 The clock is the CPU time of this process, in one thread, and skips the time in which nobody waits: what else the
 machine does is not in the figures, nor is what a second core would add. Wall seconds stand beside. What is measured
-already is read from `out`, and a run adds to it: with more rounds, ways or loads it goes on.
+already is read from `out`, and a run adds to it: with more rounds, ways or loads it continues.
 """
 
 import json
@@ -255,7 +255,7 @@ class _Seen:
 def _answered(
     engine: Any, prompts: Sequence[TextPrompt], arrivals: Sequence[float], is_blended: bool
 ) -> tuple[dict[str, float], dict[str, float], dict[str, list[int]]]:
-    """When each request was due, and had its first token, on a clock that stands while nobody waits; the answers."""
+    """When each request was due, and had its first token, on a clock that stops while nobody waits; the answers."""
     clock, coming = Clock(), list(zip(prompts, arrivals, strict=True))
     due, first, answers = dict[str, float](), dict[str, float](), dict[str, list[int]]()
     while coming or len(answers) < len(due):

@@ -4,7 +4,7 @@
 
 How keys turn: the same tokens are run at two positions. A layer whose values agree and whose keys map from one to the
 other by some style can be moved; a model with a layer that does neither cannot be blended, and the layer is named. The
-tokens come twice in the prompt: that shows positions which a model counts itself, whatever it is told.
+tokens come twice in the prompt: that shows positions which a model counts itself, whatever is passed.
 
 States that are ignored: some code takes a state into account only where one token comes at a time, and computes
 several as if nothing were before them (Jamba and Zamba in transformers 5.23). So states are blanked: one that several

@@ -176,9 +176,9 @@ class CheckedModel:
         """Random tokens of text."""
         return tuple(text_ids(self.model, count, seed).tolist())
 
-    def cache(self, ratio: float, store: Any = None, rule: str = "kv-deviation", **settings: Any) -> Any:
+    def cache(self, ratio: float, store: Any = None, selector: str = "kv-deviation", **settings: Any) -> Any:
         """A cache for a request."""
-        return self._make_cache(self.model, recompute_ratio=ratio, selector=rule, chunk_prefix_ids=(), **settings)
+        return self._make_cache(self.model, recompute_ratio=ratio, selector=selector, chunk_prefix_ids=(), **settings)
 
     def inputs(self, cache: Any, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
         """Announce prompts to a cache, and give what the model is called with."""

@@ -422,7 +422,7 @@ class Prefill:
             self._keep_rows(index, call, *rows.last(expected))
 
     def _capture_attention(self, index: int, call: LayerCall) -> bool:
-        """Take the attention of a layer where somebody looks at it; gives True if nothing runs behind it."""
+        """Take the attention of a layer where an observer asks for it; gives True if nothing runs behind it."""
         context, observer, ends = self.context, self.context.observer, False
         number = self._with_keys.index(index) if index in self._with_keys else None  # selectors count these
         if observer is not None and number is not None and observer.takes(number):

@@ -16,7 +16,7 @@ Charge: TypeAlias = float | Tensor | Callable[[], float]
 
 @dataclass(frozen=True)
 class Work:
-    """What one layer computed. Nothing is counted before somebody asks for a figure."""
+    """What one layer computed. Nothing is counted before a figure is asked for."""
 
     layer: int
     kv_only: bool  # it ran only until its K and V were known

@@ -203,7 +203,7 @@ class BlendedPrefills:
     def advance(self, seconds: float) -> None:
         """Between two steps of the engine: begin with the next requests, and let one under way go on.
 
-        For less than no seconds none goes on.
+        For less than 0 seconds none continues.
         """
         self._take_over()
         self._look_up()

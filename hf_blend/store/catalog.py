@@ -28,7 +28,7 @@ __all__ = ["Catalog", "Listed", "entry_name"]
 Answer = TypeVar("Answer")
 logger = logging.getLogger(__name__)
 
-_PAGE = 500  # entries that are read before an index is told
+_PAGE = 500  # entries that are read before they are entered in an index
 _LEARN_S = 0.2  # at most, of one request, for entries of tiers on other machines that are not known yet
 
 

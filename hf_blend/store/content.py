@@ -153,5 +153,5 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
 
 
 def unpack_tokens(packed: bytes) -> tuple[int, ...]:
-    """The token ids that `pack_tokens` laid side by side."""
+    """The token ids that `pack_tokens` packed."""
     return tuple(array("i", packed))

@@ -252,7 +252,7 @@ class Index:
         return found
 
     def inside(self, group: "Group", ids: np.ndarray) -> Iterator[Run]:
-        """The longest run around every window of a chunk that stands in a prompt, of those that are long enough."""
+        """The longest run around every window of a chunk that is in a prompt, of those that are long enough."""
         number = self._run(lambda db: self._group(db, *group))
         raw, done = ids.tobytes(), dict[tuple[str, int], int]()
         positions = _positions_by_hash(ids, WINDOW, self._positions(ids))

@@ -93,7 +93,9 @@ def all_but_one(subject: ModelUnderTest) -> CheckResult:
 def fused_ratio(subject: ModelUnderTest) -> CheckResult:
     """Between 0 and 1 the sparse path equals a dense forward in which tokens not chosen have the stored K and V."""
     groups = [subject.prompts[:1], subject.prompts]
-    return CheckResult(max(_fused_error(subject, group, RATIO) for group in groups), subject.logit_tolerance)
+    selectors = ["kv-deviation", "boundary"]  # which choose behind a layer, and before the first
+    errors = [_fused_error(subject, group, RATIO, selector) for group in groups for selector in selectors]
+    return CheckResult(max(errors), subject.logit_tolerance)
 
 
 def _garbage(chunk: ChunkKV) -> ChunkKV:
@@ -127,12 +129,14 @@ def _preference(subject: ModelUnderTest, prompts: Sequence[Prompt]) -> float:
 
 
 @torch.no_grad()
-def _fused_error(subject: ModelUnderTest, prompts: Sequence[Prompt], ratio: float) -> float:
+def _fused_error(
+    subject: ModelUnderTest, prompts: Sequence[Prompt], ratio: float, selector: str = "kv-deviation"
+) -> float:
     """How far a blended forward is from the dense one."""
     if any(subject.mixers) or any(style.beside for style in subject.styles):
-        return _stale_error(subject, prompts, ratio)
-    got = subject.blend(prompts, ratio)
-    dense = _Spliced(got, unchosen(got), got.cache.config.check_layers[0])
+        return _stale_error(subject, prompts, ratio, selector)
+    got = subject.blend(prompts, ratio, selector=selector)
+    dense = _Spliced(got, unchosen(got), _check_layer(got))
     expected = subject.model(
         **subject.inputs(subject.cache(0.0), prompts), past_key_values=dense, use_cache=True
     ).logits
@@ -157,9 +161,9 @@ class _Spliced(DynamicCache):
 
 
 @torch.no_grad()
-def _stale_error(subject: ModelUnderTest, prompts: Sequence[Prompt], ratio: float) -> float:
+def _stale_error(subject: ModelUnderTest, prompts: Sequence[Prompt], ratio: float, selector: str) -> float:
     """How far a blended forward is from the dense one."""
-    got = subject.blend(prompts, ratio)
+    got = subject.blend(prompts, ratio, selector=selector)
     alone = _inputs_alone(subject, got)
     slots, first = unchosen(got).to(input_device(subject.model)), _first_stale_layer(got) + 1
 
@@ -174,9 +178,14 @@ def _stale_error(subject: ModelUnderTest, prompts: Sequence[Prompt], ratio: floa
     return distance(got.logits, expected[:, -got.logits.shape[1] :].float())
 
 
+def _check_layer(got: Blended) -> int:
+    """The last layer whose K and V are all fresh; those of layer 0 are, wherever tokens are chosen."""
+    return 0 if got.cache.config.selector == "boundary" else got.cache.config.check_layers[0]
+
+
 def _first_stale_layer(got: Blended) -> int:
     """The layer at which tokens were chosen: the first from the check layer on that keeps anything of a token."""
-    first = got.cache.config.check_layers[0]
+    first = _check_layer(got)
     return next(
         index
         for index, layer in enumerate(got.cache.layers)

@@ -108,10 +108,10 @@ class ModelUnderTest(CheckedModel):
         drawn = random.Random(seed)
         return tuple(drawn.randrange(min(8, self.vocabulary - 1), self.vocabulary) for _ in range(count))
 
-    def cache(self, ratio: float, store: Any = None, rule: str = "kv-deviation", **settings: Any) -> BlendCache:
+    def cache(self, ratio: float, store: Any = None, selector: str = "kv-deviation", **more: Any) -> BlendCache:
         """A cache for a request, on its own store if none is given; a failed self-test is for the checks to say."""
         store = ChunkStore.open("memory://") if store is None else store  # an empty store is false
-        return BlendCache(self.model, store, recompute_ratio=ratio, selector=rule, allow_unverified=True, **settings)
+        return BlendCache(self.model, store, recompute_ratio=ratio, selector=selector, allow_unverified=True, **more)
 
     def inputs(self, cache: BlendCache, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
         """Announce prompts to a cache, and give what the model is called with: ids, mask and positions."""

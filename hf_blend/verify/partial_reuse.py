@@ -202,7 +202,7 @@ def _moves_plainly(subject: ModelUnderTest, prompt: Prompt, changes: Sequence[tu
 
 
 def _scattered(subject: ModelUnderTest, prompt: Prompt) -> list[States]:
-    layers = subject.blend([prompt], SCATTERED, rule="random").layers
+    layers = subject.blend([prompt], SCATTERED, selector="random").layers
     return [tuple(states[0] for states in layer) for layer in layers]
 
 

@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""What an eviction policy is told, and what it promises.
+"""What an eviction policy is given, and what it promises.
 
 Promises, kept by tests that run over every policy found: an object leaves in the order of the scores; what a policy
-gives depends on nothing but what it is told, so that every process that uses a tier goes on where another stopped.
+gives depends on its arguments alone, so that every process that uses a tier continues where another stopped.
 """
 
 from abc import ABC, abstractmethod
