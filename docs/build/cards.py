@@ -59,7 +59,7 @@ def recipe_card(recipe: Recipe) -> str:
         *(_line(row) for row in own.values()),
         "\n## How to use it\n",
         '```python\nfrom hf_blend import BlendCache, ChunkStore\n\nstore = ChunkStore.open("kv-store")',
-        f"cache = BlendCache(model, store, selector={recipe.selector!r}, recompute_ratio={shown['ratio']:.2f})\n```\n",
+        f'cache = BlendCache(model, store, selector="{recipe.selector}", recompute_ratio={shown["ratio"]:.2f})\n```\n',
         "All other settings of `BlendConfig` are the defaults.\n",
         f"{LIMITS}\n",
     ])  # fmt: skip
